@@ -1,0 +1,1 @@
+"""asyncrl: asynchronous reinforcement learning of language models with a bounded staleness."""

@@ -1,0 +1,53 @@
+"""The one exception tree. Each error carries a single message, so that it survives pickling through Ray.
+
+A user's mistake (a wrong option, a missing file) is a ``ValueError`` raised where the value is read; the errors here
+are what can go wrong while a run is going.
+"""
+
+
+class AsyncRLError(Exception):
+    """Base of every run-time error of the system."""
+
+
+class WireError(AsyncRLError):
+    """Bytes from the network or from disk are not a message of this protocol."""
+
+
+class StalenessError(AsyncRLError):
+    """A batch would break the staleness bound. It must never fire: it means the ledger is wrong."""
+
+
+class AccountError(AsyncRLError):
+    """Tokens or prompt groups are not all accounted for."""
+
+
+class DeadlineError(AsyncRLError):
+    """A configured deadline passed; the message names what was awaited, and for how long."""
+
+
+class WorkerDiedError(AsyncRLError):
+    """A process of the run died; the message names it and ends with the last lines of its log."""
+
+
+class EngineError(AsyncRLError):
+    """An inference engine refused a request or broke its contract."""
+
+
+class ReplayBufferError(AsyncRLError):
+    """Base of what the replay buffer answers instead of a result."""
+
+
+class StoreFull(ReplayBufferError):  # noqa: N818 - a state, named as the operators know it
+    """The store's byte bound is reached; the sender waits and sends again."""
+
+
+class LeaseExpired(ReplayBufferError):  # noqa: N818
+    """A put, renewal or release came under a lease that is no longer held."""
+
+
+class UnknownGroup(ReplayBufferError):  # noqa: N818
+    """No such group, or not in the state that the request needs."""
+
+
+class VersionTooOld(ReplayBufferError):  # noqa: N818
+    """A trajectory holds a token older than the version its lease was granted at."""

@@ -1,0 +1,81 @@
+"""The seams between the packages. Peers never import one another: the controller hands each the port it needs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from .types import BufferStats, Lease, Plan, Prompt, TrajectoryGroup
+
+
+class RolloutBuffer(Protocol):
+    """What a rollout worker needs of the replay buffer. Every call is awaited under the client's deadline."""
+
+    async def lease(self, engine_version: int, max_groups: int) -> list[Lease]:
+        """Wait until at least one group is admitted at ``engine_version``; return up to ``max_groups`` leases.
+
+        Returns an empty list when nothing was admitted within the server's long-poll period: ask again, with the
+        version that the engine serves by then.
+        """
+        ...
+
+    async def renew(self, leases: Sequence[Lease]) -> None:
+        """Extend the leases that are still held; the others arrive through `revocation`."""
+        ...
+
+    async def put(self, group: TrajectoryGroup) -> None:
+        """Store a finished group; returns once it is stored. Sent again until acknowledged; stored once.
+
+        Raises:
+            LeaseExpired: the attempt is no longer the current one; its tokens are counted as dropped.
+            VersionTooOld: the group holds a token older than its lease.
+        """
+        ...
+
+    async def release(self, lease: Lease, *, num_tokens: int, reason: str) -> None:
+        """Give a lease back unfinished. Its ``num_tokens`` policy tokens count as dropped for ``reason``."""
+        ...
+
+    async def revocation(self) -> tuple[int, int]:
+        """Wait for the next (group_id, attempt) whose rollout is to be aborted."""
+        ...
+
+    async def close(self) -> None:
+        """Close the connection."""
+        ...
+
+
+class TrajectorySource(Protocol):
+    """What a learner rank needs of the replay buffer."""
+
+    def fetch(self, group_ids: Sequence[int]) -> list[TrajectoryGroup]:
+        """Return planned groups in the order asked for. Arrays are read-only views of the received bytes."""
+        ...
+
+    def close(self) -> None:
+        """Close the connection."""
+        ...
+
+
+class ControlBuffer(Protocol):
+    """What the controller needs of the replay buffer."""
+
+    async def enqueue(self, prompts: Sequence[Prompt]) -> None:
+        """Queue prompts; returns when they are queued, which waits while the queue is full."""
+        ...
+
+    async def plan(self, version: int) -> Plan:
+        """Wait for the batch that the learner consumes at ``version``; asking again gives the same plan."""
+        ...
+
+    async def commit(self, version: int) -> BufferStats:
+        """Mark the plan of ``version`` consumed: the learner is now at ``version + 1``. Idempotent."""
+        ...
+
+    async def stats(self) -> BufferStats:
+        """The ledger now."""
+        ...
+
+    async def close(self) -> None:
+        """Close the connection."""
+        ...

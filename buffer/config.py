@@ -1,0 +1,57 @@
+"""Options of the replay buffer: the only home of their defaults."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class OnStale(StrEnum):
+    """What happens to a group that is still being generated when the learner reaches its deadline."""
+
+    wait = "wait"
+    requeue = "requeue"
+    drop = "drop"
+
+
+class SelectionOrder(StrEnum):
+    """Which stored groups a batch takes first, inside the window that keeps every deadline."""
+
+    fifo = "fifo"
+    earliest_deadline = "earliest_deadline"
+    freshest_first = "freshest_first"
+    shortest_first = "shortest_first"
+
+
+@dataclass(frozen=True, kw_only=True)
+class BufferConfig:
+    """The replay buffer.
+
+    Attributes:
+        max_lag: Staleness bound in learner steps; 0 is synchronous training.
+        on_stale: ``wait`` for the straggler, ``requeue`` its prompt at the new version, or ``drop`` it.
+        order: Selection order of a batch.
+        lease_s: A lease not renewed for this long is taken back, and its prompt leased again.
+        queue_size: Prompts queued ahead of admission; enqueueing waits while the queue is full.
+        max_stored_bytes: Payload bound; at it, leases are refused until a batch leaves. Nothing stored is dropped.
+        request_timeout_s: Deadline of a client's call, and how long the server may hold a call before it answers.
+        host: Interface the server binds.
+        port: 0 takes a free port.
+    """
+
+    max_lag: int = 2
+    on_stale: OnStale = OnStale.wait
+    order: SelectionOrder = SelectionOrder.earliest_deadline
+    lease_s: float = 60.0
+    queue_size: int = 256
+    max_stored_bytes: int = 2 * 1024**3
+    request_timeout_s: float = 30.0
+    host: str = "127.0.0.1"
+    port: int = 0
+
+    def __post_init__(self) -> None:
+        if self.max_lag < 0:
+            raise ValueError(f"buffer.max_lag must be >= 0, got {self.max_lag}; use 0 for synchronous training")
+        for name in ("lease_s", "queue_size", "max_stored_bytes", "request_timeout_s"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"buffer.{name} must be > 0, got {getattr(self, name)}; see buffer/config.py")
+        if not 0 <= self.port < 65536:
+            raise ValueError(f"buffer.port must be in 0..65535, got {self.port}; 0 takes a free port")

@@ -1,0 +1,127 @@
+"""Options of the learner group and of the algorithm: the only home of their defaults."""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class Device(StrEnum):
+    """Where the learner computes; ``auto`` takes CUDA when torch sees it."""
+
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+class Schedule(StrEnum):
+    """Learning rate after the warm-up."""
+
+    constant = "constant"
+    linear = "linear"
+    cosine = "cosine"
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlgorithmConfig:
+    """What is optimised.
+
+    Attributes:
+        groups_per_step: B, prompt groups consumed by one learner step.
+        samples_per_prompt: G, rollouts of one prompt.
+        advantage: Advantage estimator by name, from `learner.advantages`.
+        loss: Policy loss by name, from `learner.losses`.
+        clip_low: PPO keeps the ratio above 1 - clip_low.
+        clip_high: PPO keeps the ratio below 1 + clip_high.
+        aggregation: ``token_mean`` or ``sequence_mean``, over the whole batch.
+    """
+
+    groups_per_step: int = 32
+    samples_per_prompt: int = 8
+    advantage: str = "grpo"
+    loss: str = "ppo_clip"
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    aggregation: str = "token_mean"
+
+    def __post_init__(self) -> None:
+        if self.groups_per_step < 1:
+            raise ValueError(f"algorithm.groups_per_step must be >= 1, got {self.groups_per_step}")
+        if self.samples_per_prompt < 1:
+            raise ValueError(f"algorithm.samples_per_prompt must be >= 1, got {self.samples_per_prompt}")
+        for name in ("clip_low", "clip_high"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"algorithm.{name} must be >= 0, got {getattr(self, name)}; 0.2 is usual")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """AdamW and its schedule.
+
+    Attributes:
+        lr: Peak learning rate.
+        betas: Decay of the first and second moment.
+        eps: Added to the root of the second moment.
+        weight_decay: Decoupled decay, on matrices only.
+        schedule: Shape after the warm-up.
+        warmup_steps: Optimizer updates of linear warm-up.
+        min_lr_ratio: Final learning rate ÷ peak.
+        clip_grad_norm: Largest global gradient norm; 0 does not clip.
+    """
+
+    lr: float = 1e-6
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.01
+    schedule: Schedule = Schedule.constant
+    warmup_steps: int = 0
+    min_lr_ratio: float = 0.0
+    clip_grad_norm: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.lr < 0:
+            raise ValueError(f"learner.optimizer.lr must be >= 0, got {self.lr}")
+        if self.clip_grad_norm < 0:
+            raise ValueError(f"learner.optimizer.clip_grad_norm must be >= 0, got {self.clip_grad_norm}; 0: no clipping")
+        if not 0 <= self.min_lr_ratio <= 1:
+            raise ValueError(f"learner.optimizer.min_lr_ratio must be in [0, 1], got {self.min_lr_ratio}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearnerConfig:
+    """The learner group.
+
+    Attributes:
+        num_ranks: Processes of the group, one device each.
+        sp_size: Ulysses sequence-parallel ranks; dp = num_ranks ÷ sp_size.
+        device: Where to compute.
+        dtype: Parameter type while computing (``float32`` or ``bfloat16``); gradients reduce in float32.
+        max_tokens_per_micro_batch: Token budget of one forward-backward on one rank.
+        logprob_chunk_tokens: Tokens whose logits are held in float32 at a time.
+        activation_checkpointing: Recompute layers in the backward pass.
+        start_timeout_s: Deadline for the group to build its model.
+        step_timeout_s: Deadline of one learner step.
+        optimizer: AdamW and its schedule.
+    """
+
+    num_ranks: int = 1
+    sp_size: int = 1
+    device: Device = Device.auto
+    dtype: str = "float32"
+    max_tokens_per_micro_batch: int = 16384
+    logprob_chunk_tokens: int = 4096
+    activation_checkpointing: bool = False
+    start_timeout_s: float = 300.0
+    step_timeout_s: float = 600.0
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+
+    def __post_init__(self) -> None:
+        if self.num_ranks < 1:
+            raise ValueError(f"learner.num_ranks must be >= 1, got {self.num_ranks}")
+        if self.sp_size < 1 or self.num_ranks % self.sp_size:
+            raise ValueError(
+                f"learner.sp_size must divide learner.num_ranks, got sp_size={self.sp_size}, num_ranks={self.num_ranks}"
+            )
+        if self.dtype not in ("float32", "bfloat16"):
+            raise ValueError(f"learner.dtype must be float32 or bfloat16, got {self.dtype!r}")
+        for name in ("max_tokens_per_micro_batch", "logprob_chunk_tokens", "start_timeout_s", "step_timeout_s"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"learner.{name} must be > 0, got {getattr(self, name)}")

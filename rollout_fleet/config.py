@@ -1,0 +1,101 @@
+"""Options of the rollout fleet: the only home of their defaults."""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class EngineKind(StrEnum):
+    """What generates: an SGLang server, transformers in process, or a script of answers for fault tests."""
+
+    sglang = "sglang"
+    transformers = "transformers"
+    scripted = "scripted"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingConfig:
+    """How training rollouts are sampled.
+
+    Attributes:
+        temperature: Softmax temperature; behaviour log-probs are taken under it.
+        top_p: Nucleus mass; 1.0 keeps all.
+        top_k: Candidates kept; -1 keeps all.
+        max_new_tokens: Longest response, in tokens.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    max_new_tokens: int = 512
+
+    def __post_init__(self) -> None:
+        if self.temperature < 0:
+            raise ValueError(
+                f"rollout_fleet.sampling.temperature must be >= 0, got {self.temperature}; 0 is greedy decoding"
+            )
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"rollout_fleet.sampling.top_p must be in (0, 1], got {self.top_p}; 1.0 keeps all tokens")
+        if self.top_k != -1 and self.top_k < 1:
+            raise ValueError(f"rollout_fleet.sampling.top_k must be -1 or >= 1, got {self.top_k}; -1 keeps all tokens")
+        if self.max_new_tokens < 1:
+            raise ValueError(f"rollout_fleet.sampling.max_new_tokens must be >= 1, got {self.max_new_tokens}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SGLangConfig:
+    """How an SGLang server is launched.
+
+    Attributes:
+        dtype: Weights and activations on the engine.
+        tp_size: Tensor-parallel ranks of one server.
+        max_total_tokens: KV cache size in tokens; 0 lets SGLang choose (on a CPU that is most of the memory).
+        max_running_requests: Samples decoded at once.
+        extra_args: Further ``sglang.launch_server`` arguments, verbatim.
+    """
+
+    dtype: str = "auto"
+    tp_size: int = 1
+    max_total_tokens: int = 0
+    max_running_requests: int = 256
+    extra_args: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutFleetConfig:
+    """The rollout fleet.
+
+    Attributes:
+        engine: What generates.
+        num_engines: Rollout workers, one engine each.
+        groups_in_flight: Prompt groups one worker generates at a time.
+        groups_per_request: Prompt groups sent to the engine as one batch request.
+        reward: ``module:function`` or the name of a built-in; called as reward(prompt, response_text) -> float.
+        reward_timeout_s: Deadline of scoring one prompt group.
+        start_timeout_s: Deadline for an engine to come up.
+        load_timeout_s: Deadline of one weight update on one engine.
+        generate_timeout_s: Deadline of one engine request.
+        stop_timeout_s: How long an engine may take to stop before it is killed.
+        sampling: How training rollouts are sampled.
+        sglang: How SGLang servers are launched.
+    """
+
+    engine: EngineKind = EngineKind.sglang
+    num_engines: int = 1
+    groups_in_flight: int = 32
+    groups_per_request: int = 8
+    reward: str = "exact_match"
+    reward_timeout_s: float = 30.0
+    start_timeout_s: float = 300.0
+    load_timeout_s: float = 60.0
+    generate_timeout_s: float = 600.0
+    stop_timeout_s: float = 5.0
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    sglang: SGLangConfig = field(default_factory=SGLangConfig)
+
+    def __post_init__(self) -> None:
+        for name in ("num_engines", "groups_in_flight", "groups_per_request"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"rollout_fleet.{name} must be >= 1, got {getattr(self, name)}")
+        for name in ("reward_timeout_s", "start_timeout_s", "load_timeout_s", "generate_timeout_s", "stop_timeout_s"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"rollout_fleet.{name} must be > 0 seconds, got {getattr(self, name)}")
