@@ -1,0 +1,76 @@
+"""The Ray cluster of a run: one of our own on this machine, or a running one that is joined."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import ray
+
+from asyncrl.config import RunConfig, check_placement, requested_cpus
+from asyncrl.protocol.errors import DeadlineError
+
+# Ray starts workers at nice 15 by default, which starves them beside any other load; and idle workers started ahead
+# of need cost start-up time and memory that a run of a few actors never earns back.
+_OWN_CLUSTER_ENV = {
+    "RAY_worker_niceness": "0",
+    "RAY_enable_worker_prestart": "0",
+    "RAY_prestart_worker_first_driver": "0",
+    "RAY_ENABLE_RECORD_ACTOR_TASK_LOGGING": "0",
+}
+
+
+@asynccontextmanager
+async def ray_cluster(config: RunConfig) -> AsyncIterator[None]:
+    """Start or join Ray, check that the run fits, and leave nothing behind.
+
+    Raises:
+        DeadlineError: the cluster does not answer within ``ray.start_timeout_s``.
+        ValueError: the run asks for more than the cluster has.
+    """
+    if config.ray.address:
+        start = asyncio.to_thread(ray.init, address=config.ray.address, logging_level=logging.ERROR, log_to_driver=False)
+    else:
+        check_placement(config, num_cpus=os.cpu_count() or 1, num_gpus=_visible_gpus(config))
+        start = asyncio.to_thread(_start_own, config)
+    try:
+        try:
+            await asyncio.wait_for(start, config.ray.start_timeout_s)
+        except TimeoutError:
+            raise DeadlineError(
+                f"Ray did not come up within ray.start_timeout_s={config.ray.start_timeout_s:g} s "
+                f"(address {config.ray.address or 'of our own'!r}); raise it, or look into Ray's session logs"
+            ) from None
+        if config.ray.address:
+            total = ray.cluster_resources()
+            check_placement(config, num_cpus=int(total.get("CPU", 0)), num_gpus=int(total.get("GPU", 0)))
+        yield
+    finally:
+        await asyncio.to_thread(ray.shutdown)
+
+
+def _start_own(config: RunConfig) -> None:
+    for name, value in _OWN_CLUSTER_ENV.items():
+        os.environ.setdefault(name, value)
+    cores = os.cpu_count() or 1
+    wanted = requested_cpus(config)
+    ray.init(
+        address="local",
+        num_cpus=max(cores, int(wanted + 0.999)) if config.placement.oversubscribe else cores,
+        include_dashboard=False,
+        object_store_memory=config.ray.object_store_bytes,
+        logging_level=logging.ERROR,
+        log_to_driver=False,
+        _node_ip_address="127.0.0.1",
+    )
+
+
+def _visible_gpus(config: RunConfig) -> int:
+    if config.learner.device != "cuda":
+        return 0
+    import torch
+
+    return torch.cuda.device_count()

@@ -1,0 +1,94 @@
+"""From command line to `RunConfig`: Hydra composes, the dataclasses check, and every mistake becomes a ValueError.
+
+Nothing past this module sees a DictConfig.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Sequence
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import get_type_hints
+
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
+
+from asyncrl.config import RunConfig
+
+CONFIG_DIR = Path(__file__).resolve().parent.parent / "configs"
+
+
+def compose_run(overrides: Sequence[str]) -> RunConfig:
+    """Compose a run from ``configs/run.yaml`` and Hydra overrides.
+
+    Args:
+        overrides: Hydra's override grammar. Example: ``["experiment=quickstart", "buffer.max_lag=4"]``.
+
+    Raises:
+        ValueError: an unknown option, a wrong type or a value out of range, by name.
+    """
+    for override in overrides:
+        if override.startswith(("+", "~")):
+            raise ValueError(f"options are set as OPTION=VALUE, got {override}; options cannot be added or removed")
+    ConfigStore.instance().store(name="schema", node=_schema())
+    try:
+        with initialize_config_dir(config_dir=str(CONFIG_DIR), version_base="1.3", job_name="asyncrl"):
+            composed = compose(config_name="run", overrides=list(overrides))
+        config = OmegaConf.to_object(composed)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ValueError(_explain(error)) from error
+    if not isinstance(config, RunConfig):
+        raise ValueError(f"configs/run.yaml must compose to a RunConfig, got {type(config).__name__}")
+    return config
+
+
+def dump_yaml(config: RunConfig) -> str:
+    """Return the resolved configuration as YAML; composing it again gives the same run."""
+    return OmegaConf.to_yaml(OmegaConf.structured(config))
+
+
+def option_names(kind: type = RunConfig, prefix: str = "") -> list[str]:
+    """Every option's dotted name, depth first. Example: ``buffer.max_lag``."""
+    names: list[str] = []
+    hints = get_type_hints(kind)
+    for entry in fields(kind):
+        nested = hints[entry.name]
+        if isinstance(nested, type) and is_dataclass(nested):
+            names += option_names(nested, f"{prefix}{entry.name}.")
+        else:
+            names.append(prefix + entry.name)
+    return names
+
+
+def _schema() -> DictConfig:
+    schema = OmegaConf.structured(RunConfig)
+    _make_writable(schema)
+    return schema
+
+
+def _make_writable(node: DictConfig) -> None:
+    # OmegaConf maps a frozen dataclass to a read-only node, which would refuse every override.
+    OmegaConf.set_readonly(node, None)
+    for key in node:
+        child = node._get_node(key)
+        if isinstance(child, DictConfig):
+            _make_writable(child)
+
+
+def _explain(error: Exception) -> str:
+    """The one useful line of a chain of Hydra and OmegaConf errors, led by the option's name."""
+    detail = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
+    misspelt = re.search(r"Could not override '([\w.]+)'", str(error))
+    option = misspelt[1] if misspelt else getattr(detail, "full_key", None)
+    reason = str(detail).split("Config search path")[0].split("full_key:")[0]
+    reason = " ".join(reason.split())
+    if isinstance(detail, ConfigAttributeError | ConfigKeyError) and option:
+        near = difflib.get_close_matches(option, option_names(), n=1, cutoff=0.7)
+        remedy = f"did you mean {near[0]}?" if near else "--help-all lists every option"
+        return f"unknown option {option}; {remedy}"
+    return f"{option}: {reason}" if option else reason

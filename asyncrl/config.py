@@ -1,0 +1,271 @@
+"""The configuration of a run: one typed tree over the packages' own options, and the checks that span packages.
+
+Defaults live in the dataclasses; the YAML files under ``configs/`` hold only what an experiment changes. Importing
+this module loads neither torch nor ray nor sglang.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from asyncrl.data.config import DataConfig
+from buffer.config import BufferConfig
+from learner.config import AlgorithmConfig, LearnerConfig
+from rollout_fleet.config import EngineKind, RolloutFleetConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The policy that a run starts from.
+
+    Attributes:
+        path: Directory in Hugging Face layout: ``config.json``, weights, tokenizer.
+    """
+
+    path: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationConfig:
+    """Held-out evaluation on the fleet, before and after training.
+
+    Attributes:
+        enabled: Evaluate at all; needs ``data.eval_files``.
+        num_samples: Samples of each prompt at the training temperature; greedy decoding adds one more.
+    """
+
+    enabled: bool = True
+    num_samples: int = 4
+
+    def __post_init__(self) -> None:
+        if self.num_samples < 1:
+            raise ValueError(f"evaluation.num_samples must be >= 1, got {self.num_samples}; 4 gives a steady mean")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WarmStartConfig:
+    """Supervised fine-tuning (``python -m asyncrl.sft``), also run before training where ``enabled``.
+
+    Attributes:
+        enabled: Fine-tune ``model.path`` first, and train the result.
+        train_files: Parquet or jsonl files with a prompt and a response column.
+        prompt_key: Column of the prompt.
+        response_key: Column of the response; the end-of-sequence token is added.
+        output_path: Where the fine-tuned policy is written; empty: ``<output_dir>/<experiment>/sft``.
+        batch_size: Sequences of one optimizer update.
+        lr: Peak learning rate; linear decay to zero over ``max_steps``.
+        weight_decay: Decoupled decay, on matrices only.
+        max_steps: Updates at most.
+        eval_every: Updates between evaluations.
+        eval_prompts: Held-out prompts of one evaluation.
+        target_accuracy: Stop at this greedy accuracy on ``data.eval_files``; above 1 never stops early.
+    """
+
+    enabled: bool = False
+    train_files: list[str] = field(default_factory=list)
+    prompt_key: str = "prompt"
+    response_key: str = "response"
+    output_path: str = ""
+    batch_size: int = 128
+    lr: float = 1e-3
+    weight_decay: float = 0.0
+    max_steps: int = 1000
+    eval_every: int = 50
+    eval_prompts: int = 256
+    target_accuracy: float = 1.01
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "max_steps", "eval_every", "eval_prompts"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"sft.{name} must be >= 1, got {getattr(self, name)}")
+        if self.lr <= 0:
+            raise ValueError(f"sft.lr must be > 0, got {self.lr}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlacementConfig:
+    """What each worker takes of the cluster; a GPU learner rank takes one GPU, an engine ``tp_size`` of them.
+
+    Attributes:
+        cpus_per_learner_rank: Logical CPUs of one learner rank.
+        cpus_per_engine: Logical CPUs of one rollout worker with its engine.
+        oversubscribe: On a cluster of our own (``ray.address`` empty), offer as many logical CPUs as the run asks
+            for even where the machine has fewer cores; without it, that is an error.
+    """
+
+    cpus_per_learner_rank: float = 1.0
+    cpus_per_engine: float = 1.0
+    oversubscribe: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("cpus_per_learner_rank", "cpus_per_engine"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"placement.{name} must be > 0, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RayConfig:
+    """The Ray cluster.
+
+    Attributes:
+        address: Empty starts a cluster of our own on this machine; ``auto`` or ``host:port`` joins a running one.
+        object_store_bytes: Shared memory of a cluster of our own; weights and batches do not pass through it.
+        start_timeout_s: Deadline for the cluster to come up.
+    """
+
+    address: str = ""
+    object_store_bytes: int = 128 * 1024**2
+    start_timeout_s: float = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """One training run.
+
+    Attributes:
+        experiment: Name of the run, and of its folder under ``output_dir``.
+        seed: Seeds prompts, sampling and initialisation.
+        output_dir: Results go to ``<output_dir>/<experiment>/<time>/``.
+        total_steps: Learner steps of the run.
+        quickstart: Make the quickstart's model, tokenizer and data first, under ``<output_dir>/<experiment>/assets``.
+        record_trajectories: Write every consumed trajectory to ``trajectories/``, for inspection.
+        keep_snapshots: Published weight snapshots kept; -1 keeps all, under the run's folder.
+        stop_timeout_s: How long stopping may take before processes are killed.
+    """
+
+    experiment: str = "run"
+    seed: int = 0
+    output_dir: str = "outputs"
+    total_steps: int = 100
+    quickstart: bool = False
+    record_trajectories: bool = False
+    keep_snapshots: int = 2
+    stop_timeout_s: float = 12.0
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    rollout_fleet: RolloutFleetConfig = field(default_factory=RolloutFleetConfig)
+    buffer: BufferConfig = field(default_factory=BufferConfig)
+    learner: LearnerConfig = field(default_factory=LearnerConfig)
+    placement: PlacementConfig = field(default_factory=PlacementConfig)
+    ray: RayConfig = field(default_factory=RayConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    sft: WarmStartConfig = field(default_factory=WarmStartConfig)
+
+    def __post_init__(self) -> None:
+        if self.total_steps < 1:
+            raise ValueError(f"total_steps must be >= 1, got {self.total_steps}")
+        if self.keep_snapshots != -1 and self.keep_snapshots < 1:
+            raise ValueError(f"keep_snapshots must be -1 or >= 1, got {self.keep_snapshots}; -1 keeps all")
+        if self.stop_timeout_s <= 0:
+            raise ValueError(f"stop_timeout_s must be > 0, got {self.stop_timeout_s}")
+
+
+def check_options(config: RunConfig) -> None:
+    """Check what spans packages and needs no file, before anything is made or started.
+
+    Raises:
+        ValueError: names the option, its value, what is expected, and what to do.
+    """
+    algorithm = config.algorithm
+    if algorithm.samples_per_prompt < 2 and algorithm.advantage.startswith("grpo"):
+        raise ValueError(
+            "algorithm.samples_per_prompt must be >= 2 for a group advantage, "
+            f"got {algorithm.samples_per_prompt} with algorithm.advantage={algorithm.advantage}"
+        )
+    dp_size = config.learner.num_ranks // config.learner.sp_size
+    if algorithm.groups_per_step < dp_size:
+        raise ValueError(
+            f"algorithm.groups_per_step must be >= the {dp_size} data-parallel learner ranks, "
+            f"got {algorithm.groups_per_step}; raise it or lower learner.num_ranks"
+        )
+    if config.rollout_fleet.sampling.temperature == 0 and algorithm.samples_per_prompt > 1:
+        raise ValueError(
+            "rollout_fleet.sampling.temperature must be > 0 to sample different trajectories of a prompt, got 0; "
+            "1.0 is usual"
+        )
+    if config.rollout_fleet.engine is EngineKind.scripted:
+        raise ValueError(
+            "rollout_fleet.engine must be sglang or transformers, got scripted; the scripted engine is for tests"
+        )
+
+
+def check_files(config: RunConfig) -> None:
+    """Check the model and data that the run reads, before any process starts.
+
+    Raises:
+        ValueError: names the option, its value, what is expected, and what to do.
+    """
+    _check_model(config)
+    if not config.data.train_files:
+        raise ValueError("data.train_files must name at least one parquet or jsonl file, got none")
+    if config.evaluation.enabled and not config.data.eval_files:
+        raise ValueError(
+            "data.eval_files must name at least one file while evaluation.enabled is true, got none; "
+            "set it, or evaluation.enabled=false"
+        )
+    _check_positions(config)
+
+
+def check_placement(config: RunConfig, *, num_cpus: int, num_gpus: int) -> None:
+    """Check that the run fits what the cluster offers.
+
+    Args:
+        config: The run.
+        num_cpus: CPUs of the cluster.
+        num_gpus: GPUs of the cluster.
+
+    Raises:
+        ValueError: names what is asked for, what there is, and what to lower.
+    """
+    gpus, cpus = requested_gpus(config), requested_cpus(config)
+    if gpus > num_gpus:
+        raise ValueError(
+            f"learner.device={config.learner.device} asks for {gpus} GPUs ({config.learner.num_ranks} learner ranks and "
+            f"{config.rollout_fleet.num_engines} engines), got {num_gpus}; lower learner.num_ranks or "
+            "rollout_fleet.num_engines, or set learner.device=cpu"
+        )
+    if cpus > num_cpus and (config.ray.address or not config.placement.oversubscribe):
+        raise ValueError(
+            f"placement asks for {cpus:g} CPUs ({config.learner.num_ranks} learner ranks, "
+            f"{config.rollout_fleet.num_engines} engines), got {num_cpus}; lower placement.cpus_per_learner_rank, "
+            "placement.cpus_per_engine or the number of workers, or set placement.oversubscribe=true"
+        )
+
+
+def requested_cpus(config: RunConfig) -> float:
+    """Logical CPUs that the run's workers take."""
+    placement = config.placement
+    learner = config.learner.num_ranks * placement.cpus_per_learner_rank
+    return learner + config.rollout_fleet.num_engines * placement.cpus_per_engine
+
+
+def requested_gpus(config: RunConfig) -> int:
+    """GPUs that the run's workers take; 0 unless ``learner.device`` is ``cuda``."""
+    if config.learner.device != "cuda":
+        return 0
+    return config.learner.num_ranks + config.rollout_fleet.num_engines * config.rollout_fleet.sglang.tp_size
+
+
+def _check_model(config: RunConfig) -> None:
+    path = Path(config.model.path)
+    if not config.model.path:
+        raise ValueError("model.path must name a directory in Hugging Face layout, got an empty string")
+    if not (path / "config.json").is_file():
+        raise ValueError(f"model.path must hold a Hugging Face model, got {path} without config.json; check the path")
+    if not any(path.glob("*.safetensors")) and not any(path.glob("*.bin")):
+        raise ValueError(f"model.path must hold weights (*.safetensors or *.bin), got {path} with none")
+    if not (path / "tokenizer_config.json").is_file():
+        raise ValueError(f"model.path must hold a tokenizer, got {path} without tokenizer_config.json")
+
+
+def _check_positions(config: RunConfig) -> None:
+    limit = json.loads(Path(config.model.path, "config.json").read_text()).get("max_position_embeddings")
+    longest = config.data.max_prompt_tokens + config.rollout_fleet.sampling.max_new_tokens
+    if limit is not None and longest > limit:
+        raise ValueError(
+            f"data.max_prompt_tokens + rollout_fleet.sampling.max_new_tokens must be <= the model's {limit} positions, "
+            f"got {config.data.max_prompt_tokens} + {config.rollout_fleet.sampling.max_new_tokens} = {longest}"
+        )

@@ -1,0 +1,262 @@
+"""The training loops: one asyncio process that sees metadata only.
+
+Four loops, what each waits for, and who wakes it::
+
+    feed      waits for room in the buffer's queue    ── woken by the buffer, when a lease is granted
+    plan      waits for the next batch                ── woken by the buffer, when B groups are stored
+              then for the step before the last       ── woken by complete, which commits it
+    complete  waits for the update it was handed      ── woken by the learner ranks
+    publish   waits for weights newer than the fleet's ── woken by complete
+
+    PromptStream ─feed─▶ buffer ─plan─▶ [steps: at most one behind the running one] ─complete─▶ [newest snapshot] ─publish─▶ fleet
+
+While the learner computes step v, the fleet generates, the plan of v + 1 is made and queued behind it on the ranks,
+and the weights of v travel to the engines. Publishing takes the newest snapshot only: where publishing is slower than
+training, versions are skipped, and admission, which goes by the engine's version, slows generation down.
+
+A deadlock would need a loop that waits for one that waits for it. feed and plan wait for the buffer only; complete for
+the learner only; publish for complete and the fleet. Admission waits for commits (complete) and newer engines
+(publish), so the only cycle is plan → rollouts → admission → complete → plan, and it moves because a batch at the
+learner's version is admitted without any further commit (docs/staleness.md).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from asyncrl.config import RunConfig
+from asyncrl.metrics import Overlap, StepRecord, TrainingResult
+from asyncrl.protocol.errors import AccountError
+from asyncrl.protocol.ports import ControlBuffer
+from asyncrl.protocol.types import BufferStats, Plan, Prompt, TokenAccount, WeightSnapshot
+
+
+class LearnerPort(Protocol):
+    """What the controller needs of the learner group. Calls queue on the ranks in the order they are made."""
+
+    def update(self, plan: Plan) -> Awaitable[Mapping[str, float]]:
+        """Start the update on a batch; its metrics come with ``started_at`` and ``ended_at`` (Unix seconds)."""
+        ...
+
+    def publish(self, version: int) -> Awaitable[WeightSnapshot]:
+        """Write the weights, as they are after the updates queued so far, as ``version``."""
+        ...
+
+
+class FleetPort(Protocol):
+    """What the controller needs of the rollout fleet."""
+
+    async def load(self, snapshot: WeightSnapshot) -> float:
+        """Put a snapshot on every engine; returns the seconds of the slowest."""
+        ...
+
+    async def counters(self) -> FleetCounts:
+        """The fleet's own counts since it began."""
+        ...
+
+    async def drain(self) -> FleetCounts:
+        """Put down all work: abort what runs, give the leases back; returns the final counts."""
+        ...
+
+
+class PromptSource(Protocol):
+    """Where prompts come from."""
+
+    def take(self, count: int) -> Sequence[Prompt]:
+        """The next ``count`` prompts of an endless order."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class FleetCounts:
+    """The fleet's counters, over its engines.
+
+    Attributes:
+        tokens_generated: Policy tokens that the engines produced for training, also those of aborted requests.
+        tokens_in_flight: Of these, not yet stored or given back.
+        busy_s: Mean over engines of the seconds with a request running.
+    """
+
+    tokens_generated: int
+    tokens_in_flight: int
+    busy_s: float
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A learner step on its way: the plan, the update's handle, the handle of the weights after it."""
+
+    plan: Plan
+    plan_wait_s: float
+    update: Awaitable[Mapping[str, float]]
+    weights: Awaitable[WeightSnapshot]
+
+
+@dataclass
+class _Progress:
+    """What the loops share."""
+
+    began_s: float = 0.0
+    ended_s: float = 0.0
+    learner_busy_s: float = 0.0
+    rollout_busy_s: float = 0.0
+    engine_version: int = 0
+    publish_s: float = 0.0
+    max_lag: int = 0
+    newest: WeightSnapshot | None = None
+    published: asyncio.Condition = field(default_factory=asyncio.Condition)
+    last_report: tuple[float, int] = (0.0, 0)
+
+
+class Controller:
+    """Drives buffer, learner and fleet through ``total_steps`` learner steps."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        buffer: ControlBuffer,
+        learner: LearnerPort,
+        fleet: FleetPort,
+        prompts: PromptSource,
+        on_step: Callable[[StepRecord], None],
+    ) -> None:
+        self._config = config
+        self._buffer = buffer
+        self._learner = learner
+        self._fleet = fleet
+        self._prompts = prompts
+        self._on_step = on_step
+        self._progress = _Progress()
+        self._steps: asyncio.Queue[_Step] = asyncio.Queue(maxsize=1)
+
+    async def train(self) -> TrainingResult:
+        """Train to the last step, publish its weights, and return the account of the run.
+
+        Raises:
+            AccountError: the token account does not balance.
+            AsyncRLError: a part died or missed its deadline; the message names it.
+        """
+        self._progress.began_s = time.time()
+        async with asyncio.TaskGroup() as tasks:
+            feed = tasks.create_task(self._feed(), name="feed")
+            plan = tasks.create_task(self._plan(), name="plan")
+            complete = tasks.create_task(self._complete(), name="complete")
+            publish = tasks.create_task(self._publish(), name="publish")
+            await asyncio.gather(plan, complete, publish)
+            feed.cancel()
+        return await self._account()
+
+    async def _feed(self) -> None:
+        while True:
+            await self._buffer.enqueue(self._prompts.take(self._config.algorithm.groups_per_step))
+
+    async def _plan(self) -> None:
+        for version in range(self._config.total_steps):
+            asked_s = time.monotonic()
+            plan = await self._buffer.plan(version)
+            waited_s = time.monotonic() - asked_s
+            update = self._learner.update(plan)
+            weights = self._learner.publish(version + 1)
+            await self._steps.put(_Step(plan, waited_s, update, weights))
+
+    async def _complete(self) -> None:
+        for _ in range(self._config.total_steps):
+            step = await self._steps.get()
+            metrics = await step.update
+            stats = await self._buffer.commit(step.plan.version)
+            await self._offer(await step.weights)
+            await self._report(step, metrics, stats)
+
+    async def _offer(self, snapshot: WeightSnapshot) -> None:
+        async with self._progress.published:
+            self._progress.newest = snapshot
+            self._progress.published.notify_all()
+
+    async def _publish(self) -> None:
+        progress = self._progress
+        while progress.engine_version < self._config.total_steps:
+            async with progress.published:
+                await progress.published.wait_for(self._has_newer_weights)
+                snapshot = progress.newest
+            if snapshot is not None:
+                progress.publish_s = await self._fleet.load(snapshot)
+                progress.engine_version = snapshot.version
+
+    def _has_newer_weights(self) -> bool:
+        newest = self._progress.newest
+        return newest is not None and newest.version > self._progress.engine_version
+
+    async def _report(self, step: _Step, metrics: Mapping[str, float], stats: BufferStats) -> None:
+        """Record a finished step. The only call it makes is for the fleet's counters: metadata, a millisecond."""
+        progress, now_s = self._progress, time.time()
+        counts = await self._fleet.counters()
+        update_s = metrics["ended_at"] - metrics["started_at"]
+        progress.learner_busy_s += update_s
+        progress.rollout_busy_s = counts.busy_s
+        progress.ended_s = metrics["ended_at"]
+        last_s, last_tokens = progress.last_report
+        elapsed_s = now_s - (last_s or progress.began_s)
+        progress.last_report = (now_s, counts.tokens_generated)
+        groups = step.plan.groups
+        lags = [step.plan.version - group.oldest_version for group in groups]
+        progress.max_lag = max(progress.max_lag, *lags)
+        rewards = [reward for group in groups for reward in group.rewards]
+        lengths = [length for group in groups for length in group.response_lengths]
+        self._on_step(
+            StepRecord(
+                step=step.plan.version,
+                time_s=progress.ended_s - progress.began_s,
+                reward=sum(rewards) / len(rewards),
+                solved_groups=sum(len(set(group.rewards)) == 1 for group in groups) / len(groups),
+                response_length=sum(lengths) / len(lengths),
+                lag_mean=sum(lags) / len(lags),
+                lag_max=max(lags),
+                generated_tokens=counts.tokens_generated,
+                rollout_tokens_per_s=(counts.tokens_generated - last_tokens) / elapsed_s if elapsed_s > 0 else 0.0,
+                learner_tokens_per_s=sum(group.num_tokens for group in groups) / update_s if update_s > 0 else 0.0,
+                buffer_groups=stats.groups["stored"],
+                leased_groups=stats.groups["leased"],
+                engine_version=progress.engine_version,
+                plan_wait_s=step.plan_wait_s,
+                update_s=update_s,
+                publish_s=progress.publish_s,
+                learner={name: value for name, value in metrics.items() if name not in ("started_at", "ended_at")},
+            )
+        )
+
+    async def _account(self) -> TrainingResult:
+        """Let the fleet put down its work and close the token account."""
+        progress = self._progress
+        counts = await self._fleet.drain()
+        stats = await self._buffer.stats()
+        tokens = TokenAccount(
+            generated=counts.tokens_generated,
+            trained=stats.tokens_trained,
+            dropped=sum(stats.tokens_dropped.values()),
+            buffered=stats.tokens_buffered,
+            in_flight=counts.tokens_in_flight,
+        )
+        if tokens.balance != 0:
+            raise AccountError(
+                f"every generated token must be trained, dropped, buffered or in flight; {tokens.balance} are not: "
+                f"{tokens}, dropped {dict(stats.tokens_dropped)}; please report this with the run's logs"
+            )
+        measured_s = progress.ended_s - progress.began_s
+        return TrainingResult(
+            policy_version=stats.learner_version,
+            train_wall_s=measured_s,
+            overlap=Overlap(
+                rollout_busy_s=progress.rollout_busy_s,
+                learner_busy_s=progress.learner_busy_s,
+                measured_s=measured_s,
+            ),
+            tokens=tokens,
+            max_lag_realised=max(stats.lag_histogram, default=progress.max_lag),
+            lag_histogram=stats.lag_histogram,
+            tokens_dropped=stats.tokens_dropped,
+        )

@@ -1,0 +1,160 @@
+"""What a run measures, as typed records: one per learner step, one for the whole run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from asyncrl.protocol.types import TokenAccount
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRecord:
+    """One learner step, as it stands in ``metrics.jsonl``.
+
+    Attributes:
+        step: Learner version that consumed the batch; the weights are at ``step + 1`` afterwards.
+        time_s: Seconds since training began, at the end of the update.
+        reward: Mean reward over the batch's samples.
+        solved_groups: Share of groups with equal rewards, which carry no signal for a group advantage.
+        response_length: Mean response length, in tokens.
+        lag_mean: Mean lag of the batch's groups, in learner steps.
+        lag_max: Largest lag of the batch.
+        generated_tokens: Policy tokens the fleet has generated since training began.
+        rollout_tokens_per_s: Policy tokens generated per second since the last record.
+        learner_tokens_per_s: Policy tokens trained per second of update.
+        buffer_groups: Groups stored, waiting for a batch.
+        leased_groups: Groups being generated.
+        engine_version: Oldest policy version that an engine serves.
+        plan_wait_s: Time the controller waited for the batch.
+        update_s: Time of the update on the slowest rank.
+        publish_s: Time of the last weight publish, on the slowest engine.
+        learner: The learner's own metrics, by name (loss, grad_norm, clip_fraction, …).
+    """
+
+    step: int
+    time_s: float
+    reward: float
+    solved_groups: float
+    response_length: float
+    lag_mean: float
+    lag_max: int
+    generated_tokens: int
+    rollout_tokens_per_s: float
+    learner_tokens_per_s: float
+    buffer_groups: int
+    leased_groups: int
+    engine_version: int
+    plan_wait_s: float
+    update_s: float
+    publish_s: float
+    learner: Mapping[str, float]
+
+    def flat(self) -> dict[str, float]:
+        """Return every number under a dotted name. Example: ``learner.loss``."""
+        numbers = asdict(self)
+        learner = numbers.pop("learner")
+        return numbers | {f"learner.{name}": value for name, value in learner.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """Held-out reward on the fleet.
+
+    Attributes:
+        sampled: Mean reward at the training temperature.
+        greedy: Mean reward of greedy decoding.
+        num_prompts: Prompts evaluated.
+        policy_version: Version that the engines served.
+    """
+
+    sampled: float
+    greedy: float
+    num_prompts: int
+    policy_version: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Overlap:
+    """How well generation and training ran at the same time.
+
+    Attributes:
+        rollout_busy_s: Mean over engines of the time with a request running.
+        learner_busy_s: Time inside updates, on the slowest rank.
+        measured_s: Training time.
+    """
+
+    rollout_busy_s: float
+    learner_busy_s: float
+    measured_s: float
+
+    @property
+    def efficiency(self) -> float:
+        """Busier pool ÷ measured time: 1.0 is the ideal, where the busier pool never waits."""
+        return max(self.rollout_busy_s, self.learner_busy_s) / self.measured_s if self.measured_s > 0 else 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingResult:
+    """What training left behind, before the final evaluation.
+
+    Attributes:
+        policy_version: Learner version at the end.
+        train_wall_s: Seconds from the first admission to the last update.
+        overlap: Rollout and learner time.
+        tokens: The token account, after the fleet has put down its work.
+        max_lag_realised: Largest lag of any consumed group.
+        lag_histogram: Lag in learner steps to number of consumed groups.
+        tokens_dropped: Dropped tokens by reason.
+    """
+
+    policy_version: int
+    train_wall_s: float
+    overlap: Overlap
+    tokens: TokenAccount
+    max_lag_realised: int
+    lag_histogram: Mapping[int, int]
+    tokens_dropped: Mapping[str, int]
+
+
+def summary_document(
+    *,
+    experiment: str,
+    seed: int,
+    max_lag: int,
+    result: TrainingResult,
+    before: Evaluation | None,
+    after: Evaluation | None,
+    wall_s: Mapping[str, float],
+) -> dict[str, Any]:
+    """Return ``summary.json``.
+
+    Args:
+        experiment: Name of the run.
+        seed: Its seed.
+        max_lag: The bound.
+        result: What training left behind.
+        before: Evaluation at version 0; None where evaluation is off.
+        after: Evaluation at the final version.
+        wall_s: Seconds by part of the run: ``total``, ``start`` (until the first step could begin), …
+    """
+    return {
+        "experiment": experiment,
+        "seed": seed,
+        "policy_version": result.policy_version,
+        "wall_s": wall_s["total"],
+        "start_wall_s": wall_s["start"],
+        "train_wall_s": result.train_wall_s,
+        "eval": {
+            name: None if evaluation is None else asdict(evaluation)
+            for name, evaluation in (("before", before), ("after", after))
+        },
+        "max_lag": {
+            "bound": max_lag,
+            "realised": result.max_lag_realised,
+            "histogram": {str(lag): count for lag, count in sorted(result.lag_histogram.items())},
+        },
+        "tokens": asdict(result.tokens) | {"dropped_by_reason": dict(result.tokens_dropped)},
+        "overlap": asdict(result.overlap) | {"efficiency": result.overlap.efficiency},
+    }

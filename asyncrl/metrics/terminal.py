@@ -1,0 +1,125 @@
+"""What the user watches: one live view on a terminal, plain lines elsewhere.
+
+The view is told what happens; it never asks. On a terminal rich redraws it when something changed and four times a
+second for the clocks; elsewhere a line is written when a part is ready and, while training, every few seconds.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from .records import Evaluation, StepRecord
+
+LINE_EVERY_S = 5.0
+
+
+class TerminalView:
+    """The run on the terminal."""
+
+    def __init__(self, *, title: str, total_steps: int, console: Console | None = None) -> None:
+        self._console = console or Console(stderr=False, highlight=False, soft_wrap=True)
+        self._title = title
+        self._total_steps = total_steps
+        self._began_s = time.monotonic()
+        self._waiting: dict[str, float] = {}
+        self._record: StepRecord | None = None
+        self._first_reward: float | None = None
+        self._last_line_s = 0.0
+        self._live = Live(
+            get_renderable=self._render, console=self._console, refresh_per_second=4, transient=True, auto_refresh=True
+        )
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since the view was made."""
+        return time.monotonic() - self._began_s
+
+    def __enter__(self) -> TerminalView:
+        if self._console.is_terminal:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._live.stop()
+
+    def say(self, message: str) -> None:
+        """Write one line that stays."""
+        self._console.print(f"[{self.elapsed_s:6.1f} s] {message}", markup=False)
+
+    @contextmanager
+    def waiting_for(self, part: str) -> Iterator[None]:
+        """Show that the run waits for ``part``; a line says when it is ready."""
+        self._waiting[part] = time.monotonic()
+        if not self._console.is_terminal:
+            self.say(f"waiting for {part}")
+        try:
+            yield
+            self.say(f"{part}: ready after {time.monotonic() - self._waiting[part]:.1f} s")
+        finally:
+            del self._waiting[part]
+
+    def step(self, record: StepRecord) -> None:
+        """Show a finished learner step."""
+        self._record = record
+        now = time.monotonic()
+        last = record.step + 1 == self._total_steps
+        if not self._console.is_terminal and (now - self._last_line_s >= LINE_EVERY_S or record.step == 0 or last):
+            self._last_line_s = now
+            self.say(self._line(record))
+
+    def evaluation(self, when: str, evaluation: Evaluation) -> None:
+        """Show a held-out evaluation."""
+        self.say(
+            f"held out {when} training: sampled {evaluation.sampled:.3f}, greedy {evaluation.greedy:.3f} "
+            f"({evaluation.num_prompts} prompts, policy version {evaluation.policy_version})"
+        )
+
+    def _line(self, record: StepRecord) -> str:
+        return (
+            f"step {record.step + 1}/{self._total_steps}  reward {record.reward:.3f}  "
+            f"lag {record.lag_mean:.2f} (max {record.lag_max})  rollout {record.rollout_tokens_per_s:,.0f} tok/s  "
+            f"learner {record.learner_tokens_per_s:,.0f} tok/s  buffer {record.buffer_groups} groups  "
+            f"left {_duration(self._time_left_s(record))}"
+        )
+
+    def _time_left_s(self, record: StepRecord) -> float:
+        return record.time_s / (record.step + 1) * (self._total_steps - record.step - 1)
+
+    def _render(self) -> Panel:
+        rows: list[Text | Table | ProgressBar] = []
+        if self._record is not None:
+            rows += [ProgressBar(total=self._total_steps, completed=self._record.step + 1), self._table(self._record)]
+        rows += [
+            Text(f"waiting for {part} ({time.monotonic() - since:.0f} s)", style="yellow")
+            for part, since in self._waiting.items()
+        ]
+        return Panel(Group(*rows), title=f"{self._title}  {_duration(self.elapsed_s)}", title_align="left")
+
+    def _table(self, record: StepRecord) -> Table:
+        table = Table.grid(padding=(0, 3))
+        cells = [
+            ("step", f"{record.step + 1}/{self._total_steps}"),
+            ("reward", f"{record.reward:.3f}"),
+            ("lag", f"{record.lag_mean:.2f} (max {record.lag_max})"),
+            ("rollout", f"{record.rollout_tokens_per_s:,.0f} tok/s"),
+            ("learner", f"{record.learner_tokens_per_s:,.0f} tok/s"),
+            ("buffer", f"{record.buffer_groups} stored, {record.leased_groups} generating"),
+            ("left", _duration(self._time_left_s(record))),
+        ]
+        table.add_row(*(Text(name, style="dim") for name, _ in cells))
+        table.add_row(*(Text(value, style="bold") for _, value in cells))
+        return table
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    return f"{minutes}:{rest:02d}"

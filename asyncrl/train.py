@@ -1,0 +1,131 @@
+"""``python -m asyncrl.train``: train a policy asynchronously. ``--help`` explains the options.
+
+Ctrl-C or SIGTERM cancels the run, which stops what it started; a second signal ends it on the spot, and the children,
+which die with their parent, go with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from asyncrl.compose import CONFIG_DIR, compose_run, dump_yaml
+from asyncrl.config import RunConfig, check_options
+from asyncrl.metrics import TerminalView
+from asyncrl.options import help_text
+from asyncrl.protocol.errors import AsyncRLError
+
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status."""
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    flags = {argument for argument in arguments if argument.startswith("-")}
+    overrides = [argument for argument in arguments if argument not in flags]
+    unknown = flags - {"-h", "--help", "--help-all", "--print-config"}
+    try:
+        if unknown:
+            raise ValueError(f"unknown flag {sorted(unknown)[0]}; options are OPTION=VALUE, --help lists them")
+        config = compose_run(overrides)
+        check_options(config)
+    except ValueError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return EXIT_USAGE
+    if flags:
+        sys.stdout.write(_page(config, flags) + "\n")
+        return 0
+    return _train(config, overrides)
+
+
+def _page(config: RunConfig, flags: set[str]) -> str:
+    if "--print-config" in flags:
+        return dump_yaml(config)
+    experiments = sorted(path.stem for path in (CONFIG_DIR / "experiment").glob("*.yaml"))
+    return help_text(config, experiments=experiments, everything="--help-all" in flags)
+
+
+def _train(config: RunConfig, overrides: Sequence[str]) -> int:
+    run_dir = make_run_dir(config)
+    _log_to(run_dir / "logs" / "controller.log")
+    view = TerminalView(title=f"asyncrl {config.experiment}", total_steps=config.total_steps)
+    with view:
+        view.say(f"writing to {run_dir}")
+        status, message = asyncio.run(_until_done_or_stopped(config, run_dir, overrides, view))
+    sys.stdout.flush()
+    if message:
+        sys.stderr.write(message + "\n")
+    return status
+
+
+async def _until_done_or_stopped(
+    config: RunConfig, run_dir: Path, overrides: Sequence[str], view: TerminalView
+) -> tuple[int, str]:
+    """Run; returns the exit status and the last words."""
+    from asyncrl.run import Run  # imports torch and Ray: after the options are known to be right
+
+    received: list[str] = []
+    task = asyncio.ensure_future(Run(config, run_dir, overrides, view).run())
+
+    def stop(number: signal.Signals) -> None:
+        if received:
+            os._exit(EXIT_INTERRUPTED)
+        received.append(number.name)
+        view.say(f"{number.name}: stopping, at most {config.stop_timeout_s:g} s; once more ends the run on the spot")
+        task.cancel()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop, number)
+    try:
+        await task
+    except asyncio.CancelledError:
+        return EXIT_INTERRUPTED, f"stopped by {received[0] if received else 'cancellation'}; partial results in {run_dir}"
+    except Exception as error:  # noqa: BLE001 - the last stop: every fault becomes the run's last words
+        cause = root_cause(error)
+        logging.getLogger(__name__).error("the run failed", exc_info=error)
+        kind = "" if isinstance(cause, AsyncRLError | ValueError) else f"{type(cause).__name__}: "
+        return EXIT_FAILED, f"error: {kind}{cause}\nlogs: {run_dir / 'logs'}"
+    return 0, ""
+
+
+def root_cause(error: BaseException) -> BaseException:
+    """The first real fault inside nested exception groups: a named death before a missed deadline before the rest."""
+    if not isinstance(error, BaseExceptionGroup):
+        return error
+    causes = [root_cause(inner) for inner in error.exceptions]
+    return min(causes, key=lambda cause: (not isinstance(cause, AsyncRLError), isinstance(cause, TimeoutError)))
+
+
+def make_run_dir(config: RunConfig) -> Path:
+    """Make ``<output_dir>/<experiment>/<time>/`` with its logs folder and ``config.yaml``; returns its absolute path."""
+    base = Path(config.output_dir, config.experiment).resolve()
+    stamp = time.strftime("%Y-%m-%d_%H-%M-%S")
+    for suffix in ("", *(f"-{count}" for count in range(2, 100))):
+        run_dir = base / (stamp + suffix)
+        try:
+            (run_dir / "logs").mkdir(parents=True)
+        except FileExistsError:
+            continue
+        (run_dir / "config.yaml").write_text(dump_yaml(config))
+        return run_dir
+    raise FileExistsError(f"{base}/{stamp} and 98 siblings exist; start fewer runs a second")
+
+
+def _log_to(path: Path) -> None:
+    handler = logging.FileHandler(path)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
+    logging.captureWarnings(True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

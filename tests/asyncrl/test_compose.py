@@ -1,0 +1,103 @@
+import subprocess
+import sys
+
+import pytest
+from omegaconf import OmegaConf
+
+from asyncrl.compose import compose_run, dump_yaml, option_names
+from asyncrl.config import RunConfig, check_files, check_options, check_placement
+from asyncrl.options import COMMON_OPTIONS, describe, help_text
+from buffer.config import OnStale
+
+
+def test_the_quickstart_composes_with_the_experiments_values_over_the_defaults():
+    config = compose_run([])
+    assert config.experiment == "quickstart"
+    assert config.quickstart
+    assert config.learner.optimizer.lr == pytest.approx(6e-4)
+    assert config.buffer.on_stale is OnStale.wait
+
+
+def test_overrides_reach_nested_options_with_their_types():
+    config = compose_run(["buffer.max_lag=4", "buffer.on_stale=drop", "learner.optimizer.betas=[0.8,0.9]", "seed=7"])
+    assert (config.buffer.max_lag, config.buffer.on_stale, config.seed) == (4, OnStale.drop, 7)
+    assert list(config.learner.optimizer.betas) == [0.8, 0.9]
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("buffer.max_lagg=1", ["max_lagg", "did you mean buffer.max_lag"]),
+        ("bufer.max_lag=1", ["bufer.max_lag", "did you mean buffer.max_lag"]),
+        ("buffer.max_lag=many", ["many", "buffer.max_lag"]),
+        ("buffer.max_lag=-1", ["buffer.max_lag must be >= 0", "-1", "0 for synchronous"]),
+        ("buffer.on_stale=ignore", ["ignore", "on_stale"]),
+        ("learner.sp_size=3", ["learner.sp_size must divide", "3"]),
+        ("experiment=nothing", ["nothing", "experiment"]),
+        ("rollout_fleet.sampling.top_p=0", ["top_p must be in (0, 1]", "0"]),
+        ("buffer.max_lag", ["buffer.max_lag"]),
+    ],
+)
+def test_a_wrong_override_fails_with_the_option_and_the_value(override, words):
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 - the message is checked word by word
+        compose_run([override])
+    for word in words:
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["algorithm.samples_per_prompt=1"], ["algorithm.samples_per_prompt must be >= 2", "grpo"]),
+        (["learner.num_ranks=64"], ["algorithm.groups_per_step must be >= the 64"]),
+        (["rollout_fleet.engine=scripted"], ["rollout_fleet.engine", "scripted"]),
+        (["rollout_fleet.sampling.temperature=0"], ["temperature must be > 0"]),
+    ],
+)
+def test_options_that_contradict_one_another_are_refused(overrides, words):
+    with pytest.raises(ValueError) as caught:  # noqa: PT011
+        check_options(compose_run(overrides))
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_a_model_path_without_a_model_is_refused_by_name(tmp_path):
+    config = compose_run(["experiment=custom", f"model.path={tmp_path}", "data.train_files=[a.jsonl]"])
+    with pytest.raises(ValueError, match=r"model\.path must hold a Hugging Face model, got .* without config\.json"):
+        check_files(config)
+
+
+def test_an_impossible_placement_names_what_is_asked_and_what_there_is():
+    gpus = compose_run(["learner.device=cuda", "learner.num_ranks=8", "rollout_fleet.num_engines=4"])
+    with pytest.raises(ValueError, match=r"asks for 12 GPUs .* got 2"):
+        check_placement(gpus, num_cpus=64, num_gpus=2)
+    cpus = compose_run(["placement.oversubscribe=false", "learner.num_ranks=4", "rollout_fleet.num_engines=2"])
+    with pytest.raises(ValueError, match=r"asks for 6 CPUs .* got 2"):
+        check_placement(cpus, num_cpus=2, num_gpus=0)
+    check_placement(cpus, num_cpus=6, num_gpus=0)
+
+
+def test_the_written_configuration_composes_to_the_same_run():
+    config = compose_run(["buffer.max_lag=3", "sft.train_files=[x.parquet]"])
+    written = OmegaConf.create(dump_yaml(config))
+    again = OmegaConf.merge(OmegaConf.structured(config), {})
+    assert OmegaConf.to_container(written) == OmegaConf.to_container(again, enum_to_str=True)
+
+
+def test_every_option_is_documented_and_the_common_ones_exist():
+    documented = describe(RunConfig())
+    assert sorted(documented) == sorted(option_names())
+    assert all(meaning for meaning, _ in documented.values())
+    assert set(COMMON_OPTIONS) <= set(documented)
+    page = help_text(compose_run([]), experiments=["quickstart"], everything=False)
+    assert "buffer.max_lag=" in page
+    assert "Staleness bound in learner steps" in page
+
+
+def test_importing_the_configuration_loads_no_heavy_package():
+    script = (
+        "import sys, asyncrl.config, buffer, rollout_fleet, asyncrl.protocol;"
+        "sys.exit(', '.join(sorted({'torch', 'ray', 'sglang'} & set(sys.modules))) or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
