@@ -209,17 +209,6 @@ class _Decoder:
         self.num_taken = 0
         self.num_foreign = 0
         self.depth = 0
-        self.readers: dict[int, Callable[[bytes], Any]] = {
-            _EXT_TUPLE: lambda data: tuple(self.nested(data)),
-            _EXT_ARRAY: lambda data: wire_numpy.array_of(data, self.take(), self.writable),
-            _EXT_OBJECTS: self.objects,
-            _EXT_SCALAR: wire_numpy.scalar_of,
-            _EXT_INT: lambda data: int.from_bytes(data, "little", signed=True),
-            _EXT_TENSOR: self.tensor,
-            _EXT_JAGGED: self.jagged,
-            _EXT_COMPLEX: lambda data: complex(*struct.unpack("<dd", data)),
-            _EXT_FOREIGN: self.foreign_value,
-        }
 
     def unpack(self, data: Any) -> Any:
         _check_complete(data)
@@ -240,10 +229,13 @@ class _Decoder:
         return value
 
     def hook(self, code: int, data: bytes) -> Any:
-        reader = self.readers.get(code)
+        reader = _READERS.get(code)
         if reader is None:
             raise WireError(f"message holds an unknown type, code {code}")
-        return reader(data)
+        return reader(self, data)
+
+    def array(self, data: bytes) -> np.ndarray:
+        return wire_numpy.array_of(data, self.take(), self.writable)
 
     def take(self) -> memoryview:
         if self.num_taken >= len(self.buffers):
@@ -276,6 +268,19 @@ class _Decoder:
         from . import wire_torch
 
         return wire_torch.jagged_of(self.nested(data))
+
+
+_READERS: dict[int, Callable[[_Decoder, bytes], Any]] = {
+    _EXT_TUPLE: lambda decoder, data: tuple(decoder.nested(data)),
+    _EXT_ARRAY: _Decoder.array,
+    _EXT_OBJECTS: _Decoder.objects,
+    _EXT_SCALAR: lambda _, data: wire_numpy.scalar_of(data),
+    _EXT_INT: lambda _, data: int.from_bytes(data, "little", signed=True),
+    _EXT_TENSOR: _Decoder.tensor,
+    _EXT_JAGGED: _Decoder.jagged,
+    _EXT_COMPLEX: lambda _, data: complex(*struct.unpack("<dd", data)),
+    _EXT_FOREIGN: _Decoder.foreign_value,
+}
 
 
 def _check_complete(data: Any) -> None:

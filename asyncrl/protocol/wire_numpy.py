@@ -23,12 +23,22 @@ def buffer_of(array: np.ndarray) -> memoryview:
     """The array's memory as bytes, in C order; copied only where the array is not contiguous."""
     if array.nbytes == 0:
         return memoryview(b"")
-    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+    if not array.flags.c_contiguous:
+        array = np.ascontiguousarray(array)
+    try:
+        return array.data.cast("B")
+    except (TypeError, ValueError):  # dates, strings and long doubles have no buffer format of their own
+        return array.reshape(-1).view(np.uint8).data
 
 
+@lru_cache(maxsize=4096)
 def describe(dtype: np.dtype, shape: tuple[int, ...]) -> bytes:
     """Descriptor: length of the dtype's name, number of dimensions, the name, the dimensions as int64."""
-    name = dtype.str.encode()
+    return descriptor(dtype.str.encode(), shape)
+
+
+def descriptor(name: bytes, shape: tuple[int, ...]) -> bytes:
+    """The descriptor of an array whose dtype has this name."""
     return struct.pack(f"<BB{len(name)}s{len(shape)}q", len(name), len(shape), name, *shape)
 
 
@@ -43,20 +53,28 @@ def parse(data: bytes) -> tuple[bytes, tuple[int, ...], int]:
     return name, shape, end
 
 
-def array_of(data: bytes, buffer: memoryview, writable: bool) -> np.ndarray:
-    """Lay a buffer out as its descriptor says. Raises `WireError` where the two do not fit."""
+@lru_cache(maxsize=4096)
+def _layout(data: bytes) -> tuple[np.dtype, tuple[int, ...], int]:
+    """dtype, shape and size in bytes of what a descriptor describes."""
     name, shape, end = parse(data)
     if end != len(data):
         raise WireError(f"array descriptor has {len(data)} bytes, expected {end}")
     dtype = dtype_of(name)
-    if prod(shape) * dtype.itemsize != buffer.nbytes:
-        raise WireError(f"array {dtype}{list(shape)} needs {prod(shape) * dtype.itemsize} bytes, got {buffer.nbytes}")
-    if buffer.nbytes == 0:
+    return dtype, shape, prod(shape) * dtype.itemsize
+
+
+def array_of(data: bytes, buffer: memoryview, writable: bool) -> np.ndarray:
+    """Lay a buffer out as its descriptor says. Raises `WireError` where the two do not fit."""
+    dtype, shape, nbytes = _layout(data)
+    if nbytes != buffer.nbytes:
+        raise WireError(f"array {dtype}{list(shape)} needs {nbytes} bytes, got {buffer.nbytes}")
+    if nbytes == 0:
         return np.empty(shape, dtype=dtype)
-    array = np.frombuffer(buffer, dtype=dtype).reshape(shape)
+    array = np.ndarray(shape, dtype, buffer)
     if writable:
-        return array if array.flags.writeable else array.copy()
-    array.flags.writeable = False
+        return array.copy() if buffer.readonly else array
+    if not buffer.readonly:
+        array.flags.writeable = False
     return array
 
 

@@ -8,12 +8,10 @@ from math import prod
 from typing import Any
 
 from .errors import WireError
-from .wire_numpy import parse
+from .wire_numpy import descriptor, parse
 
 if "torch" not in sys.modules:
     raise WireError("the message holds torch tensors, and this process has not imported torch")
-
-import struct
 
 import torch
 
@@ -31,7 +29,7 @@ def describe(tensor: torch.Tensor) -> tuple[bytes, memoryview]:
     if name is None or tensor.layout is not torch.strided:
         raise TypeError(f"the wire carries no tensor of dtype {tensor.dtype} and layout {tensor.layout}; make it dense")
     shape = tuple(tensor.shape)
-    header = struct.pack(f"<BB{len(name)}s{len(shape)}q", len(name), len(shape), name, *shape)
+    header = descriptor(name, shape)
     if tensor.numel() == 0:
         return header, memoryview(b"")
     dense = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
