@@ -1,0 +1,89 @@
+"""How the codec writes torch tensors. Imported only where the process has loaded torch, or a message asks for it."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from math import prod
+from typing import Any
+
+from .errors import WireError
+from .wire_numpy import descriptor, parse
+
+if "torch" not in sys.modules:
+    raise WireError("the message holds torch tensors, and this process has not imported torch")
+
+import torch
+
+_DTYPES = {
+    str(dtype).removeprefix("torch.").encode(): dtype
+    for dtype in vars(torch).values()
+    if isinstance(dtype, torch.dtype) and not str(dtype).startswith(("torch.q", "torch.bits"))
+}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+def describe(tensor: torch.Tensor) -> tuple[bytes, memoryview]:
+    """Descriptor and memory of a dense tensor; copied only where it is not contiguous or not on the CPU."""
+    name = _NAMES.get(tensor.dtype)
+    if name is None or tensor.layout is not torch.strided:
+        raise TypeError(f"the wire carries no tensor of dtype {tensor.dtype} and layout {tensor.layout}; make it dense")
+    shape = tuple(tensor.shape)
+    header = descriptor(name, shape)
+    if tensor.numel() == 0:
+        return header, memoryview(b"")
+    dense = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    return header, dense.reshape(-1).view(torch.uint8).numpy().data
+
+
+def tensor_of(data: bytes, buffer: memoryview, writable: bool) -> torch.Tensor:
+    """Lay a buffer out as its descriptor says. Raises `WireError` where the two do not fit."""
+    name, shape, end = parse(data)
+    dtype = _DTYPES.get(name)
+    if dtype is None or end != len(data):
+        raise WireError(f"tensor descriptor names no dtype of torch: {name!r}")
+    if prod(shape) * dtype.itemsize != buffer.nbytes:
+        raise WireError(f"tensor {dtype}{list(shape)} needs {prod(shape) * dtype.itemsize} bytes, got {buffer.nbytes}")
+    try:
+        if buffer.nbytes == 0:
+            return torch.empty(shape, dtype=dtype)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            tensor = torch.frombuffer(buffer, dtype=dtype).reshape(shape)
+    except RuntimeError as error:
+        raise WireError(f"tensor {dtype}{list(shape)} cannot be built: {error}") from error
+    return tensor.clone() if writable and buffer.readonly else tensor
+
+
+def jagged_parts(tensor: torch.Tensor) -> list[Any]:
+    """Values, offsets, lengths (None where rows leave no holes) and ragged dimension of a nested tensor."""
+    if tensor.layout is not torch.jagged:
+        raise TypeError("the wire carries nested tensors of the jagged layout only; pass layout=torch.jagged")
+    lengths = tensor.lengths()
+    return [tensor.values().detach(), tensor.offsets(), lengths, getattr(tensor, "_ragged_idx", 1)]
+
+
+def jagged_of(parts: Any) -> torch.Tensor:
+    """Build a nested tensor, after a check that its rows lie within its values."""
+    values, offsets, lengths, ragged_dim = parts
+    if not (isinstance(values, torch.Tensor) and isinstance(ragged_dim, int) and 1 <= ragged_dim <= values.ndim):
+        raise WireError("nested tensor without values or with an impossible ragged dimension")
+    _check_rows(values.shape[ragged_dim - 1], offsets, lengths)
+    return torch.nested.nested_tensor_from_jagged(values, offsets, lengths, jagged_dim=ragged_dim)
+
+
+def _check_rows(num_values: int, offsets: Any, lengths: Any) -> None:
+    """Rows must start at 0, follow one another and end within the values."""
+    if not _is_index(offsets) or len(offsets) == 0:
+        raise WireError("nested tensor whose offsets are not a vector of integers")
+    steps = offsets.diff()
+    if int(offsets[0]) != 0 or bool((steps < 0).any()) or int(offsets[-1]) > num_values:
+        raise WireError(f"nested tensor whose offsets leave its {num_values} values")
+    if lengths is None:
+        return
+    if not _is_index(lengths) or len(lengths) != len(steps) or bool(((lengths < 0) | (lengths > steps)).any()):
+        raise WireError("nested tensor whose lengths leave its rows")
+
+
+def _is_index(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.ndim == 1 and value.dtype in (torch.int32, torch.int64)
