@@ -1,0 +1,78 @@
+"""Options of the prompt data: the only home of their defaults."""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+
+class OverlongPrompts(StrEnum):
+    """What happens to a prompt longer than ``max_prompt_tokens``: fail by name, or leave it out and count it."""
+
+    error = "error"
+    filter = "filter"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Where prompts come from. A key names a column; ``reward_model.ground_truth`` reaches into a nested one.
+
+    Attributes:
+        train_files: Parquet or jsonl files, read as one data set in this order.
+        eval_files: Held-out prompts, in the same columns.
+        prompt_key: Column of the prompt: a string, or with ``chat_template`` a list of {role, content} messages.
+        ground_truth_key: Column that the reward function compares with; empty when there is none.
+        data_source_key: Column that names the reward function's task; empty when there is none.
+        extra_keys: Further columns handed to the reward function.
+        chat_template: Render the messages with the tokenizer's chat template, ending in the assistant's turn.
+        chat_template_kwargs: Further arguments of the template. Example: ``{"enable_thinking": false}``.
+        max_prompt_tokens: Longest prompt, in tokens.
+        overlong_prompts: What happens to a longer one.
+        shuffle: Draw a new seeded order every epoch; otherwise the files' order, every epoch.
+        eval_max_prompts: Held-out prompts used, from the first; 0 uses all.
+    """
+
+    train_files: list[str] = field(default_factory=list)
+    eval_files: list[str] = field(default_factory=list)
+    prompt_key: str = "prompt"
+    ground_truth_key: str = "ground_truth"
+    data_source_key: str = ""
+    extra_keys: list[str] = field(default_factory=list)
+    chat_template: bool = False
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    max_prompt_tokens: int = 1024
+    overlong_prompts: OverlongPrompts = OverlongPrompts.error
+    shuffle: bool = True
+    eval_max_prompts: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("train_files", "eval_files"):
+            if isinstance(getattr(self, name), str):
+                raise ValueError(f"data.{name} must be a list of paths, got {getattr(self, name)!r}; write [path]")
+        if not self.prompt_key:
+            raise ValueError("data.prompt_key must name a column, got an empty string; 'prompt' is usual")
+        for name in ("prompt_key", "ground_truth_key", "data_source_key"):
+            _check_key(f"data.{name}", getattr(self, name))
+        for key in self.extra_keys:
+            _check_key("data.extra_keys", key or ".")
+        if self.max_prompt_tokens < 1:
+            raise ValueError(f"data.max_prompt_tokens must be >= 1, got {self.max_prompt_tokens}; 1024 is the default")
+        if self.overlong_prompts not in tuple(OverlongPrompts):
+            raise ValueError(
+                f"data.overlong_prompts must be error or filter, got {self.overlong_prompts!r}; "
+                "filter leaves long prompts out and counts them"
+            )
+        if self.eval_max_prompts < 0:
+            raise ValueError(f"data.eval_max_prompts must be >= 0, got {self.eval_max_prompts}; 0 uses all")
+        if self.chat_template_kwargs and not self.chat_template:
+            raise ValueError(
+                f"data.chat_template_kwargs is set to {dict(self.chat_template_kwargs)} but data.chat_template is "
+                "false; set data.chat_template=true, or leave the arguments out"
+            )
+
+
+def _check_key(option: str, key: str) -> None:
+    if key and not all(key.split(".")):
+        raise ValueError(
+            f"{option} must be a column name, got {key!r}; a nested one is written outer.inner, "
+            "such as reward_model.ground_truth"
+        )
