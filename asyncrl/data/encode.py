@@ -1,0 +1,116 @@
+"""Prompts as token ids: plain strings, or chat messages rendered by the tokenizer's template."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from .config import DataConfig, OverlongPrompts
+from .rows import Rows
+
+
+class Tokenizer(Protocol):
+    """What the data needs of a transformers tokenizer."""
+
+    chat_template: Any
+
+    def __call__(self, text: list[str], *, add_special_tokens: bool) -> Mapping[str, Any]:
+        """Return ``input_ids``, a list of token ids for each text."""
+        ...
+
+    def apply_chat_template(self, conversation: Any, **kwargs: Any) -> Any:
+        """Render one conversation."""
+        ...
+
+
+def encode_prompts(rows: Rows, config: DataConfig, tokenizer: Tokenizer) -> list[np.ndarray]:
+    """Tokenise the prompt column of one file.
+
+    Returns:
+        One [P] int32 array a row, of any length; see `split_overlong`.
+
+    Raises:
+        ValueError: a prompt is not of the kind that ``chat_template`` asks for, or has no tokens.
+    """
+    if config.chat_template and not getattr(tokenizer, "chat_template", None):
+        raise ValueError(
+            f"data.chat_template is true but the tokenizer of {getattr(tokenizer, 'name_or_path', '')!r} has no "
+            "template; use an instruct model's tokenizer, or plain string prompts with data.chat_template=false"
+        )
+    column = rows.column(config.prompt_key)
+    render = _render_chat if config.chat_template else _plain_text
+    texts = [render(value, rows.where(row), config, tokenizer) for row, value in enumerate(column)]
+    # A template writes the special tokens itself; a plain prompt begins as the model's own tokenizer begins a text.
+    encoded = tokenizer(texts, add_special_tokens=not config.chat_template)["input_ids"]
+    prompts = [np.asarray(ids, dtype=np.int32) for ids in encoded]
+    for row, prompt in enumerate(prompts):
+        if not len(prompt):
+            raise ValueError(
+                f"{rows.where(row)}: column {config.prompt_key!r} is {column[row]!r}, which has no tokens, expected at "
+                "least one; drop the row"
+            )
+    return prompts
+
+
+def split_overlong(rows: Rows, prompts: Sequence[np.ndarray], config: DataConfig) -> list[int]:
+    """Indices of the rows whose prompt keeps the limit.
+
+    Raises:
+        ValueError: a prompt is longer, and ``overlong_prompts`` is ``error``.
+    """
+    kept = [row for row, prompt in enumerate(prompts) if len(prompt) <= config.max_prompt_tokens]
+    if len(kept) < len(prompts) and config.overlong_prompts == OverlongPrompts.error:
+        row = next(row for row, prompt in enumerate(prompts) if len(prompt) > config.max_prompt_tokens)
+        raise ValueError(
+            f"{rows.where(row)}: column {config.prompt_key!r} has {len(prompts[row])} tokens, expected at most "
+            f"data.max_prompt_tokens = {config.max_prompt_tokens} ({len(prompts) - len(kept)} of {len(prompts)} rows "
+            "are longer); raise the limit, or set data.overlong_prompts=filter to leave them out"
+        )
+    return kept
+
+
+def _plain_text(value: Any, where: str, config: DataConfig, tokenizer: Tokenizer) -> str:
+    if isinstance(value, str):
+        return value
+    remedy = "set data.chat_template=true" if isinstance(value, list) else "write it as a string"
+    raise ValueError(
+        f"{where}: column {config.prompt_key!r} is {_short(value)}, expected a string (data.chat_template is false); "
+        f"{remedy}"
+    )
+
+
+def _render_chat(value: Any, where: str, config: DataConfig, tokenizer: Tokenizer) -> str:
+    if not isinstance(value, list) or not value:
+        remedy = "; set data.chat_template=false for plain prompts" if isinstance(value, str) else "; mend the row"
+        raise ValueError(
+            f"{where}: column {config.prompt_key!r} is {_short(value)}, expected a list of {{role, content}} "
+            f"messages (data.chat_template is true){remedy}"
+        )
+    messages = [_message(item, f"{where}: column {config.prompt_key!r}, message {i}") for i, item in enumerate(value)]
+    try:
+        return tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True, **config.chat_template_kwargs
+        )
+    except Exception as error:
+        raise ValueError(
+            f"{where}: the chat template refuses the messages of column {config.prompt_key!r} ({error}); expected "
+            "roles in the order that the template knows; mend the row"
+        ) from error
+
+
+def _message(item: Any, where: str) -> dict[str, Any]:
+    if not isinstance(item, Mapping):
+        raise ValueError(f"{where} is {_short(item)}, expected a mapping with role and content; mend the row")
+    for key in ("role", "content"):
+        if not isinstance(item.get(key), str):
+            raise ValueError(
+                f"{where} has {key} = {_short(item.get(key))}, expected a string; only text messages are supported"
+            )
+    return {key: part for key, part in item.items() if part is not None}  # parquet fills absent fields with null
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return f"{text if len(text) <= 60 else text[:60] + '…'} ({type(value).__name__})"

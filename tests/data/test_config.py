@@ -1,0 +1,31 @@
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from asyncrl.data.config import DataConfig
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_prompt_tokens": 0}, "data.max_prompt_tokens must be >= 1, got 0"),
+        ({"eval_max_prompts": -1}, "data.eval_max_prompts must be >= 0, got -1; 0 uses all"),
+        ({"prompt_key": ""}, "data.prompt_key must name a column"),
+        ({"ground_truth_key": "reward_model."}, "data.ground_truth_key must be a column name, got 'reward_model.'"),
+        ({"extra_keys": [""]}, "data.extra_keys must be a column name"),
+        ({"overlong_prompts": "truncate"}, "data.overlong_prompts must be error or filter, got 'truncate'"),
+        ({"train_files": "train.parquet"}, r"data.train_files must be a list of paths, got 'train.parquet'"),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, "data.chat_template is false"),
+    ],
+)
+def test_an_impossible_option_is_refused_by_name(options, message):
+    with pytest.raises(ValueError, match=message):
+        DataConfig(**options)
+
+
+def test_the_config_loads_no_torch():
+    code = "import asyncrl.data.config, sys; raise SystemExit(any(name in sys.modules for name in ('torch', 'ray')))"
+    root = Path(__file__).parents[2]
+    assert subprocess.run([sys.executable, "-c", code], cwd=root, timeout=60).returncode == 0

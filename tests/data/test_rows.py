@@ -1,0 +1,147 @@
+import datetime
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from asyncrl.data.rows import read_rows
+
+
+def write_parquet(path, **columns):
+    pq.write_table(pa.table(columns), path)
+    return str(path)
+
+
+def write_lines(path, *lines):
+    path.write_text("\n".join(lines))
+    return str(path)
+
+
+def test_a_parquet_column_and_one_nested_in_it_are_read(tmp_path):
+    path = write_parquet(tmp_path / "a.parquet", reward_model=[{"ground_truth": "7", "style": "rule"}], n=[3])
+
+    rows = read_rows(path, ["reward_model.ground_truth", "n"])
+
+    assert rows.plain_column("reward_model.ground_truth") == ["7"]
+    assert rows.plain_column("n") == [3]
+
+
+def test_a_column_whose_name_holds_a_dot_comes_before_a_nested_one(tmp_path):
+    path = write_parquet(tmp_path / "a.parquet", **{"a.b": ["flat"], "a": [{"b": "nested"}]})
+
+    assert read_rows(path, ["a.b"]).column("a.b") == ["flat"]
+
+
+def test_jsonl_lines_are_numbered_as_an_editor_does_and_blank_ones_skipped(tmp_path):
+    path = write_lines(tmp_path / "a.jsonl", '\ufeff{"x": 1}', "", '{"x": "schön\\u2028"}', "")
+
+    rows = read_rows(path, ["x"])
+
+    assert rows.column("x") == [1, "schön\u2028"]
+    assert rows.where(1) == f"{path}, line 3"
+
+
+def test_the_digest_follows_the_content(tmp_path):
+    first = read_rows(write_lines(tmp_path / "a.jsonl", '{"x": 1}'), ["x"]).digest
+    same = read_rows(write_lines(tmp_path / "b.jsonl", '{"x": 1}'), ["x"]).digest
+    other = read_rows(write_lines(tmp_path / "a.jsonl", '{"x": 2}'), ["x"]).digest
+
+    assert first == same != other
+
+
+def test_a_missing_file_is_named_and_so_is_a_missing_directory(tmp_path):
+    with pytest.raises(ValueError, match=r"gone\.parquet: no such file, expected"):
+        read_rows(str(tmp_path / "gone.parquet"), ["x"])
+    with pytest.raises(ValueError, match=r"not even the directory .*nowhere"):
+        read_rows(str(tmp_path / "nowhere" / "gone.parquet"), ["x"])
+    (tmp_path / "folder.parquet").mkdir()
+    with pytest.raises(ValueError, match=r"folder\.parquet: not a file"):
+        read_rows(str(tmp_path / "folder.parquet"), ["x"])
+
+
+def test_an_unknown_extension_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"a\.csv: file type '\.csv', expected \.parquet or \.jsonl"):
+        read_rows(write_lines(tmp_path / "a.csv", "x"), ["x"])
+
+
+@pytest.mark.parametrize("name", ["empty.parquet", "empty.jsonl"])
+def test_a_file_without_rows_is_refused(tmp_path, name):
+    path = tmp_path / name
+    if name.endswith("parquet"):
+        write_parquet(path, x=pa.array([], pa.string()))
+    else:
+        write_lines(path, "", "  ")
+
+    with pytest.raises(ValueError, match=rf"{name}: the file holds no rows"):
+        read_rows(str(path), ["x"])
+
+
+def test_a_broken_parquet_file_is_named(tmp_path):
+    path = tmp_path / "torn.parquet"
+    write_parquet(path, x=["a"] * 100)
+    path.write_bytes(path.read_bytes()[:-20])
+
+    with pytest.raises(ValueError, match=r"torn\.parquet: not a readable parquet file"):
+        read_rows(str(path), ["x"])
+
+
+def test_a_missing_parquet_column_lists_those_there_are(tmp_path):
+    path = write_parquet(tmp_path / "a.parquet", prompt=["x"], answer=["y"])
+
+    with pytest.raises(ValueError, match=r"a\.parquet: no column 'solution', found \['answer', 'prompt'\]"):
+        read_rows(path, ["prompt", "solution"])
+
+
+def test_a_missing_nested_column_names_row_and_part(tmp_path):
+    path = write_parquet(tmp_path / "a.parquet", reward_model=[{"truth": "7"}])
+
+    rows = read_rows(path, ["reward_model.ground_truth"])
+
+    with pytest.raises(ValueError, match=r"row 0: no column 'reward_model.ground_truth': 'ground_truth' expected"):
+        rows.column("reward_model.ground_truth")
+
+
+def test_a_line_that_lacks_a_key_is_named(tmp_path):
+    rows = read_rows(write_lines(tmp_path / "a.jsonl", '{"prompt": "a"}', '{"promt": "b"}'), ["prompt"])
+
+    with pytest.raises(ValueError, match=r"a\.jsonl, line 2: no column 'prompt': .*found \['promt'\]"):
+        rows.column("prompt")
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"prompt": "b"', r"a\.jsonl, line 2: not JSON"),
+        ('["b"]', r"a\.jsonl, line 2: a list, expected an object"),
+    ],
+)
+def test_a_broken_line_is_named(tmp_path, line, message):
+    path = write_lines(tmp_path / "a.jsonl", '{"prompt": "a"}', line)
+
+    with pytest.raises(ValueError, match=message):
+        read_rows(path, ["prompt"])
+
+
+def test_bytes_that_are_not_utf8_are_named(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"prompt": "\xff\xfe"}')
+
+    with pytest.raises(ValueError, match=r"a\.jsonl, line 1: not JSON"):
+        read_rows(str(path), ["prompt"])
+
+
+@pytest.mark.parametrize("value", [datetime.date(2026, 1, 1), None])
+def test_what_the_wire_cannot_carry_is_named(tmp_path, value):
+    path = write_parquet(tmp_path / "a.parquet", truth=[value])
+
+    with pytest.raises(ValueError, match=r"a\.parquet, row 0: column 'truth' is "):
+        read_rows(path, ["truth"]).plain_column("truth")
+
+
+def test_an_integer_beyond_64_bits_is_refused_and_the_largest_is_not(tmp_path):
+    rows = read_rows(write_lines(tmp_path / "a.jsonl", json.dumps({"x": 2**64 - 1, "y": [2**64]})), ["x", "y"])
+
+    assert rows.plain_column("x") == [2**64 - 1]
+    with pytest.raises(ValueError, match="write it as a string"):
+        rows.plain_column("y")

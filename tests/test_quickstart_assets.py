@@ -1,0 +1,141 @@
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from asyncrl.quickstart import make_assets
+
+SMALL = {"num_train": 300, "num_held_out": 100, "num_demonstrations": 200}
+
+
+@pytest.fixture(scope="module")
+def assets(tmp_path_factory):
+    return make_assets(tmp_path_factory.mktemp("quickstart") / "assets", seed=7, **SMALL)
+
+
+def test_the_task_is_five_to_eight_digits_and_their_reverse(assets):
+    rows = pq.read_table(assets.train).to_pylist()
+
+    assert len(rows) == 300
+    assert {len(row["ground_truth"]) for row in rows} == {5, 6, 7, 8}
+    for row in rows:
+        assert row["prompt"] == row["ground_truth"][::-1] + "="
+        assert row["ground_truth"].isdigit()
+        assert row["data_source"] == "reverse"
+
+
+def test_train_held_out_and_demonstrations_share_no_prompt(assets):
+    prompts = [pq.read_table(path)["prompt"].to_pylist() for path in (assets.train, assets.held_out)]
+    prompts.append(pq.read_table(assets.demonstrations)["prompt"].to_pylist())
+
+    assert [len(part) for part in prompts] == [300, 100, 200]
+    assert len(set().union(*prompts)) == 600
+
+
+def test_demonstrations_err_at_about_the_rate_asked_for(assets):
+    rows = pq.read_table(assets.demonstrations).to_pylist()
+    pairs = [
+        (right, shown) for row in rows for right, shown in zip(row["prompt"][-2::-1], row["response"], strict=True)
+    ]
+
+    wrong = sum(right != shown for right, shown in pairs) / len(pairs)
+
+    assert 0.10 < wrong < 0.17  # 0.15 drawn at random, a tenth of which hit the right digit
+
+
+def test_demonstrations_without_mistakes_are_all_right(tmp_path):
+    exact = make_assets(tmp_path / "exact", seed=7, wrong_digit_rate=0.0, **SMALL)
+
+    for row in pq.read_table(exact.demonstrations).to_pylist():
+        assert row["response"] + "=" == row["prompt"][-2::-1] + "="
+
+
+def test_the_same_seed_gives_the_same_bytes_and_another_seed_other_ones(assets, tmp_path):
+    again = make_assets(tmp_path / "again", seed=7, **SMALL)
+    other = make_assets(tmp_path / "other", seed=8, **SMALL)
+
+    def content(of, name):
+        return (of.model.parent / name).read_bytes()
+
+    for name in ("train.parquet", "held_out.parquet", "demonstrations.parquet", "model/model.safetensors"):
+        assert content(again, name) == content(assets, name)
+        assert content(other, name) != content(assets, name)
+
+
+def test_assets_are_reused_for_the_same_arguments_and_replaced_for_others(tmp_path):
+    first = make_assets(tmp_path / "assets", seed=0, **SMALL)
+    made_at = first.train.stat().st_mtime_ns
+
+    assert make_assets(tmp_path / "assets", seed=0, **SMALL) == first
+    assert first.train.stat().st_mtime_ns == made_at
+
+    make_assets(tmp_path / "assets", seed=1, **SMALL)
+    assert first.train.stat().st_mtime_ns != made_at
+    assert [path.name for path in tmp_path.iterdir()] == ["assets"]
+
+
+def test_incomplete_assets_are_made_again(tmp_path):
+    first = make_assets(tmp_path / "assets", seed=0, **SMALL)
+    content = first.train.read_bytes()
+    first.train.unlink()
+
+    assert make_assets(tmp_path / "assets", seed=0, **SMALL).train.read_bytes() == content
+
+
+def test_a_directory_of_the_users_is_left_alone(tmp_path):
+    (tmp_path / "thesis.tex").write_text("years of work")
+
+    with pytest.raises(ValueError, match="holds something else"):
+        make_assets(tmp_path, seed=0, **SMALL)
+
+    assert (tmp_path / "thesis.tex").read_text() == "years of work"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"seed": -1}, "seed must be >= 0, got -1"),
+        ({"seed": 0, "num_held_out": 0}, "num_held_out must be >= 1, got 0"),
+        ({"seed": 0, "num_train": 300_000}, "more than 200,000 rows"),
+        ({"seed": 0, "wrong_digit_rate": 1.0}, r"wrong_digit_rate must be in \[0, 1\), got 1.0"),
+    ],
+)
+def test_arguments_out_of_range_are_refused_by_name(tmp_path, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        make_assets(tmp_path / "assets", **arguments)
+    assert not (tmp_path / "assets").exists()
+
+
+def test_transformers_loads_the_policy_whole_and_with_its_own_shapes(assets):
+    from transformers import AutoModelForCausalLM
+
+    model, report = AutoModelForCausalLM.from_pretrained(assets.model, output_loading_info=True)
+
+    assert type(model).__name__ == "Qwen3ForCausalLM"
+    assert not any(report.values())
+    assert sum(parameter.numel() for parameter in model.parameters()) == 75_008
+    assert {str(parameter.dtype) for parameter in model.parameters()} == {"torch.float32"}
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert model.generation_config.eos_token_id == 1
+    assert 0.018 < model.model.layers[1].mlp.up_proj.weight.std().item() < 0.022
+    assert model.model.rotary_emb.inv_freq[1].item() == pytest.approx(100 ** (-1 / 8))
+
+
+def test_the_tokenizer_is_one_token_a_character_and_knows_its_ends(assets):
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(assets.model)
+
+    assert tokenizer("12=")["input_ids"] == [5, 6, 3]
+    assert tokenizer.decode([8, 5, 4, 1], skip_special_tokens=True) == "410"
+    assert (tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id) == (0, 1, 2)
+    assert tokenizer("1 x\n")["input_ids"] == [5, 2, 2, 2]
+    assert tokenizer.padding_side == "left"
+    assert len(tokenizer) == 14
+
+
+def test_making_assets_loads_no_torch():
+    code = "import asyncrl.quickstart, sys; raise SystemExit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[1], timeout=60).returncode == 0
