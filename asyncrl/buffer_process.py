@@ -1,33 +1,31 @@
-"""The replay buffer's server as a child process: started, watched, stopped."""
+"""Watches the replay buffer's server, a child process, for its death."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
-import signal
-import sys
-from pathlib import Path
+from typing import NoReturn
 
-from asyncrl.protocol.errors import DeadlineError, WorkerDiedError
-from asyncrl.protocol.logs import log_tail
-from buffer.config import BufferConfig
+from asyncrl.protocol.errors import WorkerDiedError
+from buffer.process import BufferProcess
 
 
-class BufferProcess:
-    """The server process. It announces its address on a pipe, and dies with this process."""
+async def buffer_died(server: BufferProcess) -> NoReturn:
+    """Wait for the server to end; woken by the kernel through a pid file descriptor.
 
-    def __init__(self, process: asyncio.subprocess.Process, address: str, log_path: Path) -> None:
-        self._process = process
-        self._log_path = log_path
-        self.address = address
-
-    @classmethod
-    async def start(cls, config: BufferConfig, *, groups_per_step: int, log_dir: Path, timeout_s: float) -> BufferProcess:
-        """Start the server and wait for its address."""
-        raise RuntimeError
-
-    @property
-    def pid(self) -> int:
-        """Process id of the server."""
-        return self._process.pid
+    Raises:
+        WorkerDiedError: it ended; the message ends with its log.
+    """
+    ended = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    descriptor = os.pidfd_open(server.process.pid)
+    loop.add_reader(descriptor, ended.set)
+    try:
+        await ended.wait()
+    finally:
+        loop.remove_reader(descriptor)
+        os.close(descriptor)
+    raise WorkerDiedError(
+        f"the buffer server (pid {server.process.pid}) died with status {server.process.poll()}; its log ends:\n"
+        f"{server.log_tail()}"
+    )

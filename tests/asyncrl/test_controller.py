@@ -1,0 +1,181 @@
+"""The loops against scripted parts: who waits for whom, what overlaps, and what ends a run."""
+
+import asyncio
+from collections import Counter
+
+import pytest
+
+from asyncrl.compose import compose_run
+from asyncrl.controller import Controller, FleetCounts
+from asyncrl.protocol.errors import AccountError, WorkerDiedError
+from asyncrl.protocol.types import BufferStats, GroupSummary, Plan, WeightSnapshot
+from asyncrl.train import root_cause
+
+TOKENS_PER_STEP = 10
+
+
+class ScriptedBuffer:
+    """Plans the next version, and one ahead of the last commit, as the real ledger does."""
+
+    def __init__(self, trained_per_step=TOKENS_PER_STEP):
+        self.version = 0
+        self.committed = asyncio.Condition()
+        self.events = []
+        self.trained_per_step = trained_per_step
+
+    async def enqueue(self, prompts):
+        await asyncio.sleep(3600)
+
+    async def plan(self, version):
+        async with self.committed:
+            await self.committed.wait_for(lambda: version <= self.version + 1)
+        self.events.append(("plan", version))
+        group = GroupSummary(
+            group_id=version,
+            attempt=0,
+            num_prompt_tokens=3,
+            response_lengths=(4, 6),
+            num_tokens=10,
+            oldest_version=max(0, version - 1),
+            newest_version=version,
+            rewards=(0.0, 1.0),
+        )
+        return Plan(version=version, groups=[group])
+
+    async def commit(self, version):
+        async with self.committed:
+            assert version == self.version
+            self.version += 1
+            self.events.append(("commit", version))
+            self.committed.notify_all()
+        return await self.stats()
+
+    async def stats(self):
+        return BufferStats(
+            learner_version=self.version,
+            groups=Counter(),
+            tokens_trained=self.version * self.trained_per_step,
+            tokens_dropped={},
+            tokens_buffered=0,
+            lag_histogram={0: 1, 1: self.version - 1},
+            puts_refused={},
+            stored_bytes=0,
+            leases_waiting=0,
+            mean_length_kept=5.0,
+            mean_length_dropped=0.0,
+        )
+
+
+class ScriptedLearner:
+    """Updates one after another, each taking a moment; may die at one."""
+
+    def __init__(self, events, dies_at=None):
+        self.events = events
+        self.dies_at = dies_at
+        self.turn = asyncio.Lock()
+
+    def update(self, plan):
+        self.events.append(("update queued", plan.version))
+        return asyncio.ensure_future(self._update(plan.version))
+
+    async def _update(self, version):
+        async with self.turn:
+            await asyncio.sleep(0.01)
+            if version == self.dies_at:
+                raise WorkerDiedError("learner rank 0 on node 127.0.0.1 died")
+            self.events.append(("updated", version))
+            return {"started_at": float(version), "ended_at": version + 0.5, "loss": 0.25}
+
+    def publish(self, version):
+        return asyncio.ensure_future(self._publish(version))
+
+    async def _publish(self, version):
+        return WeightSnapshot(version=version, path=f"/snapshots/{version}")
+
+
+class ScriptedFleet:
+    """Loads weights slowly, so that versions are skipped."""
+
+    def __init__(self, load_s=0.03):
+        self.loaded = []
+        self.load_s = load_s
+
+    async def load(self, snapshot):
+        await asyncio.sleep(self.load_s)
+        self.loaded.append(snapshot.version)
+        return self.load_s
+
+    async def counters(self):
+        return FleetCounts(tokens_generated=60, tokens_in_flight=0, busy_s=1.0)
+
+    async def drain(self):
+        return await self.counters()
+
+
+class Prompts:
+    def take(self, count):
+        return []
+
+
+def make_controller(*, buffer=None, dies_at=None, load_s=0.03, steps=6):
+    buffer = buffer or ScriptedBuffer()
+    fleet = ScriptedFleet(load_s)
+    records = []
+    controller = Controller(
+        compose_run([f"total_steps={steps}"]),
+        buffer=buffer,
+        learner=ScriptedLearner(buffer.events, dies_at),
+        fleet=fleet,
+        prompts=Prompts(),
+        on_step=records.append,
+    )
+    return controller, buffer, fleet, records
+
+
+async def test_training_consumes_every_version_once_and_ends_with_the_last_weights_on_the_fleet():
+    controller, buffer, fleet, records = make_controller()
+    result = await asyncio.wait_for(controller.train(), 10)
+    assert [version for what, version in buffer.events if what == "commit"] == list(range(6))
+    assert [record.step for record in records] == list(range(6))
+    assert result.policy_version == 6
+    assert fleet.loaded[-1] == 6
+    assert result.tokens.balance == 0
+    assert result.max_lag_realised == 1
+    assert result.overlap.learner_busy_s == pytest.approx(6 * 0.5)
+
+
+async def test_the_next_update_is_queued_on_the_ranks_before_the_running_one_is_committed():
+    controller, buffer, _, _ = make_controller()
+    await asyncio.wait_for(controller.train(), 10)
+    for version in range(5):
+        assert buffer.events.index(("update queued", version + 1)) < buffer.events.index(("commit", version))
+
+
+async def test_a_slow_publish_skips_versions_and_never_goes_back():
+    controller, _, fleet, _ = make_controller(load_s=0.05)
+    await asyncio.wait_for(controller.train(), 10)
+    assert len(fleet.loaded) < 6
+    assert fleet.loaded == sorted(fleet.loaded)
+
+
+async def test_a_dead_learner_rank_ends_training_with_its_own_error():
+    controller, _, _, _ = make_controller(dies_at=2)
+    with pytest.raises(BaseExceptionGroup) as caught:
+        await asyncio.wait_for(controller.train(), 10)
+    assert isinstance(root_cause(caught.value), WorkerDiedError)
+    assert "learner rank 0" in str(root_cause(caught.value))
+
+
+async def test_a_lost_token_is_an_error_that_says_how_many():
+    controller, _, _, _ = make_controller(buffer=ScriptedBuffer(trained_per_step=9))
+    with pytest.raises(AccountError, match="6 are not"):
+        await asyncio.wait_for(controller.train(), 10)
+
+
+async def test_a_record_carries_the_batchs_numbers():
+    controller, _, _, records = make_controller()
+    await asyncio.wait_for(controller.train(), 10)
+    record = records[3]
+    assert (record.reward, record.lag_mean, record.lag_max, record.response_length) == (0.5, 1.0, 1, 5.0)
+    assert record.learner_tokens_per_s == pytest.approx(10 / 0.5)
+    assert record.flat()["learner.loss"] == 0.25

@@ -1,0 +1,123 @@
+"""A training run as a user starts it, in a process of its own, and what a test needs to know of it."""
+
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+
+ROOT = Path(__file__).resolve().parents[2]
+START_TIMEOUT_S = 240
+
+
+class RunningTraining:
+    """``python -m asyncrl.train`` with its output read line by line."""
+
+    def __init__(self, output_dir: Path, *overrides: str) -> None:
+        self.output_dir = output_dir
+        self.shared_memory_before = shared_memory_files()
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "asyncrl.train", f"output_dir={output_dir}", *overrides],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+            env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        )
+        self.lines: list[str] = []
+        self.family: dict[int, psutil.Process] = {}
+        self._fresh: queue.Queue[str | None] = queue.Queue()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        for line in self.process.stdout:
+            self._fresh.put(line.rstrip())
+        self._fresh.put(None)
+
+    def wait_for_line(self, words: str, timeout_s: float = START_TIMEOUT_S) -> str:
+        """Wait until a line holds ``words``."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                line = self._fresh.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                raise AssertionError(f"no line with {words!r} within {timeout_s} s:\n{self.output}") from None
+            if line is None:
+                raise AssertionError(f"the run ended before a line with {words!r}:\n{self.output}")
+            self.lines.append(line)
+            if words in line:
+                return line
+
+    def finish(self, timeout_s: float) -> int:
+        """Wait for the end; returns the exit status."""
+        self.process.wait(timeout_s)
+        while (line := self._fresh.get(timeout=10)) is not None:
+            self.lines.append(line)
+        return self.process.returncode
+
+    @property
+    def output(self) -> str:
+        """Everything read so far."""
+        return "\n".join(self.lines)
+
+    @property
+    def run_dir(self) -> Path:
+        """The run's folder."""
+        return next(path.parent for path in self.output_dir.glob("*/*/config.yaml"))
+
+    @property
+    def summary(self) -> dict:
+        """``summary.json``."""
+        return json.loads((self.run_dir / "summary.json").read_text())
+
+    @property
+    def records(self) -> list[dict]:
+        """``metrics.jsonl``."""
+        return [json.loads(line) for line in (self.run_dir / "metrics.jsonl").read_text().splitlines()]
+
+    def remember_family(self) -> None:
+        """Note every process of the run, to look for survivors later."""
+        for child in psutil.Process(self.process.pid).children(recursive=True):
+            self.family[child.pid] = child
+
+    def pid_of(self, words: str) -> int:
+        """Pid of the first process of the run whose name or command line holds ``words``."""
+        self.remember_family()
+        for child in self.family.values():
+            if child.is_running() and words in child.name() + " " + " ".join(child.cmdline()):
+                return child.pid
+        raise AssertionError(f"no process of the run is called {words!r}: {[c.cmdline() for c in self.family.values()]}")
+
+    def kill(self, words: str) -> None:
+        """SIGKILL one process of the run."""
+        os.kill(self.pid_of(words), signal.SIGKILL)
+
+    def survivors(self, timeout_s: float = 5.0) -> list[str]:
+        """Processes of the run that outlive it."""
+        _, alive = psutil.wait_procs(list(self.family.values()), timeout=timeout_s)
+        return [" ".join(process.cmdline()) or process.name() for process in alive]
+
+    def left_in_shared_memory(self) -> set[str]:
+        """Shared-memory files that the run left."""
+        return {name for name in shared_memory_files() - self.shared_memory_before if "asyncrl" in name}
+
+    def end(self) -> None:
+        """End whatever is left of the run, by its own process ids."""
+        if self.process.poll() is None:
+            self.remember_family()
+            self.process.kill()
+        for process in self.family.values():
+            if process.is_running():
+                process.kill()
+
+
+def shared_memory_files() -> set[str]:
+    """Names under /dev/shm."""
+    return set(os.listdir("/dev/shm"))

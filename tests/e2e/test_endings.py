@@ -1,0 +1,121 @@
+"""However a run ends, it ends soon, says why, and leaves nothing behind."""
+
+import signal
+
+import pytest
+from running import RunningTraining
+
+pytestmark = pytest.mark.e2e
+
+# Generation in process starts fastest; the tests that need a server ask for one.
+FAST = ["rollout_fleet.engine=transformers", "sft.enabled=false", "evaluation.num_samples=1", "total_steps=100000"]
+END_TIMEOUT_S = 15
+
+
+@pytest.fixture
+def start(tmp_path):
+    running = []
+
+    def start(*overrides):
+        running.append(RunningTraining(tmp_path, *FAST, *overrides))
+        return running[-1]
+
+    yield start
+    for run in running:
+        run.end()
+
+
+def assert_nothing_is_left(run):
+    assert run.survivors() == []
+    assert run.left_in_shared_memory() == set()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_run_within_15_seconds_and_leaves_nothing(start, number):
+    run = start()
+    run.wait_for_line("step 1/")
+    run.remember_family()
+    run.process.send_signal(number)
+    assert run.finish(END_TIMEOUT_S) == 130
+    assert f"stopped by {number.name}" in run.lines[-1]
+    assert_nothing_is_left(run)
+
+
+def test_ctrl_c_while_the_parts_start_ends_the_run(start):
+    run = start()
+    run.wait_for_line("waiting for learner")
+    run.remember_family()
+    run.process.send_signal(signal.SIGINT)
+    assert run.finish(END_TIMEOUT_S) == 130
+    assert_nothing_is_left(run)
+
+
+@pytest.mark.parametrize(
+    ("process", "part"),
+    [
+        ("buffer.server", "buffer"),
+        ("ray::LearnerWorker", "learner"),
+        ("ray::RolloutWorker", "rollout"),
+    ],
+)
+def test_a_killed_part_ends_the_run_with_its_name(start, process, part):
+    run = start()
+    run.wait_for_line("step 1/")
+    run.kill(process)
+    assert run.finish(END_TIMEOUT_S) == 1
+    last_words = "\n".join(run.lines[-30:])
+    assert "error:" in last_words
+    assert part in last_words
+    assert_nothing_is_left(run)
+
+
+@pytest.mark.parametrize("process", ["raylet/raylet", "gcs/gcs_server"])
+def test_a_killed_ray_ends_the_run(start, process):
+    run = start()
+    run.wait_for_line("step 1/")
+    run.kill(process)
+    assert run.finish(60) != 0
+    assert_nothing_is_left(run)
+
+
+def test_a_killed_controller_takes_its_children_with_it(start):
+    run = start()
+    run.wait_for_line("step 1/")
+    run.remember_family()
+    run.process.kill()
+    run.process.wait(10)
+    assert run.survivors(timeout_s=10) == []
+
+
+def test_a_killed_sglang_server_ends_the_run_with_the_tail_of_its_log(start):
+    run = start("rollout_fleet.engine=sglang")
+    run.wait_for_line("step 1/")
+    run.kill("sglang.launch_server")
+    assert run.finish(END_TIMEOUT_S) == 1
+    last_words = "\n".join(run.lines[-40:])
+    assert "SGLang" in last_words
+    assert "sglang-0.log" in last_words
+    assert_nothing_is_left(run)
+
+
+def test_an_sglang_server_that_does_not_come_up_ends_the_run_with_its_own_words(start):
+    run = start("rollout_fleet.engine=sglang", "rollout_fleet.sglang.extra_args=[--no-such-option]")
+    assert run.finish(120) == 1
+    assert "no-such-option" in "\n".join(run.lines[-40:])
+    assert_nothing_is_left(run)
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("buffer.max_lag=-1", "buffer.max_lag must be >= 0"),
+        ("buffer.maxlag=1", "unknown option buffer.maxlag; did you mean buffer.max_lag?"),
+        ("data.max_prompt_tokens=3", "max_prompt_tokens"),
+        ("learner.device=cuda", "asks for 2 GPUs"),
+    ],
+)
+def test_a_wrong_option_ends_the_run_before_any_process_starts(start, override, words):
+    run = start(override)
+    assert run.finish(60) != 0
+    assert words in "\n".join(run.lines[-5:])
+    assert "learner" not in "\n".join(line for line in run.lines if "waiting for" in line)
