@@ -37,17 +37,24 @@ class ReplayBufferError(AsyncRLError):
     """Base of what the replay buffer answers instead of a result."""
 
 
-class StoreFull(ReplayBufferError):  # noqa: N818 - a state, named as the operators know it
+class StoreFull(ReplayBufferError):
     """The store's byte bound is reached; the sender waits and sends again."""
 
 
-class LeaseExpired(ReplayBufferError):  # noqa: N818
+class LeaseExpired(ReplayBufferError):
     """A put, renewal or release came under a lease that is no longer held."""
 
 
-class UnknownGroup(ReplayBufferError):  # noqa: N818
+class UnknownGroup(ReplayBufferError):
     """No such group, or not in the state that the request needs."""
 
 
-class VersionTooOld(ReplayBufferError):  # noqa: N818
+class VersionTooOld(ReplayBufferError):
     """A trajectory holds a token older than the version its lease was granted at."""
+
+
+class BatchError(ValueError, AssertionError):
+    """The parts of a `DataProto` do not fit together, or not with what is asked of them.
+
+    It is an AssertionError too, so that code written against verl, which raises that, catches it.
+    """

@@ -1,0 +1,149 @@
+"""What `DataProto` does with its three parts, on the parts themselves: tensors, arrays and meta information."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+
+from .errors import BatchError
+
+
+def union_tensor_dict(tensor_dict1: TensorDict | None, tensor_dict2: TensorDict | None) -> TensorDict | None:
+    """Add the second's tensors to the first, in place. A tensor in both must be equal.
+
+    Raises:
+        BatchError: the batch sizes differ, or a tensor does.
+    """
+    if tensor_dict1 is None or tensor_dict2 is None:
+        return tensor_dict2 if tensor_dict1 is None else tensor_dict1
+    if tensor_dict1.batch_size != tensor_dict2.batch_size:
+        raise BatchError(
+            f"union needs equal batch sizes, got {tuple(tensor_dict1.batch_size)} and {tuple(tensor_dict2.batch_size)}"
+        )
+    for key, tensor in tensor_dict2.items():
+        if key not in tensor_dict1.keys():  # noqa: SIM118 - a TensorDict refuses ``in``
+            tensor_dict1[key] = tensor
+        elif not deep_equal(tensor_dict1[key], tensor):
+            raise BatchError(f"union: tensor {key!r} differs between the two; drop or rename one of them")
+    return tensor_dict1
+
+
+def union_numpy_dict(dict1: dict[str, np.ndarray], dict2: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Add the second's arrays to the first, in place. An array in both must be equal, NaN to NaN.
+
+    Raises:
+        BatchError: an array differs.
+    """
+    for key, value in dict2.items():
+        if key in dict1 and not deep_equal(dict1[key], value):
+            raise BatchError(f"union: array {key!r} differs between the two; drop or rename one of them")
+        dict1[key] = value
+    return dict1
+
+
+def union_two_dict(dict1: dict[Any, Any], dict2: dict[Any, Any]) -> dict[Any, Any]:
+    """Add the second's entries to the first, in place. An entry in both must be equal.
+
+    Raises:
+        BatchError: an entry differs.
+    """
+    for key, value in dict2.items():
+        if key in dict1 and not deep_equal(dict1[key], value):
+            raise BatchError(f"meta_info {key!r} differs: {dict1[key]!r} and {value!r}; drop or rename one of them")
+        dict1[key] = value
+    return dict1
+
+
+def deep_equal(a: Any, b: Any) -> bool:
+    """Equality that looks into arrays, tensors and containers, and in which NaN equals NaN."""
+    if a is b:
+        return True
+    if type(a) is not type(b):
+        return bool(np.isscalar(a) and np.isscalar(b) and a == b)
+    if isinstance(a, torch.Tensor):
+        return _tensors_equal(a, b)
+    if isinstance(a, np.ndarray):
+        return _arrays_equal(a, b)
+    if isinstance(a, Mapping):
+        return a.keys() == b.keys() and all(deep_equal(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(deep_equal(x, y) for x, y in zip(a, b, strict=True))
+    if isinstance(a, float | np.floating):
+        return bool(a == b or (a != a and b != b))
+    return bool(a == b)
+
+
+def _arrays_equal(a: np.ndarray, b: np.ndarray) -> bool:
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    if a.dtype == object:
+        return all(deep_equal(x, y) for x, y in zip(a.flat, b.flat, strict=True))
+    return bool(np.array_equal(a, b, equal_nan=a.dtype.kind in "fcmM"))
+
+
+def _tensors_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.is_nested or b.is_nested:
+        return a.is_nested and b.is_nested and all(map(_tensors_equal, a.unbind(), b.unbind()))
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    if a.is_floating_point():
+        return bool(((a == b) | (a.isnan() & b.isnan())).all())
+    return torch.equal(a, b)
+
+
+def list_of_dict_to_dict_of_list(list_of_dict: Sequence[Mapping[Any, Any]]) -> dict[Any, list[Any]]:
+    """Turn records into columns.
+
+    Raises:
+        BatchError: the records have different keys.
+    """
+    if not list_of_dict:
+        return {}
+    keys = list_of_dict[0].keys()
+    for record in list_of_dict:
+        if record.keys() != keys:
+            raise BatchError(f"records must have the same keys, got {sorted(keys)} and {sorted(record.keys())}")
+    return {key: [record[key] for record in list_of_dict] for key in keys}
+
+
+def merge_meta_info(meta_infos: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Merge the meta information of parts; each ``metrics`` entry becomes a list over the parts.
+
+    Raises:
+        BatchError: another entry differs between parts.
+    """
+    merged: dict[str, Any] = {}
+    metrics: list[Mapping[str, Any]] = []
+    for meta_info in meta_infos:
+        own = meta_info.get("metrics")
+        metrics.extend(own if isinstance(own, list) else [own] if own is not None else [])
+        union_two_dict(merged, {key: value for key, value in meta_info.items() if key != "metrics"})
+    if metrics:
+        merged["metrics"] = list_of_dict_to_dict_of_list(metrics)
+    return merged
+
+
+def repeat_tensor(tensor: torch.Tensor, repeat_times: int, interleave: bool) -> torch.Tensor:
+    """Repeat rows: ``a a b b`` interleaved, ``a b a b`` otherwise."""
+    if interleave:
+        return tensor.repeat_interleave(repeat_times, dim=0)
+    return tensor.unsqueeze(0).expand(repeat_times, *tensor.shape).reshape(-1, *tensor.shape[1:])
+
+
+def repeat_array(array: np.ndarray, repeat_times: int, interleave: bool) -> np.ndarray:
+    """As `repeat_tensor`."""
+    if interleave:
+        return np.repeat(array, repeat_times, axis=0)
+    return np.tile(array, (repeat_times,) + (1,) * (array.ndim - 1))
+
+
+def object_column(values: Sequence[Any]) -> np.ndarray:
+    """A one-dimensional object array, also of values that are sequences of equal length themselves."""
+    column = np.empty(len(values), dtype=object)
+    for index, value in enumerate(values):
+        column[index] = value
+    return column

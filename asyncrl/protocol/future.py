@@ -1,0 +1,70 @@
+"""Results that are still being computed, and may go from one worker group to another without being fetched."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from .remote import fetch, fetch_async
+
+
+def merge(parts: Sequence[Any]) -> Any:
+    """Join the results of the collecting ranks: `DataProto`s and TensorDicts along the batch."""
+    from .data_proto import concat_batches
+
+    return concat_batches(list(parts))
+
+
+@dataclass
+class DataProtoFuture:
+    """The results of a call as references, to be passed to another call or awaited.
+
+    Attributes:
+        collect_fn: Joins the list of fetched results into one.
+        futures: References to the results, one for each collecting rank.
+        dispatch_fn: Selects a part of the joined result; None takes all of it.
+    """
+
+    collect_fn: Callable[[list[Any]], Any]
+    futures: list[Any]
+    dispatch_fn: Callable[[Any], Any] | None = None
+
+    @staticmethod
+    def concat(data: list[Any]) -> DataProtoFuture:
+        """A future of the results behind the references, joined along the batch."""
+        return DataProtoFuture(collect_fn=merge, futures=list(data))
+
+    def chunk(self, chunks: int) -> list[DataProtoFuture]:
+        """One future for each of ``chunks`` equal parts; nothing is fetched."""
+        return [
+            DataProtoFuture(
+                collect_fn=self.collect_fn, futures=self.futures, dispatch_fn=partial(_part, index=i, chunks=chunks)
+            )
+            for i in range(chunks)
+        ]
+
+    def get(self, timeout_s: float | None = None) -> Any:
+        """Wait for the results and join them.
+
+        Raises:
+            DeadlineError: they were not there within ``timeout_s`` seconds.
+            WorkerDiedError: a worker that was to compute them died.
+        """
+        return self._finish(fetch(self.futures, timeout_s))
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        return self._finish_async().__await__()
+
+    async def _finish_async(self) -> Any:
+        return await asyncio.to_thread(self._finish, await fetch_async(self.futures))
+
+    def _finish(self, results: list[Any]) -> Any:
+        joined = self.collect_fn(results)
+        return joined if self.dispatch_fn is None else self.dispatch_fn(joined)
+
+
+def _part(data: Any, index: int, chunks: int) -> Any:
+    return data.chunk(chunks=chunks)[index]

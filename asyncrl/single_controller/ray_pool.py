@@ -1,0 +1,122 @@
+"""Resources of a Ray cluster, reserved node by node in placement groups."""
+
+from __future__ import annotations
+
+import secrets
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+
+from asyncrl.protocol.errors import DeadlineError
+
+from .worker_group import ResourcePool
+
+DEVICE_RESOURCES = {"cuda": "GPU", "npu": "NPU"}
+
+
+class RayResourcePool(ResourcePool):
+    """Processes on nodes of a Ray cluster; each node is one placement group, each process one bundle of it.
+
+    Args:
+        process_on_nodes: Number of processes on each node.
+        use_gpu: Whether every process has a device.
+        name_prefix: Begins the placement groups' names; random by default.
+        max_colocate_count: Groups that may share the pool: each has 1/n of a device and one CPU per process.
+        detached: Whether the reservation outlives the driver.
+        accelerator_type: Only nodes with this kind of device will do. Example: ``"A100"``.
+        num_cpus_per_process: CPUs of a process's bundle; ``max_colocate_count`` by default.
+        timeout_s: Seconds to wait for the cluster to grant the reservation.
+    """
+
+    def __init__(
+        self,
+        process_on_nodes: list[int] | None = None,
+        use_gpu: bool = True,
+        name_prefix: str | None = None,
+        max_colocate_count: int = 10,
+        detached: bool = False,
+        accelerator_type: str | None = None,
+        *,
+        num_cpus_per_process: float | None = None,
+        timeout_s: float = 300.0,
+    ) -> None:
+        super().__init__(process_on_nodes, max_colocate_count)
+        self.use_gpu = use_gpu
+        self.name_prefix = name_prefix or secrets.token_hex(3)
+        self.pgs: list[PlacementGroup] | None = None
+        self.detached = detached
+        self.accelerator_type = accelerator_type
+        self.num_cpus_per_process = max_colocate_count if num_cpus_per_process is None else num_cpus_per_process
+        self.timeout_s = timeout_s
+
+    def bundle(self, device_name: str = "cuda") -> dict[str, float]:
+        """What one process reserves."""
+        bundle = {"CPU": float(self.num_cpus_per_process)}
+        if self.use_gpu:
+            bundle[DEVICE_RESOURCES.get(device_name, device_name)] = 1.0
+            if self.accelerator_type is not None:
+                bundle[self.accelerator_type] = 1e-4
+        return bundle
+
+    def get_placement_groups(
+        self, strategy: str = "STRICT_PACK", name: str | None = None, device_name: str = "cuda"
+    ) -> list[PlacementGroup]:
+        """The reservation, made at the first call: a placement group for each node.
+
+        Raises:
+            DeadlineError: the cluster did not grant it in time; nothing stays reserved.
+        """
+        if self.pgs is not None:
+            return self.pgs
+        prefix = name or f"{self.name_prefix}_{'_'.join(map(str, self._store))}:"
+        pgs = [
+            placement_group(
+                bundles=[self.bundle(device_name) for _ in range(count)],
+                strategy=strategy,
+                name=f"{prefix}{index}",
+                lifetime="detached" if self.detached else None,
+            )
+            for index, count in enumerate(self._store)
+        ]
+        _, waiting = ray.wait([pg.ready() for pg in pgs], num_returns=len(pgs), timeout=self.timeout_s)
+        if waiting:
+            for pg in pgs:
+                remove_placement_group(pg)
+            raise DeadlineError(self._not_granted(len(waiting), device_name))
+        self.pgs = pgs
+        return pgs
+
+    def shutdown(self) -> None:
+        """Give the reservation back; workers in it are killed."""
+        for pg in self.pgs or []:
+            remove_placement_group(pg)
+        self.pgs = None
+
+    def _not_granted(self, num_waiting: int, device_name: str) -> str:
+        return (
+            f"the cluster did not grant {num_waiting} of {len(self._store)} placement groups of pool "
+            f"{self.name_prefix!r} (processes {self._store}, each {self.bundle(device_name)}) in {self.timeout_s} s; "
+            f"free now: {ray.available_resources()}"
+        )
+
+
+def node_addresses() -> dict[str, str]:
+    """Address of every node, by node id."""
+    return {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+
+
+def nodes_of(pg: PlacementGroup) -> dict[int, str]:
+    """Node id of every bundle of a granted placement group."""
+    table: Any = placement_group_table(pg)
+    return table["bundles_to_node_id"]
+
+
+def sort_placement_group_by_node_ip(pgs: list[PlacementGroup]) -> list[PlacementGroup]:
+    """Order placement groups by the address of their node, so that ranks keep their nodes when a job restarts."""
+    addresses = node_addresses()
+    return sorted(pgs, key=lambda pg: _address_key(addresses[nodes_of(pg)[0]]))
+
+
+def _address_key(address: str) -> str:
+    return address

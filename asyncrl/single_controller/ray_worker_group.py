@@ -1,0 +1,250 @@
+"""Worker groups on Ray: starts one actor per process of a pool, and calls them all as if they were one object."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from .deadline import deadline_in_force
+from .dispatch import PADDING_KEY
+from .faults import WorkerIdentity, forget, introduce
+from .placement import Slot, master_address_port, slots_of
+from .ray_class import RayClassWithInitArgs, unwrap
+from .ray_pool import RayResourcePool
+from .results import PendingResult, PendingResults
+from .worker_group import WorkerGroup
+
+
+class RayWorkerGroup(WorkerGroup):
+    """The workers of one class on one pool.
+
+    Args:
+        resource_pool: Where to start them; None attaches to workers that are running already.
+        ray_cls_with_init: Their class and its arguments.
+        bin_pack: Whether the processes of a node of the pool must be on one node, or may spread.
+        name_prefix: Name of the group; begins its workers' names. Random by default.
+        detached: Whether the workers outlive the driver.
+        worker_names: Names of running workers to attach to.
+        worker_handles: Handles of running workers to attach to.
+        worker_env: Further environment variables of the workers.
+        device_name: ``cuda`` or ``npu``.
+        log_dir: Directory for the workers' output, one file per rank; None leaves it to Ray.
+        timeout_s: Seconds that a blocking call may take; None for as long as it likes.
+    """
+
+    def __init__(
+        self,
+        resource_pool: RayResourcePool | None = None,
+        ray_cls_with_init: RayClassWithInitArgs | None = None,
+        bin_pack: bool = True,
+        name_prefix: str | None = None,
+        detached: bool = False,
+        worker_names: list[str] | None = None,
+        worker_handles: list[Any] | None = None,
+        *,
+        worker_env: dict[str, str] | None = None,
+        device_name: str = "cuda",
+        log_dir: str | Path | None = None,
+        timeout_s: float | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(resource_pool, **kwargs)
+        self.resource_pool = resource_pool
+        self.ray_cls_with_init = ray_cls_with_init
+        self.name_prefix = name_prefix or secrets.token_hex(3)
+        self.device_name = device_name
+        self.log_dir = log_dir
+        self.timeout_s = timeout_s
+        self._master_addr: str | None = kwargs.get("master_addr")
+        self._master_port: str | None = kwargs.get("master_port")
+        if resource_pool is None:
+            self._attach(worker_names, worker_handles)
+        else:
+            self._start(resource_pool, bin_pack, detached, worker_env or {})
+        if ray_cls_with_init is not None:
+            self._bind_worker_method(unwrap(ray_cls_with_init.cls), func_generator)
+
+    @classmethod
+    def from_detached(
+        cls,
+        name_prefix: str | None = None,
+        worker_names: list[str] | None = None,
+        worker_handles: list[Any] | None = None,
+        ray_cls_with_init: RayClassWithInitArgs | None = None,
+        **kwargs: Any,
+    ) -> RayWorkerGroup:
+        """A group of workers that are running already, found by their names or handles."""
+        return cls(
+            resource_pool=None,
+            ray_cls_with_init=ray_cls_with_init,
+            name_prefix=name_prefix,
+            worker_names=worker_names,
+            worker_handles=worker_handles,
+            **kwargs,
+        )
+
+    @property
+    def worker_names(self) -> list[str]:
+        """Ray names of the workers, in the order of the ranks."""
+        return self._worker_names
+
+    @property
+    def workers(self) -> list[Any]:
+        """Actor handles, in the order of the ranks."""
+        return self._workers
+
+    @property
+    def master_address(self) -> str | None:
+        """Address at which the group gathers."""
+        return self._master_addr
+
+    @property
+    def master_port(self) -> str | None:
+        """Port at which the group gathers."""
+        return self._master_port
+
+    def _attach(self, worker_names: list[str] | None, worker_handles: list[Any] | None) -> None:
+        if not worker_names and not worker_handles:
+            raise ValueError("a group needs a resource_pool to start workers in, or worker_names to attach to")
+        self._worker_names = list(worker_names or [])
+        self._workers = list(worker_handles or [ray.get_actor(name) for name in self._worker_names])
+        for rank, worker in enumerate(self._workers):
+            introduce(worker, WorkerIdentity(group=self.name_prefix, rank=rank, node="unknown"))
+
+    def _start(self, pool: RayResourcePool, bin_pack: bool, detached: bool, worker_env: dict[str, str]) -> None:
+        if self.ray_cls_with_init is None:
+            raise ValueError("a group needs ray_cls_with_init, the class of its workers")
+        slots = slots_of(pool, "STRICT_PACK" if bin_pack else "PACK", self.device_name)
+        if self._master_addr is None or self._master_port is None:
+            self._master_addr, self._master_port = master_address_port(slots[0])
+        for slot in slots:
+            self._start_worker(pool, slot, len(slots), detached, worker_env)
+
+    def _start_worker(
+        self, pool: RayResourcePool, slot: Slot, world_size: int, detached: bool, worker_env: dict[str, str]
+    ) -> None:
+        ray_class = self.ray_cls_with_init
+        assert ray_class is not None
+        class_name = unwrap(ray_class.cls).__name__
+        name = f"{self.name_prefix}{class_name}_{slot.node_index}:{slot.local_rank}"
+        log_file = (
+            None if self.log_dir is None else str(Path(self.log_dir).resolve() / f"{self.name_prefix}-{slot.rank}.log")
+        )
+        options = {
+            "name": name,
+            "runtime_env": {"env_vars": self._env_of(slot, world_size, log_file) | worker_env},
+            "num_cpus": pool.num_cpus_per_process / pool.max_colocate_count,
+        }
+        if detached:
+            options["lifetime"] = "detached"
+        ray_class.update_options(options)
+        worker = ray_class(
+            placement_group=slot.placement_group,
+            placement_group_bundle_idx=slot.bundle_index,
+            use_gpu=pool.use_gpu,
+            num_gpus=1 / pool.max_colocate_count,
+            device_name=self.device_name,
+        )
+        introduce(
+            worker, WorkerIdentity(group=self.name_prefix, rank=slot.rank, node=slot.node_address, log_file=log_file)
+        )
+        self._workers.append(worker)
+        self._worker_names.append(name)
+
+    def _env_of(self, slot: Slot, world_size: int, log_file: str | None) -> dict[str, str]:
+        env = {
+            "WORLD_SIZE": str(world_size),
+            "RANK": str(slot.rank),
+            "WG_PREFIX": self.name_prefix,
+            "WG_BACKEND": "ray",
+            "RAY_LOCAL_WORLD_SIZE": str(slot.local_world_size),
+            "RAY_LOCAL_RANK": str(slot.local_rank),
+            "MASTER_ADDR": str(self._master_addr),
+            "MASTER_PORT": str(self._master_port),
+        }
+        return env if log_file is None else env | {"WG_LOG_FILE": log_file}
+
+    def execute_rank_zero_async(self, method_name: str, *args: Any, **kwargs: Any) -> PendingResult:
+        """Call a method of rank 0; returns a reference to the result."""
+        return PendingResult(self._call(self._workers[0], method_name, *args, **kwargs))
+
+    def execute_rank_zero_sync(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of rank 0 and wait for the result."""
+        return self._fetch(self.execute_rank_zero_async(method_name, *args, **kwargs))
+
+    def execute_rank_zero(self, method_name: str, *args: Any, **kwargs: Any) -> PendingResult:
+        """As `execute_rank_zero_async`."""
+        return self.execute_rank_zero_async(method_name, *args, **kwargs)
+
+    def execute_all_async(self, method_name: str, *args: Any, **kwargs: Any) -> PendingResults:
+        """Call a method of every worker; returns references to the results.
+
+        Where every argument is a list of one entry per rank, each rank receives its entry; otherwise every rank
+        receives all arguments as they are.
+        """
+        values = [*args, *kwargs.values()]
+        if all(isinstance(value, list) and len(value) == len(self._workers) for value in values):
+            calls = [
+                self._call(
+                    worker,
+                    method_name,
+                    *(arg[rank] for arg in args),
+                    **{key: value[rank] for key, value in kwargs.items()},
+                )
+                for rank, worker in enumerate(self._workers)
+            ]
+        else:
+            calls = [self._call(worker, method_name, *args, **kwargs) for worker in self._workers]
+        return PendingResults(calls)
+
+    def execute_all_sync(self, method_name: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """Call a method of every worker and wait for the results."""
+        return self._fetch(self.execute_all_async(method_name, *args, **kwargs))
+
+    def execute_all(self, method_name: str, *args: Any, **kwargs: Any) -> PendingResults:
+        """As `execute_all_async`."""
+        return self.execute_all_async(method_name, *args, **kwargs)
+
+    def shutdown(self) -> None:
+        """Kill the workers and give the pool's reservation back."""
+        for worker in self._workers:
+            forget(worker)
+            ray.kill(worker)
+        self._workers = []
+        if self.resource_pool is not None:
+            self.resource_pool.shutdown()
+
+    def _call(self, worker: Any, method_name: str, *args: Any, **kwargs: Any) -> ray.ObjectRef:
+        return getattr(worker, method_name).remote(*args, **kwargs)
+
+    def _fetch(self, pending: PendingResult | PendingResults) -> Any:
+        timeout_s = deadline_in_force(self.timeout_s)
+        return pending.get(timeout_s)
+
+
+def func_generator(
+    group: RayWorkerGroup,
+    method_name: str,
+    *,
+    dispatch_fn: Callable[..., Any],
+    collect_fn: Callable[..., Any],
+    execute_fn: Callable[..., Any],
+    blocking: bool,
+) -> Callable[..., Any]:
+    """The group's side of a registered method: dispatch, execute, wait where it blocks, collect, unpad."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = dispatch_fn(group, *args, **kwargs)
+        padding_size = kwargs.pop(PADDING_KEY, 0)
+        output = execute_fn(method_name, *args, **kwargs)
+        if blocking:
+            output = group._fetch(output)
+        output = collect_fn(group, output)
+        return output[:-padding_size] if padding_size and blocking else output
+
+    call.__name__ = method_name
+    return call

@@ -1,0 +1,135 @@
+"""The base of every worker: who it is in its group, which devices it sees, and where it stands in each mesh."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from contextlib import closing
+from typing import Any
+
+from .decorator import Dispatch, Execute, register
+from .devices import set_up_visible_devices, visible_devices_name
+from .worker_log import redirect_output
+
+
+class Worker:
+    """One process of a worker group.
+
+    The group describes the process through its environment: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE,
+    MASTER_ADDR and MASTER_PORT, which is also what ``torch.distributed`` reads. A subclass calls
+    ``super().__init__()`` first.
+    """
+
+    fused_worker_attr_name = "fused_worker_dict"
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Worker:
+        log_file = os.environ.pop("WG_LOG_FILE", None)
+        if log_file is not None:
+            redirect_output(log_file)
+        return super().__new__(cls)
+
+    def __init__(self, cuda_visible_devices: str | None = None) -> None:
+        if cuda_visible_devices is not None:
+            os.environ[visible_devices_name()] = cuda_visible_devices
+        set_up_visible_devices()
+        self._rank = int(os.environ["RANK"])
+        self._world_size = int(os.environ["WORLD_SIZE"])
+        self._local_rank = int(os.environ.setdefault("LOCAL_RANK", "0"))
+        self._local_world_size = int(os.environ.setdefault("LOCAL_WORLD_SIZE", "1"))
+        self._master_addr = os.environ.get("MASTER_ADDR")
+        self._master_port = os.environ.get("MASTER_PORT")
+        self.fused_worker_dict: dict[str, Worker] = {}
+        self._dispatch_dp_rank: dict[str, int] = {}
+        self._collect_dp_rank: dict[str, bool] = {}
+
+    @classmethod
+    def env_keys(cls) -> list[str]:
+        """Names of the environment variables that describe a worker."""
+        return [
+            "WORLD_SIZE",
+            "RANK",
+            "LOCAL_WORLD_SIZE",
+            "LOCAL_RANK",
+            "MASTER_ADDR",
+            "MASTER_PORT",
+            visible_devices_name(),
+        ]
+
+    @property
+    def rank(self) -> int:
+        """Position in the group, from 0."""
+        return self._rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of workers in the group."""
+        return self._world_size
+
+    def get_master_addr_port(self) -> tuple[str | None, str | None]:
+        """Address and port at which rank 0 gathers the group."""
+        return self._master_addr, self._master_port
+
+    def get_cuda_visible_devices(self) -> str:
+        """The devices this process may use, in the runtime's own notation; ``not set`` where it sees all."""
+        return os.environ.get(visible_devices_name(), "not set")
+
+    def get_fused_worker_by_name(self, worker_name: str) -> Worker | None:
+        """A worker that lives in the same process under this name, or None."""
+        return self.fused_worker_dict.get(worker_name)
+
+    @staticmethod
+    def _get_node_ip() -> str:
+        import ray
+
+        return ray.util.get_node_ip_address()
+
+    @staticmethod
+    def _get_free_port() -> int:
+        with closing(socket.socket(socket.AF_INET, socket.SOCK_STREAM)) as probe:
+            probe.bind(("", 0))
+            return probe.getsockname()[1]
+
+    def get_available_master_addr_port(self) -> tuple[str, str]:
+        """This node's address, and a port that is free now."""
+        return self._get_node_ip(), str(self._get_free_port())
+
+    def _register_dispatch_collect_info(self, mesh_name: str, dp_rank: int, is_collect: bool) -> None:
+        """State this worker's place in a mesh, for `make_nd_compute_dataproto_dispatch_fn`.
+
+        Args:
+            mesh_name: Name under which methods refer to the mesh. Example: ``"train"``.
+            dp_rank: Which part of the data this worker receives.
+            is_collect: Whether its answer counts; one worker of each dp rank should say True.
+
+        Raises:
+            ValueError: the mesh is registered already.
+        """
+        if mesh_name in self._dispatch_dp_rank:
+            raise ValueError(f"mesh {mesh_name!r} is registered already on rank {self._rank}; register a mesh once")
+        self._dispatch_dp_rank[mesh_name] = dp_rank
+        self._collect_dp_rank[mesh_name] = is_collect
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def _query_dispatch_info(self, mesh_name: str) -> int:
+        return self._dispatch_dp_rank[self._known_mesh(mesh_name)]
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def _query_collect_info(self, mesh_name: str) -> bool:
+        return self._collect_dp_rank[self._known_mesh(mesh_name)]
+
+    def _known_mesh(self, mesh_name: str) -> str:
+        if mesh_name not in self._dispatch_dp_rank:
+            known = sorted(self._dispatch_dp_rank)
+            raise ValueError(f"mesh {mesh_name!r} is not registered, only {known}; register it in __init__")
+        return mesh_name
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO_WITH_FUNC)
+    def execute_with_func_generator(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run ``func(worker, part of the data)`` on every worker."""
+        return func(self, *args, **kwargs)
+
+    @register(dispatch_mode=Dispatch.ALL_TO_ALL, execute_mode=Execute.RANK_ZERO)
+    def execute_func_rank_zero(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run ``func(*args)`` on rank 0."""
+        return func(*args, **kwargs)
