@@ -1,0 +1,70 @@
+"""A ZMQ socket on an asyncio loop: woken by the socket's descriptor, it hands each message to one callback.
+
+zmq's descriptor is edge-triggered, so every wake and every send is followed by reading until nothing is left; after
+``_BURST`` messages the loop gets its turn, so that timers and signals are never starved.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import zmq
+
+_BURST = 64
+_COPY_BELOW_BYTES = 16 * 1024
+
+
+class Channel:
+    """Receives into a callback, sends without blocking.
+
+    Args:
+        socket: Bound or connected; closed by `close`.
+        on_message: Called on the loop with the frames of one message.
+    """
+
+    def __init__(self, socket: zmq.Socket[bytes], on_message: Callable[[list[zmq.Frame]], None]) -> None:
+        self._socket = socket
+        self._on_message = on_message
+        self._loop = asyncio.get_running_loop()
+        self._descriptor = int(socket.getsockopt(zmq.FD))
+        self._turn: asyncio.Handle | None = None
+        self._loop.add_reader(self._descriptor, self._read)
+        self._schedule()
+
+    def send(self, frames: Sequence[Any]) -> None:
+        """Hand a message to ZMQ.
+
+        Raises:
+            zmq.ZMQError: the peer is unknown, or its queue is full.
+        """
+        last = len(frames) - 1
+        for i, frame in enumerate(frames):
+            flags = zmq.NOBLOCK | (zmq.SNDMORE if i < last else 0)
+            small = not isinstance(frame, zmq.Frame) and memoryview(frame).nbytes < _COPY_BELOW_BYTES
+            self._socket.send(frame, flags, copy=small)
+        self._schedule()
+
+    def close(self) -> None:
+        """Stop reading and close the socket at once."""
+        if self._turn is not None:
+            self._turn.cancel()
+        self._loop.remove_reader(self._descriptor)
+        self._socket.close(linger=0)
+
+    def _schedule(self) -> None:
+        if self._turn is None:
+            self._turn = self._loop.call_soon(self._read)
+
+    def _read(self) -> None:
+        if self._turn is not None:
+            self._turn.cancel()
+            self._turn = None
+        for _ in range(_BURST):
+            if self._socket.closed:
+                return
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            self._on_message(frames)
+        self._schedule()

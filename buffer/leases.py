@@ -1,0 +1,85 @@
+"""The leases that run now: who holds them, when they are due, and when they run out."""
+
+from dataclasses import dataclass
+from heapq import heappop, heappush
+
+
+@dataclass(kw_only=True, slots=True)
+class RunningLease:
+    """One group being generated.
+
+    Attributes:
+        group_id: The group.
+        attempt: Its fence.
+        engine_version: u, what the engine served at admission.
+        deadline: u + max_lag.
+        owner: Who holds it; opaque.
+        expires_at: When it runs out unless renewed, on the clock of the ledger's ``now``.
+    """
+
+    group_id: int
+    attempt: int
+    engine_version: int
+    deadline: int
+    owner: bytes
+    expires_at: float
+
+
+class RunningLeases:
+    """Running leases by group, by deadline and by expiry; every operation is O(log n) or better."""
+
+    def __init__(self) -> None:
+        self._by_group: dict[int, RunningLease] = {}
+        self._by_deadline: dict[int, dict[int, None]] = {}
+        self._expiries: list[tuple[float, int, int]] = []
+
+    def __len__(self) -> int:
+        return len(self._by_group)
+
+    def held(self, group_id: int, attempt: int) -> RunningLease | None:
+        """The lease, if this attempt still holds it."""
+        lease = self._by_group.get(group_id)
+        return lease if lease is not None and lease.attempt == attempt else None
+
+    def add(self, lease: RunningLease) -> None:
+        """Begin a lease."""
+        self._by_group[lease.group_id] = lease
+        self._by_deadline.setdefault(lease.deadline, {})[lease.group_id] = None
+        heappush(self._expiries, (lease.expires_at, lease.group_id, lease.attempt))
+
+    def extend(self, lease: RunningLease, expires_at: float) -> None:
+        """Move a lease's expiry."""
+        lease.expires_at = expires_at
+        heappush(self._expiries, (expires_at, lease.group_id, lease.attempt))
+
+    def remove(self, lease: RunningLease) -> None:
+        """End a lease."""
+        del self._by_group[lease.group_id]
+        same_deadline = self._by_deadline[lease.deadline]
+        del same_deadline[lease.group_id]
+        if not same_deadline:
+            del self._by_deadline[lease.deadline]
+
+    def due(self) -> dict[int, int]:
+        """Deadline to number of running leases."""
+        return {deadline: len(group_ids) for deadline, group_ids in self._by_deadline.items()}
+
+    def last_leased(self, deadline: int, number: int) -> list[RunningLease]:
+        """``number`` leases due at ``deadline`` or earlier, those begun last first."""
+        chosen: list[RunningLease] = []
+        for due in sorted((d for d in self._by_deadline if d <= deadline), reverse=True):
+            for group_id in reversed(self._by_deadline[due]):
+                if len(chosen) == number:
+                    return chosen
+                chosen.append(self._by_group[group_id])
+        return chosen
+
+    def next_expiry(self) -> RunningLease | None:
+        """The lease that runs out first."""
+        while self._expiries:
+            expires_at, group_id, attempt = self._expiries[0]
+            lease = self.held(group_id, attempt)
+            if lease is not None and lease.expires_at == expires_at:
+                return lease
+            heappop(self._expiries)
+        return None

@@ -1,0 +1,81 @@
+"""The buffer server as a child process: start it, learn its address, stop it."""
+
+import json
+import os
+import select
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import IO, Self
+
+from asyncrl.protocol.errors import DeadlineError, WorkerDiedError
+
+from .config import BufferConfig
+
+_LOG_TAIL_BYTES = 2000
+
+
+class BufferProcess:
+    """A running buffer server.
+
+    Args:
+        config: Options.
+        groups_per_step: B.
+        log_path: Takes the server's log.
+        start_timeout_s: Deadline for the address.
+
+    Raises:
+        DeadlineError: the server did not announce itself in time.
+        WorkerDiedError: it ended instead; the message ends with its log.
+    """
+
+    def __init__(
+        self, config: BufferConfig, *, groups_per_step: int, log_path: Path, start_timeout_s: float = 30.0
+    ) -> None:
+        self._log_path = log_path
+        command = [sys.executable, "-m", "buffer.server", "--groups-per-step", str(groups_per_step)]
+        command += ["--config", json.dumps(asdict(config))]
+        with log_path.open("ab") as log:
+            self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log)
+        try:
+            self.address = self._read_address(start_timeout_s)
+        except BaseException:
+            self.stop()
+            raise
+
+    def _read_address(self, timeout_s: float) -> str:
+        stdout: IO[bytes] | None = self.process.stdout
+        assert stdout is not None
+        deadline = time.monotonic() + timeout_s
+        line = b""
+        while not line.endswith(b"\n"):
+            if not select.select([stdout], [], [], max(0.0, deadline - time.monotonic()))[0]:
+                raise DeadlineError(f"the buffer server did not announce its address within {timeout_s:.1f} s")
+            chunk = os.read(stdout.fileno(), 4096)
+            if not chunk:
+                raise WorkerDiedError(f"the buffer server ended before it was up; its log ends:\n{self.log_tail()}")
+            line += chunk
+        return line.decode().strip()
+
+    def log_tail(self) -> str:
+        """The last lines of its log."""
+        return self._log_path.read_bytes()[-_LOG_TAIL_BYTES:].decode(errors="replace")
+
+    def stop(self, timeout_s: float = 2.0) -> None:
+        """End the server: SIGTERM, then SIGKILL after ``timeout_s``."""
+        self.process.terminate()
+        try:
+            self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        if self.process.stdout is not None:
+            self.process.stdout.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()

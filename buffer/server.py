@@ -1,0 +1,134 @@
+"""The buffer server: one asyncio loop, one ROUTER socket, one `BufferService`. Run as ``python -m buffer.server``.
+
+It announces its address by one line on stdout (or on the descriptor named by ``--announce-fd``), logs to stderr, and
+ends on SIGTERM, on SIGINT and with its parent.
+"""
+
+import argparse
+import asyncio
+import ctypes
+import json
+import logging
+import os
+import signal
+import sys
+from dataclasses import fields
+from typing import Any
+
+import zmq
+
+from asyncrl.protocol.errors import WireError
+
+from . import messages
+from .channel import Channel
+from .config import BufferConfig, OnStale, SelectionOrder
+from .messages import Message
+from .service import BufferService
+
+logger = logging.getLogger(__name__)
+
+_PR_SET_PDEATHSIG = 1
+_MAX_FRAME_BYTES = 1 << 31
+
+
+class BufferServer:
+    """Binds a ROUTER socket and serves on it until `close`; made on a running loop.
+
+    Args:
+        config: Options.
+        groups_per_step: B, groups consumed by one learner step.
+    """
+
+    def __init__(self, config: BufferConfig, *, groups_per_step: int) -> None:
+        self._context = zmq.Context()
+        socket = self._context.socket(zmq.ROUTER)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        socket.setsockopt(zmq.MAXMSGSIZE, _MAX_FRAME_BYTES)
+        socket.bind(f"tcp://{config.host}:{config.port or '*'}")
+        self.address = socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self.num_malformed = 0
+        self.num_unsent = 0
+        self._service = BufferService(config, groups_per_step=groups_per_step, send=self._send)
+        self._channel = Channel(socket, self._on_message)
+
+    def close(self) -> None:
+        """Stop serving; held requests stay unanswered."""
+        self._service.close()
+        self._channel.close()
+        self._context.destroy(linger=0)
+
+    def _on_message(self, frames: list[zmq.Frame]) -> None:
+        client = frames[0].bytes
+        try:
+            request = messages.parse(frames[1:])
+        except WireError as error:
+            self.num_malformed += 1
+            self._send(client, messages.error_reply(messages.PUSH_ID, error))
+            return
+        self._service.handle(client, request)
+
+    def _send(self, client: bytes, message: Message) -> None:
+        """Send to a client; one that is gone, or reads nothing, asks again when it is back."""
+        try:
+            self._channel.send([client, *message.frames()])
+        except zmq.ZMQError as error:
+            if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
+                raise
+            self.num_unsent += 1
+
+
+def end_with_parent() -> None:
+    """Ask the kernel to kill this process when its parent ends (Linux)."""
+    parent = os.getppid()
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        logger.warning("the kernel refused PR_SET_PDEATHSIG; the server may outlive its parent")
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def config_from_json(values: dict[str, Any]) -> BufferConfig:
+    """Build the options from plain values.
+
+    Raises:
+        ValueError: an option is unknown or out of range.
+    """
+    known = {field.name for field in fields(BufferConfig)}
+    if unknown := sorted(set(values) - known):
+        raise ValueError(f"unknown buffer options {unknown}; known are {sorted(known)}")
+    kinds = {"on_stale": OnStale, "order": SelectionOrder}
+    return BufferConfig(**{name: kinds[name](value) if name in kinds else value for name, value in values.items()})
+
+
+async def serve(config: BufferConfig, *, groups_per_step: int, announce_fd: int) -> None:
+    """Serve until SIGTERM or SIGINT."""
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    server = BufferServer(config, groups_per_step=groups_per_step)
+    logger.info("buffer serves at %s with %s, groups_per_step=%d", server.address, config, groups_per_step)
+    os.write(announce_fd, f"{server.address}\n".encode())
+    try:
+        await stop.wait()
+    finally:
+        server.close()
+        logger.info("buffer ends; %d malformed, %d unsent messages", server.num_malformed, server.num_unsent)
+
+
+def main() -> None:
+    """Entry point."""
+    parser = argparse.ArgumentParser(prog="python -m buffer.server", description="Serve the replay buffer.")
+    parser.add_argument("--groups-per-step", type=int, required=True, help="groups one learner step consumes")
+    parser.add_argument("--config", default="{}", help='options of buffer/config.py as JSON, e.g. {"max_lag": 2}')
+    parser.add_argument("--announce-fd", type=int, default=1, help="descriptor that gets the address, one line")
+    args = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    end_with_parent()
+    config = config_from_json(json.loads(args.config))
+    asyncio.run(serve(config, groups_per_step=args.groups_per_step, announce_fd=args.announce_fd))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,318 @@
+"""What the buffer server does with each request: the ledger decides, the store keeps, the waiting rooms hold.
+
+Waits: ``lease`` waits for admission, ``enqueue`` for room in the queue, ``plan`` for a batch. Every message that
+changes the ledger ends in `_wake`, which answers whoever can be answered now; a timer answers "nothing yet" otherwise,
+and one more timer stands at the next lease's expiry. Nothing looks at a clock in a loop.
+"""
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+from asyncrl.protocol.errors import AsyncRLError, ReplayBufferError, StoreFull, WireError
+
+from . import messages
+from .config import BufferConfig
+from .leases import RunningLease
+from .ledger import Ledger
+from .messages import OK, PUSH_ID, REVOKED, SPACE, Message, integer, integers, text
+from .staleness import StalenessRule
+from .store import MemoryStore, num_bytes
+from .waiting import Held, WaitingRoom
+
+logger = logging.getLogger(__name__)
+
+_MAX_REMEMBERED = 4096
+_BEHIND_HOLD_S = 0.05
+
+Send = Callable[[bytes, Message], None]
+
+
+class BufferService:
+    """The buffer without its socket.
+
+    Args:
+        config: Options.
+        groups_per_step: B.
+        send: Sends one message to one client.
+    """
+
+    def __init__(self, config: BufferConfig, *, groups_per_step: int, send: Send) -> None:
+        rule = StalenessRule(max_lag=config.max_lag, groups_per_step=groups_per_step)
+        self.ledger = Ledger(rule, on_stale=config.on_stale, order=config.order, lease_s=config.lease_s)
+        self._config = config
+        self._send = send
+        self._loop = asyncio.get_running_loop()
+        self._hold_s = config.request_timeout_s / 2
+        self._prompts: dict[int, list[Any]] = {}
+        self._store = MemoryStore()
+        self._lease_waits = WaitingRoom()
+        self._enqueue_waits = WaitingRoom()
+        self._plan_waits = WaitingRoom()
+        self._granted: OrderedDict[tuple[bytes, int], list[RunningLease]] = OrderedDict()
+        self._refused_for_space: set[bytes] = set()
+        self._largest_bytes = 0
+        self._expiry: asyncio.TimerHandle | None = None
+        self._operations = {
+            "hello": self._hello,
+            "enqueue": self._enqueue,
+            "lease": self._lease,
+            "cancel": self._cancel,
+            "renew": self._renew,
+            "put": self._put,
+            "release": self._release,
+            "plan": self._plan,
+            "fetch": self._fetch,
+            "commit": self._commit,
+            "stats": self._stats,
+        }
+
+    def handle(self, client: bytes, request: Message) -> None:
+        """Answer one request, now or later; an error of this system becomes the reply."""
+        operation = self._operations.get(request.name)
+        try:
+            if operation is None:
+                raise WireError(f"unknown operation {request.name!r:.40}; known are {sorted(self._operations)}")
+            operation(client, request)
+        except AsyncRLError as error:
+            self._send(client, messages.error_reply(request.request_id, error))
+        self._wake()
+
+    def close(self) -> None:
+        """Cancel every timer."""
+        for room in (self._lease_waits, self._enqueue_waits, self._plan_waits):
+            room.close()
+        if self._expiry is not None:
+            self._expiry.cancel()
+
+    def _reply(self, client: bytes, request_id: int, fields: dict[str, Any] | None = None, payload: Any = ()) -> None:
+        self._send(client, Message(name=OK, request_id=request_id, fields=fields or {}, payload=payload))
+
+    def _hello(self, client: bytes, request: Message) -> None:
+        rule = self.ledger.rule
+        fields = {"max_lag": rule.max_lag, "groups_per_step": rule.groups_per_step, "lease_s": self._config.lease_s}
+        self._reply(client, request.request_id, fields)
+
+    # Prompts
+
+    def _enqueue(self, client: bytes, request: Message) -> None:
+        group_ids, counts = integers(request.fields, "groups"), integers(request.fields, "counts")
+        if len(group_ids) != len(counts) or sum(counts) != len(request.payload):
+            raise WireError("enqueue names as many groups as it carries prompts")
+        payload = iter(request.payload)
+        prompts = [(group_id, [next(payload) for _ in range(n)]) for group_id, n in zip(group_ids, counts, strict=True)]
+        held = Held(client=client, request_id=request.request_id, fields={"prompts": prompts, "queued": 0})
+        self._enqueue_waits.hold(held, self._hold_s, self._answer_enqueue)
+
+    def _answer_enqueue(self, held: Held) -> None:
+        self._reply(held.client, held.request_id, {"queued": held.fields["queued"]})
+
+    def _fill_queue(self) -> None:
+        for held in self._enqueue_waits.all():
+            prompts = held.fields["prompts"]
+            while held.fields["queued"] < len(prompts) and self.ledger.num_queued < self._config.queue_size:
+                group_id, frames = prompts[held.fields["queued"]]
+                if self.ledger.enqueue([group_id]):
+                    self._prompts[group_id] = frames
+                held.fields["queued"] += 1
+            if held.fields["queued"] < len(prompts):
+                return
+            self._enqueue_waits.leave(held.client, held.request_id)
+            self._answer_enqueue(held)
+
+    # Leases
+
+    def _lease(self, client: bytes, request: Message) -> None:
+        granted = self._granted.get((client, request.request_id))
+        if granted is not None:
+            self._answer_lease(client, request.request_id, granted)
+            return
+        version = integer(request.fields, "engine_version")
+        num_wanted = integer(request.fields, "max_groups")
+        self.ledger.check_engine_version(version)
+        behind = version < self.ledger.learner_version
+        held = Held(client=client, request_id=request.request_id, fields={"version": version, "wanted": num_wanted})
+        held.fields["granted"] = []
+        hold_s = min(_BEHIND_HOLD_S, self._hold_s) if behind else self._hold_s
+        self._lease_waits.hold(held, hold_s, lambda held: self._answer_lease(held.client, held.request_id, []))
+
+    def _has_room(self) -> bool:
+        """Whether one more group fits beside what is stored and what the running leases may bring."""
+        reserved = (self.ledger.num_leased + 1) * self._largest_bytes
+        return self._store.stored_bytes + reserved <= self._config.max_stored_bytes
+
+    def _grant_leases(self) -> None:
+        """One lease to each waiting worker in turn, until nothing more is admitted."""
+        waiting = [held for held in self._lease_waits.all() if held.fields["wanted"] > 0]
+        served: list[Held] = []
+        while waiting and self.ledger.num_queued and self._has_room():
+            still_waiting = []
+            for held in waiting:
+                granted = held.fields["granted"]
+                if not self._has_room():
+                    break
+                new = self.ledger.lease(held.fields["version"], 1, owner=held.client, now=self._loop.time())
+                granted.extend(new)
+                if new and len(granted) == 1:
+                    served.append(held)
+                if new and len(granted) < held.fields["wanted"]:
+                    still_waiting.append(held)
+            waiting = still_waiting
+        for held in served:
+            self._lease_waits.leave(held.client, held.request_id)
+            self._remember_grant(held)
+            self._answer_lease(held.client, held.request_id, held.fields["granted"])
+
+    def _remember_grant(self, held: Held) -> None:
+        """Keep the answer, in case the request is sent again because the answer was lost."""
+        self._granted[held.client, held.request_id] = held.fields["granted"]
+        if len(self._granted) > _MAX_REMEMBERED:
+            self._granted.popitem(last=False)
+
+    def _answer_lease(self, client: bytes, request_id: int, granted: list[RunningLease]) -> None:
+        held = [lease for lease in granted if self.ledger.holds(lease.group_id, lease.attempt)]
+        payload: list[Any] = []
+        leases = []
+        for lease in held:
+            frames = self._prompts[lease.group_id]
+            leases.append([lease.group_id, lease.attempt, lease.engine_version, lease.deadline, len(frames)])
+            payload.extend(frames)
+        self._reply(client, request_id, {"leases": leases}, payload)
+
+    def _cancel(self, client: bytes, request: Message) -> None:
+        """A lease that is no longer wanted; if it was granted meanwhile, its groups go back to the queue."""
+        cancelled = integer(request.fields, "request")
+        if self._lease_waits.leave(client, cancelled) is None:
+            for lease in self._granted.pop((client, cancelled), []):
+                self.ledger.release(lease.group_id, lease.attempt, num_tokens=0, reason="cancelled")
+        self._reply(client, request.request_id)
+
+    def _renew(self, client: bytes, request: Message) -> None:
+        group_ids, attempts = integers(request.fields, "groups"), integers(request.fields, "attempts")
+        if len(group_ids) != len(attempts):
+            raise WireError("renew names one attempt for each group")
+        for group_id, attempt in zip(group_ids, attempts, strict=True):
+            if not self.ledger.renew(group_id, attempt, now=self._loop.time()):
+                self._push_revoked(client, group_id, attempt)
+        self._reply(client, request.request_id)
+
+    def _push_revoked(self, client: bytes, group_id: int, attempt: int) -> None:
+        self._send(client, Message(name=REVOKED, request_id=PUSH_ID, fields={"group_id": group_id, "attempt": attempt}))
+
+    # Results
+
+    def _put(self, client: bytes, request: Message) -> None:
+        summary = messages.summary_of(request.fields)
+        size = num_bytes(request.payload)
+        if self.ledger.holds(summary.group_id, summary.attempt):
+            self._check_space(client, size)
+        if self.ledger.put(summary) == "stored":
+            self._store.put(summary.group_id, request.payload)
+            self._largest_bytes = max(self._largest_bytes, size)
+        self._reply(client, request.request_id)
+
+    def _check_space(self, client: bytes, size: int) -> None:
+        limit = self._config.max_stored_bytes
+        if self._store.stored_bytes + size <= limit:
+            return
+        if self.ledger.num_planned == 0 and len(self._plan_waits):
+            self._fail_plans(size)
+        self._refused_for_space.add(client)
+        raise StoreFull(
+            f"{size} bytes do not fit beside the {self._store.stored_bytes} stored, buffer.max_stored_bytes is "
+            f"{limit}; the group is sent again when a batch has left"
+        )
+
+    def _fail_plans(self, size: int) -> None:
+        """The store is full and no batch is under way that could leave: say so instead of waiting for ever."""
+        error = StoreFull(
+            f"buffer.max_stored_bytes={self._config.max_stored_bytes} cannot hold a batch: {self.ledger.num_stored} "
+            f"groups fill it, {self.ledger.rule.groups_per_step} are needed, the next has {size} bytes; raise it"
+        )
+        for held in self._plan_waits.all():
+            self._plan_waits.leave(held.client, held.request_id)
+            self._send(held.client, messages.error_reply(held.request_id, error))
+
+    def _release(self, client: bytes, request: Message) -> None:
+        fields = request.fields
+        self.ledger.release(
+            integer(fields, "group_id"),
+            integer(fields, "attempt"),
+            num_tokens=integer(fields, "num_tokens"),
+            reason=text(fields, "reason"),
+        )
+        self._reply(client, request.request_id)
+
+    # Batches
+
+    def _plan(self, client: bytes, request: Message) -> None:
+        version = integer(request.fields, "version")
+        self.ledger.check_plan(version)
+        held = Held(client=client, request_id=request.request_id, fields={"version": version})
+        self._plan_waits.hold(held, self._hold_s, lambda held: self._reply(held.client, held.request_id))
+
+    def _make_plans(self) -> None:
+        for held in sorted(self._plan_waits.all(), key=lambda held: held.fields["version"]):
+            try:
+                plan = self.ledger.plan(held.fields["version"])
+            except ReplayBufferError as error:
+                self._plan_waits.leave(held.client, held.request_id)
+                self._send(held.client, messages.error_reply(held.request_id, error))
+                continue
+            if plan is not None:
+                self._plan_waits.leave(held.client, held.request_id)
+                groups = [messages.summary_fields(summary) for summary in plan.groups]
+                self._reply(held.client, held.request_id, {"groups": groups})
+
+    def _fetch(self, client: bytes, request: Message) -> None:
+        payload: list[Any] = []
+        counts = []
+        for group_id in integers(request.fields, "groups"):
+            frames = self._store.get(group_id)
+            counts.append(len(frames))
+            payload.extend(frames)
+        self._reply(client, request.request_id, {"counts": counts}, payload)
+
+    def _commit(self, client: bytes, request: Message) -> None:
+        for group_id in self.ledger.commit(integer(request.fields, "version")):
+            self._store.remove(group_id)
+            self._prompts.pop(group_id, None)
+        for waiting in self._refused_for_space:
+            self._send(waiting, Message(name=SPACE, request_id=PUSH_ID))
+        self._refused_for_space.clear()
+        self._stats(client, request)
+
+    def _stats(self, client: bytes, request: Message) -> None:
+        stats = self.ledger.stats(stored_bytes=self._store.stored_bytes, leases_waiting=len(self._lease_waits))
+        self._reply(client, request.request_id, messages.stats_fields(stats))
+
+    # Events
+
+    def _wake(self) -> None:
+        """Answer every held request that can be answered, until none can."""
+        before = None
+        while before != (before := (self.ledger.num_queued, self.ledger.outstanding, len(self._enqueue_waits))):
+            self._make_plans()
+            self._fill_queue()
+            self._grant_leases()
+        for revocation in self.ledger.drain_revocations():
+            self._push_revoked(revocation.owner, revocation.group_id, revocation.attempt)
+        self._set_expiry_timer()
+
+    def _set_expiry_timer(self) -> None:
+        due = self.ledger.next_expiry()
+        if self._expiry is not None:
+            if self._expiry.when() == due:
+                return
+            self._expiry.cancel()
+        self._expiry = None if due is None else self._loop.call_at(due, self._expire)
+
+    def _expire(self) -> None:
+        self._expiry = None
+        num_expired = self.ledger.expire(self._loop.time())
+        logger.warning(
+            "%d leases were not renewed within %.1f s and were taken back", num_expired, self._config.lease_s
+        )
+        self._wake()

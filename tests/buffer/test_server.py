@@ -1,0 +1,269 @@
+"""The buffer over real sockets."""
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from asyncrl.protocol.errors import DeadlineError, LeaseExpired, ReplayBufferError, UnknownGroup, VersionTooOld
+from asyncrl.protocol.types import FinishReason, Lease, Prompt, TrajectoryGroup
+from buffer import BufferClient, BufferConfig, BufferProcess, OnStale, SyncBufferClient
+from buffer.server import BufferServer
+
+
+def prompt(group_id: int) -> Prompt:
+    return Prompt(group_id=group_id, prompt_ids=np.arange(3, dtype=np.int32), ground_truth="x", extra={"row": group_id})
+
+
+def rollout(lease: Lease, *, version: int | None = None, num_tokens: int = 5) -> TrajectoryGroup:
+    version = lease.engine_version if version is None else version
+    return TrajectoryGroup(
+        group_id=lease.prompt.group_id,
+        attempt=lease.attempt,
+        prompt_ids=lease.prompt.prompt_ids,
+        response_ids=np.arange(num_tokens, dtype=np.int32),
+        response_lengths=np.array([2, num_tokens - 2], dtype=np.int32),
+        response_mask=np.ones(num_tokens, dtype=bool),
+        behavior_logprobs=-np.ones(num_tokens, dtype=np.float32),
+        versions=np.full(num_tokens, version, dtype=np.int32),
+        rewards=np.array([0.0, 1.0], dtype=np.float32),
+        finish_reasons=(FinishReason.stop, FinishReason.length),
+    )
+
+
+class Running:
+    """A server on this loop and clients that are closed with it."""
+
+    def __init__(self, config: BufferConfig, groups_per_step: int) -> None:
+        self.server = BufferServer(config, groups_per_step=groups_per_step)
+        self.clients: list[BufferClient] = []
+
+    def client(self, **options) -> BufferClient:
+        self.clients.append(BufferClient(self.server.address, **{"request_timeout_s": 5.0, **options}))
+        return self.clients[-1]
+
+    async def __aenter__(self) -> "Running":
+        return self
+
+    async def __aexit__(self, *_) -> None:
+        for client in self.clients:
+            await client.close()
+        self.server.close()
+
+
+def running(groups_per_step: int = 2, **options) -> Running:
+    return Running(BufferConfig(**{"request_timeout_s": 5.0, **options}), groups_per_step)
+
+
+async def test_a_group_goes_from_prompt_to_commit_and_its_arrays_arrive_unchanged():
+    async with running(max_lag=0) as run:
+        worker, control = run.client(), run.client()
+        await control.enqueue([prompt(i) for i in range(4)])
+        leases = await worker.lease(0, 10)
+        assert [(x.prompt.group_id, x.attempt, x.deadline_version) for x in leases] == [(0, 0, 0), (1, 0, 0)]
+        assert leases[0].prompt.ground_truth == "x"
+        assert leases[1].prompt.extra == {"row": 1}
+        for lease in leases:
+            await worker.put(rollout(lease))
+        plan = await control.plan(0)
+        assert [group.group_id for group in plan.groups] == [0, 1]
+        rank = SyncBufferClient(run.server.address, request_timeout_s=5.0)
+        groups = await asyncio.to_thread(rank.fetch, [1, 0])
+        rank.close()
+        assert [group.group_id for group in groups] == [1, 0]
+        expected = rollout(leases[1])
+        for name in ("response_ids", "response_mask", "behavior_logprobs", "versions", "rewards", "prompt_ids"):
+            np.testing.assert_array_equal(getattr(groups[0], name), getattr(expected, name))
+        assert groups[0].summary == expected.summary
+        stats = await control.commit(0)
+        assert (stats.learner_version, stats.tokens_trained, stats.tokens_buffered) == (1, 10, 0)
+        assert stats.stored_bytes == 0
+        assert stats.groups == {"queued": 2, "leased": 0, "stored": 0, "planned": 0, "consumed": 2, "dropped": 0}
+
+
+async def test_with_max_lag_zero_nothing_is_leased_between_plan_and_commit_and_commit_wakes_the_worker():
+    async with running(max_lag=0) as run:
+        worker, control = run.client(), run.client()
+        await control.enqueue([prompt(i) for i in range(4)])
+        for lease in await worker.lease(0, 10):
+            await worker.put(rollout(lease))
+        await control.plan(0)
+        ahead = asyncio.ensure_future(control.plan(1))
+        assert await asyncio.wait_for(BufferClient.lease(run.client(request_timeout_s=9), 0, 1), 9) == []
+        await control.commit(0)
+        for lease in await worker.lease(1, 10):
+            await worker.put(rollout(lease))
+        assert [group.oldest_version for group in (await ahead).groups] == [1, 1]
+
+
+async def test_admission_is_shared_between_waiting_workers():
+    async with running(groups_per_step=4, max_lag=0) as run:
+        workers, control = [run.client(), run.client()], run.client()
+        waits = [asyncio.ensure_future(worker.lease(0, 4)) for worker in workers]
+        await workers[0].stats()
+        await workers[1].stats()
+        await control.enqueue([prompt(i) for i in range(8)])
+        assert [len(leases) for leases in await asyncio.gather(*waits)] == [2, 2]
+
+
+async def test_a_put_sent_twice_is_stored_once_and_acknowledged_twice():
+    async with running() as run:
+        worker = run.client()
+        await worker.enqueue([prompt(0)])
+        [lease] = await worker.lease(0, 1)
+        await worker.put(rollout(lease))
+        await worker.put(rollout(lease))
+        stats = await worker.stats()
+        assert stats.tokens_buffered == 5
+        assert stats.puts_refused == {"duplicate": 1}
+
+
+async def test_an_expired_lease_is_leased_again_and_the_late_put_counts_once():
+    async with running(lease_s=0.2) as run:
+        late, other = run.client(), run.client()
+        await late.enqueue([prompt(0)])
+        [lost] = await late.lease(0, 1)
+        [again] = await other.lease(0, 1)
+        assert (again.prompt.group_id, again.attempt) == (0, 1)
+        assert await asyncio.wait_for(late.revocation(), 5) == (0, 0)
+        for _ in range(2):
+            with pytest.raises(LeaseExpired, match="group 0 attempt 0"):
+                await late.put(rollout(lost))
+        await other.put(rollout(again))
+        stats = await other.stats()
+        assert stats.tokens_dropped == {"expired": 5}
+        assert stats.tokens_buffered == 5
+
+
+async def test_a_renewed_lease_does_not_expire():
+    async with running(lease_s=0.4) as run:
+        worker = run.client()
+        await worker.enqueue([prompt(0)])
+        leases = await worker.lease(0, 1)
+        for _ in range(6):
+            await asyncio.sleep(0.15)
+            await worker.renew(leases)
+        await worker.put(rollout(leases[0]))
+
+
+async def test_a_trajectory_older_than_its_lease_is_refused_and_its_prompt_leased_again():
+    async with running(max_lag=3) as run:
+        worker = run.client()
+        await worker.enqueue([prompt(i) for i in range(5)])
+        for lease in await worker.lease(0, 2):
+            await worker.put(rollout(lease))
+        await worker.plan(0)
+        await worker.commit(0)
+        [lease] = await worker.lease(1, 1)
+        with pytest.raises(VersionTooOld, match="version 0, but its lease began at 1"):
+            await worker.put(rollout(lease, version=0))
+        [again] = await worker.lease(1, 1)
+        assert (again.prompt.group_id, again.attempt) == (lease.prompt.group_id, 1)
+
+
+async def test_enqueue_waits_while_the_queue_is_full_and_a_lease_wakes_it():
+    async with running(queue_size=2, groups_per_step=4) as run:
+        control, worker = run.client(), run.client()
+        wait = asyncio.ensure_future(control.enqueue([prompt(i) for i in range(5)]))
+        assert len(await worker.lease(0, 2)) == 2
+        assert not wait.done()
+        assert len(await worker.lease(0, 2)) >= 1
+        await asyncio.wait_for(wait, 5)
+
+
+async def test_a_straggler_at_its_deadline_is_requeued_and_its_worker_told():
+    async with running(groups_per_step=1, max_lag=1, on_stale=OnStale.requeue) as run:
+        slow, fast, control = run.client(), run.client(), run.client()
+        await control.enqueue([prompt(i) for i in range(5)])
+        [straggler] = await slow.lease(0, 1)
+        [lease] = await fast.lease(0, 1)
+        await fast.put(rollout(lease))
+        await control.plan(0)
+        await control.commit(0)
+        [lease] = await fast.lease(1, 1)
+        await fast.put(rollout(lease))
+        plan = await control.plan(1)
+        assert [group.group_id for group in plan.groups] == [lease.prompt.group_id]
+        assert await asyncio.wait_for(slow.revocation(), 5) == (straggler.prompt.group_id, 0)
+        await slow.release(straggler, num_tokens=7, reason="stale")
+        await slow.release(straggler, num_tokens=7, reason="stale")
+        assert (await control.stats()).tokens_dropped == {"stale": 7}
+        [again] = await slow.lease(1, 1)
+        assert (again.prompt.group_id, again.attempt) == (straggler.prompt.group_id, 1)
+
+
+async def test_a_cancelled_lease_gives_back_what_was_granted():
+    async with running() as run:
+        worker, control = run.client(), run.client()
+        wait = asyncio.ensure_future(worker.lease(0, 2))
+        await worker.stats()
+        wait.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await wait
+        await worker.stats()
+        await control.enqueue([prompt(0)])
+        assert (await control.stats()).groups["leased"] == 0
+        assert len(await control.lease(0, 1)) == 1
+
+
+async def test_errors_reach_the_client_by_their_names():
+    async with running() as run:
+        client = run.client()
+        with pytest.raises(UnknownGroup, match="group 9"):
+            await client.fetch([9])
+        with pytest.raises(ReplayBufferError, match=r"version 3.*committed 0 steps"):
+            await client.lease(3, 1)
+        with pytest.raises(ReplayBufferError, match=r"plan\(2\)"):
+            await client.plan(2)
+        with pytest.raises(ReplayBufferError, match=r"commit\(0\)"):
+            await client.commit(0)
+
+
+async def test_a_call_to_nobody_ends_at_its_deadline_and_names_the_call_and_the_address():
+    client = BufferClient("tcp://127.0.0.1:1", request_timeout_s=0.2)
+    with pytest.raises(DeadlineError, match=r"buffer.stats: no answer from tcp://127.0.0.1:1 within 0.2 s"):
+        await client.stats()
+    await client.close()
+    rank = SyncBufferClient("tcp://127.0.0.1:1", request_timeout_s=0.2)
+    with pytest.raises(DeadlineError, match=r"buffer.fetch"):
+        rank.fetch([1])
+    rank.close()
+
+
+async def test_closing_a_client_ends_its_waiting_calls():
+    async with running() as run:
+        client = run.client()
+        waits = [asyncio.ensure_future(call) for call in (client.lease(0, 1), client.plan(0), client.revocation())]
+        await client.stats()
+        await client.close()
+        for wait in waits:
+            with pytest.raises(ReplayBufferError, match="closed"):
+                await asyncio.wait_for(wait, 1)
+
+
+async def test_a_full_store_refuses_leases_until_a_batch_leaves():
+    async with running(groups_per_step=2, max_lag=3, max_stored_bytes=20_000) as run:
+        worker, control = run.client(), run.client()
+        await control.enqueue([prompt(i) for i in range(20)])
+        for _ in range(3):
+            [lease] = await worker.lease(0, 1)
+            await worker.put(rollout(lease, num_tokens=400))
+        held = asyncio.ensure_future(worker.lease(0, 1))
+        await asyncio.sleep(0)
+        assert (await worker.stats()).leases_waiting == 1
+        await control.plan(0)
+        assert not held.done()
+        await control.commit(0)
+        assert len(await asyncio.wait_for(held, 5)) == 1
+        assert (await control.stats()).stored_bytes <= 20_000
+
+
+def test_the_server_process_announces_itself_and_ends_on_sigterm(tmp_path: Path):
+    with BufferProcess(BufferConfig(), groups_per_step=2, log_path=tmp_path / "log") as process:
+        assert process.address.startswith("tcp://127.0.0.1:")
+        rank = SyncBufferClient(process.address, request_timeout_s=5.0)
+        assert rank.stats().learner_version == 0
+        rank.close()
+        process.stop(timeout_s=1.0)
+        assert process.process.returncode == 0
