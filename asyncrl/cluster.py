@@ -32,7 +32,9 @@ async def ray_cluster(config: RunConfig) -> AsyncIterator[None]:
         ValueError: the run asks for more than the cluster has.
     """
     if config.ray.address:
-        start = asyncio.to_thread(ray.init, address=config.ray.address, logging_level=logging.ERROR, log_to_driver=False)
+        start = asyncio.to_thread(
+            ray.init, address=config.ray.address, logging_level=logging.ERROR, log_to_driver=False
+        )
     else:
         check_placement(config, num_cpus=os.cpu_count() or 1, num_gpus=_visible_gpus(config))
         start = asyncio.to_thread(_start_own, config)

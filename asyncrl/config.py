@@ -131,7 +131,6 @@ class RunConfig:
         total_steps: Learner steps of the run.
         quickstart: Make the quickstart's model, tokenizer and data first, under ``<output_dir>/<experiment>/assets``.
         record_trajectories: Write every consumed trajectory to ``trajectories/``, for inspection.
-        keep_snapshots: Published weight snapshots kept; -1 keeps all, under the run's folder.
         stop_timeout_s: How long stopping may take before processes are killed.
     """
 
@@ -141,7 +140,6 @@ class RunConfig:
     total_steps: int = 100
     quickstart: bool = False
     record_trajectories: bool = False
-    keep_snapshots: int = 2
     stop_timeout_s: float = 12.0
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -157,8 +155,6 @@ class RunConfig:
     def __post_init__(self) -> None:
         if self.total_steps < 1:
             raise ValueError(f"total_steps must be >= 1, got {self.total_steps}")
-        if self.keep_snapshots != -1 and self.keep_snapshots < 1:
-            raise ValueError(f"keep_snapshots must be -1 or >= 1, got {self.keep_snapshots}; -1 keeps all")
         if self.stop_timeout_s <= 0:
             raise ValueError(f"stop_timeout_s must be > 0, got {self.stop_timeout_s}")
 

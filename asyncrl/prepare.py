@@ -49,9 +49,7 @@ def warm_start_path(config: RunConfig) -> Path:
     return Path(config.output_dir, config.experiment, "sft", digest).resolve()
 
 
-async def prepare(
-    config: RunConfig, overrides: Sequence[str], log_path: Path, say: Callable[[str], None]
-) -> RunConfig:
+async def prepare(config: RunConfig, overrides: Sequence[str], log_path: Path, say: Callable[[str], None]) -> RunConfig:
     """Return the run with its model and data in place.
 
     Args:

@@ -19,6 +19,15 @@ from pathlib import Path
 
 import numpy as np
 import torch.distributed as dist
+from learner.losses import negative_log_likelihood
+from learner.trainer import PolicyTrainer
+from learner.types import TokenSequence
+from learner.weights import SnapshotWriter, save_policy
+from rollout_fleet.decoding import load_decoder
+from rollout_fleet.engines.factory import make_engine
+from rollout_fleet.evaluation import evaluate_prompts
+from rollout_fleet.rewards.scorer import RewardScorer
+from rollout_fleet.types import EvaluationResult
 from transformers import AutoTokenizer
 
 from asyncrl.compose import compose_run
@@ -28,16 +37,7 @@ from asyncrl.data.rows import read_rows
 from asyncrl.prepare import warm_start_path, with_quickstart_assets
 from asyncrl.protocol.types import Prompt
 from learner.config import LearnerConfig, Schedule
-from learner.losses import negative_log_likelihood
-from learner.trainer import PolicyTrainer
-from learner.types import TokenSequence
-from learner.weights import SnapshotWriter, save_policy
 from rollout_fleet.config import EngineKind
-from rollout_fleet.decoding import load_decoder
-from rollout_fleet.engines.factory import make_engine
-from rollout_fleet.evaluation import evaluate_prompts
-from rollout_fleet.rewards.scorer import RewardScorer
-from rollout_fleet.types import EvaluationResult
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +78,11 @@ async def fine_tune(config: RunConfig) -> Path:
             if step % sft.eval_every == 0 or step == sft.max_steps:
                 accuracy = await examiner.accuracy(trainer, step)
                 logger.info(
-                    "step %d  loss %.3f  greedy %.3f  %.1f s", step, metrics["loss"], accuracy, time.monotonic() - began_s
+                    "step %d  loss %.3f  greedy %.3f  %.1f s",
+                    step,
+                    metrics["loss"],
+                    accuracy,
+                    time.monotonic() - began_s,
                 )
                 if accuracy >= sft.target_accuracy:
                     break

@@ -88,8 +88,11 @@ async def _until_done_or_stopped(
     try:
         await task
     except asyncio.CancelledError:
-        return EXIT_INTERRUPTED, f"stopped by {received[0] if received else 'cancellation'}; partial results in {run_dir}"
-    except Exception as error:  # noqa: BLE001 - the last stop: every fault becomes the run's last words
+        return (
+            EXIT_INTERRUPTED,
+            f"stopped by {received[0] if received else 'cancellation'}; partial results in {run_dir}",
+        )
+    except Exception as error:
         cause = root_cause(error)
         logging.getLogger(__name__).error("the run failed", exc_info=error)
         kind = "" if isinstance(cause, AsyncRLError | ValueError) else f"{type(cause).__name__}: "

@@ -80,7 +80,9 @@ class OptimizerConfig:
         if self.lr < 0:
             raise ValueError(f"learner.optimizer.lr must be >= 0, got {self.lr}")
         if self.clip_grad_norm < 0:
-            raise ValueError(f"learner.optimizer.clip_grad_norm must be >= 0, got {self.clip_grad_norm}; 0: no clipping")
+            raise ValueError(
+                f"learner.optimizer.clip_grad_norm must be >= 0, got {self.clip_grad_norm}; 0: no clipping"
+            )
         if not 0 <= self.min_lr_ratio <= 1:
             raise ValueError(f"learner.optimizer.min_lr_ratio must be in [0, 1], got {self.min_lr_ratio}")
 

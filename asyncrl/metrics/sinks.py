@@ -47,9 +47,7 @@ def plot_reward(path: Path, records: Sequence[StepRecord], before: Evaluation | 
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
-    figure, (top, bottom) = plt.subplots(
-        2, 1, figsize=(8, 6), sharex=True, height_ratios=(3, 1), layout="constrained"
-    )
+    figure, (top, bottom) = plt.subplots(2, 1, figsize=(8, 6), sharex=True, height_ratios=(3, 1), layout="constrained")
     steps = [record.step for record in records]
     top.plot(steps, [record.reward for record in records], linewidth=0.8, alpha=0.45, label="training batch")
     top.plot(steps, _running_mean([record.reward for record in records], 10), label="training batch, mean of 10")

@@ -9,6 +9,8 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -81,6 +83,28 @@ class TerminalView:
         self.say(
             f"held out {when} training: sampled {evaluation.sampled:.3f}, greedy {evaluation.greedy:.3f} "
             f"({evaluation.num_prompts} prompts, policy version {evaluation.policy_version})"
+        )
+
+    def summary(self, summary: dict[str, Any], run_dir: Path) -> None:
+        """Write the last words of a run that reached its end."""
+        tokens, overlap, lag = summary["tokens"], summary["overlap"], summary["max_lag"]
+        self._console.print()
+        self._console.print(f"policy version {summary['policy_version']} in {run_dir}", markup=False)
+        before, after = summary["eval"]["before"], summary["eval"]["after"]
+        if before and after:
+            for kind in ("sampled", "greedy"):
+                self._console.print(f"  held out, {kind:8} {before[kind]:.3f} -> {after[kind]:.3f}")
+        self._console.print(f"  lag       at most {lag['realised']} of {lag['bound']} learner steps")
+        self._console.print(
+            f"  tokens    {tokens['generated']:,} generated = {tokens['trained']:,} trained + {tokens['dropped']:,} "
+            f"dropped + {tokens['buffered']:,} buffered + {tokens['in_flight']:,} in flight"
+        )
+        self._console.print(
+            f"  overlap   {overlap['efficiency']:.2f}: rollout busy {overlap['rollout_busy_s']:.1f} s, learner busy "
+            f"{overlap['learner_busy_s']:.1f} s of {overlap['measured_s']:.1f} s"
+        )
+        self._console.print(
+            f"  time      {_duration(summary['wall_s'])}, of which training {_duration(summary['train_wall_s'])}"
         )
 
     def _line(self, record: StepRecord) -> str:

@@ -93,7 +93,9 @@ class RunningTraining:
         for child in self.family.values():
             if child.is_running() and words in child.name() + " " + " ".join(child.cmdline()):
                 return child.pid
-        raise AssertionError(f"no process of the run is called {words!r}: {[c.cmdline() for c in self.family.values()]}")
+        raise AssertionError(
+            f"no process of the run is called {words!r}: {[c.cmdline() for c in self.family.values()]}"
+        )
 
     def kill(self, words: str) -> None:
         """SIGKILL one process of the run."""

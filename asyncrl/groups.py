@@ -1,0 +1,252 @@
+"""The two worker groups of a run, behind the ports that the controller and the evaluation drive."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import ray
+from learner.advantages import plan_advantages
+from learner.batching import split_plan
+from learner.worker import LearnerWorker
+from rollout_fleet.types import FleetCounters
+from rollout_fleet.worker import RolloutWorker
+
+from asyncrl.config import RunConfig
+from asyncrl.controller import FleetCounts
+from asyncrl.protocol.errors import DeadlineError
+from asyncrl.protocol.types import Plan, Prompt, WeightSnapshot
+from asyncrl.single_controller import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+from buffer import BufferClient, SyncBufferClient
+from rollout_fleet.config import SamplingConfig
+
+# One thread a process: on a machine with few cores, threads that fight for them stop everybody.
+_WORKER_ENV = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunPaths:
+    """Where the groups write.
+
+    Attributes:
+        logs: One log a process.
+        snapshots: Published weights; readable by every engine of the host.
+        trajectories: Consumed trajectories; None records none.
+    """
+
+    logs: Path
+    snapshots: Path
+    trajectories: Path | None
+
+
+class Learner:
+    """The learner group. Calls queue on the ranks in the order they are made."""
+
+    def __init__(self, config: RunConfig, *, buffer_address: str, paths: RunPaths) -> None:
+        """Start the ranks; `init` builds their model."""
+        self._config = config
+        worker = RayClassWithInitArgs(
+            ray.remote(LearnerWorker),
+            config.learner,
+            config.algorithm,
+            model_path=config.model.path,
+            total_steps=config.total_steps,
+            temperature=config.rollout_fleet.sampling.temperature,
+            connect_buffer=partial(SyncBufferClient, buffer_address, request_timeout_s=config.buffer.request_timeout_s),
+            snapshot_dir=str(paths.snapshots),
+            seed=config.seed,
+            trajectory_dir=str(paths.trajectories) if paths.trajectories else None,
+        )
+        self._group = _start_group(
+            "learner",
+            worker,
+            num_workers=config.learner.num_ranks,
+            num_cpus=config.placement.cpus_per_learner_rank,
+            num_gpus=1 if config.learner.device == "cuda" else 0,
+            config=config,
+            log_dir=paths.logs,
+        )
+
+    async def init(self) -> None:
+        """Load the model on every rank.
+
+        Raises:
+            DeadlineError: not within ``learner.start_timeout_s``.
+            WorkerDiedError: a rank died.
+        """
+        timeout_s = self._config.learner.start_timeout_s
+        await within(self._group.init_model(), timeout_s, "the learner's models", "learner.start_timeout_s")
+
+    def update(self, plan: Plan) -> Awaitable[Mapping[str, float]]:
+        """See `LearnerPort.update`."""
+        advantages = plan_advantages(plan, self._config.algorithm)
+        shards = split_plan(
+            plan,
+            advantages,
+            num_shards=self._config.learner.num_ranks // self._config.learner.sp_size,
+            max_lag=self._config.buffer.max_lag,
+        )
+        return self._merged(self._group.update_policy(shards), plan.version)
+
+    def publish(self, version: int) -> Awaitable[WeightSnapshot]:
+        """See `LearnerPort.publish`."""
+        return self._first(self._group.publish_weights(version), f"the weights of version {version}")
+
+    async def save_policy(self, directory: Path) -> None:
+        """Write the policy and its tokenizer in Hugging Face layout."""
+        await self._first(self._group.save_policy(str(directory)), "the saved policy")
+
+    async def stop(self, timeout_s: float) -> None:
+        """End the ranks: ask, then kill."""
+        await _stop_group(self._group, timeout_s)
+
+    async def _merged(self, pending: Awaitable[list[dict[str, float]]], version: int) -> Mapping[str, float]:
+        """The step's metrics: shared ones from rank 0, the extremes of what each rank measured for itself."""
+        ranks = await within(pending, self._step_deadline_s, f"the update of step {version}", "learner.step_timeout_s")
+        extremes = {
+            "started_at": min(rank["started_at"] for rank in ranks),
+            "ended_at": max(rank["ended_at"] for rank in ranks),
+            "fetch_s": max(rank["fetch_s"] for rank in ranks),
+            "train_s": max(rank["train_s"] for rank in ranks),
+            "lag_max": max(rank["lag_max"] for rank in ranks),
+        }
+        return ranks[0] | extremes
+
+    async def _first(self, pending: Awaitable[list[WeightSnapshot]], what: str) -> WeightSnapshot:
+        return (await within(pending, self._step_deadline_s, what, "learner.step_timeout_s"))[0]
+
+    @property
+    def _step_deadline_s(self) -> float:
+        # A call may wait on the ranks behind the step before it.
+        return 2 * self._config.learner.step_timeout_s
+
+
+class Fleet:
+    """The rollout fleet."""
+
+    def __init__(self, config: RunConfig, *, buffer_address: str, paths: RunPaths) -> None:
+        """Start the workers; `start` brings up their engines."""
+        self._config = config
+        worker = RayClassWithInitArgs(
+            ray.remote(RolloutWorker),
+            config.rollout_fleet,
+            model_path=config.model.path,
+            samples_per_prompt=config.algorithm.samples_per_prompt,
+            connect_buffer=partial(BufferClient, buffer_address, request_timeout_s=config.buffer.request_timeout_s),
+            log_dir=str(paths.logs),
+            seed=config.seed,
+        )
+        self._group = _start_group(
+            "rollout",
+            worker,
+            num_workers=config.rollout_fleet.num_engines,
+            num_cpus=config.placement.cpus_per_engine,
+            num_gpus=config.rollout_fleet.sglang.tp_size if config.learner.device == "cuda" else 0,
+            config=config,
+            log_dir=paths.logs,
+        )
+
+    async def start(self) -> None:
+        """Bring every engine up.
+
+        Raises:
+            DeadlineError: not within ``rollout_fleet.start_timeout_s``.
+            WorkerDiedError: an engine or its worker died; the message ends with its log.
+        """
+        # The worker keeps the deadline itself, with a better message; this one is for a worker that hangs.
+        timeout_s = self._config.rollout_fleet.start_timeout_s + 30
+        await within(self._group.start(), timeout_s, "the rollout engines", "rollout_fleet.start_timeout_s")
+
+    async def run(self) -> None:
+        """Roll out until `drain`; raises when an engine or a worker dies."""
+        await self._group.run()
+
+    async def load(self, snapshot: WeightSnapshot) -> float:
+        """See `FleetPort.load`."""
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
+        timeout_s = self._config.rollout_fleet.load_timeout_s + 10
+        what = f"loading weights of version {snapshot.version}"
+        await within(self._group.load_weights(snapshot), timeout_s, what, "rollout_fleet.load_timeout_s")
+        return loop.time() - began_s
+
+    async def counters(self) -> FleetCounts:
+        """See `FleetPort.counters`."""
+        return _total(await within(self._group.counters(), 30, "the fleet's counters", "none"))
+
+    async def drain(self) -> FleetCounts:
+        """See `FleetPort.drain`."""
+        timeout_s = self._config.buffer.request_timeout_s + 30
+        return _total(await within(self._group.drain(), timeout_s, "the fleet to put down its work", "none"))
+
+    async def evaluate(self, prompts: Sequence[Prompt], sampling: SamplingConfig, num_samples: int) -> list[float]:
+        """See `asyncrl.evaluation.EvaluationFleet`."""
+        count = self._config.rollout_fleet.num_engines
+        shares = [list(prompts[index::count]) for index in range(count)]
+        pending = self._group.evaluate(shares, [sampling] * count, [num_samples] * count)
+        timeout_s = self._config.rollout_fleet.generate_timeout_s
+        results = await within(pending, timeout_s, "the evaluation", "rollout_fleet.generate_timeout_s")
+        return [reward for result in results for reward in result.rewards]
+
+    async def stop(self, timeout_s: float) -> None:
+        """End engines and workers: ask, then kill."""
+        await _stop_group(self._group, timeout_s)
+
+
+async def within(pending: Awaitable, timeout_s: float, what: str, option: str) -> list:
+    """Await a group's call under a deadline.
+
+    Raises:
+        DeadlineError: it passed; the message names what was awaited and the option that bounds it.
+    """
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await pending
+    except TimeoutError:
+        raise DeadlineError(f"waited {timeout_s:g} s for {what}; look into the logs, or raise {option}") from None
+
+
+def _start_group(
+    name: str,
+    worker: RayClassWithInitArgs,
+    *,
+    num_workers: int,
+    num_cpus: float,
+    num_gpus: int,
+    config: RunConfig,
+    log_dir: Path,
+) -> RayWorkerGroup:
+    pool = RayResourcePool(
+        process_on_nodes=[num_workers],
+        use_gpu=num_gpus > 0,
+        name_prefix=name,
+        max_colocate_count=1,
+        num_cpus_per_process=num_cpus,
+        timeout_s=config.ray.start_timeout_s,
+    )
+    return RayWorkerGroup(pool, worker, name_prefix=name, log_dir=log_dir, worker_env=_WORKER_ENV)
+
+
+async def _stop_group(group: RayWorkerGroup, timeout_s: float) -> None:
+    try:
+        # Whatever a dying worker answers no longer matters: it is killed next.
+        with contextlib.suppress(Exception):
+            await asyncio.wait_for(_awaited(group.execute_all_async("stop")), timeout_s)
+    finally:
+        await asyncio.to_thread(group.shutdown)
+
+
+async def _awaited(pending: Awaitable) -> None:
+    await pending
+
+
+def _total(workers: Sequence[FleetCounters]) -> FleetCounts:
+    return FleetCounts(
+        tokens_generated=sum(worker.tokens_generated for worker in workers),
+        tokens_in_flight=sum(worker.tokens_in_flight for worker in workers),
+        busy_s=sum(worker.busy_s for worker in workers) / len(workers),
+    )
