@@ -3,12 +3,12 @@
 Four loops, what each waits for, and who wakes it::
 
     feed      waits for room in the buffer's queue    ── woken by the buffer, when a lease is granted
-    plan      waits for the next batch                ── woken by the buffer, when B groups are stored
-              then for the step before the last       ── woken by complete, which commits it
+    plan      waits for a place in the pipeline       ── woken by complete, when it commits a step
+              then for the next batch                 ── woken by the buffer, when B groups are stored
     complete  waits for the update it was handed      ── woken by the learner ranks
     publish   waits for weights newer than the fleet's ── woken by complete
 
-    PromptStream ─feed─▶ buffer ─plan─▶ [steps: at most one behind the running one] ─complete─▶ [newest snapshot] ─publish─▶ fleet
+    prompts ─feed─▶ buffer ─plan─▶ [at most 2 steps] ─complete─▶ [newest snapshot] ─publish─▶ fleet
 
 While the learner computes step v, the fleet generates, the plan of v + 1 is made and queued behind it on the ranks,
 and the weights of v travel to the engines. Publishing takes the newest snapshot only: where publishing is slower than
@@ -33,6 +33,10 @@ from asyncrl.metrics import Overlap, StepRecord, TrainingResult
 from asyncrl.protocol.errors import AccountError
 from asyncrl.protocol.ports import ControlBuffer
 from asyncrl.protocol.types import BufferStats, Plan, Prompt, TokenAccount, WeightSnapshot
+
+
+# The step that the ranks compute, and one queued behind it: enough that they never wait for the controller.
+_PIPELINE_STEPS = 2
 
 
 class LearnerPort(Protocol):
@@ -132,7 +136,8 @@ class Controller:
         self._prompts = prompts
         self._on_step = on_step
         self._progress = _Progress()
-        self._steps: asyncio.Queue[_Step] = asyncio.Queue(maxsize=1)
+        self._steps: asyncio.Queue[_Step] = asyncio.Queue()
+        self._places = asyncio.Semaphore(_PIPELINE_STEPS)
 
     async def train(self) -> TrainingResult:
         """Train to the last step, publish its weights, and return the account of the run.
@@ -157,6 +162,7 @@ class Controller:
 
     async def _plan(self) -> None:
         for version in range(self._config.total_steps):
+            await self._places.acquire()
             asked_s = time.monotonic()
             plan = await self._buffer.plan(version)
             waited_s = time.monotonic() - asked_s
@@ -169,6 +175,7 @@ class Controller:
             step = await self._steps.get()
             metrics = await step.update
             stats = await self._buffer.commit(step.plan.version)
+            self._places.release()
             await self._offer(await step.weights)
             await self._report(step, metrics, stats)
 

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 import ray
-from learner.advantages import plan_advantages
+from learner.advantages import ADVANTAGES, plan_advantages
 from learner.batching import split_plan
 from learner.worker import LearnerWorker
 from rollout_fleet.types import FleetCounters
@@ -83,7 +83,7 @@ class Learner:
 
     def update(self, plan: Plan) -> Awaitable[Mapping[str, float]]:
         """See `LearnerPort.update`."""
-        advantages = plan_advantages(plan, self._config.algorithm)
+        advantages = plan_advantages(plan, ADVANTAGES.get(self._config.algorithm.advantage))
         shards = split_plan(
             plan,
             advantages,

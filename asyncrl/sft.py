@@ -1,7 +1,7 @@
 """``python -m asyncrl.sft``: supervised fine-tuning with the learner's own trainer, packing and optimizer.
 
-One process, or one a rank under ``torchrun --nproc-per-node N -m asyncrl.sft …``. Held-out prompts are answered greedily by
-the in-process engine of rank 0, and training stops at ``sft.target_accuracy``.
+One process, or one a rank under ``torchrun --nproc-per-node N -m asyncrl.sft …``. Held-out prompts are answered greedily
+by the in-process engine of rank 0, and training stops at ``sft.target_accuracy``.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from pathlib import Path
 import numpy as np
 import torch.distributed as dist
 from learner.losses import negative_log_likelihood
+from learner.mesh import LearnerMesh
 from learner.trainer import PolicyTrainer
 from learner.types import TokenSequence
-from learner.weights import SnapshotWriter, save_policy
+from learner.weights import SnapshotWriter, copy_tokenizer, gather_weights, write_model
 from rollout_fleet.decoding import load_decoder
 from rollout_fleet.engines.factory import make_engine
 from rollout_fleet.evaluation import evaluate_prompts
@@ -70,7 +71,7 @@ async def fine_tune(config: RunConfig) -> Path:
     trainer = PolicyTrainer(
         _learner_config(config), model_path=config.model.path, total_updates=sft.max_steps, seed=config.seed
     )
-    batches = _batches(sequences, sft.batch_size, config.seed, trainer.mesh.dp_rank, trainer.mesh.dp_size)
+    batches = _batches(sequences, sft.batch_size, config.seed, trainer.mesh)
     accuracy, step = None, 0
     async with _Examiner(config, held_out) as examiner:
         for step in range(1, sft.max_steps + 1):
@@ -87,8 +88,9 @@ async def fine_tune(config: RunConfig) -> Path:
                 if accuracy >= sft.target_accuracy:
                     break
     policy = warm_start_path(config)
-    save_policy(policy, trainer, config.model.path)
-    if trainer.mesh.rank == 0:
+    if (weights := gather_weights(trainer)) is not None:
+        write_model(policy, trainer.causal_lm, weights, trainer.compute_dtype)
+        copy_tokenizer(config.model.path, policy)
         (policy / "sft.json").write_text(json.dumps({"steps": step, "accuracy": accuracy}) + "\n")
     logger.info("%d steps, greedy %.3f, %.1f s: %s", step, accuracy, time.monotonic() - began_s, policy)
     return policy
@@ -126,16 +128,17 @@ def _learner_config(config: RunConfig) -> LearnerConfig:
 
 
 def _batches(
-    sequences: Sequence[TokenSequence], size: int, seed: int, dp_rank: int, dp_size: int
+    sequences: Sequence[TokenSequence], size: int, seed: int, mesh: LearnerMesh
 ) -> Iterator[list[TokenSequence]]:
     """Endless batches in a seeded order, reshuffled every epoch; each rank gets its share of every batch."""
     generator = np.random.default_rng(seed)
+    dp_size = mesh.num_ranks // mesh.sp_size
     order: list[int] = []
     while True:
         while len(order) < size:
             order += generator.permutation(len(sequences)).tolist()
         batch, order = order[:size], order[size:]
-        yield [sequences[index] for index in batch[dp_rank::dp_size]]
+        yield [sequences[index] for index in batch[mesh.dp_rank :: dp_size]]
 
 
 class _Examiner:
