@@ -20,6 +20,13 @@ class Schedule(StrEnum):
     cosine = "cosine"
 
 
+class Aggregation(StrEnum):
+    """How the losses of the batch's tokens become one number; see `learner.losses.token_weights`."""
+
+    token_mean = "token_mean"
+    sequence_mean = "sequence_mean"
+
+
 @dataclass(frozen=True, kw_only=True)
 class AlgorithmConfig:
     """What is optimised.
@@ -31,7 +38,7 @@ class AlgorithmConfig:
         loss: Policy loss by name, from `learner.losses`.
         clip_low: PPO keeps the ratio above 1 - clip_low.
         clip_high: PPO keeps the ratio below 1 + clip_high.
-        aggregation: ``token_mean`` or ``sequence_mean``, over the whole batch.
+        aggregation: How token losses become the loss of the whole batch.
     """
 
     groups_per_step: int = 32
@@ -40,7 +47,7 @@ class AlgorithmConfig:
     loss: str = "ppo_clip"
     clip_low: float = 0.2
     clip_high: float = 0.2
-    aggregation: str = "token_mean"
+    aggregation: Aggregation = Aggregation.token_mean
 
     def __post_init__(self) -> None:
         if self.groups_per_step < 1:
@@ -77,6 +84,8 @@ class OptimizerConfig:
     clip_grad_norm: float = 1.0
 
     def __post_init__(self) -> None:
+        if self.warmup_steps < 0:
+            raise ValueError(f"learner.optimizer.warmup_steps must be >= 0, got {self.warmup_steps}")
         if self.lr < 0:
             raise ValueError(f"learner.optimizer.lr must be >= 0, got {self.lr}")
         if self.clip_grad_norm < 0:
@@ -99,6 +108,7 @@ class LearnerConfig:
         max_tokens_per_micro_batch: Token budget of one forward-backward on one rank.
         logprob_chunk_tokens: Tokens whose logits are held in float32 at a time.
         activation_checkpointing: Recompute layers in the backward pass.
+        keep_snapshots: Published weight versions kept on disk, the newest included; -1 keeps all.
         start_timeout_s: Deadline for the group to build its model.
         step_timeout_s: Deadline of one learner step.
         optimizer: AdamW and its schedule.
@@ -109,8 +119,9 @@ class LearnerConfig:
     device: Device = Device.auto
     dtype: str = "float32"
     max_tokens_per_micro_batch: int = 16384
-    logprob_chunk_tokens: int = 4096
+    logprob_chunk_tokens: int = 1024
     activation_checkpointing: bool = False
+    keep_snapshots: int = 2
     start_timeout_s: float = 300.0
     step_timeout_s: float = 600.0
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -127,3 +138,8 @@ class LearnerConfig:
         for name in ("max_tokens_per_micro_batch", "logprob_chunk_tokens", "start_timeout_s", "step_timeout_s"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"learner.{name} must be > 0, got {getattr(self, name)}")
+        if self.keep_snapshots != -1 and self.keep_snapshots < 2:
+            raise ValueError(
+                f"learner.keep_snapshots must be -1 or >= 2, got {self.keep_snapshots}; an engine may still be loading "
+                "the version before the newest"
+            )

@@ -1,0 +1,108 @@
+"""The ranks of a learner group as a dp × sp mesh, and the few collectives the trainer needs.
+
+Ranks are laid out dp-major: the sp ranks of one sequence group are neighbours. Every collective is bounded by the
+process group's time-out.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from .config import Device, LearnerConfig
+
+
+def choose_device(device: Device) -> torch.device:
+    """The device this rank computes on.
+
+    Raises:
+        ValueError: CUDA is asked for where torch sees none.
+    """
+    if device is Device.cuda and not torch.cuda.is_available():
+        raise ValueError("learner.device=cuda needs a GPU that torch can see, got none; use learner.device=cpu")
+    if device is Device.cpu or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearnerMesh:
+    """This rank's place in the group.
+
+    Attributes:
+        device_mesh: Two axes, ``dp`` and ``sp``.
+        device: Where this rank computes.
+    """
+
+    device_mesh: DeviceMesh
+    device: torch.device
+
+    @property
+    def rank(self) -> int:
+        """Global rank."""
+        return dist.get_rank()
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the group, dp × sp."""
+        return self.device_mesh.size()
+
+    @property
+    def sp_size(self) -> int:
+        """Ranks of one sequence-parallel group."""
+        return self.device_mesh["sp"].size()
+
+    @property
+    def dp_rank(self) -> int:
+        """Which share of the batch this rank trains on."""
+        return self.device_mesh["dp"].get_local_rank()
+
+    @property
+    def sp_rank(self) -> int:
+        """Place within the sequence-parallel group."""
+        return self.device_mesh["sp"].get_local_rank()
+
+    def sum_over_dp(self, values: Tensor) -> Tensor:
+        """Sum over data-parallel ranks of values that the sp ranks of a group share."""
+        if self.num_ranks > 1:
+            dist.all_reduce(values, group=self.device_mesh["dp"].get_group())
+        return values
+
+    def largest(self, values: Tensor) -> Tensor:
+        """Largest over all ranks, entry by entry; the values may be on the CPU and come back there."""
+        if self.num_ranks == 1:
+            return values
+        shared = values.to(self.device)
+        dist.all_reduce(shared, op=dist.ReduceOp.MAX)
+        return shared.to(values.device)
+
+
+def open_mesh(config: LearnerConfig) -> LearnerMesh:
+    """Join the group and build its mesh.
+
+    The group is the process's default one if there is one already; else it comes from the environment (``RANK``,
+    ``WORLD_SIZE``, ``MASTER_ADDR``, ``MASTER_PORT``), and a single rank needs no environment at all.
+
+    Raises:
+        ValueError: the group has another size than ``learner.num_ranks``.
+    """
+    device = choose_device(config.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if not dist.is_initialized():
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        timeout = timedelta(seconds=config.step_timeout_s)
+        if config.num_ranks == 1:
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        else:
+            dist.init_process_group(backend, timeout=timeout)
+    if dist.get_world_size() != config.num_ranks:
+        raise ValueError(f"learner.num_ranks is {config.num_ranks}, but the process group has {dist.get_world_size()}")
+    shape = (config.num_ranks // config.sp_size, config.sp_size)
+    return LearnerMesh(device_mesh=init_device_mesh(device.type, shape, mesh_dim_names=("dp", "sp")), device=device)

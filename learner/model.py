@@ -1,0 +1,89 @@
+"""A Hugging Face causal language model as the learner sees it: packed tokens in, log-probs of chosen tokens out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from .attention import ATTENTION_NAME, packed_layout
+from .logprobs import chunked_log_probs
+from .packing import MicroBatch
+
+_CHANGES_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
+"""Options of model families whose logits are more than a linear map of the last hidden state."""
+
+
+def load_causal_lm(model_path: str, dtype: torch.dtype) -> PreTrainedModel:
+    """Load a model with the packed attention.
+
+    Args:
+        model_path: Directory in Hugging Face layout.
+        dtype: Type of the parameters.
+
+    Returns:
+        The model on the CPU, in training mode.
+
+    Raises:
+        ValueError: there is no model at the path, or one that packed training would compute wrongly.
+    """
+    if not (Path(model_path) / "config.json").is_file():
+        raise ValueError(f"model path must hold a Hugging Face model, got {model_path!r} without a config.json")
+    config = AutoConfig.from_pretrained(model_path)
+    for name in _CHANGES_LOGITS:
+        if getattr(config, name, None) not in (None, 1, 1.0):
+            raise ValueError(f"{model_path!r} sets {name}={getattr(config, name)}, which the learner does not compute")
+    model = AutoModelForCausalLM.from_pretrained(
+        model_path, config=config, dtype=dtype, attn_implementation=ATTENTION_NAME
+    )
+    return cast("PreTrainedModel", model).train()
+
+
+class PolicyModel(nn.Module):
+    """Computes log-probs of the tokens in the loss of a micro-batch.
+
+    Args:
+        causal_lm: The model; its parameters are this module's.
+        temperature: Softmax temperature at sampling.
+        logprob_chunk_tokens: Tokens whose logits are held in float32 at a time.
+    """
+
+    def __init__(self, causal_lm: PreTrainedModel, *, temperature: float, logprob_chunk_tokens: int) -> None:
+        super().__init__()
+        self.causal_lm = causal_lm
+        self.temperature = temperature
+        self.logprob_chunk_tokens = logprob_chunk_tokens
+
+    def forward(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """Log-probs and entropies at the tokens in the loss.
+
+        Args:
+            batch: N packed tokens, M in the loss, on the model's device.
+
+        Returns:
+            Log-probs [M] float32 and entropies [M] float32.
+        """
+        backbone = cast("nn.Module", self.causal_lm.base_model)
+        hidden = backbone(
+            input_ids=batch.input_ids[None],
+            position_ids=batch.position_ids[None],
+            use_cache=False,
+            packed=packed_layout(batch.lengths, batch.input_ids.device),
+        ).last_hidden_state[0]
+        head = cast("nn.Linear", self.causal_lm.get_output_embeddings())
+        return chunked_log_probs(
+            hidden.index_select(0, batch.predict_index),
+            head.weight,
+            head.bias,
+            batch.targets,
+            temperature=self.temperature,
+            chunk_tokens=self.logprob_chunk_tokens,
+        )
+
+
+def is_matrix(name: str, parameter: Tensor) -> bool:
+    """Whether decoupled weight decay applies: matrices decay, biases and norm gains do not."""
+    return parameter.ndim >= 2 and not name.endswith(".bias")

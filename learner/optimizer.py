@@ -1,0 +1,105 @@
+"""AdamW with decoupled decay on matrices, a learning-rate schedule over optimizer updates, and a global norm clip."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import AdamW
+
+from .config import OptimizerConfig, Schedule
+from .fsdp import local_tensor
+from .model import is_matrix
+
+
+def learning_rate(config: OptimizerConfig, update: int, total_updates: int) -> float:
+    """Learning rate of one optimizer update.
+
+    Args:
+        config: Peak, warm-up and shape.
+        update: Updates made before this one; the first is 0.
+        total_updates: Updates of the whole run; at the last one, and after it, the schedule is at its end.
+
+    Returns:
+        Linear warm-up that reaches the peak at update ``warmup_steps``, then the schedule's shape down to
+        ``min_lr_ratio`` of the peak.
+    """
+    if update < config.warmup_steps:
+        return config.lr * (update + 1) / (config.warmup_steps + 1)
+    span = max(1, total_updates - config.warmup_steps)
+    progress = min(1.0, (update - config.warmup_steps) / span)
+    if config.schedule is Schedule.linear:
+        shape = 1.0 - progress
+    elif config.schedule is Schedule.cosine:
+        shape = 0.5 * (1.0 + math.cos(math.pi * progress))
+    else:
+        return config.lr
+    return config.lr * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * shape)
+
+
+class PolicyOptimizer:
+    """Steps the parameters of one model.
+
+    Args:
+        model: Plain or sharded; every parameter that asks for a gradient is stepped.
+        config: AdamW and its schedule.
+        total_updates: Optimizer updates of the whole run.
+    """
+
+    def __init__(self, model: nn.Module, config: OptimizerConfig, *, total_updates: int) -> None:
+        self.config = config
+        self.total_updates = total_updates
+        self.num_updates = 0
+        named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+        self._parameters = [parameter for _, parameter in named]
+        groups = [
+            {"params": [p for n, p in named if is_matrix(n, p)], "weight_decay": config.weight_decay},
+            {"params": [p for n, p in named if not is_matrix(n, p)], "weight_decay": 0.0},
+        ]
+        self.adamw = AdamW(
+            [group for group in groups if group["params"]], lr=config.lr, betas=config.betas, eps=config.eps, fused=True
+        )
+
+    def step(self) -> dict[str, float]:
+        """Clip the gradients, update the parameters and clear the gradients.
+
+        A gradient that is not finite would destroy the weights: then nothing is updated, and it is counted.
+
+        Returns:
+            ``grad_norm`` before clipping, ``lr``, and ``skipped_updates`` (1.0 or 0.0).
+        """
+        norm = global_grad_norm(self._parameters)
+        lr = learning_rate(self.config, self.num_updates, self.total_updates)
+        finite = math.isfinite(norm)
+        if finite:
+            self._clip(norm)
+            for group in self.adamw.param_groups:
+                group["lr"] = lr
+            self.adamw.step()
+        self.num_updates += 1
+        self.adamw.zero_grad()
+        return {"grad_norm": norm, "lr": lr, "skipped_updates": float(not finite)}
+
+    def _clip(self, norm: float) -> None:
+        limit = self.config.clip_grad_norm
+        if limit and norm > limit:
+            torch._foreach_mul_(_local_gradients(self._parameters), limit / norm)
+
+
+def global_grad_norm(parameters: Iterable[nn.Parameter]) -> float:
+    """Euclidean norm of all gradients, over all ranks that hold a shard of them."""
+    parameters = list(parameters)
+    gradients = _local_gradients(parameters)
+    if not gradients:
+        return 0.0
+    squared = torch.stack(torch._foreach_norm(gradients)).square().sum(dtype=torch.float64)
+    if dist.is_initialized() and any(local_tensor(p) is not p for p in parameters):
+        dist.all_reduce(squared)
+    return math.sqrt(squared.item())
+
+
+def _local_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+    return [local_tensor(parameter.grad) for parameter in parameters if parameter.grad is not None]

@@ -1,0 +1,80 @@
+"""A record of what was trained on: a parquet file a learner step and rank, a row a sample."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from asyncrl.protocol.types import TrajectoryGroup
+
+from .types import RankBatch
+
+SCHEMA = pa.schema(
+    {
+        "group_id": pa.int64(),
+        "attempt": pa.int32(),
+        "prompt_ids": pa.list_(pa.int32()),
+        "response_ids": pa.list_(pa.int32()),
+        "response_mask": pa.list_(pa.bool_()),
+        "behavior_logprobs": pa.list_(pa.float32()),
+        "versions": pa.list_(pa.int32()),
+        "reward": pa.float32(),
+        "advantage": pa.float32(),
+        "lag": pa.int32(),
+    }
+)
+
+
+class TrajectoryRecorder:
+    """Writes consumed groups.
+
+    Args:
+        directory: Holds ``step_00000012_rank0.parquet`` for the step that version 12 consumed on rank 0.
+    """
+
+    def __init__(self, directory: str) -> None:
+        self._directory = Path(directory)
+        self._directory.mkdir(parents=True, exist_ok=True)
+
+    def write(self, batch: RankBatch, groups: Sequence[TrajectoryGroup], *, rank: int) -> Path:
+        """Write one rank's groups of one step.
+
+        Args:
+            batch: The share of the step.
+            groups: Its groups, in the batch's order.
+            rank: Data-parallel rank.
+
+        Returns:
+            The file.
+        """
+        rows = [
+            row
+            for group, advantages in zip(groups, batch.advantages, strict=True)
+            for row in _rows(group, advantages, batch.version)
+        ]
+        path = self._directory / f"step_{batch.version:08d}_rank{rank}.parquet"
+        pq.write_table(pa.Table.from_pylist(rows, schema=SCHEMA), path)
+        return path
+
+
+def _rows(group: TrajectoryGroup, advantages: np.ndarray, version: int) -> Iterator[dict[str, Any]]:
+    ends = np.cumsum(group.response_lengths)
+    for sample, (end, length) in enumerate(zip(ends.tolist(), group.response_lengths.tolist(), strict=True)):
+        span = slice(end - length, end)
+        yield {
+            "group_id": group.group_id,
+            "attempt": group.attempt,
+            "prompt_ids": group.prompt_ids,
+            "response_ids": group.response_ids[span],
+            "response_mask": group.response_mask[span],
+            "behavior_logprobs": group.behavior_logprobs[span],
+            "versions": group.versions[span],
+            "reward": float(group.rewards[sample]),
+            "advantage": float(advantages[sample]),
+            "lag": version - int(group.versions[span].min()),
+        }

@@ -1,0 +1,91 @@
+"""What the learner is handed: a rank's share of a step, and the token sequences that it trains on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from asyncrl.protocol.types import TrajectoryGroup
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankBatch:
+    """The share of one learner step that one data-parallel rank trains on, as metadata: no tokens.
+
+    Attributes:
+        version: Learner version that consumes the batch; the step takes it to ``version + 1``.
+        group_ids: Prompt groups to fetch from the buffer; may be empty.
+        advantages: One [G] float32 array a group, in the order of ``group_ids``.
+        max_lag: Staleness bound in learner steps; the rank refuses a batch that breaks it.
+    """
+
+    version: int
+    group_ids: tuple[int, ...]
+    advantages: tuple[np.ndarray, ...]
+    max_lag: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenSequence:
+    """One unpadded sequence to train on.
+
+    Attributes:
+        input_ids: [T] int32 token ids, T >= 1.
+        loss_mask: [T] bool, True where the token is in the loss. The first token has no prediction: its entry is
+            False.
+        columns: Further [T] float32 arrays by name, aligned with ``input_ids`` and read where ``loss_mask`` is
+            True. Example: ``behavior_logprobs``, ``advantages``.
+    """
+
+    input_ids: np.ndarray
+    loss_mask: np.ndarray
+    columns: Mapping[str, np.ndarray] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        length = len(self.input_ids)
+        if length == 0:
+            raise ValueError("a sequence must hold at least one token, got none; filter empty rows out")
+        for name, array in (("loss_mask", self.loss_mask), *self.columns.items()):
+            if len(array) != length:
+                raise ValueError(f"{name} must be aligned with input_ids ({length} tokens), got {len(array)} entries")
+        if self.loss_mask[0]:
+            raise ValueError("loss_mask[0] must be False: no token predicts the first one; start with a prompt token")
+
+
+def group_sequences(group: TrajectoryGroup, advantages: np.ndarray) -> list[TokenSequence]:
+    """Lay a prompt group out as G sequences of prompt and response.
+
+    Args:
+        group: G trajectories of one prompt.
+        advantages: [G] float32, one for every token of a sample, or [R] float32, one a response token.
+
+    Returns:
+        G sequences with the columns ``behavior_logprobs`` and ``advantages``; prompt and masked tokens are not in
+        the loss.
+    """
+    num_prompt = len(group.prompt_ids)
+    lengths = group.response_lengths.tolist()
+    per_token = advantages if len(advantages) != group.num_samples else np.repeat(advantages, lengths)
+    ends = np.cumsum(group.response_lengths)
+    return [
+        TokenSequence(
+            input_ids=np.concatenate([group.prompt_ids, group.response_ids[end - length : end]]),
+            loss_mask=_after_prompt(num_prompt, group.response_mask[end - length : end]),
+            columns={
+                "behavior_logprobs": _after_prompt(num_prompt, group.behavior_logprobs[end - length : end]),
+                "advantages": _after_prompt(num_prompt, per_token[end - length : end]),
+            },
+        )
+        for end, length in zip(ends.tolist(), lengths, strict=True)
+    ]
+
+
+def num_loss_tokens(sequences: Sequence[TokenSequence]) -> int:
+    """Tokens in the loss, over all sequences."""
+    return sum(int(np.count_nonzero(sequence.loss_mask)) for sequence in sequences)
+
+
+def _after_prompt(num_prompt: int, values: np.ndarray) -> np.ndarray:
+    return np.concatenate([np.zeros(num_prompt, dtype=values.dtype), values])

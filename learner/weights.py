@@ -1,0 +1,119 @@
+"""The learner's side of a weight publish: whole weights on rank 0, written once, in Hugging Face layout, atomically."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+from asyncrl.protocol.types import WeightSnapshot
+
+from .fsdp import whole_tensors
+from .trainer import PolicyTrainer
+
+_SNAPSHOT = re.compile(r"v(\d{8})")
+
+
+def gather_weights(trainer: PolicyTrainer) -> dict[str, Tensor] | None:
+    """Collect the model's whole weights. A collective: every rank calls it.
+
+    Args:
+        trainer: Plain or sharded.
+
+    Returns:
+        On rank 0, checkpoint name to CPU tensor in the computing type, tied tensors once; None on the others.
+    """
+    is_first = trainer.mesh.rank == 0
+    weights: dict[str, Tensor] = {}
+    for name, tensor in whole_tensors(trainer.model):
+        if is_first:
+            whole = tensor.to(device="cpu", dtype=trainer.compute_dtype, copy=True)
+            weights[name.removeprefix("causal_lm.")] = whole
+    return revert_weight_conversion(trainer.causal_lm, weights) if is_first else None
+
+
+def write_model(directory: Path, model: PreTrainedModel, weights: dict[str, Tensor], dtype: torch.dtype) -> None:
+    """Write a model that `from_pretrained` and the engines load; the directory appears whole or not at all.
+
+    Args:
+        directory: Created; one that is there already is replaced.
+        model: Supplies the configuration.
+        weights: Checkpoint name to CPU tensor.
+        dtype: Type named in the configuration.
+    """
+    partial = directory.with_name(f".{directory.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    save_file(
+        {name: tensor.contiguous() for name, tensor in weights.items()}, partial / "model.safetensors", {"format": "pt"}
+    )
+    was, model.config.dtype = model.config.dtype, dtype
+    model.config.save_pretrained(partial)
+    model.config.dtype = was
+    if model.generation_config is not None:
+        model.generation_config.save_pretrained(partial)
+    shutil.rmtree(directory, ignore_errors=True)
+    partial.rename(directory)
+
+
+def copy_tokenizer(source: str, directory: Path) -> None:
+    """Copy the tokenizer's files, whatever its kind, from one model directory to another."""
+    for file in sorted(Path(source).iterdir()):
+        known = file.name.startswith(
+            ("tokenizer", "vocab", "merges", "special_tokens", "added_tokens", "chat_template")
+        )
+        if file.is_file() and (known or file.suffix == ".jinja" or file.name.endswith("tokenizer.py")):
+            shutil.copy2(file, directory / file.name)
+
+
+def save_policy(trainer: PolicyTrainer, directory: str) -> None:
+    """Write model and tokenizer so that ``from_pretrained`` loads both. A collective: every rank calls it.
+
+    Args:
+        trainer: Holds the weights; the tokenizer comes from the directory it was loaded from.
+        directory: Created or replaced.
+    """
+    weights = gather_weights(trainer)
+    if weights is not None:
+        write_model(Path(directory), trainer.causal_lm, weights, trainer.compute_dtype)
+        copy_tokenizer(trainer.model_path, Path(directory))
+
+
+class SnapshotWriter:
+    """Publishes weight versions under one directory and keeps the last few.
+
+    Args:
+        directory: Holds ``v00000012/`` for version 12; readable by every engine of the host.
+        keep: Snapshots kept, the new one included; -1 keeps all. At least 2, so that an engine never loads from a
+            directory that is being removed.
+    """
+
+    def __init__(self, directory: str, *, keep: int) -> None:
+        self._directory = Path(directory)
+        self._keep = keep
+
+    def write(self, version: int, trainer: PolicyTrainer) -> WeightSnapshot:
+        """Gather and write one version. A collective; returns the snapshot on every rank, written when rank 0 returns.
+
+        Args:
+            version: Learner steps contained in the weights.
+            trainer: Holds the weights.
+        """
+        path = self._directory / f"v{version:08d}"
+        weights = gather_weights(trainer)
+        if weights is not None:
+            write_model(path, trainer.causal_lm, weights, trainer.compute_dtype)
+            self._remove_old()
+        return WeightSnapshot(version=version, path=str(path))
+
+    def _remove_old(self) -> None:
+        snapshots = sorted(path for path in self._directory.iterdir() if _SNAPSHOT.fullmatch(path.name))
+        if self._keep > 0:
+            for path in snapshots[: -self._keep]:
+                shutil.rmtree(path)

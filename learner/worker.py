@@ -1,0 +1,179 @@
+"""The learner's process in a run: one rank of the group, driven by the controller through the single controller.
+
+It waits for nothing on its own: the controller's calls wake it. Fetching waits for the buffer under the client's
+deadline, collectives wait for the other ranks under the process group's.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from asyncrl.protocol.errors import StalenessError
+from asyncrl.protocol.ports import TrajectorySource
+from asyncrl.protocol.types import TrajectoryGroup, WeightSnapshot
+from asyncrl.single_controller import Dispatch, Worker, register
+
+from .config import AlgorithmConfig, LearnerConfig
+from .losses import LOSSES
+from .record import TrajectoryRecorder
+from .trainer import PolicyTrainer
+from .types import RankBatch, group_sequences
+from .weights import SnapshotWriter, save_policy
+
+
+def _shard_of_each_rank(
+    group: Any, shards: Sequence[RankBatch], *args: Any, **kwargs: Any
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Give all sp ranks of a data-parallel rank its shard; ranks are laid out dp-major."""
+    sp_size, rest = divmod(group.world_size, len(shards))
+    if rest or args or kwargs:
+        raise ValueError(
+            f"update_policy takes one batch a data-parallel rank, got {len(shards)} for {group.world_size}"
+        )
+    return ([shard for shard in shards for _ in range(sp_size)],), {}
+
+
+def _all_results(_group: Any, results: Any) -> Any:
+    return results
+
+
+PER_DP_RANK = {"dispatch_fn": _shard_of_each_rank, "collect_fn": _all_results}
+
+
+class LearnerWorker(Worker):
+    """One rank of the learner group. Every method is called on all ranks together.
+
+    Args:
+        config: The group's options.
+        algorithm: What is optimised.
+        model_path: Directory in Hugging Face layout, with its tokenizer.
+        total_steps: Learner steps of the run, for the schedule.
+        temperature: Softmax temperature at sampling; log-probs are taken under it.
+        connect_buffer: Opens this rank's connection to the replay buffer.
+        snapshot_dir: Where published weights go; readable by the engines of this host.
+        seed: Seeds dropout, where the model has any.
+        trajectory_dir: Where consumed groups are recorded, a file a step and rank; None records nothing.
+    """
+
+    def __init__(
+        self,
+        config: LearnerConfig,
+        algorithm: AlgorithmConfig,
+        *,
+        model_path: str,
+        total_steps: int,
+        temperature: float,
+        connect_buffer: Callable[[], TrajectorySource],
+        snapshot_dir: str,
+        seed: int,
+        trajectory_dir: str | None = None,
+    ) -> None:
+        super().__init__()
+        self._config = config
+        self._model_path = model_path
+        self._total_steps = total_steps
+        self._temperature = temperature
+        self._connect_buffer = connect_buffer
+        self._seed = seed
+        self._loss = partial(LOSSES.get(algorithm.loss), config=algorithm)
+        self._aggregation = algorithm.aggregation
+        self._snapshots = SnapshotWriter(snapshot_dir, keep=config.keep_snapshots)
+        self._recorder = TrajectoryRecorder(trajectory_dir) if trajectory_dir else None
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        """Join the group, load the model and connect to the buffer."""
+        self._trainer = PolicyTrainer(
+            self._config,
+            model_path=self._model_path,
+            total_updates=self._total_steps,
+            temperature=self._temperature,
+            seed=self._seed,
+        )
+        # One rank of a sequence-parallel group fetches; the others get the groups from it.
+        self._source = self._connect_buffer() if self._trainer.mesh.sp_rank == 0 else None
+
+    @register(dispatch_mode=PER_DP_RANK, blocking=False)
+    def update_policy(self, batch: RankBatch) -> dict[str, float]:
+        """Make one learner step. The controller passes a list, one batch for every data-parallel rank.
+
+        Args:
+            batch: This rank's share; the sp ranks of a group have the same.
+
+        Returns:
+            The same on every rank: the trainer's metrics, ``fetch_s`` and ``train_s`` of the slowest rank,
+            ``started_at`` of the first and ``ended_at`` of the last (seconds since the epoch), and ``lag_max``
+            (learner steps).
+
+        Raises:
+            StalenessError: a group is older than the staleness bound allows.
+        """
+        started_at = time.time()
+        groups = self._fetch(batch)
+        lag = _largest_lag(batch, groups)
+        fetched_at = time.time()
+        sequences = [s for g, a in zip(groups, batch.advantages, strict=True) for s in group_sequences(g, a)]
+        metrics = self._trainer.update(sequences, self._loss, aggregation=self._aggregation)
+        ended_at = time.time()
+        if self._recorder is not None and self._trainer.mesh.sp_rank == 0:
+            self._recorder.write(batch, groups, rank=self._trainer.mesh.dp_rank)
+        own = torch.tensor(
+            [fetched_at - started_at, ended_at - fetched_at, -started_at, ended_at, lag], dtype=torch.float64
+        )
+        fetch_s, train_s, minus_start, ended_at, lag = self._trainer.mesh.largest(own).tolist()
+        times = {"fetch_s": fetch_s, "train_s": train_s, "started_at": -minus_start, "ended_at": ended_at}
+        return metrics | times | {"lag_max": lag}
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def publish_weights(self, version: int) -> WeightSnapshot:
+        """Write the weights for the engines; the snapshot is there when rank 0 returns.
+
+        Args:
+            version: Learner steps contained in the weights.
+        """
+        return self._snapshots.write(version, self._trainer)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def save_policy(self, directory: str) -> None:
+        """Write model and tokenizer so that ``from_pretrained`` loads both from ``directory``."""
+        save_policy(self._trainer, directory)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def stop(self) -> None:
+        """Leave the group and close the connection to the buffer."""
+        if self._source is not None:
+            self._source.close()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _fetch(self, batch: RankBatch) -> list[TrajectoryGroup]:
+        """Get the groups of a batch, over one connection a sequence-parallel group."""
+        groups = self._source.fetch(batch.group_ids) if self._source is not None and batch.group_ids else []
+        mesh = self._trainer.mesh
+        if mesh.sp_size == 1:
+            return groups
+        shared: list[object] = [groups]
+        dist.broadcast_object_list(shared, group_src=0, group=mesh.device_mesh["sp"].get_group())
+        return shared[0]  # type: ignore[return-value]
+
+
+def _largest_lag(batch: RankBatch, groups: Sequence[TrajectoryGroup]) -> int:
+    """Largest lag of the batch's groups, 0 when there is none.
+
+    Raises:
+        StalenessError: a lag is outside the bound.
+    """
+    lags = [batch.version - group.summary.oldest_version for group in groups]
+    for group_id, lag in zip(batch.group_ids, lags, strict=True):
+        if not 0 <= lag <= batch.max_lag:
+            raise StalenessError(
+                f"group {group_id} has lag {lag} at learner version {batch.version}, outside 0..{batch.max_lag}; "
+                "the ledger must not have planned it"
+            )
+    return max(lags, default=0)

@@ -1,0 +1,107 @@
+"""The packed model against transformers' own forward, one sequence at a time."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import AutoModelForCausalLM, MistralConfig
+
+sys.path.insert(0, str(Path(__file__).parent))
+from tiny_models import FAMILIES, VOCABULARY, random_sequences, save_tiny_model
+
+from learner.attention import packed_layout
+from learner.config import Device, LearnerConfig
+from learner.logprobs import chunked_log_probs
+from learner.trainer import PolicyTrainer
+from learner.types import TokenSequence
+
+CONFIG = LearnerConfig(device=Device.cpu, max_tokens_per_micro_batch=200, logprob_chunk_tokens=7)
+
+
+def reference(model_path: str, sequence: TokenSequence, temperature: float) -> np.ndarray:
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32, attn_implementation="eager").eval()
+    ids = torch.from_numpy(sequence.input_ids.astype(np.int64))
+    with torch.no_grad():
+        log_probs = F.log_softmax(model(ids[None]).logits[0] / temperature, dim=-1)
+    values = np.zeros(len(ids), dtype=np.float32)
+    values[1:] = log_probs[:-1].gather(-1, ids[1:, None])[:, 0].numpy()
+    return np.where(sequence.loss_mask, values, 0.0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_log_probs_equal_a_plain_forward(family: str, tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path / "model", family)
+    trainer = PolicyTrainer(CONFIG, model_path=path, total_updates=1, temperature=0.6)
+    sequences = [*random_sequences(14, longest=60), one_token()]
+    for sequence, got in zip(sequences, trainer.log_probs(sequences), strict=True):
+        np.testing.assert_allclose(got, reference(path, sequence, 0.6), atol=2e-5)
+
+
+def one_token() -> TokenSequence:
+    empty = {"behavior_logprobs": np.zeros(1, dtype=np.float32), "advantages": np.zeros(1, dtype=np.float32)}
+    return TokenSequence(input_ids=np.array([3]), loss_mask=np.array([False]), columns=empty)
+
+
+def test_a_sliding_window_is_kept_inside_each_sequence(tmp_path: Path) -> None:
+    config = MistralConfig(
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, sliding_window=5, initializer_range=0.2,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    path = str(tmp_path / "model")
+    trainer = PolicyTrainer(CONFIG, model_path=path, total_updates=1)
+    sequences = random_sequences(5, longest=40)
+    for sequence, got in zip(sequences, trainer.log_probs(sequences), strict=True):
+        np.testing.assert_allclose(got, reference(path, sequence, 1.0), atol=2e-5)
+
+
+def test_bfloat16_stays_near_float32(tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path / "model")
+    exact = PolicyTrainer(CONFIG, model_path=path, total_updates=1)
+    rounded = PolicyTrainer(replace(CONFIG, dtype="bfloat16"), model_path=path, total_updates=1)
+    sequences = random_sequences(5)
+    for one, other in zip(exact.log_probs(sequences), rounded.log_probs(sequences), strict=True):
+        assert 0 < np.abs(one - other).max() < 0.3
+
+
+def test_short_sequences_share_calls_and_padding_is_bounded() -> None:
+    lengths = [900, 880, 300, *[20] * 200, *[11] * 40]
+    layout = packed_layout(lengths, torch.device("cpu"))
+    places = sum(count * length for count, length in layout.buckets)
+    assert len(layout.buckets) <= 5
+    assert places <= sum(lengths) / 0.75 + 128 * len(layout.buckets)
+    assert packed_layout([20] * 9, torch.device("cpu")).pad_index is None
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 1000])
+def test_chunked_log_probs_have_the_values_and_gradients_of_log_softmax(chunk: int) -> None:
+    torch.manual_seed(0)
+    hidden, weight, bias = torch.randn(13, 6), torch.randn(9, 6), torch.randn(9)
+    targets = torch.randint(0, 9, (13,))
+    leaves = [x.double().requires_grad_() for x in (hidden, weight, bias)]
+    all_log_probs = F.log_softmax(F.linear(*leaves) / 0.7, dim=-1)
+    want = all_log_probs.gather(-1, targets[:, None])[:, 0], -(all_log_probs.exp() * all_log_probs).sum(-1)
+    ours = [x.requires_grad_() for x in (hidden.t().contiguous().t(), weight, bias)]  # hidden is not contiguous
+    got = chunked_log_probs(*ours, targets, temperature=0.7, chunk_tokens=chunk)
+    factors = torch.randn(2, 13)
+    for one, other in zip(got, want, strict=True):
+        torch.testing.assert_close(one.double(), other, atol=1e-5, rtol=1e-5)
+    (got[0] @ factors[0] + got[1] @ factors[1]).backward()
+    (want[0] @ factors[0].double() + want[1] @ factors[1].double()).backward()
+    for one, other in zip(ours, leaves, strict=True):
+        torch.testing.assert_close(one.grad.double(), other.grad, atol=1e-4, rtol=1e-4)
+
+
+def test_a_path_without_a_model_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"got '.*nothing' without a config.json"):
+        PolicyTrainer(CONFIG, model_path=str(tmp_path / "nothing"), total_updates=1)
+
+
+def test_greedy_sampling_has_no_log_probs_to_train_on(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="temperature must be > 0"):
+        PolicyTrainer(CONFIG, model_path=save_tiny_model(tmp_path / "model"), total_updates=1, temperature=0.0)

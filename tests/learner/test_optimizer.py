@@ -1,0 +1,58 @@
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from learner.config import OptimizerConfig, Schedule
+from learner.optimizer import PolicyOptimizer, learning_rate
+
+
+@pytest.mark.parametrize(
+    ("schedule", "want"),
+    [
+        (Schedule.constant, [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]),
+        (Schedule.linear, [0.25, 0.5, 0.75, 1.0, 0.55, 0.1]),
+        (Schedule.cosine, [0.25, 0.5, 0.75, 1.0, 0.55, 0.1]),
+    ],
+)
+def test_the_rate_warms_up_and_follows_its_shape(schedule: Schedule, want: list[float]) -> None:
+    config = OptimizerConfig(lr=1.0, schedule=schedule, warmup_steps=3, min_lr_ratio=0.1)
+    updates = [0, 1, 2, 3, 8, 13]
+    assert [learning_rate(config, update, 13) for update in updates] == pytest.approx(want)
+
+
+def test_the_rate_stays_at_its_end_after_the_last_update() -> None:
+    assert learning_rate(OptimizerConfig(lr=1.0, schedule=Schedule.linear), 50, 10) == 0.0
+
+
+def test_only_matrices_decay() -> None:
+    model = nn.Linear(3, 2)
+    before = model.weight.detach().clone(), model.bias.detach().clone()
+    optimizer = PolicyOptimizer(model, OptimizerConfig(lr=0.1, weight_decay=0.5), total_updates=1)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    torch.testing.assert_close(model.weight.detach(), before[0] * 0.95)
+    torch.testing.assert_close(model.bias.detach(), before[1])
+
+
+def test_the_norm_is_over_all_gradients_and_clips_them_together() -> None:
+    model = nn.Linear(1, 1)
+    optimizer = PolicyOptimizer(model, OptimizerConfig(lr=0.0, clip_grad_norm=1.0), total_updates=1)
+    model.weight.grad, model.bias.grad = torch.tensor([[3.0]]), torch.tensor([4.0])
+    assert optimizer.step()["grad_norm"] == pytest.approx(5.0)
+    moment = optimizer.adamw.state[model.bias]["exp_avg"].item()
+    assert moment == pytest.approx(0.1 * 0.8)  # (1 - beta1) of the clipped gradient
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing_and_is_counted() -> None:
+    model = nn.Linear(1, 1)
+    before = model.weight.item()
+    optimizer = PolicyOptimizer(model, OptimizerConfig(lr=1.0), total_updates=2)
+    model.weight.grad, model.bias.grad = torch.tensor([[math.nan]]), torch.tensor([1.0])
+    assert optimizer.step()["skipped_updates"] == 1.0
+    assert model.weight.item() == before
+    model.weight.grad, model.bias.grad = torch.tensor([[1.0]]), torch.tensor([1.0])
+    assert optimizer.step()["skipped_updates"] == 0.0
+    assert model.weight.item() != before

@@ -1,0 +1,100 @@
+"""Any split of a batch over ranks and micro-batches equals one process: loss, metrics, gradient norm and weights."""
+
+import sys
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))  # spawned ranks import these by name
+from gloo import run_on_ranks
+from tiny_models import random_sequences, save_tiny_model
+
+from learner.batching import karmarkar_karp
+from learner.config import Aggregation, AlgorithmConfig, Device, LearnerConfig, OptimizerConfig
+from learner.losses import LOSSES
+from learner.trainer import PolicyTrainer
+from learner.weights import gather_weights
+
+NUM_UPDATES = 2
+
+
+def config(num_ranks: int, sp_size: int = 1, max_tokens: int = 100) -> LearnerConfig:
+    return LearnerConfig(
+        num_ranks=num_ranks,
+        sp_size=sp_size,
+        device=Device.cpu,
+        max_tokens_per_micro_batch=max_tokens,
+        logprob_chunk_tokens=16,
+        optimizer=OptimizerConfig(lr=1e-3, clip_grad_norm=0.5, weight_decay=0.1),
+    )
+
+
+CASES = [(loss, aggregation) for loss in LOSSES.names() for aggregation in Aggregation]
+
+
+def train(model_path: str, learner: LearnerConfig, num_sequences: int) -> list[tuple[list[dict], dict, int]]:
+    """Metrics of every update, the weights after them, and the number of trained sequences, for every case."""
+    sequences = random_sequences(num_sequences)
+    outcomes = []
+    for loss, aggregation in CASES:
+        trainer = PolicyTrainer(learner, model_path=model_path, total_updates=NUM_UPDATES, temperature=0.7)
+        shares = karmarkar_karp([len(s.input_ids) for s in sequences], learner.num_ranks // learner.sp_size)
+        share = [sequences[index] for index in shares[trainer.mesh.dp_rank]]
+        bound = partial(LOSSES.get(loss), config=AlgorithmConfig())
+        metrics = [trainer.update(share, bound, aggregation=aggregation) for _ in range(NUM_UPDATES)]
+        weights = gather_weights(trainer)
+        outcomes.append((metrics, {k: v.numpy() for k, v in (weights or {}).items()}, len(share)))
+    return outcomes
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def assert_same(left: list, right: list) -> None:
+    for (loss, aggregation), (metrics, weights, _), (want_metrics, want_weights, _) in zip(
+        CASES, left, right, strict=True
+    ):
+        for got, want in zip(metrics, want_metrics, strict=True):
+            for name in want.keys() - {"num_micro_batches"}:
+                assert got[name] == pytest.approx(want[name], rel=2e-5, abs=1e-6), (loss, aggregation, name)
+        assert weights.keys() == want_weights.keys()
+        for name, value in want_weights.items():
+            np.testing.assert_allclose(weights[name], value, atol=2e-5, err_msg=f"{loss} {aggregation} {name}")
+
+
+@pytest.mark.parametrize("num_sequences", [19])
+def test_two_data_parallel_ranks_equal_one_process(model_path: str, num_sequences: int) -> None:
+    alone = train(model_path, config(1, max_tokens=10_000), num_sequences)
+    results = run_on_ranks(2, train, model_path, config(2), num_sequences)
+    assert_same(results[0], alone)
+    assert alone[0][0][0]["num_micro_batches"] == 1
+    assert results[0][0][0][0]["num_micro_batches"] > 1
+    moved = np.abs(alone[0][1]["model.embed_tokens.weight"] - start_weights(model_path))
+    assert moved.max() > 1e-3  # two updates at this rate move weights a hundred times further than the tolerance
+
+
+def start_weights(model_path: str) -> np.ndarray:
+    from safetensors.torch import load_file
+
+    return load_file(f"{model_path}/model.safetensors")["model.embed_tokens.weight"].numpy()
+
+
+def test_a_rank_without_sequences_takes_part(model_path: str) -> None:
+    alone = train(model_path, config(1, max_tokens=10_000), 1)
+    results = run_on_ranks(2, train, model_path, config(2), 1)
+    assert sorted(result[0][2] for result in results) == [0, 1]
+    assert_same(results[0], alone)
+
+
+def test_log_probs_do_not_depend_on_the_order_of_sequences(model_path: str) -> None:
+    trainer = PolicyTrainer(config(1, max_tokens=60), model_path=model_path, total_updates=1)
+    sequences = random_sequences(9)
+    forward, backward = trainer.log_probs(sequences), trainer.log_probs(sequences[::-1])
+    for one, other in zip(forward, backward[::-1], strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5)
+    assert torch.distributed.get_world_size() == 1

@@ -1,0 +1,143 @@
+"""The worker's methods on one and on two ranks, called as the worker group calls them, with a scripted buffer."""
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+sys.path.insert(0, str(Path(__file__).parent))
+from gloo import run_on_ranks
+from tiny_models import VOCABULARY, save_tiny_model
+
+from asyncrl.protocol.errors import StalenessError
+from asyncrl.protocol.types import FinishReason, TrajectoryGroup
+from learner.config import AlgorithmConfig, Device, LearnerConfig, OptimizerConfig
+from learner.types import RankBatch
+from learner.worker import PER_DP_RANK, LearnerWorker
+
+TEMPERATURE = 0.8
+
+
+def group(group_id: int, oldest_version: int = 5) -> TrajectoryGroup:
+    rng = np.random.default_rng(group_id)
+    lengths = np.array([3, 5], dtype=np.int32)
+    return TrajectoryGroup(
+        group_id=group_id,
+        attempt=0,
+        prompt_ids=rng.integers(0, VOCABULARY, 4).astype(np.int32),
+        response_ids=rng.integers(0, VOCABULARY, 8).astype(np.int32),
+        response_lengths=lengths,
+        response_mask=np.ones(8, dtype=bool),
+        behavior_logprobs=np.full(8, -3.0, dtype=np.float32),
+        versions=np.array([oldest_version] * 3 + [7] * 5, dtype=np.int32),
+        rewards=np.array([1.0, 0.0], dtype=np.float32),
+        finish_reasons=(FinishReason.stop, FinishReason.length),
+    )
+
+
+class ScriptedSource:
+    def fetch(self, group_ids: Sequence[int]) -> list[TrajectoryGroup]:
+        return [group(group_id) for group_id in group_ids]
+
+    def close(self) -> None:
+        pass
+
+
+def batch(group_ids: Sequence[int], max_lag: int = 2) -> RankBatch:
+    advantages = tuple(np.array([0.7, -0.7], dtype=np.float32) for _ in group_ids)
+    return RankBatch(version=7, group_ids=tuple(group_ids), advantages=advantages, max_lag=max_lag)
+
+
+def start(directory: str, num_ranks: int) -> LearnerWorker:
+    if num_ranks == 1:
+        os.environ |= {"RANK": "0", "WORLD_SIZE": "1"}
+    worker = LearnerWorker(
+        LearnerConfig(num_ranks=num_ranks, device=Device.cpu, optimizer=OptimizerConfig(lr=1e-2)),
+        AlgorithmConfig(groups_per_step=2, samples_per_prompt=2),
+        model_path=f"{directory}/model",
+        total_steps=10,
+        temperature=TEMPERATURE,
+        connect_buffer=ScriptedSource,
+        snapshot_dir=f"{directory}/snapshots{num_ranks}",
+        seed=0,
+        trajectory_dir=f"{directory}/trajectories{num_ranks}",
+    )
+    worker.init_model()
+    return worker
+
+
+def one_step(directory: str, num_ranks: int) -> tuple[dict[str, float], str]:
+    worker = start(directory, num_ranks)
+    shards = [batch([1, 2])] if num_ranks == 1 else [batch([2]), batch([1])]
+    (parts,), _ = PER_DP_RANK["dispatch_fn"](SimpleNamespace(world_size=num_ranks), shards)
+    metrics = worker.update_policy(parts[int(os.environ["RANK"])])
+    return metrics, worker.publish_weights(8).path
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("run")
+    save_tiny_model(path / "model")
+    return str(path)
+
+
+def test_two_ranks_make_the_same_step_as_one(directory: str) -> None:
+    alone, path = one_step(directory, 1)
+    for metrics, shared_path in run_on_ranks(2, one_step, directory, 2):
+        for name in ("loss", "grad_norm", "entropy", "ratio", "behavior_kl", "clip_fraction", "num_tokens", "lr"):
+            assert metrics[name] == pytest.approx(alone[name], rel=1e-4), name
+        assert metrics["ended_at"] >= metrics["started_at"] + metrics["train_s"]
+    assert alone["num_tokens"] == 16
+    assert alone["lag_max"] == 2
+    one, two = load_file(f"{path}/model.safetensors"), load_file(f"{shared_path}/model.safetensors")
+    for name, value in one.items():
+        torch.testing.assert_close(two[name], value, atol=1e-5, rtol=1e-4)
+
+
+def test_the_record_replays_under_the_weights_that_were_trained(directory: str) -> None:
+    one_step(directory, 1)
+    table = pq.read_table(f"{directory}/trajectories1/step_00000007_rank0.parquet").to_pylist()
+    assert [(row["group_id"], row["lag"], row["reward"]) for row in table] == [
+        (1, 2, 1),
+        (1, 0, 0),
+        (2, 2, 1),
+        (2, 0, 0),
+    ]
+    assert table[1]["response_ids"] == group(1).response_ids[3:].tolist()
+    assert table[1]["versions"] == [7] * 5
+    assert table[1]["advantage"] == pytest.approx(-0.7)
+
+
+@pytest.mark.parametrize("max_lag", [0, 1])
+def test_a_batch_that_breaks_the_bound_is_refused(directory: str, max_lag: int) -> None:
+    worker = start(directory, 1)
+    with pytest.raises(StalenessError, match=rf"group 3 has lag 2 at learner version 7, outside 0\.\.{max_lag}"):
+        worker.update_policy(batch([3], max_lag=max_lag))
+
+
+def test_a_saved_policy_is_the_published_one(directory: str, tmp_path: Path) -> None:
+    worker = start(directory, 1)
+    worker.update_policy(batch([1, 2]))
+    worker.save_policy(str(tmp_path / "policy"))
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "policy").state_dict()
+    published = AutoModelForCausalLM.from_pretrained(worker.publish_weights(8).path).state_dict()
+    original = AutoModelForCausalLM.from_pretrained(f"{directory}/model").state_dict()
+    assert all(torch.equal(saved[name], value) for name, value in published.items())
+    assert not torch.equal(saved["lm_head.weight"], original["lm_head.weight"])
+
+
+def test_every_sp_rank_of_a_group_gets_its_shard() -> None:
+    shards: list[Any] = ["first", "second"]
+    (parts,), kwargs = PER_DP_RANK["dispatch_fn"](SimpleNamespace(world_size=4), shards)
+    assert (parts, kwargs) == (["first", "first", "second", "second"], {})
+    with pytest.raises(ValueError, match="got 2 for 3"):
+        PER_DP_RANK["dispatch_fn"](SimpleNamespace(world_size=3), shards)
