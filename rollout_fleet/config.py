@@ -106,6 +106,7 @@ class RolloutFleetConfig:
         sampling: How training rollouts are sampled.
         sglang: How SGLang servers are launched.
         transformers: How the in-process engine generates.
+        script: ``module:function`` that the scripted engine answers with; see `rollout_fleet.engines.scripted`.
     """
 
     engine: EngineKind = EngineKind.sglang
@@ -124,6 +125,7 @@ class RolloutFleetConfig:
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     sglang: SGLangConfig = field(default_factory=SGLangConfig)
     transformers: TransformersConfig = field(default_factory=TransformersConfig)
+    script: str = "rollout_fleet.engines.scripted:repeat_last_token"
 
     def __post_init__(self) -> None:
         for name in ("num_engines", "groups_in_flight", "groups_per_request", "reward_processes"):

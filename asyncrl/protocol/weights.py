@@ -64,6 +64,7 @@ def _padding_bytes(name: str, tensor: Tensor) -> int:
 def _digest(parts: Sequence[Tensor], *, zero_bytes: int) -> str:
     digest = hashlib.sha256()
     for part in parts:
-        digest.update(memoryview(part.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()))
+        raw_bytes = part.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        digest.update(raw_bytes.data)
     digest.update(bytes(zero_bytes))
     return digest.hexdigest()[:16]

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Collection, Sequence
-from typing import NoReturn, Protocol
+from typing import Protocol
 
 import numpy as np
 
 from asyncrl.protocol.errors import EngineError
 from asyncrl.protocol.types import WeightSnapshot
-
-from ..types import GenerationRequest, GroupOutput
+from rollout_fleet.types import GenerationRequest, GroupOutput
 
 LOGPROB_ROUNDING = 1e-4
 
@@ -58,8 +57,8 @@ class Engine(Protocol):
         """Cut a running request off; its answer arrives as aborted. Unknown ids are ignored."""
         ...
 
-    async def wait_failed(self) -> NoReturn:
-        """Wait for the engine to die.
+    async def wait_failed(self) -> None:
+        """Wait for the engine to die; never returns.
 
         Raises:
             WorkerDiedError: it died; the message ends with the last lines of its log.
@@ -87,7 +86,9 @@ def check_prompt(request: GenerationRequest, vocab_size: int) -> None:
         )
 
 
-def check_output(output: GroupOutput, request: GenerationRequest, *, vocab_size: int, published: Collection[int]) -> None:
+def check_output(
+    output: GroupOutput, request: GenerationRequest, *, vocab_size: int, published: Collection[int]
+) -> None:
     """Refuse an answer that breaks the engine's contract.
 
     Raises:

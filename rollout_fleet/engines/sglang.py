@@ -12,16 +12,16 @@ import logging
 import time
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import aiohttp
 import numpy as np
 
 from asyncrl.protocol.errors import DeadlineError, EngineError, WorkerDiedError
 from asyncrl.protocol.types import FinishReason, WeightSnapshot
+from rollout_fleet.config import Device, RolloutFleetConfig, SamplingConfig
+from rollout_fleet.types import GenerationRequest, GroupOutput, SampleOutput
 
-from ..config import Device, RolloutFleetConfig, SamplingConfig
-from ..types import GenerationRequest, GroupOutput, SampleOutput
 from .base import check_output, check_prompt
 from .model_files import ModelFacts, read_model_facts
 from .sglang_server import SGLangServer
@@ -36,7 +36,7 @@ class SGLangEngine:
     """Implements `Engine` on an SGLang server."""
 
     def __init__(
-        self, config: RolloutFleetConfig, *, model_path: str, device: Device, rank: int, log_dir: str
+        self, config: RolloutFleetConfig, *, model_path: str, device: Device, rank: int, log_dir: str, seed: int
     ) -> None:
         """Take the configuration; `start` launches the server."""
         self._config = config
@@ -49,6 +49,7 @@ class SGLangEngine:
             device=device,
             name=self._name,
             log_dir=log_dir,
+            seed=seed,
             start_timeout_s=config.start_timeout_s,
             stop_timeout_s=config.stop_timeout_s,
         )
@@ -111,7 +112,7 @@ class SGLangEngine:
         for index in range(self._running.get(rid, 0)):
             await self._call("POST", "/abort_request", {"rid": _sample_rid(rid, index)}, timeout_s=CONTINUE_TIMEOUT_S)
 
-    async def wait_failed(self) -> NoReturn:
+    async def wait_failed(self) -> None:
         """See `Engine.wait_failed`."""
         await self._server.wait_exit()
 
@@ -133,7 +134,9 @@ class SGLangEngine:
         if not isinstance(answer, list) or len(answer) != len(body["rid"]):
             raise EngineError(f"{self._name} answered {len(body['rid'])} samples with {str(answer)[:200]}")
         samples = iter(answer)
-        return [self._group_output(request, [next(samples) for _ in range(request.num_samples)]) for request in requests]
+        return [
+            self._group_output(request, [next(samples) for _ in range(request.num_samples)]) for request in requests
+        ]
 
     def _request_body(self, requests: Sequence[GenerationRequest]) -> dict[str, Any]:
         rids, prompts, sampling = [], [], []

@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from asyncrl.protocol.errors import DeadlineError, WorkerDiedError
-
-from ..config import Device, SGLangConfig
+from rollout_fleet.config import Device, SGLangConfig
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +55,7 @@ class SGLangServer:
         device: Device,
         name: str,
         log_dir: str,
+        seed: int,
         start_timeout_s: float,
         stop_timeout_s: float,
     ) -> None:
@@ -67,6 +67,7 @@ class SGLangServer:
             device: ``cpu`` or ``cuda``.
             name: Names the server in messages and its log file. Example: ``"sglang-0"``.
             log_dir: Where ``<name>.log`` is written.
+            seed: Seeds the server's sampling.
             start_timeout_s: Deadline of `start`.
             stop_timeout_s: Grace between SIGTERM and SIGKILL.
         """
@@ -75,6 +76,7 @@ class SGLangServer:
         self._config = config
         self._model_path = model_path
         self._device = device
+        self._seed = seed
         self._start_timeout_s = start_timeout_s
         self._stop_timeout_s = stop_timeout_s
         self._port = 0
@@ -166,7 +168,12 @@ class SGLangServer:
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         logger.info("%s: starting on port %d, log in %s", self.name, self._port, self.log_path)
         self._guard = await asyncio.create_subprocess_exec(
-            *guard, *command, env=self._environment(scratch), stdin=asyncio.subprocess.DEVNULL, stdout=PIPE, stderr=STDOUT
+            *guard,
+            *command,
+            env=self._environment(scratch),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=PIPE,
+            stderr=STDOUT,
         )
         self._log_task = asyncio.create_task(self._keep_log(self._guard))
 
@@ -210,6 +217,7 @@ class SGLangServer:
             "--dtype": self.dtype,
             "--tp-size": str(config.tp_size),
             "--max-running-requests": str(config.max_running_requests),
+            "--random-seed": str(self._seed),
             "--weight-version": "0",
             "--log-level": "warning",
             "--log-level-http": "info",
@@ -235,8 +243,12 @@ class SGLangServer:
             if self._config.tp_size > 1:
                 environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(rank) for rank in range(self._config.tp_size))
             if importlib.util.find_spec("sgl_kernel") is None:
-                logger.info("%s: no sgl_kernel on this machine; the server imports a stand-in from %s", self.name, STAND_IN)
-                environment["PYTHONPATH"] = os.pathsep.join([str(STAND_IN), os.environ.get("PYTHONPATH", "")]).strip(os.pathsep)
+                logger.info(
+                    "%s: no sgl_kernel on this machine; the server imports a stand-in from %s", self.name, STAND_IN
+                )
+                environment["PYTHONPATH"] = os.pathsep.join([str(STAND_IN), os.environ.get("PYTHONPATH", "")]).strip(
+                    os.pathsep
+                )
         return environment
 
     def _death(self) -> WorkerDiedError:

@@ -12,13 +12,12 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import NoReturn
 
 from asyncrl.protocol.errors import DeadlineError, EngineError, WorkerDiedError
 from asyncrl.protocol.types import WeightSnapshot
+from rollout_fleet.config import Device, RolloutFleetConfig
+from rollout_fleet.types import GenerationRequest, GroupOutput
 
-from ..config import Device, RolloutFleetConfig
-from ..types import GenerationRequest, GroupOutput
 from .base import check_output, check_prompt
 from .model_files import read_model_facts
 from .transformers_model import AbortFlags, GenerationModel
@@ -52,7 +51,7 @@ class TransformersEngine:
         self._arrived = asyncio.Event()
         self._idle_model = asyncio.Lock()
         self._runner: asyncio.Task[None] | None = None
-        self._failed: asyncio.Future[NoReturn] | None = None
+        self._failed: asyncio.Future[None] | None = None
         self._version = 0
 
     @property
@@ -119,11 +118,11 @@ class TransformersEngine:
         if rid in self._groups:
             self._groups[rid].flags.set()
 
-    async def wait_failed(self) -> NoReturn:
+    async def wait_failed(self) -> None:
         """See `Engine.wait_failed`."""
         if self._failed is None:
             raise WorkerDiedError(f"{self._name} was never started")
-        return await asyncio.shield(self._failed)
+        await asyncio.shield(self._failed)
 
     async def stop(self) -> None:
         """See `Engine.stop`."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -17,9 +18,9 @@ from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessor
 from asyncrl.protocol.errors import EngineError
 from asyncrl.protocol.types import FinishReason, WeightSnapshot
 from asyncrl.protocol.weights import weight_checksums
+from rollout_fleet.config import SamplingConfig
+from rollout_fleet.types import GenerationRequest, GroupOutput, SampleOutput
 
-from ..config import SamplingConfig
-from ..types import GenerationRequest, GroupOutput, SampleOutput
 from .model_files import ModelFacts
 
 
@@ -85,7 +86,7 @@ class _BeforeSampling(LogitsProcessor):
     def __init__(self, recorder: StepRecorder) -> None:
         self._recorder = recorder
 
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
         self._recorder.before_sampling(scores)
         return scores
 
@@ -94,8 +95,8 @@ class _AfterSampling(StoppingCriteria):
     def __init__(self, recorder: StepRecorder) -> None:
         self._recorder = recorder
 
-    def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: object) -> Tensor:
-        return self._recorder.after_sampling(input_ids[:, -1:])
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **kwargs: Any) -> torch.BoolTensor:
+        return cast(torch.BoolTensor, self._recorder.after_sampling(input_ids[:, -1:]))
 
 
 class GenerationModel:
@@ -116,11 +117,12 @@ class GenerationModel:
         self._dtype = dtype
         self._device = device
         self._seed = seed
+        self._model: Any = None
 
     def load(self) -> None:
         """Read the model from disk."""
         torch.manual_seed(self._seed)
-        model = AutoModelForCausalLM.from_pretrained(self._model_path, dtype=self._dtype)
+        model: Any = AutoModelForCausalLM.from_pretrained(self._model_path, dtype=self._dtype)
         self._model = model.to(self._device).eval().requires_grad_(False)
 
     def load_weights(self, snapshot: WeightSnapshot) -> None:
