@@ -196,7 +196,8 @@ class RolloutLoop:
     async def _settle(self, held: _Held, output: GroupOutput) -> None:
         """Score and store a finished group, or give an aborted one back."""
         if output.aborted or held.revoked:
-            await self._release(held, reason="revoked" if held.revoked else "aborted")
+            reason = "revoked" if held.revoked else "stopped" if self._stopped.done() else "aborted"
+            await self._release(held, reason=reason)
             return
         started = time.perf_counter()
         texts = [self._decode(sample.token_ids.tolist()) for sample in output.samples]
