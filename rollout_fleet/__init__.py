@@ -1,1 +1,22 @@
-"""rollout_fleet."""
+"""The rollout fleet: workers that lease prompts, generate on their engine, score, and store trajectories."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from .config import RolloutFleetConfig, SamplingConfig
+from .types import EvaluationResult, FleetCounters
+
+if TYPE_CHECKING:
+    from .worker import RolloutWorker
+
+__all__ = ["EvaluationResult", "FleetCounters", "RolloutFleetConfig", "RolloutWorker", "SamplingConfig"]
+
+
+def __getattr__(name: str) -> Any:
+    """Load the worker, and with it Ray, only when it is asked for."""
+    if name == "RolloutWorker":
+        from .worker import RolloutWorker
+
+        return RolloutWorker
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

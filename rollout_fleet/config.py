@@ -12,6 +12,14 @@ class EngineKind(StrEnum):
     scripted = "scripted"
 
 
+class Device(StrEnum):
+    """Where an engine computes; ``auto`` takes CUDA when an NVIDIA driver is there and a device visible."""
+
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
+
+
 @dataclass(frozen=True, kw_only=True)
 class SamplingConfig:
     """How training rollouts are sampled.
@@ -61,41 +69,75 @@ class SGLangConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TransformersConfig:
+    """How the in-process engine generates.
+
+    Attributes:
+        dtype: Weights and activations: a torch dtype's name, or ``auto`` for the model's own.
+        max_rows: Most samples in one batch; whole groups wait for the next.
+    """
+
+    dtype: str = "auto"
+    max_rows: int = 256
+
+    def __post_init__(self) -> None:
+        if self.max_rows < 1:
+            raise ValueError(f"rollout_fleet.transformers.max_rows must be >= 1, got {self.max_rows}")
+
+
+@dataclass(frozen=True, kw_only=True)
 class RolloutFleetConfig:
     """The rollout fleet.
 
     Attributes:
         engine: What generates.
+        device: Where the engines compute.
         num_engines: Rollout workers, one engine each.
         groups_in_flight: Prompt groups one worker generates at a time.
         groups_per_request: Prompt groups sent to the engine as one batch request.
         reward: ``module:function`` or the name of a built-in; called as reward(prompt, response_text) -> float.
+        reward_processes: Processes that one worker scores with; built-in rewards need none.
         reward_timeout_s: Deadline of scoring one prompt group.
         start_timeout_s: Deadline for an engine to come up.
         load_timeout_s: Deadline of one weight update on one engine.
         generate_timeout_s: Deadline of one engine request.
         stop_timeout_s: How long an engine may take to stop before it is killed.
+        renew_every_s: How often running leases are renewed; a third of ``buffer.lease_s`` is usual.
         sampling: How training rollouts are sampled.
         sglang: How SGLang servers are launched.
+        transformers: How the in-process engine generates.
+        script: ``module:function`` that the scripted engine answers with; see `rollout_fleet.engines.scripted`.
     """
 
     engine: EngineKind = EngineKind.sglang
+    device: Device = Device.auto
     num_engines: int = 1
     groups_in_flight: int = 32
     groups_per_request: int = 8
     reward: str = "exact_match"
+    reward_processes: int = 1
     reward_timeout_s: float = 30.0
     start_timeout_s: float = 300.0
     load_timeout_s: float = 60.0
     generate_timeout_s: float = 600.0
     stop_timeout_s: float = 5.0
+    renew_every_s: float = 20.0
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     sglang: SGLangConfig = field(default_factory=SGLangConfig)
+    transformers: TransformersConfig = field(default_factory=TransformersConfig)
+    script: str = "rollout_fleet.engines.scripted:repeat_last_token"
 
     def __post_init__(self) -> None:
-        for name in ("num_engines", "groups_in_flight", "groups_per_request"):
+        for name in ("num_engines", "groups_in_flight", "groups_per_request", "reward_processes"):
             if getattr(self, name) < 1:
                 raise ValueError(f"rollout_fleet.{name} must be >= 1, got {getattr(self, name)}")
-        for name in ("reward_timeout_s", "start_timeout_s", "load_timeout_s", "generate_timeout_s", "stop_timeout_s"):
+        for name in (
+            "reward_timeout_s",
+            "start_timeout_s",
+            "load_timeout_s",
+            "generate_timeout_s",
+            "stop_timeout_s",
+            "renew_every_s",
+        ):
             if getattr(self, name) <= 0:
                 raise ValueError(f"rollout_fleet.{name} must be > 0 seconds, got {getattr(self, name)}")

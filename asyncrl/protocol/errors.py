@@ -33,6 +33,10 @@ class EngineError(AsyncRLError):
     """An inference engine refused a request or broke its contract."""
 
 
+class RewardError(AsyncRLError):
+    """A reward function raised, hung, or returned something that is no number."""
+
+
 class ReplayBufferError(AsyncRLError):
     """Base of what the replay buffer answers instead of a result."""
 

@@ -1,1 +1,1 @@
-"""engines."""
+"""Inference engines behind one port."""

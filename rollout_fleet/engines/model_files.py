@@ -1,0 +1,49 @@
+"""What an engine has to know of a model before anything heavy is imported: read from its JSON files."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFacts:
+    """Facts of a model directory in Hugging Face layout.
+
+    Attributes:
+        vocab_size: Rows of the embedding; token ids are below it.
+        eos_ids: Tokens that end a response, from ``generation_config.json`` or ``config.json``.
+        pad_id: Token to pad with; the first of ``eos_ids``, or 0, where the model names none.
+    """
+
+    vocab_size: int
+    eos_ids: tuple[int, ...]
+    pad_id: int
+
+
+def read_model_facts(model_path: str) -> ModelFacts:
+    """Read `ModelFacts`.
+
+    Raises:
+        ValueError: ``model_path`` holds no model.
+    """
+    config_file = Path(model_path) / "config.json"
+    if not config_file.is_file():
+        raise ValueError(f"model path must hold a config.json in Hugging Face layout, got {model_path!r}")
+    config = json.loads(config_file.read_text())
+    config = {**config, **config.get("text_config", {})}
+    generation_file = Path(model_path) / "generation_config.json"
+    generation = json.loads(generation_file.read_text()) if generation_file.is_file() else {}
+    if not isinstance(config.get("vocab_size"), int):
+        raise ValueError(f"{config_file} must name an integer vocab_size, got {config.get('vocab_size')!r}")
+    eos_ids = _as_ids(generation.get("eos_token_id", config.get("eos_token_id")))
+    pad_ids = _as_ids(generation.get("pad_token_id", config.get("pad_token_id")))
+    return ModelFacts(vocab_size=config["vocab_size"], eos_ids=eos_ids, pad_id=(*pad_ids, *eos_ids, 0)[0])
+
+
+def _as_ids(value: Any) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    return tuple(value) if isinstance(value, list) else (value,)

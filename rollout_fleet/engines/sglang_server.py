@@ -1,0 +1,277 @@
+"""Launches and supervises one SGLang server: command line, readiness, log, death, stop.
+
+The server runs under `guard`, in a process group of its own. Its output is read line by line, so readiness and a bind
+failure are seen when they are written; its end is seen when the guard exits. Nothing here polls.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import logging
+import os
+import secrets
+import signal
+import socket
+import sys
+import tempfile
+from asyncio.subprocess import PIPE, STDOUT, Process
+from collections import deque
+from pathlib import Path
+from typing import NoReturn
+
+from asyncrl.protocol.errors import DeadlineError, WorkerDiedError
+from rollout_fleet.config import Device, SGLangConfig
+
+logger = logging.getLogger(__name__)
+
+READY_LINE = "Uvicorn running on"
+BIND_FAILURE = "address already in use"
+BIND_ATTEMPTS = 3
+TAIL_LINES = 40
+CPU_KV_TOKENS = 32768
+STAND_IN = Path(__file__).with_name("cpu_stand_in")
+GUARD = Path(__file__).with_name("guard.py")
+_LOGGING = {
+    "version": 1,
+    "disable_existing_loggers": False,
+    "formatters": {"plain": {"format": "[%(asctime)s %(process)d %(levelname)s] %(message)s"}},
+    "handlers": {"out": {"class": "logging.StreamHandler", "formatter": "plain", "stream": "ext://sys.stdout"}},
+    "root": {"level": "WARNING", "handlers": ["out"]},
+    # Without a warm-up it calls itself before it listens, and logs the failure with three tracebacks.
+    "loggers": {"sglang.srt.entrypoints.http_server": {"level": "ERROR"}},
+}
+
+
+class SGLangServer:
+    """One server process group, reachable at `url` with `headers` once `start` returned."""
+
+    def __init__(
+        self,
+        config: SGLangConfig,
+        *,
+        model_path: str,
+        device: Device,
+        name: str,
+        log_dir: str,
+        seed: int,
+        start_timeout_s: float,
+        stop_timeout_s: float,
+    ) -> None:
+        """Take the configuration; nothing starts yet.
+
+        Args:
+            config: Launch options.
+            model_path: Directory of the model in Hugging Face layout.
+            device: ``cpu`` or ``cuda``.
+            name: Names the server in messages and its log file. Example: ``"sglang-0"``.
+            log_dir: Where ``<name>.log`` is written.
+            seed: Seeds the server's sampling.
+            start_timeout_s: Deadline of `start`.
+            stop_timeout_s: Grace between SIGTERM and SIGKILL.
+        """
+        self.name = name
+        self.log_path = Path(log_dir) / f"{name}.log"
+        self._config = config
+        self._model_path = model_path
+        self._device = device
+        self._seed = seed
+        self._start_timeout_s = start_timeout_s
+        self._stop_timeout_s = stop_timeout_s
+        self._port = 0
+        self._api_key = secrets.token_urlsafe(24)
+        self._guard: Process | None = None
+        self._log_task: asyncio.Task[None] | None = None
+        self._tail: deque[str] = deque(maxlen=TAIL_LINES)
+        self._ready = asyncio.Event()
+        self._stopping = False
+
+    @property
+    def url(self) -> str:
+        """Base address. Example: ``"http://127.0.0.1:40213"``."""
+        return f"http://127.0.0.1:{self._port}"
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Headers that every request needs: the server answers only who holds its key."""
+        return {"Authorization": f"Bearer {self._api_key}"}
+
+    @property
+    def dtype(self) -> str:
+        """What is asked of the server; on a CPU ``auto`` means float32."""
+        return "float32" if self._device is Device.cpu and self._config.dtype == "auto" else self._config.dtype
+
+    async def start(self) -> None:
+        """Start the server and wait until it listens; another port is tried when one is taken meanwhile.
+
+        Raises:
+            DeadlineError: it was not up within ``start_timeout_s``.
+            WorkerDiedError: it ended while starting.
+        """
+        try:
+            async with asyncio.timeout(self._start_timeout_s):
+                for attempt in range(1, BIND_ATTEMPTS + 1):
+                    await self._launch()
+                    if await self._came_up():
+                        return
+                    if not any(BIND_FAILURE in line for line in self._tail) or attempt == BIND_ATTEMPTS:
+                        raise self._death()
+                    logger.warning("%s: port %d was taken by another process; trying another", self.name, self._port)
+        except TimeoutError:
+            await self.stop()
+            raise DeadlineError(
+                f"{self.name} was not up within {self._start_timeout_s} s; raise rollout_fleet.start_timeout_s if the "
+                f"model is large. {self._log_tail()}"
+            ) from None
+
+    async def wait_exit(self) -> NoReturn:
+        """Wait for the server to end.
+
+        Raises:
+            WorkerDiedError: it ended.
+        """
+        if self._guard is None or self._log_task is None:
+            raise WorkerDiedError(f"{self.name} was never started")
+        await self._guard.wait()
+        await asyncio.wait([self._log_task], timeout=1.0)
+        raise self._death()
+
+    async def stop(self) -> None:
+        """SIGTERM, then SIGKILL of the process group after the grace; returns when nothing of the server is left."""
+        guard, self._stopping = self._guard, True
+        if guard is None:
+            return
+        if guard.returncode is None:
+            guard.send_signal(signal.SIGTERM)
+            try:
+                async with asyncio.timeout(self._stop_timeout_s + 5.0):
+                    await guard.wait()
+            except TimeoutError:
+                logger.error("%s: its guard did not end; killing it, the kernel kills the server with it", self.name)
+                guard.kill()
+                await guard.wait()
+        if self._log_task is not None:
+            await asyncio.wait([self._log_task], timeout=1.0)
+            self._log_task.cancel()
+
+    async def _launch(self) -> None:
+        """Start the guard with the server under it, on a port that is free now."""
+        self._port = _free_port()
+        self._ready.clear()
+        self._tail.clear()
+        scratch = Path(tempfile.mkdtemp(prefix="asyncrl-"))
+        (scratch / "logging.json").write_text(json.dumps(_LOGGING))
+        (scratch / "server.yaml").write_text(f"api-key: {self._api_key}\n")
+        command = [sys.executable, "-m", "sglang.launch_server", *self._arguments(scratch)]
+        guard = [sys.executable, "-I", "-S", str(GUARD), str(os.getpid()), str(self._stop_timeout_s), str(scratch)]
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        logger.info("%s: starting on port %d, log in %s", self.name, self._port, self.log_path)
+        self._guard = await asyncio.create_subprocess_exec(
+            *guard,
+            *command,
+            env=self._environment(scratch),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=PIPE,
+            stderr=STDOUT,
+        )
+        self._log_task = asyncio.create_task(self._keep_log(self._guard))
+
+    async def _came_up(self) -> bool:
+        """Wait until the server listens (True) or ends (False)."""
+        assert self._guard is not None
+        assert self._log_task is not None
+        ready = asyncio.create_task(self._ready.wait())
+        ended = asyncio.create_task(self._guard.wait())
+        try:
+            await asyncio.wait([ready, ended], return_when=asyncio.FIRST_COMPLETED)
+            if ready.done() and not ended.done():
+                self._guard.send_signal(signal.SIGUSR1)
+                return True
+            await asyncio.wait([self._log_task], timeout=1.0)
+            return False
+        finally:
+            ready.cancel()
+            ended.cancel()
+
+    async def _keep_log(self, guard: Process) -> None:
+        """Copy the server's output to its log file until it ends."""
+        assert guard.stdout is not None
+        with self.log_path.open("ab") as log:
+            while chunk := await _read_line(guard.stdout):
+                log.write(chunk)
+                log.flush()
+                line = chunk.decode(errors="replace").rstrip()
+                self._tail.append(line)
+                if READY_LINE in line:
+                    self._ready.set()
+
+    def _arguments(self, scratch: Path) -> list[str]:
+        config, on_cpu = self._config, self._device is Device.cpu
+        arguments = {
+            "--config": str(scratch / "server.yaml"),
+            "--model-path": self._model_path,
+            "--host": "127.0.0.1",
+            "--port": str(self._port),
+            "--device": self._device.value,
+            "--dtype": self.dtype,
+            "--tp-size": str(config.tp_size),
+            "--max-running-requests": str(config.max_running_requests),
+            "--random-seed": str(self._seed),
+            "--weight-version": "0",
+            "--log-level": "warning",
+            "--log-level-http": "info",
+            "--uvicorn-access-log-exclude-prefixes": "/",
+        }
+        if config.max_total_tokens or on_cpu:
+            arguments["--max-total-tokens"] = str(config.max_total_tokens or CPU_KV_TOKENS)
+        flags = ["--skip-server-warmup", "--skip-tokenizer-init", "--sleep-on-idle"]
+        return [*(word for pair in arguments.items() for word in pair), *flags, *config.extra_args]
+
+    def _environment(self, scratch: Path) -> dict[str, str]:
+        environment = {
+            **os.environ,
+            "TMPDIR": str(scratch),
+            "SGLANG_LOGGING_CONFIG_PATH": str(scratch / "logging.json"),
+            "HF_HUB_OFFLINE": "1",
+            "PYTHONUNBUFFERED": "1",
+            "TQDM_DISABLE": "1",
+        }
+        if self._device is Device.cpu:
+            environment["SGLANG_USE_CPU_ENGINE"] = "1"
+            environment.setdefault("OMP_NUM_THREADS", "1")
+            if self._config.tp_size > 1:
+                environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(rank) for rank in range(self._config.tp_size))
+            if importlib.util.find_spec("sgl_kernel") is None:
+                logger.info(
+                    "%s: no sgl_kernel on this machine; the server imports a stand-in from %s", self.name, STAND_IN
+                )
+                environment["PYTHONPATH"] = os.pathsep.join([str(STAND_IN), os.environ.get("PYTHONPATH", "")]).strip(
+                    os.pathsep
+                )
+        return environment
+
+    def _death(self) -> WorkerDiedError:
+        status = self._guard.returncode if self._guard is not None else None
+        how = "was stopped" if self._stopping else f"died with exit status {status}"
+        return WorkerDiedError(f"{self.name} {how}. {self._log_tail()}")
+
+    def _log_tail(self) -> str:
+        return f"Last lines of {self.log_path}:\n" + "\n".join(self._tail)
+
+
+async def _read_line(stream: asyncio.StreamReader) -> bytes:
+    """Read up to the end of a line, or what there is of a line too long for the stream's buffer; empty at the end."""
+    try:
+        return await stream.readuntil(b"\n")
+    except asyncio.IncompleteReadError as error:
+        return error.partial
+    except asyncio.LimitOverrunError as error:
+        return await stream.readexactly(error.consumed)
+
+
+def _free_port() -> int:
+    """Return a port of the loopback interface that is free now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

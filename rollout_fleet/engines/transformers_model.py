@@ -1,0 +1,233 @@
+"""A causal language model that generates batches of prompt groups with transformers' ``generate``.
+
+Synchronous, and used by one thread. Log-probs are taken step by step, so that no more than one step's [B, V] is held.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessor, StoppingCriteria
+
+from asyncrl.protocol.errors import EngineError
+from asyncrl.protocol.types import FinishReason, WeightSnapshot
+from asyncrl.protocol.weights import weight_checksums
+from rollout_fleet.config import SamplingConfig
+from rollout_fleet.types import GenerationRequest, GroupOutput, SampleOutput
+
+from .model_files import ModelFacts
+
+
+class AbortFlags:
+    """Whether one group is to be cut off; set by the event loop, read by the generating thread."""
+
+    def __init__(self) -> None:
+        self._set = False
+
+    def set(self) -> None:
+        """Cut the group off at its next token."""
+        self._set = True
+
+    def __bool__(self) -> bool:
+        return self._set
+
+
+class StepRecorder:
+    """Sees every step twice: the logits before sampling and the tokens after. Records log-probs, stops the aborted."""
+
+    def __init__(self, flags: Sequence[AbortFlags], rows: Sequence[int], temperature: float) -> None:
+        """Begin a batch.
+
+        Args:
+            flags: One for each group.
+            rows: Rows of each group.
+            temperature: Sampling temperature; under 0 (greedy) log-probs are those of temperature 1.
+        """
+        self._flags = flags
+        self._rows = torch.tensor(rows)
+        self._temperature = temperature or 1.0
+        self._step_logprobs: Tensor | None = None
+        self._sampled_logprobs: list[Tensor] = []
+        self._num_steps_kept = torch.full((sum(rows),), torch.iinfo(torch.int64).max)
+
+    @property
+    def logprobs(self) -> np.ndarray:
+        """[B, T] float32 log-probs of the sampled tokens."""
+        return torch.stack(self._sampled_logprobs, dim=1).cpu().numpy()
+
+    @property
+    def num_steps_kept(self) -> np.ndarray:
+        """[B] int64 steps before a row was aborted; very large where it was not."""
+        return self._num_steps_kept.numpy()
+
+    def before_sampling(self, logits: Tensor) -> None:
+        """Keep the [B, V] log-probs under the temperature until the tokens are sampled."""
+        scaled = logits.float() if self._temperature == 1.0 else logits.float() / self._temperature
+        self._step_logprobs = scaled.log_softmax(-1)
+
+    def after_sampling(self, token_ids: Tensor) -> Tensor:
+        """Record the log-probs of the [B, 1] tokens just sampled; return [B] bool, True where a row is aborted."""
+        assert self._step_logprobs is not None
+        self._sampled_logprobs.append(self._step_logprobs.gather(1, token_ids).squeeze(1))
+        if not any(self._flags):
+            return torch.zeros(len(token_ids), dtype=torch.bool, device=token_ids.device)
+        aborted = torch.tensor([bool(flag) for flag in self._flags]).repeat_interleave(self._rows)
+        self._num_steps_kept[aborted] = self._num_steps_kept[aborted].clamp(max=len(self._sampled_logprobs))
+        return aborted.to(token_ids.device)
+
+
+class _BeforeSampling(LogitsProcessor):
+    def __init__(self, recorder: StepRecorder) -> None:
+        self._recorder = recorder
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        self._recorder.before_sampling(scores)
+        return scores
+
+
+class _AfterSampling(StoppingCriteria):
+    def __init__(self, recorder: StepRecorder) -> None:
+        self._recorder = recorder
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **kwargs: Any) -> torch.BoolTensor:
+        return cast(torch.BoolTensor, self._recorder.after_sampling(input_ids[:, -1:]))
+
+
+class GenerationModel:
+    """The model, its weights in place, and batches of prompt groups."""
+
+    def __init__(self, model_path: str, *, facts: ModelFacts, dtype: str, device: str, seed: int) -> None:
+        """Take the configuration; `load` reads the model.
+
+        Args:
+            model_path: Directory in Hugging Face layout.
+            facts: What its JSON files say.
+            dtype: A torch dtype's name, or ``auto`` for the stored one.
+            device: ``cpu`` or ``cuda``.
+            seed: Seeds torch's sampling in this process.
+        """
+        self._model_path = model_path
+        self._facts = facts
+        self._dtype = dtype
+        self._device = device
+        self._seed = seed
+        self._model: Any = None
+
+    def load(self) -> None:
+        """Read the model from disk."""
+        torch.manual_seed(self._seed)
+        model: Any = AutoModelForCausalLM.from_pretrained(self._model_path, dtype=self._dtype)
+        self._model = model.to(self._device).eval().requires_grad_(False)
+
+    def load_weights(self, snapshot: WeightSnapshot) -> None:
+        """Copy a snapshot into the model's tensors.
+
+        Raises:
+            EngineError: tensors are missing, unknown, of another shape, or differ from the published digests.
+        """
+        file = Path(snapshot.path) / "model.safetensors"
+        if not file.is_file():
+            raise EngineError(f"policy version {snapshot.version}: there is no {file}; publish a whole model there")
+        stored = load_file(file)
+        held = dict(self._model.named_parameters())
+        tied = {"lm_head.weight"} if self._model.config.tie_word_embeddings else set()
+        if stored.keys() - tied != held.keys() - tied:
+            odd = sorted((stored.keys() - tied) ^ (held.keys() - tied))
+            raise EngineError(f"{file} and the model differ in {len(odd)} tensor names, first {odd[0]}")
+        for name, tensor in stored.items():
+            if name in held and held[name].shape != tensor.shape:
+                raise EngineError(f"{file}: {name} must be {tuple(held[name].shape)}, got {tuple(tensor.shape)}")
+        for name in held.keys() & stored.keys():
+            held[name].data.copy_(stored[name])
+        self._verify(held, snapshot, same_dtype=all(held[n].dtype == t.dtype for n, t in stored.items() if n in held))
+
+    @staticmethod
+    def _verify(held: dict[str, torch.nn.Parameter], snapshot: WeightSnapshot, *, same_dtype: bool) -> None:
+        if not (snapshot.checksums and same_dtype):
+            return
+        checksums = weight_checksums(held)
+        wrong = sorted(n for n in checksums.keys() & snapshot.checksums.keys() if checksums[n] != snapshot.checksums[n])
+        if wrong:
+            raise EngineError(
+                f"{snapshot.path} holds other weights than policy version {snapshot.version} was published with: "
+                f"{len(wrong)} of {len(checksums)} tensors differ, first {wrong[0]}"
+            )
+
+    @torch.inference_mode()
+    def generate(
+        self, requests: Sequence[GenerationRequest], flags: Sequence[AbortFlags], version: int
+    ) -> list[GroupOutput]:
+        """Sample all groups, which share their sampling options, in one batch.
+
+        Args:
+            requests: The groups.
+            flags: One for each group.
+            version: Policy version of the weights, which every token carries.
+
+        Returns:
+            One answer for each group, in order.
+        """
+        sampling = requests[0].sampling
+        rows = [request.num_samples for request in requests]
+        recorder = StepRecorder(flags, rows, sampling.temperature)
+        input_ids, attention_mask = self._left_padded(requests)
+        sequences = self._model.generate(
+            input_ids,
+            attention_mask=attention_mask,
+            generation_config=self._generation_config(sampling),
+            logits_processor=[_BeforeSampling(recorder)],
+            stopping_criteria=[_AfterSampling(recorder)],
+        )
+        responses = sequences[:, input_ids.shape[1] :].to("cpu", torch.int32).numpy()
+        samples = iter(self._samples(responses, recorder, version))
+        return [GroupOutput(rid=r.rid, samples=tuple(next(samples) for _ in range(r.num_samples))) for r in requests]
+
+    def _left_padded(self, requests: Sequence[GenerationRequest]) -> tuple[Tensor, Tensor]:
+        """Return [B, P] int64 ids and mask, each prompt repeated for its samples, padded on the left."""
+        longest = max(len(request.prompt_ids) for request in requests)
+        ids = np.full((len(requests), longest), self._facts.pad_id, dtype=np.int64)
+        mask = np.zeros_like(ids)
+        for row, request in enumerate(requests):
+            ids[row, longest - len(request.prompt_ids) :] = request.prompt_ids
+            mask[row, longest - len(request.prompt_ids) :] = 1
+        repeats = [request.num_samples for request in requests]
+        return tuple(torch.from_numpy(array.repeat(repeats, axis=0)).to(self._device) for array in (ids, mask))  # pyright: ignore[reportReturnType]
+
+    def _generation_config(self, sampling: SamplingConfig) -> GenerationConfig:
+        greedy = sampling.temperature == 0
+        options = {} if greedy else {"temperature": sampling.temperature, "top_p": sampling.top_p}
+        if not greedy:
+            options["top_k"] = 0 if sampling.top_k == -1 else sampling.top_k
+        return GenerationConfig(
+            do_sample=not greedy,
+            max_new_tokens=sampling.max_new_tokens,
+            eos_token_id=list(self._facts.eos_ids) or None,
+            pad_token_id=self._facts.pad_id,
+            **options,
+        )
+
+    def _samples(self, responses: np.ndarray, recorder: StepRecorder, version: int) -> list[SampleOutput]:
+        """Cut [B, T] padded responses into samples."""
+        num_steps = responses.shape[1]
+        is_eos = np.isin(responses, self._facts.eos_ids)
+        stopped = is_eos.any(1)
+        lengths = np.where(stopped, is_eos.argmax(1) + 1, num_steps)
+        kept = recorder.num_steps_kept
+        aborted = kept < lengths
+        stopped, lengths = stopped & ~aborted, np.minimum(lengths, kept)
+        logprobs, versions = recorder.logprobs, np.full(num_steps, version, dtype=np.int32)
+        return [
+            SampleOutput(
+                token_ids=responses[row, :length],
+                logprobs=logprobs[row, :length],
+                versions=versions[:length],
+                finish_reason=None if aborted[row] else FinishReason.stop if stopped[row] else FinishReason.length,
+            )
+            for row, length in enumerate(lengths.tolist())
+        ]

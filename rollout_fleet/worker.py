@@ -1,0 +1,131 @@
+"""The rollout worker: one actor of the fleet with an engine, a connection to the buffer, and the loop between them.
+
+Its methods are asynchronous and overlap: weights are loaded, and counters read, while `run` rolls out.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+from asyncrl.protocol.errors import AsyncRLError
+from asyncrl.protocol.ports import RolloutBuffer
+from asyncrl.protocol.types import Prompt, WeightSnapshot
+from asyncrl.single_controller import Dispatch, Worker, register
+
+from .config import RolloutFleetConfig, SamplingConfig
+from .decoding import load_decoder
+from .engines.factory import make_engine
+from .evaluation import evaluate_prompts
+from .loop import RolloutLoop
+from .rewards.scorer import RewardScorer
+from .types import EvaluationResult, FleetCounters
+
+logger = logging.getLogger(__name__)
+
+
+class RolloutWorker(Worker):
+    """Generates training rollouts on its own engine. The group's rank 0..num_engines-1 is the engine's rank."""
+
+    def __init__(
+        self,
+        config: RolloutFleetConfig,
+        *,
+        model_path: str,
+        samples_per_prompt: int,
+        connect_buffer: Callable[[], RolloutBuffer],
+        log_dir: str,
+        seed: int,
+    ) -> None:
+        """Take the configuration; `start` brings everything up.
+
+        Args:
+            config: The fleet's options.
+            model_path: Directory of the policy of version 0, tokenizer included.
+            samples_per_prompt: G.
+            connect_buffer: Connects to the replay buffer; called in `start`.
+            log_dir: Where the engine's log is written.
+            seed: Seed of the run.
+
+        Raises:
+            ValueError: the engine is not installed, the model or the reward function is not there.
+        """
+        super().__init__()
+        self._config = config
+        self._samples_per_prompt = samples_per_prompt
+        self._connect_buffer = connect_buffer
+        self._scorer = RewardScorer(
+            config.reward, num_processes=config.reward_processes, timeout_s=config.reward_timeout_s
+        )
+        self._decode = load_decoder(model_path)
+        self._engine = make_engine(config, model_path=model_path, rank=self.rank, log_dir=log_dir, seed=seed)
+        self._buffer: RolloutBuffer | None = None
+        self._loop: RolloutLoop | None = None
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    async def start(self) -> None:
+        """Bring up the engine and connect to the buffer.
+
+        Raises:
+            AsyncRLError: the engine did not come up.
+        """
+        await self._engine.start()
+        await self._scorer.start()
+        self._buffer = self._connect_buffer()
+        self._loop = RolloutLoop(
+            self._config,
+            engine=self._engine,
+            buffer=self._buffer,
+            scorer=self._scorer,
+            decode=self._decode,
+            samples_per_prompt=self._samples_per_prompt,
+        )
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    async def run(self) -> FleetCounters:
+        """Roll out until `stop`; see `RolloutLoop.run`."""
+        return await self._started().run()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    async def load_weights(self, snapshot: WeightSnapshot) -> None:
+        """Load a published snapshot while rollouts go on; see `Engine.load_weights`."""
+        await self._started().load_weights(snapshot)
+
+    @register(dispatch_mode=Dispatch.ALL_TO_ALL, blocking=False)
+    async def evaluate(self, prompts: Sequence[Prompt], sampling: SamplingConfig, num_samples: int) -> EvaluationResult:
+        """Score held-out prompts; through the group, each argument is a list with one entry for each worker."""
+        return await evaluate_prompts(
+            prompts,
+            engine=self._engine,
+            scorer=self._scorer,
+            decode=self._decode,
+            sampling=sampling,
+            num_samples=num_samples,
+        )
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    async def counters(self) -> FleetCounters:
+        """What this worker has done up to now."""
+        return self._started().counters()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    async def stop(self) -> FleetCounters | None:
+        """End `run`, give all leases back, stop the engine, close the connection.
+
+        Returns:
+            The final counters; None if the worker was never started.
+        """
+        try:
+            if self._loop is not None:
+                await self._loop.stop()
+        finally:
+            await self._engine.stop()
+            await self._scorer.close()
+            if self._buffer is not None:
+                await self._buffer.close()
+        return self._loop.counters() if self._loop is not None else None
+
+    def _started(self) -> RolloutLoop:
+        if self._loop is None:
+            raise AsyncRLError(f"rollout worker {self.rank} is not started; await start() first")
+        return self._loop

@@ -1,0 +1,188 @@
+from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager
+
+import pytest
+
+from asyncrl.protocol.errors import EngineError, RewardError, WorkerDiedError
+from asyncrl.protocol.types import WeightSnapshot
+from rollout_fleet.config import RolloutFleetConfig
+from rollout_fleet.engines.scripted import ScriptedAnswer, ScriptedEngine
+from rollout_fleet.loop import RolloutLoop
+from rollout_fleet.rewards.registry import BUILT_IN_REWARDS
+from rollout_fleet.rewards.scorer import RewardScorer
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def digits(token_ids):
+    return "".join(str(token - 3) for token in token_ids if 3 <= token <= 12)
+
+
+@asynccontextmanager
+async def running(buffer, script=None, *, samples_per_prompt=2, reward="exact_match", **options):
+    """A loop on a scripted engine, running; stopped at the end."""
+    engine = ScriptedEngine() if script is None else ScriptedEngine(script)
+    await engine.start()
+    config = RolloutFleetConfig(stop_timeout_s=2.0, **options)
+    scorer = RewardScorer(reward, num_processes=1, timeout_s=5.0)
+    loop = RolloutLoop(
+        config,
+        engine=engine,
+        buffer=buffer,
+        scorer=scorer,
+        decode=digits,
+        samples_per_prompt=samples_per_prompt,
+    )
+    run = asyncio.create_task(loop.run())
+    try:
+        yield loop, engine, run
+    finally:
+        await loop.stop()
+        await asyncio.gather(run, return_exceptions=True)
+        await engine.stop()
+
+
+def writes(num_tokens, token_delay_s=0.01):
+    """A script that answers every sample with ``num_tokens`` times token 5."""
+    return lambda request, version: ScriptedAnswer(
+        responses=[[5] * num_tokens] * request.num_samples, token_delay_s=token_delay_s
+    )
+
+
+async def test_every_leased_group_is_generated_scored_and_stored(make_buffer):
+    buffer = make_buffer(20)
+    async with running(buffer, samples_per_prompt=3) as (loop, _, run):
+        await buffer.stored(20)
+        await loop.stop()
+        counters = await run
+    assert sorted(group.group_id for group in buffer.groups) == list(range(20))
+    assert all(group.rewards.tolist() == [1.0, 1.0, 1.0] for group in buffer.groups)
+    assert all(group.response_lengths.tolist() == [1, 1, 1] for group in buffer.groups)
+    assert counters.groups_finished == 20
+    assert counters.tokens_generated == 60 == buffer.num_tokens
+    assert counters.tokens_in_flight == 0
+
+
+async def test_no_more_groups_are_held_than_the_config_allows(make_buffer):
+    buffer = make_buffer(30)
+    async with running(buffer, writes(2), groups_in_flight=4) as (_, engine, _):
+        await buffer.stored(30)
+    assert engine.running_at_once == 4
+
+
+async def test_groups_are_leased_at_the_version_of_the_engine_as_soon_as_it_changes(make_buffer):
+    buffer = make_buffer(8, groups_per_step=4, max_lag=0)
+    async with running(buffer) as (loop, _, _):
+        await buffer.stored(4)
+        buffer.commit()
+        await asyncio.sleep(0.05)
+        assert len(buffer.groups) == 4, "the engine still serves version 0, which the rule no longer admits"
+        await loop.load_weights(WeightSnapshot(version=1, path=""))
+        await buffer.stored(8)
+    assert [int(group.versions[0]) for group in buffer.groups] == [0] * 4 + [1] * 4
+
+
+async def test_tokens_written_after_a_load_carry_the_new_version(make_buffer):
+    buffer = make_buffer(1)
+    async with running(buffer, writes(20)) as (loop, _, _):
+        await asyncio.sleep(0.08)
+        await loop.load_weights(WeightSnapshot(version=1, path=""))
+        await buffer.stored(1)
+    versions = buffer.groups[0].versions[:20].tolist()
+    assert versions == sorted(versions)
+    assert set(versions) == {0, 1}
+
+
+async def test_stopping_gives_every_lease_back_with_its_tokens(make_buffer):
+    buffer = make_buffer(40)
+    async with running(buffer, writes(50, 0.005), groups_in_flight=8) as (loop, _, run):
+        await asyncio.sleep(0.1)
+        await loop.stop()
+        counters = await run
+    assert buffer.held == {}
+    assert len(buffer.released) == 8
+    assert {reason for _, _, reason in buffer.released} == {"stopped"}
+    assert counters.tokens_generated > 0
+    assert counters.tokens_generated == buffer.tokens_dropped + buffer.num_tokens
+    assert counters.tokens_in_flight == 0
+
+
+async def test_a_revoked_group_is_aborted_and_its_tokens_reported(make_buffer):
+    buffer = make_buffer(2)
+    async with running(buffer, writes(40)) as (loop, _, run):
+        await asyncio.sleep(0.1)
+        buffer.revoke(1)
+        await buffer.stored(1)
+        await loop.stop()
+        counters = await run
+    (group_id, num_tokens, reason), *_ = buffer.released
+    assert (group_id, reason) == (1, "revoked")
+    assert 0 < num_tokens < 80
+    assert counters.tokens_generated == buffer.tokens_dropped + buffer.num_tokens
+
+
+async def test_a_refused_put_is_counted_and_does_not_end_the_loop(make_buffer):
+    buffer = make_buffer(3)
+    async with running(buffer, writes(10)) as (loop, _, run):
+        await asyncio.sleep(0.03)
+        del buffer.held[0, 0]
+        await buffer.stored(2)
+        async with asyncio.timeout(5):
+            while loop.counters().groups_refused == 0:
+                await asyncio.sleep(0)
+        assert not run.done()
+        counters = loop.counters()
+    assert (counters.groups_refused, counters.groups_finished) == (1, 2)
+    assert counters.tokens_in_flight == 0
+
+
+async def test_leases_are_renewed_while_they_run(make_buffer):
+    buffer = make_buffer(2)
+    async with running(buffer, writes(20), renew_every_s=0.02):
+        await buffer.stored(2)
+    assert buffer.renewals >= 4
+
+
+async def test_the_death_of_the_engine_ends_the_run_with_its_cause_and_gives_leases_back(make_buffer):
+    buffer = make_buffer(6)
+    async with running(buffer, writes(500)) as (_, engine, run):
+        await asyncio.sleep(0.05)
+        engine.die("killed")
+        with pytest.raises(WorkerDiedError, match="killed"):
+            await asyncio.wait_for(run, 2)
+    assert buffer.held == {}
+
+
+async def test_a_refused_request_ends_the_run_and_gives_leases_back(make_buffer):
+    buffer = make_buffer(6)
+    async with running(buffer, lambda request, version: ScriptedAnswer(error="too long")) as (_, _, run):
+        with pytest.raises(EngineError, match="too long"):
+            await asyncio.wait_for(run, 2)
+    assert buffer.held == {}
+    assert buffer.num_tokens == 0
+
+
+async def test_a_failing_reward_ends_the_run_and_its_tokens_are_released(make_buffer, monkeypatch):
+    monkeypatch.setitem(BUILT_IN_REWARDS, "bad", nan_reward)
+    buffer = make_buffer(1)
+    async with running(buffer, reward="bad") as (loop, _, run):
+        with pytest.raises(RewardError, match="'bad' on prompt group 0 returned nan"):
+            await asyncio.wait_for(run, 2)
+        counters = loop.counters()
+    assert counters.tokens_generated == buffer.tokens_dropped == 2
+
+
+def nan_reward(prompt, response_text):
+    return float("nan")
+
+
+async def test_time_is_busy_or_waiting_but_never_both(make_buffer):
+    buffer = make_buffer(2, groups_per_step=2, max_lag=0)
+    async with running(buffer, writes(10)) as (loop, _, _):
+        await buffer.stored(2)
+        await asyncio.sleep(0.1)
+        counters = loop.counters()
+    assert 0.1 <= counters.busy_s < 0.25
+    assert 0.1 <= counters.wait_s < 0.25
