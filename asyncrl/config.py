@@ -219,7 +219,7 @@ def check_placement(config: RunConfig, *, num_cpus: int, num_gpus: int) -> None:
     gpus, cpus = requested_gpus(config), requested_cpus(config)
     if gpus > num_gpus:
         raise ValueError(
-            f"learner.device={config.learner.device} asks for {gpus} GPUs ({config.learner.num_ranks} learner ranks and "
+            f"learner.device={config.learner.device} asks for {gpus} GPUs ({config.learner.num_ranks} learner ranks, "
             f"{config.rollout_fleet.num_engines} engines), got {num_gpus}; lower learner.num_ranks or "
             "rollout_fleet.num_engines, or set learner.device=cpu"
         )

@@ -34,7 +34,6 @@ from asyncrl.protocol.errors import AccountError
 from asyncrl.protocol.ports import ControlBuffer
 from asyncrl.protocol.types import BufferStats, Plan, Prompt, TokenAccount, WeightSnapshot
 
-
 # The step that the ranks compute, and one queued behind it: enough that they never wait for the controller.
 _PIPELINE_STEPS = 2
 

@@ -5,16 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any, TypeVar
 
 import ray
-from learner.advantages import ADVANTAGES, plan_advantages
-from learner.batching import split_plan
-from learner.worker import LearnerWorker
-from rollout_fleet.types import FleetCounters
-from rollout_fleet.worker import RolloutWorker
 
 from asyncrl.config import RunConfig
 from asyncrl.controller import FleetCounts
@@ -22,7 +18,14 @@ from asyncrl.protocol.errors import DeadlineError
 from asyncrl.protocol.types import Plan, Prompt, WeightSnapshot
 from asyncrl.single_controller import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from buffer import BufferClient, SyncBufferClient
+from learner.advantages import ADVANTAGES, plan_advantages
+from learner.batching import split_plan
+from learner.worker import LearnerWorker
 from rollout_fleet.config import SamplingConfig
+from rollout_fleet.types import FleetCounters
+from rollout_fleet.worker import RolloutWorker
+
+T = TypeVar("T")
 
 # One thread a process: on a machine with few cores, threads that fight for them stop everybody.
 _WORKER_ENV = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -51,7 +54,7 @@ class Learner:
         self._config = config
         worker = RayClassWithInitArgs(
             ray.remote(LearnerWorker),
-            config.learner,
+            replace(config.learner, keep_snapshots=_snapshots_kept(config)),
             config.algorithm,
             model_path=config.model.path,
             total_steps=config.total_steps,
@@ -60,6 +63,7 @@ class Learner:
             snapshot_dir=str(paths.snapshots),
             seed=config.seed,
             trajectory_dir=str(paths.trajectories) if paths.trajectories else None,
+            checksums=config.rollout_fleet.verify_weights,
         )
         self._group = _start_group(
             "learner",
@@ -90,7 +94,8 @@ class Learner:
             num_shards=self._config.learner.num_ranks // self._config.learner.sp_size,
             max_lag=self._config.buffer.max_lag,
         )
-        return self._merged(self._group.update_policy(shards), plan.version)
+        what = f"the update of step {plan.version}"
+        return self._first(self._group.update_policy(shards), what)
 
     def publish(self, version: int) -> Awaitable[WeightSnapshot]:
         """See `LearnerPort.publish`."""
@@ -104,19 +109,8 @@ class Learner:
         """End the ranks: ask, then kill."""
         await _stop_group(self._group, timeout_s)
 
-    async def _merged(self, pending: Awaitable[list[dict[str, float]]], version: int) -> Mapping[str, float]:
-        """The step's metrics: shared ones from rank 0, the extremes of what each rank measured for itself."""
-        ranks = await within(pending, self._step_deadline_s, f"the update of step {version}", "learner.step_timeout_s")
-        extremes = {
-            "started_at": min(rank["started_at"] for rank in ranks),
-            "ended_at": max(rank["ended_at"] for rank in ranks),
-            "fetch_s": max(rank["fetch_s"] for rank in ranks),
-            "train_s": max(rank["train_s"] for rank in ranks),
-            "lag_max": max(rank["lag_max"] for rank in ranks),
-        }
-        return ranks[0] | extremes
-
-    async def _first(self, pending: Awaitable[list[WeightSnapshot]], what: str) -> WeightSnapshot:
+    async def _first(self, pending: Awaitable[list[T]], what: str) -> T:
+        """Rank 0's answer; the ranks reduce what they measure among themselves."""
         return (await within(pending, self._step_deadline_s, what, "learner.step_timeout_s"))[0]
 
     @property
@@ -197,7 +191,7 @@ class Fleet:
         await _stop_group(self._group, timeout_s)
 
 
-async def within(pending: Awaitable, timeout_s: float, what: str, option: str) -> list:
+async def within(pending: Awaitable[T], timeout_s: float, what: str, option: str) -> T:
     """Await a group's call under a deadline.
 
     Raises:
@@ -219,7 +213,8 @@ def _start_group(
     num_gpus: int,
     config: RunConfig,
     log_dir: Path,
-) -> RayWorkerGroup:
+) -> Any:
+    """Start a group; typed Any, because its methods are bound from the worker class when it is made."""
     pool = RayResourcePool(
         process_on_nodes=[num_workers],
         use_gpu=num_gpus > 0,
@@ -231,6 +226,12 @@ def _start_group(
     return RayWorkerGroup(pool, worker, name_prefix=name, log_dir=log_dir, worker_env=_WORKER_ENV)
 
 
+def _snapshots_kept(config: RunConfig) -> int:
+    """While engines load version u + 1, admission at u lets the learner reach u + max_lag + 1, and no further."""
+    kept = config.learner.keep_snapshots
+    return kept if kept == -1 else max(kept, config.buffer.max_lag + 2)
+
+
 async def _stop_group(group: RayWorkerGroup, timeout_s: float) -> None:
     try:
         # Whatever a dying worker answers no longer matters: it is killed next.
@@ -240,7 +241,7 @@ async def _stop_group(group: RayWorkerGroup, timeout_s: float) -> None:
         await asyncio.to_thread(group.shutdown)
 
 
-async def _awaited(pending: Awaitable) -> None:
+async def _awaited(pending: Awaitable[Any]) -> None:
     await pending
 
 

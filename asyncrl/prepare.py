@@ -1,7 +1,7 @@
-"""What a run needs on disk before its parts start: the quickstart's assets, and a warm-started policy.
+"""What a run needs on disk: the quickstart's assets, and a warm-started policy.
 
-Both are reused when they were made from the same settings. The warm start is `asyncrl.sft` in a process of its own, as a
-user would run it; this process waits for its exit and relays its lines.
+Both are reused when they were made from the same settings. The warm start is `asyncrl.sft` in a process of its own, as
+a user would run it; this process waits for its exit and relays its lines.
 """
 
 from __future__ import annotations
@@ -49,28 +49,26 @@ def warm_start_path(config: RunConfig) -> Path:
     return Path(config.output_dir, config.experiment, "sft", digest).resolve()
 
 
-async def prepare(config: RunConfig, overrides: Sequence[str], log_path: Path, say: Callable[[str], None]) -> RunConfig:
-    """Return the run with its model and data in place.
+async def warm_start(config: RunConfig, overrides: Sequence[str], log_path: Path, say: Callable[[str], None]) -> Path:
+    """Return the directory of the policy that training starts from: fine-tuned where ``sft.enabled``.
 
     Args:
-        config: The run as composed.
+        config: The run, with its assets.
         overrides: The command line it was composed from; the warm start composes the same.
         log_path: The warm start's log.
         say: Shows the user a line.
 
     Raises:
-        ValueError: assets cannot be made.
         WorkerDiedError: the warm start failed; the message ends with its last lines.
     """
-    config = await asyncio.to_thread(with_quickstart_assets, config)
     if not config.sft.enabled:
-        return config
+        return Path(config.model.path)
     policy = warm_start_path(config)
     if (policy / "sft.json").is_file():
-        say(f"warm start: reusing {policy} (greedy {json.loads((policy / 'sft.json').read_text())['accuracy']})")
+        say(f"warm start: reusing {policy} (greedy {json.loads((policy / 'sft.json').read_text())['accuracy']:.3f})")
     else:
         await _fine_tune(overrides, log_path, say)
-    return replace(config, model=replace(config.model, path=str(policy)))
+    return policy
 
 
 async def _fine_tune(overrides: Sequence[str], log_path: Path, say: Callable[[str], None]) -> None:
@@ -105,6 +103,6 @@ async def _fine_tune(overrides: Sequence[str], log_path: Path, say: Callable[[st
 
 def _model_digest(path: Path) -> str:
     digest = hashlib.sha256()
-    for file in sorted(path.glob("*.safetensors")) + [path / "config.json"]:
+    for file in [*sorted(path.glob("*.safetensors")), path / "config.json"]:
         digest.update(file.read_bytes())
     return digest.hexdigest()

@@ -1,4 +1,4 @@
-"""The life of a run: prepare, start every part, evaluate, train, evaluate again, save, stop.
+"""The life of a run: start every part, evaluate, train, evaluate again, save, stop.
 
 A part that dies ends the run: its watcher raises, everything else is cancelled, and what was started is stopped in the
 reverse order, whatever happened.
@@ -10,9 +10,9 @@ import asyncio
 import logging
 import shutil
 import tempfile
-from collections.abc import AsyncIterator, Coroutine, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from collections.abc import Coroutine, Iterator, Sequence
+from contextlib import AsyncExitStack, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,7 +20,7 @@ from transformers import AutoTokenizer
 
 from asyncrl.buffer_process import buffer_died
 from asyncrl.cluster import ray_cluster
-from asyncrl.config import RunConfig, check_files
+from asyncrl.config import RunConfig
 from asyncrl.controller import Controller
 from asyncrl.data.prompts import PromptStream, load_eval_prompts
 from asyncrl.evaluation import evaluate
@@ -35,12 +35,12 @@ from asyncrl.metrics import (
     summary_document,
     write_json,
 )
-from asyncrl.prepare import prepare
-from asyncrl.protocol.types import Prompt
+from asyncrl.protocol.types import Prompt, WeightSnapshot
 from buffer import BufferClient
 from buffer.process import BufferProcess
 
 T = TypeVar("T")
+U = TypeVar("U")
 logger = logging.getLogger(__name__)
 
 _SHARED_MEMORY = Path("/dev/shm")
@@ -50,7 +50,6 @@ _SHARED_MEMORY = Path("/dev/shm")
 class _Parts:
     """What is running."""
 
-    server: BufferProcess
     buffer: BufferClient
     learner: Learner
     fleet: Fleet
@@ -59,38 +58,34 @@ class _Parts:
 class Run:
     """One run, in its folder."""
 
-    def __init__(self, config: RunConfig, run_dir: Path, overrides: Sequence[str], view: TerminalView) -> None:
+    def __init__(self, config: RunConfig, run_dir: Path, warming: asyncio.Task[Path], view: TerminalView) -> None:
+        """Take the run, checked, and the task that ends in the directory of the policy to start from."""
         self._config = config
         self._run_dir = run_dir
-        self._overrides = overrides
+        self._warming = warming
         self._view = view
         self._records: list[StepRecord] = []
         self._start_s = 0.0
 
-    async def run(self) -> dict[str, Any]:
-        """Run to the end; returns the summary, which is also written.
+    async def run(self) -> None:
+        """Run to the end, and write the summary.
 
         Raises:
             ValueError: an option or a file is wrong.
             AsyncRLError: a part died, missed a deadline, or the account does not balance.
         """
-        config = await self._prepare()
-        prompts, held_out = self._read_prompts(config)
+        prompts, held_out = await asyncio.to_thread(self._read_prompts)
         async with AsyncExitStack() as stack:
-            parts = await self._start(config, stack)
-            work = self._train(config, parts, prompts, held_out)
-            result, before, after = await _unless(work, [buffer_died(parts.server)])
+            server = self._start_buffer(stack)
+            with self._view.waiting_for("Ray"):
+                await stack.enter_async_context(ray_cluster(self._config))
+            work = self._run_parts(stack, server, prompts, held_out)
+            result, before, after = await _unless(work, [buffer_died(server)])
             self._view.say("stopping")
-        return self._summarise(config, result, before, after)
+        self._summarise(result, before, after)
 
-    async def _prepare(self) -> RunConfig:
-        with self._view.waiting_for("model, data and warm start"):
-            log_path = self._run_dir / "logs" / "sft.log"
-            config = await prepare(self._config, self._overrides, log_path, self._view.say)
-        check_files(config)
-        return config
-
-    def _read_prompts(self, config: RunConfig) -> tuple[PromptStream, list[Prompt]]:
+    def _read_prompts(self) -> tuple[PromptStream, list[Prompt]]:
+        config = self._config
         tokenizer = AutoTokenizer.from_pretrained(config.model.path)
         prompts = PromptStream(config.data, tokenizer, seed=config.seed)
         if prompts.num_filtered:
@@ -98,47 +93,71 @@ class Run:
         held_out = load_eval_prompts(config.data, tokenizer) if config.evaluation.enabled else []
         return prompts, held_out
 
-    async def _start(self, config: RunConfig, stack: AsyncExitStack) -> _Parts:
-        """Start Ray and the buffer, then the learner and the fleet at the same time; the stack stops them."""
-        logs = self._run_dir / "logs"
-        paths = RunPaths(
-            logs=logs,
-            snapshots=await stack.enter_async_context(_snapshot_folder(config, self._run_dir)),
-            trajectories=self._run_dir / "trajectories" if config.record_trajectories else None,
-        )
+    def _start_buffer(self, stack: AsyncExitStack) -> BufferProcess:
+        # Started from this thread, which outlives it: the server dies with the thread that started it.
         with self._view.waiting_for("buffer"):
-            server = stack.enter_context(
+            return stack.enter_context(
                 BufferProcess(
-                    config.buffer,
-                    groups_per_step=config.algorithm.groups_per_step,
-                    log_path=logs / "buffer.log",
-                    start_timeout_s=config.buffer.request_timeout_s,
+                    self._config.buffer,
+                    groups_per_step=self._config.algorithm.groups_per_step,
+                    log_path=self._run_dir / "logs" / "buffer.log",
+                    start_timeout_s=self._config.buffer.request_timeout_s,
                 )
             )
-        with self._view.waiting_for("Ray"):
-            await stack.enter_async_context(ray_cluster(config))
-        buffer = BufferClient(server.address, request_timeout_s=config.buffer.request_timeout_s)
+
+    async def _run_parts(
+        self, stack: AsyncExitStack, server: BufferProcess, prompts: PromptStream, held_out: list[Prompt]
+    ) -> tuple[TrainingResult, Evaluation | None, Evaluation | None]:
+        buffer = BufferClient(server.address, request_timeout_s=self._config.buffer.request_timeout_s)
         stack.push_async_callback(buffer.close)
-        learner, fleet = await asyncio.to_thread(_make_groups, config, server.address, paths)
-        stack.push_async_callback(_stop_groups, learner, fleet, config.rollout_fleet.stop_timeout_s + 2)
-        learner_words = f"learner ({config.learner.num_ranks} ranks)"
-        fleet_words = f"rollout fleet ({config.rollout_fleet.num_engines} {config.rollout_fleet.engine} engines)"
-        starting = _together(self._ready(learner_words, learner.init()), self._ready(fleet_words, fleet.start()))
-        await _unless(starting, [buffer_died(server)])
-        return _Parts(server=server, buffer=buffer, learner=learner, fleet=fleet)
+        learner, fleet = await self._start_groups(stack, server.address)
+        return await self._train(_Parts(buffer=buffer, learner=learner, fleet=fleet), prompts, held_out)
+
+    async def _start_groups(self, stack: AsyncExitStack, buffer_address: str) -> tuple[Learner, Fleet]:
+        """Start the fleet while the policy is warm-started, then the learner; the stack stops them.
+
+        Engines take longest to come up: they start on ``model.path``, which has the policy's shape, and load the
+        warm-started weights as version 0 by the same transaction as every later version.
+        """
+        paths = RunPaths(
+            logs=self._run_dir / "logs",
+            snapshots=stack.enter_context(_snapshot_folder(self._config, self._run_dir)),
+            trajectories=self._run_dir / "trajectories" if self._config.record_trajectories else None,
+        )
+
+        async def start_fleet() -> Fleet:
+            fleet = await asyncio.to_thread(Fleet, self._config, buffer_address=buffer_address, paths=paths)
+            stack.push_async_callback(fleet.stop, self._config.rollout_fleet.stop_timeout_s + 2)
+            count, engine = self._config.rollout_fleet.num_engines, self._config.rollout_fleet.engine
+            await self._ready(f"rollout fleet ({count} {engine} engines)", fleet.start())
+            policy = await self._warming
+            if policy != Path(self._config.model.path):
+                await fleet.load(WeightSnapshot(version=0, path=str(policy)))
+            return fleet
+
+        async def start_learner() -> Learner:
+            with self._view.waiting_for("warm start"):
+                policy = await self._warming
+            config = replace(self._config, model=replace(self._config.model, path=str(policy)))
+            learner = await asyncio.to_thread(Learner, config, buffer_address=buffer_address, paths=paths)
+            stack.push_async_callback(learner.stop, self._config.rollout_fleet.stop_timeout_s)
+            await self._ready(f"learner ({config.learner.num_ranks} ranks)", learner.init())
+            return learner
+
+        return await _together(start_learner(), start_fleet())
 
     async def _ready(self, part: str, start: Coroutine[Any, Any, None]) -> None:
         with self._view.waiting_for(part):
             await start
 
     async def _train(
-        self, config: RunConfig, parts: _Parts, prompts: PromptStream, held_out: list[Prompt]
+        self, parts: _Parts, prompts: PromptStream, held_out: list[Prompt]
     ) -> tuple[TrainingResult, Evaluation | None, Evaluation | None]:
-        before = await self._evaluate(config, parts, held_out, "before", 0)
+        before = await self._evaluate(parts, held_out, "before", 0)
         self._start_s = self._view.elapsed_s
         writer = MetricsWriter(self._run_dir)
         controller = Controller(
-            config,
+            self._config,
             buffer=parts.buffer,
             learner=parts.learner,
             fleet=parts.fleet,
@@ -149,16 +168,14 @@ class Run:
             result = await _unless(controller.train(), [parts.fleet.run()])
         finally:
             writer.close()
-        after = await self._evaluate(config, parts, held_out, "after", result.policy_version)
+        after = await self._evaluate(parts, held_out, "after", result.policy_version)
         await parts.learner.save_policy(self._run_dir / "policy")
         return result, before, after
 
-    async def _evaluate(
-        self, config: RunConfig, parts: _Parts, held_out: list[Prompt], when: str, version: int
-    ) -> Evaluation | None:
-        if not config.evaluation.enabled:
+    async def _evaluate(self, parts: _Parts, held_out: list[Prompt], when: str, version: int) -> Evaluation | None:
+        if not self._config.evaluation.enabled:
             return None
-        evaluation = await evaluate(parts.fleet, held_out, config, policy_version=version)
+        evaluation = await evaluate(parts.fleet, held_out, self._config, policy_version=version)
         self._view.evaluation(when, evaluation)
         return evaluation
 
@@ -167,13 +184,11 @@ class Run:
         writer.write(record)
         self._view.step(record)
 
-    def _summarise(
-        self, config: RunConfig, result: TrainingResult, before: Evaluation | None, after: Evaluation | None
-    ) -> dict[str, Any]:
+    def _summarise(self, result: TrainingResult, before: Evaluation | None, after: Evaluation | None) -> None:
         summary = summary_document(
-            experiment=config.experiment,
-            seed=config.seed,
-            max_lag=config.buffer.max_lag,
+            experiment=self._config.experiment,
+            seed=self._config.seed,
+            max_lag=self._config.buffer.max_lag,
             result=result,
             before=before,
             after=after,
@@ -182,7 +197,6 @@ class Run:
         write_json(self._run_dir / "summary.json", summary)
         plot_reward(self._run_dir / "reward.png", self._records, before, after)
         self._view.summary(summary, self._run_dir)
-        return summary
 
 
 async def _unless(work: Coroutine[Any, Any, T], watchers: Sequence[Coroutine[Any, Any, Any]]) -> T:
@@ -205,26 +219,15 @@ async def _unless(work: Coroutine[Any, Any, T], watchers: Sequence[Coroutine[Any
         await asyncio.gather(task, *watching, return_exceptions=True)
 
 
-async def _together(*starts: Coroutine[Any, Any, None]) -> None:
-    """Await all; the first failure cancels the others."""
+async def _together(first: Coroutine[Any, Any, T], second: Coroutine[Any, Any, U]) -> tuple[T, U]:
+    """Await both; a failure of one cancels the other."""
     async with asyncio.TaskGroup() as tasks:
-        for start in starts:
-            tasks.create_task(start)
+        left, right = tasks.create_task(first), tasks.create_task(second)
+    return left.result(), right.result()
 
 
-def _make_groups(config: RunConfig, address: str, paths: RunPaths) -> tuple[Learner, Fleet]:
-    return (
-        Learner(config, buffer_address=address, paths=paths),
-        Fleet(config, buffer_address=address, paths=paths),
-    )
-
-
-async def _stop_groups(learner: Learner, fleet: Fleet, timeout_s: float) -> None:
-    await asyncio.gather(fleet.stop(timeout_s), learner.stop(timeout_s), return_exceptions=True)
-
-
-@asynccontextmanager
-async def _snapshot_folder(config: RunConfig, run_dir: Path) -> AsyncIterator[Path]:
+@contextmanager
+def _snapshot_folder(config: RunConfig, run_dir: Path) -> Iterator[Path]:
     """Where weights are published: in the run's folder where all are kept, else in memory, removed at the end."""
     if config.learner.keep_snapshots == -1 or not _SHARED_MEMORY.is_dir():
         folder = run_dir / "snapshots"

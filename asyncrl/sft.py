@@ -1,7 +1,7 @@
 """``python -m asyncrl.sft``: supervised fine-tuning with the learner's own trainer, packing and optimizer.
 
-One process, or one a rank under ``torchrun --nproc-per-node N -m asyncrl.sft …``. Held-out prompts are answered greedily
-by the in-process engine of rank 0, and training stops at ``sft.target_accuracy``.
+One process, or one a rank under ``torchrun --nproc-per-node N -m asyncrl.sft …``. Held-out prompts are answered
+greedily by the in-process engine of rank 0, and training stops at ``sft.target_accuracy``.
 """
 
 from __future__ import annotations
@@ -19,17 +19,7 @@ from pathlib import Path
 
 import numpy as np
 import torch.distributed as dist
-from learner.losses import negative_log_likelihood
-from learner.mesh import LearnerMesh
-from learner.trainer import PolicyTrainer
-from learner.types import TokenSequence
-from learner.weights import SnapshotWriter, copy_tokenizer, gather_weights, write_model
-from rollout_fleet.decoding import load_decoder
-from rollout_fleet.engines.factory import make_engine
-from rollout_fleet.evaluation import evaluate_prompts
-from rollout_fleet.rewards.scorer import RewardScorer
-from rollout_fleet.types import EvaluationResult
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from asyncrl.compose import compose_run
 from asyncrl.config import RunConfig, check_files
@@ -38,7 +28,17 @@ from asyncrl.data.rows import read_rows
 from asyncrl.prepare import warm_start_path, with_quickstart_assets
 from asyncrl.protocol.types import Prompt
 from learner.config import LearnerConfig, Schedule
+from learner.losses import negative_log_likelihood
+from learner.mesh import LearnerMesh
+from learner.trainer import PolicyTrainer
+from learner.types import TokenSequence
+from learner.weights import SnapshotWriter, copy_tokenizer, gather_weights, write_model
 from rollout_fleet.config import EngineKind
+from rollout_fleet.decoding import load_decoder
+from rollout_fleet.engines.factory import make_engine
+from rollout_fleet.evaluation import evaluate_prompts
+from rollout_fleet.rewards.scorer import RewardScorer
+from rollout_fleet.types import EvaluationResult
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +96,7 @@ async def fine_tune(config: RunConfig) -> Path:
     return policy
 
 
-def read_demonstrations(config: RunConfig, tokenizer: AutoTokenizer) -> list[TokenSequence]:
+def read_demonstrations(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> list[TokenSequence]:
     """Read prompts and responses as sequences; the loss is on the response and its end-of-sequence token.
 
     Raises:

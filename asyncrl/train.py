@@ -13,12 +13,14 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 
 from asyncrl.compose import CONFIG_DIR, compose_run, dump_yaml
-from asyncrl.config import RunConfig, check_options
+from asyncrl.config import RunConfig, check_files, check_options
 from asyncrl.metrics import TerminalView
 from asyncrl.options import help_text
+from asyncrl.prepare import warm_start, with_quickstart_assets
 from asyncrl.protocol.errors import AsyncRLError
 
 EXIT_FAILED = 1
@@ -70,10 +72,8 @@ async def _until_done_or_stopped(
     config: RunConfig, run_dir: Path, overrides: Sequence[str], view: TerminalView
 ) -> tuple[int, str]:
     """Run; returns the exit status and the last words."""
-    from asyncrl.run import Run  # imports torch and Ray: after the options are known to be right
-
     received: list[str] = []
-    task = asyncio.ensure_future(Run(config, run_dir, overrides, view).run())
+    task = asyncio.ensure_future(_run(config, run_dir, overrides, view))
 
     def stop(number: signal.Signals) -> None:
         if received:
@@ -100,6 +100,20 @@ async def _until_done_or_stopped(
     return 0, ""
 
 
+async def _run(config: RunConfig, run_dir: Path, overrides: Sequence[str], view: TerminalView) -> None:
+    """Warm-start the policy while torch and Ray are imported and the parts start that do not need it."""
+    config = await asyncio.to_thread(with_quickstart_assets, config)
+    check_files(config)
+    warming = asyncio.create_task(warm_start(config, overrides, run_dir / "logs" / "sft.log", view.say))
+    try:
+        with view.waiting_for("torch and Ray to be imported"):
+            module = await asyncio.to_thread(import_module, "asyncrl.run")
+        await module.Run(config, run_dir, warming, view).run()
+    finally:
+        warming.cancel()
+        await asyncio.gather(warming, return_exceptions=True)
+
+
 def root_cause(error: BaseException) -> BaseException:
     """The first real fault inside nested exception groups: a named death before a missed deadline before the rest."""
     if not isinstance(error, BaseExceptionGroup):
@@ -109,7 +123,7 @@ def root_cause(error: BaseException) -> BaseException:
 
 
 def make_run_dir(config: RunConfig) -> Path:
-    """Make ``<output_dir>/<experiment>/<time>/`` with its logs folder and ``config.yaml``; returns its absolute path."""
+    """Make ``<output_dir>/<experiment>/<time>/`` with its logs folder and ``config.yaml``; returns its path."""
     base = Path(config.output_dir, config.experiment).resolve()
     stamp = time.strftime("%Y-%m-%d_%H-%M-%S")
     for suffix in ("", *(f"-{count}" for count in range(2, 100))):

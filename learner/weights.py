@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from asyncrl.protocol.types import WeightSnapshot
+from asyncrl.protocol.weights import weight_checksums
 
 from .fsdp import whole_tensors
 from .trainer import PolicyTrainer
@@ -90,16 +91,18 @@ class SnapshotWriter:
 
     Args:
         directory: Holds ``v00000012/`` for version 12; readable by every engine of the host.
-        keep: Snapshots kept, the new one included; -1 keeps all. At least 2, so that an engine never loads from a
-            directory that is being removed.
+        keep: Snapshots kept, the new one included; -1 keeps all. An engine must have loaded a version, or a newer
+            one, before ``keep`` newer ones are written.
+        checksums: Digest every tensor, so that engines can verify what they loaded.
     """
 
-    def __init__(self, directory: str, *, keep: int) -> None:
+    def __init__(self, directory: str, *, keep: int, checksums: bool = True) -> None:
         self._directory = Path(directory)
         self._keep = keep
+        self._checksums = checksums
 
     def write(self, version: int, trainer: PolicyTrainer) -> WeightSnapshot:
-        """Gather and write one version. A collective; returns the snapshot on every rank, written when rank 0 returns.
+        """Gather and write one version. A collective; returns the snapshot; only rank 0's has checksums.
 
         Args:
             version: Learner steps contained in the weights.
@@ -107,10 +110,12 @@ class SnapshotWriter:
         """
         path = self._directory / f"v{version:08d}"
         weights = gather_weights(trainer)
-        if weights is not None:
-            write_model(path, trainer.causal_lm, weights, trainer.compute_dtype)
-            self._remove_old()
-        return WeightSnapshot(version=version, path=str(path))
+        if weights is None:
+            return WeightSnapshot(version=version, path=str(path))
+        write_model(path, trainer.causal_lm, weights, trainer.compute_dtype)
+        self._remove_old()
+        checksums = weight_checksums(weights) if self._checksums else {}
+        return WeightSnapshot(version=version, path=str(path), checksums=checksums)
 
     def _remove_old(self) -> None:
         snapshots = sorted(path for path in self._directory.iterdir() if _SNAPSHOT.fullmatch(path.name))

@@ -59,6 +59,7 @@ class LearnerWorker(Worker):
         snapshot_dir: Where published weights go; readable by the engines of this host.
         seed: Seeds dropout, where the model has any.
         trajectory_dir: Where consumed groups are recorded, a file a step and rank; None records nothing.
+        checksums: Digest published tensors, so that engines can verify what they loaded.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class LearnerWorker(Worker):
         snapshot_dir: str,
         seed: int,
         trajectory_dir: str | None = None,
+        checksums: bool = True,
     ) -> None:
         super().__init__()
         self._config = config
@@ -83,7 +85,7 @@ class LearnerWorker(Worker):
         self._seed = seed
         self._loss = partial(LOSSES.get(algorithm.loss), config=algorithm)
         self._aggregation = algorithm.aggregation
-        self._snapshots = SnapshotWriter(snapshot_dir, keep=config.keep_snapshots)
+        self._snapshots = SnapshotWriter(snapshot_dir, keep=config.keep_snapshots, checksums=checksums)
         self._recorder = TrajectoryRecorder(trajectory_dir) if trajectory_dir else None
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)

@@ -101,6 +101,8 @@ class RolloutFleetConfig:
         start_timeout_s: Deadline for an engine to come up.
         load_timeout_s: Deadline of one weight update on one engine.
         generate_timeout_s: Deadline of one engine request.
+        verify_weights: Compare a digest of every tensor an engine holds with the published one, at every update.
+            Reads all weights once: turn it off where that takes longer than you want to wait.
         stop_timeout_s: How long an engine may take to stop before it is killed.
         renew_every_s: How often running leases are renewed; a third of ``buffer.lease_s`` is usual.
         sampling: How training rollouts are sampled.
@@ -121,6 +123,7 @@ class RolloutFleetConfig:
     load_timeout_s: float = 60.0
     generate_timeout_s: float = 600.0
     stop_timeout_s: float = 5.0
+    verify_weights: bool = True
     renew_every_s: float = 20.0
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     sglang: SGLangConfig = field(default_factory=SGLangConfig)
