@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import shutil
-import tempfile
-from collections.abc import Coroutine, Iterator, Sequence
-from contextlib import AsyncExitStack, contextmanager
+from collections.abc import Coroutine, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -36,14 +34,13 @@ from asyncrl.metrics import (
     write_json,
 )
 from asyncrl.protocol.types import Prompt, WeightSnapshot
+from asyncrl.run_folders import snapshot_folder
 from buffer import BufferClient
 from buffer.process import BufferProcess
 
 T = TypeVar("T")
 U = TypeVar("U")
 logger = logging.getLogger(__name__)
-
-_SHARED_MEMORY = Path("/dev/shm")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +118,7 @@ class Run:
         """
         paths = RunPaths(
             logs=self._run_dir / "logs",
-            snapshots=stack.enter_context(_snapshot_folder(self._config, self._run_dir)),
+            snapshots=snapshot_folder(self._config, self._run_dir),
             trajectories=self._run_dir / "trajectories" if self._config.record_trajectories else None,
         )
 
@@ -224,18 +221,3 @@ async def _together(first: Coroutine[Any, Any, T], second: Coroutine[Any, Any, U
     async with asyncio.TaskGroup() as tasks:
         left, right = tasks.create_task(first), tasks.create_task(second)
     return left.result(), right.result()
-
-
-@contextmanager
-def _snapshot_folder(config: RunConfig, run_dir: Path) -> Iterator[Path]:
-    """Where weights are published: in the run's folder where all are kept, else in memory, removed at the end."""
-    if config.learner.keep_snapshots == -1 or not _SHARED_MEMORY.is_dir():
-        folder = run_dir / "snapshots"
-        folder.mkdir()
-        yield folder
-        return
-    folder = Path(tempfile.mkdtemp(prefix="asyncrl-", dir=_SHARED_MEMORY))
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)

@@ -1,7 +1,7 @@
 """``python -m asyncrl.train``: train a policy asynchronously. ``--help`` explains the options.
 
-Ctrl-C or SIGTERM cancels the run, which stops what it started; a second signal ends it on the spot, and the children,
-which die with their parent, go with it.
+Ctrl-C or SIGTERM cancels the run, which stops what it started; a second signal ends it on the spot, and its supervisor
+(`asyncrl.supervisor`) ends what is left.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import shutil
 import signal
 import sys
-import time
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
@@ -22,6 +22,8 @@ from asyncrl.metrics import TerminalView
 from asyncrl.options import help_text
 from asyncrl.prepare import warm_start, with_quickstart_assets
 from asyncrl.protocol.errors import AsyncRLError
+from asyncrl.run_folders import last_lines, make_run_dir, shared_folder
+from asyncrl.supervisor import supervise
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -57,6 +59,19 @@ def _page(config: RunConfig, flags: set[str]) -> str:
 
 def _train(config: RunConfig, overrides: Sequence[str]) -> int:
     run_dir = make_run_dir(config)
+    status = supervise(lambda: _run_to_the_end(config, run_dir, overrides))
+    shutil.rmtree(shared_folder(run_dir), ignore_errors=True)
+    if status >= 0:
+        return status
+    log = run_dir / "logs" / "controller.log"
+    sys.stderr.write(
+        f"error: the controller died of {signal.Signals(-status).name}: memory ran out, it was killed, or Ray's own "
+        f"daemon died and took it along; the end of {log}:\n{last_lines(str(log))}\nlogs: {log.parent}\n"
+    )
+    return EXIT_FAILED
+
+
+def _run_to_the_end(config: RunConfig, run_dir: Path, overrides: Sequence[str]) -> int:
     _log_to(run_dir / "logs" / "controller.log")
     view = TerminalView(title=f"asyncrl {config.experiment}", total_steps=config.total_steps)
     with view:
@@ -65,6 +80,7 @@ def _train(config: RunConfig, overrides: Sequence[str]) -> int:
     sys.stdout.flush()
     if message:
         sys.stderr.write(message + "\n")
+        sys.stderr.flush()
     return status
 
 
@@ -120,21 +136,6 @@ def root_cause(error: BaseException) -> BaseException:
         return error
     causes = [root_cause(inner) for inner in error.exceptions]
     return min(causes, key=lambda cause: (not isinstance(cause, AsyncRLError), isinstance(cause, TimeoutError)))
-
-
-def make_run_dir(config: RunConfig) -> Path:
-    """Make ``<output_dir>/<experiment>/<time>/`` with its logs folder and ``config.yaml``; returns its path."""
-    base = Path(config.output_dir, config.experiment).resolve()
-    stamp = time.strftime("%Y-%m-%d_%H-%M-%S")
-    for suffix in ("", *(f"-{count}" for count in range(2, 100))):
-        run_dir = base / (stamp + suffix)
-        try:
-            (run_dir / "logs").mkdir(parents=True)
-        except FileExistsError:
-            continue
-        (run_dir / "config.yaml").write_text(dump_yaml(config))
-        return run_dir
-    raise FileExistsError(f"{base}/{stamp} and 98 siblings exist; start fewer runs a second")
 
 
 def _log_to(path: Path) -> None:

@@ -97,6 +97,10 @@ class RunningTraining:
             f"no process of the run is called {words!r}: {[c.cmdline() for c in self.family.values()]}"
         )
 
+    def signal(self, number: signal.Signals) -> None:
+        """Signal the run's whole process group, as a terminal does on Ctrl-C."""
+        os.killpg(self.process.pid, number)
+
     def kill(self, words: str) -> None:
         """SIGKILL one process of the run."""
         os.kill(self.pid_of(words), signal.SIGKILL)

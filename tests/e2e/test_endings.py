@@ -35,7 +35,7 @@ def test_a_signal_ends_the_run_within_15_seconds_and_leaves_nothing(start, numbe
     run = start()
     run.wait_for_line("step 1/")
     run.remember_family()
-    run.process.send_signal(number)
+    run.signal(number)
     assert run.finish(END_TIMEOUT_S) == 130
     assert f"stopped by {number.name}" in run.lines[-1]
     assert_nothing_is_left(run)
@@ -45,7 +45,7 @@ def test_ctrl_c_while_the_parts_start_ends_the_run(start):
     run = start()
     run.wait_for_line("waiting for learner")
     run.remember_family()
-    run.process.send_signal(signal.SIGINT)
+    run.signal(signal.SIGINT)
     assert run.finish(END_TIMEOUT_S) == 130
     assert_nothing_is_left(run)
 

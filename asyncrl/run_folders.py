@@ -1,0 +1,52 @@
+"""Where a run writes: its folder under ``output_dir``, and its folder in shared memory."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from pathlib import Path
+
+from asyncrl.compose import dump_yaml
+from asyncrl.config import RunConfig
+
+_SHARED_MEMORY = Path("/dev/shm")
+_TAIL_LINES = 20
+
+
+def make_run_dir(config: RunConfig) -> Path:
+    """Make ``<output_dir>/<experiment>/<time>/`` with its logs folder and ``config.yaml``; returns its path."""
+    base = Path(config.output_dir, config.experiment).resolve()
+    stamp = time.strftime("%Y-%m-%d_%H-%M-%S")
+    for suffix in ("", *(f"-{count}" for count in range(2, 100))):
+        run_dir = base / (stamp + suffix)
+        try:
+            (run_dir / "logs").mkdir(parents=True)
+        except FileExistsError:
+            continue
+        (run_dir / "config.yaml").write_text(dump_yaml(config))
+        return run_dir
+    raise FileExistsError(f"{base}/{stamp} and 98 siblings exist; start fewer runs a second")
+
+
+def shared_folder(run_dir: Path) -> Path:
+    """Where a run's weights are published in memory; follows from its folder, so that anyone can remove it."""
+    return _SHARED_MEMORY / f"asyncrl-{hashlib.sha256(str(run_dir).encode()).hexdigest()[:16]}"
+
+
+def snapshot_folder(config: RunConfig, run_dir: Path) -> Path:
+    """Make the folder of published weights: in the run's own where all are kept, else in memory.
+
+    `asyncrl.train` removes the one in memory, however the run ends.
+    """
+    in_memory = config.learner.keep_snapshots != -1 and _SHARED_MEMORY.is_dir()
+    folder = shared_folder(run_dir) if in_memory else run_dir / "snapshots"
+    folder.mkdir(mode=0o700)
+    return folder
+
+
+def last_lines(path: str) -> str:
+    """The end of a log; empty where there is none."""
+    try:
+        return "\n".join(Path(path).read_text(errors="replace").splitlines()[-_TAIL_LINES:])
+    except OSError:
+        return ""

@@ -1,0 +1,83 @@
+"""The parent of a run: passes signals on, waits for the end, and leaves no process behind, whatever the run dies of.
+
+A run cannot clean up after itself when it is killed, or when Ray aborts it because its own daemon died. So it runs in
+a child, in a session of its own (a terminal's Ctrl-C reaches the parent only, once), and the parent adopts every
+orphan of the run (Linux child subreaper), so that it can end what is left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+from collections.abc import Callable
+from types import FrameType
+
+import psutil
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+ORPHAN_GRACE_S = 3.0
+
+
+def supervise(work: Callable[[], int]) -> int:
+    """Run ``work`` in a child process and end everything that it leaves.
+
+    Args:
+        work: The run; called in the child, returns its exit status.
+
+    Returns:
+        The run's exit status, or minus the number of the signal that it died of. Example: -9.
+    """
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    signal.pthread_sigmask(signal.SIG_BLOCK, _PASSED_ON)
+    child = os.fork()
+    if child == 0:
+        os._exit(_run_in_child(work))
+
+    def pass_on(number: int, _: FrameType | None) -> None:
+        with contextlib.suppress(ProcessLookupError):  # it ends at this moment: nothing to pass on to
+            os.kill(child, signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
+
+    for number in _PASSED_ON:
+        signal.signal(number, pass_on)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _PASSED_ON)
+    status = _wait_for(child)
+    _end_orphans(ORPHAN_GRACE_S if status >= 0 else 0.0)
+    return status
+
+
+def _run_in_child(work: Callable[[], int]) -> int:
+    os.setsid()
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _PASSED_ON)
+    try:
+        return work()
+    except SystemExit as exit_:
+        return exit_.code if isinstance(exit_.code, int) else 1
+
+
+def _wait_for(child: int) -> int:
+    """Reap children, adopted ones too, until the run has ended."""
+    while True:
+        pid, status = os.wait()
+        if pid == child:
+            return os.waitstatus_to_exitcode(status)
+
+
+def _end_orphans(grace_s: float) -> None:
+    """Give what the run left a moment to end by itself, then kill it."""
+    orphans = psutil.Process().children(recursive=True)
+    _, alive = psutil.wait_procs(orphans, timeout=grace_s)
+    while alive:
+        for process in alive:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(alive, timeout=5)
+        alive = [process for process in psutil.Process().children(recursive=True) if process.is_running()]
+
+
+def _prctl(option: int, value: int) -> None:
+    ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)

@@ -1,0 +1,125 @@
+"""A short training on real SGLang with two engines and two learner ranks, checked token by token."""
+
+import json
+from collections import defaultdict
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+from running import RunningTraining
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+
+STEPS = 6
+TOLERANCE = 1e-3
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    running = RunningTraining(
+        tmp_path_factory.mktemp("training"),
+        f"total_steps={STEPS}",
+        "rollout_fleet.num_engines=2",
+        "learner.num_ranks=2",
+        "learner.keep_snapshots=-1",
+        "record_trajectories=true",
+        "algorithm.groups_per_step=16",
+        "evaluation.num_samples=1",
+        "sft.target_accuracy=0.3",
+    )
+    running.wait_for_line("step 1/")
+    running.remember_family()
+    try:
+        status = running.finish(timeout_s=300)
+        assert status == 0, running.output
+        yield running
+    finally:
+        running.end()
+
+
+def trained_samples(run):
+    rows = []
+    for path in sorted((run.run_dir / "trajectories").glob("*.parquet")):
+        rows += pq.read_table(path).to_pylist()
+    return rows
+
+
+def test_versions_advance_one_a_step_and_no_lag_exceeds_the_bound(run):
+    assert [record["step"] for record in run.records] == list(range(STEPS))
+    assert run.summary["policy_version"] == STEPS
+    assert run.summary["max_lag"]["realised"] <= run.summary["max_lag"]["bound"]
+    assert sum(run.summary["max_lag"]["histogram"].values()) == STEPS * 16
+    versions = {version for row in trained_samples(run) for version in row["versions"]}
+    assert 0 in versions
+    assert max(versions) > 0, "no token was sampled under trained weights"
+
+
+def test_every_token_is_accounted_for(run):
+    tokens = run.summary["tokens"]
+    parts = tokens["trained"] + tokens["dropped"] + tokens["buffered"] + tokens["in_flight"]
+    assert tokens["generated"] == parts
+    assert tokens["trained"] == sum(len(row["response_ids"]) for row in trained_samples(run))
+
+
+def test_every_trained_token_has_the_log_prob_of_the_version_it_names(run):
+    rows_by_version = defaultdict(list)
+    for row in trained_samples(run):
+        for version in set(row["versions"]):
+            rows_by_version[version].append(row)
+    compared = 0
+    for version, rows in rows_by_version.items():
+        model = model_of_version(run, version)
+        for row in rows:
+            expected = response_logprobs(model, row)
+            mine = np.asarray(row["versions"]) == version
+            np.testing.assert_allclose(
+                np.asarray(row["behavior_logprobs"])[mine], expected[mine], atol=TOLERANCE, err_msg=f"version {version}"
+            )
+            compared += int(mine.sum())
+    assert compared == run.summary["tokens"]["trained"]
+
+
+def test_the_exported_policy_loads_and_is_the_learners_last_version(run):
+    policy = AutoModelForCausalLM.from_pretrained(run.run_dir / "policy", dtype=torch.float32)
+    last = model_of_version(run, STEPS)
+    for (name, exported), (_, published) in zip(policy.named_parameters(), last.named_parameters(), strict=True):
+        torch.testing.assert_close(exported, published, rtol=0, atol=0, msg=name)
+    first = model_of_version(run, 0)
+    assert any(not torch.equal(a, b) for a, b in zip(policy.parameters(), first.parameters(), strict=True))
+    tokenizer = AutoTokenizer.from_pretrained(run.run_dir / "policy")
+    assert tokenizer.decode(tokenizer("12345=")["input_ids"]) == "12345="
+
+
+def test_the_folder_holds_what_the_readme_says(run):
+    for name in ("config.yaml", "metrics.jsonl", "summary.json", "reward.png", "policy/config.json"):
+        assert (run.run_dir / name).stat().st_size > 0, name
+    assert any((run.run_dir / "tensorboard").iterdir())
+    logs = {path.name for path in (run.run_dir / "logs").iterdir()}
+    expected = {"controller.log", "buffer.log", "learner-0.log", "learner-1.log", "rollout-0.log", "rollout-1.log"}
+    assert expected | {"sglang-0.log", "sglang-1.log"} <= logs
+
+
+def test_nothing_outlives_the_run(run):
+    assert run.survivors() == []
+    assert run.left_in_shared_memory() == set()
+
+
+def model_of_version(run, version):
+    if version == 0:
+        path = next(path.parent for path in run.output_dir.glob("*/sft/*/sft.json"))
+    else:
+        path = run.run_dir / "snapshots" / f"v{version:08d}"
+    assert Path(path, "config.json").is_file(), f"no weights of version {version}: {json.dumps(str(path))}"
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+
+
+@torch.no_grad()
+def response_logprobs(model, row):
+    """[R] float32 log-probs of the response under a plain Hugging Face forward."""
+    ids = torch.tensor([row["prompt_ids"] + row["response_ids"]])
+    logits = model(ids).logits[0, len(row["prompt_ids"]) - 1 : -1]
+    chosen = torch.tensor(row["response_ids"])
+    return logits.log_softmax(-1).gather(-1, chosen[:, None])[:, 0].numpy()
