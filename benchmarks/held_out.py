@@ -29,7 +29,7 @@ class HeldOut:
     ground_truths: list[str]
     tokenizer: Any
     samples_per_prompt: int = 4
-    max_new_tokens: int = 10
+    max_new_tokens: int = 12
     seed: int = 0
 
     @torch.no_grad()

@@ -52,7 +52,7 @@ class TrlSettings:
     max_steps: int = 200
     groups_per_step: int = 32
     samples_per_prompt: int = 8
-    max_new_tokens: int = 10
+    max_new_tokens: int = 12
     lr: float = 1e-3
     beta1: float = 0.9
     beta2: float = 0.95

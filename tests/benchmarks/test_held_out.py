@@ -37,7 +37,7 @@ def held_out(tmp_path_factory):
     directory = tmp_path_factory.mktemp("assets") / "assets"
     assets = make_assets(directory, seed=0, num_train=8, num_held_out=10, num_demonstrations=8)
     tokenizer = AutoTokenizer.from_pretrained(assets.model)
-    return load_held_out(assets.held_out, tokenizer, max_new_tokens=10)
+    return load_held_out(assets.held_out, tokenizer, max_new_tokens=12)
 
 
 def test_accuracy_is_the_share_of_exact_answers(held_out):
