@@ -1,0 +1,75 @@
+"""Held-out accuracy of a policy, measured the same way for every trainer that is compared."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import torch
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldOut:
+    """Held-out prompts and how they are answered.
+
+    Attributes:
+        prompt_ids: [B, P] int64, padded on the left.
+        attention_mask: [B, P] int64, 0 where padded.
+        ground_truths: B exact answers.
+        tokenizer: The policy's.
+        samples_per_prompt: Answers sampled of each prompt.
+        max_new_tokens: Longest answer, in tokens.
+        seed: Of the sampling: equal weights give equal accuracy.
+    """
+
+    prompt_ids: torch.Tensor
+    attention_mask: torch.Tensor
+    ground_truths: list[str]
+    tokenizer: Any
+    samples_per_prompt: int = 4
+    max_new_tokens: int = 12
+    seed: int = 0
+
+    @torch.no_grad()
+    def accuracy(self, model: Any, *, greedy: bool = False) -> float:
+        """Share of answers that equal the ground truth, special tokens left out.
+
+        Args:
+            model: A transformers causal language model; its mode and torch's random state are as before afterwards.
+            greedy: Answer each prompt once, with the likeliest tokens, instead of sampling at temperature 1.
+        """
+        samples = 1 if greedy else self.samples_per_prompt
+        choice = {"do_sample": False} if greedy else {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
+        was_training = model.training
+        model.eval()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.seed)
+            output = model.generate(
+                self.prompt_ids,
+                attention_mask=self.attention_mask,
+                max_new_tokens=self.max_new_tokens,
+                num_return_sequences=samples,
+                pad_token_id=self.tokenizer.pad_token_id,
+                eos_token_id=self.tokenizer.eos_token_id,
+                **choice,
+            )
+        model.train(was_training)
+        answers = self.tokenizer.batch_decode(output[:, self.prompt_ids.shape[1] :], skip_special_tokens=True)
+        truths = [truth for truth in self.ground_truths for _ in range(samples)]
+        return sum(answer == truth for answer, truth in zip(answers, truths, strict=True)) / len(truths)
+
+
+def load_held_out(path: str | Path, tokenizer: Any, *, max_new_tokens: int, samples_per_prompt: int = 4) -> HeldOut:
+    """Read a parquet file with columns prompt and ground_truth."""
+    rows = pq.read_table(path, columns=["prompt", "ground_truth"]).to_pydict()
+    batch = tokenizer(rows["prompt"], padding=True, padding_side="left", return_tensors="pt")
+    return HeldOut(
+        prompt_ids=batch["input_ids"],
+        attention_mask=batch["attention_mask"],
+        ground_truths=rows["ground_truth"],
+        tokenizer=tokenizer,
+        samples_per_prompt=samples_per_prompt,
+        max_new_tokens=max_new_tokens,
+    )

@@ -1,0 +1,224 @@
+"""Training time to a held-out accuracy with TRL's GRPOTrainer, as fast as it goes on two CPU cores.
+
+One process, one JSON line at the end: ``python -m benchmarks.trl_baseline --model WARM --train A --held-out B``. The
+clock runs from the first step, stands still during evaluation, and leaves out the start, which is reported beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+import psutil
+import pyarrow.parquet as pq
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+
+from benchmarks.held_out import HeldOut, load_held_out
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrlSettings:
+    """One run.
+
+    Attributes:
+        model: Directory of the warm-started policy and its tokenizer.
+        train: Parquet with columns prompt and ground_truth.
+        held_out: The same columns.
+        seed: Of data order and sampling.
+        max_steps: Optimizer updates at most; the learning rate falls linearly to 0 over them.
+        groups_per_step: Prompts of one update.
+        samples_per_prompt: Rollouts of one prompt.
+        max_new_tokens: Longest rollout.
+        lr: First learning rate.
+        beta1: AdamW's decay of the first moment.
+        beta2: AdamW's decay of the second moment.
+        weight_decay: Decoupled decay, on matrices only.
+        clip: PPO keeps the ratio in 1 ± clip.
+        clip_grad_norm: Largest global gradient norm.
+        eval_every: Updates between evaluations.
+        target: Sampled held-out accuracy at which the run ends.
+        threads: Of torch.
+    """
+
+    model: str
+    train: str
+    held_out: str
+    seed: int = 0
+    max_steps: int = 200
+    groups_per_step: int = 32
+    samples_per_prompt: int = 8
+    max_new_tokens: int = 12
+    lr: float = 1e-3
+    beta1: float = 0.9
+    beta2: float = 0.95
+    weight_decay: float = 0.01
+    clip: float = 0.2
+    clip_grad_norm: float = 1.0
+    eval_every: int = 10
+    target: float = 0.90
+    threads: int = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrlResult:
+    """What a run measured.
+
+    Attributes:
+        time_to_target_s: Training seconds until the target; None when ``max_steps`` came first.
+        startup_s: From the start of the process to the first step, without the first evaluation.
+        steps: Updates made.
+        train_s: Training seconds of all of them.
+        accuracy_curve: [training seconds, sampled accuracy] at each evaluation.
+    """
+
+    time_to_target_s: float | None
+    startup_s: float
+    steps: int
+    train_s: float
+    accuracy_curve: list[list[float]]
+
+
+class StoppedClock:
+    """Seconds while running."""
+
+    def __init__(self) -> None:
+        self.elapsed_s = 0.0
+        self._since: float | None = None
+
+    def start(self) -> None:
+        """Go on."""
+        self._since = time.perf_counter()
+
+    def stop(self) -> None:
+        """Stand still; a clock that stands already does so on."""
+        if self._since is not None:
+            self.elapsed_s += time.perf_counter() - self._since
+        self._since = None
+
+
+class TargetCallback(TrainerCallback):
+    """Evaluates before the first step and every ``eval_every`` ones, on a stopped clock; ends the run at the target."""
+
+    def __init__(self, settings: TrlSettings, held_out: HeldOut) -> None:
+        self.settings = settings
+        self.held_out = held_out
+        self.clock = StoppedClock()
+        self.curve: list[list[float]] = []
+        self.startup_s = 0.0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Take the start-up time and the accuracy before training."""
+        self.startup_s = time.time() - psutil.Process().create_time()
+        self._measure(kwargs["model"])
+        self.clock.start()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Evaluate where it is due; after the last step in any case."""
+        if state.global_step % self.settings.eval_every and state.global_step < self.settings.max_steps:
+            return
+        self.clock.stop()
+        reached = self._measure(kwargs["model"]) >= self.settings.target
+        control.should_training_stop = control.should_training_stop or reached
+        if not control.should_training_stop:
+            self.clock.start()
+
+    def _measure(self, model: Any) -> float:
+        accuracy = self.held_out.accuracy(model)
+        self.curve.append([round(self.clock.elapsed_s, 3), round(accuracy, 4)])
+        return accuracy
+
+
+def run(settings: TrlSettings) -> TrlResult:
+    """Train until the target or ``max_steps``."""
+    torch.set_num_threads(settings.threads)
+    tokenizer = AutoTokenizer.from_pretrained(settings.model)
+    model = AutoModelForCausalLM.from_pretrained(settings.model, dtype=torch.float32)
+    held_out = load_held_out(settings.held_out, tokenizer, max_new_tokens=settings.max_new_tokens)
+    callback = TargetCallback(settings, held_out)
+    with tempfile.TemporaryDirectory() as directory:
+        trainer = _trainer(settings, model, tokenizer, callback, directory)
+        trainer.train()
+    train_s, reached = round(callback.clock.elapsed_s, 3), callback.curve[-1][1] >= settings.target
+    return TrlResult(
+        time_to_target_s=train_s if reached else None,
+        startup_s=round(callback.startup_s, 3),
+        steps=trainer.state.global_step,
+        train_s=train_s,
+        accuracy_curve=callback.curve,
+    )
+
+
+def _trainer(settings: TrlSettings, model: Any, tokenizer: Any, callback: Any, directory: str) -> Any:
+    """GRPOTrainer as it is fastest here: one generation and one forward a step, nothing logged, nothing saved."""
+    from datasets import Dataset
+    from trl.trainer.grpo_config import GRPOConfig
+    from trl.trainer.grpo_trainer import GRPOTrainer
+
+    config = GRPOConfig(
+        output_dir=directory,
+        use_cpu=True,
+        bf16=False,
+        seed=settings.seed,
+        max_steps=settings.max_steps,
+        # One batch is one update: generated at once, trained at once, so that the ratio is 1 and no second forward
+        # for the old log-probs is needed.
+        per_device_train_batch_size=settings.groups_per_step * settings.samples_per_prompt,
+        gradient_accumulation_steps=1,
+        steps_per_generation=1,
+        num_iterations=1,
+        num_generations=settings.samples_per_prompt,
+        max_completion_length=settings.max_new_tokens,
+        temperature=1.0,
+        # Token mean over the batch, rewards centred and divided by the group's standard deviation, no KL term.
+        loss_type="dapo",
+        scale_rewards="group",
+        beta=0.0,
+        epsilon=settings.clip,
+        learning_rate=settings.lr,
+        lr_scheduler_type="linear",
+        adam_beta1=settings.beta1,
+        adam_beta2=settings.beta2,
+        weight_decay=settings.weight_decay,
+        max_grad_norm=settings.clip_grad_norm,
+        optim="adamw_torch_fused",
+        gradient_checkpointing=False,
+        dataloader_pin_memory=False,
+        logging_strategy="no",
+        save_strategy="no",
+        eval_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+    )
+    rows = pq.read_table(settings.train, columns=["prompt", "ground_truth"]).to_pydict()
+    return GRPOTrainer(
+        model=model,
+        processing_class=tokenizer,
+        reward_funcs=exact_match,
+        args=config,
+        train_dataset=Dataset.from_dict(rows),
+        callbacks=[callback],
+    )
+
+
+def exact_match(completions: list[str], ground_truth: list[str], **columns: Any) -> list[float | None]:
+    """1 where the completion is the ground truth, else 0."""
+    return [float(text == truth) for text, truth in zip(completions, ground_truth, strict=True)]
+
+
+def _parse(arguments: list[str] | None) -> TrlSettings:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.trl_baseline", description=__doc__)
+    for field in fields(TrlSettings):
+        required = field.name in ("model", "train", "held_out")
+        kind = {"str": str, "int": int, "float": float}[str(field.type)]
+        default = None if required else field.default
+        parser.add_argument(f"--{field.name.replace('_', '-')}", type=kind, required=required, default=default)
+    return TrlSettings(**vars(parser.parse_args(arguments)))
+
+
+if __name__ == "__main__":
+    print(json.dumps(asdict(run(_parse(None)))))
