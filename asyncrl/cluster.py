@@ -13,13 +13,14 @@ import ray
 from asyncrl.config import RunConfig, check_placement, requested_cpus
 from asyncrl.protocol.errors import DeadlineError
 
-# Ray starts workers at nice 15 by default, which starves them beside any other load; and idle workers started ahead
-# of need cost start-up time and memory that a run of a few actors never earns back.
+# Ray starts workers at nice 15 by default, which starves them beside any other load; idle workers started ahead of
+# need cost start-up time and memory that a run of a few actors never earns back; and a control service that died on
+# the same machine does not come back, so nobody needs to wait a minute for it.
 _OWN_CLUSTER_ENV = {
     "RAY_worker_niceness": "0",
     "RAY_enable_worker_prestart": "0",
     "RAY_prestart_worker_first_driver": "0",
-    "RAY_ENABLE_RECORD_ACTOR_TASK_LOGGING": "0",
+    "RAY_gcs_rpc_server_reconnect_timeout_s": "5",
 }
 
 

@@ -112,7 +112,8 @@ async def _until_done_or_stopped(
         cause = root_cause(error)
         logging.getLogger(__name__).error("the run failed", exc_info=error)
         kind = "" if isinstance(cause, AsyncRLError | ValueError) else f"{type(cause).__name__}: "
-        return EXIT_FAILED, f"error: {kind}{cause}\nlogs: {run_dir / 'logs'}"
+        headline = str(cause).partition("\n")[0]
+        return EXIT_FAILED, f"{kind}{cause}\n\nlogs: {run_dir / 'logs'}\nerror: {kind}{headline}"
     return 0, ""
 
 
@@ -131,11 +132,12 @@ async def _run(config: RunConfig, run_dir: Path, overrides: Sequence[str], view:
 
 
 def root_cause(error: BaseException) -> BaseException:
-    """The first real fault inside nested exception groups: a named death before a missed deadline before the rest."""
-    if not isinstance(error, BaseExceptionGroup):
-        return error
-    causes = [root_cause(inner) for inner in error.exceptions]
-    return min(causes, key=lambda cause: (not isinstance(cause, AsyncRLError), isinstance(cause, TimeoutError)))
+    """The first real fault inside exception groups and Ray's wrappers: a named death first, a missed deadline last."""
+    if isinstance(error, BaseExceptionGroup):
+        causes = [root_cause(inner) for inner in error.exceptions]
+        return min(causes, key=lambda cause: (not isinstance(cause, AsyncRLError), isinstance(cause, TimeoutError)))
+    inside = getattr(error, "cause", None)  # a RayTaskError carries what the worker raised
+    return root_cause(inside) if isinstance(inside, BaseException) else error
 
 
 def _log_to(path: Path) -> None:
