@@ -93,7 +93,7 @@ def test_a_killed_sglang_server_ends_the_run_with_the_tail_of_its_log(start):
     run.kill("sglang.launch_server")
     assert run.finish(END_TIMEOUT_S) == 1
     last_words = "\n".join(run.lines[-40:])
-    assert "SGLang" in last_words
+    assert "error: sglang-0" in last_words
     assert "sglang-0.log" in last_words
     assert_nothing_is_left(run)
 
