@@ -109,6 +109,12 @@ class RolloutWorker(Worker):
         return self._started().counters()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    async def drain(self) -> FleetCounters:
+        """End `run` and give all leases back; the engine stays up for `evaluate`. Returns the final counters."""
+        await self._started().stop()
+        return self._started().counters()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     async def stop(self) -> FleetCounters | None:
         """End `run`, give all leases back, stop the engine, close the connection.
 
