@@ -61,7 +61,9 @@ def test_a_missing_sample_is_refused():
         check(sample_of(), num_samples=2)
 
 
-@pytest.mark.parametrize(("ids", "message"), [([], "empty prompt"), ([3, 10], r"0..9, got 3..10"), ([-1], r"got -1..-1")])
+@pytest.mark.parametrize(
+    ("ids", "message"), [([], "empty prompt"), ([3, 10], r"0..9, got 3..10"), ([-1], r"got -1..-1")]
+)
 def test_a_prompt_that_would_kill_an_engine_is_refused(ids, message):
     with pytest.raises(EngineError, match=message):
         check_prompt(request_of(ids), 10)

@@ -12,7 +12,9 @@ from rollout_fleet.engines.model_files import read_model_facts
 from rollout_fleet.engines.scripted import ScriptedEngine
 
 
-@pytest.mark.parametrize("module", ["rollout_fleet", "rollout_fleet.config", "rollout_fleet.loop", "rollout_fleet.types"])
+@pytest.mark.parametrize(
+    "module", ["rollout_fleet", "rollout_fleet.config", "rollout_fleet.loop", "rollout_fleet.types"]
+)
 def test_importing_the_fleet_loads_neither_torch_nor_ray_nor_sglang(module):
     check = f"import sys, {module}; print(sorted({{'torch', 'ray', 'sglang', 'transformers'}} & set(sys.modules)))"
     answer = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True, timeout=60)
@@ -27,7 +29,7 @@ def test_the_public_face_is_sorted_and_real():
 def test_sglang_that_is_not_installed_fails_with_the_remedy_and_never_falls_back(monkeypatch, model_path, tmp_path):
     real = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "sglang" else real(name))
-    with pytest.raises(ValueError, match="rollout_fleet.engine=transformers"):
+    with pytest.raises(ValueError, match=r"rollout_fleet\.engine=transformers"):
         make_engine(RolloutFleetConfig(), model_path=model_path, rank=0, log_dir=str(tmp_path), seed=0)
 
 

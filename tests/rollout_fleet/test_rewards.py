@@ -13,7 +13,7 @@ from rollout_fleet.rewards.scorer import RewardScorer
 
 pytestmark = pytest.mark.timeout(60)
 PROMPT = Prompt(group_id=7, prompt_ids=np.asarray([3, 4], dtype=np.int32), ground_truth="42")
-USER_REWARDS = '''
+USER_REWARDS = """
 import os, time
 
 def length(prompt, response_text):
@@ -32,7 +32,7 @@ def own_pid(prompt, response_text):
     return float(os.getpid())
 
 not_callable = 3
-'''
+"""
 
 
 @pytest.fixture
@@ -107,7 +107,10 @@ async def test_closing_ends_the_scoring_processes(user_rewards):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("exakt_match", r"rollout_fleet.reward must be a built-in \(exact_match\) or module:function, got 'exakt_match'"),
+        (
+            "exakt_match",
+            r"rollout_fleet.reward must be a built-in \(exact_match\) or module:function, got 'exakt_match'",
+        ),
         ("no_such_module:f", "'no_such_module:f' cannot be imported"),
         ("math:no_such_function", "'math:no_such_function' cannot be imported"),
         ("math:pi", "'math:pi' must be callable, got float"),
