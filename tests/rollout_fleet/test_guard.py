@@ -19,21 +19,23 @@ SERVER = """
     import mmap, os, signal, sys, time
     if "stubborn" in sys.argv:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    with open(sys.argv[1], "w+b") as file:
+    with open(sys.argv[1] + ".draft", "w+b") as file:
         file.truncate(4096)
         memory = mmap.mmap(file.fileno(), 4096)
+    os.link(sys.argv[1] + ".draft", sys.argv[1])
+    os.unlink(sys.argv[1] + ".draft")
     if os.fork() == 0:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        print("child", os.getpid(), flush=True)
+        os.write(1, f"child {os.getpid()}\\n".encode())
         time.sleep(600)
-    print("server", os.getpid(), flush=True)
+    os.write(1, f"server {os.getpid()}\\n".encode())
     time.sleep(0.3 if "brief" in sys.argv else 600)
     os._exit(7)
 """
 OWNER = """
     import subprocess, sys, time, os
     command = [sys.executable, "-I", "-S", sys.argv[1], str(os.getpid()), *sys.argv[2:]]
-    print("guard", subprocess.Popen(command).pid, flush=True)
+    os.write(1, f"guard {subprocess.Popen(command).pid}\\n".encode())
     time.sleep(600)
 """
 
