@@ -101,7 +101,7 @@ class RolloutFleetConfig:
         start_timeout_s: Deadline for an engine to come up.
         load_timeout_s: Deadline of one weight update on one engine.
         generate_timeout_s: Deadline of one engine request.
-        stop_timeout_s: Grace for running requests to end, and for an engine to stop before it is killed.
+        stop_timeout_s: How long an engine may take to stop before it is killed.
         renew_every_s: How often running leases are renewed; a third of ``buffer.lease_s`` is usual.
         sampling: How training rollouts are sampled.
         sglang: How SGLang servers are launched.
@@ -120,7 +120,7 @@ class RolloutFleetConfig:
     start_timeout_s: float = 300.0
     load_timeout_s: float = 60.0
     generate_timeout_s: float = 600.0
-    stop_timeout_s: float = 2.0
+    stop_timeout_s: float = 5.0
     renew_every_s: float = 20.0
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     sglang: SGLangConfig = field(default_factory=SGLangConfig)
