@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Collection, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,7 +63,6 @@ class RolloutLoop:
         self._samples_per_prompt = samples_per_prompt
         self._meter = FleetMeter()
         self._held: dict[str, _Held] = {}
-        self._asks: set[asyncio.Task[None]] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._place_free = asyncio.Event()
         self._version_changed = asyncio.Event()
@@ -80,14 +79,14 @@ class RolloutLoop:
                 far as the buffer still answers.
         """
         self._began = True
-        pumps = [self._renew(), self._obey_revocations(), self._watch_engine()]
-        pump_tasks = {self._spawn(self._ask(), self._asks), *(self._spawn(pump) for pump in pumps)}
+        pumps = [self._ask(), self._renew(), self._obey_revocations(), self._watch_engine()]
+        pump_tasks = {self._spawn(pump) for pump in pumps}
         try:
             await asyncio.shield(self._stopped)
-            await _cancel(self._asks | pump_tasks)
+            await _cancel(pump_tasks)
             await self._abort_all()
         finally:
-            await _cancel(self._asks | self._tasks)
+            await _cancel(self._tasks)
             await self._release_all()
             self._finished.set()
         return self._meter.counters()
@@ -108,19 +107,16 @@ class RolloutLoop:
         """What has been done up to now."""
         return self._meter.counters()
 
-    def _spawn(
-        self, work: Coroutine[Any, Any, None], tasks: set[asyncio.Task[None]] | None = None
-    ) -> asyncio.Task[None]:
-        """Run ``work`` beside the loop, kept in ``tasks`` (by default `_tasks`); its failure ends the loop."""
-        kept_in = self._tasks if tasks is None else tasks
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run ``work`` beside the loop; its failure ends the loop."""
         task = asyncio.create_task(work)
-        kept_in.add(task)
-        task.add_done_callback(kept_in.discard)
+        self._tasks.add(task)
         task.add_done_callback(self._on_done)
         return task
 
     def _on_done(self, task: asyncio.Task[None]) -> None:
         """Let the first failure of any task end the loop."""
+        self._tasks.discard(task)
         if task.cancelled() or (error := task.exception()) is None:
             return
         if not self._stopped.done():
@@ -133,8 +129,8 @@ class RolloutLoop:
     async def _ask(self) -> None:
         """Keep one request for admission outstanding while a place is free.
 
-        A new policy version supersedes the request: another is sent at the new version, and whatever the old one
-        still brings is rolled out as well, so that no granted lease is ever lost.
+        A new policy version supersedes the request: it is cancelled, which gives back what is granted meanwhile, and
+        sent again at the new version.
         """
         while True:
             while (num_free := self._config.groups_in_flight - len(self._held)) <= 0:
@@ -146,19 +142,11 @@ class RolloutLoop:
             self._meter.asking(True)
             try:
                 await asyncio.wait([lease, changed], return_when=asyncio.FIRST_COMPLETED)
-            except asyncio.CancelledError:
-                lease.cancel()
-                raise
+                if lease.done():
+                    self._roll_out(lease.result())
             finally:
-                changed.cancel()
                 self._meter.asking(False)
-            if lease.done():
-                self._roll_out(lease.result())
-            else:
-                self._spawn(self._take_late(lease), self._asks)
-
-    async def _take_late(self, lease: asyncio.Task[list[Lease]]) -> None:
-        self._roll_out(await lease)
+                await _cancel({lease, changed})
 
     def _roll_out(self, leases: Sequence[Lease]) -> None:
         """Send newly leased groups to the engine."""
@@ -266,8 +254,9 @@ class RolloutLoop:
             logger.warning("%d leases could not be given back: %r", len(self._held), error)
 
 
-async def _cancel(tasks: set[asyncio.Task[None]]) -> None:
+async def _cancel(tasks: Collection[asyncio.Task[Any]]) -> None:
     """Cancel tasks and wait until they have ended."""
+    tasks = list(tasks)
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

@@ -38,7 +38,7 @@ class Guard:
 
     def __init__(self, command: list[str], grace_s: float) -> None:
         self._grace_s = grace_s
-        self._shared_memory: set[str] = set()
+        self._shared_memory: set[int] = set()
         signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED)
         self._server = subprocess.Popen(command, start_new_session=True, preexec_fn=self._prepare_server)
         for signum in HANDLED:
@@ -69,17 +69,24 @@ class Guard:
             while True:
                 os.wait()
 
-    def _mapped_shared_memory(self) -> set[str]:
-        paths = set()
+    def _mapped_shared_memory(self) -> set[int]:
+        """Inodes of the shared memory that the group maps now; a semaphore is not mapped under its own name."""
+        inodes = set()
         for entry in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
                 if os.getpgid(int(entry.name)) != self._server.pid:
                     continue
                 for line in (entry / "maps").read_text().splitlines():
-                    path = line.split(maxsplit=5)[-1]
-                    if path.startswith(SHARED_MEMORY):
-                        paths.add(path.removesuffix(" (deleted)"))
-        return paths
+                    fields = line.split(maxsplit=5)
+                    if fields[-1].startswith(SHARED_MEMORY):
+                        inodes.add(int(fields[4]))
+        return inodes
+
+    def _remove_shared_memory(self) -> None:
+        for entry in os.scandir(SHARED_MEMORY):
+            if entry.inode() in self._shared_memory:
+                with contextlib.suppress(OSError):
+                    os.unlink(entry.path)
 
     def wait(self) -> int:
         """Wait for the server to end, then clear up after it; returns its exit status as a shell would give it."""
@@ -87,9 +94,7 @@ class Guard:
         self._shared_memory |= self._mapped_shared_memory()
         self._kill_group()
         self._reap_group()
-        for path in self._shared_memory:
-            with contextlib.suppress(OSError):
-                os.unlink(path)
+        self._remove_shared_memory()
         return status if status >= 0 else 128 - status
 
 

@@ -123,6 +123,8 @@ class GenerationModel:
         """Read the model from disk."""
         torch.manual_seed(self._seed)
         model: Any = AutoModelForCausalLM.from_pretrained(self._model_path, dtype=self._dtype)
+        # What a call leaves at transformers' defaults, generate takes from here: a model's own top_k, for one.
+        model.generation_config = GenerationConfig()
         self._model = model.to(self._device).eval().requires_grad_(False)
 
     def load_weights(self, snapshot: WeightSnapshot) -> None:

@@ -1,0 +1,74 @@
+import importlib
+import subprocess
+import sys
+
+import pytest
+
+import rollout_fleet
+from rollout_fleet.config import EngineKind, RolloutFleetConfig, SamplingConfig, TransformersConfig
+from rollout_fleet.decoding import load_decoder
+from rollout_fleet.engines.factory import make_engine
+from rollout_fleet.engines.model_files import read_model_facts
+from rollout_fleet.engines.scripted import ScriptedEngine
+
+
+@pytest.mark.parametrize(
+    "module", ["rollout_fleet", "rollout_fleet.config", "rollout_fleet.loop", "rollout_fleet.types"]
+)
+def test_importing_the_fleet_loads_neither_torch_nor_ray_nor_sglang(module):
+    check = f"import sys, {module}; print(sorted({{'torch', 'ray', 'sglang', 'transformers'}} & set(sys.modules)))"
+    answer = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True, timeout=60)
+    assert answer.stdout.strip() == "[]"
+
+
+def test_the_public_face_is_sorted_and_real():
+    assert rollout_fleet.__all__ == sorted(rollout_fleet.__all__)
+    assert all(hasattr(rollout_fleet, name) for name in rollout_fleet.__all__)
+
+
+def test_sglang_that_is_not_installed_fails_with_the_remedy_and_never_falls_back(monkeypatch, model_path, tmp_path):
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "sglang" else real(name))
+    with pytest.raises(ValueError, match=r"rollout_fleet\.engine=transformers"):
+        make_engine(RolloutFleetConfig(), model_path=model_path, rank=0, log_dir=str(tmp_path), seed=0)
+
+
+def test_the_scripted_engine_takes_its_script_from_the_config(tmp_path):
+    config = RolloutFleetConfig(engine=EngineKind.scripted)
+    engine = make_engine(config, model_path="", rank=0, log_dir=str(tmp_path), seed=0)
+    assert isinstance(engine, ScriptedEngine)
+
+
+@pytest.mark.parametrize("engine", [EngineKind.sglang, EngineKind.transformers])
+def test_a_path_without_a_model_fails_before_anything_starts(engine, tmp_path):
+    with pytest.raises(ValueError, match=r"must hold a config.json"):
+        make_engine(RolloutFleetConfig(engine=engine), model_path=str(tmp_path), rank=0, log_dir="", seed=0)
+
+
+def test_end_of_sequence_and_padding_come_from_the_models_files(model_path, tmp_path):
+    facts = read_model_facts(model_path)
+    assert (facts.vocab_size, facts.eos_ids, facts.pad_id) == (19, (1,), 0)
+    (tmp_path / "config.json").write_text('{"vocab_size": 50, "eos_token_id": [4, 9]}')
+    facts = read_model_facts(str(tmp_path))
+    assert (facts.vocab_size, facts.eos_ids, facts.pad_id) == (50, (4, 9), 4)
+
+
+def test_text_is_decoded_without_special_tokens(model_path):
+    decode = load_decoder(model_path)
+    assert decode([3, 4, 13, 5, 1]) == "01>2"
+    assert decode([1]) == ""
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: RolloutFleetConfig(num_engines=0), "rollout_fleet.num_engines must be >= 1, got 0"),
+        (lambda: RolloutFleetConfig(renew_every_s=0), "rollout_fleet.renew_every_s must be > 0 seconds, got 0"),
+        (lambda: RolloutFleetConfig(reward_processes=0), "rollout_fleet.reward_processes must be >= 1, got 0"),
+        (lambda: TransformersConfig(max_rows=0), "rollout_fleet.transformers.max_rows must be >= 1, got 0"),
+        (lambda: SamplingConfig(top_k=0), "rollout_fleet.sampling.top_k must be -1 or >= 1, got 0"),
+    ],
+)
+def test_an_impossible_option_fails_by_name(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()

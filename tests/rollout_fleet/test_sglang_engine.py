@@ -1,0 +1,271 @@
+"""One real SGLang server for all of these; the last tests of the file end it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import socket
+import sys
+import textwrap
+import time
+from collections import Counter
+from functools import partial
+
+import aiohttp
+import numpy as np
+import psutil
+import pytest
+import pytest_asyncio
+
+from asyncrl.protocol.errors import DeadlineError, EngineError, WorkerDiedError
+from asyncrl.protocol.types import FinishReason, WeightSnapshot
+from rollout_fleet.config import Device, RolloutFleetConfig
+from rollout_fleet.engines.sglang import SGLangEngine
+from tests.rollout_fleet.probes import answer, forward_logprobs, publish_weights, requests_of
+
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.timeout(180),
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.skipif("not __import__('importlib.util').util.find_spec('sglang')", reason="SGLang is not installed"),
+]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def engine(model_path, tmp_path_factory):
+    log_dir = tmp_path_factory.mktemp("logs")
+    config = RolloutFleetConfig(groups_per_request=2, stop_timeout_s=1.0)
+    engine = SGLangEngine(config, model_path=model_path, device=Device.cpu, rank=0, log_dir=str(log_dir), seed=0)
+    try:
+        await engine.start()
+        yield engine
+    finally:
+        await engine.stop()
+
+
+@pytest.fixture
+def publish(engine, model_path, tmp_path):
+    """Return a publisher of changed weights at the next version."""
+    return partial(publish_weights, model_path, tmp_path, engine.version + 1)
+
+
+def server_processes(engine):
+    return psutil.Process(engine._server._guard.pid).children(recursive=True)
+
+
+def still_alive(processes, timeout=5):
+    _, alive = psutil.wait_procs(processes, timeout=timeout)
+    return [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+
+
+def memory_maps(process):
+    with open(f"/proc/{process.pid}/maps") as maps:
+        return maps.read().splitlines()
+
+
+def left_behind(paths):
+    return [path for path in paths if os.path.exists(path)]
+
+
+async def test_logprobs_equal_a_forward_pass_under_the_version_that_each_token_names(engine, model_path, tmp_path):
+    snapshots = [publish_weights(model_path, tmp_path, engine.version + 1 + k, 1.0 + 0.15 * k) for k in range(5)]
+    paths = {0: model_path, **{snapshot.version: snapshot.path for snapshot in snapshots}}
+    requests = requests_of(6, max_new_tokens=150, temperature=1.3)
+    running = asyncio.create_task(answer(engine, requests))
+    for snapshot in snapshots:
+        await asyncio.sleep(0.05)
+        assert await engine.load_weights(snapshot) < 10
+        assert engine.version == snapshot.version
+    num_checked, versions_in_one_response = 0, Counter()
+    for request, output in zip(requests, await running, strict=True):
+        for sample in output.samples:
+            versions = sample.versions
+            assert (np.diff(versions) >= 0).all()
+            versions_in_one_response[len(set(versions.tolist()))] += 1
+            for version in sorted(set(versions.tolist())):
+                expected = forward_logprobs(paths[version], request, sample)
+                np.testing.assert_allclose(
+                    sample.logprobs[versions == version], expected[versions == version], atol=1e-3
+                )
+                num_checked += int((versions == version).sum())
+    assert num_checked == sum(output.num_tokens for output in running.result())
+    assert max(versions_in_one_response) >= 2, "no response survived an update; the test has checked nothing"
+
+
+@pytest.mark.parametrize("sampling", [{"temperature": 0.6, "top_p": 0.8}, {"top_k": 3}, {"temperature": 0.0}], ids=str)
+async def test_logprobs_are_those_of_the_sampling_temperature_before_truncation(engine, publish, sampling):
+    snapshot = publish(1.2)
+    await engine.load_weights(snapshot)
+    requests = requests_of(3, **sampling)
+    for request, output in zip(requests, await answer(engine, requests), strict=True):
+        for sample in output.samples:
+            expected = forward_logprobs(snapshot.path, request, sample)
+            if sampling.get("temperature") == 0.0:
+                assert sample.logprobs.shape == expected.shape
+            else:
+                np.testing.assert_allclose(sample.logprobs, expected, atol=1e-3)
+
+
+async def test_a_response_ends_with_the_end_of_sequence_exactly_when_it_stopped(engine):
+    (output,) = await answer(engine, requests_of(1, num_samples=100))
+    reasons = Counter(sample.finish_reason for sample in output.samples)
+    assert min(reasons[FinishReason.stop], reasons[FinishReason.length]) > 5
+    for sample in output.samples:
+        assert 1 not in sample.token_ids[:-1]
+        assert (sample.token_ids[-1] == 1) == (sample.finish_reason is FinishReason.stop)
+        assert len(sample.token_ids) == 12 or sample.finish_reason is FinishReason.stop
+
+
+async def test_an_aborted_group_is_cut_off_with_its_tokens_and_the_others_go_on(engine):
+    keep, cut = requests_of(2, num_samples=40, first=100, max_new_tokens=250)
+    running = asyncio.create_task(answer(engine, [keep, cut]))
+    await asyncio.sleep(0.25)
+    await engine.abort(cut.rid)
+    await engine.abort("no-such-request")
+    kept, aborted = await running
+    assert not kept.aborted
+    assert aborted.aborted
+    assert aborted.num_tokens > 0
+    assert max(len(sample.token_ids) for sample in aborted.samples) < 250
+
+
+async def test_a_refused_request_says_why_and_the_server_lives(engine):
+    (request,) = requests_of(1, max_new_tokens=600)
+    with pytest.raises(EngineError, match=r"sglang-0 answered POST /generate with 400.*context length"):
+        await answer(engine, [request])
+    with pytest.raises(EngineError, match="tokenized with another model"):
+        await answer(
+            engine,
+            [type(request)(rid="x", prompt_ids=request.prompt_ids + 90, num_samples=1, sampling=request.sampling)],
+        )
+    assert (await answer(engine, requests_of(1)))[0].num_tokens > 0
+
+
+def change_one_bit(tensors):
+    return {**tensors, "model.norm.weight": tensors["model.norm.weight"] + 1e-6}
+
+
+async def test_other_weights_than_published_are_refused_and_generation_is_continued(engine, publish):
+    version = engine.version
+    running = asyncio.create_task(answer(engine, requests_of(2, max_new_tokens=100)))
+    await asyncio.sleep(0.05)
+    with pytest.raises(EngineError, match=r"1 of 18 tensors differ, first model.norm.weight"):
+        await engine.load_weights(publish(change=change_one_bit))
+    assert engine.version == version
+    await asyncio.wait_for(running, 20)
+
+
+async def test_a_snapshot_that_is_not_there_is_refused_and_generation_is_continued(engine, publish, tmp_path):
+    snapshot = WeightSnapshot(version=engine.version + 1, path=str(tmp_path / "nowhere"))
+    with pytest.raises(EngineError, match=r"sglang-0 answered POST /update_weights_from_disk with 400"):
+        await engine.load_weights(snapshot)
+    await engine.load_weights(publish())
+    await asyncio.wait_for(answer(engine, requests_of(1)), 20)
+
+
+async def test_a_load_that_takes_too_long_is_an_error_and_generation_is_continued(engine, publish, monkeypatch):
+    call, snapshot = engine._call, publish()
+
+    async def hang_in_the_update(method, path, *args, **options):
+        if path == "/update_weights_from_disk":
+            await asyncio.sleep(60)
+        return await call(method, path, *args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "_call", hang_in_the_update)
+        patch.setattr(engine, "_config", RolloutFleetConfig(load_timeout_s=0.3))
+        with pytest.raises(DeadlineError, match=r"load_timeout_s = 0.3"):
+            await engine.load_weights(snapshot)
+    assert engine.version == snapshot.version - 1
+    await asyncio.wait_for(answer(engine, requests_of(1)), 20)
+    await engine.load_weights(snapshot)
+
+
+async def test_the_port_answers_only_who_holds_the_key(engine):
+    async with aiohttp.ClientSession(engine._server.url) as stranger, stranger.get("/model_info") as response:
+        assert response.status == 401
+
+
+async def test_a_killed_server_is_noticed_at_once_and_nothing_of_it_is_left(engine):
+    processes = server_processes(engine)
+    scratch = re.search(r"--config (\S+)/server.yaml", " ".join(processes[0].cmdline())).group(1)
+    inodes = {line.split()[4] for process in processes for line in memory_maps(process) if "/dev/shm/" in line}
+    shared_memory = [entry.path for entry in os.scandir("/dev/shm") if str(entry.inode()) in inodes]
+    assert len(shared_memory) >= 2, "a table of loads and a semaphore"
+    port = int(engine._server.url.rsplit(":", 1)[1])
+    running = asyncio.create_task(answer(engine, requests_of(4, max_new_tokens=200)))
+    await asyncio.sleep(0.1)
+    started = time.monotonic()
+    processes[0].send_signal(signal.SIGKILL)
+    with pytest.raises(
+        WorkerDiedError, match=rf"sglang-0 died with exit status {128 + signal.SIGKILL}. Last lines of .*sglang-0.log"
+    ):
+        await asyncio.wait_for(engine.wait_failed(), 5)
+    assert time.monotonic() - started < 3
+    with pytest.raises(WorkerDiedError, match="sglang-0 died"):
+        await asyncio.wait_for(running, 5)
+    assert still_alive(processes) == []
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port))
+    assert left_behind([scratch, *shared_memory]) == []
+
+
+async def test_stopping_a_dead_engine_is_harmless(engine):
+    await asyncio.wait_for(engine.stop(), 5)
+    await asyncio.wait_for(engine.stop(), 5)
+
+
+async def test_a_server_that_does_not_come_up_shows_the_tail_of_its_log(model_path, tmp_path):
+    config = RolloutFleetConfig(stop_timeout_s=1.0)
+    config.sglang.extra_args.append("--no-such-option")
+    engine = SGLangEngine(config, model_path=model_path, device=Device.cpu, rank=3, log_dir=str(tmp_path), seed=0)
+    with pytest.raises(WorkerDiedError, match=r"(?s)sglang-3 died with exit status 2.*sglang-3.log.*--no-such-option"):
+        await engine.start()
+    await engine.stop()
+    assert "--no-such-option" in (tmp_path / "sglang-3.log").read_text()
+
+
+async def test_a_server_that_is_too_slow_is_stopped_and_named(model_path, tmp_path):
+    config = RolloutFleetConfig(start_timeout_s=2.0, stop_timeout_s=0.5)
+    engine = SGLangEngine(config, model_path=model_path, device=Device.cpu, rank=4, log_dir=str(tmp_path), seed=0)
+    with pytest.raises(DeadlineError, match=r"sglang-4 was not up within 2.0 s; raise rollout_fleet.start_timeout_s"):
+        await engine.start()
+    assert engine._server._guard.returncode is not None
+
+
+OWNER = """
+    import asyncio, sys
+    from rollout_fleet.config import Device, RolloutFleetConfig
+    from rollout_fleet.engines.sglang import SGLangEngine
+
+    async def main():
+        config = RolloutFleetConfig(stop_timeout_s=60)
+        engine = SGLangEngine(config, model_path=sys.argv[1], device=Device.cpu, rank=5, log_dir=sys.argv[2], seed=0)
+        start = asyncio.create_task(engine.start())
+        while engine._server._guard is None:
+            await asyncio.sleep(0)
+        print(engine._server._guard.pid, flush=True)
+        await start
+        print("up", flush=True)
+        await engine.wait_failed()
+
+    asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("moment", ["starting", "up"])
+async def test_the_death_of_the_owner_leaves_nothing(model_path, tmp_path, moment):
+    command = [sys.executable, "-c", textwrap.dedent(OWNER), model_path, str(tmp_path)]
+    owner = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+    guard = psutil.Process(int(await owner.stdout.readline()))
+    if moment == "up":
+        assert await owner.stdout.readline() == b"up\n"
+    else:
+        await asyncio.sleep(8)
+    processes = [guard, *guard.children(recursive=True)]
+    assert len(processes) >= 2
+    owner.kill()
+    await owner.wait()
+    assert await asyncio.to_thread(still_alive, processes) == []

@@ -1,0 +1,215 @@
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections import Counter
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from asyncrl.protocol.errors import DeadlineError, EngineError, WorkerDiedError
+from asyncrl.protocol.types import FinishReason, WeightSnapshot
+from rollout_fleet.config import Device, RolloutFleetConfig, TransformersConfig
+from rollout_fleet.engines.transformers import TransformersEngine
+from tests.rollout_fleet.probes import answer, forward_logprobs, publish_weights, requests_of
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture
+def publish(model_path, tmp_path):
+    """Return a publisher of changed weights."""
+    return partial(publish_weights, model_path, tmp_path)
+
+
+@pytest.fixture
+async def start(model_path):
+    """Return a maker of started engines, stopped at the end."""
+    engines = []
+
+    async def make(seed=0, **options):
+        config = RolloutFleetConfig(**options)
+        engine = TransformersEngine(config, model_path=model_path, device=Device.cpu, rank=0, seed=seed)
+        engines.append(engine)
+        await engine.start()
+        return engine
+
+    yield make
+    for engine in engines:
+        await engine.stop()
+
+
+@pytest.mark.parametrize(
+    "sampling", [{}, {"temperature": 0.6, "top_p": 0.8}, {"top_k": 3}, {"temperature": 0.0}], ids=str
+)
+async def test_logprobs_equal_a_forward_pass_under_the_sampling_temperature(start, model_path, sampling):
+    engine = await start()
+    requests = requests_of(4, **sampling)
+    for request, output in zip(requests, await answer(engine, requests), strict=True):
+        for sample in output.samples:
+            expected = forward_logprobs(model_path, request, sample)
+            np.testing.assert_allclose(sample.logprobs, expected, atol=1e-5)
+
+
+async def test_after_a_load_tokens_carry_the_new_version_and_its_logprobs(start, publish):
+    engine = await start()
+    for version, scale in ((1, 1.3), (2, 0.7)):
+        snapshot = publish(version, scale)
+        await engine.load_weights(snapshot)
+        assert engine.version == version
+        (request,) = requests = requests_of(1)
+        (output,) = await answer(engine, requests)
+        for sample in output.samples:
+            assert set(sample.versions.tolist()) == {version}
+            np.testing.assert_allclose(sample.logprobs, forward_logprobs(snapshot.path, request, sample), atol=1e-5)
+
+
+async def test_a_load_waits_for_the_running_batch_and_the_next_batch_has_the_new_version(start, publish):
+    engine = await start(transformers=TransformersConfig(max_rows=4))
+    first, second = requests_of(2, max_new_tokens=200)
+    running = asyncio.create_task(answer(engine, [first]))
+    await asyncio.sleep(0.05)
+    load = asyncio.create_task(engine.load_weights(publish(1)))
+    waiting = asyncio.create_task(answer(engine, [second]))
+    (before,), _, (after,) = await asyncio.gather(running, load, waiting)
+    assert {version for sample in before.samples for version in sample.versions.tolist()} == {0}
+    assert {version for sample in after.samples for version in sample.versions.tolist()} == {1}
+
+
+async def test_a_response_ends_with_the_end_of_sequence_exactly_when_it_stopped(start):
+    engine = await start()
+    (output,) = await answer(engine, requests_of(1, num_samples=200))
+    reasons = Counter(sample.finish_reason for sample in output.samples)
+    assert min(reasons[FinishReason.stop], reasons[FinishReason.length]) > 10
+    for sample in output.samples:
+        assert 1 not in sample.token_ids[:-1]
+        assert (sample.token_ids[-1] == 1) == (sample.finish_reason is FinishReason.stop)
+        assert len(sample.token_ids) == 12 or sample.finish_reason is FinishReason.stop
+
+
+async def test_a_sequence_that_ends_on_its_last_allowed_token_stopped(start):
+    engine = await start()
+    (output,) = await answer(engine, requests_of(1, num_samples=200, max_new_tokens=1))
+    for sample in output.samples:
+        assert sample.finish_reason is (FinishReason.stop if sample.token_ids.tolist() == [1] else FinishReason.length)
+
+
+async def test_one_seed_gives_the_same_samples_and_another_seed_others(start):
+    first, again, other = [await answer(await start(seed=seed), requests_of(2)) for seed in (5, 5, 6)]
+    tokens = [
+        [sample.token_ids.tolist() for output in run for sample in output.samples] for run in (first, again, other)
+    ]
+    assert tokens[0] == tokens[1] != tokens[2]
+
+
+async def test_sampling_defaults_that_come_with_a_model_are_not_applied(model_path, tmp_path):
+    shutil.copytree(model_path, tmp_path / "model")
+    defaults = '{"eos_token_id": 1, "do_sample": true, "top_k": 1, "temperature": 0.1, "repetition_penalty": 3.0}'
+    (tmp_path / "model" / "generation_config.json").write_text(defaults)
+    engine = TransformersEngine(
+        RolloutFleetConfig(), model_path=str(tmp_path / "model"), device=Device.cpu, rank=0, seed=0
+    )
+    await engine.start()
+    try:
+        (output,) = await answer(engine, requests_of(1, num_samples=100, max_new_tokens=1))
+    finally:
+        await engine.stop()
+    assert len({int(sample.token_ids[0]) for sample in output.samples}) > 5
+
+
+async def test_an_aborted_group_is_cut_off_and_the_others_of_its_batch_go_on(start):
+    engine = await start()
+    engine._facts = engine._model._facts = type(engine._facts)(vocab_size=19, eos_ids=(), pad_id=0)
+    keep, cut = requests_of(2, max_new_tokens=300)
+    running = asyncio.create_task(answer(engine, [keep, cut]))
+    await asyncio.sleep(0.1)
+    await engine.abort(cut.rid)
+    kept, aborted = await running
+    assert not kept.aborted
+    assert aborted.aborted
+    assert {len(sample.token_ids) for sample in kept.samples} == {300}
+    assert all(0 < len(sample.token_ids) < 300 for sample in aborted.samples)
+    assert all(len(sample.token_ids) == len(sample.logprobs) == len(sample.versions) for sample in aborted.samples)
+
+
+async def test_batches_hold_no_more_rows_than_allowed_but_a_whole_group(start, monkeypatch):
+    engine = await start(transformers=TransformersConfig(max_rows=10))
+    sizes = []
+    generate = engine._model.generate
+
+    def record(requests, flags, version):
+        sizes.append(sum(request.num_samples for request in requests))
+        return generate(requests, flags, version)
+
+    monkeypatch.setattr(engine._model, "generate", record)
+    await answer(engine, [*requests_of(5), *requests_of(7, num_samples=12)[5:]])
+    assert sizes == [8, 8, 4, 12, 12]
+
+
+async def test_groups_that_are_sampled_otherwise_go_into_another_batch(start):
+    engine = await start()
+    short, long = requests_of(1, max_new_tokens=1)[0], requests_of(2, max_new_tokens=9, temperature=0.0)[1]
+    outputs = await answer(engine, [short, long])
+    assert [len(sample.token_ids) for sample in outputs[0].samples] == [1] * 4
+    assert len({tuple(sample.token_ids.tolist()) for sample in outputs[1].samples}) == 1
+
+
+def drop_one(tensors):
+    return {name: tensor for name, tensor in tensors.items() if name != "model.norm.weight"}
+
+
+def reshape_one(tensors):
+    return {**tensors, "model.norm.weight": torch.ones(65)}
+
+
+def change_one_bit(tensors):
+    return {**tensors, "model.norm.weight": tensors["model.norm.weight"] + 1e-6}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (drop_one, "differ in 1 tensor names, first model.norm.weight"),
+        (reshape_one, r"model.norm.weight must be \(64,\), got \(65,\)"),
+        (change_one_bit, "1 of 18 tensors differ, first model.norm.weight"),
+    ],
+)
+async def test_weights_that_are_not_the_published_ones_are_refused(start, publish, change, message):
+    engine = await start()
+    with pytest.raises(EngineError, match=message):
+        await engine.load_weights(publish(1, change=change))
+    assert engine.version == 0
+
+
+async def test_a_snapshot_without_a_model_is_refused(start, tmp_path):
+    engine = await start()
+    with pytest.raises(EngineError, match=r"there is no .*model.safetensors"):
+        await engine.load_weights(WeightSnapshot(version=1, path=str(tmp_path)))
+
+
+async def test_a_failure_while_generating_ends_the_engine_by_name(start, monkeypatch):
+    engine = await start()
+
+    def fail(requests, flags, version):
+        raise MemoryError("out of memory")
+
+    monkeypatch.setattr(engine._model, "generate", fail)
+    with pytest.raises(WorkerDiedError, match=r"transformers-0 failed while generating 1 groups: MemoryError"):
+        await answer(engine, requests_of(1))
+    with pytest.raises(WorkerDiedError, match="out of memory"):
+        await asyncio.wait_for(engine.wait_failed(), 1)
+    with pytest.raises(EngineError, match="not running"):
+        await answer(engine, requests_of(1))
+
+
+async def test_an_answer_that_takes_too_long_is_an_error_that_names_its_option(start):
+    engine = await start(generate_timeout_s=0.05)
+    with pytest.raises(DeadlineError, match=r"rollout_fleet\.generate_timeout_s"):
+        await answer(engine, requests_of(1, num_samples=64, max_new_tokens=500, top_k=2))
+
+
+def test_the_model_directory_is_left_as_it_was(model_path):
+    assert (Path(model_path) / "model.safetensors").is_file()

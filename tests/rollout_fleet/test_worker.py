@@ -1,0 +1,101 @@
+"""The worker as one object, without Ray: its parts are wired and closed in the right order."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from asyncrl.protocol.errors import AsyncRLError
+from asyncrl.protocol.types import WeightSnapshot
+from rollout_fleet.config import EngineKind, RolloutFleetConfig, SamplingConfig
+from rollout_fleet.worker import RolloutWorker
+from tests.rollout_fleet.probes import publish_weights
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture
+def make_worker(model_path, tmp_path, monkeypatch):
+    """Return a maker of workers on a buffer."""
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+
+    def make(buffer, **options):
+        return RolloutWorker(
+            RolloutFleetConfig(**{"engine": EngineKind.transformers, **options}),
+            model_path=model_path,
+            samples_per_prompt=4,
+            connect_buffer=lambda: buffer,
+            log_dir=str(tmp_path),
+            seed=0,
+        )
+
+    return make
+
+
+async def test_a_worker_rolls_out_across_weight_loads_and_every_token_is_accounted_for(
+    make_worker, make_buffer, model_path, tmp_path
+):
+    buffer = make_buffer(24, groups_per_step=8, max_lag=1)
+    worker = make_worker(buffer, sampling=SamplingConfig(max_new_tokens=8))
+    await worker.start()
+    run = asyncio.create_task(worker.run())
+    for version in (1, 2):
+        await buffer.stored(8 * version)
+        buffer.commit()
+        await worker.load_weights(publish_weights(model_path, tmp_path, version))
+    await buffer.stored(24)
+    counters = await worker.stop()
+    assert await run == counters
+    assert buffer.closed
+    assert counters.groups_finished == 24
+    assert counters.tokens_generated == buffer.num_tokens + buffer.tokens_dropped
+    assert counters.tokens_in_flight == 0
+    assert len(counters.load_s) == 2
+    for group in buffer.groups:
+        assert group.num_samples == 4
+        assert group.summary.oldest_version >= 0
+
+
+async def test_after_a_drain_the_engine_still_evaluates(make_worker, make_buffer, make_prompts):
+    worker = make_worker(make_buffer(4))
+    await worker.start()
+    run = asyncio.create_task(worker.run())
+    drained = await worker.drain()
+    assert await run == drained
+    greedy = SamplingConfig(temperature=0.0, max_new_tokens=5)
+    result = await worker.evaluate(make_prompts(6), greedy, 2)
+    again = await worker.evaluate(make_prompts(6), greedy, 2)
+    await worker.stop()
+    assert len(result.rewards) == 12
+    assert result == again
+    assert 1 <= result.mean_length <= 5
+    assert (await worker.counters()).tokens_generated == drained.tokens_generated
+
+
+async def test_rewards_of_an_evaluation_stand_in_the_order_of_the_prompts(make_worker, make_buffer, make_prompts):
+    worker = make_worker(make_buffer(1), engine=EngineKind.scripted)
+    worker._decode = lambda ids: str(ids[0] - 3)
+    prompts = make_prompts(5)
+    wrong = type(prompts[2])(group_id=2, prompt_ids=prompts[2].prompt_ids, ground_truth="x")
+    await worker.start()
+    result = await worker.evaluate([*prompts[:2], wrong, *prompts[3:]], SamplingConfig(), 1)
+    await worker.stop()
+    assert result.rewards == (1.0, 1.0, 0.0, 1.0, 1.0)
+    assert result.mean_length == 1.0
+
+
+async def test_evaluating_nothing_gives_nothing(make_worker, make_buffer):
+    worker = make_worker(make_buffer(1), engine=EngineKind.scripted)
+    await worker.start()
+    result = await worker.evaluate([], SamplingConfig(), 1)
+    await worker.stop()
+    assert (result.rewards, result.mean_length) == ((), 0.0)
+
+
+async def test_a_worker_that_was_never_started_says_so_and_stops_cleanly(make_worker, make_buffer):
+    worker = make_worker(make_buffer(1))
+    with pytest.raises(AsyncRLError, match=r"rollout worker 0 is not started; await start\(\) first"):
+        await worker.load_weights(WeightSnapshot(version=1, path=""))
+    assert await worker.stop() is None
