@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -21,9 +22,27 @@ from .mesh import LearnerMesh, open_mesh
 from .model import PolicyModel, load_causal_lm
 from .optimizer import PolicyOptimizer
 from .packing import MicroBatch, num_micro_batches, pack
+from .sharding import UlyssesShardingManager
 from .types import TokenSequence
+from .ulysses import validate_ulysses_config
 
 LossFunction = Callable[[LossInputs], LossTerms]
+
+
+@dataclass(frozen=True)
+class _Packed:
+    """This rank's micro-batches, and the tokens in the loss and the sequences with any, over all ranks."""
+
+    micro_batches: list[MicroBatch]
+    num_tokens: int
+    num_sequences: int
+
+    def counts(self) -> dict[str, float]:
+        return {
+            "num_tokens": float(self.num_tokens),
+            "num_sequences": float(self.num_sequences),
+            "num_micro_batches": float(len(self.micro_batches)),
+        }
 
 
 class PolicyTrainer:
@@ -49,6 +68,8 @@ class PolicyTrainer:
         self.causal_lm: PreTrainedModel = load_causal_lm(model_path, torch.float32)
         if config.activation_checkpointing:
             self.causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
+        self.sharding = UlyssesShardingManager(self.mesh.device_mesh)
+        validate_ulysses_config(self.causal_lm.config.num_attention_heads, config.sp_size)
         self.model = PolicyModel(
             self.causal_lm, temperature=temperature, logprob_chunk_tokens=config.logprob_chunk_tokens
         )
@@ -80,19 +101,13 @@ class PolicyTrainer:
             ``skipped_updates``.
         """
         self.model.train()
-        micro_batches, num_tokens, num_sequences = self._pack(sequences)
-        sums: list[dict[str, Tensor]] = []
-        for micro_batch in micro_batches:
-            inputs = self._forward(micro_batch)
-            terms = loss(inputs)
-            weights = token_weights(inputs, aggregation, num_tokens=num_tokens, num_sequences=num_sequences)
-            total = (terms.per_token * weights).sum()
-            (total * self.mesh.num_ranks).backward()  # FSDP averages gradients over the ranks; their sum is meant
-            per_token = {"entropy": inputs.entropy.detach(), **terms.metrics}
-            sums.append({"loss": total.detach(), **{k: v.sum() / max(1, num_tokens) for k, v in per_token.items()}})
-        metrics = self._reduce(sums)
-        counts = {"num_tokens": num_tokens, "num_sequences": num_sequences, "num_micro_batches": len(micro_batches)}
-        return metrics | {name: float(count) for name, count in counts.items()} | self.optimizer.step()
+        totals, rows = self._pack(sequences), []
+        with self.sharding:
+            for micro_batch in totals.micro_batches:
+                share, row = self._share_of_loss(micro_batch, totals, loss, aggregation)
+                (share * self.mesh.num_ranks).backward()  # FSDP averages gradients over the ranks; their sum is meant
+                rows.append(row)
+        return self._reduce(rows) | totals.counts() | self.optimizer.step()
 
     @torch.no_grad()
     def evaluate(
@@ -102,20 +117,12 @@ class PolicyTrainer:
         *,
         aggregation: Aggregation = Aggregation.token_mean,
     ) -> dict[str, float]:
-        """Loss and metrics of sequences without training on them; the keys of `update` up to ``num_sequences``."""
+        """Loss and metrics of sequences without training on them; what `update` returns but for the optimizer's."""
         self.model.eval()
-        micro_batches, num_tokens, num_sequences = self._pack(sequences)
-        sums = []
-        for micro_batch in micro_batches:
-            inputs = self._forward(micro_batch)
-            terms = loss(inputs)
-            weights = token_weights(inputs, aggregation, num_tokens=num_tokens, num_sequences=num_sequences)
-            per_token = {"entropy": inputs.entropy, **terms.metrics}
-            sums.append(
-                {"loss": (terms.per_token * weights).sum()}
-                | {name: value.sum() / max(1, num_tokens) for name, value in per_token.items()}
-            )
-        return self._reduce(sums) | {"num_tokens": float(num_tokens), "num_sequences": float(num_sequences)}
+        totals = self._pack(sequences)
+        with self.sharding:
+            rows = [self._share_of_loss(m, totals, loss, aggregation)[1] for m in totals.micro_batches]
+        return self._reduce(rows) | totals.counts()
 
     @torch.no_grad()
     def log_probs(self, sequences: Sequence[TokenSequence]) -> list[np.ndarray]:
@@ -126,11 +133,24 @@ class PolicyTrainer:
         """
         self.model.eval()
         results = [np.zeros(len(sequence.input_ids), dtype=np.float32) for sequence in sequences]
-        for micro_batch in self._pack(sequences)[0]:
-            values = self._forward(micro_batch).log_probs.split(micro_batch.loss_lengths.tolist())
-            for source, value in zip(micro_batch.source, values, strict=False):
-                results[source][sequences[source].loss_mask] = value.cpu().numpy()
+        with self.sharding:
+            for micro_batch in self._pack(sequences).micro_batches:
+                values = self._forward(micro_batch).log_probs.split(micro_batch.loss_lengths.tolist())
+                for source, value in zip(micro_batch.source, values, strict=False):
+                    results[source][sequences[source].loss_mask] = value.cpu().numpy()
         return results
+
+    def _share_of_loss(
+        self, micro_batch: MicroBatch, totals: _Packed, loss: LossFunction, aggregation: Aggregation
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """What a micro-batch adds to the loss of the whole batch, with gradient, and to each metric."""
+        inputs = self._forward(micro_batch)
+        terms = loss(inputs)
+        weights = token_weights(inputs, aggregation, num_tokens=totals.num_tokens, num_sequences=totals.num_sequences)
+        share = (terms.per_token * weights).sum()
+        per_token = {"entropy": inputs.entropy.detach(), **terms.metrics}
+        means = {name: value.sum() / max(1, totals.num_tokens) for name, value in per_token.items()}
+        return share, {"loss": share.detach(), **means}
 
     def _forward(self, micro_batch: MicroBatch) -> LossInputs:
         micro_batch = micro_batch.to(self.mesh.device)
@@ -145,14 +165,14 @@ class PolicyTrainer:
             columns=columns,
         )
 
-    def _pack(self, sequences: Sequence[TokenSequence]) -> tuple[list[MicroBatch], int, int]:
-        """Micro-batches, as many on every rank; tokens in the loss and sequences with any, over all ranks."""
+    def _pack(self, sequences: Sequence[TokenSequence]) -> _Packed:
+        """Micro-batches, as many on every rank."""
         budget = self.config.max_tokens_per_micro_batch * self.mesh.sp_size
         in_loss = [int(np.count_nonzero(sequence.loss_mask)) for sequence in sequences]
         counts = torch.tensor([sum(in_loss), np.count_nonzero(in_loss)], device=self.mesh.device)
         num_tokens, num_sequences = self.mesh.sum_over_dp(counts).tolist()
         count = max(1, int(self.mesh.largest(torch.tensor(num_micro_batches(sequences, budget)))))
-        return pack(sequences, max_tokens=budget, count=count), num_tokens, num_sequences
+        return _Packed(pack(sequences, max_tokens=budget, count=count), num_tokens, num_sequences)
 
     def _reduce(self, sums: Sequence[dict[str, Tensor]]) -> dict[str, float]:
         """Add this rank's micro-batches up, then the ranks, in one collective."""

@@ -86,7 +86,7 @@ class LearnerWorker(Worker):
         self._snapshots = SnapshotWriter(snapshot_dir, keep=config.keep_snapshots)
         self._recorder = TrajectoryRecorder(trajectory_dir) if trajectory_dir else None
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def init_model(self) -> None:
         """Join the group, load the model and connect to the buffer."""
         self._trainer = PolicyTrainer(
@@ -130,7 +130,7 @@ class LearnerWorker(Worker):
         times = {"fetch_s": fetch_s, "train_s": train_s, "started_at": -minus_start, "ended_at": ended_at}
         return metrics | times | {"lag_max": lag}
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def publish_weights(self, version: int) -> WeightSnapshot:
         """Write the weights for the engines; the snapshot is there when rank 0 returns.
 
@@ -139,12 +139,12 @@ class LearnerWorker(Worker):
         """
         return self._snapshots.write(version, self._trainer)
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def save_policy(self, directory: str) -> None:
         """Write model and tokenizer so that ``from_pretrained`` loads both from ``directory``."""
         save_policy(self._trainer, directory)
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def stop(self) -> None:
         """Leave the group and close the connection to the buffer."""
         if self._source is not None:

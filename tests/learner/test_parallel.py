@@ -1,6 +1,7 @@
 """Any split of a batch over ranks and micro-batches equals one process: loss, metrics, gradient norm and weights."""
 
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -12,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # spawned ranks import these by 
 from gloo import run_on_ranks
 from tiny_models import random_sequences, save_tiny_model
 
+from learner import fsdp
 from learner.batching import karmarkar_karp
 from learner.config import Aggregation, AlgorithmConfig, Device, LearnerConfig, OptimizerConfig
 from learner.losses import LOSSES
@@ -67,28 +69,41 @@ def assert_same(left: list, right: list) -> None:
             np.testing.assert_allclose(weights[name], value, atol=2e-5, err_msg=f"{loss} {aggregation} {name}")
 
 
-@pytest.mark.parametrize("num_sequences", [19])
-def test_two_data_parallel_ranks_equal_one_process(model_path: str, num_sequences: int) -> None:
-    alone = train(model_path, config(1, max_tokens=10_000), num_sequences)
-    results = run_on_ranks(2, train, model_path, config(2), num_sequences)
-    assert_same(results[0], alone)
+def on_each_mesh(model_path: str, meshes: list[tuple[LearnerConfig, int]]) -> list[list]:
+    """One spawn serves several meshes over the same ranks; from the second on, every layer is an FSDP unit."""
+    outcomes = []
+    for learner, num_sequences in meshes:
+        outcomes.append(train(model_path, learner, num_sequences))
+        fsdp.MIN_UNIT_NUMEL = 1
+    return outcomes
+
+
+def test_two_ranks_equal_one_process_also_when_one_has_nothing_to_train_on(model_path: str) -> None:
+    alone = train(model_path, config(1, max_tokens=10_000), 19)
+    meshes = [(config(2), 19), (config(2, sp_size=2), 19), (config(2), 1)]
+    results = run_on_ranks(2, on_each_mesh, model_path, meshes)
+    data, sequence, uneven = results[0]
+    assert_same(data, alone)
+    assert_same(sequence, alone)
+    assert_same(uneven, train(model_path, config(1), 1))
+    assert sorted(result[2][0][2] for result in results) == [0, 1]
     assert alone[0][0][0]["num_micro_batches"] == 1
-    assert results[0][0][0][0]["num_micro_batches"] > 1
+    assert data[0][0][0]["num_micro_batches"] > 1
     moved = np.abs(alone[0][1]["model.embed_tokens.weight"] - start_weights(model_path))
     assert moved.max() > 1e-3  # two updates at this rate move weights a hundred times further than the tolerance
+
+
+def test_four_ranks_equal_one_process_also_with_fewer_kv_heads_than_ranks(model_path: str) -> None:
+    alone = train(model_path, config(1, max_tokens=10_000), 19)
+    meshes = [(config(4, sp_size=2), 19), (replace(config(4, sp_size=4), activation_checkpointing=True), 19)]
+    for outcome in run_on_ranks(4, on_each_mesh, model_path, meshes)[0]:
+        assert_same(outcome, alone)
 
 
 def start_weights(model_path: str) -> np.ndarray:
     from safetensors.torch import load_file
 
     return load_file(f"{model_path}/model.safetensors")["model.embed_tokens.weight"].numpy()
-
-
-def test_a_rank_without_sequences_takes_part(model_path: str) -> None:
-    alone = train(model_path, config(1, max_tokens=10_000), 1)
-    results = run_on_ranks(2, train, model_path, config(2), 1)
-    assert sorted(result[0][2] for result in results) == [0, 1]
-    assert_same(results[0], alone)
 
 
 def test_log_probs_do_not_depend_on_the_order_of_sequences(model_path: str) -> None:
