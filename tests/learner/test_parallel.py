@@ -2,7 +2,6 @@
 
 import sys
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -15,8 +14,9 @@ from tiny_models import random_sequences, save_tiny_model
 
 from learner import fsdp
 from learner.batching import karmarkar_karp
-from learner.config import Aggregation, AlgorithmConfig, Device, LearnerConfig, OptimizerConfig
+from learner.config import Aggregation, AlgorithmConfig, Correction, Device, LearnerConfig, OptimizerConfig
 from learner.losses import LOSSES
+from learner.step import PolicyStep
 from learner.trainer import PolicyTrainer
 from learner.weights import gather_weights
 
@@ -30,23 +30,35 @@ def config(num_ranks: int, sp_size: int = 1, max_tokens: int = 100) -> LearnerCo
         device=Device.cpu,
         max_tokens_per_micro_batch=max_tokens,
         logprob_chunk_tokens=16,
-        optimizer=OptimizerConfig(lr=1e-3, clip_grad_norm=0.5, weight_decay=0.1),
+        # A large eps: AdamW would blow rounding in vanishing gradients up to whole steps.
+        optimizer=OptimizerConfig(lr=1e-3, clip_grad_norm=0.5, weight_decay=0.1, eps=1e-4),
     )
 
 
-CASES = [(loss, aggregation) for loss in LOSSES.names() for aggregation in Aggregation]
+CASES = [
+    AlgorithmConfig(loss=loss, aggregation=aggregation, correction=correction, sequence_norm_tokens=24, **options)
+    for loss, aggregation, correction, options in [
+        ("ppo_clip", Aggregation.token_mean, Correction.none, {"dual_clip": 3.0, "entropy_coef": 0.01}),
+        ("ppo_clip", Aggregation.sequence_mean, Correction.untruncated, {}),
+        ("gspo", Aggregation.sequence_mean, Correction.sequence_truncated, {}),
+        ("cispo", Aggregation.token_mean, Correction.token_masked, {}),
+        ("reinforce", Aggregation.sequence_sum_norm, Correction.sequence_rejected, {"entropy_coef": 0.01}),
+        ("reinforce", Aggregation.token_mean, Correction.token_truncated, {}),
+    ]
+]
+"""Every loss, aggregation and correction."""
 
 
 def train(model_path: str, learner: LearnerConfig, num_sequences: int) -> list[tuple[list[dict], dict, int]]:
     """Metrics of every update, the weights after them, and the number of trained sequences, for every case."""
     sequences = random_sequences(num_sequences)
     outcomes = []
-    for loss, aggregation in CASES:
+    for algorithm in CASES:
         trainer = PolicyTrainer(learner, model_path=model_path, total_updates=NUM_UPDATES, temperature=0.7)
         shares = karmarkar_karp([len(s.input_ids) for s in sequences], learner.num_ranks // learner.sp_size)
         share = [sequences[index] for index in shares[trainer.mesh.dp_rank]]
-        bound = partial(LOSSES.get(loss), config=AlgorithmConfig())
-        metrics = [trainer.update(share, bound, aggregation=aggregation) for _ in range(NUM_UPDATES)]
+        step = PolicyStep(trainer, algorithm)
+        metrics = [step.run(share) for _ in range(NUM_UPDATES)]
         weights = gather_weights(trainer)
         outcomes.append((metrics, {k: v.numpy() for k, v in (weights or {}).items()}, len(share)))
     return outcomes
@@ -58,15 +70,13 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def assert_same(left: list, right: list) -> None:
-    for (loss, aggregation), (metrics, weights, _), (want_metrics, want_weights, _) in zip(
-        CASES, left, right, strict=True
-    ):
+    for case, (metrics, weights, _), (want_metrics, want_weights, _) in zip(CASES, left, right, strict=True):
         for got, want in zip(metrics, want_metrics, strict=True):
             for name in want.keys() - {"num_micro_batches"}:
-                assert got[name] == pytest.approx(want[name], rel=2e-5, abs=1e-6), (loss, aggregation, name)
+                assert got[name] == pytest.approx(want[name], rel=2e-5, abs=1e-6), (case, name)
         assert weights.keys() == want_weights.keys()
         for name, value in want_weights.items():
-            np.testing.assert_allclose(weights[name], value, atol=2e-5, err_msg=f"{loss} {aggregation} {name}")
+            np.testing.assert_allclose(weights[name], value, atol=2e-5, err_msg=f"{case} {name}")
 
 
 def on_each_mesh(model_path: str, meshes: list[tuple[LearnerConfig, int]]) -> list[list]:
@@ -104,6 +114,12 @@ def start_weights(model_path: str) -> np.ndarray:
     from safetensors.torch import load_file
 
     return load_file(f"{model_path}/model.safetensors")["model.embed_tokens.weight"].numpy()
+
+
+def test_every_loss_aggregation_and_correction_is_compared() -> None:
+    assert {case.loss for case in CASES} == set(LOSSES.names())
+    assert {case.aggregation for case in CASES} == set(Aggregation)
+    assert {case.correction for case in CASES} == set(Correction)
 
 
 def test_log_probs_do_not_depend_on_the_order_of_sequences(model_path: str) -> None:
