@@ -17,6 +17,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from .ulysses import (
+    gather_heads_scatter_seq,
+    gather_seq_scatter_heads,
+    get_ulysses_sequence_parallel_world_size,
+    replicate_kv_heads,
+    validate_ulysses_config,
+)
+
 ATTENTION_NAME = "asyncrl_packed"
 """Name of the packed attention in transformers' registry."""
 
@@ -107,11 +115,11 @@ def packed_attention(
 
     Args:
         module: The attention layer; unused.
-        query: [1, H, N, D].
+        query: [1, H, N, D]; under sequence parallelism N is this rank's part of the tokens, here and in the result.
         key: [1, kv heads, N, D].
         value: [1, kv heads, N, D].
         attention_mask: None; the layout says who sees whom.
-        packed: Layout of the N tokens.
+        packed: Layout of all tokens.
         scaling: Factor on the scores; None is D ** -0.5.
         dropout: Dropout of the attention weights.
         sliding_window: A token sees this many tokens, itself included; None sees all before it.
@@ -126,10 +134,23 @@ def packed_attention(
     for name in ("softcap", "s_aux"):
         if extra.get(name) is not None:
             raise ValueError(f"packed attention does not know {name}, which {type(module).__name__} needs")
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    q, k, v = (x.transpose(1, 2) for x in _all_tokens(query, key, value))
     if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and dropout == 0.0:
-        return _varlen(q, k, v, packed, scaling, sliding_window).unsqueeze(0), None
-    return _bucketed(q, k, v, packed, scaling, dropout, sliding_window).unsqueeze(0), None
+        out = _varlen(q[0], k[0], v[0], packed, scaling, sliding_window)
+    else:
+        out = _bucketed(q[0], k[0], v[0], packed, scaling, dropout, sliding_window)
+    return gather_heads_scatter_seq(out.unsqueeze(0), head_dim=2, seq_dim=1), None
+
+
+def _all_tokens(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """[1, heads, tokens, D] of this rank's tokens to all tokens with this rank's heads, under sequence parallelism."""
+    sp_size, num_heads = get_ulysses_sequence_parallel_world_size(), query.size(1)
+    if sp_size == 1:
+        return query, key, value
+    validate_ulysses_config(num_heads, sp_size)
+    key, value = (replicate_kv_heads(x, 1, num_heads, sp_size) for x in (key, value))
+    query, key, value = (gather_seq_scatter_heads(x, seq_dim=2, head_dim=1) for x in (query, key, value))
+    return query, key, value
 
 
 def _bucketed(

@@ -9,7 +9,7 @@ import numpy as np
 
 from asyncrl.protocol.types import GroupSummary, Plan
 
-from .types import RankBatch
+from .types import RankBatch, TokenSequence
 
 
 def karmarkar_karp(sizes: Sequence[int], num_parts: int) -> list[list[int]]:
@@ -76,6 +76,12 @@ def split_plan(plan: Plan, advantages: Sequence[np.ndarray], *, num_shards: int,
         )
         for part in parts
     ]
+
+
+def split_sequences(sequences: Sequence[TokenSequence], count: int) -> list[list[TokenSequence]]:
+    """Share a rank's sequences out over mini-batches, balanced by tokens."""
+    parts = karmarkar_karp([len(sequence.input_ids) for sequence in sequences], count)
+    return [[sequences[index] for index in part] for part in parts]
 
 
 def num_bins(lengths: Sequence[int], budget: int) -> int:

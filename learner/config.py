@@ -25,6 +25,27 @@ class Aggregation(StrEnum):
 
     token_mean = "token_mean"
     sequence_mean = "sequence_mean"
+    sequence_sum_norm = "sequence_sum_norm"
+
+
+class Correction(StrEnum):
+    """Off-policy correction between behaviour and proximal policy; see `learner.importance`."""
+
+    none = "none"
+    untruncated = "untruncated"
+    token_truncated = "token_truncated"
+    sequence_truncated = "sequence_truncated"
+    token_masked = "token_masked"
+    sequence_rejected = "sequence_rejected"
+
+
+class KLEstimator(StrEnum):
+    """Estimator of KL(policy ‖ reference) from one sampled token; see `learner.kl`."""
+
+    k1 = "k1"
+    k2 = "k2"
+    k3 = "k3"
+    low_variance = "low_variance"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,29 +55,70 @@ class AlgorithmConfig:
     Attributes:
         groups_per_step: B, prompt groups consumed by one learner step.
         samples_per_prompt: G, rollouts of one prompt.
+        num_mini_batches: Optimizer updates of one learner step, each on its share of the batch.
         advantage: Advantage estimator by name, from `learner.advantages`.
         loss: Policy loss by name, from `learner.losses`.
         clip_low: PPO keeps the ratio above 1 - clip_low.
         clip_high: PPO keeps the ratio below 1 + clip_high.
+        dual_clip: Largest ratio that counts where the advantage is negative (> 1); 0 has no such bound.
         aggregation: How token losses become the loss of the whole batch.
+        sequence_norm_tokens: L of ``sequence_sum_norm``; the longest response is usual.
+        correction: ``none`` anchors the ratio at the behaviour policy; the others anchor it at the proximal policy,
+            the one before the step, and weigh tokens by proximal ÷ behaviour.
+        correction_low: Importance weights below it are masked or rejected.
+        correction_high: Importance weights above it are truncated, masked or rejected.
+        entropy_coef: Weight of the entropy bonus.
+        kl_coef: Weight of the KL penalty to the reference policy, the model that the run starts from; 0 has none.
+        kl_estimator: How the KL penalty is estimated.
+        mask_truncated: Leave samples that hit the length limit out of the loss (DAPO's overlong filtering).
+        overlong_max_tokens: Response length at which DAPO's length penalty reaches 1; 0 has no penalty.
+        overlong_buffer_tokens: Tokens before it over which the penalty grows.
     """
 
     groups_per_step: int = 32
     samples_per_prompt: int = 8
+    num_mini_batches: int = 1
     advantage: str = "grpo"
     loss: str = "ppo_clip"
     clip_low: float = 0.2
     clip_high: float = 0.2
+    dual_clip: float = 0.0
     aggregation: Aggregation = Aggregation.token_mean
+    sequence_norm_tokens: int = 0
+    correction: Correction = Correction.none
+    correction_low: float = 0.5
+    correction_high: float = 2.0
+    entropy_coef: float = 0.0
+    kl_coef: float = 0.0
+    kl_estimator: KLEstimator = KLEstimator.k3
+    mask_truncated: bool = False
+    overlong_max_tokens: int = 0
+    overlong_buffer_tokens: int = 0
 
     def __post_init__(self) -> None:
-        if self.groups_per_step < 1:
-            raise ValueError(f"algorithm.groups_per_step must be >= 1, got {self.groups_per_step}")
-        if self.samples_per_prompt < 1:
-            raise ValueError(f"algorithm.samples_per_prompt must be >= 1, got {self.samples_per_prompt}")
-        for name in ("clip_low", "clip_high"):
+        for name in ("groups_per_step", "samples_per_prompt", "num_mini_batches"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"algorithm.{name} must be >= 1, got {getattr(self, name)}")
+        for name in ("clip_low", "clip_high", "kl_coef"):
             if getattr(self, name) < 0:
-                raise ValueError(f"algorithm.{name} must be >= 0, got {getattr(self, name)}; 0.2 is usual")
+                raise ValueError(f"algorithm.{name} must be >= 0, got {getattr(self, name)}")
+        if self.dual_clip and self.dual_clip <= 1:
+            raise ValueError(f"algorithm.dual_clip must be > 1, got {self.dual_clip}; 0 switches it off, 3 is usual")
+        if self.aggregation is Aggregation.sequence_sum_norm and self.sequence_norm_tokens < 1:
+            raise ValueError(
+                "algorithm.aggregation=sequence_sum_norm needs algorithm.sequence_norm_tokens >= 1, "
+                f"got {self.sequence_norm_tokens}; the longest response is usual"
+            )
+        if not 0 <= self.correction_low <= 1 <= self.correction_high:
+            raise ValueError(
+                "algorithm.correction_low and correction_high must lie on both sides of 1, "
+                f"got {self.correction_low} and {self.correction_high}"
+            )
+        if not 0 <= self.overlong_buffer_tokens <= self.overlong_max_tokens:
+            raise ValueError(
+                "algorithm.overlong_buffer_tokens must be in 0..algorithm.overlong_max_tokens, got "
+                f"{self.overlong_buffer_tokens} and {self.overlong_max_tokens}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from .config import Aggregation, AlgorithmConfig
+from .config import Aggregation, AlgorithmConfig, Correction
+from .importance import sequence_means
 from .registry import Registry
 
 
@@ -26,7 +27,8 @@ class LossInputs:
         entropy: [M] float32, with gradient.
         sequence_index: [M] int64, sequence of each token, counted within the micro-batch.
         loss_lengths: [number of sequences] int64, tokens in the loss of each sequence.
-        columns: [M] float32 by name: ``behavior_logprobs`` and ``advantages`` in RL.
+        columns: [M] float32 by name: ``behavior_logprobs`` and ``advantages`` in RL, ``proximal_logprobs`` where
+            a step makes several updates, ``reference_logprobs`` where there is a KL penalty.
     """
 
     log_probs: Tensor
@@ -34,6 +36,11 @@ class LossInputs:
     sequence_index: Tensor
     loss_lengths: Tensor
     columns: Mapping[str, Tensor]
+
+    @property
+    def proximal_logprobs(self) -> Tensor:
+        """[M] log-probs before the step; in a step of one update these are the policy's own, held fixed."""
+        return self.columns.get("proximal_logprobs", self.log_probs.detach())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,39 +67,79 @@ class PolicyLoss(Protocol):
 LOSSES: Registry[PolicyLoss] = Registry("algorithm.loss")
 
 
+def anchor_log_probs(inputs: LossInputs, config: AlgorithmConfig) -> Tensor:
+    """[M] log-probs that a ratio starts from: the behaviour's, or with an off-policy correction the proximal's."""
+    if config.correction is Correction.none:
+        return inputs.columns["behavior_logprobs"]
+    return inputs.proximal_logprobs
+
+
 @LOSSES.register("ppo_clip")
 def ppo_clip(inputs: LossInputs, config: AlgorithmConfig) -> LossTerms:
-    """PPO's clipped surrogate (arXiv 1707.06347, equation 7), against the behaviour policy.
+    """PPO's clipped surrogate (arXiv 1707.06347, equation 7).
 
-    -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) with r = policy / behaviour. Deviation: the paper's old policy is
-    the one before the update; here it is the one that sampled the token, whichever version that was, so that one
-    optimizer update a batch still corrects for the lag. ``clip_high > clip_low`` is clip-higher (DAPO, arXiv
-    2503.14476, section 3.1).
+    -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) with r = policy / anchor. Deviation: the paper's anchor is the
+    policy before the update; without an off-policy correction it is here the one that sampled the token, whichever
+    version that was, so that one optimizer update a batch still corrects for the lag. With one
+    (``correction=untruncated``) this is decoupled PPO (AReaL, arXiv 2505.24298). ``clip_high > clip_low``
+    is clip-higher (DAPO, arXiv 2503.14476, section 3.1). ``dual_clip`` c bounds the loss at -c A where A < 0 (arXiv
+    1912.09729).
 
     Example: ratio 1.5, advantage 1, clip 0.2 gives -1.2 and no gradient; advantage -1 gives 1.5.
     """
     advantages = inputs.columns["advantages"]
-    log_ratio = inputs.log_probs - inputs.columns["behavior_logprobs"]
-    ratio = log_ratio.exp()
+    ratio = (inputs.log_probs - anchor_log_probs(inputs, config)).exp()
+    return _clipped(ratio, advantages, config)
+
+
+def _clipped(ratio: Tensor, advantages: Tensor, config: AlgorithmConfig) -> LossTerms:
     surrogate = ratio * advantages
     clipped = ratio.clamp(1.0 - config.clip_low, 1.0 + config.clip_high) * advantages
-    metrics = {"clip_fraction": (clipped < surrogate).float(), **behavior_metrics(log_ratio)}
-    return LossTerms(per_token=-torch.minimum(surrogate, clipped), metrics=metrics)
+    objective = torch.minimum(surrogate, clipped)
+    metrics = {"clip_fraction": (clipped < surrogate).float()}
+    if config.dual_clip:
+        bound = torch.where(advantages < 0, config.dual_clip * advantages, -torch.inf)
+        metrics["dual_clip_fraction"] = (bound > objective).float()
+        objective = torch.maximum(objective, bound)
+    return LossTerms(per_token=-objective, metrics=metrics)
 
 
-def behavior_metrics(log_ratio: Tensor) -> dict[str, Tensor]:
-    """How far the policy is from the one that sampled.
+@LOSSES.register("gspo")
+def gspo(inputs: LossInputs, config: AlgorithmConfig) -> LossTerms:
+    """Clipped surrogate of sequence ratios (GSPO-token, arXiv 2507.18071, equations 7 and 13 to 14).
 
-    Args:
-        log_ratio: [M] policy minus behaviour log-prob.
+    The ratio of a sequence is the geometric mean of its tokens' ratios; a token's ratio has this value, and the
+    gradient of its own log-prob. The paper means ``aggregation=sequence_mean`` and bounds near 3e-4 and 4e-4.
 
-    Returns:
-        ``ratio``, and ``behavior_kl``: KL(behaviour ‖ policy) in nats by the k3 estimator, r - 1 - log r
-        (http://joschu.net/blog/kl-approx.html), each value >= 0.
+    Example: two tokens with ratios 4 and 1 both have ratio 2.
     """
-    log_ratio = log_ratio.detach()
-    ratio = log_ratio.exp()
-    return {"ratio": ratio, "behavior_kl": ratio - 1.0 - log_ratio}
+    log_ratio = inputs.log_probs - anchor_log_probs(inputs, config)
+    of_sequence = sequence_means(log_ratio.detach(), inputs.sequence_index, inputs.loss_lengths)[inputs.sequence_index]
+    ratio = (of_sequence + inputs.log_probs - inputs.log_probs.detach()).exp()
+    return _clipped(ratio, inputs.columns["advantages"], config)
+
+
+@LOSSES.register("cispo")
+def cispo(inputs: LossInputs, config: AlgorithmConfig) -> LossTerms:
+    """REINFORCE weighted by the clipped ratio; every token keeps its gradient (CISPO, arXiv 2506.13585, equation 4).
+
+    -sg(clip(r, 1 - clip_low, 1 + clip_high)) A log policy. The paper leaves the ratio unbounded below:
+    ``clip_low=1``.
+
+    Example: ratio 1.5, advantage 2, clip 0.2 give a gradient of -2.4 at the log-prob.
+    """
+    ratio = (inputs.log_probs.detach() - anchor_log_probs(inputs, config)).exp()
+    weight = ratio.clamp(1.0 - config.clip_low, 1.0 + config.clip_high)
+    return LossTerms(
+        per_token=-weight * inputs.columns["advantages"] * inputs.log_probs,
+        metrics={"clip_fraction": (weight != ratio).float()},
+    )
+
+
+@LOSSES.register("reinforce")
+def reinforce(inputs: LossInputs, config: AlgorithmConfig) -> LossTerms:
+    """-A log policy (Williams, 1992): the teaching baseline. Without a correction every batch counts as on-policy."""
+    return LossTerms(per_token=-inputs.columns["advantages"] * inputs.log_probs)
 
 
 def negative_log_likelihood(inputs: LossInputs) -> LossTerms:
@@ -100,19 +147,32 @@ def negative_log_likelihood(inputs: LossInputs) -> LossTerms:
     return LossTerms(per_token=-inputs.log_probs)
 
 
-def token_weights(inputs: LossInputs, aggregation: Aggregation, *, num_tokens: int, num_sequences: int) -> Tensor:
+def token_weights(
+    inputs: LossInputs,
+    aggregation: Aggregation,
+    *,
+    num_tokens: int,
+    num_sequences: int,
+    sequence_norm_tokens: int = 0,
+) -> Tensor:
     """Share of each token in the loss of the whole batch.
 
     Args:
         inputs: A micro-batch.
         aggregation: ``token_mean``: every token of the batch counts the same. ``sequence_mean``: every sequence
-            counts the same, and every token within it.
+            counts the same, and every token within it. ``sequence_sum_norm``: every token counts
+            1 / (sequences * ``sequence_norm_tokens``), whatever the length of its sequence (Dr. GRPO, arXiv
+            2503.20783, section 3.2).
         num_tokens: Tokens in the loss of the whole batch, over all micro-batches and ranks.
         num_sequences: Its sequences with at least one such token.
+        sequence_norm_tokens: The constant L of ``sequence_sum_norm``, in tokens.
 
     Returns:
-        [M] float32; over the whole batch they sum to 1.
+        [M] float32; for the two means they sum to 1 over the whole batch.
     """
     if aggregation is Aggregation.token_mean:
         return torch.full_like(inputs.log_probs, 1.0 / max(1, num_tokens), requires_grad=False)
+    if aggregation is Aggregation.sequence_sum_norm:
+        share = 1.0 / (max(1, num_sequences) * sequence_norm_tokens)
+        return torch.full_like(inputs.log_probs, share, requires_grad=False)
     return 1.0 / (inputs.loss_lengths[inputs.sequence_index] * max(1, num_sequences)).float()

@@ -99,7 +99,8 @@ def open_mesh(config: LearnerConfig) -> LearnerMesh:
         backend = "nccl" if device.type == "cuda" else "gloo"
         timeout = timedelta(seconds=config.step_timeout_s)
         if config.num_ranks == 1:
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+            store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+            dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
         else:
             dist.init_process_group(backend, timeout=timeout)
     if dist.get_world_size() != config.num_ranks:

@@ -12,6 +12,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from .attention import ATTENTION_NAME, packed_layout
 from .logprobs import chunked_log_probs
 from .packing import MicroBatch
+from .ulysses import (
+    gather_outputs_and_unpad,
+    get_ulysses_sequence_parallel_rank,
+    get_ulysses_sequence_parallel_world_size,
+    ulysses_pad_and_slice_inputs,
+)
 
 _CHANGES_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 """Options of model families whose logits are more than a linear map of the last hidden state."""
@@ -66,22 +72,42 @@ class PolicyModel(nn.Module):
         Returns:
             Log-probs [M] float32 and entropies [M] float32.
         """
+        sp_size = get_ulysses_sequence_parallel_world_size()
+        input_ids, position_ids, padding = ulysses_pad_and_slice_inputs(
+            batch.input_ids[None], batch.position_ids[None], sp_size
+        )
         backbone = cast("nn.Module", self.causal_lm.base_model)
         hidden = backbone(
-            input_ids=batch.input_ids[None],
-            position_ids=batch.position_ids[None],
+            input_ids=input_ids,
+            position_ids=position_ids,
             use_cache=False,
-            packed=packed_layout(batch.lengths, batch.input_ids.device),
+            packed=packed_layout(batch.lengths + (1,) * padding, batch.input_ids.device),
         ).last_hidden_state[0]
+        if sp_size == 1:
+            return self._log_probs(hidden, batch.predict_index, batch.targets)
+        return self._log_probs_of_all_ranks(hidden, batch)
+
+    def _log_probs(self, hidden: Tensor, predict_index: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         head = cast("nn.Linear", self.causal_lm.get_output_embeddings())
         return chunked_log_probs(
-            hidden.index_select(0, batch.predict_index),
+            hidden.index_select(0, predict_index),
             head.weight,
             head.bias,
-            batch.targets,
+            targets,
             temperature=self.temperature,
             chunk_tokens=self.logprob_chunk_tokens,
         )
+
+    def _log_probs_of_all_ranks(self, hidden: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """Compute this rank's part of the tokens in the loss, and collect the others'."""
+        place = batch.predict_index - get_ulysses_sequence_parallel_rank() * len(hidden)
+        mine = (place >= 0) & (place < len(hidden))
+        values = torch.stack(self._log_probs(hidden, place[mine], batch.targets[mine]), dim=-1)
+        spread = values.new_zeros(len(hidden), 2).index_copy(0, place[mine], values)
+        # Every sp rank computes the same loss from what it collects, so its own part of the gradient is all it needs.
+        everyone = gather_outputs_and_unpad(spread, gather_dim=0, grad_scaler=False)
+        log_probs, entropy = everyone.index_select(0, batch.predict_index).unbind(-1)
+        return log_probs.clone(), entropy.clone()
 
 
 def is_matrix(name: str, parameter: Tensor) -> bool:

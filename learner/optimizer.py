@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import AdamW
@@ -86,7 +85,8 @@ class PolicyOptimizer:
     def _clip(self, norm: float) -> None:
         limit = self.config.clip_grad_norm
         if limit and norm > limit:
-            torch._foreach_mul_(_local_gradients(self._parameters), limit / norm)
+            for gradient in _local_gradients(self._parameters):
+                gradient.mul_(limit / norm)
 
 
 def global_grad_norm(parameters: Iterable[nn.Parameter]) -> float:
@@ -95,7 +95,7 @@ def global_grad_norm(parameters: Iterable[nn.Parameter]) -> float:
     gradients = _local_gradients(parameters)
     if not gradients:
         return 0.0
-    squared = torch.stack(torch._foreach_norm(gradients)).square().sum(dtype=torch.float64)
+    squared = nn.utils.get_total_norm(gradients).double().square()
     if dist.is_initialized() and any(local_tensor(p) is not p for p in parameters):
         dist.all_reduce(squared)
     return math.sqrt(squared.item())

@@ -1,33 +1,28 @@
 """The in-process core of the learner: one model, sharded, stepped on batches of token sequences.
 
-RL workers and supervised fine-tuning train through the same `PolicyTrainer`. Every method is a collective: all ranks of
-the group call it together, each with its own share of the sequences, and an empty share is fine.
+RL workers and supervised fine-tuning train through the same `PolicyTrainer`.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from .config import Aggregation, LearnerConfig
-from .fsdp import shard_model
 from .losses import LossInputs, LossTerms, token_weights
-from .mesh import LearnerMesh, open_mesh
-from .model import PolicyModel, load_causal_lm
 from .optimizer import PolicyOptimizer
-from .packing import MicroBatch, num_micro_batches, pack
+from .packing import MicroBatch
+from .scorer import PackedBatch, PolicyScorer
 from .types import TokenSequence
 
 LossFunction = Callable[[LossInputs], LossTerms]
 
 
-class PolicyTrainer:
-    """Loads a model, trains it, and gives its weights back.
+class PolicyTrainer(PolicyScorer):
+    """Trains a model, besides scoring with it.
 
     Args:
         config: The learner group's options.
@@ -40,25 +35,9 @@ class PolicyTrainer:
     def __init__(
         self, config: LearnerConfig, *, model_path: str, total_updates: int, temperature: float = 1.0, seed: int = 0
     ) -> None:
-        if temperature <= 0:
-            raise ValueError(f"the learner's temperature must be > 0, got {temperature}; greedy samples teach nothing")
         torch.manual_seed(seed)
-        self.config = config
-        self.model_path = model_path
-        self.mesh: LearnerMesh = open_mesh(config)
-        self.causal_lm: PreTrainedModel = load_causal_lm(model_path, torch.float32)
-        if config.activation_checkpointing:
-            self.causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
-        self.model = PolicyModel(
-            self.causal_lm, temperature=temperature, logprob_chunk_tokens=config.logprob_chunk_tokens
-        )
-        shard_model(self.model, self.mesh, self.compute_dtype)
+        super().__init__(config, model_path=model_path, temperature=temperature)
         self.optimizer = PolicyOptimizer(self.model, config.optimizer, total_updates=total_updates)
-
-    @property
-    def compute_dtype(self) -> torch.dtype:
-        """Type of the parameters while computing, and of published weights."""
-        return getattr(torch, self.config.dtype)
 
     def update(
         self,
@@ -66,6 +45,7 @@ class PolicyTrainer:
         loss: LossFunction,
         *,
         aggregation: Aggregation = Aggregation.token_mean,
+        sequence_norm_tokens: int = 0,
     ) -> dict[str, float]:
         """Make one optimizer update on the sequences of all ranks.
 
@@ -73,6 +53,7 @@ class PolicyTrainer:
             sequences: This rank's share; the sp ranks of a group pass the same.
             loss: Gives each token its loss.
             aggregation: How token losses become the loss of the batch.
+            sequence_norm_tokens: See `learner.losses.token_weights`.
 
         Returns:
             The same on every rank: ``loss``, ``entropy`` and the loss's own metrics (means over the batch's tokens),
@@ -80,19 +61,13 @@ class PolicyTrainer:
             ``skipped_updates``.
         """
         self.model.train()
-        micro_batches, num_tokens, num_sequences = self._pack(sequences)
-        sums: list[dict[str, Tensor]] = []
-        for micro_batch in micro_batches:
-            inputs = self._forward(micro_batch)
-            terms = loss(inputs)
-            weights = token_weights(inputs, aggregation, num_tokens=num_tokens, num_sequences=num_sequences)
-            total = (terms.per_token * weights).sum()
-            (total * self.mesh.num_ranks).backward()  # FSDP averages gradients over the ranks; their sum is meant
-            per_token = {"entropy": inputs.entropy.detach(), **terms.metrics}
-            sums.append({"loss": total.detach(), **{k: v.sum() / max(1, num_tokens) for k, v in per_token.items()}})
-        metrics = self._reduce(sums)
-        counts = {"num_tokens": num_tokens, "num_sequences": num_sequences, "num_micro_batches": len(micro_batches)}
-        return metrics | {name: float(count) for name, count in counts.items()} | self.optimizer.step()
+        totals, rows = _Totals(self._pack(sequences), aggregation, sequence_norm_tokens), []
+        with self.sharding:
+            for micro_batch in totals.batch.micro_batches:
+                share, row = self._share_of_loss(micro_batch, loss, totals)
+                (share * self.mesh.num_ranks).backward()  # FSDP averages gradients over the ranks; their sum is meant
+                rows.append(row)
+        return self._reduce(rows) | totals.batch.counts() | self.optimizer.step()
 
     @torch.no_grad()
     def evaluate(
@@ -101,61 +76,40 @@ class PolicyTrainer:
         loss: LossFunction,
         *,
         aggregation: Aggregation = Aggregation.token_mean,
+        sequence_norm_tokens: int = 0,
     ) -> dict[str, float]:
-        """Loss and metrics of sequences without training on them; the keys of `update` up to ``num_sequences``."""
+        """Loss and metrics of sequences without training on them; what `update` returns but for the optimizer's."""
         self.model.eval()
-        micro_batches, num_tokens, num_sequences = self._pack(sequences)
-        sums = []
-        for micro_batch in micro_batches:
-            inputs = self._forward(micro_batch)
-            terms = loss(inputs)
-            weights = token_weights(inputs, aggregation, num_tokens=num_tokens, num_sequences=num_sequences)
-            per_token = {"entropy": inputs.entropy, **terms.metrics}
-            sums.append(
-                {"loss": (terms.per_token * weights).sum()}
-                | {name: value.sum() / max(1, num_tokens) for name, value in per_token.items()}
-            )
-        return self._reduce(sums) | {"num_tokens": float(num_tokens), "num_sequences": float(num_sequences)}
+        totals = _Totals(self._pack(sequences), aggregation, sequence_norm_tokens)
+        with self.sharding:
+            rows = [self._share_of_loss(micro_batch, loss, totals)[1] for micro_batch in totals.batch.micro_batches]
+        return self._reduce(rows) | totals.batch.counts()
 
-    @torch.no_grad()
-    def log_probs(self, sequences: Sequence[TokenSequence]) -> list[np.ndarray]:
-        """Log-probs of this rank's sequences under the weights as they are.
+    def _share_of_loss(
+        self, micro_batch: MicroBatch, loss: LossFunction, totals: _Totals
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """What a micro-batch adds to the loss of the whole batch, with gradient, and to each metric."""
+        inputs = self._forward(micro_batch)
+        terms = loss(inputs)
+        share = (terms.per_token * totals.weights(inputs)).sum()
+        per_token = {"entropy": inputs.entropy.detach(), **terms.metrics}
+        means = {name: value.sum() / max(1, totals.batch.num_tokens) for name, value in per_token.items()}
+        return share, {"loss": share.detach(), **means}
 
-        Returns:
-            [T] float32 a sequence, 0 where the token is not in the loss.
-        """
-        self.model.eval()
-        results = [np.zeros(len(sequence.input_ids), dtype=np.float32) for sequence in sequences]
-        for micro_batch in self._pack(sequences)[0]:
-            values = self._forward(micro_batch).log_probs.split(micro_batch.loss_lengths.tolist())
-            for source, value in zip(micro_batch.source, values, strict=False):
-                results[source][sequences[source].loss_mask] = value.cpu().numpy()
-        return results
 
-    def _forward(self, micro_batch: MicroBatch) -> LossInputs:
-        micro_batch = micro_batch.to(self.mesh.device)
-        log_probs, entropy = self.model(micro_batch)
-        # An empty micro-batch does not know the columns' names: it has every column, with no entries.
-        columns = micro_batch.columns if len(log_probs) else defaultdict(log_probs.detach)
-        return LossInputs(
-            log_probs=log_probs,
-            entropy=entropy,
-            sequence_index=micro_batch.sequence_index,
-            loss_lengths=micro_batch.loss_lengths,
-            columns=columns,
+@dataclass(frozen=True)
+class _Totals:
+    """A batch and how its token losses are aggregated."""
+
+    batch: PackedBatch
+    aggregation: Aggregation
+    sequence_norm_tokens: int
+
+    def weights(self, inputs: LossInputs) -> Tensor:
+        return token_weights(
+            inputs,
+            self.aggregation,
+            num_tokens=self.batch.num_tokens,
+            num_sequences=self.batch.num_sequences,
+            sequence_norm_tokens=self.sequence_norm_tokens,
         )
-
-    def _pack(self, sequences: Sequence[TokenSequence]) -> tuple[list[MicroBatch], int, int]:
-        """Micro-batches, as many on every rank; tokens in the loss and sequences with any, over all ranks."""
-        budget = self.config.max_tokens_per_micro_batch * self.mesh.sp_size
-        in_loss = [int(np.count_nonzero(sequence.loss_mask)) for sequence in sequences]
-        counts = torch.tensor([sum(in_loss), np.count_nonzero(in_loss)], device=self.mesh.device)
-        num_tokens, num_sequences = self.mesh.sum_over_dp(counts).tolist()
-        count = max(1, int(self.mesh.largest(torch.tensor(num_micro_batches(sequences, budget)))))
-        return pack(sequences, max_tokens=budget, count=count), num_tokens, num_sequences
-
-    def _reduce(self, sums: Sequence[dict[str, Tensor]]) -> dict[str, float]:
-        """Add this rank's micro-batches up, then the ranks, in one collective."""
-        names = list(sums[0])
-        table = torch.stack([torch.stack([row[name] for name in names]) for row in sums]).double().sum(0)
-        return dict(zip(names, self.mesh.sum_over_dp(table).tolist(), strict=True))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from asyncrl.protocol.types import TrajectoryGroup
+from asyncrl.protocol.types import FinishReason, TrajectoryGroup
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +43,10 @@ class TokenSequence:
     loss_mask: np.ndarray
     columns: Mapping[str, np.ndarray] = field(default_factory=dict)
 
+    def with_column(self, name: str, values: np.ndarray) -> TokenSequence:
+        """The sequence with one more [T] float32 column."""
+        return replace(self, columns={**self.columns, name: values})
+
     def __post_init__(self) -> None:
         length = len(self.input_ids)
         if length == 0:
@@ -54,38 +58,38 @@ class TokenSequence:
             raise ValueError("loss_mask[0] must be False: no token predicts the first one; start with a prompt token")
 
 
-def group_sequences(group: TrajectoryGroup, advantages: np.ndarray) -> list[TokenSequence]:
+def group_sequences(
+    group: TrajectoryGroup, advantages: np.ndarray, *, mask_truncated: bool = False
+) -> list[TokenSequence]:
     """Lay a prompt group out as G sequences of prompt and response.
 
     Args:
         group: G trajectories of one prompt.
-        advantages: [G] float32, one for every token of a sample, or [R] float32, one a response token.
+        advantages: [G] float32, one a sample, for all its tokens.
+        mask_truncated: Leave samples that hit the length limit out of the loss.
 
     Returns:
         G sequences with the columns ``behavior_logprobs`` and ``advantages``; prompt and masked tokens are not in
         the loss.
     """
-    num_prompt = len(group.prompt_ids)
-    lengths = group.response_lengths.tolist()
-    per_token = advantages if len(advantages) != group.num_samples else np.repeat(advantages, lengths)
-    ends = np.cumsum(group.response_lengths)
-    return [
-        TokenSequence(
-            input_ids=np.concatenate([group.prompt_ids, group.response_ids[end - length : end]]),
-            loss_mask=_after_prompt(num_prompt, group.response_mask[end - length : end]),
-            columns={
-                "behavior_logprobs": _after_prompt(num_prompt, group.behavior_logprobs[end - length : end]),
-                "advantages": _after_prompt(num_prompt, per_token[end - length : end]),
-            },
+    ends = np.cumsum(group.response_lengths).tolist()
+    sequences = []
+    for sample, (end, length) in enumerate(zip(ends, group.response_lengths.tolist(), strict=True)):
+        span = slice(end - length, end)
+        dropped = mask_truncated and group.finish_reasons[sample] is FinishReason.length
+        mask = np.zeros(length, dtype=bool) if dropped else group.response_mask[span]
+        sequences.append(
+            TokenSequence(
+                input_ids=np.concatenate([group.prompt_ids, group.response_ids[span]]),
+                loss_mask=_after_prompt(group, mask),
+                columns={
+                    "behavior_logprobs": _after_prompt(group, group.behavior_logprobs[span]),
+                    "advantages": _after_prompt(group, np.full(length, advantages[sample], dtype=np.float32)),
+                },
+            )
         )
-        for end, length in zip(ends.tolist(), lengths, strict=True)
-    ]
+    return sequences
 
 
-def num_loss_tokens(sequences: Sequence[TokenSequence]) -> int:
-    """Tokens in the loss, over all sequences."""
-    return sum(int(np.count_nonzero(sequence.loss_mask)) for sequence in sequences)
-
-
-def _after_prompt(num_prompt: int, values: np.ndarray) -> np.ndarray:
-    return np.concatenate([np.zeros(num_prompt, dtype=values.dtype), values])
+def _after_prompt(group: TrajectoryGroup, values: np.ndarray) -> np.ndarray:
+    return np.concatenate([np.zeros(len(group.prompt_ids), dtype=values.dtype), values])

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,8 +19,9 @@ from asyncrl.protocol.types import TrajectoryGroup, WeightSnapshot
 from asyncrl.single_controller import Dispatch, Worker, register
 
 from .config import AlgorithmConfig, LearnerConfig
-from .losses import LOSSES
 from .record import TrajectoryRecorder
+from .scorer import PolicyScorer
+from .step import PolicyStep
 from .trainer import PolicyTrainer
 from .types import RankBatch, group_sequences
 from .weights import SnapshotWriter, save_policy
@@ -78,13 +78,12 @@ class LearnerWorker(Worker):
     ) -> None:
         super().__init__()
         self._config = config
+        self._algorithm = algorithm
         self._model_path = model_path
         self._total_steps = total_steps
         self._temperature = temperature
         self._connect_buffer = connect_buffer
         self._seed = seed
-        self._loss = partial(LOSSES.get(algorithm.loss), config=algorithm)
-        self._aggregation = algorithm.aggregation
         self._snapshots = SnapshotWriter(snapshot_dir, keep=config.keep_snapshots, checksums=checksums)
         self._recorder = TrajectoryRecorder(trajectory_dir) if trajectory_dir else None
 
@@ -94,10 +93,14 @@ class LearnerWorker(Worker):
         self._trainer = PolicyTrainer(
             self._config,
             model_path=self._model_path,
-            total_updates=self._total_steps,
+            total_updates=self._total_steps * self._algorithm.num_mini_batches,
             temperature=self._temperature,
             seed=self._seed,
         )
+        reference = None
+        if self._algorithm.kl_coef:
+            reference = PolicyScorer(self._config, model_path=self._model_path, temperature=self._temperature)
+        self._step = PolicyStep(self._trainer, self._algorithm, reference=reference)
         # One rank of a sequence-parallel group fetches; the others get the groups from it.
         self._source = self._connect_buffer() if self._trainer.mesh.sp_rank == 0 else None
 
@@ -120,8 +123,12 @@ class LearnerWorker(Worker):
         groups = self._fetch(batch)
         lag = _largest_lag(batch, groups)
         fetched_at = time.time()
-        sequences = [s for g, a in zip(groups, batch.advantages, strict=True) for s in group_sequences(g, a)]
-        metrics = self._trainer.update(sequences, self._loss, aggregation=self._aggregation)
+        sequences = [
+            sequence
+            for group, advantages in zip(groups, batch.advantages, strict=True)
+            for sequence in group_sequences(group, advantages, mask_truncated=self._algorithm.mask_truncated)
+        ]
+        metrics = self._step.run(sequences)
         ended_at = time.time()
         if self._recorder is not None and self._trainer.mesh.sp_rank == 0:
             self._recorder.write(batch, groups, rank=self._trainer.mesh.dp_rank)

@@ -4,38 +4,49 @@ import os
 import socket
 import traceback
 from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
+import torch
 import torch.multiprocessing as mp
 
 
 def run_on_ranks(num_ranks: int, function: Callable[..., Any], *args: Any, timeout_s: float = 120.0) -> list[Any]:
-    """Call ``function(*args)`` on every rank; return the results by rank. A failing rank fails the call."""
+    """Call ``function(*args)`` on every rank; return the results by rank. A rank that fails or dies fails the call."""
     context = mp.get_context("spawn")
-    results = context.Queue()
     port = _free_port()
+    pipes = [context.Pipe(duplex=False) for _ in range(num_ranks)]
     processes = [
-        context.Process(target=_entry, args=(rank, num_ranks, port, results, function, args), daemon=True)
+        context.Process(target=_entry, args=(rank, num_ranks, port, pipes[rank][1], function, args), daemon=True)
         for rank in range(num_ranks)
     ]
-    for process in processes:
+    for process, (_, sender) in zip(processes, pipes, strict=True):
         process.start()
-    gathered: dict[int, Any] = {}
+        sender.close()  # then a rank that dies without a word ends its pipe
     try:
-        for _ in range(num_ranks):
-            rank, outcome, failed = results.get(timeout=timeout_s)  # queue.Empty: a rank hangs
-            assert not failed, f"rank {rank}:\n{outcome}"
-            gathered[rank] = outcome
-        for process in processes:
-            process.join(timeout_s)
+        return _outcomes([receiver for receiver, _ in pipes], timeout_s)
     finally:
         for process in processes:
+            process.join(5.0)
             if process.is_alive():
                 process.kill()
-    return [gathered[rank] for rank in range(num_ranks)]
 
 
-def _entry(rank: int, num_ranks: int, port: int, results: Any, function: Callable[..., Any], args: tuple) -> None:
+def _outcomes(receivers: list[Connection], timeout_s: float) -> list[Any]:
+    results: dict[int, Any] = {}
+    while len(results) < len(receivers):
+        waiting = [receiver for rank, receiver in enumerate(receivers) if rank not in results]
+        ready = wait(waiting, timeout_s)
+        assert ready, f"ranks hang after {timeout_s} s; {sorted(results)} are done"
+        for receiver in ready:
+            rank = receivers.index(receiver)
+            outcome, failed = receiver.recv()
+            assert not failed, f"rank {rank}:\n{outcome}"
+            results[rank] = outcome
+    return [results[rank] for rank in range(len(receivers))]
+
+
+def _entry(rank: int, num_ranks: int, port: int, sender: Connection, function: Callable[..., Any], args: tuple) -> None:
     os.environ |= {
         "RANK": str(rank),
         "WORLD_SIZE": str(num_ranks),
@@ -43,16 +54,15 @@ def _entry(rank: int, num_ranks: int, port: int, results: Any, function: Callabl
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }
-    import torch
-
     torch.set_num_threads(1)
     try:
-        results.put((rank, function(*args), False))
+        outcome = function(*args)
     except BaseException:  # noqa: BLE001 - reported to the parent, which fails the test
-        results.put((rank, traceback.format_exc(), True))
+        sender.send((traceback.format_exc(), True))
         return
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+    sender.send((outcome, False))
 
 
 def _free_port() -> int:

@@ -1,10 +1,11 @@
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from learner.config import Aggregation, AlgorithmConfig
+from learner.config import Aggregation, AlgorithmConfig, Correction
 from learner.losses import LOSSES, LossInputs, LossTerms, negative_log_likelihood, token_weights
 
 
@@ -33,20 +34,66 @@ def test_ppo_clips_what_would_go_too_far_and_nothing_else() -> None:
     assert gradient(terms, given).tolist() == pytest.approx([-2.2, 0, 1.5, 0, -0.5], abs=1e-6)
 
 
-def test_behavior_kl_is_the_k3_estimator() -> None:
-    terms = LOSSES.get("ppo_clip")(inputs([1.0, 2.0, 0.25], [1.0, 1.0, 1.0]), AlgorithmConfig())
-    want = [0.0, 1.0 - math.log(2.0), -0.75 + math.log(4.0)]
-    assert terms.metrics["behavior_kl"].tolist() == pytest.approx(want, abs=1e-6)
-    assert terms.metrics["ratio"].tolist() == pytest.approx([1.0, 2.0, 0.25])
+def test_dual_clip_bounds_what_a_bad_token_costs() -> None:
+    given = inputs([5.0, 2.0, 5.0], [-1.0, -1.0, 1.0])
+    terms = LOSSES.get("ppo_clip")(given, AlgorithmConfig(dual_clip=3.0))
+    assert terms.per_token.tolist() == pytest.approx([3.0, 2.0, -1.2], abs=1e-5)
+    assert terms.metrics["dual_clip_fraction"].tolist() == [1, 0, 0]
+    assert gradient(terms, given).tolist() == pytest.approx([0.0, 2.0, 0.0], abs=1e-5)
+
+
+def test_gspo_clips_the_geometric_mean_of_a_sequence() -> None:
+    given = inputs([4.0, 1.0, 1.1, 1.1], [1.0, 1.0, 2.0, 2.0], lengths=[2, 2])
+    terms = LOSSES.get("gspo")(given, AlgorithmConfig(clip_low=0.2, clip_high=0.3, loss="gspo"))
+    assert terms.per_token.tolist() == pytest.approx([-1.3, -1.3, -2.2, -2.2], abs=1e-5)
+    assert terms.metrics["clip_fraction"].tolist() == [1, 1, 0, 0]
+    assert gradient(terms, given).tolist() == pytest.approx([0.0, 0.0, -2.2, -2.2], abs=1e-5)
+
+
+def test_gspo_of_one_token_is_ppo() -> None:
+    for ratio, advantage in ((1.5, 1.0), (1.5, -1.0), (0.5, 1.0), (0.9, -2.0)):
+        given = inputs([ratio], [advantage])
+        ppo, gspo = (LOSSES.get(name)(given, AlgorithmConfig()) for name in ("ppo_clip", "gspo"))
+        assert gspo.per_token.item() == pytest.approx(ppo.per_token.item(), abs=1e-6)
+        assert gradient(gspo, given).item() == pytest.approx(gradient(ppo, given).item(), abs=1e-6)
+
+
+def test_cispo_keeps_the_gradient_of_clipped_tokens() -> None:
+    given = inputs([1.5, 0.5, 1.1], [2.0, 1.0, -1.0])
+    terms = LOSSES.get("cispo")(given, AlgorithmConfig(loss="cispo"))
+    assert gradient(terms, given).tolist() == pytest.approx([-2.4, -0.8, 1.1], abs=1e-5)
+    assert terms.metrics["clip_fraction"].tolist() == [1, 1, 0]
+
+
+def test_reinforce_is_minus_advantage_times_log_prob() -> None:
+    given = inputs([1.0, 2.0], [3.0, -1.0])
+    terms = LOSSES.get("reinforce")(given, AlgorithmConfig(loss="reinforce"))
+    assert terms.per_token.tolist() == pytest.approx([6.0, math.log(2) - 2.0], abs=1e-6)
+    assert gradient(terms, given).tolist() == [-3.0, 1.0]
+
+
+def test_a_correction_anchors_the_ratio_at_the_proximal_policy() -> None:
+    given = inputs([3.0, 3.0], [1.0, 1.0])
+    proximal = given.columns["behavior_logprobs"] + math.log(2.0)  # the ratio is 1.5, the weight 2
+    given = replace(given, columns={**given.columns, "proximal_logprobs": proximal})
+    for correction, clipped in ((Correction.none, -1.4), (Correction.untruncated, -1.4)):
+        terms = LOSSES.get("ppo_clip")(given, AlgorithmConfig(clip_high=0.4, correction=correction))
+        assert terms.per_token.tolist() == pytest.approx([clipped] * 2, abs=1e-5)
+    wide = LOSSES.get("ppo_clip")(given, AlgorithmConfig(clip_high=9.0, correction=Correction.untruncated))
+    assert wide.per_token.tolist() == pytest.approx([-1.5] * 2, abs=1e-5)
 
 
 def test_supervised_loss_is_minus_the_log_prob() -> None:
     assert negative_log_likelihood(inputs([1.0], [0.0])).per_token.tolist() == [2.0]
 
 
-def test_token_mean_counts_tokens_and_sequence_mean_counts_sequences() -> None:
+def test_each_aggregation_counts_what_it_says() -> None:
     given = inputs([1.0] * 4, [0.0] * 4, lengths=[1, 3])
     tokens = token_weights(given, Aggregation.token_mean, num_tokens=8, num_sequences=4)
     sequences = token_weights(given, Aggregation.sequence_mean, num_tokens=8, num_sequences=4)
+    constant = token_weights(
+        given, Aggregation.sequence_sum_norm, num_tokens=8, num_sequences=4, sequence_norm_tokens=10
+    )
     assert tokens.tolist() == [0.125] * 4
+    assert constant.tolist() == pytest.approx([1 / 40] * 4)
     assert sequences.tolist() == pytest.approx([1 / 4, 1 / 12, 1 / 12, 1 / 12])

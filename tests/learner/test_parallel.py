@@ -1,7 +1,7 @@
 """Any split of a batch over ranks and micro-batches equals one process: loss, metrics, gradient norm and weights."""
 
 import sys
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,9 +12,11 @@ sys.path.insert(0, str(Path(__file__).parent))  # spawned ranks import these by 
 from gloo import run_on_ranks
 from tiny_models import random_sequences, save_tiny_model
 
+from learner import fsdp
 from learner.batching import karmarkar_karp
-from learner.config import Aggregation, AlgorithmConfig, Device, LearnerConfig, OptimizerConfig
+from learner.config import Aggregation, AlgorithmConfig, Correction, Device, LearnerConfig, OptimizerConfig
 from learner.losses import LOSSES
+from learner.step import PolicyStep
 from learner.trainer import PolicyTrainer
 from learner.weights import gather_weights
 
@@ -28,23 +30,35 @@ def config(num_ranks: int, sp_size: int = 1, max_tokens: int = 100) -> LearnerCo
         device=Device.cpu,
         max_tokens_per_micro_batch=max_tokens,
         logprob_chunk_tokens=16,
-        optimizer=OptimizerConfig(lr=1e-3, clip_grad_norm=0.5, weight_decay=0.1),
+        # A large eps: AdamW would blow rounding in vanishing gradients up to whole steps.
+        optimizer=OptimizerConfig(lr=1e-3, clip_grad_norm=0.5, weight_decay=0.1, eps=1e-4),
     )
 
 
-CASES = [(loss, aggregation) for loss in LOSSES.names() for aggregation in Aggregation]
+CASES = [
+    AlgorithmConfig(loss=loss, aggregation=aggregation, correction=correction, sequence_norm_tokens=24, **options)
+    for loss, aggregation, correction, options in [
+        ("ppo_clip", Aggregation.token_mean, Correction.none, {"dual_clip": 3.0, "entropy_coef": 0.01}),
+        ("ppo_clip", Aggregation.sequence_mean, Correction.untruncated, {}),
+        ("gspo", Aggregation.sequence_mean, Correction.sequence_truncated, {}),
+        ("cispo", Aggregation.token_mean, Correction.token_masked, {}),
+        ("reinforce", Aggregation.sequence_sum_norm, Correction.sequence_rejected, {"entropy_coef": 0.01}),
+        ("reinforce", Aggregation.token_mean, Correction.token_truncated, {}),
+    ]
+]
+"""Every loss, aggregation and correction."""
 
 
 def train(model_path: str, learner: LearnerConfig, num_sequences: int) -> list[tuple[list[dict], dict, int]]:
     """Metrics of every update, the weights after them, and the number of trained sequences, for every case."""
     sequences = random_sequences(num_sequences)
     outcomes = []
-    for loss, aggregation in CASES:
+    for algorithm in CASES:
         trainer = PolicyTrainer(learner, model_path=model_path, total_updates=NUM_UPDATES, temperature=0.7)
         shares = karmarkar_karp([len(s.input_ids) for s in sequences], learner.num_ranks // learner.sp_size)
         share = [sequences[index] for index in shares[trainer.mesh.dp_rank]]
-        bound = partial(LOSSES.get(loss), config=AlgorithmConfig())
-        metrics = [trainer.update(share, bound, aggregation=aggregation) for _ in range(NUM_UPDATES)]
+        step = PolicyStep(trainer, algorithm)
+        metrics = [step.run(share) for _ in range(NUM_UPDATES)]
         weights = gather_weights(trainer)
         outcomes.append((metrics, {k: v.numpy() for k, v in (weights or {}).items()}, len(share)))
     return outcomes
@@ -56,26 +70,44 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def assert_same(left: list, right: list) -> None:
-    for (loss, aggregation), (metrics, weights, _), (want_metrics, want_weights, _) in zip(
-        CASES, left, right, strict=True
-    ):
+    for case, (metrics, weights, _), (want_metrics, want_weights, _) in zip(CASES, left, right, strict=True):
         for got, want in zip(metrics, want_metrics, strict=True):
             for name in want.keys() - {"num_micro_batches"}:
-                assert got[name] == pytest.approx(want[name], rel=2e-5, abs=1e-6), (loss, aggregation, name)
+                assert got[name] == pytest.approx(want[name], rel=2e-5, abs=1e-6), (case, name)
         assert weights.keys() == want_weights.keys()
         for name, value in want_weights.items():
-            np.testing.assert_allclose(weights[name], value, atol=2e-5, err_msg=f"{loss} {aggregation} {name}")
+            np.testing.assert_allclose(weights[name], value, atol=2e-5, err_msg=f"{case} {name}")
 
 
-@pytest.mark.parametrize("num_sequences", [19])
-def test_two_data_parallel_ranks_equal_one_process(model_path: str, num_sequences: int) -> None:
-    alone = train(model_path, config(1, max_tokens=10_000), num_sequences)
-    results = run_on_ranks(2, train, model_path, config(2), num_sequences)
-    assert_same(results[0], alone)
+def on_each_mesh(model_path: str, meshes: list[tuple[LearnerConfig, int]]) -> list[list]:
+    """One spawn serves several meshes over the same ranks; from the second on, every layer is an FSDP unit."""
+    outcomes = []
+    for learner, num_sequences in meshes:
+        outcomes.append(train(model_path, learner, num_sequences))
+        fsdp.MIN_UNIT_NUMEL = 1
+    return outcomes
+
+
+def test_two_ranks_equal_one_process_also_when_one_has_nothing_to_train_on(model_path: str) -> None:
+    alone = train(model_path, config(1, max_tokens=10_000), 19)
+    meshes = [(config(2), 19), (config(2, sp_size=2), 19), (config(2), 1)]
+    results = run_on_ranks(2, on_each_mesh, model_path, meshes)
+    data, sequence, uneven = results[0]
+    assert_same(data, alone)
+    assert_same(sequence, alone)
+    assert_same(uneven, train(model_path, config(1), 1))
+    assert sorted(result[2][0][2] for result in results) == [0, 1]
     assert alone[0][0][0]["num_micro_batches"] == 1
-    assert results[0][0][0][0]["num_micro_batches"] > 1
+    assert data[0][0][0]["num_micro_batches"] > 1
     moved = np.abs(alone[0][1]["model.embed_tokens.weight"] - start_weights(model_path))
     assert moved.max() > 1e-3  # two updates at this rate move weights a hundred times further than the tolerance
+
+
+def test_four_ranks_equal_one_process_also_with_fewer_kv_heads_than_ranks(model_path: str) -> None:
+    alone = train(model_path, config(1, max_tokens=10_000), 19)
+    meshes = [(config(4, sp_size=2), 19), (replace(config(4, sp_size=4), activation_checkpointing=True), 19)]
+    for outcome in run_on_ranks(4, on_each_mesh, model_path, meshes)[0]:
+        assert_same(outcome, alone)
 
 
 def start_weights(model_path: str) -> np.ndarray:
@@ -84,11 +116,10 @@ def start_weights(model_path: str) -> np.ndarray:
     return load_file(f"{model_path}/model.safetensors")["model.embed_tokens.weight"].numpy()
 
 
-def test_a_rank_without_sequences_takes_part(model_path: str) -> None:
-    alone = train(model_path, config(1, max_tokens=10_000), 1)
-    results = run_on_ranks(2, train, model_path, config(2), 1)
-    assert sorted(result[0][2] for result in results) == [0, 1]
-    assert_same(results[0], alone)
+def test_every_loss_aggregation_and_correction_is_compared() -> None:
+    assert {case.loss for case in CASES} == set(LOSSES.names())
+    assert {case.aggregation for case in CASES} == set(Aggregation)
+    assert {case.correction for case in CASES} == set(Correction)
 
 
 def test_log_probs_do_not_depend_on_the_order_of_sequences(model_path: str) -> None:

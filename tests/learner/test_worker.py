@@ -92,13 +92,14 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def test_two_ranks_make_the_same_step_as_one(directory: str) -> None:
     alone, path = one_step(directory, 1)
-    for metrics, shared_path in run_on_ranks(2, one_step, directory, 2):
+    outcomes = run_on_ranks(2, one_step, directory, 2)
+    for metrics, _ in outcomes:
         for name in ("loss", "grad_norm", "entropy", "ratio", "behavior_kl", "clip_fraction", "num_tokens", "lr"):
             assert metrics[name] == pytest.approx(alone[name], rel=1e-4), name
         assert metrics["ended_at"] >= metrics["started_at"] + metrics["train_s"]
     assert alone["num_tokens"] == 16
     assert alone["lag_max"] == 2
-    one, two = load_file(f"{path}/model.safetensors"), load_file(f"{shared_path}/model.safetensors")
+    one, two = (load_file(f"{where}/model.safetensors") for where in (path, outcomes[0][1]))
     for name, value in one.items():
         torch.testing.assert_close(two[name], value, atol=1e-5, rtol=1e-4)
 

@@ -1,0 +1,125 @@
+"""A sharded model that computes log-probs: what the trainer, and a frozen reference policy, have in common.
+
+Every method is a collective: all ranks of the group call it together, each with its own share of the sequences, and an
+empty share is fine.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from .config import LearnerConfig
+from .fsdp import shard_model
+from .losses import LossInputs
+from .mesh import LearnerMesh, open_mesh
+from .model import PolicyModel, load_causal_lm
+from .packing import MicroBatch, num_micro_batches, pack
+from .sharding import UlyssesShardingManager
+from .types import TokenSequence
+from .ulysses import validate_ulysses_config
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedBatch:
+    """A batch of all ranks, as one of them sees it.
+
+    Attributes:
+        micro_batches: This rank's, as many as on every other rank.
+        num_tokens: Tokens in the loss, over all ranks.
+        num_sequences: Sequences with at least one such token, over all ranks.
+    """
+
+    micro_batches: list[MicroBatch]
+    num_tokens: int
+    num_sequences: int
+
+    def counts(self) -> dict[str, float]:
+        """The counts as metrics."""
+        return {
+            "num_tokens": float(self.num_tokens),
+            "num_sequences": float(self.num_sequences),
+            "num_micro_batches": float(len(self.micro_batches)),
+        }
+
+
+class PolicyScorer:
+    """Loads a model and computes log-probs under it.
+
+    Args:
+        config: The learner group's options.
+        model_path: Directory in Hugging Face layout.
+        temperature: Softmax temperature of log-probs; that of sampling in RL, 1.0 for supervised training. > 0.
+    """
+
+    def __init__(self, config: LearnerConfig, *, model_path: str, temperature: float = 1.0) -> None:
+        if temperature <= 0:
+            raise ValueError(f"the learner's temperature must be > 0, got {temperature}; greedy samples teach nothing")
+        self.config = config
+        self.model_path = model_path
+        self.mesh: LearnerMesh = open_mesh(config)
+        self.sharding = UlyssesShardingManager(self.mesh.device_mesh)
+        self.causal_lm: PreTrainedModel = load_causal_lm(model_path, torch.float32)
+        validate_ulysses_config(self.causal_lm.config.num_attention_heads, config.sp_size)
+        if config.activation_checkpointing:
+            self.causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
+        self.model = PolicyModel(
+            self.causal_lm, temperature=temperature, logprob_chunk_tokens=config.logprob_chunk_tokens
+        )
+        shard_model(self.model, self.mesh, self.compute_dtype)
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """Type of the parameters while computing, and of published weights."""
+        return getattr(torch, self.config.dtype)
+
+    @torch.no_grad()
+    def log_probs(self, sequences: Sequence[TokenSequence]) -> list[np.ndarray]:
+        """Log-probs of this rank's sequences under the weights as they are.
+
+        Returns:
+            [T] float32 a sequence, 0 where the token is not in the loss.
+        """
+        self.model.eval()
+        results = [np.zeros(len(sequence.input_ids), dtype=np.float32) for sequence in sequences]
+        with self.sharding:
+            for micro_batch in self._pack(sequences).micro_batches:
+                values = self._forward(micro_batch).log_probs.split(micro_batch.loss_lengths.tolist())
+                for source, value in zip(micro_batch.source, values, strict=False):
+                    results[source][sequences[source].loss_mask] = value.cpu().numpy()
+        return results
+
+    def _forward(self, micro_batch: MicroBatch) -> LossInputs:
+        micro_batch = micro_batch.to(self.mesh.device)
+        log_probs, entropy = self.model(micro_batch)
+        # An empty micro-batch does not know the columns' names: it has every column, with no entries.
+        columns = micro_batch.columns if len(log_probs) else defaultdict(log_probs.detach)
+        return LossInputs(
+            log_probs=log_probs,
+            entropy=entropy,
+            sequence_index=micro_batch.sequence_index,
+            loss_lengths=micro_batch.loss_lengths,
+            columns=columns,
+        )
+
+    def _pack(self, sequences: Sequence[TokenSequence]) -> PackedBatch:
+        """Micro-batches, as many on every rank."""
+        budget = self.config.max_tokens_per_micro_batch * self.mesh.sp_size
+        in_loss = [int(np.count_nonzero(sequence.loss_mask)) for sequence in sequences]
+        counts = torch.tensor([sum(in_loss), np.count_nonzero(in_loss)], device=self.mesh.device)
+        num_tokens, num_sequences = self.mesh.sum_over_dp(counts).tolist()
+        count = max(1, int(self.mesh.largest(torch.tensor(num_micro_batches(sequences, budget)))))
+        micro_batches = pack(sequences, max_tokens=budget, count=count)
+        return PackedBatch(micro_batches=micro_batches, num_tokens=num_tokens, num_sequences=num_sequences)
+
+    def _reduce(self, sums: Sequence[dict[str, Tensor]]) -> dict[str, float]:
+        """Add this rank's micro-batches up, then the ranks, in one collective."""
+        names = list(sums[0])
+        table = torch.stack([torch.stack([row[name] for name in names]) for row in sums]).double().sum(0)
+        return dict(zip(names, self.mesh.sum_over_dp(table).tolist(), strict=True))

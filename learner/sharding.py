@@ -1,0 +1,68 @@
+"""Enter a model's sequence-parallel group, and move batches between the dp and the sp layout.
+
+Entering sets the group that the attention of the model uses and leaving restores the one before, also when nested and
+on errors. Data is not touched by entering: the dispatch gives all sp ranks the same batch, and attention splits it.
+`preprocess_data` and `postprocess_data` are for computations that do without the model's own splitting.
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from .ulysses import get_ulysses_sequence_parallel_group, set_ulysses_sequence_parallel_group
+
+Batch = TypeVar("Batch", bound=Any)
+
+
+class UlyssesShardingManager:
+    """Context in which a model runs over its sp ranks.
+
+    Args:
+        device_mesh: Has an axis ``sp``; None makes the context, and both methods, do nothing.
+    """
+
+    def __init__(self, device_mesh: DeviceMesh | None) -> None:
+        self.device_mesh = device_mesh
+        self._before: list[ProcessGroup | None] = []
+
+    def __enter__(self) -> UlyssesShardingManager:
+        if self.device_mesh is not None:
+            self._before.append(get_ulysses_sequence_parallel_group())
+            mesh = self.device_mesh["sp"]
+            set_ulysses_sequence_parallel_group(mesh.get_group() if mesh.size() > 1 else None)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.device_mesh is not None:
+            set_ulysses_sequence_parallel_group(self._before.pop())
+
+    def preprocess_data(self, data: Batch) -> Batch:
+        """Put the batches of all sp ranks together, in the order of the ranks, on each of them.
+
+        Args:
+            data: This rank's rows, a `DataProto` or any batch whose type can ``concat`` a list of its kind.
+        """
+        if self.device_mesh is None or self.device_mesh["sp"].size() == 1:
+            return data
+        mesh = self.device_mesh["sp"]
+        parts: list[Any] = [None] * mesh.size()
+        dist.all_gather_object(parts, data, group=mesh.get_group())
+        return type(data).concat(parts)
+
+    def postprocess_data(self, data: Batch) -> Batch:
+        """Keep this rank's part of a batch that all sp ranks hold; the inverse of `preprocess_data`.
+
+        Args:
+            data: A `DataProto`, or any batch with ``chunk(chunks=n)``; its rows are a multiple of sp.
+        """
+        if self.device_mesh is None or self.device_mesh["sp"].size() == 1:
+            return data
+        mesh = self.device_mesh["sp"]
+        return data.chunk(chunks=mesh.size())[mesh.get_local_rank()]

@@ -1,0 +1,72 @@
+"""One learner step: score the batch where the algorithm needs it, then one optimizer update a mini-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .batching import split_sequences
+from .config import AlgorithmConfig, Correction
+from .objective import policy_objective, summarized
+from .scorer import PolicyScorer
+from .trainer import PolicyTrainer
+from .types import TokenSequence
+
+
+class PolicyStep:
+    """Steps a policy as an algorithm says. A collective, as the trainer is.
+
+    Args:
+        trainer: Holds the policy.
+        algorithm: What is optimised.
+        reference: The frozen policy of the KL penalty; needed when ``algorithm.kl_coef`` is not 0.
+    """
+
+    def __init__(
+        self, trainer: PolicyTrainer, algorithm: AlgorithmConfig, *, reference: PolicyScorer | None = None
+    ) -> None:
+        if algorithm.kl_coef and reference is None:
+            raise ValueError(f"algorithm.kl_coef={algorithm.kl_coef} needs a reference policy, got none")
+        self._trainer = trainer
+        self._algorithm = algorithm
+        self._reference = reference
+        self._objective = policy_objective(algorithm)
+
+    def run(self, sequences: Sequence[TokenSequence]) -> dict[str, float]:
+        """Make one learner step.
+
+        Args:
+            sequences: This rank's share of the batch, with ``behavior_logprobs`` and ``advantages``.
+
+        Returns:
+            The trainer's metrics, the same on every rank; over mini-batches counts are summed and all else is
+            averaged.
+        """
+        algorithm = self._algorithm
+        if algorithm.num_mini_batches > 1 and algorithm.correction is not Correction.none:
+            sequences = _with_scores(sequences, "proximal_logprobs", self._trainer)
+        if self._reference is not None:
+            sequences = _with_scores(sequences, "reference_logprobs", self._reference)
+        updates = [
+            self._trainer.update(
+                part,
+                self._objective,
+                aggregation=algorithm.aggregation,
+                sequence_norm_tokens=algorithm.sequence_norm_tokens,
+            )
+            for part in split_sequences(sequences, algorithm.num_mini_batches)
+        ]
+        return summarized(_merged(updates))
+
+
+def _with_scores(sequences: Sequence[TokenSequence], name: str, scorer: PolicyScorer) -> list[TokenSequence]:
+    scores = scorer.log_probs(sequences)
+    return [sequence.with_column(name, score) for sequence, score in zip(sequences, scores, strict=True)]
+
+
+def _merged(updates: Sequence[dict[str, float]]) -> dict[str, float]:
+    sums = {name: sum(update[name] for update in updates) for name in updates[0]}
+    return {name: value if _is_count(name) else value / len(updates) for name, value in sums.items()}
+
+
+def _is_count(name: str) -> bool:
+    return name.startswith("num_") or name == "skipped_updates"

@@ -1,0 +1,218 @@
+"""Ulysses sequence parallelism (arXiv 2309.14509): tokens are split over the sp ranks, heads during attention.
+
+Outside attention each rank holds N/sp of the packed tokens and all heads; inside, all N tokens and H/sp heads. Two
+all-to-alls change between the layouts, both differentiable. The group is the one that the innermost
+`learner.sharding.UlyssesShardingManager` has set; without a group every function here is the identity.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+_group: ProcessGroup | None = None
+
+
+def set_ulysses_sequence_parallel_group(group: ProcessGroup | None) -> None:
+    """Set the group that the functions of this module use; None switches sequence parallelism off."""
+    global _group
+    _group = group
+
+
+def get_ulysses_sequence_parallel_group() -> ProcessGroup | None:
+    """The group in use, or None."""
+    return _group
+
+
+def get_ulysses_sequence_parallel_world_size(group: ProcessGroup | None = None) -> int:
+    """Ranks that share a sequence; 1 without a group."""
+    group = group or _group
+    return dist.get_world_size(group) if group is not None else 1
+
+
+def get_ulysses_sequence_parallel_rank(group: ProcessGroup | None = None) -> int:
+    """This rank's part of a sequence; 0 without a group."""
+    group = group or _group
+    return dist.get_rank(group) if group is not None else 0
+
+
+def validate_ulysses_config(num_heads: int, ulysses_sequence_size: int) -> None:
+    """Check that the heads can be split.
+
+    Raises:
+        ValueError: ``num_heads`` is not a multiple of ``ulysses_sequence_size``.
+    """
+    if num_heads % ulysses_sequence_size:
+        raise ValueError(
+            f"learner.sp_size must divide the model's attention heads, got sp_size={ulysses_sequence_size} "
+            f"for {num_heads} heads"
+        )
+
+
+def gather_seq_scatter_heads(
+    x: Tensor, seq_dim: int, head_dim: int, unpadded_dim_size: int = 0, group: ProcessGroup | None = None
+) -> Tensor:
+    """From a part of the tokens with all heads to all tokens with a part of the heads.
+
+    Args:
+        x: Dimension ``seq_dim`` holds N/sp tokens, ``head_dim`` H heads, a multiple of sp. Example: [1, N/sp, H, D].
+        seq_dim: Dimension of tokens.
+        head_dim: Dimension of heads.
+        unpadded_dim_size: Tokens before padding; what is beyond is cut off. 0 keeps all.
+        group: Another group than the one in use.
+
+    Returns:
+        The same shape with N tokens and H/sp heads. Example: [1, N, H/sp, D].
+    """
+    group = group or _group
+    if group is None:
+        return x
+    gathered = _SeqAllToAll.apply(group, x, head_dim, seq_dim)
+    if unpadded_dim_size and gathered.size(seq_dim) > unpadded_dim_size:  # type: ignore[union-attr]
+        return gathered.narrow(seq_dim, 0, unpadded_dim_size)  # type: ignore[union-attr]
+    return gathered  # type: ignore[return-value]
+
+
+def gather_heads_scatter_seq(x: Tensor, head_dim: int, seq_dim: int, group: ProcessGroup | None = None) -> Tensor:
+    """From all tokens with a part of the heads back to a part of the tokens with all heads.
+
+    Args:
+        x: Dimension ``head_dim`` holds H/sp heads, ``seq_dim`` N tokens, padded at the end to a multiple of sp.
+        head_dim: Dimension of heads.
+        seq_dim: Dimension of tokens.
+        group: Another group than the one in use.
+
+    Returns:
+        The same shape with N/sp tokens and H heads.
+    """
+    group = group or _group
+    if group is None:
+        return x
+    return _SeqAllToAll.apply(group, _pad_end(x, seq_dim, dist.get_world_size(group)), seq_dim, head_dim)  # type: ignore[return-value]
+
+
+def gather_outputs_and_unpad(
+    x: Tensor,
+    gather_dim: int,
+    unpad_dim: int | None = None,
+    padding_size: int = 0,
+    grad_scaler: bool = True,
+    group: ProcessGroup | None = None,
+) -> Tensor:
+    """Collect the tokens of all sp ranks on each of them.
+
+    Args:
+        x: This rank's tokens along ``gather_dim``, equally many on every rank.
+        gather_dim: Dimension to put together.
+        unpad_dim: Dimension from whose end ``padding_size`` entries are cut off; None cuts nothing.
+        padding_size: See `ulysses_pad_and_slice_inputs`.
+        grad_scaler: Multiply the gradient by sp, for a loss that is averaged over the sp ranks afterwards. Without
+            it every rank receives its part of the gradient as it is.
+        group: Another group than the one in use.
+
+    Returns:
+        The tokens of all ranks, in their order.
+    """
+    group = group or _group
+    if group is None:
+        return x
+    gathered: Any = _GatherParts.apply(group, x, gather_dim, grad_scaler)
+    if unpad_dim is not None and padding_size:
+        gathered = gathered.narrow(unpad_dim, 0, gathered.size(unpad_dim) - padding_size)
+    return gathered
+
+
+def ulysses_pad_and_slice_inputs(
+    input_ids: Tensor, position_ids: Tensor | None = None, sp_size: int = 1, group: ProcessGroup | None = None
+) -> tuple[Tensor, Tensor | None, int]:
+    """Pad packed tokens to a multiple of sp and take this rank's part.
+
+    Args:
+        input_ids: [1, N] int64.
+        position_ids: [1, N] int64, or None.
+        sp_size: Ranks that share the tokens.
+        group: Another group than the one in use.
+
+    Returns:
+        [1, ceil(N / sp)] input ids and position ids, and the number of tokens added; each of them is a sequence of
+        its own, token 0 at position 0.
+    """
+    padding = -input_ids.size(1) % sp_size
+    input_ids = _own_part(F.pad(input_ids, (0, padding)), sp_size, group)
+    if position_ids is not None:
+        position_ids = _own_part(F.pad(position_ids, (0, padding)), sp_size, group)
+    return input_ids, position_ids, padding
+
+
+def replicate_kv_heads(x: Tensor, head_dim: int, num_heads: int, sp_size: int) -> Tensor:
+    """Repeat key or value heads until they can be split over sp ranks, each with the query heads that read it.
+
+    Args:
+        x: Dimension ``head_dim`` holds the key-value heads.
+        head_dim: Dimension of heads.
+        num_heads: Query heads, a multiple of both the key-value heads and ``sp_size``.
+        sp_size: Ranks that share a sequence.
+
+    Returns:
+        The same shape with the fewest heads that a multiple of sp and a divisor of ``num_heads`` allow.
+    """
+    num_kv_heads = x.size(head_dim)
+    wanted = math.lcm(num_kv_heads, sp_size)
+    if num_heads % wanted:
+        wanted = num_heads
+    return x if wanted == num_kv_heads else x.repeat_interleave(wanted // num_kv_heads, dim=head_dim)
+
+
+def _own_part(x: Tensor, sp_size: int, group: ProcessGroup | None) -> Tensor:
+    return x.chunk(sp_size, dim=1)[get_ulysses_sequence_parallel_rank(group)] if sp_size > 1 else x
+
+
+def _pad_end(x: Tensor, dim: int, multiple: int) -> Tensor:
+    padding = -x.size(dim) % multiple
+    return F.pad(x, [0, 0] * (x.ndim - 1 - dim % x.ndim) + [0, padding]) if padding else x
+
+
+def _all_to_all(x: Tensor, scatter_dim: int, gather_dim: int, group: ProcessGroup) -> Tensor:
+    """Split ``scatter_dim`` over the ranks and put ``gather_dim`` together.
+
+    Both buffers are made contiguous here: gloo fills a non-contiguous output wrongly, without an error.
+    """
+    num_ranks = dist.get_world_size(group)
+    if x.size(scatter_dim) % num_ranks:
+        raise ValueError(f"dimension {scatter_dim} of {tuple(x.shape)} cannot be split over {num_ranks} ranks")
+    sent = torch.stack(x.chunk(num_ranks, dim=scatter_dim))
+    received = torch.empty_like(sent, memory_format=torch.contiguous_format)
+    dist.all_to_all_single(received, sent.contiguous(), group=group)
+    return torch.cat(received.unbind(), dim=gather_dim)
+
+
+class _SeqAllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, group: ProcessGroup, x: Tensor, scatter_dim: int, gather_dim: int) -> Tensor:
+        ctx.group, ctx.dims = group, (gather_dim, scatter_dim)
+        return _all_to_all(x, scatter_dim, gather_dim, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        return None, _all_to_all(grad_outputs[0], *ctx.dims, ctx.group), None, None
+
+
+class _GatherParts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, group: ProcessGroup, x: Tensor, dim: int, scale_gradient: bool) -> Tensor:
+        ctx.group, ctx.dim, ctx.scale_gradient = group, dim, scale_gradient
+        parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, x.contiguous(), group=group)
+        return torch.cat(parts, dim=dim)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        num_ranks = dist.get_world_size(ctx.group)
+        part = grad_outputs[0].chunk(num_ranks, dim=ctx.dim)[dist.get_rank(ctx.group)]
+        return None, part * num_ranks if ctx.scale_gradient else part.contiguous(), None, None
