@@ -24,6 +24,7 @@ class Worker:
     fused_worker_attr_name = "fused_worker_dict"
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Worker:
+        """Open the worker's log before anything else happens in the process."""
         log_file = os.environ.pop("WG_LOG_FILE", None)
         if log_file is not None:
             redirect_output(log_file)
