@@ -230,7 +230,13 @@ class DataProto:
         old, new = _as_names(old_keys), _as_names(new_keys)
         if len(old) != len(new):
             raise ValueError(f"rename needs as many new names as old ones, got {old} and {new}")
-        self._need_batch().rename_key_(tuple(old), tuple(new))
+        batch = self._need_batch()
+        missing = sorted(set(old) - set(batch.keys()))
+        if missing:
+            raise BatchError(f"batch has no {missing}, only {sorted(batch.keys())}")
+        tensors = [batch.pop(key) for key in old]
+        for key, tensor in zip(new, tensors, strict=True):
+            batch.set(key, tensor)
         return self
 
     def union(self, other: DataProto) -> DataProto:
@@ -264,7 +270,7 @@ class DataProto:
 
     def sample_level_repeat(self, repeat_times: Any) -> DataProto:
         """Repeat row i ``repeat_times[i]`` times in succession; a list, tuple, array or tensor of B counts."""
-        times = np.asarray(repeat_times)
+        times = np.asarray(repeat_times).astype(np.int64)
         if times.shape != (len(self),):
             raise BatchError(f"repeat_times must have one count for each of {len(self)} rows, got shape {times.shape}")
         return self.select_idxs(np.repeat(np.arange(len(self)), times))

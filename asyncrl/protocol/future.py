@@ -55,15 +55,16 @@ class DataProtoFuture:
             DeadlineError: they were not there within ``timeout_s`` seconds.
             WorkerDiedError: a worker that was to compute them died.
         """
-        return self._finish(fetch(self.futures, timeout_s))
+        return self.resolve(fetch(self.futures, timeout_s))
 
     def __await__(self) -> Generator[Any, None, Any]:
         return self._finish_async().__await__()
 
     async def _finish_async(self) -> Any:
-        return await asyncio.to_thread(self._finish, await fetch_async(self.futures))
+        return await asyncio.to_thread(self.resolve, await fetch_async(self.futures))
 
-    def _finish(self, results: list[Any]) -> Any:
+    def resolve(self, results: list[Any]) -> Any:
+        """What `get` returns, from results that were fetched already."""
         joined = self.collect_fn(results)
         return joined if self.dispatch_fn is None else self.dispatch_fn(joined)
 

@@ -21,7 +21,7 @@ class WorkerIdentity:
         group: Name of its group.
         rank: Its rank in the group.
         node: Address of the node that it was placed on.
-        last_words: Reads the end of its log; None where the group keeps no logs.
+        last_words: Reads the path and the end of its log; None where the group keeps no logs.
     """
 
     group: str
@@ -94,7 +94,7 @@ def death_of(identity: WorkerIdentity, reason: str) -> WorkerDiedError:
         f"worker of group {identity.group!r}, rank {identity.rank}, on node {identity.node} died. {reason.strip()}"
     )
     if identity.last_words is not None:
-        message += f"\nLast lines of its log:\n{identity.last_words()}"
+        message += f"\nLast lines of {identity.last_words()}"
     return WorkerDiedError(message)
 
 

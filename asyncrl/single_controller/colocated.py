@@ -8,7 +8,7 @@ from typing import Any
 
 import ray
 
-from .decorator import MAGIC_ATTR, Dispatch
+from .decorator import MAGIC_ATTR, Dispatch, materialize_async
 from .ray_class import RayClassWithInitArgs, unwrap
 from .worker import Worker
 
@@ -109,7 +109,11 @@ def _route(self: Any, method_name: str, *args: Any, **kwargs: Any) -> Any:
 
 
 async def _route_async(self: Any, method_name: str, *args: Any, **kwargs: Any) -> Any:
-    """As `_route`, where some role has coroutines."""
+    """As `_route`, where some role has coroutines; futures are fetched here, so that no method blocks the loop."""
+    role, _, name = method_name.partition(FUSED_METHOD_SEPARATOR)
+    attrs = getattr(getattr(self.raw_cls_dict.get(role), name, None), MAGIC_ATTR, {})
+    if attrs.get("materialize_futures"):
+        args, kwargs = await materialize_async(args, kwargs)
     result = _route(self, method_name, *args, **kwargs)
     return await result if inspect.isawaitable(result) else result
 

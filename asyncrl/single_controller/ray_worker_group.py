@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import secrets
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -15,6 +16,7 @@ from asyncrl.protocol.future import DataProtoFuture
 from asyncrl.protocol.padding import unpad_dataproto
 from asyncrl.protocol.remote import WorkerIdentity, death_of, forget, identity_of, introduce
 
+from .chaining import detach_references, holds_future
 from .colocated import FUSED_METHOD_SEPARATOR
 from .deadline import deadline_in_force
 from .decorator import MAGIC_ATTR
@@ -289,10 +291,28 @@ class RayWorkerGroup(WorkerGroup):
             self.resource_pool = None
 
     def _call(self, worker: Any, method_name: str, *args: Any, **kwargs: Any) -> ray.ObjectRef:
+        may_chain = self._may_chain(method_name)
         if self.sub_cls_name:
-            route = getattr(worker, self.fused_worker_execute_fn_name)
-            return route.remote(f"{self.sub_cls_name}{FUSED_METHOD_SEPARATOR}{method_name}", *args, **kwargs)
+            args = (f"{self.sub_cls_name}{FUSED_METHOD_SEPARATOR}{method_name}", *args)
+            method_name = self.fused_worker_execute_fn_name
+        if may_chain and holds_future(args, kwargs):
+            (args, kwargs), references = detach_references(args, kwargs)
+            return worker._call_chained.remote(method_name, args, kwargs, *references)
         return getattr(worker, method_name).remote(*args, **kwargs)
+
+    def _may_chain(self, method_name: str) -> bool:
+        """Whether the method wants its futures fetched, and is no coroutine, which fetches them without blocking."""
+        ray_class = self.ray_cls_with_init
+        if ray_class is None:
+            return False
+        raw = unwrap(ray_class.cls)
+        if self.sub_cls_name:
+            if inspect.iscoroutinefunction(getattr(raw, self.fused_worker_execute_fn_name)):
+                return False
+            raw = raw.raw_cls_dict[self.sub_cls_name]
+        method = getattr(raw, method_name, None)
+        attrs = getattr(method, MAGIC_ATTR, {})
+        return bool(attrs.get("materialize_futures")) and not inspect.iscoroutinefunction(method)
 
     def _fetch(self, pending: PendingResult | PendingResults) -> Any:
         return pending.get(deadline_in_force(self.timeout_s))

@@ -48,7 +48,11 @@ def last_lines(path: str, num_lines: int = NUM_TAIL_LINES) -> str:
 
 
 def last_lines_on(node_id: str, path: str) -> str:
-    """The end of a log file on another node; a remark in its place where the node does not answer."""
+    """The path and end of a log file on another node; a remark in its place where the node does not answer."""
+    return f"{path}:\n{_read_on(node_id, path)}"
+
+
+def _read_on(node_id: str, path: str) -> str:
     if Path(path).exists() or not ray.is_initialized() or node_id == ray.get_runtime_context().get_node_id():
         return last_lines(path)
     there = NodeAffinitySchedulingStrategy(node_id=node_id, soft=False)
