@@ -1,4 +1,4 @@
-"""The vocabulary of the system: types, errors and ports. Importing it loads neither torch nor ray."""
+"""The vocabulary of the system: types, errors, ports and the batch. Importing it loads neither torch nor ray."""
 
 from __future__ import annotations
 
@@ -6,13 +6,40 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from .future import DataProtoFuture
+from .padding import DataProtoConfig, pad_dataproto_to_divisor, unpad_dataproto
 
 if TYPE_CHECKING:
-    from .data_proto import DataProto, DataProtoItem
+    from .batch_ops import list_of_dict_to_dict_of_list, union_numpy_dict, union_tensor_dict, union_two_dict
+    from .data_proto import DataProto, DataProtoItem, collate_fn
+    from .folding import fold_batch_dim, unfold_batch_dim
 
-__all__ = ["DataProto", "DataProtoFuture", "DataProtoItem"]
+__all__ = [
+    "DataProto",
+    "DataProtoConfig",
+    "DataProtoFuture",
+    "DataProtoItem",
+    "collate_fn",
+    "fold_batch_dim",
+    "list_of_dict_to_dict_of_list",
+    "pad_dataproto_to_divisor",
+    "unfold_batch_dim",
+    "union_numpy_dict",
+    "union_tensor_dict",
+    "union_two_dict",
+    "unpad_dataproto",
+]
 
-_WITH_TORCH = {"DataProto": "data_proto", "DataProtoItem": "data_proto"}
+_WITH_TORCH = {
+    "DataProto": "data_proto",
+    "DataProtoItem": "data_proto",
+    "collate_fn": "data_proto",
+    "fold_batch_dim": "folding",
+    "unfold_batch_dim": "folding",
+    "list_of_dict_to_dict_of_list": "batch_ops",
+    "union_numpy_dict": "batch_ops",
+    "union_tensor_dict": "batch_ops",
+    "union_two_dict": "batch_ops",
+}
 
 
 def __getattr__(name: str) -> Any:

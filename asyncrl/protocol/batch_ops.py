@@ -123,15 +123,54 @@ def merge_meta_info(meta_infos: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         metrics.extend(own if isinstance(own, list) else [own] if own is not None else [])
         union_two_dict(merged, {key: value for key, value in meta_info.items() if key != "metrics"})
     if metrics:
-        merged["metrics"] = list_of_dict_to_dict_of_list(metrics)
+        names = dict.fromkeys(name for own in metrics for name in own)
+        merged["metrics"] = {name: [own[name] for own in metrics if name in own] for name in names}
     return merged
 
 
+def take_rows(tensor: torch.Tensor, rows: Any) -> torch.Tensor:
+    """The rows that a slice, a mask or positions select; a slice of a dense tensor shares its memory."""
+    if not tensor.is_nested:
+        return tensor[rows if isinstance(rows, slice) else rows.to(tensor.device)]
+    parts = tensor.unbind()
+    if isinstance(rows, slice):
+        return _jagged(parts[rows], tensor)
+    positions = rows.nonzero().flatten() if rows.dtype == torch.bool else rows
+    return _jagged([parts[position] for position in positions.tolist()], tensor)
+
+
+def cat_rows(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Lay tensors end to end along the rows; jagged ones by their rows."""
+    if not any(tensor.is_nested for tensor in tensors):
+        return torch.cat(list(tensors), dim=0)
+    return _jagged([row for tensor in tensors for row in tensor.unbind()], tensors[0])
+
+
+def repeat_rows(tensor: torch.Tensor, times: Sequence[int]) -> torch.Tensor:
+    """Row i ``times[i]`` times in succession."""
+    index = np.repeat(np.arange(len(times)), times)
+    return take_rows(tensor, torch.from_numpy(index))
+
+
 def repeat_tensor(tensor: torch.Tensor, repeat_times: int, interleave: bool) -> torch.Tensor:
-    """Repeat rows: ``a a b b`` interleaved, ``a b a b`` otherwise."""
+    """Repeat all rows: ``a a b b`` interleaved, ``a b a b`` otherwise."""
+    if tensor.is_nested:
+        rows = list(tensor.unbind())
+        return _jagged(
+            [row for row in rows for _ in range(repeat_times)] if interleave else rows * repeat_times, tensor
+        )
     if interleave:
         return tensor.repeat_interleave(repeat_times, dim=0)
     return tensor.unsqueeze(0).expand(repeat_times, *tensor.shape).reshape(-1, *tensor.shape[1:])
+
+
+def _jagged(rows: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+    """A jagged tensor of these rows; of no rows, one that has the ragged dimension and nothing in it."""
+    if rows:
+        return torch.nested.as_nested_tensor(list(rows), layout=torch.jagged)
+    values = like.values()
+    offsets = torch.zeros(1, dtype=like.offsets().dtype, device=values.device)
+    return torch.nested.nested_tensor_from_jagged(values[:0], offsets)
 
 
 def repeat_array(array: np.ndarray, repeat_times: int, interleave: bool) -> np.ndarray:
@@ -139,6 +178,14 @@ def repeat_array(array: np.ndarray, repeat_times: int, interleave: bool) -> np.n
     if interleave:
         return np.repeat(array, repeat_times, axis=0)
     return np.tile(array, (repeat_times,) + (1,) * (array.ndim - 1))
+
+
+def unfold_columns(values: Any, n_split: int, key: str) -> Any:
+    """Cut the second dimension into ``n_split`` parts and lay them under one another."""
+    rows, columns = values.shape[:2]
+    if columns % n_split != 0:
+        raise BatchError(f"{key!r} has {columns} columns, which {n_split} does not divide")
+    return values.reshape(rows * n_split, columns // n_split, *values.shape[2:])
 
 
 def object_column(values: Sequence[Any]) -> np.ndarray:

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import copy
-import pickle
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from tensordict import TensorDict
+from torch.utils.data import DataLoader
 
-from . import batch_ops, wire
+from . import batch_ops, data_info, data_transport
 from .errors import BatchError
-
-AUTO_PADDING_KEY = "_asyncrl_auto_padding"
+from .padding import DataProtoConfig
 
 
 @dataclass
@@ -27,32 +27,58 @@ class DataProtoItem:
     meta_info: dict[str, Any] = field(default_factory=dict)
 
 
-@dataclass
 class DataProto:
-    """B rows.
+    """B rows of named columns.
 
-    Attributes:
+    A batch that came through Ray or from the wire reads its tensors where they arrived, in memory that others may
+    read too; they are copied when ``batch`` is first asked for, so that whoever asks may write to them.
+
+    Args:
         batch: Tensors whose first dimension is B; None where there are none.
         non_tensor_batch: Numpy arrays whose first dimension is B; of dtype object for Python values.
         meta_info: What holds for all rows.
+
+    Raises:
+        BatchError: the columns do not have the same number of rows.
     """
 
-    batch: TensorDict | None = None
-    non_tensor_batch: dict[str, np.ndarray] = field(default_factory=dict)
-    meta_info: dict[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        batch: TensorDict | None = None,
+        non_tensor_batch: dict[str, np.ndarray] | None = None,
+        meta_info: dict[str, Any] | None = None,
+    ) -> None:
+        self._batch = batch
+        self._is_borrowed = False
+        self.non_tensor_batch: dict[str, np.ndarray] = {} if non_tensor_batch is None else non_tensor_batch
+        self.meta_info: dict[str, Any] = {} if meta_info is None else meta_info
         self.check_consistency()
 
+    @property
+    def batch(self) -> TensorDict | None:
+        """The tensors, in memory that is this batch's own."""
+        if self._is_borrowed and self._batch is not None:
+            self._batch = self._batch.clone()
+        self._is_borrowed = False
+        return self._batch
+
+    @batch.setter
+    def batch(self, batch: TensorDict | None) -> None:
+        self._batch = batch
+        self._is_borrowed = False
+
     def __len__(self) -> int:
-        if self.batch is not None:
-            return self.batch.batch_size[0]
+        if self._batch is not None:
+            return self._batch.batch_size[0]
         return next((len(array) for array in self.non_tensor_batch.values()), 0)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__} of {len(self)} rows\n{self.get_data_info()}"
 
     def check_consistency(self) -> None:
         """Raise `BatchError` unless all tensors and arrays have the same number of rows."""
-        if self.batch is not None and len(self.batch.batch_size) != 1:
-            raise BatchError(f"batch must have one batch dimension, got {tuple(self.batch.batch_size)}")
+        if self._batch is not None and len(self._batch.batch_size) != 1:
+            raise BatchError(f"batch must have one batch dimension, got {tuple(self._batch.batch_size)}")
         for key, array in self.non_tensor_batch.items():
             if not isinstance(array, np.ndarray):
                 raise BatchError(f"non_tensor_batch[{key!r}] must be a numpy array, got {type(array).__name__}")
@@ -63,7 +89,7 @@ class DataProto:
     def from_single_dict(
         cls, data: dict[str, Any], meta_info: dict[str, Any] | None = None, auto_padding: bool = False
     ) -> DataProto:
-        """Sort the entries of one dict into tensors and numpy arrays."""
+        """Sort the entries of one dict into tensors and numpy arrays. Raises `ValueError` for any other entry."""
         tensors = {key: value for key, value in data.items() if isinstance(value, torch.Tensor)}
         arrays = {key: value for key, value in data.items() if isinstance(value, np.ndarray)}
         for key in data.keys() - tensors.keys() - arrays.keys():
@@ -79,12 +105,25 @@ class DataProto:
         num_batch_dims: int = 1,
         auto_padding: bool = False,
     ) -> DataProto:
-        """Build a batch from tensors and arrays; lists among the arrays become object arrays."""
-        if num_batch_dims < 1 or (non_tensors is not None and num_batch_dims != 1):
-            raise BatchError(f"num_batch_dims must be 1 beside arrays, and positive, got {num_batch_dims}")
+        """Build a batch from tensors and arrays; lists among the arrays become object arrays.
+
+        Args:
+            tensors: Tensors of equal first dimension.
+            non_tensors: Arrays, or sequences, of as many rows.
+            meta_info: What holds for all rows.
+            num_batch_dims: Leading dimensions that must agree; more than one only without arrays.
+            auto_padding: Let dispatch pad the batch where its rows cannot be split evenly.
+
+        Raises:
+            BatchError: the columns do not have the same number of rows.
+        """
+        if num_batch_dims < 1 or (non_tensors and num_batch_dims != 1):
+            raise BatchError(f"num_batch_dims must be positive, and 1 beside arrays; got {num_batch_dims}")
         sizes = {key: tensor.shape[:num_batch_dims] for key, tensor in (tensors or {}).items()}
         if len(set(sizes.values())) > 1:
-            raise BatchError(f"tensors must have the same first dimension, got {sizes}")
+            raise BatchError(
+                f"tensors must have the same first dimension, got { {k: tuple(v) for k, v in sizes.items()} }"
+            )
         batch = TensorDict(source=tensors, batch_size=next(iter(sizes.values()))) if tensors else None
         arrays = {
             key: value if isinstance(value, np.ndarray) else batch_ops.object_column(value)
@@ -92,8 +131,28 @@ class DataProto:
         }
         meta_info = {} if meta_info is None else meta_info
         if auto_padding:
-            meta_info[AUTO_PADDING_KEY] = True
+            meta_info[DataProtoConfig.auto_padding_key] = True
         return cls(batch=batch, non_tensor_batch=arrays, meta_info=meta_info)
+
+    @classmethod
+    def from_tensordict(
+        cls, tensor_dict: TensorDict, meta_info: dict[str, Any] | None = None, num_batch_dims: int = 1
+    ) -> DataProto:
+        """Sort a TensorDict into tensors, per-row values (arrays) and values for all rows (meta information)."""
+        tensors, arrays, facts = data_info.sort_tensordict(tensor_dict)
+        if not tensors and not arrays:
+            return cls(meta_info={**(meta_info or {}), **facts})
+        return cls.from_dict(tensors, arrays, {**(meta_info or {}), **facts}, num_batch_dims)
+
+    def to_tensordict(self) -> TensorDict:
+        """One TensorDict of all three parts: tensors, per-row values and values for all rows.
+
+        Raises:
+            BatchError: a name stands in more than one part.
+        """
+        return data_info.join_tensordict(
+            {} if self.batch is None else dict(self.batch.items()), self.non_tensor_batch, self.meta_info, len(self)
+        )
 
     def __getitem__(self, item: Any) -> Any:
         if isinstance(item, slice):
@@ -101,6 +160,8 @@ class DataProto:
         if isinstance(item, list | np.ndarray | torch.Tensor):
             return self.select_idxs(item)
         if isinstance(item, int | np.integer):
+            if not -len(self) <= item < len(self):
+                raise IndexError(f"row {item} of a batch of {len(self)} rows")
             row = None if self.batch is None else self.batch[int(item)]
             values = {key: array[item] for key, array in self.non_tensor_batch.items()}
             return DataProtoItem(batch=row, non_tensor_batch=values, meta_info=self.meta_info)
@@ -109,22 +170,19 @@ class DataProto:
     def slice(self, start: int | None = None, end: int | None = None, step: int | None = None) -> DataProto:
         """Rows ``start:end:step``, sharing memory with this batch."""
         rows = slice(start, end, step)
-        batch = None if self.batch is None else self.batch[rows]
+        num_rows = len(range(*rows.indices(len(self))))
+        tensors = self._map_tensors(lambda _, tensor: batch_ops.take_rows(tensor, rows), num_rows)
         arrays = {key: array[rows] for key, array in self.non_tensor_batch.items()}
-        return type(self)(batch=batch, non_tensor_batch=arrays, meta_info=self.meta_info)
+        return self._derived(tensors, arrays, self.meta_info, is_borrowed=self._is_borrowed)
 
     def select_idxs(self, idxs: Any) -> DataProto:
         """The rows at these positions, or where the mask is True; copied."""
-        index = torch.as_tensor(idxs)
-        index = index if index.dtype == torch.bool else index.to(torch.int64)
-        index_np = index.cpu().numpy()
-        batch = None
-        if self.batch is not None:
-            num_rows = int(index.sum()) if index.dtype == torch.bool else len(index)
-            rows = {key: tensor[index.to(tensor.device)] for key, tensor in self.batch.items()}
-            batch = TensorDict(rows, batch_size=(num_rows,), device=self.batch.device)
+        index = _as_index(idxs)
+        index_np = index.numpy()
+        num_rows = int(index_np.sum()) if index.dtype == torch.bool else len(index)
+        tensors = self._map_tensors(lambda _, tensor: batch_ops.take_rows(tensor, index), num_rows)
         arrays = {key: array[index_np] for key, array in self.non_tensor_batch.items()}
-        return type(self)(batch=batch, non_tensor_batch=arrays, meta_info=self.meta_info)
+        return self._derived(tensors, arrays, self.meta_info)
 
     def select(
         self,
@@ -133,15 +191,17 @@ class DataProto:
         meta_info_keys: Iterable[str] | None = None,
         deepcopy: bool = False,
     ) -> DataProto:
-        """The entries named; None takes all of a part."""
-        batch = self.batch
-        if batch_keys is not None:
-            batch = self._need_batch().select(*batch_keys)
+        """The columns named, sharing memory unless ``deepcopy``; None takes all of a part."""
+        batch = self._batch
+        if batch_keys is not None and (keys := tuple(batch_keys)):
+            batch = self._need_batch().select(*keys)
+        elif batch_keys is not None:
+            batch = None
         arrays = _picked(self.non_tensor_batch, non_tensor_batch_keys)
         meta_info = _picked(self.meta_info, meta_info_keys)
         if deepcopy:
             arrays, meta_info = copy.deepcopy(arrays), copy.deepcopy(meta_info)
-        return type(self)(batch=batch, non_tensor_batch=arrays, meta_info=meta_info)
+        return self._derived(batch, arrays, meta_info, is_borrowed=self._is_borrowed)
 
     def pop(
         self,
@@ -149,18 +209,91 @@ class DataProto:
         non_tensor_batch_keys: Iterable[str] | None = None,
         meta_info_keys: Iterable[str] | None = None,
     ) -> DataProto:
-        """Take the entries named out of this batch, into a new one."""
-        tensors = {key: self._need_batch().pop(key) for key in batch_keys or ()}
-        arrays = {key: self.non_tensor_batch.pop(key) for key in non_tensor_batch_keys or ()}
-        meta_info = {key: self.meta_info.pop(key) for key in meta_info_keys or ()}
+        """Take the columns named out of this batch, into a new one.
+
+        Raises:
+            BatchError: there is no such column; nothing was taken then.
+        """
+        wanted = [list(keys or ()) for keys in (batch_keys, non_tensor_batch_keys, meta_info_keys)]
+        parts: list[Any] = [self.batch if self.batch is not None else {}, self.non_tensor_batch, self.meta_info]
+        for keys, part, name in zip(wanted, parts, ("batch", "non_tensor_batch", "meta_info"), strict=True):
+            missing = sorted(set(keys) - set(part.keys()))
+            if missing:
+                raise BatchError(f"{name} has no {missing}, only {sorted(part.keys())}")
+        tensors, arrays, meta_info = (
+            {key: part.pop(key) for key in keys} for keys, part in zip(wanted, parts, strict=True)
+        )
         return type(self).from_dict(tensors=tensors, non_tensors=arrays, meta_info=meta_info)
 
+    def rename(self, old_keys: str | list[str] | None = None, new_keys: str | list[str] | None = None) -> DataProto:
+        """Give tensors new names, in place; arrays and meta information keep theirs."""
+        old, new = _as_names(old_keys), _as_names(new_keys)
+        if len(old) != len(new):
+            raise ValueError(f"rename needs as many new names as old ones, got {old} and {new}")
+        batch = self._need_batch()
+        missing = sorted(set(old) - set(batch.keys()))
+        if missing:
+            raise BatchError(f"batch has no {missing}, only {sorted(batch.keys())}")
+        tensors = [batch.pop(key) for key in old]
+        for key, tensor in zip(new, tensors, strict=True):
+            batch.set(key, tensor)
+        return self
+
     def union(self, other: DataProto) -> DataProto:
-        """Add the other's entries to this batch. Raises `BatchError` where the two have unequal entries."""
+        """Add the other's columns and facts to this batch, in place.
+
+        Raises:
+            BatchError: a column or fact in both is not equal, or the rows differ in number.
+        """
+        if self._batch is None and other._batch is not None and self.non_tensor_batch and len(self) != len(other):
+            raise BatchError(f"union needs equal batch sizes, got {len(self)} and {len(other)}")
         self.batch = batch_ops.union_tensor_dict(self.batch, other.batch)
         self.non_tensor_batch = batch_ops.union_numpy_dict(self.non_tensor_batch, other.non_tensor_batch)
         self.meta_info = batch_ops.union_two_dict(self.meta_info, other.meta_info)
+        self.check_consistency()
         return self
+
+    def reorder(self, indices: Any) -> None:
+        """Put the rows into this order, in place."""
+        reordered = self.select_idxs(indices)
+        self.batch, self.non_tensor_batch = reordered._batch, reordered.non_tensor_batch
+
+    def repeat(self, repeat_times: int = 2, interleave: bool = True) -> DataProto:
+        """Repeat every row: ``a a b b`` interleaved, ``a b a b`` otherwise."""
+        tensors = self._map_tensors(
+            lambda _, tensor: batch_ops.repeat_tensor(tensor, repeat_times, interleave), len(self) * repeat_times
+        )
+        arrays = {
+            key: batch_ops.repeat_array(array, repeat_times, interleave) for key, array in self.non_tensor_batch.items()
+        }
+        return self._derived(tensors, arrays, self.meta_info)
+
+    def sample_level_repeat(self, repeat_times: Any) -> DataProto:
+        """Repeat row i ``repeat_times[i]`` times in succession; a list, tuple, array or tensor of B counts."""
+        times = np.asarray(repeat_times).astype(np.int64)
+        if times.shape != (len(self),):
+            raise BatchError(f"repeat_times must have one count for each of {len(self)} rows, got shape {times.shape}")
+        return self.select_idxs(np.repeat(np.arange(len(self)), times))
+
+    def unfold_column_chunks(self, n_split: int, split_keys: list[str] | None = None) -> DataProto:
+        """Cut the columns named into ``n_split`` along their second dimension, each part a row; repeat the others.
+
+        Example: ``[B, n * m]`` becomes ``[B * n, m]``, the parts of a row in succession.
+        """
+        names = set(split_keys or ())
+        tensors = self._map_tensors(
+            lambda key, tensor: (
+                batch_ops.unfold_columns(tensor, n_split, key)
+                if key in names
+                else batch_ops.repeat_tensor(tensor, n_split, interleave=True)
+            ),
+            len(self) * n_split,
+        )
+        arrays = {
+            key: batch_ops.unfold_columns(array, n_split, key) if key in names else np.repeat(array, n_split, axis=0)
+            for key, array in self.non_tensor_batch.items()
+        }
+        return self._derived(tensors, arrays, self.meta_info)
 
     def to(self, device: Any) -> DataProto:
         """Move the tensors, in place."""
@@ -168,79 +301,155 @@ class DataProto:
             self.batch = self.batch.to(device)
         return self
 
-    def repeat(self, repeat_times: int = 2, interleave: bool = True) -> DataProto:
-        """Repeat every row: ``a a b b`` interleaved, ``a b a b`` otherwise."""
-        batch = None
-        if self.batch is not None:
-            rows = {key: batch_ops.repeat_tensor(value, repeat_times, interleave) for key, value in self.batch.items()}
-            batch = TensorDict(rows, batch_size=(len(self) * repeat_times,))
-        arrays = {
-            key: batch_ops.repeat_array(array, repeat_times, interleave) for key, array in self.non_tensor_batch.items()
-        }
-        return type(self)(batch=batch, non_tensor_batch=arrays, meta_info=self.meta_info)
-
     def is_padding_enabled(self) -> bool:
         """Whether dispatch may pad this batch to a multiple of the ranks."""
-        return bool(self.meta_info.get(AUTO_PADDING_KEY, False))
+        return bool(self.meta_info.get(DataProtoConfig.auto_padding_key) or DataProtoConfig.auto_padding)
 
     def padding(self, padding_size: int, padding_candidate: str = "") -> None:
-        """Append copies of the first row, where ``padding_candidate`` is ``first``, or else of the last."""
+        """Append copies of the first row, where ``padding_candidate`` is ``first``, or else of the last; in place."""
         if padding_size == 0:
             return
         row = self.select_idxs([0 if padding_candidate == "first" else len(self) - 1])
-        padded = type(self).concat([self, row.repeat(padding_size)])
-        self.batch, self.non_tensor_batch = padded.batch, padded.non_tensor_batch
+        padded = type(self).concat([self.select(meta_info_keys=()), row.repeat(padding_size).select(meta_info_keys=())])
+        self.batch, self.non_tensor_batch = padded._batch, padded.non_tensor_batch
 
     def chunk(self, chunks: int) -> list[DataProto]:
-        """Cut the rows into equal parts, sharing memory with this batch."""
-        if len(self) % chunks != 0 and not self.is_padding_enabled():
-            raise BatchError(f"{len(self)} rows cannot be cut into {chunks} equal parts; pad them, or enable padding")
-        size = -(-len(self) // chunks)
-        return [self.slice(i * size, (i + 1) * size) for i in range(chunks)]
+        """Cut the rows into equal parts, sharing memory with this batch.
+
+        Where padding is enabled the parts may be unequal: those of tensors as ``torch.chunk`` cuts, with empty ones
+        at the end; those of arrays alone as ``numpy.array_split`` does.
+
+        Raises:
+            BatchError: the rows cannot be cut evenly, and padding is not enabled.
+        """
+        if chunks < 1 or (len(self) % chunks != 0 and not self.is_padding_enabled()):
+            raise BatchError(f"{len(self)} rows cannot be cut into {chunks} equal parts; pad them or enable padding")
+        if self._batch is not None:
+            size = -(-len(self) // chunks)
+            ends = [min((i + 1) * size, len(self)) for i in range(chunks)]
+        else:
+            ends = [len(part) and int(part[-1]) + 1 for part in np.array_split(np.arange(len(self)), chunks)]
+            ends = [max(ends[: i + 1]) for i in range(chunks)]
+        return [self.slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
 
     def split(self, split_size: int) -> list[DataProto]:
-        """Cut the rows into parts of ``split_size``; the last may be shorter."""
+        """Cut the rows into parts of ``split_size``, sharing memory with this batch; the last may be shorter."""
         return [self.slice(start, start + split_size) for start in range(0, len(self), split_size)]
 
     @staticmethod
     def concat(data: Sequence[DataProto]) -> DataProto:
-        """Lay batches end to end; metrics in meta_info become lists, all else must be equal."""
-        batches = [part.batch for part in data]
-        batch = torch.cat(batches, dim=0) if batches and batches[0] is not None else None  # type: ignore[arg-type]
-        columns = batch_ops.list_of_dict_to_dict_of_list([part.non_tensor_batch for part in data])
-        arrays = {key: np.concatenate(parts, axis=0) for key, parts in columns.items()}
-        meta_info = batch_ops.merge_meta_info([part.meta_info for part in data])
-        kind = type(data[0]) if data else DataProto
-        return kind(batch=batch, non_tensor_batch=arrays, meta_info=meta_info)  # type: ignore[arg-type]
+        """Lay batches end to end. ``metrics`` in meta_info become lists over the batches; all else must be equal.
 
-    def _need_batch(self) -> TensorDict:
-        if self.batch is None:
-            raise BatchError("this DataProto holds no tensors")
-        return self.batch
+        Raises:
+            BatchError: the batches have different columns, or different facts.
+        """
+        columns = batch_ops.list_of_dict_to_dict_of_list([part._columns() for part in data])
+        tensors = {key: batch_ops.cat_rows(parts) for key, parts in columns.items()}
+        has_batch = any(part._batch is not None for part in data)
+        batch = TensorDict(tensors, batch_size=(sum(map(len, data)),)) if has_batch else None
+        array_columns = batch_ops.list_of_dict_to_dict_of_list([part.non_tensor_batch for part in data])
+        arrays = {key: np.concatenate(parts, axis=0) for key, parts in array_columns.items()}
+        kind = type(data[0]) if data else DataProto
+        return kind(batch, arrays, batch_ops.merge_meta_info([part.meta_info for part in data]))
+
+    def make_iterator(
+        self,
+        mini_batch_size: int,
+        epochs: int,
+        seed: int | None = None,
+        dataloader_kwargs: dict[str, Any] | None = None,
+    ) -> Iterator[DataProto]:
+        """Mini-batches of equal size, ``epochs`` times over.
+
+        Args:
+            mini_batch_size: Rows of each; must divide B.
+            epochs: How often each row comes.
+            seed: Seeds the order where ``dataloader_kwargs`` has ``shuffle``.
+            dataloader_kwargs: Options of ``torch.utils.data.DataLoader``.
+        """
+        if len(self) % mini_batch_size != 0:
+            raise BatchError(f"mini_batch_size must divide the {len(self)} rows, got {mini_batch_size}")
+        generator = None if seed is None else torch.Generator().manual_seed(seed)
+        loader = DataLoader(
+            range(len(self)),  # type: ignore[arg-type]
+            batch_size=mini_batch_size,
+            collate_fn=self.select_idxs,
+            generator=generator,
+            **(dataloader_kwargs or {}),
+        )
+        return (mini_batch for _ in range(epochs) for mini_batch in loader)
+
+    def print_size(self, prefix: str = "") -> None:
+        """Write the sizes of tensors and arrays to stdout."""
+        data_info.write_size(self._columns(), self.non_tensor_batch, prefix)
+
+    def get_data_info(self) -> str:
+        """One line for each entry: its name, shape, dtype and device, or its type."""
+        return data_info.describe(self._columns(), self.non_tensor_batch, self.meta_info)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors and arrays; of object arrays, their pointers."""
+        return sum(value.nbytes for value in [*self._columns().values(), *self.non_tensor_batch.values()])
+
+    def save_to_disk(self, filepath: str | Path) -> None:
+        """Write the batch to a file. Raises `TypeError` where it holds values that the codec does not carry."""
+        data_transport.save(self, filepath)
+
+    @staticmethod
+    def load_from_disk(filepath: str | Path) -> DataProto:
+        """Read a batch from a file. Raises `WireError` where the file is not one of `save_to_disk`."""
+        return data_transport.load(DataProto, filepath)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        foreign: list[Any] = []
-        header, *buffers = wire.encode(_plain(self), foreign=foreign)
-        if protocol >= 5:
-            return _rebuilt, (type(self), header, [pickle.PickleBuffer(b) for b in buffers], foreign)
-        return _rebuilt, (type(self), header, [bytes(b) for b in buffers], foreign)
+        return data_transport.reduce(self, protocol)
+
+    def __copy__(self) -> DataProto:
+        return self._derived(
+            self._batch, dict(self.non_tensor_batch), dict(self.meta_info), is_borrowed=self._is_borrowed
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DataProto:
+        batch = None if self._batch is None else self._batch.clone()
+        arrays, meta_info = copy.deepcopy((self.non_tensor_batch, self.meta_info), memo)
+        return self._derived(batch, arrays, meta_info)
+
+    def _derived(
+        self,
+        batch: TensorDict | None,
+        arrays: dict[str, np.ndarray],
+        meta_info: dict[str, Any],
+        *,
+        is_borrowed: bool = False,
+    ) -> DataProto:
+        derived = type(self)(batch=batch, non_tensor_batch=arrays, meta_info=meta_info)
+        derived._is_borrowed = is_borrowed
+        return derived
+
+    def _map_tensors(self, change: Any, num_rows: int) -> TensorDict | None:
+        """A TensorDict of ``change(key, tensor)`` for every tensor."""
+        if self._batch is None:
+            return None
+        changed = {key: change(key, tensor) for key, tensor in self._batch.items()}
+        return TensorDict(changed, batch_size=(num_rows,), device=self._batch.device)
+
+    def _columns(self) -> dict[str, torch.Tensor]:
+        """The tensors by name, to be read only."""
+        return {} if self._batch is None else dict(self._batch.items())
+
+    def _need_batch(self) -> TensorDict:
+        if self._batch is None:
+            raise BatchError("this DataProto holds no tensors")
+        return self._batch
 
 
-def _plain(data: DataProto) -> dict[str, Any]:
-    """The parts of a batch as values of the codec."""
-    batch = None if data.batch is None else [dict(data.batch.items()), list(data.batch.batch_size)]
-    return {"batch": batch, "arrays": data.non_tensor_batch, "meta": data.meta_info}
-
-
-def _rebuilt(kind: type[DataProto], header: bytes, buffers: Sequence[Any], foreign: Sequence[Any]) -> DataProto:
-    parts = wire.decode([header, *buffers], foreign=foreign, writable=True)
-    batch = parts["batch"]
-    tensors = None if batch is None else TensorDict(batch[0], batch_size=batch[1])
-    return kind(batch=tensors, non_tensor_batch=parts["arrays"], meta_info=parts["meta"])
-
-
-def _picked(entries: dict[str, Any], keys: Iterable[str] | None) -> dict[str, Any]:
-    return entries if keys is None else {key: entries[key] for key in entries if key in set(keys)}
+def collate_fn(x: Sequence[DataProtoItem]) -> DataProto:
+    """Stack rows to a batch; their values become object arrays."""
+    batches = [item.batch for item in x]
+    batch = None if not batches or batches[0] is None else torch.stack(batches).contiguous()  # type: ignore[arg-type]
+    columns = batch_ops.list_of_dict_to_dict_of_list([item.non_tensor_batch for item in x])
+    arrays = {key: batch_ops.object_column(values) for key, values in columns.items()}
+    return DataProto(batch=batch, non_tensor_batch=arrays)  # type: ignore[arg-type]
 
 
 def concat_batches(parts: Sequence[Any]) -> Any:
@@ -250,3 +459,25 @@ def concat_batches(parts: Sequence[Any]) -> Any:
     if isinstance(parts[0], TensorDict):
         return torch.cat(list(parts), dim=0)
     raise TypeError(f"results must be DataProto or TensorDict to be joined, got {type(parts[0]).__name__}")
+
+
+def _as_index(idxs: Any) -> torch.Tensor:
+    index = torch.as_tensor(np.asarray(idxs) if isinstance(idxs, list | tuple) else idxs).cpu()
+    if index.dtype == torch.bool:
+        return index
+    return index.to(torch.int64) if index.numel() else torch.zeros(0, dtype=torch.int64)
+
+
+def _as_names(keys: Any) -> list[str]:
+    if isinstance(keys, str):
+        return [keys]
+    if not isinstance(keys, list | tuple):
+        raise TypeError(f"names must be a string or a list of strings, got {type(keys).__name__}")
+    return list(keys)
+
+
+def _picked(entries: dict[str, Any], keys: Iterable[str] | None) -> dict[str, Any]:
+    if keys is None:
+        return entries
+    wanted = set(keys)
+    return {key: value for key, value in entries.items() if key in wanted}

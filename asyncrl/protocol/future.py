@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,9 @@ def merge(parts: Sequence[Any]) -> Any:
 
 @dataclass
 class DataProtoFuture:
-    """The results of a call as references, to be passed to another call or awaited.
+    """The results of a call as references: awaited, waited for, or passed on to the call of another group.
+
+    Passed on, only the references go through the driver; the workers that receive it fetch the results themselves.
 
     Attributes:
         collect_fn: Joins the list of fetched results into one.
@@ -39,12 +41,12 @@ class DataProtoFuture:
 
     def chunk(self, chunks: int) -> list[DataProtoFuture]:
         """One future for each of ``chunks`` equal parts; nothing is fetched."""
-        return [
-            DataProtoFuture(
-                collect_fn=self.collect_fn, futures=self.futures, dispatch_fn=partial(_part, index=i, chunks=chunks)
-            )
-            for i in range(chunks)
-        ]
+        return [self.then(partial(_part, index=index, chunks=chunks)) for index in range(chunks)]
+
+    def then(self, select: Callable[[Any], Any]) -> DataProtoFuture:
+        """The future of ``select(result)``, which is called where the result is fetched."""
+        first = self.dispatch_fn
+        return replace(self, dispatch_fn=select if first is None else partial(_both, first=first, second=select))
 
     def get(self, timeout_s: float | None = None) -> Any:
         """Wait for the results and join them.
@@ -53,18 +55,23 @@ class DataProtoFuture:
             DeadlineError: they were not there within ``timeout_s`` seconds.
             WorkerDiedError: a worker that was to compute them died.
         """
-        return self._finish(fetch(self.futures, timeout_s))
+        return self.resolve(fetch(self.futures, timeout_s))
 
     def __await__(self) -> Generator[Any, None, Any]:
         return self._finish_async().__await__()
 
     async def _finish_async(self) -> Any:
-        return await asyncio.to_thread(self._finish, await fetch_async(self.futures))
+        return await asyncio.to_thread(self.resolve, await fetch_async(self.futures))
 
-    def _finish(self, results: list[Any]) -> Any:
+    def resolve(self, results: list[Any]) -> Any:
+        """What `get` returns, from results that were fetched already."""
         joined = self.collect_fn(results)
         return joined if self.dispatch_fn is None else self.dispatch_fn(joined)
 
 
 def _part(data: Any, index: int, chunks: int) -> Any:
     return data.chunk(chunks=chunks)[index]
+
+
+def _both(data: Any, first: Callable[[Any], Any], second: Callable[[Any], Any]) -> Any:
+    return second(first(data))

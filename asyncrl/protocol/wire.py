@@ -9,6 +9,7 @@ from __future__ import annotations
 import struct
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -27,11 +28,25 @@ MAX_DEPTH = 100
 
 _MAGIC = b"aRL"
 _PREFIX = _MAGIC + bytes([VERSION])
-_EXT_TUPLE, _EXT_ARRAY, _EXT_OBJECTS, _EXT_SCALAR, _EXT_INT, _EXT_TENSOR, _EXT_JAGGED, _EXT_COMPLEX, _EXT_FOREIGN = (
-    range(9)
-)
+_EXT_TUPLE = 0
+_EXT_ARRAY = 1
+_EXT_OBJECTS = 2
+_EXT_SCALAR = 3
+_EXT_INT = 4
+_EXT_TENSOR = 5
+_EXT_JAGGED = 6
+_EXT_COMPLEX = 7
+_EXT_FOREIGN = 8
+_EXT_COLUMNS = 9
 _CONTAINERS = frozenset({list, dict, tuple})
 _MALFORMED = (ValueError, TypeError, KeyError, IndexError, OverflowError, RecursionError, MemoryError, struct.error)
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """Tensors by name that the receiver takes as views of the frames, and promises to copy before it writes."""
+
+    tensors: dict[str, Any]
 
 
 def encode(value: Any, *, foreign: list[Any] | None = None, max_depth: int = MAX_DEPTH) -> list[Frame]:
@@ -59,7 +74,6 @@ def decode(
     frames: Sequence[Frame],
     *,
     foreign: Sequence[Any] = (),
-    writable: bool = False,
     max_frames: int = MAX_FRAMES,
     max_bytes: int = MAX_BYTES,
     max_depth: int = MAX_DEPTH,
@@ -69,17 +83,19 @@ def decode(
     Args:
         frames: What `encode` returned. Anything that has a buffer will do.
         foreign: The list that `encode` filled.
-        writable: Copy arrays and tensors that would share read-only memory. Without it arrays are read-only
-            views, and a tensor, which torch cannot mark read-only, must be cloned before it is written to.
         max_frames: Frames allowed, the header among them.
         max_bytes: Bytes allowed over all frames.
         max_depth: Containers within containers allowed.
+
+    Returns:
+        The value. Arrays are read-only views of the frames. Tensors, which torch cannot mark read-only, are copied
+        out of read-only frames, except in `Columns`, which come back as a dict.
 
     Raises:
         WireError: the frames are not a message of this codec, or break one of the limits.
     """
     views = _checked_views(frames, max_frames, max_bytes)
-    decoder = _Decoder(views[1:], foreign, writable, max_depth)
+    decoder = _Decoder(views[1:], foreign, max_depth)
     try:
         value = decoder.unpack(views[0][len(_PREFIX) :])
         check_depth(value, max_depth)
@@ -168,6 +184,8 @@ class _Encoder:
             return msgpack.ExtType(_EXT_COMPLEX, struct.pack("<dd", value.real, value.imag))
         if isinstance(value, np.generic) and wire_numpy.is_plain(value.dtype):
             return msgpack.ExtType(_EXT_SCALAR, wire_numpy.describe(value.dtype, ()) + value.tobytes())
+        if kind is Columns:
+            return self.nested(_EXT_COLUMNS, value.tensors)
         torch = sys.modules.get("torch")
         if torch is not None and isinstance(value, torch.Tensor):
             return self.tensor(value)
@@ -189,8 +207,7 @@ class _Encoder:
         return msgpack.ExtType(_EXT_ARRAY, wire_numpy.describe(array.dtype, array.shape))
 
     def tensor(self, tensor: Any) -> msgpack.ExtType:
-        from . import wire_torch
-
+        wire_torch = _torch_side()
         if tensor.is_nested:
             return self.nested(_EXT_JAGGED, wire_torch.jagged_parts(tensor))
         header, buffer = wire_torch.describe(tensor)
@@ -201,10 +218,10 @@ class _Encoder:
 class _Decoder:
     """Unpacks one message; buffers are taken in the order in which the header mentions them."""
 
-    def __init__(self, buffers: list[memoryview], foreign: Sequence[Any], writable: bool, max_depth: int) -> None:
+    def __init__(self, buffers: list[memoryview], foreign: Sequence[Any], max_depth: int) -> None:
         self.buffers = buffers
         self.foreign = foreign
-        self.writable = writable
+        self.shares_tensors = False
         self.max_depth = max_depth
         self.num_taken = 0
         self.num_foreign = 0
@@ -235,7 +252,7 @@ class _Decoder:
         return reader(self, data)
 
     def array(self, data: bytes) -> np.ndarray:
-        return wire_numpy.array_of(data, self.take(), self.writable)
+        return wire_numpy.array_of(data, self.take())
 
     def take(self) -> memoryview:
         if self.num_taken >= len(self.buffers):
@@ -260,14 +277,16 @@ class _Decoder:
         return self.foreign[self.num_foreign - 1]
 
     def tensor(self, data: bytes) -> Any:
-        from . import wire_torch
-
-        return wire_torch.tensor_of(data, self.take(), self.writable)
+        return _torch_side().tensor_of(data, self.take(), copy=not self.shares_tensors)
 
     def jagged(self, data: bytes) -> Any:
-        from . import wire_torch
+        return _torch_side().jagged_of(self.nested(data))
 
-        return wire_torch.jagged_of(self.nested(data))
+    def columns(self, data: bytes) -> Any:
+        self.shares_tensors = True
+        value = self.nested(data)
+        self.shares_tensors = False
+        return value
 
 
 _READERS: dict[int, Callable[[_Decoder, bytes], Any]] = {
@@ -280,7 +299,17 @@ _READERS: dict[int, Callable[[_Decoder, bytes], Any]] = {
     _EXT_JAGGED: _Decoder.jagged,
     _EXT_COMPLEX: lambda _, data: complex(*struct.unpack("<dd", data)),
     _EXT_FOREIGN: _Decoder.foreign_value,
+    _EXT_COLUMNS: _Decoder.columns,
 }
+
+
+def _torch_side() -> Any:
+    """The part of the codec that needs torch; a process that has not loaded torch is not made to."""
+    if "torch" not in sys.modules:
+        raise WireError("the message holds torch tensors, and this process has not imported torch; do that first")
+    from . import wire_torch
+
+    return wire_torch
 
 
 def _check_complete(data: Any) -> None:

@@ -63,16 +63,14 @@ def _layout(data: bytes) -> tuple[np.dtype, tuple[int, ...], int]:
     return dtype, shape, prod(shape) * dtype.itemsize
 
 
-def array_of(data: bytes, buffer: memoryview, writable: bool) -> np.ndarray:
-    """Lay a buffer out as its descriptor says. Raises `WireError` where the two do not fit."""
+def array_of(data: bytes, buffer: memoryview) -> np.ndarray:
+    """A read-only view of a buffer, laid out as its descriptor says. Raises `WireError` where the two do not fit."""
     dtype, shape, nbytes = _layout(data)
     if nbytes != buffer.nbytes:
         raise WireError(f"array {dtype}{list(shape)} needs {nbytes} bytes, got {buffer.nbytes}")
     if nbytes == 0:
         return np.empty(shape, dtype=dtype)
     array = np.ndarray(shape, dtype, buffer)
-    if writable:
-        return array.copy() if buffer.readonly else array
     if not buffer.readonly:
         array.flags.writeable = False
     return array

@@ -1,19 +1,17 @@
-"""How the codec writes torch tensors. Imported only where the process has loaded torch, or a message asks for it."""
+"""How the codec writes torch tensors. Imported only where the process has loaded torch already."""
 
 from __future__ import annotations
 
-import sys
 import warnings
 from math import prod
 from typing import Any
 
+import torch
+
 from .errors import WireError
 from .wire_numpy import descriptor, parse
 
-if "torch" not in sys.modules:
-    raise WireError("the message holds torch tensors, and this process has not imported torch")
-
-import torch
+warnings.filterwarnings("ignore", message="The given buffer is not writable")
 
 _DTYPES = {
     str(dtype).removeprefix("torch.").encode(): dtype
@@ -36,8 +34,12 @@ def describe(tensor: torch.Tensor) -> tuple[bytes, memoryview]:
     return header, dense.reshape(-1).view(torch.uint8).numpy().data
 
 
-def tensor_of(data: bytes, buffer: memoryview, writable: bool) -> torch.Tensor:
-    """Lay a buffer out as its descriptor says. Raises `WireError` where the two do not fit."""
+def tensor_of(data: bytes, buffer: memoryview, *, copy: bool) -> torch.Tensor:
+    """Lay a buffer out as its descriptor says; ``copy`` takes it out of read-only memory.
+
+    Raises:
+        WireError: the two do not fit.
+    """
     name, shape, end = parse(data)
     dtype = _DTYPES.get(name)
     if dtype is None or end != len(data):
@@ -47,12 +49,10 @@ def tensor_of(data: bytes, buffer: memoryview, writable: bool) -> torch.Tensor:
     try:
         if buffer.nbytes == 0:
             return torch.empty(shape, dtype=dtype)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            tensor = torch.frombuffer(buffer, dtype=dtype).reshape(shape)
+        tensor = torch.frombuffer(buffer, dtype=dtype).reshape(shape)
     except RuntimeError as error:
         raise WireError(f"tensor {dtype}{list(shape)} cannot be built: {error}") from error
-    return tensor.clone() if writable and buffer.readonly else tensor
+    return tensor.clone() if copy and buffer.readonly else tensor
 
 
 def jagged_parts(tensor: torch.Tensor) -> list[Any]:

@@ -1,8 +1,15 @@
 """One controller speaks to many workers: registered methods, dispatch modes, and groups of Ray actors."""
 
+from .colocated import (
+    create_colocated_worker_cls,
+    create_colocated_worker_cls_fused,
+    create_colocated_worker_raw_cls,
+)
 from .deadline import call_deadline
 from .decorator import Dispatch, Execute, register
+from .devices import ray_noset_visible_devices
 from .dispatch import (
+    DISPATCH_MODE_FN_REGISTRY,
     get_predefined_dispatch_fn,
     get_predefined_execute_fn,
     make_nd_compute_dataproto_dispatch_fn,
@@ -13,11 +20,15 @@ from .object_store import parallel_put
 from .ray_class import RayClassWithInitArgs
 from .ray_pool import RayResourcePool, sort_placement_group_by_node_ip
 from .ray_worker_group import RayWorkerGroup
+from .resource_pool import ClassWithInitArgs, ResourcePool
 from .results import PendingResult, PendingResults
+from .roles import ResourcePoolManager, Role
+from .split_pool import SubRayResourcePool, merge_resource_pool, split_resource_pool
 from .worker import Worker
-from .worker_group import ClassWithInitArgs, ResourcePool, WorkerGroup
+from .worker_group import WorkerGroup
 
 __all__ = [
+    "DISPATCH_MODE_FN_REGISTRY",
     "ClassWithInitArgs",
     "Dispatch",
     "Execute",
@@ -27,15 +38,24 @@ __all__ = [
     "RayResourcePool",
     "RayWorkerGroup",
     "ResourcePool",
+    "ResourcePoolManager",
+    "Role",
+    "SubRayResourcePool",
     "Worker",
     "WorkerGroup",
     "call_deadline",
+    "create_colocated_worker_cls",
+    "create_colocated_worker_cls_fused",
+    "create_colocated_worker_raw_cls",
     "get_predefined_dispatch_fn",
     "get_predefined_execute_fn",
     "make_nd_compute_dataproto_dispatch_fn",
+    "merge_resource_pool",
     "parallel_put",
+    "ray_noset_visible_devices",
     "register",
     "register_dispatch_mode",
     "sort_placement_group_by_node_ip",
+    "split_resource_pool",
     "update_dispatch_mode",
 ]

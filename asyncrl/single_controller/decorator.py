@@ -70,7 +70,7 @@ def register(
             @wraps(method)
             async def call(self: Any, *args: Any, **kwargs: Any) -> Any:
                 if materialize_futures:
-                    args, kwargs = await _materialize_async(args, kwargs)
+                    args, kwargs = await materialize_async(args, kwargs)
                 with _named(self, method.__name__):
                     return await method(self, *args, **kwargs)
 
@@ -83,7 +83,12 @@ def register(
                 with _named(self, method.__name__):
                     return method(self, *args, **kwargs)
 
-        attrs = {"dispatch_mode": dispatch_mode, "execute_mode": execute_mode, "blocking": blocking}
+        attrs = {
+            "dispatch_mode": dispatch_mode,
+            "execute_mode": execute_mode,
+            "blocking": blocking,
+            "materialize_futures": materialize_futures,
+        }
         setattr(call, MAGIC_ATTR, attrs)
         return call  # type: ignore[return-value]
 
@@ -129,7 +134,9 @@ def _materialize(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[A
     return tuple(fetched(arg) for arg in args), {key: fetched(value) for key, value in kwargs.items()}
 
 
-async def _materialize_async(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+async def materialize_async(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Fetch the futures among the arguments without blocking the event loop."""
+
     async def fetched(value: Any) -> Any:
         return await value if isinstance(value, DataProtoFuture) else value
 

@@ -94,8 +94,9 @@ def dispatch_nd_compute(
     def handed_out(name: Any, parts: Any) -> list[Any]:
         if not isinstance(parts, list | tuple) or len(parts) != dp_size:
             raise ValueError(f"argument {name!r} must be a list of {dp_size} parts, one for each dp rank")
-        refs = parallel_put(list(parts))
-        return [refs[dp_rank] for dp_rank in dp_rank_mapping]
+        is_future = any(isinstance(part, DataProtoFuture) for part in parts)
+        handed = list(parts) if is_future else parallel_put(list(parts))
+        return [handed[dp_rank] for dp_rank in dp_rank_mapping]
 
     all_args = tuple(handed_out(index, arg) for index, arg in enumerate(args))
     return all_args, {key: handed_out(key, value) for key, value in kwargs.items()}

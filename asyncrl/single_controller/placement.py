@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 import ray
@@ -38,24 +39,30 @@ class Slot:
 
 
 def slots_of(pool: RayResourcePool, strategy: str, device_name: str) -> list[Slot]:
-    """The slots of a pool, by rank."""
+    """The slots of a pool, or of its part of a larger one, by rank."""
     addresses = node_addresses()
-    slots: list[Slot] = []
     pgs = sort_placement_group_by_node_ip(pool.get_placement_groups(strategy=strategy, device_name=device_name))
-    for node_index, pg in enumerate(pgs):
-        nodes = nodes_of(pg)
-        for local_rank in range(pg.bundle_count):
-            slot = Slot(
-                rank=len(slots),
-                local_rank=local_rank,
-                local_world_size=pg.bundle_count,
-                node_index=node_index,
-                placement_group=pg,
-                bundle_index=local_rank,
-                node_id=nodes[local_rank],
-                node_address=addresses[nodes[local_rank]],
-            )
-            slots.append(slot)
+    nodes = [nodes_of(pg) for pg in pgs]
+    bundles = [(node_index, bundle) for node_index, pg in enumerate(pgs) for bundle in range(pg.bundle_count)]
+    first = getattr(pool, "start_bundle_index", 0)
+    bundles = bundles[first : first + pool.world_size]
+    on_node = Counter(node_index for node_index, _ in bundles)
+    seen: Counter[int] = Counter()
+    slots: list[Slot] = []
+    for rank, (node_index, bundle) in enumerate(bundles):
+        node_id = nodes[node_index][bundle]
+        slot = Slot(
+            rank=rank,
+            local_rank=seen[node_index],
+            local_world_size=on_node[node_index],
+            node_index=node_index,
+            placement_group=pgs[node_index],
+            bundle_index=bundle,
+            node_id=node_id,
+            node_address=addresses[node_id],
+        )
+        seen[node_index] += 1
+        slots.append(slot)
     return slots
 
 

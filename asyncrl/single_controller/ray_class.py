@@ -8,7 +8,7 @@ import ray
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from .worker_group import ClassWithInitArgs
+from .resource_pool import ClassWithInitArgs
 
 
 def unwrap(cls: Any) -> type:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from ipaddress import ip_address
 from typing import Any
 
 import ray
@@ -10,7 +11,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 
 from asyncrl.protocol.errors import DeadlineError
 
-from .worker_group import ResourcePool
+from .resource_pool import ResourcePool
 
 DEVICE_RESOURCES = {"cuda": "GPU", "npu": "NPU"}
 
@@ -28,6 +29,8 @@ class RayResourcePool(ResourcePool):
         num_cpus_per_process: CPUs of a process's bundle; ``max_colocate_count`` by default.
         timeout_s: Seconds to wait for the cluster to grant the reservation.
     """
+
+    owns_placement_groups = True
 
     def __init__(
         self,
@@ -49,6 +52,19 @@ class RayResourcePool(ResourcePool):
         self.accelerator_type = accelerator_type
         self.num_cpus_per_process = max_colocate_count if num_cpus_per_process is None else num_cpus_per_process
         self.timeout_s = timeout_s
+        self._num_groups = 0
+
+    def options(self) -> dict[str, Any]:
+        """The constructor's arguments, but for the name."""
+        return {
+            "process_on_nodes": list(self._store),
+            "use_gpu": self.use_gpu,
+            "max_colocate_count": self.max_colocate_count,
+            "detached": self.detached,
+            "accelerator_type": self.accelerator_type,
+            "num_cpus_per_process": self.num_cpus_per_process,
+            "timeout_s": self.timeout_s,
+        }
 
     def bundle(self, device_name: str = "cuda") -> dict[str, float]:
         """What one process reserves."""
@@ -87,8 +103,20 @@ class RayResourcePool(ResourcePool):
         self.pgs = pgs
         return pgs
 
+    def enter(self) -> None:
+        """A group starts its workers here."""
+        self._num_groups += 1
+
+    def leave(self) -> None:
+        """A group that started here has ended; the last one to leave gives the reservation back."""
+        self._num_groups -= 1
+        if self._num_groups == 0:
+            self.shutdown()
+
     def shutdown(self) -> None:
-        """Give the reservation back; workers in it are killed."""
+        """Give the reservation back; workers in it are killed. A part of a pool leaves that to the whole."""
+        if not self.owns_placement_groups:
+            return
         for pg in self.pgs or []:
             remove_placement_group(pg)
         self.pgs = None
@@ -115,8 +143,13 @@ def nodes_of(pg: PlacementGroup) -> dict[int, str]:
 def sort_placement_group_by_node_ip(pgs: list[PlacementGroup]) -> list[PlacementGroup]:
     """Order placement groups by the address of their node, so that ranks keep their nodes when a job restarts."""
     addresses = node_addresses()
-    return sorted(pgs, key=lambda pg: _address_key(addresses[nodes_of(pg)[0]]))
+    return sorted(pgs, key=lambda pg: address_order(addresses[nodes_of(pg)[0]]))
 
 
-def _address_key(address: str) -> str:
-    return address
+def address_order(address: str) -> tuple[int, bytes, str]:
+    """Sort key of a node's address: IP addresses by number, so that .9 comes before .10, then names."""
+    try:
+        packed = ip_address(address).packed
+    except ValueError:
+        return 99, b"", address
+    return len(packed), packed, address

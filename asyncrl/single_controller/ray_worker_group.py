@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
+import inspect
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import ray
 
+from asyncrl.protocol.errors import WorkerDiedError
+from asyncrl.protocol.future import DataProtoFuture
+from asyncrl.protocol.padding import unpad_dataproto
+from asyncrl.protocol.remote import WorkerIdentity, death_of, forget, identity_of, introduce
+
+from .chaining import detach_references, holds_future
+from .colocated import FUSED_METHOD_SEPARATOR
 from .deadline import deadline_in_force
+from .decorator import MAGIC_ATTR
 from .dispatch import PADDING_KEY
-from .faults import WorkerIdentity, forget, introduce
 from .placement import Slot, master_address_port, slots_of
 from .ray_class import RayClassWithInitArgs, unwrap
 from .ray_pool import RayResourcePool
 from .results import PendingResult, PendingResults
 from .worker_group import WorkerGroup
+from .worker_log import identity_with_log
+
+_SHARE_FROM_BYTES = 100_000
 
 
 class RayWorkerGroup(WorkerGroup):
@@ -59,6 +71,9 @@ class RayWorkerGroup(WorkerGroup):
         self.device_name = device_name
         self.log_dir = log_dir
         self.timeout_s = timeout_s
+        self.sub_cls_name = ""
+        self.fused_worker_used = ray_cls_with_init is not None and ray_cls_with_init.fused_worker_used
+        self.wg_dict: dict[str, RayWorkerGroup] | None = None
         self._master_addr: str | None = kwargs.get("master_addr")
         self._master_port: str | None = kwargs.get("master_port")
         if resource_pool is None:
@@ -113,7 +128,7 @@ class RayWorkerGroup(WorkerGroup):
         self._worker_names = list(worker_names or [])
         self._workers = list(worker_handles or [ray.get_actor(name) for name in self._worker_names])
         for rank, worker in enumerate(self._workers):
-            introduce(worker, WorkerIdentity(group=self.name_prefix, rank=rank, node="unknown"))
+            introduce(worker._actor_id.hex(), WorkerIdentity(group=self.name_prefix, rank=rank, node=_node_of(worker)))
 
     def _start(self, pool: RayResourcePool, bin_pack: bool, detached: bool, worker_env: dict[str, str]) -> None:
         if self.ray_cls_with_init is None:
@@ -121,6 +136,7 @@ class RayWorkerGroup(WorkerGroup):
         slots = slots_of(pool, "STRICT_PACK" if bin_pack else "PACK", self.device_name)
         if self._master_addr is None or self._master_port is None:
             self._master_addr, self._master_port = master_address_port(slots[0])
+        pool.enter()
         for slot in slots:
             self._start_worker(pool, slot, len(slots), detached, worker_env)
 
@@ -149,9 +165,8 @@ class RayWorkerGroup(WorkerGroup):
             num_gpus=1 / pool.max_colocate_count,
             device_name=self.device_name,
         )
-        introduce(
-            worker, WorkerIdentity(group=self.name_prefix, rank=slot.rank, node=slot.node_address, log_file=log_file)
-        )
+        identity = identity_with_log(self.name_prefix, slot.rank, slot.node_address, slot.node_id, log_file)
+        introduce(worker._actor_id.hex(), identity)
         self._workers.append(worker)
         self._worker_names.append(name)
 
@@ -167,6 +182,57 @@ class RayWorkerGroup(WorkerGroup):
             "MASTER_PORT": str(self._master_port),
         }
         return env if log_file is None else env | {"WG_LOG_FILE": log_file}
+
+    def spawn(self, prefix_set: Iterable[str]) -> dict[str, RayWorkerGroup]:
+        """A group for each role of a colocated class, over the same workers, with the role's methods.
+
+        Raises:
+            ValueError: the class has no such role.
+        """
+        return {role: self._spawn_one(role) for role in prefix_set}
+
+    def fuse(self, prefix_set: Iterable[str]) -> None:
+        """Give this group an attribute for each role, a group as `spawn` makes it, beside its own methods."""
+        if self.wg_dict is None:
+            self.wg_dict = self.spawn(prefix_set)
+        for role, group in self.wg_dict.items():
+            setattr(self, role, group)
+
+    def _spawn_one(self, role: str) -> RayWorkerGroup:
+        ray_class = self.ray_cls_with_init
+        assert ray_class is not None
+        raw = unwrap(ray_class.cls)
+        group = type(self).from_detached(
+            name_prefix=self.name_prefix,
+            worker_names=self._worker_names,
+            worker_handles=self._workers,
+            timeout_s=self.timeout_s,
+            device_name=self.device_name,
+            master_addr=self._master_addr,
+            master_port=self._master_port,
+        )
+        group.ray_cls_with_init = ray_class
+        if ray_class.fused_worker_used:
+            if role not in raw.raw_cls_dict:
+                raise ValueError(f"{raw.__name__} has no role {role!r}, only {list(raw.raw_cls_dict)}")
+            group.sub_cls_name = role
+            group._bind_worker_method(raw.raw_cls_dict[role], func_generator)
+        else:
+            group._bind_worker_method(raw, func_generator)
+            group._rename_methods(raw, role)
+        return group
+
+    def _rename_methods(self, raw: type, role: str) -> None:
+        """Reach the methods of a role by their own names."""
+        names = {
+            attrs["method_name"]: name
+            for name in dir(raw)
+            if (attrs := getattr(getattr(raw, name), MAGIC_ATTR, {})) and attrs.get("role") == role
+        }
+        if not names:
+            raise ValueError(f"{raw.__name__} has no role {role!r}")
+        for method_name, host_name in names.items():
+            setattr(self, method_name, getattr(self, host_name))
 
     def execute_rank_zero_async(self, method_name: str, *args: Any, **kwargs: Any) -> PendingResult:
         """Call a method of rank 0; returns a reference to the result."""
@@ -186,6 +252,7 @@ class RayWorkerGroup(WorkerGroup):
         Where every argument is a list of one entry per rank, each rank receives its entry; otherwise every rank
         receives all arguments as they are.
         """
+        args, kwargs = tuple(map(_shared, args)), {key: _shared(value) for key, value in kwargs.items()}
         values = [*args, *kwargs.values()]
         if all(isinstance(value, list) and len(value) == len(self._workers) for value in values):
             calls = [
@@ -210,20 +277,54 @@ class RayWorkerGroup(WorkerGroup):
         return self.execute_all_async(method_name, *args, **kwargs)
 
     def shutdown(self) -> None:
-        """Kill the workers and give the pool's reservation back."""
+        """Kill the workers; the last group of a pool to do so gives the pool's reservation back.
+
+        Groups that were spawned from this one, or that attached to its workers, end with it.
+        """
+        self.stop_worker_aliveness_check()
         for worker in self._workers:
-            forget(worker)
+            forget(worker._actor_id.hex())
             ray.kill(worker)
         self._workers = []
         if self.resource_pool is not None:
-            self.resource_pool.shutdown()
+            self.resource_pool.leave()
+            self.resource_pool = None
 
     def _call(self, worker: Any, method_name: str, *args: Any, **kwargs: Any) -> ray.ObjectRef:
+        may_chain = self._may_chain(method_name)
+        if self.sub_cls_name:
+            args = (f"{self.sub_cls_name}{FUSED_METHOD_SEPARATOR}{method_name}", *args)
+            method_name = self.fused_worker_execute_fn_name
+        if may_chain and holds_future(args, kwargs):
+            (args, kwargs), references = detach_references(args, kwargs)
+            return worker._call_chained.remote(method_name, args, kwargs, *references)
         return getattr(worker, method_name).remote(*args, **kwargs)
 
+    def _may_chain(self, method_name: str) -> bool:
+        """Whether the method wants its futures fetched, and is no coroutine, which fetches them without blocking."""
+        ray_class = self.ray_cls_with_init
+        if ray_class is None:
+            return False
+        raw = unwrap(ray_class.cls)
+        if self.sub_cls_name:
+            if inspect.iscoroutinefunction(getattr(raw, self.fused_worker_execute_fn_name)):
+                return False
+            raw = raw.raw_cls_dict[self.sub_cls_name]
+        method = getattr(raw, method_name, None)
+        attrs = getattr(method, MAGIC_ATTR, {})
+        return bool(attrs.get("materialize_futures")) and not inspect.iscoroutinefunction(method)
+
     def _fetch(self, pending: PendingResult | PendingResults) -> Any:
-        timeout_s = deadline_in_force(self.timeout_s)
-        return pending.get(timeout_s)
+        return pending.get(deadline_in_force(self.timeout_s))
+
+    def _is_worker_alive(self, worker: Any) -> bool:
+        state = ray._private.state.actors(worker._actor_id.hex())
+        return bool(state) and state["State"] == "ALIVE"
+
+    def _death_of(self, rank: int) -> WorkerDiedError:
+        identity = identity_of(self._workers[rank]._actor_id.hex())
+        assert identity is not None
+        return death_of(identity, "Its actor is no longer alive.")
 
 
 def func_generator(
@@ -244,7 +345,26 @@ def func_generator(
         if blocking:
             output = group._fetch(output)
         output = collect_fn(group, output)
-        return output[:-padding_size] if padding_size and blocking else output
+        if not padding_size:
+            return output
+        if isinstance(output, DataProtoFuture):
+            return output.then(partial(unpad_dataproto, pad_size=padding_size))
+        return output[:-padding_size]
 
     call.__name__ = method_name
     return call
+
+
+def _shared(value: Any) -> Any:
+    """A list that holds one large value for every rank, as a list of references to one copy in the object store."""
+    if not isinstance(value, list) or len(value) < 2 or getattr(value[0], "nbytes", 0) < _SHARE_FROM_BYTES:
+        return value
+    if any(entry is not value[0] for entry in value):
+        return value
+    return [ray.put(value[0])] * len(value)
+
+
+def _node_of(worker: Any) -> str:
+    """Address of the node on which a running actor lives."""
+    state = ray._private.state.actors(worker._actor_id.hex())
+    return state["Address"]["IPAddress"] if state else "unknown"

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import closing
 from typing import Any
 
+from .chaining import attach_results
 from .decorator import Dispatch, Execute, register
 from .devices import set_up_visible_devices, visible_devices_name
 from .worker_log import redirect_output
@@ -24,6 +25,7 @@ class Worker:
     fused_worker_attr_name = "fused_worker_dict"
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Worker:
+        """Open the worker's log before anything else happens in the process."""
         log_file = os.environ.pop("WG_LOG_FILE", None)
         if log_file is not None:
             redirect_output(log_file)
@@ -123,6 +125,11 @@ class Worker:
             known = sorted(self._dispatch_dp_rank)
             raise ValueError(f"mesh {mesh_name!r} is not registered, only {known}; register it in __init__")
         return mesh_name
+
+    def _call_chained(self, method_name: str, args: tuple[Any, ...], kwargs: dict[str, Any], *results: Any) -> Any:
+        """Call a method with the results of other calls, which Ray has fetched, in the place of their futures."""
+        args, kwargs = attach_results(args, kwargs, results)
+        return getattr(self, method_name)(*args, **kwargs)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO_WITH_FUNC)
     def execute_with_func_generator(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

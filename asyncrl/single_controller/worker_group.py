@@ -1,68 +1,20 @@
-"""A group of workers as one object: its resources, its members, and the methods that it takes over from them."""
+"""A group of workers as one object: its members, and the methods that it takes over from them."""
 
 from __future__ import annotations
 
+import logging
+import signal
+import threading
 from collections.abc import Callable
 from typing import Any
 
+from asyncrl.protocol.errors import DeadlineError, WorkerDiedError
+
 from .decorator import MAGIC_ATTR, Dispatch, Execute
 from .dispatch import get_predefined_dispatch_fn, get_predefined_execute_fn
+from .resource_pool import ResourcePool
 
-
-class ResourcePool:
-    """How many processes each node gives to a group.
-
-    Args:
-        process_on_nodes: Number of processes on each node. Example: ``[8, 8]`` for two nodes of eight.
-        max_colocate_count: Groups that may share the pool at the same time.
-        n_gpus_per_node: Devices of a node.
-    """
-
-    def __init__(
-        self, process_on_nodes: list[int] | None = None, max_colocate_count: int = 10, n_gpus_per_node: int = 8
-    ) -> None:
-        self._store = list(process_on_nodes or [])
-        self.max_colocate_count = max_colocate_count
-        self.n_gpus_per_node = n_gpus_per_node
-
-    def add_node(self, process_count: int) -> None:
-        """Add a node with this many processes."""
-        self._store.append(process_count)
-
-    def __call__(self) -> list[int]:
-        return self._store
-
-    @property
-    def store(self) -> list[int]:
-        """Number of processes on each node."""
-        return self._store
-
-    @property
-    def world_size(self) -> int:
-        """Number of processes on all nodes."""
-        return sum(self._store)
-
-    def local_world_size_list(self) -> list[int]:
-        """For every rank, the number of processes on its node."""
-        return [count for count in self._store for _ in range(count)]
-
-    def local_rank_list(self) -> list[int]:
-        """For every rank, its position on its node."""
-        return [local_rank for count in self._store for local_rank in range(count)]
-
-
-class ClassWithInitArgs:
-    """A class and the arguments to make it with, to be called where it should live."""
-
-    def __init__(self, cls: Any, *args: Any, **kwargs: Any) -> None:
-        self.cls = cls
-        self.args = args
-        self.kwargs = kwargs
-        self.fused_worker_used = False
-
-    def __call__(self) -> Any:
-        """Make the instance."""
-        return self.cls(*self.args, **self.kwargs)
+_log = logging.getLogger(__name__)
 
 
 class WorkerGroup:
@@ -77,13 +29,62 @@ class WorkerGroup:
         self._worker_names: list[str] = []
         self._dispatch_info: dict[str, list[int]] = {}
         self._collect_info: dict[str, list[bool]] = {}
+        self._stop_checking = threading.Event()
+        self._checker_thread: threading.Thread | None = None
 
     @property
     def world_size(self) -> int:
         """Number of workers."""
         return len(self._workers)
 
-    def _bind_worker_method(self, user_defined_cls: type, func_generator: Callable[..., Any]) -> list[str]:
+    def _is_worker_alive(self, worker: Any) -> bool:
+        """Whether a worker has started and has not died; a subclass knows."""
+        raise TypeError(f"{type(self).__name__} must define _is_worker_alive to check its workers")
+
+    def _death_of(self, rank: int) -> WorkerDiedError:
+        return WorkerDiedError(f"worker of rank {rank} died")
+
+    def _block_until_all_workers_alive(self, timeout_s: float = 300.0, every_n_seconds: float = 1.0) -> None:
+        """Wait until every worker is alive. Raises `DeadlineError` after ``timeout_s`` seconds."""
+        for _ in range(max(1, round(timeout_s / every_n_seconds))):
+            missing = [rank for rank, worker in enumerate(self._workers) if not self._is_worker_alive(worker)]
+            if not missing:
+                return
+            self._stop_checking.wait(every_n_seconds)
+        raise DeadlineError(f"workers of ranks {missing} were not alive after {timeout_s} s")
+
+    def start_worker_aliveness_check(
+        self, every_n_seconds: float = 1, on_death: Callable[[WorkerDiedError], None] | None = None
+    ) -> None:
+        """Watch the workers from a thread, once all of them are alive.
+
+        Args:
+            every_n_seconds: Seconds between two looks.
+            on_death: Called once, from that thread, with the error that names the worker. By default the error is
+                logged and SIGABRT raised, which ends the driver.
+        """
+        self._block_until_all_workers_alive(every_n_seconds=every_n_seconds)
+        self._checker_thread = threading.Thread(
+            target=self._watch, args=(every_n_seconds, on_death or _abort), daemon=True, name="aliveness"
+        )
+        self._checker_thread.start()
+
+    def stop_worker_aliveness_check(self) -> None:
+        """End the watch, if there is one."""
+        self._stop_checking.set()
+        if self._checker_thread is not None and self._checker_thread is not threading.current_thread():
+            self._checker_thread.join()
+        self._checker_thread = None
+        self._stop_checking.clear()
+
+    def _watch(self, every_n_seconds: float, on_death: Callable[[WorkerDiedError], None]) -> None:
+        while not self._stop_checking.wait(every_n_seconds):
+            for rank, worker in enumerate(self._workers):
+                if not self._is_worker_alive(worker):
+                    on_death(self._death_of(rank))
+                    return
+
+    def _bind_worker_method(self, user_defined_cls: Any, func_generator: Callable[..., Any]) -> list[str]:
         """Give the group each method that the class registered. Returns their names.
 
         Args:
@@ -109,3 +110,8 @@ class WorkerGroup:
             setattr(self, method_name, method)
             method_names.append(method_name)
         return method_names
+
+
+def _abort(error: WorkerDiedError) -> None:
+    _log.critical("%s", error)
+    signal.raise_signal(signal.SIGABRT)

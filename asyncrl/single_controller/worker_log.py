@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import os
 import sys
+from functools import partial
 from pathlib import Path
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from asyncrl.protocol.remote import WorkerIdentity
 
 NUM_TAIL_LINES = 20
 _TAIL_BYTES = 16_384
+_REMOTE_READ_TIMEOUT_S = 10.0
 
 
 def redirect_output(path: str) -> None:
@@ -23,6 +30,12 @@ def redirect_output(path: str) -> None:
     sys.stderr = open(2, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
 
 
+def identity_with_log(group: str, rank: int, node: str, node_id: str, log_file: str | None) -> WorkerIdentity:
+    """A worker's identity whose last words are the end of its log, wherever it ran."""
+    last_words = None if log_file is None else partial(last_lines_on, node_id, log_file)
+    return WorkerIdentity(group=group, rank=rank, node=node, last_words=last_words)
+
+
 def last_lines(path: str, num_lines: int = NUM_TAIL_LINES) -> str:
     """The end of a log file; a remark in its place where the file cannot be read."""
     try:
@@ -32,3 +45,19 @@ def last_lines(path: str, num_lines: int = NUM_TAIL_LINES) -> str:
     except OSError as error:
         return f"(no log at {path}: {error.strerror})"
     return "\n".join(text.splitlines()[-num_lines:]) or "(empty)"
+
+
+def last_lines_on(node_id: str, path: str) -> str:
+    """The path and end of a log file on another node; a remark in its place where the node does not answer."""
+    return f"{path}:\n{_read_on(node_id, path)}"
+
+
+def _read_on(node_id: str, path: str) -> str:
+    if Path(path).exists() or not ray.is_initialized() or node_id == ray.get_runtime_context().get_node_id():
+        return last_lines(path)
+    there = NodeAffinitySchedulingStrategy(node_id=node_id, soft=False)
+    reading = ray.remote(num_cpus=0)(last_lines).options(scheduling_strategy=there).remote(path)
+    try:
+        return ray.get(reading, timeout=_REMOTE_READ_TIMEOUT_S)
+    except ray.exceptions.RayError as error:
+        return f"(log {path} cannot be read, its node does not answer: {type(error).__name__})"

@@ -1,0 +1,68 @@
+"""How a `DataProto` travels: through Ray's pickle with its buffers beside it, and to disk in one file."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tensordict import TensorDict
+
+from . import wire
+from .errors import WireError
+from .wire_file import read_frames, write_frames
+
+if TYPE_CHECKING:
+    from .data_proto import DataProto
+
+
+def reduce(data: DataProto, protocol: int) -> tuple[Any, ...]:
+    """What pickle needs to rebuild the batch: the codec's header, and its buffers, out of band where it can.
+
+    Values that the codec does not carry (functions, instances) are left to pickle, whose stream this is.
+    """
+    foreign: list[Any] = []
+    header, *buffers = wire.encode(parts_of(data), foreign=foreign)
+    wrap = pickle.PickleBuffer if protocol >= 5 else bytes
+    return rebuild, (type(data), header, [wrap(buffer) for buffer in buffers], foreign)
+
+
+def rebuild(kind: type[DataProto], header: bytes, buffers: Sequence[Any], foreign: Sequence[Any]) -> DataProto:
+    """The inverse of `reduce`; tensors stay where the buffers are until they are asked for."""
+    return from_parts(kind, wire.decode([header, *buffers], foreign=foreign))
+
+
+def parts_of(data: DataProto) -> dict[str, Any]:
+    """The batch as a value of the codec."""
+    batch = None
+    if data._batch is not None:
+        batch = [len(data), wire.Columns(dict(data._batch.items()))]
+    return {"batch": batch, "arrays": data.non_tensor_batch, "meta": data.meta_info}
+
+
+def from_parts(kind: type[DataProto], parts: Any) -> DataProto:
+    """The inverse of `parts_of`. Raises `WireError` where the value is not of that form."""
+    try:
+        batch = parts["batch"]
+        tensors = None if batch is None else TensorDict(batch[1], batch_size=(batch[0],))
+        data = kind(batch=tensors, non_tensor_batch=parts["arrays"], meta_info=parts["meta"])
+    except (TypeError, KeyError, IndexError, ValueError, AttributeError, RuntimeError) as error:
+        raise WireError(f"message is not a DataProto: {error}") from error
+    data._is_borrowed = tensors is not None
+    return data
+
+
+def save(data: DataProto, filepath: str | Path) -> None:
+    """Write the batch to a file, which is there completely or not at all."""
+    frames = wire.encode(parts_of(data))
+    partial = Path(f"{filepath}.partial")
+    with open(partial, "wb") as file:
+        write_frames(file, frames)
+    os.replace(partial, filepath)
+
+
+def load(kind: type[DataProto], filepath: str | Path) -> DataProto:
+    """Read a batch from a file."""
+    return from_parts(kind, wire.decode(read_frames(Path(filepath).read_bytes())))

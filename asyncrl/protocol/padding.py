@@ -1,0 +1,48 @@
+"""Padding a `DataProto` so that its rows can be split evenly, and taking the padding off again."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from .errors import BatchError
+
+if TYPE_CHECKING:
+    from .data_proto import DataProto
+
+_log = logging.getLogger(__name__)
+
+
+class DataProtoConfig:
+    """Switches of all batches of this process.
+
+    Attributes:
+        auto_padding: Whether dispatch pads any batch that cannot be split evenly.
+        auto_padding_key: Entry of ``meta_info`` that asks for it for one batch.
+    """
+
+    auto_padding: bool = False
+    auto_padding_key: str = "_asyncrl_auto_padding"
+
+
+def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataProto, int]:
+    """Append rows from the beginning of the batch until ``size_divisor`` divides their number.
+
+    Returns:
+        The padded batch and the number of rows appended. An empty batch stays as it is.
+    """
+    if size_divisor < 1:
+        raise BatchError(f"size_divisor must be >= 1, got {size_divisor}")
+    pad_size = -len(data) % size_divisor
+    if len(data) == 0:
+        _log.warning("an empty DataProto cannot be padded to a multiple of %d; it stays empty", size_divisor)
+        return data, 0
+    if pad_size == 0:
+        return data, 0
+    rows = [index % len(data) for index in range(len(data) + pad_size)]
+    return data.select_idxs(rows), pad_size
+
+
+def unpad_dataproto(data: DataProto, pad_size: int) -> DataProto:
+    """The batch without its last ``pad_size`` rows."""
+    return data[:-pad_size] if pad_size else data
