@@ -1,6 +1,6 @@
 """Options of the replay buffer: the only home of their defaults."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 
@@ -33,6 +33,8 @@ class BufferConfig:
         queue_size: Prompts queued ahead of admission; enqueueing waits while the queue is full.
         max_stored_bytes: Payload bound; at it, leases are refused until a batch leaves. Nothing stored is dropped.
         request_timeout_s: Deadline of a client's call, and how long the server may hold a call before it answers.
+        filters: Dynamic-sampling filters by name, from `buffer.filters`; a group that one of them drops is replaced by
+            the next prompt. Example: ``["equal_rewards"]``.
         host: Interface the server binds.
         port: 0 takes a free port.
     """
@@ -44,6 +46,7 @@ class BufferConfig:
     queue_size: int = 256
     max_stored_bytes: int = 2 * 1024**3
     request_timeout_s: float = 30.0
+    filters: list[str] = field(default_factory=list)
     host: str = "127.0.0.1"
     port: int = 0
 
