@@ -37,6 +37,9 @@ class Batches:
     def __len__(self) -> int:
         return len(self._stored)
 
+    def __contains__(self, group_id: int) -> bool:
+        return group_id in self._stored
+
     @property
     def num_ready(self) -> int:
         """Stored groups that no plan holds."""
@@ -81,6 +84,22 @@ class Batches:
             del self._stored[summary.group_id]
         return self.plans.pop(version)
 
+    def describe(self, version: int) -> list[dict[str, Any]]:
+        """What is known of every group, for people; its lag is what it would be at ``version``."""
+        planned = {summary.group_id for plan in self.plans.values() for summary in plan.groups}
+        return [
+            {
+                "group_id": group_id,
+                "state": "planned" if group_id in planned else "stored",
+                "attempt": stored.summary.attempt,
+                "deadline": stored.deadline,
+                "lag": version - stored.summary.oldest_version,
+                "mean_reward": sum(stored.summary.rewards) / max(1, len(stored.summary.rewards)),
+                "mean_length": sum(stored.summary.response_lengths) / max(1, len(stored.summary.response_lengths)),
+            }
+            for group_id, stored in self._stored.items()
+        ]
+
     def snapshot(self) -> dict[str, Any]:
         """Everything, as plain values; groups that no plan holds in the order they were stored."""
         planned = [summary.group_id for plan in self.plans.values() for summary in plan.groups]
@@ -94,7 +113,7 @@ class Batches:
         """Take the state of a snapshot into this empty object."""
         planned = {group_id for _, group_ids in values["plans"] for group_id in group_ids}
         for fields, deadline in values["stored"]:
-            summary = _summary(fields)
+            summary = summary_from(fields)
             self._stored[summary.group_id] = _Stored(summary=summary, deadline=deadline)
             if summary.group_id not in planned:
                 self._ready.add(summary, deadline)
@@ -103,6 +122,7 @@ class Batches:
             self.plans[version] = Plan(version=version, groups=groups)
 
 
-def _summary(fields: Mapping[str, Any]) -> GroupSummary:
+def summary_from(fields: Mapping[str, Any]) -> GroupSummary:
+    """A summary from the plain values of a snapshot."""
     sequences = {name: tuple(fields[name]) for name in ("response_lengths", "rewards")}
     return GroupSummary(**{**fields, **sequences})

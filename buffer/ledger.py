@@ -5,7 +5,6 @@ queue under the next attempt. Whoever drives it passes the time in, calls `expir
 `Revocation`s that `drain_revocations` returns.
 """
 
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
@@ -20,6 +19,7 @@ from .batches import Batches
 from .config import OnStale, SelectionOrder
 from .filters import dropped_by
 from .leases import Progress, RunningLease, RunningLeases
+from .queue import PromptQueue
 from .staleness import StalenessRule
 
 SNAPSHOT_FORMAT = 1
@@ -69,11 +69,11 @@ class Ledger:
         self._lease_s = lease_s
         self._filters = tuple(filters)
         self._attempts = Attempts()
-        self._queue: deque[int] = deque()
-        self._progress: dict[int, Progress] = {}
+        self._queue = PromptQueue(self.account)
         self._leases = RunningLeases()
         self._batches = Batches(rule, order)
         self._revocations: list[Revocation] = []
+        self._finished: list[int] = []
 
     @property
     def num_queued(self) -> int:
@@ -122,6 +122,14 @@ class Ledger:
         """Whether this attempt is the one being generated."""
         return self._leases.held(group_id, attempt) is not None
 
+    def has_stored(self, group_id: int) -> bool:
+        """Whether the group is stored or planned."""
+        return group_id in self._batches
+
+    def is_planned(self, version: int) -> bool:
+        """Whether the batch of ``version`` is made and not committed."""
+        return version in self._batches.plans
+
     def enqueue(self, group_ids: Iterable[int]) -> list[int]:
         """Queue prompts; returns those that were new, so that a prompt sent twice is queued once."""
         new = [group_id for group_id in group_ids if self._attempts.begin(group_id)]
@@ -137,8 +145,8 @@ class Ledger:
         self.check_engine_version(engine_version)
         granted = []
         while len(granted) < max_groups and self._queue and self.admits(engine_version):
-            group_id = self._queue.popleft()
-            progress = self._take_progress(group_id)
+            group_id, saved = self._queue.pop()
+            progress = self._continued(saved)
             oldest = engine_version if progress is None else min(engine_version, progress.oldest_version)
             lease = RunningLease(
                 group_id=group_id,
@@ -153,15 +161,14 @@ class Ledger:
             granted.append(lease)
         return granted
 
-    def _take_progress(self, group_id: int) -> Progress | None:
+    def _continued(self, saved: Progress | None) -> Progress | None:
         """The prefix that the next attempt continues, if a group as old as its oldest token is still admitted."""
-        progress = self._progress.pop(group_id, None)
-        if progress is None:
+        if saved is None:
             return None
-        if self.admits(progress.oldest_version):
-            self.account.use_progress(progress.num_tokens)
-            return progress
-        self.account.drop_progress(progress.num_tokens)
+        if self.admits(saved.oldest_version):
+            self.account.use_progress(saved.num_tokens)
+            return saved
+        self.account.drop_progress(saved.num_tokens)
         return None
 
     def save_progress(self, group_id: int, attempt: int, progress: Progress) -> None:
@@ -209,15 +216,27 @@ class Ledger:
         """Take back every lease that ran out; its prompt goes to the head of the queue. Returns how many."""
         num_expired = 0
         while (lease := self._leases.next_expiry()) is not None and lease.expires_at <= now:
-            self._revoke(lease, num_inherited=self._keep_progress(lease))
-            self._queue.appendleft(lease.group_id)
+            self.take_back(lease)
             num_expired += 1
         return num_expired
+
+    def take_back(self, lease: RunningLease) -> None:
+        """Revoke a lease; its prompt, and what was saved of it, go to the head of the queue."""
+        self._revoke(lease, num_inherited=self._queue.push_front(lease.group_id, lease.progress))
 
     def drain_revocations(self) -> list[Revocation]:
         """Leases taken away since the last call."""
         revocations, self._revocations = self._revocations, []
         return revocations
+
+    def drain_finished(self) -> list[int]:
+        """Groups consumed or dropped since the last call; nobody needs their prompts and trajectories."""
+        finished, self._finished = self._finished, []
+        return finished
+
+    def _finish(self, group_id: int, *, stored: bool) -> None:
+        self._attempts.finish(group_id, stored=stored)
+        self._finished.append(group_id)
 
     def put(self, summary: GroupSummary) -> PutResult:
         """Store a finished group, once however often it is sent.
@@ -235,7 +254,7 @@ class Ledger:
         if summary.oldest_version < lease.engine_version:
             self._refuse_as_too_old(summary, lease)
         if (name := dropped_by(self._filters, summary)) is not None:
-            self._attempts.finish(summary.group_id, stored=True)
+            self._finish(summary.group_id, stored=True)
             self.account.filter(summary, name)
             return PutResult.filtered
         self._batches.add(summary, lease.deadline)
@@ -248,7 +267,7 @@ class Ledger:
             f"{summary.oldest_version}, but its lease began at {lease.engine_version}; its prompt is leased again"
         )
         self._attempts.refuse_as_too_old(summary.group_id, summary.attempt, message)
-        self._queue.appendleft(summary.group_id)
+        self._queue.push_front(summary.group_id)
         self.account.refuse(summary, "version_too_old")
         raise VersionTooOld(message)
 
@@ -280,20 +299,11 @@ class Ledger:
         lease = self._leases.held(group_id, attempt)
         if lease is not None:
             self._leases.remove(lease)
-            self._queue.appendleft(group_id)
-            num_inherited = self._keep_progress(lease)
+            num_inherited = self._queue.push_front(group_id, lease.progress)
         else:
             num_inherited = self._attempts.report(group_id, attempt)
         if num_inherited is not None:
             self.account.abandon(num_tokens - num_inherited, reason)
-
-    def _keep_progress(self, lease: RunningLease) -> int:
-        """Leave a lease's saved prefix to the next attempt; returns its tokens."""
-        if lease.progress is None:
-            return 0
-        self._progress[lease.group_id] = lease.progress
-        self.account.keep_progress(lease.progress.num_tokens)
-        return lease.progress.num_tokens
 
     def plan(self, version: int) -> Plan | None:
         """The batch of ``version``, or None while it must wait; a plan once made stays as it is.
@@ -302,7 +312,7 @@ class Ledger:
             ReplayBufferError: ``version`` is committed already, or is not the next to be planned.
         """
         self.check_plan(version)
-        if version not in self._batches.plans:
+        if not self.is_planned(version):
             if not self.can_plan(version):
                 return None
             self._give_up_stragglers(version)
@@ -316,7 +326,7 @@ class Ledger:
             ReplayBufferError: ``version`` is committed already, or is not the next to be planned.
         """
         is_next = version == self.next_plan and version <= self.learner_version + 1
-        if version not in self._batches.plans and not is_next:
+        if not self.is_planned(version) and not is_next:
             raise ReplayBufferError(
                 f"plan({version}) was asked while the learner is at version {self.learner_version} and the next to "
                 f"plan is {self.next_plan}; plan in order, at most one step ahead of the last commit"
@@ -349,9 +359,9 @@ class Ledger:
         """A straggler: revoke it, then lease its prompt again or drop it."""
         self._revoke(lease)
         if self._on_stale == OnStale.requeue:
-            self._queue.appendleft(lease.group_id)
+            self._queue.push_front(lease.group_id)
         else:
-            self._attempts.finish(lease.group_id, stored=False)
+            self._finish(lease.group_id, stored=False)
             self.account.groups_dropped += 1
 
     def _revoke(self, lease: RunningLease, *, num_inherited: int = 0) -> None:
@@ -368,17 +378,32 @@ class Ledger:
         """
         if 0 <= version < self.learner_version:
             return []
-        if version != self.learner_version or version not in self._batches.plans:
+        if version != self.learner_version or not self.is_planned(version):
             raise ReplayBufferError(
                 f"commit({version}) was asked while the learner is at version {self.learner_version} and the "
                 f"plans made are {sorted(self._batches.plans)}; commit in order, what was planned"
             )
         plan = self._batches.take(version)
         for summary in plan.groups:
-            self._attempts.finish(summary.group_id, stored=True)
+            self._finish(summary.group_id, stored=True)
             self.account.consume(summary, version)
         self.learner_version += 1
         return [summary.group_id for summary in plan.groups]
+
+    def unfinished(self, *, now: float) -> list[dict[str, Any]]:
+        """What is known of every group that is leased, stored or planned, for people."""
+        leased = [
+            {
+                "group_id": lease.group_id,
+                "state": "leased",
+                "attempt": lease.attempt,
+                "deadline": lease.deadline,
+                "owner": lease.owner.hex()[:8],
+                "expires_in_s": round(lease.expires_at - now, 1),
+            }
+            for lease in self._leases.all()
+        ]
+        return leased + self._batches.describe(self.learner_version)
 
     def stats(self, *, stored_bytes: int = 0, leases_waiting: int = 0) -> BufferStats:
         """The ledger now."""
@@ -402,9 +427,8 @@ class Ledger:
             "max_lag": self.rule.max_lag,
             "groups_per_step": self.rule.groups_per_step,
             "learner_version": self.learner_version,
-            "queue": list(self._queue),
+            "queue": self._queue.snapshot(),
             "leases": [asdict(lease) for lease in self._leases.all()],
-            "progress": [[group_id, asdict(progress)] for group_id, progress in self._progress.items()],
             "batches": self._batches.snapshot(),
             "attempts": self._attempts.snapshot(),
             "account": self.account.snapshot(),
@@ -428,11 +452,10 @@ class Ledger:
                     "and the release that wrote it, or start without it"
                 )
         self.learner_version = values["learner_version"]
-        self._queue.extend(values["queue"])
+        self._queue.restore(values["queue"])
         for fields in values["leases"]:
             progress = None if fields["progress"] is None else Progress(**fields["progress"])
             self._leases.add(RunningLease(**{**fields, "progress": progress}))
-        self._progress = {group_id: Progress(**fields) for group_id, fields in values["progress"]}
         self._batches.restore(values["batches"])
         self._attempts.restore(values["attempts"])
         self.account.restore(values["account"])

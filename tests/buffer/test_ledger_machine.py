@@ -90,6 +90,18 @@ class LedgerMachine(RuleBasedStateMachine):
             self.granted.append(lease)
             self.running[lease.group_id] = (lease, self.now + LEASE_S)
 
+    @precondition(lambda self: not self.planned)
+    @rule(data=st.data(), behind=st.integers(0, 2), num_running=st.integers(0, 6), number=st.integers(1, 30))
+    def a_step_passes(self, data: st.DataObject, behind: int, num_running: int, number: int) -> None:
+        """Most of what is admitted finishes, a batch is trained: the way to states where deadlines press."""
+        self.enqueue(number=30, again=False)
+        self.lease(behind=behind, number=number)
+        if self.running:
+            self.put_all_but(data=data, num_running=num_running, num_tokens=1)
+        self.plan()
+        if self.planned:
+            self.commit(again=False)
+
     @rule(ahead=st.integers(1, 3))
     def an_engine_ahead_of_the_learner_is_refused(self, ahead: int) -> None:
         try:
@@ -128,6 +140,17 @@ class LedgerMachine(RuleBasedStateMachine):
         progress = Progress(num_tokens=num_tokens + self._least_tokens(lease), oldest_version=oldest)
         self.ledger.save_progress(lease.group_id, lease.attempt, progress)
         self.saved[lease.group_id, lease.attempt] = progress
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def every_worker_dies_after_saving(self, data: st.DataObject) -> None:
+        for group_id in sorted(self.running):
+            lease, _ = self.running[group_id]
+            oldest = data.draw(st.integers(lease.engine_version, self.version))
+            progress = Progress(num_tokens=1 + self._least_tokens(lease), oldest_version=oldest)
+            self.ledger.save_progress(lease.group_id, lease.attempt, progress)
+            self.saved[lease.group_id, lease.attempt] = progress
+        self.time_passes(seconds=15.0)
 
     @rule()
     def the_server_restarts(self) -> None:

@@ -1,8 +1,8 @@
 """Every comparison in admission and feasibility, changed: the state machine must notice each.
 
 The list of mutations is `MUTATIONS`: module, class, the text, and what replaces it. Two changes are no mutants: in
-`StalenessRule.required` the last k (all open groups are due by then, and any batch holds enough of them), and a deadline
-before w (none exists while the rule holds); both are checked by the tests of the rule itself.
+`StalenessRule.required` the last k (all open groups are due by then, and any batch holds enough of them), and a
+deadline before w (none exists while the rule holds); both are checked by the tests of the rule itself.
 """
 
 import importlib
@@ -13,8 +13,7 @@ from contextlib import contextmanager
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
-
-from tests.buffer.test_ledger_machine import LedgerMachine
+from test_ledger_machine import LedgerMachine
 
 MUTATIONS = [
     ("staleness", "StalenessRule", "< (self.max_lag + 1)", "<= (self.max_lag + 1)"),
@@ -39,7 +38,12 @@ MUTATIONS = [
     ("ledger", "Ledger", "num_ready - num_missing)", "num_ready - num_missing - 1)"),
     ("ledger", "Ledger", "version <= self.learner_version + 1", "version <= self.learner_version + 2"),
     ("ledger", "Ledger", "<= engine_version <= self.learner_version", "<= engine_version <= self.learner_version + 1"),
-    ("ledger", "Ledger", "summary.oldest_version < lease.engine_version", "summary.oldest_version <= lease.engine_version"),
+    (
+        "ledger",
+        "Ledger",
+        "summary.oldest_version < lease.engine_version",
+        "summary.oldest_version <= lease.engine_version",
+    ),
     ("ledger", "Ledger", "summary.oldest_version < lease.engine_version", "False"),
     ("ledger", "Ledger", "if self.admits(progress.oldest_version)", "if True"),
     ("ledger", "Ledger", "else min(engine_version, progress.oldest_version)", "else engine_version"),
