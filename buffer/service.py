@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 _MAX_REMEMBERED = 4096
 _BEHIND_HOLD_S = 0.05
+"""How long a worker is held whose engine is behind the learner; then it is asked for its engine's new version."""
 
 Send = Callable[[bytes, Message], None]
 
@@ -174,9 +175,13 @@ class BufferService:
         version = integer(request.fields, "engine_version")
         num_wanted = integer(request.fields, "max_groups")
         self.ledger.check_engine_version(version)
-        behind = version < self.ledger.learner_version
         held = Held(client=client, request_id=request.request_id, fields={"version": version, "wanted": num_wanted})
         held.fields["granted"] = []
+        self._hold_lease(held)
+
+    def _hold_lease(self, held: Held) -> None:
+        """Hold a request for admission: briefly if its engine is behind, whose version will soon be another."""
+        behind = held.fields["version"] < self.ledger.learner_version
         hold_s = min(_BEHIND_HOLD_S, self._hold_s) if behind else self._hold_s
         self._lease_waits.hold(held, hold_s, lambda held: self._answer_lease(held.client, held.request_id, []))
 
@@ -330,6 +335,8 @@ class BufferService:
     def _commit(self, client: bytes, request: Message) -> None:
         self.ledger.commit(integer(request.fields, "version"))
         self._forget(self.ledger.drain_finished())
+        for held in self._lease_waits.all():
+            self._hold_lease(held)
         for waiting in self._refused_for_space:
             self._send(waiting, Message(name=SPACE, request_id=PUSH_ID))
         self._refused_for_space.clear()
@@ -373,8 +380,12 @@ class BufferService:
 
     def _expire(self) -> None:
         self._expiry = None
-        num_expired = self.ledger.expire(self._loop.time())
-        logger.warning(
-            "%d leases were not renewed within %.1f s and were taken back", num_expired, self._config.lease_s
-        )
+        lease_s = self._config.lease_s
+        try:
+            num_expired = self.ledger.expire(self._loop.time())
+        except ReplayBufferError as error:
+            logger.error("expired leases stay until the journal can be written: %s", error)
+            self._expiry = self._loop.call_later(lease_s, self._expire)
+            return
+        logger.warning("%d leases were not renewed within %.1f s and were taken back", num_expired, lease_s)
         self._wake()
