@@ -1,18 +1,24 @@
 """The replay buffer: a ledger that keeps the staleness bound, a payload store, a server and its clients."""
 
-from .client import BufferClient, SyncBufferClient
-from .config import BufferConfig, OnStale, SelectionOrder
+from .client import BufferClient
+from .config import BufferConfig, Durability, OnStale, SelectionOrder
+from .keys import ClientKeys, client_keys, make_keys
 from .ledger import Ledger
 from .process import BufferProcess
+from .source import SyncBufferClient
 from .staleness import StalenessRule
 
 __all__ = [
     "BufferClient",
     "BufferConfig",
     "BufferProcess",
+    "ClientKeys",
+    "Durability",
     "Ledger",
     "OnStale",
     "SelectionOrder",
     "StalenessRule",
     "SyncBufferClient",
+    "client_keys",
+    "make_keys",
 ]

@@ -4,6 +4,9 @@ An attempt ends in exactly one report (a put, a refused put or a release); what 
 often it is sent. Finished groups are remembered as ranges of ids, so the memory of a long run stays small.
 """
 
+from collections.abc import Mapping
+from typing import Any
+
 from .idset import IdSet
 
 
@@ -14,7 +17,7 @@ class Attempts:
         self._num_leased: dict[int, int] = {}
         self._finished = IdSet()
         self._never_stored: set[int] = set()
-        self._unreported: set[tuple[int, int]] = set()
+        self._unreported: dict[tuple[int, int], int] = {}
         self._too_old: dict[tuple[int, int], str] = {}
 
     def begin(self, group_id: int) -> bool:
@@ -30,15 +33,13 @@ class Attempts:
         self._num_leased[group_id] = attempt + 1
         return attempt
 
-    def revoke(self, group_id: int, attempt: int) -> None:
-        """The lease was taken away: the attempt still owes its report."""
-        self._unreported.add((group_id, attempt))
+    def revoke(self, group_id: int, attempt: int, *, num_inherited: int = 0) -> None:
+        """The lease was taken away: the attempt owes a report, less the tokens that the next attempt inherits."""
+        self._unreported[group_id, attempt] = num_inherited
 
-    def report(self, group_id: int, attempt: int) -> bool:
-        """Whether this is the report that a revoked attempt owed; True once."""
-        owed = (group_id, attempt) in self._unreported
-        self._unreported.discard((group_id, attempt))
-        return owed
+    def report(self, group_id: int, attempt: int) -> int | None:
+        """The tokens inherited, if this is the report that a revoked attempt owed; None when it owed none."""
+        return self._unreported.pop((group_id, attempt), None)
 
     def refuse_as_too_old(self, group_id: int, attempt: int, message: str) -> None:
         """Remember why an attempt was refused, to answer the same when it is sent again."""
@@ -66,3 +67,21 @@ class Attempts:
         if group_id not in self._finished or group_id in self._never_stored:
             return False
         return attempt == self._num_leased.get(group_id, 1) - 1
+
+    def snapshot(self) -> dict[str, Any]:
+        """Everything, as plain values."""
+        return {
+            "num_leased": list(self._num_leased.items()),
+            "finished": self._finished.ranges(),
+            "never_stored": sorted(self._never_stored),
+            "unreported": [[*key, num_tokens] for key, num_tokens in self._unreported.items()],
+            "too_old": [[*key, message] for key, message in self._too_old.items()],
+        }
+
+    def restore(self, values: Mapping[str, Any]) -> None:
+        """Take the state of a snapshot."""
+        self._num_leased = dict(values["num_leased"])
+        self._finished = IdSet(values["finished"])
+        self._never_stored = set(values["never_stored"])
+        self._unreported = {(group_id, attempt): number for group_id, attempt, number in values["unreported"]}
+        self._too_old = {(group_id, attempt): message for group_id, attempt, message in values["too_old"]}

@@ -1,7 +1,9 @@
 """Options of the replay buffer: the only home of their defaults."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
+
+from .filters import FILTERS
 
 
 class OnStale(StrEnum):
@@ -10,6 +12,13 @@ class OnStale(StrEnum):
     wait = "wait"
     requeue = "requeue"
     drop = "drop"
+
+
+class Durability(StrEnum):
+    """What outlives the server."""
+
+    memory = "memory"
+    disk = "disk"
 
 
 class SelectionOrder(StrEnum):
@@ -33,6 +42,15 @@ class BufferConfig:
         queue_size: Prompts queued ahead of admission; enqueueing waits while the queue is full.
         max_stored_bytes: Payload bound; at it, leases are refused until a batch leaves. Nothing stored is dropped.
         request_timeout_s: Deadline of a client's call, and how long the server may hold a call before it answers.
+        filters: Dynamic-sampling filters by name, from `buffer.filters`; a group that one of them drops is replaced by
+            the next prompt. Example: ``["equal_rewards"]``.
+        durability: ``memory`` ends with the server; ``disk`` keeps every acknowledged put, lease and prompt in
+            ``directory``, and a server started there again goes on from it.
+        directory: Where ``disk`` keeps its file. Example: ``outputs/quickstart/buffer``.
+        max_message_bytes: Largest frame a client may send; longer ones close its connection.
+        max_requests_per_s: Requests of one client that are answered in a second; more are refused.
+        num_store_servers: Further processes that hold the payloads, by group id; 0 keeps them beside the ledger.
+        keys: Directory of the run's CURVE keys; needed to bind anything but loopback. See `buffer.keys`.
         host: Interface the server binds.
         port: 0 takes a free port.
     """
@@ -44,14 +62,28 @@ class BufferConfig:
     queue_size: int = 256
     max_stored_bytes: int = 2 * 1024**3
     request_timeout_s: float = 30.0
+    filters: list[str] = field(default_factory=list)
+    durability: Durability = Durability.memory
+    directory: str = ""
+    max_message_bytes: int = 256 * 1024**2
+    max_requests_per_s: int = 50_000
+    num_store_servers: int = 0
+    keys: str = ""
     host: str = "127.0.0.1"
     port: int = 0
 
     def __post_init__(self) -> None:
         if self.max_lag < 0:
             raise ValueError(f"buffer.max_lag must be >= 0, got {self.max_lag}; use 0 for synchronous training")
-        for name in ("lease_s", "queue_size", "max_stored_bytes", "request_timeout_s"):
+        positive = ("lease_s", "queue_size", "max_stored_bytes", "request_timeout_s", "max_message_bytes")
+        for name in (*positive, "max_requests_per_s"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"buffer.{name} must be > 0, got {getattr(self, name)}; see buffer/config.py")
+        if self.durability == Durability.disk and not self.directory:
+            raise ValueError("buffer.durability=disk needs buffer.directory, got ''; name a directory on a local disk")
+        if self.num_store_servers < 0:
+            raise ValueError(f"buffer.num_store_servers must be >= 0, got {self.num_store_servers}; 0 needs no others")
+        if unknown := sorted(set(self.filters) - set(FILTERS)):
+            raise ValueError(f"buffer.filters names {unknown}; known filters are {sorted(FILTERS)}")
         if not 0 <= self.port < 65536:
             raise ValueError(f"buffer.port must be in 0..65535, got {self.port}; 0 takes a free port")

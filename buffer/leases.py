@@ -4,6 +4,19 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Progress:
+    """What the ledger knows of a saved, unfinished group.
+
+    Attributes:
+        num_tokens: Tokens the policy has written.
+        oldest_version: Version of the oldest of them.
+    """
+
+    num_tokens: int
+    oldest_version: int
+
+
 @dataclass(kw_only=True, slots=True)
 class RunningLease:
     """One group being generated.
@@ -15,6 +28,7 @@ class RunningLease:
         deadline: u + max_lag.
         owner: Who holds it; opaque.
         expires_at: When it runs out unless renewed, on the clock of the ledger's ``now``.
+        progress: What has been saved of it so far.
     """
 
     group_id: int
@@ -23,6 +37,7 @@ class RunningLease:
     deadline: int
     owner: bytes
     expires_at: float
+    progress: Progress | None = None
 
 
 class RunningLeases:
@@ -35,6 +50,10 @@ class RunningLeases:
 
     def __len__(self) -> int:
         return len(self._by_group)
+
+    def all(self) -> list[RunningLease]:
+        """Every running lease, in the order they began."""
+        return list(self._by_group.values())
 
     def held(self, group_id: int, attempt: int) -> RunningLease | None:
         """The lease, if this attempt still holds it."""

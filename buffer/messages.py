@@ -177,6 +177,19 @@ def _build(kind: type, values: Any) -> Any:
         raise WireError(f"payload is not a {kind.__name__}: {error}") from error
 
 
+def groups_of(reply: Message, group_ids: Sequence[int]) -> list[TrajectoryGroup]:
+    """The groups in the reply to a fetch.
+
+    Raises:
+        WireError: they are not the groups asked for.
+    """
+    frames = iter(reply.payload)
+    groups = [group_of([next(frames) for _ in range(number)]) for number in integers(reply.fields, "counts")]
+    if (got := [group.group_id for group in groups]) != list(group_ids):
+        raise WireError(f"fetched groups {got[:5]}… instead of {list(group_ids)[:5]}…")
+    return groups
+
+
 def summary_fields(summary: GroupSummary) -> dict[str, Any]:
     """A summary as header fields."""
     return {

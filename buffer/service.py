@@ -8,16 +8,18 @@ and one more timer stands at the next lease's expiry. Nothing looks at a clock i
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from asyncrl.protocol.errors import AsyncRLError, ReplayBufferError, StoreFull, WireError
 
 from . import messages
 from .config import BufferConfig
-from .leases import RunningLease
-from .ledger import Ledger
+from .journal import Frames, Journal
+from .leases import Progress, RunningLease
+from .ledger import PutResult
 from .messages import OK, PUSH_ID, REVOKED, SPACE, Message, integer, integers, text
+from .recorded import RecordedLedger
 from .staleness import StalenessRule
 from .store import MemoryStore, num_bytes
 from .waiting import Held, WaitingRoom
@@ -26,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 _MAX_REMEMBERED = 4096
 _BEHIND_HOLD_S = 0.05
+"""How long a worker is held whose engine is behind the learner; then it is asked for its engine's new version."""
 
 Send = Callable[[bytes, Message], None]
 
@@ -37,16 +40,33 @@ class BufferService:
         config: Options.
         groups_per_step: B.
         send: Sends one message to one client.
+        counters: What the server counts, for `buffer.inspect`.
+        journal: What an earlier server left, and where this one writes; None keeps nothing.
     """
 
-    def __init__(self, config: BufferConfig, *, groups_per_step: int, send: Send) -> None:
-        rule = StalenessRule(max_lag=config.max_lag, groups_per_step=groups_per_step)
-        self.ledger = Ledger(rule, on_stale=config.on_stale, order=config.order, lease_s=config.lease_s)
+    def __init__(
+        self,
+        config: BufferConfig,
+        *,
+        groups_per_step: int,
+        send: Send,
+        counters: Callable[[], dict[str, int]] = dict,
+        journal: Journal | None = None,
+    ) -> None:
+        self.ledger = RecordedLedger(
+            StalenessRule(max_lag=config.max_lag, groups_per_step=groups_per_step),
+            on_stale=config.on_stale,
+            order=config.order,
+            lease_s=config.lease_s,
+            filters=config.filters,
+        )
         self._config = config
         self._send = send
+        self._counters = counters
         self._loop = asyncio.get_running_loop()
         self._hold_s = config.request_timeout_s / 2
-        self._prompts: dict[int, list[Any]] = {}
+        self._prompts: dict[int, Frames] = {}
+        self._progress: dict[int, Frames] = {}
         self._store = MemoryStore()
         self._lease_waits = WaitingRoom()
         self._enqueue_waits = WaitingRoom()
@@ -55,6 +75,8 @@ class BufferService:
         self._refused_for_space: set[bytes] = set()
         self._largest_bytes = 0
         self._expiry: asyncio.TimerHandle | None = None
+        if journal is not None:
+            self._recover(journal)
         self._operations = {
             "hello": self._hello,
             "enqueue": self._enqueue,
@@ -63,10 +85,12 @@ class BufferService:
             "renew": self._renew,
             "put": self._put,
             "release": self._release,
+            "save": self._save_progress,
             "plan": self._plan,
             "fetch": self._fetch,
             "commit": self._commit,
             "stats": self._stats,
+            "inspect": self._inspect,
         }
 
     def handle(self, client: bytes, request: Message) -> None:
@@ -79,6 +103,25 @@ class BufferService:
         except AsyncRLError as error:
             self._send(client, messages.error_reply(request.request_id, error))
         self._wake()
+
+    def _recover(self, journal: Journal) -> None:
+        """Take up the prompts, trajectories and leases of the server before this one."""
+        frames = self.ledger.attach(journal, now=self._loop.time())
+        for group_id, parts in frames.get("payload", {}).items():
+            if self.ledger.has_stored(group_id):
+                self._store.put(group_id, parts)
+                self._largest_bytes = max(self._largest_bytes, num_bytes(parts))
+        self._prompts.update(frames.get("prompt", {}))
+        self._progress.update(frames.get("progress", {}))
+        self._forget(self.ledger.drain_finished())
+        self._set_expiry_timer()
+
+    def _forget(self, group_ids: Iterable[int]) -> None:
+        """Drop the frames of groups that are consumed or dropped."""
+        for group_id in group_ids:
+            self._prompts.pop(group_id, None)
+            self._progress.pop(group_id, None)
+            self._store.remove(group_id)
 
     def close(self) -> None:
         """Cancel every timer."""
@@ -114,7 +157,7 @@ class BufferService:
             prompts = held.fields["prompts"]
             while held.fields["queued"] < len(prompts) and self.ledger.num_queued < self._config.queue_size:
                 group_id, frames = prompts[held.fields["queued"]]
-                if self.ledger.enqueue([group_id]):
+                if self.ledger.enqueue([group_id], {group_id: frames}):
                     self._prompts[group_id] = frames
                 held.fields["queued"] += 1
             if held.fields["queued"] < len(prompts):
@@ -132,9 +175,13 @@ class BufferService:
         version = integer(request.fields, "engine_version")
         num_wanted = integer(request.fields, "max_groups")
         self.ledger.check_engine_version(version)
-        behind = version < self.ledger.learner_version
         held = Held(client=client, request_id=request.request_id, fields={"version": version, "wanted": num_wanted})
         held.fields["granted"] = []
+        self._hold_lease(held)
+
+    def _hold_lease(self, held: Held) -> None:
+        """Hold a request for admission: briefly if its engine is behind, whose version will soon be another."""
+        behind = held.fields["version"] < self.ledger.learner_version
         hold_s = min(_BEHIND_HOLD_S, self._hold_s) if behind else self._hold_s
         self._lease_waits.hold(held, hold_s, lambda held: self._answer_lease(held.client, held.request_id, []))
 
@@ -177,8 +224,10 @@ class BufferService:
         leases = []
         for lease in held:
             frames = self._prompts[lease.group_id]
-            leases.append([lease.group_id, lease.attempt, lease.engine_version, lease.deadline, len(frames)])
-            payload.extend(frames)
+            progress = () if lease.progress is None else self._progress.get(lease.group_id, ())
+            numbers = [lease.group_id, lease.attempt, lease.engine_version, lease.deadline, len(frames), len(progress)]
+            leases.append(numbers)
+            payload += [*frames, *progress]
         self._reply(client, request_id, {"leases": leases}, payload)
 
     def _cancel(self, client: bytes, request: Message) -> None:
@@ -208,7 +257,7 @@ class BufferService:
         size = num_bytes(request.payload)
         if self.ledger.holds(summary.group_id, summary.attempt):
             self._check_space(client, size)
-        if self.ledger.put(summary) == "stored":
+        if self.ledger.put(summary, request.payload) is PutResult.stored:
             self._store.put(summary.group_id, request.payload)
             self._largest_bytes = max(self._largest_bytes, size)
         self._reply(client, request.request_id)
@@ -245,6 +294,14 @@ class BufferService:
         )
         self._reply(client, request.request_id)
 
+    def _save_progress(self, client: bytes, request: Message) -> None:
+        fields = request.fields
+        group_id = integer(fields, "group_id")
+        progress = Progress(num_tokens=integer(fields, "num_tokens"), oldest_version=integer(fields, "oldest_version"))
+        self.ledger.save_progress(group_id, integer(fields, "attempt"), progress, request.payload)
+        self._progress[group_id] = request.payload
+        self._reply(client, request.request_id)
+
     # Batches
 
     def _plan(self, client: bytes, request: Message) -> None:
@@ -276,9 +333,10 @@ class BufferService:
         self._reply(client, request.request_id, {"counts": counts}, payload)
 
     def _commit(self, client: bytes, request: Message) -> None:
-        for group_id in self.ledger.commit(integer(request.fields, "version")):
-            self._store.remove(group_id)
-            self._prompts.pop(group_id, None)
+        self.ledger.commit(integer(request.fields, "version"))
+        self._forget(self.ledger.drain_finished())
+        for held in self._lease_waits.all():
+            self._hold_lease(held)
         for waiting in self._refused_for_space:
             self._send(waiting, Message(name=SPACE, request_id=PUSH_ID))
         self._refused_for_space.clear()
@@ -288,15 +346,26 @@ class BufferService:
         stats = self.ledger.stats(stored_bytes=self._store.stored_bytes, leases_waiting=len(self._lease_waits))
         self._reply(client, request.request_id, messages.stats_fields(stats))
 
+    def _inspect(self, client: bytes, request: Message) -> None:
+        stats = self.ledger.stats(stored_bytes=self._store.stored_bytes, leases_waiting=len(self._lease_waits))
+        rule = self.ledger.rule
+        fields = {"max_lag": rule.max_lag, "groups_per_step": rule.groups_per_step, **self._counters()}
+        groups = self.ledger.unfinished(now=self._loop.time())
+        self._reply(client, request.request_id, {**fields, "stats": messages.stats_fields(stats), "groups": groups})
+
     # Events
 
     def _wake(self) -> None:
         """Answer every held request that can be answered, until none can."""
         before = None
-        while before != (before := (self.ledger.num_queued, self.ledger.outstanding, len(self._enqueue_waits))):
-            self._make_plans()
-            self._fill_queue()
-            self._grant_leases()
+        try:
+            while before != (before := (self.ledger.num_queued, self.ledger.outstanding, len(self._enqueue_waits))):
+                self._make_plans()
+                self._fill_queue()
+                self._grant_leases()
+        except ReplayBufferError as error:
+            logger.error("nothing is granted while the journal cannot be written: %s", error)
+        self._forget(self.ledger.drain_finished())
         for revocation in self.ledger.drain_revocations():
             self._push_revoked(revocation.owner, revocation.group_id, revocation.attempt)
         self._set_expiry_timer()
@@ -311,8 +380,12 @@ class BufferService:
 
     def _expire(self) -> None:
         self._expiry = None
-        num_expired = self.ledger.expire(self._loop.time())
-        logger.warning(
-            "%d leases were not renewed within %.1f s and were taken back", num_expired, self._config.lease_s
-        )
+        lease_s = self._config.lease_s
+        try:
+            num_expired = self.ledger.expire(self._loop.time())
+        except ReplayBufferError as error:
+            logger.error("expired leases stay until the journal can be written: %s", error)
+            self._expiry = self._loop.call_later(lease_s, self._expire)
+            return
+        logger.warning("%d leases were not renewed within %.1f s and were taken back", num_expired, lease_s)
         self._wake()

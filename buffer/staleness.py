@@ -79,7 +79,7 @@ class Window:
 
     def __init__(self, required: list[int], seats: int) -> None:
         self._slack = [seats - number for number in required]
-        self._last = self._first_closed()
+        self._last = next((j for j, slack in enumerate(self._slack) if slack <= 0), len(self._slack))
 
     @property
     def last(self) -> int:
@@ -90,10 +90,5 @@ class Window:
         """Seat a group due at w + k."""
         for j in range(min(k, len(self._slack))):
             self._slack[j] -= 1
-        self._last = self._first_closed()
-
-    def _first_closed(self) -> int:
-        for j, slack in enumerate(self._slack):
-            if slack <= 0:
-                return j
-        return len(self._slack)
+            if self._slack[j] <= 0 and j < self._last:
+                self._last = j

@@ -37,5 +37,6 @@ class MemoryStore:
         return self._payloads[group_id][0]
 
     def remove(self, group_id: int) -> None:
-        """Forget a payload."""
-        self.stored_bytes -= self._payloads.pop(group_id)[1]
+        """Forget a payload, if it is there."""
+        _, size = self._payloads.pop(group_id, ((), 0))
+        self.stored_bytes -= size

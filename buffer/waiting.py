@@ -54,12 +54,6 @@ class WaitingRoom:
             held.timer.cancel()
         return held
 
-    def rotate(self, held: Held) -> None:
-        """Send a request to the back, after it was served."""
-        key = (held.client, held.request_id)
-        if key in self._held:
-            self._held[key] = self._held.pop(key)
-
     def close(self) -> None:
         """Cancel every timer."""
         for held in self._held.values():

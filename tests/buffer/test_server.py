@@ -5,55 +5,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from groups import prompt, rollout, running
 
 from asyncrl.protocol.errors import DeadlineError, LeaseExpired, ReplayBufferError, UnknownGroup, VersionTooOld
-from asyncrl.protocol.types import FinishReason, Lease, Prompt, TrajectoryGroup
 from buffer import BufferClient, BufferConfig, BufferProcess, OnStale, SyncBufferClient
-from buffer.server import BufferServer
-
-
-def prompt(group_id: int) -> Prompt:
-    return Prompt(group_id=group_id, prompt_ids=np.arange(3, dtype=np.int32), ground_truth="x", extra={"row": group_id})
-
-
-def rollout(lease: Lease, *, version: int | None = None, num_tokens: int = 5) -> TrajectoryGroup:
-    version = lease.engine_version if version is None else version
-    return TrajectoryGroup(
-        group_id=lease.prompt.group_id,
-        attempt=lease.attempt,
-        prompt_ids=lease.prompt.prompt_ids,
-        response_ids=np.arange(num_tokens, dtype=np.int32),
-        response_lengths=np.array([2, num_tokens - 2], dtype=np.int32),
-        response_mask=np.ones(num_tokens, dtype=bool),
-        behavior_logprobs=-np.ones(num_tokens, dtype=np.float32),
-        versions=np.full(num_tokens, version, dtype=np.int32),
-        rewards=np.array([0.0, 1.0], dtype=np.float32),
-        finish_reasons=(FinishReason.stop, FinishReason.length),
-    )
-
-
-class Running:
-    """A server on this loop and clients that are closed with it."""
-
-    def __init__(self, config: BufferConfig, groups_per_step: int) -> None:
-        self.server = BufferServer(config, groups_per_step=groups_per_step)
-        self.clients: list[BufferClient] = []
-
-    def client(self, **options) -> BufferClient:
-        self.clients.append(BufferClient(self.server.address, **{"request_timeout_s": 5.0, **options}))
-        return self.clients[-1]
-
-    async def __aenter__(self) -> "Running":
-        return self
-
-    async def __aexit__(self, *_) -> None:
-        for client in self.clients:
-            await client.close()
-        self.server.close()
-
-
-def running(groups_per_step: int = 2, **options) -> Running:
-    return Running(BufferConfig(**{"request_timeout_s": 5.0, **options}), groups_per_step)
 
 
 async def test_a_group_goes_from_prompt_to_commit_and_its_arrays_arrive_unchanged():
@@ -83,14 +38,14 @@ async def test_a_group_goes_from_prompt_to_commit_and_its_arrays_arrive_unchange
 
 
 async def test_with_max_lag_zero_nothing_is_leased_between_plan_and_commit_and_commit_wakes_the_worker():
-    async with running(max_lag=0) as run:
+    async with running(max_lag=0, request_timeout_s=1.0) as run:
         worker, control = run.client(), run.client()
         await control.enqueue([prompt(i) for i in range(4)])
         for lease in await worker.lease(0, 10):
             await worker.put(rollout(lease))
         await control.plan(0)
         ahead = asyncio.ensure_future(control.plan(1))
-        assert await asyncio.wait_for(BufferClient.lease(run.client(request_timeout_s=9), 0, 1), 9) == []
+        assert await run.client().lease(0, 1) == []
         await control.commit(0)
         for lease in await worker.lease(1, 10):
             await worker.put(rollout(lease))

@@ -1,0 +1,329 @@
+"""The buffer's speed: ``python -m benchmarks.buffer [--quick]``; the last line is JSON.
+
+Everything is measured in one run, alternating with what it is compared to, and reported as the median of the rounds.
+TransferQueue needs the ``bench`` extra; where it is absent its figure is null, and a line says so.
+"""
+
+import argparse
+import asyncio
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from asyncrl.protocol.types import FinishReason, GroupSummary, Lease, Prompt, TrajectoryGroup
+from benchmarks import buffer_peers
+from benchmarks.buffer_raw import RawStore
+from buffer import BufferClient, BufferConfig, BufferProcess, Ledger, StalenessRule, SyncBufferClient, messages
+from buffer.server import calm_collector
+
+_BYTES_PER_TOKEN = 13
+_WINDOW = 8
+_FETCHED_AT_ONCE = 16
+
+
+def group_of(lease: Lease | None, num_bytes: int, *, num_samples: int = 8) -> TrajectoryGroup:
+    """A trajectory group whose arrays hold about ``num_bytes``."""
+    num_tokens = num_bytes // _BYTES_PER_TOKEN
+    lengths = np.full(num_samples, num_tokens // num_samples, dtype=np.int32)
+    lengths[-1] += num_tokens - int(lengths.sum())
+    return TrajectoryGroup(
+        group_id=0 if lease is None else lease.prompt.group_id,
+        attempt=0 if lease is None else lease.attempt,
+        prompt_ids=np.arange(16, dtype=np.int32),
+        response_ids=np.arange(num_tokens, dtype=np.int32),
+        response_lengths=lengths,
+        response_mask=np.ones(num_tokens, dtype=bool),
+        behavior_logprobs=np.full(num_tokens, -1.0, dtype=np.float32),
+        versions=np.full(num_tokens, 0 if lease is None else lease.engine_version, dtype=np.int32),
+        rewards=np.linspace(0, 1, num_samples, dtype=np.float32),
+        finish_reasons=(FinishReason.stop,) * num_samples,
+    )
+
+
+class Buffer:
+    """A buffer server process with a batch of ``groups_per_step`` groups leased and ready to be put.
+
+    Args:
+        groups_per_step: B.
+        window: The producer's.
+    """
+
+    def __init__(self, groups_per_step: int, *, window: int = _WINDOW) -> None:
+        self.size = groups_per_step
+        self._logs = tempfile.TemporaryDirectory()
+        config = BufferConfig(max_lag=0, queue_size=10 * groups_per_step, max_stored_bytes=8 * 1024**3)
+        self.process = BufferProcess(config, groups_per_step=groups_per_step, log_path=Path(self._logs.name) / "log")
+        self.client = BufferClient(self.process.address, window=window)
+        self.rank = SyncBufferClient(self.process.address)
+        self.version = 0
+
+    async def lease(self) -> list[Lease]:
+        """Prompts of one step, and the leases on them."""
+        first = self.version * self.size
+        ids = range(first, first + self.size)
+        await self.client.enqueue([Prompt(group_id=i, prompt_ids=np.arange(16, dtype=np.int32)) for i in ids])
+        leases: list[Lease] = []
+        while len(leases) < self.size:
+            leases += await self.client.lease(self.version, self.size - len(leases))
+        return leases
+
+    async def finish(self) -> None:
+        """Plan and commit, so that the next round finds the store empty."""
+        await self.client.plan(self.version)
+        await self.client.commit(self.version)
+        self.version += 1
+
+    async def close(self) -> None:
+        """End the clients and the server."""
+        await self.client.close()
+        self.rank.close()
+        self.process.stop()
+        self._logs.cleanup()
+
+
+async def buffer_round_s(buffer: Buffer, num_bytes: int) -> float:
+    """Seconds to put a step's groups with the window and to fetch them."""
+    groups = [group_of(lease, num_bytes) for lease in await buffer.lease()]
+    began = time.perf_counter()
+    await asyncio.gather(*(buffer.client.put(group) for group in groups))
+    for i in range(0, len(groups), _FETCHED_AT_ONCE):
+        buffer.rank.fetch([group.group_id for group in groups[i : i + _FETCHED_AT_ONCE]])
+    elapsed = time.perf_counter() - began
+    await buffer.finish()
+    return elapsed
+
+
+def raw_round_s(raw: RawStore, number: int, num_bytes: int) -> float:
+    """The same bytes through bare sockets."""
+    payloads = [messages.group_frames(group_of(None, num_bytes)) for _ in range(number)]
+    began = time.perf_counter()
+    raw.put_all(payloads, _WINDOW)
+    for i in range(0, number, _FETCHED_AT_ONCE):
+        raw.get(range(i, min(number, i + _FETCHED_AT_ONCE)))
+    return time.perf_counter() - began
+
+
+async def against_raw(num_bytes: int, number: int, rounds: int) -> tuple[float, float]:
+    """Ours ÷ raw in throughput, and our seconds a group."""
+    buffer = Buffer(number)
+    ratios, seconds = [], []
+    with RawStore() as raw:
+        for _ in range(rounds + 1):
+            ours, bare = await buffer_round_s(buffer, num_bytes), raw_round_s(raw, number, num_bytes)
+            ratios.append(bare / ours)
+            seconds.append(ours / number)
+    await buffer.close()
+    return statistics.median(ratios[1:]), statistics.median(seconds[1:])
+
+
+async def rows_per_s(number: int, rounds: int, *, window: int) -> float:
+    """35 KB groups put a second, each after the acknowledgement of the one ``window`` before."""
+    buffer = Buffer(number, window=window)
+    rates = []
+    for _ in range(rounds + 1):
+        groups = [group_of(lease, 35_000) for lease in await buffer.lease()]
+        began = time.perf_counter()
+        if window == 1:
+            for group in groups:
+                await buffer.client.put(group)
+        else:
+            await asyncio.gather(*(buffer.client.put(group) for group in groups))
+        rates.append(number / (time.perf_counter() - began))
+        await buffer.finish()
+    await buffer.close()
+    return statistics.median(rates[1:])
+
+
+async def single_round_s(buffer: Buffer, num_bytes: int) -> float:
+    """Seconds to put one batch and get it back."""
+    [lease] = await buffer.lease()
+    group = group_of(lease, num_bytes, num_samples=64)
+    began = time.perf_counter()
+    await buffer.client.put(group)
+    buffer.rank.fetch([group.group_id])
+    elapsed = time.perf_counter() - began
+    await buffer.finish()
+    return elapsed
+
+
+async def against(other: Callable[[], float], num_bytes: int, rounds: int) -> float:
+    """How many times faster than ``other`` one batch is put and got."""
+    buffer = Buffer(1)
+    ratios = []
+    for _ in range(rounds + 2):
+        ours = await single_round_s(buffer, num_bytes)
+        ratios.append(other() / ours)
+    await buffer.close()
+    return statistics.median(ratios[2:])
+
+
+def peer_batch(num_bytes: int) -> buffer_peers.Batch:
+    """The arrays of one batch as 64 padded rows, as the other data planes take them."""
+    length = num_bytes // _BYTES_PER_TOKEN // 64
+    return {
+        "response_ids": np.zeros((64, length), dtype=np.int32),
+        "response_mask": np.ones((64, length), dtype=bool),
+        "behavior_logprobs": np.zeros((64, length), dtype=np.float32),
+        "versions": np.zeros((64, length), dtype=np.int32),
+    }
+
+
+async def against_peers(rounds: int) -> dict[str, float | None]:
+    """Against Ray's queue and TransferQueue (its better number of storage units) at 2.2 MB."""
+    num_bytes = 2_200_000
+    batch = peer_batch(num_bytes)
+    buffer_peers.start_ray()
+    vs_ray = await against(buffer_peers.ray_queue_round(batch), num_bytes, rounds)
+    ratios = []
+    for num_units in (1, 2):
+        round_s = buffer_peers.transfer_queue_round(batch, num_units)
+        if round_s is not None:
+            ratios.append(await against(round_s, num_bytes, rounds))
+            buffer_peers.stop_transfer_queue()
+    if not ratios:
+        print("TransferQueue is not installed (pip install asyncrl[bench]); vs_transfer_queue is null", file=sys.stderr)
+    return {"vs_ray_queue": vs_ray, "vs_transfer_queue": min(ratios, default=None)}
+
+
+class LedgerLoad:
+    """A ledger with ``outstanding`` groups, of which a quarter are consumed and replaced each step."""
+
+    def __init__(self, outstanding: int) -> None:
+        self._size = outstanding // 4
+        self._ledger = Ledger(StalenessRule(max_lag=3, groups_per_step=self._size))
+        self._next_id = 0
+        self._leases: list[Any] = []
+        self.fill(4 * self._size)
+
+    def fill(self, number: int) -> tuple[int, float]:
+        """Queue, lease and store groups; returns transitions and seconds."""
+        ledger, version = self._ledger, self._ledger.learner_version
+        began = time.perf_counter()
+        ledger.enqueue(range(self._next_id, self._next_id + number))
+        leases: list[Any] = []
+        while len(leases) < number:
+            leases += ledger.lease(version, 32, now=0.0)
+        elapsed = time.perf_counter() - began
+        self._next_id += number
+        summaries = [self._summary(lease.group_id, version) for lease in leases]
+        began = time.perf_counter()
+        for summary in summaries:
+            ledger.put(summary)
+        return 3 * number, elapsed + time.perf_counter() - began
+
+    def step(self) -> tuple[int, float]:
+        """One learner step and the groups that replace its batch; returns transitions and seconds."""
+        version = self._ledger.learner_version
+        began = time.perf_counter()
+        self._ledger.plan(version)
+        self._ledger.commit(version)
+        self._ledger.drain_finished()
+        elapsed = time.perf_counter() - began
+        transitions, fill_s = self.fill(self._size)
+        return transitions + 2 * self._size, elapsed + fill_s
+
+    @staticmethod
+    def _summary(group_id: int, version: int) -> GroupSummary:
+        return GroupSummary(
+            group_id=group_id,
+            attempt=0,
+            num_prompt_tokens=16,
+            response_lengths=(100, 120),
+            num_tokens=220,
+            oldest_version=version,
+            newest_version=version,
+            rewards=(0.0, 1.0),
+        )
+
+
+def ledger_figures(largest: int, rounds: int) -> dict[str, float]:
+    """Transitions a second, and cost with many groups outstanding ÷ cost with a thousand, interleaved."""
+    calm_collector()
+    loads = {size: LedgerLoad(size) for size in (1000, largest)}
+    seconds: dict[int, list[float]] = {size: [] for size in loads}
+    for _ in range(rounds + 1):
+        for size, load in loads.items():
+            num_steps = max(1, 100_000 // size)
+            done = [load.step() for _ in range(num_steps)]
+            seconds[size].append(sum(s for _, s in done) / sum(n for n, _ in done))
+    small, large = (statistics.median(values[1:]) for values in seconds.values())
+    return {"ledger_transitions_per_s": 1 / large, "ledger_cost_growth": large / small}
+
+
+async def slowest_producer_share(num_producers: int, num_consumers: int, duration_s: float) -> dict[str, float]:
+    """Producers and fetching consumers at once: the slowest producer's groups ÷ the mean, and memory ÷ its bound."""
+    size, limit = 64, 256 * 1024**2
+    config = BufferConfig(max_lag=4, queue_size=512, max_stored_bytes=limit)
+    counts = [0] * num_producers
+    most_stored, stop = 0, time.perf_counter() + duration_s
+    version = 0
+    with tempfile.TemporaryDirectory() as logs:
+        process = BufferProcess(config, groups_per_step=size, log_path=Path(logs) / "log")
+        producers = [BufferClient(process.address) for _ in range(num_producers)]
+        consumers = [BufferClient(process.address) for _ in range(num_consumers)]
+        control = BufferClient(process.address)
+
+        async def produce(i: int) -> None:
+            while True:
+                for lease in await producers[i].lease(version, 2):
+                    await producers[i].put(group_of(lease, 35_000))
+                    counts[i] += 1
+
+        async def prompts() -> None:
+            first = 0
+            while True:
+                ids = range(first, first + 256)
+                await control.enqueue([Prompt(group_id=i, prompt_ids=np.arange(16, dtype=np.int32)) for i in ids])
+                first += 256
+
+        tasks = [asyncio.ensure_future(produce(i)) for i in range(num_producers)]
+        tasks.append(asyncio.ensure_future(prompts()))
+        while time.perf_counter() < stop:
+            ids = [group.group_id for group in (await control.plan(version)).groups]
+            await asyncio.gather(*(client.fetch(ids[i::num_consumers]) for i, client in enumerate(consumers)))
+            most_stored = max(most_stored, (await control.stats()).stored_bytes)
+            await control.commit(version)
+            version += 1
+        for task in tasks:
+            task.cancel()
+        for client in [*producers, *consumers, control]:
+            await client.close()
+        process.stop()
+    mean = sum(counts) / num_producers
+    return {"slowest_producer_share": min(counts) / mean, "most_stored_share": most_stored / limit}
+
+
+async def measure(*, quick: bool) -> dict[str, float | None]:
+    """Every figure."""
+    rounds = 3 if quick else 9
+    figures: dict[str, float | None] = {}
+    figures |= ledger_figures(100_000 if quick else 1_000_000, 3 if quick else 5)
+    ratio, group_s = await against_raw(2_000_000, 32, rounds)
+    figures |= {"payload_vs_raw_zmq": ratio, "payload_gb_per_s": 2 * 2_000_000 / group_s / 1e9}
+    ratio, group_s = await against_raw(35_000, 512, rounds)
+    figures |= {"small_vs_raw_zmq": ratio, "small_groups_per_s": 1 / group_s}
+    figures["rows_per_s"] = await rows_per_s(512, rounds, window=1)
+    figures["rows_windowed_per_s"] = await rows_per_s(512, rounds, window=_WINDOW)
+    figures |= await slowest_producer_share(64, 8, 5.0 if quick else 15.0)
+    figures |= await against_peers(rounds)
+    return figures
+
+
+def main() -> None:
+    """Entry point."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.buffer", description="Measure the replay buffer.")
+    parser.add_argument("--quick", action="store_true", help="fewer rounds, and the ledger at 10^5 groups")
+    args = parser.parse_args()
+    figures = asyncio.run(measure(quick=args.quick))
+    print(json.dumps({name: None if value is None else round(value, 3) for name, value in figures.items()}))
+
+
+if __name__ == "__main__":
+    main()

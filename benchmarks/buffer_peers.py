@@ -1,0 +1,74 @@
+"""Other data planes with the buffer's task: put a batch, get it back. Each returns the seconds of one round."""
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+Batch = Mapping[str, np.ndarray]
+
+
+def start_ray() -> None:
+    """A Ray of our own, at the usual priority."""
+    import ray
+
+    os.environ["RAY_worker_niceness"] = "0"
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+
+
+def ray_queue_round(batch: Batch) -> Callable[[], float]:
+    """`ray.util.queue` carrying numpy arrays."""
+    from ray.util.queue import Queue
+
+    queue = Queue()
+
+    def round_s() -> float:
+        began = time.perf_counter()
+        queue.put(dict(batch))
+        got = queue.get()
+        elapsed = time.perf_counter() - began
+        assert set(got) == set(batch)
+        return elapsed
+
+    return round_s
+
+
+def transfer_queue_round(batch: Batch, num_units: int) -> Callable[[], float] | None:
+    """TransferQueue, verl's data plane, with ``num_units`` storage units; None where it is not installed."""
+    try:
+        import transfer_queue
+    except ImportError:
+        return None
+    import torch
+    from omegaconf import OmegaConf
+    from tensordict import TensorDict
+
+    options = {"backend": {"SimpleStorage": {"num_data_storage_units": num_units}}}
+    transfer_queue.init(OmegaConf.create(options, flags={"allow_objects": True}))
+    num_rows = len(next(iter(batch.values())))
+    rows = TensorDict({name: torch.from_numpy(values) for name, values in batch.items()}, batch_size=num_rows)
+    tags: list[dict[str, Any]] = [{} for _ in range(num_rows)]
+    number = 0
+
+    def round_s() -> float:
+        nonlocal number
+        number += 1
+        keys = [f"{number}_{row}" for row in range(num_rows)]
+        began = time.perf_counter()
+        transfer_queue.kv_batch_put(keys=keys, partition_id="train", fields=rows, tags=tags)
+        got = transfer_queue.kv_batch_get(keys=keys, partition_id="train")
+        elapsed = time.perf_counter() - began
+        assert got.batch_size[0] == num_rows
+        transfer_queue.kv_clear(keys=keys, partition_id="train")
+        return elapsed
+
+    return round_s
+
+
+def stop_transfer_queue() -> None:
+    """End its actors, so that the next setting starts afresh."""
+    import transfer_queue
+
+    transfer_queue.close()

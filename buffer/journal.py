@@ -1,0 +1,141 @@
+"""What must survive the server: the ledger's last snapshot, the operations since, prompts and payloads, in SQLite.
+
+WAL mode with ``synchronous = NORMAL``: a committed transaction survives the death of the process at any point; a power
+failure may lose the last ones, and leaves the file consistent. An operation is written before it is applied, so that
+nothing is acknowledged that is not stored.
+"""
+
+import sqlite3
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgpack
+
+from asyncrl.protocol.errors import ReplayBufferError
+
+FORMAT = 1
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value BLOB) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS operations (number INTEGER PRIMARY KEY AUTOINCREMENT, body BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS frames (kind TEXT, group_id INTEGER, body BLOB NOT NULL, PRIMARY KEY (kind, group_id));
+"""
+
+Frames = Sequence[Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recovered:
+    """What a journal holds when a server opens it.
+
+    Attributes:
+        snapshot: The ledger's last snapshot; None in a new journal.
+        operations: Name and arguments of what was done since, in order.
+        frames: Kind (``prompt``, ``payload``, ``progress``) to group id to frames.
+    """
+
+    snapshot: Mapping[str, Any] | None
+    operations: Sequence[tuple[str, Sequence[Any]]]
+    frames: Mapping[str, Mapping[int, Frames]] = field(default_factory=dict)
+
+
+class Journal:
+    """An SQLite file.
+
+    Args:
+        path: The file; made if missing.
+        max_bytes: Largest size of the file; 0 leaves it to the disk.
+
+    Raises:
+        ValueError: the file was written by another format of the journal.
+    """
+
+    def __init__(self, path: Path, *, max_bytes: int = 0) -> None:
+        self._path = path
+        self._database = sqlite3.connect(path, isolation_level=None)
+        self._database.execute("PRAGMA journal_mode = WAL")
+        self._database.execute("PRAGMA synchronous = NORMAL")
+        if max_bytes:
+            page_bytes = self._database.execute("PRAGMA page_size").fetchone()[0]
+            self._database.execute(f"PRAGMA max_page_count = {max(1, max_bytes // page_bytes)}")
+        self._database.executescript(_SCHEMA)
+        found = self.read("format")
+        if found is None:
+            self.write("format", FORMAT)
+        elif found != FORMAT:
+            raise ValueError(f"{path} is a journal of format {found}, expected {FORMAT}; use the release that wrote it")
+
+    def read(self, name: str) -> Any:
+        """A remembered value, or None."""
+        row = self._database.execute("SELECT value FROM meta WHERE name = ?", [name]).fetchone()
+        return None if row is None else msgpack.unpackb(row[0], strict_map_key=False)
+
+    def write(self, name: str, value: Any) -> None:
+        """Remember a value."""
+        self._database.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", [name, msgpack.packb(value)])
+
+    def recover(self) -> Recovered:
+        """Everything the file holds."""
+        rows = self._database.execute("SELECT body FROM operations ORDER BY number")
+        operations = [tuple(msgpack.unpackb(body, strict_map_key=False)) for (body,) in rows]
+        frames: dict[str, dict[int, Frames]] = {}
+        for kind, group_id, body in self._database.execute("SELECT kind, group_id, body FROM frames"):
+            frames.setdefault(kind, {})[group_id] = msgpack.unpackb(body)
+        return Recovered(snapshot=self.read("snapshot"), operations=operations, frames=frames)
+
+    def record(
+        self, name: str, arguments: Sequence[Any], frames: Mapping[tuple[str, int], Frames] | None = None
+    ) -> None:
+        """Write one operation and the frames that belong to it, in one transaction.
+
+        Raises:
+            ReplayBufferError: the disk is full; nothing of it is written.
+        """
+        with self._transaction():
+            for (kind, group_id), parts in (frames or {}).items():
+                body = msgpack.packb([bytes(part) for part in parts])
+                self._database.execute("INSERT OR REPLACE INTO frames VALUES (?, ?, ?)", [kind, group_id, body])
+            self._database.execute("INSERT INTO operations (body) VALUES (?)", [msgpack.packb([name, arguments])])
+
+    def compact(self, snapshot: Mapping[str, Any], *, forget: Iterable[int]) -> None:
+        """Put a snapshot in the place of all operations, and drop the frames of finished groups.
+
+        Raises:
+            ReplayBufferError: the disk is full; the operations stand as they were.
+        """
+        with self._transaction():
+            self.write("snapshot", snapshot)
+            self._database.execute("DELETE FROM operations")
+            self._database.executemany("DELETE FROM frames WHERE group_id = ?", [[group_id] for group_id in forget])
+
+    def close(self) -> None:
+        """Close the file."""
+        self._database.close()
+
+    def _transaction(self) -> "_Transaction":
+        return _Transaction(self._database, self._path)
+
+
+class _Transaction:
+    """BEGIN … COMMIT, undone as a whole where SQLite cannot write."""
+
+    def __init__(self, database: sqlite3.Connection, path: Path) -> None:
+        self._database = database
+        self._path = path
+
+    def __enter__(self) -> None:
+        self._database.execute("BEGIN IMMEDIATE")
+
+    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
+        try:
+            if error is None:
+                self._database.execute("COMMIT")
+        except sqlite3.OperationalError as failed:
+            error = failed
+        if error is None:
+            return
+        if self._database.in_transaction:
+            self._database.execute("ROLLBACK")
+        if isinstance(error, sqlite3.OperationalError):
+            raise ReplayBufferError(f"{self._path} cannot be written: {error}; nothing was stored") from error

@@ -1,0 +1,53 @@
+"""Prompts, rollouts and running servers for the buffer's tests."""
+
+import numpy as np
+
+from asyncrl.protocol.types import FinishReason, Lease, Prompt, TrajectoryGroup
+from buffer import BufferClient, BufferConfig
+from buffer.server import BufferServer
+
+
+def prompt(group_id: int) -> Prompt:
+    return Prompt(group_id=group_id, prompt_ids=np.arange(3, dtype=np.int32), ground_truth="x", extra={"row": group_id})
+
+
+def rollout(
+    lease: Lease, *, version: int | None = None, num_tokens: int = 5, rewards: tuple[float, float] = (0.0, 1.0)
+) -> TrajectoryGroup:
+    version = lease.engine_version if version is None else version
+    return TrajectoryGroup(
+        group_id=lease.prompt.group_id,
+        attempt=lease.attempt,
+        prompt_ids=lease.prompt.prompt_ids,
+        response_ids=np.arange(num_tokens, dtype=np.int32) + lease.prompt.group_id,
+        response_lengths=np.array([2, num_tokens - 2], dtype=np.int32),
+        response_mask=np.ones(num_tokens, dtype=bool),
+        behavior_logprobs=-np.ones(num_tokens, dtype=np.float32),
+        versions=np.full(num_tokens, version, dtype=np.int32),
+        rewards=np.array(rewards, dtype=np.float32),
+        finish_reasons=(FinishReason.stop, FinishReason.length),
+    )
+
+
+class Running:
+    """A server on this loop, and clients that are closed with it."""
+
+    def __init__(self, config: BufferConfig, groups_per_step: int) -> None:
+        self.server = BufferServer(config, groups_per_step=groups_per_step)
+        self.clients: list[BufferClient] = []
+
+    def client(self, **options) -> BufferClient:
+        self.clients.append(BufferClient(self.server.address, **{"request_timeout_s": 5.0, **options}))
+        return self.clients[-1]
+
+    async def __aenter__(self) -> "Running":
+        return self
+
+    async def __aexit__(self, *_) -> None:
+        for client in self.clients:
+            await client.close()
+        self.server.close()
+
+
+def running(groups_per_step: int = 2, **options) -> Running:
+    return Running(BufferConfig(**{"request_timeout_s": 5.0, **options}), groups_per_step)

@@ -1,0 +1,191 @@
+"""A server that is killed and started again from its journal: nothing lost, nothing twice."""
+
+import asyncio
+import json
+import os
+import random
+import signal
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from groups import prompt, rollout, running
+
+from asyncrl.protocol.errors import ReplayBufferError
+from asyncrl.protocol.types import Lease
+from buffer import BufferClient, BufferConfig, BufferProcess, Durability
+from buffer.journal import Journal
+
+
+def on_disk(directory: Path, **options) -> BufferConfig:
+    return BufferConfig(durability=Durability.disk, directory=str(directory), **options)
+
+
+class Killable:
+    """A server process that can be killed and started again in the same place."""
+
+    def __init__(self, directory: Path, groups_per_step: int, **options) -> None:
+        self._config, self._size, self._log = on_disk(directory, **options), groups_per_step, directory / "log"
+        self.process = self._start()
+
+    def _start(self) -> BufferProcess:
+        return BufferProcess(self._config, groups_per_step=self._size, log_path=self._log)
+
+    def kill_and_restart(self) -> None:
+        address = self.process.address
+        os.kill(self.process.process.pid, signal.SIGKILL)
+        self.process.stop()
+        self.process = self._start()
+        assert self.process.address == address
+
+
+async def test_acknowledged_work_survives_a_restart_exactly(tmp_path: Path):
+    options = {"durability": Durability.disk, "directory": str(tmp_path), "max_lag": 1}
+    async with running(**options) as run:
+        worker = run.client()
+        await worker.enqueue([prompt(i) for i in range(8)])
+        leases = await worker.lease(0, 4)
+        for lease in leases[:3]:
+            await worker.put(rollout(lease))
+        await worker.plan(0)
+        await worker.commit(0)
+        [lease] = await worker.lease(1, 1)
+        await worker.put(rollout(lease))
+        before = await worker.stats()
+    async with running(**options) as run:
+        client = run.client()
+        assert await client.stats() == before
+        await client.put(rollout(leases[3]))
+        plan = await client.plan(1)
+        fetched = await client.fetch([group.group_id for group in plan.groups])
+        assert [group.summary for group in fetched] == list(plan.groups)
+        again = await client.lease(1, 9)
+        assert again[0].prompt.extra == {"row": again[0].prompt.group_id}
+        assert (await client.commit(1)).lag_histogram == {0: 2, 1: 2}
+
+
+async def work(client: BufferClient, learner: dict[str, int]) -> None:
+    """A rollout worker: leases at the learner's version, puts, and goes on whatever the buffer answers."""
+    while True:
+        for lease in await client.lease(learner["version"], 2):
+            with suppress(ReplayBufferError):
+                await client.put(rollout(lease, num_tokens=4 + lease.prompt.group_id % 7))
+
+
+async def train(control: BufferClient, learner: dict[str, int], *, num_steps: int) -> list[int]:
+    """A learner: returns the groups it consumed."""
+    consumed: list[int] = []
+    while learner["version"] < num_steps:
+        plan = await control.plan(learner["version"])
+        ids = [group.group_id for group in plan.groups]
+        fetched = await control.fetch(ids)
+        assert [group.summary for group in fetched] == list(plan.groups)
+        consumed += ids
+        await control.commit(learner["version"])
+        learner["version"] += 1
+        await asyncio.sleep(0.02)
+    return consumed
+
+
+async def train_through_kills(directory: Path, *, num_steps: int, kill_after: list[float]) -> None:
+    """Workers and a controller run to the end while the server is killed at the times given."""
+    server = Killable(directory, groups_per_step=4, max_lag=2, lease_s=2.0, queue_size=16)
+    *workers, control = (BufferClient(server.process.address, request_timeout_s=20.0) for _ in range(3))
+    learner = {"version": 0}
+
+    async def kill() -> None:
+        for seconds in kill_after:
+            await asyncio.sleep(seconds)
+            await asyncio.to_thread(server.kill_and_restart)
+
+    tasks = [asyncio.ensure_future(work(worker, learner)) for worker in workers]
+    tasks.append(asyncio.ensure_future(control.enqueue([prompt(i) for i in range(4 * num_steps + 8)])))
+    tasks.append(killer := asyncio.ensure_future(kill()))
+    try:
+        consumed = await train(control, learner, num_steps=num_steps)
+        assert killer.done(), "the training was over before the last kill"
+        assert len(consumed) == len(set(consumed)) == 4 * num_steps
+        stats = await control.stats()
+        assert stats.learner_version == num_steps
+        assert max(stats.lag_histogram) <= 2
+        assert stats.tokens_trained == sum(4 + group_id % 7 for group_id in consumed)
+    finally:
+        for task in tasks:
+            task.cancel()
+        for client in [*workers, control]:
+            await client.close()
+        server.process.stop()
+
+
+async def test_training_goes_on_through_kills_of_the_server(tmp_path: Path):
+    await asyncio.wait_for(train_through_kills(tmp_path, num_steps=40, kill_after=[0.3, 0.4, 0.5]), 100)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+async def test_training_goes_on_through_a_hundred_random_kills(tmp_path: Path):
+    seconds = random.Random(0)
+    kills = [seconds.uniform(0.0, 0.6) for _ in range(100)]
+    await asyncio.wait_for(train_through_kills(tmp_path, num_steps=3000, kill_after=kills), 850)
+
+
+async def put_all(client: BufferClient, leases: list[Lease], acknowledged: list[int]) -> None:
+    for lease in leases:
+        await client.put(rollout(lease, num_tokens=1500))
+        acknowledged.append(lease.prompt.group_id)
+
+
+async def test_a_full_disk_is_an_error_and_nothing_is_acknowledged_that_is_not_stored(tmp_path: Path, monkeypatch):
+    original = Journal.__init__
+    monkeypatch.setattr(Journal, "__init__", lambda self, path: original(self, path, max_bytes=120_000))
+    options = {"durability": Durability.disk, "directory": str(tmp_path), "max_lag": 3}
+    acknowledged = []
+    async with running(groups_per_step=4, **options) as run:
+        client = run.client()
+        await client.enqueue([prompt(i) for i in range(12)])
+        leases = await client.lease(0, 12)
+        with pytest.raises(ReplayBufferError, match=r"cannot be written.*full"):
+            await put_all(client, leases, acknowledged)
+        assert acknowledged
+        stats = await client.stats()
+        assert stats.groups["stored"] == len(acknowledged)
+    monkeypatch.undo()
+    async with running(groups_per_step=4, **options) as run:
+        client = run.client()
+        fetched = await client.fetch(acknowledged)
+        assert [group.group_id for group in fetched] == acknowledged
+        await client.put(rollout(leases[len(acknowledged)], num_tokens=1500))
+
+
+async def test_a_journal_of_another_bound_is_refused_by_name(tmp_path: Path):
+    async with running(durability=Durability.disk, directory=str(tmp_path), max_lag=0) as run:
+        client = run.client()
+        await client.enqueue([prompt(i) for i in range(2)])
+        for lease in await client.lease(0, 2):
+            await client.put(rollout(lease))
+        await client.plan(0)
+        await client.commit(0)
+    with pytest.raises(ValueError, match="snapshot has max_lag=0, expected 3"):
+        running(durability=Durability.disk, directory=str(tmp_path), max_lag=3)
+
+
+def test_inspect_prints_what_the_server_holds(tmp_path: Path, capsys, monkeypatch):
+    from buffer import inspect
+
+    async def fill(address: str) -> None:
+        client = BufferClient(address)
+        await client.enqueue([prompt(i) for i in range(5)])
+        leases = await client.lease(0, 3)
+        await client.put(rollout(leases[0]))
+        await client.close()
+
+    with BufferProcess(BufferConfig(), groups_per_step=2, log_path=tmp_path / "log") as process:
+        asyncio.run(fill(process.address))
+        monkeypatch.setattr("sys.argv", ["inspect", process.address])
+        inspect.main()
+        text = capsys.readouterr().out
+        assert "2 queued, 2 leased, 1 stored" in text
+        assert "reward 0.5 … 0.5" in text
+        monkeypatch.setattr("sys.argv", ["inspect", process.address, "--json"])
+        inspect.main()
+        assert json.loads(capsys.readouterr().out)["stats"]["groups"]["queued"] == 2

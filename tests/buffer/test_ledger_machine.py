@@ -1,0 +1,361 @@
+"""A hypothesis state machine drives the ledger through everything that can happen, and recounts after every action.
+
+The model below never asks the ledger what is right: it keeps its own deadlines, token counts and sets of groups.
+"""
+
+import msgpack
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from asyncrl.protocol.errors import LeaseExpired, ReplayBufferError, VersionTooOld
+from asyncrl.protocol.types import GroupSummary
+from buffer.config import OnStale, SelectionOrder
+from buffer.leases import Progress, RunningLease
+from buffer.ledger import Ledger, PutResult
+from buffer.staleness import StalenessRule
+
+LEASE_S = 10.0
+
+
+def summary_of(
+    lease: RunningLease, *, oldest: int, num_tokens: int, rewards: tuple[float, ...] = (0.0, 1.0)
+) -> GroupSummary:
+    return GroupSummary(
+        group_id=lease.group_id,
+        attempt=lease.attempt,
+        num_prompt_tokens=1,
+        response_lengths=(num_tokens, 1),
+        num_tokens=num_tokens,
+        oldest_version=oldest,
+        newest_version=oldest,
+        rewards=rewards,
+    )
+
+
+class LedgerMachine(RuleBasedStateMachine):
+    @initialize(
+        max_lag=st.integers(0, 4),
+        groups_per_step=st.integers(1, 4),
+        on_stale=st.sampled_from(OnStale),
+        order=st.sampled_from(SelectionOrder),
+        filters=st.sampled_from([[], ["equal_rewards"]]),
+    )
+    def start(
+        self, max_lag: int, groups_per_step: int, on_stale: OnStale, order: SelectionOrder, filters: list[str]
+    ) -> None:
+        self.max_lag, self.size, self.on_stale, self.filters = max_lag, groups_per_step, on_stale, filters
+        rule = StalenessRule(max_lag=max_lag, groups_per_step=groups_per_step)
+        self.new_ledger = lambda: Ledger(rule, on_stale=on_stale, order=order, lease_s=LEASE_S, filters=filters)
+        self.ledger = self.new_ledger()
+        self.now = 0.0
+        self.version = 0
+        self.num_enqueued = 0
+        self.num_filtered = 0
+        self.granted: list[RunningLease] = []
+        self.running: dict[int, tuple[RunningLease, float]] = {}
+        self.ended: list[RunningLease] = []
+        self.saved: dict[tuple[int, int], Progress] = {}
+        self.inherited: dict[tuple[int, int], int] = {}
+        self.prefixes: dict[int, Progress] = {}
+        self.reported: dict[tuple[int, int], int] = {}
+        self.handed_on: dict[tuple[int, int], int] = {}
+        self.stored: dict[int, tuple[GroupSummary, int]] = {}
+        self.planned: dict[int, list[int]] = {}
+        self.consumed: dict[int, GroupSummary] = {}
+
+    # What may happen
+
+    @rule(number=st.integers(1, 30), again=st.booleans())
+    def enqueue(self, number: int, again: bool) -> None:
+        ids = range(self.num_enqueued, self.num_enqueued + number)
+        assert self.ledger.enqueue(ids) == list(ids)
+        self.num_enqueued += number
+        if again:
+            assert self.ledger.enqueue(range(self.num_enqueued)) == []
+
+    @rule(behind=st.integers(0, 3), number=st.integers(1, 20))
+    def lease(self, behind: int, number: int) -> None:
+        version = max(0, self.version - behind)
+        before = len(self.running) + len(self.stored)
+        granted = self.ledger.lease(version, number, now=self.now)
+        for i, lease in enumerate(granted):
+            self._check_prefix(lease, version, before + i)
+            assert lease.deadline == lease.engine_version + self.max_lag
+            assert self._admits(lease.engine_version, before + i)
+            assert lease.group_id not in self.running
+            assert lease.group_id not in self.stored
+            assert lease.group_id not in self.consumed
+            assert (lease.group_id, lease.attempt) not in {(x.group_id, x.attempt) for x in self.granted}
+            self.granted.append(lease)
+            self.running[lease.group_id] = (lease, self.now + LEASE_S)
+
+    @precondition(lambda self: not self.planned)
+    @rule(data=st.data(), behind=st.integers(0, 2), num_running=st.integers(0, 6), number=st.integers(1, 30))
+    def a_step_passes(self, data: st.DataObject, behind: int, num_running: int, number: int) -> None:
+        """Most of what is admitted finishes, a batch is trained: the way to states where deadlines press."""
+        self.enqueue(number=30, again=False)
+        self.lease(behind=behind, number=number)
+        if self.running:
+            self.put_all_but(data=data, num_running=num_running, num_tokens=1)
+        self.plan()
+        if self.planned:
+            self.commit(again=False)
+
+    @rule(ahead=st.integers(1, 3))
+    def an_engine_ahead_of_the_learner_is_refused(self, ahead: int) -> None:
+        try:
+            self.ledger.lease(self.version + ahead, 1, now=self.now)
+        except ReplayBufferError:
+            return
+        raise AssertionError("an engine from the future was admitted")
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), num_running=st.integers(0, 3), num_tokens=st.integers(1, 50))
+    def put_all_but(self, data: st.DataObject, num_running: int, num_tokens: int) -> None:
+        """Workers finish in any order; a few stragglers stay behind."""
+        for group_id in data.draw(st.permutations(sorted(self.running)))[num_running:]:
+            lease, _ = self.running.pop(group_id)
+            oldest = data.draw(st.integers(lease.engine_version, self.version))
+            self._put(lease, oldest, num_tokens)
+
+    def _put(self, lease: RunningLease, oldest: int, num_tokens: int) -> None:
+        num_tokens += self._least_tokens(lease)
+        filtered = bool(self.filters) and num_tokens % 5 == 0
+        summary = summary_of(lease, oldest=oldest, num_tokens=num_tokens, rewards=(0.0, 0.0 if filtered else 1.0))
+        self._report(lease, num_tokens)
+        if filtered:
+            assert self.ledger.put(summary) is PutResult.filtered
+            assert self.ledger.put(summary) is PutResult.duplicate
+            self.num_filtered += 1
+        else:
+            assert self.ledger.put(summary) is PutResult.stored
+            self.stored[lease.group_id] = (summary, lease.deadline)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), num_tokens=st.integers(1, 50))
+    def save_progress(self, data: st.DataObject, num_tokens: int) -> None:
+        lease, _ = self.running[data.draw(st.sampled_from(sorted(self.running)))]
+        oldest = data.draw(st.integers(lease.engine_version, self.version))
+        progress = Progress(num_tokens=num_tokens + self._least_tokens(lease), oldest_version=oldest)
+        self.ledger.save_progress(lease.group_id, lease.attempt, progress)
+        self.saved[lease.group_id, lease.attempt] = progress
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def every_worker_dies_after_saving(self, data: st.DataObject) -> None:
+        for group_id in sorted(self.running):
+            lease, _ = self.running[group_id]
+            oldest = data.draw(st.integers(lease.engine_version, self.version))
+            progress = Progress(num_tokens=1 + self._least_tokens(lease), oldest_version=oldest)
+            self.ledger.save_progress(lease.group_id, lease.attempt, progress)
+            self.saved[lease.group_id, lease.attempt] = progress
+        self.time_passes(seconds=15.0)
+
+    @rule()
+    def the_server_restarts(self) -> None:
+        values = self.ledger.snapshot()
+        self.ledger = self.new_ledger()
+        self.ledger.restore(msgpack.unpackb(msgpack.packb(values), strict_map_key=False))
+        assert msgpack.packb(self.ledger.snapshot()) == msgpack.packb(values)
+
+    @precondition(lambda self: any(lease.engine_version > 0 for lease, _ in self.running.values()))
+    @rule(data=st.data(), num_tokens=st.integers(1, 50))
+    def put_with_a_token_too_old(self, data: st.DataObject, num_tokens: int) -> None:
+        ids = sorted(g for g, (lease, _) in self.running.items() if lease.engine_version > 0)
+        lease, _ = self.running.pop(data.draw(st.sampled_from(ids)))
+        num_tokens += self._least_tokens(lease)
+        summary = summary_of(lease, oldest=lease.engine_version - 1, num_tokens=num_tokens)
+        for _ in range(2):
+            try:
+                self.ledger.put(summary)
+            except VersionTooOld:
+                continue
+            raise AssertionError("a trajectory older than its lease was stored")
+        self._report(lease, num_tokens)
+
+    @precondition(lambda self: self.ended)
+    @rule(data=st.data(), num_tokens=st.integers(1, 50))
+    def put_late(self, data: st.DataObject, num_tokens: int) -> None:
+        lease = data.draw(st.sampled_from(self.ended))
+        num_tokens += self._least_tokens(lease)
+        try:
+            self.ledger.put(summary_of(lease, oldest=lease.engine_version, num_tokens=num_tokens))
+        except (LeaseExpired, VersionTooOld):
+            self._report(lease, num_tokens)
+            return
+        raise AssertionError("a put under a lost lease was accepted")
+
+    @precondition(lambda self: self.stored or self.consumed)
+    @rule(data=st.data())
+    def put_again(self, data: st.DataObject) -> None:
+        summaries = [summary for summary, _ in self.stored.values()] + list(self.consumed.values())
+        assert self.ledger.put(data.draw(st.sampled_from(summaries))) is PutResult.duplicate
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), num_tokens=st.integers(0, 50))
+    def release(self, data: st.DataObject, num_tokens: int) -> None:
+        lease, _ = self.running.pop(data.draw(st.sampled_from(sorted(self.running))))
+        num_tokens += self._least_tokens(lease)
+        self._hand_on(lease)
+        for _ in range(2):
+            self.ledger.release(lease.group_id, lease.attempt, num_tokens=num_tokens, reason="aborted")
+        self.ended.append(lease)
+        self._report(lease, num_tokens)
+
+    @precondition(lambda self: self.ended)
+    @rule(data=st.data(), num_tokens=st.integers(0, 50))
+    def release_late(self, data: st.DataObject, num_tokens: int) -> None:
+        lease = data.draw(st.sampled_from(self.ended))
+        num_tokens += self._least_tokens(lease)
+        self.ledger.release(lease.group_id, lease.attempt, num_tokens=num_tokens, reason="aborted")
+        self._report(lease, num_tokens)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def renew(self, data: st.DataObject) -> None:
+        group_id = data.draw(st.sampled_from(sorted(self.running)))
+        lease, _ = self.running[group_id]
+        assert self.ledger.renew(group_id, lease.attempt, now=self.now)
+        self.running[group_id] = (lease, self.now + LEASE_S)
+
+    @rule(seconds=st.floats(0.5, 15.0))
+    def time_passes(self, seconds: float) -> None:
+        self.now += seconds
+        lost = [lease for lease, expires_at in self.running.values() if expires_at <= self.now]
+        assert self.ledger.expire(self.now) == len(lost)
+        for lease in lost:
+            self._hand_on(lease)
+        self._end(lost)
+
+    @precondition(lambda self: len(self.planned) < 2)
+    @rule()
+    def plan(self) -> None:
+        version = self.version + len(self.planned)
+        may_be_made = self.ledger.can_plan(version)
+        plan = self.ledger.plan(version)
+        assert (plan is not None) == may_be_made
+        revoked = {(r.group_id, r.attempt) for r in self.ledger.drain_revocations()}
+        self._end([lease for lease, _ in self.running.values() if (lease.group_id, lease.attempt) in revoked])
+        if plan is None:
+            return
+        assert self.ledger.plan(version) == plan
+        ids = [summary.group_id for summary in plan.groups]
+        assert len(set(ids)) == len(ids) == self.size
+        already = {group_id for planned in self.planned.values() for group_id in planned}
+        assert not already & set(ids)
+        for summary in plan.groups:
+            assert self.stored[summary.group_id][0] == summary
+        self.planned[version] = ids
+
+    @precondition(lambda self: self.planned)
+    @rule(again=st.booleans())
+    def commit(self, again: bool) -> None:
+        ids = self.planned.pop(self.version)
+        assert self.ledger.commit(self.version) == ids
+        for group_id in ids:
+            summary, deadline = self.stored.pop(group_id)
+            assert self.version - summary.oldest_version <= self.max_lag
+            assert self.version <= deadline
+            assert group_id not in self.consumed
+            self.consumed[group_id] = summary
+        if again:
+            assert self.ledger.commit(self.version) == []
+        self.version += 1
+
+    # What must hold
+
+    def _open_deadlines(self) -> list[int]:
+        planned = {group_id for ids in self.planned.values() for group_id in ids}
+        stored = [deadline for group_id, (_, deadline) in self.stored.items() if group_id not in planned]
+        return stored + [lease.deadline for lease, _ in self.running.values()]
+
+    @invariant()
+    def every_deadline_can_be_met(self) -> None:
+        next_plan = self.version + len(self.planned)
+        deadlines = self._open_deadlines()
+        assert all(deadline >= next_plan for deadline in deadlines)
+        for k in range(self.max_lag + 1):
+            assert sum(deadline <= next_plan + k for deadline in deadlines) <= (k + 1) * self.size
+
+    @invariant()
+    def every_group_is_somewhere(self) -> None:
+        groups = self.ledger.stats().groups
+        num_planned = sum(map(len, self.planned.values()))
+        assert groups["leased"] == len(self.running)
+        assert groups["stored"] == len(self.stored) - num_planned
+        assert groups["planned"] == num_planned
+        assert groups["consumed"] == len(self.consumed)
+        if self.on_stale is not OnStale.drop:
+            assert groups["dropped"] == self.num_filtered
+        assert sum(groups.values()) == self.num_enqueued
+
+    @invariant()
+    def every_token_is_somewhere(self) -> None:
+        stats = self.ledger.stats()
+        assert stats.tokens_trained == sum(summary.num_tokens for summary in self.consumed.values())
+        in_prefixes = sum(progress.num_tokens for progress in self.prefixes.values())
+        assert stats.tokens_buffered == sum(summary.num_tokens for summary, _ in self.stored.values()) + in_prefixes
+        accounted = stats.tokens_trained + stats.tokens_buffered + sum(stats.tokens_dropped.values())
+        known = {**self.handed_on, **self.reported}
+        carried_on = sum(self.inherited.values())
+        assert accounted == sum(known.values()) - carried_on
+        assert sum(stats.lag_histogram.values()) == len(self.consumed)
+        assert all(0 <= lag <= self.max_lag for lag in stats.lag_histogram)
+
+    @invariant()
+    def whoever_waits_for_a_batch_is_woken(self) -> None:
+        """A plan that is not made waits for a running lease, a commit, or prompts that a fresh engine may begin."""
+        num_open = len(self._open_deadlines()) - len(self.running)
+        if num_open >= self.size or self.running or self.planned:
+            return
+        assert self.ledger.admits(self.version)
+
+    @invariant()
+    def every_running_lease_has_a_timer(self) -> None:
+        if self.running:
+            assert self.ledger.next_expiry() == min(expires_at for _, expires_at in self.running.values())
+        else:
+            assert self.ledger.next_expiry() is None
+
+    def _admits(self, version: int, outstanding: int) -> bool:
+        return outstanding + (self.version - version) * self.size < (self.max_lag + 1) * self.size
+
+    def _check_prefix(self, lease: RunningLease, version: int, outstanding: int) -> None:
+        """A saved prefix goes to the next attempt unless a group as old as it is no longer admitted."""
+        prefix = self.prefixes.pop(lease.group_id, None)
+        if prefix is not None and self._admits(prefix.oldest_version, outstanding):
+            assert lease.progress == prefix
+            assert lease.engine_version == min(version, prefix.oldest_version)
+            self.inherited[lease.group_id, lease.attempt] = prefix.num_tokens
+            self.saved[lease.group_id, lease.attempt] = prefix
+        else:
+            assert lease.progress is None
+            assert lease.engine_version == version
+
+    def _least_tokens(self, lease: RunningLease) -> int:
+        """What an attempt has at least: the prefix it began with, or saved last."""
+        progress = self.saved.get((lease.group_id, lease.attempt))
+        return 0 if progress is None else progress.num_tokens
+
+    def _report(self, lease: RunningLease, num_tokens: int) -> None:
+        """An attempt says how many tokens it has, with the prefix it inherited; only the first word counts."""
+        self.reported.setdefault((lease.group_id, lease.attempt), num_tokens)
+
+    def _hand_on(self, lease: RunningLease) -> None:
+        """An attempt ends early and leaves its saved prefix to the next."""
+        progress = self.saved.get((lease.group_id, lease.attempt))
+        if progress is not None:
+            self.prefixes[lease.group_id] = progress
+            self.handed_on[lease.group_id, lease.attempt] = progress.num_tokens
+
+    def _end(self, leases: list[RunningLease]) -> None:
+        for lease in leases:
+            del self.running[lease.group_id]
+            self.ended.append(lease)
+
+
+TestLedger = LedgerMachine.TestCase
+TestLedger.settings = settings(
+    max_examples=300, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
+)
