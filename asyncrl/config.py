@@ -57,6 +57,7 @@ class WarmStartConfig:
         batch_size: Sequences of one optimizer update.
         lr: Peak learning rate; linear decay to zero over ``max_steps``.
         weight_decay: Decoupled decay, on matrices only.
+        warmup_steps: Updates of linear warm-up.
         max_steps: Updates at most.
         eval_every: Updates between evaluations.
         eval_prompts: Held-out prompts of one evaluation.
@@ -71,6 +72,7 @@ class WarmStartConfig:
     batch_size: int = 128
     lr: float = 1e-3
     weight_decay: float = 0.0
+    warmup_steps: int = 20
     max_steps: int = 1000
     eval_every: int = 50
     eval_prompts: int = 256

@@ -121,7 +121,12 @@ def _learner_config(config: RunConfig) -> LearnerConfig:
     num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
     sft = config.sft
     optimizer = replace(
-        config.learner.optimizer, lr=sft.lr, weight_decay=sft.weight_decay, schedule=Schedule.linear, min_lr_ratio=0.0
+        config.learner.optimizer,
+        lr=sft.lr,
+        weight_decay=sft.weight_decay,
+        warmup_steps=sft.warmup_steps,
+        schedule=Schedule.linear,
+        min_lr_ratio=0.0,
     )
     sp_size = config.learner.sp_size if num_ranks > 1 else 1
     return replace(config.learner, num_ranks=num_ranks, sp_size=sp_size, optimizer=optimizer)
