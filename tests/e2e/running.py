@@ -12,6 +12,8 @@ from pathlib import Path
 
 import psutil
 
+from asyncrl.run_folders import shared_folder
+
 ROOT = Path(__file__).resolve().parents[2]
 START_TIMEOUT_S = 240
 
@@ -21,7 +23,6 @@ class RunningTraining:
 
     def __init__(self, output_dir: Path, *overrides: str) -> None:
         self.output_dir = output_dir
-        self.shared_memory_before = shared_memory_files()
         self.process = subprocess.Popen(
             [sys.executable, "-m", "asyncrl.train", f"output_dir={output_dir}", *overrides],
             cwd=ROOT,
@@ -110,9 +111,9 @@ class RunningTraining:
         _, alive = psutil.wait_procs(list(self.family.values()), timeout=timeout_s)
         return [" ".join(process.cmdline()) or process.name() for process in alive]
 
-    def left_in_shared_memory(self) -> set[str]:
-        """Shared-memory files that the run left."""
-        return {name for name in shared_memory_files() - self.shared_memory_before if "asyncrl" in name}
+    def left_in_shared_memory(self) -> bool:
+        """Whether the run left its folder of published weights."""
+        return shared_folder(self.run_dir).exists()
 
     def end(self) -> None:
         """End whatever is left of the run, by its own process ids."""
@@ -122,8 +123,3 @@ class RunningTraining:
         for process in self.family.values():
             if process.is_running():
                 process.kill()
-
-
-def shared_memory_files() -> set[str]:
-    """Names under /dev/shm."""
-    return set(os.listdir("/dev/shm"))

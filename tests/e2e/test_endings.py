@@ -27,7 +27,7 @@ def start(tmp_path):
 
 def assert_nothing_is_left(run):
     assert run.survivors() == []
-    assert run.left_in_shared_memory() == set()
+    assert not run.left_in_shared_memory()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -104,7 +104,7 @@ def test_the_folder_holds_what_the_readme_says(run):
 
 def test_nothing_outlives_the_run(run):
     assert run.survivors() == []
-    assert run.left_in_shared_memory() == set()
+    assert not run.left_in_shared_memory()
 
 
 def model_of_version(run, version):

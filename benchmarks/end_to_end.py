@@ -1,0 +1,196 @@
+"""Training time to a held-out accuracy of 0.90: asyncrl against TRL's GRPOTrainer, and against itself at max_lag 0.
+
+``python -m benchmarks.end_to_end`` (needs the ``bench`` extra). For each seed one warm-started policy; from it train, in
+turns and each in a process of its own: asyncrl with the in-process engine at the default ``buffer.max_lag``, asyncrl at
+``buffer.max_lag=0``, and TRL, on the same task, model, hyper-parameters and cores. Evaluation is on nobody's clock: TRL's
+stands still, and asyncrl's published weights are kept and evaluated afterwards by the same function. A seed that misses
+the target counts with all its training time, and is reported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from benchmarks.report import Target, print_report
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from asyncrl.compose import compose_run
+from asyncrl.config import RunConfig
+from asyncrl.prepare import warm_start_path, with_quickstart_assets
+from benchmarks.held_out import HeldOut, load_held_out
+
+TARGET_ACCURACY = 0.90
+RUN_TIMEOUT_S = 900
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """One training.
+
+    Attributes:
+        time_s: Training time to the target; all of it where the target was missed.
+        start_s: Time before the first step.
+        steps: Learner steps to the target.
+        hit: Whether the target was reached.
+    """
+
+    time_s: float
+    start_s: float
+    steps: int
+    hit: bool
+
+
+class Contest:
+    """The competitors on one seed, from one warm start."""
+
+    def __init__(self, seed: int, output_dir: Path, *, total_steps: int, eval_every: int, threads: int) -> None:
+        self._overrides = [f"seed={seed}", f"output_dir={output_dir}", f"total_steps={total_steps}"]
+        self._config = with_quickstart_assets(compose_run(self._overrides))
+        self._eval_every = eval_every
+        self._threads = threads
+        _run([sys.executable, "-m", "asyncrl.sft", *self._overrides])
+        self._warm = warm_start_path(self._config)
+        tokenizer = AutoTokenizer.from_pretrained(self._warm)
+        self._held_out = load_held_out(
+            self._config.data.eval_files[0],
+            tokenizer,
+            max_new_tokens=self._config.rollout_fleet.sampling.max_new_tokens,
+        )
+
+    def asyncrl(self, max_lag: int | None = None) -> Outcome:
+        """Train with asyncrl; evaluate its published weights afterwards."""
+        overrides = [*self._overrides, "rollout_fleet.engine=transformers", "learner.keep_snapshots=-1"]
+        overrides += ["evaluation.enabled=false", *([] if max_lag is None else [f"buffer.max_lag={max_lag}"])]
+        output = _run([sys.executable, "-m", "asyncrl.train", *overrides])
+        run_dir = Path(next(line.split("writing to ", 1)[1] for line in output if "writing to " in line))
+        records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+        start_s = json.loads((run_dir / "summary.json").read_text())["start_wall_s"]
+        times = {record["step"] + 1: record["time_s"] for record in records}
+        step = _first_hit(run_dir / "snapshots", self._held_out, self._eval_every)
+        last = step or len(records)
+        return Outcome(time_s=times[last], start_s=start_s, steps=last, hit=step is not None)
+
+    def trl(self) -> Outcome:
+        """Train with TRL."""
+        output = _run([sys.executable, "-m", "benchmarks.trl_baseline", *self._trl_options(self._config)])
+        result = json.loads(output[-1])
+        hit = result["time_to_target_s"] is not None
+        time_s = result["time_to_target_s"] if hit else result["train_s"]
+        return Outcome(time_s=time_s, start_s=result["startup_s"], steps=result["steps"], hit=hit)
+
+    def _trl_options(self, config: RunConfig) -> list[str]:
+        optimizer, algorithm = config.learner.optimizer, config.algorithm
+        options = {
+            "model": self._warm,
+            "train": config.data.train_files[0],
+            "held-out": config.data.eval_files[0],
+            "seed": config.seed,
+            "max-steps": config.total_steps,
+            "groups-per-step": algorithm.groups_per_step,
+            "samples-per-prompt": algorithm.samples_per_prompt,
+            "max-new-tokens": config.rollout_fleet.sampling.max_new_tokens,
+            "lr": optimizer.lr,
+            "beta1": optimizer.betas[0],
+            "beta2": optimizer.betas[1],
+            "weight-decay": optimizer.weight_decay,
+            "clip": algorithm.clip_low,
+            "clip-grad-norm": optimizer.clip_grad_norm,
+            "eval-every": self._eval_every,
+            "target": TARGET_ACCURACY,
+            "threads": self._threads,
+        }
+        return [text for name, value in options.items() for text in (f"--{name}", str(value))]
+
+
+def main() -> int:
+    """Run the contest; returns 0 when every target is met."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.end_to_end", description=__doc__.splitlines()[0])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--total-steps", type=int, default=300, help="learner steps of each training")
+    parser.add_argument("--eval-every", type=int, default=5, help="steps between evaluations")
+    parser.add_argument("--threads", type=int, default=2, help="torch threads of TRL")
+    options = parser.parse_args()
+    outcomes: dict[str, list[Outcome]] = {"asyncrl": [], "asyncrl, max_lag=0": [], "TRL": []}
+    with tempfile.TemporaryDirectory(prefix="asyncrl-bench-") as folder:
+        for seed in options.seeds:
+            contest = Contest(
+                seed,
+                Path(folder),
+                total_steps=options.total_steps,
+                eval_every=options.eval_every,
+                threads=options.threads,
+            )
+            for name, train in (
+                ("asyncrl", contest.asyncrl),
+                ("TRL", contest.trl),
+                ("asyncrl, max_lag=0", lambda contest=contest: contest.asyncrl(max_lag=0)),
+            ):
+                outcomes[name].append(train())
+                print(f"seed {seed}: {name}: {outcomes[name][-1]}", file=sys.stderr, flush=True)
+    return _report(outcomes, options.seeds)
+
+
+def _report(outcomes: dict[str, list[Outcome]], seeds: list[int]) -> int:
+    rows = {}
+    for name, results in outcomes.items():
+        for seed, result in zip(seeds, results, strict=True):
+            hit = "" if result.hit else ", target missed"
+            rows[f"{name}, seed {seed}"] = (
+                f"{result.time_s:.1f} s in {result.steps} steps ({result.time_s / result.steps * 1e3:.0f} ms a step), "
+                f"start {result.start_s:.1f} s{hit}"
+            )
+    figures = {
+        "time_to_090_vs_trl": _median_ratio(outcomes["asyncrl"], outcomes["TRL"]),
+        "time_to_090_vs_sync": _median_ratio(outcomes["asyncrl"], outcomes["asyncrl, max_lag=0"]),
+        "step_time_vs_trl": _median_step_ratio(outcomes["asyncrl"], outcomes["TRL"]),
+        "asyncrl_start_s": statistics.median(result.start_s for result in outcomes["asyncrl"]),
+        "trl_start_s": statistics.median(result.start_s for result in outcomes["TRL"]),
+        "missed": float(sum(not result.hit for results in outcomes.values() for result in results)),
+    }
+    targets = {"time_to_090_vs_trl": Target(at_most=0.80), "missed": Target(at_most=0)}
+    title = "training time to sampled held-out accuracy 0.90, medians of paired ratios"
+    met = print_report(title, rows, figures, targets, baseline="TRL GRPOTrainer, same warm start, two cores")
+    return 0 if met else 1
+
+
+def _median_ratio(mine: list[Outcome], others: list[Outcome]) -> float:
+    return statistics.median(a.time_s / b.time_s for a, b in zip(mine, others, strict=True))
+
+
+def _median_step_ratio(mine: list[Outcome], others: list[Outcome]) -> float:
+    return statistics.median(a.time_s / a.steps / (b.time_s / b.steps) for a, b in zip(mine, others, strict=True))
+
+
+def _first_hit(snapshots: Path, held_out: HeldOut, eval_every: int) -> int | None:
+    """First evaluated version whose sampled accuracy reaches the target."""
+    torch.set_num_threads(2)
+    for path in sorted(snapshots.iterdir()):
+        version = int(path.name.removeprefix("v"))
+        if version % eval_every:
+            continue
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        if held_out.accuracy(model) >= TARGET_ACCURACY:
+            return version
+    return None
+
+
+def _run(command: list[str]) -> list[str]:
+    """Run one competitor to its end; returns the lines it printed."""
+    done = subprocess.run(command, capture_output=True, text=True, timeout=RUN_TIMEOUT_S, check=False)
+    if done.returncode:
+        raise RuntimeError(
+            f"{' '.join(command[1:4])} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}"[-4000:]
+        )
+    return done.stdout.splitlines()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
