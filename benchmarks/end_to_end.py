@@ -1,10 +1,10 @@
 """Training time to a held-out accuracy of 0.90: asyncrl against TRL's GRPOTrainer, and against itself at max_lag 0.
 
-``python -m benchmarks.end_to_end`` (needs the ``bench`` extra). For each seed one warm-started policy; from it train, in
-turns and each in a process of its own: asyncrl with the in-process engine at the default ``buffer.max_lag``, asyncrl at
-``buffer.max_lag=0``, and TRL, on the same task, model, hyper-parameters and cores. Evaluation is on nobody's clock: TRL's
-stands still, and asyncrl's published weights are kept and evaluated afterwards by the same function. A seed that misses
-the target counts with all its training time, and is reported.
+``python -m benchmarks.end_to_end`` (needs the ``bench`` extra). For each seed one warm-started policy; from it train,
+in turns and each in a process of its own: asyncrl with the in-process engine at the default ``buffer.max_lag``, asyncrl
+at ``buffer.max_lag=0``, and TRL, on the same task, model, hyper-parameters and cores. Evaluation is on nobody's clock:
+TRL's stands still, and asyncrl's published weights are kept and evaluated afterwards by the same function. A seed that
+misses the target counts with all its training time, and is reported.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ def test_the_quickstart_composes_with_the_experiments_values_over_the_defaults()
     config = compose_run([])
     assert config.experiment == "quickstart"
     assert config.quickstart
-    assert config.learner.optimizer.lr == pytest.approx(6e-4)
+    assert config.learner.optimizer.lr == pytest.approx(1e-3)
     assert config.buffer.on_stale is OnStale.wait
 
 

@@ -1,0 +1,122 @@
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from asyncrl.metrics import (
+    Evaluation,
+    MetricsWriter,
+    Overlap,
+    StepRecord,
+    TerminalView,
+    TrainingResult,
+    plot_reward,
+    summary_document,
+    write_json,
+)
+from asyncrl.protocol.types import TokenAccount
+
+
+def make_record(step):
+    return StepRecord(
+        step=step,
+        time_s=0.5 * (step + 1),
+        reward=0.25,
+        solved_groups=0.5,
+        response_length=7.5,
+        lag_mean=1.0,
+        lag_max=2,
+        generated_tokens=100,
+        rollout_tokens_per_s=4000.0,
+        learner_tokens_per_s=20000.0,
+        buffer_groups=3,
+        leased_groups=5,
+        engine_version=step,
+        plan_wait_s=0.01,
+        update_s=0.1,
+        publish_s=0.02,
+        learner={"loss": -0.5},
+    )
+
+
+def make_result():
+    return TrainingResult(
+        policy_version=4,
+        train_wall_s=10.0,
+        overlap=Overlap(rollout_busy_s=9.0, learner_busy_s=6.0, measured_s=10.0),
+        tokens=TokenAccount(generated=10, trained=6, dropped=2, buffered=1, in_flight=1),
+        max_lag_realised=2,
+        lag_histogram={0: 1, 2: 3},
+        tokens_dropped={"drained": 2},
+    )
+
+
+def test_efficiency_is_the_busier_pool_over_the_measured_time():
+    assert Overlap(rollout_busy_s=9.0, learner_busy_s=6.0, measured_s=10.0).efficiency == pytest.approx(0.9)
+    assert Overlap(rollout_busy_s=2.0, learner_busy_s=6.0, measured_s=10.0).efficiency == pytest.approx(0.6)
+
+
+def test_a_step_is_one_line_of_json_and_tensorboard_events(tmp_path):
+    writer = MetricsWriter(tmp_path)
+    writer.write(make_record(0))
+    writer.write(make_record(1))
+    writer.close()
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [0, 1]
+    assert lines[0]["learner.loss"] == -0.5
+    assert any((tmp_path / "tensorboard").iterdir())
+
+
+def test_the_summary_holds_every_promised_number(tmp_path):
+    before = Evaluation(sampled=0.25, greedy=0.75, num_prompts=256, policy_version=0)
+    after = Evaluation(sampled=0.95, greedy=1.0, num_prompts=256, policy_version=4)
+    document = summary_document(
+        experiment="quickstart",
+        seed=0,
+        max_lag=2,
+        result=make_result(),
+        before=before,
+        after=after,
+        wall_s={"total": 30.0, "start": 15.0},
+    )
+    write_json(tmp_path / "summary.json", document)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["eval"]["before"]["sampled"] == 0.25
+    assert summary["eval"]["after"]["greedy"] == 1.0
+    assert summary["max_lag"] == {"bound": 2, "realised": 2, "histogram": {"0": 1, "2": 3}}
+    assert summary["tokens"]["generated"] == 10
+    assert summary["overlap"]["efficiency"] == pytest.approx(0.9)
+    assert (summary["policy_version"], summary["wall_s"], summary["train_wall_s"]) == (4, 30.0, 10.0)
+
+
+def test_the_plot_is_a_picture_even_of_a_single_step(tmp_path):
+    plot_reward(tmp_path / "reward.png", [make_record(0)], None, None)
+    assert (tmp_path / "reward.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_a_terminal_plain_lines_tell_the_story():
+    output = io.StringIO()
+    view = TerminalView(title="run", total_steps=2, console=Console(file=output, width=200))
+    with view:
+        with view.waiting_for("buffer"):
+            pass
+        view.step(make_record(0))
+        view.step(make_record(1))
+    text = output.getvalue()
+    assert "waiting for buffer" in text
+    assert "buffer: ready" in text
+    assert "step 1/2" in text
+    assert "step 2/2  reward 0.250  lag 1.00 (max 2)  rollout 4,000 tok/s  learner 20,000 tok/s" in text
+    assert "\x1b" not in text
+
+
+def test_on_a_terminal_the_live_view_shows_the_step_and_what_is_awaited():
+    output = io.StringIO()
+    view = TerminalView(title="run", total_steps=2, console=Console(file=output, width=160, force_terminal=True))
+    with view, view.waiting_for("rollout fleet"):
+        view.step(make_record(0))
+        view._live.refresh()
+    text = output.getvalue()
+    assert "waiting for rollout fleet" in text
+    assert "1/2" in text
