@@ -431,7 +431,7 @@ class DataProto:
         if self._batch is None:
             return None
         changed = {key: change(key, tensor) for key, tensor in self._batch.items()}
-        return TensorDict(changed, batch_size=(num_rows,), device=self._batch.device)
+        return TensorDict(changed, batch_size=torch.Size((num_rows,)), device=self._batch.device)
 
     def _columns(self) -> dict[str, torch.Tensor]:
         """The tensors by name, to be read only."""

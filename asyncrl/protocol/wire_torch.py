@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import warnings
+from functools import lru_cache
 from math import prod
 from typing import Any
 
+import numpy as np
 import torch
 
 from .errors import WireError
-from .wire_numpy import descriptor, parse
+from .wire_numpy import buffer_of, descriptor, parse
 
 warnings.filterwarnings("ignore", message="The given buffer is not writable")
 
@@ -19,6 +21,7 @@ _DTYPES = {
     if isinstance(dtype, torch.dtype) and not str(dtype).startswith(("torch.q", "torch.bits"))
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_descriptor = lru_cache(maxsize=4096)(descriptor)
 
 
 def describe(tensor: torch.Tensor) -> tuple[bytes, memoryview]:
@@ -26,12 +29,27 @@ def describe(tensor: torch.Tensor) -> tuple[bytes, memoryview]:
     name = _NAMES.get(tensor.dtype)
     if name is None or tensor.layout is not torch.strided:
         raise TypeError(f"the wire carries no tensor of dtype {tensor.dtype} and layout {tensor.layout}; make it dense")
-    shape = tuple(tensor.shape)
-    header = descriptor(name, shape)
-    if tensor.numel() == 0:
-        return header, memoryview(b"")
+    try:
+        array = tensor.numpy()
+    except (RuntimeError, TypeError):  # needs a gradient, is elsewhere, is a lazy conjugate, or has no numpy dtype
+        array = _as_bytes(tensor)
+    return _descriptor(name, tuple(tensor.shape)), buffer_of(array)
+
+
+def _as_bytes(tensor: torch.Tensor) -> np.ndarray:
+    """The memory of any tensor, in C order, as a numpy array of bytes."""
     dense = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    return header, dense.reshape(-1).view(torch.uint8).numpy().data
+    return dense.reshape(-1).view(torch.uint8).numpy() if dense.numel() else np.empty(0, dtype=np.uint8)
+
+
+@lru_cache(maxsize=4096)
+def _layout(data: bytes) -> tuple[torch.dtype, tuple[int, ...], int]:
+    """dtype, shape and size in bytes of what a descriptor describes."""
+    name, shape, end = parse(data)
+    dtype = _DTYPES.get(name)
+    if dtype is None or end != len(data):
+        raise WireError(f"tensor descriptor names no dtype of torch: {name!r}")
+    return dtype, shape, prod(shape) * dtype.itemsize
 
 
 def tensor_of(data: bytes, buffer: memoryview, *, copy: bool) -> torch.Tensor:
@@ -40,16 +58,14 @@ def tensor_of(data: bytes, buffer: memoryview, *, copy: bool) -> torch.Tensor:
     Raises:
         WireError: the two do not fit.
     """
-    name, shape, end = parse(data)
-    dtype = _DTYPES.get(name)
-    if dtype is None or end != len(data):
-        raise WireError(f"tensor descriptor names no dtype of torch: {name!r}")
-    if prod(shape) * dtype.itemsize != buffer.nbytes:
-        raise WireError(f"tensor {dtype}{list(shape)} needs {prod(shape) * dtype.itemsize} bytes, got {buffer.nbytes}")
+    dtype, shape, nbytes = _layout(data)
+    if nbytes != buffer.nbytes:
+        raise WireError(f"tensor {dtype}{list(shape)} needs {nbytes} bytes, got {buffer.nbytes}")
     try:
-        if buffer.nbytes == 0:
+        if nbytes == 0:
             return torch.empty(shape, dtype=dtype)
-        tensor = torch.frombuffer(buffer, dtype=dtype).reshape(shape)
+        tensor = torch.frombuffer(buffer, dtype=dtype)
+        tensor = tensor if len(shape) == 1 else tensor.view(shape)
     except RuntimeError as error:
         raise WireError(f"tensor {dtype}{list(shape)} cannot be built: {error}") from error
     return tensor.clone() if copy and buffer.readonly else tensor

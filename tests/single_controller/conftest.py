@@ -13,12 +13,12 @@ SECOND_ADDRESS = "127.0.0.10"
 
 @pytest.fixture(scope="package")
 def cluster():
-    """Nodes 127.0.0.9 (16 CPUs) and 127.0.0.10 (8 CPUs), whose order by text is not their order by number."""
+    """Nodes 127.0.0.9 (12 CPUs) and 127.0.0.10 (8 CPUs), whose order by text is not their order by number."""
     environment = {"RAY_worker_niceness": "0", "OMP_NUM_THREADS": "1", "RAY_AUTH_MODE": "disabled"}
     before = {name: os.environ.get(name) for name in environment}
     os.environ.update(environment)
     cluster = Cluster(
-        initialize_head=True, head_node_args={"num_cpus": 16, "node_ip_address": HEAD_ADDRESS, **NODE_OPTIONS}
+        initialize_head=True, head_node_args={"num_cpus": 12, "node_ip_address": HEAD_ADDRESS, **NODE_OPTIONS}
     )
     cluster.add_node(num_cpus=8, node_ip_address=SECOND_ADDRESS, **NODE_OPTIONS)
     ray.init(address=cluster.address, log_to_driver=False)

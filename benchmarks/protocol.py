@@ -1,0 +1,192 @@
+"""The codec against torch.save and pickle 5, and the single controller against plain Ray calls.
+
+``python -m benchmarks.protocol`` measures a batch of 64 rows of 2048 tokens: ids, two float columns, a mask, strings.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import ray
+import torch
+
+from asyncrl.protocol import DataProto
+from asyncrl.protocol.data_transport import from_parts, parts_of
+from asyncrl.protocol.wire import decode, encode
+from asyncrl.single_controller import Dispatch, RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, Worker, register
+from benchmarks.report import Target, median_times, milliseconds, print_report
+
+NUM_ROWS = 64
+NUM_TOKENS = 2048
+NUM_WORKERS = 4
+RAY_OPTIONS = {"num_cpus": 16, "include_dashboard": False, "log_to_driver": False, "object_store_memory": 400 * 2**20}
+
+TARGETS = {
+    "codec_vs_torch_save": Target(at_least=20),
+    "codec_vs_pickle5": Target(),
+    "dispatch_vs_ray_calls": Target(at_most=1.15),
+    "driver_bytes_share_chained": Target(at_most=0.01),
+}
+
+
+class Echo(Worker):
+    """Returns what it is given, as a `DataProto` or as plain arrays."""
+
+    @register(Dispatch.DP_COMPUTE_PROTO)
+    def echo(self, data: DataProto) -> DataProto:
+        """The same batch, when the group has it back."""
+        return data
+
+    @register(Dispatch.DP_COMPUTE_PROTO, blocking=False)
+    def echo_later(self, data: DataProto) -> DataProto:
+        """The same batch, as a future."""
+        return data
+
+    @register(Dispatch.DP_COMPUTE_METRIC)
+    def count(self, data: DataProto) -> int:
+        """Rows that arrived."""
+        return len(data)
+
+
+@ray.remote(num_cpus=0.5)
+class PlainEcho:
+    """The same without asyncrl."""
+
+    def echo(self, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """The same arrays."""
+        return arrays
+
+
+def make_batch() -> DataProto:
+    """About 2.3 MB."""
+    generator = torch.Generator().manual_seed(0)
+    shape = (NUM_ROWS, NUM_TOKENS)
+    return DataProto.from_dict(
+        tensors={
+            "input_ids": torch.randint(0, 150_000, shape, generator=generator),
+            "log_probs": torch.randn(shape, generator=generator),
+            "advantages": torch.randn(shape, generator=generator),
+            "response_mask": torch.rand(shape, generator=generator) < 0.5,
+        },
+        non_tensors={"text": [f"the answer to question {row} is {row * row}" for row in range(NUM_ROWS)]},
+        meta_info={"temperature": 1.0},
+    )
+
+
+def codec_round_trip(data: DataProto) -> None:
+    """Encode and decode; tensors end as views of the frames."""
+    from_parts(DataProto, decode(encode(parts_of(data))))
+
+
+def torch_save_round_trip(data: DataProto) -> None:
+    """What verl does: one file of the consolidated tensors, and pickle for the rest."""
+    file = io.BytesIO()
+    assert data.batch is not None
+    torch.save(data.batch.contiguous().consolidate(), file)
+    rest = pickle.dumps((data.non_tensor_batch, data.meta_info))
+    torch.load(io.BytesIO(file.getvalue()), map_location="cpu", weights_only=False)
+    pickle.loads(rest)
+
+
+def pickle5_round_trip(arrays: dict[str, np.ndarray]) -> None:
+    """Pickle 5 with the buffers of plain arrays out of band."""
+    buffers: list[pickle.PickleBuffer] = []
+    stream = pickle.dumps(arrays, protocol=5, buffer_callback=buffers.append)
+    pickle.loads(stream, buffers=buffers)
+
+
+def plain_arrays(data: DataProto) -> dict[str, np.ndarray]:
+    """The batch's columns as numpy arrays."""
+    assert data.batch is not None
+    return {**{key: tensor.numpy() for key, tensor in data.batch.items()}, **data.non_tensor_batch}
+
+
+def plain_dispatch(actors: list[Any], arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Split, call, wait, put together: the same work in plain Ray calls."""
+    parts = {key: np.array_split(array, len(actors)) for key, array in arrays.items()}
+    calls = [actor.echo.remote({key: part[rank] for key, part in parts.items()}) for rank, actor in enumerate(actors)]
+    results = ray.get(calls)
+    return {key: np.concatenate([result[key] for result in results]) for key in arrays}
+
+
+def bytes_received(call: Callable[[], Any]) -> int:
+    """Bytes of objects that this process deserialises during a call."""
+    context = ray._private.worker.global_worker.get_serialization_context()
+    original = context.deserialize_objects
+    received = 0
+
+    def counting(serialized: list[Any], *args: Any, **kwargs: Any) -> Any:
+        nonlocal received
+        received += sum(len(entry[0]) for entry in serialized if entry[0] is not None)
+        return original(serialized, *args, **kwargs)
+
+    context.deserialize_objects = counting
+    try:
+        call()
+    finally:
+        context.deserialize_objects = original
+    return received
+
+
+def measure_ray(data: DataProto, arrays: dict[str, np.ndarray]) -> tuple[dict[str, float], int, int]:
+    """Times of a dispatch both ways, and the driver's received bytes without and with chaining."""
+    pool = RayResourcePool([NUM_WORKERS], use_gpu=False, max_colocate_count=1, num_cpus_per_process=0.5)
+    first = RayWorkerGroup(pool, RayClassWithInitArgs(Echo), name_prefix="first")
+    second = RayWorkerGroup(RayResourcePool(**pool.options()), RayClassWithInitArgs(Echo), name_prefix="second")
+    actors = [PlainEcho.remote() for _ in range(NUM_WORKERS)]
+    times = median_times(
+        {"dispatch": lambda: first.echo(data), "ray_calls": lambda: plain_dispatch(actors, arrays)},
+        num_runs=31,
+        num_calls=4,
+        warm_up=3,
+    )
+    through_driver = bytes_received(lambda: second.count(first.echo(data)))
+    chained = bytes_received(lambda: second.count(first.echo_later(data)))
+    first.shutdown()
+    second.shutdown()
+    return times, through_driver, chained
+
+
+def main() -> None:
+    """Measure everything, and print it."""
+    torch.set_num_threads(1)
+    data = make_batch()
+    arrays = plain_arrays(data)
+    codec = median_times(
+        {
+            "codec": lambda: codec_round_trip(data),
+            "torch_save": lambda: torch_save_round_trip(data),
+            "pickle5": lambda: pickle5_round_trip(arrays),
+        },
+        num_runs=15,
+        num_calls=20,
+    )
+    os.environ.setdefault("RAY_worker_niceness", "0")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    ray.init(**RAY_OPTIONS)
+    try:
+        times, through_driver, chained = measure_ray(data, arrays)
+    finally:
+        ray.shutdown()
+    figures = {
+        "codec_vs_torch_save": codec["torch_save"] / codec["codec"],
+        "codec_vs_pickle5": codec["pickle5"] / codec["codec"],
+        "dispatch_vs_ray_calls": times["dispatch"] / times["ray_calls"],
+        "driver_bytes_share_chained": chained / data.nbytes,
+    }
+    rows = {f"{name}, round trip": milliseconds(seconds) for name, seconds in codec.items()}
+    rows |= {f"{name}, 4 workers and back": milliseconds(seconds) for name, seconds in times.items()}
+    rows |= {
+        "driver received, through the driver": f"{through_driver} bytes",
+        "driver received, chained": f"{chained} bytes",
+    }
+    print_report(f"batch of {NUM_ROWS} x {NUM_TOKENS}, {data.nbytes / 1e6:.1f} MB", rows, figures, TARGETS)
+
+
+if __name__ == "__main__":
+    main()

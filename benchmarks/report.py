@@ -1,0 +1,88 @@
+"""What all benchmarks print: a table of medians, and the figures as JSON on the last line."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Target:
+    """What a figure is held to; either bound may be None.
+
+    Attributes:
+        at_least: Least value that meets it.
+        at_most: Largest value that meets it.
+    """
+
+    at_least: float | None = None
+    at_most: float | None = None
+
+    def is_met(self, value: float) -> bool:
+        """Whether the value is within the bounds."""
+        above = self.at_least is None or value >= self.at_least
+        return above and (self.at_most is None or value <= self.at_most)
+
+    def __str__(self) -> str:
+        bounds = [(">=", self.at_least), ("<=", self.at_most)]
+        return " ".join(f"{sign} {bound:g}" for sign, bound in bounds if bound is not None) or "reported"
+
+
+def median_times(
+    calls: Mapping[str, Callable[[], Any]], *, num_runs: int = 9, num_calls: int = 1, warm_up: int = 1
+) -> dict[str, float]:
+    """Median seconds per call of each alternative, which take turns, so that a busy machine is busy for all.
+
+    Args:
+        calls: Name to what is timed.
+        num_runs: Runs of each; the median is over them.
+        num_calls: Calls within a run, for short ones.
+        warm_up: Runs of each that are not counted.
+    """
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for run in range(num_runs + warm_up):
+        for name, call in calls.items():
+            start = time.perf_counter()
+            for _ in range(num_calls):
+                call()
+            if run >= warm_up:
+                times[name].append((time.perf_counter() - start) / num_calls)
+    return {name: statistics.median(taken) for name, taken in times.items()}
+
+
+def print_report(
+    title: str, rows: Mapping[str, str], figures: Mapping[str, float], targets: Mapping[str, Target]
+) -> bool:
+    """Print measurements and figures as tables, then the figures as one line of JSON.
+
+    Args:
+        title: What was measured.
+        rows: Measurement to its value in words. Example: ``{"codec": "0.021 ms"}``.
+        figures: Name to value.
+        targets: Name of a figure to what it is held to.
+
+    Returns:
+        Whether every target is met.
+    """
+    print(title)
+    width = max(map(len, [*rows, *figures]))
+    for name, value in rows.items():
+        print(f"  {name:{width}}  {value}")
+    print("figures")
+    all_met = True
+    for name, value in figures.items():
+        target = targets.get(name, Target())
+        is_met = target.is_met(value)
+        all_met &= is_met
+        print(f"  {name:{width}}  {value:<10.4g} {target}{'' if is_met else '  MISSED'}")
+    print(json.dumps({name: round(float(value), 6) for name, value in figures.items()}))
+    return all_met
+
+
+def milliseconds(seconds: float) -> str:
+    """Seconds in milliseconds, in words."""
+    return f"{seconds * 1e3:.3f} ms"
