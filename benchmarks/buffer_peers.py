@@ -14,7 +14,7 @@ def start_ray() -> None:
     """A Ray of our own, at the usual priority."""
     import ray
 
-    os.environ["RAY_worker_niceness"] = "0"
+    os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 - Ray reads this spelling
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
 
 

@@ -1,4 +1,4 @@
-"""The least that ZMQ can do for a buffer: store frames under a key, acknowledge, send them back. No ledger, no checks."""
+"""The least that ZMQ can do for a buffer: store frames under a key, acknowledge, send back. No ledger, no checks."""
 
 import subprocess
 import sys
@@ -42,7 +42,8 @@ class RawStore:
             if in_flight == window:
                 self._socket.recv_multipart()
                 in_flight -= 1
-            self._socket.send_multipart([b"put", b"%d" % number, *payload], copy=False)
+            large = sum(memoryview(frame).nbytes for frame in payload) >= 64 * 1024
+            self._socket.send_multipart([b"put", b"%d" % number, *payload], copy=not large)
             in_flight += 1
         for _ in range(in_flight):
             self._socket.recv_multipart()

@@ -11,7 +11,9 @@ from typing import Any
 import zmq
 
 _BURST = 64
-_COPY_BELOW_BYTES = 16 * 1024
+_COPY_BELOW_BYTES = 64 * 1024
+_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
+_LAST = int(zmq.NOBLOCK)
 
 
 class Channel:
@@ -39,9 +41,8 @@ class Channel:
         """
         last = len(frames) - 1
         for i, frame in enumerate(frames):
-            flags = zmq.NOBLOCK | (zmq.SNDMORE if i < last else 0)
-            small = not isinstance(frame, zmq.Frame) and memoryview(frame).nbytes < _COPY_BELOW_BYTES
-            self._socket.send(frame, flags, copy=small)
+            small = type(frame) is bytes and len(frame) < _COPY_BELOW_BYTES
+            self._socket.send(frame, _MORE if i < last else _LAST, copy=small)
         self._schedule()
 
     def close(self) -> None:

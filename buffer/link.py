@@ -14,7 +14,7 @@ from asyncrl.protocol.errors import DeadlineError, ReplayBufferError, WireError
 from . import messages
 from .channel import Channel
 from .keys import ClientKeys, secure_client
-from .messages import OK, PUSH_ID, Message
+from .messages import ACKS, OK, PUSH_ID, Message
 
 _RECONNECT_MS = 50
 _RECONNECT_MAX_MS = 1000
@@ -49,6 +49,7 @@ def deadline_error(name: str, address: str, timeout_s: float) -> DeadlineError:
 class _Pending:
     """A request without a reply yet."""
 
+    name: str
     frames: list[Any]
     reply: asyncio.Future[Message]
 
@@ -95,19 +96,23 @@ class Link:
             raise self._closed_error(name)
         request_id = next(self._ids) if request_id is None else request_id
         frames = Message(name=name, request_id=request_id, fields=fields, payload=payload).frames()
-        pending = _Pending(frames=frames, reply=asyncio.get_running_loop().create_future())
+        loop = asyncio.get_running_loop()
+        pending = _Pending(name=name, frames=frames, reply=loop.create_future())
         self._pending[request_id] = pending
+        deadline = loop.call_later(self._timeout_s, self._miss_deadline, pending)
         try:
             self._channel.send(frames)
-            async with asyncio.timeout(self._timeout_s):
-                reply = await pending.reply
-        except TimeoutError:
-            raise deadline_error(name, self.address, self._timeout_s) from None
+            reply = await pending.reply
         finally:
+            deadline.cancel()
             del self._pending[request_id]
         if reply.name != OK:
             raise messages.error_of(reply)
         return reply
+
+    def _miss_deadline(self, pending: _Pending) -> None:
+        if not pending.reply.done():
+            pending.reply.set_exception(deadline_error(pending.name, self.address, self._timeout_s))
 
     def post(self, name: str, fields: dict[str, Any]) -> None:
         """Send a request whose reply nobody waits for."""
@@ -140,12 +145,18 @@ class Link:
         except WireError as error:
             self._fail_all(error)
             return
-        if message.request_id == PUSH_ID:
+        if message.name == ACKS:
+            for request_id in messages.integers(message.fields, "ids"):
+                self._resolve(request_id, Message(name=OK, request_id=request_id))
+        elif message.request_id == PUSH_ID:
             self._on_push(message)
-            return
-        pending = self._pending.get(message.request_id)
+        else:
+            self._resolve(message.request_id, message)
+
+    def _resolve(self, request_id: int, reply: Message) -> None:
+        pending = self._pending.get(request_id)
         if pending is not None and not pending.reply.done():
-            pending.reply.set_result(message)
+            pending.reply.set_result(reply)
 
     def _fail_all(self, error: Exception) -> None:
         for pending in self._pending.values():

@@ -15,12 +15,15 @@ from asyncrl.protocol import errors, wire
 from asyncrl.protocol.errors import AsyncRLError, WireError
 from asyncrl.protocol.types import BufferStats, FinishReason, GroupSummary, Prompt, TrajectoryGroup
 
+from .parcels import unwrap, wrap
+
 PROTOCOL_VERSION = 1
 MAX_HEADER_BYTES = 1 << 20
 MAX_FRAMES = 4096
 OK = "ok"
 REVOKED = "revoked"
 SPACE = "space"
+ACKS = "acks"
 PUSH_ID = 0
 
 
@@ -71,6 +74,16 @@ def parse(frames: Sequence[Any]) -> Message:
     if not (isinstance(name, str) and isinstance(request_id, int) and isinstance(fields, dict)):
         raise WireError("a header is [version, name, request_id, fields]")
     return Message(name=name, request_id=request_id, fields=fields, payload=frames[1:])
+
+
+def coalesce(replies: Sequence[Message]) -> list[Message]:
+    """Replies to one client, those that say no more than ``ok`` as one push of their request ids."""
+    plain = [r.request_id for r in replies if r.name == OK and not r.fields and not r.payload]
+    if len(plain) < 2:
+        return list(replies)
+    acknowledged = set(plain)
+    others = [reply for reply in replies if reply.request_id not in acknowledged]
+    return [*others, Message(name=ACKS, request_id=PUSH_ID, fields={"ids": plain})]
 
 
 def error_reply(request_id: int, error: AsyncRLError) -> Message:
@@ -125,43 +138,41 @@ def integers(fields: Mapping[str, Any], name: str) -> list[int]:
 
 def prompt_frames(prompt: Prompt) -> list[Any]:
     """A prompt as payload."""
-    return wire.encode(
-        {
-            "group_id": prompt.group_id,
-            "prompt_ids": prompt.prompt_ids,
-            "ground_truth": prompt.ground_truth,
-            "data_source": prompt.data_source,
-            "extra": dict(prompt.extra),
-        }
-    )
+    values = {
+        "group_id": prompt.group_id,
+        "prompt_ids": prompt.prompt_ids,
+        "ground_truth": prompt.ground_truth,
+        "data_source": prompt.data_source,
+        "extra": dict(prompt.extra),
+    }
+    return wrap(wire.encode(values))
 
 
 def prompt_of(frames: Sequence[Any]) -> Prompt:
     """The prompt in a payload."""
-    return _build(Prompt, wire.decode(frames))
+    return _build(Prompt, wire.decode(unwrap(frames)))
 
 
 def group_frames(group: TrajectoryGroup) -> list[Any]:
-    """A trajectory group as payload; arrays are not copied."""
-    return wire.encode(
-        {
-            "group_id": group.group_id,
-            "attempt": group.attempt,
-            "prompt_ids": group.prompt_ids,
-            "response_ids": group.response_ids,
-            "response_lengths": group.response_lengths,
-            "response_mask": group.response_mask,
-            "behavior_logprobs": group.behavior_logprobs,
-            "versions": group.versions,
-            "rewards": group.rewards,
-            "finish_reasons": [str(reason) for reason in group.finish_reasons],
-        }
-    )
+    """A trajectory group as payload; large arrays are not copied."""
+    values = {
+        "group_id": group.group_id,
+        "attempt": group.attempt,
+        "prompt_ids": group.prompt_ids,
+        "response_ids": group.response_ids,
+        "response_lengths": group.response_lengths,
+        "response_mask": group.response_mask,
+        "behavior_logprobs": group.behavior_logprobs,
+        "versions": group.versions,
+        "rewards": group.rewards,
+        "finish_reasons": [str(reason) for reason in group.finish_reasons],
+    }
+    return wrap(wire.encode(values))
 
 
 def group_of(frames: Sequence[Any]) -> TrajectoryGroup:
     """The trajectory group in a payload; arrays are read-only views of the frames."""
-    values = wire.decode(frames)
+    values = wire.decode(unwrap(frames))
     if isinstance(values, dict) and "finish_reasons" in values:
         try:
             values["finish_reasons"] = tuple(FinishReason(reason) for reason in values["finish_reasons"])

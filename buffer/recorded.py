@@ -80,6 +80,8 @@ class RecordedLedger(Ledger):
 
     def put(self, summary: GroupSummary, payload: Frames = ()) -> PutResult:
         """See `Ledger.put`; ``payload`` is kept with the operation if its lease is held."""
+        if self._journal is None:
+            return super().put(summary)
         frames = {("payload", summary.group_id): payload} if self.holds(summary.group_id, summary.attempt) else None
         self._record("put", [asdict(summary)], frames)
         return super().put(summary)
@@ -113,7 +115,8 @@ class RecordedLedger(Ledger):
     def drain_finished(self) -> list[int]:
         """See `Ledger.drain_finished`."""
         finished = super().drain_finished()
-        self._forgettable = [*self._forgettable, *finished]
+        if self._journal is not None:
+            self._forgettable = [*self._forgettable, *finished]
         return finished
 
     def _replay_enqueue(self, group_ids: list[int]) -> None:

@@ -61,6 +61,8 @@ class BufferServer:
             secure_server(socket, keys)
         self._journal = _open_journal(config)
         self.num_malformed = self.num_unsent = self.num_unknown_keys = self.num_over_rate = 0
+        self._outbox: dict[bytes, list[Message]] = {}
+        self._flush_handle: asyncio.Handle | None = None
         self._limit = RateLimit(config.max_requests_per_s)
         self._service = BufferService(
             config,
@@ -101,6 +103,8 @@ class BufferServer:
     def close(self) -> None:
         """Stop serving; held requests stay unanswered."""
         self._service.close()
+        if self._flush_handle is not None:
+            self._flush_handle.cancel()
         self._channel.close()
         if self._gate is not None:
             self._gate.close()
@@ -122,7 +126,19 @@ class BufferServer:
         self._service.handle(client, request)
 
     def _send(self, client: bytes, message: Message) -> None:
-        """Send to a client; one that is gone, or reads nothing, asks again when it is back."""
+        """Send to a client when the messages that have come are read, so that acknowledgements travel together."""
+        if not self._outbox:
+            self._flush_handle = asyncio.get_running_loop().call_soon(self._flush)
+        self._outbox.setdefault(client, []).append(message)
+
+    def _flush(self) -> None:
+        outbox, self._outbox = self._outbox, {}
+        for client, replies in outbox.items():
+            for message in messages.coalesce(replies):
+                self._send_now(client, message)
+
+    def _send_now(self, client: bytes, message: Message) -> None:
+        """One that is gone, or reads nothing, asks again when it is back."""
         try:
             self._channel.send([client, *message.frames()])
         except zmq.ZMQError as error:
