@@ -106,6 +106,7 @@ def test_a_server_that_obeys_sigterm_leaves_no_child_either(start):
     started = start(grace_s=30)
     started.process.terminate()
     assert started.process.wait(10) == 128 + signal.SIGTERM
+    assert not any(psutil.pid_exists(pid) for pid in started.pids.values()), "not even a zombie"
     assert started.nothing_is_left()
 
 

@@ -70,6 +70,7 @@ async def test_no_more_groups_are_held_than_the_config_allows(make_buffer):
     async with running(buffer, writes(2), groups_in_flight=4) as (_, engine, _):
         await buffer.stored(30)
     assert engine.running_at_once == 4
+    assert all(1 <= num_groups <= 4 for _, num_groups in buffer.leases_asked)
 
 
 async def test_groups_are_leased_at_the_version_of_the_engine_as_soon_as_it_changes(make_buffer):

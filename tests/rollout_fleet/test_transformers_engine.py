@@ -14,6 +14,7 @@ from asyncrl.protocol.errors import DeadlineError, EngineError, WorkerDiedError
 from asyncrl.protocol.types import FinishReason, WeightSnapshot
 from rollout_fleet.config import Device, RolloutFleetConfig, TransformersConfig
 from rollout_fleet.engines.transformers import TransformersEngine
+from rollout_fleet.engines.transformers_model import AbortFlags, StepRecorder
 from tests.rollout_fleet.probes import answer, forward_logprobs, publish_weights, requests_of
 
 pytestmark = pytest.mark.timeout(60)
@@ -135,8 +136,23 @@ async def test_an_aborted_group_is_cut_off_and_the_others_of_its_batch_go_on(sta
     assert all(len(sample.token_ids) == len(sample.logprobs) == len(sample.versions) for sample in aborted.samples)
 
 
+def test_an_aborted_row_keeps_the_tokens_up_to_the_step_that_saw_the_abort():
+    flags = [AbortFlags(), AbortFlags()]
+    recorder = StepRecorder(flags, rows=[1, 2], temperature=1.0)
+    stops = []
+    for step in range(3):
+        if step == 1:
+            flags[1].set()
+        recorder.before_sampling(torch.zeros(3, 5))
+        stops.append(recorder.after_sampling(torch.zeros(3, 1, dtype=torch.int64)).tolist())
+    assert stops == [[False, False, False], [False, True, True], [False, True, True]]
+    assert recorder.num_steps_kept[0] > 3
+    assert recorder.num_steps_kept[1:].tolist() == [2, 2]
+    np.testing.assert_allclose(recorder.logprobs, np.full((3, 3), -np.log(5)), atol=1e-6)
+
+
 async def test_batches_hold_no_more_rows_than_allowed_but_a_whole_group(start, monkeypatch):
-    engine = await start(transformers=TransformersConfig(max_rows=10))
+    engine = await start(transformers=TransformersConfig(max_rows=8))
     sizes = []
     generate = engine._model.generate
 
