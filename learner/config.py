@@ -170,6 +170,10 @@ class LearnerConfig:
         max_tokens_per_micro_batch: Token budget of one forward-backward on one rank.
         logprob_chunk_tokens: Tokens whose logits are held in float32 at a time.
         activation_checkpointing: Recompute layers in the backward pass.
+        param_offload: Move the parameters to the host after every use.
+        optimizer_offload: Move the optimizer state to the host after every update.
+        offload_at_transition_only: Keep both on the device while training and move them to the host when colocated
+            engines take over; ignored, with a warning, beside either of the two above.
         keep_snapshots: Published weight versions kept on disk, the newest included; -1 keeps all.
         start_timeout_s: Deadline for the group to build its model.
         step_timeout_s: Deadline of one learner step.
@@ -183,6 +187,9 @@ class LearnerConfig:
     max_tokens_per_micro_batch: int = 16384
     logprob_chunk_tokens: int = 1024
     activation_checkpointing: bool = False
+    param_offload: bool = False
+    optimizer_offload: bool = False
+    offload_at_transition_only: bool = False
     keep_snapshots: int = 2
     start_timeout_s: float = 300.0
     step_timeout_s: float = 600.0

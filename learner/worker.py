@@ -19,6 +19,7 @@ from asyncrl.protocol.types import TrajectoryGroup, WeightSnapshot
 from asyncrl.single_controller import Dispatch, Worker, register
 
 from .config import AlgorithmConfig, LearnerConfig
+from .offload import Residence
 from .record import TrajectoryRecorder
 from .scorer import PolicyScorer
 from .step import PolicyStep
@@ -99,6 +100,8 @@ class LearnerWorker(Worker):
         if self._algorithm.kl_coef:
             reference = PolicyScorer(self._config, model_path=self._model_path, temperature=self._temperature)
         self._step = PolicyStep(self._trainer, self._algorithm, reference=reference)
+        models = [scorer.model for scorer in (self._trainer, reference) if scorer is not None]
+        self._residence = Residence(self._config, models, self._trainer.optimizer)
         # One rank of a sequence-parallel group fetches; the others get the groups from it.
         self._source = self._connect_buffer() if self._trainer.mesh.sp_rank == 0 else None
 
@@ -126,7 +129,8 @@ class LearnerWorker(Worker):
             for group, advantages in zip(groups, batch.advantages, strict=True)
             for sequence in group_sequences(group, advantages, mask_truncated=self._algorithm.mask_truncated)
         ]
-        metrics = self._step.run(sequences)
+        with self._residence.updating():
+            metrics = self._step.run(sequences) | self._residence.metrics
         ended_at = time.time()
         if self._recorder is not None and self._trainer.mesh.sp_rank == 0:
             self._recorder.write(batch, groups, rank=self._trainer.mesh.dp_rank)
@@ -144,12 +148,31 @@ class LearnerWorker(Worker):
         Args:
             version: Learner steps contained in the weights.
         """
-        return self._snapshots.write(version, self._trainer)
+        with self._residence.reading():
+            return self._snapshots.write(version, self._trainer)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def rollout_mode(self, version: int) -> WeightSnapshot:
+        """Hand the devices over to colocated engines: publish the weights, then offload if the options say so.
+
+        Args:
+            version: Learner steps contained in the weights.
+        """
+        with self._residence.reading():
+            snapshot = self._snapshots.write(version, self._trainer)
+        self._residence.enter_rollout()
+        return snapshot
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def trainer_mode(self) -> None:
+        """Take the devices back from colocated engines: what `rollout_mode` moved away returns."""
+        self._residence.enter_training()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def save_policy(self, directory: str) -> None:
         """Write model and tokenizer so that ``from_pretrained`` loads both from ``directory``."""
-        save_policy(self._trainer, directory)
+        with self._residence.reading():
+            save_policy(self._trainer, directory)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def stop(self) -> None:
