@@ -18,6 +18,7 @@ from asyncrl.protocol.ports import TrajectorySource
 from asyncrl.protocol.types import TrajectoryGroup, WeightSnapshot
 from asyncrl.single_controller import Dispatch, Worker, register
 
+from .checkpoint import Checkpointer
 from .config import AlgorithmConfig, LearnerConfig
 from .offload import Residence
 from .record import TrajectoryRecorder
@@ -84,6 +85,7 @@ class LearnerWorker(Worker):
         self._connect_buffer = connect_buffer
         self._seed = seed
         self._snapshots = SnapshotWriter(snapshot_dir, keep=config.keep_snapshots)
+        self._checkpoints: dict[str, Checkpointer] = {}
         self._recorder = TrajectoryRecorder(trajectory_dir) if trajectory_dir else None
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
@@ -175,12 +177,56 @@ class LearnerWorker(Worker):
             save_policy(self._trainer, directory)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def save_checkpoint(self, directory: str, version: int, wait: bool = True) -> str:
+        """Save model, optimizer, schedule position and random state.
+
+        Args:
+            directory: Holds the checkpoints of the run.
+            version: Learner steps contained in the weights.
+            wait: Return when the checkpoint is whole; otherwise it is written while training goes on.
+
+        Returns:
+            Where the checkpoint is, or will be.
+        """
+        with self._residence.persisting():
+            return str(self._checkpoints_in(directory).save(version, wait=wait))
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def load_checkpoint(self, directory: str) -> int | None:
+        """Restore the newest whole checkpoint of a directory.
+
+        Returns:
+            The policy version in it; None when there is no checkpoint, and nothing changed.
+        """
+        checkpoints = self._checkpoints_in(directory)
+        newest = checkpoints.latest()
+        if newest is None:
+            return None
+        with self._residence.persisting():
+            return checkpoints.load(newest)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def stop(self) -> None:
-        """Leave the group and close the connection to the buffer."""
+        """Finish a checkpoint in the background, leave the group and close the connection to the buffer."""
+        for checkpoints in self._checkpoints.values():
+            checkpoints.finish()
         if self._source is not None:
             self._source.close()
         if dist.is_initialized():
             dist.destroy_process_group()
+
+    @property
+    def _actor_model_offloaded(self) -> bool:
+        return self._residence.model_offloaded
+
+    @property
+    def _actor_optimizer_offloaded(self) -> bool:
+        return self._residence.optimizer_offloaded
+
+    def _checkpoints_in(self, directory: str) -> Checkpointer:
+        if directory not in self._checkpoints:
+            self._checkpoints[directory] = Checkpointer(self._trainer, directory, keep=self._config.keep_checkpoints)
+        return self._checkpoints[directory]
 
     def _fetch(self, batch: RankBatch) -> list[TrajectoryGroup]:
         """Get the groups of a batch, over one connection a sequence-parallel group."""
