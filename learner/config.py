@@ -170,7 +170,12 @@ class LearnerConfig:
         max_tokens_per_micro_batch: Token budget of one forward-backward on one rank.
         logprob_chunk_tokens: Tokens whose logits are held in float32 at a time.
         activation_checkpointing: Recompute layers in the backward pass.
+        param_offload: Move the parameters to the host after every use.
+        optimizer_offload: Move the optimizer state to the host after every update.
+        offload_at_transition_only: Keep both on the device while training and move them to the host when colocated
+            engines take over; ignored, with a warning, beside either of the two above.
         keep_snapshots: Published weight versions kept on disk, the newest included; -1 keeps all.
+        keep_checkpoints: Checkpoints kept on disk, the newest included; -1 keeps all.
         start_timeout_s: Deadline for the group to build its model.
         step_timeout_s: Deadline of one learner step.
         optimizer: AdamW and its schedule.
@@ -183,7 +188,11 @@ class LearnerConfig:
     max_tokens_per_micro_batch: int = 16384
     logprob_chunk_tokens: int = 1024
     activation_checkpointing: bool = False
+    param_offload: bool = False
+    optimizer_offload: bool = False
+    offload_at_transition_only: bool = False
     keep_snapshots: int = 2
+    keep_checkpoints: int = 2
     start_timeout_s: float = 300.0
     step_timeout_s: float = 600.0
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -200,6 +209,8 @@ class LearnerConfig:
         for name in ("max_tokens_per_micro_batch", "logprob_chunk_tokens", "start_timeout_s", "step_timeout_s"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"learner.{name} must be > 0, got {getattr(self, name)}")
+        if self.keep_checkpoints != -1 and self.keep_checkpoints < 1:
+            raise ValueError(f"learner.keep_checkpoints must be -1 or >= 1, got {self.keep_checkpoints}")
         if self.keep_snapshots != -1 and self.keep_snapshots < 2:
             raise ValueError(
                 f"learner.keep_snapshots must be -1 or >= 2, got {self.keep_snapshots}; an engine may still be loading "

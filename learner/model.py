@@ -45,6 +45,8 @@ def load_causal_lm(model_path: str, dtype: torch.dtype) -> PreTrainedModel:
     model = AutoModelForCausalLM.from_pretrained(
         model_path, config=config, dtype=dtype, attn_implementation=ATTENTION_NAME
     )
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()  # loaded weights are views of the file: they cannot be resized
     return cast("PreTrainedModel", model).train()
 
 

@@ -200,7 +200,7 @@ class _SeqAllToAll(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        return None, _all_to_all(grad_outputs[0], *ctx.dims, ctx.group), None, None
+        return None, _all_to_all(grad_outputs[0], ctx.dims[0], ctx.dims[1], ctx.group), None, None
 
 
 class _GatherParts(torch.autograd.Function):

@@ -18,7 +18,9 @@ from asyncrl.protocol.ports import TrajectorySource
 from asyncrl.protocol.types import TrajectoryGroup, WeightSnapshot
 from asyncrl.single_controller import Dispatch, Worker, register
 
+from .checkpoint import Checkpointer
 from .config import AlgorithmConfig, LearnerConfig
+from .offload import Residence
 from .record import TrajectoryRecorder
 from .scorer import PolicyScorer
 from .step import PolicyStep
@@ -85,6 +87,7 @@ class LearnerWorker(Worker):
         self._connect_buffer = connect_buffer
         self._seed = seed
         self._snapshots = SnapshotWriter(snapshot_dir, keep=config.keep_snapshots, checksums=checksums)
+        self._checkpoints: dict[str, Checkpointer] = {}
         self._recorder = TrajectoryRecorder(trajectory_dir) if trajectory_dir else None
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
@@ -101,6 +104,8 @@ class LearnerWorker(Worker):
         if self._algorithm.kl_coef:
             reference = PolicyScorer(self._config, model_path=self._model_path, temperature=self._temperature)
         self._step = PolicyStep(self._trainer, self._algorithm, reference=reference)
+        models = [scorer.model for scorer in (self._trainer, reference) if scorer is not None]
+        self._residence = Residence(self._config, models, self._trainer.optimizer)
         # One rank of a sequence-parallel group fetches; the others get the groups from it.
         self._source = self._connect_buffer() if self._trainer.mesh.sp_rank == 0 else None
 
@@ -128,7 +133,8 @@ class LearnerWorker(Worker):
             for group, advantages in zip(groups, batch.advantages, strict=True)
             for sequence in group_sequences(group, advantages, mask_truncated=self._algorithm.mask_truncated)
         ]
-        metrics = self._step.run(sequences)
+        with self._residence.updating():
+            metrics = self._step.run(sequences) | self._residence.metrics
         ended_at = time.time()
         if self._recorder is not None and self._trainer.mesh.sp_rank == 0:
             self._recorder.write(batch, groups, rank=self._trainer.mesh.dp_rank)
@@ -146,20 +152,83 @@ class LearnerWorker(Worker):
         Args:
             version: Learner steps contained in the weights.
         """
-        return self._snapshots.write(version, self._trainer)
+        with self._residence.reading():
+            return self._snapshots.write(version, self._trainer)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def rollout_mode(self, version: int) -> WeightSnapshot:
+        """Hand the devices over to colocated engines: publish the weights, then offload if the options say so.
+
+        Args:
+            version: Learner steps contained in the weights.
+        """
+        with self._residence.reading():
+            snapshot = self._snapshots.write(version, self._trainer)
+        self._residence.enter_rollout()
+        return snapshot
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def trainer_mode(self) -> None:
+        """Take the devices back from colocated engines: what `rollout_mode` moved away returns."""
+        self._residence.enter_training()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def save_policy(self, directory: str) -> None:
         """Write model and tokenizer so that ``from_pretrained`` loads both from ``directory``."""
-        save_policy(self._trainer, directory)
+        with self._residence.reading():
+            save_policy(self._trainer, directory)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def save_checkpoint(self, directory: str, version: int, wait: bool = True) -> str:
+        """Save model, optimizer, schedule position and random state.
+
+        Args:
+            directory: Holds the checkpoints of the run.
+            version: Learner steps contained in the weights.
+            wait: Return when the checkpoint is whole; otherwise it is written while training goes on.
+
+        Returns:
+            Where the checkpoint is, or will be.
+        """
+        with self._residence.persisting():
+            return str(self._checkpoints_in(directory).save(version, wait=wait))
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def load_checkpoint(self, directory: str) -> int | None:
+        """Restore the newest whole checkpoint of a directory.
+
+        Returns:
+            The policy version in it; None when there is no checkpoint, and nothing changed.
+        """
+        checkpoints = self._checkpoints_in(directory)
+        newest = checkpoints.latest()
+        if newest is None:
+            return None
+        with self._residence.persisting():
+            return checkpoints.load(newest)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def stop(self) -> None:
-        """Leave the group and close the connection to the buffer."""
+        """Finish a checkpoint in the background, leave the group and close the connection to the buffer."""
+        for checkpoints in self._checkpoints.values():
+            checkpoints.finish()
         if self._source is not None:
             self._source.close()
         if dist.is_initialized():
             dist.destroy_process_group()
+
+    @property
+    def _actor_model_offloaded(self) -> bool:
+        return self._residence.model_offloaded
+
+    @property
+    def _actor_optimizer_offloaded(self) -> bool:
+        return self._residence.optimizer_offloaded
+
+    def _checkpoints_in(self, directory: str) -> Checkpointer:
+        if directory not in self._checkpoints:
+            self._checkpoints[directory] = Checkpointer(self._trainer, directory, keep=self._config.keep_checkpoints)
+        return self._checkpoints[directory]
 
     def _fetch(self, batch: RankBatch) -> list[TrajectoryGroup]:
         """Get the groups of a batch, over one connection a sequence-parallel group."""

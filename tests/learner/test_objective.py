@@ -1,4 +1,5 @@
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -154,3 +155,12 @@ def test_shaped_rewards_subtract_the_divergence() -> None:
 def test_a_bad_option_is_named(options: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         AlgorithmConfig(**options)
+
+
+def test_the_example_of_a_users_own_loss_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
+    (tmp_path / "my_losses.py").write_text(page.split("```python\n")[1].split("```")[0])
+    monkeypatch.syspath_prepend(tmp_path)
+    objective = policy_objective(AlgorithmConfig(loss="my_losses:bounded_reinforce"))
+    given_inputs = inputs([-2.0, -2.0], behavior_logprobs=[-2.0, -2.0], advantages=[5.0, -0.5])
+    assert objective(given_inputs).per_token.tolist() == [2.0, -1.0]

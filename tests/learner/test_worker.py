@@ -57,11 +57,11 @@ def batch(group_ids: Sequence[int], max_lag: int = 2) -> RankBatch:
     return RankBatch(version=7, group_ids=tuple(group_ids), advantages=advantages, max_lag=max_lag)
 
 
-def start(directory: str, num_ranks: int) -> LearnerWorker:
+def start(directory: str, num_ranks: int, **options: bool) -> LearnerWorker:
     if num_ranks == 1:
         os.environ |= {"RANK": "0", "WORLD_SIZE": "1"}
     worker = LearnerWorker(
-        LearnerConfig(num_ranks=num_ranks, device=Device.cpu, optimizer=OptimizerConfig(lr=1e-2)),
+        LearnerConfig(num_ranks=num_ranks, device=Device.cpu, optimizer=OptimizerConfig(lr=1e-2), **options),
         AlgorithmConfig(groups_per_step=2, samples_per_prompt=2),
         model_path=f"{directory}/model",
         total_steps=10,
@@ -134,6 +134,33 @@ def test_a_saved_policy_is_the_published_one(directory: str, tmp_path: Path) -> 
     original = AutoModelForCausalLM.from_pretrained(f"{directory}/model").state_dict()
     assert all(torch.equal(saved[name], value) for name, value in published.items())
     assert not torch.equal(saved["lm_head.weight"], original["lm_head.weight"])
+
+
+def test_a_resumed_worker_makes_the_same_next_step(directory: str, tmp_path: Path) -> None:
+    worker = start(directory, 1)
+    worker.update_policy(batch([1]))
+    worker.save_checkpoint(str(tmp_path), 8, wait=False)
+    expected = worker.update_policy(batch([2]))
+    resumed = start(directory, 1)
+    assert resumed.load_checkpoint(str(tmp_path / "none")) is None
+    worker.stop()
+    resumed = start(directory, 1)
+    assert resumed.load_checkpoint(str(tmp_path)) == 8
+    got = resumed.update_policy(batch([2]))
+    assert (got["loss"], got["grad_norm"], got["lr"]) == (expected["loss"], expected["grad_norm"], expected["lr"])
+
+
+def test_modes_hand_the_devices_over_and_take_them_back(directory: str) -> None:
+    worker = start(directory, 1, offload_at_transition_only=True)
+    worker.update_policy(batch([1]))
+    snapshot = worker.rollout_mode(8)
+    assert (worker._actor_model_offloaded, worker._actor_optimizer_offloaded) == (True, True)
+    assert "model.embed_tokens.weight" in load_file(f"{snapshot.path}/model.safetensors")
+    worker.trainer_mode()
+    assert (worker._actor_model_offloaded, worker._actor_optimizer_offloaded) == (False, False)
+    metrics = worker.update_policy(batch([2]))
+    assert metrics["rollout_device_bytes_before"] > 0
+    assert metrics["rollout_device_bytes_after"] == 0
 
 
 def test_every_sp_rank_of_a_group_gets_its_shard() -> None:

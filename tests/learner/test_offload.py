@@ -1,0 +1,164 @@
+"""Offload semantics, by the bytes that storages hold: on a CPU they are freed and filled as on a GPU."""
+
+import logging
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from gloo import run_on_ranks
+from tiny_models import random_sequences, save_tiny_model
+
+from learner.config import AlgorithmConfig, Device, LearnerConfig
+from learner.offload import Residence
+from learner.step import PolicyStep
+from learner.trainer import PolicyTrainer
+from learner.weights import gather_weights
+
+PLAIN = LearnerConfig(device=Device.cpu)
+PARAM = replace(PLAIN, param_offload=True)
+OPTIMIZER = replace(PLAIN, optimizer_offload=True)
+TRANSITION = replace(PLAIN, offload_at_transition_only=True)
+
+
+class Learner:
+    """A trainer with its residence, and the moves that a worker makes."""
+
+    def __init__(self, config: LearnerConfig, model_path: str) -> None:
+        self.trainer = PolicyTrainer(config, model_path=model_path, total_updates=9)
+        self.residence = Residence(config, [self.trainer.model], self.trainer.optimizer)
+        self.step = PolicyStep(self.trainer, AlgorithmConfig())
+        self.model_bytes = sum(p.numel() * 4 for p in self.trainer.model.parameters())
+
+    @property
+    def flags(self) -> tuple[bool, bool]:
+        return self.residence.model_offloaded, self.residence.optimizer_offloaded
+
+    def update(self) -> float:
+        with self.residence.updating():
+            assert self.flags == (False, False)
+            return self.step.run(random_sequences(4))["loss"]
+
+    def log_prob(self) -> np.ndarray:
+        with self.residence.reading():
+            assert not self.residence.model_offloaded
+            return self.trainer.log_probs(random_sequences(1))[0]
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_tiny_model(tmp_path_factory.mktemp("offload") / "model")
+
+
+def test_by_default_everything_stays_on_the_device(model_path: str) -> None:
+    learner = Learner(PLAIN, model_path)
+    for act in (learner.update, learner.log_prob, learner.residence.enter_rollout, learner.residence.enter_training):
+        act()
+        assert learner.flags == (False, False)
+    assert learner.residence.device_bytes() > 3 * learner.model_bytes  # weights and two moments
+
+
+def test_param_offload_frees_the_model_after_every_use(model_path: str) -> None:
+    learner = Learner(PARAM, model_path)
+    assert (learner.flags, learner.residence.device_bytes()) == ((True, False), 0)
+    for act in (learner.update, learner.log_prob):
+        act()
+        assert learner.flags == (True, False)
+    assert learner.residence.device_bytes() >= 2 * learner.model_bytes  # the moments stay
+    assert learner.residence._model.device_bytes() == 0
+
+
+def test_optimizer_offload_frees_the_moments_after_every_update(model_path: str) -> None:
+    learner = Learner(OPTIMIZER, model_path)
+    learner.update()
+    assert learner.flags == (False, True)
+    assert learner.residence._optimizer.device_bytes() == 0
+    learner.log_prob()
+    assert learner.flags == (False, True)  # scoring needs no moments: they are not fetched
+
+
+def test_the_transition_frees_all_and_training_mode_restores_it(model_path: str) -> None:
+    learner = Learner(TRANSITION, model_path)
+    learner.update()
+    assert learner.flags == (False, False)
+    full = learner.residence.device_bytes()
+    learner.residence.enter_rollout()
+    assert (learner.flags, learner.residence.device_bytes()) == ((True, True), 0)
+    assert learner.residence.metrics == {"rollout_device_bytes_before": full, "rollout_device_bytes_after": 0.0}
+    learner.residence.enter_training()
+    assert (learner.flags, learner.residence.device_bytes()) == ((False, False), full)
+
+
+def test_an_update_loads_lazily_what_the_transition_moved_away(model_path: str) -> None:
+    learner = Learner(TRANSITION, model_path)
+    learner.residence.enter_rollout()
+    learner.update()
+    assert learner.flags == (False, False)
+    learner.residence.enter_rollout()
+    learner.log_prob()
+    assert learner.flags == (False, True)
+
+
+@pytest.mark.parametrize("config", [PARAM, OPTIMIZER, TRANSITION])
+def test_offloading_changes_no_number(config: LearnerConfig, model_path: str) -> None:
+    moved, still = Learner(config, model_path), Learner(PLAIN, model_path)
+    for _ in range(3):
+        assert moved.update() == still.update()
+        moved.residence.enter_rollout()
+        moved.residence.enter_training()
+    np.testing.assert_array_equal(moved.log_prob(), still.log_prob())
+
+
+@pytest.mark.parametrize("config", [PLAIN, PARAM, OPTIMIZER, TRANSITION])
+def test_a_checkpoint_sees_everything_and_leaves_everything_where_it_was(
+    config: LearnerConfig, model_path: str
+) -> None:
+    learner = Learner(config, model_path)
+    learner.update()
+    learner.residence.enter_rollout()
+    before, held = learner.flags, learner.residence.device_bytes()
+    with learner.residence.persisting():
+        assert learner.flags == (False, False)
+        assert learner.residence.device_bytes() >= 3 * learner.model_bytes
+    assert (learner.flags, learner.residence.device_bytes()) == (before, held)
+
+
+@pytest.mark.parametrize("other", [{"param_offload": True}, {"optimizer_offload": True}])
+def test_the_transition_option_is_ignored_beside_the_others_with_a_warning(
+    other: dict, model_path: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, logger="learner.offload"):
+        learner = Learner(replace(TRANSITION, **other), model_path)
+    assert "offload_at_transition_only is ignored" in caplog.text
+    learner.update()
+    before = learner.flags
+    learner.residence.enter_rollout()
+    assert learner.flags == before == (bool(other.get("param_offload")), bool(other.get("optimizer_offload")))
+
+
+def sharded_run(model_path: str, config: LearnerConfig) -> tuple[list[float], int, float]:
+    learner = Learner(replace(config, num_ranks=2), model_path)
+    losses, bytes_after = [], -1
+    for _ in range(2):
+        losses.append(learner.update())
+        learner.log_prob()  # leaves the root unsharded
+        learner.residence.enter_rollout()
+        bytes_after = learner.residence.device_bytes()
+        learner.residence.enter_training()
+    with learner.residence.reading():
+        weights = gather_weights(learner.trainer)
+    return losses, bytes_after, sum(float(value.abs().sum()) for value in (weights or {}).values())
+
+
+def both_sharded_runs(model_path: str) -> list[tuple[list[float], int, float]]:
+    return [sharded_run(model_path, PLAIN), sharded_run(model_path, TRANSITION)]
+
+
+def test_sharded_parameters_leave_and_return(model_path: str) -> None:
+    for still, moved in run_on_ranks(2, both_sharded_runs, model_path):
+        assert moved[0] == still[0]
+        assert moved[2] == still[2]
+        assert moved[1] == 0 < still[1]
