@@ -4,7 +4,7 @@ SGLang's children die with the server only once they have finished importing, so
 the server alone leaks them. This process, of the standard library only, gets that signal instead and kills the
 server's whole process group; then it removes what the group leaves in SCRATCH_DIR and in shared memory. It waits in
 ``wait`` and is woken by the server's exit, by its owner's death (SIGHUP), by SIGTERM (terminate the server, kill it
-after GRACE_S), or by SIGUSR1 (the server is up: remember its shared memory).
+after GRACE_S), or by SIGUSR1 (remember what shared memory the server has by now).
 """
 
 import contextlib

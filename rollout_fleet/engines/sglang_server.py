@@ -7,6 +7,7 @@ failure are seen when they are written; its end is seen when the guard exits. No
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib.util
 import json
 import logging
@@ -186,7 +187,6 @@ class SGLangServer:
         try:
             await asyncio.wait([ready, ended], return_when=asyncio.FIRST_COMPLETED)
             if ready.done() and not ended.done():
-                self._guard.send_signal(signal.SIGUSR1)
                 return True
             await asyncio.wait([self._log_task], timeout=1.0)
             return False
@@ -203,6 +203,10 @@ class SGLangServer:
                 log.flush()
                 line = chunk.decode(errors="replace").rstrip()
                 self._tail.append(line)
+                if not self._ready.is_set() and guard.returncode is None:
+                    # It may die while starting, too: the guard has to know by then what memory it shares.
+                    with contextlib.suppress(ProcessLookupError):
+                        guard.send_signal(signal.SIGUSR1)
                 if READY_LINE in line:
                     self._ready.set()
 
