@@ -122,7 +122,7 @@ class RolloutFleetConfig:
     start_timeout_s: float = 300.0
     load_timeout_s: float = 60.0
     generate_timeout_s: float = 600.0
-    stop_timeout_s: float = 5.0
+    stop_timeout_s: float = 2.0
     verify_weights: bool = True
     renew_every_s: float = 20.0
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
