@@ -150,7 +150,8 @@ def trl_step(model_path: str, sequences: list[TokenSequence]) -> Callable[[], ob
 
 def speed_ratio(ours: Callable[[], object], theirs: Callable[[], object], rounds: int) -> dict[str, float]:
     """Median of time of theirs ÷ time of ours, over alternating rounds, and both medians in milliseconds."""
-    ours(), theirs()
+    ours()
+    theirs()
     pairs = [(_seconds(ours), _seconds(theirs)) for _ in range(rounds)]
     return {
         "ratio": round(statistics.median(other / own for own, other in pairs), 3),
