@@ -1,8 +1,8 @@
 """Causal attention over packed sequences, entered through transformers' attention registry.
 
 No token sees another sequence. On a GPU in half precision it is torch's variable-length kernel. Elsewhere sequences of
-like length are padded on the right to one batch and go through one SDPA call: under a causal mask no real token sees
-the padding, so the result is exact, and many short sequences cost one call instead of one each.
+equal or like length go through one SDPA call, padded on the right: under a causal mask no real token sees the
+padding, so the result is exact, and many short sequences cost one call instead of one each.
 """
 
 from __future__ import annotations
@@ -30,6 +30,9 @@ ATTENTION_NAME = "asyncrl_packed"
 
 MAX_PADDING = 0.25
 """A batch of padded sequences holds sequences at least this close to its longest: length >= longest * (1 - x)."""
+
+TOKENS_PER_CALL = 200
+"""One more SDPA call costs as much as moving this many tokens to padded places and back (measured on a CPU)."""
 
 FREE_PADDING_TOKENS = 128
 """Padding in all that costs less than one more SDPA call (measured on a CPU); up to it, any lengths share a batch."""
@@ -87,12 +90,15 @@ def packed_layout(lengths: Sequence[int], device: torch.device) -> PackedLayout:
 
 
 def _runs(lengths: Sequence[int]) -> list[tuple[int, int]]:
-    """Split descending lengths into [first, last) runs that may share one padded batch."""
+    """Split descending lengths into [first, last) runs that share a batch, without padding where that is cheaper."""
+    tolerance, free = MAX_PADDING, FREE_PADDING_TOKENS
+    if len(set(lengths)) * TOKENS_PER_CALL <= sum(lengths):
+        tolerance, free = 0.0, 0
     runs, first, padding = [], 0, 0
     for index, length in enumerate(lengths):
         longest = lengths[first]
         padding += longest - length
-        if padding > FREE_PADDING_TOKENS and length < longest * (1 - MAX_PADDING):
+        if padding > free and length < longest * (1 - tolerance):
             runs.append((first, index))
             first, padding = index, 0
     return [*runs, (first, len(lengths))]

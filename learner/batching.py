@@ -23,6 +23,8 @@ def karmarkar_karp(sizes: Sequence[int], num_parts: int) -> list[list[int]]:
         ``num_parts`` lists of item indices, each ascending, largest part first. Example: sizes 8, 7, 6, 5, 4 in two
         parts give parts of 16 and 14.
     """
+    if num_parts == 1:
+        return [list(range(len(sizes)))]
     heap = [_singleton(index, size, num_parts) for index, size in enumerate(sizes)]
     if not heap:
         return [[] for _ in range(num_parts)]
@@ -86,7 +88,7 @@ def split_sequences(sequences: Sequence[TokenSequence], count: int) -> list[list
 
 def num_bins(lengths: Sequence[int], budget: int) -> int:
     """Micro-batches that sequences of ``lengths`` tokens need under a budget, by first fit decreasing."""
-    return len(_first_fit_decreasing(lengths, budget))
+    return int(sum(lengths) > 0) if sum(lengths) <= budget else len(_first_fit_decreasing(lengths, budget))
 
 
 def bin_lengths(lengths: Sequence[int], budget: int, count: int) -> list[list[int]]:
@@ -100,8 +102,6 @@ def bin_lengths(lengths: Sequence[int], budget: int, count: int) -> list[list[in
     Returns:
         ``count`` lists of sequence indices.
     """
-    if count == 1:
-        return [list(range(len(lengths)))]
     balanced = karmarkar_karp(lengths, count)
     if all(sum(lengths[index] for index in part) <= budget for part in balanced):
         return balanced

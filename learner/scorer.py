@@ -86,7 +86,7 @@ class PolicyScorer:
         Returns:
             [T] float32 a sequence, 0 where the token is not in the loss.
         """
-        self.model.eval()
+        self._set_training(False)
         results = [np.zeros(len(sequence.input_ids), dtype=np.float32) for sequence in sequences]
         with self.sharding:
             for micro_batch in self._pack(sequences).micro_batches:
@@ -94,6 +94,11 @@ class PolicyScorer:
                 for source, value in zip(micro_batch.source, values, strict=False):
                     results[source][sequences[source].loss_mask] = value.cpu().numpy()
         return results
+
+    def _set_training(self, training: bool) -> None:
+        """Switch dropout on or off, where that changes anything: visiting every module takes a millisecond."""
+        if self.model.training != training:
+            self.model.train(training)
 
     def _forward(self, micro_batch: MicroBatch) -> LossInputs:
         micro_batch = micro_batch.to(self.mesh.device)
@@ -112,7 +117,7 @@ class PolicyScorer:
         """Micro-batches, as many on every rank."""
         budget = self.config.max_tokens_per_micro_batch * self.mesh.sp_size
         in_loss = [int(np.count_nonzero(sequence.loss_mask)) for sequence in sequences]
-        counts = torch.tensor([sum(in_loss), np.count_nonzero(in_loss)], device=self.mesh.device)
+        counts = torch.tensor([sum(in_loss), sum(map(bool, in_loss))], device=self.mesh.device)
         num_tokens, num_sequences = self.mesh.sum_over_dp(counts).tolist()
         count = max(1, int(self.mesh.largest(torch.tensor(num_micro_batches(sequences, budget)))))
         micro_batches = pack(sequences, max_tokens=budget, count=count)

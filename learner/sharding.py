@@ -28,19 +28,20 @@ class UlyssesShardingManager:
 
     def __init__(self, device_mesh: DeviceMesh | None) -> None:
         self.device_mesh = device_mesh
+        self._mesh = None if device_mesh is None else device_mesh["sp"]
+        self._group = None if self._mesh is None or self._mesh.size() == 1 else self._mesh.get_group()
         self._before: list[ProcessGroup | None] = []
 
     def __enter__(self) -> UlyssesShardingManager:
-        if self.device_mesh is not None:
+        if self._mesh is not None:
             self._before.append(get_ulysses_sequence_parallel_group())
-            mesh = self.device_mesh["sp"]
-            set_ulysses_sequence_parallel_group(mesh.get_group() if mesh.size() > 1 else None)
+            set_ulysses_sequence_parallel_group(self._group)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self.device_mesh is not None:
+        if self._mesh is not None:
             set_ulysses_sequence_parallel_group(self._before.pop())
 
     def preprocess_data(self, data: Batch) -> Batch:
@@ -49,11 +50,10 @@ class UlyssesShardingManager:
         Args:
             data: This rank's rows, a `DataProto` or any batch whose type can ``concat`` a list of its kind.
         """
-        if self.device_mesh is None or self.device_mesh["sp"].size() == 1:
+        if self._mesh is None or self._group is None:
             return data
-        mesh = self.device_mesh["sp"]
-        parts: list[Any] = [None] * mesh.size()
-        dist.all_gather_object(parts, data, group=mesh.get_group())
+        parts: list[Any] = [None] * self._mesh.size()
+        dist.all_gather_object(parts, data, group=self._group)
         return type(data).concat(parts)
 
     def postprocess_data(self, data: Batch) -> Batch:
@@ -62,7 +62,6 @@ class UlyssesShardingManager:
         Args:
             data: A `DataProto`, or any batch with ``chunk(chunks=n)``; its rows are a multiple of sp.
         """
-        if self.device_mesh is None or self.device_mesh["sp"].size() == 1:
+        if self._mesh is None or self._group is None:
             return data
-        mesh = self.device_mesh["sp"]
-        return data.chunk(chunks=mesh.size())[mesh.get_local_rank()]
+        return data.chunk(chunks=self._mesh.size())[self._mesh.get_local_rank()]

@@ -60,7 +60,7 @@ class PolicyTrainer(PolicyScorer):
             ``num_tokens`` (in the loss), ``num_sequences``, ``num_micro_batches``, ``grad_norm``, ``lr``,
             ``skipped_updates``.
         """
-        self.model.train()
+        self._set_training(True)
         totals, rows = _Totals(self._pack(sequences), aggregation, sequence_norm_tokens), []
         with self.sharding:
             for micro_batch in totals.batch.micro_batches:
@@ -79,7 +79,7 @@ class PolicyTrainer(PolicyScorer):
         sequence_norm_tokens: int = 0,
     ) -> dict[str, float]:
         """Loss and metrics of sequences without training on them; what `update` returns but for the optimizer's."""
-        self.model.eval()
+        self._set_training(False)
         totals = _Totals(self._pack(sequences), aggregation, sequence_norm_tokens)
         with self.sharding:
             rows = [self._share_of_loss(micro_batch, loss, totals)[1] for micro_batch in totals.batch.micro_batches]

@@ -237,7 +237,7 @@ class LearnerWorker(Worker):
         if mesh.sp_size == 1:
             return groups
         shared: list[object] = [groups]
-        dist.broadcast_object_list(shared, group_src=0, group=mesh.device_mesh["sp"].get_group())
+        dist.broadcast_object_list(shared, group_src=0, group=mesh.sp_group)
         return shared[0]  # type: ignore[return-value]
 
 

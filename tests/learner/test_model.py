@@ -76,6 +76,11 @@ def test_short_sequences_share_calls_and_padding_is_bounded() -> None:
     assert len(layout.buckets) <= 5
     assert places <= sum(lengths) / 0.75 + 128 * len(layout.buckets)
     assert packed_layout([20] * 9, torch.device("cpu")).pad_index is None
+    few_lengths = (
+        packed_layout([19] * 80, torch.device("cpu")),
+        packed_layout([19] * 80 + [17] * 80, torch.device("cpu")),
+    )
+    assert [(len(layout.buckets), layout.pad_index) for layout in few_lengths] == [(1, None), (2, None)]
 
 
 @pytest.mark.parametrize("chunk", [1, 5, 1000])

@@ -1,0 +1,236 @@
+"""The learner's speed and memory: ``python -m benchmarks.learner [--quick]``; the last line is JSON.
+
+Everything is measured in one run on one thread, in CPU time, alternating with what it is compared to, and reported as
+the median of the paired ratios. TRL needs the ``bench`` extra; where it is absent its figure is null, and a line says
+so.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from learner.attention import ATTENTION_NAME, packed_layout
+from learner.config import AlgorithmConfig, Device, LearnerConfig, OptimizerConfig
+from learner.logprobs import chunked_log_probs
+from learner.packing import pack
+from learner.step import PolicyStep
+from learner.trainer import PolicyTrainer
+from learner.types import TokenSequence
+
+VOCABULARY, CLIP, LR = 20, 0.2, 1e-4
+
+
+def save_model(directory: str) -> str:
+    """The quickstart's policy: 76 thousand parameters."""
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        tie_word_embeddings=True,
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(directory)
+    return directory
+
+
+def sequences_of(prompt_lengths: Sequence[int], response_lengths: Sequence[int]) -> list[TokenSequence]:
+    """Random tokens, with what a loss reads."""
+    rng = np.random.default_rng(0)
+    return [
+        TokenSequence(
+            input_ids=rng.integers(0, VOCABULARY, prompt + response).astype(np.int32),
+            loss_mask=np.arange(prompt + response) >= prompt,
+            columns={
+                "behavior_logprobs": np.full(prompt + response, -3.0, dtype=np.float32),
+                "advantages": np.full(prompt + response, rng.normal(), dtype=np.float32),
+            },
+        )
+        for prompt, response in zip(prompt_lengths, response_lengths, strict=True)
+    ]
+
+
+def quickstart_batch() -> list[TokenSequence]:
+    """32 prompt groups of 8 samples, 15 tokens on the average."""
+    digits = np.random.default_rng(1).integers(5, 9, 32).repeat(8)
+    return sequences_of((digits + 2).tolist(), (digits + 1).tolist())
+
+
+def long_tailed_batch() -> list[TokenSequence]:
+    """Response lengths of a log-normal distribution, as reasoning traces have: most are short, a few are not."""
+    lengths = np.clip(np.random.default_rng(2).lognormal(3.6, 0.9, 96), 4, 400).astype(int)
+    return sequences_of([8] * 96, lengths.tolist())
+
+
+def our_step(model_path: str, sequences: list[TokenSequence]) -> Callable[[], object]:
+    """A learner step, from sequences to updated weights."""
+    config = LearnerConfig(device=Device.cpu, optimizer=OptimizerConfig(lr=LR))
+    trainer = PolicyTrainer(config, model_path=model_path, total_updates=10_000)
+    step = PolicyStep(trainer, AlgorithmConfig())
+    return lambda: step.run(sequences)
+
+
+def plain_step(model_path: str, sequences: list[TokenSequence]) -> Callable[[], object]:
+    """A plain loop over the same tokens, packed before the clock starts, with the same attention."""
+    model = AutoModelForCausalLM.from_pretrained(model_path, attn_implementation=ATTENTION_NAME, dtype=torch.float32)
+    (batch,) = pack(sequences, max_tokens=1_000_000, count=1)
+    layout = packed_layout(batch.lengths, torch.device("cpu"))
+
+    def forward() -> torch.Tensor:
+        hidden = model.model(
+            batch.input_ids[None], position_ids=batch.position_ids[None], use_cache=False, packed=layout
+        )
+        logits = model.lm_head(hidden.last_hidden_state[0])
+        return F.log_softmax(logits, dim=-1)[batch.predict_index].gather(-1, batch.targets[:, None])[:, 0]
+
+    columns = batch.columns
+    return _looped(model, forward, columns["behavior_logprobs"], columns["advantages"])
+
+
+def padded_step(model_path: str, sequences: list[TokenSequence]) -> Callable[[], object]:
+    """The same loop over a batch padded to its longest sequence."""
+    model = AutoModelForCausalLM.from_pretrained(model_path, attn_implementation="sdpa", dtype=torch.float32)
+    longest = max(len(sequence.input_ids) for sequence in sequences)
+    padded = [np.pad(s.input_ids, (0, longest - len(s.input_ids))) for s in sequences]
+    ids = torch.from_numpy(np.stack(padded).astype(np.int64))
+    mask = torch.arange(longest) < torch.tensor([len(s.input_ids) for s in sequences])[:, None]
+    in_loss = torch.from_numpy(np.stack([np.pad(s.loss_mask, (0, longest - len(s.loss_mask))) for s in sequences]))[
+        :, 1:
+    ]
+
+    def forward() -> torch.Tensor:
+        logits = model(ids, attention_mask=mask.long(), use_cache=False).logits[:, :-1]
+        return F.log_softmax(logits, dim=-1).gather(-1, ids[:, 1:, None])[..., 0][in_loss]
+
+    behavior = torch.from_numpy(np.concatenate([s.columns["behavior_logprobs"][s.loss_mask] for s in sequences]))
+    advantages = torch.from_numpy(np.concatenate([s.columns["advantages"][s.loss_mask] for s in sequences]))
+    return _looped(model, forward, behavior, advantages)
+
+
+def _looped(
+    model: torch.nn.Module, forward: Callable[[], torch.Tensor], behavior: torch.Tensor, advantages: torch.Tensor
+) -> Callable[[], object]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.01, fused=True)
+
+    def step() -> float:
+        ratio = (forward() - behavior).exp()
+        clipped = ratio.clamp(1 - CLIP, 1 + CLIP)
+        loss = -torch.minimum(ratio * advantages, clipped * advantages).mean()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    return step
+
+
+def trl_step(model_path: str, sequences: list[TokenSequence]) -> Callable[[], object] | None:
+    """GRPOTrainer's forward, loss, backward and update on the same samples; None without the ``bench`` extra."""
+    try:
+        from benchmarks.learner_trl import grpo_step
+    except ImportError as error:
+        print(f"TRL is not measured: {error}")
+        return None
+    return grpo_step(model_path, sequences, lr=LR, clip=CLIP)
+
+
+def speed_ratio(ours: Callable[[], object], theirs: Callable[[], object], rounds: int) -> dict[str, float]:
+    """Median of time of theirs ÷ time of ours, over alternating rounds, and both medians in milliseconds."""
+    ours()
+    theirs()
+    pairs = [(_seconds(ours), _seconds(theirs)) for _ in range(rounds)]
+    return {
+        "ratio": round(statistics.median(other / own for own, other in pairs), 3),
+        "ours_ms": round(1e3 * statistics.median(own for own, _ in pairs), 1),
+        "theirs_ms": round(1e3 * statistics.median(other for _, other in pairs), 1),
+    }
+
+
+def _seconds(step: Callable[[], object]) -> float:
+    """CPU time: on one thread it is the step's own, whatever else runs on the machine."""
+    start = time.process_time()
+    step()
+    return time.process_time() - start
+
+
+def peak_log_prob_bytes(way: str, num_tokens: int, vocabulary: int) -> int:
+    """Peak memory of log-probs and their gradients above what the inputs hold, in a process of its own."""
+    command = [sys.executable, "-m", "benchmarks.learner", "--peak", way, str(num_tokens), str(vocabulary)]
+    answer = subprocess.run(command, capture_output=True, text=True, check=True, timeout=600)
+    return int(answer.stdout.splitlines()[-1])
+
+
+def print_peak(way: str, num_tokens: int, vocabulary: int) -> None:
+    """The measuring process of `peak_log_prob_bytes`."""
+    hidden, weight = torch.randn(num_tokens, 64, requires_grad=True), torch.randn(vocabulary, 64, requires_grad=True)
+    targets = torch.randint(0, vocabulary, (num_tokens,))
+    (hidden[:8] @ weight[:8].t()).sum().backward()  # the gradients' memory is there in both ways
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    before = _peak_bytes()
+    if way == "ours":
+        chunk = LearnerConfig().logprob_chunk_tokens
+        log_probs, _ = chunked_log_probs(hidden, weight, None, targets, temperature=1.0, chunk_tokens=chunk)
+    else:
+        log_probs = F.log_softmax((hidden @ weight.t()).float(), dim=-1).gather(-1, targets[:, None])[:, 0]
+    log_probs.sum().backward()
+    print(_peak_bytes() - before)
+
+
+def _peak_bytes() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
+
+
+def measure(rounds: int, num_tokens: int, vocabulary: int) -> dict[str, object]:
+    """All figures; printed as they come."""
+    results: dict[str, object] = {}
+    with tempfile.TemporaryDirectory() as directory:
+        path, batch, tailed = save_model(directory), quickstart_batch(), long_tailed_batch()
+        comparisons = {
+            "step_vs_plain_loop": (batch, plain_step(path, batch)),
+            "packed_vs_padded": (tailed, padded_step(path, tailed)),
+            "step_vs_trl": (batch, trl_step(path, batch)),
+        }
+        for name, (sequences, theirs) in comparisons.items():
+            detail = speed_ratio(our_step(path, sequences), theirs, rounds) if theirs else None
+            print(name, detail)
+            results[name] = detail and detail["ratio"]
+            results[f"{name}_ms"] = detail and [detail["ours_ms"], detail["theirs_ms"]]
+    peaks = {way: peak_log_prob_bytes(way, num_tokens, vocabulary) for way in ("ours", "naive")}
+    print("logprob_memory_vs_naive", peaks)
+    results["logprob_memory_vs_naive"] = round(peaks["ours"] / peaks["naive"], 3)
+    return results | {"logprob_tokens": num_tokens, "logprob_vocabulary": vocabulary}
+
+
+def main() -> None:
+    """Parse the command line and measure."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="few rounds and a small vocabulary")
+    parser.add_argument(
+        "--vocabulary", type=int, default=150_000, help="of the log-prob memory; naive needs 12 bytes x N x V"
+    )
+    parser.add_argument("--peak", nargs=3, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    if args.peak:
+        print_peak(args.peak[0], int(args.peak[1]), int(args.peak[2]))
+        return
+    print(json.dumps(measure(5 if args.quick else 21, 8192, 16_000 if args.quick else args.vocabulary)))
+
+
+if __name__ == "__main__":
+    main()

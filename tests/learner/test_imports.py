@@ -1,0 +1,16 @@
+import subprocess
+import sys
+
+import learner
+
+
+def test_the_public_names_are_there() -> None:
+    assert len(learner.__all__) == len(set(learner.__all__))
+    assert set(learner.__all__) == set(learner._HOMES)
+    for name in learner.__all__:
+        assert getattr(learner, name) is not None
+
+
+def test_the_config_and_the_batching_load_no_torch() -> None:
+    code = "import sys, learner.config, learner.batching; sys.exit('torch' in sys.modules or 'ray' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
