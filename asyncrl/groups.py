@@ -20,6 +20,7 @@ from asyncrl.single_controller import RayClassWithInitArgs, RayResourcePool, Ray
 from buffer import BufferClient, SyncBufferClient
 from learner.advantages import ADVANTAGES, plan_advantages
 from learner.batching import split_plan
+from learner.losses import LOSSES
 from learner.worker import LearnerWorker
 from rollout_fleet.config import SamplingConfig
 from rollout_fleet.types import FleetCounters
@@ -44,6 +45,16 @@ class RunPaths:
     logs: Path
     snapshots: Path
     trajectories: Path | None
+
+
+def check_algorithm(config: RunConfig) -> None:
+    """Look the algorithm's parts up by name, so that a wrong name fails before the parts start.
+
+    Raises:
+        ValueError: ``algorithm.advantage`` or ``algorithm.loss`` is neither registered nor ``module:function``.
+    """
+    ADVANTAGES.get(config.algorithm.advantage)
+    LOSSES.get(config.algorithm.loss)
 
 
 class Learner:
@@ -87,7 +98,12 @@ class Learner:
 
     def update(self, plan: Plan) -> Awaitable[Mapping[str, float]]:
         """See `LearnerPort.update`."""
-        advantages = plan_advantages(plan, ADVANTAGES.get(self._config.algorithm.advantage))
+        advantages = plan_advantages(
+            plan,
+            ADVANTAGES.get(self._config.algorithm.advantage),
+            overlong_max_tokens=self._config.algorithm.overlong_max_tokens,
+            overlong_buffer_tokens=self._config.algorithm.overlong_buffer_tokens,
+        )
         shards = split_plan(
             plan,
             advantages,

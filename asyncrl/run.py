@@ -22,7 +22,7 @@ from asyncrl.config import RunConfig
 from asyncrl.controller import Controller
 from asyncrl.data.prompts import PromptStream, load_eval_prompts
 from asyncrl.evaluation import evaluate
-from asyncrl.groups import Fleet, Learner, RunPaths
+from asyncrl.groups import Fleet, Learner, RunPaths, check_algorithm
 from asyncrl.metrics import (
     Evaluation,
     MetricsWriter,
@@ -71,6 +71,7 @@ class Run:
             ValueError: an option or a file is wrong.
             AsyncRLError: a part died, missed a deadline, or the account does not balance.
         """
+        check_algorithm(self._config)
         prompts, held_out = await asyncio.to_thread(self._read_prompts)
         async with AsyncExitStack() as stack:
             server = self._start_buffer(stack)
