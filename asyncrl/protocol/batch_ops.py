@@ -164,7 +164,7 @@ def repeat_tensor(tensor: torch.Tensor, repeat_times: int, interleave: bool) -> 
     return tensor.unsqueeze(0).expand(repeat_times, *tensor.shape).reshape(-1, *tensor.shape[1:])
 
 
-def _jagged(rows: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+def _jagged(rows: Sequence[torch.Tensor], like: Any) -> torch.Tensor:
     """A jagged tensor of these rows; of no rows, one that has the ragged dimension and nothing in it."""
     if rows:
         return torch.nested.as_nested_tensor(list(rows), layout=torch.jagged)

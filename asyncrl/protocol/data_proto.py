@@ -150,9 +150,8 @@ class DataProto:
         Raises:
             BatchError: a name stands in more than one part.
         """
-        return data_info.join_tensordict(
-            {} if self.batch is None else dict(self.batch.items()), self.non_tensor_batch, self.meta_info, len(self)
-        )
+        tensors: dict[str, Any] = {} if self.batch is None else dict(self.batch.items())
+        return data_info.join_tensordict(tensors, self.non_tensor_batch, self.meta_info, len(self))
 
     def __getitem__(self, item: Any) -> Any:
         if isinstance(item, slice):
@@ -433,7 +432,7 @@ class DataProto:
         changed = {key: change(key, tensor) for key, tensor in self._batch.items()}
         return TensorDict(changed, batch_size=torch.Size((num_rows,)), device=self._batch.device)
 
-    def _columns(self) -> dict[str, torch.Tensor]:
+    def _columns(self) -> dict[str, Any]:
         """The tensors by name, to be read only."""
         return {} if self._batch is None else dict(self._batch.items())
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray._private import state as ray_state
 
 from asyncrl.protocol.errors import WorkerDiedError
 from asyncrl.protocol.future import DataProtoFuture
@@ -318,7 +319,7 @@ class RayWorkerGroup(WorkerGroup):
         return pending.get(deadline_in_force(self.timeout_s))
 
     def _is_worker_alive(self, worker: Any) -> bool:
-        state = ray._private.state.actors(worker._actor_id.hex())
+        state = ray_state.actors(worker._actor_id.hex())
         return bool(state) and state["State"] == "ALIVE"
 
     def _death_of(self, rank: int) -> WorkerDiedError:
@@ -366,5 +367,5 @@ def _shared(value: Any) -> Any:
 
 def _node_of(worker: Any) -> str:
     """Address of the node on which a running actor lives."""
-    state = ray._private.state.actors(worker._actor_id.hex())
+    state = ray_state.actors(worker._actor_id.hex())
     return state["Address"]["IPAddress"] if state else "unknown"

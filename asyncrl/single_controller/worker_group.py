@@ -6,7 +6,7 @@ import logging
 import signal
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from asyncrl.protocol.errors import DeadlineError, WorkerDiedError
 
@@ -32,6 +32,11 @@ class WorkerGroup:
         self._stop_checking = threading.Event()
         self._checker_thread: threading.Thread | None = None
 
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """A method that the workers' class registered."""
+
     @property
     def world_size(self) -> int:
         """Number of workers."""
@@ -46,6 +51,7 @@ class WorkerGroup:
 
     def _block_until_all_workers_alive(self, timeout_s: float = 300.0, every_n_seconds: float = 1.0) -> None:
         """Wait until every worker is alive. Raises `DeadlineError` after ``timeout_s`` seconds."""
+        missing: list[int] = []
         for _ in range(max(1, round(timeout_s / every_n_seconds))):
             missing = [rank for rank, worker in enumerate(self._workers) if not self._is_worker_alive(worker)]
             if not missing:
