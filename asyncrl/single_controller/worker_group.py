@@ -102,9 +102,12 @@ class WorkerGroup:
             attrs = getattr(getattr(user_defined_cls, method_name, None), MAGIC_ATTR, None)
             if attrs is None:
                 continue
-            mode = attrs["dispatch_mode"]
+            mode, execute_mode = attrs["dispatch_mode"], attrs["execute_mode"]
+            if mode is Dispatch.RANK_ZERO:
+                execute_mode = Execute.RANK_ZERO
+            elif mode is Dispatch.ONE_TO_ALL and execute_mode is Execute.RANK_ZERO:
+                mode = Dispatch.RANK_ZERO  # one rank needs one copy of the arguments
             functions = get_predefined_dispatch_fn(mode) if isinstance(mode, Dispatch) else mode
-            execute_mode = Execute.RANK_ZERO if mode is Dispatch.RANK_ZERO else attrs["execute_mode"]
             method = func_generator(
                 self,
                 method_name,
