@@ -23,7 +23,7 @@ Frame = bytes | memoryview
 
 VERSION = 1
 MAX_FRAMES = 65_536
-MAX_BYTES = 1 << 36
+MAX_BYTES = 1 << 32
 MAX_DEPTH = 100
 
 _MAGIC = b"aRL"

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import inspect
 import secrets
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +12,13 @@ import ray
 from ray._private import state as ray_state
 
 from asyncrl.protocol.errors import WorkerDiedError
-from asyncrl.protocol.future import DataProtoFuture
-from asyncrl.protocol.padding import unpad_dataproto
 from asyncrl.protocol.remote import WorkerIdentity, death_of, forget, identity_of, introduce
 
+from .calling import func_generator, shared
 from .chaining import detach_references, holds_future
 from .colocated import FUSED_METHOD_SEPARATOR
 from .deadline import deadline_in_force
 from .decorator import MAGIC_ATTR
-from .dispatch import PADDING_KEY, silent_ranks
 from .placement import Slot, master_address_port, slots_of
 from .ray_class import RayClassWithInitArgs, unwrap
 from .ray_pool import RayResourcePool
@@ -29,7 +26,16 @@ from .results import PendingResult, PendingResults
 from .worker_group import WorkerGroup
 from .worker_log import identity_with_log
 
-_SHARE_FROM_BYTES = 100_000
+_FURTHER_OPTIONS = frozenset(
+    {
+        "master_addr",
+        "master_port",
+        "ray_wait_register_center_timeout",
+        "use_gpu",
+        "profile_steps",
+        "worker_nsight_options",
+    }
+)
 
 
 class RayWorkerGroup(WorkerGroup):
@@ -47,6 +53,8 @@ class RayWorkerGroup(WorkerGroup):
         device_name: ``cuda`` or ``npu``.
         log_dir: Directory for the workers' output, one file per rank; None leaves it to Ray.
         timeout_s: Seconds that a blocking call may take; None for as long as it likes.
+        kwargs: ``master_addr`` and ``master_port``, where they are chosen already. Further options of verl's groups
+            (profiling, register centre) are accepted, and do nothing.
     """
 
     def __init__(
@@ -65,7 +73,10 @@ class RayWorkerGroup(WorkerGroup):
         timeout_s: float | None = None,
         **kwargs: Any,
     ) -> None:
-        super().__init__(resource_pool, **kwargs)
+        unknown = sorted(kwargs.keys() - _FURTHER_OPTIONS)
+        if unknown:
+            raise TypeError(f"RayWorkerGroup has no options {unknown}; see its docstring")
+        super().__init__(resource_pool)
         self.resource_pool = resource_pool
         self.ray_cls_with_init = ray_cls_with_init
         self.name_prefix = name_prefix or secrets.token_hex(3)
@@ -274,7 +285,7 @@ class RayWorkerGroup(WorkerGroup):
         self, method_name: str, args: Sequence[Any], kwargs: dict[str, Any], silent: frozenset[int] = frozenset()
     ) -> PendingResults:
         """As `execute_all_async`; the ranks in ``silent`` need not send their results."""
-        args, kwargs = tuple(map(_shared, args)), {key: _shared(value) for key, value in kwargs.items()}
+        args, kwargs = tuple(map(shared, args)), {key: shared(value) for key, value in kwargs.items()}
         num_workers = len(self._workers)
         if not all(isinstance(value, list) and len(value) == num_workers for value in (*args, *kwargs.values())):
             args = tuple([arg] * num_workers for arg in args)
@@ -350,47 +361,6 @@ class RayWorkerGroup(WorkerGroup):
         identity = identity_of(self._workers[rank]._actor_id.hex())
         assert identity is not None
         return death_of(identity, "Its actor is no longer alive.")
-
-
-def func_generator(
-    group: RayWorkerGroup,
-    method_name: str,
-    *,
-    dispatch_fn: Callable[..., Any],
-    collect_fn: Callable[..., Any],
-    execute_fn: Callable[..., Any],
-    blocking: bool,
-) -> Callable[..., Any]:
-    """The group's side of a registered method: dispatch, execute, wait where it blocks, collect, unpad."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = dispatch_fn(group, *args, **kwargs)
-        padding_size = kwargs.pop(PADDING_KEY, 0)
-        silent = silent_ranks(group, collect_fn)
-        if silent and execute_fn == group.execute_all:
-            output = group._execute_all(method_name, args, kwargs, silent)
-        else:
-            output = execute_fn(method_name, *args, **kwargs)
-        if blocking:
-            output = group._fetch(output)
-        output = collect_fn(group, output)
-        if not padding_size:
-            return output
-        if isinstance(output, DataProtoFuture):
-            return output.then(partial(unpad_dataproto, pad_size=padding_size))
-        return output[:-padding_size]
-
-    call.__name__ = method_name
-    return call
-
-
-def _shared(value: Any) -> Any:
-    """A list that holds one large value for every rank, as a list of references to one copy in the object store."""
-    if not isinstance(value, list) or len(value) < 2 or getattr(value[0], "nbytes", 0) < _SHARE_FROM_BYTES:
-        return value
-    if any(entry is not value[0] for entry in value):
-        return value
-    return [ray.put(value[0])] * len(value)
 
 
 def _node_of(worker: Any) -> str:

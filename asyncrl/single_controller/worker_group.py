@@ -22,7 +22,7 @@ class WorkerGroup:
 
     fused_worker_execute_fn_name = "_fuw_execute"
 
-    def __init__(self, resource_pool: ResourcePool | None, **kwargs: Any) -> None:
+    def __init__(self, resource_pool: ResourcePool | None) -> None:
         self._is_init_with_detached_workers = resource_pool is None
         self.fused_worker_used = False
         self._workers: list[Any] = []
