@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import ray
 import torch
+from ray._private.worker import global_worker
 
 from asyncrl.protocol import DataProto
 from asyncrl.protocol.data_transport import from_parts, parts_of
@@ -102,8 +103,8 @@ def pickle5_round_trip(arrays: dict[str, np.ndarray]) -> None:
 
 def plain_arrays(data: DataProto) -> dict[str, np.ndarray]:
     """The batch's columns as numpy arrays."""
-    assert data.batch is not None
-    return {**{key: tensor.numpy() for key, tensor in data.batch.items()}, **data.non_tensor_batch}
+    columns: dict[str, Any] = {} if data.batch is None else dict(data.batch.items())
+    return {key: tensor.numpy() for key, tensor in columns.items()} | data.non_tensor_batch
 
 
 def plain_dispatch(actors: list[Any], arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -116,7 +117,7 @@ def plain_dispatch(actors: list[Any], arrays: dict[str, np.ndarray]) -> dict[str
 
 def bytes_received(call: Callable[[], Any]) -> int:
     """Bytes of objects that this process deserialises during a call."""
-    context = ray._private.worker.global_worker.get_serialization_context()
+    context = global_worker.get_serialization_context()
     original = context.deserialize_objects
     received = 0
 

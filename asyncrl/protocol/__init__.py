@@ -10,7 +10,8 @@ from .padding import DataProtoConfig, pad_dataproto_to_divisor, unpad_dataproto
 
 if TYPE_CHECKING:
     from .batch_ops import list_of_dict_to_dict_of_list, union_numpy_dict, union_tensor_dict, union_two_dict
-    from .data_proto import DataProto, DataProtoItem, collate_fn
+    from .data_item import DataProtoItem, collate_fn
+    from .data_proto import DataProto
     from .folding import fold_batch_dim, unfold_batch_dim
 
 __all__ = [
@@ -31,8 +32,8 @@ __all__ = [
 
 _WITH_TORCH = {
     "DataProto": "data_proto",
-    "DataProtoItem": "data_proto",
-    "collate_fn": "data_proto",
+    "DataProtoItem": "data_item",
+    "collate_fn": "data_item",
     "fold_batch_dim": "folding",
     "unfold_batch_dim": "folding",
     "list_of_dict_to_dict_of_list": "batch_ops",

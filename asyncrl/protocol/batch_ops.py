@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -164,7 +164,7 @@ def repeat_tensor(tensor: torch.Tensor, repeat_times: int, interleave: bool) -> 
     return tensor.unsqueeze(0).expand(repeat_times, *tensor.shape).reshape(-1, *tensor.shape[1:])
 
 
-def _jagged(rows: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+def _jagged(rows: Sequence[torch.Tensor], like: Any) -> torch.Tensor:
     """A jagged tensor of these rows; of no rows, one that has the ragged dimension and nothing in it."""
     if rows:
         return torch.nested.as_nested_tensor(list(rows), layout=torch.jagged)
@@ -194,3 +194,71 @@ def object_column(values: Sequence[Any]) -> np.ndarray:
     for index, value in enumerate(values):
         column[index] = value
     return column
+
+
+def chunk_ends(num_rows: int, chunks: int, *, is_balanced: bool) -> list[int]:
+    """Where each of ``chunks`` parts ends: sizes that differ by one at most, or all alike but for the last ones."""
+    if is_balanced:
+        return [(index + 1) * (num_rows // chunks) + min(index + 1, num_rows % chunks) for index in range(chunks)]
+    size = -(-num_rows // chunks)
+    return [min((index + 1) * size, num_rows) for index in range(chunks)]
+
+
+def as_index(idxs: Any) -> torch.Tensor:
+    """Positions as int64, or a mask as bool, on the CPU."""
+    index = torch.as_tensor(np.asarray(idxs) if isinstance(idxs, list | tuple) else idxs).cpu()
+    if index.dtype == torch.bool:
+        return index
+    return index.to(torch.int64) if index.numel() else torch.zeros(0, dtype=torch.int64)
+
+
+def as_names(keys: Any) -> list[str]:
+    """One name or several as a list."""
+    if isinstance(keys, str):
+        return [keys]
+    if not isinstance(keys, list | tuple):
+        raise TypeError(f"names must be a string or a list of strings, got {type(keys).__name__}")
+    return list(keys)
+
+
+def picked(entries: dict[str, Any], keys: Iterable[str] | None) -> dict[str, Any]:
+    """The entries named; None takes all, in the same dict."""
+    if keys is None:
+        return entries
+    wanted = set(keys)
+    return {key: value for key, value in entries.items() if key in wanted}
+
+
+def check_rows(batch: TensorDict | None, arrays: Mapping[str, Any], num_rows: int) -> None:
+    """Raise `BatchError` unless all arrays have ``num_rows`` rows, and the tensors one batch dimension."""
+    if batch is not None and len(batch.batch_size) != 1:
+        raise BatchError(f"batch must have one batch dimension, got {tuple(batch.batch_size)}")
+    for key, array in arrays.items():
+        if not isinstance(array, np.ndarray):
+            raise BatchError(f"non_tensor_batch[{key!r}] must be a numpy array, got {type(array).__name__}")
+        if array.ndim == 0 or len(array) != num_rows:
+            raise BatchError(f"non_tensor_batch[{key!r}] has shape {array.shape}, the batch has {num_rows} rows")
+
+
+def pop_all(parts: Mapping[str, Any], wanted: Sequence[list[str]]) -> list[dict[str, Any]]:
+    """Take entries out of several parts, all or none. Raises `BatchError` where one is not there."""
+    for keys, (name, part) in zip(wanted, parts.items(), strict=True):
+        known = [] if part is None else list(part.keys())
+        missing = sorted(set(keys) - set(known))
+        if missing:
+            raise BatchError(f"{name} has no {missing}, only {sorted(known)}")
+    return [{key: part.pop(key) for key in keys} for keys, part in zip(wanted, parts.values(), strict=True)]
+
+
+def rename_tensors(batch: TensorDict, old: list[str], new: list[str]) -> None:
+    """Give tensors new names, in place; names may be exchanged.
+
+    Raises:
+        ValueError: there are not as many new names as old ones.
+        BatchError: there is no such tensor.
+    """
+    if len(old) != len(new):
+        raise ValueError(f"rename needs as many new names as old ones, got {old} and {new}")
+    (tensors,) = pop_all({"batch": batch}, [old])
+    for key, tensor in zip(new, tensors.values(), strict=True):
+        batch.set(key, tensor)

@@ -55,7 +55,7 @@ def sort_tensordict(
     tensors: dict[str, torch.Tensor] = {}
     arrays: dict[str, np.ndarray] = {}
     facts: dict[str, Any] = {}
-    for key in tensor_dict.keys():  # noqa: SIM118 - iterating a TensorDict yields its rows
+    for key in map(str, tensor_dict.keys()):
         value = tensor_dict.get(key)
         if isinstance(value, torch.Tensor):
             tensors[key] = value
@@ -77,12 +77,17 @@ def join_tensordict(
     names = [*tensors, *arrays, *facts]
     if len(set(names)) < len(names):
         raise BatchError(f"a name stands in more than one part: {sorted({n for n in names if names.count(n) > 1})}")
-    joined = TensorDict(dict(tensors), batch_size=(num_rows,) if tensors or arrays else ())
+    joined: Any = TensorDict(dict(tensors), batch_size=(num_rows,) if tensors or arrays else ())
     for key, array in arrays.items():
-        joined.set(key, NonTensorStack.from_list([NonTensorData(value) for value in array.tolist()]))
+        joined.set(key, _stacked(array))
     for key, value in facts.items():
         joined.set(key, NonTensorData(value, batch_size=joined.batch_size))
     return joined
+
+
+def _stacked(array: np.ndarray) -> NonTensorStack:
+    values: list[Any] = [NonTensorData(value) for value in array.tolist()]
+    return NonTensorStack.from_list(values)
 
 
 def _column(values: list[Any]) -> np.ndarray:

@@ -4,27 +4,18 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from tensordict import TensorDict
-from torch.utils.data import DataLoader
 
 from . import batch_ops, data_info, data_transport
+from .data_item import DataProtoItem
 from .errors import BatchError
+from .mini_batches import mini_batches
 from .padding import DataProtoConfig
-
-
-@dataclass
-class DataProtoItem:
-    """One row of a `DataProto`."""
-
-    batch: TensorDict | None = None
-    non_tensor_batch: dict[str, Any] = field(default_factory=dict)
-    meta_info: dict[str, Any] = field(default_factory=dict)
 
 
 class DataProto:
@@ -77,13 +68,7 @@ class DataProto:
 
     def check_consistency(self) -> None:
         """Raise `BatchError` unless all tensors and arrays have the same number of rows."""
-        if self._batch is not None and len(self._batch.batch_size) != 1:
-            raise BatchError(f"batch must have one batch dimension, got {tuple(self._batch.batch_size)}")
-        for key, array in self.non_tensor_batch.items():
-            if not isinstance(array, np.ndarray):
-                raise BatchError(f"non_tensor_batch[{key!r}] must be a numpy array, got {type(array).__name__}")
-            if array.ndim == 0 or len(array) != len(self):
-                raise BatchError(f"non_tensor_batch[{key!r}] has shape {array.shape}, the batch has {len(self)} rows")
+        batch_ops.check_rows(self._batch, self.non_tensor_batch, len(self))
 
     @classmethod
     def from_single_dict(
@@ -150,9 +135,8 @@ class DataProto:
         Raises:
             BatchError: a name stands in more than one part.
         """
-        return data_info.join_tensordict(
-            {} if self.batch is None else dict(self.batch.items()), self.non_tensor_batch, self.meta_info, len(self)
-        )
+        tensors: dict[str, Any] = {} if self.batch is None else dict(self.batch.items())
+        return data_info.join_tensordict(tensors, self.non_tensor_batch, self.meta_info, len(self))
 
     def __getitem__(self, item: Any) -> Any:
         if isinstance(item, slice):
@@ -177,7 +161,7 @@ class DataProto:
 
     def select_idxs(self, idxs: Any) -> DataProto:
         """The rows at these positions, or where the mask is True; copied."""
-        index = _as_index(idxs)
+        index = batch_ops.as_index(idxs)
         index_np = index.numpy()
         num_rows = int(index_np.sum()) if index.dtype == torch.bool else len(index)
         tensors = self._map_tensors(lambda _, tensor: batch_ops.take_rows(tensor, index), num_rows)
@@ -197,8 +181,8 @@ class DataProto:
             batch = self._need_batch().select(*keys)
         elif batch_keys is not None:
             batch = None
-        arrays = _picked(self.non_tensor_batch, non_tensor_batch_keys)
-        meta_info = _picked(self.meta_info, meta_info_keys)
+        arrays = batch_ops.picked(self.non_tensor_batch, non_tensor_batch_keys)
+        meta_info = batch_ops.picked(self.meta_info, meta_info_keys)
         if deepcopy:
             arrays, meta_info = copy.deepcopy(arrays), copy.deepcopy(meta_info)
         return self._derived(batch, arrays, meta_info, is_borrowed=self._is_borrowed)
@@ -214,29 +198,14 @@ class DataProto:
         Raises:
             BatchError: there is no such column; nothing was taken then.
         """
-        wanted = [list(keys or ()) for keys in (batch_keys, non_tensor_batch_keys, meta_info_keys)]
-        parts: list[Any] = [self.batch if self.batch is not None else {}, self.non_tensor_batch, self.meta_info]
-        for keys, part, name in zip(wanted, parts, ("batch", "non_tensor_batch", "meta_info"), strict=True):
-            missing = sorted(set(keys) - set(part.keys()))
-            if missing:
-                raise BatchError(f"{name} has no {missing}, only {sorted(part.keys())}")
-        tensors, arrays, meta_info = (
-            {key: part.pop(key) for key in keys} for keys, part in zip(wanted, parts, strict=True)
-        )
+        parts = {"batch": self.batch, "non_tensor_batch": self.non_tensor_batch, "meta_info": self.meta_info}
+        wanted = (batch_keys, non_tensor_batch_keys, meta_info_keys)
+        tensors, arrays, meta_info = batch_ops.pop_all(parts, [list(keys or ()) for keys in wanted])
         return type(self).from_dict(tensors=tensors, non_tensors=arrays, meta_info=meta_info)
 
     def rename(self, old_keys: str | list[str] | None = None, new_keys: str | list[str] | None = None) -> DataProto:
         """Give tensors new names, in place; arrays and meta information keep theirs."""
-        old, new = _as_names(old_keys), _as_names(new_keys)
-        if len(old) != len(new):
-            raise ValueError(f"rename needs as many new names as old ones, got {old} and {new}")
-        batch = self._need_batch()
-        missing = sorted(set(old) - set(batch.keys()))
-        if missing:
-            raise BatchError(f"batch has no {missing}, only {sorted(batch.keys())}")
-        tensors = [batch.pop(key) for key in old]
-        for key, tensor in zip(new, tensors, strict=True):
-            batch.set(key, tensor)
+        batch_ops.rename_tensors(self._need_batch(), batch_ops.as_names(old_keys), batch_ops.as_names(new_keys))
         return self
 
     def union(self, other: DataProto) -> DataProto:
@@ -324,12 +293,7 @@ class DataProto:
         """
         if chunks < 1 or (len(self) % chunks != 0 and not self.is_padding_enabled()):
             raise BatchError(f"{len(self)} rows cannot be cut into {chunks} equal parts; pad them or enable padding")
-        if self._batch is not None:
-            size = -(-len(self) // chunks)
-            ends = [min((i + 1) * size, len(self)) for i in range(chunks)]
-        else:
-            ends = [len(part) and int(part[-1]) + 1 for part in np.array_split(np.arange(len(self)), chunks)]
-            ends = [max(ends[: i + 1]) for i in range(chunks)]
+        ends = batch_ops.chunk_ends(len(self), chunks, is_balanced=self._batch is None)
         return [self.slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
 
     def split(self, split_size: int) -> list[DataProto]:
@@ -367,17 +331,7 @@ class DataProto:
             seed: Seeds the order where ``dataloader_kwargs`` has ``shuffle``.
             dataloader_kwargs: Options of ``torch.utils.data.DataLoader``.
         """
-        if len(self) % mini_batch_size != 0:
-            raise BatchError(f"mini_batch_size must divide the {len(self)} rows, got {mini_batch_size}")
-        generator = None if seed is None else torch.Generator().manual_seed(seed)
-        loader = DataLoader(
-            range(len(self)),  # type: ignore[arg-type]
-            batch_size=mini_batch_size,
-            collate_fn=self.select_idxs,
-            generator=generator,
-            **(dataloader_kwargs or {}),
-        )
-        return (mini_batch for _ in range(epochs) for mini_batch in loader)
+        return mini_batches(self, mini_batch_size, epochs, seed, dataloader_kwargs or {})
 
     def print_size(self, prefix: str = "") -> None:
         """Write the sizes of tensors and arrays to stdout."""
@@ -433,7 +387,7 @@ class DataProto:
         changed = {key: change(key, tensor) for key, tensor in self._batch.items()}
         return TensorDict(changed, batch_size=torch.Size((num_rows,)), device=self._batch.device)
 
-    def _columns(self) -> dict[str, torch.Tensor]:
+    def _columns(self) -> dict[str, Any]:
         """The tensors by name, to be read only."""
         return {} if self._batch is None else dict(self._batch.items())
 
@@ -441,43 +395,3 @@ class DataProto:
         if self._batch is None:
             raise BatchError("this DataProto holds no tensors")
         return self._batch
-
-
-def collate_fn(x: Sequence[DataProtoItem]) -> DataProto:
-    """Stack rows to a batch; their values become object arrays."""
-    batches = [item.batch for item in x]
-    batch = None if not batches or batches[0] is None else torch.stack(batches).contiguous()  # type: ignore[arg-type]
-    columns = batch_ops.list_of_dict_to_dict_of_list([item.non_tensor_batch for item in x])
-    arrays = {key: batch_ops.object_column(values) for key, values in columns.items()}
-    return DataProto(batch=batch, non_tensor_batch=arrays)  # type: ignore[arg-type]
-
-
-def concat_batches(parts: Sequence[Any]) -> Any:
-    """Lay `DataProto`s, or TensorDicts, end to end."""
-    if isinstance(parts[0], DataProto):
-        return DataProto.concat(parts)
-    if isinstance(parts[0], TensorDict):
-        return torch.cat(list(parts), dim=0)
-    raise TypeError(f"results must be DataProto or TensorDict to be joined, got {type(parts[0]).__name__}")
-
-
-def _as_index(idxs: Any) -> torch.Tensor:
-    index = torch.as_tensor(np.asarray(idxs) if isinstance(idxs, list | tuple) else idxs).cpu()
-    if index.dtype == torch.bool:
-        return index
-    return index.to(torch.int64) if index.numel() else torch.zeros(0, dtype=torch.int64)
-
-
-def _as_names(keys: Any) -> list[str]:
-    if isinstance(keys, str):
-        return [keys]
-    if not isinstance(keys, list | tuple):
-        raise TypeError(f"names must be a string or a list of strings, got {type(keys).__name__}")
-    return list(keys)
-
-
-def _picked(entries: dict[str, Any], keys: Iterable[str] | None) -> dict[str, Any]:
-    if keys is None:
-        return entries
-    wanted = set(keys)
-    return {key: value for key, value in entries.items() if key in wanted}

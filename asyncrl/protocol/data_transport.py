@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,7 +32,8 @@ def reduce(data: DataProto, protocol: int) -> tuple[Any, ...]:
 
 def rebuild(kind: type[DataProto], header: bytes, buffers: Sequence[Any], foreign: Sequence[Any]) -> DataProto:
     """The inverse of `reduce`; tensors stay where the buffers are until they are asked for."""
-    return from_parts(kind, wire.decode([header, *buffers], foreign=foreign))
+    trusted = {"max_frames": sys.maxsize, "max_bytes": sys.maxsize}
+    return from_parts(kind, wire.decode([header, *buffers], foreign=foreign, **trusted))
 
 
 def parts_of(data: DataProto) -> dict[str, Any]:
@@ -65,4 +67,5 @@ def save(data: DataProto, filepath: str | Path) -> None:
 
 def load(kind: type[DataProto], filepath: str | Path) -> DataProto:
     """Read a batch from a file."""
-    return from_parts(kind, wire.decode(read_frames(Path(filepath).read_bytes())))
+    content = Path(filepath).read_bytes()
+    return from_parts(kind, wire.decode(read_frames(content), max_frames=sys.maxsize, max_bytes=len(content)))

@@ -56,33 +56,34 @@ def fetch(refs: Sequence[Any], timeout_s: float | None = None) -> list[Any]:
         WorkerDiedError: a worker died that was to compute one, or something that one waits for.
     """
     import ray
+    from ray.exceptions import GetTimeoutError, RayError
 
     try:
         return ray.get(list(refs), timeout=timeout_s)
-    except ray.exceptions.GetTimeoutError as error:
+    except GetTimeoutError as error:
         raise _late(refs, timeout_s) from error
-    except ray.exceptions.RayError as error:
+    except RayError as error:
         raise translated(error) from None
 
 
 async def fetch_async(refs: Sequence[Any]) -> list[Any]:
     """As `fetch`, in a coroutine; wrap it in ``asyncio.timeout`` to set a deadline."""
-    import ray
+    from ray.exceptions import RayError
 
     try:
         return list(await asyncio.gather(*refs))
-    except ray.exceptions.RayError as error:
+    except RayError as error:
         raise (await asyncio.to_thread(translated, error)) from None
 
 
 def translated(error: Exception) -> Exception:
     """`WorkerDiedError` where a known worker's death is the cause, directly or through a call that waited for it."""
-    import ray
+    from ray.exceptions import RayActorError, RayTaskError
 
     cause: Any = error
-    while isinstance(cause, ray.exceptions.RayTaskError):
+    while isinstance(cause, RayTaskError):
         cause = cause.cause
-    if not isinstance(cause, ray.exceptions.RayActorError):
+    if not isinstance(cause, RayActorError):
         return error
     identity = _identities.get(str(cause.actor_id))
     return error if identity is None else death_of(identity, str(cause))

@@ -23,7 +23,7 @@ Frame = bytes | memoryview
 
 VERSION = 1
 MAX_FRAMES = 65_536
-MAX_BYTES = 1 << 36
+MAX_BYTES = 1 << 32
 MAX_DEPTH = 100
 
 _MAGIC = b"aRL"
@@ -39,6 +39,7 @@ _EXT_COMPLEX = 7
 _EXT_FOREIGN = 8
 _EXT_COLUMNS = 9
 _CONTAINERS = frozenset({list, dict, tuple})
+_ATOMS = frozenset({type(None), bool, int, float, str, bytes})
 _MALFORMED = (ValueError, TypeError, KeyError, IndexError, OverflowError, RecursionError, MemoryError, struct.error)
 
 
@@ -159,7 +160,7 @@ class _Encoder:
         check_depth(value, self.max_depth)
         return [_PREFIX + self.pack(value), *self.buffers]
 
-    def pack(self, value: Any) -> bytes:
+    def pack(self, value: Any) -> Any:
         return msgpack.packb(
             value, default=self.hook, strict_types=True, datetime=True, unicode_errors="surrogatepass", buf_size=4096
         )
@@ -184,7 +185,7 @@ class _Encoder:
             return msgpack.ExtType(_EXT_COMPLEX, struct.pack("<dd", value.real, value.imag))
         if isinstance(value, np.generic) and wire_numpy.is_plain(value.dtype):
             return msgpack.ExtType(_EXT_SCALAR, wire_numpy.describe(value.dtype, ()) + value.tobytes())
-        if kind is Columns:
+        if isinstance(value, Columns):
             return self.nested(_EXT_COLUMNS, value.tensors)
         torch = sys.modules.get("torch")
         if torch is not None and isinstance(value, torch.Tensor):
@@ -264,9 +265,12 @@ class _Decoder:
         shape, items = self.nested(data)
         if prod(shape) != len(items) or min(shape, default=0) < 0:
             raise WireError(f"object array of shape {shape} has {len(items)} items")
-        check_depth(items, self.max_depth)
         array = np.empty(len(items), dtype=object)
-        for index, item in enumerate(items):
+        if _ATOMS.issuperset(map(type, items)):
+            array[:] = items
+            return array.reshape(shape)
+        check_depth(items, self.max_depth)
+        for index, item in enumerate(items):  # numpy would look into sequences
             array[index] = item
         return array.reshape(shape)
 

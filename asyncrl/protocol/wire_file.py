@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import BinaryIO
 
 from .errors import WireError
-from .wire import MAX_FRAMES, Frame
+from .wire import Frame
 
 _MAGIC = b"aRLfile\x01"
 _ALIGNMENT = 64
@@ -34,8 +34,6 @@ def read_frames(data: bytes | memoryview) -> list[memoryview]:
         raise WireError(f"not a file of this protocol: it begins with {bytes(view[: len(_MAGIC)])!r}")
     try:
         (num_frames,) = struct.unpack_from("<I", view, len(_MAGIC))
-        if num_frames > MAX_FRAMES:
-            raise WireError(f"file has {num_frames} frames; {MAX_FRAMES} are allowed")
         sizes = struct.unpack_from(f"<{num_frames}Q", view, len(_MAGIC) + 4)
     except struct.error as error:
         raise WireError(f"file is truncated: {error}") from error

@@ -71,7 +71,7 @@ def tensor_of(data: bytes, buffer: memoryview, *, copy: bool) -> torch.Tensor:
     return tensor.clone() if copy and buffer.readonly else tensor
 
 
-def jagged_parts(tensor: torch.Tensor) -> list[Any]:
+def jagged_parts(tensor: Any) -> list[Any]:
     """Values, offsets, lengths (None where rows leave no holes) and ragged dimension of a nested tensor."""
     if tensor.layout is not torch.jagged:
         raise TypeError("the wire carries nested tensors of the jagged layout only; pass layout=torch.jagged")

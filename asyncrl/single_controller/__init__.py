@@ -6,10 +6,24 @@ from .colocated import (
     create_colocated_worker_raw_cls,
 )
 from .deadline import call_deadline
-from .decorator import Dispatch, Execute, register
+from .decorator import MAGIC_ATTR, Dispatch, Execute, register
 from .devices import ray_noset_visible_devices
 from .dispatch import (
     DISPATCH_MODE_FN_REGISTRY,
+    collect_all_to_all,
+    collect_dp_compute,
+    collect_dp_compute_data_proto,
+    collect_lazy_compute_data_proto,
+    collect_nd_compute,
+    collect_nd_compute_dataproto,
+    dispatch_all_to_all,
+    dispatch_dp_compute,
+    dispatch_dp_compute_data_proto,
+    dispatch_dp_compute_data_proto_with_func,
+    dispatch_lazy_compute_data_proto,
+    dispatch_nd_compute,
+    dispatch_nd_compute_dataproto,
+    dispatch_one_to_all,
     get_predefined_dispatch_fn,
     get_predefined_execute_fn,
     make_nd_compute_dataproto_dispatch_fn,
@@ -29,6 +43,7 @@ from .worker_group import WorkerGroup
 
 __all__ = [
     "DISPATCH_MODE_FN_REGISTRY",
+    "MAGIC_ATTR",
     "ClassWithInitArgs",
     "Dispatch",
     "Execute",
@@ -44,9 +59,23 @@ __all__ = [
     "Worker",
     "WorkerGroup",
     "call_deadline",
+    "collect_all_to_all",
+    "collect_dp_compute",
+    "collect_dp_compute_data_proto",
+    "collect_lazy_compute_data_proto",
+    "collect_nd_compute",
+    "collect_nd_compute_dataproto",
     "create_colocated_worker_cls",
     "create_colocated_worker_cls_fused",
     "create_colocated_worker_raw_cls",
+    "dispatch_all_to_all",
+    "dispatch_dp_compute",
+    "dispatch_dp_compute_data_proto",
+    "dispatch_dp_compute_data_proto_with_func",
+    "dispatch_lazy_compute_data_proto",
+    "dispatch_nd_compute",
+    "dispatch_nd_compute_dataproto",
+    "dispatch_one_to_all",
     "get_predefined_dispatch_fn",
     "get_predefined_execute_fn",
     "make_nd_compute_dataproto_dispatch_fn",

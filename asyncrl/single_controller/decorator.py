@@ -64,35 +64,46 @@ def register(
     _check_dispatch_mode(dispatch_mode)
     _check_execute_mode(execute_mode)
 
+    attrs = {
+        "dispatch_mode": dispatch_mode,
+        "execute_mode": execute_mode,
+        "blocking": blocking,
+        "materialize_futures": materialize_futures,
+    }
+
     def decorate(method: Method) -> Method:
-        if inspect.iscoroutinefunction(method):
-
-            @wraps(method)
-            async def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-                if materialize_futures:
-                    args, kwargs = await materialize_async(args, kwargs)
-                with _named(self, method.__name__):
-                    return await method(self, *args, **kwargs)
-
-        else:
-
-            @wraps(method)
-            def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-                if materialize_futures:
-                    args, kwargs = _materialize(args, kwargs)
-                with _named(self, method.__name__):
-                    return method(self, *args, **kwargs)
-
-        attrs = {
-            "dispatch_mode": dispatch_mode,
-            "execute_mode": execute_mode,
-            "blocking": blocking,
-            "materialize_futures": materialize_futures,
-        }
-        setattr(call, MAGIC_ATTR, attrs)
-        return call  # type: ignore[return-value]
+        wrap = _wrapped_coroutine if inspect.iscoroutinefunction(method) else _wrapped
+        wrapped = wrap(method, materialize_futures)
+        setattr(wrapped, MAGIC_ATTR, attrs)
+        return wrapped
 
     return decorate
+
+
+def _wrapped(method: Any, materialize_futures: bool) -> Any:
+    """The method as the worker runs it: with its futures fetched, and its errors marked with the rank."""
+
+    @wraps(method)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if materialize_futures:
+            args, kwargs = _materialize(args, kwargs)
+        with _named(self, method.__name__):
+            return method(self, *args, **kwargs)
+
+    return call
+
+
+def _wrapped_coroutine(method: Any, materialize_futures: bool) -> Any:
+    """As `_wrapped`, for a coroutine function."""
+
+    @wraps(method)
+    async def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if materialize_futures:
+            args, kwargs = await materialize_async(args, kwargs)
+        with _named(self, method.__name__):
+            return await method(self, *args, **kwargs)
+
+    return call
 
 
 class _named:

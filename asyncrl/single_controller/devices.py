@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, MutableMapping
+from typing import Any
 
 NOSET_VISIBLE_DEVICES = (
     "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES",
@@ -25,20 +26,20 @@ def ray_noset_visible_devices(env_vars: Mapping[str, str] = os.environ) -> bool:
 
 def visible_devices_name(env_vars: Mapping[str, str] = os.environ) -> str:
     """Name of the variable that restricts the devices of this process's runtime."""
-    torch = sys.modules.get("torch")
+    torch = _loaded_torch()
     is_npu = hasattr(torch, "npu") or bool(env_vars.get("ASCEND_RT_VISIBLE_DEVICES"))
     return "ASCEND_RT_VISIBLE_DEVICES" if is_npu else "CUDA_VISIBLE_DEVICES"
 
 
-def set_up_visible_devices() -> None:
+def set_up_visible_devices(env_vars: MutableMapping[str, str] = os.environ) -> None:
     """Settle the visible devices of this process before it touches an accelerator.
 
     Raises:
         ValueError: the ROCm variables contradict one another or CUDA's.
     """
-    _unify_rocm(os.environ)
-    if ray_noset_visible_devices():
-        _choose_device_within_node(os.environ)
+    _unify_rocm(env_vars)
+    if ray_noset_visible_devices(env_vars):
+        _choose_device_within_node(env_vars)
 
 
 def _unify_rocm(env_vars: MutableMapping[str, str]) -> None:
@@ -65,6 +66,11 @@ def _choose_device_within_node(env_vars: MutableMapping[str, str]) -> None:
     if not assigned:
         return
     env_vars["LOCAL_RANK"] = assigned[0]
-    torch = sys.modules.get("torch")
+    torch = _loaded_torch()
     if torch is not None:
         (torch.npu if is_npu else torch.cuda).set_device(int(assigned[0]))
+
+
+def _loaded_torch() -> Any:
+    """torch, if this process has it; a worker that does not is not made to load it."""
+    return sys.modules.get("torch")

@@ -131,9 +131,21 @@ def dispatch_lazy_compute_data_proto(mesh_name: str, worker_group: Any, *args: A
 
 def collect_lazy_compute_data_proto(mesh_name: str, worker_group: Any, *args: Any, **kwargs: Any) -> Any:
     """As `collect_nd_compute_dataproto`, over a mesh that the workers registered; they are asked once."""
+    return collect_nd_compute_dataproto(_collect_mask(mesh_name, worker_group), worker_group, *args, **kwargs)
+
+
+def silent_ranks(worker_group: Any, collect_fn: Callable[..., Any]) -> frozenset[int]:
+    """The ranks whose results a mesh does not collect, and which therefore need not send them."""
+    if not isinstance(collect_fn, partial) or collect_fn.func is not collect_lazy_compute_data_proto:
+        return frozenset()
+    mask = _collect_mask(collect_fn.args[0], worker_group)
+    return frozenset(rank for rank, is_collect in enumerate(mask) if not is_collect)
+
+
+def _collect_mask(mesh_name: str, worker_group: Any) -> list[bool]:
     if mesh_name not in worker_group._collect_info:
         worker_group._collect_info[mesh_name] = worker_group._query_collect_info(mesh_name)
-    return collect_nd_compute_dataproto(worker_group._collect_info[mesh_name], worker_group, *args, **kwargs)
+    return worker_group._collect_info[mesh_name]
 
 
 def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> dict[str, Callable[..., Any]]:

@@ -60,7 +60,8 @@ class RayClassWithInitArgs(ClassWithInitArgs):
             return self.cls.options(**options).remote(*self.args, cuda_visible_devices=devices, **self.kwargs)
         options: dict[str, Any] = {
             "scheduling_strategy": PlacementGroupSchedulingStrategy(
-                placement_group=placement_group, placement_group_bundle_index=placement_group_bundle_idx
+                placement_group=placement_group,  # type: ignore[arg-type]
+                placement_group_bundle_index=placement_group_bundle_idx,
             ),
             **self._options,
         }

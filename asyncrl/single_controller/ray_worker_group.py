@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import inspect
 import secrets
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import ray
+from ray._private import state as ray_state
 
 from asyncrl.protocol.errors import WorkerDiedError
-from asyncrl.protocol.future import DataProtoFuture
-from asyncrl.protocol.padding import unpad_dataproto
 from asyncrl.protocol.remote import WorkerIdentity, death_of, forget, identity_of, introduce
 
+from .calling import func_generator, shared
 from .chaining import detach_references, holds_future
 from .colocated import FUSED_METHOD_SEPARATOR
 from .deadline import deadline_in_force
 from .decorator import MAGIC_ATTR
-from .dispatch import PADDING_KEY
 from .placement import Slot, master_address_port, slots_of
 from .ray_class import RayClassWithInitArgs, unwrap
 from .ray_pool import RayResourcePool
@@ -28,7 +26,16 @@ from .results import PendingResult, PendingResults
 from .worker_group import WorkerGroup
 from .worker_log import identity_with_log
 
-_SHARE_FROM_BYTES = 100_000
+_FURTHER_OPTIONS = frozenset(
+    {
+        "master_addr",
+        "master_port",
+        "ray_wait_register_center_timeout",
+        "use_gpu",
+        "profile_steps",
+        "worker_nsight_options",
+    }
+)
 
 
 class RayWorkerGroup(WorkerGroup):
@@ -46,6 +53,8 @@ class RayWorkerGroup(WorkerGroup):
         device_name: ``cuda`` or ``npu``.
         log_dir: Directory for the workers' output, one file per rank; None leaves it to Ray.
         timeout_s: Seconds that a blocking call may take; None for as long as it likes.
+        kwargs: ``master_addr`` and ``master_port``, where they are chosen already. Further options of verl's groups
+            (profiling, register centre) are accepted, and do nothing.
     """
 
     def __init__(
@@ -64,7 +73,10 @@ class RayWorkerGroup(WorkerGroup):
         timeout_s: float | None = None,
         **kwargs: Any,
     ) -> None:
-        super().__init__(resource_pool, **kwargs)
+        unknown = sorted(kwargs.keys() - _FURTHER_OPTIONS)
+        if unknown:
+            raise TypeError(f"RayWorkerGroup has no options {unknown}; see its docstring")
+        super().__init__(resource_pool)
         self.resource_pool = resource_pool
         self.ray_cls_with_init = ray_cls_with_init
         self.name_prefix = name_prefix or secrets.token_hex(3)
@@ -189,7 +201,19 @@ class RayWorkerGroup(WorkerGroup):
         Raises:
             ValueError: the class has no such role.
         """
-        return {role: self._spawn_one(role) for role in prefix_set}
+        return self.spawn_fused(prefix_set) if self.fused_worker_used else self._spawn_colocated(prefix_set)
+
+    def spawn_fused(self, prefix_set: Iterable[str]) -> dict[str, RayWorkerGroup]:
+        """As `spawn`, for a class of `create_colocated_worker_cls_fused`."""
+        raw: Any = self._raw_class()
+        groups = {}
+        for role in prefix_set:
+            if role not in raw.raw_cls_dict:
+                raise ValueError(f"{raw.__name__} has no role {role!r}, only {list(raw.raw_cls_dict)}")
+            groups[role] = self._over_the_same_workers()
+            groups[role].sub_cls_name = role
+            groups[role]._bind_worker_method(raw.raw_cls_dict[role], func_generator)
+        return groups
 
     def fuse(self, prefix_set: Iterable[str]) -> None:
         """Give this group an attribute for each role, a group as `spawn` makes it, beside its own methods."""
@@ -198,10 +222,13 @@ class RayWorkerGroup(WorkerGroup):
         for role, group in self.wg_dict.items():
             setattr(self, role, group)
 
-    def _spawn_one(self, role: str) -> RayWorkerGroup:
-        ray_class = self.ray_cls_with_init
-        assert ray_class is not None
-        raw = unwrap(ray_class.cls)
+    def _raw_class(self) -> type:
+        if self.ray_cls_with_init is None:
+            raise ValueError("this group does not know its workers' class; give it ray_cls_with_init")
+        return unwrap(self.ray_cls_with_init.cls)
+
+    def _over_the_same_workers(self) -> RayWorkerGroup:
+        """A group of these workers, without methods."""
         group = type(self).from_detached(
             name_prefix=self.name_prefix,
             worker_names=self._worker_names,
@@ -211,16 +238,16 @@ class RayWorkerGroup(WorkerGroup):
             master_addr=self._master_addr,
             master_port=self._master_port,
         )
-        group.ray_cls_with_init = ray_class
-        if ray_class.fused_worker_used:
-            if role not in raw.raw_cls_dict:
-                raise ValueError(f"{raw.__name__} has no role {role!r}, only {list(raw.raw_cls_dict)}")
-            group.sub_cls_name = role
-            group._bind_worker_method(raw.raw_cls_dict[role], func_generator)
-        else:
-            group._bind_worker_method(raw, func_generator)
-            group._rename_methods(raw, role)
+        group.ray_cls_with_init = self.ray_cls_with_init
         return group
+
+    def _spawn_colocated(self, prefix_set: Iterable[str]) -> dict[str, RayWorkerGroup]:
+        raw, groups = self._raw_class(), {}
+        for role in prefix_set:
+            groups[role] = self._over_the_same_workers()
+            groups[role]._bind_worker_method(raw, func_generator)
+            groups[role]._rename_methods(raw, role)
+        return groups
 
     def _rename_methods(self, raw: type, role: str) -> None:
         """Reach the methods of a role by their own names."""
@@ -236,7 +263,7 @@ class RayWorkerGroup(WorkerGroup):
 
     def execute_rank_zero_async(self, method_name: str, *args: Any, **kwargs: Any) -> PendingResult:
         """Call a method of rank 0; returns a reference to the result."""
-        return PendingResult(self._call(self._workers[0], method_name, *args, **kwargs))
+        return PendingResult(self._call(self._workers[0], method_name, args, kwargs))
 
     def execute_rank_zero_sync(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method of rank 0 and wait for the result."""
@@ -252,20 +279,22 @@ class RayWorkerGroup(WorkerGroup):
         Where every argument is a list of one entry per rank, each rank receives its entry; otherwise every rank
         receives all arguments as they are.
         """
-        args, kwargs = tuple(map(_shared, args)), {key: _shared(value) for key, value in kwargs.items()}
-        values = [*args, *kwargs.values()]
-        if all(isinstance(value, list) and len(value) == len(self._workers) for value in values):
-            calls = [
-                self._call(
-                    worker,
-                    method_name,
-                    *(arg[rank] for arg in args),
-                    **{key: value[rank] for key, value in kwargs.items()},
-                )
-                for rank, worker in enumerate(self._workers)
-            ]
-        else:
-            calls = [self._call(worker, method_name, *args, **kwargs) for worker in self._workers]
+        return self._execute_all(method_name, args, kwargs)
+
+    def _execute_all(
+        self, method_name: str, args: Sequence[Any], kwargs: dict[str, Any], silent: frozenset[int] = frozenset()
+    ) -> PendingResults:
+        """As `execute_all_async`; the ranks in ``silent`` need not send their results."""
+        args, kwargs = tuple(map(shared, args)), {key: shared(value) for key, value in kwargs.items()}
+        num_workers = len(self._workers)
+        if not all(isinstance(value, list) and len(value) == num_workers for value in (*args, *kwargs.values())):
+            args = tuple([arg] * num_workers for arg in args)
+            kwargs = {key: [value] * num_workers for key, value in kwargs.items()}
+        calls = []
+        for rank, worker in enumerate(self._workers):
+            own_args = tuple(arg[rank] for arg in args)
+            own_kwargs = {key: value[rank] for key, value in kwargs.items()}
+            calls.append(self._call(worker, method_name, own_args, own_kwargs, is_silent=rank in silent))
         return PendingResults(calls)
 
     def execute_all_sync(self, method_name: str, *args: Any, **kwargs: Any) -> list[Any]:
@@ -290,35 +319,42 @@ class RayWorkerGroup(WorkerGroup):
             self.resource_pool.leave()
             self.resource_pool = None
 
-    def _call(self, worker: Any, method_name: str, *args: Any, **kwargs: Any) -> ray.ObjectRef:
-        may_chain = self._may_chain(method_name)
+    def _call(
+        self, worker: Any, method_name: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_silent: bool = False
+    ) -> ray.ObjectRef:
+        """Call one worker, through its host where it shares a process."""
+        method, is_coroutine = self._method_behind(method_name)
         if self.sub_cls_name:
             args = (f"{self.sub_cls_name}{FUSED_METHOD_SEPARATOR}{method_name}", *args)
             method_name = self.fused_worker_execute_fn_name
-        if may_chain and holds_future(args, kwargs):
-            (args, kwargs), references = detach_references(args, kwargs)
-            return worker._call_chained.remote(method_name, args, kwargs, *references)
+        if (
+            not is_coroutine
+            and getattr(method, MAGIC_ATTR, {}).get("materialize_futures")
+            and holds_future(args, kwargs)
+        ):
+            (blank_args, blank_kwargs), references = detach_references(args, kwargs)
+            args, kwargs = (method_name, blank_args, blank_kwargs, *references), {}
+            method_name = "_call_chained"
+        if is_silent and not is_coroutine:
+            args, method_name = (method_name, *args), "_call_silently"
         return getattr(worker, method_name).remote(*args, **kwargs)
 
-    def _may_chain(self, method_name: str) -> bool:
-        """Whether the method wants its futures fetched, and is no coroutine, which fetches them without blocking."""
-        ray_class = self.ray_cls_with_init
-        if ray_class is None:
-            return False
-        raw = unwrap(ray_class.cls)
-        if self.sub_cls_name:
-            if inspect.iscoroutinefunction(getattr(raw, self.fused_worker_execute_fn_name)):
-                return False
-            raw = raw.raw_cls_dict[self.sub_cls_name]
-        method = getattr(raw, method_name, None)
-        attrs = getattr(method, MAGIC_ATTR, {})
-        return bool(attrs.get("materialize_futures")) and not inspect.iscoroutinefunction(method)
+    def _method_behind(self, method_name: str) -> tuple[Any, bool]:
+        """A method of the workers' class, and whether the call of it is a coroutine, which may wait for others."""
+        if self.ray_cls_with_init is None:
+            return None, True
+        raw: Any = unwrap(self.ray_cls_with_init.cls)
+        if not self.sub_cls_name:
+            method = getattr(raw, method_name, None)
+            return method, inspect.iscoroutinefunction(method)
+        method = getattr(raw.raw_cls_dict[self.sub_cls_name], method_name, None)
+        return method, inspect.iscoroutinefunction(getattr(raw, self.fused_worker_execute_fn_name))
 
     def _fetch(self, pending: PendingResult | PendingResults) -> Any:
         return pending.get(deadline_in_force(self.timeout_s))
 
     def _is_worker_alive(self, worker: Any) -> bool:
-        state = ray._private.state.actors(worker._actor_id.hex())
+        state = ray_state.actors(worker._actor_id.hex())
         return bool(state) and state["State"] == "ALIVE"
 
     def _death_of(self, rank: int) -> WorkerDiedError:
@@ -327,44 +363,7 @@ class RayWorkerGroup(WorkerGroup):
         return death_of(identity, "Its actor is no longer alive.")
 
 
-def func_generator(
-    group: RayWorkerGroup,
-    method_name: str,
-    *,
-    dispatch_fn: Callable[..., Any],
-    collect_fn: Callable[..., Any],
-    execute_fn: Callable[..., Any],
-    blocking: bool,
-) -> Callable[..., Any]:
-    """The group's side of a registered method: dispatch, execute, wait where it blocks, collect, unpad."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = dispatch_fn(group, *args, **kwargs)
-        padding_size = kwargs.pop(PADDING_KEY, 0)
-        output = execute_fn(method_name, *args, **kwargs)
-        if blocking:
-            output = group._fetch(output)
-        output = collect_fn(group, output)
-        if not padding_size:
-            return output
-        if isinstance(output, DataProtoFuture):
-            return output.then(partial(unpad_dataproto, pad_size=padding_size))
-        return output[:-padding_size]
-
-    call.__name__ = method_name
-    return call
-
-
-def _shared(value: Any) -> Any:
-    """A list that holds one large value for every rank, as a list of references to one copy in the object store."""
-    if not isinstance(value, list) or len(value) < 2 or getattr(value[0], "nbytes", 0) < _SHARE_FROM_BYTES:
-        return value
-    if any(entry is not value[0] for entry in value):
-        return value
-    return [ray.put(value[0])] * len(value)
-
-
 def _node_of(worker: Any) -> str:
     """Address of the node on which a running actor lives."""
-    state = ray._private.state.actors(worker._actor_id.hex())
+    state = ray_state.actors(worker._actor_id.hex())
     return state["Address"]["IPAddress"] if state else "unknown"

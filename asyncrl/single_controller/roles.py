@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import ray
+from ray._private import state as ray_state
 
 from .dynamic_enum import DynamicEnum
 from .ray_pool import DEVICE_RESOURCES, RayResourcePool, node_addresses
@@ -86,7 +86,7 @@ class ResourcePoolManager:
 
     def _check_resource_available(self) -> None:
         """Try the pools on the free resources of the nodes, largest demand first."""
-        free = {node: dict(resources) for node, resources in ray._private.state.available_resources_per_node().items()}
+        free = {node: dict(resources) for node, resources in ray_state.available_resources_per_node().items()}
         bundles = {name: pool.bundle(self.device_name) for name, pool in self.resource_pool_dict.items()}
         demands = [
             (count, name) for name, process_on_nodes in self.resource_pool_spec.items() for count in process_on_nodes

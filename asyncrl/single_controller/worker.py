@@ -35,6 +35,10 @@ class Worker:
         if cuda_visible_devices is not None:
             os.environ[visible_devices_name()] = cuda_visible_devices
         set_up_visible_devices()
+        if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+            raise ValueError(
+                "RANK and WORLD_SIZE are not set; a Worker is started by a RayWorkerGroup, which sets them"
+            )
         self._rank = int(os.environ["RANK"])
         self._world_size = int(os.environ["WORLD_SIZE"])
         self._local_rank = int(os.environ.setdefault("LOCAL_RANK", "0"))
@@ -79,6 +83,12 @@ class Worker:
     def get_fused_worker_by_name(self, worker_name: str) -> Worker | None:
         """A worker that lives in the same process under this name, or None."""
         return self.fused_worker_dict.get(worker_name)
+
+    def get_node_id(self) -> str:
+        """Ray's id of the node that this process runs on."""
+        import ray
+
+        return ray.get_runtime_context().get_node_id()
 
     @staticmethod
     def _get_node_ip() -> str:
@@ -130,6 +140,10 @@ class Worker:
         """Call a method with the results of other calls, which Ray has fetched, in the place of their futures."""
         args, kwargs = attach_results(args, kwargs, results)
         return getattr(self, method_name)(*args, **kwargs)
+
+    def _call_silently(self, method_name: str, *args: Any, **kwargs: Any) -> None:
+        """Call a method whose result nobody collects: its errors travel, its result does not."""
+        getattr(self, method_name)(*args, **kwargs)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO_WITH_FUNC)
     def execute_with_func_generator(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

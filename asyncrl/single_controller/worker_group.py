@@ -6,7 +6,7 @@ import logging
 import signal
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from asyncrl.protocol.errors import DeadlineError, WorkerDiedError
 
@@ -22,7 +22,7 @@ class WorkerGroup:
 
     fused_worker_execute_fn_name = "_fuw_execute"
 
-    def __init__(self, resource_pool: ResourcePool | None, **kwargs: Any) -> None:
+    def __init__(self, resource_pool: ResourcePool | None) -> None:
         self._is_init_with_detached_workers = resource_pool is None
         self.fused_worker_used = False
         self._workers: list[Any] = []
@@ -31,6 +31,11 @@ class WorkerGroup:
         self._collect_info: dict[str, list[bool]] = {}
         self._stop_checking = threading.Event()
         self._checker_thread: threading.Thread | None = None
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """A method that the workers' class registered."""
 
     @property
     def world_size(self) -> int:
@@ -46,6 +51,7 @@ class WorkerGroup:
 
     def _block_until_all_workers_alive(self, timeout_s: float = 300.0, every_n_seconds: float = 1.0) -> None:
         """Wait until every worker is alive. Raises `DeadlineError` after ``timeout_s`` seconds."""
+        missing: list[int] = []
         for _ in range(max(1, round(timeout_s / every_n_seconds))):
             missing = [rank for rank, worker in enumerate(self._workers) if not self._is_worker_alive(worker)]
             if not missing:
@@ -96,9 +102,12 @@ class WorkerGroup:
             attrs = getattr(getattr(user_defined_cls, method_name, None), MAGIC_ATTR, None)
             if attrs is None:
                 continue
-            mode = attrs["dispatch_mode"]
+            mode, execute_mode = attrs["dispatch_mode"], attrs["execute_mode"]
+            if mode is Dispatch.RANK_ZERO:
+                execute_mode = Execute.RANK_ZERO
+            elif mode is Dispatch.ONE_TO_ALL and execute_mode is Execute.RANK_ZERO:
+                mode = Dispatch.RANK_ZERO  # one rank needs one copy of the arguments
             functions = get_predefined_dispatch_fn(mode) if isinstance(mode, Dispatch) else mode
-            execute_mode = Execute.RANK_ZERO if mode is Dispatch.RANK_ZERO else attrs["execute_mode"]
             method = func_generator(
                 self,
                 method_name,

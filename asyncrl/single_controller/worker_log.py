@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 import ray
+from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from asyncrl.protocol.remote import WorkerIdentity
@@ -59,5 +60,5 @@ def _read_on(node_id: str, path: str) -> str:
     reading = ray.remote(num_cpus=0)(last_lines).options(scheduling_strategy=there).remote(path)
     try:
         return ray.get(reading, timeout=_REMOTE_READ_TIMEOUT_S)
-    except ray.exceptions.RayError as error:
+    except RayError as error:
         return f"(log {path} cannot be read, its node does not answer: {type(error).__name__})"

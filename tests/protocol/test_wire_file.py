@@ -28,7 +28,7 @@ def test_every_truncation_is_a_wire_error():
 
 def test_a_file_that_claims_too_much_is_refused():
     data = written([b"header"])
-    with pytest.raises(WireError, match="frames"):
+    with pytest.raises(WireError, match="truncated"):
         wire_file.read_frames(data[:8] + b"\xff\xff\xff\xff" + data[12:])
     with pytest.raises(WireError):
         wire_file.read_frames(data + b"more")

@@ -49,6 +49,10 @@ class Adder(Worker):
     def on_rank_zero(self, a, b):
         return self.rank, a + b
 
+    @register(Dispatch.ONE_TO_ALL, execute_mode=Execute.RANK_ZERO)
+    def one_to_rank_zero(self, a):
+        return self.rank, a
+
     @register(Dispatch.RANK_ZERO)
     def rank_zero(self, a):
         return self.rank, a
@@ -158,7 +162,7 @@ def test_unregistered_methods_are_called_by_name(group):
 
 def test_rank_zero_runs_once_and_returns_one_result(group):
     assert group.on_rank_zero(1, b=2) == (0, 3)
-    assert group.rank_zero("x") == (0, "x")
+    assert group.rank_zero("x") == group.one_to_rank_zero("x") == (0, "x")
     assert ray.get(group.rank_zero_later("x")) == (0, "x")
 
 
@@ -266,6 +270,13 @@ def test_a_mesh_hands_parts_to_its_dp_ranks_and_hears_the_collecting_ones(group)
         assert output.batch["a"].tolist() == [0, 0, 200, 200]
     assert group._dispatch_info["mesh"] == [0, 0, 1, 1]
     assert group._collect_info["mesh"] == [True, False, True, False]
+
+
+def test_ranks_that_are_not_collected_send_nothing_but_their_errors(group):
+    sent = group._execute_all("on_mesh", ([zeros(1)] * 4,), {}, frozenset({1, 3})).get(60)
+    assert [type(result).__name__ for result in sent] == ["DataProto", "NoneType", "DataProto", "NoneType"]
+    with pytest.raises(ValueError, match="on rank 1"):
+        group._execute_all("fail_on", (1,), {}, frozenset({1})).get(60)
 
 
 def test_an_unknown_mesh_is_named(group):

@@ -1,0 +1,35 @@
+"""Going through the rows of a `DataProto` in mini-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from .errors import BatchError
+
+if TYPE_CHECKING:
+    from .data_proto import DataProto
+
+
+def mini_batches(
+    data: DataProto, mini_batch_size: int, epochs: int, seed: int | None, dataloader_kwargs: dict[str, Any]
+) -> Iterator[DataProto]:
+    """What `DataProto.make_iterator` returns: a DataLoader chooses the rows, which are then taken at once.
+
+    Raises:
+        BatchError: ``mini_batch_size`` does not divide the rows.
+    """
+    if mini_batch_size < 1 or len(data) % mini_batch_size != 0:
+        raise BatchError(f"mini_batch_size must divide the {len(data)} rows, got {mini_batch_size}")
+    generator = None if seed is None else torch.Generator().manual_seed(seed)
+    loader = DataLoader(
+        range(len(data)),  # type: ignore[arg-type]
+        batch_size=mini_batch_size,
+        collate_fn=data.select_idxs,
+        generator=generator,
+        **dataloader_kwargs,
+    )
+    return (mini_batch for _ in range(epochs) for mini_batch in loader)
