@@ -1,5 +1,7 @@
 """Other data planes with the buffer's task: put a batch, get it back. Each returns the seconds of one round."""
 
+import importlib
+import logging
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -15,7 +17,7 @@ def start_ray() -> None:
     import ray
 
     os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 - Ray reads this spelling
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
 
 
 def ray_queue_round(batch: Batch) -> Callable[[], float]:
@@ -38,7 +40,7 @@ def ray_queue_round(batch: Batch) -> Callable[[], float]:
 def transfer_queue_round(batch: Batch, num_units: int) -> Callable[[], float] | None:
     """TransferQueue, verl's data plane, with ``num_units`` storage units; None where it is not installed."""
     try:
-        import transfer_queue
+        transfer_queue = importlib.import_module("transfer_queue")
     except ImportError:
         return None
     import torch
@@ -69,6 +71,4 @@ def transfer_queue_round(batch: Batch, num_units: int) -> Callable[[], float] | 
 
 def stop_transfer_queue() -> None:
     """End its actors, so that the next setting starts afresh."""
-    import transfer_queue
-
-    transfer_queue.close()
+    importlib.import_module("transfer_queue").close()

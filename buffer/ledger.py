@@ -126,6 +126,10 @@ class Ledger:
         """Whether the group is stored or planned."""
         return group_id in self._batches
 
+    def stored_attempt(self, group_id: int) -> int:
+        """The attempt of a stored or planned group. Raises UnknownGroup if it is neither."""
+        return self._batches.attempt(group_id)
+
     def is_planned(self, version: int) -> bool:
         """Whether the batch of ``version`` is made and not committed."""
         return version in self._batches.plans
