@@ -47,7 +47,7 @@ MUTATIONS = [
         "summary.oldest_version <= lease.engine_version",
     ),
     ("ledger", "Ledger", "summary.oldest_version < lease.engine_version", "False"),
-    ("ledger", "Ledger", "if self.admits(progress.oldest_version)", "if True"),
+    ("ledger", "Ledger", "if self.admits(saved.oldest_version)", "if True"),
     ("ledger", "Ledger", "else min(engine_version, progress.oldest_version)", "else engine_version"),
     ("ledger", "Ledger", "lease.expires_at <= now", "lease.expires_at < now - 5"),
 ]
