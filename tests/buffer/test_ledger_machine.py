@@ -4,9 +4,17 @@ The model below never asks the ledger what is right: it keeps its own deadlines,
 """
 
 import msgpack
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from asyncrl.protocol.errors import LeaseExpired, ReplayBufferError, VersionTooOld
 from asyncrl.protocol.types import GroupSummary
@@ -359,3 +367,12 @@ TestLedger = LedgerMachine.TestCase
 TestLedger.settings = settings(
     max_examples=300, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
 )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_ten_thousand_runs_of_the_ledger():
+    search = settings(
+        max_examples=10_000, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
+    )
+    run_state_machine_as_test(LedgerMachine, settings=search)
