@@ -4,7 +4,8 @@ import importlib
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -12,12 +13,17 @@ import numpy as np
 Batch = Mapping[str, np.ndarray]
 
 
-def start_ray() -> None:
-    """A Ray of our own, at the usual priority."""
+@contextmanager
+def own_ray() -> Iterator[None]:
+    """A Ray of our own, at the usual priority, for a while."""
     import ray
 
     os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 - Ray reads this spelling
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    try:
+        yield
+    finally:
+        ray.shutdown()
 
 
 def ray_queue_round(batch: Batch) -> Callable[[], float]:

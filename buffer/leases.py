@@ -1,7 +1,25 @@
-"""The leases that run now: who holds them, when they are due, and when they run out."""
+"""The leases that run now: who holds them, when they are due, when they run out, and how they end."""
 
 from dataclasses import dataclass
+from enum import StrEnum
 from heapq import heappop, heappush
+
+
+class PutResult(StrEnum):
+    """What an acknowledged put did."""
+
+    stored = "stored"
+    duplicate = "duplicate"
+    filtered = "filtered"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Revocation:
+    """A lease that its owner no longer holds."""
+
+    owner: bytes
+    group_id: int
+    attempt: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,8 +6,7 @@ queue under the next attempt. Whoever drives it passes the time in, calls `expir
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from enum import StrEnum
+from dataclasses import asdict
 from typing import Any
 
 from asyncrl.protocol.errors import LeaseExpired, ReplayBufferError, UnknownGroup, VersionTooOld
@@ -18,28 +17,11 @@ from .attempts import Attempts
 from .batches import Batches
 from .config import OnStale, SelectionOrder
 from .filters import dropped_by
-from .leases import Progress, RunningLease, RunningLeases
+from .leases import Progress, PutResult, Revocation, RunningLease, RunningLeases
 from .queue import PromptQueue
 from .staleness import StalenessRule
 
 SNAPSHOT_FORMAT = 1
-
-
-class PutResult(StrEnum):
-    """What an acknowledged put did."""
-
-    stored = "stored"
-    duplicate = "duplicate"
-    filtered = "filtered"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Revocation:
-    """A lease that its owner no longer holds."""
-
-    owner: bytes
-    group_id: int
-    attempt: int
 
 
 class Ledger:
@@ -336,26 +318,18 @@ class Ledger:
                 f"plan is {self.next_plan}; plan in order, at most one step ahead of the last commit"
             )
 
+    def _missing(self) -> list[int]:
+        return self.rule.missing(self.due(), self._batches.ready_due(), version=self.next_plan)
+
     def can_plan(self, version: int) -> bool:
         """Whether the next batch can be made now, its stragglers given up unless they are to be waited for."""
         if self.num_stored < self.rule.groups_per_step:
             return False
-        return self._on_stale != OnStale.wait or not any(self._missing(version))
-
-    def _missing(self, version: int) -> list[int]:
-        """For each k, how many of the groups that must be in, due by w + k, still run beyond those for k - 1."""
-        ready = self._batches.ready_due()
-        num_ready = num_missing = 0
-        missing = []
-        for k, required in enumerate(self.rule.required(self.due(), version=version)):
-            num_ready += ready.get(version + k, 0)
-            missing.append(max(0, required - num_ready - num_missing))
-            num_missing += missing[-1]
-        return missing
+        return self._on_stale != OnStale.wait or not any(self._missing())
 
     def _give_up_stragglers(self, version: int) -> None:
         """Revoke running groups that this batch would have to hold, those begun last first: they lose the least."""
-        for k, number in enumerate(self._missing(version)):
+        for k, number in enumerate(self._missing()):
             for lease in self._leases.last_leased(version + k, number):
                 self._give_up(lease)
 

@@ -16,8 +16,7 @@ from asyncrl.protocol.errors import AsyncRLError, ReplayBufferError, StoreFull, 
 from . import messages
 from .config import BufferConfig
 from .journal import Frames, Journal
-from .leases import Progress, RunningLease
-from .ledger import PutResult
+from .leases import Progress, PutResult, RunningLease
 from .messages import OK, PUSH_ID, REVOKED, SPACE, Message, integer, integers, text
 from .recorded import RecordedLedger
 from .staleness import StalenessRule

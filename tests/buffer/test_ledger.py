@@ -11,8 +11,8 @@ from asyncrl.protocol.errors import ReplayBufferError, StalenessError, UnknownGr
 from asyncrl.protocol.types import GroupSummary
 from buffer.config import BufferConfig, Durability, OnStale, SelectionOrder
 from buffer.idset import IdSet
-from buffer.leases import Progress
-from buffer.ledger import Ledger, PutResult
+from buffer.leases import Progress, PutResult
+from buffer.ledger import Ledger
 from buffer.parcels import unwrap, wrap
 from buffer.staleness import StalenessRule, Window
 

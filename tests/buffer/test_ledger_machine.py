@@ -19,8 +19,8 @@ from hypothesis.stateful import (
 from asyncrl.protocol.errors import LeaseExpired, ReplayBufferError, VersionTooOld
 from asyncrl.protocol.types import GroupSummary
 from buffer.config import OnStale, SelectionOrder
-from buffer.leases import Progress, RunningLease
-from buffer.ledger import Ledger, PutResult
+from buffer.leases import Progress, PutResult, RunningLease
+from buffer.ledger import Ledger
 from buffer.staleness import StalenessRule
 
 LEASE_S = 10.0
