@@ -17,6 +17,8 @@ from .link import Link
 from .messages import REVOKED, SPACE, Message, integer
 from .store import size_frame
 
+_PROMPTS_AT_ONCE = 128
+
 
 class BufferClient:
     """Implements the ports `RolloutBuffer` and `ControlBuffer`.
@@ -143,12 +145,14 @@ class BufferClient:
 
     async def enqueue(self, prompts: Sequence[Prompt]) -> None:
         """See `ControlBuffer.enqueue`."""
-        left = [(prompt.group_id, messages.prompt_frames(prompt)) for prompt in prompts]
-        while left:
-            fields = {"groups": [group_id for group_id, _ in left], "counts": [len(frames) for _, frames in left]}
-            payload = [frame for _, frames in left for frame in frames]
+        num_queued = 0
+        while num_queued < len(prompts):
+            some = prompts[num_queued : num_queued + _PROMPTS_AT_ONCE]
+            encoded = [messages.prompt_frames(prompt) for prompt in some]
+            fields = {"groups": [prompt.group_id for prompt in some], "counts": [len(frames) for frames in encoded]}
+            payload = [frame for frames in encoded for frame in frames]
             reply = await self._connect().request("enqueue", fields, payload)
-            left = left[integer(reply.fields, "queued") :]
+            num_queued += integer(reply.fields, "queued")
 
     async def plan(self, version: int) -> Plan:
         """See `ControlBuffer.plan`. It waits as long as the server answers; bound the whole with `asyncio.timeout`."""

@@ -147,7 +147,7 @@ class Link:
 
     def _on_message(self, frames: list[zmq.Frame]) -> None:
         try:
-            message = messages.parse(frames)
+            message = messages.parse_reply(frames)
         except WireError as error:
             self._fail_all(error)
             return

@@ -20,6 +20,8 @@ from .parcels import unwrap, wrap
 PROTOCOL_VERSION = 1
 MAX_HEADER_BYTES = 1 << 20
 MAX_FRAMES = 4096
+MAX_REPLY_HEADER_BYTES = 1 << 28
+MAX_REPLY_FRAMES = 1 << 20
 OK = "ok"
 REVOKED = "revoked"
 SPACE = "space"
@@ -50,17 +52,19 @@ class Message:
         return [header, *self.payload]
 
 
-def parse(frames: Sequence[Any]) -> Message:
+def parse(frames: Sequence[Any], *, max_frames: int = MAX_FRAMES, max_header_bytes: int = MAX_HEADER_BYTES) -> Message:
     """Read a message; the payload stays as it came.
+
+    A server takes the limits as they are; its replies to a client, a plan or a batch, may be longer.
 
     Raises:
         WireError: the header is not one of this protocol, or is of another version of it.
     """
-    if not 1 <= len(frames) <= MAX_FRAMES:
-        raise WireError(f"a message has 1 to {MAX_FRAMES} frames, got {len(frames)}")
+    if not 1 <= len(frames) <= max_frames:
+        raise WireError(f"a message has 1 to {max_frames} frames, got {len(frames)}")
     header = memoryview(frames[0])
-    if header.nbytes > MAX_HEADER_BYTES:
-        raise WireError(f"a header has at most {MAX_HEADER_BYTES} bytes, got {header.nbytes}")
+    if header.nbytes > max_header_bytes:
+        raise WireError(f"a header has at most {max_header_bytes} bytes, got {header.nbytes}")
     try:
         parts = msgpack.unpackb(header, strict_map_key=True, max_ext_len=0)
     except (ValueError, TypeError, RecursionError, msgpack.exceptions.UnpackException) as error:
@@ -75,6 +79,11 @@ def parse(frames: Sequence[Any]) -> Message:
     if not (isinstance(name, str) and isinstance(request_id, int) and isinstance(fields, dict)):
         raise WireError("a header is [version, name, request_id, fields]")
     return Message(name=name, request_id=request_id, fields=fields, payload=frames[1:])
+
+
+def parse_reply(frames: Sequence[Any]) -> Message:
+    """Read a message from the server, under a client's wider limits."""
+    return parse(frames, max_frames=MAX_REPLY_FRAMES, max_header_bytes=MAX_REPLY_HEADER_BYTES)
 
 
 def coalesce(replies: Sequence[Message]) -> list[Message]:

@@ -91,7 +91,7 @@ class _SyncLink:
             if self._monitor in ready:
                 self._note_connected()
             if self._socket in ready:
-                reply = messages.parse(self._socket.recv_multipart(copy=False))
+                reply = messages.parse_reply(self._socket.recv_multipart(copy=False))
                 if reply.request_id not in (self._request.request_id, PUSH_ID):
                     continue
                 if reply.name != OK:

@@ -127,6 +127,18 @@ async def test_enqueue_waits_while_the_queue_is_full_and_a_lease_wakes_it():
         await asyncio.wait_for(wait, 5)
 
 
+async def test_thousands_of_prompts_and_groups_pass_in_one_call():
+    number = 5000
+    async with running(groups_per_step=number, max_lag=0, queue_size=number) as run:
+        client = run.client(window=64, request_timeout_s=20.0)
+        await client.enqueue([prompt(i) for i in range(number)])
+        leases = await client.lease(0, number)
+        await asyncio.gather(*(client.put(rollout(lease)) for lease in leases))
+        ids = [group.group_id for group in (await client.plan(0)).groups]
+        assert ids == list(range(number))
+        assert [group.group_id for group in await client.fetch(ids)] == ids
+
+
 async def test_a_straggler_at_its_deadline_is_requeued_and_its_worker_told():
     async with running(groups_per_step=1, max_lag=1, on_stale=OnStale.requeue) as run:
         slow, fast, control = run.client(), run.client(), run.client()
