@@ -370,18 +370,7 @@ class Ledger:
 
     def unfinished(self, *, now: float) -> list[dict[str, Any]]:
         """What is known of every group that is leased, stored or planned, for people."""
-        leased = [
-            {
-                "group_id": lease.group_id,
-                "state": "leased",
-                "attempt": lease.attempt,
-                "deadline": lease.deadline,
-                "owner": lease.owner.hex()[:8],
-                "expires_in_s": round(lease.expires_at - now, 1),
-            }
-            for lease in self._leases.all()
-        ]
-        return leased + self._batches.describe(self.learner_version)
+        return self._leases.describe(now) + self._batches.describe(self.learner_version)
 
     def stats(self, *, stored_bytes: int = 0, leases_waiting: int = 0) -> BufferStats:
         """The ledger now."""

@@ -314,10 +314,13 @@ class LedgerMachine(RuleBasedStateMachine):
     @invariant()
     def whoever_waits_for_a_batch_is_woken(self) -> None:
         """A plan that is not made waits for a running lease, a commit, or prompts that a fresh engine may begin."""
-        num_open = len(self._open_deadlines()) - len(self.running)
-        if num_open >= self.size or self.running or self.planned:
+        num_stored = len(self._open_deadlines()) - len(self.running)
+        if self.running:
             return
-        assert self.ledger.admits(self.version)
+        if num_stored >= self.size:
+            assert len(self.planned) == 2 or self.ledger.can_plan(self.version + len(self.planned))
+        elif not self.planned:
+            assert self.ledger.admits(self.version)
 
     @invariant()
     def every_running_lease_has_a_timer(self) -> None:

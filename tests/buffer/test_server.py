@@ -160,6 +160,23 @@ async def test_a_straggler_at_its_deadline_is_requeued_and_its_worker_told():
         assert (again.prompt.group_id, again.attempt) == (straggler.prompt.group_id, 1)
 
 
+async def test_another_worker_continues_what_a_dead_one_saved():
+    async with running(lease_s=0.3) as run:
+        dead, other = run.client(), run.client()
+        await dead.enqueue([prompt(0)])
+        [lease] = await dead.lease(0, 1)
+        assert dead.take_progress(lease) is None
+        await dead.save_progress(lease, rollout(lease, num_tokens=4))
+        [again] = await other.lease(0, 1)
+        saved = other.take_progress(again)
+        assert saved is not None
+        np.testing.assert_array_equal(saved.response_ids, rollout(lease, num_tokens=4).response_ids)
+        await other.put(rollout(again, num_tokens=9))
+        await dead.release(lease, num_tokens=6, reason="aborted")
+        stats = await other.stats()
+        assert (stats.tokens_buffered, stats.tokens_dropped) == (9, {"aborted": 2})
+
+
 async def test_a_cancelled_lease_gives_back_what_was_granted():
     async with running() as run:
         worker, control = run.client(), run.client()
