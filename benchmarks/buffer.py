@@ -179,14 +179,15 @@ async def against_peers(rounds: int) -> dict[str, float | None]:
     """Against Ray's queue and TransferQueue (its better number of storage units) at 2.2 MB."""
     num_bytes = 2_200_000
     batch = peer_batch(num_bytes)
-    buffer_peers.start_ray()
-    vs_ray = await against(buffer_peers.ray_queue_round(batch), num_bytes, rounds)
+    with buffer_peers.own_ray():
+        vs_ray = await against(buffer_peers.ray_queue_round(batch), num_bytes, rounds)
     ratios = []
     for num_units in (1, 2):
-        round_s = buffer_peers.transfer_queue_round(batch, num_units)
-        if round_s is not None:
-            ratios.append(await against(round_s, num_bytes, rounds))
-            buffer_peers.stop_transfer_queue()
+        with buffer_peers.own_ray():
+            round_s = buffer_peers.transfer_queue_round(batch, num_units)
+            if round_s is not None:
+                ratios.append(await against(round_s, num_bytes, rounds))
+                buffer_peers.stop_transfer_queue()
     if not ratios:
         print("TransferQueue is not installed (pip install asyncrl[bench]); vs_transfer_queue is null", file=sys.stderr)
     return {"vs_ray_queue": vs_ray, "vs_transfer_queue": min(ratios, default=None)}

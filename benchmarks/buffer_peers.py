@@ -1,8 +1,11 @@
 """Other data planes with the buffer's task: put a batch, get it back. Each returns the seconds of one round."""
 
+import importlib
+import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -10,12 +13,17 @@ import numpy as np
 Batch = Mapping[str, np.ndarray]
 
 
-def start_ray() -> None:
-    """A Ray of our own, at the usual priority."""
+@contextmanager
+def own_ray() -> Iterator[None]:
+    """A Ray of our own, at the usual priority, for a while."""
     import ray
 
     os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 - Ray reads this spelling
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    try:
+        yield
+    finally:
+        ray.shutdown()
 
 
 def ray_queue_round(batch: Batch) -> Callable[[], float]:
@@ -38,7 +46,7 @@ def ray_queue_round(batch: Batch) -> Callable[[], float]:
 def transfer_queue_round(batch: Batch, num_units: int) -> Callable[[], float] | None:
     """TransferQueue, verl's data plane, with ``num_units`` storage units; None where it is not installed."""
     try:
-        import transfer_queue
+        transfer_queue = importlib.import_module("transfer_queue")
     except ImportError:
         return None
     import torch
@@ -69,6 +77,4 @@ def transfer_queue_round(batch: Batch, num_units: int) -> Callable[[], float] | 
 
 def stop_transfer_queue() -> None:
     """End its actors, so that the next setting starts afresh."""
-    import transfer_queue
-
-    transfer_queue.close()
+    importlib.import_module("transfer_queue").close()

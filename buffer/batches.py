@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from asyncrl.protocol.errors import StalenessError
+from asyncrl.protocol.errors import StalenessError, UnknownGroup
 from asyncrl.protocol.types import GroupSummary, Plan
 
 from .config import SelectionOrder
@@ -53,6 +53,18 @@ class Batches:
         """Whether this attempt of the group is stored or planned."""
         stored = self._stored.get(group_id)
         return stored is not None and stored.summary.attempt == attempt
+
+    def attempt(self, group_id: int) -> int:
+        """Which attempt of a group is stored.
+
+        Raises:
+            UnknownGroup: none is.
+        """
+        if group_id not in self._stored:
+            raise UnknownGroup(
+                f"no trajectories of group {group_id} are stored; fetch what a plan names, before commit"
+            )
+        return self._stored[group_id].summary.attempt
 
     def add(self, summary: GroupSummary, deadline: int) -> None:
         """Store a group."""

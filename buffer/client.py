@@ -15,6 +15,9 @@ from . import messages
 from .keys import ClientKeys
 from .link import Link
 from .messages import REVOKED, SPACE, Message, integer
+from .store import size_frame
+
+_PROMPTS_AT_ONCE = 128
 
 
 class BufferClient:
@@ -37,6 +40,7 @@ class BufferClient:
         self._keys = keys
         self._window = asyncio.Semaphore(window)
         self._link: Link | None = None
+        self._store_links: list[Link] | None = None
         self._revocations: deque[tuple[int, int]] = deque()
         self._progress: dict[tuple[int, int], TrajectoryGroup] = {}
         self._pushed = asyncio.Event()
@@ -96,18 +100,33 @@ class BufferClient:
 
     async def put(self, group: TrajectoryGroup) -> None:
         """See `RolloutBuffer.put`. While the store is full it waits for a batch to leave, and sends again."""
-        fields = messages.summary_fields(group.summary)
         payload = messages.group_frames(group)
-        link = self._connect()
         async with self._window:
-            while True:
-                self._space.clear()
-                try:
-                    await link.request("put", fields, payload)
-                except StoreFull:
-                    await self._wait_for_space()
-                else:
-                    return
+            stores = await self._stores("put")
+            if stores:
+                store = stores[group.group_id % len(stores)]
+                fields = {"group_id": group.group_id, "attempt": group.attempt}
+                await self._put_until_stored(store, "put_payload", fields, payload)
+                payload = [size_frame(sum(memoryview(frame).nbytes for frame in payload))]
+            await self._put_until_stored(self._connect(), "put", messages.summary_fields(group.summary), payload)
+
+    async def _put_until_stored(self, link: Link, name: str, fields: dict[str, Any], payload: Sequence[Any]) -> None:
+        while True:
+            self._space.clear()
+            try:
+                await link.request(name, fields, payload)
+            except StoreFull:
+                await self._wait_for_space()
+            else:
+                return
+
+    async def _stores(self, caller: str) -> list[Link]:
+        """Connections to the store servers; none if the ledger's server keeps the payloads itself."""
+        if self._store_links is None:
+            addresses = (await self._connect().request("hello", {}, caller=caller)).fields["stores"]
+            if self._store_links is None:
+                self._store_links = [self._link_to(address) for address in addresses]
+        return self._store_links
 
     async def release(self, lease: Lease, *, num_tokens: int, reason: str) -> None:
         """See `RolloutBuffer.release`. Also reports the tokens of a revoked lease; counted once."""
@@ -126,12 +145,14 @@ class BufferClient:
 
     async def enqueue(self, prompts: Sequence[Prompt]) -> None:
         """See `ControlBuffer.enqueue`."""
-        left = [(prompt.group_id, messages.prompt_frames(prompt)) for prompt in prompts]
-        while left:
-            fields = {"groups": [group_id for group_id, _ in left], "counts": [len(frames) for _, frames in left]}
-            payload = [frame for _, frames in left for frame in frames]
+        num_queued = 0
+        while num_queued < len(prompts):
+            some = prompts[num_queued : num_queued + _PROMPTS_AT_ONCE]
+            encoded = [messages.prompt_frames(prompt) for prompt in some]
+            fields = {"groups": [prompt.group_id for prompt in some], "counts": [len(frames) for frames in encoded]}
+            payload = [frame for frames in encoded for frame in frames]
             reply = await self._connect().request("enqueue", fields, payload)
-            left = left[integer(reply.fields, "queued") :]
+            num_queued += integer(reply.fields, "queued")
 
     async def plan(self, version: int) -> Plan:
         """See `ControlBuffer.plan`. It waits as long as the server answers; bound the whole with `asyncio.timeout`."""
@@ -151,7 +172,12 @@ class BufferClient:
     async def fetch(self, group_ids: Sequence[int]) -> list[TrajectoryGroup]:
         """Stored groups in the order asked for; arrays are read-only views of the received bytes."""
         reply = await self._connect().request("fetch", {"groups": list(group_ids)})
-        return messages.groups_of(reply, group_ids)
+        if "stores" not in reply.fields:
+            return messages.groups_of(reply, group_ids)
+        stores = await self._stores("fetch")
+        asked = messages.split_by_store(group_ids, messages.integers(reply.fields, "attempts"), len(stores))
+        calls = (store.request("fetch", fields) for store, fields in zip(stores, asked, strict=True))
+        return messages.join_from_stores(await asyncio.gather(*calls), group_ids)
 
     async def inspect(self) -> dict[str, Any]:
         """Every unfinished group and every producer, for people; see `buffer.inspect`."""
@@ -162,15 +188,19 @@ class BufferClient:
         self._closed = True
         self._pushed.set()
         self._space.set()
-        if self._link is not None:
-            self._link.close()
+        for link in (self._link, *(self._store_links or ())):
+            if link is not None:
+                link.close()
 
     def _connect(self) -> Link:
         if self._closed:
             raise self._closed_error()
         if self._link is None:
-            self._link = Link(self.address, timeout_s=self._timeout_s, keys=self._keys, on_push=self._on_push)
+            self._link = self._link_to(self.address)
         return self._link
+
+    def _link_to(self, address: str) -> Link:
+        return Link(address, timeout_s=self._timeout_s, keys=self._keys, on_push=self._on_push)
 
     def _closed_error(self) -> ReplayBufferError:
         return ReplayBufferError(f"the client of the buffer at {self.address} is closed")

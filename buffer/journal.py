@@ -109,6 +109,21 @@ class Journal:
             self._database.execute("DELETE FROM operations")
             self._database.executemany("DELETE FROM frames WHERE group_id = ?", [[group_id] for group_id in forget])
 
+    def keep(self, kind: str, key: int, parts: Frames) -> None:
+        """Write frames that belong to no operation.
+
+        Raises:
+            ReplayBufferError: the disk is full; nothing is written.
+        """
+        with self._transaction():
+            body = msgpack.packb([bytes(part) for part in parts])
+            self._database.execute("INSERT OR REPLACE INTO frames VALUES (?, ?, ?)", [kind, key, body])
+
+    def discard(self, kind: str, key: int) -> None:
+        """Drop frames."""
+        with self._transaction():
+            self._database.execute("DELETE FROM frames WHERE kind = ? AND group_id = ?", [kind, key])
+
     def close(self) -> None:
         """Close the file."""
         self._database.close()

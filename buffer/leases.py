@@ -1,7 +1,26 @@
-"""The leases that run now: who holds them, when they are due, and when they run out."""
+"""The leases that run now: who holds them, when they are due, when they run out, and how they end."""
 
 from dataclasses import dataclass
+from enum import StrEnum
 from heapq import heappop, heappush
+from typing import Any
+
+
+class PutResult(StrEnum):
+    """What an acknowledged put did."""
+
+    stored = "stored"
+    duplicate = "duplicate"
+    filtered = "filtered"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Revocation:
+    """A lease that its owner no longer holds."""
+
+    owner: bytes
+    group_id: int
+    attempt: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,6 +73,20 @@ class RunningLeases:
     def all(self) -> list[RunningLease]:
         """Every running lease, in the order they began."""
         return list(self._by_group.values())
+
+    def describe(self, now: float) -> list[dict[str, Any]]:
+        """What is known of every running lease, for people."""
+        return [
+            {
+                "group_id": lease.group_id,
+                "state": "leased",
+                "attempt": lease.attempt,
+                "deadline": lease.deadline,
+                "owner": lease.owner.hex()[:8],
+                "expires_in_s": round(lease.expires_at - now, 1),
+            }
+            for lease in self._by_group.values()
+        ]
 
     def held(self, group_id: int, attempt: int) -> RunningLease | None:
         """The lease, if this attempt still holds it."""

@@ -6,8 +6,7 @@ queue under the next attempt. Whoever drives it passes the time in, calls `expir
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from enum import StrEnum
+from dataclasses import asdict
 from typing import Any
 
 from asyncrl.protocol.errors import LeaseExpired, ReplayBufferError, UnknownGroup, VersionTooOld
@@ -18,28 +17,11 @@ from .attempts import Attempts
 from .batches import Batches
 from .config import OnStale, SelectionOrder
 from .filters import dropped_by
-from .leases import Progress, RunningLease, RunningLeases
+from .leases import Progress, PutResult, Revocation, RunningLease, RunningLeases
 from .queue import PromptQueue
 from .staleness import StalenessRule
 
 SNAPSHOT_FORMAT = 1
-
-
-class PutResult(StrEnum):
-    """What an acknowledged put did."""
-
-    stored = "stored"
-    duplicate = "duplicate"
-    filtered = "filtered"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Revocation:
-    """A lease that its owner no longer holds."""
-
-    owner: bytes
-    group_id: int
-    attempt: int
 
 
 class Ledger:
@@ -125,6 +107,10 @@ class Ledger:
     def has_stored(self, group_id: int) -> bool:
         """Whether the group is stored or planned."""
         return group_id in self._batches
+
+    def stored_attempt(self, group_id: int) -> int:
+        """The attempt of a stored or planned group. Raises UnknownGroup if it is neither."""
+        return self._batches.attempt(group_id)
 
     def is_planned(self, version: int) -> bool:
         """Whether the batch of ``version`` is made and not committed."""
@@ -332,26 +318,18 @@ class Ledger:
                 f"plan is {self.next_plan}; plan in order, at most one step ahead of the last commit"
             )
 
+    def _missing(self) -> list[int]:
+        return self.rule.missing(self.due(), self._batches.ready_due(), version=self.next_plan)
+
     def can_plan(self, version: int) -> bool:
         """Whether the next batch can be made now, its stragglers given up unless they are to be waited for."""
         if self.num_stored < self.rule.groups_per_step:
             return False
-        return self._on_stale != OnStale.wait or not any(self._missing(version))
-
-    def _missing(self, version: int) -> list[int]:
-        """For each k, how many of the groups that must be in, due by w + k, still run beyond those for k - 1."""
-        ready = self._batches.ready_due()
-        num_ready = num_missing = 0
-        missing = []
-        for k, required in enumerate(self.rule.required(self.due(), version=version)):
-            num_ready += ready.get(version + k, 0)
-            missing.append(max(0, required - num_ready - num_missing))
-            num_missing += missing[-1]
-        return missing
+        return self._on_stale != OnStale.wait or not any(self._missing())
 
     def _give_up_stragglers(self, version: int) -> None:
         """Revoke running groups that this batch would have to hold, those begun last first: they lose the least."""
-        for k, number in enumerate(self._missing(version)):
+        for k, number in enumerate(self._missing()):
             for lease in self._leases.last_leased(version + k, number):
                 self._give_up(lease)
 
@@ -392,18 +370,7 @@ class Ledger:
 
     def unfinished(self, *, now: float) -> list[dict[str, Any]]:
         """What is known of every group that is leased, stored or planned, for people."""
-        leased = [
-            {
-                "group_id": lease.group_id,
-                "state": "leased",
-                "attempt": lease.attempt,
-                "deadline": lease.deadline,
-                "owner": lease.owner.hex()[:8],
-                "expires_in_s": round(lease.expires_at - now, 1),
-            }
-            for lease in self._leases.all()
-        ]
-        return leased + self._batches.describe(self.learner_version)
+        return self._leases.describe(now) + self._batches.describe(self.learner_version)
 
     def stats(self, *, stored_bytes: int = 0, leases_waiting: int = 0) -> BufferStats:
         """The ledger now."""

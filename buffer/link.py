@@ -14,7 +14,7 @@ from asyncrl.protocol.errors import DeadlineError, ReplayBufferError, WireError
 from . import messages
 from .channel import Channel
 from .keys import ClientKeys, secure_client
-from .messages import ACKS, OK, PUSH_ID, Message
+from .messages import ACKS, OK, PUSH_ID, PUSHES, Message
 
 _RECONNECT_MS = 50
 _RECONNECT_MAX_MS = 1000
@@ -84,9 +84,15 @@ class Link:
         return next(self._ids)
 
     async def request(
-        self, name: str, fields: dict[str, Any], payload: Sequence[Any] = (), *, request_id: int | None = None
+        self,
+        name: str,
+        fields: dict[str, Any],
+        payload: Sequence[Any] = (),
+        *,
+        request_id: int | None = None,
+        caller: str = "",
     ) -> Message:
-        """Send a request and wait for its reply.
+        """Send a request and wait for its reply; ``caller`` is the call that an error names, if not the request's.
 
         Raises:
             DeadlineError: no reply came in time.
@@ -97,7 +103,7 @@ class Link:
         request_id = next(self._ids) if request_id is None else request_id
         frames = Message(name=name, request_id=request_id, fields=fields, payload=payload).frames()
         loop = asyncio.get_running_loop()
-        pending = _Pending(name=name, frames=frames, reply=loop.create_future())
+        pending = _Pending(name=caller or name, frames=frames, reply=loop.create_future())
         self._pending[request_id] = pending
         deadline = loop.call_later(self._timeout_s, self._miss_deadline, pending)
         try:
@@ -141,15 +147,17 @@ class Link:
 
     def _on_message(self, frames: list[zmq.Frame]) -> None:
         try:
-            message = messages.parse(frames)
+            message = messages.parse_reply(frames)
         except WireError as error:
             self._fail_all(error)
             return
         if message.name == ACKS:
             for request_id in messages.integers(message.fields, "ids"):
                 self._resolve(request_id, Message(name=OK, request_id=request_id))
-        elif message.request_id == PUSH_ID:
+        elif message.request_id == PUSH_ID and message.name in PUSHES:
             self._on_push(message)
+        elif message.request_id == PUSH_ID:
+            self._fail_all(messages.error_of(message))
         else:
             self._resolve(message.request_id, message)
 

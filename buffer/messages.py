@@ -20,10 +20,13 @@ from .parcels import unwrap, wrap
 PROTOCOL_VERSION = 1
 MAX_HEADER_BYTES = 1 << 20
 MAX_FRAMES = 4096
+MAX_REPLY_HEADER_BYTES = 1 << 28
+MAX_REPLY_FRAMES = 1 << 20
 OK = "ok"
 REVOKED = "revoked"
 SPACE = "space"
 ACKS = "acks"
+PUSHES = frozenset({REVOKED, SPACE})
 PUSH_ID = 0
 
 
@@ -49,17 +52,19 @@ class Message:
         return [header, *self.payload]
 
 
-def parse(frames: Sequence[Any]) -> Message:
+def parse(frames: Sequence[Any], *, max_frames: int = MAX_FRAMES, max_header_bytes: int = MAX_HEADER_BYTES) -> Message:
     """Read a message; the payload stays as it came.
+
+    A server takes the limits as they are; its replies to a client, a plan or a batch, may be longer.
 
     Raises:
         WireError: the header is not one of this protocol, or is of another version of it.
     """
-    if not 1 <= len(frames) <= MAX_FRAMES:
-        raise WireError(f"a message has 1 to {MAX_FRAMES} frames, got {len(frames)}")
+    if not 1 <= len(frames) <= max_frames:
+        raise WireError(f"a message has 1 to {max_frames} frames, got {len(frames)}")
     header = memoryview(frames[0])
-    if header.nbytes > MAX_HEADER_BYTES:
-        raise WireError(f"a header has at most {MAX_HEADER_BYTES} bytes, got {header.nbytes}")
+    if header.nbytes > max_header_bytes:
+        raise WireError(f"a header has at most {max_header_bytes} bytes, got {header.nbytes}")
     try:
         parts = msgpack.unpackb(header, strict_map_key=True, max_ext_len=0)
     except (ValueError, TypeError, RecursionError, msgpack.exceptions.UnpackException) as error:
@@ -74,6 +79,11 @@ def parse(frames: Sequence[Any]) -> Message:
     if not (isinstance(name, str) and isinstance(request_id, int) and isinstance(fields, dict)):
         raise WireError("a header is [version, name, request_id, fields]")
     return Message(name=name, request_id=request_id, fields=fields, payload=frames[1:])
+
+
+def parse_reply(frames: Sequence[Any]) -> Message:
+    """Read a message from the server, under a client's wider limits."""
+    return parse(frames, max_frames=MAX_REPLY_FRAMES, max_header_bytes=MAX_REPLY_HEADER_BYTES)
 
 
 def coalesce(replies: Sequence[Message]) -> list[Message]:
@@ -188,14 +198,43 @@ def _build(kind: type, values: Any) -> Any:
         raise WireError(f"payload is not a {kind.__name__}: {error}") from error
 
 
+def split_by_store(group_ids: Sequence[int], attempts: Sequence[int], num_stores: int) -> list[dict[str, list[int]]]:
+    """The fields of the fetch that each store server is asked for."""
+    asked: list[dict[str, list[int]]] = [{"groups": [], "attempts": []} for _ in range(num_stores)]
+    for group_id, attempt in zip(group_ids, attempts, strict=True):
+        asked[group_id % num_stores]["groups"].append(group_id)
+        asked[group_id % num_stores]["attempts"].append(attempt)
+    return asked
+
+
+def join_from_stores(replies: Sequence[Message], group_ids: Sequence[int]) -> list[TrajectoryGroup]:
+    """The groups in the replies of all store servers, in the order asked for.
+
+    Raises:
+        WireError: they are not the groups asked for.
+    """
+    streams = [iter(_groups_in(reply)) for reply in replies]
+    return _checked([next(streams[group_id % len(streams)]) for group_id in group_ids], group_ids)
+
+
 def groups_of(reply: Message, group_ids: Sequence[int]) -> list[TrajectoryGroup]:
     """The groups in the reply to a fetch.
 
     Raises:
         WireError: they are not the groups asked for.
     """
+    return _checked(_groups_in(reply), group_ids)
+
+
+def _groups_in(reply: Message) -> list[TrajectoryGroup]:
     frames = iter(reply.payload)
-    groups = [group_of([next(frames) for _ in range(number)]) for number in integers(reply.fields, "counts")]
+    counts = integers(reply.fields, "counts")
+    if sum(counts) != len(reply.payload):
+        raise WireError(f"a fetch says that it has {sum(counts)} frames, and has {len(reply.payload)}")
+    return [group_of([next(frames) for _ in range(number)]) for number in counts]
+
+
+def _checked(groups: list[TrajectoryGroup], group_ids: Sequence[int]) -> list[TrajectoryGroup]:
     if (got := [group.group_id for group in groups]) != list(group_ids):
         raise WireError(f"fetched groups {got[:5]}… instead of {list(group_ids)[:5]}…")
     return groups

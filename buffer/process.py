@@ -6,6 +6,7 @@ import select
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Self
@@ -23,7 +24,8 @@ class BufferProcess:
     Args:
         config: Options.
         groups_per_step: B.
-        log_path: Takes the server's log.
+        log_path: Takes the server's log; None leaves it on this process's stderr.
+        store: Start a store server of this number instead.
         start_timeout_s: Deadline for the address.
 
     Raises:
@@ -32,12 +34,20 @@ class BufferProcess:
     """
 
     def __init__(
-        self, config: BufferConfig, *, groups_per_step: int, log_path: Path, start_timeout_s: float = 30.0
+        self,
+        config: BufferConfig,
+        *,
+        groups_per_step: int,
+        log_path: Path | None,
+        start_timeout_s: float = 30.0,
+        store: int | None = None,
     ) -> None:
         self._log_path = log_path
         command = [sys.executable, "-m", "buffer.server", "--groups-per-step", str(groups_per_step)]
         command += ["--config", json.dumps(asdict(config))]
-        with log_path.open("ab") as log:
+        if store is not None:
+            command += ["--store", str(store)]
+        with log_path.open("ab") if log_path is not None else nullcontext() as log:
             self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log)
         try:
             self.address = self._read_address(start_timeout_s)
@@ -61,6 +71,8 @@ class BufferProcess:
 
     def log_tail(self) -> str:
         """The last lines of its log."""
+        if self._log_path is None:
+            return "(on stderr)"
         return self._log_path.read_bytes()[-_LOG_TAIL_BYTES:].decode(errors="replace")
 
     def stop(self, timeout_s: float = 2.0) -> None:

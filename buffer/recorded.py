@@ -10,8 +10,8 @@ from asyncrl.protocol.types import GroupSummary, Plan
 
 from .batches import summary_from
 from .journal import Frames, Journal, Recovered
-from .leases import Progress, RunningLease
-from .ledger import Ledger, PutResult
+from .leases import Progress, PutResult, RunningLease
+from .ledger import Ledger
 
 logger = logging.getLogger(__name__)
 

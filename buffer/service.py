@@ -8,7 +8,7 @@ and one more timer stands at the next lease's expiry. Nothing looks at a clock i
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from asyncrl.protocol.errors import AsyncRLError, ReplayBufferError, StoreFull, WireError
@@ -16,12 +16,11 @@ from asyncrl.protocol.errors import AsyncRLError, ReplayBufferError, StoreFull, 
 from . import messages
 from .config import BufferConfig
 from .journal import Frames, Journal
-from .leases import Progress, RunningLease
-from .ledger import PutResult
+from .leases import Progress, PutResult, RunningLease
 from .messages import OK, PUSH_ID, REVOKED, SPACE, Message, integer, integers, text
 from .recorded import RecordedLedger
 from .staleness import StalenessRule
-from .store import MemoryStore, num_bytes
+from .store import MemoryStore, Store
 from .waiting import Held, WaitingRoom
 
 logger = logging.getLogger(__name__)
@@ -41,6 +40,8 @@ class BufferService:
         groups_per_step: B.
         send: Sends one message to one client.
         counters: What the server counts, for `buffer.inspect`.
+        store: Keeps the payloads; None keeps them in this process.
+        store_addresses: Where clients find the payloads, by group id modulo their number; empty if here.
         journal: What an earlier server left, and where this one writes; None keeps nothing.
     """
 
@@ -51,6 +52,8 @@ class BufferService:
         groups_per_step: int,
         send: Send,
         counters: Callable[[], dict[str, int]] = dict,
+        store: Store | None = None,
+        store_addresses: Sequence[str] = (),
         journal: Journal | None = None,
     ) -> None:
         self.ledger = RecordedLedger(
@@ -67,7 +70,8 @@ class BufferService:
         self._hold_s = config.request_timeout_s / 2
         self._prompts: dict[int, Frames] = {}
         self._progress: dict[int, Frames] = {}
-        self._store = MemoryStore()
+        self._store = MemoryStore() if store is None else store
+        self._store_addresses = list(store_addresses)
         self._lease_waits = WaitingRoom()
         self._enqueue_waits = WaitingRoom()
         self._plan_waits = WaitingRoom()
@@ -110,7 +114,7 @@ class BufferService:
         for group_id, parts in frames.get("payload", {}).items():
             if self.ledger.has_stored(group_id):
                 self._store.put(group_id, parts)
-                self._largest_bytes = max(self._largest_bytes, num_bytes(parts))
+                self._largest_bytes = max(self._largest_bytes, self._store.measure(parts))
         self._prompts.update(frames.get("prompt", {}))
         self._progress.update(frames.get("progress", {}))
         self._forget(self.ledger.drain_finished())
@@ -135,7 +139,7 @@ class BufferService:
 
     def _hello(self, client: bytes, request: Message) -> None:
         rule = self.ledger.rule
-        fields = {"max_lag": rule.max_lag, "groups_per_step": rule.groups_per_step, "lease_s": self._config.lease_s}
+        fields = {"max_lag": rule.max_lag, "groups_per_step": rule.groups_per_step, "stores": self._store_addresses}
         self._reply(client, request.request_id, fields)
 
     # Prompts
@@ -254,7 +258,7 @@ class BufferService:
 
     def _put(self, client: bytes, request: Message) -> None:
         summary = messages.summary_of(request.fields)
-        size = num_bytes(request.payload)
+        size = self._store.measure(request.payload)
         if self.ledger.holds(summary.group_id, summary.attempt):
             self._check_space(client, size)
         if self.ledger.put(summary, request.payload) is PutResult.stored:
@@ -324,6 +328,11 @@ class BufferService:
                 self._reply(held.client, held.request_id, {"groups": groups})
 
     def _fetch(self, client: bytes, request: Message) -> None:
+        """Payloads, or where they are: the store servers, and the attempts to ask them for."""
+        if self._store_addresses:
+            attempts = [self.ledger.stored_attempt(group_id) for group_id in integers(request.fields, "groups")]
+            self._reply(client, request.request_id, {"stores": self._store_addresses, "attempts": attempts})
+            return
         payload: list[Any] = []
         counts = []
         for group_id in integers(request.fields, "groups"):

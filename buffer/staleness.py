@@ -63,6 +63,27 @@ class StalenessRule:
             required.append(max(0, due - k * self.groups_per_step))
         return required
 
+    def missing(
+        self, open_by_deadline: Mapping[int, int], ready_by_deadline: Mapping[int, int], *, version: int
+    ) -> list[int]:
+        """How many running groups the plan of ``version`` would have to hold.
+
+        Args:
+            open_by_deadline: Deadline to number of groups leased or stored, not yet planned.
+            ready_by_deadline: Of these, the stored ones.
+            version: w.
+
+        Returns:
+            ``max_lag + 1`` numbers; entry k counts those due by w + k, less the entries before it.
+        """
+        num_ready = num_missing = 0
+        missing = []
+        for k, required in enumerate(self.required(open_by_deadline, version=version)):
+            num_ready += ready_by_deadline.get(version + k, 0)
+            missing.append(max(0, required - num_ready - num_missing))
+            num_missing += missing[-1]
+        return missing
+
     def is_feasible(self, open_by_deadline: Mapping[int, int], *, version: int) -> bool:
         """Whether the plans from ``version`` on can meet every deadline: at most (k + 1)·B groups due by w + k."""
         overdue = any(count for deadline, count in open_by_deadline.items() if deadline < version)

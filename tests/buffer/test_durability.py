@@ -87,9 +87,9 @@ async def train(control: BufferClient, learner: dict[str, int], *, num_steps: in
     return consumed
 
 
-async def train_through_kills(directory: Path, *, num_steps: int, kill_after: list[float]) -> None:
+async def train_through_kills(directory: Path, *, num_steps: int, kill_after: list[float], **options) -> None:
     """Workers and a controller run to the end while the server is killed at the times given."""
-    server = Killable(directory, groups_per_step=4, max_lag=2, lease_s=2.0, queue_size=16)
+    server = Killable(directory, groups_per_step=4, max_lag=2, lease_s=1.0, queue_size=16, **options)
     *workers, control = (BufferClient(server.process.address, request_timeout_s=20.0) for _ in range(3))
     learner = {"version": 0}
 
@@ -117,8 +117,11 @@ async def train_through_kills(directory: Path, *, num_steps: int, kill_after: li
         server.process.stop()
 
 
-async def test_training_goes_on_through_kills_of_the_server(tmp_path: Path):
-    await asyncio.wait_for(train_through_kills(tmp_path, num_steps=40, kill_after=[0.3, 0.4, 0.5]), 100)
+@pytest.mark.parametrize("num_store_servers", [0, 2])
+async def test_training_goes_on_through_kills_of_the_server(tmp_path: Path, num_store_servers: int):
+    kills = [0.2, 0.3, 0.4]
+    run = train_through_kills(tmp_path, num_steps=120, kill_after=kills, num_store_servers=num_store_servers)
+    await asyncio.wait_for(run, 100)
 
 
 @pytest.mark.slow

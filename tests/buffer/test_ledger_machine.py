@@ -4,15 +4,23 @@ The model below never asks the ledger what is right: it keeps its own deadlines,
 """
 
 import msgpack
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from asyncrl.protocol.errors import LeaseExpired, ReplayBufferError, VersionTooOld
 from asyncrl.protocol.types import GroupSummary
 from buffer.config import OnStale, SelectionOrder
-from buffer.leases import Progress, RunningLease
-from buffer.ledger import Ledger, PutResult
+from buffer.leases import Progress, PutResult, RunningLease
+from buffer.ledger import Ledger
 from buffer.staleness import StalenessRule
 
 LEASE_S = 10.0
@@ -306,10 +314,13 @@ class LedgerMachine(RuleBasedStateMachine):
     @invariant()
     def whoever_waits_for_a_batch_is_woken(self) -> None:
         """A plan that is not made waits for a running lease, a commit, or prompts that a fresh engine may begin."""
-        num_open = len(self._open_deadlines()) - len(self.running)
-        if num_open >= self.size or self.running or self.planned:
+        num_stored = len(self._open_deadlines()) - len(self.running)
+        if self.running:
             return
-        assert self.ledger.admits(self.version)
+        if num_stored >= self.size:
+            assert len(self.planned) == 2 or self.ledger.can_plan(self.version + len(self.planned))
+        elif not self.planned:
+            assert self.ledger.admits(self.version)
 
     @invariant()
     def every_running_lease_has_a_timer(self) -> None:
@@ -359,3 +370,12 @@ TestLedger = LedgerMachine.TestCase
 TestLedger.settings = settings(
     max_examples=300, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
 )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_ten_thousand_runs_of_the_ledger():
+    search = settings(
+        max_examples=10_000, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
+    )
+    run_state_machine_as_test(LedgerMachine, settings=search)

@@ -36,8 +36,8 @@ MUTATIONS = [
     ("ready", "ReadyGroups", "top[1] <= last", "top[1] <= last + 1"),
     ("ready", "ReadyGroups", "deadline - version", "deadline - version + 1"),
     ("ledger", "Ledger", "self.num_stored < self.rule.groups_per_step", "self.num_stored <= self.rule.groups_per_step"),
-    ("ledger", "Ledger", "self._on_stale != OnStale.wait or not any(self._missing(version))", "True"),
-    ("ledger", "Ledger", "num_ready - num_missing)", "num_ready - num_missing - 1)"),
+    ("ledger", "Ledger", "self._on_stale != OnStale.wait or not any(self._missing())", "True"),
+    ("staleness", "StalenessRule", "num_ready - num_missing)", "num_ready - num_missing - 1)"),
     ("ledger", "Ledger", "version <= self.learner_version + 1", "version <= self.learner_version + 2"),
     ("ledger", "Ledger", "<= engine_version <= self.learner_version", "<= engine_version <= self.learner_version + 1"),
     (
@@ -47,7 +47,7 @@ MUTATIONS = [
         "summary.oldest_version <= lease.engine_version",
     ),
     ("ledger", "Ledger", "summary.oldest_version < lease.engine_version", "False"),
-    ("ledger", "Ledger", "if self.admits(progress.oldest_version)", "if True"),
+    ("ledger", "Ledger", "if self.admits(saved.oldest_version)", "if True"),
     ("ledger", "Ledger", "else min(engine_version, progress.oldest_version)", "else engine_version"),
     ("ledger", "Ledger", "lease.expires_at <= now", "lease.expires_at < now - 5"),
 ]

@@ -127,6 +127,18 @@ async def test_enqueue_waits_while_the_queue_is_full_and_a_lease_wakes_it():
         await asyncio.wait_for(wait, 5)
 
 
+async def test_thousands_of_prompts_and_groups_pass_in_one_call():
+    number = 5000
+    async with running(groups_per_step=number, max_lag=0, queue_size=number) as run:
+        client = run.client(window=64, request_timeout_s=20.0)
+        await client.enqueue([prompt(i) for i in range(number)])
+        leases = await client.lease(0, number)
+        await asyncio.gather(*(client.put(rollout(lease)) for lease in leases))
+        ids = [group.group_id for group in (await client.plan(0)).groups]
+        assert ids == list(range(number))
+        assert [group.group_id for group in await client.fetch(ids)] == ids
+
+
 async def test_a_straggler_at_its_deadline_is_requeued_and_its_worker_told():
     async with running(groups_per_step=1, max_lag=1, on_stale=OnStale.requeue) as run:
         slow, fast, control = run.client(), run.client(), run.client()
@@ -146,6 +158,23 @@ async def test_a_straggler_at_its_deadline_is_requeued_and_its_worker_told():
         assert (await control.stats()).tokens_dropped == {"stale": 7}
         [again] = await slow.lease(1, 1)
         assert (again.prompt.group_id, again.attempt) == (straggler.prompt.group_id, 1)
+
+
+async def test_another_worker_continues_what_a_dead_one_saved():
+    async with running(lease_s=0.3) as run:
+        dead, other = run.client(), run.client()
+        await dead.enqueue([prompt(0)])
+        [lease] = await dead.lease(0, 1)
+        assert dead.take_progress(lease) is None
+        await dead.save_progress(lease, rollout(lease, num_tokens=4))
+        [again] = await other.lease(0, 1)
+        saved = other.take_progress(again)
+        assert saved is not None
+        np.testing.assert_array_equal(saved.response_ids, rollout(lease, num_tokens=4).response_ids)
+        await other.put(rollout(again, num_tokens=9))
+        await dead.release(lease, num_tokens=6, reason="aborted")
+        stats = await other.stats()
+        assert (stats.tokens_buffered, stats.tokens_dropped) == (9, {"aborted": 2})
 
 
 async def test_a_cancelled_lease_gives_back_what_was_granted():

@@ -1,0 +1,55 @@
+"""Coverage-guided fuzzing of everything that reads bytes from the network (``-m slow``; needs atheris)."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TARGET = """
+import sys, asyncio
+import atheris
+with atheris.instrument_imports(include=["buffer", "asyncrl.protocol"]):
+    from asyncrl.protocol.errors import WireError
+    from buffer import BufferConfig, messages, parcels
+    from buffer.service import BufferService
+
+loop = asyncio.new_event_loop()
+asyncio.set_event_loop(loop)
+
+async def feed(frames):
+    service = BufferService(BufferConfig(queue_size=4, max_stored_bytes=1000), groups_per_step=1, send=lambda *_: None)
+    try:
+        service.handle(b"client", messages.parse(frames))
+    except WireError:
+        pass
+    finally:
+        service.close()
+
+def one(data):
+    provider = atheris.FuzzedDataProvider(data)
+    frames = [provider.ConsumeBytes(provider.ConsumeIntInRange(0, 200)) for _ in range(3)]
+    loop.run_until_complete(feed(frames))
+    for read in (messages.group_of, messages.prompt_of):
+        try:
+            read(frames)
+        except WireError:
+            pass
+
+atheris.Setup(sys.argv, one)
+atheris.Fuzz()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_no_bytes_raise_anything_but_a_wire_error(tmp_path: Path):
+    pytest.importorskip("atheris")
+    target = tmp_path / "target.py"
+    target.write_text(TARGET)
+    command = [sys.executable, str(target), "-max_total_time=120", "-rss_limit_mb=2048", str(tmp_path)]
+    done = subprocess.run(
+        command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": os.getcwd()}, capture_output=True, timeout=280
+    )
+    assert done.returncode == 0, done.stderr.decode()[-3000:]

@@ -1,0 +1,253 @@
+"""The ledger and its parts, with numbers worked by hand."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncrl.protocol.errors import ReplayBufferError, StalenessError, UnknownGroup, WireError
+from asyncrl.protocol.types import GroupSummary
+from buffer.config import BufferConfig, Durability, OnStale, SelectionOrder
+from buffer.idset import IdSet
+from buffer.leases import Progress, PutResult
+from buffer.ledger import Ledger
+from buffer.parcels import unwrap, wrap
+from buffer.staleness import StalenessRule, Window
+
+
+def ledger(max_lag: int, groups_per_step: int, **options) -> Ledger:
+    new = Ledger(StalenessRule(max_lag=max_lag, groups_per_step=groups_per_step), **options)
+    new.enqueue(range(100))
+    return new
+
+
+def finished(lease, *, lengths: tuple[int, ...] = (5,), rewards: tuple[float, ...] = (0.0, 1.0)) -> GroupSummary:
+    return GroupSummary(
+        group_id=lease.group_id,
+        attempt=lease.attempt,
+        num_prompt_tokens=3,
+        response_lengths=lengths,
+        num_tokens=sum(lengths),
+        oldest_version=lease.engine_version,
+        newest_version=lease.engine_version,
+        rewards=rewards,
+    )
+
+
+def step(of: Ledger) -> list[int]:
+    """Plan and commit the next batch; its group ids."""
+    version = of.learner_version
+    plan = of.plan(version)
+    assert plan is not None
+    assert of.commit(version) == [group.group_id for group in plan.groups]
+    return [group.group_id for group in plan.groups]
+
+
+@pytest.mark.parametrize(
+    ("outstanding", "learner", "engine", "admitted"),
+    [(7, 5, 5, True), (8, 5, 5, False), (3, 5, 4, True), (4, 5, 4, False), (0, 5, 3, False), (0, 5, 4, True)],
+)
+def test_admission_leaves_room_for_a_batch_less_with_each_version_behind(outstanding, learner, engine, admitted):
+    rule = StalenessRule(max_lag=1, groups_per_step=4)
+    assert rule.admits(outstanding=outstanding, learner_version=learner, engine_version=engine) is admitted
+
+
+def test_a_batch_must_hold_what_the_steps_after_it_cannot_take():
+    rule = StalenessRule(max_lag=2, groups_per_step=3)
+    # due: 2 at version 10, 5 by 11, 9 by 12; the steps after 10 take 3 each
+    assert rule.required({10: 2, 11: 3, 12: 4}, version=10) == [2, 2, 3]
+    assert rule.is_feasible({10: 2, 11: 3, 12: 4}, version=10)
+    assert not rule.is_feasible({10: 2, 11: 5}, version=10)
+    assert not rule.is_feasible({9: 1}, version=10)
+
+
+def test_a_window_closes_when_the_seats_left_are_needed():
+    window = Window([1, 1, 0], 2)
+    assert window.last == 3
+    window.take(2)
+    assert window.last == 0
+    window.take(0)
+    assert window.last == 0
+
+
+@pytest.mark.parametrize(
+    ("order", "expected"),
+    [
+        (SelectionOrder.fifo, [4, 0]),
+        (SelectionOrder.earliest_deadline, [0, 1]),
+        (SelectionOrder.freshest_first, [4, 5]),
+        (SelectionOrder.shortest_first, [1, 4]),
+    ],
+)
+def test_each_order_takes_the_groups_it_prefers(order, expected):
+    of = ledger(3, 2, order=order)
+    old = of.lease(0, 4, now=0.0)
+    of.put(finished(old[2]))
+    of.put(finished(old[3]))
+    assert step(of) == [2, 3]
+    fresh = of.lease(1, 2, now=0.0)
+    for lease, length in ((fresh[0], 3), (old[0], 9), (fresh[1], 7), (old[1], 2)):
+        of.put(finished(lease, lengths=(length,)))
+    assert step(of) == expected
+
+
+def test_ready_groups_overtake_slow_ones_inside_the_window():
+    of = ledger(2, 1)
+    slow, quick = of.lease(0, 1, now=0.0), of.lease(0, 2, now=0.0)
+    for lease in quick:
+        of.put(finished(lease))
+    assert [step(of), step(of)] == [[1], [2]]
+    of.put(finished(of.lease(2, 1, now=0.0)[0]))
+    assert of.plan(2) is None
+    of.put(finished(slow[0]))
+    assert step(of) == [0]
+
+
+@pytest.mark.parametrize("order", SelectionOrder)
+def test_a_group_due_now_is_in_the_batch_whatever_the_order(order):
+    of = ledger(1, 1, order=order)
+    [old, other] = of.lease(0, 2, now=0.0)
+    of.put(finished(other))
+    assert step(of) == [1]
+    of.put(finished(of.lease(1, 1, now=0.0)[0], lengths=(1,)))
+    of.put(finished(old, lengths=(50,)))
+    assert step(of) == [0]
+
+
+def test_a_dropped_straggler_is_gone_and_its_late_tokens_count_once():
+    of = ledger(1, 1, on_stale=OnStale.drop)
+    [slow, quick] = of.lease(0, 2, now=0.0)
+    of.put(finished(quick))
+    step(of)
+    of.put(finished(of.lease(1, 1, now=0.0)[0]))
+    step(of)
+    assert [(r.group_id, r.attempt) for r in of.drain_revocations()] == [(0, 0)]
+    for _ in range(2):
+        of.release(slow.group_id, slow.attempt, num_tokens=30, reason="stale")
+    stats = of.stats()
+    assert (stats.groups["dropped"], stats.tokens_dropped) == (1, {"stale": 30})
+    assert (stats.mean_length_kept, stats.mean_length_dropped) == (5.0, 30.0)
+
+
+def test_more_groups_share_a_deadline_than_its_steps_take_and_the_last_leased_gives_way():
+    of = ledger(2, 1, on_stale=OnStale.requeue)
+    first = of.lease(0, 3, now=0.0)
+    of.put(finished(first[0]))
+    step(of)
+    [fresh] = of.lease(1, 9, now=0.0)
+    of.put(finished(fresh))
+    # groups 1 and 2 are due at 2, one of them must be in batch 1 or go; group 3 is ready
+    assert step(of) == [3]
+    assert [r.group_id for r in of.drain_revocations()] == [2]
+
+
+def test_a_filtered_group_is_replaced_and_its_put_acknowledged_again():
+    of = ledger(0, 2, filters=["equal_rewards"])
+    leases = of.lease(0, 9, now=0.0)
+    equal = finished(leases[0], rewards=(1.0, 1.0))
+    assert of.put(equal) is PutResult.filtered
+    assert of.put(equal) is PutResult.duplicate
+    [replacement] = of.lease(0, 9, now=0.0)
+    of.put(finished(replacement))
+    of.put(finished(leases[1]))
+    assert sorted(step(of)) == [1, 2]
+    assert of.stats().tokens_dropped == {"equal_rewards": 5}
+
+
+def test_a_saved_prefix_is_continued_at_its_own_version_and_its_tokens_count_once():
+    of = ledger(2, 1, lease_s=10.0)
+    [dead, other] = of.lease(0, 2, now=0.0)
+    of.save_progress(0, 0, Progress(num_tokens=40, oldest_version=0))
+    of.put(finished(other))
+    step(of)
+    of.expire(now=11.0)
+    assert of.stats().tokens_buffered == 40
+    [again] = of.lease(1, 1, now=11.0)
+    assert (again.group_id, again.attempt, again.engine_version, again.deadline) == (0, 1, 0, 2)
+    of.put(finished(again, lengths=(60,)))
+    of.release(0, 0, num_tokens=45, reason="aborted")
+    stats = of.stats()
+    assert (stats.tokens_buffered, stats.tokens_dropped) == (60, {"aborted": 5})
+    assert dead.engine_version == 0
+
+
+def test_a_commit_that_breaks_the_bound_is_refused_before_anything_changes():
+    of = ledger(1, 1)
+    of.put(finished(of.lease(0, 1, now=0.0)[0]))
+    of.plan(0)
+    of.learner_version = 5
+    of._batches.plans[5] = of._batches.plans.pop(0)
+    object.__setattr__(of._batches.plans[5], "version", 5)
+    with pytest.raises(StalenessError, match="lag 5, bound 1"):
+        of.commit(5)
+    assert of.stats().tokens_trained == 0
+
+
+def test_plans_and_commits_out_of_order_are_refused_by_name():
+    of = ledger(1, 1)
+    of.put(finished(of.lease(0, 1, now=0.0)[0]))
+    for version in (1, 2):
+        with pytest.raises(ReplayBufferError, match=rf"plan\({version}\) was asked while the learner is at version 0"):
+            of.plan(version)
+    with pytest.raises(ReplayBufferError, match=r"commit\(0\)"):
+        of.commit(0)
+    step(of)
+    with pytest.raises(ReplayBufferError, match=r"plan\(0\)"):
+        of.plan(0)
+
+
+def test_what_was_never_leased_can_be_neither_put_nor_released():
+    of = ledger(1, 1)
+    [lease] = of.lease(0, 1, now=0.0)
+    for group_id, attempt in ((lease.group_id, 1), (1, 0), (999, 0)):
+        with pytest.raises(UnknownGroup, match=f"group {group_id} attempt {attempt} was never leased"):
+            of.put(replace(finished(lease), group_id=group_id, attempt=attempt))
+        with pytest.raises(UnknownGroup, match="cannot be released"):
+            of.release(group_id, attempt, num_tokens=1, reason="aborted")
+    assert of.stats().tokens_dropped == {}
+
+
+@given(st.lists(st.integers(0, 40)))
+def test_a_set_of_ranges_is_a_set(values: list[int]):
+    of, expected = IdSet(), set()
+    for value in values:
+        of.add(value)
+        expected.add(value)
+        assert [x for x in range(-1, 42) if x in of] == sorted(expected)
+        assert len(of) == len(expected)
+    ranges = of.ranges()
+    assert all(end < start for (_, end), (start, _) in pairwise(ranges))
+    assert IdSet(ranges).ranges() == ranges
+
+
+@given(st.lists(st.binary(max_size=40), min_size=1, max_size=5))
+def test_a_parcel_gives_back_its_frames_at_aligned_places(frames: list[bytes]):
+    [parcel] = wrap(frames)
+    assert [bytes(frame) for frame in unwrap([parcel])] == frames
+
+
+@given(st.binary(max_size=60))
+def test_a_malformed_parcel_is_a_wire_error(tail: bytes):
+    try:
+        frames = unwrap([b"prcl" + tail])
+    except WireError:
+        return
+    assert sum(len(frame) for frame in frames) <= len(tail)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_lag": -1}, "buffer.max_lag must be >= 0, got -1"),
+        ({"durability": Durability.disk}, "buffer.directory"),
+        ({"filters": ["nonsense"]}, r"names \['nonsense'\]; known filters are"),
+        ({"lease_s": 0}, "buffer.lease_s must be > 0"),
+        ({"port": 70000}, "buffer.port"),
+        ({"num_store_servers": -1}, "num_store_servers"),
+    ],
+)
+def test_a_wrong_option_is_refused_by_name(options, message):
+    with pytest.raises(ValueError, match=message):
+        BufferConfig(**options)

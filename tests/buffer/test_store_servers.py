@@ -1,0 +1,61 @@
+"""Payloads on store servers, one ledger."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from groups import prompt, rollout, running
+
+from asyncrl.protocol.errors import LeaseExpired, UnknownGroup
+from buffer import BufferConfig, BufferProcess, SyncBufferClient
+from buffer.client import BufferClient
+from buffer.link import Link
+
+
+async def test_payloads_spread_over_store_servers_come_back_in_order_and_leave_with_their_batch():
+    async with running(groups_per_step=6, max_lag=0, num_store_servers=2) as run:
+        client = run.client()
+        await client.enqueue([prompt(i) for i in range(6)])
+        leases = await client.lease(0, 6)
+        await asyncio.gather(*(client.put(rollout(lease)) for lease in leases))
+        ids = [group.group_id for group in (await client.plan(0)).groups][::-1]
+        rank = SyncBufferClient(run.server.address, request_timeout_s=5.0)
+        for fetched in (await asyncio.to_thread(rank.fetch, ids), await client.fetch(ids)):
+            assert [group.group_id for group in fetched] == ids
+            assert [group.response_ids[0] for group in fetched] == ids
+        assert (await client.stats()).stored_bytes > 0
+        assert (await client.commit(0)).stored_bytes == 0
+        with pytest.raises(UnknownGroup):
+            await asyncio.to_thread(rank.fetch, ids)
+        rank.close()
+
+
+async def test_a_late_put_does_not_replace_the_payload_of_the_newer_attempt():
+    async with running(groups_per_step=1, lease_s=0.2, num_store_servers=1) as run:
+        late, other = run.client(), run.client()
+        await late.enqueue([prompt(0)])
+        [lost] = await late.lease(0, 1)
+        [again] = await other.lease(0, 1)
+        await other.put(rollout(again, num_tokens=9))
+        with pytest.raises(LeaseExpired):
+            await late.put(rollout(lost, num_tokens=5))
+        [group] = await other.fetch([0])
+        assert (group.attempt, group.summary.num_tokens) == (1, 9)
+
+
+async def test_store_servers_end_with_the_ledgers_server(tmp_path: Path):
+    config = BufferConfig(num_store_servers=2)
+    with BufferProcess(config, groups_per_step=1, log_path=tmp_path / "log") as process:
+        client = BufferClient(process.address, request_timeout_s=5.0)
+        await client.enqueue([prompt(0)])
+        [lease] = await client.lease(0, 1)
+        await client.put(rollout(lease))
+        stores = [link.address for link in await client._stores("put")]
+        await client.close()
+        process.process.kill()
+        process.process.wait()
+    for address in stores:
+        link = Link(address, timeout_s=1.0, keys=None, on_push=lambda message: None)
+        with pytest.raises(Exception, match="no answer"):
+            await link.request("fetch", {"groups": [], "attempts": []})
+        link.close()
