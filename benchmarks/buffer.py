@@ -6,7 +6,6 @@ TransferQueue needs the ``bench`` extra; where it is absent its figure is null, 
 
 import argparse
 import asyncio
-import json
 import statistics
 import sys
 import tempfile
@@ -20,6 +19,7 @@ import numpy as np
 from asyncrl.protocol.types import FinishReason, GroupSummary, Lease, Prompt, TrajectoryGroup
 from benchmarks import buffer_peers
 from benchmarks.buffer_raw import RawStore
+from benchmarks.report import Target, print_report
 from buffer import BufferClient, BufferConfig, BufferProcess, Ledger, StalenessRule, SyncBufferClient, messages
 from buffer.server import calm_collector
 
@@ -301,6 +301,19 @@ async def slowest_producer_share(num_producers: int, num_consumers: int, duratio
     return {"slowest_producer_share": min(counts) / mean, "most_stored_share": most_stored / limit}
 
 
+TARGETS = {
+    "payload_vs_raw_zmq": Target(at_least=0.7),
+    "small_vs_raw_zmq": Target(at_least=0.5),
+    "vs_ray_queue": Target(at_least=1.5),
+    "vs_transfer_queue": Target(at_least=4),
+    "rows_per_s": Target(at_least=1500),
+    "rows_windowed_per_s": Target(at_least=5000),
+    "ledger_transitions_per_s": Target(at_least=50_000),
+    "ledger_cost_growth": Target(at_most=1.3),
+    "slowest_producer_share": Target(at_least=0.5),
+}
+
+
 async def measure(*, quick: bool) -> dict[str, float | None]:
     """Every figure."""
     rounds = 3 if quick else 9
@@ -323,7 +336,8 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="fewer rounds, and the ledger at 10^5 groups")
     args = parser.parse_args()
     figures = asyncio.run(measure(quick=args.quick))
-    print(json.dumps({name: None if value is None else round(value, 3) for name, value in figures.items()}))
+    baseline = "bare ZMQ sockets; ray.util.queue; TransferQueue"
+    print_report("the replay buffer, put to fetch", {}, figures, TARGETS, baseline=baseline)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ so.
 """
 
 import argparse
-import json
 import statistics
 import subprocess
 import sys
@@ -20,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, Qwen3Config
 
+from benchmarks.report import Target, print_report
 from learner.attention import ATTENTION_NAME, packed_layout
 from learner.config import AlgorithmConfig, Device, LearnerConfig, OptimizerConfig
 from learner.logprobs import chunked_log_probs
@@ -195,9 +195,10 @@ def _peak_bytes() -> int:
     return next(1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
 
 
-def measure(rounds: int, num_tokens: int, vocabulary: int) -> dict[str, object]:
-    """All figures; printed as they come."""
-    results: dict[str, object] = {}
+def measure(rounds: int, num_tokens: int, vocabulary: int) -> tuple[dict[str, str], dict[str, float | None]]:
+    """All measurements, in words, and the figures."""
+    rows: dict[str, str] = {}
+    figures: dict[str, float | None] = {}
     with tempfile.TemporaryDirectory() as directory:
         path, batch, tailed = save_model(directory), quickstart_batch(), long_tailed_batch()
         comparisons = {
@@ -207,13 +208,20 @@ def measure(rounds: int, num_tokens: int, vocabulary: int) -> dict[str, object]:
         }
         for name, (sequences, theirs) in comparisons.items():
             detail = speed_ratio(our_step(path, sequences), theirs, rounds) if theirs else None
-            print(name, detail)
-            results[name] = detail and detail["ratio"]
-            results[f"{name}_ms"] = detail and [detail["ours_ms"], detail["theirs_ms"]]
+            figures[name] = detail and detail["ratio"]
+            rows[name] = f"ours {detail['ours_ms']} ms, theirs {detail['theirs_ms']} ms" if detail else "trl is missing"
     peaks = {way: peak_log_prob_bytes(way, num_tokens, vocabulary) for way in ("ours", "naive")}
-    print("logprob_memory_vs_naive", peaks)
-    results["logprob_memory_vs_naive"] = round(peaks["ours"] / peaks["naive"], 3)
-    return results | {"logprob_tokens": num_tokens, "logprob_vocabulary": vocabulary}
+    figures["logprob_memory_vs_naive"] = peaks["ours"] / peaks["naive"]
+    rows["logprob_memory_vs_naive"] = f"ours {peaks['ours'] / 1e6:.0f} MB, naive {peaks['naive'] / 1e6:.0f} MB"
+    return rows, figures
+
+
+TARGETS = {
+    "step_vs_plain_loop": Target(at_least=0.95),
+    "logprob_memory_vs_naive": Target(at_most=0.25),
+    "packed_vs_padded": Target(at_least=1.8),
+    "step_vs_trl": Target(at_least=1.5),
+}
 
 
 def main() -> None:
@@ -229,7 +237,10 @@ def main() -> None:
     if args.peak:
         print_peak(args.peak[0], int(args.peak[1]), int(args.peak[2]))
         return
-    print(json.dumps(measure(5 if args.quick else 21, 8192, 16_000 if args.quick else args.vocabulary)))
+    vocabulary = 16_000 if args.quick else args.vocabulary
+    rows, figures = measure(5 if args.quick else 21, 8192, vocabulary)
+    title = f"the learner on one thread; log-probs of 8192 tokens, vocabulary {vocabulary}"
+    print_report(title, rows, figures, TARGETS, baseline="a plain loop, a padded loop, naive log-probs, TRL's step")
 
 
 if __name__ == "__main__":

@@ -55,20 +55,26 @@ def median_times(
 
 
 def print_report(
-    title: str, rows: Mapping[str, str], figures: Mapping[str, float], targets: Mapping[str, Target]
+    title: str,
+    rows: Mapping[str, str],
+    figures: Mapping[str, float | None],
+    targets: Mapping[str, Target],
+    *,
+    baseline: str,
 ) -> bool:
     """Print measurements and figures as tables, then the figures as one line of JSON.
 
     Args:
         title: What was measured.
         rows: Measurement to its value in words. Example: ``{"codec": "0.021 ms"}``.
-        figures: Name to value.
+        figures: Name to value; None where it could not be measured here.
         targets: Name of a figure to what it is held to.
+        baseline: What the ratios are against.
 
     Returns:
-        Whether every target is met.
+        Whether every target is met; a figure that was not measured does not count.
     """
-    print(title)
+    print(f"{title}; against {baseline}")
     width = max(map(len, [*rows, *figures]))
     for name, value in rows.items():
         print(f"  {name:{width}}  {value}")
@@ -76,10 +82,14 @@ def print_report(
     all_met = True
     for name, value in figures.items():
         target = targets.get(name, Target())
+        if value is None:
+            print(f"  {name:{width}}  not measured {target}")
+            continue
         is_met = target.is_met(value)
         all_met &= is_met
         print(f"  {name:{width}}  {value:<10.4g} {target}{'' if is_met else '  MISSED'}")
-    print(json.dumps({name: round(float(value), 6) for name, value in figures.items()}))
+    rounded = {name: None if value is None else round(float(value), 6) for name, value in figures.items()}
+    print(json.dumps({"figures": rounded, "baseline": baseline}))
     return all_met
 
 
