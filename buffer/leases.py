@@ -46,6 +46,7 @@ class RunningLease:
         engine_version: u, what the engine served at admission.
         deadline: u + max_lag.
         owner: Who holds it; opaque.
+        request_id: Which of the owner's requests it answers, so that a request sent again gets the same lease.
         expires_at: When it runs out unless renewed, on the clock of the ledger's ``now``.
         progress: What has been saved of it so far.
     """
@@ -57,6 +58,7 @@ class RunningLease:
     owner: bytes
     expires_at: float
     progress: Progress | None = None
+    request_id: int = 0
 
 
 class RunningLeases:

@@ -100,6 +100,10 @@ class Ledger:
             outstanding=self.outstanding, learner_version=self.learner_version, engine_version=engine_version
         )
 
+    def running_leases(self) -> list[RunningLease]:
+        """Every lease that runs, in the order they began."""
+        return self._leases.all()
+
     def holds(self, group_id: int, attempt: int) -> bool:
         """Whether this attempt is the one being generated."""
         return self._leases.held(group_id, attempt) is not None
@@ -122,7 +126,9 @@ class Ledger:
         self._queue.extend(new)
         return new
 
-    def lease(self, engine_version: int, max_groups: int, *, owner: bytes = b"", now: float) -> list[RunningLease]:
+    def lease(
+        self, engine_version: int, max_groups: int, *, owner: bytes = b"", request_id: int = 0, now: float
+    ) -> list[RunningLease]:
         """Admit up to ``max_groups`` from the head of the queue; empty when none is admitted now.
 
         Raises:
@@ -142,6 +148,7 @@ class Ledger:
                 owner=owner,
                 expires_at=now + self._lease_s,
                 progress=progress,
+                request_id=request_id,
             )
             self._leases.add(lease)
             granted.append(lease)

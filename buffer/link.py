@@ -17,7 +17,7 @@ from .keys import ClientKeys, secure_client
 from .messages import ACKS, OK, PUSH_ID, PUSHES, Message
 
 _RECONNECT_MS = 50
-_RECONNECT_MAX_MS = 1000
+_RECONNECT_MAX_MS = 200
 
 
 def connect(

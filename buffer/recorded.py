@@ -59,13 +59,15 @@ class RecordedLedger(Ledger):
         self._record("enqueue", [group_ids], frames)
         return super().enqueue(group_ids)
 
-    def lease(self, engine_version: int, max_groups: int, *, owner: bytes = b"", now: float) -> list[RunningLease]:
+    def lease(
+        self, engine_version: int, max_groups: int, *, owner: bytes = b"", request_id: int = 0, now: float
+    ) -> list[RunningLease]:
         """See `Ledger.lease`."""
         self.check_engine_version(engine_version)
         if max_groups < 1 or not self.num_queued or not self.admits(engine_version):
             return []
-        self._record("lease", [engine_version, max_groups, owner, now])
-        return super().lease(engine_version, max_groups, owner=owner, now=now)
+        self._record("lease", [engine_version, max_groups, owner, request_id, now])
+        return super().lease(engine_version, max_groups, owner=owner, request_id=request_id, now=now)
 
     def take_back(self, lease: RunningLease) -> None:
         """See `Ledger.take_back`."""
@@ -122,8 +124,8 @@ class RecordedLedger(Ledger):
     def _replay_enqueue(self, group_ids: list[int]) -> None:
         super().enqueue(group_ids)
 
-    def _replay_lease(self, engine_version: int, max_groups: int, owner: bytes, now: float) -> None:
-        super().lease(engine_version, max_groups, owner=owner, now=now)
+    def _replay_lease(self, version: int, max_groups: int, owner: bytes, request_id: int, now: float) -> None:
+        super().lease(version, max_groups, owner=owner, request_id=request_id, now=now)
 
     def _replay_take_back(self, group_id: int, attempt: int) -> None:
         lease = self._leases.held(group_id, attempt)

@@ -115,6 +115,8 @@ class BufferService:
             if self.ledger.has_stored(group_id):
                 self._store.put(group_id, parts)
                 self._largest_bytes = max(self._largest_bytes, self._store.measure(parts))
+        for lease in self.ledger.running_leases():
+            self._granted.setdefault((lease.owner, lease.request_id), []).append(lease)
         self._prompts.update(frames.get("prompt", {}))
         self._progress.update(frames.get("progress", {}))
         self._forget(self.ledger.drain_finished())
@@ -204,7 +206,8 @@ class BufferService:
                 granted = held.fields["granted"]
                 if not self._has_room():
                     break
-                new = self.ledger.lease(held.fields["version"], 1, owner=held.client, now=self._loop.time())
+                owner, now = held.client, self._loop.time()
+                new = self.ledger.lease(held.fields["version"], 1, owner=owner, request_id=held.request_id, now=now)
                 granted.extend(new)
                 if new and len(granted) == 1:
                     served.append(held)
