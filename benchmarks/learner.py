@@ -208,7 +208,7 @@ def measure(rounds: int, num_tokens: int, vocabulary: int) -> tuple[dict[str, st
         }
         for name, (sequences, theirs) in comparisons.items():
             detail = speed_ratio(our_step(path, sequences), theirs, rounds) if theirs else None
-            figures[name] = detail and detail["ratio"]
+            figures[name] = detail["ratio"] if detail else None
             rows[name] = f"ours {detail['ours_ms']} ms, theirs {detail['theirs_ms']} ms" if detail else "trl is missing"
     peaks = {way: peak_log_prob_bytes(way, num_tokens, vocabulary) for way in ("ours", "naive")}
     figures["logprob_memory_vs_naive"] = peaks["ours"] / peaks["naive"]
