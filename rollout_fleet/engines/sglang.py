@@ -95,17 +95,16 @@ class SGLangEngine:
     async def load_weights(self, snapshot: WeightSnapshot) -> float:
         """See `Engine.load_weights`."""
         async with self._loading:
-            started = time.perf_counter()
             try:
                 async with asyncio.timeout(self._config.load_timeout_s):
-                    await self._transact(snapshot)
+                    stood_still_s = await self._transact(snapshot)
             except TimeoutError:
                 raise DeadlineError(
                     f"{self._name} did not load policy version {snapshot.version} from {snapshot.path} within "
                     f"rollout_fleet.load_timeout_s = {self._config.load_timeout_s} s"
                 ) from None
             self._version = snapshot.version
-            return time.perf_counter() - started
+            return stood_still_s
 
     async def abort(self, rid: str) -> None:
         """See `Engine.abort`."""
@@ -167,17 +166,24 @@ class SGLangEngine:
         check_output(output, request, vocab_size=self._facts.vocab_size, published=self._published)
         return output
 
-    async def _transact(self, snapshot: WeightSnapshot) -> None:
-        """Pause, update, verify, continue; continues also when the update failed."""
+    async def _transact(self, snapshot: WeightSnapshot) -> float:
+        """Pause, update, verify, continue; continues also when the update failed.
+
+        Returns:
+            Seconds from the engine's word that it stands still to its word that it goes on.
+        """
+        paused_at = time.perf_counter()
         timeout_s = self._config.load_timeout_s
         body = {"model_path": snapshot.path, "weight_version": str(snapshot.version), "flush_cache": True}
         try:
             await self._call("POST", "/pause_generation", {"mode": "retract"}, timeout_s=timeout_s)
+            paused_at = time.perf_counter()
             self._published.add(snapshot.version)
             await self._call("POST", "/update_weights_from_disk", body, timeout_s=timeout_s)
             await self._verify(snapshot)
         finally:
             await asyncio.shield(self._continue_generation())
+        return time.perf_counter() - paused_at
 
     async def _continue_generation(self) -> None:
         try:
