@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import statistics
 import time
@@ -46,12 +47,22 @@ def median_times(
     times: dict[str, list[float]] = {name: [] for name in calls}
     for run in range(num_runs + warm_up):
         for name, call in calls.items():
-            start = time.perf_counter()
-            for _ in range(num_calls):
-                call()
+            seconds = _timed(call, num_calls)
             if run >= warm_up:
-                times[name].append((time.perf_counter() - start) / num_calls)
+                times[name].append(seconds / num_calls)
     return {name: statistics.median(taken) for name, taken in times.items()}
+
+
+def _timed(call: Callable[[], Any], num_calls: int) -> float:
+    """Seconds of some calls, without garbage collections, which would hit whoever is running (as ``timeit`` does)."""
+    gc.disable()
+    try:
+        start = time.perf_counter()
+        for _ in range(num_calls):
+            call()
+        return time.perf_counter() - start
+    finally:
+        gc.enable()
 
 
 def print_report(

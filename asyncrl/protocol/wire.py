@@ -38,6 +38,7 @@ _EXT_JAGGED = 6
 _EXT_COMPLEX = 7
 _EXT_FOREIGN = 8
 _EXT_COLUMNS = 9
+_EXT_DENSE_COLUMNS = 10
 _CONTAINERS = frozenset({list, dict, tuple})
 _ATOMS = frozenset({type(None), bool, int, float, str, bytes})
 _MALFORMED = (ValueError, TypeError, KeyError, IndexError, OverflowError, RecursionError, MemoryError, struct.error)
@@ -186,7 +187,7 @@ class _Encoder:
         if isinstance(value, np.generic) and wire_numpy.is_plain(value.dtype):
             return msgpack.ExtType(_EXT_SCALAR, wire_numpy.describe(value.dtype, ()) + value.tobytes())
         if isinstance(value, Columns):
-            return self.nested(_EXT_COLUMNS, value.tensors)
+            return self.columns(value.tensors)
         torch = sys.modules.get("torch")
         if torch is not None and isinstance(value, torch.Tensor):
             return self.tensor(value)
@@ -206,6 +207,16 @@ class _Encoder:
             raise TypeError(f"the wire carries no numpy array of dtype {array.dtype}; split it into plain columns")
         self.buffers.append(wire_numpy.buffer_of(array))
         return msgpack.ExtType(_EXT_ARRAY, wire_numpy.describe(array.dtype, array.shape))
+
+    def columns(self, tensors: dict[str, Any]) -> msgpack.ExtType:
+        """Dense tensors as two lists, of names and of descriptors, which is read faster than a tree."""
+        wire_torch = _torch_side()
+        if any(tensor.is_nested for tensor in tensors.values()):
+            return self.nested(_EXT_COLUMNS, tensors)
+        described = [wire_torch.describe(tensor) for tensor in tensors.values()]
+        self.buffers.extend(buffer for _, buffer in described)
+        names_and_layouts = [list(tensors), [header for header, _ in described]]
+        return msgpack.ExtType(_EXT_DENSE_COLUMNS, self.pack(names_and_layouts))
 
     def tensor(self, tensor: Any) -> msgpack.ExtType:
         wire_torch = _torch_side()
@@ -286,6 +297,11 @@ class _Decoder:
     def jagged(self, data: bytes) -> Any:
         return _torch_side().jagged_of(self.nested(data))
 
+    def dense_columns(self, data: bytes) -> dict[str, Any]:
+        names, layouts = self.nested(data)
+        tensor_of = _torch_side().tensor_of
+        return {name: tensor_of(layout, self.take(), copy=False) for name, layout in zip(names, layouts, strict=True)}
+
     def columns(self, data: bytes) -> Any:
         self.shares_tensors = True
         value = self.nested(data)
@@ -304,6 +320,7 @@ _READERS: dict[int, Callable[[_Decoder, bytes], Any]] = {
     _EXT_COMPLEX: lambda _, data: complex(*struct.unpack("<dd", data)),
     _EXT_FOREIGN: _Decoder.foreign_value,
     _EXT_COLUMNS: _Decoder.columns,
+    _EXT_DENSE_COLUMNS: _Decoder.dense_columns,
 }
 
 
