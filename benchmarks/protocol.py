@@ -142,9 +142,8 @@ def measure_ray(data: DataProto, arrays: dict[str, np.ndarray]) -> tuple[dict[st
     actors = [PlainEcho.remote() for _ in range(NUM_WORKERS)]
     times = median_times(
         {"dispatch": lambda: first.echo(data), "ray_calls": lambda: plain_dispatch(actors, arrays)},
-        num_runs=31,
-        num_calls=4,
-        warm_up=3,
+        num_runs=151,
+        warm_up=15,
     )
     through_driver = bytes_received(lambda: second.count(first.echo(data)))
     chained = bytes_received(lambda: second.count(first.echo_later(data)))

@@ -125,6 +125,15 @@ def test_a_job_that_comes_back_finds_its_workers_by_name(cluster):
         RayWorkerGroup(ray_cls_with_init=RayClassWithInitArgs(Probe))
 
 
+def test_an_unknown_option_is_refused_and_verls_are_accepted(cluster):
+    pool = pool_of(1)
+    with pytest.raises(TypeError, match="log_directory"):
+        group_on(pool, log_directory="here")
+    group = group_on(pool, ray_wait_register_center_timeout=5, master_addr="here", master_port="77")
+    assert group.env("MASTER_PORT") == ["77"]
+    group.shutdown()
+
+
 def test_extra_environment_reaches_the_workers(cluster):
     group = group_on(pool_of(1), worker_env={"MY_OPTION": "7"})
     assert group.env("MY_OPTION") == ["7"]
