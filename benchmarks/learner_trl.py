@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from datasets import Dataset
+from datasets import Dataset  # pyright: ignore[reportMissingImports] - the bench extra
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
-from trl.trainer.grpo_config import GRPOConfig
-from trl.trainer.grpo_trainer import GRPOTrainer
+from trl.trainer.grpo_config import GRPOConfig  # pyright: ignore[reportMissingImports] - the bench extra
+from trl.trainer.grpo_trainer import GRPOTrainer  # pyright: ignore[reportMissingImports] - the bench extra
 
 from learner.types import TokenSequence
 

@@ -155,9 +155,9 @@ def run(settings: TrlSettings) -> TrlResult:
 
 def _trainer(settings: TrlSettings, model: Any, tokenizer: Any, callback: Any, directory: str) -> Any:
     """GRPOTrainer as it is fastest here: one generation and one forward a step, nothing logged, nothing saved."""
-    from datasets import Dataset
-    from trl.trainer.grpo_config import GRPOConfig
-    from trl.trainer.grpo_trainer import GRPOTrainer
+    from datasets import Dataset  # pyright: ignore[reportMissingImports] - the bench extra
+    from trl.trainer.grpo_config import GRPOConfig  # pyright: ignore[reportMissingImports] - the bench extra
+    from trl.trainer.grpo_trainer import GRPOTrainer  # pyright: ignore[reportMissingImports] - the bench extra
 
     config = GRPOConfig(
         output_dir=directory,
