@@ -37,7 +37,6 @@ async def ray_cluster(config: RunConfig) -> AsyncIterator[None]:
             ray.init, address=config.ray.address, logging_level=logging.ERROR, log_to_driver=False
         )
     else:
-        check_placement(config, num_cpus=os.cpu_count() or 1, num_gpus=_visible_gpus(config))
         start = asyncio.to_thread(_start_own, config)
     try:
         try:
@@ -48,6 +47,7 @@ async def ray_cluster(config: RunConfig) -> AsyncIterator[None]:
                 f"(address {config.ray.address or 'of our own'!r}); raise it, or look into Ray's session logs"
             ) from None
         if config.ray.address:
+            _check_one_host(config.ray.address)
             total = ray.cluster_resources()
             check_placement(config, num_cpus=int(total.get("CPU", 0)), num_gpus=int(total.get("GPU", 0)))
         yield
@@ -71,9 +71,10 @@ def _start_own(config: RunConfig) -> None:
     )
 
 
-def _visible_gpus(config: RunConfig) -> int:
-    if config.learner.device != "cuda":
-        return 0
-    import torch
-
-    return torch.cuda.device_count()
+def _check_one_host(address: str) -> None:
+    hosts = sorted({node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]})
+    if len(hosts) > 1:
+        raise ValueError(
+            f"ray.address={address} must be a cluster of one host, got {len(hosts)} ({', '.join(hosts)}): weights are "
+            "published through a file that learner and engines share; use a single-node cluster"
+        )

@@ -7,6 +7,8 @@ this module loads neither torch nor ray nor sglang.
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -34,10 +36,12 @@ class EvaluationConfig:
     Attributes:
         enabled: Evaluate at all; needs ``data.eval_files``.
         num_samples: Samples of each prompt at the training temperature; greedy decoding adds one more.
+        timeout_s: Deadline of one evaluation.
     """
 
     enabled: bool = True
     num_samples: int = 4
+    timeout_s: float = 1800.0
 
     def __post_init__(self) -> None:
         if self.num_samples < 1:
@@ -184,6 +188,16 @@ def check_options(config: RunConfig) -> None:
             "rollout_fleet.sampling.temperature must be > 0 to sample different trajectories of a prompt, got 0; "
             "1.0 is usual"
         )
+    if config.rollout_fleet.renew_every_s > config.buffer.lease_s / 2:
+        raise ValueError(
+            "rollout_fleet.renew_every_s must be at most half of buffer.lease_s, or leases run out while they are "
+            f"worked on; got {config.rollout_fleet.renew_every_s:g} and {config.buffer.lease_s:g}"
+        )
+    if config.learner.device == "cuda" and config.rollout_fleet.sglang.tp_size > 1:
+        raise ValueError(
+            f"rollout_fleet.sglang.tp_size must be 1 on GPUs, got {config.rollout_fleet.sglang.tp_size}: an engine is "
+            "placed with one GPU so far; raise rollout_fleet.num_engines instead"
+        )
     if config.rollout_fleet.engine is EngineKind.scripted:
         raise ValueError(
             "rollout_fleet.engine must be sglang or transformers, got scripted; the scripted engine is for tests"
@@ -231,6 +245,15 @@ def check_placement(config: RunConfig, *, num_cpus: int, num_gpus: int) -> None:
             f"{config.rollout_fleet.num_engines} engines), got {num_cpus}; lower placement.cpus_per_learner_rank, "
             "placement.cpus_per_engine or the number of workers, or set placement.oversubscribe=true"
         )
+
+
+def visible_gpus() -> int:
+    """GPUs that the NVIDIA driver lists on this machine; 0 without a driver. Loads no torch."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return 0
+    listed = subprocess.run([tool, "-L"], capture_output=True, text=True, timeout=30, check=False)
+    return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
 
 
 def requested_cpus(config: RunConfig) -> float:

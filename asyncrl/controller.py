@@ -138,11 +138,10 @@ class Controller:
         self._steps: asyncio.Queue[_Step] = asyncio.Queue()
         self._places = asyncio.Semaphore(_PIPELINE_STEPS)
 
-    async def train(self) -> TrainingResult:
-        """Train to the last step, publish its weights, and return the account of the run.
+    async def train(self) -> None:
+        """Train to the last step and publish its weights.
 
         Raises:
-            AccountError: the token account does not balance.
             AsyncRLError: a part died or missed its deadline; the message names it.
         """
         self._progress.began_s = time.time()
@@ -153,7 +152,42 @@ class Controller:
             publish = tasks.create_task(self._publish(), name="publish")
             await asyncio.gather(plan, complete, publish)
             feed.cancel()
-        return await self._account()
+
+    async def account(self) -> TrainingResult:
+        """Let the fleet put down its work, and close the token account.
+
+        Raises:
+            AccountError: the token account does not balance.
+        """
+        progress = self._progress
+        counts = await self._fleet.drain()
+        stats = await self._buffer.stats()
+        tokens = TokenAccount(
+            generated=counts.tokens_generated,
+            trained=stats.tokens_trained,
+            dropped=sum(stats.tokens_dropped.values()),
+            buffered=stats.tokens_buffered,
+            in_flight=counts.tokens_in_flight,
+        )
+        if tokens.balance != 0:
+            raise AccountError(
+                f"every generated token must be trained, dropped, buffered or in flight; {tokens.balance} are not: "
+                f"{tokens}, dropped {dict(stats.tokens_dropped)}; please report this with the run's logs"
+            )
+        measured_s = progress.ended_s - progress.began_s
+        return TrainingResult(
+            policy_version=stats.learner_version,
+            train_wall_s=measured_s,
+            overlap=Overlap(
+                rollout_busy_s=progress.rollout_busy_s,
+                learner_busy_s=progress.learner_busy_s,
+                measured_s=measured_s,
+            ),
+            tokens=tokens,
+            max_lag_realised=max(stats.lag_histogram, default=progress.max_lag),
+            lag_histogram=stats.lag_histogram,
+            tokens_dropped=stats.tokens_dropped,
+        )
 
     async def _feed(self) -> None:
         while True:
@@ -233,36 +267,4 @@ class Controller:
                 publish_s=progress.publish_s,
                 learner={name: value for name, value in metrics.items() if name not in ("started_at", "ended_at")},
             )
-        )
-
-    async def _account(self) -> TrainingResult:
-        """Let the fleet put down its work and close the token account."""
-        progress = self._progress
-        counts = await self._fleet.drain()
-        stats = await self._buffer.stats()
-        tokens = TokenAccount(
-            generated=counts.tokens_generated,
-            trained=stats.tokens_trained,
-            dropped=sum(stats.tokens_dropped.values()),
-            buffered=stats.tokens_buffered,
-            in_flight=counts.tokens_in_flight,
-        )
-        if tokens.balance != 0:
-            raise AccountError(
-                f"every generated token must be trained, dropped, buffered or in flight; {tokens.balance} are not: "
-                f"{tokens}, dropped {dict(stats.tokens_dropped)}; please report this with the run's logs"
-            )
-        measured_s = progress.ended_s - progress.began_s
-        return TrainingResult(
-            policy_version=stats.learner_version,
-            train_wall_s=measured_s,
-            overlap=Overlap(
-                rollout_busy_s=progress.rollout_busy_s,
-                learner_busy_s=progress.learner_busy_s,
-                measured_s=measured_s,
-            ),
-            tokens=tokens,
-            max_lag_realised=max(stats.lag_histogram, default=progress.max_lag),
-            lag_histogram=stats.lag_histogram,
-            tokens_dropped=stats.tokens_dropped,
         )

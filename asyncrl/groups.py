@@ -186,20 +186,23 @@ class Fleet:
 
     async def counters(self) -> FleetCounts:
         """See `FleetPort.counters`."""
-        return _total(await within(self._group.counters(), 30, "the fleet's counters", "none"))
+        timeout_s = self._config.buffer.request_timeout_s
+        return _total(
+            await within(self._group.counters(), timeout_s, "the fleet's counters", "buffer.request_timeout_s")
+        )
 
     async def drain(self) -> FleetCounts:
         """See `FleetPort.drain`."""
-        timeout_s = self._config.buffer.request_timeout_s + 30
-        return _total(await within(self._group.drain(), timeout_s, "the fleet to put down its work", "none"))
+        timeout_s = 2 * self._config.buffer.request_timeout_s
+        pending = self._group.drain()
+        return _total(await within(pending, timeout_s, "the fleet to put down its work", "buffer.request_timeout_s"))
 
     async def evaluate(self, prompts: Sequence[Prompt], sampling: SamplingConfig, num_samples: int) -> list[float]:
         """See `asyncrl.evaluation.EvaluationFleet`."""
         count = self._config.rollout_fleet.num_engines
         shares = [list(prompts[index::count]) for index in range(count)]
         pending = self._group.evaluate(shares, [sampling] * count, [num_samples] * count)
-        timeout_s = self._config.rollout_fleet.generate_timeout_s
-        results = await within(pending, timeout_s, "the evaluation", "rollout_fleet.generate_timeout_s")
+        results = await within(pending, self._config.evaluation.timeout_s, "the evaluation", "evaluation.timeout_s")
         return [reward for result in results for reward in result.rewards]
 
     async def stop(self, timeout_s: float) -> None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Sequence
+import shutil
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,7 +35,7 @@ from asyncrl.metrics import (
     write_json,
 )
 from asyncrl.protocol.types import Prompt, WeightSnapshot
-from asyncrl.run_folders import snapshot_folder
+from asyncrl.run_folders import shared_folder, snapshot_folder
 from buffer import BufferClient
 from buffer.process import BufferProcess
 
@@ -55,12 +56,28 @@ class _Parts:
 class Run:
     """One run, in its folder."""
 
-    def __init__(self, config: RunConfig, run_dir: Path, warming: asyncio.Task[Path], view: TerminalView) -> None:
-        """Take the run, checked, and the task that ends in the directory of the policy to start from."""
+    def __init__(
+        self,
+        config: RunConfig,
+        run_dir: Path,
+        warming: asyncio.Task[Path],
+        view: TerminalView,
+        on_fault: Callable[[BaseException], None],
+    ) -> None:
+        """Take the run, checked.
+
+        Args:
+            config: The run, with its assets.
+            run_dir: Its folder.
+            warming: Ends in the directory of the policy to start from.
+            view: The terminal.
+            on_fault: Told of a fault before the parts are stopped, so that stopping can be given a deadline.
+        """
         self._config = config
         self._run_dir = run_dir
         self._warming = warming
         self._view = view
+        self._on_fault = on_fault
         self._records: list[StepRecord] = []
         self._start_s = 0.0
 
@@ -74,11 +91,16 @@ class Run:
         check_algorithm(self._config)
         prompts, held_out = await asyncio.to_thread(self._read_prompts)
         async with AsyncExitStack() as stack:
-            server = self._start_buffer(stack)
-            with self._view.waiting_for("Ray"):
-                await stack.enter_async_context(ray_cluster(self._config))
-            work = self._run_parts(stack, server, prompts, held_out)
-            result, before, after = await _unless(work, [buffer_died(server)])
+            stack.callback(shutil.rmtree, shared_folder(self._run_dir), ignore_errors=True)
+            try:
+                server = self._start_buffer(stack)
+                with self._view.waiting_for("Ray"):
+                    await stack.enter_async_context(ray_cluster(self._config))
+                work = self._run_parts(stack, server, prompts, held_out)
+                result, before, after = await _unless(work, [buffer_died(server)])
+            except BaseException as fault:
+                self._on_fault(fault)
+                raise
             self._view.say("stopping")
         self._summarise(result, before, after)
 
@@ -163,12 +185,17 @@ class Run:
             on_step=lambda record: self._on_step(writer, record),
         )
         try:
-            result = await _unless(controller.train(), [parts.fleet.run()])
+            await _unless(self._train_and_save(controller, parts.learner), [parts.fleet.run()])
+            result = await controller.account()
         finally:
             writer.close()
         after = await self._evaluate(parts, held_out, "after", result.policy_version)
-        await parts.learner.save_policy(self._run_dir / "policy")
         return result, before, after
+
+    async def _train_and_save(self, controller: Controller, learner: Learner) -> None:
+        """Save the policy as soon as it is trained: whatever goes wrong later, it is there."""
+        await controller.train()
+        await learner.save_policy(self._run_dir / "policy")
 
     async def _evaluate(self, parts: _Parts, held_out: list[Prompt], when: str, version: int) -> Evaluation | None:
         if not self._config.evaluation.enabled:

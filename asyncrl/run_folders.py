@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import shutil
 import time
 from pathlib import Path
 
@@ -34,14 +35,20 @@ def shared_folder(run_dir: Path) -> Path:
 
 
 def snapshot_folder(config: RunConfig, run_dir: Path) -> Path:
-    """Make the folder of published weights: in the run's own where all are kept, else in memory.
+    """Make the folder of published weights: in memory, where there is room and not all are kept, else in the run's own.
 
-    `asyncrl.train` removes the one in memory, however the run ends.
+    The run removes the one in memory, and its supervisor where the run cannot.
     """
-    in_memory = config.learner.keep_snapshots != -1 and _SHARED_MEMORY.is_dir()
+    in_memory = config.learner.keep_snapshots != -1 and _SHARED_MEMORY.is_dir() and _fits_in_memory(config)
     folder = shared_folder(run_dir) if in_memory else run_dir / "snapshots"
     folder.mkdir(mode=0o700)
     return folder
+
+
+def _fits_in_memory(config: RunConfig) -> bool:
+    snapshot_bytes = sum(file.stat().st_size for file in Path(config.model.path).glob("*.safetensors"))
+    num_kept = max(config.learner.keep_snapshots, config.buffer.max_lag + 2) + 1
+    return shutil.disk_usage(_SHARED_MEMORY).free > 2 * num_kept * snapshot_bytes
 
 
 def last_lines(path: str) -> str:

@@ -22,25 +22,33 @@ _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 ORPHAN_GRACE_S = 3.0
 
 
-def supervise(work: Callable[[], int]) -> int:
+def supervise(work: Callable[[], int], *, stop_timeout_s: float) -> int:
     """Run ``work`` in a child process and end everything that it leaves.
 
     Args:
         work: The run; called in the child, returns its exit status.
+        stop_timeout_s: After a signal, the run may take this long to stop; then it is killed.
 
     Returns:
         The run's exit status, or minus the number of the signal that it died of. Example: -9.
     """
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     signal.pthread_sigmask(signal.SIG_BLOCK, _PASSED_ON)
+    parent = os.getpid()
     child = os.fork()
     if child == 0:
-        os._exit(_run_in_child(work))
+        os._exit(_run_in_child(work, parent))
 
     def pass_on(number: int, _: FrameType | None) -> None:
         with contextlib.suppress(ProcessLookupError):  # it ends at this moment: nothing to pass on to
             os.kill(child, signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
+            signal.setitimer(signal.ITIMER_REAL, stop_timeout_s)
 
+    def kill(_: int, __: FrameType | None) -> None:
+        with contextlib.suppress(ProcessLookupError):  # it ends at this moment, as it should
+            os.kill(child, signal.SIGKILL)
+
+    signal.signal(signal.SIGALRM, kill)
     for number in _PASSED_ON:
         signal.signal(number, pass_on)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _PASSED_ON)
@@ -49,9 +57,11 @@ def supervise(work: Callable[[], int]) -> int:
     return status
 
 
-def _run_in_child(work: Callable[[], int]) -> int:
+def _run_in_child(work: Callable[[], int], parent: int) -> int:
     os.setsid()
     _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:
+        return 1
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _PASSED_ON)
     try:
         return work()

@@ -12,16 +12,17 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
 
 from asyncrl.compose import CONFIG_DIR, compose_run, dump_yaml
-from asyncrl.config import RunConfig, check_files, check_options
+from asyncrl.config import RunConfig, check_files, check_options, check_placement, visible_gpus
 from asyncrl.metrics import TerminalView
 from asyncrl.options import help_text
 from asyncrl.prepare import warm_start, with_quickstart_assets
-from asyncrl.protocol.errors import AsyncRLError
+from asyncrl.protocol.errors import AsyncRLError, DeadlineError
 from asyncrl.run_folders import last_lines, make_run_dir, shared_folder
 from asyncrl.supervisor import supervise
 
@@ -59,7 +60,7 @@ def _page(config: RunConfig, flags: set[str]) -> str:
 
 def _train(config: RunConfig, overrides: Sequence[str]) -> int:
     run_dir = make_run_dir(config)
-    status = supervise(lambda: _run_to_the_end(config, run_dir, overrides))
+    status = supervise(lambda: _run_to_the_end(config, run_dir, overrides), stop_timeout_s=config.stop_timeout_s)
     shutil.rmtree(shared_folder(run_dir), ignore_errors=True)
     if status >= 0:
         return status
@@ -89,7 +90,15 @@ async def _until_done_or_stopped(
 ) -> tuple[int, str]:
     """Run; returns the exit status and the last words."""
     received: list[str] = []
-    task = asyncio.ensure_future(_run(config, run_dir, overrides, view))
+
+    def on_fault(fault: BaseException) -> None:
+        """Give stopping a deadline: whatever then still hangs is left to the supervisor."""
+        if not isinstance(fault, asyncio.CancelledError):
+            timer = threading.Timer(config.stop_timeout_s, _give_up, (fault, run_dir))
+            timer.daemon = True
+            timer.start()
+
+    task = asyncio.ensure_future(_run(config, run_dir, overrides, view, on_fault))
 
     def stop(number: signal.Signals) -> None:
         if received:
@@ -109,35 +118,60 @@ async def _until_done_or_stopped(
             f"stopped by {received[0] if received else 'cancellation'}; partial results in {run_dir}",
         )
     except Exception as error:
-        cause = root_cause(error)
         logging.getLogger(__name__).error("the run failed", exc_info=error)
-        kind = "" if isinstance(cause, AsyncRLError | ValueError) else f"{type(cause).__name__}: "
-        headline = str(cause).partition("\n")[0]
-        return EXIT_FAILED, f"{kind}{cause}\n\nlogs: {run_dir / 'logs'}\nerror: {kind}{headline}"
+        return EXIT_FAILED, _last_words(error, run_dir)
     return 0, ""
 
 
-async def _run(config: RunConfig, run_dir: Path, overrides: Sequence[str], view: TerminalView) -> None:
+def _last_words(error: BaseException, run_dir: Path) -> str:
+    """The whole message of the cause, and its first line again at the very end."""
+    cause = root_cause(error)
+    kind = "" if isinstance(cause, AsyncRLError | ValueError) else f"{type(cause).__name__}: "
+    headline = str(cause).partition("\n")[0]
+    return f"{kind}{cause}\n\nlogs: {run_dir / 'logs'}\nerror: {kind}{headline}"
+
+
+def _give_up(error: BaseException, run_dir: Path) -> None:
+    sys.stderr.write(_last_words(error, run_dir) + " (stopping took too long: what was left was killed)\n")
+    sys.stderr.flush()
+    os._exit(EXIT_FAILED)
+
+
+async def _run(
+    config: RunConfig,
+    run_dir: Path,
+    overrides: Sequence[str],
+    view: TerminalView,
+    on_fault: Callable[[BaseException], None],
+) -> None:
     """Warm-start the policy while torch and Ray are imported and the parts start that do not need it."""
+    if not config.ray.address:
+        check_placement(config, num_cpus=os.cpu_count() or 1, num_gpus=visible_gpus())
     config = await asyncio.to_thread(with_quickstart_assets, config)
     check_files(config)
     warming = asyncio.create_task(warm_start(config, overrides, run_dir / "logs" / "sft.log", view.say))
     try:
         with view.waiting_for("torch and Ray to be imported"):
             module = await asyncio.to_thread(import_module, "asyncrl.run")
-        await module.Run(config, run_dir, warming, view).run()
+        await module.Run(config, run_dir, warming, view, on_fault).run()
     finally:
         warming.cancel()
         await asyncio.gather(warming, return_exceptions=True)
 
 
 def root_cause(error: BaseException) -> BaseException:
-    """The first real fault inside exception groups and Ray's wrappers: a named death first, a missed deadline last."""
+    """The first real fault inside exception groups and Ray's wrappers: a death before a missed deadline."""
     if isinstance(error, BaseExceptionGroup):
         causes = [root_cause(inner) for inner in error.exceptions]
-        return min(causes, key=lambda cause: (not isinstance(cause, AsyncRLError), isinstance(cause, TimeoutError)))
+        return min(causes, key=_rank)
     inside = getattr(error, "cause", None)  # a RayTaskError carries what the worker raised
     return root_cause(inside) if isinstance(inside, BaseException) else error
+
+
+def _rank(cause: BaseException) -> int:
+    if isinstance(cause, DeadlineError | TimeoutError):
+        return 2
+    return 0 if isinstance(cause, AsyncRLError) else 1
 
 
 def _log_to(path: Path) -> None:

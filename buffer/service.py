@@ -281,6 +281,13 @@ class BufferService:
             f"{limit}; the group is sent again when a batch has left"
         )
 
+    def _fail_plans_without_room(self) -> None:
+        """Nothing runs, nothing is under way, no lease fits, and a batch is not complete: nobody would ever wake it."""
+        ledger = self.ledger
+        idle = ledger.num_leased == 0 and ledger.num_planned == 0
+        if idle and len(self._plan_waits) and ledger.num_stored < ledger.rule.groups_per_step and not self._has_room():
+            self._fail_plans(self._largest_bytes)
+
     def _fail_plans(self, size: int) -> None:
         """The store is full and no batch is under way that could leave: say so instead of waiting for ever."""
         error = StoreFull(
@@ -375,6 +382,7 @@ class BufferService:
                 self._make_plans()
                 self._fill_queue()
                 self._grant_leases()
+                self._fail_plans_without_room()
         except ReplayBufferError as error:
             logger.error("nothing is granted while the journal cannot be written: %s", error)
         self._forget(self.ledger.drain_finished())

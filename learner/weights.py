@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import tempfile
 from pathlib import Path
 
 import torch
@@ -48,9 +49,9 @@ def write_model(directory: Path, model: PreTrainedModel, weights: dict[str, Tens
         weights: Checkpoint name to CPU tensor.
         dtype: Type named in the configuration.
     """
-    partial = directory.with_name(f".{directory.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
+    partial.chmod(0o755)
     save_file(
         {name: tensor.contiguous() for name, tensor in weights.items()}, partial / "model.safetensors", {"format": "pt"}
     )

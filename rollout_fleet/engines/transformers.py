@@ -78,6 +78,8 @@ class TransformersEngine:
         """See `Engine.generate`."""
         if self._runner is None or self._runner.done():
             raise EngineError(f"{self._name} is not running; start it before it generates")
+        if not requests:
+            return
         for request in requests:
             check_prompt(request, self._facts.vocab_size)
         groups = [_Waiting(request=request, output=asyncio.get_running_loop().create_future()) for request in requests]

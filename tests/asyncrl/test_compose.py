@@ -7,6 +7,8 @@ from omegaconf import OmegaConf
 from asyncrl.compose import compose_run, dump_yaml, option_names
 from asyncrl.config import RunConfig, check_files, check_options, check_placement
 from asyncrl.options import COMMON_OPTIONS, describe, help_text
+from asyncrl.protocol.errors import DeadlineError, WorkerDiedError
+from asyncrl.train import root_cause
 from buffer.config import OnStale
 
 
@@ -101,3 +103,14 @@ def test_importing_the_configuration_loads_no_heavy_package():
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_death_is_told_before_a_missed_deadline_whatever_came_first():
+    deadline, death, bug = DeadlineError("late"), WorkerDiedError("dead"), KeyError("bug")
+    assert root_cause(ExceptionGroup("", [deadline, bug, death])) is death
+    assert root_cause(ExceptionGroup("", [deadline, ExceptionGroup("", [bug])])) is bug
+
+
+def test_renewal_slower_than_the_lease_is_refused():
+    with pytest.raises(ValueError, match=r"renew_every_s must be at most half of buffer\.lease_s.*20 and 15"):
+        check_options(compose_run(["buffer.lease_s=15", "rollout_fleet.renew_every_s=20"]))

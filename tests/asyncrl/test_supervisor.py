@@ -13,7 +13,7 @@ import os, signal, subprocess, sys, time
 from asyncrl.supervisor import supervise
 def work():
 {body}
-status = supervise(work)
+status = supervise(work, stop_timeout_s=1.0)
 print("status", status, flush=True)
 """
 
@@ -71,3 +71,17 @@ def test_work_is_told_to_stop_when_its_parent_is_killed():
     run.kill()
     gone, _ = psutil.wait_procs([worker], timeout=10)
     assert gone, f"still there after {time.monotonic() - began_s:.1f} s"
+
+
+def test_work_that_does_not_stop_in_time_is_killed():
+    run = start(
+        """
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        print("ready", flush=True)
+        while True:
+            signal.pause()
+        """
+    )
+    assert run.stdout.readline() == "ready\n"
+    run.send_signal(signal.SIGTERM)
+    assert run.communicate(timeout=10)[0] == "status -9\n"

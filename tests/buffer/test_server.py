@@ -7,7 +7,14 @@ import numpy as np
 import pytest
 from groups import prompt, rollout, running
 
-from asyncrl.protocol.errors import DeadlineError, LeaseExpired, ReplayBufferError, UnknownGroup, VersionTooOld
+from asyncrl.protocol.errors import (
+    DeadlineError,
+    LeaseExpired,
+    ReplayBufferError,
+    StoreFull,
+    UnknownGroup,
+    VersionTooOld,
+)
 from buffer import BufferClient, BufferConfig, BufferProcess, OnStale, SyncBufferClient
 
 
@@ -251,3 +258,16 @@ def test_the_server_process_announces_itself_and_ends_on_sigterm(tmp_path: Path)
         rank.close()
         process.stop(timeout_s=1.0)
         assert process.process.returncode == 0
+
+
+async def test_a_store_too_small_for_a_batch_is_an_error_of_the_plan_and_not_a_wait_for_ever():
+    async with running(groups_per_step=4, max_lag=0, max_stored_bytes=600, request_timeout_s=2.0) as run:
+        worker, control = run.client(), run.client()
+        await control.enqueue([prompt(i) for i in range(8)])
+        plan = asyncio.ensure_future(control.plan(0))
+        for _ in range(3):
+            if not (leases := await worker.lease(0, 1)):
+                break
+            await worker.put(rollout(leases[0]))
+        with pytest.raises(StoreFull, match=r"buffer\.max_stored_bytes=600 cannot hold a batch"):
+            await asyncio.wait_for(plan, 10)

@@ -84,7 +84,8 @@ def test_a_killed_controller_takes_its_children_with_it(start):
     run.remember_family()
     run.process.kill()
     run.process.wait(10)
-    assert run.survivors(timeout_s=10) == []
+    assert run.survivors(timeout_s=15) == []
+    assert not run.left_in_shared_memory()
 
 
 def test_a_killed_sglang_server_ends_the_run_with_the_tail_of_its_log(start):
@@ -118,4 +119,23 @@ def test_a_wrong_option_ends_the_run_before_any_process_starts(start, override, 
     run = start(override)
     assert run.finish(60) != 0
     assert words in "\n".join(run.lines[-5:])
-    assert "learner" not in "\n".join(line for line in run.lines if "waiting for" in line)
+    assert "waiting for rollout" not in run.output
+    assert "waiting for learner" not in run.output
+
+
+def test_a_killed_controller_child_is_reported_and_cleaned_up_by_its_supervisor(start):
+    run = start()
+    run.wait_for_line("step 1/")
+    run.kill("asyncrl.train")
+    assert run.finish(END_TIMEOUT_S) == 1
+    assert "the controller died of SIGKILL" in run.output
+    assert_nothing_is_left(run)
+
+
+def test_a_killed_warm_start_ends_the_run_with_its_name(start):
+    run = start("sft.enabled=true", "sft.target_accuracy=1.01")
+    run.wait_for_line("warm start: step")
+    run.kill("asyncrl.sft")
+    assert run.finish(END_TIMEOUT_S) == 1
+    assert "error: the warm start" in run.lines[-1]
+    assert_nothing_is_left(run)

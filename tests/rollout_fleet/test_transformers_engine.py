@@ -229,3 +229,9 @@ async def test_an_answer_that_takes_too_long_is_an_error_that_names_its_option(s
 
 def test_the_model_directory_is_left_as_it_was(model_path):
     assert (Path(model_path) / "model.safetensors").is_file()
+
+
+async def test_no_requests_are_no_answers_and_the_engine_goes_on(start):
+    engine = await start()
+    assert [output async for output in engine.generate([])] == []
+    assert len(await answer(engine, requests_of(1))) == 1
