@@ -146,7 +146,7 @@ class Run:
         )
 
         async def start_fleet() -> Fleet:
-            fleet = await asyncio.to_thread(Fleet, self._config, buffer_address=buffer_address, paths=paths)
+            fleet = await _made(Fleet, self._config, buffer_address, paths)
             stack.push_async_callback(fleet.stop, self._config.rollout_fleet.stop_timeout_s + 2)
             count, engine = self._config.rollout_fleet.num_engines, self._config.rollout_fleet.engine
             await self._ready(f"rollout fleet ({count} {engine} engines)", fleet.start())
@@ -159,7 +159,7 @@ class Run:
             with self._view.waiting_for("warm start"):
                 policy = await self._warming
             config = replace(self._config, model=replace(self._config.model, path=str(policy)))
-            learner = await asyncio.to_thread(Learner, config, buffer_address=buffer_address, paths=paths)
+            learner = await _made(Learner, config, buffer_address, paths)
             stack.push_async_callback(learner.stop, self._config.rollout_fleet.stop_timeout_s)
             await self._ready(f"learner ({config.learner.num_ranks} ranks)", learner.init())
             return learner
@@ -242,6 +242,16 @@ async def _unless(work: Coroutine[Any, Any, T], watchers: Sequence[Coroutine[Any
         for left in {task, *watching}:
             left.cancel()
         await asyncio.gather(task, *watching, return_exceptions=True)
+
+
+async def _made(kind: Callable[..., T], config: RunConfig, buffer_address: str, paths: RunPaths) -> T:
+    """Make a group in a thread; a cancellation waits for the thread, which needs the Ray that is stopped next."""
+    making = asyncio.create_task(asyncio.to_thread(kind, config, buffer_address=buffer_address, paths=paths))
+    try:
+        return await asyncio.shield(making)
+    except asyncio.CancelledError:
+        await asyncio.wait([making], timeout=config.ray.start_timeout_s)
+        raise
 
 
 async def _together(first: Coroutine[Any, Any, T], second: Coroutine[Any, Any, U]) -> tuple[T, U]:

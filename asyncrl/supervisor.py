@@ -62,11 +62,15 @@ def _run_in_child(work: Callable[[], int], parent: int) -> int:
     _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent:
         return 1
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _PASSED_ON)
     try:
         return work()
     except SystemExit as exit_:
         return exit_.code if isinstance(exit_.code, int) else 1
+    finally:
+        # The parent does this too; but it may have been killed.
+        _end_orphans(ORPHAN_GRACE_S)
 
 
 def _wait_for(child: int) -> int:
