@@ -84,7 +84,8 @@ def test_a_killed_controller_takes_its_children_with_it(start):
     run.remember_family()
     run.process.kill()
     run.process.wait(10)
-    assert run.survivors(timeout_s=15) == []
+    # Ray's own agents notice only after a while that their raylet is gone.
+    assert run.survivors(timeout_s=45) == []
     assert not run.left_in_shared_memory()
 
 
