@@ -13,9 +13,9 @@ from .remote import fetch, fetch_async
 
 def merge(parts: Sequence[Any]) -> Any:
     """Join the results of the collecting ranks: `DataProto`s and TensorDicts along the batch."""
-    from .data_concat import concat_batches
+    from .data_concat import BatchData
 
-    return concat_batches(list(parts))
+    return BatchData(parts).concat()
 
 
 @dataclass
