@@ -57,6 +57,13 @@ class VersionTooOld(ReplayBufferError):
     """A trajectory holds a token older than the version its lease was granted at."""
 
 
+class UsageError(TypeError, ValueError, AssertionError):
+    """A call, a dispatch mode or a pool of the single controller is used as it cannot be.
+
+    It is an AssertionError too, so that code written against verl, which raises that, catches it.
+    """
+
+
 class BatchError(ValueError, AssertionError):
     """The parts of a `DataProto` do not fit together, or not with what is asked of them.
 
