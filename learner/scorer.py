@@ -65,14 +65,14 @@ class PolicyScorer:
         self.model_path = model_path
         self.mesh: LearnerMesh = open_mesh(config)
         self.sharding = UlyssesShardingManager(self.mesh.device_mesh)
-        self.causal_lm: PreTrainedModel = load_causal_lm(model_path, torch.float32)
+        self.causal_lm: PreTrainedModel = load_causal_lm(model_path, torch.float32, on_meta=self.mesh.rank > 0)
         validate_ulysses_config(self.causal_lm.config.num_attention_heads, config.sp_size)
         if config.activation_checkpointing:
             self.causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
         self.model = PolicyModel(
             self.causal_lm, temperature=temperature, logprob_chunk_tokens=config.logprob_chunk_tokens
         )
-        shard_model(self.model, self.mesh, self.compute_dtype)
+        shard_model(self.model, self.mesh, config)
 
     @property
     def compute_dtype(self) -> torch.dtype:
