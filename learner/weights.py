@@ -36,7 +36,7 @@ def gather_weights(trainer: PolicyTrainer) -> dict[str, Tensor] | None:
     for name, tensor in whole_tensors(trainer.model):
         if is_first:
             whole = tensor.to(device="cpu", dtype=trainer.compute_dtype, copy=True)
-            weights[name.removeprefix("causal_lm.")] = whole
+            weights[name.removeprefix("pretrained.")] = whole
     return revert_weight_conversion(trainer.causal_lm, weights) if is_first else None
 
 
