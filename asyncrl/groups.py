@@ -108,6 +108,7 @@ class Learner:
             plan,
             advantages,
             num_shards=self._config.learner.num_ranks // self._config.learner.sp_size,
+            num_mini_batches=self._config.algorithm.num_mini_batches,
             max_lag=self._config.buffer.max_lag,
         )
         what = f"the update of step {plan.version}"

@@ -18,12 +18,14 @@ class RankBatch:
         version: Learner version that consumes the batch; the step takes it to ``version + 1``.
         group_ids: Prompt groups to fetch from the buffer; may be empty.
         advantages: One [G] float32 array a group, in the order of ``group_ids``.
+        mini_batches: Which optimizer update of the step trains on each group, counted from 0.
         max_lag: Staleness bound in learner steps; the rank refuses a batch that breaks it.
     """
 
     version: int
     group_ids: tuple[int, ...]
     advantages: tuple[np.ndarray, ...]
+    mini_batches: tuple[int, ...]
     max_lag: int
 
 
@@ -37,11 +39,13 @@ class TokenSequence:
             False.
         columns: Further [T] float32 arrays by name, aligned with ``input_ids`` and read where ``loss_mask`` is
             True. Example: ``behavior_logprobs``, ``advantages``.
+        mini_batch: Which optimizer update of a learner step trains on it, counted from 0.
     """
 
     input_ids: np.ndarray
     loss_mask: np.ndarray
     columns: Mapping[str, np.ndarray] = field(default_factory=dict)
+    mini_batch: int = 0
 
     def with_column(self, name: str, values: np.ndarray) -> TokenSequence:
         """The sequence with one more [T] float32 column."""
@@ -59,13 +63,14 @@ class TokenSequence:
 
 
 def group_sequences(
-    group: TrajectoryGroup, advantages: np.ndarray, *, mask_truncated: bool = False
+    group: TrajectoryGroup, advantages: np.ndarray, *, mini_batch: int = 0, mask_truncated: bool = False
 ) -> list[TokenSequence]:
     """Lay a prompt group out as G sequences of prompt and response.
 
     Args:
         group: G trajectories of one prompt.
         advantages: [G] float32, one a sample, for all its tokens.
+        mini_batch: Which optimizer update of the step trains on the group.
         mask_truncated: Leave samples that hit the length limit out of the loss.
 
     Returns:
@@ -82,6 +87,7 @@ def group_sequences(
             TokenSequence(
                 input_ids=np.concatenate([group.prompt_ids, group.response_ids[span]]),
                 loss_mask=_after_prompt(group, mask),
+                mini_batch=mini_batch,
                 columns={
                     "behavior_logprobs": _after_prompt(group, group.behavior_logprobs[span]),
                     "advantages": _after_prompt(group, np.full(length, advantages[sample], dtype=np.float32)),

@@ -130,8 +130,10 @@ class LearnerWorker(Worker):
         fetched_at = time.time()
         sequences = [
             sequence
-            for group, advantages in zip(groups, batch.advantages, strict=True)
-            for sequence in group_sequences(group, advantages, mask_truncated=self._algorithm.mask_truncated)
+            for group, advantages, mini_batch in zip(groups, batch.advantages, batch.mini_batches, strict=True)
+            for sequence in group_sequences(
+                group, advantages, mini_batch=mini_batch, mask_truncated=self._algorithm.mask_truncated
+            )
         ]
         with self._residence.updating():
             metrics = self._step.run(sequences) | self._residence.metrics
