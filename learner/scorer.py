@@ -152,11 +152,6 @@ class PolicyScorer(PackedScorer):
 
         super().__init__(config, model_path=model_path, load=load)
 
-    @property
-    def causal_lm(self) -> PreTrainedModel:
-        """The Hugging Face model inside."""
-        return self.pretrained
-
     def log_probs(self, sequences: Sequence[TokenSequence]) -> list[np.ndarray]:
         """Log-probs of this rank's sequences under the weights as they are.
 
