@@ -201,6 +201,31 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CriticConfig:
+    """The critic of ``algorithm.advantage=gae``.
+
+    Attributes:
+        path: Model to start from, in Hugging Face layout: a token classifier with one label, or a causal language
+            model, which gets a value head of zeros. Empty: the policy that the run starts from.
+        warmup_steps: First learner steps in which the critic learns and the policy stays as it is.
+        value_clip: Values move at most this far from those before the step, as far as the loss counts it; 0 does not
+            clip.
+        optimizer: The critic's own AdamW and schedule.
+    """
+
+    path: str = ""
+    warmup_steps: int = 0
+    value_clip: float = 0.5
+    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5))
+
+    def __post_init__(self) -> None:
+        if self.warmup_steps < 0:
+            raise ValueError(f"learner.critic.warmup_steps must be >= 0, got {self.warmup_steps}")
+        if self.value_clip < 0:
+            raise ValueError(f"learner.critic.value_clip must be >= 0, got {self.value_clip}; 0: no clipping")
+
+
+@dataclass(frozen=True, kw_only=True)
 class LearnerConfig:
     """The learner group.
 
@@ -221,6 +246,7 @@ class LearnerConfig:
         start_timeout_s: Deadline for the group to build its model.
         step_timeout_s: Deadline of one learner step.
         optimizer: AdamW and its schedule.
+        critic: The critic, where the algorithm has one.
     """
 
     num_ranks: int = 1
@@ -238,6 +264,7 @@ class LearnerConfig:
     start_timeout_s: float = 300.0
     step_timeout_s: float = 600.0
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
 
     def __post_init__(self) -> None:
         if self.num_ranks < 1:

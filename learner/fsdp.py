@@ -11,13 +11,13 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from .mesh import LearnerMesh
-from .model import PolicyModel
+from .model import PackedModel
 
 MIN_UNIT_NUMEL = 1_000_000
 """A layer with fewer parameters than this joins the root unit: its own collectives would cost more than they hide."""
 
 
-def shard_model(model: PolicyModel, mesh: LearnerMesh, dtype: torch.dtype) -> None:
+def shard_model(model: PackedModel, mesh: LearnerMesh, dtype: torch.dtype) -> None:
     """Shard the parameters over all dp × sp ranks, in place, and move the model to its device.
 
     A single rank that computes in the type of its parameters has nothing to shard and nothing to cast: the model
@@ -33,7 +33,7 @@ def shard_model(model: PolicyModel, mesh: LearnerMesh, dtype: torch.dtype) -> No
         return
     axis = mesh.device_mesh._flatten("fsdp")
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    layers = set(model.causal_lm._no_split_modules or ())
+    layers = set(model.pretrained._no_split_modules or ())
     for module in list(model.modules()):
         if type(module).__name__ in layers and sum(p.numel() for p in module.parameters()) >= MIN_UNIT_NUMEL:
             fully_shard(module, mesh=axis, mp_policy=policy)
