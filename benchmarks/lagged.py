@@ -1,6 +1,6 @@
 """Training at an exact lag, in one process: every batch is sampled with the weights of ``lag`` learner steps ago.
 
-The parts are the system's own (prompt stream, in-process engine's model, plan, split, learner step, snapshots); only the
+The parts are the system's own (prompt stream, in-process engine's model, plan, learner step, snapshots); only the
 pipeline between them is left out, so that the lag is the same number at every step and a run takes seconds.
 """
 
@@ -18,8 +18,7 @@ from transformers import AutoTokenizer
 from asyncrl.config import RunConfig
 from asyncrl.data.prompts import PromptStream, load_eval_prompts
 from asyncrl.protocol.types import Lease, Plan, Prompt, TrajectoryGroup, WeightSnapshot
-from learner.advantages import ADVANTAGES, plan_advantages
-from learner.batching import split_plan
+from learner.planning import rank_batches
 from learner.step import PolicyStep
 from learner.trainer import PolicyTrainer
 from learner.types import group_sequences
@@ -112,10 +111,8 @@ class LaggedTraining:
         self._engine.load_weights(behavior)
         groups = self._roll_out(self._prompts.take(algorithm.groups_per_step), behavior.version)
         plan = Plan(version=version, groups=[group.summary for group in groups])
-        advantages = plan_advantages(plan, ADVANTAGES.get(algorithm.advantage))
-        (share,) = split_plan(
-            plan, advantages, num_shards=1, num_mini_batches=algorithm.num_mini_batches, max_lag=self._lag
-        )
+        (share,) = rank_batches(plan, algorithm, num_shards=1, max_lag=self._lag)
+        assert share.advantages is not None  # the table's estimators need rewards alone
         by_id = {group.group_id: group for group in groups}
         sequences = [
             sequence

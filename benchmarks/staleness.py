@@ -1,8 +1,8 @@
 """What staleness costs, and what corrects for it: ``python -m benchmarks.staleness``.
 
-The quickstart's task from one warm start a seed, at an exact lag η, with every correction, in one and in four optimizer
-updates a learner step: ``benchmarks/lagged.py`` trains each cell in this process. Finished cells are kept in a file, and
-a run that was cut short goes on where it stopped. The last line is JSON.
+The quickstart's task from one warm start a seed, at an exact lag η, with every correction, in one and in four
+optimizer updates a learner step: ``benchmarks/lagged.py`` trains each cell in this process. Finished cells are kept in
+a file, and a run that was cut short goes on where it stopped. The last line is JSON.
 """
 
 from __future__ import annotations
