@@ -14,15 +14,13 @@ from .scorer import PackedScorer
 from .types import TokenSequence
 
 
-class RewardScorer(PackedScorer):
+class RewardScorer(PackedScorer[ScoreModel]):
     """Scores sequences at their last token. Its methods are collectives.
 
     Args:
         config: The options of the group it runs in.
         model_path: Directory in Hugging Face layout: a sequence classifier with one label.
     """
-
-    model: ScoreModel
 
     def __init__(self, config: LearnerConfig, *, model_path: str) -> None:
         super().__init__(config, model_path=model_path, load=lambda: load_reward_model(model_path, torch.float32))

@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
@@ -50,7 +51,10 @@ class PackedBatch:
         }
 
 
-class PackedScorer:
+ModelT = TypeVar("ModelT", bound=PackedModel)
+
+
+class PackedScorer(Generic[ModelT]):
     """Shards a model over the group and runs it on micro-batches.
 
     Args:
@@ -59,9 +63,7 @@ class PackedScorer:
         load: Loads the model on the CPU, with float32 parameters; called once the group is joined.
     """
 
-    model: PackedModel
-
-    def __init__(self, config: LearnerConfig, *, model_path: str, load: Callable[[], PackedModel]) -> None:
+    def __init__(self, config: LearnerConfig, *, model_path: str, load: Callable[[], ModelT]) -> None:
         self.config = config
         self.model_path = model_path
         self.mesh: LearnerMesh = open_mesh(config)
@@ -129,7 +131,7 @@ class PackedScorer:
         return dict(zip(names, self.mesh.sum_over_dp(table).tolist(), strict=True))
 
 
-class PolicyScorer(PackedScorer):
+class PolicyScorer(PackedScorer[PolicyModel]):
     """Loads a causal language model and computes log-probs under it.
 
     Args:
@@ -137,8 +139,6 @@ class PolicyScorer(PackedScorer):
         model_path: Directory in Hugging Face layout.
         temperature: Softmax temperature of log-probs; that of sampling in RL, 1.0 for supervised training. > 0.
     """
-
-    model: PolicyModel
 
     def __init__(self, config: LearnerConfig, *, model_path: str, temperature: float = 1.0) -> None:
         _check_temperature(temperature)
