@@ -32,7 +32,11 @@ class CriticTrainer(PackedScorer[ScoreModel]):
         self, config: LearnerConfig, critic: CriticConfig, *, model_path: str, total_updates: int, seed: int = 0
     ) -> None:
         torch.manual_seed(seed)
-        super().__init__(config, model_path=model_path, load=lambda: load_critic(model_path, torch.float32))
+        super().__init__(
+            config,
+            model_path=model_path,
+            load=lambda on_meta: load_critic(model_path, torch.float32, on_meta=on_meta),
+        )
         self.optimizer = PolicyOptimizer(self.model, critic.optimizer, total_updates=total_updates)
         self._value_clip = critic.value_clip
 

@@ -23,7 +23,11 @@ class RewardScorer(PackedScorer[ScoreModel]):
     """
 
     def __init__(self, config: LearnerConfig, *, model_path: str) -> None:
-        super().__init__(config, model_path=model_path, load=lambda: load_reward_model(model_path, torch.float32))
+        super().__init__(
+            config,
+            model_path=model_path,
+            load=lambda on_meta: load_reward_model(model_path, torch.float32, on_meta=on_meta),
+        )
 
     @torch.no_grad()
     def scores(self, sequences: Sequence[TokenSequence]) -> np.ndarray:
