@@ -57,7 +57,13 @@ def group_tokens(group: GroupSummary) -> int:
 
 
 def split_plan(
-    plan: Plan, advantages: Sequence[np.ndarray], *, num_shards: int, num_mini_batches: int, max_lag: int
+    plan: Plan,
+    *,
+    rewards: Sequence[np.ndarray],
+    advantages: Sequence[np.ndarray] | None,
+    num_shards: int,
+    num_mini_batches: int,
+    max_lag: int,
 ) -> list[RankBatch]:
     """Share a planned batch out: its groups over mini-batches, then each mini-batch over data-parallel ranks.
 
@@ -66,7 +72,8 @@ def split_plan(
 
     Args:
         plan: The batch of one learner step.
-        advantages: One [G] float32 array a group, in the order of ``plan.groups``.
+        rewards: One [G] float32 array a group, in the order of ``plan.groups``.
+        advantages: One [G] float32 array a group, in the same order; None where the ranks compute them.
         num_shards: Data-parallel ranks.
         num_mini_batches: Optimizer updates of the step.
         max_lag: Staleness bound in learner steps.
@@ -86,7 +93,8 @@ def split_plan(
         RankBatch(
             version=plan.version,
             group_ids=tuple(plan.groups[index].group_id for index, _ in share),
-            advantages=tuple(advantages[index] for index, _ in share),
+            rewards=tuple(rewards[index] for index, _ in share),
+            advantages=None if advantages is None else tuple(advantages[index] for index, _ in share),
             mini_batches=tuple(mini_batch for _, mini_batch in share),
             max_lag=max_lag,
         )

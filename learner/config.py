@@ -61,6 +61,7 @@ class AlgorithmConfig:
         loss: Policy loss: a name from `learner.losses`, ``module:function`` or ``file.py:function``.
         discount: Gamma of returns, in [0, 1].
         trace: Lambda of ``advantage=gae``, in [0, 1].
+        whiten_advantages: Standardise the advantages of ``advantage=gae`` over the batch's tokens.
         clip_low: PPO keeps the ratio above 1 - clip_low.
         clip_high: PPO keeps the ratio below 1 + clip_high.
         dual_clip: Largest ratio that counts where the advantage is negative (> 1); 0 has no such bound.
@@ -90,6 +91,7 @@ class AlgorithmConfig:
     loss: str = "ppo_clip"
     discount: float = 1.0
     trace: float = 1.0
+    whiten_advantages: bool = True
     clip_low: float = 0.2
     clip_high: float = 0.2
     dual_clip: float = 0.0

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from asyncrl.protocol.types import FinishReason, GroupSummary, Plan, TrajectoryGroup
 from learner.batching import group_tokens, karmarkar_karp, split_plan, split_sequences
 from learner.packing import num_micro_batches, pack
-from learner.types import TokenSequence, group_sequences
+from learner.types import RankBatch, TokenSequence, group_sequences
 
 LENGTHS = st.lists(st.integers(1, 40), max_size=30)
 
@@ -96,10 +96,16 @@ def summary(group_id: int, num_prompt: int, lengths: tuple[int, ...]) -> GroupSu
     )
 
 
+def split(plan: Plan, advantages: list[np.ndarray], **options: int) -> list[RankBatch]:
+    rewards = [np.zeros_like(values) for values in advantages]
+    options = {"num_mini_batches": 1, "max_lag": 0, **options}
+    return split_plan(plan, rewards=rewards, advantages=advantages, **options)
+
+
 def test_a_plan_is_split_whole_and_balanced() -> None:
     groups = [summary(10 + i, 5, (1 + i, 2)) for i in range(8)]
     advantages = [np.full(2, float(i), dtype=np.float32) for i in range(8)]
-    shards = split_plan(Plan(version=4, groups=groups), advantages, num_shards=2, num_mini_batches=1, max_lag=3)
+    shards = split(Plan(version=4, groups=groups), advantages, num_shards=2, max_lag=3)
     assert sorted(i for shard in shards for i in shard.group_ids) == list(range(10, 18))
     assert all(a[0] == i - 10 for s in shards for i, a in zip(s.group_ids, s.advantages, strict=True))
     assert {(shard.version, shard.max_lag) for shard in shards} == {(4, 3)}
@@ -109,7 +115,7 @@ def test_a_plan_is_split_whole_and_balanced() -> None:
 
 def test_fewer_groups_than_ranks_leave_empty_shards() -> None:
     plan = Plan(version=0, groups=[summary(1, 2, (3,))])
-    shards = split_plan(plan, [np.ones(1)], num_shards=3, num_mini_batches=1, max_lag=0)
+    shards = split(plan, [np.ones(1)], num_shards=3)
     assert sorted(len(shard.group_ids) for shard in shards) == [0, 0, 1]
 
 
@@ -119,7 +125,7 @@ def test_mini_batches_follow_from_the_plan_whatever_the_ranks(lengths: list[int]
     advantages = [np.zeros(1, np.float32)] * len(lengths)
     of_ranks = []
     for num_shards in (1, 2, 3):
-        shards = split_plan(plan, advantages, num_shards=num_shards, num_mini_batches=num_mini_batches, max_lag=0)
+        shards = split(plan, advantages, num_shards=num_shards, num_mini_batches=num_mini_batches)
         of_ranks.append({i: m for shard in shards for i, m in zip(shard.group_ids, shard.mini_batches, strict=True)})
         assert sum(len(shard.group_ids) for shard in shards) == len(lengths)
     assert of_ranks[0] == of_ranks[1] == of_ranks[2]
@@ -129,7 +135,7 @@ def test_mini_batches_follow_from_the_plan_whatever_the_ranks(lengths: list[int]
 def test_every_mini_batch_is_balanced_over_the_ranks() -> None:
     groups = [summary(i, 0, (length,)) for i, length in enumerate([90, 80, 70, 60, 50, 40, 30, 20])]
     advantages = [np.zeros(1, np.float32)] * 8
-    shards = split_plan(Plan(version=0, groups=groups), advantages, num_shards=2, num_mini_batches=2, max_lag=0)
+    shards = split(Plan(version=0, groups=groups), advantages, num_shards=2, num_mini_batches=2)
     loads = np.zeros((2, 2))
     for rank, shard in enumerate(shards):
         for group_id, mini_batch in zip(shard.group_ids, shard.mini_batches, strict=True):

@@ -16,7 +16,7 @@ from asyncrl.protocol.types import FinishReason, Plan, TrajectoryGroup
 from learner import fsdp
 from learner.batching import karmarkar_karp, split_plan
 from learner.config import Aggregation, AlgorithmConfig, Correction, Device, LearnerConfig, OptimizerConfig
-from learner.losses import LOSSES
+from learner.registry import LOSSES
 from learner.step import PolicyStep
 from learner.trainer import PolicyTrainer
 from learner.types import group_sequences
@@ -128,7 +128,12 @@ def step_on_a_plan(model_path: str, learner: LearnerConfig) -> tuple[list[dict],
     by_id = {group.group_id: group for group in groups}
     advantages = [np.random.default_rng(seed).normal(size=3).astype(np.float32) for seed in range(10)]
     shards = split_plan(
-        plan_of(groups), advantages, num_shards=learner.num_ranks // learner.sp_size, num_mini_batches=4, max_lag=0
+        plan_of(groups),
+        rewards=advantages,
+        advantages=advantages,
+        num_shards=learner.num_ranks // learner.sp_size,
+        num_mini_batches=4,
+        max_lag=0,
     )
     trainer = PolicyTrainer(learner, model_path=model_path, total_updates=8)
     share = shards[trainer.mesh.dp_rank]

@@ -57,6 +57,7 @@ def batch(group_ids: Sequence[int], max_lag: int = 2) -> RankBatch:
     return RankBatch(
         version=7,
         group_ids=tuple(group_ids),
+        rewards=tuple(np.array([1.0, 0.0], dtype=np.float32) for _ in group_ids),
         advantages=advantages,
         mini_batches=(0,) * len(group_ids),
         max_lag=max_lag,
