@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
@@ -50,19 +51,20 @@ class PackedBatch:
         }
 
 
-class PackedScorer:
+ModelT = TypeVar("ModelT", bound=PackedModel)
+
+
+class PackedScorer(Generic[ModelT]):
     """Shards a model over the group and runs it on micro-batches.
 
     Args:
         config: The learner group's options.
         model_path: Directory in Hugging Face layout.
-        load: Builds the model with float32 parameters once the group is joined: on the CPU with its weights, or, given
-            True, best on the meta device, to be filled by rank 0.
+        load: Loads the model with float32 parameters, on the CPU, or without its weights on the meta device where its
+            argument is True: other ranks than the first receive theirs from it.
     """
 
-    model: PackedModel
-
-    def __init__(self, config: LearnerConfig, *, model_path: str, load: Callable[[bool], PackedModel]) -> None:
+    def __init__(self, config: LearnerConfig, *, model_path: str, load: Callable[[bool], ModelT]) -> None:
         self.config = config
         self.model_path = model_path
         self.mesh: LearnerMesh = open_mesh(config)
@@ -130,7 +132,7 @@ class PackedScorer:
         return dict(zip(names, self.mesh.sum_over_dp(table).tolist(), strict=True))
 
 
-class PolicyScorer(PackedScorer):
+class PolicyScorer(PackedScorer[PolicyModel]):
     """Loads a causal language model and computes log-probs under it.
 
     Args:
@@ -138,8 +140,6 @@ class PolicyScorer(PackedScorer):
         model_path: Directory in Hugging Face layout.
         temperature: Softmax temperature of log-probs; that of sampling in RL, 1.0 for supervised training. > 0.
     """
-
-    model: PolicyModel
 
     def __init__(self, config: LearnerConfig, *, model_path: str, temperature: float = 1.0) -> None:
         _check_temperature(temperature)
