@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from .errors import BatchError
+from .errors import BatchError, UsageError
 from .future import DataProtoFuture
 from .merging import merge_meta_info, same_columns
 from .rows import cat_rows, is_nested, take_rows
@@ -45,12 +45,12 @@ class BatchData:
 
         Raises:
             BatchError: the rows cannot be cut evenly.
-            TypeError: it is of none of these kinds.
+            UsageError: it is of none of these kinds.
         """
         if isinstance(self._data, TensorDict):
             return chunk_tensordict(self._data, chunks)
         if not self.is_chunkable():
-            raise TypeError(f"a {type(self._data).__name__} cannot be cut into parts; give a DataProto or TensorDict")
+            raise UsageError(f"a {type(self._data).__name__} cannot be cut into parts; give a DataProto or TensorDict")
         return self._data.chunk(chunks=chunks)
 
     def concat(self) -> Any:
@@ -58,7 +58,7 @@ class BatchData:
 
         Raises:
             ValueError: the list is empty.
-            TypeError: it holds something else.
+            UsageError: it holds something else.
         """
         data = self._data
         if not data:
@@ -68,7 +68,7 @@ class BatchData:
         if isinstance(data[0], TensorDict):
             return concat_tensordict(data)
         if not _is_batch(data[0]):
-            raise TypeError(f"results must be DataProto or TensorDict to be joined, got {type(data[0]).__name__}")
+            raise UsageError(f"results must be DataProto or TensorDict to be joined, got {type(data[0]).__name__}")
         return type(data[0]).concat(data)
 
 
