@@ -40,7 +40,8 @@ def rebuild(kind: type[DataProto], header: bytes, buffers: Sequence[Any], foreig
 
 
 def parts_of(data: DataProto) -> dict[str, Any]:
-    """The batch as a value of the codec."""
+    """The batch as a value of the codec. Raises `BatchError` where its columns were made not to fit together."""
+    data.check_consistency()
     batch = None
     if data._batch is not None:
         batch = [len(data), wire.Columns(dict(data._batch.items()))]
