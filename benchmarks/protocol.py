@@ -25,7 +25,13 @@ from benchmarks.report import Target, median_times, milliseconds, print_report
 NUM_ROWS = 64
 NUM_TOKENS = 2048
 NUM_WORKERS = 4
-RAY_OPTIONS = {"num_cpus": 16, "include_dashboard": False, "log_to_driver": False, "object_store_memory": 400 * 2**20}
+RAY_OPTIONS = {
+    "address": "local",
+    "num_cpus": 16,
+    "include_dashboard": False,
+    "log_to_driver": False,
+    "object_store_memory": 400 * 2**20,
+}
 
 TARGETS = {
     "codec_vs_torch_save": Target(at_least=20),
