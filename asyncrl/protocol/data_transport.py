@@ -21,8 +21,6 @@ from .wire_file import read_frames, write_frames
 if TYPE_CHECKING:
     from .data_proto import DataProto
 
-_MAX_DEPTH = 400  # what comes from a process of our own may nest as deep as msgpack can pack
-
 
 def reduce(data: DataProto, protocol: int) -> tuple[Any, ...]:
     """What pickle needs to rebuild the batch: the codec's header, and its buffers, out of band where it can.
@@ -30,14 +28,14 @@ def reduce(data: DataProto, protocol: int) -> tuple[Any, ...]:
     Values that the codec does not carry (functions, instances) are left to pickle, whose stream this is.
     """
     foreign: list[Any] = []
-    header, *buffers = wire.encode(parts_of(data), foreign=foreign, max_depth=_MAX_DEPTH)
+    header, *buffers = wire.encode(parts_of(data), foreign=foreign, max_depth=None)
     wrap = pickle.PickleBuffer if protocol >= 5 else bytearray
     return rebuild, (type(data), header, [wrap(buffer) for buffer in buffers], foreign)
 
 
 def rebuild(kind: type[DataProto], header: bytes, buffers: Sequence[Any], foreign: Sequence[Any]) -> DataProto:
     """The inverse of `reduce`; tensors stay where the buffers are until they are asked for."""
-    trusted = {"max_frames": sys.maxsize, "max_bytes": sys.maxsize, "max_depth": _MAX_DEPTH, "writable": True}
+    trusted = {"max_frames": sys.maxsize, "max_bytes": sys.maxsize, "max_depth": None, "writable": True}
     return from_parts(kind, wire.decode([header, *buffers], foreign=foreign, **trusted))
 
 

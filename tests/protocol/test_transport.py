@@ -88,6 +88,9 @@ def test_deeply_nested_facts_and_facts_of_any_type_go_through_pickle():
     assert loaded.meta_info["deep"] == deep
     assert loaded.meta_info["kind"].mask.tolist() == [True, False]
     assert loaded.meta_info["where"] == torch.device("cpu")
+    deep.append(deep)
+    with pytest.raises(WireError, match="does not travel"):
+        pickle.dumps(data)
 
 
 def test_a_sparse_column_goes_through_pickle_and_not_to_disk(tmp_path):
