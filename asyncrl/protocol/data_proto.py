@@ -119,9 +119,10 @@ class DataProto:
     ) -> DataProto:
         """Sort a TensorDict into tensors, per-row values (arrays) and values for all rows (meta information)."""
         tensors, arrays, facts = data_info.sort_tensordict(tensor_dict)
+        facts = {**(meta_info or {}), **facts}
         if not tensors and not arrays:
-            return cls(meta_info={**(meta_info or {}), **facts})
-        return cls.from_dict(tensors, arrays, {**(meta_info or {}), **facts}, num_batch_dims)
+            return cls(TensorDict({}, tensor_dict.batch_size) if tensor_dict.batch_size else None, meta_info=facts)
+        return cls.from_dict(tensors, arrays, facts, num_batch_dims)
 
     def to_tensordict(self) -> TensorDict:
         """One TensorDict of all three parts: tensors, per-row values and values for all rows.
@@ -129,8 +130,8 @@ class DataProto:
         Raises:
             BatchError: a name stands in more than one part.
         """
-        tensors: dict[str, Any] = {} if self.batch is None else dict(self.batch.items())
-        return data_info.join_tensordict(tensors, self.non_tensor_batch, self.meta_info, len(self))
+        batch_size = (len(self),) if self.batch is not None or self.non_tensor_batch else ()
+        return data_info.join_tensordict(self._columns(), self.non_tensor_batch, self.meta_info, batch_size)
 
     def __getitem__(self, item: Any) -> Any:
         if isinstance(item, slice):

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from tensordict import TensorDict
 
 from . import wire
@@ -39,7 +40,8 @@ def rebuild(kind: type[DataProto], header: bytes, buffers: Sequence[Any], foreig
 
 
 def parts_of(data: DataProto) -> dict[str, Any]:
-    """The batch as a value of the codec."""
+    """The batch as a value of the codec. Raises `BatchError` where its columns were made not to fit together."""
+    data.check_consistency()
     batch = None
     if data._batch is not None:
         batch = [len(data), wire.Columns(dict(data._batch.items()))]
@@ -52,12 +54,20 @@ def from_parts(kind: type[DataProto], parts: Any) -> DataProto:
         batch, arrays, meta_info = parts["batch"], parts["non_tensor_batch"], parts["meta_info"]
         if type(arrays) is not dict or type(meta_info) is not dict:
             raise TypeError("its parts are not maps")
-        tensors = None if batch is None else TensorDict(batch[1], batch_size=(batch[0],))
+        tensors = None if batch is None else _tensordict_of(*batch)
         data = kind(batch=tensors, non_tensor_batch=arrays, meta_info=meta_info)
-    except (TypeError, KeyError, IndexError, ValueError, AttributeError, RuntimeError) as error:
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise WireError(f"message is not a DataProto: {error}") from error
     data._is_borrowed = tensors is not None
     return data
+
+
+def _tensordict_of(num_rows: Any, tensors: Any) -> TensorDict:
+    if type(num_rows) is not int or num_rows < 0 or not all(type(name) is str for name in tensors):
+        raise ValueError(f"its batch has {num_rows!r:.40} rows, or tensors without names")
+    if not all(isinstance(tensor, torch.Tensor | TensorDict) for tensor in tensors.values()):
+        raise TypeError("its batch holds something other than tensors")
+    return TensorDict(tensors, batch_size=(num_rows,))
 
 
 def save(data: DataProto, filepath: str | Path) -> None:
