@@ -29,6 +29,10 @@ class WorkerDiedError(AsyncRLError):
     """A process of the run died; the message names it and ends with the last lines of its log."""
 
 
+class CheckpointError(AsyncRLError):
+    """A checkpoint could not be written; the one before it is whole."""
+
+
 class EngineError(AsyncRLError):
     """An inference engine refused a request or broke its contract."""
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from ray._private import state as ray_state
 
 from .dynamic_enum import DynamicEnum
+from .packing import can_place, fits, take
 from .ray_pool import DEVICE_RESOURCES, RayResourcePool, node_addresses
 
 _TEXTS = {
@@ -95,19 +96,27 @@ class ResourcePoolManager:
         return sum(count for process_on_nodes in self.resource_pool_spec.values() for count in process_on_nodes)
 
     def _check_resource_available(self) -> None:
-        """Try the pools on the free resources of the nodes, largest demand first."""
+        """Try the pools on the free resources of the nodes, largest demand first, each on the fullest node with room.
+
+        Where that fails, all other ways are tried before the pools are refused.
+        """
         free = {node: dict(resources) for node, resources in ray_state.available_resources_per_node().items()}
-        bundles = {name: pool.bundle(self.device_name) for name, pool in self.resource_pool_dict.items()}
-        demands = [
+        demands = sorted(
             (count, name) for name, process_on_nodes in self.resource_pool_spec.items() for count in process_on_nodes
-        ]
-        for count, name in sorted(demands, reverse=True):
-            needed = {resource: count * amount for resource, amount in bundles[name].items()}
-            host = next((node for node in free if _fits(needed, free[node])), None)
-            if host is None:
+        )[::-1]
+        needs = [self._needs(count, name) for count, name in demands]
+        for (count, name), needed in zip(demands, needs, strict=True):
+            hosts = [node for node in free if fits(needed, free[node])]
+            if not hosts:
+                if can_place(needs, ray_state.available_resources_per_node().values()):
+                    return
                 raise ValueError(self._shortage(name, count, needed, free))
-            for resource, amount in needed.items():
-                free[host][resource] -= amount
+            take(needed, min((free[node] for node in hosts), key=lambda have: sum(have.get(r, 0) for r in needed)))
+
+    def _needs(self, count: int, name: str) -> dict[str, float]:
+        """What the processes of a pool on one node reserve."""
+        bundle = self.resource_pool_dict[name].bundle(self.device_name)
+        return {resource: count * amount for resource, amount in bundle.items()}
 
     def _shortage(self, name: str, count: int, needed: dict[str, float], free: dict[str, dict[str, float]]) -> str:
         device = DEVICE_RESOURCES.get(self.device_name, self.device_name) if self.use_gpu else "CPU"
@@ -127,6 +136,3 @@ class ResourcePoolManager:
             f"Free {device} over all nodes, after the larger demands: {total:g}. Ask for fewer processes or add nodes"
         )
 
-
-def _fits(needed: dict[str, float], free: dict[str, float]) -> bool:
-    return all(free.get(resource, 0.0) + 1e-9 >= amount for resource, amount in needed.items())
