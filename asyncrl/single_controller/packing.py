@@ -50,4 +50,5 @@ def can_place(needs: Sequence[Resources], nodes: Iterable[Resources]) -> bool:
                 return True
         return False
 
-    return place(0, [dict(node) for node in nodes])
+    wanted = {resource for needed in needs for resource in needed}
+    return place(0, [{resource: node.get(resource, 0.0) for resource in wanted} for node in nodes])

@@ -96,22 +96,25 @@ class ResourcePoolManager:
         return sum(count for process_on_nodes in self.resource_pool_spec.values() for count in process_on_nodes)
 
     def _check_resource_available(self) -> None:
-        """Try the pools on the free resources of the nodes, largest demand first, each on the fullest node with room.
+        """Try the pools on the free resources of the nodes; where they don't fit, tell which is the first without room.
 
-        Where that fails, all other ways are tried before the pools are refused.
+        For the message they are placed largest first, each on the fullest node with room.
         """
         free = {node: dict(resources) for node, resources in ray_state.available_resources_per_node().items()}
-        demands = sorted(
-            (count, name) for name, process_on_nodes in self.resource_pool_spec.items() for count in process_on_nodes
-        )[::-1]
-        needs = [self._needs(count, name) for count, name in demands]
-        for (count, name), needed in zip(demands, needs, strict=True):
-            hosts = [node for node in free if fits(needed, free[node])]
+        demands = [(count, name) for name, counts in self.resource_pool_spec.items() for count in counts]
+        demands.sort(reverse=True)
+        if can_place([self._needs(count, name) for count, name in demands], free.values()):
+            return
+        for count, name in demands:
+            needed = self._needs(count, name)
+            hosts = [have for have in free.values() if fits(needed, have)]
             if not hosts:
-                if can_place(needs, ray_state.available_resources_per_node().values()):
-                    return
                 raise ValueError(self._shortage(name, count, needed, free))
-            take(needed, min((free[node] for node in hosts), key=lambda have: sum(have.get(r, 0) for r in needed)))
+            take(needed, min(hosts, key=lambda have: have.get(self._scarce_resource, 0.0)))
+
+    @property
+    def _scarce_resource(self) -> str:
+        return DEVICE_RESOURCES.get(self.device_name, self.device_name) if self.use_gpu else "CPU"
 
     def _needs(self, count: int, name: str) -> dict[str, float]:
         """What the processes of a pool on one node reserve."""
@@ -119,7 +122,7 @@ class ResourcePoolManager:
         return {resource: count * amount for resource, amount in bundle.items()}
 
     def _shortage(self, name: str, count: int, needed: dict[str, float], free: dict[str, dict[str, float]]) -> str:
-        device = DEVICE_RESOURCES.get(self.device_name, self.device_name) if self.use_gpu else "CPU"
+        device = self._scarce_resource
         addresses = node_addresses()
         missing = [
             f"node {addresses.get(node, node)} lacks "
@@ -135,4 +138,3 @@ class ResourcePoolManager:
             f"pool {name!r} needs {count} processes on one node, and no node has room: {'; '.join(missing)}. "
             f"Free {device} over all nodes, after the larger demands: {total:g}. Ask for fewer processes or add nodes"
         )
-
