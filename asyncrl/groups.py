@@ -18,9 +18,9 @@ from asyncrl.protocol.errors import DeadlineError
 from asyncrl.protocol.types import Plan, Prompt, WeightSnapshot
 from asyncrl.single_controller import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from buffer import BufferClient, SyncBufferClient
+from learner.actor_worker import ActorWorker
 from learner.planning import rank_batches
 from learner.registry import ADVANTAGES, LOSSES
-from learner.worker import LearnerWorker
 from rollout_fleet.config import SamplingConfig
 from rollout_fleet.types import FleetCounters
 from rollout_fleet.worker import RolloutWorker
@@ -63,7 +63,7 @@ class Learner:
         """Start the ranks; `init` builds their model."""
         self._config = config
         worker = RayClassWithInitArgs(
-            ray.remote(LearnerWorker),
+            ray.remote(ActorWorker),
             replace(config.learner, keep_snapshots=_snapshots_kept(config)),
             config.algorithm,
             model_path=config.model.path,
@@ -104,7 +104,7 @@ class Learner:
             max_lag=self._config.buffer.max_lag,
         )
         what = f"the update of step {plan.version}"
-        return self._first(self._group.update_policy(shards), what)
+        return self._first(self._group.step(shards), what)
 
     def publish(self, version: int) -> Awaitable[WeightSnapshot]:
         """See `LearnerPort.publish`."""

@@ -35,6 +35,7 @@ from .checkpoint_files import (
     read_progress,
     write_progress,
 )
+from .critic import CriticTrainer
 from .trainer import PolicyTrainer
 from .weights import copy_tokenizer
 
@@ -48,7 +49,7 @@ class Checkpointer:
         keep: Checkpoints kept, the newest included; -1 keeps all.
     """
 
-    def __init__(self, trainer: PolicyTrainer, directory: str, *, keep: int = 2) -> None:
+    def __init__(self, trainer: PolicyTrainer | CriticTrainer, directory: str, *, keep: int = 2) -> None:
         self._trainer = trainer
         self._directory = Path(directory)
         self._keep = keep
@@ -136,7 +137,7 @@ class Checkpointer:
         trainer, partial = self._trainer, partial_path(final)
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        trainer.causal_lm.config.save_pretrained(partial / HUGGING_FACE)
+        trainer.pretrained.config.save_pretrained(partial / HUGGING_FACE)
         copy_tokenizer(trainer.model_path, partial / HUGGING_FACE)
         progress = Progress(
             version=version,
