@@ -7,7 +7,7 @@ deadline, collectives wait for the other ranks under the process group's.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -179,23 +179,29 @@ class LearnerWorker(Worker):
             save_policy(self._trainer, directory)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
-    def save_checkpoint(self, directory: str, version: int, wait: bool = True) -> str:
+    def save_checkpoint(
+        self, directory: str, version: int, wait: bool = True, run: Mapping[str, Any] | None = None
+    ) -> str:
         """Save model, optimizer, schedule position and random state.
 
         Args:
             directory: Holds the checkpoints of the run.
             version: Learner steps contained in the weights.
             wait: Return when the checkpoint is whole; otherwise it is written while training goes on.
+            run: What the controller needs to go on, as plain values.
 
         Returns:
             Where the checkpoint is, or will be.
         """
         with self._residence.persisting():
-            return str(self._checkpoints_in(directory).save(version, wait=wait))
+            return str(self._checkpoints_in(directory).save(version, wait=wait, run=run))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def load_checkpoint(self, directory: str) -> int | None:
-        """Restore the newest whole checkpoint of a directory.
+        """Restore the newest whole checkpoint.
+
+        Args:
+            directory: Holds checkpoints, or is one itself.
 
         Returns:
             The policy version in it; None when there is no checkpoint, and nothing changed.
