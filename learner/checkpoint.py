@@ -136,7 +136,7 @@ class Checkpointer:
         trainer, partial = self._trainer, partial_path(final)
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        trainer.causal_lm.config.save_pretrained(partial / HUGGING_FACE)
+        trainer.pretrained.config.save_pretrained(partial / HUGGING_FACE)
         copy_tokenizer(trainer.model_path, partial / HUGGING_FACE)
         progress = Progress(
             version=version,

@@ -55,8 +55,8 @@ def shards_without_weights(model_path: str) -> dict[str, Any]:
         "plain": [name for name, p in parameters.items() if not isinstance(p, DTensor)],
         "held": sum(p.to_local().numel() for p in parameters.values() if isinstance(p, DTensor)),
         "whole": sum(p.numel() for p in parameters.values()),
-        "rotary": trainer.causal_lm.model.rotary_emb.inv_freq.tolist(),
-        "tied": trainer.causal_lm.lm_head.weight is trainer.causal_lm.model.embed_tokens.weight,
+        "rotary": trainer.pretrained.model.rotary_emb.inv_freq.tolist(),
+        "tied": trainer.pretrained.lm_head.weight is trainer.pretrained.model.embed_tokens.weight,
     }
     seen["outcome"] = trained(trainer)
     return seen
@@ -64,7 +64,7 @@ def shards_without_weights(model_path: str) -> dict[str, Any]:
 
 def test_only_the_first_rank_reads_weights_and_each_keeps_its_shard_of_a_copy(model_path: str) -> None:
     alone = PolicyTrainer(PLAIN, model_path=model_path, total_updates=1)
-    rotary = alone.causal_lm.model.rotary_emb.inv_freq.tolist()
+    rotary = alone.pretrained.model.rotary_emb.inv_freq.tolist()
     loss, weights = trained(alone)
     ranks = run_on_ranks(4, shards_without_weights, model_path)
     for seen in ranks:

@@ -10,14 +10,16 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))  # spawned ranks import these by name
 from gloo import run_on_ranks
-from tiny_models import awkward_sequences, random_sequences, save_tiny_model
+from tiny_models import VOCABULARY, awkward_sequences, random_sequences, save_tiny_model
 
+from asyncrl.protocol.types import FinishReason, Plan, TrajectoryGroup
 from learner import fsdp
-from learner.batching import karmarkar_karp
+from learner.batching import karmarkar_karp, split_plan
 from learner.config import Aggregation, AlgorithmConfig, Correction, Device, LearnerConfig, OptimizerConfig
-from learner.losses import LOSSES
+from learner.registry import LOSSES
 from learner.step import PolicyStep
 from learner.trainer import PolicyTrainer
+from learner.types import group_sequences
 from learner.weights import gather_weights
 
 NUM_UPDATES = 2
@@ -114,6 +116,67 @@ def test_four_ranks_equal_one_process_also_with_copies_and_fewer_kv_heads_than_r
     ]
     for outcome in run_on_ranks(4, on_each_mesh, model_path, meshes, timeout_s=200.0)[0]:
         assert_same(outcome, alone)
+
+
+def plan_of(groups: list[TrajectoryGroup]) -> Plan:
+    return Plan(version=0, groups=[group.summary for group in groups])
+
+
+def step_on_a_plan(model_path: str, learner: LearnerConfig) -> tuple[list[dict], dict]:
+    """Metrics and weights of two steps of four updates each, on a plan split as the controller splits it."""
+    groups = [random_group(seed) for seed in range(10)]
+    by_id = {group.group_id: group for group in groups}
+    advantages = [np.random.default_rng(seed).normal(size=3).astype(np.float32) for seed in range(10)]
+    shards = split_plan(
+        plan_of(groups),
+        rewards=advantages,
+        advantages=advantages,
+        num_shards=learner.num_ranks // learner.sp_size,
+        num_mini_batches=4,
+        max_lag=0,
+    )
+    trainer = PolicyTrainer(learner, model_path=model_path, total_updates=8)
+    share = shards[trainer.mesh.dp_rank]
+    sequences = [
+        sequence
+        for group_id, values, mini_batch in zip(share.group_ids, share.advantages, share.mini_batches, strict=True)
+        for sequence in group_sequences(by_id[group_id], values, mini_batch=mini_batch)
+    ]
+    algorithm = AlgorithmConfig(num_mini_batches=4, correction=Correction.token_truncated, entropy_coef=0.01)
+    step = PolicyStep(trainer, algorithm)
+    metrics = [step.run(sequences) for _ in range(2)]
+    return metrics, {name: value.numpy() for name, value in (gather_weights(trainer) or {}).items()}
+
+
+def random_group(seed: int) -> TrajectoryGroup:
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(1, 14, 3).astype(np.int32)
+    total = int(lengths.sum())
+    return TrajectoryGroup(
+        group_id=100 + seed,
+        attempt=0,
+        prompt_ids=rng.integers(0, VOCABULARY, int(rng.integers(1, 8))).astype(np.int32),
+        response_ids=rng.integers(0, VOCABULARY, total).astype(np.int32),
+        response_lengths=lengths,
+        response_mask=rng.random(total) < 0.8,  # other tokens are an environment's; some samples may have none
+        behavior_logprobs=-rng.uniform(0.5, 6.0, total).astype(np.float32),
+        versions=np.zeros(total, dtype=np.int32),
+        rewards=rng.random(3).astype(np.float32),
+        finish_reasons=(FinishReason.stop,) * 3,
+    )
+
+
+def test_four_updates_a_step_do_not_depend_on_the_ranks(model_path: str) -> None:
+    metrics, weights = step_on_a_plan(model_path, config(1, max_tokens=10_000))
+    assert metrics[0]["num_tokens"] == sum(random_group(seed).summary.num_tokens for seed in range(10))
+    for learner in (config(2), config(2, sp_size=2)):
+        got_metrics, got_weights = run_on_ranks(2, step_on_a_plan, model_path, learner)[0]
+        for got, want in zip(got_metrics, metrics, strict=True):
+            for name in want.keys() - {"num_micro_batches"}:
+                assert got[name] == pytest.approx(want[name], rel=5e-5, abs=1e-6), name
+        for name, value in weights.items():
+            np.testing.assert_allclose(got_weights[name], value, atol=3e-5, err_msg=name)
+    assert np.abs(weights["model.embed_tokens.weight"] - start_weights(model_path)).max() > 1e-3
 
 
 def test_more_ranks_than_sequences_leave_some_empty(model_path: str) -> None:
