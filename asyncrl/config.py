@@ -112,6 +112,30 @@ class PlacementConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """Checkpoints of a run; how many are kept is ``learner.keep_checkpoints``.
+
+    Attributes:
+        every_steps: Learner steps between two checkpoints, written while training goes on; the last step is saved too.
+            0 saves none.
+        directory: Where they go; on a file system that all learner ranks share. Empty: ``checkpoints/`` in the run's
+            folder.
+        resume: ``never`` starts anew; ``auto`` goes on from the newest checkpoint of the experiment, where there is
+            one; a path names a checkpoint, or a folder of them.
+    """
+
+    every_steps: int = 0
+    directory: str = ""
+    resume: str = "never"
+
+    def __post_init__(self) -> None:
+        if self.every_steps < 0:
+            raise ValueError(f"checkpoint.every_steps must be >= 0, got {self.every_steps}; 0 saves no checkpoint")
+        if not self.resume:
+            raise ValueError("checkpoint.resume must be never, auto or a path, got an empty string; never is usual")
+
+
+@dataclass(frozen=True, kw_only=True)
 class RayConfig:
     """The Ray cluster.
 
@@ -154,6 +178,7 @@ class RunConfig:
     buffer: BufferConfig = field(default_factory=BufferConfig)
     learner: LearnerConfig = field(default_factory=LearnerConfig)
     placement: PlacementConfig = field(default_factory=PlacementConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     ray: RayConfig = field(default_factory=RayConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     sft: WarmStartConfig = field(default_factory=WarmStartConfig)

@@ -39,11 +39,13 @@ class RunPaths:
         logs: One log a process.
         snapshots: Published weights; readable by every engine of the host.
         trajectories: Consumed trajectories; None records none.
+        checkpoints: Checkpoints of the learner.
     """
 
     logs: Path
     snapshots: Path
     trajectories: Path | None
+    checkpoints: Path
 
 
 def check_algorithm(config: RunConfig) -> None:
@@ -62,6 +64,7 @@ class Learner:
     def __init__(self, config: RunConfig, *, buffer_address: str, paths: RunPaths) -> None:
         """Start the ranks; `init` builds their model."""
         self._config = config
+        self._checkpoints = paths.checkpoints
         worker = RayClassWithInitArgs(
             ray.remote(ActorWorker),
             replace(config.learner, keep_snapshots=_snapshots_kept(config)),
@@ -109,6 +112,15 @@ class Learner:
     def publish(self, version: int) -> Awaitable[WeightSnapshot]:
         """See `LearnerPort.publish`."""
         return self._first(self._group.publish_weights(version), f"the weights of version {version}")
+
+    def save(self, version: int, run: Mapping[str, Any], *, wait: bool) -> Awaitable[str]:
+        """See `LearnerPort.save`."""
+        saved = self._group.save_checkpoint(str(self._checkpoints), version, wait, run)
+        return self._first(saved, f"the checkpoint of version {version}")
+
+    async def load(self, checkpoint: Path) -> int:
+        """Go on from a checkpoint; returns its version."""
+        return await self._first(self._group.load_checkpoint(str(checkpoint)), f"loading {checkpoint}")
 
     async def save_policy(self, directory: Path) -> None:
         """Write the policy and its tokenizer in Hugging Face layout."""

@@ -144,7 +144,10 @@ class RoleWorker(Worker, Generic[ScorerT]):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def load_checkpoint(self, directory: str) -> int | None:
-        """Restore the newest whole checkpoint of a directory.
+        """Restore the newest whole checkpoint.
+
+        Args:
+            directory: Holds checkpoints, or is one itself.
 
         Returns:
             The policy version in it; None when there is no checkpoint, and nothing changed.
