@@ -46,12 +46,20 @@ _PIPELINE_STEPS = 2
 class LearnerPort(Protocol):
     """What the controller needs of the learner group. Calls queue on the ranks in the order they are made."""
 
+    async def scored(self, plan: Plan) -> Plan:
+        """The plan with the rewards of the reward model, where there is one."""
+        ...
+
     def update(self, plan: Plan) -> Awaitable[Mapping[str, float]]:
         """Start the update on a batch; its metrics come with ``started_at`` and ``ended_at`` (Unix seconds)."""
         ...
 
     def publish(self, version: int) -> Awaitable[WeightSnapshot]:
         """Write the weights, as they are after the updates queued so far, as ``version``."""
+        ...
+
+    def update_critic(self, plan: Plan) -> Awaitable[Mapping[str, float]]:
+        """Let the critic learn from the batch of the last `update`; its metrics, none where there is no critic."""
         ...
 
     def save(self, version: int, run: Mapping[str, Any], *, wait: bool) -> Awaitable[str]:
@@ -104,12 +112,13 @@ class FleetCounts:
 
 @dataclass(frozen=True)
 class _Step:
-    """A learner step on its way: the plan, the handles of the update, the weights after it, and their checkpoint."""
+    """A learner step on its way: the plan, the handles of the updates, the weights after it, their checkpoint."""
 
     plan: Plan
     plan_wait_s: float
     update: Awaitable[Mapping[str, float]]
     weights: Awaitable[WeightSnapshot]
+    critic: Awaitable[Mapping[str, float]]
     checkpoint: Awaitable[str] | None
 
 
@@ -226,9 +235,11 @@ class Controller:
             plan = await self._buffer.plan(version)
             waited_s = time.monotonic() - asked_s
             self._progress.uncommitted[version] = plan
+            plan = await self._learner.scored(plan)
             update = self._learner.update(plan)
             weights = self._learner.publish(version + 1)
-            await self._steps.put(_Step(plan, waited_s, update, weights, await self._save(version + 1)))
+            critic = self._learner.update_critic(plan)  # behind the weights, which wait for the policy alone
+            await self._steps.put(_Step(plan, waited_s, update, weights, critic, await self._save(version + 1)))
 
     async def _save(self, version: int) -> Awaitable[str] | None:
         """Queue a checkpoint on the ranks where one is due, right behind the update that leads to ``version``."""
@@ -255,6 +266,7 @@ class Controller:
             del self._progress.uncommitted[step.plan.version]
             self._places.release()
             await self._offer(await step.weights)
+            metrics = {**metrics, **await step.critic}
             if step.checkpoint is not None:
                 await step.checkpoint
             await self._report(step, metrics, stats)

@@ -264,6 +264,18 @@ class CriticConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RewardModelConfig:
+    """The reward model.
+
+    Attributes:
+        path: A sequence classifier with one label, over the policy's tokens, in Hugging Face layout. It scores what is
+            trained on, in the place of ``rollout_fleet.reward``, which then scores evaluations alone. Empty: none.
+    """
+
+    path: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
 class LearnerConfig:
     """The learner group.
 
@@ -292,6 +304,7 @@ class LearnerConfig:
         optimizer: AdamW and its schedule.
         lora: Adapters on the policy.
         critic: The critic, where the algorithm has one.
+        reward_model: The reward model, where there is one.
     """
 
     num_ranks: int = 1
@@ -314,6 +327,7 @@ class LearnerConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
+    reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
 
     def __post_init__(self) -> None:
         if self.num_ranks < 1:

@@ -90,6 +90,7 @@ class RoleWorker(Worker, Generic[ScorerT]):
         self._source: TrajectorySource | None = None
         self._checkpoints: dict[str, Checkpointer] = {}
         self._fetched: tuple[tuple[int, tuple[int, ...]], list[TrajectoryGroup]] | None = None
+        self._stopped = False
         self._scored: tuple[int, dict[int, np.ndarray]] | None = None
         dp_rank, sp_rank = divmod(self.rank, config.sp_size)
         self._register_dispatch_collect_info(_MESH, dp_rank=dp_rank, is_collect=sp_rank == 0)
@@ -166,7 +167,9 @@ class RoleWorker(Worker, Generic[ScorerT]):
             checkpoints.finish()
         if self._source is not None:
             self._source.close()
-        if dist.is_initialized():
+        self._stopped = True
+        sharing = [worker for worker in self.fused_worker_dict.values() if isinstance(worker, RoleWorker)]
+        if dist.is_initialized() and all(worker._stopped for worker in sharing):
             dist.destroy_process_group()
 
     @property
