@@ -20,7 +20,7 @@ from transformers import AutoTokenizer
 from asyncrl.buffer_process import buffer_died
 from asyncrl.cluster import ray_cluster
 from asyncrl.config import RunConfig
-from asyncrl.controller import Controller
+from asyncrl.controller import Controller, PromptSource
 from asyncrl.data.prompts import PromptStream, load_eval_prompts
 from asyncrl.evaluation import evaluate
 from asyncrl.groups import Fleet, Learner, RunPaths, check_algorithm
@@ -35,6 +35,14 @@ from asyncrl.metrics import (
     write_json,
 )
 from asyncrl.protocol.types import Prompt, WeightSnapshot
+from asyncrl.resume import (
+    Resumed,
+    ResumedPrompts,
+    RunState,
+    begin_buffer_at,
+    checkpoint_folder,
+    find_checkpoint,
+)
 from asyncrl.run_folders import shared_folder, snapshot_folder
 from buffer import BufferClient
 from buffer.process import BufferProcess
@@ -80,6 +88,7 @@ class Run:
         self._on_fault = on_fault
         self._records: list[StepRecord] = []
         self._start_s = 0.0
+        self._resumed: Resumed | None = None
 
     async def run(self) -> None:
         """Run to the end, and write the summary.
@@ -89,6 +98,7 @@ class Run:
             AsyncRLError: a part died, missed a deadline, or the account does not balance.
         """
         check_algorithm(self._config)
+        self._resumed = find_checkpoint(self._config)
         prompts, held_out = await asyncio.to_thread(self._read_prompts)
         async with AsyncExitStack() as stack:
             stack.callback(shutil.rmtree, shared_folder(self._run_dir), ignore_errors=True)
@@ -104,21 +114,31 @@ class Run:
             self._view.say("stopping")
         self._summarise(result, before, after)
 
-    def _read_prompts(self) -> tuple[PromptStream, list[Prompt]]:
+    def _read_prompts(self) -> tuple[PromptSource, list[Prompt]]:
         config = self._config
         tokenizer = AutoTokenizer.from_pretrained(config.model.path)
         prompts = PromptStream(config.data, tokenizer, seed=config.seed)
         if prompts.num_filtered:
             self._view.say(f"left {prompts.num_filtered} prompts out that are longer than data.max_prompt_tokens")
         held_out = load_eval_prompts(config.data, tokenizer) if config.evaluation.enabled else []
-        return prompts, held_out
+        if self._resumed is None:
+            return prompts, held_out
+        state = self._resumed.state
+        self._view.say(
+            f"resuming {self._resumed.checkpoint}: {state.version} steps done, {len(state.unfinished)} prompts are "
+            f"handed out again, {state.tokens_lost} tokens written for them are dropped"
+        )
+        return ResumedPrompts(prompts, state), held_out
 
     def _start_buffer(self, stack: AsyncExitStack) -> BufferProcess:
+        options = self._config.buffer
+        if self._resumed is not None:
+            options = begin_buffer_at(options, self._resumed.state.version)
         # Started from this thread, which outlives it: the server dies with the thread that started it.
         with self._view.waiting_for("buffer"):
             return stack.enter_context(
                 BufferProcess(
-                    self._config.buffer,
+                    options,
                     groups_per_step=self._config.algorithm.groups_per_step,
                     log_path=self._run_dir / "logs" / "buffer.log",
                     start_timeout_s=self._config.buffer.request_timeout_s,
@@ -126,11 +146,13 @@ class Run:
             )
 
     async def _run_parts(
-        self, stack: AsyncExitStack, server: BufferProcess, prompts: PromptStream, held_out: list[Prompt]
+        self, stack: AsyncExitStack, server: BufferProcess, prompts: PromptSource, held_out: list[Prompt]
     ) -> tuple[TrainingResult, Evaluation | None, Evaluation | None]:
         buffer = BufferClient(server.address, request_timeout_s=self._config.buffer.request_timeout_s)
         stack.push_async_callback(buffer.close)
         learner, fleet = await self._start_groups(stack, server.address)
+        if self._resumed is not None:
+            await self._go_on_from(self._resumed, learner, fleet)
         return await self._train(_Parts(buffer=buffer, learner=learner, fleet=fleet), prompts, held_out)
 
     async def _start_groups(self, stack: AsyncExitStack, buffer_address: str) -> tuple[Learner, Fleet]:
@@ -143,6 +165,7 @@ class Run:
             logs=self._run_dir / "logs",
             snapshots=snapshot_folder(self._config, self._run_dir),
             trajectories=self._run_dir / "trajectories" if self._config.record_trajectories else None,
+            checkpoints=checkpoint_folder(self._config, self._run_dir),
         )
 
         async def start_fleet() -> Fleet:
@@ -166,14 +189,21 @@ class Run:
 
         return await _together(start_learner(), start_fleet())
 
+    async def _go_on_from(self, resumed: Resumed, learner: Learner, fleet: Fleet) -> None:
+        """Put learner and engines at the checkpoint's version."""
+        with self._view.waiting_for("checkpoint"):
+            version = await learner.load(resumed.checkpoint)
+            await fleet.load(await learner.publish(version))
+
     async def _ready(self, part: str, start: Coroutine[Any, Any, None]) -> None:
         with self._view.waiting_for(part):
             await start
 
     async def _train(
-        self, parts: _Parts, prompts: PromptStream, held_out: list[Prompt]
+        self, parts: _Parts, prompts: PromptSource, held_out: list[Prompt]
     ) -> tuple[TrainingResult, Evaluation | None, Evaluation | None]:
-        before = await self._evaluate(parts, held_out, "before", 0)
+        state = self._resumed.state if self._resumed is not None else RunState()
+        before = await self._evaluate(parts, held_out, "before", state.version)
         self._start_s = self._view.elapsed_s
         writer = MetricsWriter(self._run_dir)
         controller = Controller(
@@ -183,6 +213,7 @@ class Run:
             fleet=parts.fleet,
             prompts=prompts,
             on_step=lambda record: self._on_step(writer, record),
+            resumed=state,
         )
         try:
             await _unless(self._train_and_save(controller, parts.learner), [parts.fleet.run()])

@@ -63,6 +63,8 @@ class ResourcePoolManager:
         use_gpu: Whether every process has a device.
         max_colocate_count: Groups that may share a pool; 1 where the roles of a pool share their processes.
         device_name: ``cuda`` or ``npu``.
+        num_cpus_per_process: CPUs of each process; None: as many as groups may share it.
+        timeout_s: Seconds to wait for the cluster to grant a pool.
     """
 
     resource_pool_spec: dict[str, list[int]]
@@ -71,6 +73,8 @@ class ResourcePoolManager:
     use_gpu: bool = True
     max_colocate_count: int = 1
     device_name: str = "cuda"
+    num_cpus_per_process: float | None = None
+    timeout_s: float = 300.0
 
     def create_resource_pool(self) -> None:
         """Make the pools.
@@ -84,6 +88,8 @@ class ResourcePoolManager:
                 use_gpu=self.use_gpu,
                 max_colocate_count=self.max_colocate_count,
                 name_prefix=name,
+                num_cpus_per_process=self.num_cpus_per_process,
+                timeout_s=self.timeout_s,
             )
         self._check_resource_available()
 
