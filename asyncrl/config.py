@@ -14,7 +14,8 @@ from pathlib import Path
 
 from asyncrl.data.config import DataConfig
 from buffer.config import BufferConfig
-from learner.config import AlgorithmConfig, LearnerConfig
+from learner.config import GROUP_ADVANTAGES, AlgorithmConfig, LearnerConfig
+from learner.registry import ADVANTAGES, LOSSES
 from rollout_fleet.config import EngineKind, RolloutFleetConfig
 
 
@@ -172,7 +173,9 @@ def check_options(config: RunConfig) -> None:
         ValueError: names the option, its value, what is expected, and what to do.
     """
     algorithm = config.algorithm
-    if algorithm.samples_per_prompt < 2 and algorithm.advantage.startswith("grpo"):
+    LOSSES.check(algorithm.loss)
+    ADVANTAGES.check(algorithm.advantage)
+    if algorithm.samples_per_prompt < 2 and algorithm.advantage in GROUP_ADVANTAGES:
         raise ValueError(
             "algorithm.samples_per_prompt must be >= 2 for a group advantage, "
             f"got {algorithm.samples_per_prompt} with algorithm.advantage={algorithm.advantage}"

@@ -17,7 +17,10 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from asyncrl.config import RunConfig
+from asyncrl.data.prompts import PromptStream, load_eval_prompts
+from asyncrl.data.tokenizer import load_tokenizer
 from asyncrl.protocol.errors import WorkerDiedError
+from asyncrl.protocol.types import Prompt
 from asyncrl.quickstart import make_assets
 
 
@@ -33,6 +36,17 @@ def with_quickstart_assets(config: RunConfig) -> RunConfig:
         data=replace(config.data, train_files=[str(assets.train)], eval_files=[str(assets.held_out)]),
         sft=replace(config.sft, train_files=[str(assets.demonstrations)]),
     )
+
+
+def read_prompts(config: RunConfig) -> tuple[PromptStream, list[Prompt]]:
+    """The prompts to train on, and the held-out ones, before anything is started for them.
+
+    Raises:
+        ValueError: a file, row or column is not as the options say, or a prompt is too long; the message names it.
+    """
+    tokenizer = load_tokenizer(config.model.path, chat_template=config.data.chat_template)
+    prompts = PromptStream(config.data, tokenizer, seed=config.seed)
+    return prompts, load_eval_prompts(config.data, tokenizer) if config.evaluation.enabled else []
 
 
 def warm_start_path(config: RunConfig) -> Path:

@@ -15,13 +15,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from transformers import AutoTokenizer
-
 from asyncrl.buffer_process import buffer_died
 from asyncrl.cluster import ray_cluster
 from asyncrl.config import RunConfig
 from asyncrl.controller import Controller
-from asyncrl.data.prompts import PromptStream, load_eval_prompts
+from asyncrl.data.prompts import PromptStream
 from asyncrl.evaluation import evaluate
 from asyncrl.groups import Fleet, Learner, RunPaths, check_algorithm
 from asyncrl.metrics import (
@@ -60,6 +58,7 @@ class Run:
         self,
         config: RunConfig,
         run_dir: Path,
+        prompts: tuple[PromptStream, list[Prompt]],
         warming: asyncio.Task[Path],
         view: TerminalView,
         on_fault: Callable[[BaseException], None],
@@ -69,12 +68,14 @@ class Run:
         Args:
             config: The run, with its assets.
             run_dir: Its folder.
+            prompts: Those to train on, and the held-out ones.
             warming: Ends in the directory of the policy to start from.
             view: The terminal.
             on_fault: Told of a fault before the parts are stopped, so that stopping can be given a deadline.
         """
         self._config = config
         self._run_dir = run_dir
+        self._prompts, self._held_out = prompts
         self._warming = warming
         self._view = view
         self._on_fault = on_fault
@@ -89,29 +90,19 @@ class Run:
             AsyncRLError: a part died, missed a deadline, or the account does not balance.
         """
         check_algorithm(self._config)
-        prompts, held_out = await asyncio.to_thread(self._read_prompts)
         async with AsyncExitStack() as stack:
             stack.callback(shutil.rmtree, shared_folder(self._run_dir), ignore_errors=True)
             try:
                 server = self._start_buffer(stack)
                 with self._view.waiting_for("Ray"):
                     await stack.enter_async_context(ray_cluster(self._config))
-                work = self._run_parts(stack, server, prompts, held_out)
+                work = self._run_parts(stack, server, self._prompts, self._held_out)
                 result, before, after = await _unless(work, [buffer_died(server)])
             except BaseException as fault:
                 self._on_fault(fault)
                 raise
             self._view.say("stopping")
         self._summarise(result, before, after)
-
-    def _read_prompts(self) -> tuple[PromptStream, list[Prompt]]:
-        config = self._config
-        tokenizer = AutoTokenizer.from_pretrained(config.model.path)
-        prompts = PromptStream(config.data, tokenizer, seed=config.seed)
-        if prompts.num_filtered:
-            self._view.say(f"left {prompts.num_filtered} prompts out that are longer than data.max_prompt_tokens")
-        held_out = load_eval_prompts(config.data, tokenizer) if config.evaluation.enabled else []
-        return prompts, held_out
 
     def _start_buffer(self, stack: AsyncExitStack) -> BufferProcess:
         # Started from this thread, which outlives it: the server dies with the thread that started it.
