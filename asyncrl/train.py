@@ -25,6 +25,7 @@ from asyncrl.prepare import read_prompts, warm_start, with_quickstart_assets
 from asyncrl.protocol.errors import AsyncRLError, DeadlineError
 from asyncrl.run_folders import last_lines, make_run_dir, shared_folder
 from asyncrl.supervisor import supervise
+from asyncrl.warm_start_folder import finished_warm_start
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -149,6 +150,8 @@ async def _run(
         check_placement(config, num_cpus=os.cpu_count() or 1, num_gpus=visible_gpus())
     config = await asyncio.to_thread(with_quickstart_assets, config)
     check_files(config)
+    if config.sft.enabled:
+        finished_warm_start(config)  # refuses an output path that holds something else
     with view.waiting_for("prompts"):
         prompts = await asyncio.to_thread(read_prompts, config)
     if left_out := prompts[0].num_filtered:
