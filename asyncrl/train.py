@@ -23,7 +23,8 @@ from asyncrl.metrics import TerminalView
 from asyncrl.options import help_text
 from asyncrl.prepare import read_prompts, warm_start, with_quickstart_assets
 from asyncrl.protocol.errors import AsyncRLError, DeadlineError
-from asyncrl.run_folders import last_lines, make_run_dir, shared_folder
+from asyncrl.protocol.log_tail import last_lines
+from asyncrl.run_folders import make_run_dir, shared_folder
 from asyncrl.supervisor import supervise
 from asyncrl.warm_start_folder import finished_warm_start
 

@@ -248,6 +248,12 @@ class LearnerConfig:
         max_tokens_per_micro_batch: Token budget of one forward-backward on one rank.
         logprob_chunk_tokens: Tokens whose logits are held in float32 at a time.
         activation_checkpointing: Recompute layers in the backward pass.
+        torch_compile: Compile the decoder layers with ``torch.compile``; the first steps take longer.
+        fsdp_size: Ranks that share one copy of the parameters; -1: all. Fewer is HSDP: num_ranks ÷ fsdp_size copies,
+            gathered inside a node, say, and reduced across.
+        offload_policy: Keep parameters, gradients and optimizer state on the host all the time (FSDP's CPU offload
+            policy); layers visit the device one by one. The three options below then have nothing to move, and a
+            warning says so.
         param_offload: Move the parameters to the host after every use.
         optimizer_offload: Move the optimizer state to the host after every update.
         offload_at_transition_only: Keep both on the device while training and move them to the host when colocated
@@ -267,6 +273,9 @@ class LearnerConfig:
     max_tokens_per_micro_batch: int = 16384
     logprob_chunk_tokens: int = 1024
     activation_checkpointing: bool = False
+    torch_compile: bool = False
+    fsdp_size: int = -1
+    offload_policy: bool = False
     param_offload: bool = False
     optimizer_offload: bool = False
     offload_at_transition_only: bool = False
@@ -283,6 +292,11 @@ class LearnerConfig:
         if self.sp_size < 1 or self.num_ranks % self.sp_size:
             raise ValueError(
                 f"learner.sp_size must divide learner.num_ranks, got sp_size={self.sp_size}, num_ranks={self.num_ranks}"
+            )
+        if self.fsdp_size != -1 and (self.fsdp_size < 1 or self.num_ranks % self.fsdp_size):
+            raise ValueError(
+                f"learner.fsdp_size must be -1 or divide learner.num_ranks, got fsdp_size={self.fsdp_size}, "
+                f"num_ranks={self.num_ranks}; -1 shards over all ranks"
             )
         if self.dtype not in ("float32", "bfloat16"):
             raise ValueError(f"learner.dtype must be float32 or bfloat16, got {self.dtype!r}")

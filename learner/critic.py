@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -16,7 +17,7 @@ from .scorer import PackedBatch, PackedScorer
 from .types import TokenSequence
 
 
-class CriticTrainer(PackedScorer):
+class CriticTrainer(PackedScorer[ScoreModel]):
     """Predicts the value of the state before each token, and learns from returns. Its methods are collectives.
 
     Args:
@@ -27,13 +28,15 @@ class CriticTrainer(PackedScorer):
         seed: Seeds dropout, where the model has any.
     """
 
-    model: ScoreModel
-
     def __init__(
         self, config: LearnerConfig, critic: CriticConfig, *, model_path: str, total_updates: int, seed: int = 0
     ) -> None:
         torch.manual_seed(seed)
-        super().__init__(config, model_path=model_path, load=lambda: load_critic(model_path, torch.float32))
+        super().__init__(
+            config,
+            model_path=model_path,
+            load=lambda on_meta: load_critic(model_path, torch.float32, on_meta=on_meta),
+        )
         self.optimizer = PolicyOptimizer(self.model, critic.optimizer, total_updates=total_updates)
         self._value_clip = critic.value_clip
 
@@ -70,10 +73,10 @@ class CriticTrainer(PackedScorer):
     def _share_of_loss(self, micro_batch: MicroBatch, batch: PackedBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """What a micro-batch adds to the loss of the whole batch, with gradient, and to each sum."""
         values = self.model(micro_batch, micro_batch.predict_index)
-        nothing = values.detach()  # an empty micro-batch has no columns
-        returns = micro_batch.columns.get("returns", nothing)
-        loss, clipped = value_loss(values, micro_batch.columns.get("values", nothing), returns, clip=self._value_clip)
-        exact, error = returns.double(), (returns - values.detach()).double()
+        # An empty micro-batch does not know the columns' names: it has every column, with no entries.
+        columns = micro_batch.columns if len(values) else defaultdict(values.detach)
+        loss, clipped = value_loss(values, columns["values"], columns["returns"], clip=self._value_clip)
+        exact, error = columns["returns"].double(), (columns["returns"] - values.detach()).double()
         sums = {
             "value_loss": loss.detach().double(),
             "value_clip_fraction": clipped.double(),

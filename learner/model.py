@@ -24,15 +24,16 @@ _CHANGES_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 """Options of model families whose logits are more than a linear map of the last hidden state."""
 
 
-def load_causal_lm(model_path: str, dtype: torch.dtype) -> PreTrainedModel:
+def load_causal_lm(model_path: str, dtype: torch.dtype, *, on_meta: bool = False) -> PreTrainedModel:
     """Load a model with the packed attention.
 
     Args:
         model_path: Directory in Hugging Face layout.
         dtype: Type of the parameters.
+        on_meta: Build the model without its weights, on the meta device; `learner.fsdp.shard_model` fills it.
 
     Returns:
-        The model on the CPU, in training mode.
+        The model on the CPU or the meta device, in training mode.
 
     Raises:
         ValueError: there is no model at the path, or one that packed training would compute wrongly.
@@ -43,6 +44,10 @@ def load_causal_lm(model_path: str, dtype: torch.dtype) -> PreTrainedModel:
     for name in _CHANGES_LOGITS:
         if getattr(config, name, None) not in (None, 1, 1.0):
             raise ValueError(f"{model_path!r} sets {name}={getattr(config, name)}, which the learner does not compute")
+    if on_meta:
+        with torch.device("meta"):
+            empty = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=ATTENTION_NAME)
+        return cast("PreTrainedModel", empty).train()
     model = AutoModelForCausalLM.from_pretrained(
         model_path, config=config, dtype=dtype, attn_implementation=ATTENTION_NAME
     )

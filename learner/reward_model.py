@@ -14,7 +14,7 @@ from .scorer import PackedScorer
 from .types import TokenSequence
 
 
-class RewardScorer(PackedScorer):
+class RewardScorer(PackedScorer[ScoreModel]):
     """Scores sequences at their last token. Its methods are collectives.
 
     Args:
@@ -22,10 +22,12 @@ class RewardScorer(PackedScorer):
         model_path: Directory in Hugging Face layout: a sequence classifier with one label.
     """
 
-    model: ScoreModel
-
     def __init__(self, config: LearnerConfig, *, model_path: str) -> None:
-        super().__init__(config, model_path=model_path, load=lambda: load_reward_model(model_path, torch.float32))
+        super().__init__(
+            config,
+            model_path=model_path,
+            load=lambda on_meta: load_reward_model(model_path, torch.float32, on_meta=on_meta),
+        )
 
     @torch.no_grad()
     def scores(self, sequences: Sequence[TokenSequence]) -> np.ndarray:

@@ -13,7 +13,12 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    PreTrainedModel,
+)
 
 from .attention import ATTENTION_NAME
 from .model import PackedModel, at_places
@@ -49,7 +54,7 @@ class ScoreModel(PackedModel):
         return at_places(self.hidden_states(batch), places, scores)[0]
 
 
-def load_critic(model_path: str, dtype: torch.dtype) -> ScoreModel:
+def load_critic(model_path: str, dtype: torch.dtype, *, on_meta: bool = False) -> ScoreModel:
     """Load a token classifier with one label; a model without such a head gets one of zeros.
 
     A new critic then says 0 for every state, so that its first advantages are the returns themselves.
@@ -57,11 +62,12 @@ def load_critic(model_path: str, dtype: torch.dtype) -> ScoreModel:
     Args:
         model_path: Directory in Hugging Face layout: a classifier, or a causal language model to start from.
         dtype: Type of the parameters.
+        on_meta: Build the model without its weights, on the meta device; `learner.fsdp.shard_model` fills it.
 
     Raises:
         ValueError: there is no model at the path, or it has another number of labels.
     """
-    model, missing = _load(AutoModelForTokenClassification, model_path, dtype)
+    model, missing = _load(AutoModelForTokenClassification, model_path, dtype, on_meta)
     head = cast("nn.Linear", getattr(model, _HEAD))
     if missing:
         log.info("%s has no value head: the critic starts with one of zeros", model_path)
@@ -70,17 +76,18 @@ def load_critic(model_path: str, dtype: torch.dtype) -> ScoreModel:
     return ScoreModel(model)
 
 
-def load_reward_model(model_path: str, dtype: torch.dtype) -> ScoreModel:
+def load_reward_model(model_path: str, dtype: torch.dtype, *, on_meta: bool = False) -> ScoreModel:
     """Load a sequence classifier with one label.
 
     Args:
         model_path: Directory in Hugging Face layout.
         dtype: Type of the parameters.
+        on_meta: Build the model without its weights, on the meta device; `learner.fsdp.shard_model` fills it.
 
     Raises:
         ValueError: there is no model at the path, it has another number of labels, or its head is missing.
     """
-    model, missing = _load(AutoModelForSequenceClassification, model_path, dtype)
+    model, missing = _load(AutoModelForSequenceClassification, model_path, dtype, on_meta)
     if missing:
         raise ValueError(
             f"reward model path must hold a trained sequence classifier, got {model_path!r} without {sorted(missing)}; "
@@ -89,10 +96,14 @@ def load_reward_model(model_path: str, dtype: torch.dtype) -> ScoreModel:
     return ScoreModel(model)
 
 
-def _load(auto_class: Any, model_path: str, dtype: torch.dtype) -> tuple[PreTrainedModel, set[str]]:
+def _load(auto_class: Any, model_path: str, dtype: torch.dtype, on_meta: bool) -> tuple[PreTrainedModel, set[str]]:
     """The classifier on the CPU, and the names of the head's parameters that the path does not have."""
     if not (Path(model_path) / "config.json").is_file():
         raise ValueError(f"model path must hold a Hugging Face model, got {model_path!r} without a config.json")
+    if on_meta:
+        config = AutoConfig.from_pretrained(model_path, num_labels=1)
+        with torch.device("meta"):
+            return auto_class.from_config(config, dtype=dtype, attn_implementation=ATTENTION_NAME).train(), set()
     try:
         model, found = auto_class.from_pretrained(
             model_path, num_labels=1, dtype=dtype, attn_implementation=ATTENTION_NAME, output_loading_info=True

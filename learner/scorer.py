@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
@@ -50,27 +51,29 @@ class PackedBatch:
         }
 
 
-class PackedScorer:
+ModelT = TypeVar("ModelT", bound=PackedModel)
+
+
+class PackedScorer(Generic[ModelT]):
     """Shards a model over the group and runs it on micro-batches.
 
     Args:
         config: The learner group's options.
         model_path: Directory in Hugging Face layout.
-        load: Loads the model on the CPU, with float32 parameters; called once the group is joined.
+        load: Loads the model with float32 parameters, on the CPU, or without its weights on the meta device where its
+            argument is True: other ranks than the first receive theirs from it.
     """
 
-    model: PackedModel
-
-    def __init__(self, config: LearnerConfig, *, model_path: str, load: Callable[[], PackedModel]) -> None:
+    def __init__(self, config: LearnerConfig, *, model_path: str, load: Callable[[bool], ModelT]) -> None:
         self.config = config
         self.model_path = model_path
         self.mesh: LearnerMesh = open_mesh(config)
         self.sharding = UlyssesShardingManager(self.mesh.device_mesh)
-        self.model = load()
+        self.model = load(self.mesh.rank > 0)
         validate_ulysses_config(self.pretrained.config.num_attention_heads, config.sp_size)
         if config.activation_checkpointing:
             self.pretrained.gradient_checkpointing_enable({"use_reentrant": False})
-        shard_model(self.model, self.mesh, self.compute_dtype)
+        shard_model(self.model, self.mesh, config)
 
     @property
     def pretrained(self) -> PreTrainedModel:
@@ -129,7 +132,7 @@ class PackedScorer:
         return dict(zip(names, self.mesh.sum_over_dp(table).tolist(), strict=True))
 
 
-class PolicyScorer(PackedScorer):
+class PolicyScorer(PackedScorer[PolicyModel]):
     """Loads a causal language model and computes log-probs under it.
 
     Args:
@@ -138,14 +141,12 @@ class PolicyScorer(PackedScorer):
         temperature: Softmax temperature of log-probs; that of sampling in RL, 1.0 for supervised training. > 0.
     """
 
-    model: PolicyModel
-
     def __init__(self, config: LearnerConfig, *, model_path: str, temperature: float = 1.0) -> None:
         _check_temperature(temperature)
 
-        def load() -> PolicyModel:
+        def load(on_meta: bool) -> PolicyModel:
             return PolicyModel(
-                load_causal_lm(model_path, torch.float32),
+                load_causal_lm(model_path, torch.float32, on_meta=on_meta),
                 temperature=temperature,
                 logprob_chunk_tokens=config.logprob_chunk_tokens,
             )

@@ -6,6 +6,7 @@ import re
 import shutil
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -22,7 +23,7 @@ from .scorer import PackedScorer
 _SNAPSHOT = re.compile(r"v(\d{8})")
 
 
-def gather_weights(trainer: PackedScorer) -> dict[str, Tensor] | None:
+def gather_weights(trainer: PackedScorer[Any]) -> dict[str, Tensor] | None:
     """Collect the model's whole weights. A collective: every rank calls it.
 
     Args:
@@ -74,7 +75,7 @@ def copy_tokenizer(source: str, directory: Path) -> None:
             shutil.copy2(file, directory / file.name)
 
 
-def save_policy(trainer: PackedScorer, directory: str) -> None:
+def save_policy(trainer: PackedScorer[Any], directory: str) -> None:
     """Write model and tokenizer so that ``from_pretrained`` loads both. A collective: every rank calls it.
 
     Args:
@@ -102,7 +103,7 @@ class SnapshotWriter:
         self._keep = keep
         self._checksums = checksums
 
-    def write(self, version: int, trainer: PackedScorer) -> WeightSnapshot:
+    def write(self, version: int, trainer: PackedScorer[Any]) -> WeightSnapshot:
         """Gather and write one version. A collective; returns the snapshot; only rank 0's has checksums.
 
         Args:

@@ -29,6 +29,10 @@ class WorkerDiedError(AsyncRLError):
     """A process of the run died; the message names it and ends with the last lines of its log."""
 
 
+class CheckpointError(AsyncRLError):
+    """A checkpoint could not be written; the one before it is whole."""
+
+
 class EngineError(AsyncRLError):
     """An inference engine refused a request or broke its contract."""
 
@@ -55,6 +59,13 @@ class UnknownGroup(ReplayBufferError):
 
 class VersionTooOld(ReplayBufferError):
     """A trajectory holds a token older than the version its lease was granted at."""
+
+
+class UsageError(TypeError, ValueError, AssertionError):
+    """A call, a dispatch mode or a pool of the single controller is used as it cannot be.
+
+    It is an AssertionError too, so that code written against verl, which raises that, catches it.
+    """
 
 
 class BatchError(ValueError, AssertionError):
