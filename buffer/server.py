@@ -17,7 +17,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from .config import BufferConfig, Durability, OnStale, SelectionOrder
+from .config import BufferConfig, Durability, OnStale
 from .endpoint import Endpoint
 from .journal import Journal
 from .keys import client_keys
@@ -153,7 +153,7 @@ def config_from_json(values: dict[str, Any]) -> BufferConfig:
     known = {field.name for field in fields(BufferConfig)}
     if unknown := sorted(set(values) - known):
         raise ValueError(f"unknown buffer options {unknown}; known are {sorted(known)}")
-    kinds = {"on_stale": OnStale, "order": SelectionOrder, "durability": Durability}
+    kinds = {"on_stale": OnStale, "durability": Durability}
     return BufferConfig(**{name: kinds[name](value) if name in kinds else value for name, value in values.items()})
 
 

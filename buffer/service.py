@@ -112,10 +112,10 @@ class BufferService:
         """Take up the prompts, trajectories and leases of the server before this one."""
         frames = self.ledger.attach(journal, now=self._loop.time())
         for group_id, parts in frames.get("payload", {}).items():
-            if self.ledger.has_stored(group_id):
+            if group_id in self.ledger.state.batches:
                 self._store.put(group_id, parts)
                 self._largest_bytes = max(self._largest_bytes, self._store.measure(parts))
-        for lease in self.ledger.running_leases():
+        for lease in self.ledger.state.leases.all():
             self._granted.setdefault((lease.owner, lease.request_id), []).append(lease)
         self._prompts.update(frames.get("prompt", {}))
         self._progress.update(frames.get("progress", {}))
@@ -161,7 +161,7 @@ class BufferService:
     def _fill_queue(self) -> None:
         for held in self._enqueue_waits.all():
             prompts = held.fields["prompts"]
-            while held.fields["queued"] < len(prompts) and self.ledger.num_queued < self._config.queue_size:
+            while held.fields["queued"] < len(prompts) and self.ledger.state.num_queued < self._config.queue_size:
                 group_id, frames = prompts[held.fields["queued"]]
                 if self.ledger.enqueue([group_id], {group_id: frames}):
                     self._prompts[group_id] = frames
@@ -187,20 +187,20 @@ class BufferService:
 
     def _hold_lease(self, held: Held) -> None:
         """Hold a request for admission: briefly if its engine is behind, whose version will soon be another."""
-        behind = held.fields["version"] < self.ledger.learner_version
+        behind = held.fields["version"] < self.ledger.state.learner_version
         hold_s = min(_BEHIND_HOLD_S, self._hold_s) if behind else self._hold_s
         self._lease_waits.hold(held, hold_s, lambda held: self._answer_lease(held.client, held.request_id, []))
 
     def _has_room(self) -> bool:
         """Whether one more group fits beside what is stored and what the running leases may bring."""
-        reserved = (self.ledger.num_leased + 1) * self._largest_bytes
+        reserved = (self.ledger.state.num_leased + 1) * self._largest_bytes
         return self._store.stored_bytes + reserved <= self._config.max_stored_bytes
 
     def _grant_leases(self) -> None:
         """One lease to each waiting worker in turn, until nothing more is admitted."""
         waiting = [held for held in self._lease_waits.all() if held.fields["wanted"] > 0]
         served: list[Held] = []
-        while waiting and self.ledger.num_queued and self._has_room():
+        while waiting and self.ledger.state.num_queued and self._has_room():
             still_waiting = []
             for held in waiting:
                 granted = held.fields["granted"]
@@ -273,7 +273,7 @@ class BufferService:
         limit = self._config.max_stored_bytes
         if self._store.stored_bytes + size <= limit:
             return
-        if self.ledger.num_planned == 0 and len(self._plan_waits):
+        if self.ledger.state.num_planned == 0 and len(self._plan_waits):
             self._fail_plans(size)
         self._refused_for_space.add(client)
         raise StoreFull(
@@ -283,7 +283,7 @@ class BufferService:
 
     def _fail_plans_without_room(self) -> None:
         """Nothing runs, nothing is under way, no lease fits, and a batch is not complete: nobody would ever wake it."""
-        ledger = self.ledger
+        ledger = self.ledger.state
         idle = ledger.num_leased == 0 and ledger.num_planned == 0
         if idle and len(self._plan_waits) and ledger.num_stored < ledger.rule.groups_per_step and not self._has_room():
             self._fail_plans(self._largest_bytes)
@@ -291,7 +291,7 @@ class BufferService:
     def _fail_plans(self, size: int) -> None:
         """The store is full and no batch is under way that could leave: say so instead of waiting for ever."""
         error = StoreFull(
-            f"buffer.max_stored_bytes={self._config.max_stored_bytes} cannot hold a batch: {self.ledger.num_stored} "
+            f"buffer.max_stored_bytes={self._config.max_stored_bytes} cannot hold a batch: {self.ledger.state.num_stored} "
             f"groups fill it, {self.ledger.rule.groups_per_step} are needed, the next has {size} bytes; raise it"
         )
         for held in self._plan_waits.all():
@@ -340,7 +340,7 @@ class BufferService:
     def _fetch(self, client: bytes, request: Message) -> None:
         """Payloads, or where they are: the store servers, and the attempts to ask them for."""
         if self._store_addresses:
-            attempts = [self.ledger.stored_attempt(group_id) for group_id in integers(request.fields, "groups")]
+            attempts = [self.ledger.state.batches.attempt(group_id) for group_id in integers(request.fields, "groups")]
             self._reply(client, request.request_id, {"stores": self._store_addresses, "attempts": attempts})
             return
         payload: list[Any] = []
@@ -369,7 +369,7 @@ class BufferService:
         stats = self.ledger.stats(stored_bytes=self._store.stored_bytes, leases_waiting=len(self._lease_waits))
         rule = self.ledger.rule
         fields = {"max_lag": rule.max_lag, "groups_per_step": rule.groups_per_step, **self._counters()}
-        groups = self.ledger.unfinished(now=self._loop.time())
+        groups = self.ledger.state.unfinished(now=self._loop.time())
         self._reply(client, request.request_id, {**fields, "stats": messages.stats_fields(stats), "groups": groups})
 
     # Events
@@ -378,7 +378,7 @@ class BufferService:
         """Answer every held request that can be answered, until none can."""
         before = None
         try:
-            while before != (before := (self.ledger.num_queued, self.ledger.outstanding, len(self._enqueue_waits))):
+            while before != (before := (self.ledger.state.num_queued, self.ledger.state.outstanding, len(self._enqueue_waits))):
                 self._make_plans()
                 self._fill_queue()
                 self._grant_leases()
