@@ -20,7 +20,7 @@ from asyncrl.protocol.types import FinishReason, GroupSummary, Lease, Prompt, Tr
 from benchmarks import buffer_peers
 from benchmarks.buffer_raw import RawStore
 from benchmarks.report import Target, print_report
-from buffer import BufferClient, BufferConfig, BufferProcess, Ledger, StalenessRule, SyncBufferClient, messages
+from buffer import BufferClient, BufferConfig, BufferProcess, Ledger, StalenessRule, SyncBufferClient, payloads
 from buffer.server import calm_collector
 
 _BYTES_PER_TOKEN = 13
@@ -102,9 +102,9 @@ async def buffer_round_s(buffer: Buffer, num_bytes: int) -> float:
 
 def raw_round_s(raw: RawStore, number: int, num_bytes: int) -> float:
     """The same bytes through bare sockets."""
-    payloads = [messages.group_frames(group_of(None, num_bytes)) for _ in range(number)]
+    frames = [payloads.group_frames(group_of(None, num_bytes)) for _ in range(number)]
     began = time.perf_counter()
-    raw.put_all(payloads, _WINDOW)
+    raw.put_all(frames, _WINDOW)
     for i in range(0, number, _FETCHED_AT_ONCE):
         raw.get(range(i, min(number, i + _FETCHED_AT_ONCE)))
     return time.perf_counter() - began
@@ -205,7 +205,7 @@ class LedgerLoad:
 
     def fill(self, number: int) -> tuple[int, float]:
         """Queue, lease and store groups; returns transitions and seconds."""
-        ledger, version = self._ledger, self._ledger.learner_version
+        ledger, version = self._ledger, self._ledger.state.learner_version
         began = time.perf_counter()
         ledger.enqueue(range(self._next_id, self._next_id + number))
         leases: list[Any] = []
@@ -221,7 +221,7 @@ class LedgerLoad:
 
     def step(self) -> tuple[int, float]:
         """One learner step and the groups that replace its batch; returns transitions and seconds."""
-        version = self._ledger.learner_version
+        version = self._ledger.state.learner_version
         began = time.perf_counter()
         self._ledger.plan(version)
         self._ledger.commit(version)

@@ -6,7 +6,6 @@ from typing import Any
 
 from asyncrl.protocol.types import BufferStats, GroupSummary
 
-
 DISCARDED_PREFIX = "discarded_prefix"
 STALE_PREFIX = "stale_prefix"
 

@@ -34,7 +34,12 @@ class BufferConfig:
             maps a `GroupSummary` and its deadline to a number, smallest first.
         lease_s: A lease not renewed for this long is taken back, and its prompt leased again.
         queue_size: Prompts queued ahead of admission; enqueueing waits while the queue is full.
-        max_stored_bytes: Payload bound; at it, leases are refused until a batch leaves. Nothing stored is dropped.
+        heartbeat_s: How often a producer says that it is there. One silent for four of these is gone, and what it holds
+            is leased to others, however long its leases would still run.
+        max_stored_bytes: Bound on trajectories and saved prefixes, in bytes, for each server. At it leases are refused
+            until a batch leaves; nothing stored is dropped.
+        max_prompt_bytes: Bound on prompts, in bytes, from before they are queued until their groups are finished; at it
+            enqueueing waits.
         request_timeout_s: Deadline of a client's call, and how long the server may hold a call before it answers.
         filters: Dynamic-sampling filters: ``equal_rewards``, ``no_tokens``, or ``module:function`` of your own, which
             says of a `GroupSummary` whether to keep it. A group that one drops is counted under the filter's name and
@@ -55,7 +60,9 @@ class BufferConfig:
     order: str = "earliest_deadline"
     lease_s: float = 60.0
     queue_size: int = 256
+    heartbeat_s: float = 5.0
     max_stored_bytes: int = 2 * 1024**3
+    max_prompt_bytes: int = 256 * 1024**2
     request_timeout_s: float = 30.0
     filters: list[str] = field(default_factory=list)
     durability: Durability = Durability.memory
@@ -70,8 +77,15 @@ class BufferConfig:
     def __post_init__(self) -> None:
         if self.max_lag < 0:
             raise ValueError(f"buffer.max_lag must be >= 0, got {self.max_lag}; use 0 for synchronous training")
-        positive = ("lease_s", "queue_size", "max_stored_bytes", "request_timeout_s", "max_message_bytes")
-        for name in (*positive, "max_requests_per_s"):
+        times = ("lease_s", "heartbeat_s", "request_timeout_s")
+        for name in (
+            *times,
+            "queue_size",
+            "max_stored_bytes",
+            "max_prompt_bytes",
+            "max_message_bytes",
+            "max_requests_per_s",
+        ):
             if getattr(self, name) <= 0:
                 raise ValueError(f"buffer.{name} must be > 0, got {getattr(self, name)}; see buffer/config.py")
         if self.durability == Durability.disk and not self.directory:

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from heapq import heappop, heappush
-from typing import Any
+from typing import Any, TypeVar
 
 
 class PutResult(StrEnum):
@@ -69,6 +69,17 @@ class RunningLease:
         return 0 if self.progress is None else self.progress.num_tokens
 
 
+Key = TypeVar("Key")
+
+
+def _remove(index: dict[Key, dict[int, None]], key: Key, group_id: int) -> None:
+    """Take a group out of an index of groups by key."""
+    group_ids = index[key]
+    del group_ids[group_id]
+    if not group_ids:
+        del index[key]
+
+
 class RunningLeases:
     """Running leases by group, by deadline and by expiry; every operation is O(log n) or better."""
 
@@ -125,11 +136,8 @@ class RunningLeases:
     def remove(self, lease: RunningLease) -> None:
         """End a lease."""
         del self._by_group[lease.group_id]
-        for index, key in ((self._by_deadline, lease.deadline), (self._by_owner, lease.owner)):
-            group_ids = index[key]
-            del group_ids[lease.group_id]
-            if not group_ids:
-                del index[key]
+        _remove(self._by_deadline, lease.deadline, lease.group_id)
+        _remove(self._by_owner, lease.owner, lease.group_id)
 
     def due(self) -> dict[int, int]:
         """Deadline to number of running leases."""

@@ -39,7 +39,7 @@ class MemoryStore:
 
     def measure(self, payload: Sequence[Any]) -> int:
         """See `Store.measure`."""
-        return sum(len(frame) for frame in payload)
+        return sum(map(len, payload))
 
     def put(self, group_id: int, payload: Sequence[Any]) -> None:
         """See `Store.put`; a payload that was there is replaced."""

@@ -57,6 +57,10 @@ class VersionTooOld(ReplayBufferError):
     """A trajectory holds a token older than the version its lease was granted at."""
 
 
+class RateExceeded(ReplayBufferError):
+    """A client sends more requests than a server answers one client in a second."""
+
+
 class BatchError(ValueError, AssertionError):
     """The parts of a `DataProto` do not fit together, or not with what is asked of them.
 

@@ -63,7 +63,12 @@ MUTATIONS = [
     ("ledger", "Ledger", "0 <= engine_version <= learner_version", "0 <= engine_version < learner_version"),
     ("ledger", "Ledger", "or self.state.admits(saved.oldest_version)", "or True"),
     ("ledger", "Ledger", "else min(engine_version, progress.oldest_version)", "else engine_version"),
-    ("ledger", "Ledger", "state.num_stored < self.rule.groups_per_step", "state.num_stored <= self.rule.groups_per_step"),
+    (
+        "ledger",
+        "Ledger",
+        "state.num_stored < self.rule.groups_per_step",
+        "state.num_stored <= self.rule.groups_per_step",
+    ),
     ("ledger", "Ledger", "state.num_stored < self.rule.groups_per_step", "state.num_stored < 1"),
     ("ledger", "Ledger", "self._on_stale != OnStale.wait or not any(self.state.missing())", "True"),
     ("ledger", "Ledger", "self._on_stale != OnStale.wait or", "self._on_stale == OnStale.wait or"),

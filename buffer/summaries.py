@@ -1,0 +1,68 @@
+"""The ledger's own types as header fields: summaries of groups, and its totals."""
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from asyncrl.protocol.errors import WireError
+from asyncrl.protocol.types import BufferStats, GroupSummary
+
+from .messages import integer, integers
+
+_NUMBERS = frozenset({int, float})
+
+
+def summary_fields(summary: GroupSummary) -> dict[str, Any]:
+    """A summary as header fields."""
+    return {
+        "group_id": summary.group_id,
+        "attempt": summary.attempt,
+        "num_prompt_tokens": summary.num_prompt_tokens,
+        "response_lengths": summary.response_lengths,
+        "num_tokens": summary.num_tokens,
+        "oldest_version": summary.oldest_version,
+        "newest_version": summary.newest_version,
+        "rewards": summary.rewards,
+    }
+
+
+def summary_of(fields: Any) -> GroupSummary:
+    """The summary in header fields.
+
+    Raises:
+        WireError: a field is missing or of the wrong type.
+    """
+    if not isinstance(fields, dict):
+        raise WireError(f"a group summary is a map, got {type(fields).__name__}")
+    rewards = fields.get("rewards")
+    if not isinstance(rewards, list) or not _NUMBERS.issuperset(map(type, rewards)):
+        raise WireError("field 'rewards' must be a list of numbers")
+    return GroupSummary(
+        group_id=integer(fields, "group_id"),
+        attempt=integer(fields, "attempt"),
+        num_prompt_tokens=integer(fields, "num_prompt_tokens"),
+        response_lengths=tuple(integers(fields, "response_lengths")),
+        num_tokens=integer(fields, "num_tokens"),
+        oldest_version=integer(fields, "oldest_version"),
+        newest_version=integer(fields, "newest_version"),
+        rewards=tuple(rewards),
+    )
+
+
+def stats_fields(stats: BufferStats) -> dict[str, Any]:
+    """The ledger's totals as header fields."""
+    fields = asdict(stats)
+    fields["lag_histogram"] = list(stats.lag_histogram.items())
+    return fields
+
+
+def stats_of(fields: Mapping[str, Any]) -> BufferStats:
+    """The ledger's totals in header fields.
+
+    Raises:
+        WireError: they are not.
+    """
+    try:
+        return BufferStats(**{**fields, "lag_histogram": dict(fields.get("lag_histogram", ()))})
+    except TypeError as error:
+        raise WireError(f"these are not the totals of a ledger: {error}") from error
