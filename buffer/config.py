@@ -78,14 +78,8 @@ class BufferConfig:
         if self.max_lag < 0:
             raise ValueError(f"buffer.max_lag must be >= 0, got {self.max_lag}; use 0 for synchronous training")
         times = ("lease_s", "heartbeat_s", "request_timeout_s")
-        for name in (
-            *times,
-            "queue_size",
-            "max_stored_bytes",
-            "max_prompt_bytes",
-            "max_message_bytes",
-            "max_requests_per_s",
-        ):
+        sizes = ("max_stored_bytes", "max_prompt_bytes", "max_message_bytes")
+        for name in (*times, *sizes, "queue_size", "max_requests_per_s"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"buffer.{name} must be > 0, got {getattr(self, name)}; see buffer/config.py")
         if self.durability == Durability.disk and not self.directory:

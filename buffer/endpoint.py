@@ -120,16 +120,17 @@ class Endpoint:
     def _on_message(self, frames: list[zmq.Frame]) -> None:
         client = frames[0].bytes
         try:
-            request = messages.parse(frames[1:])
+            requests = messages.unbatch(messages.parse(frames[1:]))
         except WireError as error:
             self.num_malformed += 1
             self.send(client, Message.of_error(messages.PUSH_ID, error))
             return
-        if self._limit.allows(client):
-            self._service.handle(client, request)
-        else:
-            self.num_over_rate += 1
-            self.send(client, Message.of_error(request.request_id, self._limit.error()))
+        for request in requests:
+            if self._limit.allows(client):
+                self._service.handle(client, request)
+            else:
+                self.num_over_rate += 1
+                self.send(client, Message.of_error(request.request_id, self._limit.error()))
 
     def _on_burst_end(self) -> None:
         self._service.settle()

@@ -14,12 +14,15 @@ from asyncrl.protocol.errors import DeadlineError, ReplayBufferError, WireError
 
 from . import messages
 from .channel import Channel
+from .deadline import Deadline
 from .keys import ClientKeys, secure_client
 from .messages import ACKS, OK, PUSH_ID, PUSHES, Message
+from .parcels import JOIN_BELOW_BYTES
 
 _RECONNECT_MS = 50
 _RECONNECT_MAX_MS = 2000
 _HEARTBEAT_MS = 5000
+_BATCH = 4
 
 
 def connect(
@@ -59,10 +62,10 @@ def deadline_error(name: str, address: str, timeout_s: float) -> DeadlineError:
 class _Pending:
     """A request without a reply yet."""
 
-    name: str
-    frames: list[Any]
+    caller: str
+    request: Message
     reply: asyncio.Future[Message]
-    deadline: asyncio.TimerHandle
+    due: float
 
 
 class Link:
@@ -89,6 +92,9 @@ class Link:
         self._on_push = on_push
         self._loop = asyncio.get_running_loop()
         self._pending: dict[int, _Pending] = {}
+        self._outbox: list[Message] = []
+        self._flush_handle: asyncio.Handle | None = None
+        self._deadline = Deadline(self._miss_deadlines)
         self._ids = itertools.count(1)
         self._num_connects = 0
         self._closed = False
@@ -118,9 +124,9 @@ class Link:
         if self._closed:
             raise self._closed_error(name)
         request_id = next(self._ids) if request_id is None else request_id
-        frames = Message(name=name, request_id=request_id, fields=fields, payload=payload).frames()
+        request = Message(name=name, request_id=request_id, fields=fields, payload=payload)
         try:
-            reply = await self._begin(request_id, frames, caller or name)
+            reply = await self._begin(request, caller or name)
         finally:
             self._end(request_id)
         if reply.name != OK:
@@ -131,31 +137,55 @@ class Link:
         """Send a request whose reply nobody waits for; after a reconnect it is sent again like any other."""
         if self._closed:
             return
-        request_id = next(self._ids)
-        frames = Message(name=name, request_id=request_id, fields=fields).frames()
+        request = Message(name=name, request_id=next(self._ids), fields=fields)
 
         def forget(reply: asyncio.Future[Message]) -> None:
-            self._end(request_id)
+            self._end(request.request_id)
             if not reply.cancelled():
                 reply.exception()
 
-        self._begin(request_id, frames, name).add_done_callback(forget)
+        self._begin(request, name).add_done_callback(forget)
 
-    def _begin(self, request_id: int, frames: list[Any], name: str) -> asyncio.Future[Message]:
+    def _begin(self, request: Message, caller: str) -> asyncio.Future[Message]:
         reply: asyncio.Future[Message] = self._loop.create_future()
-        deadline = self._loop.call_later(self._timeout_s, self._miss_deadline, reply, name)
-        self._pending[request_id] = _Pending(name=name, frames=frames, reply=reply, deadline=deadline)
-        self._channel.send(frames)
+        due = self._loop.time() + self._timeout_s
+        self._pending[request.request_id] = _Pending(caller=caller, request=request, reply=reply, due=due)
+        self._deadline.at(due)
+        self._send(request)
         return reply
 
-    def _end(self, request_id: int) -> None:
-        pending = self._pending.pop(request_id, None)
-        if pending is not None:
-            pending.deadline.cancel()
+    def _send(self, request: Message) -> None:
+        """Send a large request at once, and small ones together with the others that are made in this turn."""
+        if sum(map(len, request.payload)) >= JOIN_BELOW_BYTES:
+            self._channel.send(request.frames())
+            return
+        self._outbox.append(request)
+        if len(self._outbox) == _BATCH:
+            self._flush()
+        elif self._flush_handle is None:
+            self._flush_handle = self._loop.call_soon(self._flush)
 
-    def _miss_deadline(self, reply: asyncio.Future[Message], name: str) -> None:
-        if not reply.done():
-            reply.set_exception(deadline_error(name, self.address, self._timeout_s))
+    def _flush(self) -> None:
+        if self._flush_handle is not None:
+            self._flush_handle.cancel()
+            self._flush_handle = None
+        outbox, self._outbox = self._outbox, []
+        if outbox:
+            message = outbox[0] if len(outbox) == 1 else messages.batch(outbox)
+            self._channel.send(message.frames())
+
+    def _end(self, request_id: int) -> None:
+        self._pending.pop(request_id, None)
+
+    def _miss_deadlines(self) -> None:
+        """Fail what is overdue; all requests have as long, so that the first are due first."""
+        now = self._loop.time()
+        for pending in self._pending.values():
+            if pending.due > now:
+                self._deadline.at(pending.due)
+                return
+            if not pending.reply.done():
+                pending.reply.set_exception(deadline_error(pending.caller, self.address, self._timeout_s))
 
     def fail_all(self, error: Exception) -> None:
         """Let every request that waits raise ``error``."""
@@ -169,6 +199,9 @@ class Link:
             return
         self._closed = True
         self.fail_all(self._closed_error("a call"))
+        self._deadline.close()
+        if self._flush_handle is not None:
+            self._flush_handle.cancel()
         self._socket.disable_monitor()  # first, or ZMQ's thread would wait for somebody to read its last events
         self._monitor.close()
         self._channel.close()
@@ -184,7 +217,7 @@ class Link:
         self._num_connects += 1
         if self._num_connects > 1:
             for pending in self._pending.values():
-                self._channel.send(pending.frames)
+                self._channel.send(pending.request.frames())
 
     def _on_message(self, frames: list[zmq.Frame]) -> None:
         try:

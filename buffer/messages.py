@@ -19,6 +19,8 @@ MAX_HEADER_BYTES = 1 << 20
 MAX_FRAMES = 4096
 MAX_REPLY_HEADER_BYTES = 1 << 28
 MAX_REPLY_FRAMES = 1 << 20
+MAX_BATCH = 64
+BATCH = "batch"
 OK = "ok"
 REVOKED = "revoked"
 SPACE = "space"
@@ -86,6 +88,37 @@ def parse(frames: Sequence[Any], *, max_frames: int = MAX_FRAMES, max_header_byt
 def parse_reply(frames: Sequence[Any]) -> Message:
     """Read a message from the server, under a client's wider limits."""
     return parse(frames, max_frames=MAX_REPLY_FRAMES, max_header_bytes=MAX_REPLY_HEADER_BYTES)
+
+
+def batch(requests: Sequence[Message]) -> Message:
+    """Requests as one message, which costs ZMQ and both sides' loops as much as one of them."""
+    heads = [(r.name, r.request_id, r.fields, len(r.payload)) for r in requests]
+    payload = [frame for request in requests for frame in request.payload]
+    return Message(name=BATCH, request_id=PUSH_ID, fields={"requests": heads}, payload=payload)
+
+
+def unbatch(message: Message) -> list[Message]:
+    """The requests in a message.
+
+    Raises:
+        WireError: it does not describe its requests.
+    """
+    if message.name != BATCH:
+        return [message]
+    heads = message.fields.get("requests")
+    if not isinstance(heads, list) or len(heads) > MAX_BATCH:
+        raise WireError(f"a batch is a list of at most {MAX_BATCH} requests")
+    requests, end = [], 0
+    for head in heads:
+        if not isinstance(head, list) or [*map(type, head)] != [str, int, dict, int]:
+            raise WireError("a request in a batch is [name, request_id, fields, number of frames]")
+        name, request_id, fields, num_frames = head
+        if not 0 <= num_frames <= len(message.payload) - end:
+            raise WireError(f"a batch has {len(message.payload)} frames, its requests name more")
+        payload = message.payload[end : end + num_frames]
+        requests.append(Message(name=name, request_id=request_id, fields=fields, payload=payload))
+        end += num_frames
+    return requests
 
 
 def coalesce(replies: Sequence[Message]) -> list[Message]:

@@ -68,8 +68,8 @@ def group_frames(group: TrajectoryGroup) -> list[Any]:
             raise TypeError(f"TrajectoryGroup.{name} must be a numpy array of numbers, got {type(column).__name__}")
     descriptors = [describe(column.dtype, column.shape) for column in columns]
     reasons = [str(reason) for reason in group.finish_reasons]
-    head = b"".join((_MAGIC, msgpack.packb((group.group_id, group.attempt, reasons, descriptors))))
-    return wrap([head, *map(buffer_of, columns)])
+    head: Any = msgpack.packb((group.group_id, group.attempt, reasons, descriptors))
+    return wrap([_MAGIC + head, *map(buffer_of, columns)])
 
 
 def group_of(frames: Sequence[Any]) -> TrajectoryGroup:

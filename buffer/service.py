@@ -175,7 +175,7 @@ class BufferService:
             self._check_space(size, size_of(self._shelves.prefixes.get(summary.group_id)))
         continued = flag(request.fields, "continued", default=True)
         if self.ledger.put(summary, request.payload, continued=continued) is PutResult.stored:
-            self._shelves.keep_payload(summary.group_id, request.payload)
+            self._shelves.keep_payload(summary.group_id, request.payload, size)
             self._leasing.presence.count_put(client, summary.num_tokens)
         self._mailbox.reply(client, request.request_id)
 

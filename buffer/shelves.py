@@ -28,8 +28,9 @@ class FrameShelf:
         return self._frames.get(group_id, ())
 
     def remove(self, group_id: int) -> None:
-        """Forget the frames of a group."""
-        self.num_bytes -= size_of(self._frames.pop(group_id, ()))
+        """Forget the frames of a group, if there are any."""
+        if frames := self._frames.pop(group_id, None):
+            self.num_bytes -= size_of(frames)
 
 
 class Shelves:
@@ -58,17 +59,17 @@ class Shelves:
         """Take up what a journal kept."""
         for group_id, parts in frames.get("payload", {}).items():
             if group_id in state.batches:
-                self.keep_payload(group_id, parts)
+                self.keep_payload(group_id, parts, self.payloads.measure(parts))
         for group_id, parts in frames.get("prompt", {}).items():
             self.prompts.put(group_id, parts)
         for group_id, parts in frames.get("progress", {}).items():
             self.prefixes.put(group_id, parts)
 
-    def keep_payload(self, group_id: int, payload: Frames) -> None:
-        """Keep a stored group; its prefix, if one was saved, is part of it."""
-        self.payloads.put(group_id, payload)
+    def keep_payload(self, group_id: int, payload: Frames, size: int) -> None:
+        """Keep a stored group of ``size`` bytes; its prefix, if one was saved, is part of it."""
+        self.payloads.put(group_id, payload, size)
         self.prefixes.remove(group_id)
-        self.largest_bytes = max(self.largest_bytes, self.payloads.measure(payload))
+        self.largest_bytes = max(self.largest_bytes, size)
 
     def forget(self, group_ids: Iterable[int]) -> bool:
         """Drop all frames of groups that are consumed or dropped; whether there were any such groups."""

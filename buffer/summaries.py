@@ -9,21 +9,14 @@ from asyncrl.protocol.types import BufferStats, GroupSummary
 
 from .messages import integer, integers
 
+_INTEGERS = ("group_id", "attempt", "num_prompt_tokens", "num_tokens", "oldest_version", "newest_version")
+_NAMES = (*_INTEGERS, "response_lengths", "rewards")
 _NUMBERS = frozenset({int, float})
 
 
 def summary_fields(summary: GroupSummary) -> dict[str, Any]:
     """A summary as header fields."""
-    return {
-        "group_id": summary.group_id,
-        "attempt": summary.attempt,
-        "num_prompt_tokens": summary.num_prompt_tokens,
-        "response_lengths": summary.response_lengths,
-        "num_tokens": summary.num_tokens,
-        "oldest_version": summary.oldest_version,
-        "newest_version": summary.newest_version,
-        "rewards": summary.rewards,
-    }
+    return {name: getattr(summary, name) for name in _NAMES}
 
 
 def summary_of(fields: Any) -> GroupSummary:
@@ -37,16 +30,9 @@ def summary_of(fields: Any) -> GroupSummary:
     rewards = fields.get("rewards")
     if not isinstance(rewards, list) or not _NUMBERS.issuperset(map(type, rewards)):
         raise WireError("field 'rewards' must be a list of numbers")
-    return GroupSummary(
-        group_id=integer(fields, "group_id"),
-        attempt=integer(fields, "attempt"),
-        num_prompt_tokens=integer(fields, "num_prompt_tokens"),
-        response_lengths=tuple(integers(fields, "response_lengths")),
-        num_tokens=integer(fields, "num_tokens"),
-        oldest_version=integer(fields, "oldest_version"),
-        newest_version=integer(fields, "newest_version"),
-        rewards=tuple(rewards),
-    )
+    numbers = {name: integer(fields, name) for name in _INTEGERS}
+    lengths = integers(fields, "response_lengths")
+    return GroupSummary(response_lengths=tuple(lengths), rewards=tuple(rewards), **numbers)
 
 
 def stats_fields(stats: BufferStats) -> dict[str, Any]:
