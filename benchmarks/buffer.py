@@ -292,6 +292,7 @@ async def slowest_producer_share(num_producers: int, num_consumers: int, duratio
             most_stored = max(most_stored, (await control.stats()).stored_bytes)
             await control.commit(version)
             version += 1
+            await asyncio.gather(*(producer.advance(version) for producer in producers))
         for task in tasks:
             task.cancel()
         for client in [*producers, *consumers, control]:
