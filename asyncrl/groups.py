@@ -18,9 +18,8 @@ from asyncrl.protocol.errors import DeadlineError
 from asyncrl.protocol.types import Plan, Prompt, WeightSnapshot
 from asyncrl.single_controller import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from buffer import BufferClient, SyncBufferClient
-from learner.advantages import ADVANTAGES, plan_advantages
-from learner.batching import split_plan
-from learner.losses import LOSSES
+from learner.planning import rank_batches
+from learner.registry import ADVANTAGES, LOSSES
 from learner.worker import LearnerWorker
 from rollout_fleet.config import SamplingConfig
 from rollout_fleet.types import FleetCounters
@@ -98,15 +97,9 @@ class Learner:
 
     def update(self, plan: Plan) -> Awaitable[Mapping[str, float]]:
         """See `LearnerPort.update`."""
-        advantages = plan_advantages(
+        shards = rank_batches(
             plan,
-            ADVANTAGES.get(self._config.algorithm.advantage),
-            overlong_max_tokens=self._config.algorithm.overlong_max_tokens,
-            overlong_buffer_tokens=self._config.algorithm.overlong_buffer_tokens,
-        )
-        shards = split_plan(
-            plan,
-            advantages,
+            self._config.algorithm,
             num_shards=self._config.learner.num_ranks // self._config.learner.sp_size,
             max_lag=self._config.buffer.max_lag,
         )

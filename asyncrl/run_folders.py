@@ -11,7 +11,6 @@ from asyncrl.compose import dump_yaml
 from asyncrl.config import RunConfig
 
 _SHARED_MEMORY = Path("/dev/shm")
-_TAIL_LINES = 20
 
 
 def make_run_dir(config: RunConfig) -> Path:
@@ -49,11 +48,3 @@ def _fits_in_memory(config: RunConfig) -> bool:
     snapshot_bytes = sum(file.stat().st_size for file in Path(config.model.path).glob("*.safetensors"))
     num_kept = max(config.learner.keep_snapshots, config.buffer.max_lag + 2) + 1
     return shutil.disk_usage(_SHARED_MEMORY).free > 2 * num_kept * snapshot_bytes
-
-
-def last_lines(path: str) -> str:
-    """The end of a log; empty where there is none."""
-    try:
-        return "\n".join(Path(path).read_text(errors="replace").splitlines()[-_TAIL_LINES:])
-    except OSError:
-        return ""

@@ -89,7 +89,7 @@ async def fine_tune(config: RunConfig) -> Path:
                     break
     policy = warm_start_path(config)
     if (weights := gather_weights(trainer)) is not None:
-        write_model(policy, trainer.causal_lm, weights, trainer.compute_dtype)
+        write_model(policy, trainer.pretrained, weights, trainer.compute_dtype)
         copy_tokenizer(config.model.path, policy)
         (policy / "sft.json").write_text(json.dumps({"steps": step, "accuracy": accuracy}) + "\n")
     logger.info("%d steps, greedy %.3f, %.1f s: %s", step, accuracy, time.monotonic() - began_s, policy)

@@ -23,7 +23,8 @@ from asyncrl.metrics import TerminalView
 from asyncrl.options import help_text
 from asyncrl.prepare import warm_start, with_quickstart_assets
 from asyncrl.protocol.errors import AsyncRLError, DeadlineError
-from asyncrl.run_folders import last_lines, make_run_dir, shared_folder
+from asyncrl.protocol.log_tail import last_lines
+from asyncrl.run_folders import make_run_dir, shared_folder
 from asyncrl.supervisor import supervise
 
 EXIT_FAILED = 1

@@ -9,29 +9,35 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .advantages import ADVANTAGES, group_advantages, plan_advantages
-    from .batching import split_plan
+    from .advantages import group_advantages
     from .config import AlgorithmConfig, LearnerConfig
-    from .losses import LOSSES, negative_log_likelihood
+    from .losses import LossInputs, LossTerms, negative_log_likelihood
+    from .planning import rank_batches
+    from .registry import ADVANTAGES, LOSSES
+    from .token_advantages import TokenAdvantages, TokenRewards, token_level
     from .trainer import PolicyTrainer
     from .types import RankBatch, TokenSequence
     from .weights import save_policy
     from .worker import LearnerWorker
 
 _HOMES = {
-    "ADVANTAGES": "advantages",
-    "LOSSES": "losses",
+    "ADVANTAGES": "registry",
+    "LOSSES": "registry",
     "AlgorithmConfig": "config",
     "LearnerConfig": "config",
     "LearnerWorker": "worker",
+    "LossInputs": "losses",
+    "LossTerms": "losses",
     "PolicyTrainer": "trainer",
     "RankBatch": "types",
+    "TokenAdvantages": "token_advantages",
+    "TokenRewards": "token_advantages",
     "TokenSequence": "types",
     "group_advantages": "advantages",
     "negative_log_likelihood": "losses",
-    "plan_advantages": "advantages",
+    "rank_batches": "planning",
     "save_policy": "weights",
-    "split_plan": "batching",
+    "token_level": "token_advantages",
 }
 
 __all__ = [
@@ -40,14 +46,18 @@ __all__ = [
     "AlgorithmConfig",
     "LearnerConfig",
     "LearnerWorker",
+    "LossInputs",
+    "LossTerms",
     "PolicyTrainer",
     "RankBatch",
+    "TokenAdvantages",
+    "TokenRewards",
     "TokenSequence",
     "group_advantages",
     "negative_log_likelihood",
-    "plan_advantages",
+    "rank_batches",
     "save_policy",
-    "split_plan",
+    "token_level",
 ]
 
 

@@ -200,4 +200,5 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, packed: PackedLayout, scaling: floa
     return out
 
 
-AttentionInterface.register(ATTENTION_NAME, packed_attention)
+# Its calls differ from batch to batch: traced, they would be compiled anew each time. Compiled layers call it as it is.
+AttentionInterface.register(ATTENTION_NAME, torch.compiler.disable(packed_attention))

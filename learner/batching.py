@@ -56,34 +56,67 @@ def group_tokens(group: GroupSummary) -> int:
     return group.num_prompt_tokens * len(group.response_lengths) + sum(group.response_lengths)
 
 
-def split_plan(plan: Plan, advantages: Sequence[np.ndarray], *, num_shards: int, max_lag: int) -> list[RankBatch]:
-    """Share a planned batch out over data-parallel ranks, balanced by tokens.
+def split_plan(
+    plan: Plan,
+    *,
+    rewards: Sequence[np.ndarray],
+    advantages: Sequence[np.ndarray] | None,
+    num_shards: int,
+    num_mini_batches: int,
+    max_lag: int,
+) -> list[RankBatch]:
+    """Share a planned batch out: its groups over mini-batches, then each mini-batch over data-parallel ranks.
+
+    Both are balanced by tokens. Which groups an optimizer update trains on follows from the plan alone, so the weights
+    after the step do not depend on the number of ranks.
 
     Args:
         plan: The batch of one learner step.
-        advantages: One [G] float32 array a group, in the order of ``plan.groups``.
+        rewards: One [G] float32 array a group, in the order of ``plan.groups``.
+        advantages: One [G] float32 array a group, in the same order; None where the ranks compute them.
         num_shards: Data-parallel ranks.
+        num_mini_batches: Optimizer updates of the step.
         max_lag: Staleness bound in learner steps.
 
     Returns:
         One batch a data-parallel rank; some are empty when there are fewer groups than ranks.
     """
-    parts = karmarkar_karp([group_tokens(group) for group in plan.groups], num_shards)
+    sizes = [group_tokens(group) for group in plan.groups]
+    shares: list[list[tuple[int, int]]] = [[] for _ in range(num_shards)]
+    for mini_batch, members in enumerate(karmarkar_karp(sizes, num_mini_batches)):
+        parts = karmarkar_karp([sizes[index] for index in members], num_shards)
+        # The largest part goes to the rank with the least so far.
+        loads = [sum(sizes[index] for index, _ in share) for share in shares]
+        for shard, part in zip(sorted(range(num_shards), key=loads.__getitem__), parts, strict=True):
+            shares[shard] += [(members[place], mini_batch) for place in part]
     return [
         RankBatch(
             version=plan.version,
-            group_ids=tuple(plan.groups[index].group_id for index in part),
-            advantages=tuple(advantages[index] for index in part),
+            group_ids=tuple(plan.groups[index].group_id for index, _ in share),
+            rewards=tuple(rewards[index] for index, _ in share),
+            advantages=None if advantages is None else tuple(advantages[index] for index, _ in share),
+            mini_batches=tuple(mini_batch for _, mini_batch in share),
             max_lag=max_lag,
         )
-        for part in parts
+        for share in shares
     ]
 
 
 def split_sequences(sequences: Sequence[TokenSequence], count: int) -> list[list[TokenSequence]]:
-    """Share a rank's sequences out over mini-batches, balanced by tokens."""
-    parts = karmarkar_karp([len(sequence.input_ids) for sequence in sequences], count)
-    return [[sequences[index] for index in part] for part in parts]
+    """Sort a rank's sequences by the optimizer update that trains on them; some updates may have none here.
+
+    Raises:
+        ValueError: a sequence's ``mini_batch`` is outside 0..count - 1.
+    """
+    parts: list[list[TokenSequence]] = [[] for _ in range(count)]
+    for sequence in sequences:
+        if not 0 <= sequence.mini_batch < count:
+            raise ValueError(
+                f"a sequence's mini_batch must be in 0..{count - 1}, got {sequence.mini_batch}; split the plan with "
+                "algorithm.num_mini_batches"
+            )
+        parts[sequence.mini_batch].append(sequence)
+    return parts
 
 
 def num_bins(lengths: Sequence[int], budget: int) -> int:

@@ -2,15 +2,13 @@
 
 Each rank writes its shards (torch.distributed.checkpoint), so a checkpoint loads onto another dp × sp. It is written
 beside its final place and renamed when it is whole: a crash while saving leaves the one before. Saving may run in the
-background; the next save, a load and `finish` wait for it.
+background: the thread that writes puts the checkpoint in its place too. The next save, a load and `finish` wait for it.
 """
 
 from __future__ import annotations
 
-import json
 import pickle
 import random
-import re
 import shutil
 from collections.abc import Mapping
 from concurrent.futures import Future
@@ -24,9 +22,21 @@ from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from .trainer import PolicyTrainer
+from asyncrl.protocol.errors import CheckpointError
 
-_NAME = re.compile(r"v(\d{8})")
+from .checkpoint_files import (
+    HUGGING_FACE,
+    Progress,
+    checkpoint_path,
+    keep_newest,
+    newest_checkpoint,
+    partial_path,
+    put_in_place,
+    read_progress,
+    write_progress,
+)
+from .trainer import PolicyTrainer
+from .weights import copy_tokenizer
 
 
 class Checkpointer:
@@ -44,54 +54,50 @@ class Checkpointer:
         self._keep = keep
         # Collectives of a save in the background must not meet those of training: they have their own group.
         self._group = cast("dist.ProcessGroup", dist.new_group(backend="gloo"))
-        self._pending: tuple[Future[Any], Path] | None = None
+        self._pending: Future[None] | None = None
 
-    def save(self, version: int, *, wait: bool = True) -> Path:
+    def save(self, version: int, *, wait: bool = True, run: Mapping[str, Any] | None = None) -> Path:
         """Save the trainer as it is now.
 
         Args:
             version: Learner steps contained in the weights.
             wait: Return when the checkpoint is whole; otherwise when its content is copied to the host.
+            run: What the controller needs to go on, as plain values; see `learner.checkpoint_files.Progress`.
 
         Returns:
             Where the checkpoint is, or will be.
+
+        Raises:
+            CheckpointError: this save, or the one before in the background, could not be written.
         """
         self.finish()
-        final = self._directory / f"v{version:08d}"
-        partial = final.with_name(f".{final.name}.partial")
-        if dist.get_rank() == 0:
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
-            progress = {"version": version, "num_updates": self._trainer.optimizer.num_updates}
-            (partial / "progress.json").write_text(json.dumps(progress))
-        dist.barrier(self._group)
+        final = checkpoint_path(self._directory, version)
+        self._together(lambda: self._begin(final, version, run or {}))
+        partial = partial_path(final)
         (partial / f"random_{dist.get_rank()}.pickle").write_bytes(pickle.dumps(_random_state()))
-        state = _copied(self._state())
-        saving = state_dict_saver.async_save(state, checkpoint_id=partial, process_group=self._group)
-        assert isinstance(saving, Future)
-        self._pending = (saving, final)
+        written = state_dict_saver.async_save(_copied(self._state()), checkpoint_id=partial, process_group=self._group)
+        assert isinstance(written, Future)
+        pending = self._pending = Future()
+        written.add_done_callback(lambda done: self._conclude(done, final, pending))
         if wait:
             self.finish()
         return final
 
     def finish(self) -> None:
-        """Wait for the save in the background, put it in its place and remove old ones; raises what it raised."""
+        """Wait until the save in the background is in its place.
+
+        Raises:
+            CheckpointError: it could not be written; the checkpoint before it is whole.
+        """
         if self._pending is None:
             return
-        (saving, final), self._pending = self._pending, None
-        saving.result()
-        dist.barrier(self._group)
-        if dist.get_rank() == 0:
-            _replace(final, final.with_name(f".{final.name}.partial"))
-            for path in _complete(self._directory)[: -self._keep] if self._keep > 0 else []:
-                shutil.rmtree(path)
-        dist.barrier(self._group)
+        pending, self._pending = self._pending, None
+        self._together(pending.result)
 
     def latest(self) -> Path | None:
         """The newest whole checkpoint, or None."""
         self.finish()
-        paths = _complete(self._directory)
-        return paths[-1] if paths else None
+        return newest_checkpoint(self._directory)
 
     def load(self, path: Path) -> int:
         """Restore the trainer, whatever dp × sp the checkpoint was saved from.
@@ -108,8 +114,7 @@ class Checkpointer:
             ValueError: there is no checkpoint at the path.
         """
         self.finish()
-        if not (path / "progress.json").is_file():
-            raise ValueError(f"no checkpoint at {str(path)!r}: it lacks progress.json; latest() names the newest")
+        progress = read_progress(path)
         state = self._state()
         state_dict_loader.load(state, checkpoint_id=path, process_group=self._group)
         set_state_dict(
@@ -118,36 +123,68 @@ class Checkpointer:
             model_state_dict=state["model"],
             optim_state_dict=state["optimizer"],
         )
-        progress = json.loads((path / "progress.json").read_text())
-        self._trainer.optimizer.num_updates = progress["num_updates"]
-        if len(list(path.glob("random_*.pickle"))) == dist.get_world_size():
+        self._trainer.optimizer.num_updates = progress.num_updates
+        config = self._trainer.config
+        if (progress.num_ranks, progress.sp_size) == (config.num_ranks, config.sp_size):
             _set_random_state(pickle.loads((path / f"random_{dist.get_rank()}.pickle").read_bytes()))
-        return progress["version"]
+        return progress.version
+
+    def _begin(self, final: Path, version: int, run: Mapping[str, Any]) -> None:
+        """Make the folder to write into, on rank 0."""
+        if dist.get_rank() != 0:
+            return
+        trainer, partial = self._trainer, partial_path(final)
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        trainer.pretrained.config.save_pretrained(partial / HUGGING_FACE)
+        copy_tokenizer(trainer.model_path, partial / HUGGING_FACE)
+        progress = Progress(
+            version=version,
+            num_updates=trainer.optimizer.num_updates,
+            num_ranks=trainer.config.num_ranks,
+            sp_size=trainer.config.sp_size,
+            dtype=trainer.config.dtype,
+            run=run,
+        )
+        write_progress(partial, progress)
+
+    def _conclude(self, written: Future[Any], final: Path, pending: Future[None]) -> None:
+        """Run by the writing thread; rank 0 ends when the shards of all ranks are on disk."""
+        try:
+            written.result()
+            if dist.get_rank() == 0:
+                put_in_place(final)
+                keep_newest(self._directory, self._keep)
+        except BaseException as error:  # noqa: BLE001 - raised by `finish`
+            pending.set_exception(error)
+        else:
+            pending.set_result(None)
+
+    def _together(self, action: Any) -> None:
+        """Do something on every rank, and fail on all of them where it fails on one."""
+        error = ""
+        try:
+            action()
+        except Exception as fault:  # noqa: BLE001 - raised below, on every rank
+            error = f"rank {dist.get_rank()}: {type(fault).__name__}: {fault}"
+        errors: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(errors, error, group=self._group)
+        if any(errors):
+            raise CheckpointError(
+                f"a checkpoint under {self._directory} could not be written: {'; '.join(filter(None, errors))}; "
+                "free space or mend the folder; the checkpoint before it is whole"
+            )
 
     def _state(self) -> dict[str, Any]:
         model, optimizer = get_state_dict(self._trainer.model, self._trainer.optimizer.adamw)
         return {"model": model, "optimizer": optimizer}
 
 
-def _replace(final: Path, partial: Path) -> None:
-    """Put a directory in its place; one of the same version is there until the new one is."""
-    before = final.with_name(f".{final.name}.replaced")
-    shutil.rmtree(before, ignore_errors=True)
-    if final.exists():
-        final.rename(before)
-    partial.rename(final)
-    shutil.rmtree(before, ignore_errors=True)
-
-
-def _complete(directory: Path) -> list[Path]:
-    """Whole checkpoints, oldest first."""
-    return sorted(path for path in directory.glob("v*") if _NAME.fullmatch(path.name))
-
-
 def _copied(state: Any) -> Any:
-    """The state with its own memory: training goes on while it is written."""
+    """The state with its own host memory where it lives on the host: training goes on while it is written."""
     if isinstance(state, Tensor):
-        return state.detach().clone()
+        # From a GPU the saver copies to the host itself, before it returns.
+        return state.detach().clone() if state.device.type == "cpu" else state.detach()
     if isinstance(state, Mapping):
         return {key: _copied(value) for key, value in state.items()}
     return [_copied(value) for value in state] if isinstance(state, list) else state

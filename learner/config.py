@@ -1,5 +1,6 @@
 """Options of the learner group and of the algorithm: the only home of their defaults."""
 
+import math
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -55,9 +56,12 @@ class AlgorithmConfig:
     Attributes:
         groups_per_step: B, prompt groups consumed by one learner step.
         samples_per_prompt: G, rollouts of one prompt.
-        num_mini_batches: Optimizer updates of one learner step, each on its share of the batch.
-        advantage: Advantage estimator by name, from `learner.advantages`.
-        loss: Policy loss by name, from `learner.losses`.
+        num_mini_batches: Optimizer updates of one learner step, each on its share of the batch's prompt groups.
+        advantage: Advantage estimator: a name from `learner.advantages`, ``module:function`` or ``file.py:function``.
+        loss: Policy loss: a name from `learner.losses`, ``module:function`` or ``file.py:function``.
+        discount: Gamma of returns, in [0, 1].
+        trace: Lambda of ``advantage=gae``, in [0, 1].
+        whiten_advantages: Standardise the advantages of ``advantage=gae`` over the batch's tokens.
         clip_low: PPO keeps the ratio above 1 - clip_low.
         clip_high: PPO keeps the ratio below 1 + clip_high.
         dual_clip: Largest ratio that counts where the advantage is negative (> 1); 0 has no such bound.
@@ -68,8 +72,13 @@ class AlgorithmConfig:
         correction_low: Importance weights below it are masked or rejected.
         correction_high: Importance weights above it are truncated, masked or rejected.
         entropy_coef: Weight of the entropy bonus.
-        kl_coef: Weight of the KL penalty to the reference policy, the model that the run starts from; 0 has none.
-        kl_estimator: How the KL penalty is estimated.
+        kl_coef: Weight of the KL penalty in the loss, to the reference policy, the model that the run starts from; 0
+            has none.
+        kl_estimator: How the KL penalty in the loss is estimated.
+        kl_reward_coef: Weight of the KL penalty in the rewards of tokens, to the same reference; 0 has none.
+        kl_reward_estimator: How the KL penalty in the rewards is estimated.
+        kl_target: Divergence in nats a token that an adaptive ``kl_reward_coef`` aims at; 0 keeps it fixed.
+        kl_horizon: Trajectories over which an adaptive coefficient follows.
         mask_truncated: Leave samples that hit the length limit out of the loss (DAPO's overlong filtering).
         overlong_max_tokens: Response length at which DAPO's length penalty reaches 1; 0 has no penalty.
         overlong_buffer_tokens: Tokens before it over which the penalty grows.
@@ -80,6 +89,9 @@ class AlgorithmConfig:
     num_mini_batches: int = 1
     advantage: str = "grpo"
     loss: str = "ppo_clip"
+    discount: float = 1.0
+    trace: float = 1.0
+    whiten_advantages: bool = True
     clip_low: float = 0.2
     clip_high: float = 0.2
     dual_clip: float = 0.0
@@ -91,18 +103,43 @@ class AlgorithmConfig:
     entropy_coef: float = 0.0
     kl_coef: float = 0.0
     kl_estimator: KLEstimator = KLEstimator.k3
+    kl_reward_coef: float = 0.0
+    kl_reward_estimator: KLEstimator = KLEstimator.k1
+    kl_target: float = 0.0
+    kl_horizon: int = 10_000
     mask_truncated: bool = False
     overlong_max_tokens: int = 0
     overlong_buffer_tokens: int = 0
 
     def __post_init__(self) -> None:
+        self._check_batch()
+        self._check_loss()
+        self._check_kl()
+        if not 0 <= self.overlong_buffer_tokens <= self.overlong_max_tokens:
+            raise ValueError(
+                "algorithm.overlong_buffer_tokens must be in 0..algorithm.overlong_max_tokens, got "
+                f"{self.overlong_buffer_tokens} and {self.overlong_max_tokens}"
+            )
+        for name in ("discount", "trace"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"algorithm.{name} must be in [0, 1], got {getattr(self, name)}; 1 is usual")
+
+    def _check_batch(self) -> None:
         for name in ("groups_per_step", "samples_per_prompt", "num_mini_batches"):
             if getattr(self, name) < 1:
                 raise ValueError(f"algorithm.{name} must be >= 1, got {getattr(self, name)}")
-        for name in ("clip_low", "clip_high", "kl_coef"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"algorithm.{name} must be >= 0, got {getattr(self, name)}")
-        if self.dual_clip and self.dual_clip <= 1:
+        if self.num_mini_batches > self.groups_per_step:
+            raise ValueError(
+                "algorithm.num_mini_batches must be <= algorithm.groups_per_step, since one update trains on whole "
+                f"prompt groups, got {self.num_mini_batches} and {self.groups_per_step}; lower the one or raise the "
+                "other"
+            )
+
+    def _check_loss(self) -> None:
+        for name in ("clip_low", "clip_high", "entropy_coef"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"algorithm.{name} must be >= 0, got {getattr(self, name)}; 0.2 is usual for a clip")
+        if self.dual_clip and not self.dual_clip > 1:
             raise ValueError(f"algorithm.dual_clip must be > 1, got {self.dual_clip}; 0 switches it off, 3 is usual")
         if self.aggregation is Aggregation.sequence_sum_norm and self.sequence_norm_tokens < 1:
             raise ValueError(
@@ -114,10 +151,17 @@ class AlgorithmConfig:
                 "algorithm.correction_low and correction_high must lie on both sides of 1, "
                 f"got {self.correction_low} and {self.correction_high}"
             )
-        if not 0 <= self.overlong_buffer_tokens <= self.overlong_max_tokens:
+
+    def _check_kl(self) -> None:
+        for name in ("kl_coef", "kl_reward_coef", "kl_target"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"algorithm.{name} must be >= 0, got {getattr(self, name)}; 0 switches it off")
+        if self.kl_horizon < 1:
+            raise ValueError(f"algorithm.kl_horizon must be >= 1, got {self.kl_horizon}; 10000 is usual")
+        if self.kl_target and not self.kl_reward_coef:
             raise ValueError(
-                "algorithm.overlong_buffer_tokens must be in 0..algorithm.overlong_max_tokens, got "
-                f"{self.overlong_buffer_tokens} and {self.overlong_max_tokens}"
+                f"algorithm.kl_target={self.kl_target} adapts algorithm.kl_reward_coef, which is 0 and would stay 0; "
+                "set the coefficient to begin with, 0.1 for one"
             )
 
 
@@ -159,6 +203,31 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CriticConfig:
+    """The critic of ``algorithm.advantage=gae``.
+
+    Attributes:
+        path: Model to start from, in Hugging Face layout: a token classifier with one label, or a causal language
+            model, which gets a value head of zeros. Empty: the policy that the run starts from.
+        warmup_steps: First learner steps in which the critic learns and the policy stays as it is.
+        value_clip: Values move at most this far from those before the step, as far as the loss counts it; 0 does not
+            clip.
+        optimizer: The critic's own AdamW and schedule.
+    """
+
+    path: str = ""
+    warmup_steps: int = 0
+    value_clip: float = 0.5
+    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5))
+
+    def __post_init__(self) -> None:
+        if self.warmup_steps < 0:
+            raise ValueError(f"learner.critic.warmup_steps must be >= 0, got {self.warmup_steps}")
+        if self.value_clip < 0:
+            raise ValueError(f"learner.critic.value_clip must be >= 0, got {self.value_clip}; 0: no clipping")
+
+
+@dataclass(frozen=True, kw_only=True)
 class LearnerConfig:
     """The learner group.
 
@@ -170,6 +239,12 @@ class LearnerConfig:
         max_tokens_per_micro_batch: Token budget of one forward-backward on one rank.
         logprob_chunk_tokens: Tokens whose logits are held in float32 at a time.
         activation_checkpointing: Recompute layers in the backward pass.
+        torch_compile: Compile the decoder layers with ``torch.compile``; the first steps take longer.
+        fsdp_size: Ranks that share one copy of the parameters; -1: all. Fewer is HSDP: num_ranks ÷ fsdp_size copies,
+            gathered inside a node, say, and reduced across.
+        offload_policy: Keep parameters, gradients and optimizer state on the host all the time (FSDP's CPU offload
+            policy); layers visit the device one by one. The three options below then have nothing to move, and a
+            warning says so.
         param_offload: Move the parameters to the host after every use.
         optimizer_offload: Move the optimizer state to the host after every update.
         offload_at_transition_only: Keep both on the device while training and move them to the host when colocated
@@ -179,6 +254,7 @@ class LearnerConfig:
         start_timeout_s: Deadline for the group to build its model.
         step_timeout_s: Deadline of one learner step.
         optimizer: AdamW and its schedule.
+        critic: The critic, where the algorithm has one.
     """
 
     num_ranks: int = 1
@@ -188,6 +264,9 @@ class LearnerConfig:
     max_tokens_per_micro_batch: int = 16384
     logprob_chunk_tokens: int = 1024
     activation_checkpointing: bool = False
+    torch_compile: bool = False
+    fsdp_size: int = -1
+    offload_policy: bool = False
     param_offload: bool = False
     optimizer_offload: bool = False
     offload_at_transition_only: bool = False
@@ -196,6 +275,7 @@ class LearnerConfig:
     start_timeout_s: float = 300.0
     step_timeout_s: float = 600.0
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
 
     def __post_init__(self) -> None:
         if self.num_ranks < 1:
@@ -203,6 +283,11 @@ class LearnerConfig:
         if self.sp_size < 1 or self.num_ranks % self.sp_size:
             raise ValueError(
                 f"learner.sp_size must divide learner.num_ranks, got sp_size={self.sp_size}, num_ranks={self.num_ranks}"
+            )
+        if self.fsdp_size != -1 and (self.fsdp_size < 1 or self.num_ranks % self.fsdp_size):
+            raise ValueError(
+                f"learner.fsdp_size must be -1 or divide learner.num_ranks, got fsdp_size={self.fsdp_size}, "
+                f"num_ranks={self.num_ranks}; -1 shards over all ranks"
             )
         if self.dtype not in ("float32", "bfloat16"):
             raise ValueError(f"learner.dtype must be float32 or bfloat16, got {self.dtype!r}")

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .config import Aggregation, AlgorithmConfig, Correction
 from .importance import sequence_means
-from .registry import Registry
+from .registry import LOSSES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,9 +62,6 @@ class PolicyLoss(Protocol):
     def __call__(self, inputs: LossInputs, config: AlgorithmConfig) -> LossTerms:
         """See `LossInputs` and `LossTerms`."""
         ...
-
-
-LOSSES: Registry[PolicyLoss] = Registry("algorithm.loss")
 
 
 def anchor_log_probs(inputs: LossInputs, config: AlgorithmConfig) -> Tensor:

@@ -40,10 +40,12 @@ class LearnerMesh:
     Attributes:
         device_mesh: Two axes, ``dp`` and ``sp``.
         device: Where this rank computes.
+        fsdp_size: Ranks that share one copy of the parameters, dp x sp unless HSDP keeps several copies.
     """
 
     device_mesh: DeviceMesh
     device: torch.device
+    fsdp_size: int
 
     @cached_property
     def rank(self) -> int:
@@ -54,6 +56,14 @@ class LearnerMesh:
     def num_ranks(self) -> int:
         """Ranks of the group, dp × sp."""
         return self.device_mesh.size()
+
+    @cached_property
+    def fsdp_mesh(self) -> DeviceMesh:
+        """The same ranks as FSDP sees them: one axis to shard over, under HSDP ``replicate`` before it."""
+        if self.fsdp_size == self.num_ranks:
+            return self.device_mesh._flatten("fsdp")
+        shape = (self.num_ranks // self.fsdp_size, self.fsdp_size)
+        return init_device_mesh(self.device.type, shape, mesh_dim_names=("replicate", "shard"))
 
     @cached_property
     def sp_size(self) -> int:
@@ -118,4 +128,8 @@ def open_mesh(config: LearnerConfig) -> LearnerMesh:
     if dist.get_world_size() != config.num_ranks:
         raise ValueError(f"learner.num_ranks is {config.num_ranks}, but the process group has {dist.get_world_size()}")
     shape = (config.num_ranks // config.sp_size, config.sp_size)
-    return LearnerMesh(device_mesh=init_device_mesh(device.type, shape, mesh_dim_names=("dp", "sp")), device=device)
+    return LearnerMesh(
+        device_mesh=init_device_mesh(device.type, shape, mesh_dim_names=("dp", "sp")),
+        device=device,
+        fsdp_size=config.num_ranks if config.fsdp_size == -1 else config.fsdp_size,
+    )

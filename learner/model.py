@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import cast
 
@@ -23,15 +24,16 @@ _CHANGES_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 """Options of model families whose logits are more than a linear map of the last hidden state."""
 
 
-def load_causal_lm(model_path: str, dtype: torch.dtype) -> PreTrainedModel:
+def load_causal_lm(model_path: str, dtype: torch.dtype, *, on_meta: bool = False) -> PreTrainedModel:
     """Load a model with the packed attention.
 
     Args:
         model_path: Directory in Hugging Face layout.
         dtype: Type of the parameters.
+        on_meta: Build the model without its weights, on the meta device; `learner.fsdp.shard_model` fills it.
 
     Returns:
-        The model on the CPU, in training mode.
+        The model on the CPU or the meta device, in training mode.
 
     Raises:
         ValueError: there is no model at the path, or one that packed training would compute wrongly.
@@ -42,6 +44,10 @@ def load_causal_lm(model_path: str, dtype: torch.dtype) -> PreTrainedModel:
     for name in _CHANGES_LOGITS:
         if getattr(config, name, None) not in (None, 1, 1.0):
             raise ValueError(f"{model_path!r} sets {name}={getattr(config, name)}, which the learner does not compute")
+    if on_meta:
+        with torch.device("meta"):
+            empty = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=ATTENTION_NAME)
+        return cast("PreTrainedModel", empty).train()
     model = AutoModelForCausalLM.from_pretrained(
         model_path, config=config, dtype=dtype, attn_implementation=ATTENTION_NAME
     )
@@ -50,7 +56,57 @@ def load_causal_lm(model_path: str, dtype: torch.dtype) -> PreTrainedModel:
     return cast("PreTrainedModel", model).train()
 
 
-class PolicyModel(nn.Module):
+class PackedModel(nn.Module):
+    """A Hugging Face model that runs on micro-batches, split over the sp ranks where there are several.
+
+    Args:
+        pretrained: The model; its parameters are this module's.
+    """
+
+    def __init__(self, pretrained: PreTrainedModel) -> None:
+        super().__init__()
+        self.pretrained = pretrained
+
+    def hidden_states(self, batch: MicroBatch) -> Tensor:
+        """Last hidden states [N, h] of a micro-batch on the model's device; this rank's part of them under Ulysses."""
+        sp_size = get_ulysses_sequence_parallel_world_size()
+        input_ids, position_ids, padding = ulysses_pad_and_slice_inputs(
+            batch.input_ids[None], batch.position_ids[None], sp_size
+        )
+        backbone = cast("nn.Module", self.pretrained.base_model)
+        return backbone(
+            input_ids=input_ids,
+            position_ids=position_ids,
+            use_cache=False,
+            packed=packed_layout(batch.lengths + (1,) * padding, batch.input_ids.device),
+        ).last_hidden_state[0]
+
+
+def at_places(
+    hidden: Tensor, places: Tensor, compute: Callable[[Tensor, Tensor | slice], tuple[Tensor, ...]]
+) -> tuple[Tensor, ...]:
+    """Compute something of the hidden states at chosen packed places, each on the rank where it lies.
+
+    Args:
+        hidden: [N, h]; under Ulysses this rank's part of it.
+        places: [M] int64 packed places, the same on all sp ranks.
+        compute: Gives some [m] tensors from [m, h] hidden states and their index into ``places``.
+
+    Returns:
+        These tensors at all places, [M], on every sp rank.
+    """
+    if get_ulysses_sequence_parallel_world_size() == 1:
+        return compute(hidden.index_select(0, places), slice(None))
+    local = places - get_ulysses_sequence_parallel_rank() * len(hidden)
+    mine = (local >= 0) & (local < len(hidden))
+    values = torch.stack(compute(hidden.index_select(0, local[mine]), mine), dim=-1)
+    spread = values.new_zeros(len(hidden), values.shape[-1]).index_copy(0, local[mine], values)
+    # Every sp rank computes the same loss from what it collects, so its own part of the gradient is all it needs.
+    everyone = gather_outputs_and_unpad(spread, gather_dim=0, grad_scaler=False)
+    return tuple(value.clone() for value in everyone.index_select(0, places).unbind(-1))
+
+
+class PolicyModel(PackedModel):
     """Computes log-probs of the tokens in the loss of a micro-batch.
 
     Args:
@@ -60,8 +116,7 @@ class PolicyModel(nn.Module):
     """
 
     def __init__(self, causal_lm: PreTrainedModel, *, temperature: float, logprob_chunk_tokens: int) -> None:
-        super().__init__()
-        self.causal_lm = causal_lm
+        super().__init__(causal_lm)
         self.temperature = temperature
         self.logprob_chunk_tokens = logprob_chunk_tokens
 
@@ -74,42 +129,20 @@ class PolicyModel(nn.Module):
         Returns:
             Log-probs [M] float32 and entropies [M] float32.
         """
-        sp_size = get_ulysses_sequence_parallel_world_size()
-        input_ids, position_ids, padding = ulysses_pad_and_slice_inputs(
-            batch.input_ids[None], batch.position_ids[None], sp_size
-        )
-        backbone = cast("nn.Module", self.causal_lm.base_model)
-        hidden = backbone(
-            input_ids=input_ids,
-            position_ids=position_ids,
-            use_cache=False,
-            packed=packed_layout(batch.lengths + (1,) * padding, batch.input_ids.device),
-        ).last_hidden_state[0]
-        if sp_size == 1:
-            return self._log_probs(hidden, batch.predict_index, batch.targets)
-        return self._log_probs_of_all_ranks(hidden, batch)
+        head = cast("nn.Linear", self.pretrained.get_output_embeddings())
 
-    def _log_probs(self, hidden: Tensor, predict_index: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        head = cast("nn.Linear", self.causal_lm.get_output_embeddings())
-        return chunked_log_probs(
-            hidden.index_select(0, predict_index),
-            head.weight,
-            head.bias,
-            targets,
-            temperature=self.temperature,
-            chunk_tokens=self.logprob_chunk_tokens,
-        )
+        def scores(hidden: Tensor, index: Tensor | slice) -> tuple[Tensor, Tensor]:
+            return chunked_log_probs(
+                hidden,
+                head.weight,
+                head.bias,
+                batch.targets[index],
+                temperature=self.temperature,
+                chunk_tokens=self.logprob_chunk_tokens,
+            )
 
-    def _log_probs_of_all_ranks(self, hidden: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Compute this rank's part of the tokens in the loss, and collect the others'."""
-        place = batch.predict_index - get_ulysses_sequence_parallel_rank() * len(hidden)
-        mine = (place >= 0) & (place < len(hidden))
-        values = torch.stack(self._log_probs(hidden, place[mine], batch.targets[mine]), dim=-1)
-        spread = values.new_zeros(len(hidden), 2).index_copy(0, place[mine], values)
-        # Every sp rank computes the same loss from what it collects, so its own part of the gradient is all it needs.
-        everyone = gather_outputs_and_unpad(spread, gather_dim=0, grad_scaler=False)
-        log_probs, entropy = everyone.index_select(0, batch.predict_index).unbind(-1)
-        return log_probs.clone(), entropy.clone()
+        log_probs, entropy = at_places(self.hidden_states(batch), batch.predict_index, scores)
+        return log_probs, entropy
 
 
 def is_matrix(name: str, parameter: Tensor) -> bool:

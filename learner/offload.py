@@ -24,6 +24,9 @@ log = logging.getLogger(__name__)
 class MovableTensors:
     """Tensors whose device memory can be given up and taken back in place.
 
+    A move that fails leaves everything where it was. On CUDA the host copies are pinned, the copies of one move run
+    at the same time, beside what the current stream computes, and the pinned memory is kept for the next move.
+
     Args:
         tensors: Lists the tensors as they are now; called anew for every move.
     """
@@ -31,6 +34,7 @@ class MovableTensors:
     def __init__(self, tensors: Callable[[], Iterable[Tensor]]) -> None:
         self._tensors = tensors
         self._on_host: list[tuple[torch.UntypedStorage, Tensor]] = []
+        self._pinned: dict[int, Tensor] = {}
         self.offloaded = False
 
     def device_bytes(self) -> int:
@@ -41,26 +45,40 @@ class MovableTensors:
         """Copy the tensors to the host and free their device memory; nothing when they are there already."""
         if self.offloaded:
             return
-        for storage in self._storages():
-            on_device = _bytes_of(storage)
-            host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=on_device.is_cuda)
-            host.copy_(on_device, non_blocking=True)
-            self._on_host.append((storage, host))
-        _wait_for_copies()
-        for storage, _ in self._on_host:
+        storages = self._storages()
+        with _copy_stream(storages):
+            copies = [(storage, self._host_copy(storage)) for storage in storages]
+        for storage in storages:
             storage.resize_(0)
-        self.offloaded = True
+        self._on_host, self.offloaded = copies, True
+        if any(storage.device.type == "cuda" for storage in storages):
+            torch.cuda.empty_cache()  # what the allocator keeps is lost to the engines on the same device
 
     def load(self) -> None:
         """Take the device memory back and fill it; nothing when the tensors are on the device."""
         if not self.offloaded:
             return
-        for storage, host in self._on_host:
-            storage.resize_(host.numel())
-            _bytes_of(storage).copy_(host, non_blocking=True)
-        _wait_for_copies()
-        self._on_host.clear()
-        self.offloaded = False
+        try:
+            for storage, host in self._on_host:
+                storage.resize_(host.numel())
+        except BaseException:
+            for storage, _ in self._on_host:
+                storage.resize_(0)
+            raise
+        with _copy_stream([storage for storage, _ in self._on_host]):
+            for storage, host in self._on_host:
+                _bytes_of(storage).copy_(host, non_blocking=True)
+        self._on_host, self.offloaded = [], False
+
+    def _host_copy(self, storage: torch.UntypedStorage) -> Tensor:
+        on_device = _bytes_of(storage)
+        if not on_device.is_cuda:
+            return on_device.clone()
+        host = self._pinned.get(storage._cdata)
+        if host is None or host.numel() != on_device.numel():
+            host = torch.empty(on_device.numel(), dtype=torch.uint8, pin_memory=True)
+            self._pinned[storage._cdata] = host
+        return host.copy_(on_device, non_blocking=True)
 
     def _storages(self) -> list[torch.UntypedStorage]:
         """Each storage once, however many tensors view it."""
@@ -69,7 +87,7 @@ class MovableTensors:
 
 
 class Residence:
-    """Decides when the model and the optimizer state are on the device.
+    """Decides when the model and the optimizer state are on the device, also when what used them failed.
 
     ``param_offload`` and ``optimizer_offload`` move them to the host after every use. ``offload_at_transition_only``
     leaves them on the device while training and moves both when the pool turns to rollout; with either of the others
@@ -79,6 +97,10 @@ class Residence:
         config: Holds the three options.
         models: The policy, and whatever else lives and leaves with it.
         optimizer: The policy's.
+
+    Attributes:
+        metrics: Bytes on the device before and after the last turn to each mode, as
+            ``rollout_device_bytes_before``, ``..._after``, ``trainer_device_bytes_before`` and ``..._after``.
     """
 
     def __init__(self, config: LearnerConfig, models: Sequence[nn.Module], optimizer: PolicyOptimizer) -> None:
@@ -93,7 +115,17 @@ class Residence:
                 self._optimizer_offload,
             )
             self._at_transition = False
+        if config.offload_policy and (self._param_offload or self._optimizer_offload or self._at_transition):
+            log.warning(
+                "learner.param_offload=%s, optimizer_offload=%s and offload_at_transition_only=%s are ignored: "
+                "offload_policy keeps everything on the host already; switch it off to move by use or by transition",
+                self._param_offload,
+                self._optimizer_offload,
+                self._at_transition,
+            )
+            self._param_offload = self._optimizer_offload = self._at_transition = False
         self._models = models
+        self._device = next((p.device for model in models for p in model.parameters()), torch.device("cpu"))
         self._model = MovableTensors(lambda: (t for model in models for t in _model_tensors(model)))
         self._optimizer = MovableTensors(lambda: _optimizer_tensors(optimizer))
         self.metrics: dict[str, float] = {}
@@ -110,36 +142,44 @@ class Residence:
         return self._optimizer.offloaded
 
     def device_bytes(self) -> int:
-        """Bytes that model and optimizer state hold on the device."""
+        """Bytes on the device: on CUDA what torch has allocated there, elsewhere what model and optimizer hold."""
+        if self._device.type == "cuda":
+            return torch.cuda.memory_allocated(self._device)
         return self._model.device_bytes() + self._optimizer.device_bytes()
 
     @contextmanager
     def updating(self) -> Iterator[None]:
         """Both are on the device inside; each leaves afterwards if its own option says so."""
-        self._model.load()
-        self._optimizer.load()
-        yield
-        self._leave_after_use()
+        try:
+            self._model.load()
+            self._optimizer.load()
+            yield
+        finally:
+            self._leave_after_use()
 
     @contextmanager
     def reading(self) -> Iterator[None]:
         """The model is on the device inside, to score or to gather weights; it leaves under ``param_offload``."""
-        self._model.load()
-        yield
-        if self._param_offload:
-            self._offload_model()
+        try:
+            self._model.load()
+            yield
+        finally:
+            if self._param_offload:
+                self._offload_model()
 
     @contextmanager
     def persisting(self) -> Iterator[None]:
         """Both are on the device inside, and afterwards each is where it was before."""
         model_was, optimizer_was = self._model.offloaded, self._optimizer.offloaded
-        self._model.load()
-        self._optimizer.load()
-        yield
-        if model_was:
-            self._offload_model()
-        if optimizer_was:
-            self._optimizer.offload()
+        try:
+            self._model.load()
+            self._optimizer.load()
+            yield
+        finally:
+            if model_was:
+                self._offload_model()
+            if optimizer_was:
+                self._optimizer.offload()
 
     def enter_rollout(self) -> None:
         """The weights are published and the pool turns to rollout."""
@@ -147,16 +187,19 @@ class Residence:
         if self._at_transition:
             self._offload_model()
             self._optimizer.offload()
-        self.metrics = {
-            "rollout_device_bytes_before": float(before),
-            "rollout_device_bytes_after": float(self.device_bytes()),
-        }
+        self._note("rollout", before)
 
     def enter_training(self) -> None:
         """The pool turns back to training: what the transition moved away returns."""
+        before = self.device_bytes()
         if self._at_transition:
             self._model.load()
             self._optimizer.load()
+        self._note("trainer", before)
+
+    def _note(self, mode: str, before: int) -> None:
+        after = self.device_bytes()
+        self.metrics |= {f"{mode}_device_bytes_before": float(before), f"{mode}_device_bytes_after": float(after)}
 
     def _leave_after_use(self) -> None:
         if self._param_offload:
@@ -189,6 +232,15 @@ def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[arg-type]
 
 
-def _wait_for_copies() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.current_stream().synchronize()
+@contextmanager
+def _copy_stream(storages: Sequence[torch.UntypedStorage]) -> Iterator[None]:
+    """Copy on a stream of its own on CUDA, after what is under way there; on leaving, the copies are done."""
+    device = next((storage.device for storage in storages if storage.device.type == "cuda"), None)
+    if device is None:
+        yield
+        return
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        yield
+    stream.synchronize()

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
 from .config import OptimizerConfig, Schedule
@@ -54,6 +56,7 @@ class PolicyOptimizer:
         self.num_updates = 0
         named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
         self._parameters = [parameter for _, parameter in named]
+        self._shards = shard_mesh(self._parameters)
         groups = [
             {"params": [p for n, p in named if is_matrix(n, p)], "weight_decay": config.weight_decay},
             {"params": [p for n, p in named if not is_matrix(n, p)], "weight_decay": 0.0},
@@ -70,7 +73,7 @@ class PolicyOptimizer:
         Returns:
             ``grad_norm`` before clipping, ``lr``, and ``skipped_updates`` (1.0 or 0.0).
         """
-        norm = global_grad_norm(self._parameters)
+        norm = global_grad_norm(self._parameters, self._shards)
         lr = learning_rate(self.config, self.num_updates, self.total_updates)
         finite = math.isfinite(norm)
         if finite:
@@ -89,16 +92,30 @@ class PolicyOptimizer:
                 gradient.mul_(limit / norm)
 
 
-def global_grad_norm(parameters: Iterable[nn.Parameter]) -> float:
-    """Euclidean norm of all gradients, over all ranks that hold a shard of them."""
-    parameters = list(parameters)
+def global_grad_norm(parameters: Iterable[nn.Parameter], shards: DeviceMesh | None) -> float:
+    """Euclidean norm of all gradients, over the ranks that hold the shards of one copy.
+
+    Args:
+        parameters: All of them sharded alike, or all plain.
+        shards: See `shard_mesh`.
+    """
     gradients = _local_gradients(parameters)
     if not gradients:
         return 0.0
     squared = nn.utils.get_total_norm(gradients).double().square()
-    if dist.is_initialized() and any(local_tensor(p) is not p for p in parameters):
-        dist.all_reduce(squared)
+    if shards is not None:
+        squared = squared.to(shards.device_type)
+        dist.all_reduce(squared, group=shards.get_group())
     return math.sqrt(squared.item())
+
+
+def shard_mesh(parameters: Iterable[nn.Parameter]) -> DeviceMesh | None:
+    """The ranks that share one copy of the parameters, or None where nothing is sharded."""
+    for parameter in parameters:
+        if isinstance(parameter, DTensor):
+            mesh = parameter.device_mesh
+            return mesh if mesh.ndim == 1 else mesh["shard"]
+    return None
 
 
 def _local_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 
 from asyncrl.protocol.types import TrajectoryGroup
 
-from .types import RankBatch
+from .types import TokenSequence
 
 SCHEMA = pa.schema(
     {
@@ -41,31 +41,32 @@ class TrajectoryRecorder:
         self._directory = Path(directory)
         self._directory.mkdir(parents=True, exist_ok=True)
 
-    def write(self, batch: RankBatch, groups: Sequence[TrajectoryGroup], *, rank: int) -> Path:
+    def write(
+        self, version: int, groups: Sequence[TrajectoryGroup], sequences: Sequence[TokenSequence], *, rank: int
+    ) -> Path:
         """Write one rank's groups of one step.
 
         Args:
-            batch: The share of the step.
-            groups: Its groups, in the batch's order.
+            version: Learner version that consumed the batch.
+            groups: This rank's groups.
+            sequences: One a sample, in the same order, with ``advantages``.
             rank: Data-parallel rank.
 
         Returns:
             The file.
         """
-        rows = [
-            row
-            for group, advantages in zip(groups, batch.advantages, strict=True)
-            for row in _rows(group, advantages, batch.version)
-        ]
-        path = self._directory / f"step_{batch.version:08d}_rank{rank}.parquet"
+        learned = iter(sequences)
+        rows = [row for group in groups for row in _rows(group, learned, version)]
+        path = self._directory / f"step_{version:08d}_rank{rank}.parquet"
         pq.write_table(pa.Table.from_pylist(rows, schema=SCHEMA), path)
         return path
 
 
-def _rows(group: TrajectoryGroup, advantages: np.ndarray, version: int) -> Iterator[dict[str, Any]]:
+def _rows(group: TrajectoryGroup, learned: Iterator[TokenSequence], version: int) -> Iterator[dict[str, Any]]:
     ends = np.cumsum(group.response_lengths)
     for sample, (end, length) in enumerate(zip(ends.tolist(), group.response_lengths.tolist(), strict=True)):
-        span = slice(end - length, end)
+        span, sequence = slice(end - length, end), next(learned)
+        advantages = sequence.columns["advantages"][sequence.loss_mask]
         yield {
             "group_id": group.group_id,
             "attempt": group.attempt,
@@ -75,6 +76,6 @@ def _rows(group: TrajectoryGroup, advantages: np.ndarray, version: int) -> Itera
             "behavior_logprobs": group.behavior_logprobs[span],
             "versions": group.versions[span],
             "reward": float(group.rewards[sample]),
-            "advantage": float(advantages[sample]),
+            "advantage": float(advantages.mean()) if len(advantages) else 0.0,
             "lag": version - int(group.versions[span].min()),
         }

@@ -29,7 +29,7 @@ class UlyssesShardingManager:
     def __init__(self, device_mesh: DeviceMesh | None) -> None:
         self.device_mesh = device_mesh
         self._mesh = None if device_mesh is None else device_mesh["sp"]
-        self._group = None if self._mesh is None or self._mesh.size() == 1 else self._mesh.get_group()
+        self._group = None if self._mesh is None else self._mesh.get_group()
         self._before: list[ProcessGroup | None] = []
 
     def __enter__(self) -> UlyssesShardingManager:
@@ -50,7 +50,7 @@ class UlyssesShardingManager:
         Args:
             data: This rank's rows, a `DataProto` or any batch whose type can ``concat`` a list of its kind.
         """
-        if self._mesh is None or self._group is None:
+        if self._mesh is None or self._mesh.size() == 1:
             return data
         parts: list[Any] = [None] * self._mesh.size()
         dist.all_gather_object(parts, data, group=self._group)
@@ -62,6 +62,6 @@ class UlyssesShardingManager:
         Args:
             data: A `DataProto`, or any batch with ``chunk(chunks=n)``; its rows are a multiple of sp.
         """
-        if self._mesh is None or self._group is None:
+        if self._mesh is None or self._mesh.size() == 1:
             return data
         return data.chunk(chunks=self._mesh.size())[self._mesh.get_local_rank()]

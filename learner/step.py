@@ -18,14 +18,15 @@ class PolicyStep:
     Args:
         trainer: Holds the policy.
         algorithm: What is optimised.
-        reference: The frozen policy of the KL penalty; needed when ``algorithm.kl_coef`` is not 0.
+        reference: The frozen policy of the KL penalties; needed when ``kl_coef`` or ``kl_reward_coef`` is not 0.
     """
 
     def __init__(
         self, trainer: PolicyTrainer, algorithm: AlgorithmConfig, *, reference: PolicyScorer | None = None
     ) -> None:
-        if algorithm.kl_coef and reference is None:
-            raise ValueError(f"algorithm.kl_coef={algorithm.kl_coef} needs a reference policy, got none")
+        for name in ("kl_coef", "kl_reward_coef"):
+            if getattr(algorithm, name) and reference is None:
+                raise ValueError(f"algorithm.{name}={getattr(algorithm, name)} needs a reference policy, got none")
         self._trainer = trainer
         self._algorithm = algorithm
         self._reference = reference
@@ -35,17 +36,40 @@ class PolicyStep:
         """Make one learner step.
 
         Args:
-            sequences: This rank's share of the batch, with ``behavior_logprobs`` and ``advantages``.
+            sequences: See `scored`, and ``advantages``.
+
+        Returns:
+            See `update`.
+        """
+        return self.update(self.scored(sequences))
+
+    def scored(self, sequences: Sequence[TokenSequence]) -> list[TokenSequence]:
+        """Score the batch before the first update.
+
+        Args:
+            sequences: This rank's share of the batch, with ``behavior_logprobs``.
+
+        Returns:
+            The sequences, with ``reference_logprobs`` where there is a reference, and ``proximal_logprobs`` where the
+            correction needs them.
+        """
+        if self._reference is not None:
+            sequences = _with_scores(sequences, "reference_logprobs", self._reference)
+        if self._algorithm.num_mini_batches > 1 and self._algorithm.correction is not Correction.none:
+            sequences = _with_scores(sequences, "proximal_logprobs", self._trainer)
+        return list(sequences)
+
+    def update(self, sequences: Sequence[TokenSequence]) -> dict[str, float]:
+        """Make one optimizer update a mini-batch.
+
+        Args:
+            sequences: From `scored`, with ``advantages``.
 
         Returns:
             The trainer's metrics, the same on every rank; over mini-batches counts are summed and all else is
             averaged.
         """
         algorithm = self._algorithm
-        if algorithm.num_mini_batches > 1 and algorithm.correction is not Correction.none:
-            sequences = _with_scores(sequences, "proximal_logprobs", self._trainer)
-        if self._reference is not None:
-            sequences = _with_scores(sequences, "reference_logprobs", self._reference)
         updates = [
             self._trainer.update(
                 part,

@@ -62,11 +62,15 @@ class PolicyTrainer(PolicyScorer):
         """
         self._set_training(True)
         totals, rows = _Totals(self._pack(sequences), aggregation, sequence_norm_tokens), []
-        with self.sharding:
-            for micro_batch in totals.batch.micro_batches:
-                share, row = self._share_of_loss(micro_batch, loss, totals)
-                (share * self.mesh.num_ranks).backward()  # FSDP averages gradients over the ranks; their sum is meant
-                rows.append(row)
+        try:
+            with self.sharding:
+                for micro_batch in totals.batch.micro_batches:
+                    share, row = self._share_of_loss(micro_batch, loss, totals)
+                    (share * self.mesh.num_ranks).backward()  # FSDP averages gradients over ranks; their sum is meant
+                    rows.append(row)
+        except BaseException:
+            self.optimizer.adamw.zero_grad()  # half a gradient must not reach the next update
+            raise
         return self._reduce(rows) | totals.batch.counts() | self.optimizer.step()
 
     @torch.no_grad()

@@ -17,13 +17,17 @@ class RankBatch:
     Attributes:
         version: Learner version that consumes the batch; the step takes it to ``version + 1``.
         group_ids: Prompt groups to fetch from the buffer; may be empty.
-        advantages: One [G] float32 array a group, in the order of ``group_ids``.
+        rewards: One [G] float32 array a group, in the order of ``group_ids``; a length penalty is in them.
+        advantages: One [G] float32 array a group, in the same order; None where the ranks compute them from tokens.
+        mini_batches: Which optimizer update of the step trains on each group, counted from 0.
         max_lag: Staleness bound in learner steps; the rank refuses a batch that breaks it.
     """
 
     version: int
     group_ids: tuple[int, ...]
-    advantages: tuple[np.ndarray, ...]
+    rewards: tuple[np.ndarray, ...]
+    advantages: tuple[np.ndarray, ...] | None
+    mini_batches: tuple[int, ...]
     max_lag: int
 
 
@@ -37,11 +41,13 @@ class TokenSequence:
             False.
         columns: Further [T] float32 arrays by name, aligned with ``input_ids`` and read where ``loss_mask`` is
             True. Example: ``behavior_logprobs``, ``advantages``.
+        mini_batch: Which optimizer update of a learner step trains on it, counted from 0.
     """
 
     input_ids: np.ndarray
     loss_mask: np.ndarray
     columns: Mapping[str, np.ndarray] = field(default_factory=dict)
+    mini_batch: int = 0
 
     def with_column(self, name: str, values: np.ndarray) -> TokenSequence:
         """The sequence with one more [T] float32 column."""
@@ -59,18 +65,19 @@ class TokenSequence:
 
 
 def group_sequences(
-    group: TrajectoryGroup, advantages: np.ndarray, *, mask_truncated: bool = False
+    group: TrajectoryGroup, advantages: np.ndarray | None, *, mini_batch: int = 0, mask_truncated: bool = False
 ) -> list[TokenSequence]:
     """Lay a prompt group out as G sequences of prompt and response.
 
     Args:
         group: G trajectories of one prompt.
-        advantages: [G] float32, one a sample, for all its tokens.
+        advantages: [G] float32, one a sample, for all its tokens; None leaves the column out.
+        mini_batch: Which optimizer update of the step trains on the group.
         mask_truncated: Leave samples that hit the length limit out of the loss.
 
     Returns:
-        G sequences with the columns ``behavior_logprobs`` and ``advantages``; prompt and masked tokens are not in
-        the loss.
+        G sequences with the columns ``behavior_logprobs`` and, where given, ``advantages``; prompt and masked tokens
+        are not in the loss.
     """
     ends = np.cumsum(group.response_lengths).tolist()
     sequences = []
@@ -78,14 +85,15 @@ def group_sequences(
         span = slice(end - length, end)
         dropped = mask_truncated and group.finish_reasons[sample] is FinishReason.length
         mask = np.zeros(length, dtype=bool) if dropped else group.response_mask[span]
+        columns = {"behavior_logprobs": _after_prompt(group, group.behavior_logprobs[span])}
+        if advantages is not None:
+            columns["advantages"] = _after_prompt(group, np.full(length, advantages[sample], dtype=np.float32))
         sequences.append(
             TokenSequence(
                 input_ids=np.concatenate([group.prompt_ids, group.response_ids[span]]),
                 loss_mask=_after_prompt(group, mask),
-                columns={
-                    "behavior_logprobs": _after_prompt(group, group.behavior_logprobs[span]),
-                    "advantages": _after_prompt(group, np.full(length, advantages[sample], dtype=np.float32)),
-                },
+                mini_batch=mini_batch,
+                columns=columns,
             )
         )
     return sequences

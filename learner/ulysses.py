@@ -2,7 +2,7 @@
 
 Outside attention each rank holds N/sp of the packed tokens and all heads; inside, all N tokens and H/sp heads. Two
 all-to-alls change between the layouts, both differentiable. The group is the one that the innermost
-`learner.sharding.UlyssesShardingManager` has set; without a group every function here is the identity.
+`learner.sharding.UlyssesShardingManager` has set; without a group, or alone in it, every function is the identity.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def validate_ulysses_config(num_heads: int, ulysses_sequence_size: int) -> None:
     Raises:
         ValueError: ``num_heads`` is not a multiple of ``ulysses_sequence_size``.
     """
-    if num_heads % ulysses_sequence_size:
+    if ulysses_sequence_size < 1 or num_heads % ulysses_sequence_size:
         raise ValueError(
             f"learner.sp_size must divide the model's attention heads, got sp_size={ulysses_sequence_size} "
             f"for {num_heads} heads"
@@ -70,7 +70,7 @@ def gather_seq_scatter_heads(
     Returns:
         The same shape with N tokens and H/sp heads. Example: [1, N, H/sp, D].
     """
-    group = group or _group
+    group = _shared(group)
     if group is None:
         return x
     gathered = _SeqAllToAll.apply(group, x, head_dim, seq_dim)
@@ -91,7 +91,7 @@ def gather_heads_scatter_seq(x: Tensor, head_dim: int, seq_dim: int, group: Proc
     Returns:
         The same shape with N/sp tokens and H heads.
     """
-    group = group or _group
+    group = _shared(group)
     if group is None:
         return x
     return _SeqAllToAll.apply(group, _pad_end(x, seq_dim, dist.get_world_size(group)), seq_dim, head_dim)  # type: ignore[return-value]
@@ -111,7 +111,7 @@ def gather_outputs_and_unpad(
         x: This rank's tokens along ``gather_dim``, equally many on every rank.
         gather_dim: Dimension to put together.
         unpad_dim: Dimension from whose end ``padding_size`` entries are cut off; None cuts nothing.
-        padding_size: See `ulysses_pad_and_slice_inputs`.
+        padding_size: See `ulysses_pad`.
         grad_scaler: Multiply the gradient by sp, for a loss that is averaged over the sp ranks afterwards. Without
             it every rank receives its part of the gradient as it is.
         group: Another group than the one in use.
@@ -119,7 +119,7 @@ def gather_outputs_and_unpad(
     Returns:
         The tokens of all ranks, in their order.
     """
-    group = group or _group
+    group = _shared(group)
     if group is None:
         return x
     gathered: Any = _GatherParts.apply(group, x, gather_dim, grad_scaler)
@@ -128,26 +128,85 @@ def gather_outputs_and_unpad(
     return gathered
 
 
+def ulysses_pad(
+    input_ids_rmpad: Tensor, position_ids_rmpad: Tensor | None = None, sp_size: int = 1, pad_value: int = 0
+) -> tuple[Tensor, Tensor | None, int]:
+    """Pad packed tokens at the end to a multiple of sp.
+
+    Args:
+        input_ids_rmpad: [1, N] int64.
+        position_ids_rmpad: [1, N] int64, or None. Rotary embeddings of several axes are [axes, 1, N].
+        sp_size: Ranks that share the tokens.
+        pad_value: Token id of the padding.
+
+    Returns:
+        [1, ceil(N / sp) * sp] input ids and position ids, those of the padding counted from 0, and the number of
+        tokens added.
+
+    Raises:
+        ValueError: the position ids are not those of the tokens.
+    """
+    if position_ids_rmpad is not None and position_ids_rmpad.shape[-2:] != (1, input_ids_rmpad.size(-1)):
+        raise ValueError(
+            f"position_ids_rmpad must be [..., 1, N] for input ids of shape {tuple(input_ids_rmpad.shape)}, "
+            f"got {tuple(position_ids_rmpad.shape)}"
+        )
+    padding = -input_ids_rmpad.size(-1) % sp_size
+    if padding == 0:
+        return input_ids_rmpad, position_ids_rmpad, 0
+    if position_ids_rmpad is not None:
+        counted = torch.arange(padding, device=position_ids_rmpad.device, dtype=position_ids_rmpad.dtype)
+        added = counted.expand(*position_ids_rmpad.shape[:-1], padding)
+        position_ids_rmpad = torch.cat((position_ids_rmpad, added), dim=-1)
+    return F.pad(input_ids_rmpad, (0, padding), value=pad_value), position_ids_rmpad, padding
+
+
 def ulysses_pad_and_slice_inputs(
-    input_ids: Tensor, position_ids: Tensor | None = None, sp_size: int = 1, group: ProcessGroup | None = None
+    input_ids_rmpad: Tensor,
+    position_ids_rmpad: Tensor | None = None,
+    sp_size: int = 1,
+    skip_position_ids_rmpad: bool = False,
 ) -> tuple[Tensor, Tensor | None, int]:
     """Pad packed tokens to a multiple of sp and take this rank's part.
 
     Args:
-        input_ids: [1, N] int64.
-        position_ids: [1, N] int64, or None.
-        sp_size: Ranks that share the tokens.
+        input_ids_rmpad: [1, N] int64.
+        position_ids_rmpad: [1, N] int64, or None.
+        sp_size: Ranks that share the tokens; those of the group in use.
+        skip_position_ids_rmpad: Pad the position ids, but return them whole.
+
+    Returns:
+        [1, ceil(N / sp)] input ids and position ids, and the number of tokens added.
+    """
+    input_ids, position_ids, padding = ulysses_pad(input_ids_rmpad, position_ids_rmpad, sp_size)
+    if sp_size > 1:
+        input_ids = slice_input_tensor(input_ids, dim=1, padding=False)
+        if position_ids is not None and not skip_position_ids_rmpad:
+            position_ids = slice_input_tensor(position_ids, dim=-1, padding=False)
+    return input_ids, position_ids, padding
+
+
+def slice_input_tensor(x: Tensor, dim: int, padding: bool = True, group: ProcessGroup | None = None) -> Tensor:
+    """This rank's part of a dimension.
+
+    Args:
+        x: The same on every rank.
+        dim: Dimension to split.
+        padding: Fill the dimension up with zeros to a multiple of sp first; else it must be one.
         group: Another group than the one in use.
 
     Returns:
-        [1, ceil(N / sp)] input ids and position ids, and the number of tokens added; each of them is a sequence of
-        its own, token 0 at position 0.
+        A contiguous tensor with ``x.size(dim)`` ÷ sp entries.
+
+    Raises:
+        ValueError: the dimension cannot be split, and ``padding`` is off.
     """
-    padding = -input_ids.size(1) % sp_size
-    input_ids = _own_part(F.pad(input_ids, (0, padding)), sp_size, group)
-    if position_ids is not None:
-        position_ids = _own_part(F.pad(position_ids, (0, padding)), sp_size, group)
-    return input_ids, position_ids, padding
+    num_ranks = get_ulysses_sequence_parallel_world_size(group)
+    if padding:
+        x = _pad_end(x, dim, num_ranks)
+    if x.size(dim) % num_ranks:
+        raise ValueError(f"dimension {dim} of {tuple(x.shape)} cannot be split over {num_ranks} ranks; pad it first")
+    return x.chunk(num_ranks, dim=dim)[get_ulysses_sequence_parallel_rank(group)].contiguous()
 
 
 def replicate_kv_heads(x: Tensor, head_dim: int, num_heads: int, sp_size: int) -> Tensor:
@@ -169,8 +228,10 @@ def replicate_kv_heads(x: Tensor, head_dim: int, num_heads: int, sp_size: int) -
     return x if wanted == num_kv_heads else x.repeat_interleave(wanted // num_kv_heads, dim=head_dim)
 
 
-def _own_part(x: Tensor, sp_size: int, group: ProcessGroup | None) -> Tensor:
-    return x.chunk(sp_size, dim=1)[get_ulysses_sequence_parallel_rank(group)] if sp_size > 1 else x
+def _shared(group: ProcessGroup | None) -> ProcessGroup | None:
+    """The group to communicate in, or None where there is no other rank in it."""
+    group = group or _group
+    return group if group is not None and dist.get_world_size(group) > 1 else None
 
 
 def _pad_end(x: Tensor, dim: int, multiple: int) -> Tensor:

@@ -6,6 +6,7 @@ import re
 import shutil
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -17,12 +18,12 @@ from asyncrl.protocol.types import WeightSnapshot
 from asyncrl.protocol.weights import weight_checksums
 
 from .fsdp import whole_tensors
-from .trainer import PolicyTrainer
+from .scorer import PackedScorer
 
 _SNAPSHOT = re.compile(r"v(\d{8})")
 
 
-def gather_weights(trainer: PolicyTrainer) -> dict[str, Tensor] | None:
+def gather_weights(trainer: PackedScorer[Any]) -> dict[str, Tensor] | None:
     """Collect the model's whole weights. A collective: every rank calls it.
 
     Args:
@@ -36,8 +37,8 @@ def gather_weights(trainer: PolicyTrainer) -> dict[str, Tensor] | None:
     for name, tensor in whole_tensors(trainer.model):
         if is_first:
             whole = tensor.to(device="cpu", dtype=trainer.compute_dtype, copy=True)
-            weights[name.removeprefix("causal_lm.")] = whole
-    return revert_weight_conversion(trainer.causal_lm, weights) if is_first else None
+            weights[name.removeprefix("pretrained.")] = whole
+    return revert_weight_conversion(trainer.pretrained, weights) if is_first else None
 
 
 def write_model(directory: Path, model: PreTrainedModel, weights: dict[str, Tensor], dtype: torch.dtype) -> None:
@@ -74,7 +75,7 @@ def copy_tokenizer(source: str, directory: Path) -> None:
             shutil.copy2(file, directory / file.name)
 
 
-def save_policy(trainer: PolicyTrainer, directory: str) -> None:
+def save_policy(trainer: PackedScorer[Any], directory: str) -> None:
     """Write model and tokenizer so that ``from_pretrained`` loads both. A collective: every rank calls it.
 
     Args:
@@ -83,7 +84,7 @@ def save_policy(trainer: PolicyTrainer, directory: str) -> None:
     """
     weights = gather_weights(trainer)
     if weights is not None:
-        write_model(Path(directory), trainer.causal_lm, weights, trainer.compute_dtype)
+        write_model(Path(directory), trainer.pretrained, weights, trainer.compute_dtype)
         copy_tokenizer(trainer.model_path, Path(directory))
 
 
@@ -102,7 +103,7 @@ class SnapshotWriter:
         self._keep = keep
         self._checksums = checksums
 
-    def write(self, version: int, trainer: PolicyTrainer) -> WeightSnapshot:
+    def write(self, version: int, trainer: PackedScorer[Any]) -> WeightSnapshot:
         """Gather and write one version. A collective; returns the snapshot; only rank 0's has checksums.
 
         Args:
@@ -113,7 +114,7 @@ class SnapshotWriter:
         weights = gather_weights(trainer)
         if weights is None:
             return WeightSnapshot(version=version, path=str(path))
-        write_model(path, trainer.causal_lm, weights, trainer.compute_dtype)
+        write_model(path, trainer.pretrained, weights, trainer.compute_dtype)
         self._remove_old()
         checksums = weight_checksums(weights) if self._checksums else {}
         return WeightSnapshot(version=version, path=str(path), checksums=checksums)

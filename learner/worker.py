@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -20,12 +21,13 @@ from asyncrl.single_controller import Dispatch, Worker, register
 
 from .checkpoint import Checkpointer
 from .config import AlgorithmConfig, LearnerConfig
+from .credit import CreditAssignment
 from .offload import Residence
 from .record import TrajectoryRecorder
 from .scorer import PolicyScorer
 from .step import PolicyStep
 from .trainer import PolicyTrainer
-from .types import RankBatch, group_sequences
+from .types import RankBatch, TokenSequence, group_sequences
 from .weights import SnapshotWriter, save_policy
 
 
@@ -101,9 +103,10 @@ class LearnerWorker(Worker):
             seed=self._seed,
         )
         reference = None
-        if self._algorithm.kl_coef:
+        if self._algorithm.kl_coef or self._algorithm.kl_reward_coef:
             reference = PolicyScorer(self._config, model_path=self._model_path, temperature=self._temperature)
         self._step = PolicyStep(self._trainer, self._algorithm, reference=reference)
+        self._credit = CreditAssignment(self._algorithm, self._trainer.mesh)
         models = [scorer.model for scorer in (self._trainer, reference) if scorer is not None]
         self._residence = Residence(self._config, models, self._trainer.optimizer)
         # One rank of a sequence-parallel group fetches; the others get the groups from it.
@@ -128,22 +131,17 @@ class LearnerWorker(Worker):
         groups = self._fetch(batch)
         lag = _largest_lag(batch, groups)
         fetched_at = time.time()
-        sequences = [
-            sequence
-            for group, advantages in zip(groups, batch.advantages, strict=True)
-            for sequence in group_sequences(group, advantages, mask_truncated=self._algorithm.mask_truncated)
-        ]
         with self._residence.updating():
-            metrics = self._step.run(sequences) | self._residence.metrics
+            metrics, sequences = self._learn(batch, groups)
         ended_at = time.time()
         if self._recorder is not None and self._trainer.mesh.sp_rank == 0:
-            self._recorder.write(batch, groups, rank=self._trainer.mesh.dp_rank)
+            self._recorder.write(batch.version, groups, sequences, rank=self._trainer.mesh.dp_rank)
         own = torch.tensor(
             [fetched_at - started_at, ended_at - fetched_at, -started_at, ended_at, lag], dtype=torch.float64
         )
         fetch_s, train_s, minus_start, ended_at, lag = self._trainer.mesh.largest(own).tolist()
         times = {"fetch_s": fetch_s, "train_s": train_s, "started_at": -minus_start, "ended_at": ended_at}
-        return metrics | times | {"lag_max": lag}
+        return metrics | self._residence.metrics | times | {"lag_max": lag}
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def publish_weights(self, version: int) -> WeightSnapshot:
@@ -216,6 +214,26 @@ class LearnerWorker(Worker):
             self._source.close()
         if dist.is_initialized():
             dist.destroy_process_group()
+
+    def _learn(
+        self, batch: RankBatch, groups: Sequence[TrajectoryGroup]
+    ) -> tuple[dict[str, float], list[TokenSequence]]:
+        """Score the batch, give its tokens their advantages, and update the policy; returns metrics and sequences."""
+        advantages = batch.advantages or [None] * len(groups)
+        sequences = [
+            sequence
+            for group, values, mini_batch in zip(groups, advantages, batch.mini_batches, strict=True)
+            for sequence in group_sequences(
+                group, values, mini_batch=mini_batch, mask_truncated=self._algorithm.mask_truncated
+            )
+        ]
+        sequences = self._step.scored(sequences)
+        metrics: dict[str, float] = {}
+        if batch.advantages is None:
+            rewards = np.concatenate([np.zeros(0, np.float32), *batch.rewards])
+            group_ids = np.repeat(batch.group_ids, [group.num_samples for group in groups])
+            sequences, metrics = self._credit.assign(sequences, rewards, group_ids.astype(np.int64))
+        return self._step.update(sequences) | metrics, sequences
 
     @property
     def _actor_model_offloaded(self) -> bool:

@@ -9,20 +9,34 @@ from .future import DataProtoFuture
 from .padding import DataProtoConfig, pad_dataproto_to_divisor, unpad_dataproto
 
 if TYPE_CHECKING:
-    from .batch_ops import list_of_dict_to_dict_of_list, union_numpy_dict, union_tensor_dict, union_two_dict
+    from .data_concat import BatchData
     from .data_item import DataProtoItem, collate_fn
     from .data_proto import DataProto
     from .folding import fold_batch_dim, unfold_batch_dim
+    from .gathering import all_gather_data_proto
+    from .merging import list_of_dict_to_dict_of_list, union_numpy_dict, union_tensor_dict, union_two_dict
+    from .tensor_parts import (
+        deserialize_single_tensor,
+        deserialize_tensordict,
+        serialize_single_tensor,
+        serialize_tensordict,
+    )
 
 __all__ = [
+    "BatchData",
     "DataProto",
     "DataProtoConfig",
     "DataProtoFuture",
     "DataProtoItem",
+    "all_gather_data_proto",
     "collate_fn",
+    "deserialize_single_tensor",
+    "deserialize_tensordict",
     "fold_batch_dim",
     "list_of_dict_to_dict_of_list",
     "pad_dataproto_to_divisor",
+    "serialize_single_tensor",
+    "serialize_tensordict",
     "unfold_batch_dim",
     "union_numpy_dict",
     "union_tensor_dict",
@@ -31,15 +45,21 @@ __all__ = [
 ]
 
 _WITH_TORCH = {
+    "BatchData": "data_concat",
     "DataProto": "data_proto",
     "DataProtoItem": "data_item",
+    "all_gather_data_proto": "gathering",
     "collate_fn": "data_item",
+    "deserialize_single_tensor": "tensor_parts",
+    "deserialize_tensordict": "tensor_parts",
     "fold_batch_dim": "folding",
+    "list_of_dict_to_dict_of_list": "merging",
+    "serialize_single_tensor": "tensor_parts",
+    "serialize_tensordict": "tensor_parts",
     "unfold_batch_dim": "folding",
-    "list_of_dict_to_dict_of_list": "batch_ops",
-    "union_numpy_dict": "batch_ops",
-    "union_tensor_dict": "batch_ops",
-    "union_two_dict": "batch_ops",
+    "union_numpy_dict": "merging",
+    "union_tensor_dict": "merging",
+    "union_two_dict": "merging",
 }
 
 

@@ -11,6 +11,7 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 from .errors import BatchError
+from .rows import is_nested
 
 _GIB = 1024**3
 
@@ -18,12 +19,19 @@ _GIB = 1024**3
 def describe(tensors: Mapping[str, Any], arrays: Mapping[str, np.ndarray], meta_info: Mapping[str, Any]) -> str:
     """Three headed lists of entries, one line each."""
     lines = ["batch"]
-    lines += [f"  {key}: {tuple(value.shape)} ({value.dtype}) {value.device}" for key, value in tensors.items()]
+    lines += [f"  {key}: {_shape_of(value)} ({value.dtype}) {value.device}" for key, value in tensors.items()]
     lines += ["non_tensor_batch"]
     lines += [f"  {key}: ndarray{value.shape} ({value.dtype})" for key, value in arrays.items()]
     lines += ["meta_info"]
     lines += [f"  {key}: {type_name(value)}" for key, value in meta_info.items()]
     return "\n".join(lines)
+
+
+def _shape_of(tensor: Any) -> str:
+    """The shape in words; of a nested tensor, its rows and layout."""
+    if is_nested(tensor):
+        return f"({tensor.size(0)}, {str(tensor.layout).removeprefix('torch.')})"
+    return str(tuple(tensor.shape))
 
 
 def type_name(value: Any) -> str:

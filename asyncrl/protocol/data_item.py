@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import torch
 from tensordict import TensorDict
 
-from .batch_ops import list_of_dict_to_dict_of_list, object_column
+from .columns import object_array
+from .merging import same_columns
+from .rows import stack_rows
 
 if TYPE_CHECKING:
     from .data_proto import DataProto
@@ -25,11 +26,16 @@ class DataProtoItem:
 
 
 def collate_fn(x: Sequence[DataProtoItem]) -> DataProto:
-    """Stack rows to a batch; their values become object arrays."""
+    """Stack rows to a batch; their values become object arrays.
+
+    Tensors whose first dimensions differ, as the rows of a nested tensor do, become a jagged tensor.
+    """
     from .data_proto import DataProto
 
-    batches = [item.batch for item in x]
-    batch = None if not batches or batches[0] is None else torch.stack(batches).contiguous()  # type: ignore[arg-type]
-    columns = list_of_dict_to_dict_of_list([item.non_tensor_batch for item in x])
-    arrays = {key: object_column(values) for key, values in columns.items()}
-    return DataProto(batch=batch, non_tensor_batch=arrays)  # type: ignore[arg-type]
+    tensors = [item.batch for item in x if item.batch is not None]
+    batch = None
+    if tensors:
+        parts = same_columns([dict(row.items()) for row in tensors], "batch")
+        batch = TensorDict({key: stack_rows(rows) for key, rows in parts.items()}, batch_size=(len(tensors),))
+    values = same_columns([item.non_tensor_batch for item in x], "non_tensor_batch")
+    return DataProto(batch=batch, non_tensor_batch={key: object_array(column) for key, column in values.items()})

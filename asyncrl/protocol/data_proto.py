@@ -11,7 +11,9 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from . import batch_ops, data_info, data_transport
+from . import columns, data_info, data_transport, merging
+from . import rows as row_ops
+from .data_concat import concat_rows
 from .data_item import DataProtoItem
 from .errors import BatchError
 from .mini_batches import mini_batches
@@ -68,7 +70,7 @@ class DataProto:
 
     def check_consistency(self) -> None:
         """Raise `BatchError` unless all tensors and arrays have the same number of rows."""
-        batch_ops.check_rows(self._batch, self.non_tensor_batch, len(self))
+        columns.check_rows(self._batch, self.non_tensor_batch, len(self))
 
     @classmethod
     def from_single_dict(
@@ -104,16 +106,8 @@ class DataProto:
         """
         if num_batch_dims < 1 or (non_tensors and num_batch_dims != 1):
             raise BatchError(f"num_batch_dims must be positive, and 1 beside arrays; got {num_batch_dims}")
-        sizes = {key: tensor.shape[:num_batch_dims] for key, tensor in (tensors or {}).items()}
-        if len(set(sizes.values())) > 1:
-            raise BatchError(
-                f"tensors must have the same first dimension, got { {k: tuple(v) for k, v in sizes.items()} }"
-            )
-        batch = TensorDict(source=tensors, batch_size=next(iter(sizes.values()))) if tensors else None
-        arrays = {
-            key: value if isinstance(value, np.ndarray) else batch_ops.object_column(value)
-            for key, value in (non_tensors or {}).items()
-        }
+        batch = columns.tensors_together({} if tensors is None else tensors, num_batch_dims)
+        arrays = columns.arrays_of({} if non_tensors is None else non_tensors)
         meta_info = {} if meta_info is None else meta_info
         if auto_padding:
             meta_info[DataProtoConfig.auto_padding_key] = True
@@ -141,6 +135,8 @@ class DataProto:
     def __getitem__(self, item: Any) -> Any:
         if isinstance(item, slice):
             return self.slice(item.start, item.stop, item.step)
+        if isinstance(item, np.ndarray | torch.Tensor) and item.ndim == 0:
+            item = item.item()
         if isinstance(item, list | np.ndarray | torch.Tensor):
             return self.select_idxs(item)
         if isinstance(item, int | np.integer):
@@ -152,20 +148,25 @@ class DataProto:
         raise TypeError(f"a DataProto is indexed by int, slice, list, array or tensor, got {type(item).__name__}")
 
     def slice(self, start: int | None = None, end: int | None = None, step: int | None = None) -> DataProto:
-        """Rows ``start:end:step``, sharing memory with this batch."""
+        """Rows ``start:end:step``, sharing memory with this batch; copied where ``step`` is negative."""
         rows = slice(start, end, step)
-        num_rows = len(range(*rows.indices(len(self))))
-        tensors = self._map_tensors(lambda _, tensor: batch_ops.take_rows(tensor, rows), num_rows)
+        positions = range(*rows.indices(len(self)))
+        if positions.step < 0:
+            return self.select_idxs(list(positions))
+        tensors = self._map_tensors(lambda _, tensor: row_ops.take_rows(tensor, rows), len(positions))
         arrays = {key: array[rows] for key, array in self.non_tensor_batch.items()}
         return self._derived(tensors, arrays, self.meta_info, is_borrowed=self._is_borrowed)
 
     def select_idxs(self, idxs: Any) -> DataProto:
-        """The rows at these positions, or where the mask is True; copied."""
-        index = batch_ops.as_index(idxs)
-        index_np = index.numpy()
-        num_rows = int(index_np.sum()) if index.dtype == torch.bool else len(index)
-        tensors = self._map_tensors(lambda _, tensor: batch_ops.take_rows(tensor, index), num_rows)
-        arrays = {key: array[index_np] for key, array in self.non_tensor_batch.items()}
+        """The rows at these positions, or where the mask is True; copied.
+
+        Raises:
+            TypeError: the index holds neither integers nor bools.
+            IndexError: a position is outside the batch, or the mask has another length.
+        """
+        index = row_ops.as_index(idxs, len(self))
+        tensors = self._map_tensors(lambda _, tensor: row_ops.take_rows(tensor, index), len(index))
+        arrays = {key: array[index] for key, array in self.non_tensor_batch.items()}
         return self._derived(tensors, arrays, self.meta_info)
 
     def select(
@@ -177,12 +178,11 @@ class DataProto:
     ) -> DataProto:
         """The columns named, sharing memory unless ``deepcopy``; None takes all of a part."""
         batch = self._batch
-        if batch_keys is not None and (keys := tuple(batch_keys)):
-            batch = self._need_batch().select(*keys)
-        elif batch_keys is not None:
-            batch = None
-        arrays = batch_ops.picked(self.non_tensor_batch, non_tensor_batch_keys)
-        meta_info = batch_ops.picked(self.meta_info, meta_info_keys)
+        if batch_keys is not None:
+            keys = tuple(batch_keys)
+            batch = self._need_batch().select(*keys) if keys or batch is not None else None
+        arrays = columns.picked(self.non_tensor_batch, non_tensor_batch_keys)
+        meta_info = columns.picked(self.meta_info, meta_info_keys)
         if deepcopy:
             arrays, meta_info = copy.deepcopy(arrays), copy.deepcopy(meta_info)
         return self._derived(batch, arrays, meta_info, is_borrowed=self._is_borrowed)
@@ -200,26 +200,28 @@ class DataProto:
         """
         parts = {"batch": self.batch, "non_tensor_batch": self.non_tensor_batch, "meta_info": self.meta_info}
         wanted = (batch_keys, non_tensor_batch_keys, meta_info_keys)
-        tensors, arrays, meta_info = batch_ops.pop_all(parts, [list(keys or ()) for keys in wanted])
+        tensors, arrays, meta_info = columns.pop_all(parts, [list(dict.fromkeys(keys or ())) for keys in wanted])
         return type(self).from_dict(tensors=tensors, non_tensors=arrays, meta_info=meta_info)
 
     def rename(self, old_keys: str | list[str] | None = None, new_keys: str | list[str] | None = None) -> DataProto:
         """Give tensors new names, in place; arrays and meta information keep theirs."""
-        batch_ops.rename_tensors(self._need_batch(), batch_ops.as_names(old_keys), batch_ops.as_names(new_keys))
+        columns.rename_tensors(self._need_batch(), columns.as_names(old_keys), columns.as_names(new_keys))
         return self
 
     def union(self, other: DataProto) -> DataProto:
         """Add the other's columns and facts to this batch, in place.
 
         Raises:
-            BatchError: a column or fact in both is not equal, or the rows differ in number.
+            BatchError: a column or fact in both is not equal, or the rows differ in number; nothing was added then.
         """
-        if self._batch is None and other._batch is not None and self.non_tensor_batch and len(self) != len(other):
-            raise BatchError(f"union needs equal batch sizes, got {len(self)} and {len(other)}")
-        self.batch = batch_ops.union_tensor_dict(self.batch, other.batch)
-        self.non_tensor_batch = batch_ops.union_numpy_dict(self.non_tensor_batch, other.non_tensor_batch)
-        self.meta_info = batch_ops.union_two_dict(self.meta_info, other.meta_info)
-        self.check_consistency()
+        sizes = [len(data) for data in (self, other) if data._batch is not None or data.non_tensor_batch]
+        if len(set(sizes)) > 1:
+            raise BatchError(f"union needs identical batch sizes, got {sizes[0]} and {sizes[1]} rows")
+        arrays = merging.union_numpy_dict(dict(self.non_tensor_batch), other.non_tensor_batch)
+        meta_info = merging.union_two_dict(dict(self.meta_info), other.meta_info)
+        self.batch = merging.union_tensor_dict(self.batch, other.batch)
+        self.non_tensor_batch.update(arrays)
+        self.meta_info.update(meta_info)
         return self
 
     def reorder(self, indices: Any) -> None:
@@ -230,36 +232,39 @@ class DataProto:
     def repeat(self, repeat_times: int = 2, interleave: bool = True) -> DataProto:
         """Repeat every row: ``a a b b`` interleaved, ``a b a b`` otherwise."""
         tensors = self._map_tensors(
-            lambda _, tensor: batch_ops.repeat_tensor(tensor, repeat_times, interleave), len(self) * repeat_times
+            lambda _, tensor: row_ops.repeat_rows(tensor, repeat_times, interleave=interleave),
+            len(self) * repeat_times,
         )
         arrays = {
-            key: batch_ops.repeat_array(array, repeat_times, interleave) for key, array in self.non_tensor_batch.items()
+            key: row_ops.repeat_array(array, repeat_times, interleave=interleave)
+            for key, array in self.non_tensor_batch.items()
         }
         return self._derived(tensors, arrays, self.meta_info)
 
     def sample_level_repeat(self, repeat_times: Any) -> DataProto:
         """Repeat row i ``repeat_times[i]`` times in succession; a list, tuple, array or tensor of B counts."""
-        times = np.asarray(repeat_times).astype(np.int64)
-        if times.shape != (len(self),):
-            raise BatchError(f"repeat_times must have one count for each of {len(self)} rows, got shape {times.shape}")
-        return self.select_idxs(np.repeat(np.arange(len(self)), times))
+        counts = row_ops.as_counts(repeat_times, len(self))
+        return self.select_idxs(np.repeat(np.arange(len(self)), counts))
 
     def unfold_column_chunks(self, n_split: int, split_keys: list[str] | None = None) -> DataProto:
         """Cut the columns named into ``n_split`` along their second dimension, each part a row; repeat the others.
 
         Example: ``[B, n * m]`` becomes ``[B * n, m]``, the parts of a row in succession.
+
+        Raises:
+            BatchError: ``n_split`` does not divide the second dimension, or there is none of one length.
         """
         names = set(split_keys or ())
         tensors = self._map_tensors(
             lambda key, tensor: (
-                batch_ops.unfold_columns(tensor, n_split, key)
+                row_ops.unfold_columns(tensor, n_split, key)
                 if key in names
-                else batch_ops.repeat_tensor(tensor, n_split, interleave=True)
+                else row_ops.repeat_rows(tensor, n_split, interleave=True)
             ),
             len(self) * n_split,
         )
         arrays = {
-            key: batch_ops.unfold_columns(array, n_split, key) if key in names else np.repeat(array, n_split, axis=0)
+            key: row_ops.unfold_columns(array, n_split, key) if key in names else np.repeat(array, n_split, axis=0)
             for key, array in self.non_tensor_batch.items()
         }
         return self._derived(tensors, arrays, self.meta_info)
@@ -278,6 +283,8 @@ class DataProto:
         """Append copies of the first row, where ``padding_candidate`` is ``first``, or else of the last; in place."""
         if padding_size == 0:
             return
+        if not len(self):
+            raise BatchError(f"an empty batch has no row to append {padding_size} times")
         row = self.select_idxs([0 if padding_candidate == "first" else len(self) - 1])
         padded = type(self).concat([self.select(meta_info_keys=()), row.repeat(padding_size).select(meta_info_keys=())])
         self.batch, self.non_tensor_batch = padded._batch, padded.non_tensor_batch
@@ -293,7 +300,7 @@ class DataProto:
         """
         if chunks < 1 or (len(self) % chunks != 0 and not self.is_padding_enabled()):
             raise BatchError(f"{len(self)} rows cannot be cut into {chunks} equal parts; pad them or enable padding")
-        ends = batch_ops.chunk_ends(len(self), chunks, is_balanced=self._batch is None)
+        ends = row_ops.chunk_ends(len(self), chunks, is_balanced=self._batch is None)
         return [self.slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
 
     def split(self, split_size: int) -> list[DataProto]:
@@ -307,14 +314,7 @@ class DataProto:
         Raises:
             BatchError: the batches have different columns, or different facts.
         """
-        columns = batch_ops.list_of_dict_to_dict_of_list([part._columns() for part in data])
-        tensors = {key: batch_ops.cat_rows(parts) for key, parts in columns.items()}
-        has_batch = any(part._batch is not None for part in data)
-        batch = TensorDict(tensors, batch_size=(sum(map(len, data)),)) if has_batch else None
-        array_columns = batch_ops.list_of_dict_to_dict_of_list([part.non_tensor_batch for part in data])
-        arrays = {key: np.concatenate(parts, axis=0) for key, parts in array_columns.items()}
-        kind = type(data[0]) if data else DataProto
-        return kind(batch, arrays, batch_ops.merge_meta_info([part.meta_info for part in data]))
+        return concat_rows(data) if data else DataProto()
 
     def make_iterator(
         self,
@@ -347,13 +347,13 @@ class DataProto:
         return sum(value.nbytes for value in [*self._columns().values(), *self.non_tensor_batch.values()])
 
     def save_to_disk(self, filepath: str | Path) -> None:
-        """Write the batch to a file. Raises `TypeError` where it holds values that the codec does not carry."""
+        """Write the batch to a file. Raises `WireError`, which says where, for what the codec does not carry."""
         data_transport.save(self, filepath)
 
-    @staticmethod
-    def load_from_disk(filepath: str | Path) -> DataProto:
+    @classmethod
+    def load_from_disk(cls, filepath: str | Path) -> DataProto:
         """Read a batch from a file. Raises `WireError` where the file is not one of `save_to_disk`."""
-        return data_transport.load(DataProto, filepath)
+        return data_transport.load(cls, filepath)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return data_transport.reduce(self, protocol)

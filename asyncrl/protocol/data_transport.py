@@ -18,6 +18,8 @@ from .wire_file import read_frames, write_frames
 if TYPE_CHECKING:
     from .data_proto import DataProto
 
+_MAX_DEPTH = 400  # what comes from a process of our own may nest as deep as msgpack can pack
+
 
 def reduce(data: DataProto, protocol: int) -> tuple[Any, ...]:
     """What pickle needs to rebuild the batch: the codec's header, and its buffers, out of band where it can.
@@ -25,14 +27,14 @@ def reduce(data: DataProto, protocol: int) -> tuple[Any, ...]:
     Values that the codec does not carry (functions, instances) are left to pickle, whose stream this is.
     """
     foreign: list[Any] = []
-    header, *buffers = wire.encode(parts_of(data), foreign=foreign)
-    wrap = pickle.PickleBuffer if protocol >= 5 else bytes
+    header, *buffers = wire.encode(parts_of(data), foreign=foreign, max_depth=_MAX_DEPTH)
+    wrap = pickle.PickleBuffer if protocol >= 5 else bytearray
     return rebuild, (type(data), header, [wrap(buffer) for buffer in buffers], foreign)
 
 
 def rebuild(kind: type[DataProto], header: bytes, buffers: Sequence[Any], foreign: Sequence[Any]) -> DataProto:
     """The inverse of `reduce`; tensors stay where the buffers are until they are asked for."""
-    trusted = {"max_frames": sys.maxsize, "max_bytes": sys.maxsize}
+    trusted = {"max_frames": sys.maxsize, "max_bytes": sys.maxsize, "max_depth": _MAX_DEPTH, "writable": True}
     return from_parts(kind, wire.decode([header, *buffers], foreign=foreign, **trusted))
 
 
@@ -41,15 +43,17 @@ def parts_of(data: DataProto) -> dict[str, Any]:
     batch = None
     if data._batch is not None:
         batch = [len(data), wire.Columns(dict(data._batch.items()))]
-    return {"batch": batch, "arrays": data.non_tensor_batch, "meta": data.meta_info}
+    return {"batch": batch, "non_tensor_batch": data.non_tensor_batch, "meta_info": data.meta_info}
 
 
 def from_parts(kind: type[DataProto], parts: Any) -> DataProto:
     """The inverse of `parts_of`. Raises `WireError` where the value is not of that form."""
     try:
-        batch = parts["batch"]
+        batch, arrays, meta_info = parts["batch"], parts["non_tensor_batch"], parts["meta_info"]
+        if type(arrays) is not dict or type(meta_info) is not dict:
+            raise TypeError("its parts are not maps")
         tensors = None if batch is None else TensorDict(batch[1], batch_size=(batch[0],))
-        data = kind(batch=tensors, non_tensor_batch=parts["arrays"], meta_info=parts["meta"])
+        data = kind(batch=tensors, non_tensor_batch=arrays, meta_info=meta_info)
     except (TypeError, KeyError, IndexError, ValueError, AttributeError, RuntimeError) as error:
         raise WireError(f"message is not a DataProto: {error}") from error
     data._is_borrowed = tensors is not None
@@ -66,6 +70,11 @@ def save(data: DataProto, filepath: str | Path) -> None:
 
 
 def load(kind: type[DataProto], filepath: str | Path) -> DataProto:
-    """Read a batch from a file."""
-    content = Path(filepath).read_bytes()
-    return from_parts(kind, wire.decode(read_frames(content), max_frames=sys.maxsize, max_bytes=len(content)))
+    """Read a batch from a file, into memory that is the batch's own."""
+    content = bytearray(os.path.getsize(filepath))
+    with open(filepath, "rb") as file:
+        num_read = file.readinto(content)
+    frames = read_frames(memoryview(content)[:num_read])
+    data = from_parts(kind, wire.decode(frames, max_frames=sys.maxsize, max_bytes=sys.maxsize, writable=True))
+    data._is_borrowed = False
+    return data

@@ -29,6 +29,10 @@ class WorkerDiedError(AsyncRLError):
     """A process of the run died; the message names it and ends with the last lines of its log."""
 
 
+class CheckpointError(AsyncRLError):
+    """A checkpoint could not be written; the one before it is whole."""
+
+
 class EngineError(AsyncRLError):
     """An inference engine refused a request or broke its contract."""
 
@@ -59,6 +63,13 @@ class VersionTooOld(ReplayBufferError):
 
 class RateExceeded(ReplayBufferError):
     """A client sends more requests than a server answers one client in a second."""
+
+
+class UsageError(TypeError, ValueError, AssertionError):
+    """A call, a dispatch mode or a pool of the single controller is used as it cannot be.
+
+    It is an AssertionError too, so that code written against verl, which raises that, catches it.
+    """
 
 
 class BatchError(ValueError, AssertionError):

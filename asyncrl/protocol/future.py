@@ -12,10 +12,10 @@ from .remote import fetch, fetch_async
 
 
 def merge(parts: Sequence[Any]) -> Any:
-    """Join the results of the collecting ranks: `DataProto`s and TensorDicts along the batch."""
-    from .data_concat import concat_batches
+    """Join the results of the collecting ranks, `DataProto`s or TensorDicts, along the batch; None if all are None."""
+    from .data_concat import BatchData
 
-    return concat_batches(list(parts))
+    return None if parts and all(part is None for part in parts) else BatchData(parts).concat()
 
 
 @dataclass

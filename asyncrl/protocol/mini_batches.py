@@ -24,6 +24,8 @@ def mini_batches(
     """
     if mini_batch_size < 1 or len(data) % mini_batch_size != 0:
         raise BatchError(f"mini_batch_size must divide the {len(data)} rows, got {mini_batch_size}")
+    if not len(data):  # a DataLoader shuffles no empty data set
+        return iter(())
     generator = None if seed is None else torch.Generator().manual_seed(seed)
     loader = DataLoader(
         range(len(data)),  # type: ignore[arg-type]

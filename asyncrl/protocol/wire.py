@@ -10,8 +10,11 @@ import struct
 from collections.abc import Sequence
 from typing import Any
 
+from msgpack.exceptions import UnpackException
+
 from .errors import WireError
-from .wire_tree import Columns, Decoder, Encoder, Frame, check_depth
+from .wire_tree import Decoder, Encoder, Frame
+from .wire_walk import Columns, Unsupported, check_depth, path_to
 
 __all__ = ["MAX_BYTES", "MAX_DEPTH", "MAX_FRAMES", "VERSION", "Columns", "Frame", "decode", "encode"]
 
@@ -22,30 +25,47 @@ MAX_DEPTH = 100
 
 _MAGIC = b"aRL"
 _PREFIX = _MAGIC + bytes([VERSION])
-_MALFORMED = (ValueError, TypeError, KeyError, IndexError, OverflowError, RecursionError, MemoryError, struct.error)
+_MALFORMED = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    MemoryError,
+    RuntimeError,
+    TypeError,
+    UnpackException,
+    ValueError,
+    struct.error,
+)
 
 
 def encode(value: Any, *, foreign: list[Any] | None = None, max_depth: int = MAX_DEPTH) -> list[Frame]:
     """Turn a value into frames.
 
     Args:
-        value: None, bool, int, float, complex, str, bytes, aware datetimes, lists, tuples, dicts, numpy arrays and
-            scalars (object arrays of the same), and torch tensors where torch is loaded.
+        value: None, bool, int, float, complex, str, bytes, aware datetimes; lists, tuples and dicts; numpy arrays and
+            scalars of every dtype (objects: of what is listed here; structured: of named fields); and, where torch is
+            loaded, its dense and nested tensors of any dtype of whole bytes. Subclasses of these do not travel.
         foreign: Where given, values of any other type are appended to it and travel by position; the transport
             must carry them itself, and hand them back to `decode`.
         max_depth: Containers within containers allowed, as in `decode`.
 
     Returns:
-        The header, then one buffer per array. Buffers of contiguous arrays share the array's memory, so the value
+        The header, then the memory of the arrays. Buffers of contiguous arrays share the array's memory, so the value
         must not be written to until the frames are sent.
 
     Raises:
-        TypeError: the value holds something that is not listed above.
-        ValueError: it nests deeper than ``max_depth``, or holds itself.
+        WireError: the value holds something that is not listed above, nests deeper than ``max_depth``, or holds
+            itself; the message says where.
     """
-    check_depth(value, max_depth)
-    encoder = Encoder(foreign, max_depth)
-    return [_PREFIX + encoder.pack(value), *encoder.buffers]
+    encoder = Encoder(foreign)
+    try:
+        check_depth(value, max_depth)
+        return [_PREFIX + encoder.pack(value), *encoder.buffers]
+    except Unsupported as error:
+        raise WireError(f"{path_to(error.value, value)}: {error}") from error
+    except (ValueError, OverflowError) as error:
+        raise WireError(f"the value does not travel: {error}") from error
 
 
 def decode(
@@ -55,6 +75,7 @@ def decode(
     max_frames: int = MAX_FRAMES,
     max_bytes: int = MAX_BYTES,
     max_depth: int = MAX_DEPTH,
+    writable: bool = False,
 ) -> Any:
     """Turn frames back into the value.
 
@@ -64,16 +85,17 @@ def decode(
         max_frames: Frames allowed, the header among them.
         max_bytes: Bytes allowed over all frames.
         max_depth: Containers within containers allowed.
+        writable: Arrays over frames that may be written to may be written to as well.
 
     Returns:
-        The value. Arrays are read-only views of the frames. Tensors, which torch cannot mark read-only, are copied
-        out of read-only frames, except in `Columns`, which come back as a dict.
+        The value. Arrays are views of the frames, read-only unless ``writable``. Tensors, which torch cannot mark
+        read-only, are copied out of read-only frames, except in `Columns`, which come back as a dict.
 
     Raises:
         WireError: the frames are not a message of this codec, or break one of the limits.
     """
     views = _checked_views(frames, max_frames, max_bytes)
-    decoder = Decoder(views[1:], foreign, max_depth)
+    decoder = Decoder(views[1:], foreign, writable=writable)
     try:
         value = decoder.unpack(views[0][len(_PREFIX) :])
         check_depth(value, max_depth)

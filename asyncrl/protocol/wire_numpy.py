@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import struct
+from collections.abc import Sequence
 from functools import lru_cache
 from math import prod
 from typing import Any
@@ -11,7 +13,9 @@ import numpy as np
 
 from .errors import WireError
 
+MAX_DIMS = 64  # numpy's own limit.
 _PLAIN_KINDS = frozenset("biufcmMSU")
+_PLAIN_NAME = re.compile(rb"[<>|][biufcmMSU]\d{1,10}(\[\d{0,19}[a-zA-Z]{1,2}\])?")
 
 
 def is_plain(dtype: np.dtype) -> bool:
@@ -60,20 +64,34 @@ def _layout(data: bytes) -> tuple[np.dtype, tuple[int, ...], int]:
     if end != len(data):
         raise WireError(f"array descriptor has {len(data)} bytes, expected {end}")
     dtype = dtype_of(name)
+    if dtype.itemsize == 0:
+        raise WireError(f"array whose dtype {name!r} has no size")
     return dtype, shape, prod(shape) * dtype.itemsize
 
 
-def array_of(data: bytes, buffer: memoryview) -> np.ndarray:
-    """A read-only view of a buffer, laid out as its descriptor says. Raises `WireError` where the two do not fit."""
+def array_of(data: bytes, buffer: memoryview, *, writable: bool) -> np.ndarray:
+    """A view of a buffer, laid out as its descriptor says; read-only unless ``writable``, and the buffer is.
+
+    Raises:
+        WireError: the two do not fit.
+    """
     dtype, shape, nbytes = _layout(data)
     if nbytes != buffer.nbytes:
         raise WireError(f"array {dtype}{list(shape)} needs {nbytes} bytes, got {buffer.nbytes}")
     if nbytes == 0:
         return np.empty(shape, dtype=dtype)
+    if dtype.kind == "b":
+        check_bools(buffer)
     array = np.ndarray(shape, dtype, buffer)
-    if not buffer.readonly:
+    if not writable and not buffer.readonly:
         array.flags.writeable = False
     return array
+
+
+def check_bools(buffer: memoryview) -> None:
+    """Raise `WireError` for a bool that is neither 0 nor 1, by which code that counts them would go astray."""
+    if np.frombuffer(buffer, dtype=np.uint8).max() > 1:
+        raise WireError("array of bools holds a byte that is neither 0 nor 1")
 
 
 def scalar_of(data: bytes) -> Any:
@@ -90,10 +108,61 @@ def scalar_of(data: bytes) -> Any:
 @lru_cache(maxsize=256)
 def dtype_of(name: bytes) -> np.dtype:
     """The dtype that `describe` wrote; `WireError` for any other name, above all for those with pointers."""
+    if _PLAIN_NAME.fullmatch(name) is None:
+        raise WireError(f"dtype {name!r} does not travel")
     try:
         dtype = np.dtype(name.decode("ascii"))
-    except (TypeError, ValueError, SyntaxError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise WireError(f"unknown dtype {name!r}") from error
     if not is_plain(dtype) or dtype.str.encode() != name:
         raise WireError(f"dtype {name!r} does not travel")
     return dtype
+
+
+def record_parts(array: np.ndarray) -> list[Any] | None:
+    """Shape, alignment, field names and field columns of a structured array; None where they would not rebuild it."""
+    dtype = array.dtype
+    if not dtype.names or _record_dtype(dtype.isalignedstruct, dtype.names, dtype) != dtype:
+        return None
+    columns = [np.ascontiguousarray(array[name]) for name in dtype.names]
+    return [list(array.shape), dtype.isalignedstruct, list(dtype.names), columns]
+
+
+def record_of(shape: Any, is_aligned: Any, names: Any, columns: Any) -> np.ndarray:
+    """The structured array of `record_parts`. Raises `WireError` where the columns do not fit together."""
+    shape = checked_shape(shape)
+    if not isinstance(columns, list) or not columns or not all(isinstance(column, np.ndarray) for column in columns):
+        raise WireError("structured array whose fields are not arrays")
+    if any(column.shape[: len(shape)] != shape for column in columns):
+        raise WireError(f"structured array of shape {shape} has fields of another shape")
+    fields = [(name, column.dtype, column.shape[len(shape) :]) for name, column in zip(names, columns, strict=True)]
+    array = np.empty(shape, dtype=np.dtype(fields, align=bool(is_aligned)))
+    for name, column in zip(names, columns, strict=True):
+        array[name] = column
+    return array
+
+
+def _record_dtype(is_aligned: bool, names: Sequence[str], dtype: np.dtype) -> np.dtype:
+    """The dtype that `record_of` builds for these fields."""
+    return np.dtype([(name, dtype[name].base, dtype[name].shape) for name in names], align=is_aligned)
+
+
+def checked_shape(shape: Any) -> tuple[int, ...]:
+    """A shape out of a header. Raises `WireError` where it is not one."""
+    if not isinstance(shape, list) or len(shape) > MAX_DIMS or any(type(n) is not int or n < 0 for n in shape):
+        raise WireError(f"array has an impossible shape: {shape!r:.200}")
+    return tuple(shape)
+
+
+def checked_items(shape: Any, items: Any, *kinds: type) -> tuple[int, ...]:
+    """The shape of an array whose items stand in the header, one by one; of these types where any are named.
+
+    Raises:
+        WireError: there are not as many items as the shape has places, or one is of another type.
+    """
+    shape = checked_shape(shape)
+    if not isinstance(items, list) or prod(shape) != len(items):
+        raise WireError(f"array of shape {shape} does not have its {prod(shape)} items")
+    if kinds and not set(kinds).issuperset(map(type, items)):
+        raise WireError(f"array of {kinds} holds an item of another type")
+    return shape

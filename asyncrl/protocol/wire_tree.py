@@ -1,4 +1,7 @@
-"""The header of a message: a msgpack tree whose leaves that msgpack lacks are extension types of ours."""
+"""The header of a message: a msgpack tree.
+
+What msgpack has no type for is an extension (a leaf), or a list that a mark begins (what holds other values).
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,6 @@ import struct
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 import msgpack
@@ -14,55 +16,39 @@ import numpy as np
 
 from . import wire_numpy
 from .errors import WireError
+from .wire_walk import Columns, Unsupported
 
-Frame = bytes | memoryview
+Frame = bytes | bytearray | memoryview
 
-_EXT_TUPLE = 0
+_EXT_MARK = 0
 _EXT_ARRAY = 1
-_EXT_OBJECTS = 2
-_EXT_SCALAR = 3
-_EXT_INT = 4
+_EXT_SCALAR = 2
+_EXT_INT = 3
+_EXT_COMPLEX = 4
 _EXT_TENSOR = 5
-_EXT_JAGGED = 6
-_EXT_COMPLEX = 7
-_EXT_FOREIGN = 8
-_EXT_COLUMNS = 9
-_EXT_DENSE_COLUMNS = 10
-_CONTAINERS = frozenset({list, dict, tuple})
+_EXT_FOREIGN = 6
 _ATOMS = frozenset({type(None), bool, int, float, str, bytes})
 
 
-@dataclass(frozen=True, slots=True)
-class Columns:
-    """Tensors by name that the receiver takes as views of the frames, and promises to copy before it writes."""
+@dataclass(frozen=True, slots=True, eq=False)
+class _Mark:
+    """First item of a list that stands for something else.
 
-    tensors: dict[str, Any]
+    Attributes:
+        sent: What stands in the header.
+        build: Makes the value of the decoder and the items behind the mark.
+    """
 
-
-def check_depth(value: Any, max_depth: int) -> None:
-    """Raise `ValueError` where containers nest deeper than ``max_depth``."""
-    level = [value] if type(value) in _CONTAINERS else []
-    for _ in range(max_depth):
-        if not level:
-            return
-        inner: list[Any] = []
-        for container in level:
-            items = container.values() if type(container) is dict else container
-            if not _CONTAINERS.isdisjoint(map(type, items)):
-                inner.extend(item for item in items if type(item) in _CONTAINERS)
-        level = inner
-    if level:
-        raise ValueError(f"containers nest deeper than {max_depth}")
+    sent: msgpack.ExtType
+    build: Callable[..., Any]
 
 
 class Encoder:
     """Packs one message."""
 
-    def __init__(self, foreign: list[Any] | None, max_depth: int) -> None:
+    def __init__(self, foreign: list[Any] | None) -> None:
         self.buffers: list[Frame] = []
         self.foreign = foreign
-        self.max_depth = max_depth
-        self.depth = 0
 
     def pack(self, value: Any) -> Any:
         """The header's bytes for a value; its buffers are appended to ``buffers``."""
@@ -70,113 +56,118 @@ class Encoder:
             value, default=self.hook, strict_types=True, datetime=True, unicode_errors="surrogatepass", buf_size=4096
         )
 
-    def nested(self, code: int, value: Any) -> msgpack.ExtType:
-        """An extension that holds a tree of its own."""
-        self.depth += 1
-        if self.depth > self.max_depth:
-            raise ValueError(f"containers nest deeper than {self.max_depth}")
-        packed = self.pack(value)
-        self.depth -= 1
-        return msgpack.ExtType(code, packed)
-
     def hook(self, value: Any) -> Any:
         """Called by msgpack for whatever it has no type for."""
         kind = type(value)
-        if kind is np.ndarray:
-            return self.array(value)
-        if kind is tuple:
-            return self.nested(_EXT_TUPLE, list(value))
-        if kind is int:
-            return msgpack.ExtType(_EXT_INT, value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True))
-        if kind is complex:
-            return msgpack.ExtType(_EXT_COMPLEX, struct.pack("<dd", value.real, value.imag))
-        if isinstance(value, np.generic) and wire_numpy.is_plain(value.dtype):
-            return msgpack.ExtType(_EXT_SCALAR, wire_numpy.describe(value.dtype, ()) + value.tobytes())
-        if isinstance(value, Columns):
+        if kind is Columns:
             return self.columns(value.tensors)
-        torch = sys.modules.get("torch")
-        if torch is not None and isinstance(value, torch.Tensor):
-            return self.tensor(value)
-        if self.foreign is not None:
-            self.foreign.append(value)
-            return msgpack.ExtType(_EXT_FOREIGN, b"")
-        raise TypeError(
-            f"the wire carries no {kind.__module__}.{kind.__qualname__}; convert it to plain values or arrays"
-        )
+        if kind is np.ndarray or kind is np.memmap:
+            packed = self.array(value)
+        elif kind is tuple:
+            return [_TUPLE.sent, *value]
+        elif kind is int:
+            return msgpack.ExtType(_EXT_INT, value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True))
+        elif kind is complex:
+            return msgpack.ExtType(_EXT_COMPLEX, struct.pack("<dd", value.real, value.imag))
+        elif isinstance(value, np.generic) and wire_numpy.is_plain(value.dtype):
+            return msgpack.ExtType(_EXT_SCALAR, wire_numpy.describe(value.dtype, ()) + value.tobytes())
+        else:
+            packed = self.tensor(value)
+        return self.left_out(value) if packed is None else packed
 
-    def array(self, array: np.ndarray) -> msgpack.ExtType:
-        """A descriptor, and the array's memory as a buffer; objects go into the tree."""
+    def left_out(self, value: Any) -> msgpack.ExtType:
+        """A value that travels beside the message, if any may."""
+        if self.foreign is None:
+            kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+            detail = f" of dtype {value.dtype}" if isinstance(value, np.ndarray | np.generic) else ""
+            raise Unsupported(value, f"the wire carries no {kind}{detail}; convert it to plain values or arrays")
+        self.foreign.append(value)
+        return msgpack.ExtType(_EXT_FOREIGN, b"")
+
+    def array(self, array: np.ndarray) -> Any:
+        """A descriptor, and the array's memory as a buffer; what has no memory of its own goes into the tree."""
+        if wire_numpy.is_plain(array.dtype):
+            self.buffers.append(wire_numpy.buffer_of(array))
+            return msgpack.ExtType(_EXT_ARRAY, wire_numpy.describe(array.dtype, array.shape))
         if array.dtype == object:
-            items = array.reshape(-1).tolist()
-            check_depth(items, self.max_depth)
-            return self.nested(_EXT_OBJECTS, [list(array.shape), items])
-        if not wire_numpy.is_plain(array.dtype):
-            raise TypeError(f"the wire carries no numpy array of dtype {array.dtype}; split it into plain columns")
-        self.buffers.append(wire_numpy.buffer_of(array))
-        return msgpack.ExtType(_EXT_ARRAY, wire_numpy.describe(array.dtype, array.shape))
+            return [_OBJECTS.sent, list(array.shape), array.reshape(-1).tolist()]
+        if array.dtype == np.dtypes.StringDType():
+            return [_STRINGS.sent, list(array.shape), array.reshape(-1).tolist()]
+        parts = wire_numpy.record_parts(array)
+        return None if parts is None else [_RECORD.sent, *parts]
 
-    def columns(self, tensors: dict[str, Any]) -> msgpack.ExtType:
-        """Dense tensors as two lists, of names and of descriptors, which is read faster than a tree."""
-        wire_torch = _torch_side()
-        if any(tensor.is_nested for tensor in tensors.values()):
-            return self.nested(_EXT_COLUMNS, tensors)
-        described = [wire_torch.describe(tensor) for tensor in tensors.values()]
-        self.buffers.extend(buffer for _, buffer in described)
-        names_and_layouts = [list(tensors), [header for header, _ in described]]
-        return msgpack.ExtType(_EXT_DENSE_COLUMNS, self.pack(names_and_layouts))
+    def columns(self, tensors: dict[str, Any]) -> Any:
+        """Tensors as two lists, of names and of descriptions, which is read faster than a tree."""
+        describe = _torch_side().describe
+        try:
+            described = [describe(tensor) for tensor in tensors.values()]
+        except Unsupported:
+            return tensors  # one of them does not travel: `tensor` says which, or leaves it out
+        for _, buffers in described:
+            self.buffers.extend(buffers)
+        return [_COLUMNS.sent, list(tensors), [description for description, _ in described]]
 
-    def tensor(self, tensor: Any) -> msgpack.ExtType:
-        """A descriptor, and the tensor's memory as a buffer."""
-        wire_torch = _torch_side()
-        if tensor.is_nested:
-            return self.nested(_EXT_JAGGED, wire_torch.jagged_parts(tensor))
-        header, buffer = wire_torch.describe(tensor)
-        self.buffers.append(buffer)
-        return msgpack.ExtType(_EXT_TENSOR, header)
+    def tensor(self, value: Any) -> Any:
+        """The description of a tensor, and its memory as buffers; None where the value is no tensor of use."""
+        torch = sys.modules.get("torch")
+        if torch is None or not isinstance(value, torch.Tensor):
+            return None
+        try:
+            description, buffers = _torch_side().describe(value)
+        except Unsupported:
+            if self.foreign is not None:
+                return None
+            raise
+        self.buffers.extend(buffers)
+        return [_NESTED.sent, description] if value.is_nested else msgpack.ExtType(_EXT_TENSOR, description)
 
 
 class Decoder:
     """Unpacks one message; buffers are taken in the order in which the header mentions them."""
 
-    def __init__(self, buffers: list[memoryview], foreign: Sequence[Any], max_depth: int) -> None:
+    def __init__(self, buffers: list[memoryview], foreign: Sequence[Any], *, writable: bool) -> None:
         self.buffers = buffers
         self.foreign = foreign
-        self.shares_tensors = False
-        self.max_depth = max_depth
+        self.writable = writable
         self.num_taken = 0
         self.num_foreign = 0
-        self.depth = 0
+        self.open_marks = 0
 
     def unpack(self, data: Any) -> Any:
-        """The value of a tree."""
+        """The value of the header."""
         _check_complete(data)
-        return msgpack.unpackb(
+        value = msgpack.unpackb(
             data,
-            ext_hook=self.hook,
+            ext_hook=self.extension,
+            list_hook=self.sequence,
             strict_map_key=False,
             timestamp=3,
             unicode_errors="surrogatepass",
         )
-
-    def nested(self, data: bytes) -> Any:
-        """The value of a tree within an extension."""
-        self.depth += 1
-        if self.depth > self.max_depth:
-            raise WireError(f"containers nest deeper than {self.max_depth}")
-        value = self.unpack(data)
-        self.depth -= 1
+        if self.open_marks:
+            raise WireError("message has a mark that begins no list")
         return value
 
-    def hook(self, code: int, data: bytes) -> Any:
+    def extension(self, code: int, data: bytes) -> Any:
         """Called by msgpack for an extension."""
-        reader = _READERS.get(code)
+        if code == _EXT_TENSOR:
+            return _torch_side().tensor_of(data, self.take, copy=True)
+        if code == _EXT_ARRAY:
+            return wire_numpy.array_of(data, self.take(), writable=self.writable)
+        if code == _EXT_MARK and data in _MARKS:
+            self.open_marks += 1
+            return _MARKS[data]
+        reader = _LEAVES.get(code)
         if reader is None:
             raise WireError(f"message holds an unknown type, code {code}")
         return reader(self, data)
 
-    def array(self, data: bytes) -> np.ndarray:
-        """A view of the next buffer."""
-        return wire_numpy.array_of(data, self.take())
+    def sequence(self, items: list[Any]) -> Any:
+        """Called by msgpack for a list, when its items are there."""
+        if not items or type(items[0]) is not _Mark:
+            return items
+        self.open_marks -= 1
+        return items[0].build(self, *items[1:])
 
     def take(self) -> memoryview:
         """The next buffer."""
@@ -185,20 +176,6 @@ class Decoder:
         self.num_taken += 1
         return self.buffers[self.num_taken - 1]
 
-    def objects(self, data: bytes) -> np.ndarray:
-        """An array of Python values."""
-        shape, items = self.nested(data)
-        if prod(shape) != len(items) or min(shape, default=0) < 0:
-            raise WireError(f"object array of shape {shape} has {len(items)} items")
-        array = np.empty(len(items), dtype=object)
-        if _ATOMS.issuperset(map(type, items)):
-            array[:] = items
-            return array.reshape(shape)
-        check_depth(items, self.max_depth)
-        for index, item in enumerate(items):  # numpy would look into sequences
-            array[index] = item
-        return array.reshape(shape)
-
     def foreign_value(self, data: bytes) -> Any:
         """The next value that travelled beside the message."""
         if data or self.num_foreign >= len(self.foreign):
@@ -206,40 +183,54 @@ class Decoder:
         self.num_foreign += 1
         return self.foreign[self.num_foreign - 1]
 
-    def tensor(self, data: bytes) -> Any:
-        """A tensor over the next buffer, or a copy of it."""
-        return _torch_side().tensor_of(data, self.take(), copy=not self.shares_tensors)
+    def objects(self, shape: Any, items: Any) -> np.ndarray:
+        """An array of Python values."""
+        shape = wire_numpy.checked_items(shape, items)
+        array = np.empty(len(items), dtype=object)
+        if _ATOMS.issuperset(map(type, items)):
+            array[:] = items
+        else:
+            for index, item in enumerate(items):  # assigned at once, numpy would look into sequences
+                array[index] = item
+        return array.reshape(shape)
 
-    def jagged(self, data: bytes) -> Any:
+    def strings(self, shape: Any, items: Any) -> np.ndarray:
+        """An array of strings of any length."""
+        shape = wire_numpy.checked_items(shape, items, str)
+        return np.array(items, dtype=np.dtypes.StringDType()).reshape(shape)
+
+    def nested_tensor(self, description: Any) -> Any:
         """A nested tensor."""
-        return _torch_side().jagged_of(self.nested(data))
+        if type(description) is not list:
+            raise WireError("nested tensor without a list of its parts")
+        return _torch_side().tensor_of(description, self.take, copy=True)
 
-    def dense_columns(self, data: bytes) -> dict[str, Any]:
+    def columns(self, names: Any, descriptions: Any) -> dict[str, Any]:
         """Tensors by name, over the next buffers."""
-        names, layouts = self.nested(data)
         tensor_of = _torch_side().tensor_of
-        return {name: tensor_of(layout, self.take(), copy=False) for name, layout in zip(names, layouts, strict=True)}
-
-    def columns(self, data: bytes) -> Any:
-        """As `dense_columns`, where some are nested tensors."""
-        self.shares_tensors = True
-        value = self.nested(data)
-        self.shares_tensors = False
-        return value
+        return {
+            name: tensor_of(description, self.take, copy=False)
+            for name, description in zip(names, descriptions, strict=True)
+        }
 
 
-_READERS: dict[int, Callable[[Decoder, bytes], Any]] = {
-    _EXT_TUPLE: lambda decoder, data: tuple(decoder.nested(data)),
-    _EXT_ARRAY: Decoder.array,
-    _EXT_OBJECTS: Decoder.objects,
+def _mark(code: bytes, build: Callable[..., Any]) -> _Mark:
+    return _Mark(sent=msgpack.ExtType(_EXT_MARK, code), build=build)
+
+
+_TUPLE = _mark(b"t", lambda _, *items: items)
+_OBJECTS = _mark(b"o", Decoder.objects)
+_STRINGS = _mark(b"s", Decoder.strings)
+_RECORD = _mark(b"r", lambda _, *parts: wire_numpy.record_of(*parts))
+_NESTED = _mark(b"n", Decoder.nested_tensor)
+_COLUMNS = _mark(b"c", Decoder.columns)
+_MARKS = {mark.sent.data: mark for mark in (_TUPLE, _OBJECTS, _STRINGS, _RECORD, _NESTED, _COLUMNS)}
+
+_LEAVES: dict[int, Callable[[Decoder, bytes], Any]] = {
     _EXT_SCALAR: lambda _, data: wire_numpy.scalar_of(data),
     _EXT_INT: lambda _, data: int.from_bytes(data, "little", signed=True),
-    _EXT_TENSOR: Decoder.tensor,
-    _EXT_JAGGED: Decoder.jagged,
     _EXT_COMPLEX: lambda _, data: complex(*struct.unpack("<dd", data)),
     _EXT_FOREIGN: Decoder.foreign_value,
-    _EXT_COLUMNS: Decoder.columns,
-    _EXT_DENSE_COLUMNS: Decoder.dense_columns,
 }
 
 

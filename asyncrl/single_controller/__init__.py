@@ -1,6 +1,10 @@
 """One controller speaks to many workers: registered methods, dispatch modes, and groups of Ray actors."""
 
+from asyncrl.protocol.errors import UsageError
+
+from .calling import func_generator
 from .colocated import (
+    FusedWorkerCLSName,
     create_colocated_worker_cls,
     create_colocated_worker_cls_fused,
     create_colocated_worker_raw_cls,
@@ -30,15 +34,16 @@ from .dispatch import (
     register_dispatch_mode,
     update_dispatch_mode,
 )
+from .dynamic_enum import DynamicEnum
 from .object_store import parallel_put
 from .ray_class import RayClassWithInitArgs
 from .ray_pool import RayResourcePool, sort_placement_group_by_node_ip
 from .ray_worker_group import RayWorkerGroup
-from .resource_pool import ClassWithInitArgs, ResourcePool
+from .resource_pool import ClassWithInitArgs, ResourcePool, get_random_string
 from .results import PendingResult, PendingResults
 from .roles import ResourcePoolManager, Role
-from .split_pool import SubRayResourcePool, merge_resource_pool, split_resource_pool
-from .worker import Worker
+from .split_pool import SubRayResourcePool, extract_pg_from_exist, merge_resource_pool, split_resource_pool
+from .worker import Worker, WorkerHelper
 from .worker_group import WorkerGroup
 
 __all__ = [
@@ -46,7 +51,9 @@ __all__ = [
     "MAGIC_ATTR",
     "ClassWithInitArgs",
     "Dispatch",
+    "DynamicEnum",
     "Execute",
+    "FusedWorkerCLSName",
     "PendingResult",
     "PendingResults",
     "RayClassWithInitArgs",
@@ -56,8 +63,10 @@ __all__ = [
     "ResourcePoolManager",
     "Role",
     "SubRayResourcePool",
+    "UsageError",
     "Worker",
     "WorkerGroup",
+    "WorkerHelper",
     "call_deadline",
     "collect_all_to_all",
     "collect_dp_compute",
@@ -76,8 +85,11 @@ __all__ = [
     "dispatch_nd_compute",
     "dispatch_nd_compute_dataproto",
     "dispatch_one_to_all",
+    "extract_pg_from_exist",
+    "func_generator",
     "get_predefined_dispatch_fn",
     "get_predefined_execute_fn",
+    "get_random_string",
     "make_nd_compute_dataproto_dispatch_fn",
     "merge_resource_pool",
     "parallel_put",

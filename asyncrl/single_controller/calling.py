@@ -9,20 +9,20 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from asyncrl.protocol.future import DataProtoFuture
-from asyncrl.protocol.padding import unpad_dataproto
 
-from .dispatch import PADDING_KEY, silent_ranks
+from .dispatch import _padding_size_key, collect_all_to_all, collect_dp_compute, silent_ranks
 
 if TYPE_CHECKING:
     from .ray_worker_group import RayWorkerGroup
 
 _SHARE_FROM_BYTES = 100_000
+# What these return has an entry for each rank, not for each row, so that no padding is in it.
+_COLLECT_BY_RANK = (collect_all_to_all, collect_dp_compute)
 
 
 def func_generator(
     group: RayWorkerGroup,
     method_name: str,
-    *,
     dispatch_fn: Callable[..., Any],
     collect_fn: Callable[..., Any],
     execute_fn: Callable[..., Any],
@@ -32,7 +32,7 @@ def func_generator(
 
     def call(*args: Any, **kwargs: Any) -> Any:
         args, kwargs = dispatch_fn(group, *args, **kwargs)
-        padding_size = kwargs.pop(PADDING_KEY, 0)
+        padding_size = kwargs.pop(_padding_size_key, 0)
         silent = silent_ranks(group, collect_fn)
         if silent and execute_fn == group.execute_all:
             output = group._execute_all(method_name, args, kwargs, silent)
@@ -41,20 +41,25 @@ def func_generator(
         if blocking:
             output = group._fetch(output)
         output = collect_fn(group, output)
-        if not padding_size:
-            return output
-        if isinstance(output, DataProtoFuture):
-            return output.then(partial(unpad_dataproto, pad_size=padding_size))
-        return output[:-padding_size]
+        return output if not padding_size or collect_fn in _COLLECT_BY_RANK else _unpadded(output, padding_size)
 
     call.__name__ = method_name
     return call
 
 
-def shared(value: Any) -> Any:
+def _unpadded(output: Any, padding_size: int) -> Any:
+    """Rows without the last ones; what is neither a batch, nor a list of rows, nor a future stays as it is."""
+    if isinstance(output, DataProtoFuture):
+        return output.then(partial(_unpadded, padding_size=padding_size))
+    if isinstance(output, list) or hasattr(output, "chunk"):
+        return output[:-padding_size]
+    return output
+
+
+def shared(values: list[Any]) -> list[Any]:
     """A list that holds one large value for every rank, as a list of references to one copy in the object store."""
-    if not isinstance(value, list) or len(value) < 2 or getattr(value[0], "nbytes", 0) < _SHARE_FROM_BYTES:
-        return value
-    if any(entry is not value[0] for entry in value):
-        return value
-    return [ray.put(value[0])] * len(value)
+    if len(values) < 2 or getattr(values[0], "nbytes", 0) < _SHARE_FROM_BYTES:
+        return values
+    if any(value is not values[0] for value in values):
+        return values
+    return [ray.put(values[0])] * len(values)

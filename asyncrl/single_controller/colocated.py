@@ -8,11 +8,14 @@ from typing import Any
 
 import ray
 
+from asyncrl.protocol.errors import UsageError
+
 from .decorator import MAGIC_ATTR, Dispatch, materialize_async
 from .ray_class import RayClassWithInitArgs, unwrap
+from .route import FUSED_METHOD_SEPARATOR
 from .worker import Worker
 
-FUSED_METHOD_SEPARATOR = "_fwmn_"
+FusedWorkerCLSName = "FusedWorker"
 
 
 def create_colocated_worker_cls(class_dict: dict[str, RayClassWithInitArgs]) -> RayClassWithInitArgs:
@@ -24,7 +27,7 @@ def create_colocated_worker_cls(class_dict: dict[str, RayClassWithInitArgs]) -> 
         class_dict: Role to class and arguments. Example: ``{"actor": ..., "critic": ...}``.
 
     Raises:
-        ValueError: the dict is empty, or two roles have a direct rollout method of the same name.
+        UsageError: the dict is empty, or two roles have a direct rollout method of the same name.
     """
     raw = _host_class("WorkerDict", class_dict)
     for role, member in class_dict.items():
@@ -41,7 +44,7 @@ def create_colocated_worker_raw_cls(class_dict: dict[str, RayClassWithInitArgs])
     Args:
         class_dict: Role to class and arguments.
     """
-    raw: Any = _host_class("_".join(["FusedWorker", *class_dict]), class_dict)
+    raw: Any = _host_class("_".join([FusedWorkerCLSName, *class_dict]), class_dict)
     raw.is_fused_worker = True
     raw.raw_cls_dict = {role: unwrap(member.cls) for role, member in class_dict.items()}
     raw._fuw_execute = _route_async if any(map(_has_coroutine, raw.raw_cls_dict.values())) else _route
@@ -58,7 +61,7 @@ def create_colocated_worker_cls_fused(class_dict: dict[str, RayClassWithInitArgs
 def _host_class(name: str, class_dict: dict[str, RayClassWithInitArgs]) -> type[Worker]:
     """A worker class whose instances make one instance of each role, which know of one another."""
     if not class_dict:
-        raise ValueError("class_dict must name at least one role and its class, got none")
+        raise UsageError("class_dict must name at least one role and its class, got none")
     members = [(role, unwrap(member.cls), member.args, member.kwargs) for role, member in class_dict.items()]
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -83,7 +86,7 @@ def _take_over_methods(host: type[Worker], role: str, cls: type) -> None:
         setattr(forward, MAGIC_ATTR, {**attrs, "role": role, "method_name": method_name})
         is_direct = attrs["dispatch_mode"] is Dispatch.DIRECT_ROLLOUT_METHOD and "rollout" in role
         if is_direct and hasattr(host, method_name):
-            raise ValueError(f"two roles have a direct rollout method {method_name!r}; rename one of them")
+            raise UsageError(f"two roles have a direct rollout method {method_name!r}; rename one of them")
         setattr(host, method_name if is_direct else f"{role}_{method_name}", forward)
 
 
@@ -104,7 +107,7 @@ def _route(self: Any, method_name: str, *args: Any, **kwargs: Any) -> Any:
     role, _, name = method_name.partition(FUSED_METHOD_SEPARATOR)
     worker = self.fused_worker_dict.get(role)
     if worker is None:
-        raise ValueError(f"there is no role {role!r} in this worker, only {list(self.fused_worker_dict)}")
+        raise UsageError(f"there is no role {role!r} in this worker, only {list(self.fused_worker_dict)}")
     return getattr(worker, name)(*args, **kwargs)
 
 

@@ -7,11 +7,12 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any, TypeVar
 
+from asyncrl.protocol.errors import UsageError
 from asyncrl.protocol.future import DataProtoFuture
 
 from .dynamic_enum import DynamicEnum
 
-MAGIC_ATTR = "_asyncrl_registered"
+MAGIC_ATTR = "attrs_3141562937"
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -58,8 +59,7 @@ def register(
             method runs.
 
     Raises:
-        TypeError: ``dispatch_mode`` or ``execute_mode`` is something else.
-        ValueError: the dict lacks a function.
+        UsageError: ``dispatch_mode`` or ``execute_mode`` is something else, or the dict lacks a function.
     """
     _check_dispatch_mode(dispatch_mode)
     _check_execute_mode(execute_mode)
@@ -126,14 +126,14 @@ def _check_dispatch_mode(dispatch_mode: Any) -> None:
     if isinstance(dispatch_mode, dict):
         missing = {"dispatch_fn", "collect_fn"} - dispatch_mode.keys()
         if missing:
-            raise ValueError(f"dispatch_mode lacks {sorted(missing)}; give both dispatch_fn and collect_fn")
+            raise UsageError(f"dispatch_mode lacks {sorted(missing)}; give both dispatch_fn and collect_fn")
     elif not isinstance(dispatch_mode, Dispatch):
-        raise TypeError(f"dispatch_mode must be a Dispatch or a dict of its two functions, got {dispatch_mode!r}")
+        raise UsageError(f"dispatch_mode must be a Dispatch or a dict of its two functions, got {dispatch_mode!r}")
 
 
 def _check_execute_mode(execute_mode: Any) -> None:
     if not isinstance(execute_mode, Execute):
-        raise TypeError(f"execute_mode must be an Execute, got {execute_mode!r}")
+        raise UsageError(f"execute_mode must be an Execute, got {execute_mode!r}")
 
 
 def _materialize(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

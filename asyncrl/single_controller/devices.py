@@ -7,6 +7,11 @@ import sys
 from collections.abc import Mapping, MutableMapping
 from typing import Any
 
+from asyncrl.protocol.errors import UsageError
+
+ALL_DEVICES = "not set"
+"""What a process that is not restricted says of its visible devices."""
+
 NOSET_VISIBLE_DEVICES = (
     "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES",
     "RAY_EXPERIMENTAL_NOSET_ROCR_VISIBLE_DEVICES",
@@ -35,7 +40,7 @@ def set_up_visible_devices(env_vars: MutableMapping[str, str] = os.environ) -> N
     """Settle the visible devices of this process before it touches an accelerator.
 
     Raises:
-        ValueError: the ROCm variables contradict one another or CUDA's.
+        UsageError: the ROCm variables contradict one another or CUDA's.
     """
     _unify_rocm(env_vars)
     if ray_noset_visible_devices(env_vars):
@@ -47,12 +52,12 @@ def _unify_rocm(env_vars: MutableMapping[str, str]) -> None:
     hip = env_vars.pop("HIP_VISIBLE_DEVICES", None)
     cuda = env_vars.get("CUDA_VISIBLE_DEVICES")
     if hip and cuda and hip != cuda:
-        raise ValueError(f"HIP_VISIBLE_DEVICES is {hip!r} and CUDA_VISIBLE_DEVICES {cuda!r}; set one, or both alike")
+        raise UsageError(f"HIP_VISIBLE_DEVICES is {hip!r} and CUDA_VISIBLE_DEVICES {cuda!r}; set one, or both alike")
     if hip:
         env_vars["CUDA_VISIBLE_DEVICES"] = cuda = hip
     rocr = env_vars.get("ROCR_VISIBLE_DEVICES")
     if rocr and cuda:
-        raise ValueError(f"ROCR_VISIBLE_DEVICES is {rocr!r} while CUDA or HIP devices are {cuda!r}; unset one of them")
+        raise UsageError(f"ROCR_VISIBLE_DEVICES is {rocr!r} while CUDA or HIP devices are {cuda!r}; unset one of them")
     if rocr:
         env_vars["CUDA_VISIBLE_DEVICES"] = env_vars.pop("ROCR_VISIBLE_DEVICES")
 
@@ -66,9 +71,15 @@ def _choose_device_within_node(env_vars: MutableMapping[str, str]) -> None:
     if not assigned:
         return
     env_vars["LOCAL_RANK"] = assigned[0]
-    torch = _loaded_torch()
-    if torch is not None:
-        (torch.npu if is_npu else torch.cuda).set_device(int(assigned[0]))
+    device = _device_module(is_npu)
+    if device.is_available():
+        device.set_device(int(assigned[0]))
+
+
+def _device_module(is_npu: bool) -> Any:
+    import torch
+
+    return torch.npu if is_npu else torch.cuda  # type: ignore[attr-defined]
 
 
 def _loaded_torch() -> Any:

@@ -7,11 +7,13 @@ from functools import partial
 from types import FunctionType
 from typing import Any
 
+from asyncrl.protocol.errors import UsageError
 from asyncrl.protocol.future import DataProtoFuture, merge
 
 from .decorator import Dispatch, Execute, _check_dispatch_mode
 
-PADDING_KEY = "_asyncrl_padding_size"
+# Dispatch functions put the rows they added under this key of the keyword arguments; the call takes them off again.
+_padding_size_key = "_padding_size_key_x123d"
 
 Dispatched = tuple[Any, dict[str, Any]]
 
@@ -36,7 +38,7 @@ def dispatch_dp_compute(worker_group: Any, *args: Any, **kwargs: Any) -> Dispatc
     """Arguments that the caller has split: each is a list with one entry per rank."""
     for name, value in [*enumerate(args), *kwargs.items()]:
         if not isinstance(value, list | tuple) or len(value) != worker_group.world_size:
-            raise ValueError(
+            raise UsageError(
                 f"argument {name!r} must be a list with one entry for each of {worker_group.world_size} ranks, "
                 f"got {type(value).__name__}; use Dispatch.ONE_TO_ALL to send the same to all"
             )
@@ -46,25 +48,22 @@ def dispatch_dp_compute(worker_group: Any, *args: Any, **kwargs: Any) -> Dispatc
 def collect_dp_compute(worker_group: Any, output: Any) -> Any:
     """A list in the order of the ranks."""
     if len(output) != worker_group.world_size:
-        raise ValueError(f"expected {worker_group.world_size} results, got {len(output)}; run the method on all ranks")
+        raise UsageError(f"expected {worker_group.world_size} results, got {len(output)}; run the method on all ranks")
     return output
 
 
 def dispatch_dp_compute_data_proto(worker_group: Any, *args: Any, **kwargs: Any) -> Dispatched:
     """Split every `DataProto` evenly over the ranks; padded where the data asks for it."""
-    args, kwargs, padding_size = _padded(worker_group.world_size, args, kwargs)
-    split_args, split_kwargs = _split(worker_group.world_size, args, kwargs)
-    if padding_size is not None:
-        split_kwargs[PADDING_KEY] = padding_size
-    return split_args, split_kwargs
+    return _split_args_kwargs_data_proto_with_auto_padding(worker_group.world_size, *args, **kwargs)
 
 
 def dispatch_dp_compute_data_proto_with_func(worker_group: Any, *args: Any, **kwargs: Any) -> Dispatched:
     """The first argument, a function, goes to every rank; the data behind it is split."""
     if not args or not isinstance(args[0], FunctionType):
-        raise TypeError(f"the first argument must be a function, got {type(args[0]).__name__ if args else 'none'}")
-    split_args, split_kwargs = _split(worker_group.world_size, args[1:], kwargs)
-    return ([args[0]] * worker_group.world_size, *split_args), split_kwargs
+        raise UsageError(f"the first argument must be a function, got {type(args[0]).__name__ if args else 'none'}")
+    num_workers = worker_group.world_size
+    split_args, split_kwargs = _split_args_kwargs_data_proto_with_auto_padding(num_workers, *args[1:], **kwargs)
+    return ([args[0]] * num_workers, *split_args), split_kwargs
 
 
 def collect_dp_compute_data_proto(worker_group: Any, output: Any) -> Any:
@@ -74,7 +73,7 @@ def collect_dp_compute_data_proto(worker_group: Any, output: Any) -> Any:
 
 def forbidden_direct_call(worker_group: Any, *args: Any, **kwargs: Any) -> Any:
     """A direct rollout method is called on the worker, by the engine; never through the group."""
-    raise TypeError("a DIRECT_ROLLOUT_METHOD is called on the worker itself, not through the worker group")
+    raise UsageError("a DIRECT_ROLLOUT_METHOD is called on the worker itself, not through the worker group")
 
 
 def dispatch_nd_compute(
@@ -93,7 +92,7 @@ def dispatch_nd_compute(
 
     def handed_out(name: Any, parts: Any) -> list[Any]:
         if not isinstance(parts, list | tuple) or len(parts) != dp_size:
-            raise ValueError(f"argument {name!r} must be a list of {dp_size} parts, one for each dp rank")
+            raise UsageError(f"argument {name!r} must be a list of {dp_size} parts, one for each dp rank")
         is_future = any(isinstance(part, DataProtoFuture) for part in parts)
         handed = list(parts) if is_future else parallel_put(list(parts))
         return [handed[dp_rank] for dp_rank in dp_rank_mapping]
@@ -111,9 +110,13 @@ def collect_nd_compute(collect_mask: list[bool], worker_group: Any, output: Any)
 def dispatch_nd_compute_dataproto(
     dp_rank_mapping: list[int], dp_size: int, worker_group: Any, *args: Any, **kwargs: Any
 ) -> Dispatched:
-    """Split every `DataProto` into ``dp_size`` parts and hand them out by ``dp_rank_mapping``."""
-    split_args, split_kwargs = _split(dp_size, args, kwargs)
-    return dispatch_nd_compute(dp_rank_mapping, dp_size, worker_group, *split_args, **split_kwargs)
+    """Split every `DataProto` into ``dp_size`` parts, padded where the data asks for it, and hand them out."""
+    split_args, split_kwargs = _split_args_kwargs_data_proto_with_auto_padding(dp_size, *args, **kwargs)
+    padding = {key: split_kwargs.pop(key) for key in (_padding_size_key,) if key in split_kwargs}
+    handed_args, handed_kwargs = dispatch_nd_compute(
+        dp_rank_mapping, dp_size, worker_group, *split_args, **split_kwargs
+    )
+    return handed_args, handed_kwargs | padding
 
 
 def collect_nd_compute_dataproto(collect_mask: list[bool], worker_group: Any, output: Any) -> Any:
@@ -177,7 +180,9 @@ _EXECUTE_FN_NAMES = {Execute.ALL: "execute_all", Execute.RANK_ZERO: "execute_ran
 
 
 def get_predefined_dispatch_fn(dispatch_mode: Dispatch) -> dict[str, Callable[..., Any]]:
-    """The two functions of a mode."""
+    """The two functions of a mode. Raises `UsageError` where it was named, but never given any."""
+    if dispatch_mode not in DISPATCH_MODE_FN_REGISTRY:
+        raise UsageError(f"dispatch mode {dispatch_mode!r} has no functions; add it with register_dispatch_mode")
     return DISPATCH_MODE_FN_REGISTRY[dispatch_mode]
 
 
@@ -199,7 +204,7 @@ def register_dispatch_mode(
     Raises:
         ValueError: there is such a mode already.
     """
-    dispatch_mode = Dispatch.register(dispatch_mode_name.upper())
+    dispatch_mode: Dispatch = Dispatch.register(dispatch_mode_name.upper())
     DISPATCH_MODE_FN_REGISTRY[dispatch_mode] = {"dispatch_fn": dispatch_fn, "collect_fn": collect_fn}
     return dispatch_mode
 
@@ -210,49 +215,60 @@ def update_dispatch_mode(
     """Replace the functions of a mode, for the groups made from then on.
 
     Raises:
-        ValueError: there is no such mode.
+        UsageError: there is no such mode.
     """
     _check_dispatch_mode(dispatch_mode)
-    if dispatch_mode not in DISPATCH_MODE_FN_REGISTRY:
-        raise ValueError(f"there is no dispatch mode {dispatch_mode!r}; add it with register_dispatch_mode")
+    get_predefined_dispatch_fn(dispatch_mode)
     DISPATCH_MODE_FN_REGISTRY[dispatch_mode] = {"dispatch_fn": dispatch_fn, "collect_fn": collect_fn}
 
 
-def _split(chunks: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-    """Chunk every argument; all must be a `DataProto`, a future of one or a TensorDict."""
-    for name, value in [*enumerate(args), *kwargs.items()]:
-        if not hasattr(value, "chunk"):
-            raise TypeError(
-                f"argument {name!r} must be a DataProto or a DataProtoFuture, got {type(value).__name__}; "
-                "put other values into meta_info"
-            )
-    return [_chunked(arg, chunks) for arg in args], {key: _chunked(value, chunks) for key, value in kwargs.items()}
+def _split_args_kwargs_data_proto(chunks: int, *args: Any, **kwargs: Any) -> Dispatched:
+    """Cut every argument into ``chunks`` parts; each must be a `DataProto`, a future of one or a TensorDict."""
+    split_args = [_chunked(index, arg, chunks) for index, arg in enumerate(args)]
+    return split_args, {key: _chunked(key, value, chunks) for key, value in kwargs.items()}
 
 
-def _chunked(value: Any, chunks: int) -> list[Any]:
-    return list(value.chunk(chunks=chunks))
+def _split_args_kwargs_data_proto_with_auto_padding(chunks: int, *args: Any, **kwargs: Any) -> Dispatched:
+    """As `_split_args_kwargs_data_proto`, with rows added, all by the same number, to the arguments that ask for it."""
+    lengths = {len(value) for value in (*args, *kwargs.values()) if _asks_for_padding(value)}
+    if not lengths:
+        return _split_args_kwargs_data_proto(chunks, *args, **kwargs)
+    if len(lengths) > 1:
+        raise UsageError(f"padded arguments must have the same length, got {sorted(lengths)}")
+    padding_size = -lengths.pop() % chunks
+    split_args, split_kwargs = _split_args_kwargs_data_proto(
+        chunks,
+        *(_padded(arg, padding_size) for arg in args),
+        **{key: _padded(value, padding_size) for key, value in kwargs.items()},
+    )
+    return split_args, {**split_kwargs, _padding_size_key: padding_size}
 
 
-def _padded(
-    divisor: int, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any], int | None]:
-    """Pad the arguments that ask for it, all by the same number of rows, which is returned."""
-    padding_size: int | None = None
-    length: int | None = None
+def _asks_for_padding(value: Any) -> bool:
+    return not isinstance(value, DataProtoFuture) and getattr(value, "is_padding_enabled", bool)()
 
-    def pad(value: Any) -> Any:
-        nonlocal padding_size, length
-        if isinstance(value, DataProtoFuture) or not getattr(value, "is_padding_enabled", lambda: False)():
-            return value
-        if length is not None and length != len(value):
-            raise ValueError(f"padded arguments must have the same length, got {length} and {len(value)}")
-        length = len(value)
-        padding_size = -length % divisor
-        value = value.slice()
-        value.padding(padding_size)
+
+def _padded(value: Any, padding_size: int) -> Any:
+    """The value with its last row repeated, where it asks for that; its owner's rows stay as they are."""
+    if padding_size == 0 or not _asks_for_padding(value):
         return value
+    padded = value.slice()
+    padded.padding(padding_size)
+    return padded
 
-    return tuple(pad(arg) for arg in args), {key: pad(value) for key, value in kwargs.items()}, padding_size
+
+def _chunked(name: Any, value: Any, chunks: int) -> list[Any]:
+    """The value in equal parts, where it knows how to be cut."""
+    from tensordict import TensorDictBase
+
+    if not hasattr(value, "chunk"):
+        raise UsageError(
+            f"argument {name!r} must be a DataProto or a DataProtoFuture, got {type(value).__name__}; "
+            "put other values into meta_info"
+        )
+    if isinstance(value, TensorDictBase) and len(value) % chunks:  # torch would cut it unevenly
+        raise UsageError(f"argument {name!r} has {len(value)} rows, which {chunks} ranks cannot share evenly")
+    return list(value.chunk(chunks=chunks))
 
 
 def _concat_data_proto_or_future(output: list[Any]) -> Any:

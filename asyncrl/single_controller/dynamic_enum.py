@@ -34,12 +34,19 @@ class _Members(type):
 
 
 class DynamicEnum(metaclass=_Members):
-    """Base of a growing enumeration. Names are unique without regard to case; members compare by identity."""
+    """Base of a growing enumeration. Names are unique without regard to case; members compare by identity.
 
+    Attributes:
+        keeps_case: Whether members keep their names as written; by default names are in capitals.
+    """
+
+    keeps_case: ClassVar[bool] = False
     _registry: ClassVar[dict[str, Any]] = {}
+    _next_value: ClassVar[int] = 0
 
     def __init_subclass__(cls) -> None:
         cls._registry = {}
+        cls._next_value = 0
 
     def __init__(self, name: str, value: int) -> None:
         self.name = name
@@ -54,7 +61,8 @@ class DynamicEnum(metaclass=_Members):
         """
         if name.upper() in cls._registry:
             raise ValueError(f"{cls.__name__} has a member {name!r} already; choose another name")
-        member = cls(name, max((member.value for member in cls), default=-1) + 1)
+        member = cls(name if cls.keeps_case else name.upper(), cls._next_value)
+        cls._next_value += 1
         cls._registry[name.upper()] = member
         return member
 

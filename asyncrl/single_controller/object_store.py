@@ -7,6 +7,8 @@ from typing import Any
 
 import ray
 
+from asyncrl.protocol.errors import UsageError
+
 _MAX_THREADS = 16
 
 
@@ -21,10 +23,10 @@ def parallel_put(data_list: list[Any], max_workers: int | None = None) -> list[r
         References in the order of the values.
 
     Raises:
-        ValueError: ``data_list`` is empty.
+        UsageError: ``data_list`` is empty.
     """
     if not data_list:
-        raise ValueError("parallel_put needs at least one value, got an empty list")
+        raise UsageError("parallel_put needs at least one value, got an empty list")
     if len(data_list) == 1:
         return [ray.put(data_list[0])]
     with ThreadPoolExecutor(max_workers or min(len(data_list), _MAX_THREADS)) as threads:

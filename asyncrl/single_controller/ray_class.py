@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from copy import copy
 from typing import Any
 
 import ray
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
+from .ray_pool import DEVICE_RESOURCES
 from .resource_pool import ClassWithInitArgs
 
 
@@ -31,6 +33,20 @@ class RayClassWithInitArgs(ClassWithInitArgs):
     def update_options(self, options: dict[str, Any]) -> None:
         """Add options of ``ActorClass.options``."""
         self._options.update(options)
+
+    def for_rank(self, options: dict[str, Any]) -> RayClassWithInitArgs:
+        """A copy with the options of one rank, over its own; the environment variables of both hold.
+
+        The CPUs are those that the pool reserved: a worker that names none counts for none of its own.
+        """
+        ours = copy(self)
+        runtime_env = {**self._options.get("runtime_env", {}), **options["runtime_env"]}
+        own_vars = self._options.get("runtime_env", {}).get("env_vars", {})
+        runtime_env["env_vars"] = {**own_vars, **options["runtime_env"]["env_vars"]}
+        ours._options = {**self._options, **options, "runtime_env": runtime_env}
+        if self.cls._default_options.get("num_cpus") is None:
+            ours._options.setdefault("num_cpus", 0)
+        return ours
 
     def __call__(  # type: ignore[override]
         self,
@@ -68,6 +84,7 @@ class RayClassWithInitArgs(ClassWithInitArgs):
         if use_gpu and device_name == "cuda":
             options["num_gpus"] = num_gpus
         elif use_gpu:
-            options["resources"] = {**options.get("resources", {}), "NPU": num_gpus}
+            device = DEVICE_RESOURCES.get(device_name, device_name)
+            options["resources"] = {**options.get("resources", {}), device: num_gpus}
         options.update(self._additional_resource)
         return self.cls.options(**options).remote(*self.args, **self.kwargs)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from ipaddress import ip_address
 from typing import Any
 
@@ -11,7 +10,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 
 from asyncrl.protocol.errors import DeadlineError
 
-from .resource_pool import ResourcePool
+from .resource_pool import ResourcePool, get_random_string
 
 DEVICE_RESOURCES = {"cuda": "GPU", "npu": "NPU"}
 
@@ -23,14 +22,12 @@ class RayResourcePool(ResourcePool):
         process_on_nodes: Number of processes on each node.
         use_gpu: Whether every process has a device.
         name_prefix: Begins the placement groups' names; random by default.
-        max_colocate_count: Groups that may share the pool: each has 1/n of a device and one CPU per process.
+        max_colocate_count: Groups that may share the pool: each has 1/n of a device, and there is a CPU for each.
         detached: Whether the reservation outlives the driver.
         accelerator_type: Only nodes with this kind of device will do. Example: ``"A100"``.
         num_cpus_per_process: CPUs of a process's bundle; ``max_colocate_count`` by default.
         timeout_s: Seconds to wait for the cluster to grant the reservation.
     """
-
-    owns_placement_groups = True
 
     def __init__(
         self,
@@ -46,13 +43,17 @@ class RayResourcePool(ResourcePool):
     ) -> None:
         super().__init__(process_on_nodes, max_colocate_count)
         self.use_gpu = use_gpu
-        self.name_prefix = name_prefix or secrets.token_hex(3)
+        self.name_prefix = get_random_string(length=6) if name_prefix is None else name_prefix
         self.pgs: list[PlacementGroup] | None = None
+        self._reserved: list[PlacementGroup] = []
+        self._wholes: list[RayResourcePool] = []
         self.detached = detached
         self.accelerator_type = accelerator_type
         self.num_cpus_per_process = max_colocate_count if num_cpus_per_process is None else num_cpus_per_process
         self.timeout_s = timeout_s
         self._num_groups = 0
+        self._num_parts = 0
+        self._had_groups = False
 
     def options(self) -> dict[str, Any]:
         """The constructor's arguments, but for the name."""
@@ -100,26 +101,43 @@ class RayResourcePool(ResourcePool):
             for pg in pgs:
                 remove_placement_group(pg)
             raise DeadlineError(self._not_granted(len(waiting), device_name))
-        self.pgs = pgs
+        self.pgs = self._reserved = pgs
         return pgs
+
+    def borrow_from(self, *pools: RayResourcePool) -> None:
+        """This pool uses placement groups of these, which must not give them back while a group is here."""
+        self._wholes = [whole for pool in pools for whole in (pool._wholes or [pool])]
 
     def enter(self) -> None:
         """A group starts its workers here."""
         self._num_groups += 1
+        self._had_groups = True
+        for whole in self._wholes:
+            whole._num_parts += 1
 
     def leave(self) -> None:
-        """A group that started here has ended; the last one to leave gives the reservation back."""
+        """A group that started here has ended; the last one to leave gives the reservation back.
+
+        Groups on a part of the pool do not give it back, for the next group on that part; but while one runs
+        there, nobody does.
+        """
         self._num_groups -= 1
-        if self._num_groups == 0:
-            self.shutdown()
+        self._give_back_if_unused()
+        for whole in self._wholes:
+            whole._num_parts -= 1
+            whole._give_back_if_unused()
 
     def shutdown(self) -> None:
         """Give the reservation back; workers in it are killed. A part of a pool leaves that to the whole."""
-        if not self.owns_placement_groups:
+        if not self._reserved:
             return
-        for pg in self.pgs or []:
+        for pg in self._reserved:
             remove_placement_group(pg)
-        self.pgs = None
+        self.pgs, self._reserved, self._had_groups = None, [], False
+
+    def _give_back_if_unused(self) -> None:
+        if self._had_groups and self._num_groups == 0 and self._num_parts == 0:
+            self.shutdown()
 
     def _not_granted(self, num_waiting: int, device_name: str) -> str:
         return (

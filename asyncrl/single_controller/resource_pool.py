@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import secrets
+import string
 from typing import Any
 
 
@@ -60,3 +62,8 @@ class ClassWithInitArgs:
     def __call__(self) -> Any:
         """Make the instance."""
         return self.cls(*self.args, **self.kwargs)
+
+
+def get_random_string(length: int) -> str:
+    """A name of letters and digits that is not taken."""
+    return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(length))

@@ -33,8 +33,18 @@ class Role(DynamicEnum):
     ActorRolloutRef: Role
     Env: Role
 
+    keeps_case = True
+
     def __str__(self) -> str:
         return _TEXTS.get(self.name, self.name.lower())
+
+    @classmethod
+    def from_string(cls, name: str) -> Role:
+        """The role that is written so, as ``str(role)`` or by its name. Raises `ValueError` where there is none."""
+        for role in cls:
+            if name.lower() in (str(role), role.name.lower()):
+                return role
+        raise ValueError(f"no role is written {name!r}, only {[str(role) for role in cls]}; add it with register()")
 
 
 for _name in _TEXTS:

@@ -4,17 +4,47 @@ from __future__ import annotations
 
 import os
 import socket
+import warnings
 from collections.abc import Callable
-from contextlib import closing
 from typing import Any
+
+from asyncrl.protocol.errors import UsageError
 
 from .chaining import attach_results
 from .decorator import Dispatch, Execute, register
-from .devices import set_up_visible_devices, visible_devices_name
+from .devices import ALL_DEVICES, set_up_visible_devices, visible_devices_name
 from .worker_log import redirect_output
 
 
-class Worker:
+class WorkerHelper:
+    """Where a process is, and which ports are free there."""
+
+    @staticmethod
+    def _get_node_ip() -> str:
+        import ray
+
+        return ray.util.get_node_ip_address()
+
+    @staticmethod
+    def _get_free_port() -> int:
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            return probe.getsockname()[1]
+
+    def get_available_master_addr_port(self) -> tuple[str, str]:
+        """This node's address, and a port that is free now."""
+        return self._get_node_ip().strip("[]"), str(self._get_free_port())
+
+    def get_availale_master_addr_port(self) -> tuple[str, str]:
+        """As `get_available_master_addr_port`, by the name that older worker classes call it."""
+        warnings.warn("call get_available_master_addr_port instead", DeprecationWarning, stacklevel=2)
+        return self.get_available_master_addr_port()
+
+    def _get_pid(self) -> int:
+        return os.getpid()
+
+
+class Worker(WorkerHelper):
     """One process of a worker group.
 
     The group describes the process through its environment: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE,
@@ -32,9 +62,9 @@ class Worker:
         return super().__new__(cls)
 
     def __init__(self, cuda_visible_devices: str | None = None) -> None:
-        if cuda_visible_devices is not None:
+        self._setup_env_cuda_visible_devices()
+        if cuda_visible_devices not in (None, ALL_DEVICES):
             os.environ[visible_devices_name()] = cuda_visible_devices
-        set_up_visible_devices()
         if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
             raise ValueError(
                 "RANK and WORLD_SIZE are not set; a Worker is started by a RayWorkerGroup, which sets them"
@@ -62,6 +92,10 @@ class Worker:
             visible_devices_name(),
         ]
 
+    def _setup_env_cuda_visible_devices(self) -> None:
+        """Settle which devices the process sees; a subclass for another kind of accelerator replaces it."""
+        set_up_visible_devices()
+
     @property
     def rank(self) -> int:
         """Position in the group, from 0."""
@@ -78,7 +112,7 @@ class Worker:
 
     def get_cuda_visible_devices(self) -> str:
         """The devices this process may use, in the runtime's own notation; ``not set`` where it sees all."""
-        return os.environ.get(visible_devices_name(), "not set")
+        return os.environ.get(visible_devices_name(), ALL_DEVICES)
 
     def get_fused_worker_by_name(self, worker_name: str) -> Worker | None:
         """A worker that lives in the same process under this name, or None."""
@@ -90,22 +124,6 @@ class Worker:
 
         return ray.get_runtime_context().get_node_id()
 
-    @staticmethod
-    def _get_node_ip() -> str:
-        import ray
-
-        return ray.util.get_node_ip_address()
-
-    @staticmethod
-    def _get_free_port() -> int:
-        with closing(socket.socket(socket.AF_INET, socket.SOCK_STREAM)) as probe:
-            probe.bind(("", 0))
-            return probe.getsockname()[1]
-
-    def get_available_master_addr_port(self) -> tuple[str, str]:
-        """This node's address, and a port that is free now."""
-        return self._get_node_ip(), str(self._get_free_port())
-
     def _register_dispatch_collect_info(self, mesh_name: str, dp_rank: int, is_collect: bool) -> None:
         """State this worker's place in a mesh, for `make_nd_compute_dataproto_dispatch_fn`.
 
@@ -115,10 +133,10 @@ class Worker:
             is_collect: Whether its answer counts; one worker of each dp rank should say True.
 
         Raises:
-            ValueError: the mesh is registered already.
+            UsageError: the mesh is registered already.
         """
         if mesh_name in self._dispatch_dp_rank:
-            raise ValueError(f"mesh {mesh_name!r} is registered already on rank {self._rank}; register a mesh once")
+            raise UsageError(f"mesh {mesh_name!r} is registered already on rank {self._rank}; register a mesh once")
         self._dispatch_dp_rank[mesh_name] = dp_rank
         self._collect_dp_rank[mesh_name] = is_collect
 
@@ -128,12 +146,38 @@ class Worker:
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def _query_collect_info(self, mesh_name: str) -> bool:
+        return self.query_collect_info(mesh_name)
+
+    def query_collect_info(self, mesh_name: str) -> bool:
+        """Whether this worker's answer counts in a mesh. Raises `UsageError` where it is not registered."""
         return self._collect_dp_rank[self._known_mesh(mesh_name)]
+
+    def get_dispatch_collect(self) -> dict[str, dict[str, Any]]:
+        """``dispatch_dp_rank`` and ``collect_dp_rank``, each by mesh, to be given to another worker's setter."""
+        return {"dispatch_dp_rank": self._dispatch_dp_rank, "collect_dp_rank": self._collect_dp_rank}
+
+    def set_dispatch_collect(
+        self, mesh_name: str, dispatch_dp_rank: dict[str, int], collect_dp_rank: dict[str, bool]
+    ) -> None:
+        """Stand in a mesh where another worker stands in its own, as its `get_dispatch_collect` says.
+
+        Args:
+            mesh_name: The mesh to be registered here.
+            dispatch_dp_rank: The other's dp rank in each of its meshes; the last one is taken.
+            collect_dp_rank: Likewise, whether its answer counts.
+
+        Raises:
+            UsageError: the mesh is registered already, or the other has none.
+        """
+        if not dispatch_dp_rank or not collect_dp_rank:
+            raise UsageError(f"mesh {mesh_name!r} cannot follow a worker that registered no mesh; register its first")
+        dp_rank, is_collect = list(dispatch_dp_rank.values())[-1], list(collect_dp_rank.values())[-1]
+        self._register_dispatch_collect_info(mesh_name, dp_rank, is_collect)
 
     def _known_mesh(self, mesh_name: str) -> str:
         if mesh_name not in self._dispatch_dp_rank:
             known = sorted(self._dispatch_dp_rank)
-            raise ValueError(f"mesh {mesh_name!r} is not registered, only {known}; register it in __init__")
+            raise UsageError(f"mesh {mesh_name!r} is not registered, only {known}; register it in __init__")
         return mesh_name
 
     def _call_chained(self, method_name: str, args: tuple[Any, ...], kwargs: dict[str, Any], *results: Any) -> Any:

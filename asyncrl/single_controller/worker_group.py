@@ -1,4 +1,4 @@
-"""A group of workers as one object: its members, and the methods that it takes over from them."""
+"""A group of workers as one object: its members, who watches them, and the methods that it takes over from them."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from asyncrl.protocol.errors import DeadlineError, WorkerDiedError
+from asyncrl.protocol.errors import WorkerDiedError
 
 from .decorator import MAGIC_ATTR, Dispatch, Execute
 from .dispatch import get_predefined_dispatch_fn, get_predefined_execute_fn
+from .liveness import DeathWatch, wait_until_alive
 from .resource_pool import ResourcePool
 
 _log = logging.getLogger(__name__)
@@ -29,7 +30,7 @@ class WorkerGroup:
         self._worker_names: list[str] = []
         self._dispatch_info: dict[str, list[int]] = {}
         self._collect_info: dict[str, list[bool]] = {}
-        self._stop_checking = threading.Event()
+        self._watch: DeathWatch | None = None
         self._checker_thread: threading.Thread | None = None
 
     if TYPE_CHECKING:
@@ -42,53 +43,49 @@ class WorkerGroup:
         """Number of workers."""
         return len(self._workers)
 
-    def _is_worker_alive(self, worker: Any) -> bool:
-        """Whether a worker has started and has not died; a subclass knows."""
-        raise TypeError(f"{type(self).__name__} must define _is_worker_alive to check its workers")
-
     def _death_of(self, rank: int) -> WorkerDiedError:
+        """The error that tells of a worker's death; a subclass knows more of it."""
         return WorkerDiedError(f"worker of rank {rank} died")
 
-    def _block_until_all_workers_alive(self, timeout_s: float = 300.0, every_n_seconds: float = 1.0) -> None:
+    def _block_until_all_workers_alive(self, timeout_s: float = 300.0) -> None:
         """Wait until every worker is alive. Raises `DeadlineError` after ``timeout_s`` seconds."""
-        missing: list[int] = []
-        for _ in range(max(1, round(timeout_s / every_n_seconds))):
-            missing = [rank for rank, worker in enumerate(self._workers) if not self._is_worker_alive(worker)]
-            if not missing:
-                return
-            self._stop_checking.wait(every_n_seconds)
-        raise DeadlineError(f"workers of ranks {missing} were not alive after {timeout_s} s")
+        wait_until_alive(self._workers, timeout_s)
 
     def start_worker_aliveness_check(
         self, every_n_seconds: float = 1, on_death: Callable[[WorkerDiedError], None] | None = None
     ) -> None:
-        """Watch the workers from a thread, once all of them are alive.
+        """Watch the workers from a thread, once all of them are alive. The end of a worker's process wakes it.
 
         Args:
-            every_n_seconds: Seconds between two looks.
+            every_n_seconds: Seconds after which it looks at all workers, even if no process ended.
             on_death: Called once, from that thread, with the error that names the worker. By default the error is
                 logged and SIGABRT raised, which ends the driver.
         """
-        self._block_until_all_workers_alive(every_n_seconds=every_n_seconds)
+        self.stop_worker_aliveness_check()
+        self._block_until_all_workers_alive()
+        self._watch = DeathWatch(self._workers)
         self._checker_thread = threading.Thread(
-            target=self._watch, args=(every_n_seconds, on_death or _abort), daemon=True, name="aliveness"
+            target=self._tell_of_death,
+            args=(self._watch, every_n_seconds, on_death or _abort),
+            daemon=True,
+            name="aliveness",
         )
         self._checker_thread.start()
 
     def stop_worker_aliveness_check(self) -> None:
         """End the watch, if there is one."""
-        self._stop_checking.set()
+        if self._watch is not None:
+            self._watch.close()
         if self._checker_thread is not None and self._checker_thread is not threading.current_thread():
             self._checker_thread.join()
-        self._checker_thread = None
-        self._stop_checking.clear()
+        self._watch = self._checker_thread = None
 
-    def _watch(self, every_n_seconds: float, on_death: Callable[[WorkerDiedError], None]) -> None:
-        while not self._stop_checking.wait(every_n_seconds):
-            for rank, worker in enumerate(self._workers):
-                if not self._is_worker_alive(worker):
-                    on_death(self._death_of(rank))
-                    return
+    def _tell_of_death(
+        self, watch: DeathWatch, every_n_seconds: float, on_death: Callable[[WorkerDiedError], None]
+    ) -> None:
+        rank = watch.wait(every_n_seconds)
+        if rank is not None:
+            on_death(self._death_of(rank))
 
     def _bind_worker_method(self, user_defined_cls: Any, func_generator: Callable[..., Any]) -> list[str]:
         """Give the group each method that the class registered. Returns their names.

@@ -1,21 +1,24 @@
-"""A worker's own log file: everything the process writes goes there, and its end is what an error shows."""
+"""What a worker wrote before it died: in a log file of its own, or in the files that Ray keeps of its output."""
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import ray
+from ray._private import state as ray_state
+from ray._private import worker as ray_worker
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from asyncrl.protocol.remote import WorkerIdentity
+from asyncrl.protocol.log_tail import last_lines
 
-NUM_TAIL_LINES = 20
-_TAIL_BYTES = 16_384
 _REMOTE_READ_TIMEOUT_S = 10.0
+_RAY_MARKS = (":job_id:", ":actor_name:", ":task_name:")
 
 
 def redirect_output(path: str) -> None:
@@ -31,34 +34,44 @@ def redirect_output(path: str) -> None:
     sys.stderr = open(2, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
 
 
-def identity_with_log(group: str, rank: int, node: str, node_id: str, log_file: str | None) -> WorkerIdentity:
-    """A worker's identity whose last words are the end of its log, wherever it ran."""
-    last_words = None if log_file is None else partial(last_lines_on, node_id, log_file)
-    return WorkerIdentity(group=group, rank=rank, node=node, last_words=last_words)
+def last_words_of(worker: Any, log_file: str | None) -> Callable[[], str]:
+    """Reads the end of what an actor wrote, on whichever node it ran, with the paths of the files.
+
+    Args:
+        worker: The actor's handle.
+        log_file: Where it writes on its node; None where Ray keeps its output.
+    """
+    return partial(_read_last_words, worker._actor_id.hex(), log_file)
 
 
-def last_lines(path: str, num_lines: int = NUM_TAIL_LINES) -> str:
-    """The end of a log file; a remark in its place where the file cannot be read."""
-    try:
-        with open(path, "rb") as log:
-            log.seek(max(0, os.fstat(log.fileno()).st_size - _TAIL_BYTES))
-            text = log.read().decode("utf-8", "backslashreplace")
-    except OSError as error:
-        return f"(no log at {path}: {error.strerror})"
-    return "\n".join(text.splitlines()[-num_lines:]) or "(empty)"
-
-
-def last_lines_on(node_id: str, path: str) -> str:
-    """The path and end of a log file on another node; a remark in its place where the node does not answer."""
-    return f"{path}:\n{_read_on(node_id, path)}"
-
-
-def _read_on(node_id: str, path: str) -> str:
-    if Path(path).exists() or not ray.is_initialized() or node_id == ray.get_runtime_context().get_node_id():
-        return last_lines(path)
+def _read_last_words(actor_id: str, log_file: str | None) -> str:
+    if not ray.is_initialized():
+        return f"{log_file}:\n{last_lines(log_file)}" if log_file else "its output: (Ray is shut down)"
+    actor = ray_state.actors(actor_id)
+    if not actor:
+        return "its output: (Ray does not know the actor)"
+    node_id = actor["Address"]["NodeID"]
+    if node_id == ray.get_runtime_context().get_node_id():
+        return tail_of(log_file, actor["Pid"])
     there = NodeAffinitySchedulingStrategy(node_id=node_id, soft=False)
-    reading = ray.remote(num_cpus=0)(last_lines).options(scheduling_strategy=there).remote(path)
+    reading = ray.remote(num_cpus=0)(tail_of).options(scheduling_strategy=there).remote(log_file, actor["Pid"])
     try:
         return ray.get(reading, timeout=_REMOTE_READ_TIMEOUT_S)
     except RayError as error:
-        return f"(log {path} cannot be read, its node does not answer: {type(error).__name__})"
+        where = log_file or "its output"
+        return f"{where}: (cannot be read, its node does not answer: {type(error).__name__})"
+
+
+def tail_of(log_file: str | None, pid: int) -> str:
+    """The paths and ends of what a process of this node wrote: its log, or else Ray's files of its output."""
+    if log_file is not None:
+        return f"{log_file}:\n{last_lines(log_file)}"
+    node: Any = ray_worker._global_node
+    logs = Path(node.get_logs_dir_path())
+    tails = {path: _without_marks(last_lines(str(path))) for path in sorted(logs.glob(f"worker-*-{pid}.*"))}
+    return "\n".join(f"{path}:\n{tail}" for path, tail in tails.items() if tail) or f"{logs}: (nothing of pid {pid})"
+
+
+def _without_marks(text: str) -> str:
+    """The lines that the worker wrote; Ray's own say which job and actor the file is of."""
+    return "\n".join(line for line in text.splitlines() if line.strip() and not line.startswith(_RAY_MARKS))

@@ -1,25 +1,35 @@
+import json
+import os
+import signal
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from torch.distributed.checkpoint import filesystem
+from transformers import AutoModelForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parent))
 from gloo import run_on_ranks
 from tiny_models import random_sequences, save_tiny_model
 
 import learner.checkpoint
+from asyncrl.protocol.errors import CheckpointError
+from learner import export
 from learner.checkpoint import Checkpointer
+from learner.checkpoint_files import newest_checkpoint, read_progress
 from learner.config import AlgorithmConfig, Device, LearnerConfig, OptimizerConfig, Schedule
 from learner.step import PolicyStep
 from learner.trainer import PolicyTrainer
-from learner.weights import gather_weights
+from learner.weights import gather_weights, save_policy
 
 
-def trainer_of(model_path: str, num_ranks: int = 1, sp_size: int = 1) -> PolicyTrainer:
+def trainer_of(model_path: str, num_ranks: int = 1, sp_size: int = 1, fsdp_size: int = -1) -> PolicyTrainer:
     optimizer = OptimizerConfig(lr=1e-3, schedule=Schedule.linear, warmup_steps=1, eps=1e-4)
-    config = LearnerConfig(num_ranks=num_ranks, sp_size=sp_size, device=Device.cpu, optimizer=optimizer)
+    config = LearnerConfig(
+        num_ranks=num_ranks, sp_size=sp_size, fsdp_size=fsdp_size, device=Device.cpu, optimizer=optimizer
+    )
     return PolicyTrainer(config, model_path=model_path, total_updates=8)
 
 
@@ -69,9 +79,11 @@ def test_a_resumed_run_continues_bit_for_bit(model_path: str, tmp_path: Path) ->
 
 def two_ranks(model_path: str, directory: str, alone: str) -> tuple:
     outcome = resumed_run(model_path, directory, 2)
-    split = trainer_of(model_path, 2, sp_size=2)
-    Checkpointer(split, alone).load(Path(alone) / "v00000005")
-    return outcome, weights_of(split)
+    loaded = []
+    for split in (trainer_of(model_path, 2, sp_size=2), trainer_of(model_path, 2, fsdp_size=1)):
+        Checkpointer(split, alone).load(Path(alone) / "v00000005")
+        loaded.append(weights_of(split))
+    return outcome, loaded
 
 
 def test_ranks_resume_bit_for_bit_and_load_what_another_layout_saved(model_path: str, tmp_path: Path) -> None:
@@ -83,7 +95,8 @@ def test_ranks_resume_bit_for_bit_and_load_what_another_layout_saved(model_path:
         2, two_ranks, model_path, str(tmp_path / "two"), str(tmp_path / "alone")
     )[0]
     assert_equal(straight, resumed)
-    assert_equal(loaded, weights_of(trainer))
+    for weights in loaded:
+        assert_equal(weights, weights_of(trainer))
 
     single = trainer_of(model_path)  # and one process loads what two ranks saved
     Checkpointer(single, str(tmp_path / "two")).load(tmp_path / "two" / "v00000002")
@@ -138,6 +151,114 @@ def test_only_the_last_checkpoints_are_kept(model_path: str, tmp_path: Path) -> 
     for version in (9, 10, 11):
         checkpointer.save(version)
     assert sorted(path.name for path in (tmp_path / "c").iterdir()) == ["v00000010", "v00000011"]
+
+
+def test_dropout_goes_on_with_the_random_numbers_of_the_saved_run(tmp_path: Path) -> None:
+    path = Path(save_tiny_model(tmp_path / "model"))
+    config = json.loads((path / "config.json").read_text()) | {"attention_dropout": 0.5}
+    (path / "config.json").write_text(json.dumps(config))
+    straight, resumed, _ = resumed_run(str(path), str(tmp_path / "c"), 1)
+    assert_equal(straight, resumed)
+    other = trainer_of(str(path))
+    Checkpointer(other, str(tmp_path / "c")).load(tmp_path / "c" / "v00000002")
+    torch.manual_seed(7)
+    for seed in (2, 3):
+        step(other, seed)
+    assert any((value != straight[name]).any() for name, value in weights_of(other).items())
+
+
+def test_a_save_in_the_background_is_in_its_place_without_another_call(model_path: str, tmp_path: Path) -> None:
+    trainer = trainer_of(model_path)
+    checkpointer = Checkpointer(trainer, str(tmp_path / "c"))
+    checkpointer.save(3, wait=False, run={"prompts": {"position": 9}})
+    pending = checkpointer._pending
+    assert pending is not None
+    pending.result(timeout=30)  # the writing thread alone
+    newest = newest_checkpoint(tmp_path / "c")
+    assert newest == tmp_path / "c" / "v00000003"
+    assert newest_checkpoint(newest) == newest
+    progress = read_progress(newest)
+    assert (progress.version, progress.num_ranks, progress.run) == (3, 1, {"prompts": {"position": 9}})
+
+
+def test_a_full_disk_in_the_background_is_an_error_of_the_next_call(
+    model_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpointer = Checkpointer(trainer_of(model_path), str(tmp_path / "c"))
+    checkpointer.save(1)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(learner.checkpoint, "put_in_place", full)
+    checkpointer.save(2, wait=False)
+    with pytest.raises(CheckpointError, match=r"could not be written: rank 0: OSError: .*No space left"):
+        checkpointer.finish()
+    assert checkpointer.latest() == tmp_path / "c" / "v00000001"
+
+
+def test_a_death_between_two_renames_or_while_removing_leaves_whole_checkpoints(
+    model_path: str, tmp_path: Path
+) -> None:
+    checkpointer = Checkpointer(trainer_of(model_path), str(tmp_path / "c"))
+    final = checkpointer.save(4)
+    final.rename(final.with_name(f".{final.name}.replaced"))
+    assert newest_checkpoint(tmp_path / "c") == final
+    assert checkpointer.load(final) == 4
+    (tmp_path / "c" / ".v00000001.removed").mkdir()
+    checkpointer.save(5)
+    assert sorted(path.name for path in (tmp_path / "c").iterdir()) == ["v00000004", "v00000005"]
+
+
+def kill_while_saving(model_path: str, directory: str) -> None:
+    trainer = trainer_of(model_path)
+    Checkpointer(trainer, directory).save(1)
+    write = filesystem.FileSystemWriter.write_data
+
+    def die(*args: object, **kwargs: object) -> None:
+        write(*args, **kwargs)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    filesystem.FileSystemWriter.write_data = die
+    step(trainer, 0)
+    Checkpointer(trainer, directory).save(2)
+
+
+def test_a_process_killed_while_saving_leaves_the_checkpoint_before(model_path: str, tmp_path: Path) -> None:
+    with pytest.raises(EOFError):
+        run_on_ranks(1, kill_while_saving, model_path, str(tmp_path / "c"))
+    newest = newest_checkpoint(tmp_path / "c")
+    assert newest == tmp_path / "c" / "v00000001"
+    trainer = trainer_of(model_path)
+    checkpointer = Checkpointer(trainer, str(tmp_path / "c"))
+    assert checkpointer.load(newest) == 1
+    assert_equal(weights_of(trainer), weights_of(trainer_of(model_path)))
+    checkpointer.save(2)
+    assert checkpointer.latest() == tmp_path / "c" / "v00000002"
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_an_exported_checkpoint_is_the_policy_that_was_saved(family: str, tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path / "model", family)
+    trainer = trainer_of(path)
+    step(trainer, 0)
+    Checkpointer(trainer, str(tmp_path / "c")).save(1)
+    assert export.main([str(tmp_path / "c"), str(tmp_path / "out")]) == 0
+    save_policy(trainer, str(tmp_path / "policy"))
+    exported, saved = (
+        AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype="auto").state_dict() for name in ("out", "policy")
+    )
+    assert exported.keys() == saved.keys()
+    for name, value in saved.items():
+        assert value.dtype == exported[name].dtype
+        assert torch.equal(value, exported[name]), name
+    assert export.main([str(tmp_path / "c"), str(tmp_path / "half"), "--dtype", "bfloat16"]) == 0
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "half", dtype="auto").dtype == torch.bfloat16
+
+
+def test_exporting_names_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    assert export.main([str(tmp_path / "none"), str(tmp_path / "out")]) == 2
+    assert "no checkpoint at" in capsys.readouterr().err
 
 
 def test_a_path_without_a_checkpoint_is_named(model_path: str, tmp_path: Path) -> None:

@@ -7,13 +7,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 from gloo import run_on_ranks
 from tiny_models import random_sequences, save_tiny_model
 
 from learner.config import AlgorithmConfig, Device, LearnerConfig
-from learner.offload import Residence
+from learner.offload import MovableTensors, Residence
 from learner.step import PolicyStep
 from learner.trainer import PolicyTrainer
 from learner.weights import gather_weights
@@ -90,6 +91,8 @@ def test_the_transition_frees_all_and_training_mode_restores_it(model_path: str)
     assert learner.residence.metrics == {"rollout_device_bytes_before": full, "rollout_device_bytes_after": 0.0}
     learner.residence.enter_training()
     assert (learner.flags, learner.residence.device_bytes()) == ((False, False), full)
+    assert learner.residence.metrics["trainer_device_bytes_before"] == 0.0
+    assert learner.residence.metrics["trainer_device_bytes_after"] == full
 
 
 def test_an_update_loads_lazily_what_the_transition_moved_away(model_path: str) -> None:
@@ -137,6 +140,75 @@ def test_the_transition_option_is_ignored_beside_the_others_with_a_warning(
     before = learner.flags
     learner.residence.enter_rollout()
     assert learner.flags == before == (bool(other.get("param_offload")), bool(other.get("optimizer_offload")))
+
+
+@pytest.mark.parametrize("config", [PLAIN, PARAM, OPTIMIZER, TRANSITION])
+def test_an_error_leaves_flags_that_are_true_and_a_learner_that_goes_on(config: LearnerConfig, model_path: str) -> None:
+    learner, still = Learner(config, model_path), Learner(PLAIN, model_path)
+    learner.update()
+    still.update()
+    learner.residence.enter_rollout()
+    flags = learner.flags
+    for use in (learner.residence.persisting, learner.residence.reading, learner.residence.updating):
+        with pytest.raises(OSError, match="full"), use():
+            raise OSError("disk full")
+        assert learner.residence._model.offloaded == (learner.residence._model.device_bytes() == 0)
+        assert learner.residence._optimizer.offloaded == (learner.residence._optimizer.device_bytes() == 0)
+        if use == learner.residence.persisting:
+            assert learner.flags == flags
+    assert learner.flags == (config.param_offload, config.optimizer_offload)
+    assert learner.update() == still.update()
+
+
+def test_a_failed_update_adds_nothing_to_the_next_one(model_path: str) -> None:
+    learner, still = Learner(PARAM, model_path), Learner(PLAIN, model_path)
+    backward, calls = torch.Tensor.backward, []
+
+    def fail_late(self: torch.Tensor) -> None:
+        backward(self)
+        calls.append(1)
+        raise RuntimeError("out of memory")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "backward", fail_late)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            learner.update()
+    assert calls
+    assert learner.flags == (True, False)
+    assert learner.update() == still.update()
+
+
+def test_a_move_that_fails_halfway_moves_nothing() -> None:
+    tensors = [torch.arange(6.0), torch.arange(4.0)]
+    movable, clone = MovableTensors(lambda: tensors), torch.Tensor.clone
+    want = [tensor.tolist() for tensor in tensors]
+
+    def fail_on_the_second(self: torch.Tensor) -> torch.Tensor:
+        if self.numel() == 16:
+            raise MemoryError
+        return clone(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "clone", fail_on_the_second)
+        with pytest.raises(MemoryError):
+            movable.offload()
+    assert (movable.offloaded, movable.device_bytes(), [t.tolist() for t in tensors]) == (False, 40, want)
+    movable.offload()
+    assert (movable.offloaded, movable.device_bytes()) == (True, 0)
+    resize = torch.UntypedStorage.resize_
+
+    def fail_to_grow(self: torch.UntypedStorage, size: int) -> object:
+        if size == 16:
+            raise MemoryError
+        return resize(self, size)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.UntypedStorage, "resize_", fail_to_grow)
+        with pytest.raises(MemoryError):
+            movable.load()
+    assert (movable.offloaded, movable.device_bytes()) == (True, 0)
+    movable.load()
+    assert (movable.offloaded, movable.device_bytes(), [t.tolist() for t in tensors]) == (False, 40, want)
 
 
 def sharded_run(model_path: str, config: LearnerConfig) -> tuple[list[float], int, float]:

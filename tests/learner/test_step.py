@@ -1,4 +1,5 @@
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from learner.config import AlgorithmConfig, Correction, Device, KLEstimator, Lea
 from learner.scorer import PolicyScorer
 from learner.step import PolicyStep
 from learner.trainer import PolicyTrainer
+from learner.types import TokenSequence
 
 CONFIG = LearnerConfig(device=Device.cpu, optimizer=OptimizerConfig(lr=5e-3, weight_decay=0.0))
 
@@ -21,12 +23,16 @@ def model_path(tmp_path: Path) -> str:
     return save_tiny_model(tmp_path / "model")
 
 
+def mini_batched(sequences: list[TokenSequence], count: int) -> list[TokenSequence]:
+    return [replace(sequence, mini_batch=index % count) for index, sequence in enumerate(sequences)]
+
+
 def trainer_of(model_path: str) -> PolicyTrainer:
     return PolicyTrainer(CONFIG, model_path=model_path, total_updates=8)
 
 
 def test_every_mini_batch_is_an_update_and_all_tokens_are_trained_once(model_path: str) -> None:
-    trainer, sequences = trainer_of(model_path), random_sequences(12)
+    trainer, sequences = trainer_of(model_path), mini_batched(random_sequences(12), 4)
     metrics = PolicyStep(trainer, AlgorithmConfig(num_mini_batches=4)).run(sequences)
     assert trainer.optimizer.num_updates == 4
     assert metrics["num_tokens"] == sum(s.loss_mask.sum() for s in sequences)
@@ -39,19 +45,19 @@ def test_the_proximal_policy_is_the_one_before_the_step(model_path: str) -> None
 
     class Spy(PolicyTrainer):
         def update(self, sequences, loss, **options):
-            seen.append({len(s.input_ids): s.columns["proximal_logprobs"] for s in sequences})
+            seen.append({s.input_ids.tobytes(): s.columns["proximal_logprobs"] for s in sequences})
             return super().update(sequences, loss, **options)
 
     trainer = Spy(CONFIG, model_path=model_path, total_updates=8)
-    sequences = random_sequences(6)
-    before = {len(s.input_ids): p for s, p in zip(sequences, trainer.log_probs(sequences), strict=True)}
+    sequences = mini_batched(random_sequences(6), 2)
+    before = {s.input_ids.tobytes(): p for s, p in zip(sequences, trainer.log_probs(sequences), strict=True)}
     PolicyStep(trainer, AlgorithmConfig(num_mini_batches=2, correction=Correction.untruncated)).run(sequences)
     after = trainer.log_probs(sequences)
     assert len(seen) == 2
     for part in seen:
-        for length, values in part.items():
-            np.testing.assert_array_equal(values, before[length])
-    assert max(np.abs(a - before[len(s.input_ids)]).max() for s, a in zip(sequences, after, strict=True)) > 1e-3
+        for ids, values in part.items():
+            np.testing.assert_array_equal(values, before[ids])
+    assert max(np.abs(a - before[s.input_ids.tobytes()]).max() for s, a in zip(sequences, after, strict=True)) > 1e-3
 
 
 def test_the_kl_penalty_pulls_towards_the_reference(model_path: str, tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
 import contextlib
+import inspect
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from learner.ulysses import (
     get_ulysses_sequence_parallel_group,
     get_ulysses_sequence_parallel_world_size,
     replicate_kv_heads,
+    slice_input_tensor,
+    ulysses_pad,
     ulysses_pad_and_slice_inputs,
     validate_ulysses_config,
 )
@@ -70,11 +73,20 @@ def on_two_ranks() -> dict[str, Any]:
             seen[f"gathered {scale}"] = (everyone.tolist(), part.grad.tolist())
         seen["rows"] = manager.preprocess_data(Rows([rank, 10 + rank])).values
         seen["own rows"] = manager.postprocess_data(Rows([0, 1, 2, 3])).values
+        seen["group is set"] = get_ulysses_sequence_parallel_group() is manager.device_mesh["sp"].get_group()
+        part = slice_input_tensor(torch.arange(5)[None], dim=1)
+        seen["slice"] = (part.tolist(), part.is_contiguous())
+        whole_positions = ulysses_pad_and_slice_inputs(
+            torch.tensor([[5, 6, 7]]), torch.tensor([[0, 1, 2]]), sp_size=2, skip_position_ids_rmpad=True
+        )[1]
+        seen["positions"] = whole_positions.tolist()
         with UlyssesShardingManager(None):
             seen["nested none"] = get_ulysses_sequence_parallel_world_size()
         other = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "sp"))
         with contextlib.suppress(KeyError), UlyssesShardingManager(other):
             seen["nested alone"] = get_ulysses_sequence_parallel_world_size()
+            seen["group is set"] &= get_ulysses_sequence_parallel_group() is other["sp"].get_group()
+            seen["alone is identity"] = gather_seq_scatter_heads(mine, seq_dim=1, head_dim=2) is mine
             raise KeyError
         seen["restored"] = get_ulysses_sequence_parallel_world_size()
     seen["left"] = get_ulysses_sequence_parallel_group() is None
@@ -82,13 +94,16 @@ def on_two_ranks() -> dict[str, Any]:
 
 
 def test_two_ranks_exchange_heads_and_tokens() -> None:
+    names = ("heads", "round trip", "strided", "gradient", "left", "group is set", "alone is identity")
     for rank, seen in enumerate(run_on_ranks(2, on_two_ranks)):
-        assert all(seen[name] for name in ("heads", "round trip", "strided", "gradient", "left"))
+        assert all(seen[name] for name in names)
         assert seen["cut"] == 5
         assert seen["slices"] == [([[5, 6]], [[0, 1]], 1), ([[7, 0]], [[2, 0]], 1)][rank]
         own = [[1.0, 10.0], [100.0, 0.0]][rank]
         assert seen["gathered False"] == ([5.0, 6.0, 7.0], own)
         assert seen["gathered True"] == ([5.0, 6.0, 7.0], [2 * value for value in own])
+        assert seen["slice"] == ([[[0, 1, 2]], [[3, 4, 0]]][rank], True)
+        assert seen["positions"] == [[0, 1, 2, 0]]
         assert seen["rows"] == [0, 10, 1, 11]
         assert seen["own rows"] == [[0, 1], [2, 3]][rank]
         assert (seen["nested none"], seen["nested alone"], seen["restored"]) == (2, 1, 2)
@@ -102,6 +117,35 @@ def test_without_a_group_everything_is_the_identity() -> None:
     manager = UlyssesShardingManager(None)
     with manager:
         assert manager.preprocess_data("rows") == manager.postprocess_data("rows") == "rows"
+
+
+def test_tokens_are_padded_to_a_multiple_with_positions_of_their_own() -> None:
+    ids, positions = torch.tensor([[5, 6, 7, 8, 9]]), torch.tensor([[0, 1, 0, 1, 2]])
+    padded, where, count = ulysses_pad(input_ids_rmpad=ids, position_ids_rmpad=positions, sp_size=4, pad_value=1)
+    assert (padded.tolist(), where.tolist(), count) == ([[5, 6, 7, 8, 9, 1, 1, 1]], [[0, 1, 0, 1, 2, 0, 1, 2]], 3)
+    of_axes = ulysses_pad(ids, positions.expand(3, 1, 5), sp_size=3)[1]
+    assert of_axes.tolist() == [[[0, 1, 0, 1, 2, 0]]] * 3
+    assert ulysses_pad(ids)[0] is ids
+    assert ulysses_pad(ids, None, 2)[1:] == (None, 1)
+    with pytest.raises(ValueError, match=r"position_ids_rmpad must be .* got \(1, 4\)"):
+        ulysses_pad(ids, positions[:, :4], 2)
+
+
+def test_an_exchange_keeps_its_arguments_in_the_published_order() -> None:
+    for function, want in {
+        gather_seq_scatter_heads: "x seq_dim head_dim unpadded_dim_size=0 group=None",
+        gather_heads_scatter_seq: "x head_dim seq_dim group=None",
+        gather_outputs_and_unpad: "x gather_dim unpad_dim=None padding_size=0 grad_scaler=True group=None",
+        slice_input_tensor: "x dim padding=True group=None",
+        ulysses_pad: "input_ids_rmpad position_ids_rmpad=None sp_size=1 pad_value=0",
+        ulysses_pad_and_slice_inputs: (
+            "input_ids_rmpad position_ids_rmpad=None sp_size=1 skip_position_ids_rmpad=False"
+        ),
+        validate_ulysses_config: "num_heads ulysses_sequence_size",
+    }.items():
+        parameters = inspect.signature(function).parameters.values()
+        got = " ".join(p.name if p.default is p.empty else f"{p.name}={p.default}" for p in parameters)
+        assert got == want
 
 
 def test_heads_that_cannot_be_split_are_refused() -> None:

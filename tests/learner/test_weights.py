@@ -37,7 +37,7 @@ def test_a_snapshot_loads_as_the_trained_model(family: str, dtype: str, tmp_path
     loaded = AutoModelForCausalLM.from_pretrained(snapshot.path, dtype=torch.float32)
     again = PolicyTrainer(CONFIG, model_path=snapshot.path, total_updates=1)
     for name, value in loaded.named_parameters():
-        torch.testing.assert_close(again.causal_lm.get_parameter(name), value)
+        torch.testing.assert_close(again.pretrained.get_parameter(name), value)
     assert (written["model.embed_tokens.weight"].float() - original["model.embed_tokens.weight"]).abs().max() > 1e-3
 
 

@@ -54,7 +54,14 @@ class ScriptedSource:
 
 def batch(group_ids: Sequence[int], max_lag: int = 2) -> RankBatch:
     advantages = tuple(np.array([0.7, -0.7], dtype=np.float32) for _ in group_ids)
-    return RankBatch(version=7, group_ids=tuple(group_ids), advantages=advantages, max_lag=max_lag)
+    return RankBatch(
+        version=7,
+        group_ids=tuple(group_ids),
+        rewards=tuple(np.array([1.0, 0.0], dtype=np.float32) for _ in group_ids),
+        advantages=advantages,
+        mini_batches=(0,) * len(group_ids),
+        max_lag=max_lag,
+    )
 
 
 def start(directory: str, num_ranks: int, **options: bool) -> LearnerWorker:

@@ -1,5 +1,6 @@
 """Models of a few thousand parameters, saved in Hugging Face layout, and batches to train them on."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -54,4 +55,34 @@ def _sequence(rng: np.random.Generator, length: int) -> TokenSequence:
             "behavior_logprobs": -rng.uniform(0.5, 6.0, length).astype(np.float32),
             "advantages": np.full(length, rng.normal() * 10.0 ** rng.integers(-2, 2), dtype=np.float32),
         },
+    )
+
+
+def awkward_sequences(seed: int = 0) -> list[TokenSequence]:
+    """What splits get wrong: sequences of one token, without loss, in strided arrays, and of very unlike values."""
+    rng = np.random.default_rng(seed)
+    sequences = [_sequence(rng, int(rng.integers(2, 25))) for _ in range(13)]
+    alone = TokenSequence(
+        input_ids=np.array([5], dtype=np.int32),
+        loss_mask=np.zeros(1, dtype=bool),
+        columns={name: np.zeros(1, dtype=np.float32) for name in ("behavior_logprobs", "advantages")},
+    )
+    masked = replace(sequences[0], loss_mask=np.zeros(len(sequences[0].input_ids), dtype=bool))
+    scaled = [
+        sequence.with_column("advantages", np.full(len(sequence.input_ids), (-1.0) ** i * 10.0 ** (i - 4), np.float32))
+        for i, sequence in enumerate(sequences[:8])
+    ]
+    return [alone, *(_strided(sequence) for sequence in scaled), masked, *sequences[8:], alone]
+
+
+def _strided(sequence: TokenSequence) -> TokenSequence:
+    """The same sequence in arrays of every second entry."""
+
+    def spread(values: np.ndarray) -> np.ndarray:
+        return values.repeat(2)[::2]
+
+    return TokenSequence(
+        input_ids=spread(sequence.input_ids),
+        loss_mask=spread(sequence.loss_mask),
+        columns={name: spread(values) for name, values in sequence.columns.items()},
     )

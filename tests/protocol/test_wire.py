@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
 from asyncrl.protocol import wire, wire_torch
-from asyncrl.protocol.batch_ops import deep_equal
+from asyncrl.protocol.equality import deep_equal
 from asyncrl.protocol.errors import WireError
 
 PREFIX = b"aRL\x01"
@@ -135,9 +135,8 @@ def test_jagged_tensors_keep_their_rows_and_their_holes():
 
 @pytest.mark.parametrize("offsets", [[0, 2, 9], [0, -1, 3], [1, 2, 3], [0, 2, 1]])
 def test_jagged_tensors_whose_rows_leave_the_values_are_refused(offsets):
-    parts = [torch.arange(3.0), torch.tensor(offsets), None, 1]
     with pytest.raises(WireError, match="offsets"):
-        wire_torch.jagged_of(parts)
+        wire_torch.jagged_of(torch.arange(3.0), torch.tensor(offsets), None, 1)
 
 
 def test_not_contiguous_views_and_foreign_byte_orders_travel():
@@ -153,10 +152,8 @@ def test_numpy_scalars_keep_their_type():
 
 
 def test_a_value_that_does_not_travel_is_named():
-    with pytest.raises(TypeError, match="object"):
-        wire.encode({"a": object()})
-    with pytest.raises(TypeError, match="dtype"):
-        wire.encode(np.zeros(2, dtype=[("a", "i4")]))
+    with pytest.raises(WireError, match=r"value\['a'\]\[1\]\[0\]: the wire carries no object"):
+        wire.encode({"a": [0, np.array([object(), 1], dtype=object)]})
 
 
 def test_foreign_values_are_handed_to_the_transport_and_back():
@@ -171,7 +168,7 @@ def test_foreign_values_are_handed_to_the_transport_and_back():
 def test_a_list_that_holds_itself_is_refused():
     loop = []
     loop.append(loop)
-    with pytest.raises(ValueError, match="deeper"):
+    with pytest.raises(WireError, match="holds itself"):
         wire.encode(loop)
 
 
@@ -183,7 +180,7 @@ def test_depth_is_bounded_on_both_sides(wrap):
     assert wire.decode(wire.encode(value), max_depth=5) == value
     with pytest.raises(WireError, match="deeper"):
         wire.decode(wire.encode(value), max_depth=4)
-    with pytest.raises(ValueError, match="deeper"):
+    with pytest.raises(WireError, match="deeper"):
         wire.encode(value, max_depth=4)
 
 

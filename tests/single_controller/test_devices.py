@@ -1,5 +1,7 @@
 """Visible devices, on environments of several accelerators."""
 
+from types import SimpleNamespace
+
 import pytest
 import ray
 
@@ -58,6 +60,9 @@ def test_told_to_leave_the_variables_alone_a_worker_takes_the_device_that_ray_as
         def get_accelerator_ids(self):
             return {"GPU": ["3"], "NPU": ["5"]}
 
+    chosen = []
+    runtime = SimpleNamespace(is_available=lambda: True, set_device=chosen.append)
+    monkeypatch.setattr(devices, "_device_module", lambda is_npu: runtime)
     monkeypatch.setattr(ray, "get_runtime_context", Context)
     environment[f"RAY_EXPERIMENTAL_NOSET_{variable}_VISIBLE_DEVICES"] = "1"
     if device == "NPU":
@@ -65,6 +70,7 @@ def test_told_to_leave_the_variables_alone_a_worker_takes_the_device_that_ray_as
     assert ray_noset_visible_devices(environment)
     devices.set_up_visible_devices(environment)
     assert environment["LOCAL_RANK"] == {"GPU": "3", "NPU": "5"}[device]
+    assert chosen == [{"GPU": 3, "NPU": 5}[device]]
 
 
 def test_without_the_flag_rays_choice_stands():

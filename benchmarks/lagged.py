@@ -1,0 +1,159 @@
+"""Training at an exact lag, in one process: every batch is sampled with the weights of ``lag`` learner steps ago.
+
+The parts are the system's own (prompt stream, in-process engine's model, plan, learner step, snapshots); only the
+pipeline between them is left out, so that the lag is the same number at every step and a run takes seconds.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from transformers import AutoTokenizer
+
+from asyncrl.config import RunConfig
+from asyncrl.data.prompts import PromptStream, load_eval_prompts
+from asyncrl.protocol.types import Lease, Plan, Prompt, TrajectoryGroup, WeightSnapshot
+from learner.planning import rank_batches
+from learner.step import PolicyStep
+from learner.trainer import PolicyTrainer
+from learner.types import group_sequences
+from learner.weights import SnapshotWriter
+from rollout_fleet.decoding import load_decoder
+from rollout_fleet.engines.model_files import read_model_facts
+from rollout_fleet.engines.transformers_model import AbortFlags, GenerationModel
+from rollout_fleet.rewards.registry import find_reward
+from rollout_fleet.trajectory import to_trajectory_group
+from rollout_fleet.types import GenerationRequest, GroupOutput
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaggedOutcome:
+    """What one training came to.
+
+    Attributes:
+        curve: Learner version to sampled held-out accuracy, version 0 included.
+        metrics: The last step's metrics, by name.
+        seconds: Wall time.
+    """
+
+    curve: dict[int, float]
+    metrics: dict[str, float]
+    seconds: float
+
+    @property
+    def final(self) -> float:
+        """Accuracy at the last version."""
+        return self.curve[max(self.curve)]
+
+    @property
+    def area(self) -> float:
+        """Mean accuracy over training: area under the curve ÷ number of steps, by the trapezoidal rule."""
+        versions = sorted(self.curve)
+        return float(np.trapezoid([self.curve[version] for version in versions], versions) / versions[-1])
+
+
+class LaggedTraining:
+    """One training. Make it, `run` it once.
+
+    Args:
+        config: The run; ``model.path`` is the policy to start from.
+        lag: Learner steps between the weights that sample a batch and those that it trains; 0 is on-policy. The
+            first ``lag`` batches are sampled by version 0.
+        eval_every: Learner steps between evaluations.
+        eval_samples: Samples of each held-out prompt.
+    """
+
+    def __init__(self, config: RunConfig, *, lag: int, eval_every: int, eval_samples: int) -> None:
+        path = config.model.path
+        tokenizer = AutoTokenizer.from_pretrained(path)
+        self._config = config
+        self._lag = lag
+        self._eval_every = eval_every
+        self._eval_samples = eval_samples
+        self._prompts = PromptStream(config.data, tokenizer, seed=config.seed)
+        self._held_out = load_eval_prompts(config.data, tokenizer)
+        self._decode = load_decoder(path)
+        self._reward = find_reward(config.rollout_fleet.reward)
+        self._engine = GenerationModel(
+            path, facts=read_model_facts(path), dtype="float32", device="cpu", seed=config.seed
+        )
+        self._trainer = PolicyTrainer(
+            config.learner,
+            model_path=path,
+            total_updates=config.total_steps * config.algorithm.num_mini_batches,
+            temperature=config.rollout_fleet.sampling.temperature,
+            seed=config.seed,
+        )
+        self._step = PolicyStep(self._trainer, config.algorithm)
+
+    def run(self) -> LaggedOutcome:
+        """Train for ``total_steps`` steps."""
+        began_s, metrics = time.monotonic(), {}
+        self._engine.load()
+        with tempfile.TemporaryDirectory(prefix="asyncrl-lagged-") as folder:
+            writer = SnapshotWriter(folder, keep=self._lag + 2)
+            snapshots = [writer.write(0, self._trainer)]
+            curve = {0: self._accuracy(snapshots[0])}
+            for version in range(self._config.total_steps):
+                metrics = self._one_step(version, snapshots[max(0, version - self._lag)])
+                snapshots.append(writer.write(version + 1, self._trainer))
+                if (version + 1) % self._eval_every == 0 or version + 1 == self._config.total_steps:
+                    curve[version + 1] = self._accuracy(snapshots[-1])
+        return LaggedOutcome(curve=curve, metrics=metrics, seconds=time.monotonic() - began_s)
+
+    def _one_step(self, version: int, behavior: WeightSnapshot) -> dict[str, float]:
+        algorithm = self._config.algorithm
+        self._engine.load_weights(behavior)
+        groups = self._roll_out(self._prompts.take(algorithm.groups_per_step), behavior.version)
+        plan = Plan(version=version, groups=[group.summary for group in groups])
+        (share,) = rank_batches(plan, algorithm, num_shards=1, max_lag=self._lag)
+        assert share.advantages is not None  # the table's estimators need rewards alone
+        by_id = {group.group_id: group for group in groups}
+        sequences = [
+            sequence
+            for group_id, values, mini_batch in zip(share.group_ids, share.advantages, share.mini_batches, strict=True)
+            for sequence in group_sequences(by_id[group_id], values, mini_batch=mini_batch)
+        ]
+        return self._step.run(sequences)
+
+    def _roll_out(self, prompts: Sequence[Prompt], version: int) -> list[TrajectoryGroup]:
+        outputs = self._generate(prompts, self._config.algorithm.samples_per_prompt, version)
+        return [
+            to_trajectory_group(
+                Lease(prompt=prompt, attempt=0, engine_version=version, deadline_version=version + self._lag),
+                output,
+                self._rewards(prompt, output),
+            )
+            for prompt, output in zip(prompts, outputs, strict=True)
+        ]
+
+    def _accuracy(self, snapshot: WeightSnapshot) -> float:
+        """Mean reward of held-out prompts, sampled as in training; leaves torch's random state as it was."""
+        self._engine.load_weights(snapshot)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self._config.seed)
+            outputs = self._generate(self._held_out, self._eval_samples, snapshot.version)
+        return float(
+            np.concatenate([self._rewards(p, output) for p, output in zip(self._held_out, outputs, strict=True)]).mean()
+        )
+
+    def _generate(self, prompts: Sequence[Prompt], num_samples: int, version: int) -> list[GroupOutput]:
+        requests = [
+            GenerationRequest(
+                rid=f"{prompt.group_id:012d}-000",
+                prompt_ids=prompt.prompt_ids,
+                num_samples=num_samples,
+                sampling=self._config.rollout_fleet.sampling,
+            )
+            for prompt in prompts
+        ]
+        return self._engine.generate(requests, [AbortFlags() for _ in requests], version)
+
+    def _rewards(self, prompt: Prompt, output: GroupOutput) -> np.ndarray:
+        texts = [self._decode(sample.token_ids.tolist()) for sample in output.samples]
+        return np.asarray([self._reward(prompt, text) for text in texts], dtype=np.float32)

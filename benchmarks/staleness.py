@@ -1,0 +1,200 @@
+"""What staleness costs, and what corrects for it: ``python -m benchmarks.staleness``.
+
+The quickstart's task from one warm start a seed, at an exact lag η, with every correction, in one and in four
+optimizer updates a learner step: ``benchmarks/lagged.py`` trains each cell in this process. Finished cells are kept in
+a file, and a run that was cut short goes on where it stopped. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from asyncrl.compose import compose_run
+from asyncrl.config import RunConfig
+from asyncrl.prepare import warm_start_path, with_quickstart_assets
+from benchmarks.lagged import LaggedTraining
+from learner.config import AlgorithmConfig, Correction, Schedule
+
+WARM_START_TIMEOUT_S = 900
+
+CORRECTIONS: Mapping[str, Mapping[str, Any]] = {
+    "none": {"loss": "reinforce", "correction": Correction.none},
+    "ppo_behavior": {"loss": "ppo_clip", "correction": Correction.none},
+    "tis": {"loss": "ppo_clip", "correction": Correction.token_truncated},
+    "decoupled": {"loss": "ppo_clip", "correction": Correction.untruncated},
+    "icepop": {"loss": "ppo_clip", "correction": Correction.token_masked},
+}
+"""Column of the table to the options that differ: no correction at all (REINFORCE), PPO's clip on policy ÷ behaviour,
+and PPO's clip on policy ÷ proximal with three weights of proximal ÷ behaviour."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One training of the table.
+
+    Attributes:
+        seed: Of assets, warm start and sampling.
+        eta: The exact lag, in learner steps.
+        correction: A key of `CORRECTIONS`.
+        mini_batches: Optimizer updates of one learner step.
+        steps: Learner steps.
+        lr: Constant learning rate.
+    """
+
+    seed: int
+    eta: int
+    correction: str
+    mini_batches: int
+    steps: int
+    lr: float
+
+    def algorithm(self, base: AlgorithmConfig) -> AlgorithmConfig:
+        """The algorithm's options."""
+        return replace(base, num_mini_batches=self.mini_batches, **CORRECTIONS[self.correction])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Results:
+    """Finished cells, one JSON object a line.
+
+    Attributes:
+        path: The file; made when the first cell is finished.
+    """
+
+    path: Path
+
+    def read(self) -> dict[Cell, dict[str, Any]]:
+        """Every finished cell with its figures."""
+        if not self.path.is_file():
+            return {}
+        rows = [json.loads(line) for line in self.path.read_text().splitlines()]
+        return {Cell(**row["cell"]): row for row in rows}
+
+    def add(self, cell: Cell, figures: Mapping[str, Any]) -> None:
+        """Keep a finished cell."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("a") as file:
+            file.write(json.dumps({"cell": asdict(cell), **figures}) + "\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Train what is missing of the table, and print it."""
+    options = _parser().parse_args(arguments)
+    cells = list(_cells(options))
+    results = Results(path=Path(options.results))
+    torch.set_num_threads(1)
+    for seed in options.seeds:
+        missing = [cell for cell in cells if cell.seed == seed and cell not in results.read()]
+        if not missing or options.table_only:
+            continue
+        config = _warm_started(seed, options.output_dir)
+        for cell in missing:
+            figures = _train(cell, config)
+            results.add(cell, figures)
+            print(f"{cell}: final {figures['final']:.3f}, {figures['seconds']:.0f} s", file=sys.stderr, flush=True)
+    _print_tables(cells, results.read())
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.staleness", description="The staleness table.")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--eta", type=int, nargs="+", default=[0, 1, 4, 8], help="exact lags, in learner steps")
+    parser.add_argument("--corrections", nargs="+", choices=list(CORRECTIONS), default=list(CORRECTIONS))
+    parser.add_argument("--mini-batches", type=int, nargs="+", default=[1, 4], help="updates of one learner step")
+    parser.add_argument("--steps", type=int, default=60, help="learner steps of one training")
+    parser.add_argument("--lr", type=float, default=7e-4, help="constant learning rate")
+    parser.add_argument("--output-dir", default="outputs", help="assets and warm starts")
+    parser.add_argument("--results", default="outputs/staleness.jsonl", help="finished cells; a new run goes on")
+    parser.add_argument("--table-only", action="store_true", help="train nothing; print what is finished")
+    return parser
+
+
+def _cells(options: argparse.Namespace) -> Iterator[Cell]:
+    """Seed by seed, so that a table cut short is whole for its first seeds."""
+    for seed in options.seeds:
+        for eta in options.eta:
+            for mini_batches in options.mini_batches:
+                for correction in options.corrections:
+                    yield Cell(
+                        seed=seed,
+                        eta=eta,
+                        correction=correction,
+                        mini_batches=mini_batches,
+                        steps=options.steps,
+                        lr=options.lr,
+                    )
+
+
+def _warm_started(seed: int, output_dir: str) -> RunConfig:
+    """The quickstart of a seed, starting from its warm-started policy, which is made where it is missing."""
+    overrides = [f"seed={seed}", f"output_dir={output_dir}"]
+    config = with_quickstart_assets(compose_run(overrides))
+    policy = warm_start_path(config)
+    if not (policy / "sft.json").is_file():
+        command = [sys.executable, "-m", "asyncrl.sft", *overrides]
+        subprocess.run(command, check=True, timeout=WARM_START_TIMEOUT_S, stdout=sys.stderr)
+    return replace(config, model=replace(config.model, path=str(policy)))
+
+
+def _train(cell: Cell, config: RunConfig) -> dict[str, Any]:
+    optimizer = replace(config.learner.optimizer, lr=cell.lr, schedule=Schedule.constant)
+    config = replace(
+        config,
+        total_steps=cell.steps,
+        algorithm=cell.algorithm(config.algorithm),
+        learner=replace(config.learner, optimizer=optimizer),
+    )
+    outcome = LaggedTraining(config, lag=cell.eta, eval_every=5, eval_samples=2).run()
+    return {
+        "final": outcome.final,
+        "area": outcome.area,
+        "seconds": round(outcome.seconds, 1),
+        "curve": outcome.curve,
+        "metrics": {name: round(value, 6) for name, value in outcome.metrics.items()},
+    }
+
+
+def _print_tables(cells: Sequence[Cell], finished: Mapping[Cell, Mapping[str, Any]]) -> None:
+    """Markdown tables of accuracy at the end and over training, then everything as JSON."""
+    done = {cell: finished[cell] for cell in cells if cell in finished}
+    print(f"{len(done)} of {len(cells)} trainings are finished")
+    for figure, title in (("final", "sampled accuracy at the end"), ("area", "mean sampled accuracy over training")):
+        for mini_batches in sorted({cell.mini_batches for cell in cells}):
+            print(f"\n{title}, {mini_batches} update(s) a step: mean (lowest to highest) over seeds\n")
+            _print_table([cell for cell in cells if cell.mini_batches == mini_batches], done, figure)
+    print(json.dumps({"figures": _means(done), "finished": len(done), "cells": len(cells)}))
+
+
+def _print_table(cells: Sequence[Cell], done: Mapping[Cell, Mapping[str, Any]], figure: str) -> None:
+    etas, corrections = sorted({cell.eta for cell in cells}), list(dict.fromkeys(cell.correction for cell in cells))
+    print("| correction | " + " | ".join(f"η = {eta}" for eta in etas) + " |")
+    print("| --- |" + " --- |" * len(etas))
+    for correction in corrections:
+        row = []
+        for eta in etas:
+            values = [done[c][figure] for c in cells if c in done and (c.eta, c.correction) == (eta, correction)]
+            row.append(f"{statistics.mean(values):.2f} ({min(values):.2f} to {max(values):.2f})" if values else "—")
+        print(f"| `{correction}` | " + " | ".join(row) + " |")
+
+
+def _means(done: Mapping[Cell, Mapping[str, Any]]) -> dict[str, float]:
+    """Mean over seeds of the accuracy at the end. Example key: ``tis/eta=4/updates=1``."""
+    values: dict[str, list[float]] = {}
+    for cell, row in done.items():
+        values.setdefault(f"{cell.correction}/eta={cell.eta}/updates={cell.mini_batches}", []).append(row["final"])
+    return {name: round(statistics.mean(finals), 4) for name, finals in values.items()}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,177 @@
+"""Critic and reward model against plain Hugging Face forwards, and any dp × sp against one process."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
+
+sys.path.insert(0, str(Path(__file__).parent))  # spawned ranks import these by name
+from gloo import run_on_ranks
+from tiny_models import FAMILIES, random_sequences, save_tiny_model
+
+from learner import fsdp
+from learner.batching import karmarkar_karp
+from learner.config import CriticConfig, Device, LearnerConfig, OptimizerConfig
+from learner.critic import CriticTrainer, value_loss
+from learner.reward_model import RewardScorer
+from learner.types import TokenSequence
+from learner.weights import gather_weights
+
+CONFIG = LearnerConfig(device=Device.cpu, max_tokens_per_micro_batch=100)
+# A large eps: AdamW would blow rounding in vanishing gradients up to whole steps.
+CRITIC = CriticConfig(value_clip=0.2, optimizer=OptimizerConfig(lr=1e-2, clip_grad_norm=0.5, eps=1e-4))
+
+
+def save_classifier(directory: Path, family: str, auto_class: type) -> str:
+    """A classifier whose head is far from zero."""
+    backbone = save_tiny_model(directory / "causal", family)
+    torch.manual_seed(1)
+    model = auto_class.from_pretrained(backbone, num_labels=1)
+    torch.nn.init.normal_(model.score.weight)
+    if model.score.bias is not None:
+        torch.nn.init.constant_(model.score.bias, 0.3)
+    model.save_pretrained(directory / "classifier")
+    return str(directory / "classifier")
+
+
+def with_returns(sequences: list[TokenSequence]) -> list[TokenSequence]:
+    """Old values and returns of many magnitudes."""
+    rng = np.random.default_rng(5)
+    return [
+        replace(
+            s,
+            columns={
+                "values": rng.normal(size=len(s.input_ids)).astype(np.float32),
+                "returns": (rng.normal(size=len(s.input_ids)) * 10.0 ** rng.integers(-2, 2)).astype(np.float32),
+            },
+        )
+        for s in sequences
+    ]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_values_are_those_of_a_plain_forward_at_the_token_before(tmp_path: Path, family: str) -> None:
+    path = save_classifier(tmp_path, family, AutoModelForTokenClassification)
+    sequences = random_sequences(9)
+    values = CriticTrainer(CONFIG, CRITIC, model_path=path, total_updates=1).values(sequences)
+    plain = AutoModelForTokenClassification.from_pretrained(path).eval()
+    for sequence, got in zip(sequences, values, strict=True):
+        with torch.no_grad():
+            logits = plain(torch.from_numpy(sequence.input_ids)[None].long()).logits[0, :, 0].numpy()
+        want = np.where(sequence.loss_mask, np.roll(logits, 1), 0.0)
+        np.testing.assert_allclose(got, want, atol=2e-5)
+    assert np.concatenate(values).std() > 0.1
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_scores_are_those_of_a_plain_forward_at_the_last_token(tmp_path: Path, family: str) -> None:
+    path = save_classifier(tmp_path, family, AutoModelForSequenceClassification)
+    sequences = [replace(s, columns={}) for s in random_sequences(9)]
+    sequences.append(TokenSequence(input_ids=np.array([3]), loss_mask=np.array([False])))
+    scores = RewardScorer(CONFIG, model_path=path).scores(sequences)
+    plain = AutoModelForSequenceClassification.from_pretrained(path).eval()
+    with torch.no_grad():
+        want = [plain(torch.from_numpy(s.input_ids)[None].long()).logits.item() for s in sequences]
+    np.testing.assert_allclose(scores, want, atol=2e-5)
+    assert np.std(want) > 0.1
+
+
+def test_a_causal_model_becomes_a_critic_that_says_nothing_and_learns(tmp_path: Path) -> None:
+    trainer = CriticTrainer(CONFIG, CRITIC, model_path=save_tiny_model(tmp_path), total_updates=40)
+    sequences = random_sequences(6)
+    assert not np.concatenate(trainer.values(sequences)).any()
+    sequences = [
+        replace(s, columns={"values": 0 * s.columns["advantages"], "returns": np.cumsum(s.loss_mask, dtype=np.float32)})
+        for s in sequences
+    ]
+    trainer._value_clip = 0.0
+    history = [trainer.update(sequences) for _ in range(40)]
+    assert history[0]["explained_variance"] == pytest.approx(0.0, abs=1e-6)
+    assert history[0]["value_loss"] == pytest.approx(
+        np.mean(np.concatenate([0.5 * s.columns["returns"][s.loss_mask] ** 2 for s in sequences])), rel=1e-5
+    )
+    assert history[-1]["value_loss"] < 0.2 * history[0]["value_loss"]
+    assert history[-1]["explained_variance"] > 0.5
+    assert history[0]["num_tokens"] == sum(s.loss_mask.sum() for s in sequences)
+
+
+def test_a_reward_model_without_its_head_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"trained sequence classifier, got .* without \['score\.weight'\]"):
+        RewardScorer(CONFIG, model_path=save_tiny_model(tmp_path))
+
+
+def test_a_critic_with_several_labels_is_refused(tmp_path: Path) -> None:
+    backbone = save_tiny_model(tmp_path / "causal")
+    AutoModelForTokenClassification.from_pretrained(backbone, num_labels=3).save_pretrained(tmp_path / "three")
+    with pytest.raises(ValueError, match="one label"):
+        CriticTrainer(CONFIG, CRITIC, model_path=str(tmp_path / "three"), total_updates=1)
+
+
+def test_the_value_loss_is_clipped_as_worked_by_hand() -> None:
+    values = torch.tensor([1.0, 0.1, 1.0, -3.0], requires_grad=True)
+    old, returns = torch.tensor([0.0, 0.0, 0.9, 0.0]), torch.tensor([2.0, 2.0, 2.0, 1.0])
+    loss, clipped = value_loss(values, old, returns, clip=0.2)
+    # (1 - 2)² < (0.2 - 2)²; inside the interval twice; (-3 - 1)² > (-0.2 - 1)².
+    torch.testing.assert_close(loss, torch.tensor([1.62, 1.805, 0.5, 8.0]))
+    assert clipped.tolist() == [True, False, False, False]
+    loss.sum().backward()
+    torch.testing.assert_close(values.grad, torch.tensor([0.0, -1.9, -1.0, -4.0]))
+    plain, never = value_loss(values, old, returns, clip=0.0)
+    torch.testing.assert_close(plain, torch.tensor([0.5, 1.805, 0.5, 8.0]))
+    assert not never.any()
+
+
+def step_on(path: str, config: LearnerConfig, num_sequences: int) -> tuple[list[dict], dict, list]:
+    """Two updates; their metrics, the weights after them, and values of all sequences of this rank."""
+    trainer = CriticTrainer(config, CRITIC, model_path=path, total_updates=2)
+    sequences = with_returns(random_sequences(num_sequences))
+    shares = karmarkar_karp([len(s.input_ids) for s in sequences], config.num_ranks // config.sp_size)
+    share = [sequences[index] for index in shares[trainer.mesh.dp_rank]]
+    metrics = [trainer.update(share) for _ in range(2)]
+    weights = gather_weights(trainer)
+    return metrics, {k: v.numpy() for k, v in (weights or {}).items()}, trainer.values(share)
+
+
+def on_each_mesh(path: str, meshes: list[tuple[LearnerConfig, int]]) -> list:
+    """One spawn serves several meshes over the same ranks; from the second on, every layer is an FSDP unit."""
+    outcomes = []
+    for config, num_sequences in meshes:
+        outcomes.append(step_on(path, config, num_sequences))
+        fsdp.MIN_UNIT_NUMEL = 1
+    return outcomes
+
+
+def assert_same(got: tuple, want: tuple) -> None:
+    for one, other in zip(got[0], want[0], strict=True):
+        for name in other.keys() - {"num_micro_batches"}:
+            assert one[name] == pytest.approx(other[name], rel=2e-5, abs=1e-6), name
+    assert got[1].keys() == want[1].keys()
+    for name, value in want[1].items():
+        np.testing.assert_allclose(got[1][name], value, atol=2e-5, err_msg=name)
+
+
+def test_two_ranks_step_the_critic_as_one_process_does(tmp_path: Path) -> None:
+    path = save_classifier(tmp_path, "qwen3", AutoModelForTokenClassification)
+    alone, lonely = step_on(path, replace(CONFIG, max_tokens_per_micro_batch=10_000), 19), step_on(path, CONFIG, 1)
+    two = replace(CONFIG, num_ranks=2)
+    results = run_on_ranks(2, on_each_mesh, path, [(two, 19), (replace(two, sp_size=2), 19), (two, 1)])
+    data, sequence, uneven = results[0]
+    assert_same(data, alone)
+    assert_same(sequence, alone)
+    assert_same(uneven, lonely)
+    np.testing.assert_allclose(np.concatenate(sequence[2]), np.concatenate(alone[2]), atol=2e-5)
+    assert alone[0][0]["value_clip_fraction"] > 0.05
+    assert "score.bias" in alone[1]
+
+
+def test_four_ranks_step_the_critic_as_one_process_does(tmp_path: Path) -> None:
+    path = save_classifier(tmp_path, "qwen3", AutoModelForTokenClassification)
+    alone = step_on(path, replace(CONFIG, max_tokens_per_micro_batch=10_000), 19)
+    four = replace(CONFIG, num_ranks=4)
+    meshes = [(replace(four, sp_size=2), 19), (replace(four, sp_size=4, activation_checkpointing=True), 19)]
+    for outcome in run_on_ranks(4, on_each_mesh, path, meshes)[0]:
+        assert_same(outcome, alone)

@@ -1,0 +1,114 @@
+"""Model families on every mesh against transformers' own forward and a loop written out here."""
+
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import AutoModelForCausalLM
+
+sys.path.insert(0, str(Path(__file__).parent))  # spawned ranks import these by name
+from gloo import run_on_ranks
+from tiny_models import FAMILIES, random_sequences, save_tiny_model
+
+from learner.config import AlgorithmConfig, Device, LearnerConfig, OptimizerConfig
+from learner.fsdp import whole_tensors
+from learner.step import PolicyStep
+from learner.trainer import PolicyTrainer
+from learner.types import TokenSequence
+
+TEMPERATURE, CLIP, LR, EPS, DECAY, MAX_NORM = 0.7, 0.2, 1e-3, 1e-4, 0.1, 0.5
+
+
+def plain_log_probs(model: torch.nn.Module, sequence: TokenSequence) -> torch.Tensor:
+    """[tokens in the loss] by transformers' forward of one sequence, without packing."""
+    ids = torch.from_numpy(sequence.input_ids.astype(np.int64))
+    log_probs = F.log_softmax(model(ids[None]).logits[0, :-1] / TEMPERATURE, dim=-1)
+    return log_probs.gather(-1, ids[1:, None])[:, 0][torch.from_numpy(sequence.loss_mask[1:])]
+
+
+def plain_loop(model_path: str) -> tuple[list[np.ndarray], float, dict[str, np.ndarray]]:
+    """Log-probs before, and gradient norm and weights after one PPO update by AdamW."""
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32, attn_implementation="eager")
+    groups = [
+        {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": DECAY},
+        {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95), eps=EPS)
+    log_probs, losses = [], []
+    for sequence in random_sequences(9):
+        own = plain_log_probs(model, sequence)
+        column = {name: torch.from_numpy(value[sequence.loss_mask]) for name, value in sequence.columns.items()}
+        ratio = (own - column["behavior_logprobs"]).exp()
+        clipped = ratio.clamp(1 - CLIP, 1 + CLIP)
+        losses.append(-torch.minimum(ratio * column["advantages"], clipped * column["advantages"]))
+        log_probs.append(own.detach().numpy())
+    torch.cat(losses).mean().backward()
+    norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM))
+    optimizer.step()
+    return log_probs, norm, {name: value.numpy() for name, value in model.state_dict().items()}
+
+
+def packed(model_path: str, num_ranks: int, sp_size: int) -> tuple[list[np.ndarray], float, dict[str, np.ndarray]]:
+    """The same by the learner; log-probs of this rank's sequences, None of the others'."""
+    optimizer = OptimizerConfig(lr=LR, eps=EPS, weight_decay=DECAY, clip_grad_norm=MAX_NORM)
+    config = LearnerConfig(
+        num_ranks=num_ranks, sp_size=sp_size, device=Device.cpu, max_tokens_per_micro_batch=60, optimizer=optimizer
+    )
+    trainer = PolicyTrainer(config, model_path=model_path, total_updates=1, temperature=TEMPERATURE)
+    dp, place = num_ranks // sp_size, trainer.mesh.dp_rank
+    sequences = random_sequences(9)[place::dp]
+    scores = trainer.log_probs(sequences)
+    log_probs = [score[sequence.loss_mask] for score, sequence in zip(scores, sequences, strict=True)]
+    metrics = PolicyStep(trainer, AlgorithmConfig(clip_low=CLIP, clip_high=CLIP)).run(sequences)
+    return log_probs, metrics["grad_norm"], _loaded(trainer)
+
+
+def _loaded(trainer: PolicyTrainer) -> dict[str, np.ndarray]:
+    """Whole weights under the names of a loaded model."""
+    whole = whole_tensors(trainer.model)
+    return {name.removeprefix("causal_lm."): tensor.clone().numpy() for name, tensor in whole}
+
+
+def every_family(paths: list[str], sp_sizes: list[int]) -> list[list]:
+    num_ranks = int(os.environ["WORLD_SIZE"])
+    return [[packed(path, num_ranks, sp_size) for path in paths] for sp_size in sp_sizes]
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    return [save_tiny_model(tmp_path_factory.mktemp(family) / "model", family) for family in FAMILIES]
+
+
+def assert_equal_to_the_plain_loop(path: str, ranks: list, dp: int, sp: int) -> None:
+    log_probs, norm, weights = plain_loop(path)
+    for rank, (got, got_norm, _) in enumerate(ranks):
+        for one, other in zip(got, log_probs[rank // sp :: dp], strict=True):
+            np.testing.assert_allclose(one, other, atol=3e-5)
+        assert got_norm == pytest.approx(norm, rel=1e-4)
+    first = ranks[0][2]
+    assert set(first) <= set(weights)
+    assert set(first) >= set(weights) - {"lm_head.weight"}  # where it is tied
+    for name, value in first.items():
+        np.testing.assert_allclose(value, weights[name], atol=2e-5, err_msg=f"{path} {name}")
+
+
+@pytest.mark.parametrize("family", range(len(FAMILIES)), ids=FAMILIES)
+def test_one_process_equals_the_plain_loop(family: int, paths: list[str]) -> None:
+    assert_equal_to_the_plain_loop(paths[family], [packed(paths[family], 1, 1)], 1, 1)
+
+
+def test_two_ranks_equal_the_plain_loop_for_every_family(paths: list[str]) -> None:
+    results = run_on_ranks(2, every_family, paths, [1, 2])
+    for family, path in enumerate(paths):
+        assert_equal_to_the_plain_loop(path, [result[0][family] for result in results], 2, 1)
+        assert_equal_to_the_plain_loop(path, [result[1][family] for result in results], 1, 2)
+
+
+def test_two_by_two_ranks_equal_the_plain_loop_for_every_family(paths: list[str]) -> None:
+    results = run_on_ranks(4, every_family, paths, [2])
+    for family, path in enumerate(paths):
+        assert_equal_to_the_plain_loop(path, [result[0][family] for result in results], 2, 2)

@@ -1,0 +1,125 @@
+"""What sharding options change: who reads the weights, where they live, what is compiled. Never the numbers."""
+
+import os
+import shutil
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+sys.path.insert(0, str(Path(__file__).parent))  # spawned ranks import these by name
+from gloo import run_on_ranks
+from tiny_models import random_sequences, save_tiny_model
+
+from learner import fsdp
+from learner.config import AlgorithmConfig, Device, LearnerConfig
+from learner.fsdp import decoder_layers
+from learner.step import PolicyStep
+from learner.trainer import PolicyTrainer
+from learner.weights import gather_weights
+
+PLAIN = LearnerConfig(device=Device.cpu)
+
+
+def trained(trainer: PolicyTrainer) -> tuple[float, dict[str, np.ndarray]]:
+    """Loss and weights after one step on this rank's share."""
+    dp = trainer.mesh.num_ranks // trainer.mesh.sp_size
+    loss = PolicyStep(trainer, AlgorithmConfig()).run(random_sequences(8)[trainer.mesh.dp_rank :: dp])["loss"]
+    return loss, {name: value.numpy() for name, value in (gather_weights(trainer) or {}).items()}
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_tiny_model(tmp_path_factory.mktemp("fsdp") / "model")
+
+
+def shards_without_weights(model_path: str) -> dict[str, Any]:
+    """Every rank but the first sees a folder that holds the configuration alone."""
+    fsdp.MIN_UNIT_NUMEL = 1
+    if os.environ["RANK"] != "0":
+        bare = Path(f"{model_path}_{os.environ['RANK']}")
+        bare.mkdir()
+        shutil.copy(Path(model_path) / "config.json", bare)
+        model_path = str(bare)
+    trainer = PolicyTrainer(replace(PLAIN, num_ranks=4, fsdp_size=2), model_path=model_path, total_updates=1)
+    parameters = dict(trainer.model.named_parameters())
+    seen: dict[str, Any] = {
+        "placements": {
+            type(p.data).__name__ + str(p.placements) for p in parameters.values() if isinstance(p, DTensor)
+        },
+        "plain": [name for name, p in parameters.items() if not isinstance(p, DTensor)],
+        "held": sum(p.to_local().numel() for p in parameters.values() if isinstance(p, DTensor)),
+        "whole": sum(p.numel() for p in parameters.values()),
+        "rotary": trainer.pretrained.model.rotary_emb.inv_freq.tolist(),
+        "tied": trainer.pretrained.lm_head.weight is trainer.pretrained.model.embed_tokens.weight,
+    }
+    seen["outcome"] = trained(trainer)
+    return seen
+
+
+def test_only_the_first_rank_reads_weights_and_each_keeps_its_shard_of_a_copy(model_path: str) -> None:
+    alone = PolicyTrainer(PLAIN, model_path=model_path, total_updates=1)
+    rotary = alone.pretrained.model.rotary_emb.inv_freq.tolist()
+    loss, weights = trained(alone)
+    ranks = run_on_ranks(4, shards_without_weights, model_path)
+    for seen in ranks:
+        assert seen["placements"] == {f"DTensor{(Replicate(), Shard(dim=0))}"}
+        assert seen["plain"] == []
+        assert seen["held"] == pytest.approx(seen["whole"] / 2, rel=0.05)  # fsdp_size=2
+        assert seen["rotary"] == rotary
+        assert seen["tied"]
+        assert seen["outcome"][0] == pytest.approx(loss, rel=1e-5)
+    assert ranks[0]["outcome"][1].keys() == weights.keys()
+    for name, value in weights.items():
+        np.testing.assert_allclose(ranks[0]["outcome"][1][name], value, atol=1e-6, err_msg=name)
+
+
+@pytest.mark.parametrize("option", [{"offload_policy": True}, {"activation_checkpointing": True}])
+def test_an_option_of_memory_changes_no_number(option: dict[str, bool], model_path: str) -> None:
+    loss, weights = trained(PolicyTrainer(PLAIN, model_path=model_path, total_updates=1))
+    got_loss, got = trained(PolicyTrainer(replace(PLAIN, **option), model_path=model_path, total_updates=1))
+    assert got_loss == pytest.approx(loss, rel=1e-6)
+    for name, value in weights.items():
+        np.testing.assert_allclose(got[name], value, atol=1e-6, err_msg=name)
+
+
+def test_the_offload_policy_leaves_nothing_to_move(model_path: str, caplog: pytest.LogCaptureFixture) -> None:
+    from learner.offload import Residence
+
+    config = replace(PLAIN, offload_policy=True, param_offload=True)
+    trainer = PolicyTrainer(config, model_path=model_path, total_updates=1)
+    residence = Residence(config, [trainer.model], trainer.optimizer)
+    assert "offload_policy keeps everything on the host already" in caplog.text
+    residence.enter_rollout()
+    assert not residence.model_offloaded
+    trained(trainer)
+
+
+def test_compiled_layers_compute_the_same(model_path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[Any] = []
+    original = torch.compile
+
+    def note(function: Any, **options: Any) -> Any:
+        compiled.append(function)
+        return original(function, backend="aot_eager", **options)  # traced as by inductor, without a C++ compiler
+
+    monkeypatch.setattr(torch, "compile", note)
+    loss, weights = trained(PolicyTrainer(PLAIN, model_path=model_path, total_updates=1))
+    assert compiled == []
+    trainer = PolicyTrainer(replace(PLAIN, torch_compile=True), model_path=model_path, total_updates=1)
+    got_loss, got = trained(trainer)
+    assert len(compiled) == len(decoder_layers(trainer.model)) == 2
+    assert got_loss == pytest.approx(loss, rel=1e-5)
+    for name, value in weights.items():
+        np.testing.assert_allclose(got[name], value, atol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("size", [0, 3])
+def test_a_size_that_does_not_divide_the_ranks_is_refused(size: int) -> None:
+    with pytest.raises(ValueError, match=f"fsdp_size must be -1 or divide learner.num_ranks, got fsdp_size={size}"):
+        LearnerConfig(num_ranks=4, fsdp_size=size)

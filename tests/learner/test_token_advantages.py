@@ -1,0 +1,122 @@
+"""Token-level estimators against plain loops over one trajectory at a time."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from learner.config import AlgorithmConfig
+from learner.registry import ADVANTAGES
+from learner.token_advantages import (
+    TokenRewards,
+    generalized_advantages,
+    is_token_level,
+    returns_to_go,
+    standardized,
+)
+
+
+def alone(values: torch.Tensor) -> torch.Tensor:
+    return values
+
+
+def tokens(rewards: list[float], lengths: list[int], values: list[float] | None = None) -> TokenRewards:
+    return TokenRewards(
+        rewards=torch.tensor(rewards, dtype=torch.float64),
+        lengths=torch.tensor(lengths),
+        group_ids=torch.arange(len(lengths)),
+        values=torch.tensor(values or [0.0] * len(rewards), dtype=torch.float64),
+    )
+
+
+def gae_of_one(rewards: list[float], values: list[float], last: float, discount: float, trace: float) -> list[float]:
+    """Equation 16 as it is written: the sum of discounted one-step errors from each token on."""
+    following = [*values, last][1:]
+    errors = [r + discount * after - v for r, after, v in zip(rewards, following, values, strict=True)]
+    return [
+        sum((discount * trace) ** (later - t) * errors[later] for later in range(t, len(errors)))
+        for t in range(len(errors))
+    ]
+
+
+def test_gae_follows_the_critic_and_stays_inside_each_trajectory() -> None:
+    rewards, values = torch.tensor([0.0, 1.0, 0.0, 0.0, 2.0]), torch.tensor([0.5, 0.6, 1.0, 1.0, 1.0])
+    lengths = torch.tensor([2, 3])
+    advantages, returns = generalized_advantages(rewards, values, lengths, discount=1.0, trace=0.5)
+    assert advantages.tolist() == pytest.approx([0.3, 0.4, 0.25, 0.5, 1.0])
+    assert returns.tolist() == pytest.approx([0.8, 1.0, 1.25, 1.5, 2.0])
+    discounted, _ = generalized_advantages(rewards, values, lengths, discount=0.5, trace=1.0)
+    assert discounted.tolist() == pytest.approx([0.0, 0.4, -0.5, 0.0, 1.0])  # discounted returns less the values
+
+
+def test_a_cut_trajectory_can_be_bootstrapped() -> None:
+    rewards, values = torch.tensor([0.0, 1.0, 7.0]), torch.tensor([0.5, 0.6, 3.0])
+    advantages, _ = generalized_advantages(
+        rewards, values, torch.tensor([2, 1]), discount=1.0, trace=0.5, last_values=torch.tensor([1.0, 0.0])
+    )
+    assert advantages.tolist() == pytest.approx([0.8, 1.4, 4.0])
+
+
+@given(
+    st.lists(st.lists(st.tuples(st.floats(-9, 9), st.floats(-9, 9)), max_size=7), min_size=1, max_size=5),
+    st.floats(0, 1),
+    st.floats(0, 1),
+)
+def test_gae_is_the_sum_that_the_paper_writes(trajectories, discount: float, trace: float) -> None:
+    rewards = torch.tensor([r for t in trajectories for r, _ in t], dtype=torch.float64)
+    values = torch.tensor([v for t in trajectories for _, v in t], dtype=torch.float64)
+    last = torch.arange(len(trajectories), dtype=torch.float64)
+    lengths = torch.tensor([len(t) for t in trajectories])
+    got, returns = generalized_advantages(rewards, values, lengths, discount=discount, trace=trace, last_values=last)
+    want = [
+        advantage
+        for index, t in enumerate(trajectories)
+        for advantage in gae_of_one([r for r, _ in t], [v for _, v in t], float(index), discount, trace)
+    ]
+    assert got.tolist() == pytest.approx(want, abs=1e-9)
+    assert returns.tolist() == pytest.approx((torch.tensor(want, dtype=torch.float64) + values).tolist(), abs=1e-9)
+
+
+def test_returns_to_go_are_discounted_from_each_token() -> None:
+    got = returns_to_go(torch.tensor([1.0, 0.0, 4.0, 3.0]), torch.tensor([3, 1]), discount=0.5)
+    assert got.tolist() == [2.0, 2.0, 4.0, 3.0]
+
+
+def test_gae_whitens_its_advantages_but_not_the_returns() -> None:
+    batch = tokens([0.0, 1.0, 0.0, 0.0, 2.0], [2, 3], [0.5, 0.6, 1.0, 1.0, 1.0])
+    plain = ADVANTAGES.get("gae")(batch, AlgorithmConfig(trace=0.5, whiten_advantages=False), alone)
+    assert plain.advantages.tolist() == pytest.approx([0.3, 0.4, 0.25, 0.5, 1.0])
+    white = ADVANTAGES.get("gae")(batch, AlgorithmConfig(trace=0.5), alone)
+    mean = 2.45 / 5
+    deviation = math.sqrt(sum((a - mean) ** 2 for a in (0.3, 0.4, 0.25, 0.5, 1.0)) / 4)
+    want = [(a - mean) / deviation for a in (0.3, 0.4, 0.25, 0.5, 1.0)]
+    assert white.advantages.tolist() == pytest.approx(want)
+    assert white.returns.tolist() == pytest.approx([0.8, 1.0, 1.25, 1.5, 2.0])
+
+
+def test_reinforce_plus_plus_standardises_returns_over_the_tokens() -> None:
+    one_token_each = ADVANTAGES.get("reinforce_plus_plus")(tokens([3, 1, 0, 0], [1] * 4), AlgorithmConfig(), alone)
+    assert one_token_each.advantages.tolist() == pytest.approx([math.sqrt(2), 0.0, -math.sqrt(0.5), -math.sqrt(0.5)])
+    # A trajectory of two tokens with a KL penalty of 0.5 at each, and one of one token.
+    got = ADVANTAGES.get("reinforce_plus_plus")(tokens([-0.5, 3 - 0.5, 0.0], [2, 1]), AlgorithmConfig(), alone)
+    assert got.returns.tolist() == [2.0, 2.5, 0.0]
+    mean, deviation = 1.5, math.sqrt((0.25 + 1.0 + 2.25) / 2)
+    assert got.advantages.tolist() == pytest.approx([(r - mean) / deviation for r in (2.0, 2.5, 0.0)])
+
+
+@pytest.mark.parametrize("name", ["gae", "reinforce_plus_plus"])
+@pytest.mark.parametrize("reward", [0.1, 1e-8, 1e6])
+def test_equal_rewards_teach_nothing_also_token_by_token(name: str, reward: float) -> None:
+    estimator = ADVANTAGES.get(name)
+    assert is_token_level(estimator)
+    got = estimator(tokens([reward] * 7, [1] * 7), AlgorithmConfig(), alone)
+    assert got.advantages.tolist() == [0.0] * 7
+
+
+def test_a_small_difference_beside_large_values_is_kept() -> None:
+    got = standardized(torch.tensor([1e6, 1e6 + 1], dtype=torch.float64), alone)
+    assert got.tolist() == pytest.approx([-math.sqrt(0.5), math.sqrt(0.5)])
+    assert standardized(torch.tensor([5.0], dtype=torch.float64), alone).tolist() == [0.0]
+    assert standardized(torch.zeros(0, dtype=torch.float64), alone).tolist() == []
