@@ -83,11 +83,11 @@ def group_of(frames: Sequence[Any]) -> TrajectoryGroup:
         raise WireError(f"payload is not a TrajectoryGroup of this release: it begins with {bytes(head[:4])!r}")
     try:
         group_id, attempt, reasons, descriptors = msgpack.unpackb(head[len(_MAGIC) :], max_ext_len=0)
-        arrays = map(array_of, descriptors, buffers)
+        arrays = [array_of(d, buffer, writable=False) for d, buffer in zip(descriptors, buffers, strict=True)]
         columns = dict(zip(_COLUMNS, arrays, strict=True))
         finish_reasons = tuple([_REASONS[reason] for reason in reasons])
     except _MALFORMED as error:
         raise WireError(f"payload is not a TrajectoryGroup: {type(error).__name__}: {error}") from error
-    if type(group_id) is not int or type(attempt) is not int or len(buffers) != len(_COLUMNS):
+    if type(group_id) is not int or type(attempt) is not int:
         raise WireError("payload is not a TrajectoryGroup: its head does not describe it")
     return TrajectoryGroup(group_id=group_id, attempt=attempt, finish_reasons=finish_reasons, **columns)
