@@ -24,8 +24,8 @@ from buffer import BufferClient, BufferConfig, BufferProcess, Ledger, StalenessR
 from buffer.server import calm_collector
 
 _BYTES_PER_TOKEN = 13
-_WINDOW = 8
-_FETCHED_AT_ONCE = 16
+_WINDOW = 32
+_FETCHED_AT_ONCE = 64
 
 
 def group_of(lease: Lease | None, num_bytes: int, *, num_samples: int = 8) -> TrajectoryGroup:
@@ -88,11 +88,22 @@ class Buffer:
         self._logs.cleanup()
 
 
+async def put_all(client: BufferClient, groups: list[TrajectoryGroup], window: int) -> None:
+    """Put every group, at most ``window`` without an acknowledgement."""
+    left = iter(groups)
+
+    async def put() -> None:
+        for group in left:
+            await client.put(group)
+
+    await asyncio.gather(*(put() for _ in range(window)))
+
+
 async def buffer_round_s(buffer: Buffer, num_bytes: int) -> float:
     """Seconds to put a step's groups with the window and to fetch them."""
     groups = [group_of(lease, num_bytes) for lease in await buffer.lease()]
     began = time.perf_counter()
-    await asyncio.gather(*(buffer.client.put(group) for group in groups))
+    await put_all(buffer.client, groups, _WINDOW)
     for i in range(0, len(groups), _FETCHED_AT_ONCE):
         buffer.rank.fetch([group.group_id for group in groups[i : i + _FETCHED_AT_ONCE]])
     elapsed = time.perf_counter() - began
@@ -130,11 +141,7 @@ async def rows_per_s(number: int, rounds: int, *, window: int) -> float:
     for _ in range(rounds + 1):
         groups = [group_of(lease, 35_000) for lease in await buffer.lease()]
         began = time.perf_counter()
-        if window == 1:
-            for group in groups:
-                await buffer.client.put(group)
-        else:
-            await asyncio.gather(*(buffer.client.put(group) for group in groups))
+        await put_all(buffer.client, groups, window)
         rates.append(number / (time.perf_counter() - began))
         await buffer.finish()
     await buffer.close()

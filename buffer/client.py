@@ -45,7 +45,7 @@ class BufferClient:
     """
 
     def __init__(
-        self, address: str, *, request_timeout_s: float = 30.0, window: int = 8, keys: ClientKeys | None = None
+        self, address: str, *, request_timeout_s: float = 30.0, window: int = 32, keys: ClientKeys | None = None
     ) -> None:
         self.address = address
         self._timeout_s = request_timeout_s

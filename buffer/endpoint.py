@@ -131,6 +131,8 @@ class Endpoint:
             else:
                 self.num_over_rate += 1
                 self.send(client, Message.of_error(request.request_id, self._limit.error()))
+        if len(requests) > 1:
+            self._on_burst_end()  # so that a producer makes its next batch while the one behind this is read
 
     def _on_burst_end(self) -> None:
         self._service.settle()

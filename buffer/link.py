@@ -22,7 +22,7 @@ from .parcels import JOIN_BELOW_BYTES
 _RECONNECT_MS = 50
 _RECONNECT_MAX_MS = 2000
 _HEARTBEAT_MS = 5000
-_BATCH = 4
+_BATCH = 16
 
 
 def connect(
