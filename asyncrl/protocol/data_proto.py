@@ -6,7 +6,7 @@ import copy
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -26,7 +26,8 @@ class DataProto:
     """B rows of named columns.
 
     A batch that came through Ray or from the wire reads its tensors where they arrived, in memory that others may
-    read too; they are copied when ``batch`` is first asked for, so that whoever asks may write to them.
+    read too; they are copied when ``batch`` is first asked for, so that whoever asks may write to them. Through Ray
+    its message is read when anything of it is asked for, so that who only passes it on does not read it.
 
     Args:
         batch: Tensors whose first dimension is B; None where there are none.
@@ -47,6 +48,18 @@ class DataProto:
         self.non_tensor_batch: dict[str, np.ndarray] = {} if non_tensor_batch is None else non_tensor_batch
         self.meta_info: dict[str, Any] = {} if meta_info is None else meta_info
         self.check_consistency()
+
+    # Header, buffers and foreign values of the message that the batch arrived in, until somebody looks into it.
+    _arrived: tuple[bytes, Sequence[Any], Sequence[Any]]
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Called for what is not there: all of a batch that arrived and that nobody has looked into yet."""
+            data_transport.unfold(self)
+            if name not in self.__dict__:
+                raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+            return self.__dict__[name]
 
     @property
     def batch(self) -> TensorDict | None:
@@ -260,19 +273,9 @@ class DataProto:
         Raises:
             BatchError: ``n_split`` does not divide the second dimension, or there is none of one length.
         """
-        names = set(split_keys or ())
-        tensors = self._map_tensors(
-            lambda key, tensor: (
-                row_ops.unfold_columns(tensor, n_split, key)
-                if key in names
-                else row_ops.repeat_rows(tensor, n_split, interleave=True)
-            ),
-            len(self) * n_split,
-        )
-        arrays = {
-            key: row_ops.unfold_columns(array, n_split, key) if key in names else np.repeat(array, n_split, axis=0)
-            for key, array in self.non_tensor_batch.items()
-        }
+        unfold = partial(row_ops.unfold_or_repeat, n_split=n_split, split_keys=set(split_keys or ()))
+        tensors = self._map_tensors(unfold, len(self) * n_split)
+        arrays = {key: unfold(key, array) for key, array in self.non_tensor_batch.items()}
         return self._derived(tensors, arrays, self.meta_info)
 
     def to(self, device: Any) -> DataProto:

@@ -25,18 +25,36 @@ if TYPE_CHECKING:
 def reduce(data: DataProto, protocol: int) -> tuple[Any, ...]:
     """What pickle needs to rebuild the batch: the codec's header, and its buffers, out of band where it can.
 
-    Values that the codec does not carry (functions, instances) are left to pickle, whose stream this is.
+    Values that the codec does not carry (functions, instances) are left to pickle, whose stream this is. A batch that
+    arrived and that nobody looked into goes on as it came.
     """
-    foreign: list[Any] = []
-    header, *buffers = wire.encode(parts_of(data), foreign=foreign, max_depth=None)
+    foreign: Sequence[Any] = []
+    if vars(data).keys() == {"_arrived"}:
+        header, buffers, foreign = data._arrived
+    else:
+        header, *buffers = wire.encode(parts_of(data), foreign=foreign, max_depth=None)
     wrap = pickle.PickleBuffer if protocol >= 5 else bytearray
     return rebuild, (type(data), header, [wrap(buffer) for buffer in buffers], foreign)
 
 
 def rebuild(kind: type[DataProto], header: bytes, buffers: Sequence[Any], foreign: Sequence[Any]) -> DataProto:
-    """The inverse of `reduce`; tensors stay where the buffers are until they are asked for."""
+    """The inverse of `reduce`; the message is read by `unfold`, when something of the batch is asked for."""
+    data = kind.__new__(kind)
+    data._arrived = header, buffers, foreign
+    return data
+
+
+def unfold(data: DataProto) -> None:
+    """Read the message that a batch arrived in. What was set since then stays; tensors stay where the buffers are."""
+    message = vars(data).get("_arrived")
+    if message is None:  # it was made here, or another thread has read it
+        return
+    header, buffers, foreign = message
     trusted = {"max_frames": sys.maxsize, "max_bytes": sys.maxsize, "max_depth": None, "writable": True}
-    return from_parts(kind, wire.decode([header, *buffers], foreign=foreign, **trusted))
+    arrived = from_parts(type(data), wire.decode([header, *buffers], foreign=foreign, **trusted))
+    for name, value in vars(arrived).items():
+        vars(data).setdefault(name, value)
+    vars(data).pop("_arrived", None)
 
 
 def parts_of(data: DataProto) -> dict[str, Any]:
