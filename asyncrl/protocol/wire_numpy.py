@@ -26,14 +26,12 @@ def is_plain(dtype: np.dtype) -> bool:
 
 def buffer_of(array: np.ndarray) -> memoryview:
     """The array's memory as bytes, in C order; copied only where the array is not contiguous."""
-    if array.nbytes == 0:
-        return memoryview(b"")
-    if not array.flags.c_contiguous:
-        array = np.ascontiguousarray(array)
     try:
         return array.data.cast("B")
-    except (TypeError, ValueError):  # dates, strings and long doubles have no buffer format of their own
-        return array.reshape(-1).view(np.uint8).data
+    except (TypeError, ValueError):  # it is not contiguous or empty, or its dtype has no buffer format
+        if array.nbytes == 0:
+            return memoryview(b"")
+        return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
 @lru_cache(maxsize=4096)

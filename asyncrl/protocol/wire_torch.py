@@ -56,7 +56,7 @@ def describe(tensor: Any) -> tuple[Description, list[memoryview]]:
         array = tensor.numpy()
     except (RuntimeError, TypeError):  # needs a gradient, is elsewhere, is a lazy conjugate, or has no numpy dtype
         array = _as_bytes(tensor)
-    return _descriptor(name, tuple(tensor.shape)), [buffer_of(array)]
+    return _descriptor(name, tensor.shape), [buffer_of(array)]
 
 
 def _as_bytes(tensor: torch.Tensor) -> np.ndarray:
