@@ -130,8 +130,9 @@ def record_parts(array: np.ndarray) -> list[Any] | None:
     return [list(array.shape), dtype.isalignedstruct, list(dtype.names), columns]
 
 
-def record_of(shape: Any, is_aligned: Any, names: Any, columns: Any) -> np.ndarray:
+def record_of(parts: list[Any]) -> np.ndarray:
     """The structured array of `record_parts`. Raises `WireError` where the columns do not fit together."""
+    shape, is_aligned, names, columns = parts
     shape = checked_shape(shape)
     if not isinstance(columns, list) or not all(isinstance(column, np.ndarray) for column in columns):
         raise WireError("structured array whose fields are not arrays")

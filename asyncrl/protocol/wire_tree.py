@@ -41,7 +41,7 @@ class _Mark:
     """
 
     sent: msgpack.ExtType
-    build: Callable[..., Any]
+    build: Callable[[Any, list[Any]], Any]
 
 
 class Encoder:
@@ -172,7 +172,7 @@ class Decoder:
         if not items or type(items[0]) is not _Mark:
             return items
         self.open_marks -= 1
-        return items.pop(0).build(self, *items)
+        return items.pop(0).build(self, items)
 
     def mapping(self, items: dict[Any, Any]) -> dict[Any, Any]:
         """Called by msgpack for a map, when its items are there."""
@@ -193,8 +193,9 @@ class Decoder:
         self.num_foreign += 1
         return self.foreign[self.num_foreign - 1]
 
-    def objects(self, items: Any, *dims: Any) -> np.ndarray:
+    def objects(self, parts: list[Any]) -> np.ndarray:
         """An array of Python values."""
+        items, dims = parts[0], parts[1:]
         shape = wire_numpy.checked_items(dims, items)
         array = np.empty(len(items), dtype=object)
         if _ATOMS.issuperset(map(type, items)):
@@ -204,35 +205,37 @@ class Decoder:
                 array[index] = item
         return array.reshape(shape)
 
-    def strings(self, items: Any, *dims: Any) -> np.ndarray:
+    def strings(self, parts: list[Any]) -> np.ndarray:
         """An array of strings of any length."""
+        items, dims = parts[0], parts[1:]
         shape = wire_numpy.checked_items(dims, items, str)
         return np.array(items, dtype=np.dtypes.StringDType()).reshape(shape)
 
-    def nested_tensor(self, description: Any) -> Any:
+    def nested_tensor(self, parts: list[Any]) -> Any:
         """A nested tensor."""
+        (description,) = parts
         if type(description) is not list:
             raise WireError("nested tensor without a list of its parts")
         return _torch_side().tensor_of(description, self.take, copy=True)
 
-    def columns(self, *names_and_descriptions: Any) -> dict[str, Any]:
+    def columns(self, parts: list[Any]) -> dict[str, Any]:
         """Tensors by name, over the next buffers."""
         tensor_of = _torch_side().tensor_of
-        names, descriptions = names_and_descriptions[::2], names_and_descriptions[1::2]
+        names, descriptions = parts[::2], parts[1::2]
         return {
             name: tensor_of(description, self.take, copy=False)
             for name, description in zip(names, descriptions, strict=True)
         }
 
 
-def _mark(code: bytes, build: Callable[..., Any]) -> _Mark:
+def _mark(code: bytes, build: Callable[[Any, list[Any]], Any]) -> _Mark:
     return _Mark(sent=msgpack.ExtType(_EXT_MARK, code), build=build)
 
 
-_TUPLE = _mark(b"t", lambda _, *items: items)
+_TUPLE = _mark(b"t", lambda _, items: tuple(items))
 _OBJECTS = _mark(b"o", Decoder.objects)
 _STRINGS = _mark(b"s", Decoder.strings)
-_RECORD = _mark(b"r", lambda _, *parts: wire_numpy.record_of(*parts))
+_RECORD = _mark(b"r", lambda _, parts: wire_numpy.record_of(parts))
 _NESTED = _mark(b"n", Decoder.nested_tensor)
 _COLUMNS = _mark(b"c", Decoder.columns)
 _MARKS = {mark.sent.data: mark for mark in (_TUPLE, _OBJECTS, _STRINGS, _RECORD, _NESTED, _COLUMNS)}
