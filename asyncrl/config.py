@@ -13,8 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from asyncrl.data.config import DataConfig
+from asyncrl.sft_config import WarmStartConfig
 from buffer.config import BufferConfig
-from learner.config import AlgorithmConfig, LearnerConfig
+from learner.config import GROUP_ADVANTAGES, AlgorithmConfig, LearnerConfig
+from learner.registry import ADVANTAGES, LOSSES
 from rollout_fleet.config import EngineKind, RolloutFleetConfig
 
 LEARNER_POOL = "learner"
@@ -49,48 +51,6 @@ class EvaluationConfig:
     def __post_init__(self) -> None:
         if self.num_samples < 1:
             raise ValueError(f"evaluation.num_samples must be >= 1, got {self.num_samples}; 4 gives a steady mean")
-
-
-@dataclass(frozen=True, kw_only=True)
-class WarmStartConfig:
-    """Supervised fine-tuning (``python -m asyncrl.sft``), also run before training where ``enabled``.
-
-    Attributes:
-        enabled: Fine-tune ``model.path`` first, and train the result.
-        train_files: Parquet or jsonl files with a prompt and a response column.
-        prompt_key: Column of the prompt.
-        response_key: Column of the response; the end-of-sequence token is added.
-        output_path: Where the fine-tuned policy is written; empty: ``<output_dir>/<experiment>/sft``.
-        batch_size: Sequences of one optimizer update.
-        lr: Peak learning rate; linear decay to zero over ``max_steps``.
-        weight_decay: Decoupled decay, on matrices only.
-        warmup_steps: Updates of linear warm-up.
-        max_steps: Updates at most.
-        eval_every: Updates between evaluations.
-        eval_prompts: Held-out prompts of one evaluation.
-        target_accuracy: Stop at this greedy accuracy on ``data.eval_files``; above 1 never stops early.
-    """
-
-    enabled: bool = False
-    train_files: list[str] = field(default_factory=list)
-    prompt_key: str = "prompt"
-    response_key: str = "response"
-    output_path: str = ""
-    batch_size: int = 128
-    lr: float = 1e-3
-    weight_decay: float = 0.0
-    warmup_steps: int = 20
-    max_steps: int = 1000
-    eval_every: int = 50
-    eval_prompts: int = 256
-    target_accuracy: float = 1.01
-
-    def __post_init__(self) -> None:
-        for name in ("batch_size", "max_steps", "eval_every", "eval_prompts"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"sft.{name} must be >= 1, got {getattr(self, name)}")
-        if self.lr <= 0:
-            raise ValueError(f"sft.lr must be > 0, got {self.lr}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,7 +180,9 @@ def check_options(config: RunConfig) -> None:
         ValueError: names the option, its value, what is expected, and what to do.
     """
     algorithm = config.algorithm
-    if algorithm.samples_per_prompt < 2 and algorithm.advantage.startswith("grpo"):
+    LOSSES.check(algorithm.loss)
+    ADVANTAGES.check(algorithm.advantage)
+    if algorithm.samples_per_prompt < 2 and algorithm.advantage in GROUP_ADVANTAGES:
         raise ValueError(
             "algorithm.samples_per_prompt must be >= 2 for a group advantage, "
             f"got {algorithm.samples_per_prompt} with algorithm.advantage={algorithm.advantage}"
@@ -259,7 +221,7 @@ def check_files(config: RunConfig) -> None:
     Raises:
         ValueError: names the option, its value, what is expected, and what to do.
     """
-    _check_model(config)
+    check_model(config)
     if not config.data.train_files:
         raise ValueError("data.train_files must name at least one parquet or jsonl file, got none")
     if config.evaluation.enabled and not config.data.eval_files:
@@ -368,7 +330,12 @@ def _check_roles(config: RunConfig) -> None:
         )
 
 
-def _check_model(config: RunConfig) -> None:
+def check_model(config: RunConfig) -> None:
+    """Check that ``model.path`` holds a model and its tokenizer.
+
+    Raises:
+        ValueError: names the option, its value, what is expected, and what to do.
+    """
     path = Path(config.model.path)
     if not config.model.path:
         raise ValueError("model.path must name a directory in Hugging Face layout, got an empty string")

@@ -304,8 +304,9 @@ class Controller:
         groups = step.plan.groups
         lags = [step.plan.version - group.oldest_version for group in groups]
         progress.max_lag = max(progress.max_lag, *lags)
-        rewards = [reward for group in groups for reward in group.rewards]
-        lengths = [length for group in groups for length in group.response_lengths]
+        trained = slice(self._config.algorithm.samples_per_prompt)  # a greedy baseline comes after them
+        rewards = [reward for group in groups for reward in group.rewards[trained]]
+        lengths = [length for group in groups for length in group.response_lengths[trained]]
         self._on_step(
             StepRecord(
                 step=step.plan.version,

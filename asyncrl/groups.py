@@ -220,6 +220,7 @@ class Fleet:
             connect_buffer=partial(BufferClient, buffer_address, request_timeout_s=config.buffer.request_timeout_s),
             log_dir=str(paths.logs),
             seed=config.seed,
+            greedy_baseline=config.algorithm.greedy_baseline,
         )
         self._group = _start_group(
             "rollout",

@@ -49,6 +49,10 @@ class KLEstimator(StrEnum):
     low_variance = "low_variance"
 
 
+GROUP_ADVANTAGES = frozenset({"grpo", "grpo_no_std", "dr_grpo", "rloo", "reinforce_plus_plus_baseline"})
+"""Estimators that compare the samples of one prompt, of which there must be two or more."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class AlgorithmConfig:
     """What is optimised.
@@ -120,6 +124,11 @@ class AlgorithmConfig:
     def needs_reference(self) -> bool:
         """Whether anything takes log-probs of the reference policy."""
         return self.kl_coef > 0 or self.kl_reward_coef > 0
+
+    @property
+    def greedy_baseline(self) -> bool:
+        """Whether the fleet decodes one more response of each prompt greedily, which is scored and not trained on."""
+        return self.advantage == "remax"
 
     def __post_init__(self) -> None:
         self._check_batch()

@@ -68,7 +68,7 @@ class PolicyStep:
                 aggregation=algorithm.aggregation,
                 sequence_norm_tokens=algorithm.sequence_norm_tokens,
             )
-            for part in split_sequences(sequences, algorithm.num_mini_batches)
+            for part in split_sequences([s for s in sequences if s.loss_mask.any()], algorithm.num_mini_batches)
         ]
         return summarized(merged_updates(updates))
 
