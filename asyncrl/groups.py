@@ -21,7 +21,7 @@ from buffer import BufferClient, SyncBufferClient
 from learner.planning import rank_batches
 from learner.registry import ADVANTAGES, LOSSES
 from learner.worker import LearnerWorker
-from rollout_fleet.config import SamplingConfig
+from rollout_fleet.config import RolloutFleetConfig, SamplingConfig
 from rollout_fleet.types import FleetCounters
 from rollout_fleet.worker import RolloutWorker
 
@@ -61,8 +61,10 @@ def check_algorithm(config: RunConfig) -> None:
 class Learner:
     """The learner group. Calls queue on the ranks in the order they are made."""
 
-    def __init__(self, config: RunConfig, *, buffer_address: str, paths: RunPaths) -> None:
-        """Start the ranks; `init` builds their model."""
+    def __init__(
+        self, config: RunConfig, *, buffer_address: str, paths: RunPaths, pool: RayResourcePool | None = None
+    ) -> None:
+        """Start the ranks, in their own pool unless one is given; `init` builds their model."""
         self._config = config
         self._checkpoints = paths.checkpoints
         worker = RayClassWithInitArgs(
@@ -86,6 +88,7 @@ class Learner:
             num_gpus=1 if config.learner.device == "cuda" else 0,
             config=config,
             log_dir=paths.logs,
+            pool=pool,
         )
 
     async def init(self) -> None:
@@ -112,6 +115,14 @@ class Learner:
     def publish(self, version: int) -> Awaitable[WeightSnapshot]:
         """See `LearnerPort.publish`."""
         return self._first(self._group.publish_weights(version), f"the weights of version {version}")
+
+    def rollout_mode(self, version: int) -> Awaitable[WeightSnapshot]:
+        """See `asyncrl.turns.TurnTakingLearner.rollout_mode`."""
+        return self._first(self._group.rollout_mode(version), f"the turn to rollout at version {version}")
+
+    def trainer_mode(self) -> Awaitable[None]:
+        """See `asyncrl.turns.TurnTakingLearner.trainer_mode`."""
+        return self._first(self._group.trainer_mode(), "the turn to training")
 
     def save(self, version: int, run: Mapping[str, Any], *, wait: bool) -> Awaitable[str]:
         """See `LearnerPort.save`."""
@@ -143,12 +154,14 @@ class Learner:
 class Fleet:
     """The rollout fleet."""
 
-    def __init__(self, config: RunConfig, *, buffer_address: str, paths: RunPaths) -> None:
-        """Start the workers; `start` brings up their engines."""
+    def __init__(
+        self, config: RunConfig, *, buffer_address: str, paths: RunPaths, pool: RayResourcePool | None = None
+    ) -> None:
+        """Start the workers, in their own pool unless one is given; `start` brings up their engines."""
         self._config = config
         worker = RayClassWithInitArgs(
             ray.remote(RolloutWorker),
-            config.rollout_fleet,
+            _fleet_options(config),
             model_path=config.model.path,
             samples_per_prompt=config.algorithm.samples_per_prompt,
             connect_buffer=partial(BufferClient, buffer_address, request_timeout_s=config.buffer.request_timeout_s),
@@ -163,6 +176,7 @@ class Fleet:
             num_gpus=config.rollout_fleet.sglang.tp_size if config.learner.device == "cuda" else 0,
             config=config,
             log_dir=paths.logs,
+            pool=pool,
         )
 
     async def start(self) -> None:
@@ -188,6 +202,13 @@ class Fleet:
         what = f"loading weights of version {snapshot.version}"
         await within(self._group.load_weights(snapshot), timeout_s, what, "rollout_fleet.load_timeout_s")
         return loop.time() - began_s
+
+    async def release_device(self) -> None:
+        """See `asyncrl.turns.TurnTakingFleet.release_device`."""
+        fleet = self._config.rollout_fleet
+        timeout_s = fleet.generate_timeout_s + fleet.reward_timeout_s + fleet.load_timeout_s + 10
+        option = "rollout_fleet.generate_timeout_s"
+        await within(self._group.release_device(), timeout_s, "the engines to release their devices", option)
 
     async def counters(self) -> FleetCounts:
         """See `FleetPort.counters`."""
@@ -237,9 +258,10 @@ def _start_group(
     num_gpus: int,
     config: RunConfig,
     log_dir: Path,
+    pool: RayResourcePool | None,
 ) -> Any:
     """Start a group; typed Any, because its methods are bound from the worker class when it is made."""
-    pool = RayResourcePool(
+    pool = pool or RayResourcePool(
         process_on_nodes=[num_workers],
         use_gpu=num_gpus > 0,
         name_prefix=name,
@@ -248,6 +270,27 @@ def _start_group(
         timeout_s=config.ray.start_timeout_s,
     )
     return RayWorkerGroup(pool, worker, name_prefix=name, log_dir=log_dir, worker_env=_WORKER_ENV)
+
+
+def shared_pool(config: RunConfig) -> RayResourcePool | None:
+    """The processes' places where learner ranks and engines share devices, one of each a device; else None."""
+    placement = config.placement
+    if not placement.colocated:
+        return None
+    return RayResourcePool(
+        process_on_nodes=[config.learner.num_ranks],
+        use_gpu=config.learner.device == "cuda",
+        name_prefix="colocated",
+        max_colocate_count=2,
+        num_cpus_per_process=placement.cpus_per_learner_rank + placement.cpus_per_engine,
+        timeout_s=config.ray.start_timeout_s,
+    )
+
+
+def _fleet_options(config: RunConfig) -> RolloutFleetConfig:
+    """The fleet's options; servers on shared devices must be able to leave them."""
+    fleet = config.rollout_fleet
+    return replace(fleet, sglang=replace(fleet.sglang, memory_saver=True)) if config.placement.colocated else fleet
 
 
 def _snapshots_kept(config: RunConfig) -> int:
