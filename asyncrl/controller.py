@@ -46,12 +46,20 @@ _PIPELINE_STEPS = 2
 class LearnerPort(Protocol):
     """What the controller needs of the learner group. Calls queue on the ranks in the order they are made."""
 
+    async def scored(self, plan: Plan) -> Plan:
+        """The plan with the rewards of the reward model, where there is one."""
+        ...
+
     def update(self, plan: Plan) -> Awaitable[Mapping[str, float]]:
         """Start the update on a batch; its metrics come with ``started_at`` and ``ended_at`` (Unix seconds)."""
         ...
 
     def publish(self, version: int) -> Awaitable[WeightSnapshot]:
         """Write the weights, as they are after the updates queued so far, as ``version``."""
+        ...
+
+    def update_critic(self, plan: Plan) -> Awaitable[Mapping[str, float]]:
+        """Let the critic learn from the batch of the last `update`; its metrics, none where there is no critic."""
         ...
 
     def save(self, version: int, run: Mapping[str, Any], *, wait: bool) -> Awaitable[str]:
@@ -116,6 +124,7 @@ class _Step(Turn):
 
     update: Awaitable[Mapping[str, float]]
     weights: Awaitable[WeightSnapshot]
+    critic: Awaitable[Mapping[str, float]]
     checkpoint: Awaitable[str] | None
 
 
@@ -232,10 +241,18 @@ class Controller:
             plan = await self._buffer.plan(version)
             waited_s = time.monotonic() - asked_s
             self._progress.uncommitted[version] = plan
+            plan = await self._learner.scored(plan)
             update = self._learner.update(plan)
             weights = self._learner.publish(version + 1)
-            checkpoint = await self._save(version + 1)
-            step = _Step(plan=plan, plan_wait_s=waited_s, update=update, weights=weights, checkpoint=checkpoint)
+            critic = self._learner.update_critic(plan)  # behind the weights, which wait for the policy alone
+            step = _Step(
+                plan=plan,
+                plan_wait_s=waited_s,
+                update=update,
+                weights=weights,
+                critic=critic,
+                checkpoint=await self._save(version + 1),
+            )
             await self._steps.put(step)
 
     async def _save(self, version: int) -> Awaitable[str] | None:
@@ -263,6 +280,7 @@ class Controller:
             del self._progress.uncommitted[step.plan.version]
             self._places.release()
             await self._offer(await step.weights)
+            metrics = {**metrics, **await step.critic}
             if step.checkpoint is not None:
                 await step.checkpoint
             await self._report(step, metrics, stats)
@@ -300,8 +318,9 @@ class Controller:
         groups = step.plan.groups
         lags = [step.plan.version - group.oldest_version for group in groups]
         progress.max_lag = max(progress.max_lag, *lags)
-        rewards = [reward for group in groups for reward in group.rewards]
-        lengths = [length for group in groups for length in group.response_lengths]
+        trained = slice(self._config.algorithm.samples_per_prompt)  # a greedy baseline comes after them
+        rewards = [reward for group in groups for reward in group.rewards[trained]]
+        lengths = [length for group in groups for length in group.response_lengths[trained]]
         self._on_step(
             StepRecord(
                 step=step.plan.version,

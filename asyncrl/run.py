@@ -16,15 +16,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from transformers import AutoTokenizer
-
 from asyncrl.buffer_process import buffer_died
 from asyncrl.cluster import ray_cluster
 from asyncrl.config import RunConfig
 from asyncrl.controller import Controller, PromptSource
-from asyncrl.data.prompts import PromptStream, load_eval_prompts
+from asyncrl.data.prompts import PromptStream
 from asyncrl.evaluation import evaluate
-from asyncrl.groups import Fleet, Learner, RunPaths, check_algorithm, shared_pool
+from asyncrl.groups import Fleet, Learner, RunPaths, check_algorithm
 from asyncrl.metrics import (
     Evaluation,
     MetricsWriter,
@@ -70,6 +68,7 @@ class Run:
         self,
         config: RunConfig,
         run_dir: Path,
+        prompts: tuple[PromptStream, list[Prompt]],
         warming: asyncio.Task[Path],
         view: TerminalView,
         on_fault: Callable[[BaseException], None],
@@ -79,12 +78,14 @@ class Run:
         Args:
             config: The run, with its assets.
             run_dir: Its folder.
+            prompts: Those to train on, and the held-out ones.
             warming: Ends in the directory of the policy to start from.
             view: The terminal.
             on_fault: Told of a fault before the parts are stopped, so that stopping can be given a deadline.
         """
         self._config = config
         self._run_dir = run_dir
+        self._prompts, self._held_out = prompts
         self._warming = warming
         self._view = view
         self._on_fault = on_fault
@@ -101,14 +102,14 @@ class Run:
         """
         check_algorithm(self._config)
         self._resumed = find_checkpoint(self._config)
-        prompts, held_out = await asyncio.to_thread(self._read_prompts)
+        prompts = self._prompts if self._resumed is None else self._resume(self._resumed)
         async with AsyncExitStack() as stack:
             stack.callback(shutil.rmtree, shared_folder(self._run_dir), ignore_errors=True)
             try:
                 server = self._start_buffer(stack)
                 with self._view.waiting_for("Ray"):
                     await stack.enter_async_context(ray_cluster(self._config))
-                work = self._run_parts(stack, server, prompts, held_out)
+                work = self._run_parts(stack, server, prompts)
                 result, before, after = await _unless(work, [buffer_died(server)])
             except BaseException as fault:
                 self._on_fault(fault)
@@ -116,21 +117,14 @@ class Run:
             self._view.say("stopping")
         self._summarise(result, before, after)
 
-    def _read_prompts(self) -> tuple[PromptSource, list[Prompt]]:
-        config = self._config
-        tokenizer = AutoTokenizer.from_pretrained(config.model.path)
-        prompts = PromptStream(config.data, tokenizer, seed=config.seed)
-        if prompts.num_filtered:
-            self._view.say(f"left {prompts.num_filtered} prompts out that are longer than data.max_prompt_tokens")
-        held_out = load_eval_prompts(config.data, tokenizer) if config.evaluation.enabled else []
-        if self._resumed is None:
-            return prompts, held_out
-        state = self._resumed.state
+    def _resume(self, resumed: Resumed) -> PromptSource:
+        """The prompts that are left to a run that goes on from a checkpoint."""
+        state = resumed.state
         self._view.say(
-            f"resuming {self._resumed.checkpoint}: {state.version} steps done, {len(state.unfinished)} prompts are "
+            f"resuming {resumed.checkpoint}: {state.version} steps done, {len(state.unfinished)} prompts are "
             f"handed out again, {state.tokens_lost} tokens written for them are dropped"
         )
-        return ResumedPrompts(prompts, state), held_out
+        return ResumedPrompts(self._prompts, state)
 
     def _start_buffer(self, stack: AsyncExitStack) -> BufferProcess:
         options = self._config.buffer
@@ -148,7 +142,7 @@ class Run:
             )
 
     async def _run_parts(
-        self, stack: AsyncExitStack, server: BufferProcess, prompts: PromptSource, held_out: list[Prompt]
+        self, stack: AsyncExitStack, server: BufferProcess, prompts: PromptSource
     ) -> tuple[TrainingResult, Evaluation | None, Evaluation | None]:
         buffer = BufferClient(server.address, request_timeout_s=self._config.buffer.request_timeout_s)
         stack.push_async_callback(buffer.close)
@@ -156,7 +150,7 @@ class Run:
             learner, fleet = await self._start_in_turn(stack, server.address)
         else:
             learner, fleet = await self._start_groups(stack, server.address)
-        return await self._train(_Parts(buffer=buffer, learner=learner, fleet=fleet), prompts, held_out)
+        return await self._train(_Parts(buffer=buffer, learner=learner, fleet=fleet), prompts)
 
     async def _start_groups(self, stack: AsyncExitStack, buffer_address: str) -> tuple[Learner, Fleet]:
         """Start the fleet while the policy is warm-started, then the learner; the stack stops them.
@@ -180,11 +174,10 @@ class Run:
 
     async def _start_in_turn(self, stack: AsyncExitStack, buffer_address: str) -> tuple[Learner, Fleet]:
         """Start both groups in the same places: the learner first, which leaves the devices to the engines."""
-        pool = await asyncio.to_thread(shared_pool, self._config)
-        make = partial(_made, buffer_address=buffer_address, paths=self._paths(), pool=pool)
+        make = partial(_made, buffer_address=buffer_address, paths=self._paths())
         learner = await self._start_learner(stack, make)
         snapshot = await learner.rollout_mode(self._state.version)
-        fleet = await self._start_fleet(stack, make)
+        fleet = await self._start_fleet(stack, partial(make, pool=learner.pool))
         await fleet.load(snapshot)
         return learner, fleet
 
@@ -226,9 +219,9 @@ class Run:
             await start
 
     async def _train(
-        self, parts: _Parts, prompts: PromptSource, held_out: list[Prompt]
+        self, parts: _Parts, prompts: PromptSource
     ) -> tuple[TrainingResult, Evaluation | None, Evaluation | None]:
-        before = await self._evaluate(parts, held_out, "before", self._state.version)
+        before = await self._evaluate(parts, "before", self._state.version)
         self._start_s = self._view.elapsed_s
         writer = MetricsWriter(self._run_dir)
         kind = TurnTaking if self._config.placement.colocated else Controller
@@ -246,7 +239,7 @@ class Run:
             result = await controller.account()
         finally:
             writer.close()
-        after = await self._evaluate(parts, held_out, "after", result.policy_version)
+        after = await self._evaluate(parts, "after", result.policy_version)
         return result, before, after
 
     async def _train_and_save(self, controller: Controller, learner: Learner) -> None:
@@ -254,10 +247,10 @@ class Run:
         await controller.train()
         await learner.save_policy(self._run_dir / "policy")
 
-    async def _evaluate(self, parts: _Parts, held_out: list[Prompt], when: str, version: int) -> Evaluation | None:
+    async def _evaluate(self, parts: _Parts, when: str, version: int) -> Evaluation | None:
         if not self._config.evaluation.enabled:
             return None
-        evaluation = await evaluate(parts.fleet, held_out, self._config, policy_version=version)
+        evaluation = await evaluate(parts.fleet, self._held_out, self._config, policy_version=version)
         self._view.evaluation(when, evaluation)
         return evaluation
 

@@ -64,7 +64,9 @@ class TurnTaking(Controller):
             progress.uncommitted[version] = plan
             await self._fleet.release_device()
             await self._learner.trainer_mode()
+            plan = await self._learner.scored(plan)
             metrics = await self._learner.update(plan)
+            metrics = {**metrics, **await self._learner.update_critic(plan)}
             checkpoint = await self._save(version + 1)
             snapshot = await self._learner.rollout_mode(version + 1)
             stats = await self._buffer.commit(version)

@@ -80,6 +80,12 @@ class ScriptedLearner:
         self.dies_at = dies_at
         self.turn = asyncio.Lock()
 
+    async def scored(self, plan):
+        return plan
+
+    async def update_critic(self, plan):
+        return {"critic.value_loss": 0.5}
+
     def update(self, plan):
         self.events.append(("update queued", plan.version))
         return asyncio.ensure_future(self._update(plan.version))
@@ -201,6 +207,7 @@ async def test_a_record_carries_the_batchs_numbers():
     assert (record.reward, record.lag_mean, record.lag_max, record.response_length) == (0.5, 1.0, 1, 5.0)
     assert record.learner_tokens_per_s == pytest.approx(10 / 0.5)
     assert record.flat()["learner.loss"] == 0.25
+    assert record.flat()["learner.critic.value_loss"] == 0.5
 
 
 async def test_checkpoints_are_queued_between_two_updates_with_what_their_version_has_consumed():
