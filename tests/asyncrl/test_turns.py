@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from test_controller import Prompts, ScriptedBuffer, ScriptedFleet, ScriptedLearner
+from tests.asyncrl.test_controller import Prompts, ScriptedBuffer, ScriptedFleet, ScriptedLearner
 
 from asyncrl.compose import compose_run
 from asyncrl.config import check_options

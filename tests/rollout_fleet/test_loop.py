@@ -210,8 +210,7 @@ async def test_a_release_that_running_groups_outlive_names_the_option(make_buffe
     buffer = make_buffer(2)
     options = {"generate_timeout_s": 0.1, "reward_timeout_s": 0.1}
     async with running(buffer, writes(1000), **options) as (loop, engine, _):
-        while not engine.requests:
-            await asyncio.sleep(0)
+        await asyncio.sleep(0.05)  # it has begun
         with pytest.raises(DeadlineError, match="before the learner's turn"):
             await loop.release_device()
         assert not engine.released
