@@ -81,6 +81,8 @@ def _schema() -> DictConfig:
 def _make_writable(node: DictConfig) -> None:
     # OmegaConf maps a frozen dataclass to a read-only node, which would refuse every override.
     OmegaConf.set_readonly(node, None)
+    if OmegaConf.get_type(node) is dict:
+        OmegaConf.set_struct(node, False)  # its keys are the user's
     for key in node:
         child = node._get_node(key)
         if isinstance(child, DictConfig):

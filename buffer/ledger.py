@@ -33,6 +33,7 @@ class Ledger:
         order: Which stored groups a batch prefers.
         lease_s: A lease not renewed for this long is taken back.
         filters: Names from `buffer.filters`; a finished group that one drops is never stored.
+        first_version: Learner version to begin at.
     """
 
     def __init__(
@@ -43,10 +44,11 @@ class Ledger:
         order: SelectionOrder = SelectionOrder.earliest_deadline,
         lease_s: float = 60.0,
         filters: Sequence[str] = (),
+        first_version: int = 0,
     ) -> None:
         self.rule = rule
         self.account = Account()
-        self.learner_version = 0
+        self.learner_version = first_version
         self._on_stale = on_stale
         self._lease_s = lease_s
         self._filters = tuple(filters)
@@ -374,6 +376,10 @@ class Ledger:
             self.account.consume(summary, version)
         self.learner_version += 1
         return [summary.group_id for summary in plan.groups]
+
+    def finished(self) -> list[tuple[int, int]]:
+        """Ids of the groups that are consumed or dropped, as ranges [start, end)."""
+        return self._attempts.finished()
 
     def unfinished(self, *, now: float) -> list[dict[str, Any]]:
         """What is known of every group that is leased, stored or planned, for people."""

@@ -62,6 +62,7 @@ class BufferService:
             order=config.order,
             lease_s=config.lease_s,
             filters=config.filters,
+            first_version=config.first_version,
         )
         self._config = config
         self._send = send
@@ -368,7 +369,8 @@ class BufferService:
     def _inspect(self, client: bytes, request: Message) -> None:
         stats = self.ledger.stats(stored_bytes=self._store.stored_bytes, leases_waiting=len(self._lease_waits))
         rule = self.ledger.rule
-        fields = {"max_lag": rule.max_lag, "groups_per_step": rule.groups_per_step, **self._counters()}
+        bounds = {"max_lag": rule.max_lag, "groups_per_step": rule.groups_per_step}
+        fields = {**bounds, **self._counters(), "finished": self.ledger.finished()}
         groups = self.ledger.unfinished(now=self._loop.time())
         self._reply(client, request.request_id, {**fields, "stats": messages.stats_fields(stats), "groups": groups})
 
