@@ -20,12 +20,12 @@ from asyncrl.protocol.types import FinishReason, GroupSummary, Lease, Prompt, Tr
 from benchmarks import buffer_peers
 from benchmarks.buffer_raw import RawStore
 from benchmarks.report import Target, print_report
-from buffer import BufferClient, BufferConfig, BufferProcess, Ledger, StalenessRule, SyncBufferClient, messages
+from buffer import BufferClient, BufferConfig, BufferProcess, Ledger, StalenessRule, SyncBufferClient, payloads
 from buffer.server import calm_collector
 
 _BYTES_PER_TOKEN = 13
-_WINDOW = 8
-_FETCHED_AT_ONCE = 16
+_WINDOW = 32
+_FETCHED_AT_ONCE = 64
 
 
 def group_of(lease: Lease | None, num_bytes: int, *, num_samples: int = 8) -> TrajectoryGroup:
@@ -88,11 +88,22 @@ class Buffer:
         self._logs.cleanup()
 
 
+async def put_all(client: BufferClient, groups: list[TrajectoryGroup], window: int) -> None:
+    """Put every group, at most ``window`` without an acknowledgement."""
+    left = iter(groups)
+
+    async def put() -> None:
+        for group in left:
+            await client.put(group)
+
+    await asyncio.gather(*(put() for _ in range(window)))
+
+
 async def buffer_round_s(buffer: Buffer, num_bytes: int) -> float:
     """Seconds to put a step's groups with the window and to fetch them."""
     groups = [group_of(lease, num_bytes) for lease in await buffer.lease()]
     began = time.perf_counter()
-    await asyncio.gather(*(buffer.client.put(group) for group in groups))
+    await put_all(buffer.client, groups, _WINDOW)
     for i in range(0, len(groups), _FETCHED_AT_ONCE):
         buffer.rank.fetch([group.group_id for group in groups[i : i + _FETCHED_AT_ONCE]])
     elapsed = time.perf_counter() - began
@@ -102,9 +113,9 @@ async def buffer_round_s(buffer: Buffer, num_bytes: int) -> float:
 
 def raw_round_s(raw: RawStore, number: int, num_bytes: int) -> float:
     """The same bytes through bare sockets."""
-    payloads = [messages.group_frames(group_of(None, num_bytes)) for _ in range(number)]
+    frames = [payloads.group_frames(group_of(None, num_bytes)) for _ in range(number)]
     began = time.perf_counter()
-    raw.put_all(payloads, _WINDOW)
+    raw.put_all(frames, _WINDOW)
     for i in range(0, number, _FETCHED_AT_ONCE):
         raw.get(range(i, min(number, i + _FETCHED_AT_ONCE)))
     return time.perf_counter() - began
@@ -130,11 +141,7 @@ async def rows_per_s(number: int, rounds: int, *, window: int) -> float:
     for _ in range(rounds + 1):
         groups = [group_of(lease, 35_000) for lease in await buffer.lease()]
         began = time.perf_counter()
-        if window == 1:
-            for group in groups:
-                await buffer.client.put(group)
-        else:
-            await asyncio.gather(*(buffer.client.put(group) for group in groups))
+        await put_all(buffer.client, groups, window)
         rates.append(number / (time.perf_counter() - began))
         await buffer.finish()
     await buffer.close()
@@ -205,7 +212,7 @@ class LedgerLoad:
 
     def fill(self, number: int) -> tuple[int, float]:
         """Queue, lease and store groups; returns transitions and seconds."""
-        ledger, version = self._ledger, self._ledger.learner_version
+        ledger, version = self._ledger, self._ledger.state.learner_version
         began = time.perf_counter()
         ledger.enqueue(range(self._next_id, self._next_id + number))
         leases: list[Any] = []
@@ -221,7 +228,7 @@ class LedgerLoad:
 
     def step(self) -> tuple[int, float]:
         """One learner step and the groups that replace its batch; returns transitions and seconds."""
-        version = self._ledger.learner_version
+        version = self._ledger.state.learner_version
         began = time.perf_counter()
         self._ledger.plan(version)
         self._ledger.commit(version)
@@ -292,6 +299,7 @@ async def slowest_producer_share(num_producers: int, num_consumers: int, duratio
             most_stored = max(most_stored, (await control.stats()).stored_bytes)
             await control.commit(version)
             version += 1
+            await asyncio.gather(*(producer.advance(version) for producer in producers))
         for task in tasks:
             task.cancel()
         for client in [*producers, *consumers, control]:

@@ -1,7 +1,7 @@
 """The replay buffer: a ledger that keeps the staleness bound, a payload store, a server and its clients."""
 
 from .client import BufferClient
-from .config import BufferConfig, Durability, OnStale, SelectionOrder
+from .config import BufferConfig, Durability, OnStale
 from .keys import ClientKeys, client_keys, make_keys
 from .ledger import Ledger
 from .process import BufferProcess
@@ -16,7 +16,6 @@ __all__ = [
     "Durability",
     "Ledger",
     "OnStale",
-    "SelectionOrder",
     "StalenessRule",
     "SyncBufferClient",
     "client_keys",

@@ -5,9 +5,23 @@ often it is sent. Finished groups are remembered as ranges of ids, so the memory
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from .idset import IdSet
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Owed:
+    """The report that a revoked attempt owes.
+
+    Attributes:
+        num_counted: Tokens of it that are counted already: those that were saved.
+        reason: What its other tokens are dropped for, when they are reported.
+    """
+
+    num_counted: int
+    reason: str
 
 
 class Attempts:
@@ -17,7 +31,7 @@ class Attempts:
         self._num_leased: dict[int, int] = {}
         self._finished = IdSet()
         self._never_stored: set[int] = set()
-        self._unreported: dict[tuple[int, int], int] = {}
+        self._owed: dict[tuple[int, int], Owed] = {}
         self._too_old: dict[tuple[int, int], str] = {}
 
     def begin(self, group_id: int) -> bool:
@@ -33,13 +47,13 @@ class Attempts:
         self._num_leased[group_id] = attempt + 1
         return attempt
 
-    def revoke(self, group_id: int, attempt: int, *, num_inherited: int = 0) -> None:
-        """The lease was taken away: the attempt owes a report, less the tokens that the next attempt inherits."""
-        self._unreported[group_id, attempt] = num_inherited
+    def revoke(self, group_id: int, attempt: int, *, num_counted: int, reason: str) -> None:
+        """The lease was taken away: the attempt owes a report of what was not saved of it."""
+        self._owed[group_id, attempt] = Owed(num_counted=num_counted, reason=reason)
 
-    def report(self, group_id: int, attempt: int) -> int | None:
-        """The tokens inherited, if this is the report that a revoked attempt owed; None when it owed none."""
-        return self._unreported.pop((group_id, attempt), None)
+    def report(self, group_id: int, attempt: int) -> Owed | None:
+        """What a revoked attempt owes, which its report settles; None when it owes nothing."""
+        return self._owed.pop((group_id, attempt), None)
 
     def refuse_as_too_old(self, group_id: int, attempt: int, message: str) -> None:
         """Remember why an attempt was refused, to answer the same when it is sent again."""
@@ -78,7 +92,7 @@ class Attempts:
             "num_leased": list(self._num_leased.items()),
             "finished": self._finished.ranges(),
             "never_stored": sorted(self._never_stored),
-            "unreported": [[*key, num_tokens] for key, num_tokens in self._unreported.items()],
+            "owed": [[*key, owed.num_counted, owed.reason] for key, owed in self._owed.items()],
             "too_old": [[*key, message] for key, message in self._too_old.items()],
         }
 
@@ -87,5 +101,5 @@ class Attempts:
         self._num_leased = dict(values["num_leased"])
         self._finished = IdSet(values["finished"])
         self._never_stored = set(values["never_stored"])
-        self._unreported = {(group_id, attempt): number for group_id, attempt, number in values["unreported"]}
+        self._owed = {(g, a): Owed(num_counted=number, reason=reason) for g, a, number, reason in values["owed"]}
         self._too_old = {(group_id, attempt): message for group_id, attempt, message in values["too_old"]}

@@ -7,7 +7,7 @@ from typing import Any
 from asyncrl.protocol.errors import StalenessError, UnknownGroup
 from asyncrl.protocol.types import GroupSummary, Plan
 
-from .config import SelectionOrder
+from .orders import Preference
 from .ready import ReadyGroups
 from .staleness import StalenessRule
 
@@ -25,13 +25,13 @@ class Batches:
 
     Args:
         rule: The staleness bound.
-        order: Which stored groups a batch prefers.
+        prefer: Which stored groups a batch prefers.
     """
 
-    def __init__(self, rule: StalenessRule, order: SelectionOrder) -> None:
+    def __init__(self, rule: StalenessRule, prefer: Preference) -> None:
         self._rule = rule
         self._stored: dict[int, _Stored] = {}
-        self._ready = ReadyGroups(rule, order)
+        self._ready = ReadyGroups(rule, prefer)
         self.plans: dict[int, Plan] = {}
 
     def __len__(self) -> int:
@@ -66,10 +66,18 @@ class Batches:
             )
         return self._stored[group_id].summary.attempt
 
-    def add(self, summary: GroupSummary, deadline: int) -> None:
+    def rank(self, summary: GroupSummary, deadline: int) -> float:
+        """What the selection order says of a group.
+
+        Raises:
+            ReplayBufferError: it is an order of the user's own, and says nothing that can be compared.
+        """
+        return self._ready.rank(summary, deadline)
+
+    def add(self, summary: GroupSummary, deadline: int, rank: float) -> None:
         """Store a group."""
         self._stored[summary.group_id] = _Stored(summary=summary, deadline=deadline)
-        self._ready.add(summary, deadline)
+        self._ready.add(summary.group_id, deadline, rank)
 
     def make(self, version: int, required: list[int]) -> Plan:
         """Make the batch of ``version``, with at least the ``required`` groups of each deadline."""
@@ -128,7 +136,7 @@ class Batches:
             summary = summary_from(fields)
             self._stored[summary.group_id] = _Stored(summary=summary, deadline=deadline)
             if summary.group_id not in planned:
-                self._ready.add(summary, deadline)
+                self._ready.add(summary.group_id, deadline, self._ready.rank(summary, deadline))
         for version, group_ids in values["plans"]:
             groups = tuple(self._stored[group_id].summary for group_id in group_ids)
             self.plans[version] = Plan(version=version, groups=groups)

@@ -1,7 +1,8 @@
 """A ZMQ socket on an asyncio loop: woken by the socket's descriptor, it hands each message to one callback.
 
 zmq's descriptor is edge-triggered, so every wake and every send is followed by reading until nothing is left; after
-``_BURST`` messages the loop gets its turn, so that timers and signals are never starved.
+``_BURST`` messages the loop gets its turn, so that timers and signals are never starved. A second callback ends each
+burst, for what is to be done once for many messages.
 """
 
 import asyncio
@@ -22,11 +23,18 @@ class Channel:
     Args:
         socket: Bound or connected; closed by `close`.
         on_message: Called on the loop with the frames of one message.
+        on_burst_end: Called after the messages of one burst.
     """
 
-    def __init__(self, socket: zmq.Socket[bytes], on_message: Callable[[list[zmq.Frame]], None]) -> None:
+    def __init__(
+        self,
+        socket: zmq.Socket[bytes],
+        on_message: Callable[[list[zmq.Frame]], None],
+        on_burst_end: Callable[[], None] | None = None,
+    ) -> None:
         self._socket = socket
         self._on_message = on_message
+        self._on_burst_end = on_burst_end
         self._loop = asyncio.get_running_loop()
         self._descriptor = int(socket.getsockopt(zmq.FD))
         self._turn: asyncio.Handle | None = None
@@ -53,19 +61,27 @@ class Channel:
         self._socket.close(linger=0)
 
     def _schedule(self) -> None:
-        if self._turn is None:
+        if self._turn is None and not self._socket.closed:
             self._turn = self._loop.call_soon(self._read)
 
     def _read(self) -> None:
         if self._turn is not None:
             self._turn.cancel()
             self._turn = None
-        for _ in range(_BURST):
+        num_read = self._read_burst()
+        if num_read and self._on_burst_end is not None:
+            self._on_burst_end()
+        if num_read == _BURST:
+            self._schedule()
+
+    def _read_burst(self) -> int:
+        """Hand on what has come, up to a burst; how many messages."""
+        for num_read in range(_BURST):
             if self._socket.closed:
-                return
+                return 0
             try:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
-                return
+                return num_read
             self._on_message(frames)
-        self._schedule()
+        return _BURST

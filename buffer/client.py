@@ -1,23 +1,35 @@
 """The asyncio client of the buffer, for rollout workers and the controller.
 
-Requests that the server may hold (lease, enqueue, plan) are asked again for as long as it answers "nothing yet".
+Requests that the server may hold (lease, enqueue, plan) are asked again for as long as it answers "nothing yet". A
+client that leases beats: the server hears of it every ``buffer.heartbeat_s``; when it does not, it takes its leases.
 """
 
 import asyncio
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
-from asyncrl.protocol.errors import ReplayBufferError, StoreFull
+from asyncrl.protocol.errors import (
+    AsyncRLError,
+    LeaseExpired,
+    ReplayBufferError,
+    StoreFull,
+    UnknownGroup,
+    VersionTooOld,
+)
 from asyncrl.protocol.types import BufferStats, Lease, Plan, Prompt, TrajectoryGroup
 
-from . import messages
+from .fetching import groups_of, join_from_stores, split_by_store
 from .keys import ClientKeys
 from .link import Link
-from .messages import REVOKED, SPACE, Message, integer
+from .messages import REVOKED, SPACE, Message, integer, integers
+from .payloads import group_frames, group_of, prompt_frames, prompt_of
 from .store import size_frame
+from .summaries import stats_of, summary_fields, summary_of
 
 _PROMPTS_AT_ONCE = 128
+_GOODBYE_S = 1.0
 
 
 class BufferClient:
@@ -33,7 +45,7 @@ class BufferClient:
     """
 
     def __init__(
-        self, address: str, *, request_timeout_s: float = 30.0, window: int = 8, keys: ClientKeys | None = None
+        self, address: str, *, request_timeout_s: float = 30.0, window: int = 32, keys: ClientKeys | None = None
     ) -> None:
         self.address = address
         self._timeout_s = request_timeout_s
@@ -41,18 +53,25 @@ class BufferClient:
         self._window = asyncio.Semaphore(window)
         self._link: Link | None = None
         self._store_links: list[Link] | None = None
+        self._beat_s = 0.0
+        self._beat: asyncio.TimerHandle | None = None
         self._revocations: deque[tuple[int, int]] = deque()
-        self._progress: dict[tuple[int, int], TrajectoryGroup] = {}
+        self._held: set[tuple[int, int]] = set()
+        self._prefixes: dict[tuple[int, int], TrajectoryGroup] = {}
         self._pushed = asyncio.Event()
         self._space = asyncio.Event()
         self._closed = False
 
+    # What a rollout worker does
+
     async def lease(self, engine_version: int, max_groups: int) -> list[Lease]:
         """See `RolloutBuffer.lease`. Cancelling it gives back whatever is granted meanwhile.
 
-        A worker whose engine advances while it waits should cancel and ask again at the new version.
+        A worker whose engine advances while it waits says so by `advance`, or cancels and asks again.
         """
         link = self._connect()
+        if not self._beat_s:
+            await self._enter(link)
         request_id = link.next_id()
         fields = {"engine_version": engine_version, "max_groups": max_groups}
         try:
@@ -62,20 +81,25 @@ class BufferClient:
             raise
         frames = iter(reply.payload)
         leases = []
-        for group_id, attempt, version, deadline, num_prompt_frames, num_progress_frames in reply.fields["leases"]:
-            prompt = messages.prompt_of([next(frames) for _ in range(num_prompt_frames)])
+        for group_id, attempt, version, deadline, num_prompt_frames, num_prefix_frames in reply.fields["leases"]:
+            prompt = prompt_of([next(frames) for _ in range(num_prompt_frames)])
             leases.append(Lease(prompt=prompt, attempt=attempt, engine_version=version, deadline_version=deadline))
-            if num_progress_frames:
-                saved = messages.group_of([next(frames) for _ in range(num_progress_frames)])
-                self._progress[group_id, attempt] = saved
+            self._held.add((group_id, attempt))
+            if num_prefix_frames:
+                self._prefixes[group_id, attempt] = group_of([next(frames) for _ in range(num_prefix_frames)])
         return leases
+
+    async def advance(self, engine_version: int) -> None:
+        """Say that this client's engine serves ``engine_version`` now: its calls of `lease` that wait go by it."""
+        await self._connect().request("advance", {"engine_version": engine_version})
 
     def take_progress(self, lease: Lease) -> TrajectoryGroup | None:
         """What an earlier attempt of this lease's group had saved: its samples so far, to be continued.
 
-        The put or release of this attempt reports all tokens, those of the prefix among them.
+        Who takes it reports all tokens, those of the prefix among them, in its put or release. Who does not begins
+        afresh, and the prefix counts as dropped (``discarded_prefix``) when it puts.
         """
-        return self._progress.pop((lease.prompt.group_id, lease.attempt), None)
+        return self._prefixes.pop((lease.prompt.group_id, lease.attempt), None)
 
     async def save_progress(self, lease: Lease, group: TrajectoryGroup) -> None:
         """Save a running group with its lease, so that another worker can continue it if this one dies.
@@ -87,11 +111,13 @@ class BufferClient:
         Raises:
             LeaseExpired: the lease is no longer held.
             VersionTooOld: the group holds a token older than its lease.
+            StoreFull: there is no room for it now.
         """
-        summary = group.summary
-        fields = {"group_id": lease.prompt.group_id, "attempt": lease.attempt}
+        key, summary = (lease.prompt.group_id, lease.attempt), group.summary
+        fields = {"group_id": key[0], "attempt": key[1], "continued": key not in self._prefixes}
         fields |= {"num_tokens": summary.num_tokens, "oldest_version": summary.oldest_version}
-        await self._connect().request("save", fields, messages.group_frames(group))
+        await self._connect().request("save", fields, group_frames(group))
+        self._prefixes.pop(key, None)
 
     async def renew(self, leases: Sequence[Lease]) -> None:
         """See `RolloutBuffer.renew`."""
@@ -100,38 +126,38 @@ class BufferClient:
 
     async def put(self, group: TrajectoryGroup) -> None:
         """See `RolloutBuffer.put`. While the store is full it waits for a batch to leave, and sends again."""
-        payload = messages.group_frames(group)
         async with self._window:
+            payload: Sequence[Any] = group_frames(group)
             stores = await self._stores("put")
             if stores:
                 store = stores[group.group_id % len(stores)]
                 fields = {"group_id": group.group_id, "attempt": group.attempt}
-                await self._put_until_stored(store, "put_payload", fields, payload)
-                payload = [size_frame(sum(memoryview(frame).nbytes for frame in payload))]
-            await self._put_until_stored(self._connect(), "put", messages.summary_fields(group.summary), payload)
-
-    async def _put_until_stored(self, link: Link, name: str, fields: dict[str, Any], payload: Sequence[Any]) -> None:
-        while True:
-            self._space.clear()
-            try:
-                await link.request(name, fields, payload)
-            except StoreFull:
-                await self._wait_for_space()
-            else:
-                return
-
-    async def _stores(self, caller: str) -> list[Link]:
-        """Connections to the store servers; none if the ledger's server keeps the payloads itself."""
-        if self._store_links is None:
-            addresses = (await self._connect().request("hello", {}, caller=caller)).fields["stores"]
-            if self._store_links is None:
-                self._store_links = [self._link_to(address) for address in addresses]
-        return self._store_links
+                await self._request_with_space(store, "put_payload", fields, payload)
+                payload = [size_frame(sum(map(len, payload)))]
+            await self._report("put", (group.group_id, group.attempt), summary_fields(group.summary), payload)
 
     async def release(self, lease: Lease, *, num_tokens: int, reason: str) -> None:
         """See `RolloutBuffer.release`. Also reports the tokens of a revoked lease; counted once."""
-        fields: dict[str, Any] = {"group_id": lease.prompt.group_id, "attempt": lease.attempt}
-        await self._connect().request("release", {**fields, "num_tokens": num_tokens, "reason": reason})
+        key = lease.prompt.group_id, lease.attempt
+        fields = {"group_id": key[0], "attempt": key[1], "num_tokens": num_tokens, "reason": reason}
+        await self._report("release", key, fields)
+
+    async def _report(
+        self, name: str, key: tuple[int, int], fields: dict[str, Any], payload: Sequence[Any] = ()
+    ) -> None:
+        """Send what ends an attempt; once it is answered for good, nothing is known of the attempt here."""
+        if key in self._prefixes:
+            fields["continued"] = False
+        try:
+            await self._request_with_space(self._connect(), name, fields, payload)
+        except (LeaseExpired, VersionTooOld, UnknownGroup):
+            self._forget(key)
+            raise
+        self._forget(key)
+
+    def _forget(self, key: tuple[int, int]) -> None:
+        self._held.discard(key)
+        self._prefixes.pop(key, None)
 
     async def revocation(self) -> tuple[int, int]:
         """See `RolloutBuffer.revocation`."""
@@ -143,15 +169,17 @@ class BufferClient:
             await self._pushed.wait()
         return self._revocations.popleft()
 
+    # What the controller does
+
     async def enqueue(self, prompts: Sequence[Prompt]) -> None:
-        """See `ControlBuffer.enqueue`."""
+        """See `ControlBuffer.enqueue`. While the store is full it waits for groups to leave, and sends again."""
         num_queued = 0
         while num_queued < len(prompts):
             some = prompts[num_queued : num_queued + _PROMPTS_AT_ONCE]
-            encoded = [messages.prompt_frames(prompt) for prompt in some]
+            encoded = [prompt_frames(prompt) for prompt in some]
             fields = {"groups": [prompt.group_id for prompt in some], "counts": [len(frames) for frames in encoded]}
             payload = [frame for frames in encoded for frame in frames]
-            reply = await self._connect().request("enqueue", fields, payload)
+            reply = await self._request_with_space(self._connect(), "enqueue", fields, payload)
             num_queued += integer(reply.fields, "queued")
 
     async def plan(self, version: int) -> Plan:
@@ -159,25 +187,30 @@ class BufferClient:
         while True:
             reply = await self._connect().request("plan", {"version": version})
             if "groups" in reply.fields:
-                return Plan(version=version, groups=tuple(map(messages.summary_of, reply.fields["groups"])))
+                return Plan(version=version, groups=tuple(map(summary_of, reply.fields["groups"])))
 
     async def commit(self, version: int) -> BufferStats:
         """See `ControlBuffer.commit`."""
-        return messages.stats_of((await self._connect().request("commit", {"version": version})).fields)
+        return stats_of((await self._connect().request("commit", {"version": version})).fields)
 
     async def stats(self) -> BufferStats:
         """See `ControlBuffer.stats`."""
-        return messages.stats_of((await self._connect().request("stats", {})).fields)
+        return stats_of((await self._connect().request("stats", {})).fields)
 
     async def fetch(self, group_ids: Sequence[int]) -> list[TrajectoryGroup]:
         """Stored groups in the order asked for; arrays are read-only views of the received bytes."""
-        reply = await self._connect().request("fetch", {"groups": list(group_ids)})
+        reply = await self._fetch_from(self._connect(), {"groups": list(group_ids)})
         if "stores" not in reply.fields:
-            return messages.groups_of(reply, group_ids)
+            return groups_of(reply, group_ids)
         stores = await self._stores("fetch")
-        asked = messages.split_by_store(group_ids, messages.integers(reply.fields, "attempts"), len(stores))
-        calls = (store.request("fetch", fields) for store, fields in zip(stores, asked, strict=True))
-        return messages.join_from_stores(await asyncio.gather(*calls), group_ids)
+        asked = split_by_store(group_ids, integers(reply.fields, "attempts"), len(stores))
+        calls = (self._fetch_from(store, fields) for store, fields in zip(stores, asked, strict=True))
+        return join_from_stores(await asyncio.gather(*calls), group_ids)
+
+    async def _fetch_from(self, link: Link, fields: dict[str, Any]) -> Message:
+        reply = await link.request("fetch", {**fields, "read": link.num_read})
+        link.num_read = max(link.num_read, reply.request_id)
+        return reply
 
     async def inspect(self) -> dict[str, Any]:
         """Every unfinished group and every producer, for people; see `buffer.inspect`."""
@@ -188,13 +221,33 @@ class BufferClient:
         return [(start, end) for start, end in (await self.inspect())["finished"]]
 
     async def close(self) -> None:
-        """Close the connection; calls that wait raise `ReplayBufferError` at once."""
+        """Close the connection; calls that wait raise `ReplayBufferError` at once.
+
+        What was granted and did not get to a caller goes back. A lease that `lease` returned stays until it runs out,
+        or until the server has not heard of this client for four of ``buffer.heartbeat_s``: release it first.
+        """
+        if self._closed:
+            return
         self._closed = True
         self._pushed.set()
         self._space.set()
+        if self._beat is not None:
+            self._beat.cancel()
+        if self._link is not None:
+            self._link.fail_all(self._closed_error())
+            if self._beat_s and self._link.is_connected:
+                await self._say_goodbye(self._link)
         for link in (self._link, *(self._store_links or ())):
             if link is not None:
                 link.close()
+
+    async def _say_goodbye(self, link: Link) -> None:
+        with suppress(AsyncRLError, TimeoutError):
+            async with asyncio.timeout(min(_GOODBYE_S, self._timeout_s)):
+                groups, attempts = zip(*self._held, strict=True) if self._held else ((), ())
+                await link.request("leave", {"groups": groups, "attempts": attempts})
+
+    # The connection
 
     def _connect(self) -> Link:
         if self._closed:
@@ -209,13 +262,41 @@ class BufferClient:
     def _closed_error(self) -> ReplayBufferError:
         return ReplayBufferError(f"the client of the buffer at {self.address} is closed")
 
+    async def _enter(self, link: Link) -> None:
+        """Become a producer, which beats from now on."""
+        self._beat_s = float((await link.request("hello", {"produces": True}, caller="lease")).fields["heartbeat_s"])
+        if self._beat is None:
+            self._send_beat()
+
+    def _send_beat(self) -> None:
+        if self._link is not None:
+            self._link.post("beat", {})
+        self._beat = asyncio.get_running_loop().call_later(self._beat_s, self._send_beat)
+
+    async def _stores(self, caller: str) -> list[Link]:
+        """Connections to the store servers; none if the ledger's server keeps the payloads itself."""
+        if self._store_links is None:
+            addresses = (await self._connect().request("hello", {}, caller=caller)).fields["stores"]
+            if self._store_links is None:
+                self._store_links = [self._link_to(address) for address in addresses]
+        return self._store_links
+
+    async def _request_with_space(
+        self, link: Link, name: str, fields: dict[str, Any], payload: Sequence[Any]
+    ) -> Message:
+        """A request that is sent again for as long as the server is full."""
+        while True:
+            self._space.clear()
+            try:
+                return await link.request(name, fields, payload)
+            except StoreFull:
+                await self._wait_for_space()
+
     async def _wait_for_space(self) -> None:
-        """Until the server says that a batch has left; after half a deadline the put is tried anyway."""
-        try:
+        """Until the server says that something has left; after half a deadline the request is sent anyway."""
+        with suppress(TimeoutError):
             async with asyncio.timeout(self._timeout_s / 2):
                 await self._space.wait()
-        except TimeoutError:
-            return
 
     def _on_push(self, message: Message) -> None:
         if message.name == REVOKED:

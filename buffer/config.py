@@ -3,7 +3,8 @@
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from .filters import FILTERS
+from .filters import find_filters
+from .orders import find_order
 
 
 class OnStale(StrEnum):
@@ -21,15 +22,6 @@ class Durability(StrEnum):
     disk = "disk"
 
 
-class SelectionOrder(StrEnum):
-    """Which stored groups a batch takes first, inside the window that keeps every deadline."""
-
-    fifo = "fifo"
-    earliest_deadline = "earliest_deadline"
-    freshest_first = "freshest_first"
-    shortest_first = "shortest_first"
-
-
 @dataclass(frozen=True, kw_only=True)
 class BufferConfig:
     """The replay buffer.
@@ -37,13 +29,21 @@ class BufferConfig:
     Attributes:
         max_lag: Staleness bound in learner steps; 0 is synchronous training.
         on_stale: ``wait`` for the straggler, ``requeue`` its prompt at the new version, or ``drop`` it.
-        order: Selection order of a batch.
+        order: Which stored groups a batch takes first, inside the window that keeps every deadline: ``fifo``,
+            ``earliest_deadline``, ``freshest_first``, ``shortest_first``, or ``module:function`` of your own, which
+            maps a `GroupSummary` and its deadline to a number, smallest first.
         lease_s: A lease not renewed for this long is taken back, and its prompt leased again.
         queue_size: Prompts queued ahead of admission; enqueueing waits while the queue is full.
-        max_stored_bytes: Payload bound; at it, leases are refused until a batch leaves. Nothing stored is dropped.
+        heartbeat_s: How often a producer says that it is there. One silent for four of these is gone, and what it holds
+            is leased to others, however long its leases would still run.
+        max_stored_bytes: Bound on trajectories and saved prefixes, in bytes, for each server. At it leases are refused
+            until a batch leaves; nothing stored is dropped.
+        max_prompt_bytes: Bound on prompts, in bytes, from before they are queued until their groups are finished; at it
+            enqueueing waits.
         request_timeout_s: Deadline of a client's call, and how long the server may hold a call before it answers.
-        filters: Dynamic-sampling filters by name, from `buffer.filters`; a group that one of them drops is replaced by
-            the next prompt. Example: ``["equal_rewards"]``.
+        filters: Dynamic-sampling filters: ``equal_rewards``, ``no_tokens``, or ``module:function`` of your own, which
+            says of a `GroupSummary` whether to keep it. A group that one drops is counted under the filter's name and
+            replaced by the next prompt. Example: ``["equal_rewards"]``.
         durability: ``memory`` ends with the server; ``disk`` keeps every acknowledged put, lease and prompt in
             ``directory``, and a server started there again goes on from it.
         directory: Where ``disk`` keeps its file. Example: ``outputs/quickstart/buffer``.
@@ -58,10 +58,12 @@ class BufferConfig:
 
     max_lag: int = 2
     on_stale: OnStale = OnStale.wait
-    order: SelectionOrder = SelectionOrder.earliest_deadline
+    order: str = "earliest_deadline"
     lease_s: float = 60.0
     queue_size: int = 256
+    heartbeat_s: float = 5.0
     max_stored_bytes: int = 2 * 1024**3
+    max_prompt_bytes: int = 256 * 1024**2
     request_timeout_s: float = 30.0
     filters: list[str] = field(default_factory=list)
     durability: Durability = Durability.memory
@@ -77,8 +79,9 @@ class BufferConfig:
     def __post_init__(self) -> None:
         if self.max_lag < 0:
             raise ValueError(f"buffer.max_lag must be >= 0, got {self.max_lag}; use 0 for synchronous training")
-        positive = ("lease_s", "queue_size", "max_stored_bytes", "request_timeout_s", "max_message_bytes")
-        for name in (*positive, "max_requests_per_s"):
+        times = ("lease_s", "heartbeat_s", "request_timeout_s")
+        sizes = ("max_stored_bytes", "max_prompt_bytes", "max_message_bytes")
+        for name in (*times, *sizes, "queue_size", "max_requests_per_s"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"buffer.{name} must be > 0, got {getattr(self, name)}; see buffer/config.py")
         if self.durability == Durability.disk and not self.directory:
@@ -87,7 +90,7 @@ class BufferConfig:
             raise ValueError(f"buffer.first_version must be >= 0, got {self.first_version}; a new run begins at 0")
         if self.num_store_servers < 0:
             raise ValueError(f"buffer.num_store_servers must be >= 0, got {self.num_store_servers}; 0 needs no others")
-        if unknown := sorted(set(self.filters) - set(FILTERS)):
-            raise ValueError(f"buffer.filters names {unknown}; known filters are {sorted(FILTERS)}")
+        find_order(self.order)
+        find_filters(self.filters)
         if not 0 <= self.port < 65536:
             raise ValueError(f"buffer.port must be in 0..65535, got {self.port}; 0 takes a free port")

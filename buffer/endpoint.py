@@ -9,7 +9,7 @@ from typing import Protocol
 
 import zmq
 
-from asyncrl.protocol.errors import WireError
+from asyncrl.protocol.errors import RateExceeded, WireError
 
 from . import messages
 from .channel import Channel
@@ -26,6 +26,10 @@ class Service(Protocol):
 
     def handle(self, client: bytes, request: Message) -> None:
         """Answer one request, now or later."""
+        ...
+
+    def settle(self) -> None:
+        """Do what is to be done once for all messages that have come."""
         ...
 
     def close(self) -> None:
@@ -62,10 +66,18 @@ class Endpoint:
         self.num_malformed = self.num_unsent = self.num_unknown_keys = self.num_over_rate = 0
         self._outbox: dict[bytes, list[Message]] = {}
         self._flush_handle: asyncio.Handle | None = None
+        self._set_heartbeat(socket, config)
         self._limit = RateLimit(config.max_requests_per_s)
         self._service = make_service(self)
         self.address = self._bind(socket, config)
-        self._channel = Channel(socket, self._on_message)
+        self._channel = Channel(socket, self._on_message, self._on_burst_end)
+
+    @staticmethod
+    def _set_heartbeat(socket: zmq.Socket[bytes], config: BufferConfig) -> None:
+        """Have ZMQ close connections whose other end is gone without a word."""
+        beat_ms = max(1, int(config.heartbeat_s * 1000))
+        socket.setsockopt(zmq.HEARTBEAT_IVL, beat_ms)
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 4 * beat_ms)
 
     def _bind(self, socket: zmq.Socket[bytes], config: BufferConfig) -> str:
         """Bind the configured port, or the one that an earlier server of this journal had, or a free one."""
@@ -107,24 +119,35 @@ class Endpoint:
 
     def _on_message(self, frames: list[zmq.Frame]) -> None:
         client = frames[0].bytes
-        if not self._limit.allows(client):
-            self.num_over_rate += 1
-            return
         try:
-            request = messages.parse(frames[1:])
+            requests = messages.unbatch(messages.parse(frames[1:]))
         except WireError as error:
             self.num_malformed += 1
-            self.send(client, messages.error_reply(messages.PUSH_ID, error))
+            self.send(client, Message.of_error(messages.PUSH_ID, error))
             return
-        self._service.handle(client, request)
+        for request in requests:
+            if self._limit.allows(client):
+                self._service.handle(client, request)
+            else:
+                self.num_over_rate += 1
+                self.send(client, Message.of_error(request.request_id, self._limit.error()))
+        if len(requests) > 1:
+            self._on_burst_end()  # so that a producer makes its next batch while the one behind this is read
+
+    def _on_burst_end(self) -> None:
+        self._service.settle()
+        self._flush()
 
     def send(self, client: bytes, message: Message) -> None:
         """Send to a client when the messages that have come are read, so that acknowledgements travel together."""
-        if not self._outbox:
+        if self._flush_handle is None:
             self._flush_handle = asyncio.get_running_loop().call_soon(self._flush)
         self._outbox.setdefault(client, []).append(message)
 
     def _flush(self) -> None:
+        if self._flush_handle is not None:
+            self._flush_handle.cancel()
+            self._flush_handle = None
         outbox, self._outbox = self._outbox, {}
         for client, replies in outbox.items():
             for message in messages.coalesce(replies):
@@ -160,3 +183,10 @@ class RateLimit:
             self._counts.clear()
         self._counts[client] += 1
         return self._counts[client] <= self._per_second
+
+    def error(self) -> RateExceeded:
+        """What a client over its rate is told."""
+        return RateExceeded(
+            f"more than {self._per_second} requests came from this client within a second (buffer.max_requests_per_s); "
+            "this one was not answered, send it again later"
+        )

@@ -3,9 +3,11 @@
 A filter looks at a group's summary and says whether to keep it. Its name is the reason its tokens are dropped for.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from asyncrl.protocol.types import GroupSummary
+
+from .naming import find
 
 Filter = Callable[[GroupSummary], bool]
 
@@ -24,6 +26,15 @@ FILTERS: Mapping[str, Filter] = {"equal_rewards": _rewards_differ, "no_tokens": 
 """Name to the test that a kept group passes."""
 
 
-def dropped_by(names: tuple[str, ...], summary: GroupSummary) -> str | None:
+def find_filters(names: Sequence[str]) -> dict[str, Filter]:
+    """Name to filter, built in or at ``module:function``, in the order given.
+
+    Raises:
+        ValueError: there is no such filter.
+    """
+    return {name: find(name, FILTERS, option="buffer.filters") for name in names}
+
+
+def dropped_by(filters: Mapping[str, Filter], summary: GroupSummary) -> str | None:
     """The first filter that drops the group, or None."""
-    return next((name for name in names if not FILTERS[name](summary)), None)
+    return next((name for name, keeps in filters.items() if not keeps(summary)), None)

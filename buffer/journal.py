@@ -15,7 +15,7 @@ import msgpack
 
 from asyncrl.protocol.errors import ReplayBufferError
 
-FORMAT = 1
+FORMAT = 2
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value BLOB) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS operations (number INTEGER PRIMARY KEY AUTOINCREMENT, body BLOB NOT NULL);

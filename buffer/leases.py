@@ -1,9 +1,10 @@
 """The leases that run now: who holds them, when they are due, when they run out, and how they end."""
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 from heapq import heappop, heappush
-from typing import Any
+from typing import Any, TypeVar
 
 
 class PutResult(StrEnum):
@@ -48,7 +49,8 @@ class RunningLease:
         owner: Who holds it; opaque.
         request_id: Which of the owner's requests it answers, so that a request sent again gets the same lease.
         expires_at: When it runs out unless renewed, on the clock of the ledger's ``now``.
-        progress: What has been saved of it so far.
+        progress: What has been saved of it so far: the prefix it began with, or what its worker saved since.
+        num_inherited: Tokens of the prefix that it began with.
     """
 
     group_id: int
@@ -58,7 +60,24 @@ class RunningLease:
     owner: bytes
     expires_at: float
     progress: Progress | None = None
+    num_inherited: int = 0
     request_id: int = 0
+
+    @property
+    def num_saved(self) -> int:
+        """Tokens that are saved of it."""
+        return 0 if self.progress is None else self.progress.num_tokens
+
+
+Key = TypeVar("Key")
+
+
+def _remove(index: dict[Key, dict[int, None]], key: Key, group_id: int) -> None:
+    """Take a group out of an index of groups by key."""
+    group_ids = index[key]
+    del group_ids[group_id]
+    if not group_ids:
+        del index[key]
 
 
 class RunningLeases:
@@ -67,6 +86,7 @@ class RunningLeases:
     def __init__(self) -> None:
         self._by_group: dict[int, RunningLease] = {}
         self._by_deadline: dict[int, dict[int, None]] = {}
+        self._by_owner: dict[bytes, dict[int, None]] = {}
         self._expiries: list[tuple[float, int, int]] = []
 
     def __len__(self) -> int:
@@ -76,15 +96,21 @@ class RunningLeases:
         """Every running lease, in the order they began."""
         return list(self._by_group.values())
 
-    def describe(self, now: float) -> list[dict[str, Any]]:
-        """What is known of every running lease, for people."""
+    def of_owner(self, owner: bytes) -> list[RunningLease]:
+        """The running leases of one owner."""
+        return [self._by_group[group_id] for group_id in self._by_owner.get(owner, ())]
+
+    def describe(self, now: float, *, version: int) -> list[dict[str, Any]]:
+        """What is known of every running lease, for people; its lag is what it would have at ``version``."""
         return [
             {
                 "group_id": lease.group_id,
                 "state": "leased",
                 "attempt": lease.attempt,
                 "deadline": lease.deadline,
+                "lag": version - lease.engine_version,
                 "owner": lease.owner.hex()[:8],
+                "num_saved_tokens": lease.num_saved,
                 "expires_in_s": round(lease.expires_at - now, 1),
             }
             for lease in self._by_group.values()
@@ -99,6 +125,7 @@ class RunningLeases:
         """Begin a lease."""
         self._by_group[lease.group_id] = lease
         self._by_deadline.setdefault(lease.deadline, {})[lease.group_id] = None
+        self._by_owner.setdefault(lease.owner, {})[lease.group_id] = None
         heappush(self._expiries, (lease.expires_at, lease.group_id, lease.attempt))
 
     def extend(self, lease: RunningLease, expires_at: float) -> None:
@@ -109,10 +136,8 @@ class RunningLeases:
     def remove(self, lease: RunningLease) -> None:
         """End a lease."""
         del self._by_group[lease.group_id]
-        same_deadline = self._by_deadline[lease.deadline]
-        del same_deadline[lease.group_id]
-        if not same_deadline:
-            del self._by_deadline[lease.deadline]
+        _remove(self._by_deadline, lease.deadline, lease.group_id)
+        _remove(self._by_owner, lease.owner, lease.group_id)
 
     def due(self) -> dict[int, int]:
         """Deadline to number of running leases."""
@@ -137,3 +162,13 @@ class RunningLeases:
                 return lease
             heappop(self._expiries)
         return None
+
+    def snapshot(self) -> list[dict[str, Any]]:
+        """Every lease as plain values, in the order they began."""
+        return [asdict(lease) for lease in self._by_group.values()]
+
+    def restore(self, values: Iterable[Mapping[str, Any]]) -> None:
+        """Begin the leases of a snapshot."""
+        for fields in values:
+            progress = None if fields["progress"] is None else Progress(**fields["progress"])
+            self.add(RunningLease(**{**fields, "progress": progress}))

@@ -2,8 +2,9 @@
 
 import asyncio
 import itertools
+import struct
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,28 +14,40 @@ from asyncrl.protocol.errors import DeadlineError, ReplayBufferError, WireError
 
 from . import messages
 from .channel import Channel
+from .deadline import Deadline
 from .keys import ClientKeys, secure_client
 from .messages import ACKS, OK, PUSH_ID, PUSHES, Message
+from .parcels import JOIN_BELOW_BYTES
 
 _RECONNECT_MS = 50
-_RECONNECT_MAX_MS = 200
+_RECONNECT_MAX_MS = 2000
+_HEARTBEAT_MS = 5000
+_BATCH = 16
 
 
 def connect(
     context: zmq.Context[Any], address: str, keys: ClientKeys | None
 ) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
-    """A DEALER with an identity of its own, and the monitor that speaks whenever it is connected."""
+    """A DEALER with an identity of its own, and the monitor that speaks when it is connected or cut off."""
     socket = context.socket(zmq.DEALER)
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.IDENTITY, uuid.uuid4().bytes)
     socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MAX_MS)
+    socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 4 * _HEARTBEAT_MS)
     socket.setsockopt(zmq.SNDHWM, 0)
     if keys is not None:
         secure_client(socket, keys)
-    monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+    monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
     socket.connect(address)
     return socket, monitor
+
+
+def is_connected(event: Sequence[Any]) -> bool:
+    """Whether a monitor's message says that the connection was made, rather than lost."""
+    (number,) = struct.unpack_from("=H", bytes(event[0]))
+    return number == zmq.EVENT_HANDSHAKE_SUCCEEDED
 
 
 def deadline_error(name: str, address: str, timeout_s: float) -> DeadlineError:
@@ -49,9 +62,10 @@ def deadline_error(name: str, address: str, timeout_s: float) -> DeadlineError:
 class _Pending:
     """A request without a reply yet."""
 
-    name: str
-    frames: list[Any]
+    caller: str
+    request: Message
     reply: asyncio.Future[Message]
+    due: float
 
 
 class Link:
@@ -62,22 +76,31 @@ class Link:
         timeout_s: Deadline of each request.
         keys: CURVE keys, where the server has them.
         on_push: Called with each message that answers no request.
+
+    Attributes:
+        is_connected: Whether the server can be reached now.
+        num_read: Largest request id of a fetch that was answered.
     """
 
     def __init__(
         self, address: str, *, timeout_s: float, keys: ClientKeys | None, on_push: Callable[[Message], None]
     ) -> None:
         self.address = address
+        self.is_connected = False
+        self.num_read = 0
         self._timeout_s = timeout_s
         self._on_push = on_push
+        self._loop = asyncio.get_running_loop()
         self._pending: dict[int, _Pending] = {}
+        self._outbox: list[Message] = []
+        self._flush_handle: asyncio.Handle | None = None
+        self._deadline = Deadline(self._miss_deadlines)
         self._ids = itertools.count(1)
         self._num_connects = 0
         self._closed = False
-        self._context: zmq.Context[Any] = zmq.Context()
-        socket, monitor = connect(self._context, address, keys)
-        self._channel = Channel(socket, self._on_message)
-        self._monitor = Channel(monitor, self._on_connected)
+        self._socket, monitor = connect(zmq.Context.instance(), address, keys)
+        self._channel = Channel(self._socket, self._on_message)
+        self._monitor = Channel(monitor, self._on_event)
 
     def next_id(self) -> int:
         """A request id, for a request that may have to be cancelled."""
@@ -86,7 +109,7 @@ class Link:
     async def request(
         self,
         name: str,
-        fields: dict[str, Any],
+        fields: Mapping[str, Any],
         payload: Sequence[Any] = (),
         *,
         request_id: int | None = None,
@@ -101,55 +124,106 @@ class Link:
         if self._closed:
             raise self._closed_error(name)
         request_id = next(self._ids) if request_id is None else request_id
-        frames = Message(name=name, request_id=request_id, fields=fields, payload=payload).frames()
-        loop = asyncio.get_running_loop()
-        pending = _Pending(name=caller or name, frames=frames, reply=loop.create_future())
-        self._pending[request_id] = pending
-        deadline = loop.call_later(self._timeout_s, self._miss_deadline, pending)
+        request = Message(name=name, request_id=request_id, fields=fields, payload=payload)
         try:
-            self._channel.send(frames)
-            reply = await pending.reply
+            reply = await self._begin(request, caller or name)
         finally:
-            deadline.cancel()
-            del self._pending[request_id]
+            self._end(request_id)
         if reply.name != OK:
             raise messages.error_of(reply)
         return reply
 
-    def _miss_deadline(self, pending: _Pending) -> None:
-        if not pending.reply.done():
-            pending.reply.set_exception(deadline_error(pending.name, self.address, self._timeout_s))
+    def post(self, name: str, fields: Mapping[str, Any]) -> None:
+        """Send a request whose reply nobody waits for; after a reconnect it is sent again like any other."""
+        if self._closed:
+            return
+        request = Message(name=name, request_id=next(self._ids), fields=fields)
 
-    def post(self, name: str, fields: dict[str, Any]) -> None:
-        """Send a request whose reply nobody waits for."""
-        if not self._closed:
-            self._channel.send(Message(name=name, request_id=next(self._ids), fields=fields).frames())
+        def forget(reply: asyncio.Future[Message]) -> None:
+            self._end(request.request_id)
+            if not reply.cancelled():
+                reply.exception()
+
+        self._begin(request, name).add_done_callback(forget)
+
+    def _begin(self, request: Message, caller: str) -> asyncio.Future[Message]:
+        reply: asyncio.Future[Message] = self._loop.create_future()
+        due = self._loop.time() + self._timeout_s
+        self._pending[request.request_id] = _Pending(caller=caller, request=request, reply=reply, due=due)
+        self._deadline.at(due)
+        self._send(request)
+        return reply
+
+    def _send(self, request: Message) -> None:
+        """Send a large request at once, and small ones together with the others that are made in this turn."""
+        if sum(map(len, request.payload)) >= JOIN_BELOW_BYTES:
+            self._channel.send(request.frames())
+            return
+        self._outbox.append(request)
+        if len(self._outbox) == _BATCH:
+            self._flush()
+        elif self._flush_handle is None:
+            self._flush_handle = self._loop.call_soon(self._flush)
+
+    def _flush(self) -> None:
+        if self._flush_handle is not None:
+            self._flush_handle.cancel()
+            self._flush_handle = None
+        outbox, self._outbox = self._outbox, []
+        if outbox:
+            message = outbox[0] if len(outbox) == 1 else messages.batch(outbox)
+            self._channel.send(message.frames())
+
+    def _end(self, request_id: int) -> None:
+        self._pending.pop(request_id, None)
+
+    def _miss_deadlines(self) -> None:
+        """Fail what is overdue; all requests have as long, so that the first are due first."""
+        now = self._loop.time()
+        for pending in self._pending.values():
+            if pending.due > now:
+                self._deadline.at(pending.due)
+                return
+            if not pending.reply.done():
+                pending.reply.set_exception(deadline_error(pending.caller, self.address, self._timeout_s))
+
+    def fail_all(self, error: Exception) -> None:
+        """Let every request that waits raise ``error``."""
+        for pending in self._pending.values():
+            if not pending.reply.done():
+                pending.reply.set_exception(error)
 
     def close(self) -> None:
         """Close the connection; requests that wait raise at once."""
         if self._closed:
             return
         self._closed = True
-        self._fail_all(self._closed_error("a call"))
+        self.fail_all(self._closed_error("a call"))
+        self._deadline.close()
+        if self._flush_handle is not None:
+            self._flush_handle.cancel()
+        self._socket.disable_monitor()  # first, or ZMQ's thread would wait for somebody to read its last events
         self._monitor.close()
         self._channel.close()
-        self._context.destroy(linger=0)
 
     def _closed_error(self, what: str) -> ReplayBufferError:
         return ReplayBufferError(f"the client of the buffer at {self.address} was closed while {what} waited")
 
-    def _on_connected(self, frames: list[zmq.Frame]) -> None:
-        """Send again what has no reply: the connection before this one may have lost it."""
+    def _on_event(self, event: list[zmq.Frame]) -> None:
+        """Send again what has no reply once the connection is back: the one before may have lost it."""
+        self.is_connected = is_connected(event)
+        if not self.is_connected:
+            return
         self._num_connects += 1
         if self._num_connects > 1:
             for pending in self._pending.values():
-                self._channel.send(pending.frames)
+                self._channel.send(pending.request.frames())
 
     def _on_message(self, frames: list[zmq.Frame]) -> None:
         try:
             message = messages.parse_reply(frames)
         except WireError as error:
-            self._fail_all(error)
+            self.fail_all(error)
             return
         if message.name == ACKS:
             for request_id in messages.integers(message.fields, "ids"):
@@ -157,7 +231,7 @@ class Link:
         elif message.request_id == PUSH_ID and message.name in PUSHES:
             self._on_push(message)
         elif message.request_id == PUSH_ID:
-            self._fail_all(messages.error_of(message))
+            self.fail_all(messages.error_of(message))
         else:
             self._resolve(message.request_id, message)
 
@@ -165,8 +239,3 @@ class Link:
         pending = self._pending.get(request_id)
         if pending is not None and not pending.reply.done():
             pending.reply.set_result(reply)
-
-    def _fail_all(self, error: Exception) -> None:
-        for pending in self._pending.values():
-            if not pending.reply.done():
-                pending.reply.set_exception(error)

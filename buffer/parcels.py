@@ -13,18 +13,24 @@ from asyncrl.protocol.errors import WireError
 JOIN_BELOW_BYTES = 256 * 1024
 _MAGIC = b"prcl"
 _ALIGN = 16
+_PADDING = [bytes(n) for n in range(_ALIGN)]
 
 
 def wrap(frames: Sequence[Any]) -> list[Any]:
-    """One parcel if the frames are small together, else the frames as they are."""
-    views = [memoryview(frame).cast("B") for frame in frames]
-    if sum(view.nbytes for view in views) >= JOIN_BELOW_BYTES:
+    """One parcel if the frames are small together, else the frames as they are.
+
+    Args:
+        frames: Bytes, or views of bytes: what has its length in bytes as ``len``.
+    """
+    lengths = [*map(len, frames)]
+    if sum(lengths) >= JOIN_BELOW_BYTES:
         return list(frames)
-    parts: list[Any] = [_MAGIC, struct.pack(f"<I{len(views)}Q", len(views), *(view.nbytes for view in views))]
-    length = len(parts[0]) + len(parts[1])
-    for view in views:
-        parts += [bytes(-length % _ALIGN), view]
-        length += -length % _ALIGN + view.nbytes
+    parts: list[Any] = [struct.pack(f"<4sI{len(lengths)}Q", _MAGIC, len(lengths), *lengths)]
+    position = len(parts[0])
+    for frame, length in zip(frames, lengths, strict=True):
+        parts.append(_PADDING[-position % _ALIGN])
+        parts.append(frame)
+        position += -position % _ALIGN + length
     return [b"".join(parts)]
 
 

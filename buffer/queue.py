@@ -5,19 +5,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from .account import Account
 from .leases import Progress
 
 
 class PromptQueue:
-    """Group ids in order; a group that comes back goes to the head, with what was saved of it.
+    """Group ids in order; a group that comes back goes to the head, with what was saved of it."""
 
-    Args:
-        account: Counts the tokens of saved prefixes.
-    """
-
-    def __init__(self, account: Account) -> None:
-        self._account = account
+    def __init__(self) -> None:
         self._ids: deque[int] = deque()
         self._progress: dict[int, Progress] = {}
 
@@ -28,14 +22,11 @@ class PromptQueue:
         """Add new groups at the tail."""
         self._ids.extend(group_ids)
 
-    def push_front(self, group_id: int, progress: Progress | None = None) -> int:
-        """Put a group back; returns how many tokens of its prefix are kept for its next attempt."""
+    def push_front(self, group_id: int, progress: Progress | None = None) -> None:
+        """Put a group back, with the prefix that its next attempt may continue."""
         self._ids.appendleft(group_id)
-        if progress is None:
-            return 0
-        self._progress[group_id] = progress
-        self._account.keep_progress(progress.num_tokens)
-        return progress.num_tokens
+        if progress is not None:
+            self._progress[group_id] = progress
 
     def pop(self) -> tuple[int, Progress | None]:
         """The next group, and its saved prefix; the caller continues it or counts it as dropped."""

@@ -1,22 +1,12 @@
 """Stored groups in the order that a batch prefers them, inside the window that keeps every deadline."""
 
-from collections.abc import Callable, Mapping
 from heapq import heappop, heappush
 
+from asyncrl.protocol.errors import ReplayBufferError
 from asyncrl.protocol.types import GroupSummary
 
-from .config import SelectionOrder
+from .orders import Preference
 from .staleness import StalenessRule, Window
-
-Preference = Callable[[GroupSummary, int], int]
-
-PREFERENCES: Mapping[SelectionOrder, Preference] = {
-    SelectionOrder.fifo: lambda summary, deadline: 0,
-    SelectionOrder.earliest_deadline: lambda summary, deadline: deadline,
-    SelectionOrder.freshest_first: lambda summary, deadline: -summary.oldest_version,
-    SelectionOrder.shortest_first: lambda summary, deadline: sum(summary.response_lengths),
-}
-"""Selection order to the number that is smallest for the group taken first; ties go to the group stored first."""
 
 
 class ReadyGroups:
@@ -24,23 +14,33 @@ class ReadyGroups:
 
     Args:
         rule: The bound.
-        order: Which groups a batch prefers.
+        prefer: Which groups a batch prefers.
     """
 
-    def __init__(self, rule: StalenessRule, order: SelectionOrder) -> None:
+    def __init__(self, rule: StalenessRule, prefer: Preference) -> None:
         self._rule = rule
-        self._prefer = PREFERENCES[order]
-        self._heaps: dict[int, list[tuple[int, int, int]]] = {}
+        self._prefer = prefer
+        self._heaps: dict[int, list[tuple[float, int, int]]] = {}
         self._num_added = 0
         self._size = 0
 
     def __len__(self) -> int:
         return self._size
 
-    def add(self, summary: GroupSummary, deadline: int) -> None:
+    def rank(self, summary: GroupSummary, deadline: int) -> float:
+        """The number that is smallest for the group taken first.
+
+        Raises:
+            ReplayBufferError: the order gave something else.
+        """
+        rank = self._prefer(summary, deadline)
+        if not isinstance(rank, int | float) or rank != rank:
+            raise ReplayBufferError(f"buffer.order must give a number, got {rank!r:.40} for group {summary.group_id}")
+        return rank
+
+    def add(self, group_id: int, deadline: int, rank: float) -> None:
         """Add a group that was just stored."""
-        entry = (self._prefer(summary, deadline), self._num_added, summary.group_id)
-        heappush(self._heaps.setdefault(deadline, []), entry)
+        heappush(self._heaps.setdefault(deadline, []), (rank, self._num_added, group_id))
         self._num_added += 1
         self._size += 1
 
@@ -70,11 +70,11 @@ class ReadyGroups:
             window.take(deadline - version)
         return batch
 
-    def _best(self, tops: list[tuple[tuple[int, int, int], int]], last: int) -> int:
+    def _best(self, tops: list[tuple[tuple[float, int, int], int]], last: int) -> int:
         """The deadline, at most ``last``, whose best group is preferred."""
         return min(top for top in tops if top[1] <= last)[1]
 
-    def _pop(self, deadline: int, tops: list[tuple[tuple[int, int, int], int]]) -> int:
+    def _pop(self, deadline: int, tops: list[tuple[tuple[float, int, int], int]]) -> int:
         """Take the best group of one deadline and refresh ``tops``."""
         heap = self._heaps[deadline]
         entry = heappop(heap)

@@ -32,8 +32,8 @@ class RecordedLedger(Ledger):
         if recovered.snapshot is not None:
             self.restore(recovered.snapshot)
         self._replay(recovered)
-        for lease in self._leases.all():
-            self._leases.extend(lease, now + self._lease_s)
+        for lease in self.state.leases.all():
+            self.state.leases.extend(lease, now + self._lease_s)
         self.drain_revocations()
         self._journal = journal
         self._forgettable = self.drain_finished()
@@ -64,7 +64,7 @@ class RecordedLedger(Ledger):
     ) -> list[RunningLease]:
         """See `Ledger.lease`."""
         self.check_engine_version(engine_version)
-        if max_groups < 1 or not self.num_queued or not self.admits(engine_version):
+        if max_groups < 1 or not self.state.num_queued or not self.state.admits(engine_version):
             return []
         self._record("lease", [engine_version, max_groups, owner, request_id, now])
         return super().lease(engine_version, max_groups, owner=owner, request_id=request_id, now=now)
@@ -74,29 +74,32 @@ class RecordedLedger(Ledger):
         self._record("take_back", [lease.group_id, lease.attempt])
         super().take_back(lease)
 
-    def save_progress(self, group_id: int, attempt: int, progress: Progress, frames: Frames = ()) -> None:
+    def save_progress(
+        self, group_id: int, attempt: int, progress: Progress, frames: Frames = (), *, continued: bool = True
+    ) -> None:
         """See `Ledger.save_progress`; ``frames`` are kept with the operation."""
         if self.holds(group_id, attempt):
-            self._record("save_progress", [group_id, attempt, asdict(progress)], {("progress", group_id): frames})
-        super().save_progress(group_id, attempt, progress)
+            arguments = [group_id, attempt, asdict(progress), continued]
+            self._record("save_progress", arguments, {("progress", group_id): frames})
+        super().save_progress(group_id, attempt, progress, continued=continued)
 
-    def put(self, summary: GroupSummary, payload: Frames = ()) -> PutResult:
+    def put(self, summary: GroupSummary, payload: Frames = (), *, continued: bool = True) -> PutResult:
         """See `Ledger.put`; ``payload`` is kept with the operation if its lease is held."""
         if self._journal is None:
-            return super().put(summary)
+            return super().put(summary, continued=continued)
         frames = {("payload", summary.group_id): payload} if self.holds(summary.group_id, summary.attempt) else None
-        self._record("put", [asdict(summary)], frames)
-        return super().put(summary)
+        self._record("put", [asdict(summary), continued], frames)
+        return super().put(summary, continued=continued)
 
-    def release(self, group_id: int, attempt: int, *, num_tokens: int, reason: str) -> None:
+    def release(self, group_id: int, attempt: int, *, num_tokens: int, reason: str, continued: bool = True) -> None:
         """See `Ledger.release`."""
-        self._record("release", [group_id, attempt, num_tokens, reason])
-        super().release(group_id, attempt, num_tokens=num_tokens, reason=reason)
+        self._record("release", [group_id, attempt, num_tokens, reason, continued])
+        super().release(group_id, attempt, num_tokens=num_tokens, reason=reason, continued=continued)
 
     def plan(self, version: int) -> Plan | None:
         """See `Ledger.plan`."""
         self.check_plan(version)
-        if not self.is_planned(version):
+        if version not in self.state.batches.plans:
             if not self.can_plan(version):
                 return None
             self._record("plan", [version])
@@ -128,18 +131,18 @@ class RecordedLedger(Ledger):
         super().lease(version, max_groups, owner=owner, request_id=request_id, now=now)
 
     def _replay_take_back(self, group_id: int, attempt: int) -> None:
-        lease = self._leases.held(group_id, attempt)
+        lease = self.state.leases.held(group_id, attempt)
         if lease is not None:
             super().take_back(lease)
 
-    def _replay_save_progress(self, group_id: int, attempt: int, progress: dict[str, int]) -> None:
-        super().save_progress(group_id, attempt, Progress(**progress))
+    def _replay_save_progress(self, group_id: int, attempt: int, progress: dict[str, int], continued: bool) -> None:
+        super().save_progress(group_id, attempt, Progress(**progress), continued=continued)
 
-    def _replay_put(self, summary: dict[str, Any]) -> None:
-        super().put(summary_from(summary))
+    def _replay_put(self, summary: dict[str, Any], continued: bool) -> None:
+        super().put(summary_from(summary), continued=continued)
 
-    def _replay_release(self, group_id: int, attempt: int, num_tokens: int, reason: str) -> None:
-        super().release(group_id, attempt, num_tokens=num_tokens, reason=reason)
+    def _replay_release(self, group_id: int, attempt: int, num_tokens: int, reason: str, continued: bool) -> None:
+        super().release(group_id, attempt, num_tokens=num_tokens, reason=reason, continued=continued)
 
     def _replay_plan(self, version: int) -> None:
         super().plan(version)

@@ -13,18 +13,18 @@ import logging
 import os
 import signal
 import sys
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from .config import BufferConfig, Durability, OnStale, SelectionOrder
+from asyncrl.protocol.errors import AsyncRLError, WorkerDiedError
+
+from .config import BufferConfig, Durability, OnStale
 from .endpoint import Endpoint
 from .journal import Journal
-from .keys import client_keys
-from .link import Link
-from .process import BufferProcess
 from .service import BufferService
-from .store import MemoryStore, RemoteStore, Store
+from .store import MemoryStore, RemoteStore
+from .store_servers import StoreServers
 from .store_service import StoreService
 
 logger = logging.getLogger(__name__)
@@ -38,12 +38,14 @@ class BufferServer:
     Args:
         config: Options.
         groups_per_step: B, groups consumed by one learner step.
+
+    Attributes:
+        lost: Gets the error for which this server cannot go on.
     """
 
     def __init__(self, config: BufferConfig, *, groups_per_step: int) -> None:
-        self._config = config
-        self._stores = self._start_stores(config, groups_per_step)
-        self._links = [self._link(process.address) for process in self._stores]
+        self.lost: asyncio.Future[WorkerDiedError] = asyncio.get_running_loop().create_future()
+        self._stores = StoreServers(config, groups_per_step=groups_per_step, on_lost=self._lose)
         journal = _open_journal(config, "journal")
 
         def make_service(endpoint: Endpoint) -> BufferService:
@@ -52,15 +54,15 @@ class BufferServer:
                 groups_per_step=groups_per_step,
                 send=endpoint.send,
                 counters=endpoint.counters,
-                store=self._store(),
-                store_addresses=[process.address for process in self._stores],
+                store=RemoteStore(self._stores.remove) if config.num_store_servers else MemoryStore(),
+                store_addresses=self._stores.addresses,
                 journal=journal,
             )
 
         try:
             self._endpoint = Endpoint(config, make_service=make_service, journal=journal)
         except BaseException:
-            self._stop_stores()
+            self._stores.close()
             raise
 
     @property
@@ -75,30 +77,11 @@ class BufferServer:
     def close(self) -> None:
         """Stop serving; held requests stay unanswered."""
         self._endpoint.close()
-        self._stop_stores()
+        self._stores.close()
 
-    @staticmethod
-    def _start_stores(config: BufferConfig, groups_per_step: int) -> list[BufferProcess]:
-        options = replace(config, port=0, num_store_servers=0)
-        stores: list[BufferProcess] = []
-        for number in range(config.num_store_servers):
-            stores.append(BufferProcess(options, groups_per_step=groups_per_step, log_path=None, store=number))
-        return stores
-
-    def _link(self, address: str) -> Link:
-        keys = client_keys(Path(self._config.keys)) if self._config.keys else None
-        return Link(address, timeout_s=self._config.request_timeout_s, keys=keys, on_push=lambda message: None)
-
-    def _store(self) -> Store:
-        if not self._links:
-            return MemoryStore()
-        return RemoteStore(lambda g: self._links[g % len(self._links)].post("remove", {"groups": [g]}))
-
-    def _stop_stores(self) -> None:
-        for link in self._links:
-            link.close()
-        for process in self._stores:
-            process.stop()
+    def _lose(self, error: WorkerDiedError) -> None:
+        if not self.lost.done():
+            self.lost.set_result(error)
 
 
 class StoreServer:
@@ -116,6 +99,7 @@ class StoreServer:
             make_service=lambda endpoint: StoreService(config, send=endpoint.send, journal=journal),
             journal=journal,
         )
+        self.lost: asyncio.Future[WorkerDiedError] = asyncio.get_running_loop().create_future()
         self.address = self._endpoint.address
         self.counters = self._endpoint.counters
         self.close = self._endpoint.close
@@ -153,18 +137,25 @@ def config_from_json(values: dict[str, Any]) -> BufferConfig:
     known = {field.name for field in fields(BufferConfig)}
     if unknown := sorted(set(values) - known):
         raise ValueError(f"unknown buffer options {unknown}; known are {sorted(known)}")
-    kinds = {"on_stale": OnStale, "order": SelectionOrder, "durability": Durability}
+    kinds = {"on_stale": OnStale, "durability": Durability}
     return BufferConfig(**{name: kinds[name](value) if name in kinds else value for name, value in values.items()})
 
 
 async def serve(server: "BufferServer | StoreServer", *, announce_fd: int) -> None:
-    """Serve until SIGTERM or SIGINT."""
+    """Serve until SIGTERM or SIGINT.
+
+    Raises:
+        WorkerDiedError: a store server died with its payloads.
+    """
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    server.lost.add_done_callback(lambda _: stop.set())
     os.write(announce_fd, f"{server.address}\n".encode())
     try:
         await stop.wait()
+        if server.lost.done():
+            raise server.lost.result()
     finally:
         server.close()
         logger.info("ends; turned away or undelivered: %s", server.counters())
@@ -181,7 +172,10 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     end_with_parent()
     calm_collector()
-    asyncio.run(_serve(config_from_json(json.loads(args.config)), args))
+    try:
+        asyncio.run(_serve(config_from_json(json.loads(args.config)), args))
+    except (AsyncRLError, ValueError) as error:
+        sys.exit(f"the buffer server ends: {error}")
 
 
 async def _serve(config: BufferConfig, args: argparse.Namespace) -> None:

@@ -1,35 +1,36 @@
-"""What the buffer server does with each request: the ledger decides, the store keeps, the waiting rooms hold.
+"""What the buffer server does with each request: the ledger decides, the shelves keep, and what must wait waits.
 
-Waits: ``lease`` waits for admission, ``enqueue`` for room in the queue, ``plan`` for a batch. Every message that
-changes the ledger ends in `_wake`, which answers whoever can be answered now; a timer answers "nothing yet" otherwise,
-and one more timer stands at the next lease's expiry. Nothing looks at a clock in a loop.
+Waits: ``lease`` for admission (`Leasing`), ``enqueue`` for room in the queue (`Intake`), ``plan`` for a batch
+(`Planning`). After the messages that have come, `settle` answers whoever can be answered now; a timer answers "nothing
+yet" otherwise. Two more timers stand at the next lease's expiry and the next producer's silence. All go by the loop's
+monotonic clock; nothing looks at a clock in a loop.
 """
 
 import asyncio
 import logging
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 from asyncrl.protocol.errors import AsyncRLError, ReplayBufferError, StoreFull, WireError
+from asyncrl.protocol.types import BufferStats
 
-from . import messages
 from .config import BufferConfig
-from .journal import Frames, Journal
-from .leases import Progress, PutResult, RunningLease
-from .messages import OK, PUSH_ID, REVOKED, SPACE, Message, integer, integers, text
+from .deadline import Deadline
+from .intake import Intake
+from .journal import Journal
+from .leases import Progress, PutResult
+from .leasing import Leasing
+from .mailbox import Mailbox, Send
+from .messages import REVOKED, SPACE, Message, flag, integer, text
+from .planning import Planning
 from .recorded import RecordedLedger
+from .shelves import Shelves, size_of
 from .staleness import StalenessRule
 from .store import MemoryStore, Store
-from .waiting import Held, WaitingRoom
+from .summaries import stats_fields, summary_of
 
 logger = logging.getLogger(__name__)
 
-_MAX_REMEMBERED = 4096
-_BEHIND_HOLD_S = 0.05
-"""How long a worker is held whose engine is behind the learner; then it is asked for its engine's new version."""
-
-Send = Callable[[bytes, Message], None]
+_BEATS_TO_SILENCE = 4
 
 
 class BufferService:
@@ -65,239 +66,126 @@ class BufferService:
             first_version=config.first_version,
         )
         self._config = config
-        self._send = send
         self._counters = counters
-        self._loop = asyncio.get_running_loop()
-        self._hold_s = config.request_timeout_s / 2
-        self._prompts: dict[int, Frames] = {}
-        self._progress: dict[int, Frames] = {}
-        self._store = MemoryStore() if store is None else store
         self._store_addresses = list(store_addresses)
-        self._lease_waits = WaitingRoom()
-        self._enqueue_waits = WaitingRoom()
-        self._plan_waits = WaitingRoom()
-        self._granted: OrderedDict[tuple[bytes, int], list[RunningLease]] = OrderedDict()
+        self._loop = asyncio.get_running_loop()
+        self._mailbox = Mailbox(send)
+        max_bytes = config.max_stored_bytes * max(1, len(store_addresses))
+        self._shelves = Shelves(max_bytes, config.max_prompt_bytes, MemoryStore() if store is None else store)
+        parts, hold_s = (self.ledger, self._shelves, self._mailbox), config.request_timeout_s / 2
+        silent_s = _BEATS_TO_SILENCE * config.heartbeat_s
+        self._intake = Intake(*parts, queue_size=config.queue_size, hold_s=hold_s)
+        self._leasing = Leasing(*parts, hold_s=hold_s, silent_s=silent_s)
+        self._planning = Planning(*parts, hold_s=hold_s, store_addresses=store_addresses)
         self._refused_for_space: set[bytes] = set()
-        self._largest_bytes = 0
-        self._expiry: asyncio.TimerHandle | None = None
-        if journal is not None:
-            self._recover(journal)
+        self._expiry = Deadline(self._expire)
+        self._silence = Deadline(self._take_from_silent)
         self._operations = {
+            **self._intake.operations,
+            **self._leasing.operations,
+            **self._planning.operations,
             "hello": self._hello,
-            "enqueue": self._enqueue,
-            "lease": self._lease,
-            "cancel": self._cancel,
-            "renew": self._renew,
             "put": self._put,
             "release": self._release,
             "save": self._save_progress,
-            "plan": self._plan,
-            "fetch": self._fetch,
             "commit": self._commit,
             "stats": self._stats,
             "inspect": self._inspect,
         }
+        if journal is not None:
+            self._recover(journal)
 
     def handle(self, client: bytes, request: Message) -> None:
-        """Answer one request, now or later; an error of this system becomes the reply."""
+        """Do what is asked; an error of this system becomes the reply. `settle` answers what was held."""
+        self._leasing.presence.hear(client, self._loop.time())
         operation = self._operations.get(request.name)
         try:
             if operation is None:
                 raise WireError(f"unknown operation {request.name!r:.40}; known are {sorted(self._operations)}")
             operation(client, request)
         except AsyncRLError as error:
-            self._send(client, messages.error_reply(request.request_id, error))
-        self._wake()
+            if isinstance(error, StoreFull):
+                self._refused_for_space.add(client)
+            self._mailbox.fail(client, request.request_id, error)
+
+    def settle(self) -> None:
+        """Answer every held request that can be answered, until none can."""
+        state, before = self.ledger.state, None
+        try:
+            while before != (before := (state.num_queued, state.outstanding, self._intake.num_waiting)):
+                self._planning.make()
+                self._forget_finished()
+                self._intake.fill()
+                self._leasing.grant()
+                self._planning.fail_without_room()
+        except ReplayBufferError as error:
+            logger.error("nothing is granted while the journal cannot be written: %s", error)
+        for revocation in self.ledger.drain_revocations():
+            fields = {"group_id": revocation.group_id, "attempt": revocation.attempt}
+            self._mailbox.push(revocation.owner, REVOKED, fields)
+        self._expiry.at(self.ledger.next_expiry())
+        self._silence.at(self._leasing.presence.next_silence())
+
+    def close(self) -> None:
+        """Cancel every timer."""
+        for part in (self._intake, self._leasing, self._planning, self._expiry, self._silence):
+            part.close()
 
     def _recover(self, journal: Journal) -> None:
         """Take up the prompts, trajectories and leases of the server before this one."""
         frames = self.ledger.attach(journal, now=self._loop.time())
-        for group_id, parts in frames.get("payload", {}).items():
-            if self.ledger.has_stored(group_id):
-                self._store.put(group_id, parts)
-                self._largest_bytes = max(self._largest_bytes, self._store.measure(parts))
-        for lease in self.ledger.running_leases():
-            self._granted.setdefault((lease.owner, lease.request_id), []).append(lease)
-        self._prompts.update(frames.get("prompt", {}))
-        self._progress.update(frames.get("progress", {}))
-        self._forget(self.ledger.drain_finished())
-        self._set_expiry_timer()
+        self._shelves.recover(frames, self.ledger.state)
+        self._leasing.recover(self.ledger.state.leases.all())
+        self._forget_finished()
+        self._expiry.at(self.ledger.next_expiry())
+        self._silence.at(self._leasing.presence.next_silence())
 
-    def _forget(self, group_ids: Iterable[int]) -> None:
-        """Drop the frames of groups that are consumed or dropped."""
-        for group_id in group_ids:
-            self._prompts.pop(group_id, None)
-            self._progress.pop(group_id, None)
-            self._store.remove(group_id)
+    def _forget_finished(self) -> None:
+        """Drop the frames of finished groups, and tell those whose put or prompts did not fit."""
+        if self._shelves.forget(self.ledger.drain_finished()):
+            for client in self._refused_for_space:
+                self._mailbox.push(client, SPACE)
+            self._refused_for_space.clear()
 
-    def close(self) -> None:
-        """Cancel every timer."""
-        for room in (self._lease_waits, self._enqueue_waits, self._plan_waits):
-            room.close()
-        if self._expiry is not None:
-            self._expiry.cancel()
+    # Events
 
-    def _reply(self, client: bytes, request_id: int, fields: dict[str, Any] | None = None, payload: Any = ()) -> None:
-        self._send(client, Message(name=OK, request_id=request_id, fields=fields or {}, payload=payload))
-
-    def _hello(self, client: bytes, request: Message) -> None:
-        rule = self.ledger.rule
-        fields = {"max_lag": rule.max_lag, "groups_per_step": rule.groups_per_step, "stores": self._store_addresses}
-        self._reply(client, request.request_id, fields)
-
-    # Prompts
-
-    def _enqueue(self, client: bytes, request: Message) -> None:
-        group_ids, counts = integers(request.fields, "groups"), integers(request.fields, "counts")
-        if len(group_ids) != len(counts) or sum(counts) != len(request.payload):
-            raise WireError("enqueue names as many groups as it carries prompts")
-        payload = iter(request.payload)
-        prompts = [(group_id, [next(payload) for _ in range(n)]) for group_id, n in zip(group_ids, counts, strict=True)]
-        held = Held(client=client, request_id=request.request_id, fields={"prompts": prompts, "queued": 0})
-        self._enqueue_waits.hold(held, self._hold_s, self._answer_enqueue)
-
-    def _answer_enqueue(self, held: Held) -> None:
-        self._reply(held.client, held.request_id, {"queued": held.fields["queued"]})
-
-    def _fill_queue(self) -> None:
-        for held in self._enqueue_waits.all():
-            prompts = held.fields["prompts"]
-            while held.fields["queued"] < len(prompts) and self.ledger.num_queued < self._config.queue_size:
-                group_id, frames = prompts[held.fields["queued"]]
-                if self.ledger.enqueue([group_id], {group_id: frames}):
-                    self._prompts[group_id] = frames
-                held.fields["queued"] += 1
-            if held.fields["queued"] < len(prompts):
-                return
-            self._enqueue_waits.leave(held.client, held.request_id)
-            self._answer_enqueue(held)
-
-    # Leases
-
-    def _lease(self, client: bytes, request: Message) -> None:
-        granted = self._granted.get((client, request.request_id))
-        if granted is not None:
-            self._answer_lease(client, request.request_id, granted)
+    def _expire(self) -> None:
+        lease_s = self._config.lease_s
+        try:
+            if num_expired := self.ledger.expire(self._loop.time()):
+                logger.warning("%d leases were not renewed within %.1f s and were taken back", num_expired, lease_s)
+        except ReplayBufferError as error:
+            logger.error("expired leases stay until the journal can be written: %s", error)
+            self._expiry.at(self._loop.time() + lease_s)
             return
-        version = integer(request.fields, "engine_version")
-        num_wanted = integer(request.fields, "max_groups")
-        self.ledger.check_engine_version(version)
-        held = Held(client=client, request_id=request.request_id, fields={"version": version, "wanted": num_wanted})
-        held.fields["granted"] = []
-        self._hold_lease(held)
+        self.settle()
 
-    def _hold_lease(self, held: Held) -> None:
-        """Hold a request for admission: briefly if its engine is behind, whose version will soon be another."""
-        behind = held.fields["version"] < self.ledger.learner_version
-        hold_s = min(_BEHIND_HOLD_S, self._hold_s) if behind else self._hold_s
-        self._lease_waits.hold(held, hold_s, lambda held: self._answer_lease(held.client, held.request_id, []))
-
-    def _has_room(self) -> bool:
-        """Whether one more group fits beside what is stored and what the running leases may bring."""
-        reserved = (self.ledger.num_leased + 1) * self._largest_bytes
-        return self._store.stored_bytes + reserved <= self._config.max_stored_bytes
-
-    def _grant_leases(self) -> None:
-        """One lease to each waiting worker in turn, until nothing more is admitted."""
-        waiting = [held for held in self._lease_waits.all() if held.fields["wanted"] > 0]
-        served: list[Held] = []
-        while waiting and self.ledger.num_queued and self._has_room():
-            still_waiting = []
-            for held in waiting:
-                granted = held.fields["granted"]
-                if not self._has_room():
-                    break
-                owner, now = held.client, self._loop.time()
-                new = self.ledger.lease(held.fields["version"], 1, owner=owner, request_id=held.request_id, now=now)
-                granted.extend(new)
-                if new and len(granted) == 1:
-                    served.append(held)
-                if new and len(granted) < held.fields["wanted"]:
-                    still_waiting.append(held)
-            waiting = still_waiting
-        for held in served:
-            self._lease_waits.leave(held.client, held.request_id)
-            self._remember_grant(held)
-            self._answer_lease(held.client, held.request_id, held.fields["granted"])
-
-    def _remember_grant(self, held: Held) -> None:
-        """Keep the answer, in case the request is sent again because the answer was lost."""
-        self._granted[held.client, held.request_id] = held.fields["granted"]
-        if len(self._granted) > _MAX_REMEMBERED:
-            self._granted.popitem(last=False)
-
-    def _answer_lease(self, client: bytes, request_id: int, granted: list[RunningLease]) -> None:
-        held = [lease for lease in granted if self.ledger.holds(lease.group_id, lease.attempt)]
-        payload: list[Any] = []
-        leases = []
-        for lease in held:
-            frames = self._prompts[lease.group_id]
-            progress = () if lease.progress is None else self._progress.get(lease.group_id, ())
-            numbers = [lease.group_id, lease.attempt, lease.engine_version, lease.deadline, len(frames), len(progress)]
-            leases.append(numbers)
-            payload += [*frames, *progress]
-        self._reply(client, request_id, {"leases": leases}, payload)
-
-    def _cancel(self, client: bytes, request: Message) -> None:
-        """A lease that is no longer wanted; if it was granted meanwhile, its groups go back to the queue."""
-        cancelled = integer(request.fields, "request")
-        if self._lease_waits.leave(client, cancelled) is None:
-            for lease in self._granted.pop((client, cancelled), []):
-                self.ledger.release(lease.group_id, lease.attempt, num_tokens=0, reason="cancelled")
-        self._reply(client, request.request_id)
-
-    def _renew(self, client: bytes, request: Message) -> None:
-        group_ids, attempts = integers(request.fields, "groups"), integers(request.fields, "attempts")
-        if len(group_ids) != len(attempts):
-            raise WireError("renew names one attempt for each group")
-        for group_id, attempt in zip(group_ids, attempts, strict=True):
-            if not self.ledger.renew(group_id, attempt, now=self._loop.time()):
-                self._push_revoked(client, group_id, attempt)
-        self._reply(client, request.request_id)
-
-    def _push_revoked(self, client: bytes, group_id: int, attempt: int) -> None:
-        self._send(client, Message(name=REVOKED, request_id=PUSH_ID, fields={"group_id": group_id, "attempt": attempt}))
+    def _take_from_silent(self) -> None:
+        try:
+            self._leasing.take_from_silent()
+        except ReplayBufferError as error:
+            logger.error("leases of silent producers stay until they run out: %s", error)
+        self.settle()
 
     # Results
 
     def _put(self, client: bytes, request: Message) -> None:
-        summary = messages.summary_of(request.fields)
-        size = self._store.measure(request.payload)
+        summary = summary_of(request.fields)
+        size = self._shelves.payloads.measure(request.payload)
         if self.ledger.holds(summary.group_id, summary.attempt):
-            self._check_space(client, size)
-        if self.ledger.put(summary, request.payload) is PutResult.stored:
-            self._store.put(summary.group_id, request.payload)
-            self._largest_bytes = max(self._largest_bytes, size)
-        self._reply(client, request.request_id)
+            self._check_space(size, size_of(self._shelves.prefixes.get(summary.group_id)))
+        continued = flag(request.fields, "continued", default=True)
+        if self.ledger.put(summary, request.payload, continued=continued) is PutResult.stored:
+            self._shelves.keep_payload(summary.group_id, request.payload, size)
+            self._leasing.presence.count_put(client, summary.num_tokens)
+        self._mailbox.reply(client, request.request_id)
 
-    def _check_space(self, client: bytes, size: int) -> None:
-        limit = self._config.max_stored_bytes
-        if self._store.stored_bytes + size <= limit:
-            return
-        if self.ledger.num_planned == 0 and len(self._plan_waits):
-            self._fail_plans(size)
-        self._refused_for_space.add(client)
-        raise StoreFull(
-            f"{size} bytes do not fit beside the {self._store.stored_bytes} stored, buffer.max_stored_bytes is "
-            f"{limit}; the group is sent again when a batch has left"
-        )
-
-    def _fail_plans_without_room(self) -> None:
-        """Nothing runs, nothing is under way, no lease fits, and a batch is not complete: nobody would ever wake it."""
-        ledger = self.ledger
-        idle = ledger.num_leased == 0 and ledger.num_planned == 0
-        if idle and len(self._plan_waits) and ledger.num_stored < ledger.rule.groups_per_step and not self._has_room():
-            self._fail_plans(self._largest_bytes)
-
-    def _fail_plans(self, size: int) -> None:
-        """The store is full and no batch is under way that could leave: say so instead of waiting for ever."""
-        error = StoreFull(
-            f"buffer.max_stored_bytes={self._config.max_stored_bytes} cannot hold a batch: {self.ledger.num_stored} "
-            f"groups fill it, {self.ledger.rule.groups_per_step} are needed, the next has {size} bytes; raise it"
-        )
-        for held in self._plan_waits.all():
-            self._plan_waits.leave(held.client, held.request_id)
-            self._send(held.client, messages.error_reply(held.request_id, error))
+    def _check_space(self, size: int, replaced: int) -> None:
+        try:
+            self._shelves.check_trajectory(size, replaced=replaced)
+        except StoreFull:
+            self._planning.fail_if_stuck(size)
+            raise
 
     def _release(self, client: bytes, request: Message) -> None:
         fields = request.fields
@@ -306,108 +194,58 @@ class BufferService:
             integer(fields, "attempt"),
             num_tokens=integer(fields, "num_tokens"),
             reason=text(fields, "reason"),
+            continued=flag(fields, "continued", default=True),
         )
-        self._reply(client, request.request_id)
+        self._mailbox.reply(client, request.request_id)
 
     def _save_progress(self, client: bytes, request: Message) -> None:
-        fields = request.fields
-        group_id = integer(fields, "group_id")
+        fields, frames = request.fields, request.payload
+        group_id, attempt = integer(fields, "group_id"), integer(fields, "attempt")
         progress = Progress(num_tokens=integer(fields, "num_tokens"), oldest_version=integer(fields, "oldest_version"))
-        self.ledger.save_progress(group_id, integer(fields, "attempt"), progress, request.payload)
-        self._progress[group_id] = request.payload
-        self._reply(client, request.request_id)
-
-    # Batches
-
-    def _plan(self, client: bytes, request: Message) -> None:
-        version = integer(request.fields, "version")
-        self.ledger.check_plan(version)
-        held = Held(client=client, request_id=request.request_id, fields={"version": version})
-        self._plan_waits.hold(held, self._hold_s, lambda held: self._reply(held.client, held.request_id))
-
-    def _make_plans(self) -> None:
-        for held in sorted(self._plan_waits.all(), key=lambda held: held.fields["version"]):
-            try:
-                plan = self.ledger.plan(held.fields["version"])
-            except ReplayBufferError as error:
-                self._plan_waits.leave(held.client, held.request_id)
-                self._send(held.client, messages.error_reply(held.request_id, error))
-                continue
-            if plan is not None:
-                self._plan_waits.leave(held.client, held.request_id)
-                groups = [messages.summary_fields(summary) for summary in plan.groups]
-                self._reply(held.client, held.request_id, {"groups": groups})
-
-    def _fetch(self, client: bytes, request: Message) -> None:
-        """Payloads, or where they are: the store servers, and the attempts to ask them for."""
-        if self._store_addresses:
-            attempts = [self.ledger.stored_attempt(group_id) for group_id in integers(request.fields, "groups")]
-            self._reply(client, request.request_id, {"stores": self._store_addresses, "attempts": attempts})
-            return
-        payload: list[Any] = []
-        counts = []
-        for group_id in integers(request.fields, "groups"):
-            frames = self._store.get(group_id)
-            counts.append(len(frames))
-            payload.extend(frames)
-        self._reply(client, request.request_id, {"counts": counts}, payload)
+        if self.ledger.holds(group_id, attempt):
+            replaced = size_of(self._shelves.prefixes.get(group_id))
+            self._shelves.check_trajectory(size_of(frames), replaced=replaced)
+        continued = flag(fields, "continued", default=True)
+        self.ledger.save_progress(group_id, attempt, progress, frames, continued=continued)
+        self._shelves.prefixes.put(group_id, frames)
+        self._mailbox.reply(client, request.request_id)
 
     def _commit(self, client: bytes, request: Message) -> None:
         self.ledger.commit(integer(request.fields, "version"))
-        self._forget(self.ledger.drain_finished())
-        for held in self._lease_waits.all():
-            self._hold_lease(held)
-        for waiting in self._refused_for_space:
-            self._send(waiting, Message(name=SPACE, request_id=PUSH_ID))
-        self._refused_for_space.clear()
+        self._forget_finished()
+        self._leasing.answer_outdated()
         self._stats(client, request)
 
+    # What clients ask about the buffer
+
+    def _hello(self, client: bytes, request: Message) -> None:
+        """What a client must know; a producer says so, and is heard of from then on."""
+        if flag(request.fields, "produces", default=False):
+            self._leasing.presence.enter(client, self._loop.time())
+        rule = self.ledger.rule
+        fields = {"max_lag": rule.max_lag, "groups_per_step": rule.groups_per_step, "stores": self._store_addresses}
+        self._mailbox.reply(client, request.request_id, {**fields, "heartbeat_s": self._config.heartbeat_s})
+
     def _stats(self, client: bytes, request: Message) -> None:
-        stats = self.ledger.stats(stored_bytes=self._store.stored_bytes, leases_waiting=len(self._lease_waits))
-        self._reply(client, request.request_id, messages.stats_fields(stats))
+        self._mailbox.reply(client, request.request_id, stats_fields(self._totals()))
+
+    def _totals(self) -> BufferStats:
+        return self.ledger.stats(
+            stored_bytes=self._shelves.payloads.stored_bytes,
+            held_bytes=self._shelves.held_bytes + self._shelves.prompts.num_bytes + self._intake.num_waiting_bytes,
+            leases_waiting=self._leasing.num_waiting,
+        )
 
     def _inspect(self, client: bytes, request: Message) -> None:
-        stats = self.ledger.stats(stored_bytes=self._store.stored_bytes, leases_waiting=len(self._lease_waits))
         rule = self.ledger.rule
-        bounds = {"max_lag": rule.max_lag, "groups_per_step": rule.groups_per_step}
-        fields = {**bounds, **self._counters(), "finished": self.ledger.finished()}
-        groups = self.ledger.unfinished(now=self._loop.time())
-        self._reply(client, request.request_id, {**fields, "stats": messages.stats_fields(stats), "groups": groups})
-
-    # Events
-
-    def _wake(self) -> None:
-        """Answer every held request that can be answered, until none can."""
-        before = None
-        try:
-            while before != (before := (self.ledger.num_queued, self.ledger.outstanding, len(self._enqueue_waits))):
-                self._make_plans()
-                self._fill_queue()
-                self._grant_leases()
-                self._fail_plans_without_room()
-        except ReplayBufferError as error:
-            logger.error("nothing is granted while the journal cannot be written: %s", error)
-        self._forget(self.ledger.drain_finished())
-        for revocation in self.ledger.drain_revocations():
-            self._push_revoked(revocation.owner, revocation.group_id, revocation.attempt)
-        self._set_expiry_timer()
-
-    def _set_expiry_timer(self) -> None:
-        due = self.ledger.next_expiry()
-        if self._expiry is not None:
-            if self._expiry.when() == due:
-                return
-            self._expiry.cancel()
-        self._expiry = None if due is None else self._loop.call_at(due, self._expire)
-
-    def _expire(self) -> None:
-        self._expiry = None
-        lease_s = self._config.lease_s
-        try:
-            num_expired = self.ledger.expire(self._loop.time())
-        except ReplayBufferError as error:
-            logger.error("expired leases stay until the journal can be written: %s", error)
-            self._expiry = self._loop.call_later(lease_s, self._expire)
-            return
-        logger.warning("%d leases were not renewed within %.1f s and were taken back", num_expired, lease_s)
-        self._wake()
+        fields = {
+            "max_lag": rule.max_lag,
+            "groups_per_step": rule.groups_per_step,
+            "max_stored_bytes": self._shelves.max_bytes,
+            **self._counters(),
+            "stats": stats_fields(self._totals()),
+            "finished": self.ledger.state.attempts.finished(),
+            "groups": self.ledger.state.unfinished(now=self._loop.time()),
+            "producers": self._leasing.describe(),
+        }
+        self._mailbox.reply(client, request.request_id, fields)

@@ -7,12 +7,15 @@ from typing import Any
 
 import zmq
 
+from asyncrl.protocol.errors import ReplayBufferError
 from asyncrl.protocol.types import BufferStats, TrajectoryGroup
 
 from . import messages
+from .fetching import groups_of, join_from_stores, split_by_store
 from .keys import ClientKeys
-from .link import connect, deadline_error
-from .messages import OK, PUSH_ID, Message
+from .link import connect, deadline_error, is_connected
+from .messages import OK, PUSH_ID, PUSHES, Message
+from .summaries import stats_of
 
 
 class SyncBufferClient:
@@ -28,8 +31,7 @@ class SyncBufferClient:
         self.address = address
         self._timeout_s = request_timeout_s
         self._keys = keys
-        self._context: zmq.Context[Any] = zmq.Context()
-        self._link = _SyncLink(self._context, address, request_timeout_s, keys)
+        self._link = _SyncLink(address, request_timeout_s, keys)
         self._stores: list[_SyncLink] = []
 
     def fetch(self, group_ids: Sequence[int]) -> list[TrajectoryGroup]:
@@ -39,47 +41,47 @@ class SyncBufferClient:
             UnknownGroup: a group is not stored.
             DeadlineError: no answer came in time.
         """
-        reply = self._link.request("fetch", {"groups": list(group_ids)})
+        self._link.send("fetch", {"groups": list(group_ids), "read": self._link.num_read})
+        reply = self._link.receive()
         if "stores" not in reply.fields:
-            return messages.groups_of(reply, group_ids)
+            return groups_of(reply, group_ids)
         if not self._stores:
-            addresses = reply.fields["stores"]
-            self._stores = [_SyncLink(self._context, a, self._timeout_s, self._keys) for a in addresses]
-        asked = messages.split_by_store(group_ids, messages.integers(reply.fields, "attempts"), len(self._stores))
+            self._stores = [_SyncLink(address, self._timeout_s, self._keys) for address in reply.fields["stores"]]
+        asked = split_by_store(group_ids, messages.integers(reply.fields, "attempts"), len(self._stores))
         for store, fields in zip(self._stores, asked, strict=True):
-            store.send("fetch", fields)
-        return messages.join_from_stores([store.receive() for store in self._stores], group_ids)
+            store.send("fetch", {**fields, "read": store.num_read})
+        return join_from_stores([store.receive() for store in self._stores], group_ids)
 
     def stats(self) -> BufferStats:
         """The ledger now."""
-        return messages.stats_of(self._link.request("stats", {}).fields)
+        self._link.send("stats", {})
+        return stats_of(self._link.receive().fields)
 
     def close(self) -> None:
         """Close the connection."""
-        self._context.destroy(linger=0)
+        for link in (self._link, *self._stores):
+            link.close()
 
 
 class _SyncLink:
     """One connection with at most one request on its way."""
 
-    def __init__(self, context: zmq.Context[Any], address: str, timeout_s: float, keys: ClientKeys | None) -> None:
+    def __init__(self, address: str, timeout_s: float, keys: ClientKeys | None) -> None:
+        self.num_read = 0
         self._address = address
         self._timeout_s = timeout_s
         self._ids = itertools.count(1)
         self._request = Message(name="", request_id=0)
         self._num_connects = 0
-        self._socket, self._monitor = connect(context, address, keys)
+        self._socket, self._monitor = connect(zmq.Context.instance(), address, keys)
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._monitor, zmq.POLLIN)
 
-    def request(self, name: str, fields: Mapping[str, Any]) -> Message:
-        """Send a request and wait for its reply."""
-        self.send(name, fields)
-        return self.receive()
-
     def send(self, name: str, fields: Mapping[str, Any]) -> None:
         """Send a request."""
+        if self._socket.closed:
+            raise ReplayBufferError(f"the client of the buffer at {self._address} is closed")
         self._request = Message(name=name, request_id=next(self._ids), fields=fields)
         self._socket.send_multipart(self._request.frames())
 
@@ -89,19 +91,31 @@ class _SyncLink:
         while (left_s := deadline - time.monotonic()) > 0:
             ready = dict(self._poller.poll(int(left_s * 1000) + 1))
             if self._monitor in ready:
-                self._note_connected()
-            if self._socket in ready:
-                reply = messages.parse_reply(self._socket.recv_multipart(copy=False))
-                if reply.request_id not in (self._request.request_id, PUSH_ID):
-                    continue
-                if reply.name != OK:
-                    raise messages.error_of(reply)
+                self._note_event()
+            if self._socket in ready and (reply := self._read()) is not None:
                 return reply
         raise deadline_error(self._request.name, self._address, self._timeout_s)
 
-    def _note_connected(self) -> None:
+    def _read(self) -> Message | None:
+        """The reply, if that is what came; a late one to an earlier request is passed over."""
+        reply = messages.parse_reply(self._socket.recv_multipart(copy=False))
+        if reply.request_id not in (self._request.request_id, PUSH_ID) or reply.name in PUSHES:
+            return None
+        if reply.name != OK:
+            raise messages.error_of(reply)
+        self.num_read = reply.request_id
+        return reply
+
+    def _note_event(self) -> None:
         """Send the request again after a reconnect: the connection before it may have lost it."""
-        self._monitor.recv_multipart()
+        if not is_connected(self._monitor.recv_multipart()):
+            return
         self._num_connects += 1
         if self._num_connects > 1:
             self._socket.send_multipart(self._request.frames())
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
+        self._socket.close(linger=0)

@@ -49,14 +49,14 @@ class StalenessRule:
         """How many groups due soon the plan of ``version`` must hold.
 
         Args:
-            open_by_deadline: Deadline to number of groups leased or stored, not yet planned.
+            open_by_deadline: Deadline to number of groups leased or stored, not yet planned; none is before w.
             version: w.
 
         Returns:
             ``max_lag + 1`` numbers; entry k is how many of the groups due at w + k or earlier this plan must hold, so
             that the steps w + 1 … w + k can take the rest. Never more than B while admission is obeyed.
         """
-        due = sum(count for deadline, count in open_by_deadline.items() if deadline < version)
+        due = 0
         required = []
         for k in range(self.max_lag + 1):
             due += open_by_deadline.get(version + k, 0)
@@ -83,11 +83,6 @@ class StalenessRule:
             missing.append(max(0, required - num_ready - num_missing))
             num_missing += missing[-1]
         return missing
-
-    def is_feasible(self, open_by_deadline: Mapping[int, int], *, version: int) -> bool:
-        """Whether the plans from ``version`` on can meet every deadline: at most (k + 1)·B groups due by w + k."""
-        overdue = any(count for deadline, count in open_by_deadline.items() if deadline < version)
-        return not overdue and max(self.required(open_by_deadline, version=version)) <= self.groups_per_step
 
 
 class Window:

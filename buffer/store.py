@@ -17,8 +17,8 @@ class Store(Protocol):
         """Bytes that the payload of a put takes."""
         ...
 
-    def put(self, group_id: int, payload: Sequence[Any]) -> None:
-        """Keep a payload until `remove`."""
+    def put(self, group_id: int, payload: Sequence[Any], size: int) -> None:
+        """Keep a payload of ``size`` bytes until `remove`."""
         ...
 
     def get(self, group_id: int) -> Sequence[Any]:
@@ -39,12 +39,11 @@ class MemoryStore:
 
     def measure(self, payload: Sequence[Any]) -> int:
         """See `Store.measure`."""
-        return sum(len(frame) for frame in payload)
+        return sum(map(len, payload))
 
-    def put(self, group_id: int, payload: Sequence[Any]) -> None:
+    def put(self, group_id: int, payload: Sequence[Any], size: int) -> None:
         """See `Store.put`; a payload that was there is replaced."""
         self.remove(group_id)
-        size = self.measure(payload)
         self._payloads[group_id] = (payload, size)
         self.stored_bytes += size
 
@@ -85,10 +84,10 @@ class RemoteStore:
             raise WireError("payloads are kept by store servers here; a put carries its size in 8 bytes")
         return int.from_bytes(bytes(payload[0]), "little")
 
-    def put(self, group_id: int, payload: Sequence[Any]) -> None:
-        """See `Store.put`."""
-        self._sizes[group_id] = self.measure(payload)
-        self.stored_bytes += self._sizes[group_id]
+    def put(self, group_id: int, payload: Sequence[Any], size: int) -> None:
+        """See `Store.put`; a payload that was there is replaced."""
+        self.stored_bytes += size - self._sizes.get(group_id, 0)
+        self._sizes[group_id] = size
 
     def get(self, group_id: int) -> Sequence[Any]:
         """See `Store.get`."""

@@ -7,13 +7,14 @@ dies in between leaves one that the ledger's next removal, or the end of the run
 from collections.abc import Callable
 from typing import Any
 
-from asyncrl.protocol.errors import AsyncRLError, StoreFull, UnknownGroup, WireError
+from asyncrl.protocol.errors import AsyncRLError, ReplayBufferError, StoreFull, UnknownGroup, WireError
 
-from . import messages
 from .config import BufferConfig
 from .idset import IdSet
 from .journal import Frames, Journal
 from .messages import OK, PUSH_ID, SPACE, Message, integer, integers
+from .shelves import size_of
+from .unread import Unread
 
 
 class StoreService:
@@ -32,6 +33,7 @@ class StoreService:
         self._send = send
         self._journal = journal
         self._payloads: dict[int, dict[int, Frames]] = {}
+        self._unread = Unread(self._limit)
         self._finished = IdSet()
         self._stored_bytes = 0
         self._refused: set[bytes] = set()
@@ -49,7 +51,10 @@ class StoreService:
             fields, payload = operation(client, request)
             self._send(client, Message(name=OK, request_id=request.request_id, fields=fields, payload=payload))
         except AsyncRLError as error:
-            self._send(client, messages.error_reply(request.request_id, error))
+            self._send(client, Message.of_error(request.request_id, error))
+
+    def settle(self) -> None:
+        """Nothing is left to do: each request is answered by itself."""
 
     def close(self) -> None:
         """Nothing waits here."""
@@ -60,7 +65,11 @@ class StoreService:
             raise WireError(f"group {group_id} attempt {attempt} is out of range")
         if group_id in self._finished:
             raise UnknownGroup(f"group {group_id} is finished; nothing more of it is stored")
-        size = _num_bytes(request.payload)
+        size = size_of(request.payload)
+        if size > self._limit:
+            raise ReplayBufferError(
+                f"a group of {size} bytes is larger than buffer.max_stored_bytes={self._limit}; raise it"
+            )
         if attempt not in self._payloads.get(group_id, {}):
             if self._stored_bytes + size > self._limit:
                 self._refused.add(client)
@@ -72,31 +81,31 @@ class StoreService:
 
     def _keep(self, group_id: int, attempt: int, payload: Frames) -> None:
         self._payloads.setdefault(group_id, {})[attempt] = payload
-        self._stored_bytes += _num_bytes(payload)
+        self._stored_bytes += size_of(payload)
 
     def _fetch(self, client: bytes, request: Message) -> tuple[dict[str, Any], Frames]:
         group_ids, attempts = integers(request.fields, "groups"), integers(request.fields, "attempts")
-        counts, payload = [], []
-        for group_id, attempt in zip(group_ids, attempts, strict=False):
+        if len(group_ids) != len(attempts) or len(set(group_ids)) != len(group_ids):
+            raise WireError("a fetch names each group once, and one attempt for each")
+        counts: list[int] = []
+        payload: list[Any] = []
+        for group_id, attempt in zip(group_ids, attempts, strict=True):
             frames = self._payloads.get(group_id, {}).get(attempt)
             if frames is None:
                 raise UnknownGroup(f"no trajectories of group {group_id} attempt {attempt} are stored here")
             counts.append(len(frames))
             payload += frames
+        self._unread.add(client, request.request_id, size_of(payload), read=integer(request.fields, "read"))
         return {"counts": counts}, payload
 
     def _remove(self, client: bytes, request: Message) -> tuple[dict[str, Any], Frames]:
         for group_id in integers(request.fields, "groups"):
             self._finished.add(group_id)
             for attempt, payload in self._payloads.pop(group_id, {}).items():
-                self._stored_bytes -= _num_bytes(payload)
+                self._stored_bytes -= size_of(payload)
                 if self._journal is not None:
                     self._journal.discard("payload", group_id << 16 | attempt)
         for waiting in self._refused:
             self._send(waiting, Message(name=SPACE, request_id=PUSH_ID))
         self._refused.clear()
         return {}, ()
-
-
-def _num_bytes(payload: Frames) -> int:
-    return sum(len(frame) for frame in payload)

@@ -144,9 +144,18 @@ class RolloutLoop:
                 await asyncio.wait([lease, changed], return_when=asyncio.FIRST_COMPLETED)
                 if lease.done():
                     self._roll_out(lease.result())
+            except asyncio.CancelledError:
+                await self._give_back(lease)
+                raise
             finally:
                 self._meter.asking(False)
                 await _cancel({lease, changed})
+
+    async def _give_back(self, answer: asyncio.Task[list[Lease]]) -> None:
+        """Give back what was granted at the very moment of a stop."""
+        if answer.done() and not answer.cancelled() and answer.exception() is None:
+            for lease in answer.result():
+                await self._buffer.release(lease, num_tokens=0, reason="stopped")
 
     def _roll_out(self, leases: Sequence[Lease]) -> None:
         """Send newly leased groups to the engine."""

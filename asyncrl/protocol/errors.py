@@ -61,6 +61,10 @@ class VersionTooOld(ReplayBufferError):
     """A trajectory holds a token older than the version its lease was granted at."""
 
 
+class RateExceeded(ReplayBufferError):
+    """A client sends more requests than a server answers one client in a second."""
+
+
 class UsageError(TypeError, ValueError, AssertionError):
     """A call, a dispatch mode or a pool of the single controller is used as it cannot be.
 

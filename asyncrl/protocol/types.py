@@ -188,13 +188,17 @@ class BufferStats:
         groups: Groups by state: queued, leased, stored, planned, consumed, dropped.
         tokens_trained: Policy tokens of consumed groups.
         tokens_dropped: Policy tokens of dropped groups, abandoned attempts and refused puts, by reason.
-        tokens_buffered: Policy tokens of stored and planned groups.
+        tokens_buffered: Policy tokens of stored and planned groups, and of prefixes handed on to a next attempt.
         lag_histogram: Realised lag (learner steps) to number of consumed groups.
         puts_refused: Refused puts by reason (duplicate, expired, …).
         stored_bytes: Payload bytes held.
         leases_waiting: Workers now waiting for admission.
         mean_length_kept: Mean response length of consumed samples, in tokens.
-        mean_length_dropped: Mean response length of dropped samples, in tokens; 0 when none was dropped.
+        mean_length_dropped: Mean response length of dropped samples, in tokens; 0 when none was dropped. Against
+            ``mean_length_kept`` it is the length bias of dropping.
+        mean_length_dropped_by_reason: The same for each reason of ``tokens_dropped`` that ended whole groups.
+        groups_dropped: The dropped groups by reason: a filter's name, or ``stale``.
+        held_bytes: Bytes held in all: payloads, saved prefixes, prompts, and what waits to be queued.
     """
 
     learner_version: int
@@ -208,3 +212,6 @@ class BufferStats:
     leases_waiting: int
     mean_length_kept: float
     mean_length_dropped: float
+    mean_length_dropped_by_reason: Mapping[str, float] = field(default_factory=dict)
+    groups_dropped: Mapping[str, int] = field(default_factory=dict)
+    held_bytes: int = 0

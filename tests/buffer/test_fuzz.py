@@ -12,7 +12,7 @@ import sys, asyncio
 import atheris
 with atheris.instrument_imports(include=["buffer", "asyncrl.protocol"]):
     from asyncrl.protocol.errors import WireError
-    from buffer import BufferConfig, messages, parcels
+    from buffer import BufferConfig, messages, payloads
     from buffer.service import BufferService
 
 loop = asyncio.new_event_loop()
@@ -22,6 +22,7 @@ async def feed(frames):
     service = BufferService(BufferConfig(queue_size=4, max_stored_bytes=1000), groups_per_step=1, send=lambda *_: None)
     try:
         service.handle(b"client", messages.parse(frames))
+        service.settle()
     except WireError:
         pass
     finally:
@@ -31,7 +32,7 @@ def one(data):
     provider = atheris.FuzzedDataProvider(data)
     frames = [provider.ConsumeBytes(provider.ConsumeIntInRange(0, 200)) for _ in range(3)]
     loop.run_until_complete(feed(frames))
-    for read in (messages.group_of, messages.prompt_of):
+    for read in (payloads.group_of, payloads.prompt_of):
         try:
             read(frames)
         except WireError:

@@ -18,9 +18,10 @@ from hypothesis.stateful import (
 
 from asyncrl.protocol.errors import LeaseExpired, ReplayBufferError, VersionTooOld
 from asyncrl.protocol.types import GroupSummary
-from buffer.config import OnStale, SelectionOrder
+from buffer.config import OnStale
 from buffer.leases import Progress, PutResult, RunningLease
 from buffer.ledger import Ledger
+from buffer.orders import ORDERS
 from buffer.staleness import StalenessRule
 
 LEASE_S = 10.0
@@ -46,12 +47,10 @@ class LedgerMachine(RuleBasedStateMachine):
         max_lag=st.integers(0, 4),
         groups_per_step=st.integers(1, 4),
         on_stale=st.sampled_from(OnStale),
-        order=st.sampled_from(SelectionOrder),
+        order=st.sampled_from(sorted(ORDERS)),
         filters=st.sampled_from([[], ["equal_rewards"]]),
     )
-    def start(
-        self, max_lag: int, groups_per_step: int, on_stale: OnStale, order: SelectionOrder, filters: list[str]
-    ) -> None:
+    def start(self, max_lag: int, groups_per_step: int, on_stale: OnStale, order: str, filters: list[str]) -> None:
         self.max_lag, self.size, self.on_stale, self.filters = max_lag, groups_per_step, on_stale, filters
         rule = StalenessRule(max_lag=max_lag, groups_per_step=groups_per_step)
         self.new_ledger = lambda: Ledger(rule, on_stale=on_stale, order=order, lease_s=LEASE_S, filters=filters)
@@ -64,10 +63,11 @@ class LedgerMachine(RuleBasedStateMachine):
         self.running: dict[int, tuple[RunningLease, float]] = {}
         self.ended: list[RunningLease] = []
         self.saved: dict[tuple[int, int], Progress] = {}
-        self.inherited: dict[tuple[int, int], int] = {}
+        self.inherited: dict[tuple[int, int], Progress] = {}
+        self.continues: dict[tuple[int, int], bool] = {}
         self.prefixes: dict[int, Progress] = {}
-        self.reported: dict[tuple[int, int], int] = {}
-        self.handed_on: dict[tuple[int, int], int] = {}
+        self.reported: set[tuple[int, int]] = set()
+        self.own_tokens: dict[tuple[int, int], int] = {}
         self.stored: dict[int, tuple[GroupSummary, int]] = {}
         self.planned: dict[int, list[int]] = {}
         self.consumed: dict[int, GroupSummary] = {}
@@ -82,11 +82,11 @@ class LedgerMachine(RuleBasedStateMachine):
         if again:
             assert self.ledger.enqueue(range(self.num_enqueued)) == []
 
-    @rule(behind=st.integers(0, 3), number=st.integers(1, 20))
-    def lease(self, behind: int, number: int) -> None:
+    @rule(behind=st.integers(0, 3), number=st.integers(1, 20), worker=st.integers(0, 2), continues=st.booleans())
+    def lease(self, behind: int, number: int, worker: int, continues: bool) -> None:
         version = max(0, self.version - behind)
         before = len(self.running) + len(self.stored)
-        granted = self.ledger.lease(version, number, now=self.now)
+        granted = self.ledger.lease(version, number, owner=bytes([worker]), now=self.now)
         for i, lease in enumerate(granted):
             self._check_prefix(lease, version, before + i)
             assert lease.deadline == lease.engine_version + self.max_lag
@@ -96,6 +96,7 @@ class LedgerMachine(RuleBasedStateMachine):
             assert lease.group_id not in self.consumed
             assert (lease.group_id, lease.attempt) not in {(x.group_id, x.attempt) for x in self.granted}
             self.granted.append(lease)
+            self.continues[lease.group_id, lease.attempt] = continues
             self.running[lease.group_id] = (lease, self.now + LEASE_S)
 
     @precondition(lambda self: not self.planned)
@@ -103,7 +104,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def a_step_passes(self, data: st.DataObject, behind: int, num_running: int, number: int) -> None:
         """Most of what is admitted finishes, a batch is trained: the way to states where deadlines press."""
         self.enqueue(number=30, again=False)
-        self.lease(behind=behind, number=number)
+        self.lease(behind=behind, number=number, worker=0, continues=True)
         if self.running:
             self.put_all_but(data=data, num_running=num_running, num_tokens=1)
         self.plan()
@@ -131,13 +132,14 @@ class LedgerMachine(RuleBasedStateMachine):
         num_tokens += self._least_tokens(lease)
         filtered = bool(self.filters) and num_tokens % 5 == 0
         summary = summary_of(lease, oldest=oldest, num_tokens=num_tokens, rewards=(0.0, 0.0 if filtered else 1.0))
+        continued = self._continued(lease)
         self._report(lease, num_tokens)
         if filtered:
-            assert self.ledger.put(summary) is PutResult.filtered
+            assert self.ledger.put(summary, continued=continued) is PutResult.filtered
             assert self.ledger.put(summary) is PutResult.duplicate
             self.num_filtered += 1
         else:
-            assert self.ledger.put(summary) is PutResult.stored
+            assert self.ledger.put(summary, continued=continued) is PutResult.stored
             self.stored[lease.group_id] = (summary, lease.deadline)
 
     @precondition(lambda self: self.running)
@@ -146,7 +148,10 @@ class LedgerMachine(RuleBasedStateMachine):
         lease, _ = self.running[data.draw(st.sampled_from(sorted(self.running)))]
         oldest = data.draw(st.integers(lease.engine_version, self.version))
         progress = Progress(num_tokens=num_tokens + self._least_tokens(lease), oldest_version=oldest)
-        self.ledger.save_progress(lease.group_id, lease.attempt, progress)
+        self._save(lease, progress)
+
+    def _save(self, lease: RunningLease, progress: Progress) -> None:
+        self.ledger.save_progress(lease.group_id, lease.attempt, progress, continued=self._continued(lease))
         self.saved[lease.group_id, lease.attempt] = progress
 
     @precondition(lambda self: self.running)
@@ -156,8 +161,7 @@ class LedgerMachine(RuleBasedStateMachine):
             lease, _ = self.running[group_id]
             oldest = data.draw(st.integers(lease.engine_version, self.version))
             progress = Progress(num_tokens=1 + self._least_tokens(lease), oldest_version=oldest)
-            self.ledger.save_progress(lease.group_id, lease.attempt, progress)
-            self.saved[lease.group_id, lease.attempt] = progress
+            self._save(lease, progress)
         self.time_passes(seconds=15.0)
 
     @rule()
@@ -176,7 +180,7 @@ class LedgerMachine(RuleBasedStateMachine):
         summary = summary_of(lease, oldest=lease.engine_version - 1, num_tokens=num_tokens)
         for _ in range(2):
             try:
-                self.ledger.put(summary)
+                self.ledger.put(summary, continued=self._continued(lease))
             except VersionTooOld:
                 continue
             raise AssertionError("a trajectory older than its lease was stored")
@@ -187,8 +191,9 @@ class LedgerMachine(RuleBasedStateMachine):
     def put_late(self, data: st.DataObject, num_tokens: int) -> None:
         lease = data.draw(st.sampled_from(self.ended))
         num_tokens += self._least_tokens(lease)
+        summary = summary_of(lease, oldest=lease.engine_version, num_tokens=num_tokens)
         try:
-            self.ledger.put(summary_of(lease, oldest=lease.engine_version, num_tokens=num_tokens))
+            self.ledger.put(summary, continued=self._continued(lease))
         except (LeaseExpired, VersionTooOld):
             self._report(lease, num_tokens)
             return
@@ -207,16 +212,20 @@ class LedgerMachine(RuleBasedStateMachine):
         num_tokens += self._least_tokens(lease)
         self._hand_on(lease)
         for _ in range(2):
-            self.ledger.release(lease.group_id, lease.attempt, num_tokens=num_tokens, reason="aborted")
+            self._release(lease, num_tokens)
         self.ended.append(lease)
         self._report(lease, num_tokens)
+
+    def _release(self, lease: RunningLease, num_tokens: int) -> None:
+        group_id, attempt, continued = lease.group_id, lease.attempt, self._continued(lease)
+        self.ledger.release(group_id, attempt, num_tokens=num_tokens, reason="aborted", continued=continued)
 
     @precondition(lambda self: self.ended)
     @rule(data=st.data(), num_tokens=st.integers(0, 50))
     def release_late(self, data: st.DataObject, num_tokens: int) -> None:
         lease = data.draw(st.sampled_from(self.ended))
         num_tokens += self._least_tokens(lease)
-        self.ledger.release(lease.group_id, lease.attempt, num_tokens=num_tokens, reason="aborted")
+        self._release(lease, num_tokens)
         self._report(lease, num_tokens)
 
     @precondition(lambda self: self.running)
@@ -227,8 +236,20 @@ class LedgerMachine(RuleBasedStateMachine):
         assert self.ledger.renew(group_id, lease.attempt, now=self.now)
         self.running[group_id] = (lease, self.now + LEASE_S)
 
-    @rule(seconds=st.floats(0.5, 15.0))
+    @precondition(lambda self: self.running)
+    @rule(worker=st.integers(0, 2))
+    def a_worker_is_gone(self, worker: int) -> None:
+        """The server hears nothing of it any more, and takes its leases back before they run out."""
+        lost = [lease for lease, _ in self.running.values() if lease.owner == bytes([worker])]
+        for lease in self.ledger.state.leases.of_owner(bytes([worker])):
+            self.ledger.take_back(lease)
+        for lease in lost:
+            self._hand_on(lease)
+        self._end(lost)
+
+    @rule(seconds=st.floats(-15.0, 15.0) | st.sampled_from([-1e9, 1e9]))
     def time_passes(self, seconds: float) -> None:
+        """It may jump, too, either way: leases run out early or late, and nothing else changes."""
         self.now += seconds
         lost = [lease for lease, expires_at in self.running.values() if expires_at <= self.now]
         assert self.ledger.expire(self.now) == len(lost)
@@ -302,12 +323,11 @@ class LedgerMachine(RuleBasedStateMachine):
     def every_token_is_somewhere(self) -> None:
         stats = self.ledger.stats()
         assert stats.tokens_trained == sum(summary.num_tokens for summary in self.consumed.values())
-        in_prefixes = sum(progress.num_tokens for progress in self.prefixes.values())
+        prefixes = [*self.prefixes.values(), *(self.inherited[key] for key in self._prefixes_in_use())]
+        in_prefixes = sum(prefix.num_tokens for prefix in prefixes)
         assert stats.tokens_buffered == sum(summary.num_tokens for summary, _ in self.stored.values()) + in_prefixes
         accounted = stats.tokens_trained + stats.tokens_buffered + sum(stats.tokens_dropped.values())
-        known = {**self.handed_on, **self.reported}
-        carried_on = sum(self.inherited.values())
-        assert accounted == sum(known.values()) - carried_on
+        assert accounted == sum(self.own_tokens.values())
         assert sum(stats.lag_histogram.values()) == len(self.consumed)
         assert all(0 <= lag <= self.max_lag for lag in stats.lag_histogram)
 
@@ -320,7 +340,7 @@ class LedgerMachine(RuleBasedStateMachine):
         if num_stored >= self.size:
             assert len(self.planned) == 2 or self.ledger.can_plan(self.version + len(self.planned))
         elif not self.planned:
-            assert self.ledger.admits(self.version)
+            assert self.ledger.state.admits(self.version)
 
     @invariant()
     def every_running_lease_has_a_timer(self) -> None:
@@ -338,31 +358,56 @@ class LedgerMachine(RuleBasedStateMachine):
         if prefix is not None and self._admits(prefix.oldest_version, outstanding):
             assert lease.progress == prefix
             assert lease.engine_version == min(version, prefix.oldest_version)
-            self.inherited[lease.group_id, lease.attempt] = prefix.num_tokens
-            self.saved[lease.group_id, lease.attempt] = prefix
+            self.inherited[lease.group_id, lease.attempt] = prefix
         else:
             assert lease.progress is None
             assert lease.engine_version == version
 
+    def _prefixes_in_use(self) -> list[tuple[int, int]]:
+        """Running attempts whose inherited prefix is still good: continued, or not yet replaced by a save."""
+        keys = [(lease.group_id, lease.attempt) for lease, _ in self.running.values()]
+        return [key for key in keys if key in self.inherited and (self.continues[key] or key not in self.saved)]
+
+    def _continued(self, lease: RunningLease) -> bool:
+        """What its worker says with a report: whether it took the prefix; once something else is saved, that counts."""
+        key = lease.group_id, lease.attempt
+        return key not in self.inherited or self.continues[key] or key in self.saved
+
     def _least_tokens(self, lease: RunningLease) -> int:
-        """What an attempt has at least: the prefix it began with, or saved last."""
-        progress = self.saved.get((lease.group_id, lease.attempt))
-        return 0 if progress is None else progress.num_tokens
+        """What an attempt has at least: the prefix it continues, or saved last."""
+        key = lease.group_id, lease.attempt
+        continued = self.inherited[key].num_tokens if key in self.inherited and self.continues[key] else 0
+        return self.saved[key].num_tokens if key in self.saved else continued
+
+    def _own(self, lease: RunningLease, num_tokens: int) -> int:
+        """Of what an attempt has, the tokens that it wrote itself."""
+        key = lease.group_id, lease.attempt
+        return num_tokens - (self.inherited[key].num_tokens if key in self.inherited and self.continues[key] else 0)
 
     def _report(self, lease: RunningLease, num_tokens: int) -> None:
-        """An attempt says how many tokens it has, with the prefix it inherited; only the first word counts."""
-        self.reported.setdefault((lease.group_id, lease.attempt), num_tokens)
+        """An attempt says how many tokens it has, with the prefix it continued; only the first word counts."""
+        key = lease.group_id, lease.attempt
+        if key not in self.reported:
+            self.reported.add(key)
+            self.own_tokens[key] = self._own(lease, num_tokens)
+
+    def _count_saved(self, lease: RunningLease) -> None:
+        """An attempt ends without a report: what it saved is known."""
+        key = lease.group_id, lease.attempt
+        if key in self.saved:
+            self.own_tokens[key] = self._own(lease, self.saved[key].num_tokens)
 
     def _hand_on(self, lease: RunningLease) -> None:
-        """An attempt ends early and leaves its saved prefix to the next."""
-        progress = self.saved.get((lease.group_id, lease.attempt))
-        if progress is not None:
-            self.prefixes[lease.group_id] = progress
-            self.handed_on[lease.group_id, lease.attempt] = progress.num_tokens
+        """An attempt ends early and leaves what is saved of it to the next."""
+        key = lease.group_id, lease.attempt
+        self._count_saved(lease)
+        if (prefix := self.saved.get(key, self.inherited.get(key))) is not None:
+            self.prefixes[lease.group_id] = prefix
 
     def _end(self, leases: list[RunningLease]) -> None:
         for lease in leases:
             del self.running[lease.group_id]
+            self._count_saved(lease)
             self.ended.append(lease)
 
 

@@ -181,7 +181,7 @@ async def test_another_worker_continues_what_a_dead_one_saved():
         await other.put(rollout(again, num_tokens=9))
         await dead.release(lease, num_tokens=6, reason="aborted")
         stats = await other.stats()
-        assert (stats.tokens_buffered, stats.tokens_dropped) == (9, {"aborted": 2})
+        assert (stats.tokens_buffered, stats.tokens_dropped) == (9, {"expired": 2})
 
 
 async def test_a_cancelled_lease_gives_back_what_was_granted():

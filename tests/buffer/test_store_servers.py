@@ -1,13 +1,16 @@
 """Payloads on store servers, one ledger."""
 
 import asyncio
+import os
+import signal
 from pathlib import Path
 
+import psutil
 import pytest
 from groups import prompt, rollout, running
 
 from asyncrl.protocol.errors import LeaseExpired, UnknownGroup
-from buffer import BufferConfig, BufferProcess, SyncBufferClient
+from buffer import BufferConfig, BufferProcess, Durability, SyncBufferClient
 from buffer.client import BufferClient
 from buffer.link import Link
 
@@ -59,3 +62,43 @@ async def test_store_servers_end_with_the_ledgers_server(tmp_path: Path):
         with pytest.raises(Exception, match="no answer"):
             await link.request("fetch", {"groups": [], "attempts": []})
         link.close()
+
+
+async def put_one(client: BufferClient) -> None:
+    await client.enqueue([prompt(0)])
+    [lease] = await client.lease(0, 1)
+    await client.put(rollout(lease))
+
+
+async def test_a_dead_store_server_ends_the_ledgers_server_which_says_what_is_lost(tmp_path: Path):
+    config = BufferConfig(num_store_servers=2)
+    with BufferProcess(config, groups_per_step=1, log_path=tmp_path / "log") as process:
+        client = BufferClient(process.address, request_timeout_s=5.0)
+        await put_one(client)
+        [store, _] = await client._stores("put")
+        os.kill(pid_listening_at(store.address), signal.SIGKILL)
+        assert await asyncio.to_thread(process.process.wait, 10) == 1
+        assert "store server 0" in process.log_tail()
+        assert "its payloads are lost, buffer.durability=disk would keep them" in process.log_tail()
+        await client.close()
+
+
+async def test_a_store_server_on_disk_is_started_again_where_it_was_and_its_payloads_are_there(tmp_path: Path):
+    config = BufferConfig(num_store_servers=2, durability=Durability.disk, directory=str(tmp_path))
+    with BufferProcess(config, groups_per_step=1, log_path=tmp_path / "log") as process:
+        client = BufferClient(process.address, request_timeout_s=20.0)
+        await put_one(client)
+        [store, _] = await client._stores("put")
+        os.kill(pid_listening_at(store.address), signal.SIGKILL)
+        [group] = await client.fetch([0])
+        assert group.group_id == 0
+        assert "it is started again where it was" in process.log_tail()
+        await client.plan(0)
+        assert (await client.commit(0)).stored_bytes == 0
+        await client.close()
+
+
+def pid_listening_at(address: str) -> int:
+    port = int(address.rpartition(":")[2])
+    listening = (c for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN and c.laddr.port == port)
+    return next(c.pid for c in listening if c.pid is not None)
