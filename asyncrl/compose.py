@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import get_type_hints
 
@@ -19,6 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from asyncrl.config import RunConfig
+from learner.registry import absolute_name
 
 CONFIG_DIR = Path(__file__).resolve().parent.parent / "configs"
 
@@ -44,7 +45,7 @@ def compose_run(overrides: Sequence[str]) -> RunConfig:
         raise ValueError(_explain(error)) from error
     if not isinstance(config, RunConfig):
         raise ValueError(f"configs/run.yaml must compose to a RunConfig, got {type(config).__name__}")
-    return config
+    return _with_whole_paths(config)
 
 
 def dump_yaml(config: RunConfig) -> str:
@@ -65,6 +66,12 @@ def option_names(kind: type = RunConfig, prefix: str = "") -> list[str]:
     return names
 
 
+def _with_whole_paths(config: RunConfig) -> RunConfig:
+    """A user's own algorithms by the whole path of their file: the ranks may run in another directory."""
+    names = {"loss": absolute_name(config.algorithm.loss), "advantage": absolute_name(config.algorithm.advantage)}
+    return replace(config, algorithm=replace(config.algorithm, **names))
+
+
 def _schema() -> DictConfig:
     schema = OmegaConf.structured(RunConfig)
     _make_writable(schema)
@@ -74,6 +81,8 @@ def _schema() -> DictConfig:
 def _make_writable(node: DictConfig) -> None:
     # OmegaConf maps a frozen dataclass to a read-only node, which would refuse every override.
     OmegaConf.set_readonly(node, None)
+    if OmegaConf.get_type(node) is dict:
+        OmegaConf.set_struct(node, False)  # its keys are the user's
     for key in node:
         child = node._get_node(key)
         if isinstance(child, DictConfig):

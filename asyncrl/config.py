@@ -13,9 +13,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from asyncrl.data.config import DataConfig
+from asyncrl.sft_config import WarmStartConfig
 from buffer.config import BufferConfig
-from learner.config import AlgorithmConfig, LearnerConfig
+from learner.config import GROUP_ADVANTAGES, AlgorithmConfig, LearnerConfig
+from learner.registry import ADVANTAGES, LOSSES
 from rollout_fleet.config import EngineKind, RolloutFleetConfig
+
+LEARNER_POOL = "learner"
+"""The pool of the actor, and of every role that is placed nowhere else."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,58 +54,25 @@ class EvaluationConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class WarmStartConfig:
-    """Supervised fine-tuning (``python -m asyncrl.sft``), also run before training where ``enabled``.
-
-    Attributes:
-        enabled: Fine-tune ``model.path`` first, and train the result.
-        train_files: Parquet or jsonl files with a prompt and a response column.
-        prompt_key: Column of the prompt.
-        response_key: Column of the response; the end-of-sequence token is added.
-        output_path: Where the fine-tuned policy is written; empty: ``<output_dir>/<experiment>/sft``.
-        batch_size: Sequences of one optimizer update.
-        lr: Peak learning rate; linear decay to zero over ``max_steps``.
-        weight_decay: Decoupled decay, on matrices only.
-        warmup_steps: Updates of linear warm-up.
-        max_steps: Updates at most.
-        eval_every: Updates between evaluations.
-        eval_prompts: Held-out prompts of one evaluation.
-        target_accuracy: Stop at this greedy accuracy on ``data.eval_files``; above 1 never stops early.
-    """
-
-    enabled: bool = False
-    train_files: list[str] = field(default_factory=list)
-    prompt_key: str = "prompt"
-    response_key: str = "response"
-    output_path: str = ""
-    batch_size: int = 128
-    lr: float = 1e-3
-    weight_decay: float = 0.0
-    warmup_steps: int = 20
-    max_steps: int = 1000
-    eval_every: int = 50
-    eval_prompts: int = 256
-    target_accuracy: float = 1.01
-
-    def __post_init__(self) -> None:
-        for name in ("batch_size", "max_steps", "eval_every", "eval_prompts"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"sft.{name} must be >= 1, got {getattr(self, name)}")
-        if self.lr <= 0:
-            raise ValueError(f"sft.lr must be > 0, got {self.lr}")
-
-
-@dataclass(frozen=True, kw_only=True)
 class PlacementConfig:
     """What each worker takes of the cluster; a GPU learner rank takes one GPU, an engine ``tp_size`` of them.
 
     Attributes:
-        cpus_per_learner_rank: Logical CPUs of one learner rank.
+        pools: Further pools of the learner, by name, and their processes, one device each; ``learner`` is there always,
+            with ``learner.num_ranks``. Example: ``{critic: 2}``.
+        critic: Pool of the critic. Roles of one pool share its processes; those of others compute at the same time.
+        reference: Pool of the reference policy. With LoRA it is the actor with its adapters off, in ``learner``.
+        reward_model: Pool of the reward model.
+        cpus_per_learner_rank: Logical CPUs of one process of these pools.
         cpus_per_engine: Logical CPUs of one rollout worker with its engine.
         oversubscribe: On a cluster of our own (``ray.address`` empty), offer as many logical CPUs as the run asks
             for even where the machine has fewer cores; without it, that is an error.
     """
 
+    pools: dict[str, int] = field(default_factory=dict)
+    critic: str = LEARNER_POOL
+    reference: str = LEARNER_POOL
+    reward_model: str = LEARNER_POOL
     cpus_per_learner_rank: float = 1.0
     cpus_per_engine: float = 1.0
     oversubscribe: bool = True
@@ -109,6 +81,41 @@ class PlacementConfig:
         for name in ("cpus_per_learner_rank", "cpus_per_engine"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"placement.{name} must be > 0, got {getattr(self, name)}")
+        for name, count in self.pools.items():
+            if name == LEARNER_POOL:
+                raise ValueError(f"placement.pools must not name {LEARNER_POOL!r}; learner.num_ranks is its size")
+            if count < 1:
+                raise ValueError(f"placement.pools.{name} must be >= 1 processes, got {count}")
+        for role in ("critic", "reference", "reward_model"):
+            if getattr(self, role) not in (LEARNER_POOL, *self.pools):
+                raise ValueError(
+                    f"placement.{role} must name one of the pools {[LEARNER_POOL, *self.pools]}, "
+                    f"got {getattr(self, role)!r}; add it to placement.pools with its processes"
+                )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """Checkpoints of a run; how many are kept is ``learner.keep_checkpoints``.
+
+    Attributes:
+        every_steps: Learner steps between two checkpoints, written while training goes on; the last step is saved too.
+            0 saves none.
+        directory: Where they go; on a file system that all learner ranks share. Empty: ``checkpoints/`` in the run's
+            folder.
+        resume: ``never`` starts anew; ``auto`` goes on from the newest checkpoint of the experiment, where there is
+            one; a path names a checkpoint, or a folder of them.
+    """
+
+    every_steps: int = 0
+    directory: str = ""
+    resume: str = "never"
+
+    def __post_init__(self) -> None:
+        if self.every_steps < 0:
+            raise ValueError(f"checkpoint.every_steps must be >= 0, got {self.every_steps}; 0 saves no checkpoint")
+        if not self.resume:
+            raise ValueError("checkpoint.resume must be never, auto or a path, got an empty string; never is usual")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,6 +161,7 @@ class RunConfig:
     buffer: BufferConfig = field(default_factory=BufferConfig)
     learner: LearnerConfig = field(default_factory=LearnerConfig)
     placement: PlacementConfig = field(default_factory=PlacementConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     ray: RayConfig = field(default_factory=RayConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     sft: WarmStartConfig = field(default_factory=WarmStartConfig)
@@ -172,12 +180,15 @@ def check_options(config: RunConfig) -> None:
         ValueError: names the option, its value, what is expected, and what to do.
     """
     algorithm = config.algorithm
-    if algorithm.samples_per_prompt < 2 and algorithm.advantage.startswith("grpo"):
+    LOSSES.check(algorithm.loss)
+    ADVANTAGES.check(algorithm.advantage)
+    if algorithm.samples_per_prompt < 2 and algorithm.advantage in GROUP_ADVANTAGES:
         raise ValueError(
             "algorithm.samples_per_prompt must be >= 2 for a group advantage, "
             f"got {algorithm.samples_per_prompt} with algorithm.advantage={algorithm.advantage}"
         )
-    dp_size = config.learner.num_ranks // config.learner.sp_size
+    _check_roles(config)
+    dp_size = max(learner_pools(config).values()) // config.learner.sp_size
     if algorithm.groups_per_step < dp_size:
         raise ValueError(
             f"algorithm.groups_per_step must be >= the {dp_size} data-parallel learner ranks, "
@@ -210,7 +221,7 @@ def check_files(config: RunConfig) -> None:
     Raises:
         ValueError: names the option, its value, what is expected, and what to do.
     """
-    _check_model(config)
+    check_model(config)
     if not config.data.train_files:
         raise ValueError("data.train_files must name at least one parquet or jsonl file, got none")
     if config.evaluation.enabled and not config.data.eval_files:
@@ -219,6 +230,10 @@ def check_files(config: RunConfig) -> None:
             "set it, or evaluation.enabled=false"
         )
     _check_positions(config)
+    for role in ("critic", "reward_model"):
+        path = getattr(config.learner, role).path
+        if path and not Path(path, "config.json").is_file():
+            raise ValueError(f"learner.{role}.path must hold a Hugging Face model, got {path} without config.json")
 
 
 def check_placement(config: RunConfig, *, num_cpus: int, num_gpus: int) -> None:
@@ -259,7 +274,7 @@ def visible_gpus() -> int:
 def requested_cpus(config: RunConfig) -> float:
     """Logical CPUs that the run's workers take."""
     placement = config.placement
-    learner = config.learner.num_ranks * placement.cpus_per_learner_rank
+    learner = sum(learner_pools(config).values()) * placement.cpus_per_learner_rank
     return learner + config.rollout_fleet.num_engines * placement.cpus_per_engine
 
 
@@ -267,10 +282,60 @@ def requested_gpus(config: RunConfig) -> int:
     """GPUs that the run's workers take; 0 unless ``learner.device`` is ``cuda``."""
     if config.learner.device != "cuda":
         return 0
-    return config.learner.num_ranks + config.rollout_fleet.num_engines * config.rollout_fleet.sglang.tp_size
+    engines = config.rollout_fleet.num_engines * config.rollout_fleet.sglang.tp_size
+    return sum(learner_pools(config).values()) + engines
 
 
-def _check_model(config: RunConfig) -> None:
+def learner_roles(config: RunConfig) -> dict[str, str]:
+    """The learner's roles that a run needs, in the order in which they work on a batch, and the pool of each."""
+    algorithm, placement = config.algorithm, config.placement
+    has_reference = algorithm.needs_reference and not config.learner.lora.rank
+    pools = {
+        "rm": placement.reward_model if config.learner.reward_model.path else None,
+        "ref": placement.reference if has_reference else None,
+        "critic": placement.critic if algorithm.needs_critic else None,
+        "actor": LEARNER_POOL,
+    }
+    return {role: pool for role, pool in pools.items() if pool is not None}
+
+
+def learner_pools(config: RunConfig) -> dict[str, int]:
+    """The learner's pools that a run needs, and the processes of each."""
+    sizes = {**config.placement.pools, LEARNER_POOL: config.learner.num_ranks}
+    return {pool: sizes[pool] for pool in dict.fromkeys(learner_roles(config).values())}
+
+
+def _check_roles(config: RunConfig) -> None:
+    """Check that every pool and every role of the learner does something."""
+    used, learner = learner_pools(config), config.learner
+    if idle := sorted(set(config.placement.pools) - set(used)):
+        raise ValueError(
+            f"placement.pools names {idle}, where no role of this run is placed (it has "
+            f"{list(learner_roles(config))}); leave them out, or place a role there"
+        )
+    for pool, size in used.items():
+        if size % learner.sp_size:
+            raise ValueError(
+                f"placement.pools.{pool} must be a multiple of learner.sp_size={learner.sp_size}, got {size}"
+            )
+    if learner.critic.path and not config.algorithm.needs_critic:
+        raise ValueError(
+            f"learner.critic.path={learner.critic.path!r} names a critic, which algorithm.advantage="
+            f"{config.algorithm.advantage} does not use; set algorithm.advantage=gae"
+        )
+    if learner.reward_model.path and config.buffer.filters:
+        raise ValueError(
+            f"buffer.filters={config.buffer.filters} look at rewards when groups are stored, and a reward model scores "
+            "them after they are planned; use the one or the other"
+        )
+
+
+def check_model(config: RunConfig) -> None:
+    """Check that ``model.path`` holds a model and its tokenizer.
+
+    Raises:
+        ValueError: names the option, its value, what is expected, and what to do.
+    """
     path = Path(config.model.path)
     if not config.model.path:
         raise ValueError("model.path must name a directory in Hugging Face layout, got an empty string")

@@ -18,21 +18,26 @@ A deadlock would need a loop that waits for one that waits for it. feed and plan
 the learner only; publish for complete and the fleet. Admission waits for commits (complete) and newer engines
 (publish), so the only cycle is plan → rollouts → admission → complete → plan, and it moves because a batch at the
 learner's version is admitted without any further commit (docs/staleness.md).
+
+A checkpoint is queued on the ranks between two updates, by plan, with what the run needs to go on (asyncrl/resume.py);
+the ranks write it while they train on.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 from asyncrl.config import RunConfig
 from asyncrl.metrics import Overlap, StepRecord, TrainingResult
 from asyncrl.protocol.errors import AccountError
 from asyncrl.protocol.ports import ControlBuffer
 from asyncrl.protocol.types import BufferStats, Plan, Prompt, TokenAccount, WeightSnapshot
+from asyncrl.resume import RunState
 
 # The step that the ranks compute, and one queued behind it: enough that they never wait for the controller.
 _PIPELINE_STEPS = 2
@@ -41,12 +46,24 @@ _PIPELINE_STEPS = 2
 class LearnerPort(Protocol):
     """What the controller needs of the learner group. Calls queue on the ranks in the order they are made."""
 
+    async def scored(self, plan: Plan) -> Plan:
+        """The plan with the rewards of the reward model, where there is one."""
+        ...
+
     def update(self, plan: Plan) -> Awaitable[Mapping[str, float]]:
         """Start the update on a batch; its metrics come with ``started_at`` and ``ended_at`` (Unix seconds)."""
         ...
 
     def publish(self, version: int) -> Awaitable[WeightSnapshot]:
         """Write the weights, as they are after the updates queued so far, as ``version``."""
+        ...
+
+    def update_critic(self, plan: Plan) -> Awaitable[Mapping[str, float]]:
+        """Let the critic learn from the batch of the last `update`; its metrics, none where there is no critic."""
+        ...
+
+    def save(self, version: int, run: Mapping[str, Any], *, wait: bool) -> Awaitable[str]:
+        """Save a checkpoint of ``version`` with the run's own state; with ``wait``, until it is whole."""
         ...
 
 
@@ -73,6 +90,10 @@ class PromptSource(Protocol):
         """The next ``count`` prompts of an endless order."""
         ...
 
+    def state(self) -> Mapping[str, Any]:
+        """Where the order stands, as plain values."""
+        ...
+
 
 @dataclass(frozen=True, kw_only=True)
 class FleetCounts:
@@ -91,12 +112,14 @@ class FleetCounts:
 
 @dataclass(frozen=True)
 class _Step:
-    """A learner step on its way: the plan, the update's handle, the handle of the weights after it."""
+    """A learner step on its way: the plan, the handles of the updates, the weights after it, their checkpoint."""
 
     plan: Plan
     plan_wait_s: float
     update: Awaitable[Mapping[str, float]]
     weights: Awaitable[WeightSnapshot]
+    critic: Awaitable[Mapping[str, float]]
+    checkpoint: Awaitable[str] | None
 
 
 @dataclass
@@ -111,12 +134,13 @@ class _Progress:
     publish_s: float = 0.0
     max_lag: int = 0
     newest: WeightSnapshot | None = None
+    uncommitted: dict[int, Plan] = field(default_factory=dict)
     published: asyncio.Condition = field(default_factory=asyncio.Condition)
     last_report: tuple[float, int] = (0.0, 0)
 
 
 class Controller:
-    """Drives buffer, learner and fleet through ``total_steps`` learner steps."""
+    """Drives buffer, learner and fleet through ``total_steps`` learner steps, or through what is left of them."""
 
     def __init__(
         self,
@@ -127,14 +151,17 @@ class Controller:
         fleet: FleetPort,
         prompts: PromptSource,
         on_step: Callable[[StepRecord], None],
+        resumed: RunState | None = None,
     ) -> None:
+        """Take the parts, all started, with learner, buffer and engines at the version of ``resumed``."""
         self._config = config
+        self._resumed = resumed or RunState()
         self._buffer = buffer
         self._learner = learner
         self._fleet = fleet
         self._prompts = prompts
         self._on_step = on_step
-        self._progress = _Progress()
+        self._progress = _Progress(engine_version=self._resumed.version)
         self._steps: asyncio.Queue[_Step] = asyncio.Queue()
         self._places = asyncio.Semaphore(_PIPELINE_STEPS)
 
@@ -169,11 +196,14 @@ class Controller:
             buffered=stats.tokens_buffered,
             in_flight=counts.tokens_in_flight,
         )
+        before = self._resumed
         if tokens.balance != 0:
             raise AccountError(
                 f"every generated token must be trained, dropped, buffered or in flight; {tokens.balance} are not: "
                 f"{tokens}, dropped {dict(stats.tokens_dropped)}; please report this with the run's logs"
             )
+        dropped = Counter(before.all_dropped()) + Counter(stats.tokens_dropped)
+        lags = Counter(before.lag_histogram) + Counter(stats.lag_histogram)
         measured_s = progress.ended_s - progress.began_s
         return TrainingResult(
             policy_version=stats.learner_version,
@@ -183,10 +213,15 @@ class Controller:
                 learner_busy_s=progress.learner_busy_s,
                 measured_s=measured_s,
             ),
-            tokens=tokens,
-            max_lag_realised=max(stats.lag_histogram, default=progress.max_lag),
-            lag_histogram=stats.lag_histogram,
-            tokens_dropped=stats.tokens_dropped,
+            tokens=replace(
+                tokens,
+                generated=before.tokens_generated + tokens.generated,
+                trained=before.tokens_trained + tokens.trained,
+                dropped=sum(dropped.values()),
+            ),
+            max_lag_realised=max(lags, default=progress.max_lag),
+            lag_histogram=dict(sorted(lags.items())),
+            tokens_dropped=dict(dropped),
         )
 
     async def _feed(self) -> None:
@@ -194,22 +229,46 @@ class Controller:
             await self._buffer.enqueue(self._prompts.take(self._config.algorithm.groups_per_step))
 
     async def _plan(self) -> None:
-        for version in range(self._config.total_steps):
+        for version in range(self._resumed.version, self._config.total_steps):
             await self._places.acquire()
             asked_s = time.monotonic()
             plan = await self._buffer.plan(version)
             waited_s = time.monotonic() - asked_s
+            self._progress.uncommitted[version] = plan
+            plan = await self._learner.scored(plan)
             update = self._learner.update(plan)
             weights = self._learner.publish(version + 1)
-            await self._steps.put(_Step(plan, waited_s, update, weights))
+            critic = self._learner.update_critic(plan)  # behind the weights, which wait for the policy alone
+            await self._steps.put(_Step(plan, waited_s, update, weights, critic, await self._save(version + 1)))
+
+    async def _save(self, version: int) -> Awaitable[str] | None:
+        """Queue a checkpoint on the ranks where one is due, right behind the update that leads to ``version``."""
+        every, last = self._config.checkpoint.every_steps, self._config.total_steps
+        if every == 0 or (version % every != 0 and version != last):
+            return None
+        planned = list(self._progress.uncommitted.values())
+        stats = await self._buffer.stats()
+        state = self._resumed.after(
+            prompts=self._prompts.state(),
+            stats=stats,
+            finished=await self._buffer.finished(),
+            planned=planned,
+            tokens_generated=(await self._fleet.counters()).tokens_generated,
+            version=version,
+        )
+        return self._learner.save(version, state.plain(), wait=version == last)
 
     async def _complete(self) -> None:
-        for _ in range(self._config.total_steps):
+        for _ in range(self._resumed.version, self._config.total_steps):
             step = await self._steps.get()
             metrics = await step.update
             stats = await self._buffer.commit(step.plan.version)
+            del self._progress.uncommitted[step.plan.version]
             self._places.release()
             await self._offer(await step.weights)
+            metrics = {**metrics, **await step.critic}
+            if step.checkpoint is not None:
+                await step.checkpoint
             await self._report(step, metrics, stats)
 
     async def _offer(self, snapshot: WeightSnapshot) -> None:
@@ -245,8 +304,9 @@ class Controller:
         groups = step.plan.groups
         lags = [step.plan.version - group.oldest_version for group in groups]
         progress.max_lag = max(progress.max_lag, *lags)
-        rewards = [reward for group in groups for reward in group.rewards]
-        lengths = [length for group in groups for length in group.response_lengths]
+        trained = slice(self._config.algorithm.samples_per_prompt)  # a greedy baseline comes after them
+        rewards = [reward for group in groups for reward in group.rewards[trained]]
+        lengths = [length for group in groups for length in group.response_lengths[trained]]
         self._on_step(
             StepRecord(
                 step=step.plan.version,

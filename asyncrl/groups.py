@@ -1,10 +1,10 @@
-"""The two worker groups of a run, behind the ports that the controller and the evaluation drive."""
+"""The learner and the fleet of a run, behind the ports that the controller and the evaluation drive."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,19 +16,18 @@ from asyncrl.config import RunConfig
 from asyncrl.controller import FleetCounts
 from asyncrl.protocol.errors import DeadlineError
 from asyncrl.protocol.types import Plan, Prompt, WeightSnapshot
+from asyncrl.role_groups import WORKER_ENV, RoleGroups
 from asyncrl.single_controller import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
-from buffer import BufferClient, SyncBufferClient
+from buffer import BufferClient
+from learner.chain import Scores
 from learner.planning import rank_batches
 from learner.registry import ADVANTAGES, LOSSES
-from learner.worker import LearnerWorker
+from learner.types import RankBatch
 from rollout_fleet.config import SamplingConfig
 from rollout_fleet.types import FleetCounters
 from rollout_fleet.worker import RolloutWorker
 
 T = TypeVar("T")
-
-# One thread a process: on a machine with few cores, threads that fight for them stop everybody.
-_WORKER_ENV = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,11 +38,13 @@ class RunPaths:
         logs: One log a process.
         snapshots: Published weights; readable by every engine of the host.
         trajectories: Consumed trajectories; None records none.
+        checkpoints: Checkpoints of the learner.
     """
 
     logs: Path
     snapshots: Path
     trajectories: Path | None
+    checkpoints: Path
 
 
 def check_algorithm(config: RunConfig) -> None:
@@ -57,75 +58,152 @@ def check_algorithm(config: RunConfig) -> None:
 
 
 class Learner:
-    """The learner group. Calls queue on the ranks in the order they are made."""
+    """The learner's roles. Calls queue on the ranks in the order they are made.
+
+    A step queues, role by role: the reference's and the critic's scores, the actor's step, the weights, the critic's
+    step. What a role scored reaches the others from worker to worker, or stays in the process that they share.
+    """
 
     def __init__(self, config: RunConfig, *, buffer_address: str, paths: RunPaths) -> None:
-        """Start the ranks; `init` builds their model."""
+        """Start the ranks; `init` builds their models."""
         self._config = config
-        worker = RayClassWithInitArgs(
-            ray.remote(LearnerWorker),
-            replace(config.learner, keep_snapshots=_snapshots_kept(config)),
-            config.algorithm,
-            model_path=config.model.path,
-            total_steps=config.total_steps,
-            temperature=config.rollout_fleet.sampling.temperature,
-            connect_buffer=partial(SyncBufferClient, buffer_address, request_timeout_s=config.buffer.request_timeout_s),
-            snapshot_dir=str(paths.snapshots),
-            seed=config.seed,
-            trajectory_dir=str(paths.trajectories) if paths.trajectories else None,
-            checksums=config.rollout_fleet.verify_weights,
-        )
-        self._group = _start_group(
-            "learner",
-            worker,
-            num_workers=config.learner.num_ranks,
-            num_cpus=config.placement.cpus_per_learner_rank,
-            num_gpus=1 if config.learner.device == "cuda" else 0,
-            config=config,
+        self._checkpoints = paths.checkpoints
+        self._batches: tuple[Plan | None, dict[str, list[RankBatch]]] = (None, {})
+        self._references: Scores | None = None
+        self._roles = RoleGroups(
+            config,
+            buffer_address=buffer_address,
             log_dir=paths.logs,
+            snapshots=paths.snapshots,
+            trajectories=paths.trajectories,
         )
 
     async def init(self) -> None:
-        """Load the model on every rank.
+        """Load the models on every rank.
 
         Raises:
             DeadlineError: not within ``learner.start_timeout_s``.
             WorkerDiedError: a rank died.
         """
         timeout_s = self._config.learner.start_timeout_s
-        await within(self._group.init_model(), timeout_s, "the learner's models", "learner.start_timeout_s")
+        pending = [group.init_model() for group in self._roles]
+        await within(_all(pending), timeout_s, "the learner's models", "learner.start_timeout_s")
+
+    async def scored(self, plan: Plan) -> Plan:
+        """See `LearnerPort.scored`."""
+        if "rm" not in self._roles:
+            return plan
+        pending = self._roles["rm"].score(self._shares(plan, "rm"))
+        results = await self._in_time(pending, f"the rewards of step {plan.version}")
+        scores = {group_id: rewards for result in results for group_id, rewards in result.items()}
+        return replace(plan, groups=[replace(group, rewards=scores[group.group_id]) for group in plan.groups])
 
     def update(self, plan: Plan) -> Awaitable[Mapping[str, float]]:
         """See `LearnerPort.update`."""
-        shards = rank_batches(
-            plan,
-            self._config.algorithm,
-            num_shards=self._config.learner.num_ranks // self._config.learner.sp_size,
-            max_lag=self._config.buffer.max_lag,
-        )
-        what = f"the update of step {plan.version}"
-        return self._first(self._group.update_policy(shards), what)
+        algorithm, unsent = self._config.algorithm, []
+        scores: dict[str, Scores] = {}
+        if algorithm.needs_reference:
+            role = "ref" if "ref" in self._roles else "actor"
+            readers = ["actor", "critic"] if algorithm.needs_critic and algorithm.kl_reward_coef else ["actor"]
+            scores["reference"] = self._score(role, plan, "ref_log_prob", readers, unsent)
+        if algorithm.needs_critic:
+            scores["values"] = self._score("critic", plan, "values", ["actor"], unsent)
+        self._references = scores.get("reference")
+        batches = self._shares(plan, "actor")
+        values, references = (self._sent(scores.get(name), "actor", batches) for name in ("values", "reference"))
+        step = self._roles["actor"].step(batches, values, references)
+        return self._after(unsent, step, f"the update of step {plan.version}")
+
+    def update_critic(self, plan: Plan) -> Awaitable[Mapping[str, float]]:
+        """See `LearnerPort.update_critic`."""
+        if "critic" not in self._roles:
+            return _nothing()
+        batches = self._shares(plan, "critic")
+        references = self._references if self._config.algorithm.kl_reward_coef else None
+        step = self._roles["critic"].step(batches, self._sent(references, "critic", batches))
+        return self._critic_metrics(step, f"the critic's update of step {plan.version}")
 
     def publish(self, version: int) -> Awaitable[WeightSnapshot]:
         """See `LearnerPort.publish`."""
-        return self._first(self._group.publish_weights(version), f"the weights of version {version}")
+        return self._first(self._roles["actor"].publish_weights(version), f"the weights of version {version}")
+
+    def save(self, version: int, run: Mapping[str, Any], *, wait: bool) -> Awaitable[str]:
+        """See `LearnerPort.save`."""
+        critic = []
+        if "critic" in self._roles:
+            critic = [self._roles["critic"].save_checkpoint(str(self._checkpoints / "critic"), version, wait)]
+        actor = self._roles["actor"].save_checkpoint(str(self._checkpoints), version, wait, run)
+        return self._after(critic, actor, f"the checkpoint of version {version}")
+
+    async def load(self, checkpoint: Path) -> int:
+        """Go on from a checkpoint; returns its version.
+
+        Raises:
+            ValueError: the run has a critic and the checkpoint has none of the same version.
+        """
+        if "critic" in self._roles:
+            critic = checkpoint.parent / "critic" / checkpoint.name
+            if not critic.is_dir():
+                raise ValueError(
+                    f"checkpoint.resume needs the critic of {checkpoint} in {critic}, got none; name an older "
+                    "checkpoint, or resume with the algorithm that saved it"
+                )
+            await self._first(self._roles["critic"].load_checkpoint(str(critic)), f"loading {critic}")
+        return await self._first(self._roles["actor"].load_checkpoint(str(checkpoint)), f"loading {checkpoint}")
 
     async def save_policy(self, directory: Path) -> None:
         """Write the policy and its tokenizer in Hugging Face layout."""
-        await self._first(self._group.save_policy(str(directory)), "the saved policy")
+        await self._first(self._roles["actor"].save_policy(str(directory)), "the saved policy")
 
     async def stop(self, timeout_s: float) -> None:
         """End the ranks: ask, then kill."""
-        await _stop_group(self._group, timeout_s)
+        await _stop_groups(list(self._roles), self._roles.shutdown, timeout_s)
+
+    def _shares(self, plan: Plan, role: str) -> list[RankBatch]:
+        """The plan as the data-parallel ranks of a role's pool share it."""
+        if self._batches[0] is not plan:
+            self._batches = (plan, {})
+        shares, pool = self._batches[1], self._roles.pools[role]
+        if pool not in shares:
+            shares[pool] = rank_batches(
+                plan,
+                self._config.algorithm,
+                num_shards=self._roles.pool_sizes[pool] // self._config.learner.sp_size,
+                max_lag=self._config.buffer.max_lag,
+            )
+        return shares[pool]
+
+    def _score(self, role: str, plan: Plan, name: str, readers: Sequence[str], unsent: list[Awaitable[Any]]) -> Scores:
+        """Queue a role's scores; where no reader is in another pool they stay, and join ``unsent``."""
+        batches = self._shares(plan, role)
+        send = not all(self._roles.share_a_pool(role, reader) for reader in readers)
+        results = self._roles[role].score(batches, send=send)
+        if not send:
+            unsent.append(results)
+        return Scores(role=role, name=name, batches=batches, results=results)
+
+    def _sent(self, scores: Scores | None, role: str, batches: Sequence[RankBatch]) -> list[Any]:
+        """What each data-parallel rank of a role is handed of another's scores: None where it is in its process."""
+        if scores is None or self._roles.share_a_pool(scores.role, role):
+            return [None] * len(batches)
+        return list(scores.needed_by(batches))
+
+    async def _after(self, before: Sequence[Awaitable[Any]], pending: Awaitable[list[T]], what: str) -> T:
+        """Rank 0's answer, or the error of a call before it, which is the cause of its own."""
+        for earlier in before:
+            await self._in_time(earlier, what)
+        return await self._first(pending, what)
+
+    async def _critic_metrics(self, pending: Awaitable[list[Mapping[str, float]]], what: str) -> Mapping[str, float]:
+        return {f"critic.{name}": value for name, value in (await self._first(pending, what)).items()}
 
     async def _first(self, pending: Awaitable[list[T]], what: str) -> T:
         """Rank 0's answer; the ranks reduce what they measure among themselves."""
-        return (await within(pending, self._step_deadline_s, what, "learner.step_timeout_s"))[0]
+        return (await self._in_time(pending, what))[0]
 
-    @property
-    def _step_deadline_s(self) -> float:
+    async def _in_time(self, pending: Awaitable[T], what: str) -> T:
         # A call may wait on the ranks behind the step before it.
-        return 2 * self._config.learner.step_timeout_s
+        return await within(pending, 2 * self._config.learner.step_timeout_s, what, "learner.step_timeout_s")
 
 
 class Fleet:
@@ -142,6 +220,7 @@ class Fleet:
             connect_buffer=partial(BufferClient, buffer_address, request_timeout_s=config.buffer.request_timeout_s),
             log_dir=str(paths.logs),
             seed=config.seed,
+            greedy_baseline=config.algorithm.greedy_baseline,
         )
         self._group = _start_group(
             "rollout",
@@ -200,7 +279,7 @@ class Fleet:
 
     async def stop(self, timeout_s: float) -> None:
         """End engines and workers: ask, then kill."""
-        await _stop_group(self._group, timeout_s)
+        await _stop_groups([self._group], self._group.shutdown, timeout_s)
 
 
 async def within(pending: Awaitable[T], timeout_s: float, what: str, option: str) -> T:
@@ -235,26 +314,25 @@ def _start_group(
         num_cpus_per_process=num_cpus,
         timeout_s=config.ray.start_timeout_s,
     )
-    return RayWorkerGroup(pool, worker, name_prefix=name, log_dir=log_dir, worker_env=_WORKER_ENV)
+    return RayWorkerGroup(pool, worker, name_prefix=name, log_dir=log_dir, worker_env=WORKER_ENV)
 
 
-def _snapshots_kept(config: RunConfig) -> int:
-    """While engines load version u + 1, admission at u lets the learner reach u + max_lag + 1, and no further."""
-    kept = config.learner.keep_snapshots
-    return kept if kept == -1 else max(kept, config.buffer.max_lag + 2)
-
-
-async def _stop_group(group: RayWorkerGroup, timeout_s: float) -> None:
+async def _stop_groups(groups: Sequence[Any], shutdown: Callable[[], None], timeout_s: float) -> None:
     try:
         # Whatever a dying worker answers no longer matters: it is killed next.
         with contextlib.suppress(Exception):
-            await asyncio.wait_for(_awaited(group.execute_all_async("stop")), timeout_s)
+            await asyncio.wait_for(_all([group.execute_all_async("stop") for group in groups]), timeout_s)
     finally:
-        await asyncio.to_thread(group.shutdown)
+        await asyncio.to_thread(shutdown)
 
 
-async def _awaited(pending: Awaitable[Any]) -> None:
-    await pending
+async def _all(pending: Sequence[Awaitable[Any]]) -> None:
+    for result in pending:
+        await result
+
+
+async def _nothing() -> Mapping[str, float]:
+    return {}
 
 
 def _total(workers: Sequence[FleetCounters]) -> FleetCounts:

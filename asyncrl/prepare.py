@@ -1,24 +1,30 @@
 """What a run needs on disk: the quickstart's assets, and a warm-started policy.
 
 Both are reused when they were made from the same settings. The warm start is `asyncrl.sft` in a process of its own, as
-a user would run it; this process waits for its exit and relays its lines.
+a user would run it; this process relays its lines, waits for each under a deadline, and for its exit.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import json
 import os
 import sys
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 from asyncrl.config import RunConfig
-from asyncrl.protocol.errors import WorkerDiedError
+from asyncrl.data.prompts import PromptStream, load_eval_prompts
+from asyncrl.data.tokenizer import load_tokenizer
+from asyncrl.protocol.errors import DeadlineError, WorkerDiedError
+from asyncrl.protocol.types import Prompt
 from asyncrl.quickstart import make_assets
+from asyncrl.warm_start_folder import finished_warm_start, warm_start_path
+
+_COMMAND = ("-m", "asyncrl.sft")
+_END_TIMEOUT_S = 30.0
 
 
 def with_quickstart_assets(config: RunConfig) -> RunConfig:
@@ -35,18 +41,15 @@ def with_quickstart_assets(config: RunConfig) -> RunConfig:
     )
 
 
-def warm_start_path(config: RunConfig) -> Path:
-    """Where the fine-tuned policy of these settings lies; other settings have another place."""
-    if config.sft.output_path:
-        return Path(config.sft.output_path).resolve()
-    settings = {
-        "sft": asdict(config.sft),
-        "seed": config.seed,
-        "model": _model_digest(Path(config.model.path)),
-        "data": [hashlib.sha256(Path(name).read_bytes()).hexdigest() for name in config.sft.train_files],
-    }
-    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
-    return Path(config.output_dir, config.experiment, "sft", digest).resolve()
+def read_prompts(config: RunConfig) -> tuple[PromptStream, list[Prompt]]:
+    """The prompts to train on, and the held-out ones, before anything is started for them.
+
+    Raises:
+        ValueError: a file, row or column is not as the options say, or a prompt is too long; the message names it.
+    """
+    tokenizer = load_tokenizer(config.model.path, chat_template=config.data.chat_template)
+    prompts = PromptStream(config.data, tokenizer, seed=config.seed)
+    return prompts, load_eval_prompts(config.data, tokenizer) if config.evaluation.enabled else []
 
 
 async def warm_start(config: RunConfig, overrides: Sequence[str], log_path: Path, say: Callable[[str], None]) -> Path:
@@ -64,36 +67,43 @@ async def warm_start(config: RunConfig, overrides: Sequence[str], log_path: Path
     if not config.sft.enabled:
         return Path(config.model.path)
     policy = warm_start_path(config)
-    if (policy / "sft.json").is_file():
-        say(f"warm start: reusing {policy} (greedy {json.loads((policy / 'sft.json').read_text())['accuracy']:.3f})")
-    else:
-        await _fine_tune(overrides, log_path, say)
+    if (known := finished_warm_start(config)) is None:
+        await _fine_tune(overrides, log_path, config.sft.progress_timeout_s, say)
+        return policy
+    measured = [f"{name} {known[name]:.3f}" for name in ("accuracy", "val_loss") if known[name] is not None]
+    say(f"warm start: reusing {policy} ({', '.join(measured)})")
     return policy
 
 
-async def _fine_tune(overrides: Sequence[str], log_path: Path, say: Callable[[str], None]) -> None:
+async def _fine_tune(
+    overrides: Sequence[str], log_path: Path, progress_timeout_s: float, say: Callable[[str], None]
+) -> None:
     process = await asyncio.create_subprocess_exec(
         sys.executable,
-        *("-m", "asyncrl.sft", *overrides),
+        *_COMMAND,
+        *overrides,
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
         start_new_session=True,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
-    lines: list[str] = []
+    lines: deque[str] = deque(maxlen=20)
+    assert process.stdout is not None
     try:
         with log_path.open("w") as log:
-            async for raw in process.stdout or ():
-                line = raw.decode(errors="replace").rstrip()
-                log.write(line + "\n")
-                lines = [*lines[-20:], line]
+            while line := await _next_line(process.stdout, progress_timeout_s, log_path):
+                log.write(line)
+                lines.append(line.rstrip())
                 if line.startswith("sft: "):
-                    say("warm start: " + line.removeprefix("sft: "))
-        status = await process.wait()
+                    say("warm start: " + line.removeprefix("sft: ").rstrip())
     finally:
+        if process.stdout.at_eof():  # it has said its last word: let it end
+            with suppress(TimeoutError):
+                await asyncio.wait_for(process.wait(), _END_TIMEOUT_S)
         with suppress(ProcessLookupError):  # it has ended, which is what is wanted
             process.kill()
+        status = await process.wait()
     if status != 0:
         raise WorkerDiedError(
             f"the warm start (python -m asyncrl.sft) ended with status {status}; its last lines, of {log_path}:\n"
@@ -101,8 +111,17 @@ async def _fine_tune(overrides: Sequence[str], log_path: Path, say: Callable[[st
         )
 
 
-def _model_digest(path: Path) -> str:
-    digest = hashlib.sha256()
-    for file in [*sorted(path.glob("*.safetensors")), path / "config.json"]:
-        digest.update(file.read_bytes())
-    return digest.hexdigest()
+async def _next_line(output: asyncio.StreamReader, timeout_s: float, log_path: Path) -> str:
+    """The next line with its end; empty at the end of the output.
+
+    Raises:
+        DeadlineError: there was none in time.
+    """
+    try:
+        async with asyncio.timeout(timeout_s):
+            return (await output.readline()).decode(errors="replace")
+    except TimeoutError:
+        raise DeadlineError(
+            f"the warm start (python -m asyncrl.sft) said nothing for {timeout_s:g} s; look into {log_path}, lower "
+            "sft.eval_every, or raise sft.progress_timeout_s"
+        ) from None

@@ -15,13 +15,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from transformers import AutoTokenizer
-
 from asyncrl.buffer_process import buffer_died
 from asyncrl.cluster import ray_cluster
 from asyncrl.config import RunConfig
-from asyncrl.controller import Controller
-from asyncrl.data.prompts import PromptStream, load_eval_prompts
+from asyncrl.controller import Controller, PromptSource
+from asyncrl.data.prompts import PromptStream
 from asyncrl.evaluation import evaluate
 from asyncrl.groups import Fleet, Learner, RunPaths, check_algorithm
 from asyncrl.metrics import (
@@ -35,6 +33,14 @@ from asyncrl.metrics import (
     write_json,
 )
 from asyncrl.protocol.types import Prompt, WeightSnapshot
+from asyncrl.resume import (
+    Resumed,
+    ResumedPrompts,
+    RunState,
+    begin_buffer_at,
+    checkpoint_folder,
+    find_checkpoint,
+)
 from asyncrl.run_folders import shared_folder, snapshot_folder
 from buffer import BufferClient
 from buffer.process import BufferProcess
@@ -60,6 +66,7 @@ class Run:
         self,
         config: RunConfig,
         run_dir: Path,
+        prompts: tuple[PromptStream, list[Prompt]],
         warming: asyncio.Task[Path],
         view: TerminalView,
         on_fault: Callable[[BaseException], None],
@@ -69,17 +76,20 @@ class Run:
         Args:
             config: The run, with its assets.
             run_dir: Its folder.
+            prompts: Those to train on, and the held-out ones.
             warming: Ends in the directory of the policy to start from.
             view: The terminal.
             on_fault: Told of a fault before the parts are stopped, so that stopping can be given a deadline.
         """
         self._config = config
         self._run_dir = run_dir
+        self._prompts, self._held_out = prompts
         self._warming = warming
         self._view = view
         self._on_fault = on_fault
         self._records: list[StepRecord] = []
         self._start_s = 0.0
+        self._resumed: Resumed | None = None
 
     async def run(self) -> None:
         """Run to the end, and write the summary.
@@ -89,14 +99,15 @@ class Run:
             AsyncRLError: a part died, missed a deadline, or the account does not balance.
         """
         check_algorithm(self._config)
-        prompts, held_out = await asyncio.to_thread(self._read_prompts)
+        self._resumed = find_checkpoint(self._config)
+        prompts = self._prompts if self._resumed is None else self._resume(self._resumed)
         async with AsyncExitStack() as stack:
             stack.callback(shutil.rmtree, shared_folder(self._run_dir), ignore_errors=True)
             try:
                 server = self._start_buffer(stack)
                 with self._view.waiting_for("Ray"):
                     await stack.enter_async_context(ray_cluster(self._config))
-                work = self._run_parts(stack, server, prompts, held_out)
+                work = self._run_parts(stack, server, prompts)
                 result, before, after = await _unless(work, [buffer_died(server)])
             except BaseException as fault:
                 self._on_fault(fault)
@@ -104,21 +115,24 @@ class Run:
             self._view.say("stopping")
         self._summarise(result, before, after)
 
-    def _read_prompts(self) -> tuple[PromptStream, list[Prompt]]:
-        config = self._config
-        tokenizer = AutoTokenizer.from_pretrained(config.model.path)
-        prompts = PromptStream(config.data, tokenizer, seed=config.seed)
-        if prompts.num_filtered:
-            self._view.say(f"left {prompts.num_filtered} prompts out that are longer than data.max_prompt_tokens")
-        held_out = load_eval_prompts(config.data, tokenizer) if config.evaluation.enabled else []
-        return prompts, held_out
+    def _resume(self, resumed: Resumed) -> PromptSource:
+        """The prompts that are left to a run that goes on from a checkpoint."""
+        state = resumed.state
+        self._view.say(
+            f"resuming {resumed.checkpoint}: {state.version} steps done, {len(state.unfinished)} prompts are "
+            f"handed out again, {state.tokens_lost} tokens written for them are dropped"
+        )
+        return ResumedPrompts(self._prompts, state)
 
     def _start_buffer(self, stack: AsyncExitStack) -> BufferProcess:
+        options = self._config.buffer
+        if self._resumed is not None:
+            options = begin_buffer_at(options, self._resumed.state.version)
         # Started from this thread, which outlives it: the server dies with the thread that started it.
         with self._view.waiting_for("buffer"):
             return stack.enter_context(
                 BufferProcess(
-                    self._config.buffer,
+                    options,
                     groups_per_step=self._config.algorithm.groups_per_step,
                     log_path=self._run_dir / "logs" / "buffer.log",
                     start_timeout_s=self._config.buffer.request_timeout_s,
@@ -126,12 +140,14 @@ class Run:
             )
 
     async def _run_parts(
-        self, stack: AsyncExitStack, server: BufferProcess, prompts: PromptStream, held_out: list[Prompt]
+        self, stack: AsyncExitStack, server: BufferProcess, prompts: PromptSource
     ) -> tuple[TrainingResult, Evaluation | None, Evaluation | None]:
         buffer = BufferClient(server.address, request_timeout_s=self._config.buffer.request_timeout_s)
         stack.push_async_callback(buffer.close)
         learner, fleet = await self._start_groups(stack, server.address)
-        return await self._train(_Parts(buffer=buffer, learner=learner, fleet=fleet), prompts, held_out)
+        if self._resumed is not None:
+            await self._go_on_from(self._resumed, learner, fleet)
+        return await self._train(_Parts(buffer=buffer, learner=learner, fleet=fleet), prompts)
 
     async def _start_groups(self, stack: AsyncExitStack, buffer_address: str) -> tuple[Learner, Fleet]:
         """Start the fleet while the policy is warm-started, then the learner; the stack stops them.
@@ -143,6 +159,7 @@ class Run:
             logs=self._run_dir / "logs",
             snapshots=snapshot_folder(self._config, self._run_dir),
             trajectories=self._run_dir / "trajectories" if self._config.record_trajectories else None,
+            checkpoints=checkpoint_folder(self._config, self._run_dir),
         )
 
         async def start_fleet() -> Fleet:
@@ -166,14 +183,21 @@ class Run:
 
         return await _together(start_learner(), start_fleet())
 
+    async def _go_on_from(self, resumed: Resumed, learner: Learner, fleet: Fleet) -> None:
+        """Put learner and engines at the checkpoint's version."""
+        with self._view.waiting_for("checkpoint"):
+            version = await learner.load(resumed.checkpoint)
+            await fleet.load(await learner.publish(version))
+
     async def _ready(self, part: str, start: Coroutine[Any, Any, None]) -> None:
         with self._view.waiting_for(part):
             await start
 
     async def _train(
-        self, parts: _Parts, prompts: PromptStream, held_out: list[Prompt]
+        self, parts: _Parts, prompts: PromptSource
     ) -> tuple[TrainingResult, Evaluation | None, Evaluation | None]:
-        before = await self._evaluate(parts, held_out, "before", 0)
+        state = self._resumed.state if self._resumed is not None else RunState()
+        before = await self._evaluate(parts, "before", state.version)
         self._start_s = self._view.elapsed_s
         writer = MetricsWriter(self._run_dir)
         controller = Controller(
@@ -183,13 +207,14 @@ class Run:
             fleet=parts.fleet,
             prompts=prompts,
             on_step=lambda record: self._on_step(writer, record),
+            resumed=state,
         )
         try:
             await _unless(self._train_and_save(controller, parts.learner), [parts.fleet.run()])
             result = await controller.account()
         finally:
             writer.close()
-        after = await self._evaluate(parts, held_out, "after", result.policy_version)
+        after = await self._evaluate(parts, "after", result.policy_version)
         return result, before, after
 
     async def _train_and_save(self, controller: Controller, learner: Learner) -> None:
@@ -197,10 +222,10 @@ class Run:
         await controller.train()
         await learner.save_policy(self._run_dir / "policy")
 
-    async def _evaluate(self, parts: _Parts, held_out: list[Prompt], when: str, version: int) -> Evaluation | None:
+    async def _evaluate(self, parts: _Parts, when: str, version: int) -> Evaluation | None:
         if not self._config.evaluation.enabled:
             return None
-        evaluation = await evaluate(parts.fleet, held_out, self._config, policy_version=version)
+        evaluation = await evaluate(parts.fleet, self._held_out, self._config, policy_version=version)
         self._view.evaluation(when, evaluation)
         return evaluation
 

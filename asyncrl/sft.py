@@ -1,7 +1,7 @@
 """``python -m asyncrl.sft``: supervised fine-tuning with the learner's own trainer, packing and optimizer.
 
-One process, or one a rank under ``torchrun --nproc-per-node N -m asyncrl.sft …``. Held-out prompts are answered
-greedily by the in-process engine of rank 0, and training stops at ``sft.target_accuracy``.
+One process, or one a rank under ``torchrun --nproc-per-node N -m asyncrl.sft …`` (``learner.sp_size`` for Ulysses).
+Training stops early at an accuracy or a validation loss; see `asyncrl.sft_config`.
 """
 
 from __future__ import annotations
@@ -9,36 +9,35 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch.distributed as dist
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer
 
 from asyncrl.compose import compose_run
-from asyncrl.config import RunConfig, check_files
+from asyncrl.config import RunConfig, check_model
+from asyncrl.data.demonstrations import DemonstrationFormat, load_demonstrations
 from asyncrl.data.prompts import load_eval_prompts
-from asyncrl.data.rows import read_rows
-from asyncrl.prepare import warm_start_path, with_quickstart_assets
+from asyncrl.examiner import Examiner
+from asyncrl.prepare import with_quickstart_assets
 from asyncrl.protocol.types import Prompt
+from asyncrl.sft_config import StopMetric, WarmStartConfig
+from asyncrl.warm_start_folder import finished_warm_start, warm_start_path, write_warm_start
 from learner.config import LearnerConfig, Schedule
 from learner.losses import negative_log_likelihood
 from learner.mesh import LearnerMesh
 from learner.trainer import PolicyTrainer
 from learner.types import TokenSequence
-from learner.weights import SnapshotWriter, copy_tokenizer, gather_weights, write_model
-from rollout_fleet.config import EngineKind
-from rollout_fleet.decoding import load_decoder
-from rollout_fleet.engines.factory import make_engine
-from rollout_fleet.evaluation import evaluate_prompts
-from rollout_fleet.rewards.scorer import RewardScorer
-from rollout_fleet.types import EvaluationResult
+from learner.weights import copy_tokenizer, gather_weights, write_model
 
 logger = logging.getLogger(__name__)
 
@@ -47,57 +46,151 @@ def main(overrides: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     logging.basicConfig(level=logging.INFO, format="sft: %(message)s", stream=sys.stdout)
     logging.getLogger().setLevel(logging.WARNING)
-    logger.setLevel(logging.INFO)
+    logger.setLevel(logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING)
     try:
         config = with_quickstart_assets(compose_run(sys.argv[1:] if overrides is None else overrides))
-        check_files(config)
+        check_model(config)
         asyncio.run(fine_tune(config))
     except ValueError as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
     return 0
 
 
+@dataclass(frozen=True, kw_only=True)
+class Examination:
+    """How well the policy does after some updates.
+
+    Attributes:
+        step: Updates.
+        accuracy: Greedy, on the held-out prompts; None where it is not measured.
+        val_loss: On held-back demonstrations, in nats a token; None where there are none.
+    """
+
+    step: int
+    accuracy: float | None = None
+    val_loss: float | None = None
+
+    def __str__(self) -> str:
+        """In words, for the log."""
+        words = [f"validation loss {self.val_loss:.3f}"] if self.val_loss is not None else []
+        return "  ".join([*words, f"greedy {self.accuracy:.3f}"] if self.accuracy is not None else words)
+
+
 async def fine_tune(config: RunConfig) -> Path:
-    """Fine-tune ``model.path`` on ``sft.train_files``; returns the directory of the policy.
+    """Fine-tune ``model.path`` on ``sft.train_files``, unless it was done before; returns the policy's directory.
 
     Raises:
         ValueError: an option or a file is wrong, by name.
     """
-    sft, began_s = config.sft, time.monotonic()
+    began_s = time.monotonic()
+    if (known := finished_warm_start(config)) is not None:
+        logger.info("reusing %s, %s", warm_start_path(config), known)
+        return warm_start_path(config)
     tokenizer = AutoTokenizer.from_pretrained(config.model.path)
-    sequences = read_demonstrations(config, tokenizer)
-    held_out = load_eval_prompts(config.data, tokenizer)[: sft.eval_prompts]
+    train, validation = read_demonstrations(config, tokenizer)
+    held_out = _held_out_prompts(config, tokenizer)
     trainer = PolicyTrainer(
-        _learner_config(config), model_path=config.model.path, total_updates=sft.max_steps, seed=config.seed
+        _learner_config(config), model_path=config.model.path, total_updates=config.sft.max_steps, seed=config.seed
     )
-    batches = _batches(sequences, sft.batch_size, config.seed, trainer.mesh)
-    accuracy, step = None, 0
-    async with _Examiner(config, held_out) as examiner:
-        for step in range(1, sft.max_steps + 1):
-            metrics = trainer.update(next(batches), negative_log_likelihood)
-            if step % sft.eval_every == 0 or step == sft.max_steps:
-                accuracy = await examiner.accuracy(trainer, step)
-                logger.info(
-                    "step %d  loss %.3f  greedy %.3f  %.1f s",
-                    step,
-                    metrics["loss"],
-                    accuracy,
-                    time.monotonic() - began_s,
-                )
-                if accuracy >= sft.target_accuracy:
-                    break
-    policy = warm_start_path(config)
-    if (weights := gather_weights(trainer)) is not None:
-        write_model(policy, trainer.pretrained, weights, trainer.compute_dtype)
-        copy_tokenizer(config.model.path, policy)
-        (policy / "sft.json").write_text(json.dumps({"steps": step, "accuracy": accuracy}) + "\n")
-    logger.info("%d steps, greedy %.3f, %.1f s: %s", step, accuracy, time.monotonic() - began_s, policy)
-    return policy
+    async with AsyncExitStack() as stack:
+        examiner = await stack.enter_async_context(Examiner(config, held_out)) if held_out else None
+        course = _Course(config.sft, trainer, examiner, validation)
+        await course.run(_batches(train, config.sft.batch_size, config.seed, trainer.mesh), began_s)
+    if trainer.mesh.rank == 0:
+        last = course.chosen
+        result = {"steps": last.step, "accuracy": last.accuracy, "val_loss": last.val_loss}
+        write_warm_start(config, result, course.write_policy)
+    logger.info(
+        "%d steps, %s, %.1f s: %s",
+        course.chosen.step,
+        course.chosen,
+        time.monotonic() - began_s,
+        warm_start_path(config),
+    )
+    return warm_start_path(config)
 
 
-def read_demonstrations(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> list[TokenSequence]:
-    """Read prompts and responses as sequences; the loss is on the response and its end-of-sequence token.
+class _Course:
+    """The updates and examinations of one fine-tuning.
+
+    Args:
+        sft: The options.
+        trainer: Holds the policy.
+        examiner: Measures accuracy; None measures none.
+        validation: Held-back demonstrations, over all ranks.
+    """
+
+    def __init__(
+        self,
+        sft: WarmStartConfig,
+        trainer: PolicyTrainer,
+        examiner: Examiner | None,
+        validation: Sequence[TokenSequence],
+    ) -> None:
+        self._sft = sft
+        self._trainer = trainer
+        self._examiner = examiner
+        self._validation = _share(validation, trainer.mesh)
+        self._history: list[Examination] = []
+        self._weights: Any = None
+
+    @property
+    def chosen(self) -> Examination:
+        """The examination of the policy that is kept: the best one under ``patience``, else the last."""
+        return best_of(self._history, self._sft.stop_metric) if self._sft.patience else self._history[-1]
+
+    async def run(self, batches: Iterator[list[TokenSequence]], began_s: float) -> None:
+        """Update until the last step or an early stop; a collective."""
+        for step in range(1, self._sft.max_steps + 1):
+            metrics = self._trainer.update(next(batches), negative_log_likelihood)
+            if step % self._sft.eval_every and step != self._sft.max_steps:
+                continue
+            self._history.append(await self._examine(step))
+            if self.chosen.step == step:
+                self._weights = gather_weights(self._trainer)
+            words = ["step %d  loss %.3f  %s  %.1f s", step, metrics["loss"], self._history[-1]]
+            logger.info(*words, time.monotonic() - began_s)
+            if should_stop(self._history, self._sft):
+                return
+
+    def write_policy(self, directory: Path) -> None:
+        """Write the policy that is kept; on rank 0."""
+        write_model(directory, self._trainer.pretrained, self._weights, self._trainer.compute_dtype)
+        copy_tokenizer(self._trainer.model_path, directory)
+
+    async def _examine(self, step: int) -> Examination:
+        accuracy = await self._examiner.accuracy(self._trainer, step) if self._examiner else None
+        if not self._sft.validates:
+            return Examination(step=step, accuracy=accuracy)
+        loss = self._trainer.evaluate(self._validation, negative_log_likelihood)["loss"]
+        return Examination(step=step, accuracy=accuracy, val_loss=loss)
+
+
+def best_of(history: Sequence[Examination], metric: StopMetric) -> Examination:
+    """The first of the best examinations."""
+    if metric is StopMetric.val_loss:
+        losses = [math.inf if one.val_loss is None or math.isnan(one.val_loss) else one.val_loss for one in history]
+        return history[losses.index(min(losses))]
+    return max(history, key=lambda one: -1.0 if one.accuracy is None else one.accuracy)
+
+
+def should_stop(history: Sequence[Examination], sft: WarmStartConfig) -> bool:
+    """Whether the last examination ends fine-tuning early."""
+    last = history[-1]
+    if last.accuracy is not None and last.accuracy >= sft.target_accuracy:
+        return True
+    if last.val_loss is not None and last.val_loss <= sft.target_val_loss:
+        return True
+    since_best = len(history) - 1 - history.index(best_of(history, sft.stop_metric))
+    return 0 < sft.patience <= since_best
+
+
+def read_demonstrations(config: RunConfig, tokenizer: Any) -> tuple[list[TokenSequence], list[TokenSequence]]:
+    """Read demonstrations for training and for validation; the loss is on what the assistant says and its end.
 
     Raises:
         ValueError: no file, or a file, row or column that is not as the options say.
@@ -105,15 +198,53 @@ def read_demonstrations(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -
     sft = config.sft
     if not sft.train_files:
         raise ValueError("sft.train_files must name at least one parquet or jsonl file, got none")
-    sequences = []
-    for name in sft.train_files:
-        rows = read_rows(name, [sft.prompt_key, sft.response_key])
-        prompts = tokenizer(rows.column(sft.prompt_key), add_special_tokens=True)["input_ids"]
-        responses = tokenizer(rows.column(sft.response_key), add_special_tokens=False)["input_ids"]
-        for prompt, response in zip(prompts, responses, strict=True):
-            ids = np.asarray([*prompt, *response, tokenizer.eos_token_id], dtype=np.int32)
-            sequences.append(TokenSequence(input_ids=ids, loss_mask=np.arange(len(ids)) >= len(prompt)))
-    return sequences
+    form = DemonstrationFormat(
+        prompt_key=sft.prompt_key,
+        response_key=sft.response_key,
+        chat_template=sft.chat_template,
+        chat_template_kwargs=sft.chat_template_kwargs,
+    )
+    train, validation = (
+        [
+            TokenSequence(input_ids=demonstration.token_ids, loss_mask=demonstration.learned)
+            for demonstration in load_demonstrations(files, form, tokenizer)
+        ]
+        for files in (sft.train_files, sft.val_files)
+    )
+    if sft.val_rows >= len(train):
+        raise ValueError(
+            f"sft.val_rows must be below the {len(train)} rows of sft.train_files, got {sft.val_rows}; lower it"
+        )
+    if sft.val_rows:
+        train, validation = train[: -sft.val_rows], train[-sft.val_rows :]
+    _check_lengths(config, [*train, *validation])
+    return train, validation
+
+
+def _check_lengths(config: RunConfig, sequences: Sequence[TokenSequence]) -> None:
+    limit = json.loads(Path(config.model.path, "config.json").read_text()).get("max_position_embeddings")
+    longest = max(len(sequence.input_ids) for sequence in sequences)
+    if limit is not None and longest > limit:
+        raise ValueError(
+            f"sft.train_files and val_files must fit the model's {limit} positions, got a demonstration of {longest} "
+            "tokens; shorten or drop it"
+        )
+
+
+def _held_out_prompts(config: RunConfig, tokenizer: Any) -> list[Prompt]:
+    if not config.sft.eval_prompts:
+        return []
+    if not config.data.eval_files:
+        raise ValueError(
+            f"sft.eval_prompts={config.sft.eval_prompts} needs data.eval_files, got none; name one, or set "
+            "sft.eval_prompts=0"
+        )
+    return load_eval_prompts(config.data, tokenizer)[: config.sft.eval_prompts]
+
+
+def _share(sequences: Sequence[TokenSequence], mesh: LearnerMesh) -> list[TokenSequence]:
+    """This rank's share; the sp ranks of a group have the same."""
+    return list(sequences[mesh.dp_rank :: mesh.num_ranks // mesh.sp_size])
 
 
 def _learner_config(config: RunConfig) -> LearnerConfig:
@@ -137,61 +268,12 @@ def _batches(
 ) -> Iterator[list[TokenSequence]]:
     """Endless batches in a seeded order, reshuffled every epoch; each rank gets its share of every batch."""
     generator = np.random.default_rng(seed)
-    dp_size = mesh.num_ranks // mesh.sp_size
     order: list[int] = []
     while True:
         while len(order) < size:
             order += generator.permutation(len(sequences)).tolist()
         batch, order = order[:size], order[size:]
-        yield [sequences[index] for index in batch[mesh.dp_rank :: dp_size]]
-
-
-class _Examiner:
-    """Answers held-out prompts greedily with the weights of the moment; on rank 0, the other ranks hear the result."""
-
-    def __init__(self, config: RunConfig, held_out: Sequence[Prompt]) -> None:
-        self._config = replace(config.rollout_fleet, engine=EngineKind.transformers)
-        self._model_path = config.model.path
-        self._held_out = held_out
-        self._is_first = int(os.environ.get("RANK", "0")) == 0
-        self._directory = tempfile.TemporaryDirectory(prefix="asyncrl-sft-")
-        self._writer = SnapshotWriter(self._directory.name, keep=2)
-        self._engine = make_engine(self._config, model_path=self._model_path, rank=0, log_dir="", seed=config.seed)
-        self._scorer = RewardScorer(self._config.reward, num_processes=1, timeout_s=self._config.reward_timeout_s)
-        self._decode = load_decoder(self._model_path)
-
-    async def __aenter__(self) -> _Examiner:
-        if self._is_first:
-            await self._engine.start()
-            await self._scorer.start()
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._engine.stop()
-        await self._scorer.close()
-        self._directory.cleanup()
-
-    async def accuracy(self, trainer: PolicyTrainer, step: int) -> float:
-        """Mean greedy reward over the held-out prompts, on every rank; a collective."""
-        snapshot = self._writer.write(step, trainer)
-        result = [0.0]
-        if self._is_first:
-            await self._engine.load_weights(snapshot)
-            rewards = (await self._answers()).rewards
-            result = [sum(rewards) / len(rewards)]
-        if trainer.mesh.num_ranks > 1:
-            dist.broadcast_object_list(result, src=0)
-        return result[0]
-
-    async def _answers(self) -> EvaluationResult:
-        return await evaluate_prompts(
-            self._held_out,
-            engine=self._engine,
-            scorer=self._scorer,
-            decode=self._decode,
-            sampling=replace(self._config.sampling, temperature=0.0),
-            num_samples=1,
-        )
+        yield _share([sequences[index] for index in batch], mesh)
 
 
 if __name__ == "__main__":

@@ -21,11 +21,12 @@ from asyncrl.compose import CONFIG_DIR, compose_run, dump_yaml
 from asyncrl.config import RunConfig, check_files, check_options, check_placement, visible_gpus
 from asyncrl.metrics import TerminalView
 from asyncrl.options import help_text
-from asyncrl.prepare import warm_start, with_quickstart_assets
+from asyncrl.prepare import read_prompts, warm_start, with_quickstart_assets
 from asyncrl.protocol.errors import AsyncRLError, DeadlineError
 from asyncrl.protocol.log_tail import last_lines
 from asyncrl.run_folders import make_run_dir, shared_folder
 from asyncrl.supervisor import supervise
+from asyncrl.warm_start_folder import finished_warm_start
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -150,11 +151,17 @@ async def _run(
         check_placement(config, num_cpus=os.cpu_count() or 1, num_gpus=visible_gpus())
     config = await asyncio.to_thread(with_quickstart_assets, config)
     check_files(config)
+    if config.sft.enabled:
+        finished_warm_start(config)  # refuses an output path that holds something else
+    with view.waiting_for("prompts"):
+        prompts = await asyncio.to_thread(read_prompts, config)
+    if left_out := prompts[0].num_filtered:
+        view.say(f"left {left_out} prompts out that are longer than data.max_prompt_tokens")
     warming = asyncio.create_task(warm_start(config, overrides, run_dir / "logs" / "sft.log", view.say))
     try:
         with view.waiting_for("torch and Ray to be imported"):
             module = await asyncio.to_thread(import_module, "asyncrl.run")
-        await module.Run(config, run_dir, warming, view, on_fault).run()
+        await module.Run(config, run_dir, prompts, warming, view, on_fault).run()
     finally:
         warming.cancel()
         await asyncio.gather(warming, return_exceptions=True)

@@ -23,7 +23,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from asyncrl.compose import compose_run
 from asyncrl.config import RunConfig
-from asyncrl.prepare import warm_start_path, with_quickstart_assets
+from asyncrl.prepare import with_quickstart_assets
+from asyncrl.warm_start_folder import warm_start_path
 from benchmarks.held_out import HeldOut, load_held_out
 from benchmarks.report import Target, print_report
 

@@ -21,7 +21,8 @@ import torch
 
 from asyncrl.compose import compose_run
 from asyncrl.config import RunConfig
-from asyncrl.prepare import warm_start_path, with_quickstart_assets
+from asyncrl.prepare import with_quickstart_assets
+from asyncrl.warm_start_folder import finished_warm_start, warm_start_path
 from benchmarks.lagged import LaggedTraining
 from learner.config import AlgorithmConfig, Correction, Schedule
 
@@ -141,7 +142,7 @@ def _warm_started(seed: int, output_dir: str) -> RunConfig:
     overrides = [f"seed={seed}", f"output_dir={output_dir}"]
     config = with_quickstart_assets(compose_run(overrides))
     policy = warm_start_path(config)
-    if not (policy / "sft.json").is_file():
+    if finished_warm_start(config) is None:
         command = [sys.executable, "-m", "asyncrl.sft", *overrides]
         subprocess.run(command, check=True, timeout=WARM_START_TIMEOUT_S, stdout=sys.stderr)
     return replace(config, model=replace(config.model, path=str(policy)))

@@ -82,6 +82,10 @@ class Attempts:
             return False
         return attempt == self._num_leased.get(group_id, 1) - 1
 
+    def finished(self) -> list[tuple[int, int]]:
+        """Ids of the groups that are consumed or dropped, as ranges [start, end)."""
+        return self._finished.ranges()
+
     def snapshot(self) -> dict[str, Any]:
         """Everything, as plain values."""
         return {

@@ -218,6 +218,10 @@ class BufferClient:
         """Every unfinished group and every producer, for people; see `buffer.inspect`."""
         return dict((await self._connect().request("inspect", {})).fields)
 
+    async def finished(self) -> list[tuple[int, int]]:
+        """See `ControlBuffer.finished`."""
+        return [(start, end) for start, end in (await self.inspect())["finished"]]
+
     async def close(self) -> None:
         """Close the connection; calls that wait raise `ReplayBufferError` at once.
 

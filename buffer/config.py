@@ -51,6 +51,7 @@ class BufferConfig:
         max_requests_per_s: Requests of one client that are answered in a second; more are refused.
         num_store_servers: Further processes that hold the payloads, by group id; 0 keeps them beside the ledger.
         keys: Directory of the run's CURVE keys; needed to bind anything but loopback. See `buffer.keys`.
+        first_version: Learner version that the ledger begins at; the run sets it where it resumes a checkpoint.
         host: Interface the server binds.
         port: 0 takes a free port.
     """
@@ -71,6 +72,7 @@ class BufferConfig:
     max_requests_per_s: int = 50_000
     num_store_servers: int = 0
     keys: str = ""
+    first_version: int = 0
     host: str = "127.0.0.1"
     port: int = 0
 
@@ -84,6 +86,8 @@ class BufferConfig:
                 raise ValueError(f"buffer.{name} must be > 0, got {getattr(self, name)}; see buffer/config.py")
         if self.durability == Durability.disk and not self.directory:
             raise ValueError("buffer.durability=disk needs buffer.directory, got ''; name a directory on a local disk")
+        if self.first_version < 0:
+            raise ValueError(f"buffer.first_version must be >= 0, got {self.first_version}; a new run begins at 0")
         if self.num_store_servers < 0:
             raise ValueError(f"buffer.num_store_servers must be >= 0, got {self.num_store_servers}; 0 needs no others")
         find_order(self.order)

@@ -29,6 +29,7 @@ class Ledger:
         order: Which stored groups a batch prefers; a name from `buffer.orders`, or ``module:function``.
         lease_s: A lease not renewed for this long is taken back.
         filters: Names from `buffer.filters`, or ``module:function``; a finished group that one drops is never stored.
+        first_version: Learner version to begin at.
     """
 
     def __init__(
@@ -39,9 +40,10 @@ class Ledger:
         order: str = "earliest_deadline",
         lease_s: float = 60.0,
         filters: Sequence[str] = (),
+        first_version: int = 0,
     ) -> None:
         self.rule = rule
-        self.state = LedgerState(rule, find_order(order))
+        self.state = LedgerState(rule, find_order(order), first_version=first_version)
         self._on_stale = on_stale
         self._lease_s = lease_s
         self._filters = find_filters(filters)

@@ -22,14 +22,15 @@ class LedgerState:
     Args:
         rule: The staleness bound.
         prefer: Which stored groups a batch prefers.
+        first_version: Learner version to begin at.
 
     Attributes:
         learner_version: v, steps committed.
     """
 
-    def __init__(self, rule: StalenessRule, prefer: Preference) -> None:
+    def __init__(self, rule: StalenessRule, prefer: Preference, *, first_version: int = 0) -> None:
         self.rule = rule
-        self.learner_version = 0
+        self.learner_version = first_version
         self.account = Account()
         self.attempts = Attempts()
         self.queue = PromptQueue()

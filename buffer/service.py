@@ -63,6 +63,7 @@ class BufferService:
             order=config.order,
             lease_s=config.lease_s,
             filters=config.filters,
+            first_version=config.first_version,
         )
         self._config = config
         self._counters = counters
@@ -243,6 +244,7 @@ class BufferService:
             "max_stored_bytes": self._shelves.max_bytes,
             **self._counters(),
             "stats": stats_fields(self._totals()),
+            "finished": self.ledger.state.attempts.finished(),
             "groups": self.ledger.state.unfinished(now=self._loop.time()),
             "producers": self._leasing.describe(),
         }

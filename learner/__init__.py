@@ -9,27 +9,33 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .actor_worker import ActorWorker
     from .advantages import group_advantages
     from .config import AlgorithmConfig, LearnerConfig
+    from .critic_worker import CriticWorker
     from .losses import LossInputs, LossTerms, negative_log_likelihood
     from .planning import rank_batches
+    from .reference_worker import ReferenceWorker
     from .registry import ADVANTAGES, LOSSES
+    from .reward_worker import RewardModelWorker
     from .token_advantages import TokenAdvantages, TokenRewards, token_level
     from .trainer import PolicyTrainer
     from .types import RankBatch, TokenSequence
     from .weights import save_policy
-    from .worker import LearnerWorker
 
 _HOMES = {
     "ADVANTAGES": "registry",
     "LOSSES": "registry",
+    "ActorWorker": "actor_worker",
     "AlgorithmConfig": "config",
+    "CriticWorker": "critic_worker",
     "LearnerConfig": "config",
-    "LearnerWorker": "worker",
     "LossInputs": "losses",
     "LossTerms": "losses",
     "PolicyTrainer": "trainer",
     "RankBatch": "types",
+    "ReferenceWorker": "reference_worker",
+    "RewardModelWorker": "reward_worker",
     "TokenAdvantages": "token_advantages",
     "TokenRewards": "token_advantages",
     "TokenSequence": "types",
@@ -43,13 +49,16 @@ _HOMES = {
 __all__ = [
     "ADVANTAGES",
     "LOSSES",
+    "ActorWorker",
     "AlgorithmConfig",
+    "CriticWorker",
     "LearnerConfig",
-    "LearnerWorker",
     "LossInputs",
     "LossTerms",
     "PolicyTrainer",
     "RankBatch",
+    "ReferenceWorker",
+    "RewardModelWorker",
     "TokenAdvantages",
     "TokenRewards",
     "TokenSequence",

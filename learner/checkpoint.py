@@ -35,6 +35,7 @@ from .checkpoint_files import (
     read_progress,
     write_progress,
 )
+from .critic import CriticTrainer
 from .trainer import PolicyTrainer
 from .weights import copy_tokenizer
 
@@ -48,7 +49,7 @@ class Checkpointer:
         keep: Checkpoints kept, the newest included; -1 keeps all.
     """
 
-    def __init__(self, trainer: PolicyTrainer, directory: str, *, keep: int = 2) -> None:
+    def __init__(self, trainer: PolicyTrainer | CriticTrainer, directory: str, *, keep: int = 2) -> None:
         self._trainer = trainer
         self._directory = Path(directory)
         self._keep = keep

@@ -49,6 +49,10 @@ class KLEstimator(StrEnum):
     low_variance = "low_variance"
 
 
+GROUP_ADVANTAGES = frozenset({"grpo", "grpo_no_std", "dr_grpo", "rloo", "reinforce_plus_plus_baseline"})
+"""Estimators that compare the samples of one prompt, of which there must be two or more."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class AlgorithmConfig:
     """What is optimised.
@@ -110,6 +114,21 @@ class AlgorithmConfig:
     mask_truncated: bool = False
     overlong_max_tokens: int = 0
     overlong_buffer_tokens: int = 0
+
+    @property
+    def needs_critic(self) -> bool:
+        """Whether the advantages take a critic's values."""
+        return self.advantage == "gae"
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether anything takes log-probs of the reference policy."""
+        return self.kl_coef > 0 or self.kl_reward_coef > 0
+
+    @property
+    def greedy_baseline(self) -> bool:
+        """Whether the fleet decodes one more response of each prompt greedily, which is scored and not trained on."""
+        return self.advantage == "remax"
 
     def __post_init__(self) -> None:
         self._check_batch()
@@ -203,6 +222,32 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LoraConfig:
+    """Low-rank adapters on the policy.
+
+    Attributes:
+        rank: Rank of the adapters; 0 trains all weights and has none.
+        alpha: Their scale is alpha ÷ rank.
+        target_modules: Names, or ends of names, of the linear layers that get one; ``all-linear``: all but the output
+            embedding.
+        dropout: Of the adapters' inputs, while training.
+    """
+
+    rank: int = 0
+    alpha: int = 16
+    target_modules: list[str] = field(default_factory=lambda: ["all-linear"])
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.rank < 0:
+            raise ValueError(f"learner.lora.rank must be >= 0, got {self.rank}; 0 has no adapters")
+        if not self.target_modules:
+            raise ValueError("learner.lora.target_modules must name at least one layer, got none; all-linear is usual")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"learner.lora.dropout must be in [0, 1), got {self.dropout}")
+
+
+@dataclass(frozen=True, kw_only=True)
 class CriticConfig:
     """The critic of ``algorithm.advantage=gae``.
 
@@ -225,6 +270,18 @@ class CriticConfig:
             raise ValueError(f"learner.critic.warmup_steps must be >= 0, got {self.warmup_steps}")
         if self.value_clip < 0:
             raise ValueError(f"learner.critic.value_clip must be >= 0, got {self.value_clip}; 0: no clipping")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardModelConfig:
+    """The reward model.
+
+    Attributes:
+        path: A sequence classifier with one label, over the policy's tokens, in Hugging Face layout. It scores what is
+            trained on, in the place of ``rollout_fleet.reward``, which then scores evaluations alone. Empty: none.
+    """
+
+    path: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -254,7 +311,9 @@ class LearnerConfig:
         start_timeout_s: Deadline for the group to build its model.
         step_timeout_s: Deadline of one learner step.
         optimizer: AdamW and its schedule.
+        lora: Adapters on the policy.
         critic: The critic, where the algorithm has one.
+        reward_model: The reward model, where there is one.
     """
 
     num_ranks: int = 1
@@ -275,7 +334,9 @@ class LearnerConfig:
     start_timeout_s: float = 300.0
     step_timeout_s: float = 600.0
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
+    reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
 
     def __post_init__(self) -> None:
         if self.num_ranks < 1:

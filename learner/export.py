@@ -19,7 +19,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from .checkpoint_files import HUGGING_FACE, newest_checkpoint, read_progress
 from .weights import copy_tokenizer, write_model
 
-_PREFIX = "causal_lm."
+_PREFIX = "pretrained."
 
 
 def export(checkpoint: Path, out: Path, *, dtype: str = "") -> Path:

@@ -96,14 +96,14 @@ class Residence:
     Args:
         config: Holds the three options.
         models: The policy, and whatever else lives and leaves with it.
-        optimizer: The policy's.
+        optimizer: The policy's; None where nothing is trained.
 
     Attributes:
         metrics: Bytes on the device before and after the last turn to each mode, as
             ``rollout_device_bytes_before``, ``..._after``, ``trainer_device_bytes_before`` and ``..._after``.
     """
 
-    def __init__(self, config: LearnerConfig, models: Sequence[nn.Module], optimizer: PolicyOptimizer) -> None:
+    def __init__(self, config: LearnerConfig, models: Sequence[nn.Module], optimizer: PolicyOptimizer | None) -> None:
         self._param_offload = config.param_offload
         self._optimizer_offload = config.optimizer_offload
         self._at_transition = config.offload_at_transition_only
@@ -223,8 +223,8 @@ def _model_tensors(model: nn.Module) -> Iterator[Tensor]:
     yield from model.buffers()
 
 
-def _optimizer_tensors(optimizer: PolicyOptimizer) -> Iterator[Tensor]:
-    for state in optimizer.adamw.state.values():
+def _optimizer_tensors(optimizer: PolicyOptimizer | None) -> Iterator[Tensor]:
+    for state in {} if optimizer is None else optimizer.adamw.state.values():
         yield from (local_tensor(value) for value in state.values() if isinstance(value, Tensor))
 
 

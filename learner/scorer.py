@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from .config import LearnerConfig
 from .fsdp import shard_model
+from .lora import add_adapters
 from .losses import LossInputs
 from .mesh import LearnerMesh, open_mesh
 from .model import PackedModel, PolicyModel, load_causal_lm
@@ -139,17 +140,19 @@ class PolicyScorer(PackedScorer[PolicyModel]):
         config: The learner group's options.
         model_path: Directory in Hugging Face layout.
         temperature: Softmax temperature of log-probs; that of sampling in RL, 1.0 for supervised training. > 0.
+        adapted: Give the model the adapters of ``config.lora``, where its rank is above 0.
     """
 
-    def __init__(self, config: LearnerConfig, *, model_path: str, temperature: float = 1.0) -> None:
+    def __init__(
+        self, config: LearnerConfig, *, model_path: str, temperature: float = 1.0, adapted: bool = False
+    ) -> None:
         _check_temperature(temperature)
 
         def load(on_meta: bool) -> PolicyModel:
-            return PolicyModel(
-                load_causal_lm(model_path, torch.float32, on_meta=on_meta),
-                temperature=temperature,
-                logprob_chunk_tokens=config.logprob_chunk_tokens,
-            )
+            causal_lm = load_causal_lm(model_path, torch.float32, on_meta=on_meta)
+            if adapted and config.lora.rank:
+                add_adapters(causal_lm, config.lora)
+            return PolicyModel(causal_lm, temperature=temperature, logprob_chunk_tokens=config.logprob_chunk_tokens)
 
         super().__init__(config, model_path=model_path, load=load)
 

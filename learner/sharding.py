@@ -8,15 +8,13 @@ on errors. Data is not touched by entering: the dispatch gives all sp ranks the 
 from __future__ import annotations
 
 from types import TracebackType
-from typing import Any, TypeVar
 
-import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from .ulysses import get_ulysses_sequence_parallel_group, set_ulysses_sequence_parallel_group
+from asyncrl.protocol import DataProto, all_gather_data_proto
 
-Batch = TypeVar("Batch", bound=Any)
+from .ulysses import get_ulysses_sequence_parallel_group, set_ulysses_sequence_parallel_group
 
 
 class UlyssesShardingManager:
@@ -44,23 +42,25 @@ class UlyssesShardingManager:
         if self._mesh is not None:
             set_ulysses_sequence_parallel_group(self._before.pop())
 
-    def preprocess_data(self, data: Batch) -> Batch:
+    def preprocess_data(self, data: DataProto) -> DataProto:
         """Put the batches of all sp ranks together, in the order of the ranks, on each of them.
 
         Args:
-            data: This rank's rows, a `DataProto` or any batch whose type can ``concat`` a list of its kind.
+            data: This rank's rows; changed in place.
+
+        Returns:
+            The same batch, with the rows of all ranks.
         """
         if self._mesh is None or self._mesh.size() == 1:
             return data
-        parts: list[Any] = [None] * self._mesh.size()
-        dist.all_gather_object(parts, data, group=self._group)
-        return type(data).concat(parts)
+        all_gather_data_proto(data, self._group)
+        return data
 
-    def postprocess_data(self, data: Batch) -> Batch:
+    def postprocess_data(self, data: DataProto) -> DataProto:
         """Keep this rank's part of a batch that all sp ranks hold; the inverse of `preprocess_data`.
 
         Args:
-            data: A `DataProto`, or any batch with ``chunk(chunks=n)``; its rows are a multiple of sp.
+            data: Its rows are a multiple of sp.
         """
         if self._mesh is None or self._mesh.size() == 1:
             return data

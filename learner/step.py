@@ -18,18 +18,11 @@ class PolicyStep:
     Args:
         trainer: Holds the policy.
         algorithm: What is optimised.
-        reference: The frozen policy of the KL penalties; needed when ``kl_coef`` or ``kl_reward_coef`` is not 0.
     """
 
-    def __init__(
-        self, trainer: PolicyTrainer, algorithm: AlgorithmConfig, *, reference: PolicyScorer | None = None
-    ) -> None:
-        for name in ("kl_coef", "kl_reward_coef"):
-            if getattr(algorithm, name) and reference is None:
-                raise ValueError(f"algorithm.{name}={getattr(algorithm, name)} needs a reference policy, got none")
+    def __init__(self, trainer: PolicyTrainer, algorithm: AlgorithmConfig) -> None:
         self._trainer = trainer
         self._algorithm = algorithm
-        self._reference = reference
         self._objective = policy_objective(algorithm)
 
     def run(self, sequences: Sequence[TokenSequence]) -> dict[str, float]:
@@ -47,14 +40,12 @@ class PolicyStep:
         """Score the batch before the first update.
 
         Args:
-            sequences: This rank's share of the batch, with ``behavior_logprobs``.
+            sequences: This rank's share of the batch, with ``behavior_logprobs`` and, under ``kl_coef``,
+                ``reference_logprobs``.
 
         Returns:
-            The sequences, with ``reference_logprobs`` where there is a reference, and ``proximal_logprobs`` where the
-            correction needs them.
+            The sequences, with ``proximal_logprobs`` where the correction needs them.
         """
-        if self._reference is not None:
-            sequences = _with_scores(sequences, "reference_logprobs", self._reference)
         if self._algorithm.num_mini_batches > 1 and self._algorithm.correction is not Correction.none:
             sequences = _with_scores(sequences, "proximal_logprobs", self._trainer)
         return list(sequences)
@@ -77,9 +68,20 @@ class PolicyStep:
                 aggregation=algorithm.aggregation,
                 sequence_norm_tokens=algorithm.sequence_norm_tokens,
             )
-            for part in split_sequences(sequences, algorithm.num_mini_batches)
+            for part in split_sequences([s for s in sequences if s.loss_mask.any()], algorithm.num_mini_batches)
         ]
-        return summarized(_merged(updates))
+        return summarized(merged_updates(updates))
+
+    def measure(self, sequences: Sequence[TokenSequence]) -> dict[str, float]:
+        """What `update` would report of its first forward, without any update, nor the optimizer's metrics."""
+        return summarized(
+            self._trainer.evaluate(
+                sequences,
+                self._objective,
+                aggregation=self._algorithm.aggregation,
+                sequence_norm_tokens=self._algorithm.sequence_norm_tokens,
+            )
+        )
 
 
 def _with_scores(sequences: Sequence[TokenSequence], name: str, scorer: PolicyScorer) -> list[TokenSequence]:
@@ -87,7 +89,8 @@ def _with_scores(sequences: Sequence[TokenSequence], name: str, scorer: PolicySc
     return [sequence.with_column(name, score) for sequence, score in zip(sequences, scores, strict=True)]
 
 
-def _merged(updates: Sequence[dict[str, float]]) -> dict[str, float]:
+def merged_updates(updates: Sequence[dict[str, float]]) -> dict[str, float]:
+    """One step's metrics from those of its updates: counts are summed, all else is averaged."""
     sums = {name: sum(update[name] for update in updates) for name in updates[0]}
     return {name: value if _is_count(name) else value / len(updates) for name, value in sums.items()}
 

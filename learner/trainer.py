@@ -5,13 +5,15 @@ RL workers and supervised fine-tuning train through the same `PolicyTrainer`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from .config import Aggregation, LearnerConfig
+from .lora import adapters_off
 from .losses import LossInputs, LossTerms, token_weights
 from .optimizer import PolicyOptimizer
 from .packing import MicroBatch
@@ -36,8 +38,14 @@ class PolicyTrainer(PolicyScorer):
         self, config: LearnerConfig, *, model_path: str, total_updates: int, temperature: float = 1.0, seed: int = 0
     ) -> None:
         torch.manual_seed(seed)
-        super().__init__(config, model_path=model_path, temperature=temperature)
+        super().__init__(config, model_path=model_path, temperature=temperature, adapted=True)
         self.optimizer = PolicyOptimizer(self.model, config.optimizer, total_updates=total_updates)
+
+    @contextmanager
+    def adapters_off(self) -> Iterator[None]:
+        """Inside, the model computes what it did without adapters, as `learner.lora.adapters_off` says."""
+        with adapters_off(self.model):
+            yield
 
     def update(
         self,

@@ -18,6 +18,7 @@ from asyncrl.protocol.types import WeightSnapshot
 from asyncrl.protocol.weights import weight_checksums
 
 from .fsdp import whole_tensors
+from .lora import merged_weights
 from .scorer import PackedScorer
 
 _SNAPSHOT = re.compile(r"v(\d{8})")
@@ -30,7 +31,8 @@ def gather_weights(trainer: PackedScorer[Any]) -> dict[str, Tensor] | None:
         trainer: Plain or sharded.
 
     Returns:
-        On rank 0, checkpoint name to CPU tensor in the computing type, tied tensors once; None on the others.
+        On rank 0, checkpoint name to CPU tensor in the computing type, tied tensors once and adapters merged; None on
+        the others.
     """
     is_first = trainer.mesh.rank == 0
     weights: dict[str, Tensor] = {}
@@ -38,7 +40,9 @@ def gather_weights(trainer: PackedScorer[Any]) -> dict[str, Tensor] | None:
         if is_first:
             whole = tensor.to(device="cpu", dtype=trainer.compute_dtype, copy=True)
             weights[name.removeprefix("pretrained.")] = whole
-    return revert_weight_conversion(trainer.pretrained, weights) if is_first else None
+    return (
+        revert_weight_conversion(trainer.pretrained, merged_weights(trainer.pretrained, weights)) if is_first else None
+    )
 
 
 def write_model(directory: Path, model: PreTrainedModel, weights: dict[str, Tensor], dtype: torch.dtype) -> None:

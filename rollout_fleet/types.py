@@ -47,15 +47,22 @@ class SampleOutput:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupOutput:
-    """The engine's answer to a `GenerationRequest`."""
+    """The engine's answer to a `GenerationRequest`.
+
+    Attributes:
+        rid: That of the request.
+        samples: What was asked for, and the baselines after it.
+        num_baselines: Last samples that are scored and not trained on; see `GreedyBaselineEngine`.
+    """
 
     rid: str
     samples: tuple[SampleOutput, ...]
+    num_baselines: int = 0
 
     @property
     def num_tokens(self) -> int:
-        """Tokens the policy wrote, over all samples."""
-        return sum(len(sample.token_ids) for sample in self.samples)
+        """Tokens to be accounted for, over all samples but the baselines."""
+        return sum(len(sample.token_ids) for sample in self.samples[: len(self.samples) - self.num_baselines])
 
     @property
     def aborted(self) -> bool:
@@ -68,7 +75,8 @@ class FleetCounters:
     """What one rollout worker has done since it started.
 
     Attributes:
-        tokens_generated: Policy tokens that the engine answered with, aborted samples included, evaluation not.
+        tokens_generated: Policy tokens that the engine answered with, aborted samples included, evaluation and
+            greedy baselines not.
         tokens_in_flight: Of these, the tokens neither stored nor released yet.
         groups_finished: Prompt groups stored in the buffer.
         groups_released: Prompt groups given back unfinished.

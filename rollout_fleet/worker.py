@@ -16,6 +16,7 @@ from asyncrl.single_controller import Dispatch, Worker, register
 from .config import RolloutFleetConfig, SamplingConfig
 from .decoding import load_decoder
 from .engines.factory import make_engine
+from .engines.greedy_baseline import GreedyBaselineEngine
 from .evaluation import evaluate_prompts
 from .loop import RolloutLoop
 from .rewards.scorer import RewardScorer
@@ -36,6 +37,7 @@ class RolloutWorker(Worker):
         connect_buffer: Callable[[], RolloutBuffer],
         log_dir: str,
         seed: int,
+        greedy_baseline: bool = False,
     ) -> None:
         """Take the configuration; `start` brings everything up.
 
@@ -46,6 +48,7 @@ class RolloutWorker(Worker):
             connect_buffer: Connects to the replay buffer; called in `start`.
             log_dir: Where the engine's log is written.
             seed: Seed of the run.
+            greedy_baseline: Decode one more response of each prompt greedily, as a baseline that is not trained on.
 
         Raises:
             ValueError: the engine is not installed, the model or the reward function is not there.
@@ -53,6 +56,7 @@ class RolloutWorker(Worker):
         super().__init__()
         self._config = config
         self._samples_per_prompt = samples_per_prompt
+        self._greedy_baseline = greedy_baseline
         self._connect_buffer = connect_buffer
         self._scorer = RewardScorer(
             config.reward, num_processes=config.reward_processes, timeout_s=config.reward_timeout_s
@@ -74,7 +78,7 @@ class RolloutWorker(Worker):
         self._buffer = self._connect_buffer()
         self._loop = RolloutLoop(
             self._config,
-            engine=self._engine,
+            engine=GreedyBaselineEngine(self._engine) if self._greedy_baseline else self._engine,
             buffer=self._buffer,
             scorer=self._scorer,
             decode=self._decode,

@@ -88,15 +88,39 @@ def _render_chat(value: Any, where: str, config: DataConfig, tokenizer: Tokenize
             f"{where}: column {config.prompt_key!r} is {_short(value)}, expected a list of {{role, content}} "
             f"messages (data.chat_template is true){remedy}"
         )
-    messages = [_message(item, f"{where}: column {config.prompt_key!r}, message {i}") for i, item in enumerate(value)]
+    where = f"{where}: column {config.prompt_key!r}"
+    return render_chat(value, where, tokenizer, config.chat_template_kwargs, add_generation_prompt=True)
+
+
+def render_chat(
+    messages: Sequence[Any],
+    where: str,
+    tokenizer: Tokenizer,
+    template_kwargs: Mapping[str, Any],
+    *,
+    add_generation_prompt: bool,
+) -> str:
+    """Render one conversation to text.
+
+    Args:
+        messages: Of role and content each, as read from a file.
+        where: Names the place for messages of errors.
+        tokenizer: With a chat template.
+        template_kwargs: Further arguments of the template.
+        add_generation_prompt: End with the beginning of the assistant's turn.
+
+    Raises:
+        ValueError: a message is no mapping of role and content, or the template refuses the conversation.
+    """
+    plain = [_message(item, f"{where}, message {index}") for index, item in enumerate(messages)]
     try:
         return tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True, **config.chat_template_kwargs
+            plain, tokenize=False, add_generation_prompt=add_generation_prompt, **template_kwargs
         )
     except Exception as error:
         raise ValueError(
-            f"{where}: the chat template refuses the messages of column {config.prompt_key!r} ({error}); expected "
-            "roles in the order that the template knows; mend the row"
+            f"{where}: the chat template refuses the messages ({error}); expected roles in the order that the template "
+            "knows; mend the row"
         ) from error
 
 

@@ -78,6 +78,10 @@ class PromptStream:
         self._position += count
         return prompts
 
+    def at(self, positions: Sequence[int]) -> list[Prompt]:
+        """The prompts at these positions, which are their group ids; the stream stays where it is."""
+        return [self._prompt(position) for position in positions]
+
     def state(self) -> dict[str, Any]:
         """Where the stream stands, small and plain enough for JSON and msgpack."""
         return {

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from tensordict import TensorDict
+from tensordict import TensorDict, TensorDictBase
 
 from .errors import BatchError, UsageError
 from .future import DataProtoFuture
@@ -47,7 +47,7 @@ class BatchData:
             BatchError: the rows cannot be cut evenly.
             UsageError: it is of none of these kinds.
         """
-        if isinstance(self._data, TensorDict):
+        if isinstance(self._data, TensorDictBase):
             return chunk_tensordict(self._data, chunks)
         if not self.is_chunkable():
             raise UsageError(f"a {type(self._data).__name__} cannot be cut into parts; give a DataProto or TensorDict")
@@ -65,7 +65,7 @@ class BatchData:
             raise ValueError("an empty list of batches cannot be laid end to end")
         if _is_reference(data[0]):
             return DataProtoFuture.concat(list(data))
-        if isinstance(data[0], TensorDict):
+        if isinstance(data[0], TensorDictBase):
             return concat_tensordict(data)
         if not _is_batch(data[0]):
             raise UsageError(f"results must be DataProto or TensorDict to be joined, got {type(data[0]).__name__}")
@@ -84,7 +84,7 @@ def concat_rows(data: Sequence[DataProto]) -> DataProto:
     return type(data[0])(batch, arrays, merge_meta_info([part.meta_info for part in data]))
 
 
-def chunk_tensordict(data: TensorDict, chunks: int) -> list[TensorDict]:
+def chunk_tensordict(data: TensorDictBase, chunks: int) -> list[TensorDictBase]:
     """Cut a TensorDict into equal parts, its nested tensors and non-tensor entries too.
 
     Raises:
@@ -98,7 +98,7 @@ def chunk_tensordict(data: TensorDict, chunks: int) -> list[TensorDict]:
     return [_together(rest[part], {key: take_rows(tensor, part) for key, tensor in nested.items()}) for part in slices]
 
 
-def concat_tensordict(data: Sequence[TensorDict]) -> TensorDict:
+def concat_tensordict(data: Sequence[TensorDictBase]) -> TensorDictBase:
     """Lay TensorDicts end to end, their nested tensors too; of such without a batch dimension, the first.
 
     Raises:
@@ -112,13 +112,13 @@ def concat_tensordict(data: Sequence[TensorDict]) -> TensorDict:
     return _together(torch.cat(list(rests), dim=0), joined)
 
 
-def _apart(data: TensorDict) -> tuple[dict[str, Any], Any]:
+def _apart(data: TensorDictBase) -> tuple[dict[str, Any], Any]:
     """The nested tensors, which torch neither cuts nor joins, and a TensorDict of all else."""
     nested = {key: tensor for key, tensor in data.items() if is_nested(tensor)}
     return nested, data.exclude(*nested)
 
 
-def _together(rest: Any, nested: dict[str, Any]) -> TensorDict:
+def _together(rest: Any, nested: dict[str, Any]) -> TensorDictBase:
     for key, tensor in nested.items():
         rest.set(key, tensor)
     return rest
@@ -127,7 +127,7 @@ def _together(rest: Any, nested: dict[str, Any]) -> TensorDict:
 def _is_batch(data: Any) -> bool:
     from .data_proto import DataProto
 
-    return isinstance(data, DataProto | TensorDict)
+    return isinstance(data, DataProto | TensorDictBase)
 
 
 def _is_reference(data: Any) -> bool:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
+from .columns import object_array
 from .errors import BatchError
 from .rows import is_nested
 
@@ -68,7 +69,7 @@ def sort_tensordict(
         if isinstance(value, torch.Tensor):
             tensors[key] = value
         elif isinstance(value, NonTensorStack):
-            arrays[key] = _column(value.tolist())
+            arrays[key] = object_array([item.tolist() for item in value])
         elif isinstance(value, NonTensorData):
             facts[key] = value.data
         else:
@@ -79,27 +80,19 @@ def sort_tensordict(
 
 
 def join_tensordict(
-    tensors: Mapping[str, torch.Tensor], arrays: Mapping[str, np.ndarray], facts: Mapping[str, Any], num_rows: int
+    tensors: Mapping[str, torch.Tensor],
+    arrays: Mapping[str, np.ndarray],
+    facts: Mapping[str, Any],
+    batch_size: tuple[int, ...],
 ) -> TensorDict:
     """The inverse of `sort_tensordict`."""
     names = [*tensors, *arrays, *facts]
     if len(set(names)) < len(names):
         raise BatchError(f"a name stands in more than one part: {sorted({n for n in names if names.count(n) > 1})}")
-    joined: Any = TensorDict(dict(tensors), batch_size=(num_rows,) if tensors or arrays else ())
+    joined: Any = TensorDict(dict(tensors), batch_size=batch_size)
     for key, array in arrays.items():
-        joined.set(key, _stacked(array))
+        values: list[Any] = [NonTensorData(value) for value in array]
+        joined.set(key, NonTensorStack.from_list(values))
     for key, value in facts.items():
         joined.set(key, NonTensorData(value, batch_size=joined.batch_size))
     return joined
-
-
-def _stacked(array: np.ndarray) -> NonTensorStack:
-    values: list[Any] = [NonTensorData(value) for value in array.tolist()]
-    return NonTensorStack.from_list(values)
-
-
-def _column(values: list[Any]) -> np.ndarray:
-    column = np.empty(len(values), dtype=object)
-    for index, value in enumerate(values):
-        column[index] = value
-    return column

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -24,7 +24,8 @@ class DataProto:
     """B rows of named columns.
 
     A batch that came through Ray or from the wire reads its tensors where they arrived, in memory that others may
-    read too; they are copied when ``batch`` is first asked for, so that whoever asks may write to them.
+    read too; they are copied when ``batch`` is first asked for, so that whoever asks may write to them. Through Ray
+    its message is read when anything of it is asked for, so that who only passes it on does not read it.
 
     Args:
         batch: Tensors whose first dimension is B; None where there are none.
@@ -46,6 +47,18 @@ class DataProto:
         self.non_tensor_batch: dict[str, np.ndarray] = {} if non_tensor_batch is None else non_tensor_batch
         self.meta_info: dict[str, Any] = {} if meta_info is None else meta_info
         self.check_consistency()
+
+    # Header, buffers and foreign values of the message that the batch arrived in, until somebody looks into it.
+    _arrived: tuple[bytes, Sequence[Any], Sequence[Any]]
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Called for what is not there: all of a batch that arrived and that nobody has looked into yet."""
+            if "_arrived" not in self.__dict__:
+                raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+            data_transport.unfold(self)
+            return getattr(self, name)
 
     @property
     def batch(self) -> TensorDict | None:
@@ -119,9 +132,10 @@ class DataProto:
     ) -> DataProto:
         """Sort a TensorDict into tensors, per-row values (arrays) and values for all rows (meta information)."""
         tensors, arrays, facts = data_info.sort_tensordict(tensor_dict)
+        facts = {**(meta_info or {}), **facts}
         if not tensors and not arrays:
-            return cls(meta_info={**(meta_info or {}), **facts})
-        return cls.from_dict(tensors, arrays, {**(meta_info or {}), **facts}, num_batch_dims)
+            return cls(TensorDict({}, tensor_dict.batch_size) if tensor_dict.batch_size else None, meta_info=facts)
+        return cls.from_dict(tensors, arrays, facts, num_batch_dims)
 
     def to_tensordict(self) -> TensorDict:
         """One TensorDict of all three parts: tensors, per-row values and values for all rows.
@@ -129,8 +143,8 @@ class DataProto:
         Raises:
             BatchError: a name stands in more than one part.
         """
-        tensors: dict[str, Any] = {} if self.batch is None else dict(self.batch.items())
-        return data_info.join_tensordict(tensors, self.non_tensor_batch, self.meta_info, len(self))
+        batch_size = (len(self),) if self.batch is not None or self.non_tensor_batch else ()
+        return data_info.join_tensordict(self._columns(), self.non_tensor_batch, self.meta_info, batch_size)
 
     def __getitem__(self, item: Any) -> Any:
         if isinstance(item, slice):

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from tensordict import TensorDict
 
 from . import wire
@@ -24,22 +25,38 @@ _MAX_DEPTH = 400  # what comes from a process of our own may nest as deep as msg
 def reduce(data: DataProto, protocol: int) -> tuple[Any, ...]:
     """What pickle needs to rebuild the batch: the codec's header, and its buffers, out of band where it can.
 
-    Values that the codec does not carry (functions, instances) are left to pickle, whose stream this is.
+    Values that the codec does not carry (functions, instances) are left to pickle, whose stream this is. A batch that
+    arrived and that nobody looked into goes on as it came.
     """
-    foreign: list[Any] = []
-    header, *buffers = wire.encode(parts_of(data), foreign=foreign, max_depth=_MAX_DEPTH)
+    foreign: Sequence[Any] = []
+    if vars(data).keys() == {"_arrived"}:
+        header, buffers, foreign = data._arrived
+    else:
+        header, *buffers = wire.encode(parts_of(data), foreign=foreign, max_depth=_MAX_DEPTH)
     wrap = pickle.PickleBuffer if protocol >= 5 else bytearray
     return rebuild, (type(data), header, [wrap(buffer) for buffer in buffers], foreign)
 
 
 def rebuild(kind: type[DataProto], header: bytes, buffers: Sequence[Any], foreign: Sequence[Any]) -> DataProto:
-    """The inverse of `reduce`; tensors stay where the buffers are until they are asked for."""
+    """The inverse of `reduce`; the message is read by `unfold`, when something of the batch is asked for."""
+    data = kind.__new__(kind)
+    data._arrived = header, buffers, foreign
+    return data
+
+
+def unfold(data: DataProto) -> None:
+    """Read the message that a batch arrived in. What was set since then stays; tensors stay where the buffers are."""
+    header, buffers, foreign = data._arrived
     trusted = {"max_frames": sys.maxsize, "max_bytes": sys.maxsize, "max_depth": _MAX_DEPTH, "writable": True}
-    return from_parts(kind, wire.decode([header, *buffers], foreign=foreign, **trusted))
+    arrived = from_parts(type(data), wire.decode([header, *buffers], foreign=foreign, **trusted))
+    for name, value in vars(arrived).items():
+        vars(data).setdefault(name, value)
+    vars(data).pop("_arrived", None)
 
 
 def parts_of(data: DataProto) -> dict[str, Any]:
-    """The batch as a value of the codec."""
+    """The batch as a value of the codec. Raises `BatchError` where its columns were made not to fit together."""
+    data.check_consistency()
     batch = None
     if data._batch is not None:
         batch = [len(data), wire.Columns(dict(data._batch.items()))]
@@ -52,12 +69,20 @@ def from_parts(kind: type[DataProto], parts: Any) -> DataProto:
         batch, arrays, meta_info = parts["batch"], parts["non_tensor_batch"], parts["meta_info"]
         if type(arrays) is not dict or type(meta_info) is not dict:
             raise TypeError("its parts are not maps")
-        tensors = None if batch is None else TensorDict(batch[1], batch_size=(batch[0],))
+        tensors = None if batch is None else _tensordict_of(*batch)
         data = kind(batch=tensors, non_tensor_batch=arrays, meta_info=meta_info)
-    except (TypeError, KeyError, IndexError, ValueError, AttributeError, RuntimeError) as error:
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise WireError(f"message is not a DataProto: {error}") from error
     data._is_borrowed = tensors is not None
     return data
+
+
+def _tensordict_of(num_rows: Any, tensors: Any) -> TensorDict:
+    if type(num_rows) is not int or num_rows < 0 or not all(type(name) is str for name in tensors):
+        raise ValueError(f"its batch has {num_rows!r:.40} rows, or tensors without names")
+    if not all(isinstance(tensor, torch.Tensor | TensorDict) for tensor in tensors.values()):
+        raise TypeError("its batch holds something other than tensors")
+    return TensorDict(tensors, batch_size=(num_rows,))
 
 
 def save(data: DataProto, filepath: str | Path) -> None:

@@ -70,7 +70,9 @@ class DataProtoFuture:
 
 
 def _part(data: Any, index: int, chunks: int) -> Any:
-    return data.chunk(chunks=chunks)[index]
+    from .data_concat import BatchData
+
+    return BatchData(data).chunk(chunks)[index]
 
 
 def _both(data: Any, first: Callable[[Any], Any], second: Callable[[Any], Any]) -> Any:

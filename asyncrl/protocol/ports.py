@@ -76,6 +76,10 @@ class ControlBuffer(Protocol):
         """The ledger now."""
         ...
 
+    async def finished(self) -> list[tuple[int, int]]:
+        """Ids of the groups that are consumed or dropped, as sorted ranges [start, end)."""
+        ...
+
     async def close(self) -> None:
         """Close the connection."""
         ...

@@ -87,6 +87,8 @@ class GroupSummary:
 class TrajectoryGroup:
     """G finished trajectories of one prompt, responses laid end to end.
 
+    A greedy baseline (ReMax) is one more trajectory, the last, with nothing in its mask.
+
     Attributes:
         group_id: See `Prompt`.
         attempt: See `Lease`.

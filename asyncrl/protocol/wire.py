@@ -115,7 +115,7 @@ def _checked_views(frames: Sequence[Frame], max_frames: int, max_bytes: int) -> 
     try:
         views = [memoryview(frame) for frame in frames]
         views = [view if view.format == "B" and view.ndim == 1 else view.cast("B") for view in views]
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise WireError(f"a frame is not a contiguous buffer: {error}") from error
     num_bytes = sum(view.nbytes for view in views)
     if num_bytes > max_bytes:

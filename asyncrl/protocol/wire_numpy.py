@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Sequence
+import sys
 from functools import lru_cache
 from math import prod
 from typing import Any
@@ -14,6 +14,7 @@ import numpy as np
 from .errors import WireError
 
 MAX_DIMS = 64  # numpy's own limit.
+_MAX_PADDING = 4  # of a structured dtype, to the size of its fields; alignment alone stays below it.
 _PLAIN_KINDS = frozenset("biufcmMSU")
 _PLAIN_NAME = re.compile(rb"[<>|][biufcmMSU]\d{1,10}(\[\d{0,19}[a-zA-Z]{1,2}\])?")
 
@@ -80,12 +81,19 @@ def array_of(data: bytes, buffer: memoryview, *, writable: bool) -> np.ndarray:
         raise WireError(f"array {dtype}{list(shape)} needs {nbytes} bytes, got {buffer.nbytes}")
     if nbytes == 0:
         return np.empty(shape, dtype=dtype)
-    if dtype.kind == "b":
-        check_bools(buffer)
+    _check_values(dtype, buffer)
     array = np.ndarray(shape, dtype, buffer)
     if not writable and not buffer.readonly:
         array.flags.writeable = False
     return array
+
+
+def _check_values(dtype: np.dtype, buffer: memoryview) -> None:
+    """Raise `WireError` for memory that numpy takes for granted is never there."""
+    if dtype.kind == "b":
+        check_bools(buffer)
+    elif dtype.kind == "U" and np.frombuffer(buffer, dtype=f"{dtype.byteorder}u4").max() > sys.maxunicode:
+        raise WireError("array of strings holds a character that Unicode has not")
 
 
 def check_bools(buffer: memoryview) -> None:
@@ -102,6 +110,7 @@ def scalar_of(data: bytes) -> Any:
         raise WireError(f"scalar {dtype} needs {dtype.itemsize} bytes, got {len(data) - end}")
     if dtype.itemsize == 0:
         return np.zeros((), dtype=dtype)[()]
+    _check_values(dtype, memoryview(data)[end:])
     return np.frombuffer(data, dtype=dtype, offset=end)[0]
 
 
@@ -122,29 +131,37 @@ def dtype_of(name: bytes) -> np.dtype:
 def record_parts(array: np.ndarray) -> list[Any] | None:
     """Shape, alignment, field names and field columns of a structured array; None where they would not rebuild it."""
     dtype = array.dtype
-    if not dtype.names or _record_dtype(dtype.isalignedstruct, dtype.names, dtype) != dtype:
+    if not dtype.names:
         return None
-    columns = [np.ascontiguousarray(array[name]) for name in dtype.names]
+    fields = [(name, dtype[name].base, dtype[name].shape) for name in dtype.names]
+    if _record_dtype(fields, dtype.isalignedstruct) != dtype:
+        return None
+    columns = [np.ascontiguousarray(array[name]).reshape(array.shape + dtype[name].shape) for name in dtype.names]
     return [list(array.shape), dtype.isalignedstruct, list(dtype.names), columns]
 
 
 def record_of(shape: Any, is_aligned: Any, names: Any, columns: Any) -> np.ndarray:
     """The structured array of `record_parts`. Raises `WireError` where the columns do not fit together."""
     shape = checked_shape(shape)
-    if not isinstance(columns, list) or not columns or not all(isinstance(column, np.ndarray) for column in columns):
+    if not isinstance(columns, list) or not all(isinstance(column, np.ndarray) for column in columns):
         raise WireError("structured array whose fields are not arrays")
     if any(column.shape[: len(shape)] != shape for column in columns):
         raise WireError(f"structured array of shape {shape} has fields of another shape")
     fields = [(name, column.dtype, column.shape[len(shape) :]) for name, column in zip(names, columns, strict=True)]
-    array = np.empty(shape, dtype=np.dtype(fields, align=bool(is_aligned)))
+    dtype = _record_dtype(fields, bool(is_aligned))
+    if dtype is None:
+        raise WireError(f"structured array of {len(fields)} fields that are mostly padding")
+    array = np.empty(shape, dtype=dtype)
     for name, column in zip(names, columns, strict=True):
         array[name] = column
     return array
 
 
-def _record_dtype(is_aligned: bool, names: Sequence[str], dtype: np.dtype) -> np.dtype:
-    """The dtype that `record_of` builds for these fields."""
-    return np.dtype([(name, dtype[name].base, dtype[name].shape) for name in names], align=is_aligned)
+def _record_dtype(fields: list[tuple[str, np.dtype, tuple[int, ...]]], is_aligned: bool) -> np.dtype | None:
+    """The dtype of these fields; None where it is so much larger than they are that it would waste memory."""
+    dtype = np.dtype(fields, align=is_aligned)
+    size = sum(base.itemsize * prod(shape) for _, base, shape in fields)
+    return dtype if 0 < dtype.itemsize <= _MAX_PADDING * size else None
 
 
 def checked_shape(shape: Any) -> tuple[int, ...]:

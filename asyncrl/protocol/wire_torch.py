@@ -5,6 +5,7 @@ A dense tensor is described by bytes, as an array is; a nested one by a list of 
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable
 from functools import lru_cache
@@ -18,10 +19,11 @@ from .errors import WireError
 from .wire_numpy import buffer_of, check_bools, descriptor, parse
 from .wire_walk import Unsupported
 
+_NOT_SENT = re.compile(r"torch\.(q.*|bits.*|u?int[1-7])")  # quantized, opaque, and below one byte: torch copies none
 _DTYPES = {
     str(dtype).removeprefix("torch.").encode(): dtype
     for dtype in vars(torch).values()
-    if isinstance(dtype, torch.dtype) and not str(dtype).startswith(("torch.q", "torch.bits"))
+    if isinstance(dtype, torch.dtype) and not _NOT_SENT.fullmatch(str(dtype))
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _AS_NUMPY = {torch.from_numpy(np.empty(0, dtype=name)).dtype: np.dtype(name) for name in "?bhilBHILefdFD"}
@@ -42,6 +44,8 @@ def describe(tensor: Any) -> tuple[Description, list[memoryview]]:
     Raises:
         Unsupported: it is sparse, quantized, without memory, or of a subclass of Tensor.
     """
+    if not isinstance(tensor, torch.Tensor):
+        raise Unsupported(tensor, f"the wire carries no {type(tensor).__name__} as a column of tensors")
     if tensor.is_nested:
         return _describe_nested(tensor)
     name = _NAMES.get(tensor.dtype)
@@ -126,7 +130,9 @@ def _nested_of(description: list[Any], take: Callable[[], memoryview], *, copy: 
         rows = [tensor_of(row, take, copy=copy) for row in description[0]]
         if not rows or any(row.is_nested or row.dtype != rows[0].dtype or row.ndim != rows[0].ndim for row in rows):
             raise WireError("nested tensor whose rows are not dense tensors of one dtype and number of dimensions")
-        return torch.nested.as_nested_tensor(rows, layout=torch.strided)
+        with warnings.catch_warnings():  # torch would have strided ones given up; the sender did not
+            warnings.simplefilter("ignore")
+            return torch.nested.as_nested_tensor(rows, layout=torch.strided)
     values, offsets, lengths, ragged_dim = description
     values, offsets = tensor_of(values, take, copy=copy), tensor_of(offsets, take, copy=copy)
     return jagged_of(values, offsets, None if lengths is None else tensor_of(lengths, take, copy=copy), ragged_dim)

@@ -261,6 +261,8 @@ def _chunked(name: Any, value: Any, chunks: int) -> list[Any]:
     """The value in equal parts, where it knows how to be cut."""
     from tensordict import TensorDictBase
 
+    from asyncrl.protocol.data_concat import BatchData
+
     if not hasattr(value, "chunk"):
         raise UsageError(
             f"argument {name!r} must be a DataProto or a DataProtoFuture, got {type(value).__name__}; "
@@ -268,6 +270,8 @@ def _chunked(name: Any, value: Any, chunks: int) -> list[Any]:
         )
     if isinstance(value, TensorDictBase) and len(value) % chunks:  # torch would cut it unevenly
         raise UsageError(f"argument {name!r} has {len(value)} rows, which {chunks} ranks cannot share evenly")
+    if isinstance(value, TensorDictBase):
+        return list(BatchData(value).chunk(chunks))
     return list(value.chunk(chunks=chunks))
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from ray._private import state as ray_state
 
 from .dynamic_enum import DynamicEnum
+from .packing import can_place, fits, take
 from .ray_pool import DEVICE_RESOURCES, RayResourcePool, node_addresses
 
 _TEXTS = {
@@ -62,6 +63,8 @@ class ResourcePoolManager:
         use_gpu: Whether every process has a device.
         max_colocate_count: Groups that may share a pool; 1 where the roles of a pool share their processes.
         device_name: ``cuda`` or ``npu``.
+        num_cpus_per_process: CPUs of each process; None: as many as groups may share it.
+        timeout_s: Seconds to wait for the cluster to grant a pool.
     """
 
     resource_pool_spec: dict[str, list[int]]
@@ -70,6 +73,8 @@ class ResourcePoolManager:
     use_gpu: bool = True
     max_colocate_count: int = 1
     device_name: str = "cuda"
+    num_cpus_per_process: float | None = None
+    timeout_s: float = 300.0
 
     def create_resource_pool(self) -> None:
         """Make the pools.
@@ -83,6 +88,8 @@ class ResourcePoolManager:
                 use_gpu=self.use_gpu,
                 max_colocate_count=self.max_colocate_count,
                 name_prefix=name,
+                num_cpus_per_process=self.num_cpus_per_process,
+                timeout_s=self.timeout_s,
             )
         self._check_resource_available()
 
@@ -95,22 +102,33 @@ class ResourcePoolManager:
         return sum(count for process_on_nodes in self.resource_pool_spec.values() for count in process_on_nodes)
 
     def _check_resource_available(self) -> None:
-        """Try the pools on the free resources of the nodes, largest demand first."""
+        """Try the pools on the free resources of the nodes; where they don't fit, tell which is the first without room.
+
+        For the message they are placed largest first, each on the fullest node with room.
+        """
         free = {node: dict(resources) for node, resources in ray_state.available_resources_per_node().items()}
-        bundles = {name: pool.bundle(self.device_name) for name, pool in self.resource_pool_dict.items()}
-        demands = [
-            (count, name) for name, process_on_nodes in self.resource_pool_spec.items() for count in process_on_nodes
-        ]
-        for count, name in sorted(demands, reverse=True):
-            needed = {resource: count * amount for resource, amount in bundles[name].items()}
-            host = next((node for node in free if _fits(needed, free[node])), None)
-            if host is None:
+        demands = [(count, name) for name, counts in self.resource_pool_spec.items() for count in counts]
+        demands.sort(reverse=True)
+        if can_place([self._needs(count, name) for count, name in demands], free.values()):
+            return
+        for count, name in demands:
+            needed = self._needs(count, name)
+            hosts = [have for have in free.values() if fits(needed, have)]
+            if not hosts:
                 raise ValueError(self._shortage(name, count, needed, free))
-            for resource, amount in needed.items():
-                free[host][resource] -= amount
+            take(needed, min(hosts, key=lambda have: have.get(self._scarce_resource, 0.0)))
+
+    @property
+    def _scarce_resource(self) -> str:
+        return DEVICE_RESOURCES.get(self.device_name, self.device_name) if self.use_gpu else "CPU"
+
+    def _needs(self, count: int, name: str) -> dict[str, float]:
+        """What the processes of a pool on one node reserve."""
+        bundle = self.resource_pool_dict[name].bundle(self.device_name)
+        return {resource: count * amount for resource, amount in bundle.items()}
 
     def _shortage(self, name: str, count: int, needed: dict[str, float], free: dict[str, dict[str, float]]) -> str:
-        device = DEVICE_RESOURCES.get(self.device_name, self.device_name) if self.use_gpu else "CPU"
+        device = self._scarce_resource
         addresses = node_addresses()
         missing = [
             f"node {addresses.get(node, node)} lacks "
@@ -126,7 +144,3 @@ class ResourcePoolManager:
             f"pool {name!r} needs {count} processes on one node, and no node has room: {'; '.join(missing)}. "
             f"Free {device} over all nodes, after the larger demands: {total:g}. Ask for fewer processes or add nodes"
         )
-
-
-def _fits(needed: dict[str, float], free: dict[str, float]) -> bool:
-    return all(free.get(resource, 0.0) + 1e-9 >= amount for resource, amount in needed.items())

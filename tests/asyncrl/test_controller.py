@@ -7,8 +7,9 @@ import pytest
 
 from asyncrl.compose import compose_run
 from asyncrl.controller import Controller, FleetCounts
-from asyncrl.protocol.errors import AccountError, WorkerDiedError
+from asyncrl.protocol.errors import AccountError, CheckpointError, WorkerDiedError
 from asyncrl.protocol.types import BufferStats, GroupSummary, Plan, WeightSnapshot
+from asyncrl.resume import RunState
 from asyncrl.train import root_cause
 
 TOKENS_PER_STEP = 10
@@ -17,8 +18,9 @@ TOKENS_PER_STEP = 10
 class ScriptedBuffer:
     """Plans the next version, and one ahead of the last commit, as the real ledger does."""
 
-    def __init__(self, trained_per_step=TOKENS_PER_STEP):
-        self.version = 0
+    def __init__(self, trained_per_step=TOKENS_PER_STEP, version=0):
+        self.version = version
+        self.first_version = version
         self.committed = asyncio.Condition()
         self.events = []
         self.trained_per_step = trained_per_step
@@ -49,14 +51,17 @@ class ScriptedBuffer:
             self.committed.notify_all()
         return await self.stats()
 
+    async def finished(self):
+        return [(0, self.version)]
+
     async def stats(self):
         return BufferStats(
             learner_version=self.version,
             groups=Counter(),
-            tokens_trained=self.version * self.trained_per_step,
+            tokens_trained=(self.version - self.first_version) * self.trained_per_step,
             tokens_dropped={},
             tokens_buffered=0,
-            lag_histogram={0: 1, 1: self.version - 1},
+            lag_histogram={0: 1, 1: self.version - self.first_version - 1} if self.version > self.first_version else {},
             puts_refused={},
             stored_bytes=0,
             leases_waiting=0,
@@ -68,10 +73,18 @@ class ScriptedBuffer:
 class ScriptedLearner:
     """Updates one after another, each taking a moment; may die at one."""
 
-    def __init__(self, events, dies_at=None):
+    def __init__(self, events, dies_at=None, full_at=None):
         self.events = events
+        self.saved = []
+        self.full_at = full_at
         self.dies_at = dies_at
         self.turn = asyncio.Lock()
+
+    async def scored(self, plan):
+        return plan
+
+    async def update_critic(self, plan):
+        return {"critic.value_loss": 0.5}
 
     def update(self, plan):
         self.events.append(("update queued", plan.version))
@@ -87,6 +100,16 @@ class ScriptedLearner:
 
     def publish(self, version):
         return asyncio.ensure_future(self._publish(version))
+
+    def save(self, version, run, *, wait):
+        self.events.append(("save queued", version))
+        self.saved.append((version, run, wait))
+        return asyncio.ensure_future(self._saved(version))
+
+    async def _saved(self, version):
+        if version == self.full_at:
+            raise CheckpointError("no space left on device")
+        return f"/checkpoints/{version}"
 
     async def _publish(self, version):
         return WeightSnapshot(version=version, path=f"/snapshots/{version}")
@@ -115,18 +138,22 @@ class Prompts:
     def take(self, count):
         return []
 
+    def state(self):
+        return {"position": 99}
 
-def make_controller(*, buffer=None, dies_at=None, load_s=0.03, steps=6):
-    buffer = buffer or ScriptedBuffer()
+
+def make_controller(*, buffer=None, dies_at=None, full_at=None, load_s=0.03, steps=6, overrides=(), resumed=None):
+    buffer = buffer or ScriptedBuffer(version=resumed.version if resumed else 0)
     fleet = ScriptedFleet(load_s)
     records = []
     controller = Controller(
-        compose_run([f"total_steps={steps}"]),
+        compose_run([f"total_steps={steps}", *overrides]),
         buffer=buffer,
-        learner=ScriptedLearner(buffer.events, dies_at),
+        learner=ScriptedLearner(buffer.events, dies_at, full_at),
         fleet=fleet,
         prompts=Prompts(),
         on_step=records.append,
+        resumed=resumed,
     )
     return controller, buffer, fleet, records
 
@@ -180,3 +207,51 @@ async def test_a_record_carries_the_batchs_numbers():
     assert (record.reward, record.lag_mean, record.lag_max, record.response_length) == (0.5, 1.0, 1, 5.0)
     assert record.learner_tokens_per_s == pytest.approx(10 / 0.5)
     assert record.flat()["learner.loss"] == 0.25
+    assert record.flat()["learner.critic.value_loss"] == 0.5
+
+
+async def test_checkpoints_are_queued_between_two_updates_with_what_their_version_has_consumed():
+    controller, buffer, _, _ = make_controller(overrides=["checkpoint.every_steps=2"], steps=5)
+    await asyncio.wait_for(controller.train(), 10)
+    saved = controller._learner.saved
+    assert [(version, wait) for version, _, wait in saved] == [(2, False), (4, False), (5, True)]
+    for version, run, _ in saved:
+        state = RunState.from_plain(run)
+        assert buffer.events.index(("update queued", version - 1)) < buffer.events.index(("save queued", version))
+        if version < 5:
+            assert buffer.events.index(("save queued", version)) < buffer.events.index(("update queued", version))
+        # Steps that the ledger has not committed yet are in the checkpoint all the same: it holds their weights.
+        assert state.finished == ((0, version),)
+        assert state.tokens_trained == version * TOKENS_PER_STEP
+        assert state.unfinished == list(range(version, 99))
+        assert sum(state.lag_histogram.values()) == version
+
+
+async def test_a_run_goes_on_at_the_version_and_the_account_of_its_checkpoint():
+    before = RunState(
+        version=3, prompts={"position": 5}, finished=((0, 3),), tokens_generated=50, tokens_trained=30,
+        tokens_dropped={"stale": 4}, lag_histogram={0: 2, 2: 1},
+    )  # fmt: skip
+    controller, buffer, fleet, records = make_controller(
+        buffer=ScriptedBuffer(version=3, trained_per_step=20), resumed=before, overrides=["checkpoint.every_steps=6"]
+    )
+    await asyncio.wait_for(controller.train(), 10)
+    result = await controller.account()
+    assert [version for what, version in buffer.events if what == "commit"] == [3, 4, 5]
+    assert [record.step for record in records] == [3, 4, 5]
+    assert min(fleet.loaded) > 3
+    assert result.tokens.generated == 50 + 60
+    assert result.tokens.trained == 30 + 60
+    assert result.tokens_dropped == {"stale": 4, "resume": 16}
+    assert result.tokens.balance == 0
+    assert result.lag_histogram == {0: 3, 1: 2, 2: 1}
+    again = RunState.from_plain(controller._learner.saved[-1][1])
+    assert (again.tokens_generated, again.tokens_dropped) == (110, {"stale": 4, "resume": 16})
+    assert again.finished[0] == (0, 6)
+
+
+async def test_a_checkpoint_that_cannot_be_written_ends_the_run():
+    controller, _, _, _ = make_controller(overrides=["checkpoint.every_steps=2"], full_at=4)
+    with pytest.raises(BaseExceptionGroup) as caught:
+        await asyncio.wait_for(controller.train(), 10)
+    assert "no space left" in str(root_cause(caught.value))

@@ -1,13 +1,18 @@
 import asyncio
 import dataclasses
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
 
 from asyncrl.compose import compose_run
-from asyncrl.prepare import warm_start, warm_start_path, with_quickstart_assets
-from asyncrl.protocol.errors import WorkerDiedError
+from asyncrl.data.prompts import PromptStream
+from asyncrl.prepare import read_prompts, warm_start, with_quickstart_assets
+from asyncrl.protocol.errors import DeadlineError, WorkerDiedError
+from asyncrl.warm_start_folder import finished_warm_start, settings_digest, warm_start_path, write_warm_start
 
 
 @pytest.fixture
@@ -32,11 +37,73 @@ def test_a_warm_start_is_reused_for_the_same_settings_only(config):
     assert same == warm_start_path(config)
     assert other != same
     same.mkdir(parents=True)
-    (same / "sft.json").write_text(json.dumps({"accuracy": 0.75}))
+    result = {"settings": settings_digest(config), "steps": 9, "accuracy": 0.75, "val_loss": None}
+    (same / "sft.json").write_text(json.dumps(result))
     said = []
     policy = asyncio.run(warm_start(config, [], Path("/nowhere/sft.log"), said.append))
     assert policy == same
-    assert "0.750" in said[0]
+    assert "accuracy 0.750" in said[0]
+
+
+def write_nothing(directory):
+    directory.mkdir()
+
+
+def with_output(config, path, **sft):
+    return dataclasses.replace(config, sft=dataclasses.replace(config.sft, output_path=str(path), **sft))
+
+
+def test_an_output_path_is_reused_for_the_same_settings_and_refused_for_others(config, tmp_path):
+    named = with_output(config, tmp_path / "policy")
+    assert finished_warm_start(named) is None
+    write_warm_start(named, {"steps": 3, "accuracy": 0.5, "val_loss": None}, write_nothing)
+    assert finished_warm_start(named)["steps"] == 3
+    assert finished_warm_start(with_output(config, tmp_path / "policy", progress_timeout_s=1.0)) is not None
+    for other in (
+        with_output(config, tmp_path / "policy", lr=1e-4),
+        dataclasses.replace(named, seed=5),
+        dataclasses.replace(named, data=dataclasses.replace(named.data, eval_files=[])),
+    ):
+        with pytest.raises(ValueError, match=r"sft\.output_path=.*policy of other settings"):
+            finished_warm_start(other)
+
+
+def test_a_directory_with_something_else_is_never_replaced(config, tmp_path):
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "thesis.tex").write_text("dear")
+    named = with_output(config, tmp_path / "home")
+    with pytest.raises(ValueError, match="holds something else"):
+        finished_warm_start(named)
+    with pytest.raises(ValueError, match="holds something else"):
+        write_warm_start(named, {}, write_nothing)
+    assert (tmp_path / "home" / "thesis.tex").read_text() == "dear"
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith(".home")) == []
+
+
+def test_a_warm_start_that_says_nothing_is_ended_by_its_deadline(config, tmp_path, monkeypatch):
+    config = dataclasses.replace(config, sft=dataclasses.replace(config.sft, progress_timeout_s=0.3))
+    monkeypatch.setattr("sys.executable", "sleep")
+    monkeypatch.setattr("asyncrl.prepare._COMMAND", ("60",))
+    with pytest.raises(DeadlineError, match=r"said nothing for 0\.3 s.*sft\.progress_timeout_s"):
+        asyncio.run(warm_start(config, [], tmp_path / "sft.log", lambda line: None))
+
+
+def test_prompts_are_checked_without_torch_and_as_transformers_reads_them(config):
+    code = (
+        "import sys; from asyncrl.compose import compose_run\n"
+        "from asyncrl.prepare import read_prompts, with_quickstart_assets\n"
+        f"config = with_quickstart_assets(compose_run(['output_dir={config.output_dir}']))\n"
+        "prompts, held_out = read_prompts(config)\n"
+        "assert 'torch' not in sys.modules and 'transformers' not in sys.modules\n"
+        "print([p.prompt_ids.tolist() for p in prompts.take(5)], len(held_out))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    expected = PromptStream(config.data, AutoTokenizer.from_pretrained(config.model.path), seed=config.seed)
+    assert done.stdout.strip() == f"{[p.prompt_ids.tolist() for p in expected.take(5)]} 256"
+    too_long = dataclasses.replace(config, data=dataclasses.replace(config.data, max_prompt_tokens=6))
+    with pytest.raises(ValueError, match=r"at most data\.max_prompt_tokens = 6"):
+        read_prompts(too_long)
 
 
 def test_without_a_warm_start_the_policy_is_the_models_own(config):

@@ -1,42 +1,134 @@
-"""Supervised fine-tuning on the quickstart's demonstrations, in this process."""
+"""Supervised fine-tuning on the quickstart's demonstrations, in this process and on two ranks."""
 
+import asyncio
 import json
+import os
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "learner"))  # spawned ranks import it by name
+from gloo import run_on_ranks
+
 from asyncrl.compose import compose_run
 from asyncrl.prepare import with_quickstart_assets
-from asyncrl.sft import fine_tune, read_demonstrations
+from asyncrl.sft import Examination, best_of, fine_tune, read_demonstrations, should_stop
+from asyncrl.sft_config import StopMetric, WarmStartConfig
+
+OVERRIDES = ["sft.max_steps=60", "sft.eval_every=30", "sft.eval_prompts=32", "sft.target_accuracy=1.01"]
 
 
 @pytest.fixture(scope="module")
-def config(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("sft")
-    overrides = ["sft.max_steps=60", "sft.eval_every=30", "sft.eval_prompts=32", "sft.target_accuracy=1.01"]
-    return with_quickstart_assets(compose_run([f"output_dir={folder}", *overrides]))
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("sft")
 
 
-def test_the_loss_is_on_the_response_and_its_end_only(config):
+def composed(folder, *overrides):
+    return with_quickstart_assets(compose_run([f"output_dir={folder}", *OVERRIDES, *overrides]))
+
+
+def test_the_loss_is_on_the_response_and_its_end_only(folder):
+    config = composed(folder)
     tokenizer = AutoTokenizer.from_pretrained(config.model.path)
-    sequence = read_demonstrations(config, tokenizer)[0]
-    prompt, _, response = tokenizer.decode(sequence.input_ids).partition("=")
-    assert sequence.input_ids[-1] == tokenizer.eos_token_id
+    train, validation = read_demonstrations(config, tokenizer)
+    prompt, _, response = tokenizer.decode(train[0].input_ids).partition("=")
+    assert train[0].input_ids[-1] == tokenizer.eos_token_id
     assert response.endswith("<eos>")
-    assert np.count_nonzero(~sequence.loss_mask) == len(prompt) + 1
-    assert sequence.loss_mask[len(prompt) + 1 :].all()
+    assert np.count_nonzero(~train[0].loss_mask) == len(prompt) + 1
+    assert train[0].loss_mask[len(prompt) + 1 :].all()
+    assert validation == []
 
 
-async def test_fine_tuning_changes_the_policy_and_says_how_well_it_does(config, caplog):
+def test_held_back_rows_are_the_last_and_are_not_trained_on(folder):
+    tokenizer = AutoTokenizer.from_pretrained(composed(folder).model.path)
+    everything, _ = read_demonstrations(composed(folder), tokenizer)
+    train, validation = read_demonstrations(composed(folder, "sft.val_rows=100"), tokenizer)
+    assert len(train) == len(everything) - 100
+    assert validation[-1].input_ids.tolist() == everything[-1].input_ids.tolist()
+    with pytest.raises(ValueError, match=r"sft\.val_rows must be below the 16384 rows"):
+        read_demonstrations(composed(folder, "sft.val_rows=16384"), tokenizer)
+
+
+async def test_fine_tuning_changes_the_policy_and_says_how_well_it_does(folder, caplog):
+    config = composed(folder, "sft.val_rows=64")
     with caplog.at_level("INFO", logger="asyncrl.sft"):
         policy = await fine_tune(config)
-    losses = [float(line.split("loss ")[1].split()[0]) for line in caplog.messages if "loss" in line]
+    losses = [float(line.split("loss ")[1].split()[0]) for line in caplog.messages if line.startswith("step")]
     assert losses[-1] < losses[0] < 2.7, "log(14) = 2.64 is a policy that knows nothing"
     result = json.loads((policy / "sft.json").read_text())
     assert result["steps"] == 60
     assert 0.0 <= result["accuracy"] <= 1.0
+    assert result["val_loss"] == pytest.approx(losses[-1], abs=0.2)
     trained = AutoModelForCausalLM.from_pretrained(policy)
     untrained = AutoModelForCausalLM.from_pretrained(config.model.path)
     assert any((a != b).any() for a, b in zip(trained.parameters(), untrained.parameters(), strict=True))
     assert AutoTokenizer.from_pretrained(policy).eos_token == "<eos>"
+    caplog.clear()
+    with caplog.at_level("INFO", logger="asyncrl.sft"):
+        assert await fine_tune(config) == policy
+    assert [line.split()[0] for line in caplog.messages] == ["reusing"], "nothing is trained twice"
+
+
+async def test_it_stops_at_a_validation_loss_without_any_accuracy(folder):
+    options = ["sft.val_rows=64", "sft.eval_prompts=0", "sft.eval_every=5", "sft.target_val_loss=2.4"]
+    policy = await fine_tune(composed(folder, *options))
+    result = json.loads((policy / "sft.json").read_text())
+    assert result["accuracy"] is None
+    assert result["val_loss"] <= 2.4
+    assert result["steps"] < 60
+
+
+def examinations(*losses: float) -> list[Examination]:
+    return [Examination(step=step, accuracy=1 - loss, val_loss=loss) for step, loss in enumerate(losses)]
+
+
+@pytest.mark.parametrize("metric", list(StopMetric))
+def test_patience_counts_examinations_since_the_best_and_keeps_it(metric):
+    sft = WarmStartConfig(patience=2, stop_metric=metric, val_rows=1)
+    assert not should_stop(examinations(0.9, 0.5), sft)
+    assert not should_stop(examinations(0.9, 0.5, 0.6), sft)
+    assert should_stop(examinations(0.9, 0.5, 0.6, 0.5), sft)
+    assert best_of(examinations(0.9, 0.5, 0.6, 0.5), metric).step == 1
+    assert not should_stop(examinations(0.9, 0.5, 0.6, 0.4), sft)
+
+
+def test_a_loss_that_is_no_number_is_never_the_best():
+    history = [Examination(step=step, val_loss=loss) for step, loss in enumerate((float("nan"), 0.5, float("nan")))]
+    assert best_of(history, StopMetric.val_loss).step == 1
+    assert not should_stop(history, WarmStartConfig(val_rows=1, target_val_loss=0.1))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"target_val_loss": 1.0}, "need a validation loss"),
+        ({"patience": 1, "stop_metric": StopMetric.val_loss}, "need a validation loss"),
+        ({"eval_prompts": 0, "target_accuracy": 0.5}, "need sft.eval_prompts >= 1"),
+        ({"response_key": ""}, "response_key must name a column"),
+        ({"chat_template_kwargs": {"a": 1}}, "chat_template is false"),
+        ({"val_rows": 3, "val_files": ["x.jsonl"]}, "val_rows must be 0 beside"),
+        ({"progress_timeout_s": 0}, "progress_timeout_s must be > 0"),
+    ],
+)
+def test_a_bad_option_is_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        WarmStartConfig(**options)
+
+
+def fine_tuned(folder: str, num_ranks: int, sp_size: int) -> dict:
+    options = ["sft.val_rows=33", "sft.max_steps=4", "sft.eval_every=2"]
+    ranks = [f"learner.num_ranks={num_ranks}", f"learner.sp_size={sp_size}", "algorithm.groups_per_step=32"]
+    policy = asyncio.run(fine_tune(composed(folder, *options, *ranks)))
+    result = policy / "sft.json"
+    return json.loads(result.read_text()) if os.environ.get("RANK", "0") == "0" else {}
+
+
+@pytest.mark.parametrize("sp_size", [1, 2])
+def test_two_ranks_fine_tune_as_one_process(folder, sp_size):
+    alone = fine_tuned(str(folder / "alone"), 1, 1)
+    result = run_on_ranks(2, fine_tuned, str(folder / f"two-{sp_size}"), 2, sp_size)[0]
+    assert result["steps"] == alone["steps"] == 4
+    assert result["val_loss"] == pytest.approx(alone["val_loss"], rel=1e-5)

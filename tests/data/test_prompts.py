@@ -284,7 +284,10 @@ def test_special_tokens_come_from_the_template_or_from_the_tokenizer_but_not_twi
         (["hello"], r"line 1: column 'prompt', message 0 is 'hello'"),
         ([{"role": "user", "content": "1"}, {"content": "1"}], r"message 1 has role = None"),
         ([{"role": "user", "content": [{"type": "image"}]}], r"message 0 has content = .*only text"),
-        ([{"role": "narrator", "content": "1"}], r"line 1: the chat template refuses .*no narrator here"),
+        (
+            [{"role": "narrator", "content": "1"}],
+            r"line 1: column 'prompt': the chat template refuses .*no narrator here",
+        ),
     ],
 )
 def test_ill_formed_messages_are_named(tmp_path, chat_tokenizer, prompt, message):

@@ -54,7 +54,7 @@ def test_ctrl_c_while_the_parts_start_ends_the_run(start):
     ("process", "part"),
     [
         ("buffer.server", "buffer"),
-        ("ray::LearnerWorker", "learner"),
+        ("ray::ActorWorker", "learner"),
         ("ray::RolloutWorker", "rollout"),
     ],
 )

@@ -70,7 +70,7 @@ def packed(model_path: str, num_ranks: int, sp_size: int) -> tuple[list[np.ndarr
 def _loaded(trainer: PolicyTrainer) -> dict[str, np.ndarray]:
     """Whole weights under the names of a loaded model."""
     whole = whole_tensors(trainer.model)
-    return {name.removeprefix("causal_lm."): tensor.clone().numpy() for name, tensor in whole}
+    return {name.removeprefix("pretrained."): tensor.clone().numpy() for name, tensor in whole}
 
 
 def every_family(paths: list[str], sp_sizes: list[int]) -> list[list]:

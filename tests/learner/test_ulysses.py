@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 sys.path.insert(0, str(Path(__file__).parent))
 from gloo import run_on_ranks
 
+from asyncrl.protocol import DataProto
 from learner.sharding import UlyssesShardingManager
 from learner.ulysses import (
     gather_heads_scatter_seq,
@@ -27,19 +29,15 @@ from learner.ulysses import (
 )
 
 
-class Rows:
-    """The two methods that a batch needs."""
+def rows(values: list[int]) -> DataProto:
+    return DataProto.from_dict(
+        tensors={"ids": torch.tensor(values)},
+        non_tensors={"names": np.array([f"row {v}" for v in values], dtype=object)},
+    )
 
-    def __init__(self, values: list[int]) -> None:
-        self.values = values
 
-    @staticmethod
-    def concat(parts: list["Rows"]) -> "Rows":
-        return Rows([value for part in parts for value in part.values])
-
-    def chunk(self, chunks: int) -> list["Rows"]:
-        size = len(self.values) // chunks
-        return [Rows(self.values[i * size : (i + 1) * size]) for i in range(chunks)]
+def values_of(data: DataProto) -> tuple[list[int], list[str]]:
+    return data.batch["ids"].tolist(), data.non_tensor_batch["names"].tolist()
 
 
 def on_two_ranks() -> dict[str, Any]:
@@ -71,8 +69,8 @@ def on_two_ranks() -> dict[str, Any]:
             everyone = gather_outputs_and_unpad(part, 0, unpad_dim=0, padding_size=padding, grad_scaler=scale)
             (everyone * torch.tensor([1.0, 10.0, 100.0])).sum().backward()
             seen[f"gathered {scale}"] = (everyone.tolist(), part.grad.tolist())
-        seen["rows"] = manager.preprocess_data(Rows([rank, 10 + rank])).values
-        seen["own rows"] = manager.postprocess_data(Rows([0, 1, 2, 3])).values
+        seen["rows"] = values_of(manager.preprocess_data(data=rows([rank, 10 + rank])))
+        seen["own rows"] = values_of(manager.postprocess_data(data=rows([0, 1, 2, 3])))
         seen["group is set"] = get_ulysses_sequence_parallel_group() is manager.device_mesh["sp"].get_group()
         part = slice_input_tensor(torch.arange(5)[None], dim=1)
         seen["slice"] = (part.tolist(), part.is_contiguous())
@@ -104,8 +102,8 @@ def test_two_ranks_exchange_heads_and_tokens() -> None:
         assert seen["gathered True"] == ([5.0, 6.0, 7.0], [2 * value for value in own])
         assert seen["slice"] == ([[[0, 1, 2]], [[3, 4, 0]]][rank], True)
         assert seen["positions"] == [[0, 1, 2, 0]]
-        assert seen["rows"] == [0, 10, 1, 11]
-        assert seen["own rows"] == [[0, 1], [2, 3]][rank]
+        assert seen["rows"] == ([0, 10, 1, 11], ["row 0", "row 10", "row 1", "row 11"])
+        assert seen["own rows"] == [([0, 1], ["row 0", "row 1"]), ([2, 3], ["row 2", "row 3"])][rank]
         assert (seen["nested none"], seen["nested alone"], seen["restored"]) == (2, 1, 2)
 
 
@@ -116,7 +114,8 @@ def test_without_a_group_everything_is_the_identity() -> None:
     assert gather_outputs_and_unpad(x, gather_dim=0, unpad_dim=0, padding_size=1) is x
     manager = UlyssesShardingManager(None)
     with manager:
-        assert manager.preprocess_data("rows") == manager.postprocess_data("rows") == "rows"
+        data = rows([1, 2])
+        assert manager.preprocess_data(data) is manager.postprocess_data(data) is data
 
 
 def test_tokens_are_padded_to_a_multiple_with_positions_of_their_own() -> None:

@@ -20,9 +20,10 @@ from tiny_models import VOCABULARY, save_tiny_model
 
 from asyncrl.protocol.errors import StalenessError
 from asyncrl.protocol.types import FinishReason, TrajectoryGroup
+from learner.actor_worker import ActorWorker
 from learner.config import AlgorithmConfig, Device, LearnerConfig, OptimizerConfig
 from learner.types import RankBatch
-from learner.worker import PER_DP_RANK, LearnerWorker
+from learner.worker import PER_DP_RANK
 
 TEMPERATURE = 0.8
 
@@ -64,10 +65,10 @@ def batch(group_ids: Sequence[int], max_lag: int = 2) -> RankBatch:
     )
 
 
-def start(directory: str, num_ranks: int, **options: bool) -> LearnerWorker:
+def start(directory: str, num_ranks: int, **options: bool) -> ActorWorker:
     if num_ranks == 1:
         os.environ |= {"RANK": "0", "WORLD_SIZE": "1"}
-    worker = LearnerWorker(
+    worker = ActorWorker(
         LearnerConfig(num_ranks=num_ranks, device=Device.cpu, optimizer=OptimizerConfig(lr=1e-2), **options),
         AlgorithmConfig(groups_per_step=2, samples_per_prompt=2),
         model_path=f"{directory}/model",
@@ -86,7 +87,7 @@ def one_step(directory: str, num_ranks: int) -> tuple[dict[str, float], str]:
     worker = start(directory, num_ranks)
     shards = [batch([1, 2])] if num_ranks == 1 else [batch([2]), batch([1])]
     (parts,), _ = PER_DP_RANK["dispatch_fn"](SimpleNamespace(world_size=num_ranks), shards)
-    metrics = worker.update_policy(parts[int(os.environ["RANK"])])
+    metrics = worker.step(parts[int(os.environ["RANK"])])
     return metrics, worker.publish_weights(8).path
 
 
@@ -129,12 +130,12 @@ def test_the_record_replays_under_the_weights_that_were_trained(directory: str) 
 def test_a_batch_that_breaks_the_bound_is_refused(directory: str, max_lag: int) -> None:
     worker = start(directory, 1)
     with pytest.raises(StalenessError, match=rf"group 3 has lag 2 at learner version 7, outside 0\.\.{max_lag}"):
-        worker.update_policy(batch([3], max_lag=max_lag))
+        worker.step(batch([3], max_lag=max_lag))
 
 
 def test_a_saved_policy_is_the_published_one(directory: str, tmp_path: Path) -> None:
     worker = start(directory, 1)
-    worker.update_policy(batch([1, 2]))
+    worker.step(batch([1, 2]))
     worker.save_policy(str(tmp_path / "policy"))
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "policy").state_dict()
     published = AutoModelForCausalLM.from_pretrained(worker.publish_weights(8).path).state_dict()
@@ -145,27 +146,27 @@ def test_a_saved_policy_is_the_published_one(directory: str, tmp_path: Path) -> 
 
 def test_a_resumed_worker_makes_the_same_next_step(directory: str, tmp_path: Path) -> None:
     worker = start(directory, 1)
-    worker.update_policy(batch([1]))
+    worker.step(batch([1]))
     worker.save_checkpoint(str(tmp_path), 8, wait=False)
-    expected = worker.update_policy(batch([2]))
+    expected = worker.step(batch([2]))
     resumed = start(directory, 1)
     assert resumed.load_checkpoint(str(tmp_path / "none")) is None
     worker.stop()
     resumed = start(directory, 1)
     assert resumed.load_checkpoint(str(tmp_path)) == 8
-    got = resumed.update_policy(batch([2]))
+    got = resumed.step(batch([2]))
     assert (got["loss"], got["grad_norm"], got["lr"]) == (expected["loss"], expected["grad_norm"], expected["lr"])
 
 
 def test_modes_hand_the_devices_over_and_take_them_back(directory: str) -> None:
     worker = start(directory, 1, offload_at_transition_only=True)
-    worker.update_policy(batch([1]))
+    worker.step(batch([1]))
     snapshot = worker.rollout_mode(8)
     assert (worker._actor_model_offloaded, worker._actor_optimizer_offloaded) == (True, True)
     assert "model.embed_tokens.weight" in load_file(f"{snapshot.path}/model.safetensors")
     worker.trainer_mode()
     assert (worker._actor_model_offloaded, worker._actor_optimizer_offloaded) == (False, False)
-    metrics = worker.update_policy(batch([2]))
+    metrics = worker.step(batch([2]))
     assert metrics["rollout_device_bytes_before"] > 0
     assert metrics["rollout_device_bytes_after"] == 0
 
@@ -174,5 +175,5 @@ def test_every_sp_rank_of_a_group_gets_its_shard() -> None:
     shards: list[Any] = ["first", "second"]
     (parts,), kwargs = PER_DP_RANK["dispatch_fn"](SimpleNamespace(world_size=4), shards)
     assert (parts, kwargs) == (["first", "first", "second", "second"], {})
-    with pytest.raises(ValueError, match="got 2 for 3"):
+    with pytest.raises(ValueError, match=r"got \[2\] entries for 3 ranks"):
         PER_DP_RANK["dispatch_fn"](SimpleNamespace(world_size=3), shards)

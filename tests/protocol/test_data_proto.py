@@ -1,7 +1,6 @@
 """Golden results of every method of DataProto, on batches small enough to check by eye."""
 
 import copy
-import pickle
 
 import numpy as np
 import pytest
@@ -20,7 +19,7 @@ from asyncrl.protocol import (
     union_tensor_dict,
     unpad_dataproto,
 )
-from asyncrl.protocol.errors import BatchError, WireError
+from asyncrl.protocol.errors import BatchError
 
 
 def batch_of(num_rows=4, **meta_info):
@@ -380,102 +379,3 @@ def test_to_moves_tensors_in_place():
     data = batch_of()
     assert data.to("meta") is data
     assert data.batch["a"].device.type == "meta"
-
-
-def test_disk_round_trip(tmp_path):
-    data = batch_of(3, t=0.5)
-    data.save_to_disk(tmp_path / "data.bin")
-    loaded = DataProto.load_from_disk(tmp_path / "data.bin")
-    loaded.batch["a"] += 0
-    assert numbers(loaded) == [0, 1, 2]
-    assert loaded.meta_info == {"t": 0.5}
-    (tmp_path / "other.bin").write_bytes(pickle.dumps(1))
-    with pytest.raises(WireError):
-        DataProto.load_from_disk(tmp_path / "other.bin")
-    with pytest.raises(WireError, match=r"value\['meta_info'\]\['f'\]"):
-        batch_of(1, f=len).save_to_disk(tmp_path / "data.bin")
-    assert len(DataProto.load_from_disk(tmp_path / "data.bin")) == 3
-
-
-@pytest.mark.parametrize("protocol", [2, 4, 5])
-def test_pickle_round_trip_with_values_of_any_type(protocol):
-    loaded = pickle.loads(pickle.dumps(batch_of(2, f=len), protocol=protocol))
-    assert numbers(loaded) == [0, 1]
-    assert loaded.meta_info == {"f": len}
-
-
-def test_pickle_5_copies_no_tensor_until_it_is_asked_for():
-    data, buffers = batch_of(4), []
-    stream = pickle.dumps(data, protocol=5, buffer_callback=buffers.append)
-    loaded = pickle.loads(stream, buffers=[memoryview(buffer).toreadonly() for buffer in buffers])
-    kept = loaded.slice(1, 3)
-    assert kept._batch["a"].data_ptr() == data.batch["a"][1:].data_ptr()
-    kept.batch["a"] += 1
-    loaded.batch["a"] += 1
-    assert data.batch["a"].tolist() == [0, 10, 20, 30]
-    assert kept.batch["a"].tolist() == [11, 21]
-
-
-def test_deep_and_shallow_copies():
-    data = batch_of(2, m=[1])
-    deep, shallow = copy.deepcopy(data), copy.copy(data)
-    deep.batch["a"][0] = 7
-    deep.meta_info["m"].append(2)
-    shallow.meta_info["other"] = 1
-    assert data.batch["a"].tolist() == [0, 10]
-    assert data.meta_info == {"m": [1]}
-
-
-def jagged():
-    rows = [torch.arange(n) for n in (1, 3, 0, 2)]
-    return DataProto.from_dict({"j": torch.nested.as_nested_tensor(rows, layout=torch.jagged)})
-
-
-def lengths(data):
-    return [len(row) for row in data.batch["j"].unbind()]
-
-
-def test_jagged_tensors_go_through_every_operation_on_rows():
-    data = jagged()
-    assert lengths(DataProto.concat(data.chunk(2))) == [1, 3, 0, 2]
-    assert lengths(data[[3, 1]]) == [2, 3]
-    assert lengths(data[1:3]) == [3, 0]
-    assert lengths(data.repeat(2)) == [1, 1, 3, 3, 0, 0, 2, 2]
-    assert lengths(data.repeat(2, interleave=False)) == [1, 3, 0, 2, 1, 3, 0, 2]
-    assert lengths(pickle.loads(pickle.dumps(data))) == [1, 3, 0, 2]
-    assert len(data[:0]) == 0
-
-
-EMPTY = [
-    DataProto,
-    lambda: DataProto(meta_info={"t": 1}),
-    lambda: batch_of(4)[:0],
-    lambda: batch_of(4).select(batch_keys=[])[:0],
-    lambda: batch_of(4).select(non_tensor_batch_keys=[])[:0],
-]
-OBJECT_ONLY = [lambda: batch_of(4).select(batch_keys=[])]
-
-
-@pytest.mark.parametrize("make", [*EMPTY, *OBJECT_ONLY])
-def test_empty_and_tensorless_batches_work_everywhere(make, tmp_path):
-    num_rows = len(make())
-    assert len(DataProto.concat([make(), make()])) == 2 * num_rows
-    assert sum(map(len, make().chunk(2))) == num_rows
-    assert sum(map(len, make().split(3))) == num_rows
-    assert len(make().repeat(2)) == len(make().repeat(2, interleave=False)) == 2 * num_rows
-    assert len(make().sample_level_repeat([3] * num_rows)) == 3 * num_rows
-    assert len(make().unfold_column_chunks(2)) == 2 * num_rows
-    assert len(make().select_idxs([])) == len(make()[:0]) == 0
-    assert len(make().union(make())) == num_rows
-    assert len(make().select()) == len(make().to("cpu")) == num_rows
-    make().reorder(torch.arange(num_rows))
-    assert len(DataProto.from_tensordict(make().to_tensordict())) == num_rows
-    assert len(pickle.loads(pickle.dumps(make()))) == num_rows
-    assert len(unfold_batch_dim(fold_batch_dim(make(), 2))) == num_rows
-    padded, pad_size = pad_dataproto_to_divisor(make(), 3)
-    assert len(unpad_dataproto(padded, pad_size)) == num_rows
-    assert sum(map(len, make().make_iterator(2, epochs=1))) == num_rows
-    make().save_to_disk(tmp_path / "data")
-    assert len(DataProto.load_from_disk(tmp_path / "data")) == num_rows
-    assert make().get_data_info().startswith("batch\n")
-    assert len(copy.deepcopy(make())) == num_rows

@@ -4,15 +4,21 @@ import inspect
 import pickle
 
 import pytest
+import torch
+from tensordict import TensorDict
 
+from asyncrl.protocol import DataProto
 from asyncrl.single_controller import (
     DISPATCH_MODE_FN_REGISTRY,
     Dispatch,
+    DynamicEnum,
     Execute,
     ResourcePool,
     Role,
+    UsageError,
     get_predefined_dispatch_fn,
     get_predefined_execute_fn,
+    get_random_string,
     parallel_put,
     register,
     register_dispatch_mode,
@@ -20,11 +26,15 @@ from asyncrl.single_controller import (
 )
 from asyncrl.single_controller.decorator import MAGIC_ATTR
 from asyncrl.single_controller.dispatch import (
+    _padding_size_key,
+    _split_args_kwargs_data_proto,
+    _split_args_kwargs_data_proto_with_auto_padding,
     collect_nd_compute,
     dispatch_dp_compute_data_proto_with_func,
     dispatch_one_to_all,
     forbidden_direct_call,
 )
+from asyncrl.single_controller.packing import can_place
 
 
 class Group:
@@ -162,5 +172,52 @@ def test_a_pool_counts_processes_by_node():
 
 
 def test_parallel_put_of_nothing_is_refused():
-    with pytest.raises(ValueError, match="at least one"):
+    with pytest.raises(AssertionError, match="at least one"):
         parallel_put([])
+
+
+def test_an_enumeration_of_ones_own_counts_up_and_writes_in_capitals():
+    class Stage(DynamicEnum):
+        """Parts of a run."""
+
+    warm_up, main = Stage.register("warm_up"), Stage.register("MAIN")
+    assert (warm_up.name, warm_up.value, main.value) == ("WARM_UP", 0, 1)
+    assert Stage.remove("main") is main
+    assert Stage.register("late").value == 2
+    assert Stage.names() == ["WARM_UP", "LATE"]
+
+
+def test_a_role_is_found_by_what_it_writes():
+    assert Role.from_string("actor_rollout") is Role.from_string("ActorRollout") is Role.ActorRollout
+    assert str(Role.from_string("rm")) == "rm"
+    with pytest.raises(ValueError, match="critics"):
+        Role.from_string("critics")
+
+
+def test_demands_are_placed_wherever_there_is_a_way():
+    eight, six, four = ({"GPU": float(count), f"node:{count}": 1.0} for count in (8, 6, 4))
+    threes_and_twos = [{"GPU": 3.0}, {"GPU": 3.0}, {"GPU": 2.0}, {"GPU": 2.0}]
+    assert can_place(threes_and_twos, [four, six])
+    assert not can_place([*threes_and_twos, {"GPU": 1.0}], [four, six])
+    assert not can_place([{"GPU": 1.0}], [{"CPU": 4.0}])
+    assert not can_place([{"GPU": 8.0}] * 65, [dict(eight, **{f"node:{i}": 1.0}) for i in range(64)])
+
+
+def test_a_random_name_has_the_length_asked_for():
+    assert len(get_random_string(6)) == 6
+    assert get_random_string(length=12).isalnum()
+
+
+def test_a_dispatch_function_may_use_the_splitting_of_the_others():
+    data = DataProto.from_dict({"a": torch.arange(5.0)}, auto_padding=True)
+    (parts,), kwargs = _split_args_kwargs_data_proto_with_auto_padding(4, data)
+    assert [len(part) for part in parts] == [2, 2, 2, 2]
+    assert kwargs == {_padding_size_key: 3}
+    (parts,), kwargs = _split_args_kwargs_data_proto(2, data.slice(0, 4))
+    assert [part.batch["a"].tolist() for part in parts] == [[0, 1], [2, 3]]
+    with pytest.raises(UsageError, match="same length"):
+        _split_args_kwargs_data_proto_with_auto_padding(
+            4, data, other=DataProto.from_dict({"a": torch.zeros(3)}, auto_padding=True)
+        )
+    with pytest.raises(UsageError, match="3 rows"):
+        _split_args_kwargs_data_proto(2, TensorDict({"a": torch.zeros(3)}, batch_size=[3]))

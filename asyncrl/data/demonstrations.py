@@ -1,0 +1,142 @@
+"""Demonstrations for supervised fine-tuning: rows of text or of chat messages as tokens, and which of them are learned.
+
+Nothing here waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from .encode import Tokenizer, render_chat
+from .rows import Rows, read_rows
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Demonstration:
+    """One example.
+
+    Attributes:
+        token_ids: [T] int32.
+        learned: [T] bool, True where the token is the assistant's, its end included; False at the first token.
+    """
+
+    token_ids: np.ndarray
+    learned: np.ndarray
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemonstrationFormat:
+    """How rows are read.
+
+    Attributes:
+        prompt_key: Column of the prompt: a string, or with ``chat_template`` a list of {role, content} messages.
+        response_key: Column of the response, a string; empty with ``chat_template`` where the assistant's turns stand
+            in the messages themselves.
+        chat_template: Render messages with the tokenizer's chat template.
+        chat_template_kwargs: Further arguments of the template.
+    """
+
+    prompt_key: str
+    response_key: str
+    chat_template: bool = False
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+def load_demonstrations(files: Sequence[str], form: DemonstrationFormat, tokenizer: Any) -> list[Demonstration]:
+    """Read every row of parquet or jsonl files.
+
+    A plain row is prompt, response and the end-of-sequence token. A conversation is rendered by the template up to each
+    assistant turn, and the text that the turn adds is learned; each stretch is tokenised by itself, as a prompt is in
+    generation.
+
+    Args:
+        files: Paths.
+        form: Their columns.
+        tokenizer: The policy's, transformers' own.
+
+    Raises:
+        ValueError: a file, row or column is not as ``form`` says; the message names it.
+    """
+    keys = [key for key in (form.prompt_key, form.response_key) if key]
+    demonstrations: list[Demonstration] = []
+    for name in files:
+        rows = read_rows(name, keys)
+        stretches = _conversations(rows, form, tokenizer) if form.chat_template else _pairs(rows, form, tokenizer)
+        for row, parts in enumerate(stretches):
+            demonstrations.append(_demonstration(parts, rows.where(row)))
+    return demonstrations
+
+
+_Stretch = tuple[Sequence[int], bool]
+"""Token ids, and whether they are learned."""
+
+
+def _demonstration(parts: Sequence[_Stretch], where: str) -> Demonstration:
+    token_ids = np.concatenate([np.asarray(ids, dtype=np.int32) for ids, _ in parts])
+    learned = np.concatenate([np.full(len(ids), is_learned) for ids, is_learned in parts])
+    learned[:1] = False  # no token predicts the first one
+    if not learned.any():
+        raise ValueError(
+            f"{where}: nothing to learn, expected a prompt and a response of a token or more; drop the row"
+        )
+    return Demonstration(token_ids=token_ids, learned=learned)
+
+
+def _pairs(rows: Rows, form: DemonstrationFormat, tokenizer: Any) -> Iterator[list[_Stretch]]:
+    texts = {key: _strings(rows, key) for key in (form.prompt_key, form.response_key)}
+    prompts = tokenizer(texts[form.prompt_key], add_special_tokens=True)["input_ids"]
+    responses = tokenizer(texts[form.response_key], add_special_tokens=False)["input_ids"]
+    for prompt, response in zip(prompts, responses, strict=True):
+        yield [(prompt, False), ([*response, tokenizer.eos_token_id], True)]
+
+
+def _conversations(rows: Rows, form: DemonstrationFormat, tokenizer: Tokenizer) -> Iterator[list[_Stretch]]:
+    answers = _strings(rows, form.response_key) if form.response_key else [None] * len(rows)
+    for row, (messages, answer) in enumerate(zip(rows.column(form.prompt_key), answers, strict=True)):
+        where = f"{rows.where(row)}: column {form.prompt_key!r}"
+        if not isinstance(messages, list) or not messages:
+            raise ValueError(f"{where} is {messages!r}, expected a list of {{role, content}} messages; mend the row")
+        if answer is not None:
+            messages = [*messages, {"role": "assistant", "content": answer}]
+        stretches = _stretches(messages, where, form, tokenizer)
+        ids = tokenizer([text for text, _ in stretches], add_special_tokens=False)["input_ids"]
+        yield [(part, is_learned) for part, (_, is_learned) in zip(ids, stretches, strict=True)]
+
+
+def _stretches(
+    messages: Sequence[Any], where: str, form: DemonstrationFormat, tokenizer: Tokenizer
+) -> list[tuple[str, bool]]:
+    """The rendered conversation up to its last assistant turn, cut where the assistant begins and ends to speak."""
+    kwargs = dict(form.chat_template_kwargs)
+    done, stretches = "", []
+    for turn, message in enumerate(messages):
+        if not isinstance(message, Mapping) or message.get("role") != "assistant":
+            continue
+        asked = render_chat(messages[:turn], where, tokenizer, kwargs, add_generation_prompt=True)
+        answered = render_chat(messages[: turn + 1], where, tokenizer, kwargs, add_generation_prompt=False)
+        if not (asked.startswith(done) and answered.startswith(asked)):
+            raise ValueError(
+                f"{where}: the chat template rewrites what it rendered before when message {turn} is added, so that "
+                "its tokens cannot be told apart; split the conversation into one row an answer, or change "
+                "sft.chat_template_kwargs"
+            )
+        stretches += [(asked[len(done) :], False), (answered[len(asked) :], True)]
+        done = answered
+    if not stretches:
+        raise ValueError(f"{where} has no assistant turn to learn; name sft.response_key, or mend the row")
+    return stretches
+
+
+def _strings(rows: Rows, key: str) -> list[str]:
+    values = rows.column(key)
+    for row, value in enumerate(values):
+        if not isinstance(value, str):
+            raise ValueError(
+                f"{rows.where(row)}: column {key!r} is {value!r} ({type(value).__name__}), expected a string; write it "
+                "as one, or set sft.chat_template=true for messages"
+            )
+    return values

@@ -1,0 +1,224 @@
+"""Where a run stood at a checkpoint, and how another run goes on from there.
+
+A checkpoint of policy version v holds what every step before v has consumed, and nothing later. Prompts that were
+queued, in flight or stored at that moment are handed out again; the tokens that had been written for them count as
+dropped, for the reason ``resume``.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from asyncrl.config import RunConfig
+from asyncrl.data.prompts import PromptStream
+from asyncrl.protocol.types import BufferStats, Plan, Prompt
+from buffer.config import BufferConfig, Durability
+from learner.checkpoint_files import newest_checkpoint, read_progress
+
+RESUME = "resume"
+"""The reason that tokens of unfinished groups are dropped for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunState:
+    """Where a run stood, over all its lives.
+
+    Attributes:
+        version: Learner version, steps committed.
+        prompts: The prompt stream's own state; its position is the number of prompts handed out.
+        finished: Group ids that are consumed or dropped, as sorted ranges [start, end).
+        tokens_generated: Policy tokens that the fleet had written.
+        tokens_trained: Policy tokens of consumed groups.
+        tokens_dropped: Policy tokens dropped, by reason.
+        lag_histogram: Lag in learner steps to number of consumed groups.
+    """
+
+    version: int = 0
+    prompts: Mapping[str, Any] = field(default_factory=dict)
+    finished: Sequence[tuple[int, int]] = ()
+    tokens_generated: int = 0
+    tokens_trained: int = 0
+    tokens_dropped: Mapping[str, int] = field(default_factory=dict)
+    lag_histogram: Mapping[int, int] = field(default_factory=dict)
+
+    @property
+    def unfinished(self) -> list[int]:
+        """Group ids handed out and not finished, ascending."""
+        gaps, start = [], 0
+        for first, end in [*self.finished, (self.prompts.get("position", 0),) * 2]:
+            gaps.extend(range(start, first))
+            start = end
+        return gaps
+
+    @property
+    def tokens_lost(self) -> int:
+        """Policy tokens that were buffered or in flight: they are written again."""
+        return self.tokens_generated - self.tokens_trained - sum(self.tokens_dropped.values())
+
+    def all_dropped(self) -> dict[str, int]:
+        """Dropped tokens by reason, with those that resuming drops."""
+        lost = {RESUME: self.tokens_lost} if self.tokens_lost else {}
+        return dict(Counter(self.tokens_dropped) + Counter(lost))
+
+    def plain(self) -> dict[str, Any]:
+        """The state as JSON knows it, for `from_plain`."""
+        return asdict(self) | {"finished": [list(part) for part in self.finished]}
+
+    @classmethod
+    def from_plain(cls, values: Mapping[str, Any]) -> RunState:
+        """Read what `plain` wrote.
+
+        Raises:
+            ValueError: the checkpoint was not saved by a run.
+        """
+        names = set(cls.__dataclass_fields__)
+        if set(values) != names:
+            raise ValueError(
+                f"a checkpoint to resume must hold {sorted(names)} of its run, got {sorted(values)}; it was saved by "
+                "another version of asyncrl, or not by a run"
+            )
+        lags = {int(lag): count for lag, count in values["lag_histogram"].items()}
+        finished = tuple((first, end) for first, end in values["finished"])
+        return cls(**{**values, "finished": finished, "lag_histogram": lags})
+
+    def after(
+        self,
+        *,
+        prompts: Mapping[str, Any],
+        stats: BufferStats,
+        finished: Iterable[tuple[int, int]],
+        planned: Iterable[Plan],
+        tokens_generated: int,
+        version: int,
+    ) -> RunState:
+        """The state at a checkpoint of a run that began with this one.
+
+        Args:
+            prompts: The prompt stream's state now.
+            stats: The ledger now.
+            finished: Groups that the ledger has finished in this life, as ranges [start, end).
+            planned: The batches before ``version`` that the ledger had not committed yet, at ``stats`` or later.
+            tokens_generated: By the fleet in this life.
+            version: Version of the checkpoint.
+        """
+        groups = [group for plan in planned if plan.version >= stats.learner_version for group in plan.groups]
+        ids = [(group.group_id, group.group_id + 1) for plan in planned for group in plan.groups]
+        lags = Counter(
+            plan.version - group.oldest_version
+            for plan in planned
+            if plan.version >= stats.learner_version
+            for group in plan.groups
+        )
+        return RunState(
+            version=version,
+            prompts=prompts,
+            finished=_joined([*self.finished, *finished, *ids]),
+            tokens_generated=self.tokens_generated + tokens_generated,
+            tokens_trained=self.tokens_trained + stats.tokens_trained + sum(group.num_tokens for group in groups),
+            tokens_dropped=dict(Counter(self.all_dropped()) + Counter(stats.tokens_dropped)),
+            lag_histogram=dict(Counter(self.lag_histogram) + Counter(stats.lag_histogram) + lags),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resumed:
+    """A checkpoint to go on from.
+
+    Attributes:
+        checkpoint: Its folder.
+        state: Where the run stood.
+    """
+
+    checkpoint: Path
+    state: RunState
+
+
+def find_checkpoint(config: RunConfig) -> Resumed | None:
+    """What ``checkpoint.resume`` names.
+
+    Returns:
+        None for ``never``, and for ``auto`` where no run of the experiment has saved a checkpoint.
+
+    Raises:
+        ValueError: there is no checkpoint at the path, or it is at the run's last step already.
+    """
+    choice = config.checkpoint.resume
+    if choice == "never":
+        return None
+    path = _newest_of_experiment(config) if choice == "auto" else newest_checkpoint(Path(choice))
+    if path is None and choice == "auto":
+        return None
+    progress = read_progress(path or Path(choice))
+    assert path is not None
+    if progress.version >= config.total_steps:
+        raise ValueError(
+            f"total_steps must be above the {progress.version} steps of {path} to resume it, got "
+            f"{config.total_steps}; raise it, or set checkpoint.resume=never"
+        )
+    return Resumed(checkpoint=path, state=RunState.from_plain(progress.run))
+
+
+def checkpoint_folder(config: RunConfig, run_dir: Path) -> Path:
+    """Where the run saves its checkpoints."""
+    return Path(config.checkpoint.directory).resolve() if config.checkpoint.directory else run_dir / "checkpoints"
+
+
+def begin_buffer_at(options: BufferConfig, version: int) -> BufferConfig:
+    """The buffer's options for a run that goes on: it begins empty, at the checkpoint's version.
+
+    What an earlier server kept on disk is of a later moment than the checkpoint: it is put aside, not deleted.
+    """
+    kept = Path(options.directory)
+    if options.durability is Durability.disk and kept.is_dir():
+        kept.rename(kept.with_name(f"{kept.name}.before-resume-{time.strftime('%Y%m%d-%H%M%S')}"))
+    return replace(options, first_version=version)
+
+
+def _newest_of_experiment(config: RunConfig) -> Path | None:
+    if config.checkpoint.directory:
+        return newest_checkpoint(Path(config.checkpoint.directory).resolve())
+    folders = Path(config.output_dir, config.experiment).resolve().glob("*/checkpoints")
+    found = [newest_checkpoint(folder) for folder in sorted(folders, key=lambda folder: folder.parent.name)]
+    return next((path for path in reversed(found) if path is not None), None)
+
+
+class ResumedPrompts:
+    """The prompts of a run that goes on: first those that were handed out and not finished, then the stream's.
+
+    Args:
+        stream: Of the same files and options as the saved run's.
+        state: Where the run stood.
+
+    Raises:
+        ValueError: the stream is another one; the message names the difference.
+    """
+
+    def __init__(self, stream: PromptStream, state: RunState) -> None:
+        stream.restore(state.prompts)
+        self._stream = stream
+        self._again = stream.at(state.unfinished)
+
+    def take(self, count: int) -> list[Prompt]:
+        """The next ``count`` prompts."""
+        again, self._again = self._again[:count], self._again[count:]
+        return again + self._stream.take(count - len(again))
+
+    def state(self) -> dict[str, Any]:
+        """The stream's state."""
+        return self._stream.state()
+
+
+def _joined(ranges: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """Sorted, disjoint ranges. Example: [(2, 3), (0, 2), (5, 6)] gives ((0, 3), (5, 6))."""
+    joined: list[tuple[int, int]] = []
+    for start, end in sorted(ranges):
+        if joined and start <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(joined[-1][1], end))
+        else:
+            joined.append((start, end))
+    return tuple(joined)

@@ -1,0 +1,106 @@
+"""Where a fine-tuned policy lies, and which settings it was made with: it is reused for the same ones only."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from asyncrl.config import RunConfig
+
+RESULT = "sft.json"
+"""In the policy's folder: ``settings`` (their digest), ``steps``, ``accuracy`` and ``val_loss``."""
+
+
+def warm_start_path(config: RunConfig) -> Path:
+    """Where the fine-tuned policy of these settings lies: under ``sft.output_path``, or by the settings' digest."""
+    if config.sft.output_path:
+        return Path(config.sft.output_path).expanduser().resolve()
+    return Path(config.output_dir, config.experiment, "sft", settings_digest(config)).resolve()
+
+
+def finished_warm_start(config: RunConfig) -> dict[str, Any] | None:
+    """What is known of the fine-tuned policy of these settings; None where it is still to be made.
+
+    Raises:
+        ValueError: ``sft.output_path`` holds something else, or a policy of other settings.
+    """
+    folder = warm_start_path(config)
+    result = json.loads((folder / RESULT).read_text()) if (folder / RESULT).is_file() else None
+    if result is not None and result.get("settings") == settings_digest(config):
+        return result
+    if not config.sft.output_path or not folder.exists() or not any(folder.iterdir()):
+        return None
+    what = "something else" if result is None else f"a policy of other settings ({result.get('settings')})"
+    raise ValueError(
+        f"sft.output_path={config.sft.output_path} holds {what}, expected an empty directory or a policy of these "
+        f"settings ({settings_digest(config)}); name another path, or remove it"
+    )
+
+
+def write_warm_start(config: RunConfig, result: dict[str, Any], write_policy: Callable[[Path], None]) -> Path:
+    """Make the policy's folder, whole or not at all.
+
+    Args:
+        config: The run.
+        result: Goes into `RESULT`, with the settings' digest.
+        write_policy: Writes model and tokenizer into a directory that it makes.
+
+    Returns:
+        The folder.
+    """
+    folder = warm_start_path(config)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    fresh = folder.with_name(f".{folder.name}-{os.getpid()}")
+    try:
+        write_policy(fresh)
+        (fresh / RESULT).write_text(json.dumps({"settings": settings_digest(config), **result}) + "\n")
+        finished_warm_start(config)  # refuses once more what must not be replaced
+        shutil.rmtree(folder, ignore_errors=True)
+        fresh.rename(folder)
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+    return folder
+
+
+def settings_digest(config: RunConfig) -> str:
+    """Digest of every option and file that a fine-tuned policy depends on. Example: ``72f9de132f03``."""
+    optimizer = asdict(config.learner.optimizer)
+    own = {"output_path", "enabled", "progress_timeout_s", "train_files", "val_files"}
+    settings = {
+        "sft": {name: value for name, value in asdict(config.sft).items() if name not in own},
+        "optimizer": {name: optimizer[name] for name in ("betas", "eps", "clip_grad_norm")},
+        "dtype": config.learner.dtype,
+        "seed": config.seed,
+        "model": _digest(
+            [*sorted(Path(config.model.path).glob("*.safetensors")), Path(config.model.path, "config.json")]
+        ),
+        "data": [_digest([Path(name)]) for name in (*config.sft.train_files, *config.sft.val_files)],
+        "examination": _examination(config),
+    }
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def _examination(config: RunConfig) -> dict[str, Any]:
+    """What accuracy, and with it an early stop, depends on."""
+    if not config.sft.eval_prompts:
+        return {}
+    data = {name: value for name, value in asdict(config.data).items() if not name.endswith("_files")}
+    return {
+        "files": [_digest([Path(name)]) for name in config.data.eval_files],
+        "data": data,
+        "reward": config.rollout_fleet.reward,
+        "max_new_tokens": config.rollout_fleet.sampling.max_new_tokens,
+    }
+
+
+def _digest(files: Sequence[Path]) -> str:
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(file.expanduser().read_bytes() if file.expanduser().is_file() else b"absent")
+    return digest.hexdigest()

@@ -1,0 +1,96 @@
+"""Low-rank adapters on the policy (LoRA, arXiv 2106.09685), by peft: trained alone, and merged to be published.
+
+The adapters are injected into the Hugging Face model, which keeps its class; its own weights are frozen. Nothing is
+ever merged in place: what is published is computed beside the weights that are trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from peft import LoraConfig as PeftConfig
+from peft import inject_adapter_in_model
+from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from .config import LoraConfig
+
+_ADAPTER = "default"
+_ALL_LINEAR = "all-linear"
+
+
+def add_adapters(model: PreTrainedModel, config: LoraConfig) -> None:
+    """Inject adapters that change nothing yet (B is 0), and freeze all else.
+
+    Args:
+        model: On the CPU or the meta device.
+        config: ``rank`` > 0.
+
+    Raises:
+        ValueError: the model has no such modules.
+    """
+    targets = list(config.target_modules)
+    chosen = _linear_layers(model) if targets == [_ALL_LINEAR] else targets
+    peft = PeftConfig(r=config.rank, lora_alpha=config.alpha, target_modules=chosen, lora_dropout=config.dropout)
+    try:
+        inject_adapter_in_model(peft, model, adapter_name=_ADAPTER)
+    except ValueError as error:
+        raise ValueError(f"learner.lora.target_modules={targets} cannot be adapted: {error}") from error
+    strange = sorted({type(layer).__name__ for _, layer in _layers(model) if layer.get_base_layer().weight.ndim != 2})
+    if strange:
+        raise ValueError(f"learner.lora.target_modules must name linear layers, got {strange}; name projections")
+
+
+@contextmanager
+def adapters_off(model: nn.Module) -> Iterator[None]:
+    """Inside, the model computes what it did without adapters.
+
+    Raises:
+        ValueError: it has none.
+    """
+    layers = [layer for _, layer in _layers(model)]
+    if not layers:
+        raise ValueError("the policy has no adapters to switch off; set learner.lora.rank, or use a reference role")
+    # By their scale, not by peft's switch, which makes parameters need no gradient for a while: FSDP notes that once.
+    scales = [layer.scaling[_ADAPTER] for layer in layers]
+    for layer in layers:
+        layer.scaling[_ADAPTER] = 0.0
+    try:
+        yield
+    finally:
+        for layer, scale in zip(layers, scales, strict=True):
+            layer.scaling[_ADAPTER] = scale
+
+
+def merged_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Plain weights W + scale · B A under the names of a model without adapters.
+
+    Args:
+        model: Tells the layers that have adapters, and their scales.
+        weights: Whole tensors by the model's parameter names; none is changed.
+
+    Returns:
+        Name to tensor, each in its own type; the product is computed in float32.
+    """
+    plain = dict(weights)
+    for name, layer in _layers(model):
+        down, up = (plain.pop(f"{name}.lora_{part}.{_ADAPTER}.weight").float() for part in "AB")
+        base = plain.pop(f"{name}.base_layer.weight")
+        merged = torch.addmm(base.float(), up, down, alpha=layer.scaling[_ADAPTER])
+        plain[f"{name}.weight"] = merged.to(base.dtype)
+        if (bias := plain.pop(f"{name}.base_layer.bias", None)) is not None:
+            plain[f"{name}.bias"] = bias
+    return plain
+
+
+def _layers(model: nn.Module) -> list[tuple[str, LoraLayer]]:
+    return [(name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer)]
+
+
+def _linear_layers(model: PreTrainedModel) -> list[str]:
+    """All linear layers but the output embedding, whose weight may be tied and is read by the log-probs."""
+    head = model.get_output_embeddings()
+    return [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head]

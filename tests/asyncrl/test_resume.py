@@ -1,0 +1,114 @@
+"""What a run goes on from, and with which prompts."""
+
+import json
+from dataclasses import asdict, replace
+
+import pytest
+
+from asyncrl.compose import compose_run
+from asyncrl.data import PromptStream
+from asyncrl.data.config import DataConfig
+from asyncrl.resume import ResumedPrompts, RunState, begin_buffer_at, find_checkpoint
+from buffer.config import BufferConfig, Durability
+from learner.checkpoint_files import Progress, write_progress
+
+STATE = RunState(version=4, prompts={"position": 12}, finished=((0, 5), (7, 9)), tokens_generated=70, tokens_trained=60)
+
+
+def save(folder, version, state=STATE):
+    checkpoint = folder / f"v{version:08d}"
+    checkpoint.mkdir(parents=True)
+    run = replace(state, version=version).plain()
+    write_progress(
+        checkpoint, Progress(version=version, num_updates=version, num_ranks=1, sp_size=1, dtype="float32", run=run)
+    )
+    return checkpoint
+
+
+def config_of(tmp_path, *overrides):
+    return compose_run([f"output_dir={tmp_path}", "experiment=custom", "total_steps=50", *overrides])
+
+
+class Letters:
+    """A tokenizer of one token a letter."""
+
+    def __call__(self, texts, **_):
+        return {"input_ids": [[ord(letter) for letter in text] for text in texts]}
+
+
+def test_a_state_survives_json():
+    plain = json.loads(json.dumps(replace(STATE, tokens_dropped={"stale": 3}, lag_histogram={0: 2, 3: 1}).plain()))
+    assert RunState.from_plain(plain) == replace(STATE, tokens_dropped={"stale": 3}, lag_histogram={0: 2, 3: 1})
+    with pytest.raises(ValueError, match="not by a run"):
+        RunState.from_plain({})
+
+
+def test_what_was_handed_out_and_not_finished_is_handed_out_again():
+    assert STATE.unfinished == [5, 6, 9, 10, 11]
+    assert STATE.tokens_lost == 10
+    assert STATE.all_dropped() == {"resume": 10}
+    assert RunState().unfinished == []
+
+
+def test_a_new_run_resumes_nothing(tmp_path):
+    assert find_checkpoint(config_of(tmp_path)) is None
+    assert find_checkpoint(config_of(tmp_path, "checkpoint.resume=auto")) is None
+
+
+def test_auto_takes_the_newest_checkpoint_of_the_newest_run_that_has_one(tmp_path):
+    runs = tmp_path / "custom"
+    save(runs / "2026-01-01_00-00-00" / "checkpoints", 30)
+    newest = save(runs / "2026-01-02_00-00-00" / "checkpoints", 20)
+    save(runs / "2026-01-02_00-00-00" / "checkpoints", 10)
+    (runs / "2026-01-03_00-00-00" / "checkpoints" / ".v00000040.partial").mkdir(parents=True)
+    found = find_checkpoint(config_of(tmp_path, "checkpoint.resume=auto"))
+    assert (found.checkpoint, found.state.version) == (newest, 20)
+
+
+def test_a_path_names_a_checkpoint_or_a_folder_of_them(tmp_path):
+    first, second = save(tmp_path / "c", 10), save(tmp_path / "c", 20)
+    for path, want in ((first, first), (tmp_path / "c", second)):
+        assert find_checkpoint(config_of(tmp_path, f"checkpoint.resume={path}")).checkpoint == want
+    with pytest.raises(ValueError, match="no checkpoint at"):
+        find_checkpoint(config_of(tmp_path, f"checkpoint.resume={tmp_path}/nowhere"))
+    with pytest.raises(ValueError, match="total_steps must be above the 20 steps"):
+        find_checkpoint(config_of(tmp_path, f"checkpoint.resume={tmp_path}/c", "total_steps=20"))
+
+
+def test_prompts_go_on_with_the_unfinished_ones_and_then_in_the_old_order(tmp_path):
+    rows = [{"prompt": "abcdefghij"[: 1 + index], "ground_truth": str(index)} for index in range(5)]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = DataConfig(train_files=[str(tmp_path / "train.jsonl")], max_prompt_tokens=20)
+    saved = PromptStream(data, Letters(), seed=3)
+    taken = saved.take(12)
+    resumed = ResumedPrompts(PromptStream(data, Letters(), seed=3), replace(STATE, prompts=saved.state()))
+    again = resumed.take(2) + resumed.take(4)
+    assert [prompt.group_id for prompt in again] == [5, 6, 9, 10, 11, 12]
+    for prompt in again[:5]:
+        assert prompt.prompt_ids.tolist() == taken[prompt.group_id].prompt_ids.tolist()
+    assert again[5].prompt_ids.tolist() == saved.take(1)[0].prompt_ids.tolist()
+    assert resumed.state()["position"] == 13
+    with pytest.raises(ValueError, match="the seed was 3"):
+        ResumedPrompts(PromptStream(data, Letters(), seed=4), replace(STATE, prompts=saved.state()))
+
+
+def test_what_a_buffer_kept_on_disk_is_put_aside(tmp_path):
+    options = BufferConfig(durability=Durability.disk, directory=str(tmp_path / "buffer"))
+    (tmp_path / "buffer").mkdir()
+    (tmp_path / "buffer" / "journal.sqlite").write_text("later")
+    assert asdict(begin_buffer_at(options, 7)) == asdict(options) | {"first_version": 7}
+    assert not (tmp_path / "buffer").exists()
+    (aside,) = tmp_path.glob("buffer.before-resume-*")
+    assert (aside / "journal.sqlite").read_text() == "later"
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ("checkpoint.every_steps=-1", "checkpoint.every_steps must be >= 0, got -1"),
+        ("checkpoint.resume=''", "checkpoint.resume must be never, auto or a path"),
+    ],
+)
+def test_a_wrong_option_is_named(option, words):
+    with pytest.raises(ValueError, match=words):
+        compose_run([option])

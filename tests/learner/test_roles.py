@@ -1,0 +1,229 @@
+"""The roles' workers as verl's callers know them: a `DataProto` in, a `DataProto` out, compared with plain forwards."""
+
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification
+
+sys.path.insert(0, str(Path(__file__).parent))
+from tiny_models import VOCABULARY, save_tiny_model
+
+from asyncrl.protocol.data_proto import DataProto
+from learner.actor_worker import ActorWorker
+from learner.config import AlgorithmConfig, CriticConfig, Device, LearnerConfig, LoraConfig, OptimizerConfig
+from learner.critic_worker import CriticWorker
+from learner.reference_worker import ReferenceWorker
+from learner.reward_worker import RewardModelWorker
+
+PROMPT, RESPONSE = 5, 6
+TEMPERATURE = 0.7
+CONFIG = LearnerConfig(
+    device=Device.cpu,
+    optimizer=OptimizerConfig(lr=1e-2, weight_decay=0.0),
+    critic=CriticConfig(value_clip=0.0, optimizer=OptimizerConfig(lr=1e-2, weight_decay=0.0)),
+)
+ALGORITHM = AlgorithmConfig(groups_per_step=2, samples_per_prompt=2)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    path = tmp_path_factory.mktemp("models")
+    causal = save_tiny_model(path / "causal")
+    paths = {"causal": causal}
+    for name, kind in (("critic", AutoModelForTokenClassification), ("rm", AutoModelForSequenceClassification)):
+        torch.manual_seed(2)
+        model = kind.from_pretrained(causal, num_labels=1)
+        torch.nn.init.normal_(model.score.weight)
+        model.save_pretrained(path / name)
+        paths[name] = str(path / name)
+    return paths
+
+
+@pytest.fixture(autouse=True)
+def alone() -> None:
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1"}
+
+
+def rows(seed: int = 0) -> DataProto:
+    """Four rows: prompts padded on the left, responses on the right; the last response is empty."""
+    generator = torch.Generator().manual_seed(seed)
+    input_ids = torch.randint(0, VOCABULARY, (4, PROMPT + RESPONSE), generator=generator)
+    attention_mask = torch.ones_like(input_ids)
+    for row, (prompt, response) in enumerate([(5, 6), (2, 3), (1, 4), (4, 0)]):
+        attention_mask[row, : PROMPT - prompt] = 0
+        attention_mask[row, PROMPT + response :] = 0
+    return DataProto.from_dict(
+        {
+            "input_ids": input_ids,
+            "attention_mask": attention_mask,
+            "position_ids": (attention_mask.cumsum(-1) - 1).clamp(min=0),
+            "responses": input_ids[:, PROMPT:],
+        }
+    )
+
+
+def each_row(data: DataProto) -> list[tuple[torch.Tensor, int]]:
+    """Unpadded tokens of each row, and how many of them are its response."""
+    batch = data.batch
+    masks = batch["attention_mask"].bool()
+    return [(ids[mask][None], int(mask[PROMPT:].sum())) for ids, mask in zip(batch["input_ids"], masks, strict=True)]
+
+
+def padded(values: list[torch.Tensor]) -> np.ndarray:
+    return np.stack([np.pad(value.numpy(), (0, RESPONSE - len(value))) for value in values])
+
+
+@torch.no_grad()
+def plain_log_probs(model: torch.nn.Module, data: DataProto, temperature: float) -> tuple[np.ndarray, np.ndarray]:
+    log_probs, entropies = [], []
+    for ids, length in each_row(data):
+        if length == 0:
+            log_probs.append(torch.zeros(0))
+            entropies.append(torch.zeros(0))
+            continue
+        logits = model(ids).logits[0, -length - 1 : -1] / temperature
+        distribution = torch.distributions.Categorical(logits=logits)
+        log_probs.append(distribution.log_prob(ids[0, -length:]))
+        entropies.append(distribution.entropy())
+    return padded(log_probs), padded(entropies)
+
+
+def actor(models: dict[str, str], tmp_path: Path, config: LearnerConfig = CONFIG, **algorithm: object) -> ActorWorker:
+    worker = ActorWorker(
+        config,
+        AlgorithmConfig(groups_per_step=2, samples_per_prompt=2, **algorithm),
+        model_path=models["causal"],
+        total_steps=20,
+        temperature=TEMPERATURE,
+        snapshot_dir=str(tmp_path / "snapshots"),
+    )
+    worker.init_model()
+    return worker
+
+
+def test_log_probs_and_entropies_are_those_of_a_plain_forward(models: dict[str, str], tmp_path: Path) -> None:
+    worker, data = actor(models, tmp_path), rows()
+    plain = AutoModelForCausalLM.from_pretrained(models["causal"]).eval()
+    for temperature, meta_info in ((TEMPERATURE, {}), (1.3, {"temperature": 1.3, "micro_batch_size": 1})):
+        data.meta_info = meta_info
+        got = worker.compute_log_prob(data)
+        log_probs, entropies = plain_log_probs(plain, data, temperature)
+        assert got.batch["old_log_probs"].shape == (4, RESPONSE)
+        np.testing.assert_allclose(got.batch["old_log_probs"].numpy(), log_probs, atol=2e-5)
+        np.testing.assert_allclose(got.batch["entropys"].numpy(), entropies, atol=2e-5)
+        assert got.meta_info["temperature"] == temperature
+    assert worker._scorer.model.temperature == TEMPERATURE
+
+
+def test_the_reference_is_a_frozen_copy_and_says_what_a_plain_forward_says(models: dict[str, str]) -> None:
+    worker = ReferenceWorker(CONFIG, ALGORITHM, model_path=models["causal"], temperature=TEMPERATURE)
+    worker.init_model()
+    plain = AutoModelForCausalLM.from_pretrained(models["causal"]).eval()
+    want, _ = plain_log_probs(plain, rows(), TEMPERATURE)
+    got = worker.compute_ref_log_prob(rows()).batch["ref_log_prob"]
+    np.testing.assert_allclose(got.numpy(), want, atol=2e-5)
+    with pytest.raises(ValueError, match="role 'ref' is frozen"):
+        worker.save_checkpoint("anywhere", 1)
+
+
+def test_values_and_scores_lie_where_verl_has_them(models: dict[str, str]) -> None:
+    data = rows()
+    critic = CriticWorker(CONFIG, ALGORITHM, model_path=models["critic"], total_steps=20)
+    critic.init_model()
+    reward_model = RewardModelWorker(CONFIG, ALGORITHM, model_path=models["rm"])
+    reward_model.init_model()
+    values, scores = critic.compute_values(data).batch["values"], reward_model.compute_rm_score(data).batch["rm_scores"]
+    plain_critic = AutoModelForTokenClassification.from_pretrained(models["critic"]).eval()
+    plain_rm = AutoModelForSequenceClassification.from_pretrained(models["rm"]).eval()
+    for row, (ids, length) in enumerate(each_row(data)):
+        with torch.no_grad():
+            logits = plain_critic(ids).logits[0, :, 0]
+            score = plain_rm(ids).logits.item()
+        want = np.zeros(RESPONSE)
+        want[:length] = logits[len(logits) - length - 1 : -1].numpy() if length else []
+        np.testing.assert_allclose(values[row].numpy(), want, atol=2e-5)
+        want = np.zeros(RESPONSE)
+        if length:
+            want[length - 1] = score
+        np.testing.assert_allclose(scores[row].numpy(), want, atol=2e-5)
+    assert float(values.abs().max()) > 0.1
+
+
+def test_updating_the_actor_raises_what_was_good_and_only_where_the_response_mask_says(
+    models: dict[str, str], tmp_path: Path
+) -> None:
+    worker, data = actor(models, tmp_path, clip_low=9.0, clip_high=9.0), rows()
+    before = worker.compute_log_prob(data).batch["old_log_probs"]
+    mask = data.batch["attention_mask"][:, PROMPT:].clone()
+    mask[0, 3:] = 0  # an environment's tokens
+    advantages = torch.zeros(4, RESPONSE)
+    advantages[0], advantages[1] = 1.0, -1.0
+    data.batch["old_log_probs"], data.batch["advantages"] = before, advantages
+    data.batch["response_mask"] = mask
+    metrics = worker.update_actor(data).meta_info["metrics"]
+    assert metrics["actor/num_tokens"] == 3 + 3 + 4
+    assert metrics["actor/ratio"] == pytest.approx(1.0, abs=1e-5)
+    assert metrics["actor/grad_norm"] > 0
+    moved = worker.compute_log_prob(data).batch["old_log_probs"] - before
+    assert moved[0, :3].sum() > 0.01
+    assert moved[1].sum() < -0.01
+
+
+def test_two_updates_a_step_start_from_the_old_log_probs_that_were_handed_in(
+    models: dict[str, str], tmp_path: Path
+) -> None:
+    worker, data = actor(models, tmp_path, num_mini_batches=2, correction="token_truncated"), rows()
+    old = worker.compute_log_prob(data).batch["old_log_probs"]
+    data.batch["old_log_probs"], data.batch["advantages"] = old, torch.ones(4, RESPONSE)
+    data.batch["rollout_log_probs"] = old - 0.5
+    metrics = worker.update_actor(data).meta_info["metrics"]
+    assert worker._scorer.optimizer.num_updates == 2
+    assert metrics["actor/importance_weight"] == pytest.approx(np.exp(0.5), rel=1e-4)
+
+
+def test_updating_the_critic_brings_values_to_returns(models: dict[str, str]) -> None:
+    worker, data = CriticWorker(CONFIG, ALGORITHM, model_path=models["critic"], total_steps=60), rows()
+    worker.init_model()
+    data.batch["returns"] = torch.linspace(-1, 1, RESPONSE).expand(4, -1).contiguous()
+    history = []
+    for _ in range(60):
+        data.batch["values"] = worker.compute_values(data).batch["values"]
+        history.append(worker.update_critic(data).meta_info["metrics"])
+    assert history[-1]["critic/vf_loss"] < 0.1 * history[0]["critic/vf_loss"]
+    assert history[-1]["critic/explained_variance"] > 0.8
+    assert {"critic/vf_clipfrac", "critic/vpred_mean", "critic/grad_norm", "critic/lr"} <= history[0].keys()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda data: data.batch.pop("attention_mask"), r"add \['attention_mask'\]"),
+        (lambda data: data.batch["position_ids"].add_(1), "position_ids must count"),
+    ],
+)
+def test_rows_that_cannot_be_read_are_refused(models: dict[str, str], tmp_path: Path, change, message: str) -> None:
+    data = rows()
+    change(data)
+    with pytest.raises(ValueError, match=message):
+        actor(models, tmp_path).compute_log_prob(data)
+
+
+def test_with_adapters_the_actor_is_its_own_reference(models: dict[str, str], tmp_path: Path) -> None:
+    config = LearnerConfig(device=Device.cpu, optimizer=CONFIG.optimizer, lora=LoraConfig(rank=4))
+    worker, data = actor(models, tmp_path, config), rows()
+    start = worker.compute_log_prob(data).batch["old_log_probs"]
+    data.batch["old_log_probs"], data.batch["advantages"] = start, torch.ones(4, RESPONSE)
+    for _ in range(3):
+        worker.update_actor(data)
+    moved = worker.compute_log_prob(data).batch["old_log_probs"]
+    assert float((moved - start).abs().max()) > 1e-2
+    reference = worker.compute_ref_log_prob(data).batch["ref_log_prob"]
+    plain, _ = plain_log_probs(AutoModelForCausalLM.from_pretrained(models["causal"]).eval(), data, TEMPERATURE)
+    np.testing.assert_allclose(reference.numpy(), plain, atol=2e-5)
+    torch.testing.assert_close(worker.compute_log_prob(data).batch["old_log_probs"], moved, rtol=0, atol=0)
+    with pytest.raises(ValueError, match="no adapters"):
+        actor(models, tmp_path).compute_ref_log_prob(data)
