@@ -9,6 +9,7 @@ from groups import prompt, rollout, running
 
 from asyncrl.protocol.errors import LeaseExpired
 from buffer import BufferClient
+from buffer.turns import Turns
 
 
 def fall_silent(client: BufferClient) -> None:
@@ -145,3 +146,14 @@ async def test_jumps_of_the_wall_clock_expire_nothing_and_stop_nothing(monkeypat
         stats = await control.stats()
         assert (stats.groups["consumed"], stats.tokens_dropped) == (8, {})
         assert lost.attempt == 0
+
+
+def test_whoever_got_less_is_served_first_and_an_absence_is_not_paid_back():
+    turns = Turns()
+    for client in (b"a", b"b", b"a"):
+        turns.take(client)
+    assert turns.of(b"b") < turns.of(b"a")
+    for _ in range(5):
+        turns.take(b"b")
+    assert turns.of(b"a") < turns.of(b"b")
+    assert turns.of(b"new") == turns.of(b"b") - 1
