@@ -278,6 +278,5 @@ def mutated(draw):
 def test_mutated_messages_decode_or_raise_wire_error(frames):
     with suppress(WireError):
         value = wire.decode(frames)
-        repr(value)
         if isinstance(value, dict) and "batch" in value:
             from_parts(DataProto, value).get_data_info()
