@@ -14,7 +14,6 @@ from tensordict import TensorDict
 
 from . import wire
 from .errors import WireError
-from .rows import leading_shape
 from .unbuilt_batch import UnbuiltBatch
 from .wire_file import read_frames, write_frames
 
@@ -93,7 +92,7 @@ def _batch_of(num_rows: Any, tensors: Any, *, is_borrowed: bool) -> UnbuiltBatch
     for name, tensor in tensors.items():
         if type(name) is not str or not isinstance(tensor, torch.Tensor | TensorDict):
             raise TypeError(f"its batch holds something other than tensors with names: {name!r:.40}")
-        if leading_shape(tensor, 1) != (num_rows,):
+        if tensor.size(0) != num_rows:
             raise ValueError(f"its batch has {num_rows} rows, and {name!r} has not")
     return UnbuiltBatch(tensors, num_rows, is_borrowed=is_borrowed)
 

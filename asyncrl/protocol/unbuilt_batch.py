@@ -10,9 +10,11 @@ import torch
 from tensordict import TensorDict
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class UnbuiltBatch:
     """What a `DataProto` holds after it was cut, joined or received; it is never written to.
+
+    Not frozen, for that would double the time to make one.
 
     Attributes:
         tensors: Tensors by name, all of ``num_rows`` rows.

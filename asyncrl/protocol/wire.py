@@ -99,7 +99,7 @@ def decode(
     decoder = Decoder(views[1:], foreign, writable=writable)
     try:
         value = decoder.unpack(views[0][len(_PREFIX) :])
-        if max_depth is not None:
+        if max_depth is not None and decoder.num_containers > max_depth:
             check_depth(value, max_depth)
     except WireError:
         raise
@@ -115,11 +115,10 @@ def _checked_views(frames: Sequence[Frame], max_frames: int, max_bytes: int) -> 
     if not 1 <= len(frames) <= max_frames:
         raise WireError(f"message has {len(frames)} frames; 1 to {max_frames} are allowed")
     try:
-        views = [memoryview(frame) for frame in frames]
-        views = [view if view.format == "B" and view.ndim == 1 else view.cast("B") for view in views]
+        views = [memoryview(frame).cast("B") for frame in frames]
     except (TypeError, ValueError) as error:
         raise WireError(f"a frame is not a contiguous buffer: {error}") from error
-    num_bytes = sum(view.nbytes for view in views)
+    num_bytes = sum(map(len, views))
     if num_bytes > max_bytes:
         raise WireError(f"message has {num_bytes} bytes; {max_bytes} are allowed")
     prefix = bytes(views[0][: len(_PREFIX)])

@@ -26,14 +26,12 @@ def is_plain(dtype: np.dtype) -> bool:
 
 def buffer_of(array: np.ndarray) -> memoryview:
     """The array's memory as bytes, in C order; copied only where the array is not contiguous."""
-    if array.nbytes == 0:
-        return memoryview(b"")
-    if not array.flags.c_contiguous:
-        array = np.ascontiguousarray(array)
     try:
         return array.data.cast("B")
-    except (TypeError, ValueError):  # dates, strings and long doubles have no buffer format of their own
-        return array.reshape(-1).view(np.uint8).data
+    except (TypeError, ValueError):  # it is not contiguous or empty, or its dtype has no buffer format
+        if array.nbytes == 0:
+            return memoryview(b"")
+        return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
 @lru_cache(maxsize=4096)
@@ -90,16 +88,8 @@ def array_of(data: bytes, buffer: memoryview, *, writable: bool) -> np.ndarray:
 
 def _check_values(dtype: np.dtype, buffer: memoryview) -> None:
     """Raise `WireError` for memory that numpy takes for granted is never there."""
-    if dtype.kind == "b":
-        check_bools(buffer)
-    elif dtype.kind == "U" and np.frombuffer(buffer, dtype=f"{dtype.byteorder}u4").max() > sys.maxunicode:
+    if dtype.kind == "U" and np.frombuffer(buffer, dtype=f"{dtype.byteorder}u4").max() > sys.maxunicode:
         raise WireError("array of strings holds a character that Unicode has not")
-
-
-def check_bools(buffer: memoryview) -> None:
-    """Raise `WireError` for a bool that is neither 0 nor 1, by which code that counts them would go astray."""
-    if np.frombuffer(buffer, dtype=np.uint8).max() > 1:
-        raise WireError("array of bools holds a byte that is neither 0 nor 1")
 
 
 def scalar_of(data: bytes) -> Any:
@@ -140,8 +130,9 @@ def record_parts(array: np.ndarray) -> list[Any] | None:
     return [list(array.shape), dtype.isalignedstruct, list(dtype.names), columns]
 
 
-def record_of(shape: Any, is_aligned: Any, names: Any, columns: Any) -> np.ndarray:
+def record_of(parts: list[Any]) -> np.ndarray:
     """The structured array of `record_parts`. Raises `WireError` where the columns do not fit together."""
+    shape, is_aligned, names, columns = parts
     shape = checked_shape(shape)
     if not isinstance(columns, list) or not all(isinstance(column, np.ndarray) for column in columns):
         raise WireError("structured array whose fields are not arrays")
@@ -166,8 +157,8 @@ def _record_dtype(fields: list[tuple[str, np.dtype, tuple[int, ...]]], is_aligne
 
 def checked_shape(shape: Any) -> tuple[int, ...]:
     """A shape out of a header. Raises `WireError` where it is not one."""
-    if not isinstance(shape, list) or len(shape) > MAX_DIMS or any(type(n) is not int or n < 0 for n in shape):
-        raise WireError(f"array has an impossible shape: {shape!r:.200}")
+    if not isinstance(shape, list | tuple) or len(shape) > MAX_DIMS or any(type(n) is not int or n < 0 for n in shape):
+        raise WireError("array has an impossible shape: its dimensions are not at most 64 integers >= 0")
     return tuple(shape)
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from .errors import WireError
-from .wire_numpy import buffer_of, check_bools, descriptor, parse
+from .wire_numpy import buffer_of, descriptor, parse
 from .wire_walk import Unsupported
 
 _NOT_SENT = re.compile(r"torch\.(q.*|bits.*|u?int[1-7])")  # quantized, opaque, and below one byte: torch copies none
@@ -56,7 +56,7 @@ def describe(tensor: Any) -> tuple[Description, list[memoryview]]:
         array = tensor.numpy()
     except (RuntimeError, TypeError):  # needs a gradient, is elsewhere, is a lazy conjugate, or has no numpy dtype
         array = _as_bytes(tensor)
-    return _descriptor(name, tuple(tensor.shape)), [buffer_of(array)]
+    return _descriptor(name, tensor.shape), [buffer_of(array)]
 
 
 def _as_bytes(tensor: torch.Tensor) -> np.ndarray:
@@ -110,8 +110,6 @@ def tensor_of(description: Any, take: Callable[[], memoryview], *, copy: bool) -
     buffer = take()
     if nbytes != buffer.nbytes:
         raise WireError(f"tensor {dtype}{list(shape)} needs {nbytes} bytes, got {buffer.nbytes}")
-    if dtype is torch.bool and nbytes:
-        check_bools(buffer)
     try:
         if nbytes == 0:
             return torch.empty(shape, dtype=dtype)

@@ -9,6 +9,7 @@ import struct
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import msgpack
@@ -40,7 +41,7 @@ class _Mark:
     """
 
     sent: msgpack.ExtType
-    build: Callable[..., Any]
+    build: Callable[[Any, list[Any]], Any]
 
 
 class Encoder:
@@ -90,14 +91,14 @@ class Encoder:
             self.buffers.append(wire_numpy.buffer_of(array))
             return msgpack.ExtType(_EXT_ARRAY, wire_numpy.describe(array.dtype, array.shape))
         if array.dtype == object:
-            return [_OBJECTS.sent, list(array.shape), array.reshape(-1).tolist()]
+            return [_OBJECTS.sent, array.reshape(-1).tolist(), *array.shape]
         if array.dtype == np.dtypes.StringDType():
-            return [_STRINGS.sent, list(array.shape), array.reshape(-1).tolist()]
+            return [_STRINGS.sent, array.reshape(-1).tolist(), *array.shape]
         parts = wire_numpy.record_parts(array)
         return None if parts is None else [_RECORD.sent, *parts]
 
     def columns(self, tensors: dict[str, Any]) -> Any:
-        """Tensors as two lists, of names and of descriptions, which is read faster than a tree."""
+        """Tensors as one list of names and descriptions in turn, which is read faster than a tree."""
         describe = _torch_side().describe
         try:
             described = [describe(tensor) for tensor in tensors.values()]
@@ -105,7 +106,8 @@ class Encoder:
             return tensors  # one of them does not travel: `tensor` says which, or leaves it out
         for _, buffers in described:
             self.buffers.extend(buffers)
-        return [_COLUMNS.sent, list(tensors), [description for description, _ in described]]
+        names_and_descriptions = zip(tensors, (description for description, _ in described), strict=True)
+        return [_COLUMNS.sent, *chain.from_iterable(names_and_descriptions)]
 
     def tensor(self, value: Any) -> Any:
         """The description of a tensor, and its memory as buffers; None where the value is no tensor of use."""
@@ -132,6 +134,7 @@ class Decoder:
         self.num_taken = 0
         self.num_foreign = 0
         self.open_marks = 0
+        self.num_containers = 0
 
     def unpack(self, data: Any) -> Any:
         """The value of the header."""
@@ -140,6 +143,7 @@ class Decoder:
             data,
             ext_hook=self.extension,
             list_hook=self.sequence,
+            object_hook=self.mapping,
             strict_map_key=False,
             timestamp=3,
             unicode_errors="surrogatepass",
@@ -164,10 +168,16 @@ class Decoder:
 
     def sequence(self, items: list[Any]) -> Any:
         """Called by msgpack for a list, when its items are there."""
+        self.num_containers += 1
         if not items or type(items[0]) is not _Mark:
             return items
         self.open_marks -= 1
-        return items[0].build(self, *items[1:])
+        return items.pop(0).build(self, items)
+
+    def mapping(self, items: dict[Any, Any]) -> dict[Any, Any]:
+        """Called by msgpack for a map, when its items are there."""
+        self.num_containers += 1
+        return items
 
     def take(self) -> memoryview:
         """The next buffer."""
@@ -183,9 +193,10 @@ class Decoder:
         self.num_foreign += 1
         return self.foreign[self.num_foreign - 1]
 
-    def objects(self, shape: Any, items: Any) -> np.ndarray:
+    def objects(self, parts: list[Any]) -> np.ndarray:
         """An array of Python values."""
-        shape = wire_numpy.checked_items(shape, items)
+        items, dims = parts[0], parts[1:]
+        shape = wire_numpy.checked_items(dims, items)
         array = np.empty(len(items), dtype=object)
         if _ATOMS.issuperset(map(type, items)):
             array[:] = items
@@ -194,34 +205,37 @@ class Decoder:
                 array[index] = item
         return array.reshape(shape)
 
-    def strings(self, shape: Any, items: Any) -> np.ndarray:
+    def strings(self, parts: list[Any]) -> np.ndarray:
         """An array of strings of any length."""
-        shape = wire_numpy.checked_items(shape, items, str)
+        items, dims = parts[0], parts[1:]
+        shape = wire_numpy.checked_items(dims, items, str)
         return np.array(items, dtype=np.dtypes.StringDType()).reshape(shape)
 
-    def nested_tensor(self, description: Any) -> Any:
+    def nested_tensor(self, parts: list[Any]) -> Any:
         """A nested tensor."""
+        (description,) = parts
         if type(description) is not list:
             raise WireError("nested tensor without a list of its parts")
         return _torch_side().tensor_of(description, self.take, copy=True)
 
-    def columns(self, names: Any, descriptions: Any) -> dict[str, Any]:
+    def columns(self, parts: list[Any]) -> dict[str, Any]:
         """Tensors by name, over the next buffers."""
         tensor_of = _torch_side().tensor_of
+        names, descriptions = parts[::2], parts[1::2]
         return {
             name: tensor_of(description, self.take, copy=False)
             for name, description in zip(names, descriptions, strict=True)
         }
 
 
-def _mark(code: bytes, build: Callable[..., Any]) -> _Mark:
+def _mark(code: bytes, build: Callable[[Any, list[Any]], Any]) -> _Mark:
     return _Mark(sent=msgpack.ExtType(_EXT_MARK, code), build=build)
 
 
-_TUPLE = _mark(b"t", lambda _, *items: items)
+_TUPLE = _mark(b"t", lambda _, items: tuple(items))
 _OBJECTS = _mark(b"o", Decoder.objects)
 _STRINGS = _mark(b"s", Decoder.strings)
-_RECORD = _mark(b"r", lambda _, *parts: wire_numpy.record_of(*parts))
+_RECORD = _mark(b"r", lambda _, parts: wire_numpy.record_of(parts))
 _NESTED = _mark(b"n", Decoder.nested_tensor)
 _COLUMNS = _mark(b"c", Decoder.columns)
 _MARKS = {mark.sent.data: mark for mark in (_TUPLE, _OBJECTS, _STRINGS, _RECORD, _NESTED, _COLUMNS)}

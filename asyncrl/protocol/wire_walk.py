@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 
 _CONTAINERS = frozenset({list, dict, tuple, np.ndarray})
+_LEAVES = frozenset({type(None), bool, int, float, str, bytes})
 _OBJECT = np.dtype(object)
+_MANY = 8  # items that are looked through faster at once than one by one
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +39,15 @@ def check_depth(value: Any, max_depth: int) -> None:
     for _ in range(max_depth):
         if not level:
             return
-        level = [
-            item
-            for container in level
-            for item in _items_of(container)
-            if type(item) in _CONTAINERS and (type(item) is not np.ndarray or item.dtype is _OBJECT)
-        ]
+        inner: list[Any] = []
+        for container in level:
+            items = _items_of(container)
+            if len(items) > _MANY and _LEAVES.issuperset(map(type, items)):
+                continue
+            for item in items:
+                if type(item) in _CONTAINERS and _is_container(item):
+                    inner.append(item)
+        level = inner
     if level:
         raise ValueError(f"containers nest deeper than {max_depth}, or one holds itself")
 
@@ -83,4 +88,4 @@ def _is_container(value: Any) -> bool:
 def _items_of(container: Any) -> Any:
     if type(container) is dict:
         return container.values()
-    return container.flat if type(container) is np.ndarray else container
+    return container.reshape(-1).tolist() if type(container) is np.ndarray else container
