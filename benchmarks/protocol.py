@@ -27,8 +27,9 @@ from benchmarks.report import Target, median_times, milliseconds, print_report
 NUM_ROWS = 64
 NUM_TOKENS = 2048
 NUM_WORKERS = 4
-# Rounds of both sides take turns within a block; the figure is the median of the blocks' ratios.
-NUM_BLOCKS = 7
+# How fast a worker is depends on where the machine put it. Both sides' workers are started anew this often; their
+# rounds take turns, and the figure is the median of the ratios.
+NUM_STARTS = 3
 RAY_OPTIONS = {
     "address": "local",
     "num_cpus": 16,
@@ -116,22 +117,36 @@ def bytes_received(call: Callable[[], Any]) -> int:
     return received
 
 
-def measure_ray(data: DataProto, arrays: dict[str, np.ndarray]) -> tuple[list[dict[str, float]], int, int]:
-    """Times of a dispatch both ways, in blocks, and the driver's received bytes without and with chaining."""
-    pool = RayResourcePool([NUM_WORKERS], use_gpu=False, max_colocate_count=1, num_cpus_per_process=0.5)
-    first = RayWorkerGroup(pool, RayClassWithInitArgs(Echo), name_prefix="first")
-    second = RayWorkerGroup(RayResourcePool(**pool.options()), RayClassWithInitArgs(Echo), name_prefix="second")
-    actors = [PlainEcho.remote() for _ in range(NUM_WORKERS)]
-    calls: dict[str, Callable[[], Any]] = {
-        "dispatch": lambda: first.echo(data),
-        "ray_calls": lambda: plain_dispatch(actors, arrays),
-    }
-    blocks = [median_times(calls, num_runs=40, warm_up=10) for _ in range(NUM_BLOCKS)]
+def measure_dispatch(data: DataProto, arrays: dict[str, np.ndarray]) -> dict[str, float]:
+    """Times of a dispatch both ways, on workers started for this measurement."""
+    group = RayWorkerGroup(worker_pool(), RayClassWithInitArgs(Echo), name_prefix="measured")
+    actors: list[Any] = [PlainEcho.remote() for _ in range(NUM_WORKERS)]
+    try:
+        calls: dict[str, Callable[[], Any]] = {
+            "dispatch": lambda: group.echo(data),
+            "ray_calls": lambda: plain_dispatch(actors, arrays),
+        }
+        return median_times(calls, num_runs=50, warm_up=10)
+    finally:
+        group.shutdown()
+        for actor in actors:
+            ray.kill(actor)
+
+
+def measure_bytes(data: DataProto) -> tuple[int, int]:
+    """Bytes that the driver received from a call through two groups, without and with chaining."""
+    first = RayWorkerGroup(worker_pool(), RayClassWithInitArgs(Echo), name_prefix="first")
+    second = RayWorkerGroup(worker_pool(), RayClassWithInitArgs(Echo), name_prefix="second")
     through_driver = bytes_received(lambda: second.count(first.echo(data)))
     chained = bytes_received(lambda: second.count(first.echo_later(data)))
     first.shutdown()
     second.shutdown()
-    return blocks, through_driver, chained
+    return through_driver, chained
+
+
+def worker_pool() -> RayResourcePool:
+    """Room for the workers of one group."""
+    return RayResourcePool([NUM_WORKERS], use_gpu=False, max_colocate_count=1, num_cpus_per_process=0.5)
 
 
 def main() -> None:
@@ -152,18 +167,19 @@ def main() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     ray.init(**RAY_OPTIONS)
     try:
-        blocks, through_driver, chained = measure_ray(data, arrays)
+        through_driver, chained = measure_bytes(data)
+        times = [measure_dispatch(data, arrays) for _ in range(NUM_STARTS)]
     finally:
         ray.shutdown()
     figures = {
         "codec_vs_torch_save": codec["torch_save"] / codec["codec"],
         "codec_vs_pickle5": codec["pickle5"] / codec["codec"],
-        "dispatch_vs_ray_calls": median(block["dispatch"] / block["ray_calls"] for block in blocks),
+        "dispatch_vs_ray_calls": median(taken["dispatch"] / taken["ray_calls"] for taken in times),
         "driver_bytes_share_chained": chained / data.nbytes,
     }
     rows = {f"{name}, round trip": milliseconds(seconds) for name, seconds in codec.items()}
     rows |= {
-        f"{name}, 4 workers and back": milliseconds(median(block[name] for block in blocks))
+        f"{name}, 4 workers and back": milliseconds(median(taken[name] for taken in times))
         for name in ("dispatch", "ray_calls")
     }
     rows |= {
