@@ -67,6 +67,8 @@ class PlacementConfig:
         cpus_per_engine: Logical CPUs of one rollout worker with its engine.
         oversubscribe: On a cluster of our own (``ray.address`` empty), offer as many logical CPUs as the run asks
             for even where the machine has fewer cores; without it, that is an error.
+        colocated: Put a learner rank and an engine on each device, taking turns: the engines fill a batch and release
+            the device, the learner updates, publishes and offloads as ``learner.offload_at_transition_only`` says.
     """
 
     pools: dict[str, int] = field(default_factory=dict)
@@ -76,6 +78,7 @@ class PlacementConfig:
     cpus_per_learner_rank: float = 1.0
     cpus_per_engine: float = 1.0
     oversubscribe: bool = True
+    colocated: bool = False
 
     def __post_init__(self) -> None:
         for name in ("cpus_per_learner_rank", "cpus_per_engine"):
@@ -209,6 +212,7 @@ def check_options(config: RunConfig) -> None:
             f"rollout_fleet.sglang.tp_size must be 1 on GPUs, got {config.rollout_fleet.sglang.tp_size}: an engine is "
             "placed with one GPU so far; raise rollout_fleet.num_engines instead"
         )
+    _check_colocation(config)
     if config.rollout_fleet.engine is EngineKind.scripted:
         raise ValueError(
             "rollout_fleet.engine must be sglang or transformers, got scripted; the scripted engine is for tests"
@@ -282,7 +286,9 @@ def requested_gpus(config: RunConfig) -> int:
     """GPUs that the run's workers take; 0 unless ``learner.device`` is ``cuda``."""
     if config.learner.device != "cuda":
         return 0
-    engines = config.rollout_fleet.num_engines * config.rollout_fleet.sglang.tp_size
+    engines = (
+        0 if config.placement.colocated else config.rollout_fleet.num_engines * config.rollout_fleet.sglang.tp_size
+    )
     return sum(learner_pools(config).values()) + engines
 
 
@@ -327,6 +333,22 @@ def _check_roles(config: RunConfig) -> None:
         raise ValueError(
             f"buffer.filters={config.buffer.filters} look at rewards when groups are stored, and a reward model scores "
             "them after they are planned; use the one or the other"
+        )
+
+
+def _check_colocation(config: RunConfig) -> None:
+    if not config.placement.colocated:
+        return
+    learner, fleet = config.learner, config.rollout_fleet
+    if learner.num_ranks != fleet.num_engines:
+        raise ValueError(
+            "learner.num_ranks must equal rollout_fleet.num_engines with placement.colocated=true, one of each a "
+            f"device, got {learner.num_ranks} and {fleet.num_engines}"
+        )
+    if {learner.device.value, fleet.device.value} == {"cpu", "cuda"}:
+        raise ValueError(
+            "learner.device and rollout_fleet.device must be the same with placement.colocated=true, got "
+            f"{learner.device} and {fleet.device}"
         )
 
 

@@ -110,12 +110,18 @@ class FleetCounts:
     busy_s: float
 
 
-@dataclass(frozen=True)
-class _Step:
-    """A learner step on its way: the plan, the handles of the updates, the weights after it, their checkpoint."""
+@dataclass(frozen=True, kw_only=True)
+class Turn:
+    """A batch that the learner trains on, and how long the controller waited for it."""
 
     plan: Plan
     plan_wait_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Step(Turn):
+    """A learner step on its way: with the handles of the update, the weights after it, and their checkpoint."""
+
     update: Awaitable[Mapping[str, float]]
     weights: Awaitable[WeightSnapshot]
     critic: Awaitable[Mapping[str, float]]
@@ -239,7 +245,15 @@ class Controller:
             update = self._learner.update(plan)
             weights = self._learner.publish(version + 1)
             critic = self._learner.update_critic(plan)  # behind the weights, which wait for the policy alone
-            await self._steps.put(_Step(plan, waited_s, update, weights, critic, await self._save(version + 1)))
+            step = _Step(
+                plan=plan,
+                plan_wait_s=waited_s,
+                update=update,
+                weights=weights,
+                critic=critic,
+                checkpoint=await self._save(version + 1),
+            )
+            await self._steps.put(step)
 
     async def _save(self, version: int) -> Awaitable[str] | None:
         """Queue a checkpoint on the ranks where one is due, right behind the update that leads to ``version``."""
@@ -290,7 +304,7 @@ class Controller:
         newest = self._progress.newest
         return newest is not None and newest.version > self._progress.engine_version
 
-    async def _report(self, step: _Step, metrics: Mapping[str, float], stats: BufferStats) -> None:
+    async def _report(self, step: Turn, metrics: Mapping[str, float], stats: BufferStats) -> None:
         """Record a finished step. The only call it makes is for the fleet's counters: metadata, a millisecond."""
         progress, now_s = self._progress, time.time()
         counts = await self._fleet.counters()

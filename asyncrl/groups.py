@@ -23,7 +23,7 @@ from learner.chain import Scores
 from learner.planning import rank_batches
 from learner.registry import ADVANTAGES, LOSSES
 from learner.types import RankBatch
-from rollout_fleet.config import SamplingConfig
+from rollout_fleet.config import RolloutFleetConfig, SamplingConfig
 from rollout_fleet.types import FleetCounters
 from rollout_fleet.worker import RolloutWorker
 
@@ -127,6 +127,24 @@ class Learner:
         """See `LearnerPort.publish`."""
         return self._first(self._roles["actor"].publish_weights(version), f"the weights of version {version}")
 
+    def rollout_mode(self, version: int) -> Awaitable[WeightSnapshot]:
+        """See `asyncrl.turns.TurnTakingLearner.rollout_mode`."""
+        others = [group.rollout_mode(version) for role, group in self._on_shared_devices() if role != "actor"]
+        return self._after(others, self._roles["actor"].rollout_mode(version), f"the turn to rollout at {version}")
+
+    async def trainer_mode(self) -> None:
+        """See `asyncrl.turns.TurnTakingLearner.trainer_mode`."""
+        await self._in_time(_all([group.trainer_mode() for _, group in self._on_shared_devices()]), "training's turn")
+
+    @property
+    def pool(self) -> RayResourcePool:
+        """The places of the actor's processes."""
+        return self._roles.actor_pool
+
+    def _on_shared_devices(self) -> list[tuple[str, Any]]:
+        """The roles in the actor's pool, which engines share where the pools are colocated."""
+        return [(role, self._roles[role]) for role in self._roles.pools if self._roles.share_a_pool(role, "actor")]
+
     def save(self, version: int, run: Mapping[str, Any], *, wait: bool) -> Awaitable[str]:
         """See `LearnerPort.save`."""
         critic = []
@@ -209,12 +227,14 @@ class Learner:
 class Fleet:
     """The rollout fleet."""
 
-    def __init__(self, config: RunConfig, *, buffer_address: str, paths: RunPaths) -> None:
-        """Start the workers; `start` brings up their engines."""
+    def __init__(
+        self, config: RunConfig, *, buffer_address: str, paths: RunPaths, pool: RayResourcePool | None = None
+    ) -> None:
+        """Start the workers, in their own pool unless one is given; `start` brings up their engines."""
         self._config = config
         worker = RayClassWithInitArgs(
             ray.remote(RolloutWorker),
-            config.rollout_fleet,
+            _fleet_options(config),
             model_path=config.model.path,
             samples_per_prompt=config.algorithm.samples_per_prompt,
             connect_buffer=partial(BufferClient, buffer_address, request_timeout_s=config.buffer.request_timeout_s),
@@ -230,6 +250,7 @@ class Fleet:
             num_gpus=config.rollout_fleet.sglang.tp_size if config.learner.device == "cuda" else 0,
             config=config,
             log_dir=paths.logs,
+            pool=pool,
         )
 
     async def start(self) -> None:
@@ -255,6 +276,13 @@ class Fleet:
         what = f"loading weights of version {snapshot.version}"
         await within(self._group.load_weights(snapshot), timeout_s, what, "rollout_fleet.load_timeout_s")
         return loop.time() - began_s
+
+    async def release_device(self) -> None:
+        """See `asyncrl.turns.TurnTakingFleet.release_device`."""
+        fleet = self._config.rollout_fleet
+        timeout_s = fleet.generate_timeout_s + fleet.reward_timeout_s + fleet.load_timeout_s + 10
+        option = "rollout_fleet.generate_timeout_s"
+        await within(self._group.release_device(), timeout_s, "the engines to release their devices", option)
 
     async def counters(self) -> FleetCounts:
         """See `FleetPort.counters`."""
@@ -304,9 +332,10 @@ def _start_group(
     num_gpus: int,
     config: RunConfig,
     log_dir: Path,
+    pool: RayResourcePool | None,
 ) -> Any:
     """Start a group; typed Any, because its methods are bound from the worker class when it is made."""
-    pool = RayResourcePool(
+    pool = pool or RayResourcePool(
         process_on_nodes=[num_workers],
         use_gpu=num_gpus > 0,
         name_prefix=name,
@@ -315,6 +344,12 @@ def _start_group(
         timeout_s=config.ray.start_timeout_s,
     )
     return RayWorkerGroup(pool, worker, name_prefix=name, log_dir=log_dir, worker_env=WORKER_ENV)
+
+
+def _fleet_options(config: RunConfig) -> RolloutFleetConfig:
+    """The fleet's options; servers on shared devices must be able to leave them."""
+    fleet = config.rollout_fleet
+    return replace(fleet, sglang=replace(fleet.sglang, memory_saver=True)) if config.placement.colocated else fleet
 
 
 async def _stop_groups(groups: Sequence[Any], shutdown: Callable[[], None], timeout_s: float) -> None:

@@ -29,6 +29,9 @@ WORKER_ENV = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLE
 class RoleGroups:
     """A group for each role that the run needs; every group has the methods of its role's worker class.
 
+    Attributes:
+        actor_pool: The places of the actor's processes, which engines may share.
+
     Args:
         config: The run.
         buffer_address: Where the ranks fetch what they work on.
@@ -49,10 +52,12 @@ class RoleGroups:
             resource_pool_spec={pool: [size] for pool, size in self.pool_sizes.items()},
             mapping={Role.from_string(role): pool for role, pool in self.pools.items()},
             use_gpu=config.learner.device == "cuda",
-            num_cpus_per_process=config.placement.cpus_per_learner_rank,
+            max_colocate_count=2 if config.placement.colocated else 1,
+            num_cpus_per_process=_cpus_per_process(config),
             timeout_s=config.ray.start_timeout_s,
         )
         layout.create_resource_pool()
+        self.actor_pool = layout.get_resource_pool(Role.from_string("actor"))
         for pool in self.pool_sizes:
             roles = [role for role, its_pool in self.pools.items() if its_pool == pool]
             options = pool_config(config, pool)
@@ -88,6 +93,11 @@ class RoleGroups:
         """Kill the processes of all roles."""
         for host in self._hosts:
             host.shutdown()
+
+
+def _cpus_per_process(config: RunConfig) -> float:
+    placement = config.placement
+    return placement.cpus_per_learner_rank + (placement.cpus_per_engine if placement.colocated else 0.0)
 
 
 def pool_config(config: RunConfig, pool: str) -> LearnerConfig:

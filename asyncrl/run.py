@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -42,6 +43,7 @@ from asyncrl.resume import (
     find_checkpoint,
 )
 from asyncrl.run_folders import shared_folder, snapshot_folder
+from asyncrl.turns import TurnTaking
 from buffer import BufferClient
 from buffer.process import BufferProcess
 
@@ -144,9 +146,10 @@ class Run:
     ) -> tuple[TrainingResult, Evaluation | None, Evaluation | None]:
         buffer = BufferClient(server.address, request_timeout_s=self._config.buffer.request_timeout_s)
         stack.push_async_callback(buffer.close)
-        learner, fleet = await self._start_groups(stack, server.address)
-        if self._resumed is not None:
-            await self._go_on_from(self._resumed, learner, fleet)
+        if self._config.placement.colocated:
+            learner, fleet = await self._start_in_turn(stack, server.address)
+        else:
+            learner, fleet = await self._start_groups(stack, server.address)
         return await self._train(_Parts(buffer=buffer, learner=learner, fleet=fleet), prompts)
 
     async def _start_groups(self, stack: AsyncExitStack, buffer_address: str) -> tuple[Learner, Fleet]:
@@ -155,39 +158,61 @@ class Run:
         Engines take longest to come up: they start on ``model.path``, which has the policy's shape, and load the
         warm-started weights as version 0 by the same transaction as every later version.
         """
-        paths = RunPaths(
+        make = partial(_made, buffer_address=buffer_address, paths=self._paths())
+
+        async def start_fleet() -> Fleet:
+            fleet = await self._start_fleet(stack, make)
+            policy = await self._warming
+            if self._resumed is None and policy != Path(self._config.model.path):
+                await fleet.load(WeightSnapshot(version=0, path=str(policy)))
+            return fleet
+
+        learner, fleet = await _together(self._start_learner(stack, make), start_fleet())
+        if self._resumed is not None:
+            await fleet.load(await learner.publish(self._resumed.state.version))
+        return learner, fleet
+
+    async def _start_in_turn(self, stack: AsyncExitStack, buffer_address: str) -> tuple[Learner, Fleet]:
+        """Start both groups in the same places: the learner first, which leaves the devices to the engines."""
+        make = partial(_made, buffer_address=buffer_address, paths=self._paths())
+        learner = await self._start_learner(stack, make)
+        snapshot = await learner.rollout_mode(self._state.version)
+        fleet = await self._start_fleet(stack, partial(make, pool=learner.pool))
+        await fleet.load(snapshot)
+        return learner, fleet
+
+    async def _start_fleet(self, stack: AsyncExitStack, make: Callable[..., Coroutine[Any, Any, Fleet]]) -> Fleet:
+        fleet = await make(Fleet, self._config)
+        stack.push_async_callback(fleet.stop, self._config.rollout_fleet.stop_timeout_s + 2)
+        count, engine = self._config.rollout_fleet.num_engines, self._config.rollout_fleet.engine
+        await self._ready(f"rollout fleet ({count} {engine} engines)", fleet.start())
+        return fleet
+
+    async def _start_learner(self, stack: AsyncExitStack, make: Callable[..., Coroutine[Any, Any, Learner]]) -> Learner:
+        """Start the learner on the warm-started policy, or where the checkpoint stands."""
+        with self._view.waiting_for("warm start"):
+            policy = await self._warming
+        config = replace(self._config, model=replace(self._config.model, path=str(policy)))
+        learner = await make(Learner, config)
+        stack.push_async_callback(learner.stop, self._config.rollout_fleet.stop_timeout_s)
+        await self._ready(f"learner ({config.learner.num_ranks} ranks)", learner.init())
+        if self._resumed is not None:
+            with self._view.waiting_for("checkpoint"):
+                await learner.load(self._resumed.checkpoint)
+        return learner
+
+    def _paths(self) -> RunPaths:
+        return RunPaths(
             logs=self._run_dir / "logs",
             snapshots=snapshot_folder(self._config, self._run_dir),
             trajectories=self._run_dir / "trajectories" if self._config.record_trajectories else None,
             checkpoints=checkpoint_folder(self._config, self._run_dir),
         )
 
-        async def start_fleet() -> Fleet:
-            fleet = await _made(Fleet, self._config, buffer_address, paths)
-            stack.push_async_callback(fleet.stop, self._config.rollout_fleet.stop_timeout_s + 2)
-            count, engine = self._config.rollout_fleet.num_engines, self._config.rollout_fleet.engine
-            await self._ready(f"rollout fleet ({count} {engine} engines)", fleet.start())
-            policy = await self._warming
-            if policy != Path(self._config.model.path):
-                await fleet.load(WeightSnapshot(version=0, path=str(policy)))
-            return fleet
-
-        async def start_learner() -> Learner:
-            with self._view.waiting_for("warm start"):
-                policy = await self._warming
-            config = replace(self._config, model=replace(self._config.model, path=str(policy)))
-            learner = await _made(Learner, config, buffer_address, paths)
-            stack.push_async_callback(learner.stop, self._config.rollout_fleet.stop_timeout_s)
-            await self._ready(f"learner ({config.learner.num_ranks} ranks)", learner.init())
-            return learner
-
-        return await _together(start_learner(), start_fleet())
-
-    async def _go_on_from(self, resumed: Resumed, learner: Learner, fleet: Fleet) -> None:
-        """Put learner and engines at the checkpoint's version."""
-        with self._view.waiting_for("checkpoint"):
-            version = await learner.load(resumed.checkpoint)
-            await fleet.load(await learner.publish(version))
+    @property
+    def _state(self) -> RunState:
+        """Where the run begins."""
+        return self._resumed.state if self._resumed is not None else RunState()
 
     async def _ready(self, part: str, start: Coroutine[Any, Any, None]) -> None:
         with self._view.waiting_for(part):
@@ -196,18 +221,18 @@ class Run:
     async def _train(
         self, parts: _Parts, prompts: PromptSource
     ) -> tuple[TrainingResult, Evaluation | None, Evaluation | None]:
-        state = self._resumed.state if self._resumed is not None else RunState()
-        before = await self._evaluate(parts, "before", state.version)
+        before = await self._evaluate(parts, "before", self._state.version)
         self._start_s = self._view.elapsed_s
         writer = MetricsWriter(self._run_dir)
-        controller = Controller(
+        kind = TurnTaking if self._config.placement.colocated else Controller
+        controller = kind(
             self._config,
             buffer=parts.buffer,
             learner=parts.learner,
             fleet=parts.fleet,
             prompts=prompts,
             on_step=lambda record: self._on_step(writer, record),
-            resumed=state,
+            resumed=self._state,
         )
         try:
             await _unless(self._train_and_save(controller, parts.learner), [parts.fleet.run()])
@@ -269,9 +294,9 @@ async def _unless(work: Coroutine[Any, Any, T], watchers: Sequence[Coroutine[Any
         await asyncio.gather(task, *watching, return_exceptions=True)
 
 
-async def _made(kind: Callable[..., T], config: RunConfig, buffer_address: str, paths: RunPaths) -> T:
+async def _made(kind: Callable[..., T], config: RunConfig, **parts: Any) -> T:
     """Make a group in a thread; a cancellation waits for the thread, which needs the Ray that is stopped next."""
-    making = asyncio.create_task(asyncio.to_thread(kind, config, buffer_address=buffer_address, paths=paths))
+    making = asyncio.create_task(asyncio.to_thread(kind, config, **parts))
     try:
         return await asyncio.shield(making)
     except asyncio.CancelledError:

@@ -58,6 +58,8 @@ class SGLangConfig:
         tp_size: Tensor-parallel ranks of one server.
         max_total_tokens: KV cache size in tokens; 0 lets SGLang choose (on a CPU that is most of the memory).
         max_running_requests: Samples decoded at once.
+        memory_saver: Launch the server so that it can free its weights and KV cache; colocated pools need it on GPUs.
+            SGLang has none on a CPU: there the server only stands still while the learner has the device.
         extra_args: Further ``sglang.launch_server`` arguments, verbatim.
     """
 
@@ -65,6 +67,7 @@ class SGLangConfig:
     tp_size: int = 1
     max_total_tokens: int = 0
     max_running_requests: int = 256
+    memory_saver: bool = False
     extra_args: list[str] = field(default_factory=list)
 
 

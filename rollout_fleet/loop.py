@@ -17,7 +17,7 @@ from collections.abc import Collection, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from asyncrl.protocol.errors import AsyncRLError, LeaseExpired, VersionTooOld
+from asyncrl.protocol.errors import AsyncRLError, DeadlineError, LeaseExpired, VersionTooOld
 from asyncrl.protocol.ports import RolloutBuffer
 from asyncrl.protocol.types import Lease, WeightSnapshot
 
@@ -65,7 +65,10 @@ class RolloutLoop:
         self._held: dict[str, _Held] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._place_free = asyncio.Event()
-        self._version_changed = asyncio.Event()
+        self._changed = asyncio.Event()
+        self._open = asyncio.Event()
+        self._open.set()
+        self._asks_nothing = asyncio.Event()
         self._drained = asyncio.Event()
         self._stopped: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._began = False
@@ -101,7 +104,31 @@ class RolloutLoop:
     async def load_weights(self, snapshot: WeightSnapshot) -> None:
         """Load new weights into the engine; new leases are asked for at their version from then on."""
         self._meter.loaded(await self._engine.load_weights(snapshot))
-        self._version_changed.set()
+        self._changed.set()
+        self._open.set()
+
+    async def release_device(self) -> None:
+        """Ask for no more work, let what runs end, and have the engine give up its device until `load_weights`.
+
+        Raises:
+            DeadlineError: what runs did not end within ``generate_timeout_s`` and ``reward_timeout_s``.
+        """
+        self._open.clear()
+        self._changed.set()
+        timeout_s = self._config.generate_timeout_s + self._config.reward_timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                if self._began:
+                    await self._asks_nothing.wait()
+                while self._held:
+                    self._drained.clear()
+                    await self._drained.wait()
+        except TimeoutError:
+            raise DeadlineError(
+                f"{len(self._held)} prompt groups did not end within {timeout_s:g} s before the learner's turn; raise "
+                "rollout_fleet.generate_timeout_s, or lower rollout_fleet.sampling.max_new_tokens"
+            ) from None
+        await self._engine.release_memory()
 
     def counters(self) -> FleetCounters:
         """What has been done up to now."""
@@ -130,15 +157,21 @@ class RolloutLoop:
         """Keep one request for admission outstanding while a place is free.
 
         A new policy version supersedes the request: it is cancelled, which gives back what is granted meanwhile, and
-        sent again at the new version.
+        sent again at the new version. While the device is released nothing is asked for.
         """
         while True:
-            while (num_free := self._config.groups_in_flight - len(self._held)) <= 0:
+            while not self._open.is_set():
+                self._asks_nothing.set()
+                await self._open.wait()
+            self._asks_nothing.clear()
+            num_free = self._config.groups_in_flight - len(self._held)
+            if num_free <= 0:
                 self._place_free.clear()
                 await self._place_free.wait()
-            self._version_changed.clear()
+                continue
+            self._changed.clear()
             lease = asyncio.create_task(self._buffer.lease(self._engine.version, num_free))
-            changed = asyncio.create_task(self._version_changed.wait())
+            changed = asyncio.create_task(self._changed.wait())
             self._meter.asking(True)
             try:
                 await asyncio.wait([lease, changed], return_when=asyncio.FIRST_COMPLETED)

@@ -95,6 +95,11 @@ class RolloutWorker(Worker):
         """Load a published snapshot while rollouts go on; see `Engine.load_weights`."""
         await self._started().load_weights(snapshot)
 
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    async def release_device(self) -> None:
+        """Let what runs end and give the device up until `load_weights`; see `RolloutLoop.release_device`."""
+        await self._started().release_device()
+
     @register(dispatch_mode=Dispatch.ALL_TO_ALL, blocking=False)
     async def evaluate(self, prompts: Sequence[Prompt], sampling: SamplingConfig, num_samples: int) -> EvaluationResult:
         """Score held-out prompts; through the group, each argument is a list with one entry for each worker."""

@@ -53,6 +53,15 @@ class Engine(Protocol):
         """
         ...
 
+    async def release_memory(self) -> None:
+        """Give the device up to whoever shares it; nothing may be running. The next `load_weights` takes it back.
+
+        Raises:
+            EngineError: the engine refused, or is generating.
+            DeadlineError: it took longer than ``load_timeout_s``.
+        """
+        ...
+
     async def abort(self, rid: str) -> None:
         """Cut a running request off; its answer arrives as aborted. Unknown ids are ignored."""
         ...

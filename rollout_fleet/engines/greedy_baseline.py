@@ -53,6 +53,10 @@ class GreedyBaselineEngine:
             sampled, baseline = (other, output) if output.rid.startswith(_GREEDY) else (output, other)
             yield GroupOutput(rid=sampled.rid, samples=sampled.samples + baseline.samples, num_baselines=1)
 
+    async def release_memory(self) -> None:
+        """See `Engine.release_memory`."""
+        await self._engine.release_memory()
+
     async def load_weights(self, snapshot: WeightSnapshot) -> float:
         """See `Engine.load_weights`."""
         return await self._engine.load_weights(snapshot)

@@ -62,6 +62,7 @@ class ScriptedEngine:
         self._death: asyncio.Future[None] | None = None
         self.requests: list[GenerationRequest] = []
         self.running_at_once = 0
+        self.released = False
 
     @property
     def version(self) -> int:
@@ -74,6 +75,8 @@ class ScriptedEngine:
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[GroupOutput]:
         """See `Engine.generate`."""
+        if self.released:
+            raise EngineError("requests came while the memory was released")
         self.requests.extend(requests)
         tasks = [asyncio.create_task(self._answer(request)) for request in requests]
         try:
@@ -84,9 +87,16 @@ class ScriptedEngine:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
+    async def release_memory(self) -> None:
+        """See `Engine.release_memory`."""
+        if self._running:
+            raise EngineError(f"memory was released while {sorted(self._running)} ran")
+        self.released = True
+
     async def load_weights(self, snapshot: WeightSnapshot) -> float:
         """See `Engine.load_weights`."""
         started = time.perf_counter()
+        self.released = False
         await asyncio.sleep(self._load_delay_s)
         self._version = snapshot.version
         return time.perf_counter() - started

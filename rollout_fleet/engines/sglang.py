@@ -58,6 +58,8 @@ class SGLangEngine:
         self._published = {0}
         self._loading = asyncio.Lock()
         self._running: dict[str, int] = {}
+        self._released = False
+        self._has_said_it_keeps = False
 
     @property
     def version(self) -> int:
@@ -91,6 +93,20 @@ class SGLangEngine:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def release_memory(self) -> None:
+        """See `Engine.release_memory`. A server without a memory saver keeps its memory and stands still."""
+        if self._running:
+            raise EngineError(f"{self._name} cannot release its memory while it generates {sorted(self._running)}")
+        async with self._loading:
+            timeout_s = self._config.load_timeout_s
+            await self._call("POST", "/pause_generation", {"mode": "retract"}, timeout_s=timeout_s)
+            if self._server.saves_memory:
+                await self._call("POST", "/release_memory_occupation", {}, timeout_s=timeout_s)
+            elif not self._has_said_it_keeps:
+                logger.warning("%s: only stands still; it has no memory saver and keeps its memory", self._name)
+                self._has_said_it_keeps = True
+            self._released = True
 
     async def load_weights(self, snapshot: WeightSnapshot) -> float:
         """See `Engine.load_weights`."""
@@ -178,6 +194,9 @@ class SGLangEngine:
         try:
             await self._call("POST", "/pause_generation", {"mode": "retract"}, timeout_s=timeout_s)
             paused_at = time.perf_counter()
+            if self._released and self._server.saves_memory:
+                await self._call("POST", "/resume_memory_occupation", {}, timeout_s=timeout_s)
+            self._released = False
             self._published.add(snapshot.version)
             await self._call("POST", "/update_weights_from_disk", body, timeout_s=timeout_s)
             await self._verify(snapshot)

@@ -99,6 +99,11 @@ class SGLangServer:
         return {"Authorization": f"Bearer {self._api_key}"}
 
     @property
+    def saves_memory(self) -> bool:
+        """Whether it can give its device memory up and take it back."""
+        return self._config.memory_saver and self._device is Device.cuda
+
+    @property
     def dtype(self) -> str:
         """What is asked of the server; on a CPU ``auto`` means float32."""
         return "float32" if self._device is Device.cpu and self._config.dtype == "auto" else self._config.dtype
@@ -230,6 +235,8 @@ class SGLangServer:
         if config.max_total_tokens or on_cpu:
             arguments["--max-total-tokens"] = str(config.max_total_tokens or CPU_KV_TOKENS)
         flags = ["--skip-server-warmup", "--skip-tokenizer-init", "--sleep-on-idle"]
+        if self.saves_memory:
+            flags.append("--enable-memory-saver")
         return [*(word for pair in arguments.items() for word in pair), *flags, *config.extra_args]
 
     def _environment(self, scratch: Path) -> dict[str, str]:

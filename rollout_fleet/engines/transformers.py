@@ -100,6 +100,14 @@ class TransformersEngine:
                 group.flags.set()
                 self._groups.pop(group.request.rid, None)
 
+    async def release_memory(self) -> None:
+        """See `Engine.release_memory`. The weights are given up, not kept: the next ones replace them anyway."""
+        if self._groups:
+            raise EngineError(f"{self._name} cannot release its memory while it generates {len(self._groups)} groups")
+        async with self._idle_model:
+            await asyncio.get_running_loop().run_in_executor(self._thread, self._model.release)
+        logger.info("%s: released its weights", self._name)
+
     async def load_weights(self, snapshot: WeightSnapshot) -> float:
         """See `Engine.load_weights`."""
         try:

@@ -118,6 +118,7 @@ class GenerationModel:
         self._device = device
         self._seed = seed
         self._model: Any = None
+        self._released: dict[torch.nn.Parameter, torch.Size] = {}
 
     def load(self) -> None:
         """Read the model from disk."""
@@ -126,6 +127,19 @@ class GenerationModel:
         # What a call leaves at transformers' defaults, generate takes from here: a model's own top_k, for one.
         model.generation_config = GenerationConfig()
         self._model = model.to(self._device).eval().requires_grad_(False)
+
+    def release(self) -> None:
+        """Free the parameters' memory on the device; `load_weights` takes it again and fills it."""
+        for parameter in self._model.parameters():
+            self._released.setdefault(parameter, parameter.shape)
+            parameter.data = parameter.data.new_empty(0)
+        if self._device == "cuda":
+            torch.cuda.empty_cache()
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes that the parameters hold on the device."""
+        return sum(parameter.nbytes for parameter in self._model.parameters())
 
     def load_weights(self, snapshot: WeightSnapshot) -> None:
         """Copy a snapshot into the model's tensors.
@@ -136,6 +150,9 @@ class GenerationModel:
         file = Path(snapshot.path) / "model.safetensors"
         if not file.is_file():
             raise EngineError(f"policy version {snapshot.version}: there is no {file}; publish a whole model there")
+        while self._released:
+            parameter, shape = self._released.popitem()
+            parameter.data = parameter.data.new_empty(shape)
         stored = load_file(file)
         held = dict(self._model.named_parameters())
         tied = {"lm_head.weight"} if self._model.config.tie_word_embeddings else set()

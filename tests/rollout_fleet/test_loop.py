@@ -5,7 +5,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from asyncrl.protocol.errors import EngineError, RewardError, WorkerDiedError
+from asyncrl.protocol.errors import DeadlineError, EngineError, RewardError, WorkerDiedError
 from asyncrl.protocol.types import WeightSnapshot
 from rollout_fleet.config import RolloutFleetConfig
 from rollout_fleet.engines.scripted import ScriptedAnswer, ScriptedEngine
@@ -185,3 +185,59 @@ async def test_time_is_busy_or_waiting_but_never_both(make_buffer):
         counters = loop.counters()
     assert 0.1 <= counters.busy_s < 0.25
     assert 0.1 <= counters.wait_s < 0.25
+
+
+async def test_a_released_device_runs_nothing_and_a_load_takes_it_back(make_buffer):
+    buffer = make_buffer(20)
+    async with running(buffer, writes(3), groups_in_flight=4) as (loop, engine, _):
+        await buffer.stored(2)
+        await loop.release_device()
+        assert engine.released
+        assert buffer.held == {}  # what ran has ended, and nothing was aborted
+        assert buffer.released == [] or {reason for *_, reason in buffer.released} == {"cancelled"}
+        stored, asked = len(buffer.groups), len(buffer.leases_asked)
+        await asyncio.sleep(0.05)
+        assert (len(buffer.groups), len(buffer.leases_asked)) == (stored, asked)
+        await loop.load_weights(WeightSnapshot(version=0, path=""))
+        await buffer.stored(20)
+        for _ in range(3):  # at once after a load: before anything was asked for
+            await loop.load_weights(WeightSnapshot(version=0, path=""))
+            await loop.release_device()
+        assert engine.released
+
+
+async def test_a_release_that_running_groups_outlive_names_the_option(make_buffer):
+    buffer = make_buffer(2)
+    options = {"generate_timeout_s": 0.1, "reward_timeout_s": 0.1}
+    async with running(buffer, writes(1000), **options) as (loop, engine, _):
+        await asyncio.sleep(0.05)  # it has begun
+        with pytest.raises(DeadlineError, match="before the learner's turn"):
+            await loop.release_device()
+        assert not engine.released
+
+
+async def test_leases_granted_at_the_very_moment_of_a_stop_are_given_back(make_buffer):
+    buffer = make_buffer(4)
+    grant = buffer.lease
+
+    async def lease_while_being_stopped(engine_version, max_groups):
+        leases = await grant(engine_version, max_groups)
+        asking.cancel()
+        return leases
+
+    buffer.lease = lease_while_being_stopped
+    engine = ScriptedEngine()
+    scorer = RewardScorer("exact_match", num_processes=1, timeout_s=5.0)
+    loop = RolloutLoop(
+        RolloutFleetConfig(groups_in_flight=2),
+        engine=engine,
+        buffer=buffer,
+        scorer=scorer,
+        decode=digits,
+        samples_per_prompt=2,
+    )
+    asking = asyncio.create_task(loop._ask())
+    with pytest.raises(asyncio.CancelledError):
+        await asking
+    assert buffer.released == [(0, 0, "stopped"), (1, 0, "stopped")]
+    assert buffer.held == {}

@@ -235,3 +235,28 @@ async def test_no_requests_are_no_answers_and_the_engine_goes_on(start):
     engine = await start()
     assert [output async for output in engine.generate([])] == []
     assert len(await answer(engine, requests_of(1))) == 1
+
+
+async def test_released_weights_hold_no_memory_and_come_back_with_the_next_version(start, publish, model_path):
+    engine = await start()
+    held = engine._model.device_bytes
+    await engine.release_memory()
+    await engine.release_memory()
+    assert (engine._model.device_bytes, held > 0) == (0, True)
+    snapshot = publish(1, 1.3)
+    await engine.load_weights(snapshot)
+    assert engine._model.device_bytes == held
+    (request,) = requests_of(1)
+    (output,) = await answer(engine, [request])
+    for sample in output.samples:
+        assert set(sample.versions.tolist()) == {1}
+        np.testing.assert_allclose(sample.logprobs, forward_logprobs(snapshot.path, request, sample), atol=1e-5)
+
+
+async def test_memory_is_not_released_under_a_running_request(start):
+    engine = await start()
+    running = asyncio.create_task(answer(engine, requests_of(4, max_new_tokens=30)))
+    await asyncio.sleep(0.05)  # it has begun
+    with pytest.raises(EngineError, match="while it generates 4 groups"):
+        await engine.release_memory()
+    await running
