@@ -64,7 +64,7 @@ class StoreService:
         if attempt > 0xFFFF or group_id >= 1 << 47:
             raise WireError(f"group {group_id} attempt {attempt} is out of range")
         if group_id in self._finished:
-            raise UnknownGroup(f"group {group_id} is finished; nothing more of it is stored")
+            return {}, ()  # nothing of it is kept; the ledger says what became of the put
         size = size_of(request.payload)
         if size > self._limit:
             raise ReplayBufferError(

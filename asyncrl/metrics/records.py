@@ -26,6 +26,9 @@ class StepRecord:
         learner_tokens_per_s: Policy tokens trained per second of update.
         buffer_groups: Groups stored, waiting for a batch.
         leased_groups: Groups being generated.
+        dropped_groups: Groups dropped since training began, by ``buffer.filters`` or ``buffer.on_stale``.
+        kept_length: Mean response length of all samples trained on so far, in tokens.
+        dropped_length: The same of all samples dropped so far; against ``kept_length`` it is the length bias.
         engine_version: Oldest policy version that an engine serves.
         plan_wait_s: Time the controller waited for the batch.
         update_s: Time of the update on the slowest rank.
@@ -45,6 +48,9 @@ class StepRecord:
     learner_tokens_per_s: float
     buffer_groups: int
     leased_groups: int
+    dropped_groups: int = 0
+    kept_length: float = 0.0
+    dropped_length: float = 0.0
     engine_version: int
     plan_wait_s: float
     update_s: float

@@ -46,7 +46,7 @@ atheris.Fuzz()
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_no_bytes_raise_anything_but_a_wire_error(tmp_path: Path):
-    pytest.importorskip("atheris")
+    pytest.importorskip("atheris", reason="coverage-guided fuzzing needs the fuzz extra: pip install asyncrl[fuzz]")
     target = tmp_path / "target.py"
     target.write_text(TARGET)
     command = [sys.executable, str(target), "-max_total_time=120", "-rss_limit_mb=2048", str(tmp_path)]

@@ -102,3 +102,20 @@ def pid_listening_at(address: str) -> int:
     port = int(address.rpartition(":")[2])
     listening = (c for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN and c.laddr.port == port)
     return next(c.pid for c in listening if c.pid is not None)
+
+
+async def test_what_becomes_of_a_put_for_a_finished_group_is_the_ledgers_to_say():
+    async with running(groups_per_step=1, lease_s=0.2, num_store_servers=1) as run:
+        late, other = run.client(), run.client()
+        await late.enqueue([prompt(0)])
+        [lost] = await late.lease(0, 1)
+        [again] = await other.lease(0, 1)
+        await other.put(rollout(again))
+        await other.plan(0)
+        await other.commit(0)
+        await other.put(rollout(again))
+        with pytest.raises(LeaseExpired):
+            await late.put(rollout(lost, num_tokens=7))
+        stats = await other.stats()
+        assert (stats.puts_refused, stats.tokens_dropped) == ({"duplicate": 1, "expired": 1}, {"expired": 7})
+        assert stats.stored_bytes == 0

@@ -214,3 +214,30 @@ async def test_a_release_that_running_groups_outlive_names_the_option(make_buffe
         with pytest.raises(DeadlineError, match="before the learner's turn"):
             await loop.release_device()
         assert not engine.released
+
+
+async def test_leases_granted_at_the_very_moment_of_a_stop_are_given_back(make_buffer):
+    buffer = make_buffer(4)
+    grant = buffer.lease
+
+    async def lease_while_being_stopped(engine_version, max_groups):
+        leases = await grant(engine_version, max_groups)
+        asking.cancel()
+        return leases
+
+    buffer.lease = lease_while_being_stopped
+    engine = ScriptedEngine()
+    scorer = RewardScorer("exact_match", num_processes=1, timeout_s=5.0)
+    loop = RolloutLoop(
+        RolloutFleetConfig(groups_in_flight=2),
+        engine=engine,
+        buffer=buffer,
+        scorer=scorer,
+        decode=digits,
+        samples_per_prompt=2,
+    )
+    asking = asyncio.create_task(loop._ask())
+    with pytest.raises(asyncio.CancelledError):
+        await asking
+    assert buffer.released == [(0, 0, "stopped"), (1, 0, "stopped")]
+    assert buffer.held == {}

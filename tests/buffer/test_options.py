@@ -1,0 +1,48 @@
+"""The buffer's options on their way from a run's configuration to the ledger."""
+
+import json
+from dataclasses import asdict, fields
+from pathlib import Path
+
+import numpy as np
+import pytest
+from groups import prompt, rollout
+
+from asyncrl.compose import compose_run
+from buffer import BufferClient, BufferConfig, BufferProcess
+from buffer.server import config_from_json
+
+
+def test_every_option_reaches_the_server_as_it_was_set():
+    config = BufferConfig(
+        filters=["equal_rewards"], order="orders_of_mine:longest_first", on_stale="requeue", heartbeat_s=2.5
+    )
+    assert config_from_json(json.loads(json.dumps(asdict(config)))) == config
+    with pytest.raises(ValueError, match=r"unknown buffer options \['max_lagg'\]; known are"):
+        config_from_json({"max_lagg": 1})
+
+
+async def test_a_filter_named_on_the_command_line_drops_groups_without_signal_and_the_batch_is_refilled(tmp_path: Path):
+    config = compose_run(["buffer.filters=[equal_rewards]", "buffer.max_lag=0"])
+    with BufferProcess(config.buffer, groups_per_step=2, log_path=tmp_path / "log") as process:
+        client = BufferClient(process.address, request_timeout_s=10.0)
+        await client.enqueue([prompt(i) for i in range(12)])
+        num_put = 0
+        while num_put < 2:
+            for lease in await client.lease(0, 2):
+                solved = lease.prompt.group_id % 3 != 0
+                await client.put(rollout(lease, rewards=(1.0, 1.0) if solved else (0.0, 1.0)))
+                num_put += not solved
+        plan = await client.plan(0)
+        assert [group.group_id for group in plan.groups] == [0, 3]
+        assert np.ptp([group.rewards for group in plan.groups], axis=1).all()
+        stats = await client.commit(0)
+        assert (stats.groups["dropped"], stats.groups_dropped) == (2, {"equal_rewards": 2})
+        assert stats.tokens_dropped == {"equal_rewards": 10}
+        assert stats.tokens_trained == 10
+        await client.close()
+
+
+def test_every_option_is_documented():
+    documentation = BufferConfig.__doc__ or ""
+    assert [field.name for field in fields(BufferConfig) if f"\n        {field.name}:" not in documentation] == []
