@@ -3,11 +3,11 @@
 import asyncio
 
 import pytest
-from tests.asyncrl.test_controller import Prompts, ScriptedBuffer, ScriptedFleet, ScriptedLearner
 
 from asyncrl.compose import compose_run
 from asyncrl.config import check_options
 from asyncrl.turns import TurnTaking
+from tests.asyncrl.test_controller import Prompts, ScriptedBuffer, ScriptedFleet, ScriptedLearner
 
 
 class Learner(ScriptedLearner):
