@@ -32,7 +32,7 @@ from asyncrl.prepare import with_quickstart_assets
 from asyncrl.protocol.types import Prompt
 from asyncrl.sft_config import StopMetric, WarmStartConfig
 from asyncrl.warm_start_folder import finished_warm_start, warm_start_path, write_warm_start
-from learner.config import LearnerConfig, Schedule
+from learner.config import LearnerConfig, LoraConfig, Schedule
 from learner.losses import negative_log_likelihood
 from learner.mesh import LearnerMesh
 from learner.trainer import PolicyTrainer
@@ -260,7 +260,8 @@ def _learner_config(config: RunConfig) -> LearnerConfig:
         min_lr_ratio=0.0,
     )
     sp_size = config.learner.sp_size if num_ranks > 1 else 1
-    return replace(config.learner, num_ranks=num_ranks, sp_size=sp_size, optimizer=optimizer)
+    # A warm start has much to learn: it trains all weights, also where the run then trains adapters.
+    return replace(config.learner, num_ranks=num_ranks, sp_size=sp_size, optimizer=optimizer, lora=LoraConfig())
 
 
 def _batches(

@@ -223,7 +223,7 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LoraConfig:
-    """Low-rank adapters on the policy.
+    """Low-rank adapters on the policy. Supervised fine-tuning trains all weights.
 
     Attributes:
         rank: Rank of the adapters; 0 trains all weights and has none.

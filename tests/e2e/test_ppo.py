@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
-FAST = ["rollout_fleet.engine=transformers", "evaluation.num_samples=1", "sft.target_accuracy=0.3"]
+FAST = ["rollout_fleet.engine=transformers", "evaluation.num_samples=1"]
 
 
 def finished(tmp_path, *overrides):

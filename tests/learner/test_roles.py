@@ -227,3 +227,20 @@ def test_with_adapters_the_actor_is_its_own_reference(models: dict[str, str], tm
     torch.testing.assert_close(worker.compute_log_prob(data).batch["old_log_probs"], moved, rtol=0, atol=0)
     with pytest.raises(ValueError, match="no adapters"):
         actor(models, tmp_path).compute_ref_log_prob(data)
+
+
+def test_the_critic_leaves_the_device_and_comes_back_as_the_options_say(models: dict[str, str]) -> None:
+    config = LearnerConfig(device=Device.cpu, critic=CONFIG.critic, offload_at_transition_only=True)
+    worker, data = CriticWorker(config, ALGORITHM, model_path=models["critic"], total_steps=20), rows()
+    worker.init_model()
+    before = worker.compute_values(data).batch["values"]
+    data.batch["values"], data.batch["returns"] = before, torch.ones(4, RESPONSE)
+    worker.update_critic(data)
+    assert worker.rollout_mode(1) is None
+    assert (worker._model_offloaded, worker._optimizer_offloaded) == (True, True)
+    assert worker._residence.metrics["rollout_device_bytes_after"] == 0
+    values = worker.compute_values(data).batch["values"]
+    assert (worker._model_offloaded, worker._optimizer_offloaded) == (False, True)
+    assert not torch.equal(values, before)
+    worker.trainer_mode()
+    assert (worker._model_offloaded, worker._optimizer_offloaded) == (False, False)
