@@ -21,7 +21,7 @@ from benchmarks import buffer_peers
 from benchmarks.buffer_raw import RawStore
 from benchmarks.report import Target, print_report
 from buffer import BufferClient, BufferConfig, BufferProcess, Ledger, StalenessRule, SyncBufferClient, payloads
-from buffer.server import calm_collector
+from buffer.tuning import calm_collector
 
 _BYTES_PER_TOKEN = 13
 _WINDOW = 32

@@ -29,7 +29,13 @@ NUM_TOKENS = 2048
 NUM_WORKERS = 4
 # Rounds of both sides take turns within a block; the figure is the median of the blocks' ratios.
 NUM_BLOCKS = 7
-RAY_OPTIONS = {"num_cpus": 16, "include_dashboard": False, "log_to_driver": False, "object_store_memory": 400 * 2**20}
+RAY_OPTIONS = {
+    "address": "local",
+    "num_cpus": 16,
+    "include_dashboard": False,
+    "log_to_driver": False,
+    "object_store_memory": 400 * 2**20,
+}
 
 TARGETS = {
     "codec_vs_torch_save": Target(at_least=20),

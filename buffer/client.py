@@ -79,6 +79,8 @@ class BufferClient:
         except asyncio.CancelledError:
             link.post("cancel", {"request": request_id})
             raise
+        if self._closed:  # meanwhile, and what came goes back
+            raise self._closed_error()
         frames = iter(reply.payload)
         leases = []
         for group_id, attempt, version, deadline, num_prompt_frames, num_prefix_frames in reply.fields["leases"]:

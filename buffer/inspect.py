@@ -5,6 +5,7 @@ import asyncio
 import json
 import sys
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,30 +27,47 @@ async def read(address: str, *, keys: str, timeout_s: float) -> dict[str, Any]:
 def render(report: dict[str, Any]) -> str:
     """The report as text: totals, then what is spread over the unfinished groups, then producers."""
     stats, groups = report["stats"], report["groups"]
-    states = ", ".join(f"{number} {state}" for state, number in stats["groups"].items())
-    lags = ", ".join(f"{lag}: {number}" for lag, number in stats["lag_histogram"]) or "none yet"
-    dropped = ", ".join(f"{number} {reason}" for reason, number in stats["tokens_dropped"].items()) or "0"
     lines = [
         f"learner version {stats['learner_version']}, max_lag {report['max_lag']}, B {report['groups_per_step']}",
-        f"groups     {states}",
-        f"tokens     {stats['tokens_trained']} trained, {stats['tokens_buffered']} buffered, dropped {dropped}",
-        f"lags       {lags}",
-        f"payload    {stats['stored_bytes']} bytes",
-        f"waiting    {stats['leases_waiting']} workers",
-        f"stored     {_spread(groups, 'mean_reward', 'reward')}, {_spread(groups, 'mean_length', 'length')}",
-        f"refused    puts {stats['puts_refused'] or 0}, messages {report['malformed']} malformed, "
-        f"{report['unknown_keys']} unknown keys, {report['over_rate']} over the rate",
+        f"groups     {_counts(stats['groups'])}; dropped for {_counts(stats['groups_dropped'])}",
+        f"tokens     {stats['tokens_trained']} trained, {stats['tokens_buffered']} buffered, dropped for "
+        f"{_counts(stats['tokens_dropped'])}",
+        f"lags       consumed {_lags(dict(stats['lag_histogram']))}; "
+        f"stored {_lags(_now(groups, 'stored', 'planned'))}; leased {_lags(_now(groups, 'leased'))}",
+        f"rewards    {_spread(groups, 'mean_reward')} over stored groups",
+        f"lengths    {_spread(groups, 'mean_length')} over stored groups; consumed samples mean "
+        f"{stats['mean_length_kept']:.3g}, dropped {stats['mean_length_dropped']:.3g}",
+        f"memory     {stats['held_bytes']} bytes held, {stats['stored_bytes']} of them trajectories, of "
+        f"{report['max_stored_bytes']}",
+        f"waiting    {stats['leases_waiting']} requests for leases",
+        f"refused    puts {_counts(stats['puts_refused'])}; messages {report['malformed']} malformed, "
+        f"{report['over_rate']} over the rate, {report['unsent']} unsent; {report['unknown_keys']} unknown keys",
     ]
-    producers = Counter(group["owner"] for group in groups if group["state"] == "leased")
-    lines += [f"producer   {owner}: {number} leases" for owner, number in producers.most_common()]
+    for producer in report["producers"]:
+        lines.append(
+            f"producer   {producer['owner']}: {producer['leases']} leases, {producer['puts']} puts, "
+            f"{producer['tokens']} tokens, heard of {producer['heard_s_ago']} s ago"
+        )
     return "\n".join(lines)
 
 
-def _spread(groups: list[dict[str, Any]], field: str, name: str) -> str:
+def _counts(numbers: Mapping[str, int]) -> str:
+    return ", ".join(f"{number} {name}" for name, number in numbers.items()) or "nothing"
+
+
+def _lags(numbers: Mapping[int, int]) -> str:
+    return ", ".join(f"{number} at {lag}" for lag, number in sorted(numbers.items())) or "none"
+
+
+def _now(groups: list[dict[str, Any]], *states: str) -> Mapping[int, int]:
+    return Counter(group["lag"] for group in groups if group["state"] in states)
+
+
+def _spread(groups: list[dict[str, Any]], field: str) -> str:
     values = [group[field] for group in groups if field in group]
     if not values:
-        return f"{name} -"
-    return f"{name} {min(values):.3g} … {max(values):.3g}, mean {sum(values) / len(values):.3g}"
+        return "none"
+    return f"{min(values):.3g} … {max(values):.3g}, mean {sum(values) / len(values):.3g}"
 
 
 def main() -> None:

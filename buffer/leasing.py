@@ -9,6 +9,7 @@ import asyncio
 import logging
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
+from heapq import heapify, heappop, heappush
 from typing import Any
 
 from asyncrl.protocol.errors import WireError
@@ -19,6 +20,7 @@ from .messages import REVOKED, Message, integer, integers
 from .presence import Presence
 from .recorded import RecordedLedger
 from .shelves import Shelves
+from .turns import Turns
 from .waiting import Held, WaitingRoom
 
 logger = logging.getLogger(__name__)
@@ -50,6 +52,7 @@ class Leasing:
         self._loop = asyncio.get_running_loop()
         self._waits = WaitingRoom()
         self._granted: OrderedDict[tuple[bytes, int], list[RunningLease]] = OrderedDict()
+        self._turns = Turns()
         self.presence = Presence(silent_s)
         self.operations = {
             "lease": self._lease,
@@ -115,29 +118,33 @@ class Leasing:
         return is_admitted and self._shelves.has_room_for_group(state.num_leased)
 
     def grant(self) -> None:
-        """One lease to each waiting worker in turn, until nothing more is admitted."""
+        """One lease at a time to the waiting worker whose turn it is, until nothing more is admitted."""
         if not self._waits or not self._can_grant():
             return
         waiting = [held for held in self._waits.all() if held.fields["wanted"] > 0]
+        line = [(self._turns.of(held.client), place, held) for place, held in enumerate(waiting)]
+        heapify(line)
         served: list[Held] = []
-        while waiting and self._can_grant():
-            waiting = [held for held in waiting if self._grant_one(held, served)]
+        while line and self._can_grant():
+            turn, place, held = heappop(line)
+            if self._grant_one(held, served):
+                heappush(line, (turn + 1, place, held))
         for held in served:
             self._waits.leave(held.client, held.request_id)
             self._remember(held)
             self._answer(held.client, held.request_id, held.fields["granted"])
 
     def _grant_one(self, held: Held, served: list[Held]) -> bool:
-        """Grant a group if that is possible; whether the worker may get more in the next round."""
+        """Grant a group if its engine is admitted; whether the worker wants more and may get it."""
         granted = held.fields["granted"]
-        if not self._can_grant():
-            return False
         new = self._ledger.lease(
             held.fields["version"], 1, owner=held.client, request_id=held.request_id, now=self._loop.time()
         )
         for lease in new:
             if lease.progress is None:
                 self._shelves.prefixes.remove(lease.group_id)
+        if new:
+            self._turns.take(held.client)
         granted.extend(new)
         if new and len(granted) == 1:
             served.append(held)

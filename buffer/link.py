@@ -155,8 +155,8 @@ class Link:
         return reply
 
     def _send(self, request: Message) -> None:
-        """Send a large request at once, and small ones together with the others that are made in this turn."""
-        if sum(map(len, request.payload)) >= JOIN_BELOW_BYTES:
+        """Send a large or lone request at once, and small ones together with the others that are made in this turn."""
+        if len(self._pending) == 1 or sum(map(len, request.payload)) >= JOIN_BELOW_BYTES:
             self._channel.send(request.frames())
             return
         self._outbox.append(request)

@@ -6,8 +6,6 @@ ends on SIGTERM, on SIGINT and with its parent.
 
 import argparse
 import asyncio
-import ctypes
-import gc
 import json
 import logging
 import os
@@ -26,10 +24,9 @@ from .service import BufferService
 from .store import MemoryStore, RemoteStore
 from .store_servers import StoreServers
 from .store_service import StoreService
+from .tuning import calm_collector, end_with_parent, keep_memory
 
 logger = logging.getLogger(__name__)
-
-_PR_SET_PDEATHSIG = 1
 
 
 class BufferServer:
@@ -113,21 +110,6 @@ def _open_journal(config: BufferConfig, name: str) -> Journal | None:
     return Journal(directory / f"{name}.sqlite")
 
 
-def calm_collector() -> None:
-    """Keep Python's full garbage collections away: their cost grows with the ledger, which holds no cycles."""
-    gc.set_threshold(10_000, 20, 1_000_000)
-
-
-def end_with_parent() -> None:
-    """Ask the kernel to kill this process when its parent ends (Linux)."""
-    parent = os.getppid()
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
-        logger.warning("the kernel refused PR_SET_PDEATHSIG; the server may outlive its parent")
-    if os.getppid() != parent:
-        os._exit(1)
-
-
 def config_from_json(values: dict[str, Any]) -> BufferConfig:
     """Build the options from plain values.
 
@@ -172,6 +154,7 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     end_with_parent()
     calm_collector()
+    keep_memory()
     try:
         asyncio.run(_serve(config_from_json(json.loads(args.config)), args))
     except (AsyncRLError, ValueError) as error:

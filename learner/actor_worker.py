@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -230,6 +231,13 @@ class ActorWorker(RoleWorker[PolicyTrainer]):
         """Write model and tokenizer so that ``from_pretrained`` loads both from ``directory``."""
         with self._residence.reading():
             save_policy(self._scorer, directory)
+
+    def _role_state(self) -> dict[str, Any]:
+        return {"kl_reward_coef": self._credit.kl_coefficient.value}
+
+    def _take_role_state(self, state: Mapping[str, Any]) -> None:
+        if self._algorithm.kl_target:  # a fixed coefficient is the option's, also where that was changed
+            self._credit.kl_coefficient.value = state["kl_reward_coef"]
 
     @property
     def _actor_model_offloaded(self) -> bool:

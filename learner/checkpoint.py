@@ -12,6 +12,7 @@ import random
 import shutil
 from collections.abc import Mapping
 from concurrent.futures import Future
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
 
@@ -36,6 +37,7 @@ from .checkpoint_files import (
     write_progress,
 )
 from .critic import CriticTrainer
+from .lora import has_adapters
 from .trainer import PolicyTrainer
 from .weights import copy_tokenizer
 
@@ -57,12 +59,20 @@ class Checkpointer:
         self._group = cast("dist.ProcessGroup", dist.new_group(backend="gloo"))
         self._pending: Future[None] | None = None
 
-    def save(self, version: int, *, wait: bool = True, run: Mapping[str, Any] | None = None) -> Path:
+    def save(
+        self,
+        version: int,
+        *,
+        wait: bool = True,
+        role: Mapping[str, Any] | None = None,
+        run: Mapping[str, Any] | None = None,
+    ) -> Path:
         """Save the trainer as it is now.
 
         Args:
             version: Learner steps contained in the weights.
             wait: Return when the checkpoint is whole; otherwise when its content is copied to the host.
+            role: What the role needs to go on beside its model, as plain values.
             run: What the controller needs to go on, as plain values; see `learner.checkpoint_files.Progress`.
 
         Returns:
@@ -73,7 +83,7 @@ class Checkpointer:
         """
         self.finish()
         final = checkpoint_path(self._directory, version)
-        self._together(lambda: self._begin(final, version, run or {}))
+        self._together(lambda: self._begin(final, version, role or {}, run or {}))
         partial = partial_path(final)
         (partial / f"random_{dist.get_rank()}.pickle").write_bytes(pickle.dumps(_random_state()))
         written = state_dict_saver.async_save(_copied(self._state()), checkpoint_id=partial, process_group=self._group)
@@ -130,7 +140,7 @@ class Checkpointer:
             _set_random_state(pickle.loads((path / f"random_{dist.get_rank()}.pickle").read_bytes()))
         return progress.version
 
-    def _begin(self, final: Path, version: int, run: Mapping[str, Any]) -> None:
+    def _begin(self, final: Path, version: int, role: Mapping[str, Any], run: Mapping[str, Any]) -> None:
         """Make the folder to write into, on rank 0."""
         if dist.get_rank() != 0:
             return
@@ -145,6 +155,8 @@ class Checkpointer:
             num_ranks=trainer.config.num_ranks,
             sp_size=trainer.config.sp_size,
             dtype=trainer.config.dtype,
+            role=role,
+            lora=asdict(trainer.config.lora) if has_adapters(trainer.model) else {},
             run=run,
         )
         write_progress(partial, progress)

@@ -31,6 +31,8 @@ class Progress:
         num_ranks: Ranks that saved it.
         sp_size: Their sequence-parallel ranks.
         dtype: Type of the parameters while computing, and of exported weights.
+        role: What the saved role needs to go on beside its model, as plain values. Example: its KL coefficient.
+        lora: The options of the policy's adapters; empty where it has none.
         run: Whatever the controller needs to go on, as plain values; empty where nobody gave any.
     """
 
@@ -39,6 +41,8 @@ class Progress:
     num_ranks: int
     sp_size: int
     dtype: str
+    role: Mapping[str, Any] = field(default_factory=dict)
+    lora: Mapping[str, Any] = field(default_factory=dict)
     run: Mapping[str, Any] = field(default_factory=dict)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -96,6 +97,13 @@ class CriticWorker(RoleWorker[CriticTrainer]):
             metrics = self._learn(credited)
         train_s = self._scorer.mesh.largest(torch.tensor([time.time() - started_at], dtype=torch.float64)).item()
         return metrics | {"train_s": train_s}
+
+    def _role_state(self) -> dict[str, Any]:
+        return {"kl_reward_coef": self._credit.kl_coefficient.value}
+
+    def _take_role_state(self, state: Mapping[str, Any]) -> None:
+        if self._algorithm.kl_target:  # a fixed coefficient is the option's, also where that was changed
+            self._credit.kl_coefficient.value = state["kl_reward_coef"]
 
     def _learn(self, sequences: list[TokenSequence]) -> dict[str, float]:
         parts = split_sequences(sequences, self._algorithm.num_mini_batches)

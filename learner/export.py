@@ -17,13 +17,15 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from .checkpoint_files import HUGGING_FACE, newest_checkpoint, read_progress
+from .config import LoraConfig
+from .lora import add_adapters, merged_weights
 from .weights import copy_tokenizer, write_model
 
 _PREFIX = "pretrained."
 
 
 def export(checkpoint: Path, out: Path, *, dtype: str = "") -> Path:
-    """Write the policy of a checkpoint in Hugging Face layout, with its tokenizer.
+    """Write the policy of a checkpoint in Hugging Face layout, adapters merged, with its tokenizer.
 
     Args:
         checkpoint: A checkpoint, or a folder of checkpoints, whose newest is taken.
@@ -41,7 +43,9 @@ def export(checkpoint: Path, out: Path, *, dtype: str = "") -> Path:
     kind = getattr(torch, dtype or progress.dtype)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source / HUGGING_FACE))
-    weights = _read(source, model)
+    if progress.lora:
+        add_adapters(model, LoraConfig(**progress.lora))
+    weights = merged_weights(model, _read(source, model))
     converted = revert_weight_conversion(model, {name: tensor.to(kind) for name, tensor in weights.items()})
     write_model(out, model, converted, kind)
     copy_tokenizer(str(source / HUGGING_FACE), out)
@@ -49,7 +53,7 @@ def export(checkpoint: Path, out: Path, *, dtype: str = "") -> Path:
 
 
 def _read(checkpoint: Path, model: PreTrainedModel) -> dict[str, Tensor]:
-    """The weights, tied ones once, in the float32 that they are trained in."""
+    """The weights, tied ones once and adapters beside them, in the float32 that they are trained in."""
     names = [name for name, _ in model.named_parameters()]
     empty = {_PREFIX + name: torch.empty(model.get_parameter(name).shape, dtype=torch.float32) for name in names}
     state_dict_loader.load({"model": empty}, checkpoint_id=checkpoint, no_dist=True)

@@ -12,7 +12,7 @@ from torch import Tensor
 from .config import AlgorithmConfig, Correction
 
 MAX_LOG_WEIGHT = 20.0
-"""Logarithms of weights are cut here, so that a product over a long sequence stays finite (e^20 is 5e8)."""
+"""Logarithms of ratios and weights are cut here, so that they and their gradients stay finite (e^20 is 5e8)."""
 
 
 def importance_weights(
@@ -45,11 +45,11 @@ def importance_weights(
         return torch.ones_like(log_weights)
     if config.correction is Correction.sequence_truncated:
         total = sequence_sums(log_weights, sequence_index, len(loss_lengths))
-        return _exp(total).clamp(max=high)[sequence_index]
+        return bounded_exp(total).clamp(max=high)[sequence_index]
     if config.correction is Correction.sequence_rejected:
-        mean = _exp(sequence_means(log_weights, sequence_index, loss_lengths))
+        mean = bounded_exp(sequence_means(log_weights, sequence_index, loss_lengths))
         return ((mean >= low) & (mean <= high)).float()[sequence_index]
-    weights = _exp(log_weights)
+    weights = bounded_exp(log_weights)
     if config.correction is Correction.token_truncated:
         return weights.clamp(max=high)
     if config.correction is Correction.token_masked:
@@ -75,5 +75,6 @@ def effective_sample_size(mean_weight: float, mean_square: float) -> float:
     return mean_weight**2 / mean_square if mean_square > 0 else 0.0
 
 
-def _exp(log_weights: Tensor) -> Tensor:
+def bounded_exp(log_weights: Tensor) -> Tensor:
+    """Exponential of logarithms within ± `MAX_LOG_WEIGHT`; constant, without gradient, outside."""
     return log_weights.clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT).exp()

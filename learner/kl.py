@@ -57,18 +57,3 @@ class AdaptiveKLCoefficient:
         error = min(max(measured / self._target - 1.0, -0.2), 0.2)
         self.value *= 1.0 + error * num_samples / self._horizon
         return self.value
-
-
-def shaped_rewards(rewards: Tensor, log_probs: Tensor, reference_logprobs: Tensor, coefficient: float) -> Tensor:
-    """Token rewards less the divergence, as in InstructGPT (arXiv 2203.02155, equation 2).
-
-    Args:
-        rewards: [M] float32, a token's reward.
-        log_probs: [M] log-probs of the policy that sampled.
-        reference_logprobs: [M] reference log-probs.
-        coefficient: Weight of the divergence, estimated by ``k1``.
-
-    Returns:
-        [M] float32.
-    """
-    return rewards - coefficient * kl_penalty(log_probs, reference_logprobs, KLEstimator.k1)

@@ -65,6 +65,11 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
             layer.scaling[_ADAPTER] = scale
 
 
+def has_adapters(model: nn.Module) -> bool:
+    """Whether a model has adapters."""
+    return bool(_layers(model))
+
+
 def merged_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Plain weights W + scale · B A under the names of a model without adapters.
 

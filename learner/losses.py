@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .config import Aggregation, AlgorithmConfig, Correction
-from .importance import sequence_means
+from .importance import bounded_exp, sequence_means
 from .registry import LOSSES
 
 
@@ -85,8 +85,7 @@ def ppo_clip(inputs: LossInputs, config: AlgorithmConfig) -> LossTerms:
     Example: ratio 1.5, advantage 1, clip 0.2 gives -1.2 and no gradient; advantage -1 gives 1.5.
     """
     advantages = inputs.columns["advantages"]
-    ratio = (inputs.log_probs - anchor_log_probs(inputs, config)).exp()
-    return _clipped(ratio, advantages, config)
+    return _clipped(bounded_exp(inputs.log_probs - anchor_log_probs(inputs, config)), advantages, config)
 
 
 def _clipped(ratio: Tensor, advantages: Tensor, config: AlgorithmConfig) -> LossTerms:
@@ -112,7 +111,7 @@ def gspo(inputs: LossInputs, config: AlgorithmConfig) -> LossTerms:
     """
     log_ratio = inputs.log_probs - anchor_log_probs(inputs, config)
     of_sequence = sequence_means(log_ratio.detach(), inputs.sequence_index, inputs.loss_lengths)[inputs.sequence_index]
-    ratio = (of_sequence + inputs.log_probs - inputs.log_probs.detach()).exp()
+    ratio = bounded_exp(of_sequence + inputs.log_probs - inputs.log_probs.detach())
     return _clipped(ratio, inputs.columns["advantages"], config)
 
 
@@ -125,7 +124,7 @@ def cispo(inputs: LossInputs, config: AlgorithmConfig) -> LossTerms:
 
     Example: ratio 1.5, advantage 2, clip 0.2 give a gradient of -2.4 at the log-prob.
     """
-    ratio = (inputs.log_probs.detach() - anchor_log_probs(inputs, config)).exp()
+    ratio = bounded_exp(inputs.log_probs.detach() - anchor_log_probs(inputs, config))
     weight = ratio.clamp(1.0 - config.clip_low, 1.0 + config.clip_high)
     return LossTerms(
         per_token=-weight * inputs.columns["advantages"] * inputs.log_probs,

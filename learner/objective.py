@@ -7,7 +7,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from .config import AlgorithmConfig, Correction
-from .importance import effective_sample_size, importance_weights
+from .importance import bounded_exp, effective_sample_size, importance_weights
 from .kl import kl_penalty
 from .losses import LOSSES, LossInputs, LossTerms
 
@@ -56,7 +56,7 @@ def behavior_metrics(inputs: LossInputs) -> dict[str, Tensor]:
         estimator, r - 1 - log r (http://joschu.net/blog/kl-approx.html), each value >= 0.
     """
     log_ratio = inputs.log_probs.detach() - inputs.columns["behavior_logprobs"]
-    ratio = log_ratio.exp()
+    ratio = bounded_exp(log_ratio)
     return _with_square("ratio", ratio) | {"behavior_kl": ratio - 1.0 - log_ratio}
 
 

@@ -23,6 +23,7 @@ from asyncrl.protocol.types import TrajectoryGroup, WeightSnapshot
 from asyncrl.single_controller import Dispatch, Worker, make_nd_compute_dataproto_dispatch_fn, register
 
 from .checkpoint import Checkpointer
+from .checkpoint_files import read_progress
 from .config import AlgorithmConfig, LearnerConfig
 from .critic import CriticTrainer
 from .offload import Residence
@@ -141,7 +142,7 @@ class RoleWorker(Worker, Generic[ScorerT]):
         """
         checkpoints = self._checkpoints_in(directory)
         with self._residence.persisting():
-            return str(checkpoints.save(version, wait=wait, run=run))
+            return str(checkpoints.save(version, wait=wait, role=self._role_state(), run=run))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def load_checkpoint(self, directory: str) -> int | None:
@@ -158,7 +159,9 @@ class RoleWorker(Worker, Generic[ScorerT]):
         if newest is None:
             return None
         with self._residence.persisting():
-            return checkpoints.load(newest)
+            version = checkpoints.load(newest)
+        self._take_role_state(read_progress(newest).role)
+        return version
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def stop(self) -> None:
@@ -179,6 +182,13 @@ class RoleWorker(Worker, Generic[ScorerT]):
     @property
     def _optimizer_offloaded(self) -> bool:
         return self._residence.optimizer_offloaded
+
+    def _role_state(self) -> dict[str, Any]:
+        """What goes into a checkpoint beside the model, as plain values."""
+        return {}
+
+    def _take_role_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `_role_state` gave."""
 
     def _checkpoints_in(self, directory: str) -> Checkpointer:
         if directory not in self._checkpoints:

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDictBase
 
 from .errors import BatchError, UsageError
 from .future import DataProtoFuture
 from .merging import merge_meta_info, same_columns
 from .rows import cat_rows, is_nested, take_rows
+from .unbuilt_batch import UnbuiltBatch
 
 if TYPE_CHECKING:
     from .data_proto import DataProto
@@ -78,10 +79,10 @@ def concat_rows(data: Sequence[DataProto]) -> DataProto:
     batch = None
     if any(part._batch is not None for part in data):
         joined = {key: cat_rows(parts) for key, parts in tensors.items()}
-        batch = TensorDict(joined, batch_size=(sum(map(len, data)),))
+        batch = UnbuiltBatch(joined, sum(map(len, data)))
     array_parts = same_columns([part.non_tensor_batch for part in data], "non_tensor_batch")
     arrays = {key: np.concatenate(parts, axis=0) for key, parts in array_parts.items()}
-    return type(data[0])(batch, arrays, merge_meta_info([part.meta_info for part in data]))
+    return data[0]._derived(batch, arrays, merge_meta_info([part.meta_info for part in data]))
 
 
 def chunk_tensordict(data: TensorDictBase, chunks: int) -> list[TensorDictBase]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from .data_item import DataProtoItem
 from .errors import BatchError
 from .mini_batches import mini_batches
 from .padding import DataProtoConfig
+from .unbuilt_batch import UnbuiltBatch
 
 
 class DataProto:
@@ -42,8 +44,7 @@ class DataProto:
         non_tensor_batch: dict[str, np.ndarray] | None = None,
         meta_info: dict[str, Any] | None = None,
     ) -> None:
-        self._batch = batch
-        self._is_borrowed = False
+        self._batch: TensorDict | UnbuiltBatch | None = batch
         self.non_tensor_batch: dict[str, np.ndarray] = {} if non_tensor_batch is None else non_tensor_batch
         self.meta_info: dict[str, Any] = {} if meta_info is None else meta_info
         self.check_consistency()
@@ -55,23 +56,21 @@ class DataProto:
 
         def __getattr__(self, name: str) -> Any:
             """Called for what is not there: all of a batch that arrived and that nobody has looked into yet."""
-            if "_arrived" not in self.__dict__:
-                raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
             data_transport.unfold(self)
-            return getattr(self, name)
+            if name not in self.__dict__:
+                raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+            return self.__dict__[name]
 
     @property
     def batch(self) -> TensorDict | None:
         """The tensors, in memory that is this batch's own."""
-        if self._is_borrowed and self._batch is not None:
-            self._batch = self._batch.clone()
-        self._is_borrowed = False
+        if isinstance(self._batch, UnbuiltBatch):
+            self._batch = self._batch.build()
         return self._batch
 
     @batch.setter
     def batch(self, batch: TensorDict | None) -> None:
         self._batch = batch
-        self._is_borrowed = False
 
     def __len__(self) -> int:
         if self._batch is not None:
@@ -167,9 +166,11 @@ class DataProto:
         positions = range(*rows.indices(len(self)))
         if positions.step < 0:
             return self.select_idxs(list(positions))
-        tensors = self._map_tensors(lambda _, tensor: row_ops.take_rows(tensor, rows), len(positions))
+        is_borrowed = isinstance(self._batch, UnbuiltBatch) and self._batch.is_borrowed
+        take = partial(row_ops.take_rows, rows=rows)
+        tensors = self._map_tensors(lambda _, tensor: take(tensor), len(positions), is_borrowed=is_borrowed)
         arrays = {key: array[rows] for key, array in self.non_tensor_batch.items()}
-        return self._derived(tensors, arrays, self.meta_info, is_borrowed=self._is_borrowed)
+        return self._derived(tensors, arrays, self.meta_info)
 
     def select_idxs(self, idxs: Any) -> DataProto:
         """The rows at these positions, or where the mask is True; copied.
@@ -191,15 +192,17 @@ class DataProto:
         deepcopy: bool = False,
     ) -> DataProto:
         """The columns named, sharing memory unless ``deepcopy``; None takes all of a part."""
-        batch = self._batch
+        batch = self._shared_batch()
         if batch_keys is not None:
             keys = tuple(batch_keys)
-            batch = self._need_batch().select(*keys) if keys or batch is not None else None
+            if keys and batch is None:
+                raise BatchError(f"this DataProto holds no tensors, least of all {list(keys)}")
+            batch = None if batch is None else batch.select(*keys)
         arrays = columns.picked(self.non_tensor_batch, non_tensor_batch_keys)
         meta_info = columns.picked(self.meta_info, meta_info_keys)
         if deepcopy:
             arrays, meta_info = copy.deepcopy(arrays), copy.deepcopy(meta_info)
-        return self._derived(batch, arrays, meta_info, is_borrowed=self._is_borrowed)
+        return self._derived(batch, arrays, meta_info)
 
     def pop(
         self,
@@ -219,7 +222,9 @@ class DataProto:
 
     def rename(self, old_keys: str | list[str] | None = None, new_keys: str | list[str] | None = None) -> DataProto:
         """Give tensors new names, in place; arrays and meta information keep theirs."""
-        columns.rename_tensors(self._need_batch(), columns.as_names(old_keys), columns.as_names(new_keys))
+        if self.batch is None:
+            raise BatchError("this DataProto holds no tensors to be renamed")
+        columns.rename_tensors(self.batch, columns.as_names(old_keys), columns.as_names(new_keys))
         return self
 
     def union(self, other: DataProto) -> DataProto:
@@ -268,19 +273,9 @@ class DataProto:
         Raises:
             BatchError: ``n_split`` does not divide the second dimension, or there is none of one length.
         """
-        names = set(split_keys or ())
-        tensors = self._map_tensors(
-            lambda key, tensor: (
-                row_ops.unfold_columns(tensor, n_split, key)
-                if key in names
-                else row_ops.repeat_rows(tensor, n_split, interleave=True)
-            ),
-            len(self) * n_split,
-        )
-        arrays = {
-            key: row_ops.unfold_columns(array, n_split, key) if key in names else np.repeat(array, n_split, axis=0)
-            for key, array in self.non_tensor_batch.items()
-        }
+        unfold = partial(row_ops.unfold_or_repeat, n_split=n_split, split_keys=set(split_keys or ()))
+        tensors = self._map_tensors(unfold, len(self) * n_split)
+        arrays = {key: unfold(key, array) for key, array in self.non_tensor_batch.items()}
         return self._derived(tensors, arrays, self.meta_info)
 
     def to(self, device: Any) -> DataProto:
@@ -373,39 +368,27 @@ class DataProto:
         return data_transport.reduce(self, protocol)
 
     def __copy__(self) -> DataProto:
-        return self._derived(
-            self._batch, dict(self.non_tensor_batch), dict(self.meta_info), is_borrowed=self._is_borrowed
-        )
+        return self._derived(self._shared_batch(), dict(self.non_tensor_batch), dict(self.meta_info))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DataProto:
         batch = None if self._batch is None else self._batch.clone()
         arrays, meta_info = copy.deepcopy((self.non_tensor_batch, self.meta_info), memo)
         return self._derived(batch, arrays, meta_info)
 
-    def _derived(
-        self,
-        batch: TensorDict | None,
-        arrays: dict[str, np.ndarray],
-        meta_info: dict[str, Any],
-        *,
-        is_borrowed: bool = False,
-    ) -> DataProto:
-        derived = type(self)(batch=batch, non_tensor_batch=arrays, meta_info=meta_info)
-        derived._is_borrowed = is_borrowed
-        return derived
+    def _derived(self, batch: Any, arrays: dict[str, np.ndarray], meta_info: dict[str, Any]) -> DataProto:
+        return type(self)(batch=batch, non_tensor_batch=arrays, meta_info=meta_info)
 
-    def _map_tensors(self, change: Any, num_rows: int) -> TensorDict | None:
-        """A TensorDict of ``change(key, tensor)`` for every tensor."""
+    def _map_tensors(self, change: Any, num_rows: int, *, is_borrowed: bool = False) -> UnbuiltBatch | None:
+        """The tensors ``change(key, tensor)``."""
         if self._batch is None:
             return None
         changed = {key: change(key, tensor) for key, tensor in self._batch.items()}
-        return TensorDict(changed, batch_size=torch.Size((num_rows,)), device=self._batch.device)
+        return UnbuiltBatch(changed, num_rows, self._batch.device, is_borrowed)
+
+    def _shared_batch(self) -> Any:
+        """The tensors for another `DataProto` that shares them, names included, unless each must copy them anyway."""
+        return self._batch if isinstance(self._batch, UnbuiltBatch) and self._batch.is_borrowed else self.batch
 
     def _columns(self) -> dict[str, Any]:
         """The tensors by name, to be read only."""
         return {} if self._batch is None else dict(self._batch.items())
-
-    def _need_batch(self) -> TensorDict:
-        if self._batch is None:
-            raise BatchError("this DataProto holds no tensors")
-        return self._batch

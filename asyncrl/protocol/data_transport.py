@@ -14,12 +14,12 @@ from tensordict import TensorDict
 
 from . import wire
 from .errors import WireError
+from .rows import leading_shape
+from .unbuilt_batch import UnbuiltBatch
 from .wire_file import read_frames, write_frames
 
 if TYPE_CHECKING:
     from .data_proto import DataProto
-
-_MAX_DEPTH = 400  # what comes from a process of our own may nest as deep as msgpack can pack
 
 
 def reduce(data: DataProto, protocol: int) -> tuple[Any, ...]:
@@ -32,7 +32,7 @@ def reduce(data: DataProto, protocol: int) -> tuple[Any, ...]:
     if vars(data).keys() == {"_arrived"}:
         header, buffers, foreign = data._arrived
     else:
-        header, *buffers = wire.encode(parts_of(data), foreign=foreign, max_depth=_MAX_DEPTH)
+        header, *buffers = wire.encode(parts_of(data), foreign=foreign, max_depth=None)
     wrap = pickle.PickleBuffer if protocol >= 5 else bytearray
     return rebuild, (type(data), header, [wrap(buffer) for buffer in buffers], foreign)
 
@@ -46,8 +46,11 @@ def rebuild(kind: type[DataProto], header: bytes, buffers: Sequence[Any], foreig
 
 def unfold(data: DataProto) -> None:
     """Read the message that a batch arrived in. What was set since then stays; tensors stay where the buffers are."""
-    header, buffers, foreign = data._arrived
-    trusted = {"max_frames": sys.maxsize, "max_bytes": sys.maxsize, "max_depth": _MAX_DEPTH, "writable": True}
+    message = vars(data).get("_arrived")
+    if message is None:  # it was made here, or another thread has read it
+        return
+    header, buffers, foreign = message
+    trusted = {"max_frames": sys.maxsize, "max_bytes": sys.maxsize, "max_depth": None, "writable": True}
     arrived = from_parts(type(data), wire.decode([header, *buffers], foreign=foreign, **trusted))
     for name, value in vars(arrived).items():
         vars(data).setdefault(name, value)
@@ -63,26 +66,36 @@ def parts_of(data: DataProto) -> dict[str, Any]:
     return {"batch": batch, "non_tensor_batch": data.non_tensor_batch, "meta_info": data.meta_info}
 
 
-def from_parts(kind: type[DataProto], parts: Any) -> DataProto:
-    """The inverse of `parts_of`. Raises `WireError` where the value is not of that form."""
+def from_parts(kind: type[DataProto], parts: Any, *, is_borrowed: bool = True) -> DataProto:
+    """The inverse of `parts_of`.
+
+    Args:
+        kind: `DataProto`, or the subclass to make.
+        parts: The decoded value.
+        is_borrowed: The tensors' memory belongs to others too, so that they are copied when they are asked for.
+
+    Raises:
+        WireError: the value is not of that form.
+    """
     try:
         batch, arrays, meta_info = parts["batch"], parts["non_tensor_batch"], parts["meta_info"]
         if type(arrays) is not dict or type(meta_info) is not dict:
             raise TypeError("its parts are not maps")
-        tensors = None if batch is None else _tensordict_of(*batch)
-        data = kind(batch=tensors, non_tensor_batch=arrays, meta_info=meta_info)
+        tensors = None if batch is None else _batch_of(*batch, is_borrowed=is_borrowed)
+        return kind(batch=tensors, non_tensor_batch=arrays, meta_info=meta_info)  # type: ignore[arg-type]
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise WireError(f"message is not a DataProto: {error}") from error
-    data._is_borrowed = tensors is not None
-    return data
 
 
-def _tensordict_of(num_rows: Any, tensors: Any) -> TensorDict:
-    if type(num_rows) is not int or num_rows < 0 or not all(type(name) is str for name in tensors):
-        raise ValueError(f"its batch has {num_rows!r:.40} rows, or tensors without names")
-    if not all(isinstance(tensor, torch.Tensor | TensorDict) for tensor in tensors.values()):
-        raise TypeError("its batch holds something other than tensors")
-    return TensorDict(tensors, batch_size=(num_rows,))
+def _batch_of(num_rows: Any, tensors: Any, *, is_borrowed: bool) -> UnbuiltBatch:
+    if type(num_rows) is not int or not 0 <= num_rows < sys.maxsize or type(tensors) is not dict:
+        raise ValueError(f"its batch has {num_rows!r:.40} rows, or no map of tensors")
+    for name, tensor in tensors.items():
+        if type(name) is not str or not isinstance(tensor, torch.Tensor | TensorDict):
+            raise TypeError(f"its batch holds something other than tensors with names: {name!r:.40}")
+        if leading_shape(tensor, 1) != (num_rows,):
+            raise ValueError(f"its batch has {num_rows} rows, and {name!r} has not")
+    return UnbuiltBatch(tensors, num_rows, is_borrowed=is_borrowed)
 
 
 def save(data: DataProto, filepath: str | Path) -> None:
@@ -100,6 +113,5 @@ def load(kind: type[DataProto], filepath: str | Path) -> DataProto:
     with open(filepath, "rb") as file:
         num_read = file.readinto(content)
     frames = read_frames(memoryview(content)[:num_read])
-    data = from_parts(kind, wire.decode(frames, max_frames=sys.maxsize, max_bytes=sys.maxsize, writable=True))
-    data._is_borrowed = False
-    return data
+    parts = wire.decode(frames, max_frames=sys.maxsize, max_bytes=sys.maxsize, writable=True)
+    return from_parts(kind, parts, is_borrowed=False)

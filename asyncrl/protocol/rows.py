@@ -90,6 +90,14 @@ def repeat_array(array: np.ndarray, repeat_times: int, *, interleave: bool) -> n
     return np.tile(array, (repeat_times,) + (1,) * (array.ndim - 1))
 
 
+def unfold_or_repeat(key: str, column: Any, *, n_split: int, split_keys: set[str]) -> Any:
+    """The column cut into ``n_split`` where it is among ``split_keys``, or else with every row ``n_split`` times."""
+    if key in split_keys:
+        return unfold_columns(column, n_split, key)
+    repeat = repeat_array if isinstance(column, np.ndarray) else repeat_rows
+    return repeat(column, n_split, interleave=True)
+
+
 def unfold_columns(values: Any, n_split: int, key: str) -> Any:
     """Cut the second dimension into ``n_split`` parts and lay them under one another.
 

@@ -39,7 +39,7 @@ _MALFORMED = (
 )
 
 
-def encode(value: Any, *, foreign: list[Any] | None = None, max_depth: int = MAX_DEPTH) -> list[Frame]:
+def encode(value: Any, *, foreign: list[Any] | None = None, max_depth: int | None = MAX_DEPTH) -> list[Frame]:
     """Turn a value into frames.
 
     Args:
@@ -48,7 +48,7 @@ def encode(value: Any, *, foreign: list[Any] | None = None, max_depth: int = MAX
             loaded, its dense and nested tensors of any dtype of whole bytes. Subclasses of these do not travel.
         foreign: Where given, values of any other type are appended to it and travel by position; the transport
             must carry them itself, and hand them back to `decode`.
-        max_depth: Containers within containers allowed, as in `decode`.
+        max_depth: Containers within containers allowed; None leaves it to msgpack, which packs about 500.
 
     Returns:
         The header, then the memory of the arrays. Buffers of contiguous arrays share the array's memory, so the value
@@ -60,7 +60,8 @@ def encode(value: Any, *, foreign: list[Any] | None = None, max_depth: int = MAX
     """
     encoder = Encoder(foreign)
     try:
-        check_depth(value, max_depth)
+        if max_depth is not None:
+            check_depth(value, max_depth)
         return [_PREFIX + encoder.pack(value), *encoder.buffers]
     except Unsupported as error:
         raise WireError(f"{path_to(error.value, value)}: {error}") from error
@@ -74,7 +75,7 @@ def decode(
     foreign: Sequence[Any] = (),
     max_frames: int = MAX_FRAMES,
     max_bytes: int = MAX_BYTES,
-    max_depth: int = MAX_DEPTH,
+    max_depth: int | None = MAX_DEPTH,
     writable: bool = False,
 ) -> Any:
     """Turn frames back into the value.
@@ -84,7 +85,7 @@ def decode(
         foreign: The list that `encode` filled.
         max_frames: Frames allowed, the header among them.
         max_bytes: Bytes allowed over all frames.
-        max_depth: Containers within containers allowed.
+        max_depth: Containers within containers allowed; None leaves it to msgpack, which reads about 1000.
         writable: Arrays over frames that may be written to may be written to as well.
 
     Returns:
@@ -98,7 +99,8 @@ def decode(
     decoder = Decoder(views[1:], foreign, writable=writable)
     try:
         value = decoder.unpack(views[0][len(_PREFIX) :])
-        check_depth(value, max_depth)
+        if max_depth is not None:
+            check_depth(value, max_depth)
     except WireError:
         raise
     except _MALFORMED as error:

@@ -188,7 +188,9 @@ def test_inspect_prints_what_the_server_holds(tmp_path: Path, capsys, monkeypatc
         inspect.main()
         text = capsys.readouterr().out
         assert "2 queued, 2 leased, 1 stored" in text
-        assert "reward 0.5 … 0.5" in text
+        assert "rewards    0.5 … 0.5, mean 0.5 over stored groups" in text
+        assert "stored 1 at 0; leased 2 at 0" in text
+        assert "2 leases, 1 puts, 5 tokens, heard of" in text
         monkeypatch.setattr("sys.argv", ["inspect", process.address, "--json"])
         inspect.main()
         assert json.loads(capsys.readouterr().out)["stats"]["groups"]["queued"] == 2

@@ -251,3 +251,71 @@ def test_a_malformed_parcel_is_a_wire_error(tail: bytes):
 def test_a_wrong_option_is_refused_by_name(options, message):
     with pytest.raises(ValueError, match=message):
         BufferConfig(**options)
+
+
+def test_an_order_of_ones_own_is_found_by_its_path():
+    of = ledger(1, 1, order="orders_of_mine:longest_first")
+    short, long = of.lease(0, 2, now=0.0)
+    of.put(finished(short, lengths=(3,)))
+    of.put(finished(long, lengths=(9,)))
+    assert step(of) == [long.group_id]
+
+
+def test_a_filter_of_ones_own_drops_under_its_path():
+    name = "orders_of_mine:only_even_groups"
+    of = ledger(0, 1, filters=[name])
+    of.put(finished(of.lease(0, 1, now=0.0)[0]))
+    step(of)
+    assert of.put(finished(of.lease(1, 1, now=0.0)[0])) is PutResult.filtered
+    stats = of.stats()
+    assert (stats.tokens_dropped, stats.groups_dropped) == ({name: 5}, {name: 1})
+    assert stats.mean_length_dropped_by_reason == {name: 5.0}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"filters": ["orders_of_mine:fails"]}, "buffer.filters 'orders_of_mine:fails' raised KeyError"),
+        ({"order": "orders_of_mine:no_number"}, "buffer.order must give a number, got nan"),
+    ],
+)
+def test_code_of_ones_own_that_fails_answers_the_put_and_changes_nothing(options, message):
+    of = ledger(0, 1, **options)
+    [lease] = of.lease(0, 1, now=0.0)
+    before = of.snapshot()
+    with pytest.raises(ReplayBufferError, match=message):
+        of.put(finished(lease))
+    assert of.snapshot() == before
+
+
+def test_a_prefix_that_its_worker_did_not_take_counts_as_dropped_when_it_puts():
+    of = ledger(2, 1)
+    [lease] = of.lease(0, 1, now=0.0)
+    of.save_progress(0, 0, Progress(num_tokens=40, oldest_version=0))
+    of.release(0, 0, num_tokens=45, reason="aborted")
+    [again] = of.lease(0, 1, now=0.0)
+    assert (again.num_inherited, of.stats().tokens_buffered) == (40, 40)
+    of.put(finished(again, lengths=(60,)), continued=False)
+    stats = of.stats()
+    assert (stats.tokens_buffered, stats.tokens_dropped) == (60, {"aborted": 5, "discarded_prefix": 40})
+    assert lease.group_id == again.group_id
+
+
+@pytest.mark.parametrize("on_stale", [OnStale.requeue, OnStale.drop])
+def test_what_a_given_up_straggler_had_saved_counts_as_dropped_though_its_worker_is_dead(on_stale):
+    of = ledger(1, 1, on_stale=on_stale)
+    [slow, quick] = of.lease(0, 2, now=0.0)
+    of.save_progress(slow.group_id, 0, Progress(num_tokens=30, oldest_version=0))
+    of.put(finished(quick))
+    step(of)
+    of.put(finished(of.lease(1, 1, now=0.0)[0]))
+    step(of)
+    assert of.stats().tokens_dropped == {"stale": 30}
+    of.release(slow.group_id, 0, num_tokens=37, reason="revoked")
+    assert of.stats().tokens_dropped == {"stale": 37}
+
+
+def test_a_snapshot_of_another_format_is_refused_by_name():
+    of = ledger(1, 1)
+    with pytest.raises(ValueError, match="snapshot has format=1, expected 2"):
+        ledger(1, 1).restore({**of.snapshot(), "format": 1})

@@ -21,11 +21,11 @@ START_TIMEOUT_S = 240
 class RunningTraining:
     """``python -m asyncrl.train`` with its output read line by line."""
 
-    def __init__(self, output_dir: Path, *overrides: str) -> None:
+    def __init__(self, output_dir: Path, *overrides: str, cwd: Path = ROOT) -> None:
         self.output_dir = output_dir
         self.process = subprocess.Popen(
             [sys.executable, "-m", "asyncrl.train", f"output_dir={output_dir}", *overrides],
-            cwd=ROOT,
+            cwd=cwd,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

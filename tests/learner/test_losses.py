@@ -65,6 +65,25 @@ def test_cispo_keeps_the_gradient_of_clipped_tokens() -> None:
     assert terms.metrics["clip_fraction"].tolist() == [1, 1, 0]
 
 
+@pytest.mark.parametrize("name", ["ppo_clip", "gspo", "cispo"])
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+def test_policies_far_apart_give_finite_losses_and_gradients(name: str, advantage: float) -> None:
+    given = inputs([1.0, 1.0], [advantage] * 2)
+    given = replace(given, columns={**given.columns, "behavior_logprobs": torch.tensor([-300.0, 300.0])})
+    terms = LOSSES.get(name)(given, AlgorithmConfig())
+    assert torch.isfinite(terms.per_token).all()
+    assert torch.isfinite(gradient(terms, given)).all()
+
+
+def test_gspo_gives_each_token_the_gradient_of_its_sequences_ratio() -> None:
+    """Equation 13: the value is the sequence's, and the derivative at a token's own log-prob is that value."""
+    given = inputs([1.2, 0.9, 1.1], [1.0, 1.0, -2.0], lengths=[2, 1])
+    terms = LOSSES.get("gspo")(given, AlgorithmConfig(clip_low=0.5, clip_high=0.5))
+    first, second = math.sqrt(1.2 * 0.9), 1.1
+    assert terms.per_token.tolist() == pytest.approx([-first, -first, 2 * second], abs=1e-5)
+    assert gradient(terms, given).tolist() == pytest.approx([-first, -first, 2 * second], abs=1e-5)
+
+
 def test_reinforce_is_minus_advantage_times_log_prob() -> None:
     given = inputs([1.0, 2.0], [3.0, -1.0])
     terms = LOSSES.get("reinforce")(given, AlgorithmConfig(loss="reinforce"))

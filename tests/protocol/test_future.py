@@ -21,7 +21,7 @@ def local_ray():
     patch = pytest.MonkeyPatch()
     for name, value in {"RAY_worker_niceness": "0", "OMP_NUM_THREADS": "1"}.items():
         patch.setenv(name, value)
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=80 * 2**20)
+    ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=80 * 2**20)
     yield
     ray.shutdown()
     patch.undo()
@@ -104,7 +104,7 @@ def test_what_ray_delivers_is_shared_until_it_is_written_to():
         first, second = ray.get(ref), ray.get(ref)
         assert not first.non_tensor_batch["a"].flags.writeable
         if num_rows > 3:
-            assert first._batch["n"].data_ptr() == second._batch["n"].data_ptr()
+            assert first._columns()["n"].data_ptr() == second._columns()["n"].data_ptr()
         first.batch["n"] += 1
         assert second.batch["n"].sum() == ray.get(ref).batch["n"].sum() == 0
 

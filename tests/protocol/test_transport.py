@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -52,7 +53,7 @@ def test_pickle_5_copies_no_tensor_until_it_is_asked_for():
     stream = pickle.dumps(data, protocol=5, buffer_callback=buffers.append)
     loaded = pickle.loads(stream, buffers=[memoryview(buffer).toreadonly() for buffer in buffers])
     kept = loaded.slice(1, 3)
-    assert kept._batch["a"].data_ptr() == data.batch["a"][1:].data_ptr()
+    assert kept._columns()["a"].data_ptr() == data.batch["a"][1:].data_ptr()
     kept.batch["a"] += 1
     loaded.batch["a"] += 1
     assert data.batch["a"].tolist() == [0, 10, 20, 30]
@@ -88,6 +89,9 @@ def test_deeply_nested_facts_and_facts_of_any_type_go_through_pickle():
     assert loaded.meta_info["deep"] == deep
     assert loaded.meta_info["kind"].mask.tolist() == [True, False]
     assert loaded.meta_info["where"] == torch.device("cpu")
+    deep.append(deep)
+    with pytest.raises(WireError, match="does not travel"):
+        pickle.dumps(data)
 
 
 def test_a_sparse_column_goes_through_pickle_and_not_to_disk(tmp_path):
@@ -131,3 +135,27 @@ def test_a_damaged_file_is_a_wire_error(damage, tmp_path):
         DataProto.load_from_disk(str(path))
     with pytest.raises(FileNotFoundError):
         DataProto.load_from_disk(tmp_path / "nowhere")
+
+
+def test_a_batch_that_arrived_is_read_by_whoever_asks_first():
+    stream = pickle.dumps(batch_of(3, t=1))
+    asks = [len, repr, lambda data: data.batch, lambda data: data.meta_info, lambda data: data[0], copy.copy]
+    for ask in asks:
+        data = pickle.loads(stream)
+        assert vars(data).keys() == {"_arrived"}
+        ask(data)
+        assert "_arrived" not in vars(data)
+        assert numbers(data) == [0, 1, 2]
+    data = pickle.loads(stream)
+    data.meta_info = {"t": 2}
+    assert numbers(pickle.loads(pickle.dumps(data))) == [0, 1, 2]
+    assert data.meta_info == {"t": 2}
+    assert not hasattr(data, "nothing of the kind")
+
+
+def test_threads_that_ask_at_the_same_time_all_get_the_batch():
+    stream = pickle.dumps(batch_of(3))
+    with ThreadPoolExecutor(8) as threads:
+        for _ in range(200):
+            data = pickle.loads(stream)
+            assert list(threads.map(len, [data] * 8)) == [3] * 8

@@ -39,7 +39,17 @@ plain_dtypes = (
     | npst.datetime64_dtypes()
 )
 arrays = plain_dtypes.flatmap(lambda dtype: npst.arrays(dtype, npst.array_shapes(min_dims=0, min_side=0, max_side=4)))
+records = st.builds(
+    lambda numbers, texts: np.array(list(zip(numbers, texts, strict=False)), dtype=[("n", "<i8"), ("t", "<U3")]),
+    st.lists(st.integers(-9, 9), max_size=3),
+    st.lists(st.text(max_size=3).filter(lambda text: not text.endswith("\0")), max_size=3),
+)
 torch_dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool])
+nested_tensors = st.builds(
+    lambda sizes, dtype: torch.nested.nested_tensor([torch.ones(n, 2) for n in sizes], layout=torch.jagged).to(dtype),
+    st.lists(st.integers(0, 3), min_size=1, max_size=3),
+    torch_dtypes,
+)
 tensors = st.builds(
     lambda shape, dtype: torch.arange(int(np.prod(shape))).reshape(shape).to(dtype),
     st.lists(st.integers(0, 3), max_size=3).map(tuple),
@@ -55,7 +65,7 @@ def object_array(items):
 
 
 values = st.recursive(
-    scalars | arrays | tensors,
+    scalars | arrays | records | tensors | nested_tensors,
     lambda inner: (
         st.lists(inner, max_size=4)
         | st.lists(inner, max_size=4).map(tuple)

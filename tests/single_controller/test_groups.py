@@ -96,6 +96,14 @@ class Adder(Worker):
         data.batch["a"] += self.rank
         return data
 
+    @register(Dispatch.DP_COMPUTE_PROTO)
+    def add_nothing(self, data):
+        return data
+
+    @register(Dispatch.DP_COMPUTE_PROTO)
+    def some_return_nothing(self, data):
+        return data if self.rank else None
+
     @register(Dispatch.DP_COMPUTE_METRIC)
     def length(self, data):
         return self.rank, len(data)
@@ -242,6 +250,23 @@ def test_a_batch_that_allows_it_is_padded_and_unpadded(group, num_rows):
     assert len(data) == num_rows
 
 
+def test_a_mesh_pads_too(group):
+    for num_rows in (1, 3, 4):
+        data = zeros(num_rows, auto_padding=True)
+        for output in (group.on_mesh(data), group.on_mesh_later(data=data).get()):
+            assert output.non_tensor_batch["s"].tolist() == [str(i) for i in range(num_rows)]
+    assert group.on_mesh(zeros(3, auto_padding=True)).batch["a"].tolist() == [0, 0, 200]
+
+
+def test_a_batch_of_no_rows_goes_to_every_rank(group):
+    for output in (group.add_rank(zeros(0)), group.add_rank_later(zeros(0, auto_padding=True)).get()):
+        assert len(output) == 0
+        assert output.batch["a"].shape == (0,)
+    assert group.length(zeros(0, auto_padding=True)) == [(rank, 0) for rank in range(4)]
+    facts = DataProto(meta_info={"t": 1})
+    assert group.add_nothing(facts).meta_info == {"t": 1}
+
+
 def test_padding_can_be_enabled_for_all_batches(group, monkeypatch):
     monkeypatch.setattr(DataProtoConfig, "auto_padding", True)
     assert len(group.add_rank(zeros(5))) == 5
@@ -254,6 +279,7 @@ def test_a_padded_future_chains_without_its_padding(group):
 
 def test_metrics_come_as_a_list(group):
     assert group.length(zeros()) == [(0, 2), (1, 2), (2, 2), (3, 2)]
+    assert group.length(zeros(5, auto_padding=True)) == [(0, 2), (1, 2), (2, 2), (3, 2)]
 
 
 def test_a_function_goes_to_every_rank_with_its_part(group):
@@ -277,6 +303,21 @@ def test_ranks_that_are_not_collected_send_nothing_but_their_errors(group):
     assert [type(result).__name__ for result in sent] == ["DataProto", "NoneType", "DataProto", "NoneType"]
     with pytest.raises(ValueError, match="on rank 1"):
         group._execute_all("fail_on", (1,), {}, frozenset({1})).get(60)
+
+
+def test_results_that_cannot_be_joined_are_refused(group):
+    with pytest.raises(ValueError, match="NoneType"):
+        group.some_return_nothing(zeros())
+
+
+def test_a_batch_is_passed_on_unread_and_changed_where_it_is_read(group):
+    passed = group.add_nothing(zeros())
+    assert [part.batch["a"].tolist() for part in passed.chunk(2)] == [[0.0] * 4] * 2
+    read = ray.get(ray.put(zeros(4)))
+    read.meta_info = {"t": 2}
+    read.batch["b"] = torch.ones(4)
+    again = ray.get(ray.put(read))
+    assert (again.meta_info, sorted(again.batch.keys())) == ({"t": 2}, ["a", "b"])
 
 
 def test_an_unknown_mesh_is_named(group):

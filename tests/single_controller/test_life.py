@@ -12,20 +12,15 @@ from ray import cloudpickle
 from ray.util.placement_group import placement_group_table
 
 from asyncrl.protocol import DataProto
-from asyncrl.protocol.errors import DeadlineError, WorkerDiedError
+from asyncrl.protocol.errors import WorkerDiedError
 from asyncrl.single_controller import (
     Dispatch,
     RayClassWithInitArgs,
     RayResourcePool,
     RayWorkerGroup,
-    ResourcePoolManager,
-    Role,
     Worker,
-    merge_resource_pool,
-    parallel_put,
     register,
     sort_placement_group_by_node_ip,
-    split_resource_pool,
 )
 
 from .conftest import HEAD_ADDRESS, NODE_OPTIONS, SECOND_ADDRESS
@@ -111,114 +106,12 @@ def test_torch_distributed_finds_its_group(two_nodes):
     assert two_nodes.reduce_rank() == [6.0] * 4
 
 
-def test_a_job_that_comes_back_finds_its_workers_by_name(cluster):
-    pool = pool_of(2)
-    first = group_on(pool, name_prefix="kept", detached=True)
-    again = RayWorkerGroup.from_detached(
-        name_prefix="kept", worker_names=first.worker_names, ray_cls_with_init=RayClassWithInitArgs(Probe)
-    )
-    assert first.worker_names == ["keptProbe_0:0", "keptProbe_0:1"]
-    assert again.pid() == first.pid()
-    assert again.world_size == 2
-    first.shutdown()
-    with pytest.raises(ValueError, match="worker_names"):
-        RayWorkerGroup(ray_cls_with_init=RayClassWithInitArgs(Probe))
-
-
-def test_an_unknown_option_is_refused_and_verls_are_accepted(cluster):
-    pool = pool_of(1)
-    with pytest.raises(TypeError, match="log_directory"):
-        group_on(pool, log_directory="here")
-    group = group_on(pool, ray_wait_register_center_timeout=5, master_addr="here", master_port="77")
-    assert group.env("MASTER_PORT") == ["77"]
-    group.shutdown()
-
-
-def test_extra_environment_reaches_the_workers(cluster):
-    group = group_on(pool_of(1), worker_env={"MY_OPTION": "7"})
-    assert group.env("MY_OPTION") == ["7"]
-    group.shutdown()
-
-
-def test_parts_of_a_pool_host_groups_of_their_own(cluster):
-    whole = pool_of(4)
-    parts = split_resource_pool(whole, [1, 3])
-    inner = split_resource_pool(parts[1], [2, 1])
-    assert [part.world_size for part in (*parts, *inner)] == [1, 3, 2, 1]
-    assert [part.start_bundle_index for part in inner] == [1, 3]
-    groups = [group_on(part) for part in (parts[0], inner[0], inner[1])]
-    assert [len(group.place()) for group in groups] == [1, 2, 1]
-    assert groups[1].env("RANK") == ["0", "1"]
-    for group in groups:
-        group.shutdown()
-    assert whole.pgs is not None
-    assert [part.world_size for part in split_resource_pool(whole, 2)] == [2, 2]
-    with pytest.raises(ValueError, match="add up"):
-        split_resource_pool(whole, 3)
-    whole.shutdown()
-
-
-def test_two_pools_become_one(cluster):
-    first, second = pool_of(1), pool_of(2)
-    merged = merge_resource_pool(first, second)
-    assert merged.store == [1, 2]
-    group = group_on(merged)
-    assert group.world_size == 3
-    group.shutdown()
-    assert len(first.pgs) == len(second.pgs) == 1
-    with pytest.raises(ValueError, match="max_colocate_count"):
-        merge_resource_pool(first, pool_of(1, max_colocate_count=2))
-    first.shutdown()
-    second.shutdown()
-
-
-def test_a_pool_that_cannot_be_granted_says_what_is_free(cluster):
-    pool = pool_of(1, num_cpus=1000.0, timeout_s=0.5)
-    with pytest.raises(DeadlineError, match="did not grant"):
-        pool.get_placement_groups()
-    states = {
-        entry["state"] for entry in placement_group_table().values() if entry["name"].startswith(pool.name_prefix)
-    }
-    assert states == {"REMOVED"}
-
-
-def test_bundles_ask_for_devices_and_their_kind():
-    pool = RayResourcePool([1], max_colocate_count=3, accelerator_type="A100")
-    assert pool.bundle() == {"CPU": 3.0, "GPU": 1.0, "A100": 1e-4}
-    assert pool.bundle("npu") == {"CPU": 3.0, "NPU": 1.0, "A100": 1e-4}
-
-
-def test_a_manager_gives_each_role_its_pool(cluster):
-    manager = ResourcePoolManager(
-        resource_pool_spec={"main": [2, 1], "rm": [1]},
-        mapping={Role.ActorRollout: "main", Role.RewardModel: "rm"},
-        use_gpu=False,
-    )
-    manager.create_resource_pool()
-    assert manager.get_n_gpus() == 4
-    assert manager.get_resource_pool(Role.ActorRollout).store == [2, 1]
-    assert manager.get_resource_pool(Role.RewardModel).max_colocate_count == 1
-
-
-def test_a_manager_names_what_is_missing_on_which_node(cluster):
-    manager = ResourcePoolManager({"main": [8, 1]}, {Role.Actor: "main"})
-    with pytest.raises(ValueError, match="8 processes") as caught:
-        manager.create_resource_pool()
-    assert f"node {HEAD_ADDRESS} lacks" in str(caught.value)
-    assert f"node {SECOND_ADDRESS} lacks" in str(caught.value)
-    assert "8 GPU (has 0 of 8)" in str(caught.value)
-
-
 def test_placement_groups_are_sorted_by_number_not_by_text(two_nodes):
     pgs = two_nodes.resource_pool.get_placement_groups()
     addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
     for given in (pgs, pgs[::-1]):
         nodes = [placement_group_table(pg)["bundles_to_node_id"][0] for pg in sort_placement_group_by_node_ip(given)]
         assert [addresses[node] for node in nodes] == [HEAD_ADDRESS, SECOND_ADDRESS]
-
-
-def test_values_are_put_in_order(cluster):
-    assert ray.get(parallel_put(list(range(20)), max_workers=4)) == list(range(20))
 
 
 def rows(num_rows=4):
@@ -250,10 +143,45 @@ def test_a_death_names_group_rank_node_and_last_log_lines(cluster, tmp_path):
     other.shutdown()
 
 
+def test_a_death_shows_what_the_worker_wrote_though_nobody_asked_for_logs(cluster):
+    group = group_on(pool_of(2), name_prefix="unlogged")
+    with pytest.raises(WorkerDiedError) as caught:
+        group.die_on_one(rows()).get(60)
+    message = str(caught.value)
+    assert "group 'unlogged', rank 1, on node 127.0.0." in message
+    assert "the child process speaks" in message
+    assert "about to die" in message
+    assert "rank 0 begins" not in message
+    again = RayWorkerGroup.from_detached(
+        name_prefix="unlogged", worker_handles=group.workers, ray_cls_with_init=group.ray_cls_with_init
+    )
+    with pytest.raises(WorkerDiedError, match="about to die"):
+        again.place()
+    group.shutdown()
+
+
+def test_a_worker_that_cannot_be_made_says_why(cluster):
+    class Broken(Worker):
+        def __init__(self):
+            super().__init__()
+            raise OSError("no such model")
+
+        @register(Dispatch.ONE_TO_ALL)
+        def ping(self):
+            return 1
+
+    group = RayWorkerGroup(pool_of(2), RayClassWithInitArgs(Broken), name_prefix="broken", timeout_s=60)
+    with pytest.raises(WorkerDiedError, match=r"(?s)'broken', rank \d.*no such model"):
+        group.ping()
+    with pytest.raises(WorkerDiedError, match="no such model"):
+        group.start_worker_aliveness_check()
+    group.shutdown()
+
+
 def test_the_liveness_check_reports_a_death_once(cluster):
     group = group_on(pool_of(2), name_prefix="watched")
     told, deaths = threading.Event(), []
-    group.start_worker_aliveness_check(0.1, on_death=lambda error: (deaths.append(error), told.set()))
+    group.start_worker_aliveness_check(60, on_death=lambda error: (deaths.append(error), told.set()))
     ray.kill(group.workers[1])
     assert told.wait(30)
     assert "'watched', rank 1" in str(deaths[0])
@@ -262,11 +190,26 @@ def test_the_liveness_check_reports_a_death_once(cluster):
     group.shutdown()
 
 
+def test_a_watch_can_be_ended_and_begun_again(cluster):
+    group = group_on(pool_of(1), name_prefix="watched again")
+    told = threading.Event()
+    for _ in range(2):
+        group.start_worker_aliveness_check(60, on_death=lambda error: told.set())
+    group.stop_worker_aliveness_check()
+    assert not [thread for thread in threading.enumerate() if thread.name == "aliveness"]
+    assert not told.is_set()
+    group.shutdown()
+
+
 def test_a_dead_node_surfaces_in_the_call(cluster):
     node = cluster.add_node(num_cpus=40, node_ip_address="127.0.0.11", **NODE_OPTIONS)
     group = group_on(pool_of(1, num_cpus=32.0), name_prefix="lost")
     assert group.place() == [(0, 1, "127.0.0.11")]
+    told, deaths = threading.Event(), []
+    group.start_worker_aliveness_check(60, on_death=lambda error: (deaths.append(error), told.set()))
     threading.Timer(0.5, cluster.remove_node, [node]).start()
     with pytest.raises(WorkerDiedError, match=r"'lost', rank 0, on node 127\.0\.0\.11"):
         group.hang()
+    assert told.wait(60)
+    assert "'lost', rank 0, on node 127.0.0.11" in str(deaths[0])
     group.shutdown()

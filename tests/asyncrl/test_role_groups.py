@@ -1,0 +1,275 @@
+"""Roles on Ray: fused into one process or each in a pool of its own, the numbers are the same."""
+
+import asyncio
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import ray
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForSequenceClassification
+
+from asyncrl import role_groups
+from asyncrl.compose import compose_run
+from asyncrl.config import RunConfig, check_options, learner_pools, learner_roles, requested_cpus
+from asyncrl.groups import Learner, RunPaths
+from asyncrl.protocol.types import FinishReason, Plan, TrajectoryGroup
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "learner"))
+from tiny_models import VOCABULARY, save_tiny_model
+
+PPO = [
+    "experiment=custom",
+    "algorithm.advantage=gae",
+    "algorithm.groups_per_step=4",
+    "algorithm.samples_per_prompt=2",
+    "algorithm.num_mini_batches=2",
+    "algorithm.kl_reward_coef=0.1",
+    "algorithm.kl_coef=0.05",
+    "algorithm.correction=token_truncated",
+    "learner.device=cpu",
+    "learner.optimizer.lr=1e-2",
+    "learner.optimizer.eps=1e-4",
+    "learner.critic.optimizer.lr=1e-2",
+    "learner.critic.optimizer.eps=1e-4",
+    "total_steps=4",
+    "ray.start_timeout_s=60",
+]
+DEADLINE_S = 120
+
+
+def group(group_id: int, version: int = 0) -> TrajectoryGroup:
+    """Two samples, the first of two turns."""
+    rng = np.random.default_rng(group_id)
+    lengths = np.array([5, 3], dtype=np.int32)
+    return TrajectoryGroup(
+        group_id=group_id,
+        attempt=0,
+        prompt_ids=rng.integers(0, VOCABULARY, 4).astype(np.int32),
+        response_ids=rng.integers(0, VOCABULARY, 8).astype(np.int32),
+        response_lengths=lengths,
+        response_mask=np.array([True, True, False, True, True, True, True, True]),
+        behavior_logprobs=-rng.uniform(1.0, 4.0, 8).astype(np.float32),
+        versions=np.full(8, version, dtype=np.int32),
+        rewards=rng.random(2).astype(np.float32),
+        finish_reasons=(FinishReason.stop, FinishReason.length),
+    )
+
+
+class ScriptedSource:
+    def __init__(self, address: str, request_timeout_s: float) -> None:
+        pass
+
+    def fetch(self, group_ids: Sequence[int]) -> list[TrajectoryGroup]:
+        return [group(group_id, version=group_id // 100) for group_id in group_ids]
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    ray.init(address="local", num_cpus=6, include_dashboard=False, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture
+def start(cluster, tmp_path, monkeypatch):
+    """Starts a learner; at the end of the test it is stopped."""
+    monkeypatch.setattr(role_groups, "SyncBufferClient", ScriptedSource)
+    save_tiny_model(tmp_path / "model")
+    started = []
+
+    def start(*overrides: str) -> Learner:
+        config = compose_run([*PPO, *overrides])
+        config = replace(config, model=replace(config.model, path=str(tmp_path / "model")))
+        folder = tmp_path / f"run{len(started)}"
+        paths = RunPaths(
+            logs=folder / "logs", snapshots=folder / "s", trajectories=None, checkpoints=folder / "checkpoints"
+        )
+        paths.logs.mkdir(parents=True)
+        started.append(Learner(config, buffer_address="", paths=paths))
+        return started[-1]
+
+    yield start
+    for learner in started:
+        asyncio.run(learner.stop(10))
+
+
+def plan_of(version: int) -> Plan:
+    return Plan(version=version, groups=[group(100 * version + k, version).summary for k in range(4)])
+
+
+async def run_steps(learner: Learner, num_steps: int = 2) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
+    """Metrics of every step, all queued at once as the controller queues them, and the weights after them."""
+    await learner.init()
+    queued = []
+    for version in range(num_steps):
+        plan = await learner.scored(plan_of(version))
+        queued.append((learner.update(plan), learner.publish(version + 1), learner.update_critic(plan)))
+    metrics = []
+    for update, weights, critic in queued:
+        metrics.append({**await update, **await critic})
+        snapshot = await weights
+    return metrics, load_file(f"{snapshot.path}/model.safetensors")
+
+
+def pids(learner: Learner) -> dict[str, int]:
+    return {role: learner._roles[role].execute_func_rank_zero(os.getpid) for role in learner._roles.pools}
+
+
+def assert_same(got: tuple, want: tuple) -> None:
+    times = ("fetch_s", "train_s", "started_at", "ended_at", "critic.train_s")
+    for one, other in zip(got[0], want[0], strict=True):
+        assert one.keys() == other.keys()
+        for name in other.keys() - {*times, "num_micro_batches", "critic.num_micro_batches"}:
+            assert one[name] == pytest.approx(other[name], rel=5e-5, abs=2e-6), name
+    for name, value in want[1].items():
+        torch.testing.assert_close(got[1][name], value, atol=3e-5, rtol=0, msg=name)
+
+
+def test_fused_roles_share_a_process_and_compute_what_separate_pools_do(start) -> None:
+    fused = start()
+    want = asyncio.run(asyncio.wait_for(run_steps(fused), DEADLINE_S))
+    assert len(set(pids(fused).values())) == 1
+    assert set(pids(fused)) == {"actor", "critic", "ref"}
+    asyncio.run(fused.stop(10))
+    apart = start("placement.pools={values:2,frozen:1}", "placement.critic=values", "placement.reference=frozen")
+    got = asyncio.run(asyncio.wait_for(run_steps(apart), DEADLINE_S))
+    assert len(set(pids(apart).values())) == 3
+    assert_same(got, want)
+    first, second = want[0]
+    assert first["reward_kl"] != 0
+    assert first["critic.value_loss"] > 0
+    assert first["critic.num_tokens"] == 4 * 7
+    assert second["critic.explained_variance"] != first["critic.explained_variance"]
+    assert first["loss"] != pytest.approx(second["loss"], abs=1e-5)
+
+
+def test_a_role_that_fails_is_the_error_that_is_seen(start) -> None:
+    learner = start()
+
+    async def fail() -> None:
+        await learner.init()
+        plan = Plan(version=7, groups=[group(1).summary])  # shares name a group that the source gives another length
+        batches = learner._shares(plan, "critic")
+        learner._batches[1]["learner"] = [replace(batch, mini_batches=()) for batch in batches]
+        await learner.update(plan)
+
+    with pytest.raises(ValueError, match="zip") as caught:
+        asyncio.run(asyncio.wait_for(fail(), DEADLINE_S))
+    assert any("ReferenceWorker.score" in note for note in caught.value.__notes__)
+
+
+def test_warm_up_steps_leave_the_policy_alone_and_teach_the_critic(start, tmp_path) -> None:
+    learner = start("learner.critic.warmup_steps=2")
+    metrics, weights = asyncio.run(asyncio.wait_for(run_steps(learner), DEADLINE_S))
+    for name, value in load_file(tmp_path / "model/model.safetensors").items():
+        torch.testing.assert_close(weights[name], value, rtol=0, atol=0)
+    assert metrics[0]["critic.grad_norm"] > 0
+    assert "grad_norm" not in metrics[0]
+    assert metrics[0]["num_tokens"] == 4 * 7
+
+
+def test_a_reward_model_scores_what_is_planned(start, tmp_path) -> None:
+    torch.manual_seed(3)
+    classifier = AutoModelForSequenceClassification.from_pretrained(save_tiny_model(tmp_path / "base"), num_labels=1)
+    torch.nn.init.normal_(classifier.score.weight)
+    classifier.save_pretrained(tmp_path / "rm")
+    learner = start(
+        f"learner.reward_model.path={tmp_path / 'rm'}",
+        "algorithm.advantage=grpo",
+        "algorithm.kl_coef=0",
+        "algorithm.kl_reward_coef=0",
+        "placement.pools={judges:2}",
+        "placement.reward_model=judges",
+    )
+
+    async def score() -> tuple[Plan, dict[str, float]]:
+        await learner.init()
+        plan = await learner.scored(plan_of(1))
+        return plan, dict(await learner.update(plan))
+
+    plan, metrics = asyncio.run(asyncio.wait_for(score(), DEADLINE_S))
+    classifier.eval()
+    for summary in plan.groups:
+        whole = group(summary.group_id, 1)
+        for reward, response in zip(summary.rewards, np.split(whole.response_ids, [5]), strict=True):
+            ids = torch.from_numpy(np.concatenate([whole.prompt_ids, response])).long()
+            assert reward == pytest.approx(classifier(ids[None]).logits.item(), abs=2e-5)
+    assert metrics["num_tokens"] == 4 * 7
+    assert metrics["grad_norm"] > 0
+
+
+def test_adapters_make_the_actor_the_reference(start) -> None:
+    learner = start(
+        "learner.lora.rank=4", "placement.pools={values:1}", "placement.critic=values", "algorithm.num_mini_batches=1"
+    )
+    metrics, _ = asyncio.run(asyncio.wait_for(run_steps(learner), DEADLINE_S))
+    assert set(pids(learner)) == {"actor", "critic"}
+    assert metrics[0]["reference_kl"] == pytest.approx(0.0, abs=1e-6)
+    assert metrics[1]["reference_kl"] > 1e-4
+
+
+def test_actor_and_critic_go_on_from_their_checkpoint(start) -> None:
+    async def save_and_step(learner: Learner) -> dict[str, float]:
+        await run_steps(learner)
+        await learner.save(2, {"prompts": 8}, wait=True)
+        plan = plan_of(2)
+        update, critic = learner.update(plan), learner.update_critic(plan)
+        return {**await update, **await critic}
+
+    async def load_and_step(learner: Learner, checkpoint: Path) -> dict[str, float]:
+        await learner.init()
+        assert await learner.load(checkpoint) == 2
+        plan = plan_of(2)
+        update, critic = learner.update(plan), learner.update_critic(plan)
+        return {**await update, **await critic}
+
+    first = start()
+    expected = asyncio.run(asyncio.wait_for(save_and_step(first), DEADLINE_S))
+    checkpoint = first._checkpoints / "v00000002"
+    asyncio.run(first.stop(10))
+    got = asyncio.run(asyncio.wait_for(load_and_step(start(), checkpoint), DEADLINE_S))
+    for name in ("loss", "grad_norm", "reward_kl", "critic.value_loss", "critic.grad_norm", "critic.lr"):
+        assert got[name] == expected[name], name
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["placement.critic=nowhere"], "placement.critic must name one of the pools"),
+        (["placement.pools={spare:1}"], r"placement.pools names \['spare'\], where no role"),
+        (["placement.pools={spare:0}"], "placement.pools.spare must be >= 1"),
+        (["placement.pools={learner:2}"], "learner.num_ranks is its size"),
+        (
+            ["learner.num_ranks=2", "learner.sp_size=2", "placement.pools={v:3}", "placement.critic=v"],
+            "multiple of learner.sp_size=2, got 3",
+        ),
+        (["algorithm.advantage=grpo", "learner.critic.path=x"], "set algorithm.advantage=gae"),
+        (["learner.reward_model.path=x", "buffer.filters=[equal_rewards]"], "use the one or the other"),
+    ],
+)
+def test_a_wrong_placement_is_refused_by_name(overrides: list[str], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        check_options(compose_run([*PPO, *overrides]))
+
+
+def test_roles_follow_from_the_algorithm() -> None:
+    def roles(*overrides: str) -> RunConfig:
+        return compose_run([*PPO, *overrides])
+
+    assert learner_roles(roles()) == {"ref": "learner", "critic": "learner", "actor": "learner"}
+    assert learner_roles(roles("learner.lora.rank=2")) == {"critic": "learner", "actor": "learner"}
+    plain = roles("algorithm.advantage=grpo", "algorithm.kl_coef=0", "algorithm.kl_reward_coef=0")
+    assert learner_roles(plain) == {"actor": "learner"}
+    apart = roles("placement.pools={v:3}", "placement.critic=v", "learner.num_ranks=2")
+    assert learner_pools(apart) == {"learner": 2, "v": 3}
+    assert requested_cpus(apart) == 2 + 3 + 1

@@ -1,0 +1,82 @@
+"""The staleness table: the lag is exact, finished cells are kept, and what is missing shows."""
+
+import argparse
+import json
+from dataclasses import replace
+
+import pytest
+
+from asyncrl.compose import compose_run
+from asyncrl.prepare import with_quickstart_assets
+from benchmarks.lagged import LaggedOutcome, LaggedTraining
+from benchmarks.staleness import CORRECTIONS, Cell, Results, _cells, _print_tables
+from learner.config import Correction
+
+CELL = Cell(seed=0, eta=4, correction="tis", mini_batches=4, steps=60, lr=7e-4)
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("staleness")
+    small = [
+        "algorithm.groups_per_step=2",
+        "algorithm.samples_per_prompt=2",
+        "data.eval_max_prompts=4",
+        "total_steps=5",
+    ]
+    return with_quickstart_assets(compose_run([f"output_dir={folder}", *small]))
+
+
+def test_every_batch_is_sampled_by_the_weights_of_exactly_lag_steps_before(config):
+    seen = []
+
+    class Spy(LaggedTraining):
+        def _roll_out(self, prompts, version):
+            groups = super()._roll_out(prompts, version)
+            seen.append({int(v) for group in groups for v in group.versions})
+            return groups
+
+    outcome = Spy(config, lag=2, eval_every=2, eval_samples=1).run()
+    assert seen == [{0}, {0}, {0}, {1}, {2}]
+    assert sorted(outcome.curve) == [0, 2, 4, 5]
+
+
+def test_the_same_cell_gives_the_same_numbers_again(config):
+    again = [LaggedTraining(config, lag=0, eval_every=5, eval_samples=1).run() for _ in range(2)]
+    assert again[0].metrics == again[1].metrics
+    assert again[0].metrics["ratio"] == pytest.approx(1.0, abs=1e-3), "without lag the policy is the one that sampled"
+
+
+def test_the_area_is_the_mean_over_steps():
+    outcome = LaggedOutcome(curve={0: 0.0, 2: 0.4, 4: 0.6}, metrics={}, seconds=1.0)
+    assert outcome.final == 0.6
+    assert outcome.area == pytest.approx((0.2 * 2 + 0.5 * 2) / 4)
+
+
+def test_finished_cells_are_found_again_and_other_settings_are_not(tmp_path):
+    results = Results(path=tmp_path / "deep" / "cells.jsonl")
+    assert results.read() == {}
+    results.add(CELL, {"final": 0.5, "area": 0.25})
+    assert results.read()[CELL]["final"] == 0.5
+    assert replace(CELL, lr=1e-3) not in results.read()
+
+
+def test_a_cell_is_the_quickstart_with_its_own_loss_and_correction(config):
+    algorithm = CELL.algorithm(replace(config.algorithm, groups_per_step=8))
+    assert (algorithm.correction, algorithm.num_mini_batches) == (Correction.token_truncated, 4)
+    corrections = {(options["loss"], options["correction"]) for options in CORRECTIONS.values()}
+    assert len(corrections) == 5
+
+
+def test_the_whole_table_is_120_trainings_and_missing_ones_show(capsys):
+    options = argparse.Namespace(
+        seeds=[0, 1, 2], eta=[0, 1, 4, 8], corrections=list(CORRECTIONS), mini_batches=[1, 4], steps=60, lr=7e-4
+    )
+    cells = list(_cells(options))
+    assert len(set(cells)) == 120
+    _print_tables(cells, {CELL: {"final": 0.5, "area": 0.25}})
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0] == "1 of 120 trainings are finished"
+    assert "| `tis` | — | — | 0.50 (0.50 to 0.50) | — |" in printed
+    last = json.loads(printed[-1])
+    assert last == {"figures": {"tis/eta=4/updates=4": 0.5}, "finished": 1, "cells": 120}

@@ -1,0 +1,19 @@
+"""A user's own selection order and filter, found as ``orders_of_mine:…``."""
+
+from asyncrl.protocol.types import GroupSummary
+
+
+def longest_first(summary: GroupSummary, deadline: int) -> float:
+    return -sum(summary.response_lengths)
+
+
+def no_number(summary: GroupSummary, deadline: int) -> float:
+    return float("nan")
+
+
+def only_even_groups(summary: GroupSummary) -> bool:
+    return summary.group_id % 2 == 0
+
+
+def fails(summary: GroupSummary) -> bool:
+    raise KeyError("no such column")

@@ -1,0 +1,159 @@
+"""Workers that come, wait, advance, fall silent and leave; clocks that jump."""
+
+import asyncio
+import itertools
+import time
+
+import pytest
+from groups import prompt, rollout, running
+
+from asyncrl.protocol.errors import LeaseExpired
+from buffer import BufferClient
+from buffer.turns import Turns
+
+
+def fall_silent(client: BufferClient) -> None:
+    """As if its process hung: the connection stays, and nothing more comes."""
+    assert client._beat is not None
+    client._beat.cancel()
+
+
+async def until_waiting(control: BufferClient, number: int) -> None:
+    async with asyncio.timeout(5):
+        while (await control.stats()).leases_waiting != number:
+            pass
+
+
+async def test_the_leases_of_a_silent_worker_are_taken_back_long_before_they_run_out():
+    async with running(lease_s=600.0, heartbeat_s=0.1) as run:
+        hung, other = run.client(), run.client()
+        await hung.enqueue([prompt(0)])
+        [lost] = await hung.lease(0, 1)
+        fall_silent(hung)
+        [again] = await asyncio.wait_for(other.lease(0, 1), 5)
+        assert (again.prompt.group_id, again.attempt) == (0, 1)
+        assert await asyncio.wait_for(hung.revocation(), 5) == (0, 0)
+        with pytest.raises(LeaseExpired):
+            await hung.put(rollout(lost))
+
+
+async def test_a_worker_that_beats_keeps_its_leases():
+    async with running(lease_s=600.0, heartbeat_s=0.1) as run:
+        worker = run.client()
+        await worker.enqueue([prompt(0)])
+        [lease] = await worker.lease(0, 1)
+        await asyncio.sleep(1.0)
+        await worker.put(rollout(lease))
+
+
+async def test_nothing_is_granted_to_a_worker_that_fell_silent_while_it_waited():
+    async with running(heartbeat_s=0.1) as run:
+        hung, control = run.client(), run.client()
+        wait = asyncio.ensure_future(hung.lease(0, 1))
+        await until_waiting(control, 1)
+        fall_silent(hung)
+        await until_waiting(control, 0)
+        await control.enqueue([prompt(0)])
+        assert (await control.stats()).groups["leased"] == 0
+        wait.cancel()
+
+
+async def test_what_was_granted_at_the_moment_of_closing_goes_back_at_once():
+    async with running(groups_per_step=8, lease_s=600.0) as run:
+        leaver, control = run.client(), run.client()
+        for number in range(20):
+            wait = asyncio.ensure_future(leaver.lease(0, 1))
+            await leaver.stats()
+            enqueue = asyncio.ensure_future(control.enqueue([prompt(number)]))
+            for _ in range(number):
+                await asyncio.sleep(0)
+            await leaver.close()
+            await enqueue
+            [answer] = await asyncio.gather(wait, return_exceptions=True)
+            num_known = len(answer) if isinstance(answer, list) else 0
+            stats = await control.stats()
+            assert stats.groups["leased"] == num_known
+            if num_known:
+                await control.release(answer[0], num_tokens=0, reason="test")
+            [lease] = await control.lease(0, 1)
+            await control.put(rollout(lease))
+            if number % 8 == 7:
+                version = number // 8
+                await control.plan(version)
+                await control.commit(version)
+                return
+            leaver = run.client()
+
+
+async def test_a_lease_that_its_caller_knows_outlives_the_connection():
+    async with running(lease_s=600.0) as run:
+        first, second = run.client(), run.client()
+        await first.enqueue([prompt(0)])
+        [lease] = await first.lease(0, 1)
+        await first.close()
+        await second.put(rollout(lease))
+        assert (await second.stats()).groups["stored"] == 1
+
+
+async def test_a_waiting_worker_whose_engine_advances_is_granted_at_its_new_version():
+    async with running(groups_per_step=1, max_lag=0) as run:
+        worker, control = run.client(), run.client()
+        await control.enqueue([prompt(i) for i in range(3)])
+        [lease] = await worker.lease(0, 1)
+        await worker.put(rollout(lease))
+        await control.plan(0)
+        wait = asyncio.ensure_future(worker.lease(0, 1))
+        await control.commit(0)
+        if await wait == []:  # answered by the commit: at version 0 nothing can ever be admitted again
+            wait = asyncio.ensure_future(worker.lease(0, 1))
+            await asyncio.sleep(0)
+        await worker.advance(1)
+        [lease] = await asyncio.wait_for(wait, 1)
+        assert lease.engine_version == 1
+
+
+async def test_a_commit_answers_workers_whose_version_can_never_be_admitted_again():
+    async with running(groups_per_step=1, max_lag=0, request_timeout_s=60.0) as run:
+        worker, control = run.client(), run.client()
+        await control.enqueue([prompt(i) for i in range(3)])
+        [lease] = await worker.lease(0, 1)
+        await worker.put(rollout(lease))
+        await control.plan(0)
+        wait = asyncio.ensure_future(worker.lease(0, 1))
+        await worker.stats()
+        await control.commit(0)
+        assert await asyncio.wait_for(wait, 2) == []
+        assert [lease.engine_version for lease in await worker.lease(1, 1)] == [1]
+
+
+async def test_jumps_of_the_wall_clock_expire_nothing_and_stop_nothing(monkeypatch: pytest.MonkeyPatch):
+    jumps = itertools.cycle([1e9, -1e9, 0.0, 1e12])
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now + next(jumps))
+    async with running(groups_per_step=2, max_lag=1, lease_s=0.6, heartbeat_s=0.2, max_requests_per_s=500) as run:
+        worker, control = run.client(), run.client()
+        await control.enqueue([prompt(i) for i in range(12)])
+        for version in range(4):
+            leases = await worker.lease(version, 2)
+            await asyncio.sleep(0.1)
+            await worker.renew(leases)
+            for lease in leases:
+                await worker.put(rollout(lease))
+            await control.plan(version)
+            await control.commit(version)
+        [lost] = await worker.lease(4, 1)
+        await asyncio.wait_for(worker.revocation(), 5)
+        stats = await control.stats()
+        assert (stats.groups["consumed"], stats.tokens_dropped) == (8, {})
+        assert lost.attempt == 0
+
+
+def test_whoever_got_less_is_served_first_and_an_absence_is_not_paid_back():
+    turns = Turns()
+    for client in (b"a", b"b", b"a"):
+        turns.take(client)
+    assert turns.of(b"b") < turns.of(b"a")
+    for _ in range(5):
+        turns.take(b"b")
+    assert turns.of(b"a") < turns.of(b"b")
+    assert turns.of(b"new") == turns.of(b"b") - 1

@@ -1,0 +1,83 @@
+"""A user's own loss and advantage from a folder of their own, through the command line into Ray's workers."""
+
+import pytest
+from running import RunningTraining
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+
+OWN = """
+from beside import SCALE
+from learner.losses import LossTerms
+from learner.registry import LOSSES
+from learner.token_advantages import TokenAdvantages, returns_to_go, token_level
+
+
+@LOSSES.register("my_name")
+def scaled(inputs, config):
+    per_token = -SCALE * inputs.columns["advantages"] * inputs.log_probs
+    return LossTerms(per_token=per_token, metrics={"advantage_seen": inputs.columns["advantages"]})
+
+
+@token_level
+def sevens(batch, config, total):
+    returns = returns_to_go(batch.rewards, batch.lengths, discount=config.discount)
+    return TokenAdvantages(advantages=0 * returns + 7, returns=returns)
+"""
+FAST = [
+    "rollout_fleet.engine=transformers",
+    "sft.enabled=false",
+    "evaluation.enabled=false",
+    "algorithm.groups_per_step=4",
+    "algorithm.samples_per_prompt=2",
+]
+
+
+@pytest.fixture
+def own_folder(tmp_path):
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    (folder / "own.py").write_text(OWN)
+    (folder / "beside.py").write_text("SCALE = 0.5\n")
+    return folder
+
+
+def test_a_users_own_functions_are_trained_with(own_folder, tmp_path):
+    names = ["algorithm.loss=own.py:my_name", "algorithm.advantage=own.py:sevens", "algorithm.num_mini_batches=2"]
+    run = RunningTraining(tmp_path / "out", "total_steps=2", *FAST, *names, cwd=own_folder)
+    try:
+        assert run.finish(timeout_s=240) == 0, run.output
+    finally:
+        run.end()
+    assert [record["learner.advantage_seen"] for record in run.records] == pytest.approx([7.0, 7.0])
+    for record in run.records:
+        assert 0 < record["learner.effective_sample_size"] <= 1.0 + 1e-6
+        assert record["learner.behavior_kl"] >= -1e-6
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("algorithm.loss=own.py:missing", "own.py has no 'missing', only"),
+        ("algorithm.advantage=absent.py:f", "there is no file"),
+        ("algorithm.loss=ppo", "algorithm.loss must be one of ['cispo', 'gspo', 'ppo_clip', 'reinforce']"),
+    ],
+)
+def test_a_wrong_name_fails_before_anything_is_made(own_folder, tmp_path, override, message):
+    run = RunningTraining(tmp_path / "out", override, cwd=own_folder)
+    try:
+        assert run.finish(timeout_s=60) == 2
+    finally:
+        run.end()
+    assert message in run.output
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_prompt_that_is_too_long_fails_before_the_warm_start(own_folder, tmp_path):
+    run = RunningTraining(tmp_path / "out", "data.max_prompt_tokens=6", cwd=own_folder)
+    try:
+        assert run.finish(timeout_s=60) == 1
+    finally:
+        run.end()
+    assert "data.max_prompt_tokens = 6" in run.lines[-1] + run.output
+    assert not (run.run_dir / "logs" / "sft.log").exists()
+    assert "warm start" not in run.output

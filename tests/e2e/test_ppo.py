@@ -1,0 +1,67 @@
+"""PPO with a critic and a reference, and a policy with adapters, as a user starts them."""
+
+import numpy as np
+import pytest
+import torch
+from running import RunningTraining
+from transformers import AutoModelForCausalLM
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+
+FAST = ["rollout_fleet.engine=transformers", "evaluation.num_samples=1", "sft.target_accuracy=0.3"]
+
+
+def finished(tmp_path, *overrides):
+    run = RunningTraining(tmp_path, *FAST, *overrides)
+    try:
+        run.wait_for_line("step 1/")
+        run.remember_family()
+        assert run.finish(timeout_s=300) == 0, run.output
+        assert run.survivors() == []
+    finally:
+        run.end()
+    return run
+
+
+def test_ppo_learns_with_a_critic_and_accounts_for_every_token(tmp_path):
+    steps = 30
+    run = finished(tmp_path, "experiment=ppo", f"total_steps={steps}")
+    records = run.records
+    assert [record["step"] for record in records] == list(range(steps))
+    value_loss = [record["learner.critic.value_loss"] for record in records]
+    # In the five steps of warm-up the policy stands still, and the critic learns what it is worth.
+    assert all("learner.grad_norm" not in record for record in records[:5])
+    assert np.mean(value_loss[3:6]) < 0.97 * value_loss[0]
+    assert records[0]["learner.critic.value_mean"] == 0
+    assert abs(records[5]["learner.critic.value_mean"] - records[5]["learner.critic.return_mean"]) < 0.1
+    assert np.isfinite([record["learner.critic.explained_variance"] for record in records]).all()
+    assert records[0]["learner.reward_kl"] == pytest.approx(0.0, abs=1e-4)
+    assert records[-1]["learner.reward_kl"] > 1e-3
+    rewards = [record["reward"] for record in records]
+    assert np.mean(rewards[-5:]) > np.mean(rewards[:5]) + 0.05
+    tokens = run.summary["tokens"]
+    parts = tokens["trained"] + tokens["dropped"] + tokens["buffered"] + tokens["in_flight"]
+    assert tokens["generated"] == parts
+    assert run.summary["max_lag"]["realised"] <= run.summary["max_lag"]["bound"]
+
+
+def test_adapters_train_and_the_saved_policy_is_plain(tmp_path):
+    run = finished(
+        tmp_path,
+        "total_steps=6",
+        "learner.lora.rank=8",
+        "learner.optimizer.lr=1e-2",
+        "algorithm.kl_coef=0.01",
+        "learner.keep_snapshots=-1",
+    )
+    assert run.records[-1]["learner.reference_kl"] > 0
+    policy = AutoModelForCausalLM.from_pretrained(run.run_dir / "policy", dtype=torch.float32)
+    published = AutoModelForCausalLM.from_pretrained(run.run_dir / "snapshots" / "v00000006", dtype=torch.float32)
+    assert not any("lora" in name for name, _ in policy.named_parameters())
+    for (name, one), (_, other) in zip(policy.named_parameters(), published.named_parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0, msg=name)
+    start = next(path.parent for path in run.output_dir.glob("*/sft/*/sft.json"))
+    first = AutoModelForCausalLM.from_pretrained(start, dtype=torch.float32)
+    moved = {name for (name, a), b in zip(policy.named_parameters(), first.parameters(), strict=True) if (a != b).any()}
+    assert "model.layers.0.self_attn.q_proj.weight" in moved
+    assert "model.embed_tokens.weight" not in moved

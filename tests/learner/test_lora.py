@@ -1,0 +1,141 @@
+"""Adapters: what is trained, what is published, and that the one does not touch the other."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+sys.path.insert(0, str(Path(__file__).parent))  # spawned ranks import these by name
+from gloo import run_on_ranks
+from tiny_models import FAMILIES, random_sequences, save_tiny_model
+
+from learner.batching import karmarkar_karp
+from learner.checkpoint import Checkpointer
+from learner.config import AlgorithmConfig, Device, LearnerConfig, LoraConfig, OptimizerConfig
+from learner.export import export
+from learner.lora import adapters_off, add_adapters
+from learner.step import PolicyStep
+from learner.trainer import PolicyTrainer
+from learner.weights import gather_weights, save_policy
+
+CONFIG = LearnerConfig(
+    device=Device.cpu,
+    max_tokens_per_micro_batch=100,
+    # A large eps: AdamW would blow rounding in vanishing gradients up to whole steps.
+    optimizer=OptimizerConfig(lr=2e-2, clip_grad_norm=0.5, eps=1e-4),
+    lora=LoraConfig(rank=4, alpha=8),
+)
+
+
+def trainer_of(path: str, config: LearnerConfig = CONFIG) -> PolicyTrainer:
+    return PolicyTrainer(config, model_path=path, total_updates=8, temperature=0.7)
+
+
+def trained(trainer: PolicyTrainer, num_steps: int = 2) -> list[dict[str, float]]:
+    sequences = random_sequences(11)
+    shares = karmarkar_karp([len(s.input_ids) for s in sequences], trainer.mesh.num_ranks // trainer.mesh.sp_size)
+    share = [sequences[index] for index in shares[trainer.mesh.dp_rank]]
+    step = PolicyStep(trainer, AlgorithmConfig(loss="reinforce"))
+    return [step.run(share) for _ in range(num_steps)]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_saved_policy_is_plain_and_computes_what_the_adapters_do(family: str, tmp_path: Path) -> None:
+    trainer = trainer_of(save_tiny_model(tmp_path / "model", family))
+    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    trained(trainer)
+    weights = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    save_policy(trainer, str(tmp_path / "policy"))
+    for name, parameter in trainer.model.named_parameters():
+        assert torch.equal(parameter, weights[name]), f"publishing changed {name}"
+        assert torch.equal(parameter, before[name]) != ("lora_" in name), name
+    assert (
+        load_file(tmp_path / "policy/model.safetensors").keys()
+        == load_file(tmp_path / "model/model.safetensors").keys()
+    )
+    sequences = random_sequences(9)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "policy").eval()
+    for sequence, got in zip(sequences, trainer.log_probs(sequences), strict=True):
+        ids = torch.from_numpy(sequence.input_ids).long()
+        with torch.no_grad():
+            log_probs = (plain(ids[None]).logits[0, :-1] / 0.7).log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
+        want = np.where(sequence.loss_mask, np.append(0, log_probs.numpy()), 0.0)
+        np.testing.assert_allclose(got, want, atol=5e-5)
+
+
+def test_with_adapters_off_the_model_is_the_one_it_came_from(tmp_path: Path) -> None:
+    path, sequences = save_tiny_model(tmp_path), random_sequences(5)
+    trainer = trainer_of(path)
+    start = trainer_of(path, replace(CONFIG, lora=LoraConfig())).log_probs(sequences)
+    trained(trainer)
+    adapted = trainer.log_probs(sequences)
+    with trainer.adapters_off():
+        off = trainer.log_probs(sequences)
+    for got, want, now, then in zip(off, start, adapted, trainer.log_probs(sequences), strict=True):
+        np.testing.assert_array_equal(got, want)
+        np.testing.assert_array_equal(now, then)
+    assert max(np.abs(a - b).max() for a, b in zip(adapted, start, strict=True)) > 1e-3
+    with pytest.raises(RuntimeError, match="inside"), trainer.adapters_off():
+        raise RuntimeError("inside")
+    np.testing.assert_array_equal(trainer.log_probs(sequences)[0], adapted[0])
+
+
+def test_a_model_without_adapters_cannot_switch_them_off(tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(save_tiny_model(tmp_path))
+    with pytest.raises(ValueError, match=r"no adapters to switch off; set learner\.lora\.rank"), adapters_off(model):
+        pass
+
+
+def test_modules_that_are_not_there_are_named(tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(save_tiny_model(tmp_path))
+    with pytest.raises(ValueError, match=r"target_modules=\['nothing'\] cannot be adapted"):
+        add_adapters(model, LoraConfig(rank=2, target_modules=["nothing"]))
+
+
+def on_ranks(path: str, config: LearnerConfig) -> tuple[list[dict[str, float]], dict[str, np.ndarray]]:
+    trainer = trainer_of(path, config)
+    metrics = trained(trainer)
+    with trainer.adapters_off():
+        trainer.log_probs(random_sequences(3))  # a forward with them off must not stop them from learning
+    metrics += trained(trainer, 1)
+    return metrics, {name: value.numpy() for name, value in (gather_weights(trainer) or {}).items()}
+
+
+def on_each_mesh(path: str, configs: list[LearnerConfig]) -> list:
+    return [on_ranks(path, config) for config in configs]
+
+
+def test_two_ranks_train_and_publish_adapters_as_one_process_does(tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path)
+    metrics, weights = on_ranks(path, CONFIG)
+    two = replace(CONFIG, num_ranks=2)
+    for got_metrics, got in run_on_ranks(2, on_each_mesh, path, [two, replace(two, sp_size=2)])[0]:
+        for one, other in zip(got_metrics, metrics, strict=True):
+            for name in ("loss", "grad_norm", "entropy", "num_tokens"):
+                assert one[name] == pytest.approx(other[name], rel=5e-5, abs=1e-6), name
+        assert got.keys() == weights.keys()
+        for name, value in weights.items():
+            np.testing.assert_allclose(got[name], value, atol=3e-5, err_msg=name)
+
+
+def test_adapters_resume_bit_for_bit_and_are_exported_merged(tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path / "model")
+    trainer = trainer_of(path)
+    trained(trainer)
+    saved = Checkpointer(trainer, str(tmp_path / "checkpoints")).save(2)
+    save_policy(trainer, str(tmp_path / "policy"))
+    expected = trained(trainer, 1)
+    resumed = trainer_of(path)
+    assert Checkpointer(resumed, str(tmp_path / "checkpoints")).load(saved) == 2
+    got = trained(resumed, 1)
+    assert [m["loss"] for m in got] == [m["loss"] for m in expected]
+    assert [m["grad_norm"] for m in got] == [m["grad_norm"] for m in expected]
+    export(saved, tmp_path / "exported")
+    exported = load_file(tmp_path / "exported/model.safetensors")
+    for name, tensor in load_file(tmp_path / "policy/model.safetensors").items():
+        torch.testing.assert_close(exported[name], tensor, rtol=0, atol=1e-6)

@@ -1,0 +1,300 @@
+"""Where workers are placed and with what: pools, their parts, ports, options, and jobs that come back."""
+
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+import ray
+from ray import cloudpickle
+from ray.util.placement_group import placement_group_table
+
+from asyncrl.protocol.errors import DeadlineError
+from asyncrl.single_controller import (
+    Dispatch,
+    RayClassWithInitArgs,
+    RayResourcePool,
+    RayWorkerGroup,
+    ResourcePoolManager,
+    Role,
+    Worker,
+    extract_pg_from_exist,
+    merge_resource_pool,
+    parallel_put,
+    register,
+    split_resource_pool,
+)
+
+from .conftest import HEAD_ADDRESS, SECOND_ADDRESS
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+DRIVER = """
+import sys
+import ray
+from asyncrl.single_controller import Dispatch, RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, Worker, register
+
+class Keeper(Worker):
+    def __init__(self):
+        super().__init__()
+        self.kept = []
+
+    @register(Dispatch.ONE_TO_ALL)
+    def keep(self, value):
+        self.kept.append(value)
+        return self.kept
+
+ray.init(address=sys.argv[1], namespace="kept by name", log_to_driver=False)
+names = [f"trainerKeeper_0:{rank}" for rank in range(2)]
+keeper = RayClassWithInitArgs(Keeper)
+if sys.argv[2] == "start":
+    pool = RayResourcePool([2], use_gpu=False, max_colocate_count=1, detached=True)
+    group = RayWorkerGroup(pool, keeper, name_prefix="trainer", detached=True, timeout_s=60)
+    assert group.worker_names == names
+else:
+    group = RayWorkerGroup.from_detached(worker_names=names, ray_cls_with_init=keeper, timeout_s=60)
+print(group.keep(sys.argv[2]))
+if sys.argv[2] == "end":
+    group.shutdown()
+    for entry in ray.util.placement_group_table().values():
+        if entry["state"] == "CREATED" and entry["bundles"][0] == {"CPU": 1.0}:
+            ray.util.remove_placement_group(ray.util.get_placement_group(entry["name"]))
+"""
+
+
+class Probe(Worker):
+    @register(Dispatch.ONE_TO_ALL)
+    def env(self, key):
+        return os.environ.get(key)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def place(self):
+        return self.rank, self.world_size, ray.util.get_node_ip_address()
+
+    @register(Dispatch.ONE_TO_ALL)
+    def pid(self):
+        return os.getpid()
+
+
+def pool_of(*process_on_nodes, num_cpus=0.5, **options):
+    options = {"max_colocate_count": 1, "use_gpu": False, "num_cpus_per_process": num_cpus, "timeout_s": 30.0} | options
+    return RayResourcePool(list(process_on_nodes), **options)
+
+
+def group_on(pool, **options):
+    return RayWorkerGroup(pool, RayClassWithInitArgs(Probe), **options)
+
+
+def test_a_job_that_comes_back_finds_its_workers_by_name(cluster):
+    pool = pool_of(2)
+    first = group_on(pool, name_prefix="kept", detached=True)
+    again = RayWorkerGroup.from_detached(
+        name_prefix="kept", worker_names=first.worker_names, ray_cls_with_init=RayClassWithInitArgs(Probe)
+    )
+    assert first.worker_names == ["keptProbe_0:0", "keptProbe_0:1"]
+    assert again.pid() == first.pid()
+    assert again.world_size == 2
+    first.shutdown()
+    with pytest.raises(ValueError, match="worker_names"):
+        RayWorkerGroup(ray_cls_with_init=RayClassWithInitArgs(Probe))
+
+
+def test_detached_workers_outlive_their_driver(cluster):
+    said = [
+        subprocess.run(
+            [sys.executable, "-c", DRIVER, cluster.address, word],
+            check=True,
+            timeout=120,
+            capture_output=True,
+            text=True,
+        ).stdout.strip()
+        for word in ("start", "resume", "end")
+    ]
+    assert said[0] == "[['start'], ['start']]"
+    assert said[2] == "[['start', 'resume', 'end'], ['start', 'resume', 'end']]"
+
+
+def test_a_detached_group_on_a_pool_that_is_not_is_warned_of(cluster, caplog):
+    group = group_on(pool_of(1), name_prefix="short lived", detached=True)
+    assert "'short lived' is detached and its pool is not" in caplog.text
+    group.shutdown()
+
+
+def test_an_unknown_option_is_refused_and_verls_are_accepted(cluster):
+    pool = pool_of(1)
+    with pytest.raises(TypeError, match="log_directory"):
+        group_on(pool, log_directory="here")
+    group = group_on(pool, ray_wait_register_center_timeout=5, master_addr="here", master_port=77)
+    assert group.env("MASTER_PORT") == ["77"]
+    group.shutdown()
+
+
+def test_options_that_contradict_one_another_are_refused(cluster):
+    with pytest.raises(ValueError, match="master_port None; give both"):
+        group_on(pool_of(1), master_addr="here")
+    with pytest.raises(ValueError, match="reserved no devices"):
+        group_on(pool_of(1), use_gpu=True)
+    pool = pool_of(1)
+    with pytest.raises(ValueError, match="MASTER_PORT"):
+        group_on(pool, worker_env={"MASTER_PORT": "1"})
+    assert pool.pgs is None
+
+
+def test_the_master_port_is_the_first_free_one_of_the_range(cluster):
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        first = taken.getsockname()[1]
+        for node in (HEAD_ADDRESS, SECOND_ADDRESS):
+            pool = pool_of(1, num_cpus=9.0 if node == HEAD_ADDRESS else 0.5)
+            group = group_on(pool, master_port_range=[first, first + 50])
+            assert first < int(group.master_port) < first + 50
+            group.shutdown()
+        with pytest.raises(ValueError, match="master_port_range"):
+            group_on(pool_of(1), master_port_range=(first, first + 1))
+
+
+def test_profiled_workers_run_under_nsight(cluster):
+    launched = []
+
+    class Recorded(RayClassWithInitArgs):
+        def for_rank(self, options):
+            launched.append(options["runtime_env"].get("nsight"))
+            return super().for_rank({**options, "runtime_env": {"env_vars": options["runtime_env"]["env_vars"]}})
+
+    nsight = {"trace": "cuda,nvtx", "capture-range": "cudaProfilerApi"}
+    for options in ({"profile_steps": [1, 2]}, {"profile_steps": None}, {"profile_steps": [1], "device_name": "npu"}):
+        RayWorkerGroup(pool_of(1), Recorded(Probe), worker_nsight_options=nsight, **options).shutdown()
+    assert launched == [nsight, None, None]
+
+
+def test_a_group_that_cannot_start_leaves_nothing_behind(cluster):
+    first = group_on(pool_of(1), name_prefix="twice")
+    pool = pool_of(2)
+    with pytest.raises(ValueError, match="twiceProbe_0:0"):
+        group_on(pool, name_prefix="twice")
+    assert pool.pgs is None
+    assert first.place()[0][:2] == (0, 1)
+    first.shutdown()
+
+
+def test_extra_environment_reaches_the_workers(cluster):
+    group = group_on(pool_of(1), worker_env={"MY_OPTION": "7"})
+    assert group.env("MY_OPTION") == ["7"]
+    group.shutdown()
+
+
+def test_parts_of_a_pool_host_groups_of_their_own(cluster):
+    whole = pool_of(4)
+    parts = split_resource_pool(whole, [1, 3])
+    inner = split_resource_pool(parts[1], [2, 1])
+    assert [part.world_size for part in (*parts, *inner)] == [1, 3, 2, 1]
+    assert [part.start_bundle_index for part in inner] == [1, 3]
+    groups = [group_on(part) for part in (parts[0], inner[0], inner[1])]
+    assert [len(group.place()) for group in groups] == [1, 2, 1]
+    assert groups[1].env("RANK") == ["0", "1"]
+    for group in groups:
+        group.shutdown()
+    assert whole.pgs is not None
+    assert [part.world_size for part in split_resource_pool(whole, 2)] == [2, 2]
+    with pytest.raises(ValueError, match="add up"):
+        split_resource_pool(whole, 3)
+    whole.shutdown()
+
+
+def test_two_pools_become_one(cluster):
+    first, second = pool_of(1), pool_of(2)
+    merged = merge_resource_pool(first, second)
+    assert merged.store == [1, 2]
+    group = group_on(merged)
+    assert group.world_size == 3
+    group.shutdown()
+    assert len(first.pgs) == len(second.pgs) == 1
+    with pytest.raises(ValueError, match="max_colocate_count"):
+        merge_resource_pool(first, pool_of(1, max_colocate_count=2))
+    first.shutdown()
+    second.shutdown()
+
+
+def test_a_reservation_is_kept_while_any_part_of_it_is_in_use(cluster):
+    whole, other = pool_of(2), pool_of(1)
+    on_part = group_on(split_resource_pool(whole, 1)[1])
+    on_both = group_on(merge_resource_pool(whole, other))
+    on_whole = group_on(whole)
+    on_whole.shutdown()
+    assert [len(group.place()) for group in (on_part, on_both)] == [1, 3]
+    on_both.shutdown()
+    assert on_part.place()[0][:2] == (0, 1)
+    on_part.shutdown()
+    assert whole.pgs is None
+    assert other.pgs is not None
+    other.shutdown()
+
+
+def test_a_pool_may_take_placement_groups_of_others(cluster):
+    large, small = pool_of(3), pool_of(2)
+    asking = pool_of(1, 2)
+    asking.pgs = extract_pg_from_exist({"a": small, "b": large, "c": pool_of(4)}, ["a", "b"], asking)
+    assert [pg.bundle_count for pg in asking.pgs] == [2, 3]
+    group = group_on(asking, timeout_s=60)
+    assert sorted(group.env("RAY_LOCAL_WORLD_SIZE")) == ["1", "2", "2"]
+    group.shutdown()
+    assert large.pgs is not None
+    with pytest.raises(AssertionError, match="the largest left has 3"):
+        extract_pg_from_exist({"b": large}, ["b"], pool_of(4))
+    with pytest.raises(AssertionError, match="2 nodes"):
+        extract_pg_from_exist({"b": large}, ["b"], asking)
+    large.shutdown()
+    small.shutdown()
+
+
+def test_ranks_keep_their_nodes_when_a_job_starts_again(cluster):
+    places = []
+    for _ in range(2):
+        # The second placement group of the pool lands on the first node, because only there it has room.
+        group = group_on(pool_of(1, 1, num_cpus=7.0, timeout_s=60))
+        places.append(group.place())
+        group.shutdown()
+    assert places[0] == places[1] == [(0, 2, HEAD_ADDRESS), (1, 2, SECOND_ADDRESS)]
+
+
+def test_a_pool_that_cannot_be_granted_says_what_is_free(cluster):
+    pool = pool_of(1, num_cpus=1000.0, timeout_s=0.5)
+    with pytest.raises(DeadlineError, match="did not grant"):
+        pool.get_placement_groups()
+    states = {
+        entry["state"] for entry in placement_group_table().values() if entry["name"].startswith(pool.name_prefix)
+    }
+    assert states == {"REMOVED"}
+
+
+def test_bundles_ask_for_devices_and_their_kind():
+    pool = RayResourcePool([1], max_colocate_count=3, accelerator_type="A100")
+    assert pool.bundle() == {"CPU": 3.0, "GPU": 1.0, "A100": 1e-4}
+    assert pool.bundle("npu") == {"CPU": 3.0, "NPU": 1.0, "A100": 1e-4}
+
+
+def test_a_manager_gives_each_role_its_pool(cluster):
+    manager = ResourcePoolManager(
+        resource_pool_spec={"main": [2, 1], "rm": [1]},
+        mapping={Role.ActorRollout: "main", Role.RewardModel: "rm"},
+        use_gpu=False,
+    )
+    manager.create_resource_pool()
+    assert manager.get_n_gpus() == 4
+    assert manager.get_resource_pool(Role.ActorRollout).store == [2, 1]
+    assert manager.get_resource_pool(Role.RewardModel).max_colocate_count == 1
+
+
+def test_a_manager_names_what_is_missing_on_which_node(cluster):
+    manager = ResourcePoolManager({"main": [8, 1]}, {Role.Actor: "main"})
+    with pytest.raises(ValueError, match="8 processes") as caught:
+        manager.create_resource_pool()
+    assert f"node {HEAD_ADDRESS} lacks" in str(caught.value)
+    assert f"node {SECOND_ADDRESS} lacks" in str(caught.value)
+    assert "8 GPU (has 0 of 8)" in str(caught.value)
+
+
+def test_values_are_put_in_order(cluster):
+    assert ray.get(parallel_put(list(range(20)), max_workers=4)) == list(range(20))
