@@ -14,11 +14,11 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from asyncrl.config import RunConfig
+from asyncrl.config import RunConfig, learner_roles
 from asyncrl.data.prompts import PromptStream
 from asyncrl.protocol.types import BufferStats, Plan, Prompt
 from buffer.config import BufferConfig, Durability
-from learner.checkpoint_files import newest_checkpoint, read_progress
+from learner.checkpoint_files import newest_checkpoint, read_progress, whole_checkpoints
 
 RESUME = "resume"
 """The reason that tokens of unfinished groups are dropped for."""
@@ -150,11 +150,10 @@ def find_checkpoint(config: RunConfig) -> Resumed | None:
     choice = config.checkpoint.resume
     if choice == "never":
         return None
-    path = _newest_of_experiment(config) if choice == "auto" else newest_checkpoint(Path(choice))
-    if path is None and choice == "auto":
+    path = _newest_of_experiment(config) if choice == "auto" else _newest(Path(choice), config) or Path(choice)
+    if path is None:
         return None
-    progress = read_progress(path or Path(choice))
-    assert path is not None
+    progress = read_progress(path)
     if progress.version >= config.total_steps:
         raise ValueError(
             f"total_steps must be above the {progress.version} steps of {path} to resume it, got "
@@ -181,10 +180,18 @@ def begin_buffer_at(options: BufferConfig, version: int) -> BufferConfig:
 
 def _newest_of_experiment(config: RunConfig) -> Path | None:
     if config.checkpoint.directory:
-        return newest_checkpoint(Path(config.checkpoint.directory).resolve())
+        return _newest(Path(config.checkpoint.directory).resolve(), config)
     folders = Path(config.output_dir, config.experiment).resolve().glob("*/checkpoints")
-    found = [newest_checkpoint(folder) for folder in sorted(folders, key=lambda folder: folder.parent.name)]
+    found = [_newest(folder, config) for folder in sorted(folders, key=lambda folder: folder.parent.name)]
     return next((path for path in reversed(found) if path is not None), None)
+
+
+def _newest(path: Path, config: RunConfig) -> Path | None:
+    """A checkpoint, or the newest of a folder that all roles of the run have saved: each role saves its own."""
+    if (newest := newest_checkpoint(path)) in (None, path) or "critic" not in learner_roles(config):
+        return newest
+    both = [found for found in whole_checkpoints(path) if (path / "critic" / found.name).is_dir()]
+    return both[-1] if both else newest
 
 
 class ResumedPrompts:

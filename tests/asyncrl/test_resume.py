@@ -75,6 +75,15 @@ def test_a_path_names_a_checkpoint_or_a_folder_of_them(tmp_path):
         find_checkpoint(config_of(tmp_path, f"checkpoint.resume={tmp_path}/c", "total_steps=20"))
 
 
+def test_a_run_with_a_critic_takes_the_newest_checkpoint_that_both_have_saved(tmp_path):
+    older, newest = save(tmp_path / "c", 10), save(tmp_path / "c", 20)
+    save(tmp_path / "c" / "critic", 10)
+    options = [f"checkpoint.resume={tmp_path}/c", "algorithm.advantage=gae"]
+    assert find_checkpoint(config_of(tmp_path, *options)).checkpoint == older
+    save(tmp_path / "c" / "critic", 20)
+    assert find_checkpoint(config_of(tmp_path, *options)).checkpoint == newest
+
+
 def test_prompts_go_on_with_the_unfinished_ones_and_then_in_the_old_order(tmp_path):
     rows = [{"prompt": "abcdefghij"[: 1 + index], "ground_truth": str(index)} for index in range(5)]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -50,7 +50,7 @@ async def test_pools_take_turns_step_by_step():
         want += [*saved, ("rollout mode", step + 1), ("commit", step), ("load", step + 1)]
     assert buffer.events == want
     assert [record.engine_version for record in records] == [1, 2, 3]
-    assert (await turns.account()).policy_version == 3
+    assert buffer.version == 3
 
 
 @pytest.mark.parametrize(
