@@ -50,13 +50,18 @@ class MicroBatch:
         return MicroBatch(**tensors, lengths=self.lengths, columns=columns, source=self.source)
 
 
-def num_micro_batches(sequences: Sequence[TokenSequence], max_tokens: int) -> int:
+def num_micro_batches(sequences: Sequence[TokenSequence], max_tokens: int, *, whole: bool = True) -> int:
     """Micro-batches that this rank needs; the ranks of a group agree on the largest.
+
+    Args:
+        sequences: In any order; may be empty.
+        max_tokens: Most tokens of a micro-batch.
+        whole: See `pack`.
 
     Raises:
         ValueError: a sequence alone is over the budget.
     """
-    lengths = [len(sequence.input_ids) for sequence in sequences]
+    lengths = _packed_lengths(sequences, whole)
     if lengths and max(lengths) > max_tokens:
         raise ValueError(
             f"learner.max_tokens_per_micro_batch must hold the longest sequence, got {max_tokens} for a sequence of "
@@ -65,7 +70,7 @@ def num_micro_batches(sequences: Sequence[TokenSequence], max_tokens: int) -> in
     return num_bins(lengths, max_tokens)
 
 
-def pack(sequences: Sequence[TokenSequence], *, max_tokens: int, count: int) -> list[MicroBatch]:
+def pack(sequences: Sequence[TokenSequence], *, max_tokens: int, count: int, whole: bool = True) -> list[MicroBatch]:
     """Fill ``count`` micro-batches, balanced by tokens.
 
     Args:
@@ -73,17 +78,31 @@ def pack(sequences: Sequence[TokenSequence], *, max_tokens: int, count: int) -> 
         max_tokens: Most tokens of a micro-batch.
         count: Number of micro-batches, at least `num_micro_batches`. What is left over becomes empty
             micro-batches: one token that is in no loss, so that every rank takes part in every collective.
+        whole: Pack every token. Otherwise each sequence ends before its last token in the loss: under causal attention
+            no other prediction needs that token, or what follows it. One without such a token keeps its first.
 
     Returns:
         ``count`` micro-batches that hold every sequence once.
     """
-    lengths = [len(sequence.input_ids) for sequence in sequences]
+    lengths = _packed_lengths(sequences, whole)
     names = tuple(sequences[0].columns) if sequences else ()
     parts = bin_lengths(lengths, max_tokens, count)
-    return [_micro_batch(sequences, sorted(part, key=lambda i: -lengths[i]), names) for part in parts]
+    ordered = [sorted(part, key=lambda i: -lengths[i]) for part in parts]
+    return [_micro_batch(sequences, source, [lengths[i] for i in source] or [1], names) for source in ordered]
 
 
-def _micro_batch(sequences: Sequence[TokenSequence], source: Sequence[int], names: tuple[str, ...]) -> MicroBatch:
+def _packed_lengths(sequences: Sequence[TokenSequence], whole: bool) -> list[int]:
+    """Tokens of each sequence that are packed."""
+    if whole:
+        return [len(sequence.input_ids) for sequence in sequences]
+    # The last True is found in bytes: an array function costs more than the row is long.
+    return [max(1, sequence.loss_mask.tobytes().rfind(1)) for sequence in sequences]
+
+
+def _micro_batch(
+    sequences: Sequence[TokenSequence], source: Sequence[int], packed: Sequence[int], names: tuple[str, ...]
+) -> MicroBatch:
+    """Lay sequences end to end, the first ``packed`` tokens of each."""
     chosen = [sequences[index] for index in source] or [_BLANK]
     input_ids = np.concatenate([sequence.input_ids for sequence in chosen])
     loss_mask = np.concatenate([sequence.loss_mask for sequence in chosen])
@@ -91,6 +110,9 @@ def _micro_batch(sequences: Sequence[TokenSequence], source: Sequence[int], name
     starts = np.cumsum(lengths) - lengths
     in_loss = np.flatnonzero(loss_mask)
     of_sequence = np.repeat(np.arange(len(chosen)), lengths)
+    positions = np.arange(len(input_ids)) - starts[of_sequence]
+    kept, ends = positions < np.asarray(packed)[of_sequence], np.cumsum(packed)
+    moved = starts - (ends - packed)
     columns = {
         name: torch.from_numpy(
             np.concatenate([s.columns[name] for s in chosen])[in_loss].astype(np.float32, copy=False)
@@ -100,10 +122,10 @@ def _micro_batch(sequences: Sequence[TokenSequence], source: Sequence[int], name
         for name in names
     }
     return MicroBatch(
-        input_ids=torch.from_numpy(input_ids.astype(np.int64)),
-        position_ids=torch.from_numpy(np.arange(len(input_ids)) - np.repeat(starts, lengths)),
-        lengths=tuple(lengths.tolist()),
-        predict_index=torch.from_numpy(in_loss - 1),
+        input_ids=torch.from_numpy(input_ids[kept].astype(np.int64)),
+        position_ids=torch.from_numpy(positions[kept]),
+        lengths=tuple(packed),
+        predict_index=torch.from_numpy(in_loss - 1 - moved[of_sequence[in_loss]]),
         targets=torch.from_numpy(input_ids[in_loss].astype(np.int64)),
         sequence_index=torch.from_numpy(of_sequence[in_loss]),
         loss_lengths=torch.from_numpy(np.bincount(of_sequence[in_loss], minlength=len(chosen))),

@@ -35,7 +35,7 @@ class RewardScorer(PackedScorer[ScoreModel]):
         self._set_training(False)
         results = np.zeros(len(sequences), dtype=np.float32)
         with self.sharding:
-            for micro_batch in self._pack(sequences).micro_batches:
+            for micro_batch in self._pack(sequences, whole=True).micro_batches:
                 values = self.model(micro_batch.to(self.mesh.device), _last_places(micro_batch).to(self.mesh.device))
                 results[list(micro_batch.source)] = values[: len(micro_batch.source)].cpu().numpy()
         return results

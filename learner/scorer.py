@@ -116,14 +116,14 @@ class PackedScorer(Generic[ModelT]):
         if self.model.training != training:
             self.model.train(training)
 
-    def _pack(self, sequences: Sequence[TokenSequence]) -> PackedBatch:
-        """Micro-batches, as many on every rank."""
+    def _pack(self, sequences: Sequence[TokenSequence], *, whole: bool = False) -> PackedBatch:
+        """Micro-batches, as many on every rank; see `learner.packing.pack` for ``whole``."""
         budget = self.config.max_tokens_per_micro_batch * self.mesh.sp_size
         in_loss = [int(np.count_nonzero(sequence.loss_mask)) for sequence in sequences]
         counts = torch.tensor([sum(in_loss), sum(map(bool, in_loss))], device=self.mesh.device)
         num_tokens, num_sequences = self.mesh.sum_over_dp(counts).tolist()
-        count = max(1, int(self.mesh.largest(torch.tensor(num_micro_batches(sequences, budget)))))
-        micro_batches = pack(sequences, max_tokens=budget, count=count)
+        count = max(1, int(self.mesh.largest(torch.tensor(num_micro_batches(sequences, budget, whole=whole)))))
+        micro_batches = pack(sequences, max_tokens=budget, count=count, whole=whole)
         return PackedBatch(micro_batches=micro_batches, num_tokens=num_tokens, num_sequences=num_sequences)
 
     def _reduce(self, sums: Sequence[dict[str, Tensor]]) -> dict[str, float]:

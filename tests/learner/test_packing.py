@@ -43,6 +43,36 @@ def test_every_token_is_packed_once_within_the_budget(lengths: list[int], budget
             start += length
 
 
+@given(lengths=LENGTHS, budget=st.integers(40, 90))
+def test_what_no_prediction_needs_can_be_left_out(lengths: list[int], budget: int) -> None:
+    sequences = sequences_of(lengths)
+    counts = [num_micro_batches(sequences, budget, whole=whole) for whole in (True, False)]
+    batches = [
+        pack(sequences, max_tokens=budget, count=count, whole=whole)
+        for count, whole in zip(counts, (True, False), strict=True)
+    ]
+    whole, cut = (
+        {
+            (batch.source[owner], int(target)): (
+                int(batch.position_ids[place]),
+                batch.input_ids[: place + 1].tolist()[-1],
+            )
+            for batch in some
+            for place, target, owner in zip(
+                batch.predict_index.tolist(), batch.targets.tolist(), batch.sequence_index.tolist(), strict=True
+            )
+        }
+        for some in batches
+    )
+    assert cut == whole  # the same targets, predicted from the same places of the same sequences
+    for batch in batches[1]:
+        assert list(batch.lengths) == sorted(batch.lengths, reverse=True)
+        assert len(batch.input_ids) == len(batch.position_ids) == sum(batch.lengths) <= budget
+        for source, length in zip(batch.source, batch.lengths, strict=False):
+            in_loss = np.flatnonzero(sequences[source].loss_mask)
+            assert length == (in_loss[-1] if len(in_loss) else 1)
+
+
 @given(lengths=LENGTHS)
 def test_each_target_is_predicted_by_the_token_before_it(lengths: list[int]) -> None:
     sequences = sequences_of(lengths)
