@@ -97,7 +97,7 @@ def test_what_is_no_mode_is_refused(mode):
     with pytest.raises(TypeError, match="dispatch_mode"):
         register(dispatch_mode=mode)
     with pytest.raises(TypeError, match="execute_mode"):
-        register(execute_mode=Dispatch.ONE_TO_ALL)
+        register(execute_mode=Dispatch.ONE_TO_ALL)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="collect_fn"):
         register(dispatch_mode={"dispatch_fn": print})
 
