@@ -161,6 +161,8 @@ class RayWorkerGroup(WorkerGroup):
     ) -> None:
         if self.ray_cls_with_init is None:
             raise UsageError("a group needs ray_cls_with_init, the class of its workers")
+        if pool.world_size < 1:
+            raise UsageError(f"pool {pool.name_prefix!r} has no processes; name some in process_on_nodes")
         if detached and not pool.detached:
             _log.warning(
                 "group %r is detached and its pool is not: the pool ends with this driver, and the workers with it; "

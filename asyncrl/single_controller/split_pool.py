@@ -47,7 +47,7 @@ def split_resource_pool(resource_pool: RayResourcePool, split_size: int | list[i
         UsageError: the sizes do not add up to the pool's processes.
     """
     total = resource_pool.world_size
-    sizes = [split_size] * (total // split_size) if isinstance(split_size, int) else list(split_size)
+    sizes = [split_size] * (total // max(split_size, 1)) if isinstance(split_size, int) else list(split_size)
     if sum(sizes) != total or min(sizes, default=0) < 1:
         raise UsageError(f"parts of {split_size} processes do not add up to the pool's {total}")
     first = getattr(resource_pool, "start_bundle_index", 0)

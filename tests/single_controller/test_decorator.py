@@ -13,15 +13,20 @@ from asyncrl.single_controller import (
     Dispatch,
     DynamicEnum,
     Execute,
+    RayClassWithInitArgs,
+    RayResourcePool,
+    RayWorkerGroup,
     ResourcePool,
     Role,
     UsageError,
+    Worker,
     get_predefined_dispatch_fn,
     get_predefined_execute_fn,
     get_random_string,
     parallel_put,
     register,
     register_dispatch_mode,
+    split_resource_pool,
     update_dispatch_mode,
 )
 from asyncrl.single_controller.decorator import MAGIC_ATTR
@@ -92,7 +97,7 @@ def test_what_is_no_mode_is_refused(mode):
     with pytest.raises(TypeError, match="dispatch_mode"):
         register(dispatch_mode=mode)
     with pytest.raises(TypeError, match="execute_mode"):
-        register(execute_mode=Dispatch.ONE_TO_ALL)
+        register(execute_mode=Dispatch.ONE_TO_ALL)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="collect_fn"):
         register(dispatch_mode={"dispatch_fn": print})
 
@@ -221,3 +226,14 @@ def test_a_dispatch_function_may_use_the_splitting_of_the_others():
         )
     with pytest.raises(UsageError, match="3 rows"):
         _split_args_kwargs_data_proto(2, TensorDict({"a": torch.zeros(3)}, batch_size=[3]))
+
+
+@pytest.mark.parametrize("split_size", [0, -1, [], [2, 0]])
+def test_parts_of_a_pool_have_at_least_one_process(split_size):
+    with pytest.raises(UsageError, match="do not add up to the pool's 2"):
+        split_resource_pool(RayResourcePool([2], use_gpu=False), split_size)
+
+
+def test_a_group_on_a_pool_without_processes_is_refused():
+    with pytest.raises(UsageError, match="'empty' has no processes"):
+        RayWorkerGroup(RayResourcePool([], use_gpu=False, name_prefix="empty"), RayClassWithInitArgs(Worker))
