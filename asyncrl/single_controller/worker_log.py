@@ -50,6 +50,8 @@ def _read_last_words(actor_id: str, log_file: str | None) -> str:
     actor = ray_state.actors(actor_id)
     if not actor:
         return "its output: (Ray does not know the actor)"
+    if not actor["Pid"]:
+        return "its output: (it never ran)"
     node_id = actor["Address"]["NodeID"]
     if node_id == ray.get_runtime_context().get_node_id():
         return tail_of(log_file, actor["Pid"])

@@ -81,7 +81,7 @@ class SGLangServer:
         self._start_timeout_s = start_timeout_s
         self._stop_timeout_s = stop_timeout_s
         self._port = 0
-        self._api_key = secrets.token_urlsafe(24)
+        self._api_key = secrets.token_hex(24)  # no dash in front, which would read as an option
         self._guard: Process | None = None
         self._log_task: asyncio.Task[None] | None = None
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)

@@ -37,7 +37,7 @@ def test_a_run_goes_on_where_the_newest_checkpoint_of_an_ended_one_stands(tmp_pa
         ended.wait_for_line("step ")  # lines come seconds apart: some checkpoints are written by now
         ended.remember_family()
         if number is signal.SIGKILL:
-            ended.kill("ray::LearnerWorker")
+            ended.kill("ray::ActorWorker")
         else:
             ended.signal(number)
         ended.finish(60)

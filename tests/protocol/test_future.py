@@ -13,18 +13,7 @@ import torch
 from asyncrl.protocol import DataProto, DataProtoFuture
 from asyncrl.protocol.errors import DeadlineError
 
-pytestmark = pytest.mark.usefixtures("local_ray")
-
-
-@pytest.fixture(scope="module")
-def local_ray():
-    patch = pytest.MonkeyPatch()
-    for name, value in {"RAY_worker_niceness": "0", "OMP_NUM_THREADS": "1"}.items():
-        patch.setenv(name, value)
-    ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=80 * 2**20)
-    yield
-    ray.shutdown()
-    patch.undo()
+pytestmark = pytest.mark.usefixtures("cluster")
 
 
 def rows(*numbers, **meta_info):

@@ -77,4 +77,4 @@ def test_all_gather(case):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    mp.start_processes(gather, args=(port, case), nprocs=NUM_RANKS, start_method="fork")
+    mp.start_processes(gather, args=(port, case), nprocs=NUM_RANKS, start_method="spawn")

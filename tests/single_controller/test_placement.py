@@ -25,8 +25,7 @@ from asyncrl.single_controller import (
     register,
     split_resource_pool,
 )
-
-from .conftest import HEAD_ADDRESS, SECOND_ADDRESS
+from tests.conftest import HEAD_ADDRESS, SECOND_ADDRESS
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 

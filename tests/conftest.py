@@ -1,4 +1,8 @@
-"""One Ray cluster of two nodes, which differ in address, for all tests of this folder."""
+"""One Ray cluster for all tests that need one.
+
+A process should join one cluster in its life: Ray numbers actors and objects alike in each, and what is left of an
+earlier one would release those of the next.
+"""
 
 import os
 
@@ -11,7 +15,7 @@ HEAD_ADDRESS = "127.0.0.9"
 SECOND_ADDRESS = "127.0.0.10"
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="session")
 def cluster():
     """Nodes 127.0.0.9 (12 CPUs) and 127.0.0.10 (8 CPUs), whose order by text is not their order by number."""
     environment = {"RAY_worker_niceness": "0", "OMP_NUM_THREADS": "1", "RAY_AUTH_MODE": "disabled"}
