@@ -2,7 +2,8 @@
 
 A run cannot clean up after itself when it is killed, or when Ray aborts it because its own daemon died. So it runs in
 a child, in a session of its own (a terminal's Ctrl-C reaches the parent only, once), and the parent adopts every
-orphan of the run (Linux child subreaper), so that it can end what is left.
+orphan of the run (Linux child subreaper), so that it can end what is left. Should the parent itself be killed, the
+run is told by SIGHUP, stops, and ends what is left in its place.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import os
 import signal
 from collections.abc import Callable
 from types import FrameType
+from typing import NoReturn
 
 import psutil
 
@@ -59,7 +61,8 @@ def supervise(work: Callable[[], int], *, stop_timeout_s: float) -> int:
 
 def _run_in_child(work: Callable[[], int], parent: int) -> int:
     os.setsid()
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    # Not SIGTERM: the kernel sends this once for each thread of a dying parent, and a second SIGTERM means hurry.
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGHUP)
     if os.getppid() != parent:
         return 1
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
@@ -71,6 +74,12 @@ def _run_in_child(work: Callable[[], int], parent: int) -> int:
     finally:
         # The parent does this too; but it may have been killed.
         _end_orphans(ORPHAN_GRACE_S)
+
+
+def exit_at_once(status: int) -> NoReturn:
+    """End the run from within, without unwinding it, and everything that it started."""
+    _end_orphans(0.0)
+    os._exit(status)
 
 
 def _wait_for(child: int) -> int:

@@ -1,7 +1,7 @@
 """``python -m asyncrl.train``: train a policy asynchronously. ``--help`` explains the options.
 
-Ctrl-C or SIGTERM cancels the run, which stops what it started; a second signal ends it on the spot, and its supervisor
-(`asyncrl.supervisor`) ends what is left.
+Ctrl-C or SIGTERM cancels the run, which stops what it started; a second signal ends it and what it started on the
+spot. Whatever else it dies of, its supervisor (`asyncrl.supervisor`) ends what is left.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import os
 import shutil
 import signal
 import sys
-import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 
@@ -25,12 +25,12 @@ from asyncrl.prepare import read_prompts, warm_start, with_quickstart_assets
 from asyncrl.protocol.errors import AsyncRLError, DeadlineError
 from asyncrl.protocol.log_tail import last_lines
 from asyncrl.run_folders import make_run_dir, shared_folder
-from asyncrl.supervisor import supervise
+from asyncrl.stopping import EXIT_INTERRUPTED, Stopping, give_up_after
+from asyncrl.supervisor import exit_at_once, supervise
 from asyncrl.warm_start_folder import finished_warm_start
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
-EXIT_INTERRUPTED = 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -91,34 +91,21 @@ async def _until_done_or_stopped(
     config: RunConfig, run_dir: Path, overrides: Sequence[str], view: TerminalView
 ) -> tuple[int, str]:
     """Run; returns the exit status and the last words."""
-    received: list[str] = []
 
     def on_fault(fault: BaseException) -> None:
-        """Give stopping a deadline: whatever then still hangs is left to the supervisor."""
-        if not isinstance(fault, asyncio.CancelledError):
-            timer = threading.Timer(config.stop_timeout_s, _give_up, (fault, run_dir))
-            timer.daemon = True
-            timer.start()
+        if not isinstance(fault, asyncio.CancelledError):  # the supervisor limits how long a signal may take
+            give_up_after(config.stop_timeout_s, partial(_give_up, fault, run_dir))
 
     task = asyncio.ensure_future(_run(config, run_dir, overrides, view, on_fault))
-
-    def stop(number: signal.Signals) -> None:
-        if received:
-            os._exit(EXIT_INTERRUPTED)
-        received.append(number.name)
-        view.say(f"{number.name}: stopping, at most {config.stop_timeout_s:g} s; once more ends the run on the spot")
-        task.cancel()
-
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop, number)
+    unsupervised = AsyncRLError("the supervisor of the run was killed")
+    stopping = Stopping(
+        task, view.say, timeout_s=config.stop_timeout_s, give_up=partial(_give_up, unsupervised, run_dir)
+    )
+    stopping.listen(asyncio.get_running_loop())
     try:
         await task
     except asyncio.CancelledError:
-        return (
-            EXIT_INTERRUPTED,
-            f"stopped by {received[0] if received else 'cancellation'}; partial results in {run_dir}",
-        )
+        return EXIT_INTERRUPTED, f"stopped by {stopping.cause}; partial results in {run_dir}"
     except Exception as error:
         logging.getLogger(__name__).error("the run failed", exc_info=error)
         return EXIT_FAILED, _last_words(error, run_dir)
@@ -136,7 +123,8 @@ def _last_words(error: BaseException, run_dir: Path) -> str:
 def _give_up(error: BaseException, run_dir: Path) -> None:
     sys.stderr.write(_last_words(error, run_dir) + " (stopping took too long: what was left was killed)\n")
     sys.stderr.flush()
-    os._exit(EXIT_FAILED)
+    shutil.rmtree(shared_folder(run_dir), ignore_errors=True)
+    exit_at_once(EXIT_FAILED)
 
 
 async def _run(

@@ -1,6 +1,8 @@
 """However a run ends, it ends soon, says why, and leaves nothing behind."""
 
+import os
 import signal
+import time
 
 import pytest
 from running import RunningTraining
@@ -78,15 +80,27 @@ def test_a_killed_ray_ends_the_run(start, process):
     assert_nothing_is_left(run)
 
 
-def test_a_killed_controller_takes_its_children_with_it(start):
+def test_a_killed_supervisor_takes_the_run_with_it(start):
     run = start()
     run.wait_for_line("step 1/")
     run.remember_family()
     run.process.kill()
     run.process.wait(10)
-    # Ray's own agents notice only after a while that their raylet is gone.
-    assert run.survivors(timeout_s=45) == []
+    assert run.survivors(END_TIMEOUT_S) == []
     assert not run.left_in_shared_memory()
+
+
+def test_a_second_signal_ends_a_run_without_its_supervisor_on_the_spot(start):
+    run = start()
+    run.wait_for_line("step 1/")
+    run.remember_family()
+    controller = run.pid_of("asyncrl.train")
+    run.process.kill()
+    run.process.wait(10)
+    for _ in range(2):
+        os.kill(controller, signal.SIGTERM)
+        time.sleep(0.2)
+    assert run.survivors(END_TIMEOUT_S) == []
 
 
 def test_a_killed_sglang_server_ends_the_run_with_the_tail_of_its_log(start):
