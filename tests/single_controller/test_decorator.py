@@ -201,6 +201,7 @@ def test_an_enumeration_of_ones_own_counts_up_and_writes_in_capitals():
 def test_a_role_is_found_by_what_it_writes():
     assert Role.from_string("actor_rollout") is Role.from_string("ActorRollout") is Role.ActorRollout
     assert str(Role.from_string("rm")) == "rm"
+    assert (Role.Actor.value, Role.Env.value, Role.TeacherModel.value) == (0, 7, 8)
     with pytest.raises(ValueError, match="critics"):
         Role.from_string("critics")
 
