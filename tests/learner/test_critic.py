@@ -99,6 +99,26 @@ def test_a_causal_model_becomes_a_critic_that_says_nothing_and_learns(tmp_path: 
     assert history[0]["num_tokens"] == sum(s.loss_mask.sum() for s in sequences)
 
 
+def test_a_failed_update_of_the_critic_adds_nothing_to_the_next_one(tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path)
+    failed, still = (CriticTrainer(CONFIG, CRITIC, model_path=path, total_updates=4) for _ in range(2))
+    sequences = [
+        replace(s, columns={"values": 0 * s.columns["advantages"], "returns": s.columns["advantages"]})
+        for s in random_sequences(6)
+    ]
+    with pytest.MonkeyPatch.context() as patch:
+        backward = torch.Tensor.backward
+
+        def fail_late(self: torch.Tensor) -> None:
+            backward(self)
+            raise RuntimeError("out of memory")
+
+        patch.setattr(torch.Tensor, "backward", fail_late)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            failed.update(sequences)
+    assert failed.update(sequences) == still.update(sequences)
+
+
 def test_a_reward_model_without_its_head_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"trained sequence classifier, got .* without \['score\.weight'\]"):
         RewardScorer(CONFIG, model_path=save_tiny_model(tmp_path))
