@@ -58,7 +58,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.now = 0.0
         self.version = 0
         self.num_enqueued = 0
-        self.num_filtered = 0
+        self.num_dropped = 0
         self.granted: list[RunningLease] = []
         self.running: dict[int, tuple[RunningLease, float]] = {}
         self.ended: list[RunningLease] = []
@@ -98,6 +98,13 @@ class LedgerMachine(RuleBasedStateMachine):
             self.granted.append(lease)
             self.continues[lease.group_id, lease.attempt] = continues
             self.running[lease.group_id] = (lease, self.now + LEASE_S)
+        assert len(granted) <= number
+        if len(granted) < number:
+            assert self._num_queued() == 0 or not self._admits(version, len(self.running) + len(self.stored))
+
+    def _num_queued(self) -> int:
+        ended = len(self.consumed) + self.num_dropped
+        return self.num_enqueued - len(self.running) - len(self.stored) - ended
 
     @precondition(lambda self: not self.planned)
     @rule(data=st.data(), behind=st.integers(0, 2), num_running=st.integers(0, 6), number=st.integers(1, 30))
@@ -120,7 +127,7 @@ class LedgerMachine(RuleBasedStateMachine):
         raise AssertionError("an engine from the future was admitted")
 
     @precondition(lambda self: self.running)
-    @rule(data=st.data(), num_running=st.integers(0, 3), num_tokens=st.integers(1, 50))
+    @rule(data=st.data(), num_running=st.integers(0, 3), num_tokens=st.integers(0, 50))
     def put_all_but(self, data: st.DataObject, num_running: int, num_tokens: int) -> None:
         """Workers finish in any order; a few stragglers stay behind."""
         for group_id in data.draw(st.permutations(sorted(self.running)))[num_running:]:
@@ -137,13 +144,13 @@ class LedgerMachine(RuleBasedStateMachine):
         if filtered:
             assert self.ledger.put(summary, continued=continued) is PutResult.filtered
             assert self.ledger.put(summary) is PutResult.duplicate
-            self.num_filtered += 1
+            self.num_dropped += 1
         else:
             assert self.ledger.put(summary, continued=continued) is PutResult.stored
             self.stored[lease.group_id] = (summary, lease.deadline)
 
     @precondition(lambda self: self.running)
-    @rule(data=st.data(), num_tokens=st.integers(1, 50))
+    @rule(data=st.data(), num_tokens=st.integers(0, 50))
     def save_progress(self, data: st.DataObject, num_tokens: int) -> None:
         lease, _ = self.running[data.draw(st.sampled_from(sorted(self.running)))]
         oldest = data.draw(st.integers(lease.engine_version, self.version))
@@ -257,6 +264,12 @@ class LedgerMachine(RuleBasedStateMachine):
             self._hand_on(lease)
         self._end(lost)
 
+    @precondition(lambda self: self.running)
+    @rule()
+    def the_next_lease_runs_out_now(self) -> None:
+        next_expiry = min(expires_at for _, expires_at in self.running.values())
+        self.time_passes(seconds=0.0 if next_expiry <= self.now else next_expiry - self.now)
+
     @precondition(lambda self: len(self.planned) < 2)
     @rule()
     def plan(self) -> None:
@@ -265,7 +278,10 @@ class LedgerMachine(RuleBasedStateMachine):
         plan = self.ledger.plan(version)
         assert (plan is not None) == may_be_made
         revoked = {(r.group_id, r.attempt) for r in self.ledger.drain_revocations()}
-        self._end([lease for lease, _ in self.running.values() if (lease.group_id, lease.attempt) in revoked])
+        given_up = [lease for lease, _ in self.running.values() if (lease.group_id, lease.attempt) in revoked]
+        self._end(given_up)
+        if self.on_stale is OnStale.drop:
+            self.num_dropped += len(given_up)
         if plan is None:
             return
         assert self.ledger.plan(version) == plan
@@ -315,9 +331,15 @@ class LedgerMachine(RuleBasedStateMachine):
         assert groups["stored"] == len(self.stored) - num_planned
         assert groups["planned"] == num_planned
         assert groups["consumed"] == len(self.consumed)
-        if self.on_stale is not OnStale.drop:
-            assert groups["dropped"] == self.num_filtered
-        assert sum(groups.values()) == self.num_enqueued
+        assert groups["dropped"] == self.num_dropped
+        assert groups["queued"] == self._num_queued()
+
+    @invariant()
+    def only_a_running_attempt_holds_its_lease(self) -> None:
+        running = {(lease.group_id, lease.attempt) for lease, _ in self.running.values()}
+        for lease in self.granted:
+            key = lease.group_id, lease.attempt
+            assert self.ledger.holds(*key) == (key in running)
 
     @invariant()
     def every_token_is_somewhere(self) -> None:
