@@ -16,7 +16,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from asyncrl.protocol.errors import LeaseExpired, ReplayBufferError, VersionTooOld
+from asyncrl.protocol.errors import LeaseExpired, ReplayBufferError, UnknownGroup, VersionTooOld
 from asyncrl.protocol.types import GroupSummary
 from buffer.config import OnStale
 from buffer.leases import Progress, PutResult, RunningLease
@@ -212,6 +212,26 @@ class LedgerMachine(RuleBasedStateMachine):
         summaries = [summary for summary, _ in self.stored.values()] + list(self.consumed.values())
         assert self.ledger.put(data.draw(st.sampled_from(summaries))) is PutResult.duplicate
 
+    @precondition(lambda self: self.num_enqueued)
+    @rule(data=st.data())
+    def an_attempt_that_was_never_leased_is_unknown(self, data: st.DataObject) -> None:
+        group_id = data.draw(st.integers(0, self.num_enqueued))
+        attempt = sum(lease.group_id == group_id for lease in self.granted)
+        summary = GroupSummary(
+            group_id=group_id,
+            attempt=attempt,
+            num_prompt_tokens=1,
+            response_lengths=(1, 1),
+            num_tokens=2,
+            oldest_version=self.version,
+            newest_version=self.version,
+            rewards=(0.0, 1.0),
+        )
+        with pytest.raises(UnknownGroup):
+            self.ledger.put(summary)
+        with pytest.raises(UnknownGroup):
+            self.ledger.release(group_id, attempt, num_tokens=2, reason="aborted")
+
     @precondition(lambda self: self.running)
     @rule(data=st.data(), num_tokens=st.integers(0, 50))
     def release(self, data: st.DataObject, num_tokens: int) -> None:
@@ -335,11 +355,13 @@ class LedgerMachine(RuleBasedStateMachine):
         assert groups["queued"] == self._num_queued()
 
     @invariant()
-    def only_a_running_attempt_holds_its_lease(self) -> None:
+    def only_a_running_attempt_holds_a_lease_and_only_a_put_one_is_stored(self) -> None:
         running = {(lease.group_id, lease.attempt) for lease, _ in self.running.values()}
         for lease in self.granted:
             key = lease.group_id, lease.attempt
             assert self.ledger.holds(*key) == (key in running)
+        for group_id, (summary, _) in self.stored.items():
+            assert self.ledger.state.batches.attempt(group_id) == summary.attempt
 
     @invariant()
     def every_token_is_somewhere(self) -> None:
