@@ -8,8 +8,8 @@ The mutations, each of which a run under ``-m slow`` shows to be caught:
 - feasibility (`StalenessRule.required`, `missing`, `Ledger.can_plan`, `Ledger.check_plan`): each index and each
   ``k·B`` off by one, a batch too small, a wait too few, a plan too early;
 - the window (`Window`, `ReadyGroups.take_batch`): each bound and each ``<=`` off by one, either way;
-- what a put or a save may hold, which attempts are known, when a lease runs out, who is given up for a batch, and what a
-  commit takes.
+- what a put or a save may hold, which attempts are known, when a lease runs out, who is given up for a batch, and
+  what a commit takes.
 
 Two changes are no mutants, and not listed: in `StalenessRule.required` the last k (all open groups are due by then, and
 any batch holds enough of them), and in `Window.take` ``j < self._last`` to ``<=`` (setting a bound to itself).
