@@ -5,6 +5,7 @@ client that leases beats: the server hears of it every ``buffer.heartbeat_s``; w
 """
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
@@ -27,6 +28,8 @@ from .messages import REVOKED, SPACE, Message, integer, integers
 from .payloads import group_frames, group_of, prompt_frames, prompt_of
 from .store import size_frame
 from .summaries import stats_of, summary_fields, summary_of
+
+logger = logging.getLogger(__name__)
 
 _PROMPTS_AT_ONCE = 128
 _GOODBYE_S = 1.0
@@ -190,6 +193,8 @@ class BufferClient:
             reply = await self._connect().request("plan", {"version": version})
             if "groups" in reply.fields:
                 return Plan(version=version, groups=tuple(map(summary_of, reply.fields["groups"])))
+            if "warning" in reply.fields:
+                logger.warning("the next batch is waited for: %s", reply.fields["warning"])
 
     async def commit(self, version: int) -> BufferStats:
         """See `ControlBuffer.commit`."""

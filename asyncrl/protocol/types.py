@@ -198,6 +198,7 @@ class BufferStats:
             ``mean_length_kept`` it is the length bias of dropping.
         mean_length_dropped_by_reason: The same for each reason of ``tokens_dropped`` that ended whole groups.
         groups_dropped: The dropped groups by reason: a filter's name, or ``stale``.
+        filtered_in_a_row: Finished groups that filters have dropped since the last one that was stored.
         held_bytes: Bytes held in all: payloads, saved prefixes, prompts, and what waits to be queued.
     """
 
@@ -214,4 +215,5 @@ class BufferStats:
     mean_length_dropped: float
     mean_length_dropped_by_reason: Mapping[str, float] = field(default_factory=dict)
     groups_dropped: Mapping[str, int] = field(default_factory=dict)
+    filtered_in_a_row: int = 0
     held_bytes: int = 0
