@@ -112,8 +112,8 @@ class Planning:
     def _filtered(self) -> str:
         number = self._ledger.state.account.filtered_in_a_row
         return (
-            f"{self._stored()}, and buffer.filters dropped the last {number} that were finished; {self._dropped()}. Look "
-            "at the rewards, or take other prompts or filters"
+            f"{self._stored()}, and buffer.filters dropped the last {number} that were finished; {self._dropped()}. "
+            "Look at the rewards, or take other prompts or filters"
         )
 
     def _stored(self) -> str:
