@@ -16,10 +16,11 @@ import numpy as np
 
 
 class FinishReason(StrEnum):
-    """Why a sample ended."""
+    """Why a sample ended; ``unfinished`` only in saved progress, where it did not."""
 
     stop = "stop"
     length = "length"
+    unfinished = "unfinished"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -33,8 +33,8 @@ async def test_whoever_waits_for_a_batch_is_warned_when_filters_drop_group_after
             await control.stats()
         assert [record.getMessage() for record in caplog.records if record.name == "buffer.client"] == [
             "the next batch is waited for: 0 of the 2 groups of batch 0 are stored, and buffer.filters dropped the "
-            "last 8 that were finished; dropped in all: 8 for equal_rewards. Look at the rewards, or take other prompts "
-            "or filters"
+            "last 8 that were finished; dropped in all: 8 for equal_rewards. Look at the rewards, or take other "
+            "prompts or filters"
         ]
         assert (await control.stats()).filtered_in_a_row == 8
         for lease in await worker.lease(0, 2):

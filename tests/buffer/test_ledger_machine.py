@@ -295,6 +295,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def plan(self) -> None:
         version = self.version + len(self.planned)
         may_be_made = self.ledger.can_plan(version)
+        num_too_few = self._num_missing_from(version)
         plan = self.ledger.plan(version)
         assert (plan is not None) == may_be_made
         revoked = {(r.group_id, r.attempt) for r in self.ledger.drain_revocations()}
@@ -303,7 +304,9 @@ class LedgerMachine(RuleBasedStateMachine):
         if self.on_stale is OnStale.drop:
             self.num_dropped += len(given_up)
         if plan is None:
+            assert given_up == []
             return
+        assert len(given_up) == num_too_few, "no more are given up than a batch must hold and has not"
         assert self.ledger.plan(version) == plan
         ids = [summary.group_id for summary in plan.groups]
         assert len(set(ids)) == len(ids) == self.size
@@ -312,6 +315,29 @@ class LedgerMachine(RuleBasedStateMachine):
         for summary in plan.groups:
             assert self.stored[summary.group_id][0] == summary
         self.planned[version] = ids
+
+    def _num_missing_from(self, version: int) -> int:
+        """By how many groups the stored ones fall short of what the batch must hold, for the worst deadline."""
+        planned = {group_id for ids in self.planned.values() for group_id in ids}
+        ready = [deadline for group_id, (_, deadline) in self.stored.items() if group_id not in planned]
+        deadlines = self._open_deadlines()
+        return max(
+            0,
+            *(
+                sum(deadline <= version + k for deadline in deadlines)
+                - k * self.size
+                - sum(deadline <= version + k for deadline in ready)
+                for k in range(self.max_lag + 1)
+            ),
+        )
+
+    @rule(by=st.integers(1, 3))
+    def a_plan_out_of_order_is_refused(self, by: int) -> None:
+        last = self.version + len(self.planned)
+        too_far = last if len(self.planned) == 2 else last + by
+        for version in (too_far, self.version - by):
+            with pytest.raises(ReplayBufferError):
+                self.ledger.plan(version)
 
     @precondition(lambda self: self.planned)
     @rule(again=st.booleans())
