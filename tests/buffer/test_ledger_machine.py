@@ -106,17 +106,21 @@ class LedgerMachine(RuleBasedStateMachine):
         ended = len(self.consumed) + self.num_dropped
         return self.num_enqueued - len(self.running) - len(self.stored) - ended
 
-    @precondition(lambda self: not self.planned)
-    @rule(data=st.data(), behind=st.integers(0, 2), num_running=st.integers(0, 6), number=st.integers(1, 30))
-    def a_step_passes(self, data: st.DataObject, behind: int, num_running: int, number: int) -> None:
-        """Most of what is admitted finishes, a batch is trained: the way to states where deadlines press."""
-        self.enqueue(number=30, again=False)
-        self.lease(behind=behind, number=number, worker=0, continues=True)
-        if self.running:
-            self.put_all_but(data=data, num_running=num_running, num_tokens=1)
-        self.plan()
-        if self.planned:
-            self.commit(again=False)
+    @rule(data=st.data(), num_steps=st.integers(1, 5), stragglers=st.floats(0.0, 1.0))
+    def steps_pass(self, data: st.DataObject, num_steps: int, stragglers: float) -> None:
+        """Steps in which the oldest groups do not finish and newer ones overtake them: to where deadlines press."""
+        for _ in range(num_steps):
+            self.enqueue(number=30, again=False)
+            self.lease(behind=data.draw(st.integers(0, 2)), number=30, worker=0, continues=True)
+            last = sorted(self.running, key=lambda group_id: self.running[group_id][0].deadline)
+            for group_id in last[int(stragglers * self.max_lag * self.size) :]:
+                lease, _ = self.running.pop(group_id)
+                self._put(lease, lease.engine_version, num_tokens=1)
+            for _ in range(data.draw(st.integers(1, 2))):
+                if len(self.planned) < 2:
+                    self.plan()
+            if self.planned:
+                self.commit(again=False)
 
     @rule(ahead=st.integers(1, 3))
     def an_engine_ahead_of_the_learner_is_refused(self, ahead: int) -> None:
@@ -331,14 +335,6 @@ class LedgerMachine(RuleBasedStateMachine):
             ),
         )
 
-    @rule(by=st.integers(1, 3))
-    def a_plan_out_of_order_is_refused(self, by: int) -> None:
-        last = self.version + len(self.planned)
-        too_far = last if len(self.planned) == 2 else last + by
-        for version in (too_far, self.version - by):
-            with pytest.raises(ReplayBufferError):
-                self.ledger.plan(version)
-
     @precondition(lambda self: self.planned)
     @rule(again=st.booleans())
     def commit(self, again: bool) -> None:
@@ -368,6 +364,13 @@ class LedgerMachine(RuleBasedStateMachine):
         assert all(deadline >= next_plan for deadline in deadlines)
         for k in range(self.max_lag + 1):
             assert sum(deadline <= next_plan + k for deadline in deadlines) <= (k + 1) * self.size
+
+    @invariant()
+    def only_the_next_batch_may_be_planned_and_at_most_two_ahead(self) -> None:
+        next_plan = self.version + len(self.planned)
+        for version in (self.version - 1, next_plan + (len(self.planned) < 2), next_plan + 1):
+            with pytest.raises(ReplayBufferError):
+                self.ledger.check_plan(version)
 
     @invariant()
     def every_group_is_somewhere(self) -> None:
