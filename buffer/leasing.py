@@ -223,7 +223,8 @@ class Leasing:
             self._withdraw(client)
             for lease in leases:
                 self._ledger.take_back(lease)
-            logger.warning("producer %s is silent; %d leases were taken back", client.hex()[:8], len(leases))
+            if leases:
+                logger.warning("producer %s is silent; %d leases were taken back", client.hex()[:8], len(leases))
 
 
 def _groups_and_attempts(request: Message) -> tuple[list[int], list[int]]:

@@ -189,6 +189,9 @@ class LedgerMachine(RuleBasedStateMachine):
         lease, _ = self.running.pop(data.draw(st.sampled_from(ids)))
         num_tokens += self._least_tokens(lease)
         summary = summary_of(lease, oldest=lease.engine_version - 1, num_tokens=num_tokens)
+        too_old = Progress(num_tokens=num_tokens, oldest_version=lease.engine_version - 1)
+        with pytest.raises(VersionTooOld):
+            self.ledger.save_progress(lease.group_id, lease.attempt, too_old)
         for _ in range(2):
             try:
                 self.ledger.put(summary, continued=self._continued(lease))
