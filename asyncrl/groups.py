@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,7 +17,7 @@ from asyncrl.protocol.errors import DeadlineError
 from asyncrl.protocol.types import Plan, Prompt, WeightSnapshot
 from asyncrl.role_groups import WORKER_ENV, RoleGroups
 from asyncrl.single_controller import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
-from buffer import BufferClient
+from buffer import BufferConnection
 from learner.chain import Scores
 from learner.planning import rank_batches
 from learner.types import RankBatch
@@ -53,7 +52,7 @@ class Learner:
     step. What a role scored reaches the others from worker to worker, or stays in the process that they share.
     """
 
-    def __init__(self, config: RunConfig, *, buffer_address: str, paths: RunPaths) -> None:
+    def __init__(self, config: RunConfig, *, buffer: BufferConnection, paths: RunPaths) -> None:
         """Start the ranks; `init` builds their models."""
         self._config = config
         self._checkpoints = paths.checkpoints
@@ -61,7 +60,7 @@ class Learner:
         self._references: Scores | None = None
         self._roles = RoleGroups(
             config,
-            buffer_address=buffer_address,
+            buffer=buffer,
             log_dir=paths.logs,
             snapshots=paths.snapshots,
             trajectories=paths.trajectories,
@@ -217,7 +216,7 @@ class Fleet:
     """The rollout fleet."""
 
     def __init__(
-        self, config: RunConfig, *, buffer_address: str, paths: RunPaths, pool: RayResourcePool | None = None
+        self, config: RunConfig, *, buffer: BufferConnection, paths: RunPaths, pool: RayResourcePool | None = None
     ) -> None:
         """Start the workers, in their own pool unless one is given; `start` brings up their engines."""
         self._config = config
@@ -226,7 +225,7 @@ class Fleet:
             _fleet_options(config),
             model_path=config.model.path,
             samples_per_prompt=config.algorithm.samples_per_prompt,
-            connect_buffer=partial(BufferClient, buffer_address, request_timeout_s=config.buffer.request_timeout_s),
+            connect_buffer=buffer.client,
             log_dir=str(paths.logs),
             seed=config.seed,
             greedy_baseline=config.algorithm.greedy_baseline,

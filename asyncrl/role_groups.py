@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from asyncrl.single_controller import (
     Role,
     create_colocated_worker_cls_fused,
 )
-from buffer import SyncBufferClient
+from buffer import BufferConnection
 from learner.actor_worker import ActorWorker
 from learner.config import LearnerConfig
 from learner.critic_worker import CriticWorker
@@ -34,20 +33,19 @@ class RoleGroups:
 
     Args:
         config: The run.
-        buffer_address: Where the ranks fetch what they work on.
+        buffer: Where the ranks fetch what they work on.
         log_dir: One log a process, ``<pool>-<rank>.log``.
         snapshots: Where the actor publishes weights.
         trajectories: Where the actor records what it consumed; None records nothing.
     """
 
     def __init__(
-        self, config: RunConfig, *, buffer_address: str, log_dir: Path, snapshots: Path, trajectories: Path | None
+        self, config: RunConfig, *, buffer: BufferConnection, log_dir: Path, snapshots: Path, trajectories: Path | None
     ) -> None:
         self.pools = learner_roles(config)
         self.pool_sizes = learner_pools(config)
         self._groups: dict[str, Any] = {}
         self._hosts: list[RayWorkerGroup] = []
-        connect = partial(SyncBufferClient, buffer_address, request_timeout_s=config.buffer.request_timeout_s)
         layout = ResourcePoolManager(
             resource_pool_spec={pool: [size] for pool, size in self.pool_sizes.items()},
             mapping={Role.from_string(role): pool for role, pool in self.pools.items()},
@@ -62,7 +60,9 @@ class RoleGroups:
             roles = [role for role, its_pool in self.pools.items() if its_pool == pool]
             options = pool_config(config, pool)
             classes = {
-                role: _worker_class(role, config, options, connect, snapshots=snapshots, trajectories=trajectories)
+                role: _worker_class(
+                    role, config, options, buffer.sync_client, snapshots=snapshots, trajectories=trajectories
+                )
                 for role in roles
             }
             host = RayWorkerGroup(

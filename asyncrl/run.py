@@ -44,8 +44,7 @@ from asyncrl.resume import (
 )
 from asyncrl.run_folders import shared_folder, snapshot_folder
 from asyncrl.turns import TurnTaking
-from buffer import BufferClient
-from buffer.process import BufferProcess
+from buffer import BufferClient, BufferConnection, BufferProcess
 from learner.config import AlgorithmConfig
 from learner.registry import ADVANTAGES, LOSSES
 
@@ -134,7 +133,7 @@ class Run:
             options = begin_buffer_at(options, self._resumed.state.version)
         # Started from this thread, which outlives it: the server dies with the thread that started it.
         with self._view.waiting_for("buffer"):
-            return stack.enter_context(
+            server = stack.enter_context(
                 BufferProcess(
                     options,
                     groups_per_step=self._config.algorithm.groups_per_step,
@@ -142,25 +141,28 @@ class Run:
                     start_timeout_s=self._config.buffer.request_timeout_s,
                 )
             )
+        keys = f" --keys {server.connection.keys}" if server.connection.keys else ""
+        self._view.say(f"to look into the buffer: python -m buffer.inspect {server.address}{keys}")
+        return server
 
     async def _run_parts(
         self, stack: AsyncExitStack, server: BufferProcess, prompts: PromptSource
     ) -> tuple[TrainingResult, Evaluation | None, Evaluation | None]:
-        buffer = BufferClient(server.address, request_timeout_s=self._config.buffer.request_timeout_s)
+        buffer = server.connection.client()
         stack.push_async_callback(buffer.close)
         if self._config.placement.colocated:
-            learner, fleet = await self._start_in_turn(stack, server.address)
+            learner, fleet = await self._start_in_turn(stack, server.connection)
         else:
-            learner, fleet = await self._start_groups(stack, server.address)
+            learner, fleet = await self._start_groups(stack, server.connection)
         return await self._train(_Parts(buffer=buffer, learner=learner, fleet=fleet), prompts)
 
-    async def _start_groups(self, stack: AsyncExitStack, buffer_address: str) -> tuple[Learner, Fleet]:
+    async def _start_groups(self, stack: AsyncExitStack, buffer: BufferConnection) -> tuple[Learner, Fleet]:
         """Start the fleet while the policy is warm-started, then the learner; the stack stops them.
 
         Engines take longest to come up: they start on ``model.path``, which has the policy's shape, and load the
         warm-started weights as version 0 by the same transaction as every later version.
         """
-        make = partial(_made, buffer_address=buffer_address, paths=self._paths())
+        make = partial(_made, buffer=buffer, paths=self._paths())
 
         async def start_fleet() -> Fleet:
             fleet = await self._start_fleet(stack, make)
@@ -174,9 +176,9 @@ class Run:
             await fleet.load(await learner.publish(self._resumed.state.version))
         return learner, fleet
 
-    async def _start_in_turn(self, stack: AsyncExitStack, buffer_address: str) -> tuple[Learner, Fleet]:
+    async def _start_in_turn(self, stack: AsyncExitStack, buffer: BufferConnection) -> tuple[Learner, Fleet]:
         """Start both groups in the same places: the learner first, which leaves the devices to the engines."""
-        make = partial(_made, buffer_address=buffer_address, paths=self._paths())
+        make = partial(_made, buffer=buffer, paths=self._paths())
         learner = await self._start_learner(stack, make)
         snapshot = await learner.rollout_mode(self._state.version)
         fleet = await self._start_fleet(stack, partial(make, pool=learner.pool))

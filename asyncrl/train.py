@@ -116,8 +116,13 @@ def _last_words(error: BaseException, run_dir: Path) -> str:
     """The whole message of the cause, and its first line again at the very end."""
     cause = root_cause(error)
     kind = "" if isinstance(cause, AsyncRLError | ValueError) else f"{type(cause).__name__}: "
-    headline = str(cause).partition("\n")[0]
-    return f"{kind}{cause}\n\nlogs: {run_dir / 'logs'}\nerror: {kind}{headline}"
+    return f"{kind}{cause}\n\nlogs: {run_dir / 'logs'}\nerror: {kind}{_headline(str(cause).strip())}"
+
+
+def _headline(message: str) -> str:
+    """Its first line; where that introduces a log, with the log's last line, which says most."""
+    first, _, rest = message.partition("\n")
+    return f"{first} … {rest.splitlines()[-1]}" if first.endswith(":") and rest else first
 
 
 def _give_up(error: BaseException, run_dir: Path) -> None:

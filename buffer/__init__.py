@@ -2,6 +2,7 @@
 
 from .client import BufferClient
 from .config import BufferConfig, Durability, OnStale
+from .connection import BufferConnection
 from .keys import ClientKeys, client_keys, make_keys
 from .ledger import Ledger
 from .process import BufferProcess
@@ -11,6 +12,7 @@ from .staleness import StalenessRule
 __all__ = [
     "BufferClient",
     "BufferConfig",
+    "BufferConnection",
     "BufferProcess",
     "ClientKeys",
     "Durability",

@@ -50,7 +50,8 @@ class BufferConfig:
         max_message_bytes: Largest frame a client may send; longer ones close its connection.
         max_requests_per_s: Requests of one client that are answered in a second; more are refused.
         num_store_servers: Further processes that hold the payloads, by group id; 0 keeps them beside the ledger.
-        keys: Directory of the run's CURVE keys; needed to bind anything but loopback. See `buffer.keys`.
+        keys: Directory of the run's CURVE keys, made there at the start where there are none; without them nothing but
+            loopback is bound. Example: ``outputs/keys``. See `buffer.keys`.
         first_version: Learner version that the ledger begins at; the run sets it where it resumes a checkpoint.
         host: Interface the server binds.
         port: 0 takes a free port.

@@ -6,18 +6,16 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from asyncrl.protocol.errors import AsyncRLError
 
-from .client import BufferClient
-from .keys import client_keys
+from .connection import BufferConnection
 
 
-async def read(address: str, *, keys: str, timeout_s: float) -> dict[str, Any]:
+async def read(connection: BufferConnection) -> dict[str, Any]:
     """Ask a server for everything it shows."""
-    client = BufferClient(address, request_timeout_s=timeout_s, keys=client_keys(Path(keys)) if keys else None)
+    client = connection.client()
     try:
         return await client.inspect()
     finally:
@@ -73,13 +71,14 @@ def _spread(groups: list[dict[str, Any]], field: str) -> str:
 def main() -> None:
     """Entry point."""
     parser = argparse.ArgumentParser(prog="python -m buffer.inspect", description="Show what a buffer server holds.")
-    parser.add_argument("address", help="where it listens, e.g. tcp://127.0.0.1:5555; its log names it")
+    parser.add_argument("address", help="where it listens, e.g. tcp://127.0.0.1:5555; the run says it when it starts")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.add_argument("--keys", default="", help="directory of the run's CURVE keys")
     parser.add_argument("--timeout-s", type=float, default=5.0, help="how long to wait for the server")
     args = parser.parse_args()
+    connection = BufferConnection(address=args.address, request_timeout_s=args.timeout_s, keys=args.keys)
     try:
-        report = asyncio.run(read(args.address, keys=args.keys, timeout_s=args.timeout_s))
+        report = asyncio.run(read(connection))
     except (AsyncRLError, ValueError) as error:
         sys.exit(str(error))
     sys.stdout.write((json.dumps(report) if args.json else render(report)) + "\n")

@@ -1,4 +1,4 @@
-"""CURVE keys of a run: made once, readable by their owner only, checked whenever a client connects.
+"""CURVE keys of a run: made once, when it starts, readable by their owner only, checked whenever a client connects.
 
 A directory holds ``server.json`` and ``client.json``. Copy ``client.json`` to the hosts whose workers and learner ranks
 are to reach the buffer; whoever holds another key is refused.
@@ -58,6 +58,12 @@ def make_keys(directory: Path) -> None:
             raise ValueError(f"{path} exists; keys are made once for each run, name a new directory")
         path.touch(mode=0o600)
         path.write_text(json.dumps(asdict(keys)))
+
+
+def ensure_keys(directory: Path) -> None:
+    """Make the key pairs of a run unless the directory holds them already, for a server that is started again."""
+    if not any((directory / name).exists() for name in ("server.json", "client.json")):
+        make_keys(directory)
 
 
 def server_keys(directory: Path) -> ServerKeys:

@@ -7,15 +7,16 @@ import subprocess
 import sys
 import time
 from contextlib import nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import IO, Self
 
 from asyncrl.protocol.errors import DeadlineError, WorkerDiedError
+from asyncrl.protocol.log_tail import last_lines
 
 from .config import BufferConfig
-
-_LOG_TAIL_BYTES = 2000
+from .connection import BufferConnection
+from .keys import ensure_keys
 
 
 class BufferProcess:
@@ -43,6 +44,10 @@ class BufferProcess:
         store: int | None = None,
     ) -> None:
         self._log_path = log_path
+        if config.keys:
+            config = replace(config, keys=str(Path(config.keys).resolve()))
+            ensure_keys(Path(config.keys))
+        self._config = config
         command = [sys.executable, "-m", "buffer.server", "--groups-per-step", str(groups_per_step)]
         command += ["--config", json.dumps(asdict(config))]
         if store is not None:
@@ -69,11 +74,18 @@ class BufferProcess:
             line += chunk
         return line.decode().strip()
 
+    @property
+    def connection(self) -> BufferConnection:
+        """How to reach it."""
+        return BufferConnection(
+            address=self.address, request_timeout_s=self._config.request_timeout_s, keys=self._config.keys
+        )
+
     def log_tail(self) -> str:
         """The last lines of its log."""
         if self._log_path is None:
             return "(on stderr)"
-        return self._log_path.read_bytes()[-_LOG_TAIL_BYTES:].decode(errors="replace")
+        return last_lines(str(self._log_path))
 
     def stop(self, timeout_s: float = 2.0) -> None:
         """End the server: SIGTERM, then SIGKILL after ``timeout_s``."""

@@ -83,8 +83,10 @@ class ScriptedLearner:
     async def scored(self, plan):
         return plan
 
-    async def update_critic(self, plan):
-        return {"critic.value_loss": 0.5}
+    def update_critic(self, plan):
+        values = asyncio.get_running_loop().create_future()
+        values.set_result({"critic.value_loss": 0.5})
+        return values
 
     def update(self, plan):
         self.events.append(("update queued", plan.version))

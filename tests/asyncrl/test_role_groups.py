@@ -14,7 +14,6 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
 
-from asyncrl import role_groups
 from asyncrl.compose import compose_run
 from asyncrl.config import RunConfig, check_options, learner_pools, learner_roles, requested_cpus
 from asyncrl.groups import Learner, RunPaths
@@ -22,6 +21,8 @@ from asyncrl.protocol.types import FinishReason, Plan, TrajectoryGroup
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "learner"))
 from tiny_models import VOCABULARY, save_tiny_model
+
+from buffer import BufferConnection
 
 PPO = [
     "experiment=custom",
@@ -62,14 +63,16 @@ def group(group_id: int, version: int = 0) -> TrajectoryGroup:
 
 
 class ScriptedSource:
-    def __init__(self, address: str, request_timeout_s: float) -> None:
-        pass
-
     def fetch(self, group_ids: Sequence[int]) -> list[TrajectoryGroup]:
         return [group(group_id, version=group_id // 100) for group_id in group_ids]
 
     def close(self) -> None:
         pass
+
+
+class ScriptedConnection(BufferConnection):
+    def sync_client(self) -> ScriptedSource:
+        return ScriptedSource()
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -79,9 +82,8 @@ def by_value():
 
 
 @pytest.fixture
-def start(cluster, tmp_path, monkeypatch):
+def start(cluster, tmp_path):
     """Starts a learner; at the end of the test it is stopped."""
-    monkeypatch.setattr(role_groups, "SyncBufferClient", ScriptedSource)
     save_tiny_model(tmp_path / "model")
     started = []
 
@@ -93,7 +95,7 @@ def start(cluster, tmp_path, monkeypatch):
             logs=folder / "logs", snapshots=folder / "s", trajectories=None, checkpoints=folder / "checkpoints"
         )
         paths.logs.mkdir(parents=True)
-        started.append(Learner(config, buffer_address="", paths=paths))
+        started.append(Learner(config, buffer=ScriptedConnection(address=""), paths=paths))
         return started[-1]
 
     yield start

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from asyncrl.protocol.errors import DeadlineError, RateExceeded, ReplayBufferError, WireError
 from asyncrl.protocol.types import BufferStats
-from buffer import BufferClient, BufferConfig, SyncBufferClient, client_keys, make_keys, messages
+from buffer import BufferClient, BufferConfig, BufferProcess, SyncBufferClient, client_keys, make_keys, messages
 from buffer.messages import PROTOCOL_VERSION, Message
 from buffer.server import BufferServer
 from buffer.service import BufferService
@@ -32,6 +32,23 @@ async def test_with_keys_the_run_goes_on_as_without(tmp_path: Path):
         [group] = await asyncio.to_thread(rank.fetch, [0])
         rank.close()
         assert group.summary == rollout(lease).summary
+
+
+async def test_a_server_makes_the_keys_where_there_are_none_and_says_how_to_reach_it(
+    tmp_path: Path,
+):
+    config = BufferConfig(keys=str(tmp_path / "keys"), request_timeout_s=5.0)
+    for _ in range(2):  # started again it keeps them
+        with BufferProcess(config, groups_per_step=1, log_path=tmp_path / "log") as process:
+            assert process.connection.keys == str(tmp_path / "keys")
+            client = process.connection.client()
+            assert (await client.stats()).learner_version == 0
+            await client.close()
+            stranger = BufferClient(process.address, request_timeout_s=0.5)
+            with pytest.raises(DeadlineError, match="refuses this client's key"):
+                await stranger.stats()
+            await stranger.close()
+    assert (tmp_path / "keys" / "client.json").stat().st_mode & 0o777 == 0o600
 
 
 async def test_an_unknown_key_and_no_key_are_refused_and_the_unknown_key_is_counted(tmp_path: Path):
