@@ -25,6 +25,7 @@ class Account:
         self.lags: Counter[int] = Counter()
         self.groups_consumed = 0
         self.groups_dropped: Counter[str] = Counter()
+        self.filtered_in_a_row = 0
         self._kept_lengths = self._kept_samples = 0
         self._dropped_lengths: Counter[str] = Counter()
         self._dropped_samples: Counter[str] = Counter()
@@ -33,6 +34,7 @@ class Account:
     def store(self, summary: GroupSummary, *, num_inherited: int) -> None:
         """A put was accepted; the prefix it continued is part of it."""
         self.tokens_buffered += summary.num_tokens - num_inherited
+        self.filtered_in_a_row = 0
         self._samples_per_group = max(1, len(summary.response_lengths))
 
     def consume(self, summary: GroupSummary, version: int) -> None:
@@ -48,6 +50,7 @@ class Account:
         """A finished group was dropped on arrival, with the prefix it continued."""
         self.tokens_buffered -= num_inherited
         self.groups_dropped[reason] += 1
+        self.filtered_in_a_row += 1
         self._drop_tokens(summary.num_tokens, reason)
         self._drop_lengths(summary, reason)
 
@@ -124,5 +127,6 @@ class Account:
             mean_length_dropped=lengths.total() / max(1, samples.total()),
             mean_length_dropped_by_reason={reason: lengths[reason] / samples[reason] for reason in lengths},
             groups_dropped=dict(self.groups_dropped),
+            filtered_in_a_row=self.filtered_in_a_row,
             held_bytes=held_bytes,
         )

@@ -5,6 +5,7 @@ client that leases beats: the server hears of it every ``buffer.heartbeat_s``; w
 """
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
@@ -27,6 +28,8 @@ from .messages import REVOKED, SPACE, Message, integer, integers
 from .payloads import group_frames, group_of, prompt_frames, prompt_of
 from .store import size_frame
 from .summaries import stats_of, summary_fields, summary_of
+
+logger = logging.getLogger(__name__)
 
 _PROMPTS_AT_ONCE = 128
 _GOODBYE_S = 1.0
@@ -96,25 +99,11 @@ class BufferClient:
         await self._connect().request("advance", {"engine_version": engine_version})
 
     def take_progress(self, lease: Lease) -> TrajectoryGroup | None:
-        """What an earlier attempt of this lease's group had saved: its samples so far, to be continued.
-
-        Who takes it reports all tokens, those of the prefix among them, in its put or release. Who does not begins
-        afresh, and the prefix counts as dropped (``discarded_prefix``) when it puts.
-        """
+        """See `RolloutBuffer.take_progress`."""
         return self._prefixes.pop((lease.prompt.group_id, lease.attempt), None)
 
     async def save_progress(self, lease: Lease, group: TrajectoryGroup) -> None:
-        """Save a running group with its lease, so that another worker can continue it if this one dies.
-
-        Args:
-            lease: The lease that it runs under.
-            group: Its samples so far; finish reasons are of no meaning yet.
-
-        Raises:
-            LeaseExpired: the lease is no longer held.
-            VersionTooOld: the group holds a token older than its lease.
-            StoreFull: there is no room for it now.
-        """
+        """See `RolloutBuffer.save_progress`."""
         key, summary = (lease.prompt.group_id, lease.attempt), group.summary
         fields = {"group_id": key[0], "attempt": key[1], "continued": key not in self._prefixes}
         fields |= {"num_tokens": summary.num_tokens, "oldest_version": summary.oldest_version}
@@ -190,6 +179,8 @@ class BufferClient:
             reply = await self._connect().request("plan", {"version": version})
             if "groups" in reply.fields:
                 return Plan(version=version, groups=tuple(map(summary_of, reply.fields["groups"])))
+            if "warning" in reply.fields:
+                logger.warning("the next batch is waited for: %s", reply.fields["warning"])
 
     async def commit(self, version: int) -> BufferStats:
         """See `ControlBuffer.commit`."""

@@ -44,6 +44,8 @@ class BufferConfig:
         filters: Dynamic-sampling filters: ``equal_rewards``, ``no_tokens``, or ``module:function`` of your own, which
             says of a `GroupSummary` whether to keep it. A group that one drops is counted under the filter's name and
             replaced by the next prompt. Example: ``["equal_rewards"]``.
+        max_filtered_steps: Plans fail when filters have dropped this many steps' worth of groups one after another and
+            kept none; a warning comes long before. 0 goes on for ever.
         durability: ``memory`` ends with the server; ``disk`` keeps every acknowledged put, lease and prompt in
             ``directory``, and a server started there again goes on from it.
         directory: Where ``disk`` keeps its file. Example: ``outputs/quickstart/buffer``.
@@ -67,6 +69,7 @@ class BufferConfig:
     max_prompt_bytes: int = 256 * 1024**2
     request_timeout_s: float = 30.0
     filters: list[str] = field(default_factory=list)
+    max_filtered_steps: int = 100
     durability: Durability = Durability.memory
     directory: str = ""
     max_message_bytes: int = 256 * 1024**2
@@ -87,6 +90,10 @@ class BufferConfig:
                 raise ValueError(f"buffer.{name} must be > 0, got {getattr(self, name)}; see buffer/config.py")
         if self.durability == Durability.disk and not self.directory:
             raise ValueError("buffer.durability=disk needs buffer.directory, got ''; name a directory on a local disk")
+        if self.max_filtered_steps < 0:
+            raise ValueError(
+                f"buffer.max_filtered_steps must be >= 0, got {self.max_filtered_steps}; 0 goes on for ever"
+            )
         if self.first_version < 0:
             raise ValueError(f"buffer.first_version must be >= 0, got {self.first_version}; a new run begins at 0")
         if self.num_store_servers < 0:

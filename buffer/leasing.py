@@ -17,6 +17,7 @@ from asyncrl.protocol.errors import WireError
 from .leases import RunningLease
 from .mailbox import Mailbox
 from .messages import REVOKED, Message, integer, integers
+from .patience import Patience
 from .presence import Presence
 from .recorded import RecordedLedger
 from .shelves import Shelves
@@ -26,9 +27,6 @@ from .waiting import Held, WaitingRoom
 logger = logging.getLogger(__name__)
 
 _MAX_REMEMBERED = 4096
-_OUTDATED_HOLD_S = 0.2
-"""How long a request is held whose engine is so far behind that nothing which happens here can ever grant it. Only its
-worker can change that, by `advance` or by asking again; one that does neither is answered, so that it asks again."""
 
 
 class Leasing:
@@ -53,6 +51,7 @@ class Leasing:
         self._waits = WaitingRoom()
         self._granted: OrderedDict[tuple[bytes, int], list[RunningLease]] = OrderedDict()
         self._turns = Turns()
+        self._patience = Patience(hold_s)
         self.presence = Presence(silent_s)
         self.operations = {
             "lease": self._lease,
@@ -93,7 +92,7 @@ class Leasing:
         self._ledger.check_engine_version(version)
         fields = {"version": version, "wanted": num_wanted, "granted": []}
         held = Held(client=client, request_id=request.request_id, fields=fields)
-        hold_s = min(_OUTDATED_HOLD_S, self._hold_s) if self._is_outdated(held) else self._hold_s
+        hold_s = self._patience.hold_s(client, version) if self._is_outdated(held) else self._hold_s
         self._waits.hold(held, hold_s, self._answer_nothing)
 
     def _answer_nothing(self, held: Held) -> None:
@@ -224,7 +223,8 @@ class Leasing:
             self._withdraw(client)
             for lease in leases:
                 self._ledger.take_back(lease)
-            logger.warning("producer %s is silent; %d leases were taken back", client.hex()[:8], len(leases))
+            if leases:
+                logger.warning("producer %s is silent; %d leases were taken back", client.hex()[:8], len(leases))
 
 
 def _groups_and_attempts(request: Message) -> tuple[list[int], list[int]]:

@@ -13,7 +13,7 @@ from .orders import Preference
 from .queue import PromptQueue
 from .staleness import StalenessRule
 
-SNAPSHOT_FORMAT = 2
+SNAPSHOT_FORMAT = 3
 
 
 class LedgerState:

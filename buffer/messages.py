@@ -14,7 +14,7 @@ import msgpack
 from asyncrl.protocol import errors
 from asyncrl.protocol.errors import AsyncRLError, WireError
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 MAX_HEADER_BYTES = 1 << 20
 MAX_FRAMES = 4096
 MAX_REPLY_HEADER_BYTES = 1 << 28

@@ -1,9 +1,14 @@
-"""Batches between the ledger and the learner: plans that wait, fetches of what they name, commits."""
+"""Batches between the ledger and the learner: plans that wait, and fetches of what they name.
 
+A plan waits for puts, commits and ends of leases. It does not wait in silence for what will not come: whoever asked is
+warned when filters drop one group after another, and told by an error when nothing is left that could make a batch.
+"""
+
+import logging
 from collections.abc import Sequence
 from typing import Any
 
-from asyncrl.protocol.errors import ReplayBufferError, StoreFull, WireError
+from asyncrl.protocol.errors import AsyncRLError, ReplayBufferError, StoreFull, WireError
 
 from .mailbox import Mailbox
 from .messages import Message, integer, integers
@@ -12,6 +17,10 @@ from .shelves import Shelves, size_of
 from .summaries import summary_fields
 from .unread import Unread
 from .waiting import Held, WaitingRoom
+
+logger = logging.getLogger(__name__)
+
+_FIRST_WARNING_STEPS = 4
 
 
 class Planning:
@@ -23,6 +32,7 @@ class Planning:
         mailbox: Answers.
         hold_s: A plan that cannot be made is answered after this long.
         store_addresses: Where clients find the payloads, by group id modulo their number; empty if here.
+        max_filtered: Plans fail when filters have dropped this many groups in a row; 0 never.
     """
 
     def __init__(
@@ -33,12 +43,14 @@ class Planning:
         *,
         hold_s: float,
         store_addresses: Sequence[str],
+        max_filtered: int,
     ) -> None:
         self._ledger = ledger
         self._shelves = shelves
         self._mailbox = mailbox
         self._hold_s = hold_s
         self._store_addresses = list(store_addresses)
+        self._max_filtered = max_filtered
         self._waits = WaitingRoom()
         self._unread = Unread(shelves.max_bytes)
         self.operations = {"plan": self._plan, "fetch": self._fetch}
@@ -50,8 +62,10 @@ class Planning:
     def _plan(self, client: bytes, request: Message) -> None:
         version = integer(request.fields, "version")
         self._ledger.check_plan(version)
+        if self._is_filtered_away():
+            raise ReplayBufferError(self._filtered())
         held = Held(client=client, request_id=request.request_id, fields={"version": version})
-        self._waits.hold(held, self._hold_s, lambda held: self._mailbox.reply(held.client, held.request_id))
+        self._waits.hold(held, self._hold_s, self._answer_late)
 
     def make(self) -> None:
         """Make and send every batch that somebody waits for and that can be made."""
@@ -66,6 +80,49 @@ class Planning:
                 self._waits.leave(held.client, held.request_id)
                 groups = [summary_fields(summary) for summary in plan.groups]
                 self._mailbox.reply(held.client, held.request_id, {"groups": groups})
+
+    def _answer_late(self, held: Held) -> None:
+        """A plan has waited for as long as it may: ask again, unless nothing is left that could make it."""
+        state = self._ledger.state
+        is_idle = not (state.num_queued or state.num_leased or state.num_planned)
+        if is_idle and state.account.groups_dropped and state.num_stored < state.rule.groups_per_step:
+            text = f"{self._stored()}, no prompts are queued and nothing runs; {self._dropped()}. Enqueue more prompts"
+            self._mailbox.fail(held.client, held.request_id, ReplayBufferError(text))
+            return
+        is_starving = state.account.filtered_in_a_row >= state.rule.groups_per_step
+        self._mailbox.reply(held.client, held.request_id, {"warning": self._filtered()} if is_starving else {})
+
+    def note_filtered(self) -> None:
+        """A group was dropped by a filter: say so where none is kept for long, and give up where that has no end."""
+        if self._is_filtered_away():
+            self._fail_all(ReplayBufferError(self._filtered()))
+            return
+        num_steps, rest = divmod(self._ledger.state.account.filtered_in_a_row, self._ledger.rule.groups_per_step)
+        if rest == 0 and num_steps >= _FIRST_WARNING_STEPS and num_steps.bit_count() == 1:
+            logger.warning(self._filtered())
+            for held in self._waits.all():
+                self._waits.leave(held.client, held.request_id)
+                self._mailbox.reply(held.client, held.request_id, {"warning": self._filtered()})
+
+    def _is_filtered_away(self) -> bool:
+        state = self._ledger.state
+        is_short = state.num_stored < state.rule.groups_per_step
+        return is_short and 0 < self._max_filtered <= state.account.filtered_in_a_row
+
+    def _filtered(self) -> str:
+        number = self._ledger.state.account.filtered_in_a_row
+        return (
+            f"{self._stored()}, and buffer.filters dropped the last {number} that were finished; {self._dropped()}. "
+            "Look at the rewards, or take other prompts or filters"
+        )
+
+    def _stored(self) -> str:
+        state = self._ledger.state
+        return f"{state.num_stored} of the {state.rule.groups_per_step} groups of batch {state.next_plan} are stored"
+
+    def _dropped(self) -> str:
+        dropped = self._ledger.state.account.groups_dropped
+        return "dropped in all: " + ", ".join(f"{number} for {reason}" for reason, number in dropped.items())
 
     def fail_without_room(self) -> None:
         """Nothing runs, nothing is under way, no lease fits, and a batch is not complete: nobody would ever wake it."""
@@ -87,6 +144,9 @@ class Planning:
             f"buffer.max_stored_bytes={self._shelves.max_bytes} cannot hold a batch: {state.num_stored} groups fill "
             f"it, {state.rule.groups_per_step} are needed, the next has {size} bytes; raise it"
         )
+        self._fail_all(error)
+
+    def _fail_all(self, error: AsyncRLError) -> None:
         for held in self._waits.all():
             self._waits.leave(held.client, held.request_id)
             self._mailbox.fail(held.client, held.request_id, error)

@@ -28,10 +28,14 @@ class BufferProcess:
         log_path: Takes the server's log; None leaves it on this process's stderr.
         store: Start a store server of this number instead.
         start_timeout_s: Deadline for the address.
+        waits: Wait for the address; False returns at once, and leaves that to a call of `read_address`.
 
     Raises:
         DeadlineError: the server did not announce itself in time.
         WorkerDiedError: it ended instead; the message ends with its log.
+
+    Attributes:
+        address: Where it listens; empty until it was read.
     """
 
     def __init__(
@@ -42,8 +46,11 @@ class BufferProcess:
         log_path: Path | None,
         start_timeout_s: float = 30.0,
         store: int | None = None,
+        waits: bool = True,
     ) -> None:
+        self.address = ""
         self._log_path = log_path
+        self._start_timeout_s = start_timeout_s
         if config.keys:
             config = replace(config, keys=str(Path(config.keys).resolve()))
             ensure_keys(Path(config.keys))
@@ -54,13 +61,23 @@ class BufferProcess:
             command += ["--store", str(store)]
         with log_path.open("ab") if log_path is not None else nullcontext() as log:
             self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log)
+        if waits:
+            self.read_address()
+
+    def read_address(self) -> None:
+        """Wait until the server announces itself; one that does not is ended.
+
+        Raises:
+            DeadlineError: it did not in time.
+            WorkerDiedError: it ended instead.
+        """
         try:
-            self.address = self._read_address(start_timeout_s)
+            self.address = self._read_line(self._start_timeout_s)
         except BaseException:
             self.stop()
             raise
 
-    def _read_address(self, timeout_s: float) -> str:
+    def _read_line(self, timeout_s: float) -> str:
         stdout: IO[bytes] | None = self.process.stdout
         assert stdout is not None
         deadline = time.monotonic() + timeout_s

@@ -76,7 +76,8 @@ class BufferService:
         silent_s = _BEATS_TO_SILENCE * config.heartbeat_s
         self._intake = Intake(*parts, queue_size=config.queue_size, hold_s=hold_s)
         self._leasing = Leasing(*parts, hold_s=hold_s, silent_s=silent_s)
-        self._planning = Planning(*parts, hold_s=hold_s, store_addresses=store_addresses)
+        max_filtered = config.max_filtered_steps * groups_per_step
+        self._planning = Planning(*parts, hold_s=hold_s, store_addresses=store_addresses, max_filtered=max_filtered)
         self._refused_for_space: set[bytes] = set()
         self._expiry = Deadline(self._expire)
         self._silence = Deadline(self._take_from_silent)
@@ -175,7 +176,10 @@ class BufferService:
         if self.ledger.holds(summary.group_id, summary.attempt):
             self._check_space(size, size_of(self._shelves.prefixes.get(summary.group_id)))
         continued = flag(request.fields, "continued", default=True)
-        if self.ledger.put(summary, request.payload, continued=continued) is PutResult.stored:
+        result = self.ledger.put(summary, request.payload, continued=continued)
+        if result is PutResult.filtered:
+            self._planning.note_filtered()
+        elif result is PutResult.stored:
             self._shelves.keep_payload(summary.group_id, request.payload, size)
             self._leasing.presence.count_put(client, summary.num_tokens)
         self._mailbox.reply(client, request.request_id)

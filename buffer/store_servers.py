@@ -29,6 +29,9 @@ class StoreServers:
         groups_per_step: B.
         on_lost: Called when one is dead for good, with its payloads.
 
+    Attributes:
+        addresses: Where they listen; the one of a group is at its id modulo their number.
+
     Raises:
         AsyncRLError: one did not come up.
     """
@@ -42,22 +45,21 @@ class StoreServers:
         self._loop = asyncio.get_running_loop()
         self._processes: list[BufferProcess] = []
         self._descriptors: dict[int, int] = {}
+        self._restarts: set[asyncio.Task[None]] = set()
         self._links: list[Link] = []
         try:
-            for number in range(config.num_store_servers):
-                self._processes.append(self._start(number))
+            self._processes += [self._launch(number) for number in range(config.num_store_servers)]
+            for number, process in enumerate(self._processes):
+                process.read_address()
+                self._watch(number)
         except BaseException:
             self.close()
             raise
+        self.addresses = [process.address for process in self._processes]
         keys = client_keys(Path(config.keys)) if config.keys else None
         for address in self.addresses:
             link = Link(address, timeout_s=config.request_timeout_s, keys=keys, on_push=lambda message: None)
             self._links.append(link)
-
-    @property
-    def addresses(self) -> list[str]:
-        """Where they listen; the one of a group is at its id modulo their number."""
-        return [process.address for process in self._processes]
 
     def remove(self, group_id: int) -> None:
         """Have the server of a group forget it."""
@@ -69,16 +71,21 @@ class StoreServers:
             self._loop.remove_reader(descriptor)
             os.close(descriptor)
         self._descriptors.clear()
+        for restart in self._restarts:
+            restart.cancel()
         for link in self._links:
             link.close()
         for process in self._processes:
             process.stop()
 
-    def _start(self, number: int) -> BufferProcess:
-        process = BufferProcess(self._config, groups_per_step=self._groups_per_step, log_path=None, store=number)
-        descriptor = self._descriptors[number] = os.pidfd_open(process.process.pid)
+    def _launch(self, number: int) -> BufferProcess:
+        return BufferProcess(
+            self._config, groups_per_step=self._groups_per_step, log_path=None, store=number, waits=False
+        )
+
+    def _watch(self, number: int) -> None:
+        descriptor = self._descriptors[number] = os.pidfd_open(self._processes[number].process.pid)
         self._loop.add_reader(descriptor, self._on_end, number)
-        return process
 
     def _on_end(self, number: int) -> None:
         descriptor = self._descriptors.pop(number)
@@ -91,7 +98,15 @@ class StoreServers:
             self._on_lost(WorkerDiedError(f"{what}; its payloads are lost, buffer.durability=disk would keep them"))
             return
         logger.error("%s; it is started again where it was", what)
+        restart = self._loop.create_task(self._restart(number, what))
+        self._restarts.add(restart)
+        restart.add_done_callback(self._restarts.discard)
+
+    async def _restart(self, number: int, what: str) -> None:
+        """Start a server in the place of one that died; the ledger's server goes on meanwhile."""
         try:
-            self._processes[number] = self._start(number)
+            self._processes[number] = self._launch(number)
+            await asyncio.to_thread(self._processes[number].read_address)
+            self._watch(number)
         except (AsyncRLError, OSError) as error:
             self._on_lost(WorkerDiedError(f"{what}, and did not come up again: {error}"))

@@ -20,6 +20,14 @@ class Device(StrEnum):
     cuda = "cuda"
 
 
+class SaveProgress(StrEnum):
+    """When a running group is saved with its lease, so that another worker can continue it."""
+
+    never = "never"
+    at_stop = "at_stop"
+    at_updates = "at_updates"
+
+
 @dataclass(frozen=True, kw_only=True)
 class SamplingConfig:
     """How training rollouts are sampled.
@@ -108,6 +116,9 @@ class RolloutFleetConfig:
             Reads all weights once: turn it off where that takes longer than you want to wait.
         stop_timeout_s: How long an engine may take to stop before it is killed.
         renew_every_s: How often running leases are renewed; a third of ``buffer.lease_s`` is usual.
+        save_progress: ``at_stop`` saves what runs when a worker stops, and another goes on from there. ``at_updates``
+            also cuts what runs off at each weight update, saves it and goes on, so that a sudden death loses no more
+            than was written since; worth it where a rollout outlasts many updates. ``never`` drops both.
         sampling: How training rollouts are sampled.
         sglang: How SGLang servers are launched.
         transformers: How the in-process engine generates.
@@ -128,6 +139,7 @@ class RolloutFleetConfig:
     stop_timeout_s: float = 2.0
     verify_weights: bool = True
     renew_every_s: float = 20.0
+    save_progress: SaveProgress = SaveProgress.at_stop
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     sglang: SGLangConfig = field(default_factory=SGLangConfig)
     transformers: TransformersConfig = field(default_factory=TransformersConfig)

@@ -6,6 +6,9 @@
 
 Beside it run: renewal (a timer), revocations (woken by the buffer), and the watch over the engine (woken by its
 death). The first of them to fail ends the loop with its error. Knows neither Ray nor sockets nor any engine.
+
+A group that is cut off, by a stop or by a weight update that is to save what runs, is saved with its lease as far as it
+is written; whoever leases it next, or this worker after the update, goes on from there.
 """
 
 from __future__ import annotations
@@ -14,31 +17,23 @@ import asyncio
 import logging
 import time
 from collections.abc import Collection, Coroutine, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
 from typing import Any
 
-from asyncrl.protocol.errors import AsyncRLError, DeadlineError, LeaseExpired, VersionTooOld
+from asyncrl.protocol.errors import AsyncRLError, DeadlineError, LeaseExpired, StoreFull, VersionTooOld
 from asyncrl.protocol.ports import RolloutBuffer
 from asyncrl.protocol.types import Lease, WeightSnapshot
 
-from .config import RolloutFleetConfig
+from .config import RolloutFleetConfig, SaveProgress
 from .decoding import Decode
 from .engines.base import Engine
+from .held import Held, request_id
 from .meter import FleetMeter
 from .rewards.scorer import RewardScorer
-from .trajectory import to_trajectory_group
+from .trajectory import to_prefixes, to_progress, to_trajectory_group
 from .types import FleetCounters, GenerationRequest, GroupOutput
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(eq=False, kw_only=True)
-class _Held:
-    """A lease this worker holds, and the tokens it has to account for."""
-
-    lease: Lease
-    num_tokens: int = 0
-    revoked: bool = False
 
 
 class RolloutLoop:
@@ -62,8 +57,10 @@ class RolloutLoop:
         self._decode = decode
         self._samples_per_prompt = samples_per_prompt
         self._meter = FleetMeter()
-        self._held: dict[str, _Held] = {}
+        self._held: dict[str, Held] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._parked: dict[str, Held] = {}
+        self._cut_off = asyncio.Event()
         self._place_free = asyncio.Event()
         self._changed = asyncio.Event()
         self._open = asyncio.Event()
@@ -103,9 +100,40 @@ class RolloutLoop:
 
     async def load_weights(self, snapshot: WeightSnapshot) -> None:
         """Load new weights into the engine; new leases are asked for at their version from then on."""
-        self._meter.loaded(await self._engine.load_weights(snapshot))
+        if self._config.save_progress is SaveProgress.at_updates:
+            await self._park_running()
+        try:
+            self._meter.loaded(await self._engine.load_weights(snapshot))
+        finally:
+            self._go_on()
         self._changed.set()
         self._open.set()
+
+    async def _park_running(self) -> None:
+        """Cut running groups off, and wait until the engine has answered with what is written of them."""
+        cut = {rid: held for rid, held in self._held.items() if held.running and not held.revoked}
+        for held in cut.values():
+            held.cut = True
+        try:
+            async with asyncio.timeout(self._config.load_timeout_s):
+                await asyncio.gather(*(self._engine.abort(rid) for rid in cut))
+                while any(held.cut for held in cut.values()):
+                    self._cut_off.clear()
+                    await self._cut_off.wait()
+        except TimeoutError:
+            num_left = sum(held.cut for held in cut.values())
+            logger.warning("%d prompt groups were not cut off within load_timeout_s, and are not saved", num_left)
+            for held in cut.values():
+                held.cut = False
+
+    def _go_on(self) -> None:
+        """Continue what was cut off."""
+        parked, self._parked = self._parked, {}
+        for held in parked.values():
+            if held.revoked:
+                self._spawn(self._release(held, reason="revoked"))
+        if going_on := {rid: held for rid, held in parked.items() if not held.revoked}:
+            self._spawn(self._generate(going_on))
 
     async def release_device(self) -> None:
         """Ask for no more work, let what runs end, and have the engine give up its device until `load_weights`.
@@ -194,13 +222,23 @@ class RolloutLoop:
         """Send newly leased groups to the engine."""
         if not leases:
             return
-        held = {_rid(lease): _Held(lease=lease) for lease in leases}
+        taken = [self._take_up(lease) for lease in leases]
+        held = {group.rid: group for group in taken}
         self._held.update(held)
         self._spawn(self._generate(held))
 
+    def _take_up(self, lease: Lease) -> Held:
+        """A new lease, with what an earlier attempt saved of its group."""
+        progress = self._buffer.take_progress(lease)
+        if progress is None:
+            return Held(lease=lease)
+        num_tokens = progress.summary.num_tokens
+        prefixes = to_prefixes(progress, num_samples=self._samples_per_prompt)
+        return Held(lease=lease, prefixes=prefixes, num_inherited=num_tokens, num_tokens=num_tokens)
+
     # One group's way
 
-    async def _generate(self, held: dict[str, _Held]) -> None:
+    async def _generate(self, held: dict[str, Held]) -> None:
         """Generate groups; each goes its own way as soon as it is answered."""
         requests = [
             GenerationRequest(
@@ -208,24 +246,50 @@ class RolloutLoop:
                 prompt_ids=group.lease.prompt.prompt_ids,
                 num_samples=self._samples_per_prompt,
                 sampling=self._config.sampling,
+                prefixes=group.prefixes,
             )
             for rid, group in held.items()
         ]
         num_unanswered = len(requests)
         self._meter.sent(num_unanswered)
+        for group in held.values():
+            group.running = True
         try:
             async for output in self._engine.generate(requests):
                 num_unanswered -= 1
                 self._meter.answered(1)
-                held[output.rid].num_tokens = output.num_tokens
-                self._meter.generated(output.num_tokens)
-                self._spawn(self._settle(held[output.rid], output))
+                self._take_answer(held[output.rid], output)
         finally:
             self._meter.answered(num_unanswered)
 
-    async def _settle(self, held: _Held, output: GroupOutput) -> None:
+    def _take_answer(self, held: Held, output: GroupOutput) -> None:
+        """Count what is new in an answer, and see to what becomes of the group."""
+        self._meter.generated(output.num_tokens - held.num_tokens)
+        held.num_tokens = output.num_tokens
+        held.running = False
+        if held.cut and output.aborted and not (held.revoked or self._stopped.done()):
+            held.prefixes = output.trained
+            self._parked[output.rid] = held
+            self._spawn(self._save(held, output))
+        else:
+            self._spawn(self._settle(held, output))
+        held.cut = False
+        self._cut_off.set()
+
+    async def _save(self, held: Held, output: GroupOutput) -> None:
+        """Save a group that was cut off, as far as it is written; without room for it, that much is not saved."""
+        if output.num_tokens == 0:
+            return
+        try:
+            await self._buffer.save_progress(held.lease, to_progress(held.lease, output))
+        except (LeaseExpired, StoreFull, VersionTooOld) as error:
+            logger.warning("prompt group %d was not saved: %s", held.lease.prompt.group_id, error)
+
+    async def _settle(self, held: Held, output: GroupOutput) -> None:
         """Score and store a finished group, or give an aborted one back."""
         if output.aborted or held.revoked:
+            if not held.revoked and self._config.save_progress is not SaveProgress.never:
+                await self._save(held, output)
             reason = "revoked" if held.revoked else "stopped" if self._stopped.done() else "aborted"
             await self._release(held, reason=reason)
             return
@@ -237,18 +301,18 @@ class RolloutLoop:
             await self._buffer.put(to_trajectory_group(held.lease, output, rewards))
         except (LeaseExpired, VersionTooOld) as error:
             logger.warning("prompt group %d was refused: %s", held.lease.prompt.group_id, error)
-            self._meter.refused(held.num_tokens)
+            self._meter.refused(held.num_own)
         else:
-            self._meter.stored(held.num_tokens)
+            self._meter.stored(held.num_own)
         self._let_go(held)
 
-    async def _release(self, held: _Held, *, reason: str) -> None:
+    async def _release(self, held: Held, *, reason: str) -> None:
         await self._buffer.release(held.lease, num_tokens=held.num_tokens, reason=reason)
-        self._meter.released(held.num_tokens)
+        self._meter.released(held.num_own)
         self._let_go(held)
 
-    def _let_go(self, held: _Held) -> None:
-        self._held.pop(_rid(held.lease), None)
+    def _let_go(self, held: Held) -> None:
+        self._held.pop(held.rid, None)
         self._place_free.set()
         if not self._held:
             self._drained.set()
@@ -264,7 +328,7 @@ class RolloutLoop:
     async def _obey_revocations(self) -> None:
         while True:
             group_id, attempt = await self._buffer.revocation()
-            rid = _request_id(group_id, attempt)
+            rid = request_id(group_id, attempt)
             if rid in self._held:
                 self._held[rid].revoked = True
                 await self._engine.abort(rid)
@@ -275,15 +339,24 @@ class RolloutLoop:
     # The end
 
     async def _abort_all(self) -> None:
-        """Cut running requests off, and wait for what they wrote so far, so that its tokens are accounted for."""
-        self._drained.clear()
-        if not self._held:
-            return
-        try:
-            async with asyncio.timeout(self._config.stop_timeout_s):
-                await asyncio.gather(*(self._engine.abort(rid) for rid in list(self._held)))
-                await self._drained.wait()
-        except TimeoutError:
+        """Cut running requests off, and wait for what they wrote so far, so that its tokens are accounted for.
+
+        An engine may hear of an abort before the request itself reaches it, and ignore it: after half of the time, what
+        has not ended is aborted once more.
+        """
+        parked, self._parked = self._parked, {}
+        for held in parked.values():
+            self._spawn(self._release(held, reason="stopped"))
+        for _ in range(2):
+            if not self._held:
+                return
+            self._drained.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._config.stop_timeout_s / 2):
+                    running = [rid for rid, held in self._held.items() if held.running]
+                    await asyncio.gather(*(self._engine.abort(rid) for rid in running))
+                    await self._drained.wait()
+        if self._held:
             logger.warning("%d prompt groups did not end within stop_timeout_s; giving them back", len(self._held))
 
     async def _release_all(self) -> None:
@@ -302,12 +375,3 @@ async def _cancel(tasks: Collection[asyncio.Task[Any]]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _request_id(group_id: int, attempt: int) -> str:
-    """Return an id of fixed width, since SGLang's scheduler matches ids by prefix."""
-    return f"{group_id:012d}-{attempt:03d}"
-
-
-def _rid(lease: Lease) -> str:
-    return _request_id(lease.prompt.group_id, lease.attempt)

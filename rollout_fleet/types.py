@@ -20,12 +20,14 @@ class GenerationRequest:
         prompt_ids: [P] int32 token ids.
         num_samples: G.
         sampling: How to sample; behaviour log-probs are taken under its temperature.
+        prefixes: What is written of each sample already; empty to begin all of them. See `ContinuingEngine`.
     """
 
     rid: str
     prompt_ids: np.ndarray
     num_samples: int
     sampling: SamplingConfig
+    prefixes: tuple[SampleOutput, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,9 +62,14 @@ class GroupOutput:
     num_baselines: int = 0
 
     @property
+    def trained(self) -> tuple[SampleOutput, ...]:
+        """All samples but the baselines."""
+        return self.samples[: len(self.samples) - self.num_baselines]
+
+    @property
     def num_tokens(self) -> int:
         """Tokens to be accounted for, over all samples but the baselines."""
-        return sum(len(sample.token_ids) for sample in self.samples[: len(self.samples) - self.num_baselines])
+        return sum(len(sample.token_ids) for sample in self.trained)
 
     @property
     def aborted(self) -> bool:

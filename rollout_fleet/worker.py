@@ -15,6 +15,7 @@ from asyncrl.single_controller import Dispatch, Worker, register
 
 from .config import RolloutFleetConfig, SamplingConfig
 from .decoding import load_decoder
+from .engines.continuing import ContinuingEngine
 from .engines.factory import make_engine
 from .engines.greedy_baseline import GreedyBaselineEngine
 from .evaluation import evaluate_prompts
@@ -76,9 +77,10 @@ class RolloutWorker(Worker):
         await self._engine.start()
         await self._scorer.start()
         self._buffer = self._connect_buffer()
+        engine = ContinuingEngine(self._engine)
         self._loop = RolloutLoop(
             self._config,
-            engine=GreedyBaselineEngine(self._engine) if self._greedy_baseline else self._engine,
+            engine=GreedyBaselineEngine(engine) if self._greedy_baseline else engine,
             buffer=self._buffer,
             scorer=self._scorer,
             decode=self._decode,

@@ -36,6 +36,28 @@ class RolloutBuffer(Protocol):
         """Give a lease back unfinished. Its ``num_tokens`` policy tokens count as dropped for ``reason``."""
         ...
 
+    def take_progress(self, lease: Lease) -> TrajectoryGroup | None:
+        """What an earlier attempt saved of this lease's group, to be continued; asked once, before it begins.
+
+        Who takes it reports all tokens, those of the prefix among them, in its put or release. Who does not begins
+        afresh, and the prefix counts as dropped when it puts.
+        """
+        ...
+
+    async def save_progress(self, lease: Lease, group: TrajectoryGroup) -> None:
+        """Save a running group with its lease, so that another worker can continue it.
+
+        Args:
+            lease: The lease that it runs under.
+            group: Its samples so far; those that did not end have the finish reason ``unfinished``. At least one token.
+
+        Raises:
+            LeaseExpired: the lease is no longer held.
+            VersionTooOld: the group holds a token older than its lease.
+            StoreFull: there is no room for it now.
+        """
+        ...
+
     async def revocation(self) -> tuple[int, int]:
         """Wait for the next (group_id, attempt) whose rollout is to be aborted."""
         ...

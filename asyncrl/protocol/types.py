@@ -16,10 +16,11 @@ import numpy as np
 
 
 class FinishReason(StrEnum):
-    """Why a sample ended."""
+    """Why a sample ended; ``unfinished`` only in saved progress, where it did not."""
 
     stop = "stop"
     length = "length"
+    unfinished = "unfinished"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -198,6 +199,7 @@ class BufferStats:
             ``mean_length_kept`` it is the length bias of dropping.
         mean_length_dropped_by_reason: The same for each reason of ``tokens_dropped`` that ended whole groups.
         groups_dropped: The dropped groups by reason: a filter's name, or ``stale``.
+        filtered_in_a_row: Finished groups that filters have dropped since the last one that was stored.
         held_bytes: Bytes held in all: payloads, saved prefixes, prompts, and what waits to be queued.
     """
 
@@ -214,4 +216,5 @@ class BufferStats:
     mean_length_dropped: float
     mean_length_dropped_by_reason: Mapping[str, float] = field(default_factory=dict)
     groups_dropped: Mapping[str, int] = field(default_factory=dict)
+    filtered_in_a_row: int = 0
     held_bytes: int = 0

@@ -80,11 +80,15 @@ class Engine(Protocol):
 
 
 def check_prompt(request: GenerationRequest, vocab_size: int) -> None:
-    """Refuse what would kill an engine.
+    """Refuse what would kill an engine, or what it would not do.
 
     Raises:
-        EngineError: the prompt is empty or holds a token id outside the vocabulary.
+        EngineError: the prompt is empty or holds a token id outside the vocabulary, or the request has prefixes.
     """
+    if request.prefixes:
+        raise EngineError(
+            f"request {request.rid} has prefixes, which only a ContinuingEngine around this one continues"
+        )
     if len(request.prompt_ids) == 0:
         raise EngineError(f"request {request.rid} has an empty prompt; a prompt needs at least one token")
     low, high = int(request.prompt_ids.min()), int(request.prompt_ids.max())

@@ -38,6 +38,7 @@ class GreedyBaselineEngine:
                 request,
                 rid=_greedy_rid(request.rid),
                 num_samples=1,
+                prefixes=(),
                 sampling=replace(request.sampling, temperature=0.0, top_p=1.0, top_k=-1),
             )
             for request in requests

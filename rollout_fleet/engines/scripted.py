@@ -77,6 +77,9 @@ class ScriptedEngine:
         """See `Engine.generate`."""
         if self.released:
             raise EngineError("requests came while the memory was released")
+        for request in requests:
+            if request.prefixes:
+                raise EngineError(f"request {request.rid} has prefixes, which no script continues")
         self.requests.extend(requests)
         tasks = [asyncio.create_task(self._answer(request)) for request in requests]
         try:

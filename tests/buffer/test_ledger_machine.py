@@ -16,7 +16,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from asyncrl.protocol.errors import LeaseExpired, ReplayBufferError, VersionTooOld
+from asyncrl.protocol.errors import LeaseExpired, ReplayBufferError, UnknownGroup, VersionTooOld
 from asyncrl.protocol.types import GroupSummary
 from buffer.config import OnStale
 from buffer.leases import Progress, PutResult, RunningLease
@@ -58,7 +58,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.now = 0.0
         self.version = 0
         self.num_enqueued = 0
-        self.num_filtered = 0
+        self.num_dropped = 0
         self.granted: list[RunningLease] = []
         self.running: dict[int, tuple[RunningLease, float]] = {}
         self.ended: list[RunningLease] = []
@@ -98,18 +98,29 @@ class LedgerMachine(RuleBasedStateMachine):
             self.granted.append(lease)
             self.continues[lease.group_id, lease.attempt] = continues
             self.running[lease.group_id] = (lease, self.now + LEASE_S)
+        assert len(granted) <= number
+        if len(granted) < number:
+            assert self._num_queued() == 0 or not self._admits(version, len(self.running) + len(self.stored))
 
-    @precondition(lambda self: not self.planned)
-    @rule(data=st.data(), behind=st.integers(0, 2), num_running=st.integers(0, 6), number=st.integers(1, 30))
-    def a_step_passes(self, data: st.DataObject, behind: int, num_running: int, number: int) -> None:
-        """Most of what is admitted finishes, a batch is trained: the way to states where deadlines press."""
-        self.enqueue(number=30, again=False)
-        self.lease(behind=behind, number=number, worker=0, continues=True)
-        if self.running:
-            self.put_all_but(data=data, num_running=num_running, num_tokens=1)
-        self.plan()
-        if self.planned:
-            self.commit(again=False)
+    def _num_queued(self) -> int:
+        ended = len(self.consumed) + self.num_dropped
+        return self.num_enqueued - len(self.running) - len(self.stored) - ended
+
+    @rule(data=st.data(), num_steps=st.integers(1, 5), stragglers=st.floats(0.0, 1.0))
+    def steps_pass(self, data: st.DataObject, num_steps: int, stragglers: float) -> None:
+        """Steps in which the oldest groups do not finish and newer ones overtake them: to where deadlines press."""
+        for _ in range(num_steps):
+            self.enqueue(number=30, again=False)
+            self.lease(behind=data.draw(st.integers(0, 2)), number=30, worker=0, continues=True)
+            last = sorted(self.running, key=lambda group_id: self.running[group_id][0].deadline)
+            for group_id in last[int(stragglers * self.max_lag * self.size) :]:
+                lease, _ = self.running.pop(group_id)
+                self._put(lease, lease.engine_version, num_tokens=1)
+            for _ in range(data.draw(st.integers(1, 2))):
+                if len(self.planned) < 2:
+                    self.plan()
+            if self.planned:
+                self.commit(again=False)
 
     @rule(ahead=st.integers(1, 3))
     def an_engine_ahead_of_the_learner_is_refused(self, ahead: int) -> None:
@@ -120,7 +131,7 @@ class LedgerMachine(RuleBasedStateMachine):
         raise AssertionError("an engine from the future was admitted")
 
     @precondition(lambda self: self.running)
-    @rule(data=st.data(), num_running=st.integers(0, 3), num_tokens=st.integers(1, 50))
+    @rule(data=st.data(), num_running=st.integers(0, 3), num_tokens=st.integers(0, 50))
     def put_all_but(self, data: st.DataObject, num_running: int, num_tokens: int) -> None:
         """Workers finish in any order; a few stragglers stay behind."""
         for group_id in data.draw(st.permutations(sorted(self.running)))[num_running:]:
@@ -137,13 +148,13 @@ class LedgerMachine(RuleBasedStateMachine):
         if filtered:
             assert self.ledger.put(summary, continued=continued) is PutResult.filtered
             assert self.ledger.put(summary) is PutResult.duplicate
-            self.num_filtered += 1
+            self.num_dropped += 1
         else:
             assert self.ledger.put(summary, continued=continued) is PutResult.stored
             self.stored[lease.group_id] = (summary, lease.deadline)
 
     @precondition(lambda self: self.running)
-    @rule(data=st.data(), num_tokens=st.integers(1, 50))
+    @rule(data=st.data(), num_tokens=st.integers(0, 50))
     def save_progress(self, data: st.DataObject, num_tokens: int) -> None:
         lease, _ = self.running[data.draw(st.sampled_from(sorted(self.running)))]
         oldest = data.draw(st.integers(lease.engine_version, self.version))
@@ -178,6 +189,9 @@ class LedgerMachine(RuleBasedStateMachine):
         lease, _ = self.running.pop(data.draw(st.sampled_from(ids)))
         num_tokens += self._least_tokens(lease)
         summary = summary_of(lease, oldest=lease.engine_version - 1, num_tokens=num_tokens)
+        too_old = Progress(num_tokens=num_tokens, oldest_version=lease.engine_version - 1)
+        with pytest.raises(VersionTooOld):
+            self.ledger.save_progress(lease.group_id, lease.attempt, too_old)
         for _ in range(2):
             try:
                 self.ledger.put(summary, continued=self._continued(lease))
@@ -204,6 +218,26 @@ class LedgerMachine(RuleBasedStateMachine):
     def put_again(self, data: st.DataObject) -> None:
         summaries = [summary for summary, _ in self.stored.values()] + list(self.consumed.values())
         assert self.ledger.put(data.draw(st.sampled_from(summaries))) is PutResult.duplicate
+
+    @precondition(lambda self: self.num_enqueued)
+    @rule(data=st.data())
+    def an_attempt_that_was_never_leased_is_unknown(self, data: st.DataObject) -> None:
+        group_id = data.draw(st.integers(0, self.num_enqueued))
+        attempt = sum(lease.group_id == group_id for lease in self.granted)
+        summary = GroupSummary(
+            group_id=group_id,
+            attempt=attempt,
+            num_prompt_tokens=1,
+            response_lengths=(1, 1),
+            num_tokens=2,
+            oldest_version=self.version,
+            newest_version=self.version,
+            rewards=(0.0, 1.0),
+        )
+        with pytest.raises(UnknownGroup):
+            self.ledger.put(summary)
+        with pytest.raises(UnknownGroup):
+            self.ledger.release(group_id, attempt, num_tokens=2, reason="aborted")
 
     @precondition(lambda self: self.running)
     @rule(data=st.data(), num_tokens=st.integers(0, 50))
@@ -257,17 +291,29 @@ class LedgerMachine(RuleBasedStateMachine):
             self._hand_on(lease)
         self._end(lost)
 
+    @precondition(lambda self: self.running)
+    @rule()
+    def the_next_lease_runs_out_now(self) -> None:
+        next_expiry = min(expires_at for _, expires_at in self.running.values())
+        self.time_passes(seconds=0.0 if next_expiry <= self.now else next_expiry - self.now)
+
     @precondition(lambda self: len(self.planned) < 2)
     @rule()
     def plan(self) -> None:
         version = self.version + len(self.planned)
         may_be_made = self.ledger.can_plan(version)
+        num_too_few = self._num_missing_from(version)
         plan = self.ledger.plan(version)
         assert (plan is not None) == may_be_made
         revoked = {(r.group_id, r.attempt) for r in self.ledger.drain_revocations()}
-        self._end([lease for lease, _ in self.running.values() if (lease.group_id, lease.attempt) in revoked])
+        given_up = [lease for lease, _ in self.running.values() if (lease.group_id, lease.attempt) in revoked]
+        self._end(given_up)
+        if self.on_stale is OnStale.drop:
+            self.num_dropped += len(given_up)
         if plan is None:
+            assert given_up == []
             return
+        assert len(given_up) == num_too_few, "no more are given up than a batch must hold and has not"
         assert self.ledger.plan(version) == plan
         ids = [summary.group_id for summary in plan.groups]
         assert len(set(ids)) == len(ids) == self.size
@@ -276,6 +322,21 @@ class LedgerMachine(RuleBasedStateMachine):
         for summary in plan.groups:
             assert self.stored[summary.group_id][0] == summary
         self.planned[version] = ids
+
+    def _num_missing_from(self, version: int) -> int:
+        """By how many groups the stored ones fall short of what the batch must hold, for the worst deadline."""
+        planned = {group_id for ids in self.planned.values() for group_id in ids}
+        ready = [deadline for group_id, (_, deadline) in self.stored.items() if group_id not in planned]
+        deadlines = self._open_deadlines()
+        return max(
+            0,
+            *(
+                sum(deadline <= version + k for deadline in deadlines)
+                - k * self.size
+                - sum(deadline <= version + k for deadline in ready)
+                for k in range(self.max_lag + 1)
+            ),
+        )
 
     @precondition(lambda self: self.planned)
     @rule(again=st.booleans())
@@ -308,6 +369,13 @@ class LedgerMachine(RuleBasedStateMachine):
             assert sum(deadline <= next_plan + k for deadline in deadlines) <= (k + 1) * self.size
 
     @invariant()
+    def only_the_next_batch_may_be_planned_and_at_most_two_ahead(self) -> None:
+        next_plan = self.version + len(self.planned)
+        for version in (self.version - 1, next_plan + (len(self.planned) < 2), next_plan + 1):
+            with pytest.raises(ReplayBufferError):
+                self.ledger.check_plan(version)
+
+    @invariant()
     def every_group_is_somewhere(self) -> None:
         groups = self.ledger.stats().groups
         num_planned = sum(map(len, self.planned.values()))
@@ -315,9 +383,17 @@ class LedgerMachine(RuleBasedStateMachine):
         assert groups["stored"] == len(self.stored) - num_planned
         assert groups["planned"] == num_planned
         assert groups["consumed"] == len(self.consumed)
-        if self.on_stale is not OnStale.drop:
-            assert groups["dropped"] == self.num_filtered
-        assert sum(groups.values()) == self.num_enqueued
+        assert groups["dropped"] == self.num_dropped
+        assert groups["queued"] == self._num_queued()
+
+    @invariant()
+    def only_a_running_attempt_holds_a_lease_and_only_a_put_one_is_stored(self) -> None:
+        running = {(lease.group_id, lease.attempt) for lease, _ in self.running.values()}
+        for lease in self.granted:
+            key = lease.group_id, lease.attempt
+            assert self.ledger.holds(*key) == (key in running)
+        for group_id, (summary, _) in self.stored.items():
+            assert self.ledger.state.batches.attempt(group_id) == summary.attempt
 
     @invariant()
     def every_token_is_somewhere(self) -> None:

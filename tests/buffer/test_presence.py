@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import time
+from contextlib import suppress
 
 import pytest
 from groups import prompt, rollout, running
@@ -124,6 +125,24 @@ async def test_a_commit_answers_workers_whose_version_can_never_be_admitted_agai
         await control.commit(0)
         assert await asyncio.wait_for(wait, 2) == []
         assert [lease.engine_version for lease in await worker.lease(1, 1)] == [1]
+
+
+async def test_a_worker_whose_engine_stays_behind_asks_less_and_less_often():
+    async with running(groups_per_step=1, max_lag=0, request_timeout_s=60.0) as run:
+        worker, control = run.client(), run.client()
+        await control.enqueue([prompt(i) for i in range(3)])
+        [lease] = await worker.lease(0, 1)
+        await worker.put(rollout(lease))
+        await control.plan(0)
+        await control.commit(0)
+        num_asked = 0
+        with suppress(TimeoutError):
+            async with asyncio.timeout(2.0):
+                while True:
+                    assert await worker.lease(0, 1) == []
+                    num_asked += 1
+        assert 2 <= num_asked <= 4
+        assert [lease.engine_version for lease in await asyncio.wait_for(worker.lease(1, 1), 1)] == [1]
 
 
 async def test_jumps_of_the_wall_clock_expire_nothing_and_stop_nothing(monkeypatch: pytest.MonkeyPatch):

@@ -99,12 +99,12 @@ async def test_an_expired_lease_is_leased_again_and_the_late_put_counts_once():
 
 
 async def test_a_renewed_lease_does_not_expire():
-    async with running(lease_s=0.4) as run:
+    async with running(lease_s=1.0) as run:
         worker = run.client()
         await worker.enqueue([prompt(0)])
         leases = await worker.lease(0, 1)
         for _ in range(6):
-            await asyncio.sleep(0.15)
+            await asyncio.sleep(0.25)
             await worker.renew(leases)
         await worker.put(rollout(leases[0]))
 

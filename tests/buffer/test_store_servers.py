@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import time
 from pathlib import Path
 
 import psutil
@@ -96,6 +97,23 @@ async def test_a_store_server_on_disk_is_started_again_where_it_was_and_its_payl
         await client.plan(0)
         assert (await client.commit(0)).stored_bytes == 0
         await client.close()
+
+
+async def test_the_ledger_goes_on_while_a_store_server_is_started_again(tmp_path: Path, monkeypatch):
+    options = {"num_store_servers": 1, "durability": Durability.disk, "directory": str(tmp_path)}
+    async with running(groups_per_step=1, **options) as run:
+        client = run.client(request_timeout_s=20.0)
+        await put_one(client)
+        read_address = BufferProcess.read_address
+        monkeypatch.setattr(BufferProcess, "read_address", lambda process: (time.sleep(2.0), read_address(process)))
+        [store] = await client._stores("put")
+        os.kill(pid_listening_at(store.address), signal.SIGKILL)
+        began = time.monotonic()
+        for _ in range(10):
+            await client.stats()
+            await asyncio.sleep(0.05)
+        assert time.monotonic() - began < 1.9
+        assert [group.group_id for group in await client.fetch([0])] == [0]
 
 
 def pid_listening_at(address: str) -> int:

@@ -37,7 +37,8 @@ def test_ppo_learns_with_a_critic_and_accounts_for_every_token(tmp_path):
     assert all("learner.grad_norm" not in record for record in records[:5])
     assert np.mean(value_loss[3:6]) < 0.97 * value_loss[0]
     assert records[0]["learner.critic.value_mean"] == 0
-    assert abs(records[5]["learner.critic.value_mean"] - records[5]["learner.critic.return_mean"]) < 0.1
+    off = [abs(record["learner.critic.value_mean"] - record["learner.critic.return_mean"]) for record in records]
+    assert np.mean(off[2:]) < off[0] / 2
     assert np.isfinite([record["learner.critic.explained_variance"] for record in records]).all()
     assert records[0]["learner.reward_kl"] == pytest.approx(0.0, abs=1e-4)
     assert records[-1]["learner.reward_kl"] > 1e-3

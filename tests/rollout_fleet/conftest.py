@@ -31,6 +31,7 @@ class InMemoryBuffer:
         self.groups: list[TrajectoryGroup] = []
         self.released: list[tuple[int, int, str]] = []
         self.tokens_dropped = 0
+        self.progress: dict[int, TrajectoryGroup] = {}
         self.renewals = 0
         self.leases_asked: list[tuple[int, int]] = []
         self.closed = False
@@ -90,6 +91,15 @@ class InMemoryBuffer:
         self.outstanding -= 1
         self.held.pop((lease.prompt.group_id, lease.attempt), None)
         self.queue.append(lease.prompt)
+
+    def take_progress(self, lease: Lease) -> TrajectoryGroup | None:
+        return self.progress.pop(lease.prompt.group_id, None)
+
+    async def save_progress(self, lease: Lease, group: TrajectoryGroup) -> None:
+        await asyncio.sleep(0)
+        if (lease.prompt.group_id, lease.attempt) not in self.held:
+            raise LeaseExpired(f"group {lease.prompt.group_id} attempt {lease.attempt} is no longer held")
+        self.progress[lease.prompt.group_id] = group
 
     async def revocation(self) -> tuple[int, int]:
         return await self._revocations.get()

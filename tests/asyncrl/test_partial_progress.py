@@ -1,0 +1,151 @@
+"""A rollout worker dies in the middle of a group, and another finishes it: real processes, real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from asyncrl.protocol.types import FinishReason, Lease, Prompt, TrajectoryGroup, WeightSnapshot
+from buffer import BufferClient, BufferConfig, BufferProcess
+from rollout_fleet.config import RolloutFleetConfig, SaveProgress
+from rollout_fleet.engines.continuing import ContinuingEngine
+from rollout_fleet.engines.scripted import ScriptedAnswer, ScriptedEngine
+from rollout_fleet.loop import RolloutLoop
+from rollout_fleet.rewards.scorer import RewardScorer
+from rollout_fleet.types import GenerationRequest
+
+pytestmark = pytest.mark.timeout(120)
+
+NUM_TOKENS = 100
+WRITTEN = 9
+WORKER = """
+import asyncio, sys
+sys.path.insert(0, sys.argv[2])
+from test_partial_progress import until_killed
+asyncio.run(until_killed(sys.argv[1]))
+"""
+
+
+def script(request: GenerationRequest, version: int) -> ScriptedAnswer:
+    """Every sample has ``NUM_TOKENS`` tokens when it is finished, whoever wrote them."""
+    num_left = NUM_TOKENS - int(np.count_nonzero(request.prompt_ids == WRITTEN))
+    return ScriptedAnswer(responses=[[WRITTEN] * num_left] * request.num_samples, token_delay_s=0.01)
+
+
+async def make_loop(buffer: BufferClient, *, version: int) -> RolloutLoop:
+    engine = ContinuingEngine(ScriptedEngine(script))
+    await engine.start()
+    await engine.load_weights(WeightSnapshot(version=version, path=""))
+    return RolloutLoop(
+        RolloutFleetConfig(save_progress=SaveProgress.at_updates, groups_in_flight=1),
+        engine=engine,
+        buffer=buffer,
+        scorer=RewardScorer("exact_match", num_processes=1, timeout_s=5.0),
+        decode=str,
+        samples_per_prompt=2,
+    )
+
+
+async def until_killed(address: str) -> None:
+    """The worker that dies: it loads two versions, says so, and writes on."""
+    loop = await make_loop(BufferClient(address), version=0)
+    run = asyncio.create_task(loop.run())
+    for version in (1, 2):
+        await asyncio.to_thread(sys.stdin.readline)
+        await loop.load_weights(WeightSnapshot(version=version, path=""))
+        await asyncio.sleep(0.1)
+        sys.stdout.write(f"loaded {version}\n")
+        sys.stdout.flush()
+    await run
+
+
+def finished(lease: Lease) -> TrajectoryGroup:
+    return TrajectoryGroup(
+        group_id=lease.prompt.group_id,
+        attempt=lease.attempt,
+        prompt_ids=lease.prompt.prompt_ids,
+        response_ids=np.full(2, WRITTEN, dtype=np.int32),
+        response_lengths=np.ones(2, dtype=np.int32),
+        response_mask=np.ones(2, dtype=bool),
+        behavior_logprobs=np.full(2, -1.0, dtype=np.float32),
+        versions=np.full(2, lease.engine_version, dtype=np.int32),
+        rewards=np.array([0.0, 1.0], dtype=np.float32),
+        finish_reasons=(FinishReason.stop,) * 2,
+    )
+
+
+async def learn(control: BufferClient, version: int) -> None:
+    """One learner step on a group that another worker writes at once."""
+    prompt = Prompt(group_id=100 + version, prompt_ids=np.array([3], dtype=np.int32))
+    await control.enqueue([prompt])
+    [lease] = await control.lease(version, 1)
+    await control.put(finished(lease))
+    await control.plan(version)
+    await control.commit(version)
+
+
+async def until_leased(control: BufferClient, number: int) -> None:
+    async with asyncio.timeout(60):
+        while (await control.stats()).groups["leased"] != number:
+            pass
+
+
+async def test_a_worker_is_killed_in_the_middle_and_another_finishes_its_group_to_the_token(tmp_path: Path):
+    config = BufferConfig(max_lag=3, heartbeat_s=0.25, lease_s=600.0)
+    with BufferProcess(config, groups_per_step=1, log_path=tmp_path / "log") as server:
+        control, second = BufferClient(server.address), BufferClient(server.address)
+        dying = start_worker(server.address)
+        try:
+            await control.enqueue([Prompt(group_id=7, prompt_ids=np.array([3, 4], dtype=np.int32))])
+            await until_leased(control, 1)
+            for version in (1, 2):
+                await asyncio.sleep(0.2)
+                await learn(control, version - 1)
+                await asyncio.to_thread(tell, dying, f"loaded {version}\n")
+        finally:
+            dying.kill()
+            dying.wait()
+        await until_leased(control, 0)
+        saved = (await control.stats()).tokens_buffered
+        loop = await make_loop(second, version=2)
+        run = asyncio.create_task(loop.run())
+        plan = await asyncio.wait_for(control.plan(2), 30)
+        [group] = await control.fetch([7])
+        await loop.stop()
+        counters = await run
+        before, stats = await control.stats(), await control.commit(2)
+        for client in (control, second):
+            await client.close()
+
+    assert [summary.group_id for summary in plan.groups] == [7]
+    assert (group.attempt, group.response_lengths.tolist()) == (1, [NUM_TOKENS] * 2)
+    for versions in np.split(group.versions, 2):
+        assert versions.tolist() == sorted(versions)
+        assert set(versions.tolist()) == {0, 1, 2}
+    assert 0 < saved < 2 * NUM_TOKENS
+    assert np.count_nonzero(group.versions < 2) == saved, "what was saved was written under versions 0 and 1"
+    assert counters.tokens_generated == 2 * NUM_TOKENS - saved
+    assert (before.tokens_buffered, before.tokens_dropped) == (2 * NUM_TOKENS, {})
+    assert (stats.tokens_trained, stats.tokens_buffered) == (2 * NUM_TOKENS + 4, 0)
+    assert stats.lag_histogram == {0: 2, 2: 1}
+
+
+def start_worker(address: str) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-c", WORKER, address, str(Path(__file__).parent)]
+    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
+
+
+def tell(process: subprocess.Popen[bytes], expected: str) -> None:
+    """Have the worker load the next version, and wait until it did."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(b"go on\n")
+    process.stdin.flush()
+    assert process.stdout.readline().decode() == expected

@@ -1,0 +1,79 @@
+"""Filters that drop everything: whoever waits for a batch is warned, and told in the end."""
+
+import asyncio
+import logging
+
+import pytest
+from groups import prompt, rollout, running
+
+from asyncrl.protocol.errors import ReplayBufferError
+from buffer import BufferClient
+
+
+async def put_filtered(client: BufferClient, number: int) -> None:
+    """Put groups of equal rewards."""
+    num_put = 0
+    while num_put < number:
+        for lease in await client.lease(0, number - num_put):
+            await client.put(rollout(lease, rewards=(1.0, 1.0)))
+            num_put += 1
+
+
+async def test_whoever_waits_for_a_batch_is_warned_when_filters_drop_group_after_group(
+    caplog: pytest.LogCaptureFixture,
+):
+    async with running(groups_per_step=2, filters=["equal_rewards"], request_timeout_s=60.0) as run:
+        worker, control = run.client(), run.client(request_timeout_s=60.0)
+        await control.enqueue([prompt(i) for i in range(20)])
+        plan = asyncio.ensure_future(control.plan(0))
+        with caplog.at_level(logging.WARNING, logger="buffer.client"):
+            await put_filtered(worker, 7)
+            assert caplog.records == []
+            await put_filtered(worker, 1)
+            await control.stats()
+        assert [record.getMessage() for record in caplog.records if record.name == "buffer.client"] == [
+            "the next batch is waited for: 0 of the 2 groups of batch 0 are stored, and buffer.filters dropped the "
+            "last 8 that were finished; dropped in all: 8 for equal_rewards. Look at the rewards, or take other "
+            "prompts or filters"
+        ]
+        assert (await control.stats()).filtered_in_a_row == 8
+        for lease in await worker.lease(0, 2):
+            await worker.put(rollout(lease))
+        assert len((await plan).groups) == 2
+        assert (await control.stats()).filtered_in_a_row == 0
+
+
+async def test_a_plan_fails_when_filters_have_kept_nothing_for_as_many_steps_as_configured():
+    async with running(groups_per_step=2, filters=["equal_rewards"], max_filtered_steps=3, max_lag=0) as run:
+        worker, control = run.client(), run.client()
+        await control.enqueue([prompt(i) for i in range(20)])
+        plan = asyncio.ensure_future(control.plan(0))
+        await put_filtered(worker, 5)
+        assert not plan.done()
+        await put_filtered(worker, 1)
+        with pytest.raises(ReplayBufferError, match=r"0 of the 2 groups.*dropped the last 6.*6 for equal_rewards"):
+            await asyncio.wait_for(plan, 1)
+        with pytest.raises(ReplayBufferError, match="dropped the last 6"):
+            await control.plan(0)
+
+
+async def test_a_plan_fails_when_filters_have_dropped_prompts_and_none_are_left():
+    async with running(groups_per_step=2, filters=["equal_rewards"], request_timeout_s=0.5) as run:
+        worker, control = run.client(), run.client()
+        await control.enqueue([prompt(i) for i in range(3)])
+        await put_filtered(worker, 2)
+        [lease] = await worker.lease(0, 1)
+        await worker.put(rollout(lease))
+        with pytest.raises(ReplayBufferError, match=r"1 of the 2 groups.*no prompts are queued.*2 for equal_rewards"):
+            await control.plan(0)
+
+
+async def test_a_plan_before_the_first_prompt_waits_for_it():
+    async with running(groups_per_step=1, filters=["equal_rewards"], request_timeout_s=0.5) as run:
+        worker, control = run.client(), run.client()
+        plan = asyncio.ensure_future(control.plan(0))
+        await asyncio.sleep(0.6)
+        await control.enqueue([prompt(0)])
+        [lease] = await worker.lease(0, 1)
+        await worker.put(rollout(lease))
+        assert [group.group_id for group in (await plan).groups] == [0]
