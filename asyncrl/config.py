@@ -329,10 +329,10 @@ def _check_roles(config: RunConfig) -> None:
             f"learner.critic.path={learner.critic.path!r} names a critic, which algorithm.advantage="
             f"{config.algorithm.advantage} does not use; set algorithm.advantage=gae"
         )
-    if learner.reward_model.path and config.buffer.filters:
+    if learner.reward_model.path and (looking := sorted(set(config.buffer.filters) - {"no_tokens"})):
         raise ValueError(
-            f"buffer.filters={config.buffer.filters} look at rewards when groups are stored, and a reward model scores "
-            "them after they are planned; use the one or the other"
+            f"buffer.filters={looking} look at rewards when groups are stored, and a reward model scores them after "
+            "they are planned; use the one or the other (no_tokens looks at none, and may stay)"
         )
 
 

@@ -20,7 +20,6 @@ from asyncrl.single_controller import RayClassWithInitArgs, RayResourcePool, Ray
 from buffer import BufferConnection
 from learner.chain import Scores
 from learner.planning import rank_batches
-from learner.registry import ADVANTAGES, LOSSES
 from learner.types import RankBatch
 from rollout_fleet.config import RolloutFleetConfig, SamplingConfig
 from rollout_fleet.types import FleetCounters
@@ -44,16 +43,6 @@ class RunPaths:
     snapshots: Path
     trajectories: Path | None
     checkpoints: Path
-
-
-def check_algorithm(config: RunConfig) -> None:
-    """Look the algorithm's parts up by name, so that a wrong name fails before the parts start.
-
-    Raises:
-        ValueError: ``algorithm.advantage`` or ``algorithm.loss`` is neither registered nor ``module:function``.
-    """
-    ADVANTAGES.get(config.algorithm.advantage)
-    LOSSES.get(config.algorithm.loss)
 
 
 class Learner:
@@ -219,8 +208,8 @@ class Learner:
         return (await self._in_time(pending, what))[0]
 
     async def _in_time(self, pending: Awaitable[T], what: str) -> T:
-        # A call may wait on the ranks behind the step before it.
-        return await within(pending, 2 * self._config.learner.step_timeout_s, what, "learner.step_timeout_s")
+        option = "learner.step_timeout_s, twice which a call may take: the step before it has the ranks first"
+        return await within(pending, 2 * self._config.learner.step_timeout_s, what, option)
 
 
 class Fleet:

@@ -22,7 +22,7 @@ from asyncrl.config import RunConfig
 from asyncrl.controller import Controller, PromptSource
 from asyncrl.data.prompts import PromptStream
 from asyncrl.evaluation import evaluate
-from asyncrl.groups import Fleet, Learner, RunPaths, check_algorithm
+from asyncrl.groups import Fleet, Learner, RunPaths
 from asyncrl.metrics import (
     Evaluation,
     MetricsWriter,
@@ -45,6 +45,8 @@ from asyncrl.resume import (
 from asyncrl.run_folders import shared_folder, snapshot_folder
 from asyncrl.turns import TurnTaking
 from buffer import BufferClient, BufferConnection, BufferProcess
+from learner.config import AlgorithmConfig
+from learner.registry import ADVANTAGES, LOSSES
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -99,7 +101,7 @@ class Run:
             ValueError: an option or a file is wrong.
             AsyncRLError: a part died, missed a deadline, or the account does not balance.
         """
-        check_algorithm(self._config)
+        _import_own_algorithm(self._config.algorithm)
         self._resumed = find_checkpoint(self._config)
         prompts = self._prompts if self._resumed is None else self._resume(self._resumed)
         async with AsyncExitStack() as stack:
@@ -274,6 +276,16 @@ class Run:
         write_json(self._run_dir / "summary.json", summary)
         plot_reward(self._run_dir / "reward.png", self._records, before, after)
         self._view.summary(summary, self._run_dir)
+
+
+def _import_own_algorithm(algorithm: AlgorithmConfig) -> None:
+    """Import a user's own advantage and loss, whose names the options' check has only read: before parts start.
+
+    Raises:
+        ValueError: the import fails, or finds no function.
+    """
+    ADVANTAGES.get(algorithm.advantage)
+    LOSSES.get(algorithm.loss)
 
 
 async def _unless(work: Coroutine[Any, Any, T], watchers: Sequence[Coroutine[Any, Any, Any]]) -> T:

@@ -25,7 +25,7 @@ from transformers import AutoTokenizer
 
 from asyncrl.compose import compose_run
 from asyncrl.config import RunConfig, check_model
-from asyncrl.data.demonstrations import DemonstrationFormat, load_demonstrations
+from asyncrl.data.demonstrations import Demonstration, DemonstrationFormat, load_demonstrations
 from asyncrl.data.prompts import load_eval_prompts
 from asyncrl.examiner import Examiner
 from asyncrl.prepare import with_quickstart_assets
@@ -77,7 +77,8 @@ class Examination:
     def __str__(self) -> str:
         """In words, for the log."""
         words = [f"validation loss {self.val_loss:.3f}"] if self.val_loss is not None else []
-        return "  ".join([*words, f"greedy {self.accuracy:.3f}"] if self.accuracy is not None else words)
+        words += [f"greedy {self.accuracy:.3f}"] if self.accuracy is not None else []
+        return "  ".join(words) or "not measured"
 
 
 async def fine_tune(config: RunConfig) -> Path:
@@ -205,10 +206,7 @@ def read_demonstrations(config: RunConfig, tokenizer: Any) -> tuple[list[TokenSe
         chat_template_kwargs=sft.chat_template_kwargs,
     )
     train, validation = (
-        [
-            TokenSequence(input_ids=demonstration.token_ids, loss_mask=demonstration.learned)
-            for demonstration in load_demonstrations(files, form, tokenizer)
-        ]
+        _sequences(load_demonstrations(files, form, tokenizer), _num_positions(config))
         for files in (sft.train_files, sft.val_files)
     )
     if sft.val_rows >= len(train):
@@ -217,18 +215,23 @@ def read_demonstrations(config: RunConfig, tokenizer: Any) -> tuple[list[TokenSe
         )
     if sft.val_rows:
         train, validation = train[: -sft.val_rows], train[-sft.val_rows :]
-    _check_lengths(config, [*train, *validation])
     return train, validation
 
 
-def _check_lengths(config: RunConfig, sequences: Sequence[TokenSequence]) -> None:
+def _num_positions(config: RunConfig) -> float:
     limit = json.loads(Path(config.model.path, "config.json").read_text()).get("max_position_embeddings")
-    longest = max(len(sequence.input_ids) for sequence in sequences)
-    if limit is not None and longest > limit:
+    return math.inf if limit is None else limit
+
+
+def _sequences(demonstrations: Sequence[Demonstration], num_positions: float) -> list[TokenSequence]:
+    overlong = [one for one in demonstrations if len(one.token_ids) > num_positions]
+    if overlong:
         raise ValueError(
-            f"sft.train_files and val_files must fit the model's {limit} positions, got a demonstration of {longest} "
-            "tokens; shorten or drop it"
+            f"{overlong[0].where}: a demonstration of {len(overlong[0].token_ids)} tokens, expected at most the "
+            f"model's {num_positions} positions ({len(overlong)} of {len(demonstrations)} rows are longer); shorten or "
+            "drop it"
         )
+    return [TokenSequence(input_ids=one.token_ids, loss_mask=one.learned) for one in demonstrations]
 
 
 def _held_out_prompts(config: RunConfig, tokenizer: Any) -> list[Prompt]:

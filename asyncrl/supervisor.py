@@ -52,7 +52,8 @@ def supervise(work: Callable[[], int], *, stop_timeout_s: float) -> int:
 
     signal.signal(signal.SIGALRM, kill)
     for number in _PASSED_ON:
-        signal.signal(number, pass_on)
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup means it
+            signal.signal(number, pass_on)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _PASSED_ON)
     status = _wait_for(child)
     _end_orphans(ORPHAN_GRACE_S if status >= 0 else 0.0)
@@ -61,6 +62,7 @@ def supervise(work: Callable[[], int], *, stop_timeout_s: float) -> int:
 
 def _run_in_child(work: Callable[[], int], parent: int) -> int:
     os.setsid()
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     # Not SIGTERM: the kernel sends this once for each thread of a dying parent, and a second SIGTERM means hurry.
     _prctl(_PR_SET_PDEATHSIG, signal.SIGHUP)
     if os.getppid() != parent:

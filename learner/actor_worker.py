@@ -123,7 +123,7 @@ class ActorWorker(RoleWorker[PolicyTrainer]):
             sequences, metrics = self._learn(batch, groups, sequences)
         ended_at = time.time()
         if self._recorder is not None and self._scorer.mesh.sp_rank == 0:
-            self._recorder.write(batch.version, groups, sequences, rank=self._scorer.mesh.dp_rank)
+            self._recorder.write(batch, groups, sequences, rank=self._scorer.mesh.dp_rank)
         own = torch.tensor(
             [fetched_at - started_at, ended_at - fetched_at, -started_at, ended_at, lag], dtype=torch.float64
         )

@@ -103,6 +103,8 @@ def leave_one_out_batch(rewards: Tensor, group_ids: Tensor) -> Tensor:
 def reinforce_plus_plus_baseline(rewards: Tensor, group_ids: Tensor) -> Tensor:
     """Group-centred rewards, divided by their deviation over the batch (REINFORCE++-baseline, arXiv 2501.03262).
 
+    The deviation is over trajectories; verl's is over tokens, where a long trajectory counts more.
+
     Example: rewards 3, 1 in one group and 0, 0 in another give 1.225, -1.225, 0, 0.
     """
     centered = _centered(rewards, *_members(group_ids))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import pickle
 import random
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import asdict
 from pathlib import Path
@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from asyncrl.protocol.errors import CheckpointError
@@ -83,9 +84,10 @@ class Checkpointer:
         """
         self.finish()
         final = checkpoint_path(self._directory, version)
-        self._together(lambda: self._begin(final, version, role or {}, run or {}))
+        self._together(lambda: self._begin(final, version, role or {}, run or {}), *self._unwritten())
         partial = partial_path(final)
-        (partial / f"random_{dist.get_rank()}.pickle").write_bytes(pickle.dumps(_random_state()))
+        random_state = partial / f"random_{dist.get_rank()}.pickle"
+        self._together(lambda: random_state.write_bytes(pickle.dumps(_random_state())), *self._unwritten())
         written = state_dict_saver.async_save(_copied(self._state()), checkpoint_id=partial, process_group=self._group)
         assert isinstance(written, Future)
         pending = self._pending = Future()
@@ -103,7 +105,7 @@ class Checkpointer:
         if self._pending is None:
             return
         pending, self._pending = self._pending, None
-        self._together(pending.result)
+        self._together(pending.result, *self._unwritten())
 
     def latest(self) -> Path | None:
         """The newest whole checkpoint, or None."""
@@ -123,11 +125,19 @@ class Checkpointer:
 
         Raises:
             ValueError: there is no checkpoint at the path.
+            CheckpointError: a part is missing or broken, or of another model; the trainer may hold some of the others.
         """
         self.finish()
-        progress = read_progress(path)
-        state = self._state()
-        state_dict_loader.load(state, checkpoint_id=path, process_group=self._group)
+        progress, state, random_state = read_progress(path), self._state(), {}
+
+        def read() -> None:
+            state_dict_loader.load(state, checkpoint_id=path, process_group=self._group)
+            config = self._trainer.config
+            if (progress.num_ranks, progress.sp_size) == (config.num_ranks, config.sp_size):
+                random_state.update(pickle.loads((path / f"random_{dist.get_rank()}.pickle").read_bytes()))
+
+        remedy = "name an older checkpoint, or check that it is of this model and these learner.lora options"
+        self._together(read, f"the checkpoint {path} could not be read", remedy)
         set_state_dict(
             self._trainer.model,
             self._trainer.optimizer.adamw,
@@ -135,9 +145,8 @@ class Checkpointer:
             optim_state_dict=state["optimizer"],
         )
         self._trainer.optimizer.num_updates = progress.num_updates
-        config = self._trainer.config
-        if (progress.num_ranks, progress.sp_size) == (config.num_ranks, config.sp_size):
-            _set_random_state(pickle.loads((path / f"random_{dist.get_rank()}.pickle").read_bytes()))
+        if random_state:
+            _set_random_state(random_state)
         return progress.version
 
     def _begin(self, final: Path, version: int, role: Mapping[str, Any], run: Mapping[str, Any]) -> None:
@@ -173,23 +182,38 @@ class Checkpointer:
         else:
             pending.set_result(None)
 
-    def _together(self, action: Any) -> None:
+    def _unwritten(self) -> tuple[str, str]:
+        """What is said of a save that failed, and what to do."""
+        what = f"a checkpoint under {self._directory} could not be written"
+        return what, "free space or mend the folder; the checkpoint before it is whole"
+
+    def _together(self, action: Callable[[], Any], what: str, remedy: str) -> None:
         """Do something on every rank, and fail on all of them where it fails on one."""
         error = ""
         try:
             action()
+        except CheckpointException as fault:  # no Exception, and the same on every rank
+            error = first_failure(fault)
         except Exception as fault:  # noqa: BLE001 - raised below, on every rank
-            error = f"rank {dist.get_rank()}: {type(fault).__name__}: {fault}"
+            error = _in_one_line(dist.get_rank(), fault)
         errors: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(errors, error, group=self._group)
         if any(errors):
-            raise CheckpointError(
-                f"a checkpoint under {self._directory} could not be written: {'; '.join(filter(None, errors))}; "
-                "free space or mend the folder; the checkpoint before it is whole"
-            )
+            raise CheckpointError(f"{what}: {'; '.join(dict.fromkeys(filter(None, errors)))}; {remedy}")
 
     def _state(self) -> dict[str, Any]:
-        model, optimizer = get_state_dict(self._trainer.model, self._trainer.optimizer.adamw)
+        """Model and optimizer state, sharded as they are.
+
+        Before the first update there are no moments, and torch makes them by an update of its own that changes no
+        weight but counts: its count is taken back, and the moments are left to the first update.
+        """
+        adamw = self._trainer.optimizer.adamw
+        has_moments = bool(adamw.state)
+        model, optimizer = get_state_dict(self._trainer.model, adamw)
+        if not has_moments:
+            for moments in adamw.state.values():
+                moments["step"].zero_()
+            adamw.state.clear()
         return {"model": model, "optimizer": optimizer}
 
 
@@ -201,6 +225,16 @@ def _copied(state: Any) -> Any:
     if isinstance(state, Mapping):
         return {key: _copied(value) for key, value in state.items()}
     return [_copied(value) for value in state] if isinstance(state, list) else state
+
+
+def first_failure(fault: CheckpointException) -> str:
+    """What went wrong, in one line. Example: ``rank 0: FileNotFoundError: …``."""
+    rank, (cause, _) = min(fault.failures.items())
+    return _in_one_line(rank, cause)
+
+
+def _in_one_line(rank: int, fault: BaseException) -> str:
+    return f"rank {rank}: {type(fault).__name__}: {' '.join(str(fault).split())}"
 
 
 def _random_state() -> dict[str, Any]:

@@ -65,14 +65,19 @@ def read_progress(checkpoint: Path) -> Progress:
     """Read what a checkpoint says of itself.
 
     Raises:
-        ValueError: there is no checkpoint at the path.
+        ValueError: there is no checkpoint at the path, or one that is broken or of another version of this program.
     """
     if not (checkpoint / _PROGRESS).is_file():
         raise ValueError(
             f"no checkpoint at {str(checkpoint)!r}: it lacks {_PROGRESS}; name a folder such as .../v00000012, or the "
             "folder that holds them"
         )
-    return Progress(**json.loads((checkpoint / _PROGRESS).read_text()))
+    try:
+        return Progress(**json.loads((checkpoint / _PROGRESS).read_text()))
+    except (ValueError, TypeError) as error:
+        raise ValueError(
+            f"{checkpoint / _PROGRESS} is no record of a checkpoint of this version ({error}); name an older checkpoint"
+        ) from error
 
 
 def newest_checkpoint(path: Path) -> Path | None:

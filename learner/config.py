@@ -309,7 +309,8 @@ class LearnerConfig:
         keep_snapshots: Published weight versions kept on disk, the newest included; -1 keeps all.
         keep_checkpoints: Checkpoints kept on disk, the newest included; -1 keeps all.
         start_timeout_s: Deadline for the group to build its model.
-        step_timeout_s: Deadline of one learner step.
+        step_timeout_s: Deadline of one learner step, and of a collective between ranks. A call of the controller is
+            given twice as long, since the step before it may still have the ranks.
         optimizer: AdamW and its schedule.
         lora: Adapters on the policy.
         critic: The critic, where the algorithm has one.

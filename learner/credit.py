@@ -24,6 +24,10 @@ from .types import TokenSequence
 class CreditAssignment:
     """Turns rewards into the column ``advantages``. Its methods are collectives over the data-parallel ranks.
 
+    A KL penalty in the rewards is that of the behaviour policy (deviation from InstructGPT, arXiv 2203.02155, and verl,
+    which take the policy before the update; AReaL's decoupled loss does as we do): it is on the distribution that the
+    tokens were drawn from, needs no forward, and is the same on-policy.
+
     Args:
         algorithm: What is optimised.
         mesh: The ranks.

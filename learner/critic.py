@@ -63,11 +63,15 @@ class CriticTrainer(PackedScorer[ScoreModel]):
         """
         self._set_training(True)
         batch, rows = self._pack(sequences), []
-        with self.sharding:
-            for micro_batch in batch.micro_batches:
-                share, row = self._share_of_loss(micro_batch.to(self.mesh.device), batch)
-                (share * self.mesh.num_ranks).backward()  # FSDP averages gradients over the ranks; their sum is meant
-                rows.append(row)
+        try:
+            with self.sharding:
+                for micro_batch in batch.micro_batches:
+                    share, row = self._share_of_loss(micro_batch.to(self.mesh.device), batch)
+                    (share * self.mesh.num_ranks).backward()  # FSDP averages gradients over ranks; their sum is meant
+                    rows.append(row)
+        except BaseException:
+            self.optimizer.adamw.zero_grad()  # half a gradient must not reach the next update
+            raise
         return _summary(self._reduce(rows), batch.num_tokens) | batch.counts() | self.optimizer.step()
 
     def _share_of_loss(self, micro_batch: MicroBatch, batch: PackedBatch) -> tuple[Tensor, dict[str, Tensor]]:

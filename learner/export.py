@@ -13,9 +13,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader
+from torch.distributed.checkpoint.api import CheckpointException
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from .checkpoint import first_failure
 from .checkpoint_files import HUGGING_FACE, newest_checkpoint, read_progress
 from .config import LoraConfig
 from .lora import add_adapters, merged_weights
@@ -36,7 +38,7 @@ def export(checkpoint: Path, out: Path, *, dtype: str = "") -> Path:
         The checkpoint that was written.
 
     Raises:
-        ValueError: there is no checkpoint at the path.
+        ValueError: there is no checkpoint at the path, or a part of it is missing or broken.
     """
     source = newest_checkpoint(checkpoint) or checkpoint
     progress = read_progress(source)
@@ -56,7 +58,10 @@ def _read(checkpoint: Path, model: PreTrainedModel) -> dict[str, Tensor]:
     """The weights, tied ones once and adapters beside them, in the float32 that they are trained in."""
     names = [name for name, _ in model.named_parameters()]
     empty = {_PREFIX + name: torch.empty(model.get_parameter(name).shape, dtype=torch.float32) for name in names}
-    state_dict_loader.load({"model": empty}, checkpoint_id=checkpoint, no_dist=True)
+    try:
+        state_dict_loader.load({"model": empty}, checkpoint_id=checkpoint, no_dist=True)
+    except CheckpointException as fault:
+        raise ValueError(f"{checkpoint} could not be read: {first_failure(fault)}; name an older checkpoint") from None
     return {name.removeprefix(_PREFIX): tensor for name, tensor in empty.items()}
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from .config import KLEstimator
+from .importance import MAX_LOG_WEIGHT
 
-MAX_LOG_RATIO = 20.0
 MAX_LOW_VARIANCE = 10.0
 
 
@@ -17,9 +17,9 @@ def kl_penalty(log_probs: Tensor, reference_logprobs: Tensor, estimator: KLEstim
         log_probs: [M] policy log-probs.
         reference_logprobs: [M] reference log-probs of the same tokens.
         estimator: With d = reference - policy: ``k1`` is -d (unbiased, may be negative), ``k2`` d² / 2, ``k3``
-            exp(d) - 1 - d (unbiased, never negative), ``low_variance`` is ``k3`` with d within ±20 and the value
-            within ±10. As a loss only ``k2`` has the gradient of the divergence in expectation, on tokens that the
-            policy itself sampled.
+            exp(d) - 1 - d (unbiased, never negative) with d within ±20, so that one token that the policy has all but
+            given up is no infinite loss, ``low_variance`` is ``k3`` with the value within ±10 too. As a loss only
+            ``k2`` has the gradient of the divergence in expectation, on tokens that the policy itself sampled.
 
     Returns:
         [M] nats. Example: policy -1, reference -2 give 1, 0.5, 0.368, 0.368.
@@ -29,10 +29,14 @@ def kl_penalty(log_probs: Tensor, reference_logprobs: Tensor, estimator: KLEstim
         return -difference
     if estimator is KLEstimator.k2:
         return difference.square() / 2
-    if estimator is KLEstimator.low_variance:
-        difference = difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-        return (difference.exp() - 1.0 - difference).clamp(-MAX_LOW_VARIANCE, MAX_LOW_VARIANCE)
-    return difference.exp() - 1.0 - difference
+    estimate = k3(difference)
+    return estimate.clamp(max=MAX_LOW_VARIANCE) if estimator is KLEstimator.low_variance else estimate
+
+
+def k3(log_ratio: Tensor) -> Tensor:
+    """exp(d) - 1 - d, without the cancellation that exp would leave of a small d; >= 0, d is cut at ±20."""
+    bounded = log_ratio.clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT)
+    return (bounded.expm1() - bounded).clamp(min=0.0)
 
 
 class AdaptiveKLCoefficient:

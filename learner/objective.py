@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .config import AlgorithmConfig, Correction
 from .importance import bounded_exp, effective_sample_size, importance_weights
-from .kl import kl_penalty
+from .kl import k3, kl_penalty
 from .losses import LOSSES, LossInputs, LossTerms
 
 _SQUARE = "_squared"
@@ -53,11 +53,10 @@ def behavior_metrics(inputs: LossInputs) -> dict[str, Tensor]:
 
     Returns:
         [M] ``ratio`` policy ÷ behaviour and its square, and ``behavior_kl``: KL(behaviour ‖ policy) in nats by the k3
-        estimator, r - 1 - log r (http://joschu.net/blog/kl-approx.html), each value >= 0.
+        estimator, r - 1 - log r with log r within ±20 (http://joschu.net/blog/kl-approx.html), each value >= 0.
     """
     log_ratio = inputs.log_probs.detach() - inputs.columns["behavior_logprobs"]
-    ratio = bounded_exp(log_ratio)
-    return _with_square("ratio", ratio) | {"behavior_kl": ratio - 1.0 - log_ratio}
+    return _with_square("ratio", bounded_exp(log_ratio)) | {"behavior_kl": k3(log_ratio)}
 
 
 def summarized(metrics: dict[str, float]) -> dict[str, float]:

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 
 from asyncrl.protocol.types import TrajectoryGroup
 
-from .types import TokenSequence
+from .types import RankBatch, TokenSequence
 
 SCHEMA = pa.schema(
     {
@@ -42,13 +42,13 @@ class TrajectoryRecorder:
         self._directory.mkdir(parents=True, exist_ok=True)
 
     def write(
-        self, version: int, groups: Sequence[TrajectoryGroup], sequences: Sequence[TokenSequence], *, rank: int
+        self, batch: RankBatch, groups: Sequence[TrajectoryGroup], sequences: Sequence[TokenSequence], *, rank: int
     ) -> Path:
         """Write one rank's groups of one step.
 
         Args:
-            version: Learner version that consumed the batch.
-            groups: This rank's groups.
+            batch: This rank's share; its rewards are those that were trained on, a reward model's for one.
+            groups: Its groups.
             sequences: One a sample, in the same order, with ``advantages``.
             rank: Data-parallel rank.
 
@@ -56,13 +56,19 @@ class TrajectoryRecorder:
             The file.
         """
         learned = iter(sequences)
-        rows = [row for group in groups for row in _rows(group, learned, version)]
-        path = self._directory / f"step_{version:08d}_rank{rank}.parquet"
+        rows = [
+            row
+            for group, rewards in zip(groups, batch.rewards, strict=True)
+            for row in _rows(group, rewards, learned, batch.version)
+        ]
+        path = self._directory / f"step_{batch.version:08d}_rank{rank}.parquet"
         pq.write_table(pa.Table.from_pylist(rows, schema=SCHEMA), path)
         return path
 
 
-def _rows(group: TrajectoryGroup, learned: Iterator[TokenSequence], version: int) -> Iterator[dict[str, Any]]:
+def _rows(
+    group: TrajectoryGroup, rewards: np.ndarray, learned: Iterator[TokenSequence], version: int
+) -> Iterator[dict[str, Any]]:
     ends = np.cumsum(group.response_lengths)
     for sample, (end, length) in enumerate(zip(ends.tolist(), group.response_lengths.tolist(), strict=True)):
         span, sequence = slice(end - length, end), next(learned)
@@ -75,7 +81,7 @@ def _rows(group: TrajectoryGroup, learned: Iterator[TokenSequence], version: int
             "response_mask": group.response_mask[span],
             "behavior_logprobs": group.behavior_logprobs[span],
             "versions": group.versions[span],
-            "reward": float(group.rewards[sample]),
+            "reward": float(rewards[sample]),
             "advantage": float(advantages.mean()) if len(advantages) else 0.0,
             "lag": version - int(group.versions[span].min()),
         }

@@ -22,10 +22,12 @@ class Demonstration:
     Attributes:
         token_ids: [T] int32.
         learned: [T] bool, True where the token is the assistant's, its end included; False at the first token.
+        where: File and row, for messages.
     """
 
     token_ids: np.ndarray
     learned: np.ndarray
+    where: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,14 +63,28 @@ def load_demonstrations(files: Sequence[str], form: DemonstrationFormat, tokeniz
     Raises:
         ValueError: a file, row or column is not as ``form`` says; the message names it.
     """
+    _check_tokenizer(form, tokenizer)
     keys = [key for key in (form.prompt_key, form.response_key) if key]
     demonstrations: list[Demonstration] = []
     for name in files:
-        rows = read_rows(name, keys)
+        rows = read_rows(name, keys, section="sft")
         stretches = _conversations(rows, form, tokenizer) if form.chat_template else _pairs(rows, form, tokenizer)
         for row, parts in enumerate(stretches):
             demonstrations.append(_demonstration(parts, rows.where(row)))
     return demonstrations
+
+
+def _check_tokenizer(form: DemonstrationFormat, tokenizer: Any) -> None:
+    if form.chat_template and not tokenizer.chat_template:
+        raise ValueError(
+            f"sft.chat_template is true but the tokenizer of {tokenizer.name_or_path!r} has no template; use an "
+            "instruct model's tokenizer, or plain strings with sft.chat_template=false"
+        )
+    if not form.chat_template and tokenizer.eos_token_id is None:
+        raise ValueError(
+            f"the tokenizer of {tokenizer.name_or_path!r} has no end-of-sequence token, with which a plain response "
+            "ends; name one as eos_token in its tokenizer_config.json"
+        )
 
 
 _Stretch = tuple[Sequence[int], bool]
@@ -83,7 +99,7 @@ def _demonstration(parts: Sequence[_Stretch], where: str) -> Demonstration:
         raise ValueError(
             f"{where}: nothing to learn, expected a prompt and a response of a token or more; drop the row"
         )
-    return Demonstration(token_ids=token_ids, learned=learned)
+    return Demonstration(token_ids=token_ids, learned=learned, where=where)
 
 
 def _pairs(rows: Rows, form: DemonstrationFormat, tokenizer: Any) -> Iterator[list[_Stretch]]:

@@ -6,7 +6,7 @@ import hashlib
 import io
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ class Rows:
         numbers: Row or line number of each entry of ``values``.
         values: One mapping from column name to value a row.
         digest: Hexadecimal digest of the file's bytes.
+        section: Of the options that name the file and its columns, for messages.
     """
 
     path: str
@@ -34,6 +35,7 @@ class Rows:
     numbers: Sequence[int]
     values: Sequence[Mapping[str, Any]]
     digest: str
+    section: str = "data"
 
     def __len__(self) -> int:
         return len(self.values)
@@ -79,18 +81,19 @@ class Rows:
                 found = sorted(value) if isinstance(value, Mapping) else f"a {type(value).__name__}"
                 raise ValueError(
                     f"{self.where(index)}: no column {key!r}: {name!r} expected, found {found}; mend the row, "
-                    "or name another column in data.*_key"
+                    f"or name another column in {self.section}.*_key"
                 )
             value = value[name]
         return value
 
 
-def read_rows(path: str, keys: Iterable[str]) -> Rows:
+def read_rows(path: str, keys: Iterable[str], *, section: str = "data") -> Rows:
     """Read a file; of a parquet file only the columns that ``keys`` name.
 
     Args:
         path: Ends in ``.parquet`` or ``.jsonl``; ``~`` is the home directory.
         keys: Columns that will be asked for, dots reaching into nested ones.
+        section: Of the options that name the file and its columns, for messages.
 
     Raises:
         ValueError: the file is missing, empty, of another kind or broken, or lacks a column.
@@ -101,11 +104,10 @@ def read_rows(path: str, keys: Iterable[str]) -> Rows:
     if reader is None:
         raise ValueError(f"{path}: file type {file.suffix or 'unknown'!r}, expected .parquet or .jsonl; convert it")
     if not file.is_file():
-        raise ValueError(f"{path}: {_absence(file)}; check data.train_files and data.eval_files")
-    content = file.read_bytes()
-    rows = reader(path, content, keys)
+        raise ValueError(f"{path}: {_absence(file)}; check {section}.*_files")
+    rows = replace(reader(path, file.read_bytes(), keys, section), section=section)
     if not len(rows):
-        raise ValueError(f"{path}: the file holds no rows, expected at least one; remove it from data.*_files")
+        raise ValueError(f"{path}: the file holds no rows, expected at least one; remove it from {section}.*_files")
     return rows
 
 
@@ -117,26 +119,26 @@ def _absence(file: Path) -> str:
     return f"no such file: not even the directory {file.parent} exists"
 
 
-def _read_parquet(path: str, content: bytes, keys: Iterable[str]) -> Rows:
+def _read_parquet(path: str, content: bytes, keys: Iterable[str], section: str) -> Rows:
     try:
         file = pq.ParquetFile(io.BytesIO(content))
         names = file.schema_arrow.names
-        columns = [_parquet_column(path, key, names) for key in keys]
+        columns = [_parquet_column(path, key, names, section) for key in keys]
         values = file.read(columns=sorted(set(columns))).to_pylist()
     except pa.ArrowException as error:
         raise ValueError(f"{path}: not a readable parquet file ({error}); write it again") from error
     return Rows(path=path, unit="row", numbers=range(len(values)), values=values, digest=_digest(content))
 
 
-def _parquet_column(path: str, key: str, names: Sequence[str]) -> str:
+def _parquet_column(path: str, key: str, names: Sequence[str], section: str) -> str:
     for name in (key, key.split(".")[0]):
         if name in names:
             return name
-    raise ValueError(f"{path}: no column {key!r}, found {sorted(names)}; name another one in data.*_key")
+    raise ValueError(f"{path}: no column {key!r}, found {sorted(names)}; name another one in {section}.*_key")
 
 
-def _read_jsonl(path: str, content: bytes, keys: Iterable[str]) -> Rows:
-    del keys  # a line is read whole; a missing key is found row by row
+def _read_jsonl(path: str, content: bytes, keys: Iterable[str], section: str) -> Rows:
+    del keys, section  # a line is read whole; a missing key is found row by row
     numbers, values = [], []
     for number, line in enumerate(content.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
         if not line.strip():

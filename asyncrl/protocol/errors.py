@@ -30,7 +30,7 @@ class WorkerDiedError(AsyncRLError):
 
 
 class CheckpointError(AsyncRLError):
-    """A checkpoint could not be written; the one before it is whole."""
+    """A checkpoint could not be written, and the one before it is whole; or one could not be read."""
 
 
 class EngineError(AsyncRLError):

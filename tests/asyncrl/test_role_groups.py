@@ -262,6 +262,10 @@ def test_a_wrong_placement_is_refused_by_name(overrides: list[str], words: str) 
         check_options(compose_run([*PPO, *overrides]))
 
 
+def test_a_filter_that_looks_at_no_reward_may_stand_beside_a_reward_model() -> None:
+    check_options(compose_run([*PPO, "learner.reward_model.path=x", "buffer.filters=[no_tokens]"]))
+
+
 def test_roles_follow_from_the_algorithm() -> None:
     def roles(*overrides: str) -> RunConfig:
         return compose_run([*PPO, *overrides])

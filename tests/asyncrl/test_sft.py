@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -116,6 +117,16 @@ def test_a_loss_that_is_no_number_is_never_the_best():
 def test_a_bad_option_is_named(options, message):
     with pytest.raises(ValueError, match=message):
         WarmStartConfig(**options)
+
+
+def test_a_row_that_is_too_long_is_named(folder, tmp_path):
+    rows = tmp_path / "long.jsonl"
+    lines = [json.dumps({"prompt": "12>", "response": "21" * count}) for count in (1, 100, 200)]
+    rows.write_text("\n".join(lines))
+    config = composed(folder)
+    config = replace(config, sft=replace(config.sft, train_files=[str(rows)]))
+    with pytest.raises(ValueError, match=r"long.jsonl, line 2: a demonstration of 2\d\d tokens, .*\(2 of 3 rows"):
+        read_demonstrations(config, AutoTokenizer.from_pretrained(config.model.path))
 
 
 def fine_tuned(folder: str, num_ranks: int, sp_size: int) -> dict:

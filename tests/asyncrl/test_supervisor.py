@@ -7,6 +7,7 @@ import textwrap
 import time
 
 import psutil
+import pytest
 
 PRELUDE = """
 import os, signal, subprocess, sys, time
@@ -18,9 +19,10 @@ print("status", status, flush=True)
 """
 
 
-def start(body):
+def start(body, before=()):
     script = PRELUDE.format(body=textwrap.indent(textwrap.dedent(body), "    "))
-    return subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, start_new_session=True)
+    command = [*before, sys.executable, "-c", script]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
 
 
 def test_the_status_of_the_work_is_returned():
@@ -45,6 +47,21 @@ def test_a_signal_reaches_the_work_once_and_the_parent_waits_for_it():
     assert run.communicate(timeout=30)[0] == "status 11\n"
 
 
+@pytest.mark.parametrize(("before", "status"), [((), "status -15\n"), (("nohup",), "status 0\n")])
+def test_a_hangup_of_the_terminal_ends_the_work_except_under_nohup(before, status):
+    run = start(
+        """
+        print("ready", flush=True)
+        time.sleep(2)
+        return 0
+        """,
+        before,
+    )
+    assert run.stdout.readline() == "ready\n"
+    run.send_signal(signal.SIGHUP)
+    assert run.communicate(timeout=30)[0] == status
+
+
 def test_orphans_of_killed_work_are_ended():
     run = start(
         """
@@ -59,12 +76,14 @@ def test_orphans_of_killed_work_are_ended():
     assert not orphan.is_running()
 
 
-def test_work_is_told_to_stop_when_its_parent_is_killed():
+@pytest.mark.parametrize("before", [(), ("nohup",)])
+def test_work_is_told_to_stop_when_its_parent_is_killed(before):
     run = start(
         """
         print(os.getpid(), flush=True)
         signal.pause()
-        """
+        """,
+        before,
     )
     worker = psutil.Process(int(run.stdout.readline()))
     began_s = time.monotonic()

@@ -97,3 +97,17 @@ def test_a_template_that_rewrites_earlier_turns_is_refused(tokenizer, write):
     tokenizer.chat_template = TEMPLATE.replace("{% for", "{{ messages | length }} {% for")
     with pytest.raises(ValueError, match="rewrites what it rendered before"):
         load_demonstrations(write({"messages": [turn("user", "a"), turn("assistant", "b")]}), CHAT, tokenizer)
+
+
+def test_a_tokenizer_that_lacks_what_the_form_needs_is_named(tokenizer, write):
+    tokenizer.chat_template = None
+    with pytest.raises(ValueError, match=r"sft\.chat_template is true but the tokenizer of .* has no template"):
+        load_demonstrations(write({"messages": [turn("user", "a"), turn("assistant", "b")]}), CHAT, tokenizer)
+    tokenizer.eos_token = None
+    with pytest.raises(ValueError, match=r"has no end-of-sequence token, .*; name one as eos_token"):
+        load_demonstrations(write({"prompt": "a", "response": "b"}), PLAIN, tokenizer)
+
+
+def test_a_missing_column_is_looked_for_under_the_options_of_fine_tuning(tokenizer, write):
+    with pytest.raises(ValueError, match=r"line 2: no column 'response'.*sft\.\*_key"):
+        load_demonstrations(write({"prompt": "a", "response": "b"}, {"prompt": "a"}), PLAIN, tokenizer)

@@ -264,3 +264,46 @@ def test_exporting_names_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFix
 def test_a_path_without_a_checkpoint_is_named(model_path: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no checkpoint at '.*nowhere'"):
         Checkpointer(trainer_of(model_path), str(tmp_path)).load(tmp_path / "nowhere")
+
+
+def test_saving_before_the_first_update_changes_nothing(model_path: str, tmp_path: Path) -> None:
+    """As in the critic's warm-up, when the policy has made no update yet."""
+    straight, saved = trainer_of(model_path), trainer_of(model_path)
+    Checkpointer(saved, str(tmp_path)).save(0)
+    resumed = trainer_of(model_path)
+    Checkpointer(resumed, str(tmp_path)).load(tmp_path / "v00000000")
+    for trainer in (straight, saved, resumed):
+        for seed in range(2):
+            step(trainer, seed)
+    assert_equal(weights_of(straight), weights_of(saved))
+    assert_equal(weights_of(straight), weights_of(resumed))
+
+
+@pytest.mark.parametrize(
+    ("part", "content", "words"),
+    [
+        ("__0_0.distcp", None, "rank 0: FileNotFoundError: .*__0_0.distcp"),
+        ("__0_0.distcp", b"broken", "rank 0: "),
+        (".metadata", None, "rank 0: AssertionError: metadata is None"),
+        ("random_0.pickle", None, "rank 0: FileNotFoundError: .*random_0.pickle"),
+    ],
+)
+def test_a_broken_part_is_named(
+    part: str, content: bytes | None, words: str, model_path: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    checkpointer = Checkpointer(trainer_of(model_path), str(tmp_path))
+    broken = checkpointer.save(1)
+    (broken / part).unlink() if content is None else (broken / part).write_bytes(content)
+    with pytest.raises(CheckpointError, match=rf"v00000001 could not be read: {words}.*; name an older checkpoint"):
+        checkpointer.load(broken)
+    if part != "random_0.pickle":  # an exported model has no random state
+        assert export.main([str(broken), str(tmp_path / "out")]) == 2
+        assert "v00000001 could not be read: rank 0: " in capsys.readouterr().err
+
+
+def test_a_record_of_another_kind_is_named(model_path: str, tmp_path: Path) -> None:
+    checkpointer = Checkpointer(trainer_of(model_path), str(tmp_path))
+    broken = checkpointer.save(1)
+    (broken / "progress.json").write_text('{"version": 1}')
+    with pytest.raises(ValueError, match=r"progress.json is no record of a checkpoint of this version"):
+        checkpointer.load(broken)

@@ -11,11 +11,12 @@ from transformers import AutoModelForSequenceClassification, AutoModelForTokenCl
 
 sys.path.insert(0, str(Path(__file__).parent))  # spawned ranks import these by name
 from gloo import run_on_ranks
-from tiny_models import FAMILIES, random_sequences, save_tiny_model
+from tiny_models import FAMILIES, VOCABULARY, random_sequences, save_tiny_model
 
 from learner import fsdp
 from learner.batching import karmarkar_karp
-from learner.config import CriticConfig, Device, LearnerConfig, OptimizerConfig
+from learner.config import AlgorithmConfig, CriticConfig, Device, LearnerConfig, OptimizerConfig
+from learner.credit import CreditAssignment
 from learner.critic import CriticTrainer, value_loss
 from learner.reward_model import RewardScorer
 from learner.types import TokenSequence
@@ -97,6 +98,43 @@ def test_a_causal_model_becomes_a_critic_that_says_nothing_and_learns(tmp_path: 
     assert history[-1]["value_loss"] < 0.2 * history[0]["value_loss"]
     assert history[-1]["explained_variance"] > 0.5
     assert history[0]["num_tokens"] == sum(s.loss_mask.sum() for s in sequences)
+
+
+def test_the_critic_explains_rewards_of_fresh_batches_that_the_prompt_decides(tmp_path: Path) -> None:
+    """Values, outcomes, returns and updates together, as a run has them; values are measured before the update."""
+    critic = CriticConfig(optimizer=OptimizerConfig(lr=1e-2))
+    trainer = CriticTrainer(CONFIG, critic, model_path=save_tiny_model(tmp_path), total_updates=60)
+    credit = CreditAssignment(AlgorithmConfig(advantage="gae"), trainer.mesh)
+    rng, explained = np.random.default_rng(0), []
+    for _ in range(60):
+        tokens = rng.integers(0, VOCABULARY, (32, 8)).astype(np.int32)
+        sequences = [TokenSequence(input_ids=ids, loss_mask=np.arange(8) >= rng.integers(2, 8)) for ids in tokens]
+        rewards = (tokens[:, 0] >= VOCABULARY // 2).astype(np.float32)
+        valued = [s.with_column("values", v) for s, v in zip(sequences, trainer.values(sequences), strict=True)]
+        credited, _ = credit.assign(valued, rewards, np.arange(32))
+        explained.append(trainer.update(credited)["explained_variance"])
+    assert explained[0] == pytest.approx(0.0, abs=1e-6)
+    assert np.mean(explained[-10:]) > 0.8
+
+
+def test_a_failed_update_of_the_critic_adds_nothing_to_the_next_one(tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path)
+    failed, still = (CriticTrainer(CONFIG, CRITIC, model_path=path, total_updates=4) for _ in range(2))
+    sequences = [
+        replace(s, columns={"values": 0 * s.columns["advantages"], "returns": s.columns["advantages"]})
+        for s in random_sequences(6)
+    ]
+    with pytest.MonkeyPatch.context() as patch:
+        backward = torch.Tensor.backward
+
+        def fail_late(self: torch.Tensor) -> None:
+            backward(self)
+            raise RuntimeError("out of memory")
+
+        patch.setattr(torch.Tensor, "backward", fail_late)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            failed.update(sequences)
+    assert failed.update(sequences) == still.update(sequences)
 
 
 def test_a_reward_model_without_its_head_is_refused(tmp_path: Path) -> None:
