@@ -17,13 +17,15 @@ STEPS = 6
 TOLERANCE = 1e-3
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
+@pytest.fixture(scope="module", params=["at_stop", "at_updates"])
+def run(request, tmp_path_factory):
+    """At a weight update running requests are kept by the engine; or cut off, saved with their leases and continued."""
     running = RunningTraining(
         tmp_path_factory.mktemp("training"),
         f"total_steps={STEPS}",
         "rollout_fleet.num_engines=2",
         "learner.num_ranks=2",
+        f"rollout_fleet.save_progress={request.param}",
         "learner.keep_snapshots=-1",
         "record_trajectories=true",
         "algorithm.groups_per_step=16",
