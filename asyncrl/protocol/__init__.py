@@ -44,7 +44,8 @@ __all__ = [
     "unpad_dataproto",
 ]
 
-_WITH_TORCH = {
+_ON_DEMAND = {
+    "_padding_size_key": "padding",
     "BatchData": "data_concat",
     "DataProto": "data_proto",
     "DataProtoItem": "data_item",
@@ -64,6 +65,6 @@ _WITH_TORCH = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _WITH_TORCH:
+    if name not in _ON_DEMAND:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f".{_WITH_TORCH[name]}", __name__), name)
+    return getattr(import_module(f".{_ON_DEMAND[name]}", __name__), name)

@@ -26,6 +26,9 @@ def object_array(values: Any) -> np.ndarray:
 def tensors_together(tensors: Mapping[str, Any], num_batch_dims: int) -> TensorDict | None:
     """A TensorDict of the tensors, None of none. Raises `BatchError` unless their leading dimensions agree."""
     sizes = {key: leading_shape(tensor, num_batch_dims) for key, tensor in tensors.items()}
+    for key, size in sizes.items():
+        if not size:
+            raise BatchError(f"tensor {key!r} has no dimension, and needs one for the rows; put it into meta_info")
     if len(set(sizes.values())) > 1:
         raise BatchError(f"tensors must have the same first dimension, got {sizes}")
     return TensorDict(source=dict(tensors), batch_size=next(iter(sizes.values()))) if tensors else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,9 +20,10 @@ from .data_item import DataProtoItem
 from .errors import BatchError
 from .mini_batches import mini_batches
 from .padding import DataProtoConfig
-from .unbuilt_batch import UnbuiltBatch
+from .unbuilt_batch import BUILT_WHEN_READ, BuiltWhenRead, UnbuiltBatch
 
 
+@dataclass(init=False, eq=False, repr=False)
 class DataProto:
     """B rows of named columns.
 
@@ -38,6 +40,10 @@ class DataProto:
         BatchError: the columns do not have the same number of rows.
     """
 
+    batch: BuiltWhenRead = BUILT_WHEN_READ
+    non_tensor_batch: dict[str, np.ndarray] = field(default_factory=dict)
+    meta_info: dict[str, Any] = field(default_factory=dict)
+
     def __init__(
         self,
         batch: TensorDict | None = None,
@@ -45,14 +51,17 @@ class DataProto:
         meta_info: dict[str, Any] | None = None,
     ) -> None:
         self._batch: TensorDict | UnbuiltBatch | None = batch
-        self.non_tensor_batch: dict[str, np.ndarray] = {} if non_tensor_batch is None else non_tensor_batch
-        self.meta_info: dict[str, Any] = {} if meta_info is None else meta_info
+        self.non_tensor_batch = {} if non_tensor_batch is None else non_tensor_batch
+        self.meta_info = {} if meta_info is None else meta_info
+        self.__post_init__()
+
+    def __post_init__(self) -> None:
+        """Check the batch; a subclass that is a dataclass with fields of its own comes here too."""
         self.check_consistency()
 
-    # Header, buffers and foreign values of the message that the batch arrived in, until somebody looks into it.
-    _arrived: tuple[bytes, Sequence[Any], Sequence[Any]]
-
-    if not TYPE_CHECKING:
+    if TYPE_CHECKING:
+        _arrived: data_transport.Message  # until somebody looks into a batch that arrived
+    else:
 
         def __getattr__(self, name: str) -> Any:
             """Called for what is not there: all of a batch that arrived and that nobody has looked into yet."""
@@ -60,17 +69,6 @@ class DataProto:
             if name not in self.__dict__:
                 raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
             return self.__dict__[name]
-
-    @property
-    def batch(self) -> TensorDict | None:
-        """The tensors, in memory that is this batch's own."""
-        if isinstance(self._batch, UnbuiltBatch):
-            self._batch = self._batch.build()
-        return self._batch
-
-    @batch.setter
-    def batch(self, batch: TensorDict | None) -> None:
-        self._batch = batch
 
     def __len__(self) -> int:
         if self._batch is not None:
@@ -366,6 +364,12 @@ class DataProto:
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return data_transport.reduce(self, protocol)
+
+    def __getstate__(self) -> data_transport.Message:
+        return data_transport.message_of(self)
+
+    def __setstate__(self, message: data_transport.Message) -> None:
+        self.__dict__ = {"_arrived": message}
 
     def __copy__(self) -> DataProto:
         return self._derived(self._shared_batch(), dict(self.non_tensor_batch), dict(self.meta_info))

@@ -20,27 +20,34 @@ from .wire_file import read_frames, write_frames
 if TYPE_CHECKING:
     from .data_proto import DataProto
 
+Message = tuple[wire.Frame, Sequence[Any], Sequence[Any]]
+"""Header, buffers and foreign values."""
+
 
 def reduce(data: DataProto, protocol: int) -> tuple[Any, ...]:
     """What pickle needs to rebuild the batch: the codec's header, and its buffers, out of band where it can.
 
-    Values that the codec does not carry (functions, instances) are left to pickle, whose stream this is. A batch that
-    arrived and that nobody looked into goes on as it came.
+    Values that the codec does not carry (functions, instances) are left to pickle, whose stream this is.
     """
-    foreign: Sequence[Any] = []
-    if vars(data).keys() == {"_arrived"}:
-        header, buffers, foreign = data._arrived
-    else:
-        header, *buffers = wire.encode(parts_of(data), foreign=foreign, max_depth=None)
+    header, buffers, foreign = data.__getstate__()
     wrap = pickle.PickleBuffer if protocol >= 5 else bytearray
     return rebuild, (type(data), header, [wrap(buffer) for buffer in buffers], foreign)
 
 
-def rebuild(kind: type[DataProto], header: bytes, buffers: Sequence[Any], foreign: Sequence[Any]) -> DataProto:
+def rebuild(kind: type[DataProto], header: wire.Frame, buffers: Sequence[Any], foreign: Sequence[Any]) -> DataProto:
     """The inverse of `reduce`; the message is read by `unfold`, when something of the batch is asked for."""
     data = kind.__new__(kind)
-    data._arrived = header, buffers, foreign
+    data.__setstate__((header, buffers, foreign))
     return data
+
+
+def message_of(data: DataProto) -> Message:
+    """The batch as a message. One that arrived and that nobody looked into goes on as it came."""
+    if vars(data).keys() == {"_arrived"}:
+        return data._arrived
+    foreign: list[Any] = []
+    header, *buffers = wire.encode(parts_of(data), foreign=foreign, max_depth=None)
+    return header, buffers, foreign
 
 
 def unfold(data: DataProto) -> None:

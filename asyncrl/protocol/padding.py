@@ -12,6 +12,9 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
+# Dispatch functions put the rows they added under this key of the keyword arguments; the call takes them off again.
+_padding_size_key = "_padding_size_key_x123d"
+
 
 class _CheckedSwitches(type):
     """Refuses a switch that is not a bool when it is set, not when a batch is split."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import ItemsView
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, overload
 
 import torch
 from tensordict import TensorDict
@@ -54,3 +54,29 @@ class UnbuiltBatch:
 
     def _build(self, tensors: dict[str, Any]) -> TensorDict:
         return TensorDict(tensors, batch_size=self.batch_size, device=self.device)
+
+
+class BuiltWhenRead:
+    """The attribute ``batch`` of a `DataProto`: a TensorDict or None, built when it is first read.
+
+    On the class itself it is None, which `dataclasses` takes for the field's default.
+    """
+
+    @overload
+    def __get__(self, data: None, kind: Any = None) -> None: ...
+
+    @overload
+    def __get__(self, data: object, kind: Any = None) -> TensorDict | None: ...
+
+    def __get__(self, data: Any, kind: Any = None) -> TensorDict | None:
+        if data is None:
+            return None
+        if isinstance(data._batch, UnbuiltBatch):
+            data._batch = data._batch.build()
+        return data._batch
+
+    def __set__(self, data: Any, batch: TensorDict | UnbuiltBatch | None) -> None:
+        data._batch = batch
+
+
+BUILT_WHEN_READ = BuiltWhenRead()

@@ -10,7 +10,14 @@ from .colocated import (
     create_colocated_worker_raw_cls,
 )
 from .deadline import call_deadline
-from .decorator import MAGIC_ATTR, Dispatch, Execute, register
+from .decorator import (
+    MAGIC_ATTR,
+    Dispatch,
+    Execute,
+    init_predefined_dispatch_mode,
+    init_predefined_execute_mode,
+    register,
+)
 from .devices import ray_noset_visible_devices
 from .dispatch import (
     DISPATCH_MODE_FN_REGISTRY,
@@ -28,6 +35,7 @@ from .dispatch import (
     dispatch_nd_compute,
     dispatch_nd_compute_dataproto,
     dispatch_one_to_all,
+    dummy_direct_rollout_call,
     get_predefined_dispatch_fn,
     get_predefined_execute_fn,
     make_nd_compute_dataproto_dispatch_fn,
@@ -35,7 +43,9 @@ from .dispatch import (
     update_dispatch_mode,
 )
 from .dynamic_enum import DynamicEnum
+from .liveness import check_workers_alive
 from .object_store import parallel_put
+from .rank_info import DistGlobalInfo, DistRankInfo
 from .ray_class import RayClassWithInitArgs
 from .ray_pool import RayResourcePool, sort_placement_group_by_node_ip
 from .ray_worker_group import RayWorkerGroup
@@ -51,6 +61,8 @@ __all__ = [
     "MAGIC_ATTR",
     "ClassWithInitArgs",
     "Dispatch",
+    "DistGlobalInfo",
+    "DistRankInfo",
     "DynamicEnum",
     "Execute",
     "FusedWorkerCLSName",
@@ -68,6 +80,7 @@ __all__ = [
     "WorkerGroup",
     "WorkerHelper",
     "call_deadline",
+    "check_workers_alive",
     "collect_all_to_all",
     "collect_dp_compute",
     "collect_dp_compute_data_proto",
@@ -85,11 +98,14 @@ __all__ = [
     "dispatch_nd_compute",
     "dispatch_nd_compute_dataproto",
     "dispatch_one_to_all",
+    "dummy_direct_rollout_call",
     "extract_pg_from_exist",
     "func_generator",
     "get_predefined_dispatch_fn",
     "get_predefined_execute_fn",
     "get_random_string",
+    "init_predefined_dispatch_mode",
+    "init_predefined_execute_mode",
     "make_nd_compute_dataproto_dispatch_fn",
     "merge_resource_pool",
     "parallel_put",

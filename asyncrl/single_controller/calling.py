@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from asyncrl.protocol.future import DataProtoFuture
+from asyncrl.protocol.padding import _padding_size_key
 
-from .dispatch import _padding_size_key, collect_all_to_all, collect_dp_compute, silent_ranks
+from .dispatch import collect_all_to_all, collect_dp_compute, silent_ranks
 
 if TYPE_CHECKING:
     from .ray_worker_group import RayWorkerGroup

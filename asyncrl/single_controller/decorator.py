@@ -37,10 +37,20 @@ class Execute(DynamicEnum):
     RANK_ZERO: Execute
 
 
-for _name in Dispatch.__annotations__:
-    Dispatch.register(_name)
-for _name in Execute.__annotations__:
-    Execute.register(_name)
+def init_predefined_dispatch_mode() -> None:
+    """Register the modes that `Dispatch` names. Done here already: `ValueError` where it is done twice."""
+    for name in Dispatch.__annotations__:
+        Dispatch.register(name)
+
+
+def init_predefined_execute_mode() -> None:
+    """Register the modes that `Execute` names. Done here already: `ValueError` where it is done twice."""
+    for name in Execute.__annotations__:
+        Execute.register(name)
+
+
+init_predefined_dispatch_mode()
+init_predefined_execute_mode()
 
 
 def register(
@@ -86,7 +96,7 @@ def _wrapped(method: Any, materialize_futures: bool) -> Any:
     @wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         if materialize_futures:
-            args, kwargs = _materialize(args, kwargs)
+            args, kwargs = _materialize_futures(*args, **kwargs)
         with _named(self, method.__name__):
             return method(self, *args, **kwargs)
 
@@ -136,7 +146,7 @@ def _check_execute_mode(execute_mode: Any) -> None:
         raise UsageError(f"execute_mode must be an Execute, got {execute_mode!r}")
 
 
-def _materialize(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _materialize_futures(*args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Fetch the futures among the arguments."""
 
     def fetched(value: Any) -> Any:

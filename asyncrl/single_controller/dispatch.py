@@ -9,11 +9,9 @@ from typing import Any
 
 from asyncrl.protocol.errors import UsageError
 from asyncrl.protocol.future import DataProtoFuture, merge
+from asyncrl.protocol.padding import _padding_size_key
 
 from .decorator import Dispatch, Execute, _check_dispatch_mode
-
-# Dispatch functions put the rows they added under this key of the keyword arguments; the call takes them off again.
-_padding_size_key = "_padding_size_key_x123d"
 
 Dispatched = tuple[Any, dict[str, Any]]
 
@@ -71,7 +69,7 @@ def collect_dp_compute_data_proto(worker_group: Any, output: Any) -> Any:
     return _concat_data_proto_or_future(collect_dp_compute(worker_group, output))
 
 
-def forbidden_direct_call(worker_group: Any, *args: Any, **kwargs: Any) -> Any:
+def dummy_direct_rollout_call(worker_group: Any, *args: Any, **kwargs: Any) -> Any:
     """A direct rollout method is called on the worker, by the engine; never through the group."""
     raise UsageError("a DIRECT_ROLLOUT_METHOD is called on the worker itself, not through the worker group")
 
@@ -173,7 +171,7 @@ DISPATCH_MODE_FN_REGISTRY: dict[Dispatch, dict[str, Callable[..., Any]]] = {
         "collect_fn": collect_dp_compute_data_proto,
     },
     Dispatch.DP_COMPUTE_METRIC: {"dispatch_fn": dispatch_dp_compute_data_proto, "collect_fn": collect_dp_compute},
-    Dispatch.DIRECT_ROLLOUT_METHOD: {"dispatch_fn": forbidden_direct_call, "collect_fn": forbidden_direct_call},
+    Dispatch.DIRECT_ROLLOUT_METHOD: {"dispatch_fn": dummy_direct_rollout_call, "collect_fn": dummy_direct_rollout_call},
 }
 
 _EXECUTE_FN_NAMES = {Execute.ALL: "execute_all", Execute.RANK_ZERO: "execute_rank_zero"}

@@ -6,11 +6,13 @@ Ray ends the task. A worker's own methods are not used, because a worker runs on
 
 from __future__ import annotations
 
+import logging
 import os
 import select
+import signal
 import threading
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -20,6 +22,10 @@ from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from asyncrl.protocol.remote import fetch
+
+from .ray_pool import current_cluster
+
+_log = logging.getLogger(__name__)
 
 
 def wait_until_alive(workers: Sequence[Any], timeout_s: float) -> None:
@@ -45,16 +51,38 @@ def address_of(worker: Any) -> str:
     return actor["Address"]["IPAddress"] if actor else "unknown"
 
 
+def check_workers_alive(workers: Sequence[Any], is_alive: Callable[[Any], bool], gap_time: float = 1) -> None:
+    """Raise SIGABRT whenever a worker is found dead; it asks for ever, so give it a thread.
+
+    A group's ``start_worker_aliveness_check`` waits for the end of the processes instead of asking.
+
+    Args:
+        workers: What to ask about.
+        is_alive: Whether one of them is alive.
+        gap_time: Seconds between two rounds of questions.
+    """
+    pause = threading.Event()
+    while True:
+        for worker in workers:
+            if not is_alive(worker):
+                _log.warning("worker %s is not alive; raising SIGABRT", worker)
+                signal.raise_signal(signal.SIGABRT)
+        pause.wait(gap_time)
+
+
 class DeathWatch:
     """Waits for the first death among some workers, all of which are alive.
 
     Args:
         workers: Actor handles, by rank.
+        is_alive: Whether one of them is alive, as far as Ray knows.
     """
 
-    def __init__(self, workers: Sequence[Any]) -> None:
+    def __init__(self, workers: Sequence[Any], is_alive: Callable[[Any], bool]) -> None:
         self._workers = list(workers)
+        self._is_alive = is_alive
         self._closed = threading.Event()
+        self._cluster = current_cluster()
         self._ranks: dict[str, dict[int, int]] = defaultdict(dict)
         for rank, worker in enumerate(workers):
             actor = ray_state.actors(worker._actor_id.hex())
@@ -62,25 +90,30 @@ class DeathWatch:
         self._nodes = {_watch_on(node_id, list(ranks)): node_id for node_id, ranks in self._ranks.items()}
 
     def wait(self, every_s: float) -> int | None:
-        """The rank of a worker that died; None where the watch was closed.
+        """The rank of a worker that died; None where the watch was closed, or Ray shut down.
 
         Args:
             every_s: Seconds after which Ray is asked for the workers' states, even if no process ended.
         """
-        while True:
+        while not self._is_over():
             ended, _ = ray.wait(list(self._nodes), num_returns=1, timeout=every_s)
-            if self._closed.is_set():
-                return None
-            dead = [rank for rank, worker in enumerate(self._workers) if state_of(worker) != "ALIVE"]
+            if self._is_over():
+                break
+            dead = [rank for rank, worker in enumerate(self._workers) if not self._is_alive(worker)]
             rank = self._reported_by(ended[0]) if ended else None
             if rank is not None or dead:
                 return dead[0] if rank is None else rank
+        return None
 
     def close(self) -> None:
         """End the watch; `wait` returns."""
+        was_over = self._is_over()
         self._closed.set()
-        for task in list(self._nodes):
+        for task in [] if was_over else list(self._nodes):
             ray.cancel(task, force=True)
+
+    def _is_over(self) -> bool:
+        return self._closed.is_set() or self._cluster != current_cluster()
 
     def _reported_by(self, task: Any) -> int | None:
         """Who died, as the task on their node says; where the task itself was lost, another takes its place."""

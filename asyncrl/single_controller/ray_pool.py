@@ -6,9 +6,10 @@ from ipaddress import ip_address
 from typing import Any
 
 import ray
+from ray._private import worker as ray_worker
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 
-from asyncrl.protocol.errors import DeadlineError
+from asyncrl.protocol.errors import DeadlineError, UsageError
 
 from .resource_pool import ResourcePool, get_random_string
 
@@ -46,6 +47,7 @@ class RayResourcePool(ResourcePool):
         self.name_prefix = get_random_string(length=6) if name_prefix is None else name_prefix
         self.pgs: list[PlacementGroup] | None = None
         self._reserved: list[PlacementGroup] = []
+        self._cluster: Any = None
         self._wholes: list[RayResourcePool] = []
         self.detached = detached
         self.accelerator_type = accelerator_type
@@ -79,11 +81,13 @@ class RayResourcePool(ResourcePool):
     def get_placement_groups(
         self, strategy: str = "STRICT_PACK", name: str | None = None, device_name: str = "cuda"
     ) -> list[PlacementGroup]:
-        """The reservation, made at the first call: a placement group for each node.
+        """The reservation, made at the first call, and again in a new cluster: a placement group for each node.
 
         Raises:
             DeadlineError: the cluster did not grant it in time; nothing stays reserved.
+            UsageError: this is a part of a pool of a cluster that has ended.
         """
+        self._forget_earlier_cluster()
         if self.pgs is not None:
             return self.pgs
         prefix = name or f"{self.name_prefix}_{'_'.join(map(str, self._store))}:"
@@ -102,11 +106,13 @@ class RayResourcePool(ResourcePool):
                 remove_placement_group(pg)
             raise DeadlineError(self._not_granted(len(waiting), device_name))
         self.pgs = self._reserved = pgs
+        self._cluster = current_cluster()
         return pgs
 
     def borrow_from(self, *pools: RayResourcePool) -> None:
         """This pool uses placement groups of these, which must not give them back while a group is here."""
         self._wholes = [whole for pool in pools for whole in (pool._wholes or [pool])]
+        self._cluster = current_cluster()
 
     def enter(self) -> None:
         """A group starts its workers here."""
@@ -131,9 +137,21 @@ class RayResourcePool(ResourcePool):
         """Give the reservation back; workers in it are killed. A part of a pool leaves that to the whole."""
         if not self._reserved:
             return
-        for pg in self._reserved:
-            remove_placement_group(pg)
+        if self._cluster == current_cluster():
+            for pg in self._reserved:
+                remove_placement_group(pg)
         self.pgs, self._reserved, self._had_groups = None, [], False
+
+    def _forget_earlier_cluster(self) -> None:
+        """Where Ray was shut down and started again, the reservation ended with the cluster that had granted it."""
+        if self._cluster in (None, current_cluster()):
+            return
+        if self._wholes:
+            raise UsageError(
+                f"pool {self.name_prefix!r} is made of pools of a Ray cluster that has ended; split or merge them again"
+            )
+        if self._reserved:
+            self.pgs, self._reserved, self._had_groups, self._num_groups, self._num_parts = None, [], False, 0, 0
 
     def _give_back_if_unused(self) -> None:
         if self._had_groups and self._num_groups == 0 and self._num_parts == 0:
@@ -145,6 +163,11 @@ class RayResourcePool(ResourcePool):
             f"{self.name_prefix!r} (processes {self._store}, each {self.bundle(device_name)}) in {self.timeout_s} s; "
             f"free now: {ray.available_resources()}"
         )
+
+
+def current_cluster() -> Any:
+    """What tells the cluster this process is connected to from those it was connected to before; None: to none."""
+    return ray_worker.global_worker.current_cluster_and_job if ray.is_initialized() else None
 
 
 def node_addresses() -> dict[str, str]:

@@ -18,7 +18,7 @@ from .decorator import MAGIC_ATTR
 from .liveness import address_of
 from .placement import master_address_port, slots_of
 from .ray_class import RayClassWithInitArgs, unwrap
-from .ray_pool import RayResourcePool
+from .ray_pool import RayResourcePool, current_cluster
 from .resource_pool import get_random_string
 from .results import PendingResult, PendingResults
 from .route import Route
@@ -273,7 +273,7 @@ class RayWorkerGroup(WorkerGroup):
 
     def execute_rank_zero_async(self, method_name: str, *args: Any, **kwargs: Any) -> PendingResult:
         """Call a method of rank 0; returns a reference to the result."""
-        return PendingResult(self._route_to(method_name).call(self._workers[0], args, kwargs))
+        return PendingResult(self._execute_remote_single_worker(self._workers[0], method_name, *args, **kwargs))
 
     def execute_rank_zero_sync(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method of rank 0 and wait for the result."""
@@ -301,16 +301,18 @@ class RayWorkerGroup(WorkerGroup):
             kwargs = {key: [value] * num_workers for key, value in kwargs.items()}
         args = [shared(arg) for arg in args]
         kwargs = {key: shared(value) for key, value in kwargs.items()}
-        route = self._route_to(method_name)
-        return PendingResults(
-            route.call(
-                worker,
-                tuple([arg[rank] for arg in args]),
-                {key: value[rank] for key, value in kwargs.items()},
-                is_silent=rank in silent,
-            )
-            for rank, worker in enumerate(self._workers)
-        )
+        pending = PendingResults()
+        for rank, worker in enumerate(self._workers):
+            own_args, own_kwargs = [arg[rank] for arg in args], {key: value[rank] for key, value in kwargs.items()}
+            if rank in silent:
+                pending.append(self._route_to(method_name).call(worker, tuple(own_args), own_kwargs, is_silent=True))
+            else:
+                pending.append(self._execute_remote_single_worker(worker, method_name, *own_args, **own_kwargs))
+        return pending
+
+    def _execute_remote_single_worker(self, worker: Any, method_name: str, /, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of one worker, as all calls do whose result is wanted; returns a reference to the result."""
+        return self._route_to(method_name).call(worker, args, kwargs)
 
     def execute_all_sync(self, method_name: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Call a method of every worker and wait for the results."""
@@ -323,16 +325,19 @@ class RayWorkerGroup(WorkerGroup):
     def shutdown(self) -> None:
         """Kill the workers; the last group of a pool to do so gives the pool's reservation back.
 
-        Groups that were spawned from this one, or that attached to its workers, end with it.
+        Groups that were spawned from this one, or that attached to its workers, end with it. Where Ray was shut down
+        since they started, they have ended already.
         """
         self.stop_worker_aliveness_check()
+        has_ended = any(worker._ray_cluster_and_job != current_cluster() for worker in self._workers)
         for worker in self._workers:
             forget(worker._actor_id.hex())
-            ray.kill(worker)
+            if not has_ended:
+                ray.kill(worker)
         self._workers = []
-        if self.resource_pool is not None:
+        if self.resource_pool is not None and not has_ended:
             self.resource_pool.leave()
-            self.resource_pool = None
+        self.resource_pool = None
 
     def _route_to(self, method_name: str) -> Route:
         """How calls of a method reach the workers."""

@@ -19,6 +19,7 @@ _TEXTS = {
     "RewardModel": "rm",
     "ActorRolloutRef": "actor_rollout_ref",
     "Env": "env",
+    "TeacherModel": "teacher",
 }
 
 
@@ -33,6 +34,7 @@ class Role(DynamicEnum):
     RewardModel: Role
     ActorRolloutRef: Role
     Env: Role
+    TeacherModel: Role
 
     keeps_case = True
 

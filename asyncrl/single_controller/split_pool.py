@@ -76,8 +76,8 @@ def merge_resource_pool(rp1: RayResourcePool, rp2: RayResourcePool) -> RayResour
         raise UsageError(f"pools {rp1.name_prefix!r} and {rp2.name_prefix!r} differ in {different}; make them alike")
     options = {**ours, "process_on_nodes": rp1.store + rp2.store}
     merged = RayResourcePool(**options, name_prefix=f"{rp1.name_prefix}_{rp2.name_prefix}")
-    merged.borrow_from(rp1, rp2)
     merged.pgs = rp1.get_placement_groups() + rp2.get_placement_groups()
+    merged.borrow_from(rp1, rp2)
     return merged
 
 

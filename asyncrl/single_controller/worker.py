@@ -54,6 +54,13 @@ class Worker(WorkerHelper):
 
     fused_worker_attr_name = "fused_worker_dict"
 
+    _rank: int
+    _world_size: int
+    _local_rank: int
+    _local_world_size: int
+    _master_addr: str | None
+    _master_port: str | None
+
     def __new__(cls, *args: Any, **kwargs: Any) -> Worker:
         """Open the worker's log before anything else happens in the process."""
         log_file = os.environ.pop("WG_LOG_FILE", None)
@@ -69,19 +76,32 @@ class Worker(WorkerHelper):
             raise ValueError(
                 "RANK and WORLD_SIZE are not set; a Worker is started by a RayWorkerGroup, which sets them"
             )
-        self._rank = int(os.environ["RANK"])
-        self._world_size = int(os.environ["WORLD_SIZE"])
-        self._local_rank = int(os.environ.setdefault("LOCAL_RANK", "0"))
-        self._local_world_size = int(os.environ.setdefault("LOCAL_WORLD_SIZE", "1"))
-        self._master_addr = os.environ.get("MASTER_ADDR")
-        self._master_port = os.environ.get("MASTER_PORT")
+        store: dict[str, Any] = {f"_{key.lower()}": os.environ.get(key) for key in self.env_keys()}
+        store |= {
+            "_rank": int(os.environ["RANK"]),
+            "_world_size": int(os.environ["WORLD_SIZE"]),
+            "_local_rank": int(os.environ.get("LOCAL_RANK", "0")),
+            "_local_world_size": int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+        }
+        self._configure_with_store(store)
         self.fused_worker_dict: dict[str, Worker] = {}
         self._dispatch_dp_rank: dict[str, int] = {}
         self._collect_dp_rank: dict[str, bool] = {}
 
+    def _configure_with_store(self, store: dict[str, Any]) -> None:
+        """Take over what describes this worker: ``_key`` as an attribute, and as variable KEY of `env_keys`."""
+        vars(self).update(store)
+        for key in self.env_keys():
+            value = store.get(f"_{key.lower()}")
+            if value is not None:
+                os.environ[key] = str(value)
+
     @classmethod
     def env_keys(cls) -> list[str]:
-        """Names of the environment variables that describe a worker."""
+        """Names of the environment variables that describe a worker; each is an attribute too, RANK as ``_rank``.
+
+        A subclass may add its own.
+        """
         return [
             "WORLD_SIZE",
             "RANK",

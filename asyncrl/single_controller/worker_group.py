@@ -12,7 +12,7 @@ from asyncrl.protocol.errors import WorkerDiedError
 
 from .decorator import MAGIC_ATTR, Dispatch, Execute
 from .dispatch import get_predefined_dispatch_fn, get_predefined_execute_fn
-from .liveness import DeathWatch, wait_until_alive
+from .liveness import DeathWatch, state_of, wait_until_alive
 from .resource_pool import ResourcePool
 
 _log = logging.getLogger(__name__)
@@ -47,6 +47,10 @@ class WorkerGroup:
         """The error that tells of a worker's death; a subclass knows more of it."""
         return WorkerDiedError(f"worker of rank {rank} died")
 
+    def _is_worker_alive(self, worker: Any) -> bool:
+        """Whether Ray takes a worker to be alive."""
+        return state_of(worker) == "ALIVE"
+
     def _block_until_all_workers_alive(self, timeout_s: float = 300.0) -> None:
         """Wait until every worker is alive. Raises `DeadlineError` after ``timeout_s`` seconds."""
         wait_until_alive(self._workers, timeout_s)
@@ -63,7 +67,7 @@ class WorkerGroup:
         """
         self.stop_worker_aliveness_check()
         self._block_until_all_workers_alive()
-        self._watch = DeathWatch(self._workers)
+        self._watch = DeathWatch(self._workers, self._is_worker_alive)
         self._checker_thread = threading.Thread(
             target=self._tell_of_death,
             args=(self._watch, every_n_seconds, on_death or _abort),

@@ -1,5 +1,6 @@
 """Passages of driver scripts as they are written against verl, with their results."""
 
+import dataclasses
 import pickle
 
 import numpy as np
@@ -160,3 +161,53 @@ def test_tensors_shared_by_selections_are_the_same_tensordict():
     halves = data.split(2)
     halves[0].batch["ids"][0] = 0
     assert data.batch["ids"][0].tolist() == [0, 0]
+
+
+def test_a_batch_is_a_dataclass_of_its_three_parts():
+    assert [field.name for field in dataclasses.fields(DataProto)] == ["batch", "non_tensor_batch", "meta_info"]
+    cooler = dataclasses.replace(pickle.loads(pickle.dumps(prompts())), meta_info={"temperature": 0.5})
+    assert cooler.batch["ids"].tolist() == [[1, 2], [3, 4], [5, 6]]
+    assert cooler.meta_info == {"temperature": 0.5}
+    assert dataclasses.asdict(prompts())["meta_info"] == {"temperature": 1.0}
+    with pytest.raises(AssertionError):
+        dataclasses.replace(prompts(), non_tensor_batch={"uid": np.arange(2)})
+
+
+def test_a_subclass_may_be_a_dataclass_with_a_field_more():
+    @dataclasses.dataclass
+    class Stamped(DataProto):
+        step: int = 0
+
+    stamped = Stamped(batch=prompts().batch, step=7)
+    assert (len(stamped), stamped.step, stamped.meta_info) == (3, 7, {})
+    assert stamped[1:].batch["ids"].tolist() == [[3, 4], [5, 6]]
+    with pytest.raises(AssertionError, match="5"):
+        Stamped(batch=prompts().batch, non_tensor_batch={"uid": np.arange(5)})
+
+
+def test_the_state_of_a_batch_is_put_into_another():
+    restored = DataProto(meta_info={"old": 1})
+    restored.__setstate__(prompts().__getstate__())
+    assert restored.batch["ids"].tolist() == [[1, 2], [3, 4], [5, 6]]
+    assert restored.non_tensor_batch["uid"].tolist() == ["a", "b", "c"]
+    assert restored.meta_info == {"temperature": 1.0}
+
+
+def test_mini_batches_hold_object_arrays_of_the_rows():
+    data = DataProto.from_dict(
+        {"ids": torch.arange(4)},
+        {"turns": np.arange(4), "pairs": np.array([[1, 2], [3, 4], [5, 6], [7, 8]]), "text": ["a", "b", "c", "d"]},
+        {"temperature": 1.0},
+    )
+    first, second = data.make_iterator(mini_batch_size=2, epochs=1)
+    assert {array.dtype for part in (first, second) for array in part.non_tensor_batch.values()} == {np.dtype(object)}
+    assert second.non_tensor_batch["turns"].tolist() == [2, 3]
+    assert second.non_tensor_batch["pairs"].tolist() == [[5, 6], [7, 8]]
+    assert second.non_tensor_batch["text"].tolist() == ["c", "d"]
+    assert second.meta_info is data.meta_info
+    assert data.non_tensor_batch["turns"].dtype == np.int64
+
+
+def test_a_tensor_without_rows_is_refused():
+    with pytest.raises(AssertionError, match="'temperature' has no dimension"):
+        DataProto.from_dict({"temperature": torch.tensor(1.0)})

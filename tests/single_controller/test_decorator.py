@@ -2,6 +2,7 @@
 
 import inspect
 import pickle
+import signal
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ from asyncrl.protocol import DataProto
 from asyncrl.single_controller import (
     DISPATCH_MODE_FN_REGISTRY,
     Dispatch,
+    DistGlobalInfo,
+    DistRankInfo,
     DynamicEnum,
     Execute,
     RayClassWithInitArgs,
@@ -20,9 +23,12 @@ from asyncrl.single_controller import (
     Role,
     UsageError,
     Worker,
+    check_workers_alive,
     get_predefined_dispatch_fn,
     get_predefined_execute_fn,
     get_random_string,
+    init_predefined_dispatch_mode,
+    init_predefined_execute_mode,
     parallel_put,
     register,
     register_dispatch_mode,
@@ -37,7 +43,7 @@ from asyncrl.single_controller.dispatch import (
     collect_nd_compute,
     dispatch_dp_compute_data_proto_with_func,
     dispatch_one_to_all,
-    forbidden_direct_call,
+    dummy_direct_rollout_call,
 )
 from asyncrl.single_controller.packing import can_place
 
@@ -164,7 +170,7 @@ def test_the_first_argument_with_func_must_be_a_function():
 
 def test_a_direct_rollout_method_is_not_called_through_the_group():
     with pytest.raises(TypeError, match="worker itself"):
-        forbidden_direct_call(Group())
+        dummy_direct_rollout_call(Group())
 
 
 def test_a_pool_counts_processes_by_node():
@@ -195,6 +201,7 @@ def test_an_enumeration_of_ones_own_counts_up_and_writes_in_capitals():
 def test_a_role_is_found_by_what_it_writes():
     assert Role.from_string("actor_rollout") is Role.from_string("ActorRollout") is Role.ActorRollout
     assert str(Role.from_string("rm")) == "rm"
+    assert (Role.Actor.value, Role.Env.value, Role.TeacherModel.value) == (0, 7, 8)
     with pytest.raises(ValueError, match="critics"):
         Role.from_string("critics")
 
@@ -237,3 +244,51 @@ def test_parts_of_a_pool_have_at_least_one_process(split_size):
 def test_a_group_on_a_pool_without_processes_is_refused():
     with pytest.raises(UsageError, match="'empty' has no processes"):
         RayWorkerGroup(RayResourcePool([], use_gpu=False, name_prefix="empty"), RayClassWithInitArgs(Worker))
+
+
+def test_the_predefined_modes_are_registered_once():
+    with pytest.raises(ValueError, match="RANK_ZERO"):
+        init_predefined_dispatch_mode()
+    with pytest.raises(ValueError, match="ALL"):
+        init_predefined_execute_mode()
+
+
+def test_ranks_are_told_along_the_axes_of_a_model():
+    assert DistRankInfo(tp_rank=0, dp_rank=1, pp_rank=2, cp_rank=3) == DistRankInfo(0, 1, 2, 3)
+    assert DistGlobalInfo(1, 2, 3, 4).pp_size == 3
+
+
+def test_a_dead_worker_among_those_asked_after_aborts():
+    asked = []
+
+    def is_alive(worker):
+        asked.append(worker)
+        return len(asked) < 4
+
+    def stop(number, frame):
+        raise InterruptedError(number)
+
+    before = signal.signal(signal.SIGABRT, stop)
+    try:
+        with pytest.raises(InterruptedError, match=str(int(signal.SIGABRT))):
+            check_workers_alive(["a", "b"], is_alive, gap_time=0.001)
+    finally:
+        signal.signal(signal.SIGABRT, before)
+    assert asked == ["a", "b", "a", "b"]
+
+
+def test_a_worker_takes_over_variables_of_its_own(monkeypatch):
+    class Described(Worker):
+        @classmethod
+        def env_keys(cls):
+            return [*super().env_keys(), "MY_RACK"]
+
+    for name, value in {"RANK": "3", "WORLD_SIZE": "4", "MY_RACK": "r7"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    worker = Described()
+    assert (worker.rank, worker.world_size, worker._my_rack) == (3, 4, "r7")
+    assert (worker._local_rank, worker._local_world_size) == (0, 2)
+    worker._configure_with_store({"_rank": 1, "_my_rack": "r8"})
+    assert (worker.rank, worker._my_rack) == (1, "r8")

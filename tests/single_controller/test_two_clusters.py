@@ -1,0 +1,80 @@
+"""Ray shut down and started again in one process, as notebooks do."""
+
+import os
+import subprocess
+import sys
+
+_SCRIPT = """
+import gc, os, sys
+import ray, torch
+from asyncrl.protocol import DataProto
+from asyncrl.protocol.errors import WorkerDiedError
+from asyncrl.single_controller import *
+
+class Passer(Worker):
+    def __init__(self):
+        super().__init__()
+        self._register_dispatch_collect_info("all", self.rank, True)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def die(self):
+        os._exit(1)
+
+    @register(make_nd_compute_dataproto_dispatch_fn("all"), blocking=False)
+    def same(self, data):
+        return data
+
+def begin():
+    ray.init(address="local", num_cpus=4, include_dashboard=False, object_store_memory=80 * 2**20, log_to_driver=False)
+
+def start(pool):
+    return RayWorkerGroup(pool, RayClassWithInitArgs(Passer), timeout_s=60)
+
+def use(group):
+    data = DataProto.from_dict({"x": torch.arange(80_000).reshape(8, 10_000)})
+    assert len(group.same(group.same(data)).get(60)) == 8
+
+begin()
+pool, doomed_pool = (RayResourcePool([2], use_gpu=False, max_colocate_count=1, timeout_s=60) for _ in range(2))
+(half, _), earlier = split_resource_pool(pool, 1), start(pool)
+use(earlier)
+earlier.start_worker_aliveness_check()
+watching = earlier._checker_thread
+doomed, kept = start(doomed_pool), []
+try:
+    doomed.die()
+except WorkerDiedError as error:
+    kept = [error, earlier.same(DataProto.from_dict({"x": torch.zeros(2)}))]
+assert kept, "the worker did not die"
+ray.shutdown()
+watching.join(30)
+assert not watching.is_alive(), "the watch outlived its cluster"
+doomed.shutdown()
+assert not ray.is_initialized(), "shutting a group down started Ray"
+
+begin()
+now = start(pool)
+use(now)
+kept.clear()
+gc.collect()
+earlier.shutdown()
+use(now)
+try:
+    start(half)
+    raise SystemExit("a part of an ended pool was used")
+except UsageError as error:
+    assert "has ended" in str(error)
+now.shutdown()
+assert pool.pgs is None, "the new reservation was not given back"
+ray.shutdown()
+sys.stdout.write("both clusters served")
+"""
+
+
+def test_a_second_cluster_serves_after_a_worker_died_in_the_first():
+    environment = {**os.environ, "RAY_worker_niceness": "0", "OMP_NUM_THREADS": "1", "RAY_AUTH_MODE": "disabled"}
+    environment.pop("RAY_ADDRESS", None)
+    run = subprocess.run(
+        [sys.executable, "-c", _SCRIPT], env=environment, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert run.stdout.endswith("both clusters served"), run.stdout + run.stderr
