@@ -27,7 +27,8 @@ def render(report: dict[str, Any]) -> str:
     stats, groups = report["stats"], report["groups"]
     lines = [
         f"learner version {stats['learner_version']}, max_lag {report['max_lag']}, B {report['groups_per_step']}",
-        f"groups     {_counts(stats['groups'])}; dropped for {_counts(stats['groups_dropped'])}",
+        f"groups     {_counts(stats['groups'])}; dropped for {_counts(stats['groups_dropped'])}; "
+        f"filters dropped the last {stats['filtered_in_a_row']} finished",
         f"tokens     {stats['tokens_trained']} trained, {stats['tokens_buffered']} buffered, dropped for "
         f"{_counts(stats['tokens_dropped'])}",
         f"lags       consumed {_lags(dict(stats['lag_histogram']))}; "

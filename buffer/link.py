@@ -28,7 +28,11 @@ _BATCH = 16
 def connect(
     context: zmq.Context[Any], address: str, keys: ClientKeys | None
 ) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
-    """A DEALER with an identity of its own, and the monitor that speaks when it is connected or cut off."""
+    """A DEALER with an identity of its own, and the monitor that speaks when it is connected or cut off.
+
+    Raises:
+        ValueError: the address is none.
+    """
     socket = context.socket(zmq.DEALER)
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.IDENTITY, uuid.uuid4().bytes)
@@ -40,7 +44,13 @@ def connect(
     if keys is not None:
         secure_client(socket, keys)
     monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
-    socket.connect(address)
+    try:
+        socket.connect(address)
+    except zmq.ZMQError as error:
+        socket.disable_monitor()
+        monitor.close()
+        socket.close()
+        raise ValueError(f"{address!r} is no address of a buffer; it is like tcp://HOST:PORT") from error
     return socket, monitor
 
 

@@ -57,6 +57,14 @@ def test_a_thread_that_gets_no_turn_is_told_at_its_deadline():
     rank.close()
 
 
+@pytest.mark.parametrize("address", ["nowhere", "127.0.0.1:5555", "tcp://127.0.0.1", "tcp://127.0.0.1:port"])
+async def test_what_is_no_address_is_refused_by_name(address: str):
+    with pytest.raises(ValueError, match=f"'{address}' is no address of a buffer"):
+        SyncBufferClient(address)
+    with pytest.raises(ValueError, match="it is like tcp://HOST:PORT"):
+        await BufferClient(address).stats()
+
+
 def test_a_client_of_the_process_before_a_fork_is_refused_and_still_serves_its_own(tmp_path: Path):
     with BufferProcess(BufferConfig(), groups_per_step=1, log_path=tmp_path / "log") as server:
         rank = SyncBufferClient(server.address, request_timeout_s=10.0)
