@@ -191,6 +191,7 @@ def check_options(config: RunConfig) -> None:
             f"got {algorithm.samples_per_prompt} with algorithm.advantage={algorithm.advantage}"
         )
     _check_roles(config)
+    _check_budget(config)
     dp_size = max(learner_pools(config).values()) // config.learner.sp_size
     if algorithm.groups_per_step < dp_size:
         raise ValueError(
@@ -327,12 +328,26 @@ def _check_roles(config: RunConfig) -> None:
     if learner.critic.path and not config.algorithm.needs_critic:
         raise ValueError(
             f"learner.critic.path={learner.critic.path!r} names a critic, which algorithm.advantage="
-            f"{config.algorithm.advantage} does not use; set algorithm.advantage=gae"
+            f"{config.algorithm.advantage} does not use; set algorithm.advantage=gae, or algorithm.critic=true for an "
+            "estimator of your own"
         )
     if learner.reward_model.path and (looking := sorted(set(config.buffer.filters) - {"no_tokens"})):
         raise ValueError(
             f"buffer.filters={looking} look at rewards when groups are stored, and a reward model scores them after "
             "they are planned; use the one or the other (no_tokens looks at none, and may stay)"
+        )
+
+
+def _check_budget(config: RunConfig) -> None:
+    """Check that the longest sequence fits a micro-batch; more turns than one are seen when they come."""
+    learner = config.learner
+    longest = config.data.max_prompt_tokens + config.rollout_fleet.sampling.max_new_tokens
+    budget = learner.max_tokens_per_micro_batch * learner.sp_size
+    if longest > budget:
+        raise ValueError(
+            "learner.max_tokens_per_micro_batch x learner.sp_size must hold the longest sequence, "
+            f"data.max_prompt_tokens + rollout_fleet.sampling.max_new_tokens = {longest}, got "
+            f"{learner.max_tokens_per_micro_batch} x {learner.sp_size}; raise it, or lower the two"
         )
 
 

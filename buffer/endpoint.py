@@ -82,14 +82,15 @@ class Endpoint:
     def _bind(self, socket: zmq.Socket[bytes], config: BufferConfig) -> str:
         """Bind the configured port, or the one that an earlier server of this journal had, or a free one."""
         address = f"tcp://{config.host}:{config.port or '*'}"
-        if not config.port and self._journal is not None:
-            address = self._journal.read("address") or address
+        known = self._journal.read("address") if self._journal is not None else None
+        if known and not config.port:
+            address = known
         try:
             socket.bind(address)
         except zmq.ZMQError as error:
             raise ValueError(f"the buffer cannot bind {address}: {error.strerror}; set buffer.port") from error
         bound = socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        if self._journal is not None:
+        if self._journal is not None and bound != known:
             self._journal.write("address", bound)
         return bound
 

@@ -48,23 +48,33 @@ class Journal:
         max_bytes: Largest size of the file; 0 leaves it to the disk.
 
     Raises:
-        ValueError: the file was written by another format of the journal.
+        ReplayBufferError: the file cannot be opened, or is none of SQLite's.
+        ValueError: it was written by another format of the journal.
     """
 
     def __init__(self, path: Path, *, max_bytes: int = 0) -> None:
         self._path = path
-        self._database = sqlite3.connect(path, isolation_level=None)
-        self._database.execute("PRAGMA journal_mode = WAL")
-        self._database.execute("PRAGMA synchronous = NORMAL")
-        if max_bytes:
-            page_bytes = self._database.execute("PRAGMA page_size").fetchone()[0]
-            self._database.execute(f"PRAGMA max_page_count = {max(1, max_bytes // page_bytes)}")
-        self._database.executescript(_SCHEMA)
+        try:
+            self._database = self._open(max_bytes)
+        except sqlite3.Error as error:
+            raise ReplayBufferError(
+                f"{path} cannot be opened: {error}; look at the disk and its permissions"
+            ) from error
         found = self.read("format")
         if found is None:
             self.write("format", FORMAT)
         elif found != FORMAT:
             raise ValueError(f"{path} is a journal of format {found}, expected {FORMAT}; use the release that wrote it")
+
+    def _open(self, max_bytes: int) -> sqlite3.Connection:
+        database = sqlite3.connect(self._path, isolation_level=None)
+        database.execute("PRAGMA journal_mode = WAL")
+        database.execute("PRAGMA synchronous = NORMAL")
+        if max_bytes:
+            page_bytes = database.execute("PRAGMA page_size").fetchone()[0]
+            database.execute(f"PRAGMA max_page_count = {max(1, max_bytes // page_bytes)}")
+        database.executescript(_SCHEMA)
+        return database
 
     def read(self, name: str) -> Any:
         """A remembered value, or None."""
@@ -72,7 +82,15 @@ class Journal:
         return None if row is None else msgpack.unpackb(row[0], strict_map_key=False)
 
     def write(self, name: str, value: Any) -> None:
-        """Remember a value."""
+        """Remember a value.
+
+        Raises:
+            ReplayBufferError: the disk is full.
+        """
+        with self._transaction():
+            self._write(name, value)
+
+    def _write(self, name: str, value: Any) -> None:
         self._database.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", [name, msgpack.packb(value)])
 
     def recover(self) -> Recovered:
@@ -105,7 +123,7 @@ class Journal:
             ReplayBufferError: the disk is full; the operations stand as they were.
         """
         with self._transaction():
-            self.write("snapshot", snapshot)
+            self._write("snapshot", snapshot)
             self._database.execute("DELETE FROM operations")
             self._database.executemany("DELETE FROM frames WHERE group_id = ?", [[group_id] for group_id in forget])
 
@@ -140,7 +158,10 @@ class _Transaction:
         self._path = path
 
     def __enter__(self) -> None:
-        self._database.execute("BEGIN IMMEDIATE")
+        try:
+            self._database.execute("BEGIN IMMEDIATE")
+        except sqlite3.OperationalError as failed:
+            raise self._error(failed) from failed
 
     def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
         try:
@@ -153,4 +174,7 @@ class _Transaction:
         if self._database.in_transaction:
             self._database.execute("ROLLBACK")
         if isinstance(error, sqlite3.OperationalError):
-            raise ReplayBufferError(f"{self._path} cannot be written: {error}; nothing was stored") from error
+            raise self._error(error) from error
+
+    def _error(self, failed: sqlite3.OperationalError) -> ReplayBufferError:
+        return ReplayBufferError(f"{self._path} cannot be written: {failed}; nothing was stored")

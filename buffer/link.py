@@ -79,7 +79,8 @@ class Link:
 
     Attributes:
         is_connected: Whether the server can be reached now.
-        num_read: Largest request id of a fetch that was answered.
+        num_read: Largest request id of a fetch whose reply has come, also if nobody waited for it any more.
+        loop: The loop that it lives on.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class Link:
         self.num_read = 0
         self._timeout_s = timeout_s
         self._on_push = on_push
-        self._loop = asyncio.get_running_loop()
+        self.loop = asyncio.get_running_loop()
         self._pending: dict[int, _Pending] = {}
         self._outbox: list[Message] = []
         self._flush_handle: asyncio.Handle | None = None
@@ -147,8 +148,8 @@ class Link:
         self._begin(request, name).add_done_callback(forget)
 
     def _begin(self, request: Message, caller: str) -> asyncio.Future[Message]:
-        reply: asyncio.Future[Message] = self._loop.create_future()
-        due = self._loop.time() + self._timeout_s
+        reply: asyncio.Future[Message] = self.loop.create_future()
+        due = self.loop.time() + self._timeout_s
         self._pending[request.request_id] = _Pending(caller=caller, request=request, reply=reply, due=due)
         self._deadline.at(due)
         self._send(request)
@@ -163,7 +164,7 @@ class Link:
         if len(self._outbox) == _BATCH:
             self._flush()
         elif self._flush_handle is None:
-            self._flush_handle = self._loop.call_soon(self._flush)
+            self._flush_handle = self.loop.call_soon(self._flush)
 
     def _flush(self) -> None:
         if self._flush_handle is not None:
@@ -179,7 +180,7 @@ class Link:
 
     def _miss_deadlines(self) -> None:
         """Fail what is overdue; all requests have as long, so that the first are due first."""
-        now = self._loop.time()
+        now = self.loop.time()
         for pending in self._pending.values():
             if pending.due > now:
                 self._deadline.at(pending.due)
@@ -233,6 +234,8 @@ class Link:
         elif message.request_id == PUSH_ID:
             self.fail_all(messages.error_of(message))
         else:
+            if "counts" in message.fields:
+                self.num_read = max(self.num_read, message.request_id)
             self._resolve(message.request_id, message)
 
     def _resolve(self, request_id: int, reply: Message) -> None:

@@ -1,13 +1,16 @@
 """The blocking client of the buffer, for learner ranks."""
 
 import itertools
+import os
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import zmq
 
-from asyncrl.protocol.errors import ReplayBufferError
+from asyncrl.protocol.errors import DeadlineError, ReplayBufferError, StoreFull
 from asyncrl.protocol.types import BufferStats, TrajectoryGroup
 
 from . import messages
@@ -19,7 +22,7 @@ from .summaries import stats_of
 
 
 class SyncBufferClient:
-    """Implements the port `TrajectorySource`. One thread at a time.
+    """Implements the port `TrajectorySource`. Threads take turns; a forked process makes a client of its own.
 
     Args:
         address: Where the server listens.
@@ -33,6 +36,8 @@ class SyncBufferClient:
         self._keys = keys
         self._link = _SyncLink(address, request_timeout_s, keys)
         self._stores: list[_SyncLink] = []
+        self._turn = threading.Lock()
+        self._process = os.getpid()
 
     def fetch(self, group_ids: Sequence[int]) -> list[TrajectoryGroup]:
         """See `TrajectorySource.fetch`. Where store servers hold the payloads, all are asked at once.
@@ -41,26 +46,65 @@ class SyncBufferClient:
             UnknownGroup: a group is not stored.
             DeadlineError: no answer came in time.
         """
-        self._link.send("fetch", {"groups": list(group_ids), "read": self._link.num_read})
-        reply = self._link.receive()
-        if "stores" not in reply.fields:
-            return groups_of(reply, group_ids)
-        if not self._stores:
-            self._stores = [_SyncLink(address, self._timeout_s, self._keys) for address in reply.fields["stores"]]
-        asked = split_by_store(group_ids, messages.integers(reply.fields, "attempts"), len(self._stores))
-        for store, fields in zip(self._stores, asked, strict=True):
-            store.send("fetch", {**fields, "read": store.num_read})
-        return join_from_stores([store.receive() for store in self._stores], group_ids)
+        with self._in_turn("fetch"):
+            reply = _fetch_from([self._link], [{"groups": list(group_ids)}])[0]
+            if "stores" not in reply.fields:
+                return groups_of(reply, group_ids)
+            if not self._stores:
+                self._stores = [_SyncLink(address, self._timeout_s, self._keys) for address in reply.fields["stores"]]
+            asked = split_by_store(group_ids, messages.integers(reply.fields, "attempts"), len(self._stores))
+            return join_from_stores(_fetch_from(self._stores, asked), group_ids)
 
     def stats(self) -> BufferStats:
         """The ledger now."""
-        self._link.send("stats", {})
-        return stats_of(self._link.receive().fields)
+        with self._in_turn("stats"):
+            self._link.send("stats", {})
+            [reply] = _checked([self._link.receive()])
+            return stats_of(reply.fields)
+
+    @contextmanager
+    def _in_turn(self, call: str) -> Iterator[None]:
+        """Let one thread in at a time, as sockets need it, and no process but the one that made them."""
+        if os.getpid() != self._process:
+            raise ReplayBufferError(
+                f"buffer.{call}: the client of the buffer at {self.address} was made in process {self._process}, and "
+                f"this is {os.getpid()}; make one in each process"
+            )
+        if not self._turn.acquire(timeout=self._timeout_s):
+            raise DeadlineError(
+                f"buffer.{call}: other threads had this client for {self._timeout_s:.1f} s; give each one"
+            )
+        try:
+            yield
+        finally:
+            self._turn.release()
 
     def close(self) -> None:
         """Close the connection."""
-        for link in (self._link, *self._stores):
-            link.close()
+        if os.getpid() == self._process:
+            for link in (self._link, *self._stores):
+                link.close()
+
+
+def _fetch_from(links: "Sequence[_SyncLink]", asked: Sequence[Mapping[str, Any]]) -> list[Message]:
+    """Ask all at once, and wait for all, also where one fails."""
+    told = [link.num_read for link in links]
+    for link, fields in zip(links, asked, strict=True):
+        link.send("fetch", {**fields, "read": link.num_read})
+    replies = [link.receive() for link in links]
+    for i, (link, fields) in enumerate(zip(links, asked, strict=True)):
+        if replies[i].name == StoreFull.__name__ and link.num_read > told[i]:
+            link.send("fetch", {**fields, "read": link.num_read})
+            replies[i] = link.receive()
+    return _checked(replies)
+
+
+def _checked(replies: list[Message]) -> list[Message]:
+    """Raise the first error among replies."""
+    for reply in replies:
+        if reply.name != OK:
+            raise messages.error_of(reply)
+    return replies
 
 
 class _SyncLink:
@@ -86,7 +130,7 @@ class _SyncLink:
         self._socket.send_multipart(self._request.frames())
 
     def receive(self) -> Message:
-        """Wait for the reply to what was sent last."""
+        """Wait for the reply to what was sent last, which may be an error."""
         deadline = time.monotonic() + self._timeout_s
         while (left_s := deadline - time.monotonic()) > 0:
             ready = dict(self._poller.poll(int(left_s * 1000) + 1))
@@ -99,11 +143,10 @@ class _SyncLink:
     def _read(self) -> Message | None:
         """The reply, if that is what came; a late one to an earlier request is passed over."""
         reply = messages.parse_reply(self._socket.recv_multipart(copy=False))
+        if "counts" in reply.fields:
+            self.num_read = max(self.num_read, reply.request_id)
         if reply.request_id not in (self._request.request_id, PUSH_ID) or reply.name in PUSHES:
             return None
-        if reply.name != OK:
-            raise messages.error_of(reply)
-        self.num_read = reply.request_id
         return reply
 
     def _note_event(self) -> None:

@@ -35,6 +35,7 @@ from .checkpoint_files import (
     partial_path,
     put_in_place,
     read_progress,
+    unfinished_checkpoints,
     write_progress,
 )
 from .critic import CriticTrainer
@@ -154,7 +155,8 @@ class Checkpointer:
         if dist.get_rank() != 0:
             return
         trainer, partial = self._trainer, partial_path(final)
-        shutil.rmtree(partial, ignore_errors=True)
+        for left in unfinished_checkpoints(self._directory):
+            shutil.rmtree(left)
         partial.mkdir(parents=True)
         trainer.pretrained.config.save_pretrained(partial / HUGGING_FACE)
         copy_tokenizer(trainer.model_path, partial / HUGGING_FACE)

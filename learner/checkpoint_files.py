@@ -56,6 +56,11 @@ def partial_path(final: Path) -> Path:
     return final.with_name(f".{final.name}.partial")
 
 
+def unfinished_checkpoints(directory: Path) -> list[Path]:
+    """What processes that died while saving left; nobody else may be saving there."""
+    return sorted(directory.glob(".v*.partial"))
+
+
 def write_progress(checkpoint: Path, progress: Progress) -> None:
     """Write what the checkpoint says of itself."""
     (checkpoint / _PROGRESS).write_text(json.dumps(asdict(progress)))

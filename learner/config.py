@@ -63,6 +63,7 @@ class AlgorithmConfig:
         num_mini_batches: Optimizer updates of one learner step, each on its share of the batch's prompt groups.
         advantage: Advantage estimator: a name from `learner.advantages`, ``module:function`` or ``file.py:function``.
         loss: Policy loss: a name from `learner.losses`, ``module:function`` or ``file.py:function``.
+        critic: Give a token-level estimator of your own a critic's values; ``advantage=gae`` has one without it.
         discount: Gamma of returns, in [0, 1].
         trace: Lambda of ``advantage=gae``, in [0, 1].
         whiten_advantages: Standardise the advantages of ``advantage=gae`` over the batch's tokens.
@@ -93,6 +94,7 @@ class AlgorithmConfig:
     num_mini_batches: int = 1
     advantage: str = "grpo"
     loss: str = "ppo_clip"
+    critic: bool = False
     discount: float = 1.0
     trace: float = 1.0
     whiten_advantages: bool = True
@@ -118,7 +120,7 @@ class AlgorithmConfig:
     @property
     def needs_critic(self) -> bool:
         """Whether the advantages take a critic's values."""
-        return self.advantage == "gae"
+        return self.critic or self.advantage == "gae"
 
     @property
     def needs_reference(self) -> bool:
@@ -249,7 +251,7 @@ class LoraConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CriticConfig:
-    """The critic of ``algorithm.advantage=gae``.
+    """The critic of ``algorithm.advantage=gae``, or of ``algorithm.critic=true``.
 
     Attributes:
         path: Model to start from, in Hugging Face layout: a token classifier with one label, or a causal language

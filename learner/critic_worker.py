@@ -18,8 +18,10 @@ from .batching import split_sequences
 from .config import AlgorithmConfig, LearnerConfig
 from .credit import CreditAssignment
 from .critic import CriticTrainer
+from .registry import ADVANTAGES
 from .rows import response_rows, scored_sequences, trained_sequences
 from .step import merged_updates
+from .token_advantages import is_token_level
 from .types import RankBatch, TokenSequence
 from .worker import BY_ROWS, PER_DP_RANK, RoleWorker
 
@@ -56,7 +58,17 @@ class CriticWorker(RoleWorker[CriticTrainer]):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def init_model(self) -> None:
-        """Join the group, load the model and connect to the buffer."""
+        """Join the group, load the model and connect to the buffer.
+
+        Raises:
+            ValueError: the advantages take no values, and give no returns to learn.
+        """
+        advantage = self._algorithm.advantage
+        if self._algorithm.critic and not is_token_level(ADVANTAGES.get(advantage)):
+            raise ValueError(
+                f"algorithm.critic=true needs an estimator of tokens, which reads values, got algorithm.advantage="
+                f"{advantage}; mark your own with learner.token_level, or set algorithm.critic=false"
+            )
         trainer = CriticTrainer(
             self._config,
             self._config.critic,

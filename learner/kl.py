@@ -42,6 +42,9 @@ def k3(log_ratio: Tensor) -> Tensor:
 class AdaptiveKLCoefficient:
     """Coefficient that steers a divergence towards a target (arXiv 1909.08593, section 2.2).
 
+    Deviation: the divergence is the mean over a batch's tokens; the paper's is of whole continuations, and verl's is
+    the mean over sequences of their means.
+
     Args:
         initial: First coefficient.
         target: Divergence aimed at, nats a token.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import cast
@@ -19,6 +20,8 @@ from .ulysses import (
     get_ulysses_sequence_parallel_world_size,
     ulysses_pad_and_slice_inputs,
 )
+
+log = logging.getLogger(__name__)
 
 _CHANGES_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 """Options of model families whose logits are more than a linear map of the last hidden state."""
@@ -48,6 +51,13 @@ def load_causal_lm(model_path: str, dtype: torch.dtype, *, on_meta: bool = False
         with torch.device("meta"):
             empty = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=ATTENTION_NAME)
         return cast("PreTrainedModel", empty).train()
+    if getattr(config, "output_router_logits", False):
+        log.warning(
+            "%s sets output_router_logits=true: the learner adds no router_aux_loss_coef=%s times the routers' "
+            "balancing loss, which is not a sum over tokens and would depend on how micro-batches split them",
+            model_path,
+            getattr(config, "router_aux_loss_coef", None),
+        )
     model = AutoModelForCausalLM.from_pretrained(
         model_path, config=config, dtype=dtype, attn_implementation=ATTENTION_NAME
     )

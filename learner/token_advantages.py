@@ -30,7 +30,7 @@ class TokenRewards:
         rewards: [M] float64, a reward a token; an outcome reward stands at its trajectory's last policy token.
         lengths: [B] int64, policy tokens of each trajectory; they sum to M. May be 0.
         group_ids: [B] int64, prompt group of each trajectory.
-        values: [M] float64, the critic's value before each token; zeros where there is no critic.
+        values: [M] float64, the critic's value before each token; zeros without a critic (``algorithm.critic``).
     """
 
     rewards: Tensor

@@ -168,6 +168,28 @@ def test_a_role_that_fails_is_the_error_that_is_seen(start) -> None:
     assert any("ReferenceWorker.score" in note for note in caught.value.__notes__)
 
 
+def test_an_estimator_of_ones_own_has_a_critic_where_it_asks_for_one(start, tmp_path) -> None:
+    path = tmp_path / "own.py"
+    path.write_text(
+        "from learner import TokenAdvantages, token_level\n"
+        "@token_level\n"
+        "def baseline(batch, config, total):\n"
+        "    returns = batch.rewards + 3.0\n"
+        "    return TokenAdvantages(advantages=returns - batch.values, returns=returns)\n"
+        "def outcome(rewards, group_ids):\n"
+        "    return rewards\n"
+    )
+    only = ["algorithm.critic=true", "algorithm.kl_coef=0", "algorithm.kl_reward_coef=0"]
+    learner = start(f"algorithm.advantage={path}:baseline", *only)
+    metrics, _ = asyncio.run(asyncio.wait_for(run_steps(learner, 4), DEADLINE_S))
+    assert set(learner._roles.pools) == {"actor", "critic"}
+    assert metrics[0]["critic.value_mean"] == pytest.approx(0.0, abs=0.5)
+    assert metrics[3]["critic.value_loss"] < 0.8 * metrics[0]["critic.value_loss"]
+    asyncio.run(learner.stop(10))
+    with pytest.raises(ValueError, match=r"critic=true needs an estimator of tokens.*own.py:outcome"):
+        asyncio.run(start(f"algorithm.advantage={path}:outcome", *only).init())
+
+
 def test_warm_up_steps_leave_the_policy_alone_and_teach_the_critic(start, tmp_path) -> None:
     learner = start("learner.critic.warmup_steps=2")
     metrics, weights = asyncio.run(asyncio.wait_for(run_steps(learner), DEADLINE_S))
@@ -254,6 +276,7 @@ def test_actor_and_critic_go_on_from_their_checkpoint(start) -> None:
             "multiple of learner.sp_size=2, got 3",
         ),
         (["algorithm.advantage=grpo", "learner.critic.path=x"], "set algorithm.advantage=gae"),
+        (["learner.max_tokens_per_micro_batch=1500"], r"must hold the longest sequence, .* = 1536, got 1500 x 1"),
         (["learner.reward_model.path=x", "buffer.filters=[equal_rewards]"], "use the one or the other"),
     ],
 )

@@ -152,12 +152,23 @@ async def test_a_full_disk_is_an_error_and_nothing_is_acknowledged_that_is_not_s
         assert acknowledged
         stats = await client.stats()
         assert stats.groups["stored"] == len(acknowledged)
+        address = run.server.address
+    async with running(groups_per_step=4, **options) as run:  # the disk is as full as before
+        assert run.server.address == address
+        fetched = await run.client().fetch(acknowledged)
+        assert [group.group_id for group in fetched] == acknowledged
     monkeypatch.undo()
     async with running(groups_per_step=4, **options) as run:
         client = run.client()
         fetched = await client.fetch(acknowledged)
         assert [group.group_id for group in fetched] == acknowledged
         await client.put(rollout(leases[len(acknowledged)], num_tokens=1500))
+
+
+def test_a_file_that_is_no_journal_is_refused_by_its_path(tmp_path: Path):
+    (tmp_path / "journal.sqlite").write_text("something else, and long enough to be looked at" * 100)
+    with pytest.raises(ReplayBufferError, match=r"journal.sqlite cannot be opened: file is not a database"):
+        Journal(tmp_path / "journal.sqlite")
 
 
 async def test_a_journal_of_another_bound_is_refused_by_name(tmp_path: Path):

@@ -233,8 +233,9 @@ def test_a_process_killed_while_saving_leaves_the_checkpoint_before(model_path: 
     checkpointer = Checkpointer(trainer, str(tmp_path / "c"))
     assert checkpointer.load(newest) == 1
     assert_equal(weights_of(trainer), weights_of(trainer_of(model_path)))
-    checkpointer.save(2)
-    assert checkpointer.latest() == tmp_path / "c" / "v00000002"
+    checkpointer.save(3)
+    assert checkpointer.latest() == tmp_path / "c" / "v00000003"
+    assert {path.name for path in (tmp_path / "c").iterdir()} == {"v00000001", "v00000003"}  # nothing unfinished
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])

@@ -1,5 +1,6 @@
 """The packed model against transformers' own forward, one sequence at a time."""
 
+import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from tiny_models import FAMILIES, VOCABULARY, random_sequences, save_tiny_model
 from learner.attention import packed_layout
 from learner.config import Device, LearnerConfig
 from learner.logprobs import chunked_log_probs
+from learner.model import load_causal_lm
 from learner.trainer import PolicyTrainer
 from learner.types import TokenSequence
 
@@ -110,3 +112,13 @@ def test_a_path_without_a_model_is_named(tmp_path: Path) -> None:
 def test_greedy_sampling_has_no_log_probs_to_train_on(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="temperature must be > 0"):
         PolicyTrainer(CONFIG, model_path=save_tiny_model(tmp_path / "model"), total_updates=1, temperature=0.0)
+
+
+def test_a_router_loss_that_is_asked_for_is_said_to_be_left_out(tmp_path: Path, caplog) -> None:
+    path = save_tiny_model(tmp_path / "model", "qwen3_moe")
+    load_causal_lm(path, torch.float32)
+    assert "router" not in caplog.text
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config | {"output_router_logits": True}))
+    load_causal_lm(path, torch.float32)
+    assert "adds no router_aux_loss_coef=0.001" in caplog.text

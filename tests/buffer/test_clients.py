@@ -1,0 +1,129 @@
+"""Clients used in ways that their callers find: cancelled calls, threads, forks, other loops, a loop that is closed."""
+
+import asyncio
+import itertools
+import os
+import time
+from pathlib import Path
+
+import pytest
+from groups import prompt, rollout, running
+
+from asyncrl.protocol.errors import DeadlineError, ReplayBufferError
+from buffer import BufferClient, BufferConfig, BufferProcess, SyncBufferClient
+
+NUM_BYTES = 1_000_000
+
+
+async def store_two_groups(client: BufferClient) -> list[int]:
+    """Two groups that fill more than half of `NUM_BYTES` together."""
+    await client.enqueue([prompt(i) for i in range(2)])
+    for lease in await client.lease(0, 2):
+        await client.put(rollout(lease, num_tokens=25_000))
+    return [0, 1]
+
+
+@pytest.mark.parametrize("num_store_servers", [0, 2])
+async def test_fetches_that_were_cancelled_do_not_count_as_unread_for_ever(num_store_servers: int):
+    async with running(max_stored_bytes=NUM_BYTES, num_store_servers=num_store_servers) as run:
+        client = run.client()
+        ids = await store_two_groups(client)
+        for seconds in (0.0, 0.001, 0.002, 0.005, 0.0):
+            fetch = asyncio.ensure_future(client.fetch(ids))
+            await asyncio.sleep(seconds)
+            fetch.cancel()
+            await asyncio.gather(fetch, return_exceptions=True)
+        for _ in range(3):
+            assert [group.group_id for group in await client.fetch(ids)] == ids
+
+
+async def test_threads_take_turns_at_one_blocking_client():
+    async with running(max_stored_bytes=NUM_BYTES) as run:
+        ids = await store_two_groups(run.client())
+        rank = SyncBufferClient(run.server.address, request_timeout_s=20.0)
+
+        def fetch(number: int) -> list[int]:
+            return [group.group_id for group in rank.fetch(ids[::-1] if number % 2 else ids)]
+
+        fetched = await asyncio.gather(*(asyncio.to_thread(fetch, number) for number in range(40)))
+        assert fetched == list(itertools.islice(itertools.cycle([ids, ids[::-1]]), 40))
+        rank.close()
+
+
+def test_a_thread_that_gets_no_turn_is_told_at_its_deadline():
+    rank = SyncBufferClient("tcp://127.0.0.1:1", request_timeout_s=0.3)
+    with rank._in_turn("fetch"), pytest.raises(DeadlineError, match=r"other threads had this client for 0.3 s"):
+        rank.stats()
+    rank.close()
+
+
+def test_a_client_of_the_process_before_a_fork_is_refused_and_still_serves_its_own(tmp_path: Path):
+    with BufferProcess(BufferConfig(), groups_per_step=1, log_path=tmp_path / "log") as server:
+        rank = SyncBufferClient(server.address, request_timeout_s=10.0)
+        rank.stats()
+        child = os.fork()
+        if child == 0:
+            os._exit(7 if _is_refused(rank) else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        assert rank.stats().learner_version == 0
+        rank.close()
+
+
+def _is_refused(rank: SyncBufferClient) -> bool:
+    try:
+        rank.stats()
+    except ReplayBufferError as error:
+        rank.close()
+        return "make one in each process" in str(error)
+    return False
+
+
+def test_a_client_of_another_loop_is_refused_by_name_and_an_open_one_does_not_hold_up_the_end(tmp_path: Path):
+    async def leave_calls_open(client: BufferClient) -> None:
+        waiting = [asyncio.ensure_future(client.plan(0)), asyncio.ensure_future(client.lease(0, 1))]
+        await asyncio.wait(waiting, timeout=0.2)
+
+    with BufferProcess(BufferConfig(), groups_per_step=1, log_path=tmp_path / "log") as server:
+        client = BufferClient(server.address)
+        began = time.monotonic()
+        asyncio.run(leave_calls_open(client))
+        assert time.monotonic() - began < 5.0
+        with pytest.raises(ReplayBufferError, match="lives on another event loop"):
+            asyncio.run(client.stats())
+
+
+@pytest.mark.parametrize("call", ["enqueue", "lease", "put", "plan", "fetch", "commit", "renew", "release"])
+async def test_a_call_cancelled_at_any_moment_loses_no_group(call: str):
+    """Whatever is cancelled is done or not done, and asking again gives what one call would have given."""
+    async with running(groups_per_step=2, max_lag=0) as run:
+        worker, control = run.client(), run.client()
+
+        async def through(name: str, make) -> object:
+            """The call; if it is the one to be tried, cancelled at several moments before it is let through."""
+            for num_turns in range(8 if name == call else 0):
+                task = asyncio.ensure_future(make())
+                for _ in range(num_turns):
+                    await asyncio.sleep(0)
+                await asyncio.sleep(0.001 * (num_turns % 3))
+                if task.done():
+                    return task.result()
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+            return await make()
+
+        await through("enqueue", lambda: control.enqueue([prompt(i) for i in range(3)]))
+        leases = await asyncio.wait_for(through("lease", lambda: worker.lease(0, 2)), 5)
+        assert len(leases) == 2
+        await through("renew", lambda: worker.renew(leases))
+        given_back = await through("release", lambda: worker.release(leases[0], num_tokens=1, reason="aborted"))
+        assert given_back is None
+        leases[:1] = await worker.lease(0, 1)
+        for lease in leases:
+            await through("put", lambda lease=lease: worker.put(rollout(lease)))
+        plan = await through("plan", lambda: control.plan(0))
+        ids = [group.group_id for group in plan.groups]
+        assert [group.group_id for group in await through("fetch", lambda: control.fetch(ids))] == ids
+        await through("commit", lambda: control.commit(0))
+        stats = await control.stats()
+        assert (stats.groups["consumed"], stats.groups["queued"], stats.groups["leased"]) == (2, 1, 0)
+        assert (stats.tokens_trained, stats.tokens_buffered) == (10, 0)
