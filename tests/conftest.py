@@ -1,7 +1,6 @@
-"""One Ray cluster for all tests that need one.
+"""One Ray cluster for all tests that need one, because to start one takes as long as most of them.
 
-A process should join one cluster in its life: Ray numbers actors and objects alike in each, and what is left of an
-earlier one would release those of the next.
+A second one in the same process works; `tests/single_controller/test_two_clusters.py` is about that.
 """
 
 import os
