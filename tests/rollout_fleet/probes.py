@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,8 @@ from transformers import AutoModelForCausalLM
 from asyncrl.protocol.types import WeightSnapshot
 from asyncrl.protocol.weights import weight_checksums
 from rollout_fleet.config import SamplingConfig
-from rollout_fleet.types import GenerationRequest
+from rollout_fleet.engines.continuing import ContinuingEngine
+from rollout_fleet.types import GenerationRequest, SampleOutput
 
 
 def requests_of(num_groups, num_samples=4, first=0, **sampling):
@@ -43,6 +45,31 @@ def forward_logprobs(path, request, sample):
     ids = torch.tensor([[*request.prompt_ids.tolist(), *sample.token_ids.tolist()]])
     logits = model(ids).logits[0, len(request.prompt_ids) - 1 : -1] / (request.sampling.temperature or 1.0)
     return logits.log_softmax(-1).gather(1, torch.tensor(sample.token_ids, dtype=torch.int64)[:, None])[:, 0].numpy()
+
+
+async def assert_continues(engine, model_path, atol):
+    """What was cut off after two tokens is continued to what it would have been, greedily."""
+    engine = ContinuingEngine(engine)
+    requests = requests_of(3, temperature=0.0)
+    whole = await answer(engine, requests)
+    begun = [
+        replace(request, rid=f"{100 + i:012d}-000", prefixes=tuple(_begun(sample) for sample in output.samples))
+        for i, (request, output) in enumerate(zip(requests, whole, strict=True))
+    ]
+    for request, before, after in zip(begun, whole, await answer(engine, begun), strict=True):
+        for expected, sample in zip(before.samples, after.samples, strict=True):
+            assert sample.token_ids.tolist() == expected.token_ids.tolist()
+            assert sample.finish_reason is expected.finish_reason
+            np.testing.assert_allclose(sample.logprobs, forward_logprobs(model_path, request, sample), atol=atol)
+
+
+def _begun(sample):
+    return SampleOutput(
+        token_ids=sample.token_ids[:2],
+        logprobs=sample.logprobs[:2],
+        versions=sample.versions[:2],
+        finish_reason=sample.finish_reason if len(sample.token_ids) <= 2 else None,
+    )
 
 
 def publish_weights(model_path, directory, version, scale=1.0, *, change=None):

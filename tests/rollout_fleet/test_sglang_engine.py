@@ -11,7 +11,6 @@ import sys
 import textwrap
 import time
 from collections import Counter
-from dataclasses import replace
 from functools import partial
 
 import aiohttp
@@ -23,10 +22,8 @@ import pytest_asyncio
 from asyncrl.protocol.errors import DeadlineError, EngineError, WorkerDiedError
 from asyncrl.protocol.types import FinishReason, WeightSnapshot
 from rollout_fleet.config import Device, RolloutFleetConfig
-from rollout_fleet.engines.continuing import ContinuingEngine
 from rollout_fleet.engines.sglang import SGLangEngine
-from rollout_fleet.types import SampleOutput
-from tests.rollout_fleet.probes import answer, forward_logprobs, publish_weights, requests_of
+from tests.rollout_fleet.probes import answer, assert_continues, forward_logprobs, publish_weights, requests_of
 
 pytestmark = [
     pytest.mark.e2e,
@@ -73,29 +70,7 @@ def left_behind(paths):
 
 
 async def test_what_was_cut_off_is_continued_to_what_it_would_have_been(engine, model_path):
-    engine = ContinuingEngine(engine)
-    whole = await answer(engine, requests_of(3, temperature=0.0))
-    begun = [
-        replace(
-            request,
-            rid=f"{100 + i:012d}-000",
-            prefixes=tuple(
-                SampleOutput(
-                    token_ids=sample.token_ids[:2],
-                    logprobs=sample.logprobs[:2],
-                    versions=sample.versions[:2],
-                    finish_reason=sample.finish_reason if len(sample.token_ids) <= 2 else None,
-                )
-                for sample in output.samples
-            ),
-        )
-        for i, (request, output) in enumerate(zip(requests_of(3, temperature=0.0), whole, strict=True))
-    ]
-    for request, before, after in zip(begun, whole, await answer(engine, begun), strict=True):
-        for expected, sample in zip(before.samples, after.samples, strict=True):
-            assert sample.token_ids.tolist() == expected.token_ids.tolist()
-            assert sample.finish_reason is expected.finish_reason
-            np.testing.assert_allclose(sample.logprobs, forward_logprobs(model_path, request, sample), atol=1e-3)
+    await assert_continues(engine, model_path, atol=1e-3)
 
 
 async def test_logprobs_equal_a_forward_pass_under_the_version_that_each_token_names(engine, model_path, tmp_path):

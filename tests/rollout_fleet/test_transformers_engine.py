@@ -3,7 +3,6 @@ from __future__ import annotations
 import asyncio
 import shutil
 from collections import Counter
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -14,11 +13,9 @@ import torch
 from asyncrl.protocol.errors import DeadlineError, EngineError, WorkerDiedError
 from asyncrl.protocol.types import FinishReason, WeightSnapshot
 from rollout_fleet.config import Device, RolloutFleetConfig, TransformersConfig
-from rollout_fleet.engines.continuing import ContinuingEngine
 from rollout_fleet.engines.transformers import TransformersEngine
 from rollout_fleet.engines.transformers_model import AbortFlags, StepRecorder
-from rollout_fleet.types import SampleOutput
-from tests.rollout_fleet.probes import answer, forward_logprobs, publish_weights, requests_of
+from tests.rollout_fleet.probes import answer, assert_continues, forward_logprobs, publish_weights, requests_of
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -266,26 +263,4 @@ async def test_memory_is_not_released_under_a_running_request(start):
 
 
 async def test_what_was_cut_off_is_continued_to_what_it_would_have_been(start, model_path):
-    engine = ContinuingEngine(await start())
-    whole = await answer(engine, requests_of(3, temperature=0.0))
-    begun = [
-        replace(
-            request,
-            rid=f"{100 + i:012d}-000",
-            prefixes=tuple(
-                SampleOutput(
-                    token_ids=sample.token_ids[:2],
-                    logprobs=sample.logprobs[:2],
-                    versions=sample.versions[:2],
-                    finish_reason=sample.finish_reason if len(sample.token_ids) <= 2 else None,
-                )
-                for sample in output.samples
-            ),
-        )
-        for i, (request, output) in enumerate(zip(requests_of(3, temperature=0.0), whole, strict=True))
-    ]
-    for request, before, after in zip(begun, whole, await answer(engine, begun), strict=True):
-        for expected, sample in zip(before.samples, after.samples, strict=True):
-            assert sample.token_ids.tolist() == expected.token_ids.tolist()
-            assert sample.finish_reason is expected.finish_reason
-            np.testing.assert_allclose(sample.logprobs, forward_logprobs(model_path, request, sample), atol=1e-5)
+    await assert_continues(await start(), model_path, atol=1e-5)
