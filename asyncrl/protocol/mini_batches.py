@@ -20,7 +20,8 @@ def mini_batches(
 ) -> Iterator[DataProto]:
     """What `DataProto.make_iterator` returns: a DataLoader chooses the rows, which are then taken at once.
 
-    As `collate_fn` does with rows, it makes object arrays of all arrays.
+    As `collate_fn` does with rows, it makes object arrays of all arrays; Python lists of one length become a further
+    dimension.
 
     Raises:
         BatchError: ``mini_batch_size`` does not divide the rows.

@@ -66,6 +66,7 @@ def _host_class(name: str, class_dict: dict[str, RayClassWithInitArgs]) -> type[
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         Worker.__init__(self, *args, **kwargs)
+        # Under verl's names, for subclasses and methods that look there.
         self.cls_names = [role for role, *_ in members]
         self.init_args_dict = {role: init_args for role, _, init_args, _ in members}
         self.init_kwargs_dict = {role: init_kwargs for role, _, _, init_kwargs in members}

@@ -96,14 +96,23 @@ class DeathWatch:
             every_s: Seconds after which Ray is asked for the workers' states, even if no process ended.
         """
         while not self._is_over():
-            ended, _ = ray.wait(list(self._nodes), num_returns=1, timeout=every_s)
-            if self._is_over():
-                break
-            dead = [rank for rank, worker in enumerate(self._workers) if not self._is_alive(worker)]
-            rank = self._reported_by(ended[0]) if ended else None
-            if rank is not None or dead:
-                return dead[0] if rank is None else rank
+            try:
+                rank = self._next_death(every_s)
+            except Exception:
+                if self._is_over():
+                    return None
+                raise
+            if rank is not None and not self._is_over():  # else Ray's shutdown ended it
+                return rank
         return None
+
+    def _next_death(self, every_s: float) -> int | None:
+        ended, _ = ray.wait(list(self._nodes), num_returns=1, timeout=every_s)
+        if self._is_over():
+            return None
+        dead = [rank for rank, worker in enumerate(self._workers) if not self._is_alive(worker)]
+        rank = self._reported_by(ended[0]) if ended else None
+        return dead[0] if rank is None and dead else rank
 
     def close(self) -> None:
         """End the watch; `wait` returns."""

@@ -134,24 +134,39 @@ class RayResourcePool(ResourcePool):
             whole._give_back_if_unused()
 
     def shutdown(self) -> None:
-        """Give the reservation back; workers in it are killed. A part of a pool leaves that to the whole."""
+        """Give the reservation back; workers in it are killed. A part of a pool leaves that to the whole.
+
+        Raises:
+            UsageError: the pool is detached, and Ray is not connected to its cluster, where it is still reserved.
+        """
         if not self._reserved:
             return
-        if self._cluster == current_cluster():
+        if not self._has_ended():
             for pg in self._reserved:
                 remove_placement_group(pg)
+        elif self.detached and current_cluster() is None:
+            raise UsageError(
+                f"pool {self.name_prefix!r} is detached and outlives Ray's shutdown; connect to its cluster again to "
+                "give it back"
+            )
         self.pgs, self._reserved, self._had_groups = None, [], False
 
     def _forget_earlier_cluster(self) -> None:
         """Where Ray was shut down and started again, the reservation ended with the cluster that had granted it."""
-        if self._cluster in (None, current_cluster()):
+        if self._cluster is None or not self._has_ended():
             return
         if self._wholes:
             raise UsageError(
                 f"pool {self.name_prefix!r} is made of pools of a Ray cluster that has ended; split or merge them again"
             )
-        if self._reserved:
-            self.pgs, self._reserved, self._had_groups, self._num_groups, self._num_parts = None, [], False, 0, 0
+        self.pgs, self._reserved, self._had_groups, self._num_groups, self._num_parts = None, [], False, 0, 0
+
+    def _has_ended(self) -> bool:
+        """Whether what was reserved is gone; a detached reservation outlives the job that made it."""
+        now = current_cluster()
+        if self.detached and now is not None:
+            return self._cluster[0] != now[0]
+        return self._cluster != now
 
     def _give_back_if_unused(self) -> None:
         if self._had_groups and self._num_groups == 0 and self._num_parts == 0:
@@ -166,8 +181,10 @@ class RayResourcePool(ResourcePool):
 
 
 def current_cluster() -> Any:
-    """What tells the cluster this process is connected to from those it was connected to before; None: to none."""
-    return ray_worker.global_worker.current_cluster_and_job if ray.is_initialized() else None
+    """Ids of the cluster this process is connected to and of its job there; None: it is connected to none."""
+    worker = ray_worker.global_worker
+    node = worker.node  # Ray's shutdown takes it away before it says that it is disconnected
+    return (node.cluster_id, worker.current_job_id) if node is not None and worker.connected else None
 
 
 def node_addresses() -> dict[str, str]:

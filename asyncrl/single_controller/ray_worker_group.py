@@ -326,7 +326,7 @@ class RayWorkerGroup(WorkerGroup):
         """Kill the workers; the last group of a pool to do so gives the pool's reservation back.
 
         Groups that were spawned from this one, or that attached to its workers, end with it. Where Ray was shut down
-        since they started, they have ended already.
+        since they started, they have ended already; detached ones have not: attach to them again by ``worker_names``.
         """
         self.stop_worker_aliveness_check()
         has_ended = any(worker._ray_cluster_and_job != current_cluster() for worker in self._workers)

@@ -3,6 +3,9 @@
 import os
 import subprocess
 import sys
+from contextlib import suppress
+
+import psutil
 
 _SCRIPT = """
 import gc, os, sys
@@ -71,10 +74,72 @@ sys.stdout.write("both clusters served")
 """
 
 
-def test_a_second_cluster_serves_after_a_worker_died_in_the_first():
+_DETACHED = """
+import sys
+import ray
+from ray.cluster_utils import Cluster
+from asyncrl.single_controller import *
+
+class Ranked(Worker):
+    @register(Dispatch.ONE_TO_ALL)
+    def place(self):
+        return self.rank
+
+head = {"num_cpus": 4, "include_dashboard": False, "object_store_memory": 80 * 2**20}
+cluster = Cluster(initialize_head=True, head_node_args=head)
+
+def begin():
+    ray.init(address=cluster.address, namespace="detached", log_to_driver=False, logging_level="ERROR")
+
+begin()
+pool = RayResourcePool([2], use_gpu=False, max_colocate_count=1, detached=True, timeout_s=60)
+first = RayWorkerGroup(pool, RayClassWithInitArgs(Ranked), timeout_s=60)
+reserved = pool.get_placement_groups()
+ray.shutdown()
+try:
+    pool.shutdown()
+    raise SystemExit("a detached reservation was forgotten")
+except UsageError as error:
+    assert "connect to its cluster again" in str(error)
+begin()
+assert pool.get_placement_groups() is reserved
+assert RayWorkerGroup(pool, RayClassWithInitArgs(Ranked), timeout_s=60).place() == [0, 1]
+pool.shutdown()
+assert {entry["state"] for entry in ray.util.placement_group_table().values()} == {"REMOVED"}
+ray.shutdown()
+cluster.shutdown()
+sys.stdout.write("reserved across two jobs")
+"""
+
+
+def output_of(script):
     environment = {**os.environ, "RAY_worker_niceness": "0", "OMP_NUM_THREADS": "1", "RAY_AUTH_MODE": "disabled"}
     environment.pop("RAY_ADDRESS", None)
-    run = subprocess.run(
-        [sys.executable, "-c", _SCRIPT], env=environment, capture_output=True, text=True, timeout=240, check=False
+    run = subprocess.Popen(
+        [sys.executable, "-c", script],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
     )
-    assert run.stdout.endswith("both clusters served"), run.stdout + run.stderr
+    family = []
+    try:
+        output, _ = run.communicate(timeout=240)
+    finally:
+        if run.poll() is None:
+            family = [psutil.Process(run.pid), *psutil.Process(run.pid).children(recursive=True)]
+        for process in family:  # also the Ray that it started
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+    return output
+
+
+def test_a_second_cluster_serves_after_a_worker_died_in_the_first():
+    output = output_of(_SCRIPT)
+    assert output.endswith("both clusters served"), output
+
+
+def test_a_detached_reservation_outlives_the_job_that_made_it():
+    output = output_of(_DETACHED)
+    assert output.endswith("reserved across two jobs"), output
