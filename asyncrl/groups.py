@@ -21,7 +21,7 @@ from buffer import BufferConnection
 from learner.chain import Scores
 from learner.planning import rank_batches
 from learner.types import RankBatch
-from rollout_fleet.config import RolloutFleetConfig, SamplingConfig
+from rollout_fleet.config import RolloutFleetConfig, SamplingConfig, SaveProgress
 from rollout_fleet.types import FleetCounters
 from rollout_fleet.worker import RolloutWorker
 
@@ -260,7 +260,9 @@ class Fleet:
         """See `FleetPort.load`."""
         loop = asyncio.get_running_loop()
         began_s = loop.time()
-        timeout_s = self._config.rollout_fleet.load_timeout_s + 10
+        fleet = self._config.rollout_fleet
+        num_waits = 2 if fleet.save_progress is SaveProgress.at_updates else 1  # for what runs to be cut off, too
+        timeout_s = num_waits * fleet.load_timeout_s + 10
         what = f"loading weights of version {snapshot.version}"
         await within(self._group.load_weights(snapshot), timeout_s, what, "rollout_fleet.load_timeout_s")
         return loop.time() - began_s

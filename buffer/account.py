@@ -86,8 +86,9 @@ class Account:
         self._drop_tokens(num_tokens, reason)
 
     def snapshot(self) -> dict[str, Any]:
-        """Every total, as plain values."""
-        return {name: dict(value) if isinstance(value, Counter) else value for name, value in vars(self).items()}
+        """Every total, as plain values; how many groups were filtered in a row is a matter of this server's filters."""
+        totals = {name: value for name, value in vars(self).items() if name != "filtered_in_a_row"}
+        return {name: dict(value) if isinstance(value, Counter) else value for name, value in totals.items()}
 
     def restore(self, values: Mapping[str, Any]) -> None:
         """Take the totals of a snapshot."""

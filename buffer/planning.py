@@ -113,7 +113,7 @@ class Planning:
         number = self._ledger.state.account.filtered_in_a_row
         return (
             f"{self._stored()}, and buffer.filters dropped the last {number} that were finished; {self._dropped()}. "
-            "Look at the rewards, or take other prompts or filters"
+            "Look at the rewards, take other prompts or filters, or raise buffer.max_filtered_steps"
         )
 
     def _stored(self) -> str:

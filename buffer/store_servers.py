@@ -48,7 +48,8 @@ class StoreServers:
         self._restarts: set[asyncio.Task[None]] = set()
         self._links: list[Link] = []
         try:
-            self._processes += [self._launch(number) for number in range(config.num_store_servers)]
+            for number in range(config.num_store_servers):
+                self._processes.append(self._launch(number))
             for number, process in enumerate(self._processes):
                 process.read_address()
                 self._watch(number)

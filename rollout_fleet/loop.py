@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Collection, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -60,13 +60,12 @@ class RolloutLoop:
         self._held: dict[str, Held] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._parked: dict[str, Held] = {}
-        self._cut_off = asyncio.Event()
         self._place_free = asyncio.Event()
         self._changed = asyncio.Event()
         self._open = asyncio.Event()
         self._open.set()
         self._asks_nothing = asyncio.Event()
-        self._drained = asyncio.Event()
+        self._moved_on = asyncio.Event()
         self._stopped: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._began = False
         self._finished = asyncio.Event()
@@ -87,6 +86,7 @@ class RolloutLoop:
             await self._abort_all()
         finally:
             await _cancel(self._tasks)
+            self._parked.clear()
             await self._release_all()
             self._finished.set()
         return self._meter.counters()
@@ -100,9 +100,9 @@ class RolloutLoop:
 
     async def load_weights(self, snapshot: WeightSnapshot) -> None:
         """Load new weights into the engine; new leases are asked for at their version from then on."""
-        if self._config.save_progress is SaveProgress.at_updates:
-            await self._park_running()
         try:
+            if self._config.save_progress is SaveProgress.at_updates:
+                await self._park_running()
             self._meter.loaded(await self._engine.load_weights(snapshot))
         finally:
             self._go_on()
@@ -114,17 +114,14 @@ class RolloutLoop:
         cut = {rid: held for rid, held in self._held.items() if held.running and not held.revoked}
         for held in cut.values():
             held.cut = True
-        try:
-            async with asyncio.timeout(self._config.load_timeout_s):
-                await asyncio.gather(*(self._engine.abort(rid) for rid in cut))
-                while any(held.cut for held in cut.values()):
-                    self._cut_off.clear()
-                    await self._cut_off.wait()
-        except TimeoutError:
-            num_left = sum(held.cut for held in cut.values())
-            logger.warning("%d prompt groups were not cut off within load_timeout_s, and are not saved", num_left)
-            for held in cut.values():
-                held.cut = False
+
+        def uncut() -> list[str]:
+            return [rid for rid, held in cut.items() if held.cut and rid in self._held]
+
+        if not await self._abort(uncut, lambda: not uncut(), timeout_s=self._config.load_timeout_s):
+            logger.warning("%d prompt groups were not cut off within load_timeout_s, and are not saved", len(uncut()))
+        for held in cut.values():
+            held.cut = False
 
     def _go_on(self) -> None:
         """Continue what was cut off."""
@@ -148,9 +145,7 @@ class RolloutLoop:
             async with asyncio.timeout(timeout_s):
                 if self._began:
                     await self._asks_nothing.wait()
-                while self._held:
-                    self._drained.clear()
-                    await self._drained.wait()
+                await self._until(lambda: not self._held)
         except TimeoutError:
             raise DeadlineError(
                 f"{len(self._held)} prompt groups did not end within {timeout_s:g} s before the learner's turn; raise "
@@ -222,19 +217,18 @@ class RolloutLoop:
         """Send newly leased groups to the engine."""
         if not leases:
             return
-        taken = [self._take_up(lease) for lease in leases]
-        held = {group.rid: group for group in taken}
-        self._held.update(held)
-        self._spawn(self._generate(held))
+        taken = {held.rid: held for held in (Held(lease=lease) for lease in leases)}
+        self._held.update(taken)
+        for held in taken.values():
+            self._take_up(held)
+        self._spawn(self._generate(taken))
 
-    def _take_up(self, lease: Lease) -> Held:
-        """A new lease, with what an earlier attempt saved of its group."""
-        progress = self._buffer.take_progress(lease)
-        if progress is None:
-            return Held(lease=lease)
-        num_tokens = progress.summary.num_tokens
-        prefixes = to_prefixes(progress, num_samples=self._samples_per_prompt)
-        return Held(lease=lease, prefixes=prefixes, num_inherited=num_tokens, num_tokens=num_tokens)
+    def _take_up(self, held: Held) -> None:
+        """Go on from what an earlier attempt saved of the group."""
+        progress = self._buffer.take_progress(held.lease)
+        if progress is not None:
+            held.prefixes = to_prefixes(progress, num_samples=self._samples_per_prompt)
+            held.num_inherited = held.num_tokens = progress.summary.num_tokens
 
     # One group's way
 
@@ -274,7 +268,7 @@ class RolloutLoop:
         else:
             self._spawn(self._settle(held, output))
         held.cut = False
-        self._cut_off.set()
+        self._moved_on.set()
 
     async def _save(self, held: Held, output: GroupOutput) -> None:
         """Save a group that was cut off, as far as it is written; without room for it, that much is not saved."""
@@ -314,8 +308,7 @@ class RolloutLoop:
     def _let_go(self, held: Held) -> None:
         self._held.pop(held.rid, None)
         self._place_free.set()
-        if not self._held:
-            self._drained.set()
+        self._moved_on.set()
 
     # Leases
 
@@ -339,25 +332,38 @@ class RolloutLoop:
     # The end
 
     async def _abort_all(self) -> None:
-        """Cut running requests off, and wait for what they wrote so far, so that its tokens are accounted for.
-
-        An engine may hear of an abort before the request itself reaches it, and ignore it: after half of the time, what
-        has not ended is aborted once more.
-        """
+        """Cut running requests off, and wait for what they wrote so far, so that its tokens are accounted for."""
         parked, self._parked = self._parked, {}
         for held in parked.values():
             self._spawn(self._release(held, reason="stopped"))
-        for _ in range(2):
-            if not self._held:
-                return
-            self._drained.clear()
-            with suppress(TimeoutError):
-                async with asyncio.timeout(self._config.stop_timeout_s / 2):
-                    running = [rid for rid, held in self._held.items() if held.running]
-                    await asyncio.gather(*(self._engine.abort(rid) for rid in running))
-                    await self._drained.wait()
+
+        def running() -> list[str]:
+            return [rid for rid, held in self._held.items() if held.running]
+
+        await self._abort(running, lambda: not self._held, timeout_s=self._config.stop_timeout_s)
         if self._held:
             logger.warning("%d prompt groups did not end within stop_timeout_s; giving them back", len(self._held))
+
+    async def _abort(self, running: Callable[[], list[str]], ended: Callable[[], bool], *, timeout_s: float) -> bool:
+        """Abort requests until they have ended; returns whether they did in time.
+
+        An engine may hear of an abort before the request itself reaches it, and ignore it: what has not ended after
+        half of ``stop_timeout_s`` is aborted once more.
+        """
+        await asyncio.sleep(0)  # what was sent at this moment begins
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while not ended():
+                    await asyncio.gather(*(self._engine.abort(rid) for rid in running()))
+                    with suppress(TimeoutError):
+                        await asyncio.wait_for(self._until(ended), self._config.stop_timeout_s / 2)
+        return ended()
+
+    async def _until(self, ended: Callable[[], bool]) -> None:
+        """Wait for something that an answer, or a group let go, brings about."""
+        while not ended():
+            self._moved_on.clear()
+            await self._moved_on.wait()
 
     async def _release_all(self) -> None:
         """Give back what is still held, with the tokens that were answered, as far as the buffer is there."""

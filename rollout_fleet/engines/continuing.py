@@ -70,8 +70,9 @@ class ContinuingEngine:
                 elif _is_whole_with(group, output):
                     yield GroupOutput(rid=group.rid, samples=tuple(group.samples))
         finally:
-            for rid in mine:
-                self._continued.pop(rid, None)
+            for rid, group in mine.items():
+                if self._continued.get(rid) is group:  # else it was cut off, and a later call continues it
+                    del self._continued[rid]
 
     async def release_memory(self) -> None:
         """See `Engine.release_memory`."""
@@ -134,5 +135,8 @@ def _is_whole_with(group: _Continued, output: GroupOutput) -> bool:
 
 
 def _sample_rid(rid: str, index: int) -> str:
-    """An id of the same width, since engines match ids by prefix; groups that run together differ in what is kept."""
+    """An id of the same width, since engines match ids by prefix.
+
+    Groups that run together differ in what is kept, the last eight digits; a group has at most 1,000 samples.
+    """
     return f"c{index:03d}{rid[4:]}"

@@ -98,7 +98,8 @@ class TransformersEngine:
         finally:
             for group in groups:
                 group.flags.set()
-                self._groups.pop(group.request.rid, None)
+                if self._groups.get(group.request.rid) is group:
+                    del self._groups[group.request.rid]
 
     async def release_memory(self) -> None:
         """See `Engine.release_memory`. The weights are given up, not kept: the next ones replace them anyway."""

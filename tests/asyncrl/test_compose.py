@@ -54,6 +54,10 @@ def test_a_wrong_override_fails_with_the_option_and_the_value(override, words):
         (["learner.num_ranks=64"], ["algorithm.groups_per_step must be >= the 64"]),
         (["rollout_fleet.engine=scripted"], ["rollout_fleet.engine", "scripted"]),
         (["rollout_fleet.sampling.temperature=0"], ["temperature must be > 0"]),
+        (
+            ["algorithm.advantage=remax", "rollout_fleet.save_progress=at_updates"],
+            ["rollout_fleet.save_progress must be at_stop or never", "remax", "at_updates"],
+        ),
     ],
 )
 def test_options_that_contradict_one_another_are_refused(overrides, words):

@@ -22,7 +22,13 @@ print("status", status, flush=True)
 def start(body, before=()):
     script = PRELUDE.format(body=textwrap.indent(textwrap.dedent(body), "    "))
     command = [*before, sys.executable, "-c", script]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    return subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # also where the tests run under nohup
+    )
 
 
 def test_the_status_of_the_work_is_returned():

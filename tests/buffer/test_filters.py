@@ -7,7 +7,9 @@ import pytest
 from groups import prompt, rollout, running
 
 from asyncrl.protocol.errors import ReplayBufferError
+from asyncrl.protocol.types import Lease
 from buffer import BufferClient
+from buffer.account import Account
 
 
 async def put_filtered(client: BufferClient, number: int) -> None:
@@ -33,8 +35,8 @@ async def test_whoever_waits_for_a_batch_is_warned_when_filters_drop_group_after
             await control.stats()
         assert [record.getMessage() for record in caplog.records if record.name == "buffer.client"] == [
             "the next batch is waited for: 0 of the 2 groups of batch 0 are stored, and buffer.filters dropped the "
-            "last 8 that were finished; dropped in all: 8 for equal_rewards. Look at the rewards, or take other "
-            "prompts or filters"
+            "last 8 that were finished; dropped in all: 8 for equal_rewards. Look at the rewards, take other "
+            "prompts or filters, or raise buffer.max_filtered_steps"
         ]
         assert (await control.stats()).filtered_in_a_row == 8
         for lease in await worker.lease(0, 2):
@@ -77,3 +79,16 @@ async def test_a_plan_before_the_first_prompt_waits_for_it():
         [lease] = await worker.lease(0, 1)
         await worker.put(rollout(lease))
         assert [group.group_id for group in (await plan).groups] == [0]
+
+
+def test_a_server_that_is_started_again_counts_what_its_own_filters_drop():
+    account, restored = Account(), Account()
+    account.filter(
+        rollout(Lease(prompt=prompt(0), attempt=0, engine_version=0, deadline_version=2)).summary,
+        "mine",
+        num_inherited=0,
+    )
+    assert account.filtered_in_a_row == 1
+    restored.restore(account.snapshot())
+    assert restored.filtered_in_a_row == 0
+    assert restored.groups_dropped == {"mine": 1}

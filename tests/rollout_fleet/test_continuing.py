@@ -214,18 +214,36 @@ async def test_a_stop_or_a_revocation_while_weights_are_loaded_gives_cut_groups_
     buffer = make_buffer(3)
     async with running(buffer, 60, save_progress=SaveProgress.at_updates) as (loop, inner, run):
         await asyncio.sleep(0.1)
-        inner._load_delay_s = 0.3
+        inner._load_delay_s = 2.0
         loading = asyncio.create_task(loop.load_weights(WeightSnapshot(version=1, path="")))
         await asyncio.sleep(0.1)
         buffer.revoke(1)
         await asyncio.sleep(0.02)
-        await asyncio.wait_for(loop.stop(), 1)
+        assert loop._parked
+        await asyncio.wait_for(loop.stop(), 10)
         await loading
         counters = await run
     assert buffer.held == {}
     assert sorted(group_id for group_id, _, _ in buffer.released) == [0, 1, 2]
     assert counters.tokens_in_flight == 0
     assert counters.tokens_generated == buffer.tokens_dropped
+
+
+async def test_an_abort_that_the_engine_ignored_is_repeated_until_the_group_is_cut_off(make_buffer, monkeypatch):
+    buffer = make_buffer(1)
+    async with running(buffer, 300, save_progress=SaveProgress.at_updates, stop_timeout_s=0.4) as (loop, inner, _):
+        abort, asked = inner.abort, []
+
+        async def ignore_once(rid: str) -> None:
+            asked.append(rid)
+            if len(asked) > 1:
+                await abort(rid)
+
+        monkeypatch.setattr(inner, "abort", ignore_once)
+        await asyncio.sleep(0.1)
+        await asyncio.wait_for(loop.load_weights(WeightSnapshot(version=1, path="")), 10)
+        assert len(asked) == 2
+        assert loop.counters().tokens_generated > 0
 
 
 async def test_a_group_that_finds_no_room_for_its_progress_goes_on_all_the_same(make_buffer):
