@@ -336,6 +336,12 @@ def _check_roles(config: RunConfig) -> None:
             f"{config.algorithm.advantage} does not use; set algorithm.advantage=gae, or algorithm.critic=true for an "
             "estimator of your own"
         )
+    advantage = config.algorithm.advantage
+    if config.algorithm.critic and ":" not in advantage and advantage != "gae":
+        raise ValueError(
+            f"algorithm.critic=true trains a critic that algorithm.advantage={advantage} does not read; set "
+            "algorithm.advantage=gae, name an estimator of your own (file.py:function), or set algorithm.critic=false"
+        )
     if learner.reward_model.path and (looking := sorted(set(config.buffer.filters) - {"no_tokens"})):
         raise ValueError(
             f"buffer.filters={looking} look at rewards when groups are stored, and a reward model scores them after "

@@ -58,7 +58,7 @@ class Checkpointer:
         self._directory = Path(directory)
         self._keep = keep
         # Collectives of a save in the background must not meet those of training: they have their own group.
-        self._group = cast("dist.ProcessGroup", dist.new_group(backend="gloo"))
+        self._group = cast("dist.ProcessGroup", dist.new_group(backend="gloo", timeout=trainer.mesh.timeout))
         self._pending: Future[None] | None = None
 
     def save(

@@ -43,14 +43,17 @@ def export(checkpoint: Path, out: Path, *, dtype: str = "") -> Path:
     source = newest_checkpoint(checkpoint) or checkpoint
     progress = read_progress(source)
     kind = getattr(torch, dtype or progress.dtype)
+    folder = source / HUGGING_FACE
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"{source} has no {HUGGING_FACE}/config.json, which says what the model is; name an older one")
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source / HUGGING_FACE))
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
     if progress.lora:
         add_adapters(model, LoraConfig(**progress.lora))
     weights = merged_weights(model, _read(source, model))
     converted = revert_weight_conversion(model, {name: tensor.to(kind) for name, tensor in weights.items()})
     write_model(out, model, converted, kind)
-    copy_tokenizer(str(source / HUGGING_FACE), out)
+    copy_tokenizer(str(folder), out)
     return source
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from .config import KLEstimator
 from .importance import MAX_LOG_WEIGHT
 
 MAX_LOW_VARIANCE = 10.0
+_SERIES_UP_TO = 0.05
 
 
 def kl_penalty(log_probs: Tensor, reference_logprobs: Tensor, estimator: KLEstimator) -> Tensor:
@@ -34,9 +36,10 @@ def kl_penalty(log_probs: Tensor, reference_logprobs: Tensor, estimator: KLEstim
 
 
 def k3(log_ratio: Tensor) -> Tensor:
-    """exp(d) - 1 - d, without the cancellation that exp would leave of a small d; >= 0, d is cut at ±20."""
+    """exp(d) - 1 - d, by its series where d is small and the difference would cancel; >= 0, d is cut at ±20."""
     bounded = log_ratio.clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT)
-    return (bounded.expm1() - bounded).clamp(min=0.0)
+    series = bounded.square() / 2 * (1 + bounded / 3 * (1 + bounded / 4 * (1 + bounded / 5)))
+    return torch.where(bounded.abs() < _SERIES_UP_TO, series, bounded.expm1() - bounded)
 
 
 class AdaptiveKLCoefficient:

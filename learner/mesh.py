@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from .config import Device, LearnerConfig
 
@@ -41,11 +42,13 @@ class LearnerMesh:
         device_mesh: Two axes, ``dp`` and ``sp``.
         device: Where this rank computes.
         fsdp_size: Ranks that share one copy of the parameters, dp x sp unless HSDP keeps several copies.
+        timeout: Bounds every collective.
     """
 
     device_mesh: DeviceMesh
     device: torch.device
     fsdp_size: int
+    timeout: timedelta
 
     @cached_property
     def rank(self) -> int:
@@ -61,9 +64,10 @@ class LearnerMesh:
     def fsdp_mesh(self) -> DeviceMesh:
         """The same ranks as FSDP sees them: one axis to shard over, under HSDP ``replicate`` before it."""
         if self.fsdp_size == self.num_ranks:
-            return self.device_mesh._flatten("fsdp")
+            return _bounded(self.device_mesh._flatten("fsdp"), self.timeout)
         shape = (self.num_ranks // self.fsdp_size, self.fsdp_size)
-        return init_device_mesh(self.device.type, shape, mesh_dim_names=("replicate", "shard"))
+        mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=("replicate", "shard"))
+        return _bounded(mesh, self.timeout)
 
     @cached_property
     def sp_size(self) -> int:
@@ -117,9 +121,9 @@ def open_mesh(config: LearnerConfig) -> LearnerMesh:
     device = choose_device(config.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    timeout = timedelta(seconds=config.step_timeout_s)
     if not dist.is_initialized():
         backend = "nccl" if device.type == "cuda" else "gloo"
-        timeout = timedelta(seconds=config.step_timeout_s)
         if config.num_ranks == 1:
             store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
             dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
@@ -129,7 +133,15 @@ def open_mesh(config: LearnerConfig) -> LearnerMesh:
         raise ValueError(f"learner.num_ranks is {config.num_ranks}, but the process group has {dist.get_world_size()}")
     shape = (config.num_ranks // config.sp_size, config.sp_size)
     return LearnerMesh(
-        device_mesh=init_device_mesh(device.type, shape, mesh_dim_names=("dp", "sp")),
+        device_mesh=_bounded(init_device_mesh(device.type, shape, mesh_dim_names=("dp", "sp")), timeout),
         device=device,
         fsdp_size=config.num_ranks if config.fsdp_size == -1 else config.fsdp_size,
+        timeout=timeout,
     )
+
+
+def _bounded(mesh: DeviceMesh, timeout: timedelta) -> DeviceMesh:
+    """Bound the collectives of every axis; groups of part of the ranks do not inherit the time-out of the whole."""
+    for axis in range(mesh.ndim):
+        _set_pg_timeout(timeout, mesh.get_group(axis))
+    return mesh

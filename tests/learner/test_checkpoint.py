@@ -1,5 +1,6 @@
 import json
 import os
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -300,6 +301,15 @@ def test_a_broken_part_is_named(
     if part != "random_0.pickle":  # an exported model has no random state
         assert export.main([str(broken), str(tmp_path / "out")]) == 2
         assert "v00000001 could not be read: rank 0: " in capsys.readouterr().err
+
+
+def test_an_export_of_a_checkpoint_that_does_not_say_what_the_model_is_names_the_file(
+    model_path: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    broken = Checkpointer(trainer_of(model_path), str(tmp_path)).save(1)
+    shutil.rmtree(broken / "huggingface")
+    assert export.main([str(broken), str(tmp_path / "out")]) == 2
+    assert "v00000001 has no huggingface/config.json" in capsys.readouterr().err
 
 
 def test_a_record_of_another_kind_is_named(model_path: str, tmp_path: Path) -> None:

@@ -156,14 +156,15 @@ def test_the_low_variance_estimator_is_bounded() -> None:
 
 @pytest.mark.parametrize("estimator", [KLEstimator.k3, KLEstimator.low_variance])
 def test_k3_keeps_a_small_divergence_and_stays_finite_beside_a_large_one(estimator: KLEstimator) -> None:
-    distances = [-1e-5, 1e-4, 1e-3, 90.0, -90.0]
-    policy = torch.zeros(5, requires_grad=True)
+    distances = [1e-7, -1e-5, 1e-4, 0.05, 90.0, -90.0]
+    policy = torch.zeros(6, requires_grad=True)
     values = kl_penalty(policy, torch.tensor(distances), estimator)
     far = [10.0, 10.0] if estimator is KLEstimator.low_variance else [math.expm1(20) - 20, math.expm1(-20) + 20]
-    want = [0.5e-10, 0.5e-8 * (1 + 1e-4 / 3), 0.5e-6 * (1 + 1e-3 / 3), *far]
-    assert values.tolist() == pytest.approx(want, rel=2e-2, abs=0)
+    want = [0.5e-14, 0.5e-10 * (1 - 1e-5 / 3), 0.5e-8 * (1 + 1e-4 / 3), math.expm1(0.05) - 0.05, *far]
+    assert values.tolist() == pytest.approx(want, rel=1e-5, abs=0)
     (gradient,) = torch.autograd.grad(values.sum(), policy)
-    assert gradient.tolist() == pytest.approx([1e-5, -1e-4, -1e-3, 0.0, 0.0], rel=1e-2, abs=1e-7)
+    slopes = [-math.expm1(distance) for distance in distances[:4]]
+    assert gradient.tolist() == pytest.approx([*slopes, 0.0, 0.0], rel=1e-5, abs=0)
 
 
 def test_the_adaptive_coefficient_follows_the_target() -> None:

@@ -1,0 +1,30 @@
+"""The groups of a dp × sp mesh: all of them are bounded by the configured time-out."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).parent))  # spawned ranks import these by name
+from gloo import run_on_ranks
+
+from learner.config import Device, LearnerConfig
+from learner.mesh import open_mesh
+
+
+def timeouts_of(fsdp_size: int) -> list[float]:
+    config = LearnerConfig(num_ranks=4, sp_size=2, fsdp_size=fsdp_size, device=Device.cpu, step_timeout_s=77.0)
+    mesh = open_mesh(config)
+    sharding = mesh.fsdp_mesh
+    groups = [mesh.dp_group, mesh.sp_group, *(sharding.get_group(axis) for axis in range(sharding.ndim))]
+    seconds = [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]
+    dist.destroy_process_group()
+    return seconds
+
+
+@pytest.mark.parametrize(("fsdp_size", "num_groups"), [(4, 3), (2, 4)])
+def test_no_group_of_ranks_waits_longer_than_a_step_may_take(fsdp_size: int, num_groups: int) -> None:
+    for seconds in run_on_ranks(4, timeouts_of, fsdp_size):
+        assert seconds == [77.0] * num_groups
