@@ -7,8 +7,6 @@ this module loads neither torch nor ray nor sglang.
 from __future__ import annotations
 
 import json
-import shutil
-import subprocess
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -270,15 +268,6 @@ def check_placement(config: RunConfig, *, num_cpus: int, num_gpus: int) -> None:
             f"{config.rollout_fleet.num_engines} engines), got {num_cpus}; lower placement.cpus_per_learner_rank, "
             "placement.cpus_per_engine or the number of workers, or set placement.oversubscribe=true"
         )
-
-
-def visible_gpus() -> int:
-    """GPUs that the NVIDIA driver lists on this machine; 0 without a driver. Loads no torch."""
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return 0
-    listed = subprocess.run([tool, "-L"], capture_output=True, text=True, timeout=30, check=False)
-    return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
 
 
 def requested_cpus(config: RunConfig) -> float:

@@ -18,7 +18,8 @@ from importlib import import_module
 from pathlib import Path
 
 from asyncrl.compose import CONFIG_DIR, compose_run, dump_yaml
-from asyncrl.config import RunConfig, check_files, check_options, check_placement, visible_gpus
+from asyncrl.config import RunConfig, check_files, check_options, check_placement
+from asyncrl.machine import visible_gpus
 from asyncrl.metrics import TerminalView
 from asyncrl.options import help_text
 from asyncrl.prepare import read_prompts, warm_start, with_quickstart_assets
