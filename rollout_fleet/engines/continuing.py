@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from asyncrl.protocol.types import FinishReason, WeightSnapshot
+from asyncrl.protocol.types import FinishReason
 from rollout_fleet.types import GenerationRequest, GroupOutput, SampleOutput
 
+from .around import EngineAround
 from .base import Engine
 
 
@@ -22,7 +23,7 @@ class _Continued:
     running: dict[str, int]
 
 
-class ContinuingEngine:
+class ContinuingEngine(EngineAround):
     """Implements `Engine` on another one: a request's ``prefixes`` are continued, each as far as it may still go.
 
     A sample that is not finished becomes a request of its own, whose prompt is the group's prompt and the sample so
@@ -32,17 +33,8 @@ class ContinuingEngine:
 
     def __init__(self, engine: Engine) -> None:
         """Take the engine, which whoever made it starts and stops."""
-        self._engine = engine
+        super().__init__(engine)
         self._continued: dict[str, _Continued] = {}
-
-    @property
-    def version(self) -> int:
-        """See `Engine.version`."""
-        return self._engine.version
-
-    async def start(self) -> None:
-        """See `Engine.start`."""
-        await self._engine.start()
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[GroupOutput]:
         """See `Engine.generate`."""
@@ -74,27 +66,11 @@ class ContinuingEngine:
                 if self._continued.get(rid) is group:  # else it was cut off, and a later call continues it
                     del self._continued[rid]
 
-    async def release_memory(self) -> None:
-        """See `Engine.release_memory`."""
-        await self._engine.release_memory()
-
-    async def load_weights(self, snapshot: WeightSnapshot) -> float:
-        """See `Engine.load_weights`."""
-        return await self._engine.load_weights(snapshot)
-
     async def abort(self, rid: str) -> None:
         """See `Engine.abort`."""
         group = self._continued.get(rid)
         for running in [rid] if group is None else list(group.running):
             await self._engine.abort(running)
-
-    async def wait_failed(self) -> None:
-        """See `Engine.wait_failed`."""
-        await self._engine.wait_failed()
-
-    async def stop(self) -> None:
-        """See `Engine.stop`."""
-        await self._engine.stop()
 
 
 def _split(request: GenerationRequest) -> tuple[_Continued, list[GenerationRequest]]:

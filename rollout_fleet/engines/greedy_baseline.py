@@ -5,31 +5,17 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 
-from asyncrl.protocol.types import WeightSnapshot
 from rollout_fleet.types import GenerationRequest, GroupOutput
 
-from .base import Engine
+from .around import EngineAround
 
 
-class GreedyBaselineEngine:
+class GreedyBaselineEngine(EngineAround):
     """Implements `Engine` on another one: each answer has a last sample of its own, decoded at temperature 0.
 
     The greedy sample is a request of its own, so that every engine can serve it; the answer waits for both. Its tokens
     are in nobody's account: it is scored and never trained on.
     """
-
-    def __init__(self, engine: Engine) -> None:
-        """Take the engine, which whoever made it starts and stops."""
-        self._engine = engine
-
-    @property
-    def version(self) -> int:
-        """See `Engine.version`."""
-        return self._engine.version
-
-    async def start(self) -> None:
-        """See `Engine.start`."""
-        await self._engine.start()
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[GroupOutput]:
         """See `Engine.generate`; ``num_baselines`` of each answer is 1."""
@@ -54,26 +40,10 @@ class GreedyBaselineEngine:
             sampled, baseline = (other, output) if output.rid.startswith(_GREEDY) else (output, other)
             yield GroupOutput(rid=sampled.rid, samples=sampled.samples + baseline.samples, num_baselines=1)
 
-    async def release_memory(self) -> None:
-        """See `Engine.release_memory`."""
-        await self._engine.release_memory()
-
-    async def load_weights(self, snapshot: WeightSnapshot) -> float:
-        """See `Engine.load_weights`."""
-        return await self._engine.load_weights(snapshot)
-
     async def abort(self, rid: str) -> None:
         """See `Engine.abort`."""
         await self._engine.abort(rid)
         await self._engine.abort(_greedy_rid(rid))
-
-    async def wait_failed(self) -> None:
-        """See `Engine.wait_failed`."""
-        await self._engine.wait_failed()
-
-    async def stop(self) -> None:
-        """See `Engine.stop`."""
-        await self._engine.stop()
 
 
 _GREEDY = "g"
