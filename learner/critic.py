@@ -112,9 +112,12 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: flo
     loss = (values - returns).square()
     if not clip:
         return 0.5 * loss, torch.zeros_like(values, dtype=torch.bool)
-    near = old_values + (values - old_values).clamp(-clip, clip)
+    moved = values - old_values
+    outside = moved.abs() > clip
+    # Not clamp alone: inside the interval old + (v - old) differs from v in the last bit, which would count as clipped.
+    near = torch.where(outside, old_values + moved.clamp(-clip, clip), values)
     clipped = (near - returns).square()
-    return 0.5 * torch.maximum(loss, clipped), clipped > loss
+    return 0.5 * torch.maximum(loss, clipped), outside & (clipped > loss)
 
 
 def _summary(sums: Mapping[str, float], num_tokens: int) -> dict[str, float]:

@@ -24,12 +24,14 @@ from rollout_fleet.types import GenerationRequest, GroupOutput, SampleOutput
 
 from .base import check_output, check_prompt
 from .model_files import ModelFacts, read_model_facts
-from .sglang_server import SGLangServer
+from .sglang_server import SERVER_KEEP_ALIVE_S, SGLangServer
 
 logger = logging.getLogger(__name__)
 
 DEATH_GRACE_S = 2.0
 CONTINUE_TIMEOUT_S = 5.0
+# The client must drop an idle connection first: a server that closes one while a request is on its way resets it.
+CLIENT_KEEP_ALIVE_S = SERVER_KEEP_ALIVE_S / 4
 
 
 class SGLangEngine:
@@ -72,7 +74,7 @@ class SGLangEngine:
         self._session = aiohttp.ClientSession(
             self._server.url,
             headers=self._server.headers,
-            connector=aiohttp.TCPConnector(limit=0),
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=CLIENT_KEEP_ALIVE_S),
             timeout=aiohttp.ClientTimeout(total=None),
         )
         await self._call("GET", "/model_info", timeout_s=self._config.start_timeout_s)
@@ -240,6 +242,9 @@ class SGLangEngine:
     async def _call(self, method: str, path: str, body: Any = None, *, timeout_s: float) -> Any:
         """Call the server; returns its JSON answer, or None when it has none.
 
+        A call whose connection breaks is sent once more on another one. All calls but ``/generate`` may be repeated:
+        the second does what the first did, or finds it done.
+
         Raises:
             EngineError: it refused, or cannot be reached although it lives.
             DeadlineError: no answer within ``timeout_s``.
@@ -248,16 +253,29 @@ class SGLangEngine:
         if self._session is None or self._session.closed:
             raise EngineError(f"{self._name} is not running; {method} {path} cannot be sent")
         try:
-            async with asyncio.timeout(timeout_s), self._session.request(method, path, json=body) as response:
-                content = await response.read()
+            async with asyncio.timeout(timeout_s):
+                try:
+                    status, content = await self._exchange(method, path, body)
+                except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
+                    await self._raise_if_dead()
+                    if path == "/generate":
+                        raise
+                    logger.warning("%s: %s %s is sent again after %r", self._name, method, path, error)
+                    status, content = await self._exchange(method, path, body)
         except TimeoutError:
             raise DeadlineError(f"{self._name} did not answer {method} {path} within {timeout_s} s") from None
         except aiohttp.ClientError as error:
             await self._raise_if_dead()
             raise EngineError(f"{self._name} could not be reached for {method} {path}: {error!r}") from error
-        if response.status != 200:
-            raise EngineError(f"{self._name} answered {method} {path} with {response.status}: {content[:500]!r}")
+        if status != 200:
+            raise EngineError(f"{self._name} answered {method} {path} with {status}: {content[:500]!r}")
         return json.loads(content) if content else None
+
+    async def _exchange(self, method: str, path: str, body: Any) -> tuple[int, bytes]:
+        """Send one HTTP request; returns the status and the whole body of the answer."""
+        assert self._session is not None
+        async with self._session.request(method, path, json=body) as response:
+            return response.status, await response.read()
 
     async def _raise_if_dead(self) -> None:
         """Raise the server's death if it died; a connection breaks some time before the process is gone."""

@@ -31,6 +31,7 @@ READY_LINE = "Uvicorn running on"
 BIND_FAILURE = "address already in use"
 BIND_ATTEMPTS = 3
 TAIL_LINES = 40
+SERVER_KEEP_ALIVE_S = 60  # seconds after which the server closes an idle connection; 5 by default
 CPU_KV_TOKENS = 32768
 STAND_IN = Path(__file__).with_name("cpu_stand_in")
 GUARD = Path(__file__).with_name("guard.py")
@@ -247,6 +248,7 @@ class SGLangServer:
             "HF_HUB_OFFLINE": "1",
             "PYTHONUNBUFFERED": "1",
             "TQDM_DISABLE": "1",
+            "SGLANG_TIMEOUT_KEEP_ALIVE": str(SERVER_KEEP_ALIVE_S),
         }
         if self._device is Device.cpu:
             environment["SGLANG_USE_CPU_ENGINE"] = "1"

@@ -163,6 +163,18 @@ def test_the_value_loss_is_clipped_as_worked_by_hand() -> None:
     assert not never.any()
 
 
+def test_a_value_inside_the_interval_is_never_counted_as_clipped() -> None:
+    """Old + (new - old) is new but for the last bit, on any machine; that bit clips nothing."""
+    generator = torch.Generator().manual_seed(3)
+    old = -0.18 * torch.rand(100_000, generator=generator)
+    values = 0.02 * torch.rand(100_000, generator=generator)
+    assert (old + (values - old) != values).float().mean() > 0.05  # rounding is there
+    returns = 3 * torch.randn(100_000, generator=generator)
+    loss, clipped = value_loss(values, old, returns, clip=0.2)
+    assert not clipped.any()
+    assert torch.equal(loss, 0.5 * (values - returns).square())
+
+
 def step_on(path: str, config: LearnerConfig, num_sequences: int) -> tuple[list[dict], dict, list]:
     """Two updates; their metrics, the weights after them, and values of all sequences of this rank."""
     trainer = CriticTrainer(config, CRITIC, model_path=path, total_updates=2)
