@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from asyncrl.protocol.types import TrajectoryGroup
+from asyncrl.protocol.trajectory import TrajectoryGroup
 
 from .types import RankBatch, TokenSequence
 
@@ -80,8 +80,8 @@ def _rows(
             "response_ids": group.response_ids[span],
             "response_mask": group.response_mask[span],
             "behavior_logprobs": group.behavior_logprobs[span],
-            "versions": group.versions[span],
+            "versions": group.versions[len(group.prompt_ids) :][span],
             "reward": float(rewards[sample]),
             "advantage": float(advantages.mean()) if len(advantages) else 0.0,
-            "lag": version - int(group.versions[span].min()),
+            "lag": version - group.summary.oldest_version,
         }
