@@ -14,9 +14,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
 
-from asyncrl.compose import compose_run
+from asyncrl.cli.compose import compose_run
 from asyncrl.config import RunConfig, check_options, learner_pools, learner_roles, requested_cpus
-from asyncrl.groups import Learner, RunPaths
+from asyncrl.controller.learner_group import Learner, RunPaths
 from asyncrl.protocol.types import FinishReason, Plan, TrajectoryGroup
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "learner"))

@@ -7,8 +7,8 @@ import torch
 from running import RunningTraining
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from asyncrl.compose import compose_run
-from asyncrl.prepare import with_quickstart_assets
+from asyncrl.cli.compose import compose_run
+from asyncrl.cli.prepare import with_quickstart_assets
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
