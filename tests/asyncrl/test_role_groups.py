@@ -18,11 +18,8 @@ from asyncrl.cli.compose import compose_run
 from asyncrl.config import RunConfig, check_options, learner_pools, learner_roles, requested_cpus
 from asyncrl.controller.learner_group import Learner, RunPaths
 from asyncrl.protocol.types import FinishReason, Plan, TrajectoryGroup
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "learner"))
-from tiny_models import VOCABULARY, save_tiny_model
-
 from buffer import BufferConnection
+from tests.support.tiny_models import VOCABULARY, save_tiny_model
 
 PPO = [
     "experiment=custom",
