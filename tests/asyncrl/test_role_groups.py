@@ -14,17 +14,14 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
 
-from asyncrl.compose import compose_run
+from asyncrl.cli.compose import compose_run
 from asyncrl.config import RunConfig, check_options, learner_pools, learner_roles, requested_cpus
-from asyncrl.groups import Learner, RunPaths
+from asyncrl.controller.learner_group import Learner, RunPaths
 from asyncrl.protocol.trajectory import TrajectoryGroup
 from asyncrl.protocol.types import FinishReason, Plan
-from tests.support.trajectories import make_group
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "learner"))
-from tiny_models import VOCABULARY, save_tiny_model
-
 from buffer import BufferConnection
+from tests.support.tiny_models import VOCABULARY, save_tiny_model
+from tests.support.trajectories import make_group
 
 PPO = [
     "experiment=custom",

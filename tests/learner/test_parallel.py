@@ -1,16 +1,10 @@
 """Any split of a batch over ranks and micro-batches equals one process: loss, metrics, gradient norm and weights."""
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))  # spawned ranks import these by name
-from gloo import run_on_ranks
-from tiny_models import VOCABULARY, awkward_sequences, random_sequences, save_tiny_model
 
 from asyncrl.protocol.trajectory import TrajectoryGroup
 from asyncrl.protocol.types import FinishReason, Plan
@@ -22,6 +16,8 @@ from learner.step import PolicyStep
 from learner.trainer import PolicyTrainer
 from learner.types import group_sequences
 from learner.weights import gather_weights
+from tests.support.ranks import run_on_ranks
+from tests.support.tiny_models import VOCABULARY, awkward_sequences, random_sequences, save_tiny_model
 from tests.support.trajectories import make_group
 
 NUM_UPDATES = 2

@@ -1,7 +1,6 @@
 """The worker's methods on one and on two ranks, called as the worker group calls them, with a scripted buffer."""
 
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,10 +13,6 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-sys.path.insert(0, str(Path(__file__).parent))
-from gloo import run_on_ranks
-from tiny_models import VOCABULARY, save_tiny_model
-
 from asyncrl.protocol.errors import StalenessError
 from asyncrl.protocol.trajectory import TrajectoryGroup
 from asyncrl.protocol.types import FinishReason
@@ -25,6 +20,8 @@ from learner.actor_worker import ActorWorker
 from learner.config import AlgorithmConfig, Device, LearnerConfig, OptimizerConfig
 from learner.types import RankBatch
 from learner.worker import PER_DP_RANK
+from tests.support.ranks import run_on_ranks
+from tests.support.tiny_models import VOCABULARY, save_tiny_model
 from tests.support.trajectories import make_group
 
 TEMPERATURE = 0.8
