@@ -52,9 +52,7 @@ def test_a_single_turn_is_the_smallest_tree() -> None:
 
 
 def test_every_sampled_turn_is_trained_on_exactly_once_whatever_the_branching() -> None:
-    """Prompt ─ a ─ tool ─┬─ b;  a re-rooted summary r ─ d; the branches a·tool·b and a·tool·c share a.
-    ······················└─ c
-    """
+    # prompt - a - tool - b, prompt - a - tool - c, and r - d from a new root: a is on two branches.
     tree = Trajectory(
         turns=(
             PROMPT,
