@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import IO, Self
 
 from asyncrl.protocol.errors import DeadlineError, WorkerDiedError
-from asyncrl.protocol.log_tail import last_lines
+from asyncrl.protocol.processes import last_lines
 
 from .config import BufferConfig
 from .connection import BufferConnection

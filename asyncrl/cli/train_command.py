@@ -27,7 +27,7 @@ from asyncrl.config import RunConfig, check_files, check_options, check_placemen
 from asyncrl.controller.run_folder import make_run_dir, shared_folder
 from asyncrl.metrics import TerminalView
 from asyncrl.protocol.errors import AsyncRLError, DeadlineError
-from asyncrl.protocol.log_tail import last_lines
+from asyncrl.protocol.processes import last_lines
 from asyncrl.sft.warm_start import finished_warm_start
 
 EXIT_FAILED = 1

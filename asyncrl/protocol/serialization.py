@@ -8,7 +8,7 @@ import struct
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -20,14 +20,11 @@ from .columns import UnbuiltBatch
 from .errors import BatchError, WireError
 from .rows import is_nested, rows_of
 
-if TYPE_CHECKING:
-    from .data_proto import DataProto
-
 Message = tuple[Frame, Sequence[Any], Sequence[Any]]
 """Header, buffers and foreign values."""
 
 
-def reduce(data: DataProto, protocol: int) -> tuple[Any, ...]:
+def reduce(data: Any, protocol: int) -> tuple[Any, ...]:
     """What pickle needs to rebuild the batch: the codec's header, and its buffers, out of band where it can.
 
     Values that the codec does not carry (functions, instances) are left to pickle, whose stream this is.
@@ -37,14 +34,14 @@ def reduce(data: DataProto, protocol: int) -> tuple[Any, ...]:
     return rebuild, (type(data), header, [wrap(buffer) for buffer in buffers], foreign)
 
 
-def rebuild(kind: type[DataProto], header: Frame, buffers: Sequence[Any], foreign: Sequence[Any]) -> DataProto:
+def rebuild(kind: Any, header: Frame, buffers: Sequence[Any], foreign: Sequence[Any]) -> Any:
     """The inverse of `reduce`; the message is read by `unfold`, when something of the batch is asked for."""
     data = kind.__new__(kind)
     data.__setstate__((header, buffers, foreign))
     return data
 
 
-def message_of(data: DataProto) -> Message:
+def message_of(data: Any) -> Message:
     """The batch as a message. One that arrived and that nobody looked into goes on as it came."""
     if vars(data).keys() == {"_arrived"}:
         return data._arrived
@@ -53,7 +50,7 @@ def message_of(data: DataProto) -> Message:
     return header, buffers, foreign
 
 
-def unfold(data: DataProto) -> None:
+def unfold(data: Any) -> None:
     """Read the message that a batch arrived in. What was set since then stays; tensors stay where the buffers are."""
     message = vars(data).get("_arrived")
     if message is None:  # it was made here, or another thread has read it
@@ -66,7 +63,7 @@ def unfold(data: DataProto) -> None:
     vars(data).pop("_arrived", None)
 
 
-def parts_of(data: DataProto) -> dict[str, Any]:
+def parts_of(data: Any) -> dict[str, Any]:
     """The batch as a value of the codec. Raises `BatchError` where its columns were made not to fit together."""
     data.check_consistency()
     batch = None
@@ -75,7 +72,7 @@ def parts_of(data: DataProto) -> dict[str, Any]:
     return {"batch": batch, "non_tensor_batch": data.non_tensor_batch, "meta_info": data.meta_info}
 
 
-def from_parts(kind: type[DataProto], parts: Any, *, is_borrowed: bool = True) -> DataProto:
+def from_parts(kind: type, parts: Any, *, is_borrowed: bool = True) -> Any:
     """The inverse of `parts_of`.
 
     Args:
@@ -107,7 +104,7 @@ def _batch_of(num_rows: Any, tensors: Any, *, is_borrowed: bool) -> UnbuiltBatch
     return UnbuiltBatch(tensors, num_rows, is_borrowed=is_borrowed)
 
 
-def save(data: DataProto, filepath: str | Path) -> None:
+def save(data: Any, filepath: str | Path) -> None:
     """Write the batch to a file, which is there completely or not at all."""
     frames = encode(parts_of(data))
     partial = Path(f"{filepath}.partial")
@@ -116,7 +113,7 @@ def save(data: DataProto, filepath: str | Path) -> None:
     os.replace(partial, filepath)
 
 
-def load(kind: type[DataProto], filepath: str | Path) -> DataProto:
+def load(kind: type, filepath: str | Path) -> Any:
     """Read a batch from a file, into memory that is the batch's own."""
     content = bytearray(os.path.getsize(filepath))
     with open(filepath, "rb") as file:
@@ -170,7 +167,7 @@ def _aligned(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
-def all_gather_data_proto(data: DataProto, process_group: Any) -> None:
+def all_gather_data_proto(data: Any, process_group: Any) -> None:
     """Lay the parts of all ranks end to end, in the order of the ranks, in place; every rank has all of it then.
 
     The ranks must have the same columns; the number of their rows may differ, and be zero. Tensors come back to the

@@ -1,31 +1,29 @@
-"""Noticing that a worker died while nobody calls it: on each node one task waits for the workers' processes to end.
+"""Whether workers are alive, noticing a death while nobody calls them, and what a worker wrote before it died.
 
-The kernel wakes that task when a process ends, and the task's end wakes whoever watches the group. Where the node dies,
-Ray ends the task. A worker's own methods are not used, because a worker runs one at a time.
+On each node one task waits for the workers' processes to end. The kernel wakes that task when a process ends, and the
+task's end wakes whoever watches the group. Where the node dies, Ray ends the task. A worker's own methods are not used,
+because a worker runs one method at a time.
 """
 
 from __future__ import annotations
 
-import logging
-import os
-import select
-import signal
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import ray
 from ray._private import state as ray_state
+from ray._private import worker as ray_worker
 from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from asyncrl.protocol.processes import last_lines, wait_for_first_end
 from asyncrl.protocol.remote import fetch
 
-from .ray_pool import current_cluster
-
-_log = logging.getLogger(__name__)
+from .resource_pool import current_cluster
 
 
 def wait_until_alive(workers: Sequence[Any], timeout_s: float) -> None:
@@ -49,25 +47,6 @@ def address_of(worker: Any) -> str:
     """Address of the node on which an actor lives."""
     actor = ray_state.actors(worker._actor_id.hex())
     return actor["Address"]["IPAddress"] if actor else "unknown"
-
-
-def check_workers_alive(workers: Sequence[Any], is_alive: Callable[[Any], bool], gap_time: float = 1) -> None:
-    """Raise SIGABRT whenever a worker is found dead; it asks for ever, so give it a thread.
-
-    A group's ``start_worker_aliveness_check`` waits for the end of the processes instead of asking.
-
-    Args:
-        workers: What to ask about.
-        is_alive: Whether one of them is alive.
-        gap_time: Seconds between two rounds of questions.
-    """
-    pause = threading.Event()
-    while True:
-        for worker in workers:
-            if not is_alive(worker):
-                _log.warning("worker %s is not alive; raising SIGABRT", worker)
-                signal.raise_signal(signal.SIGABRT)
-        pause.wait(gap_time)
 
 
 class DeathWatch:
@@ -143,18 +122,53 @@ def _watch_on(node_id: str, pids: list[int]) -> Any:
     return _first_to_end.options(scheduling_strategy=there).remote(pids)
 
 
-@ray.remote(num_cpus=0, max_retries=0)
-def _first_to_end(pids: list[int]) -> int:
-    """Wait until one of these processes of this node ends; returns its id."""
-    with ExitStack() as opened:
-        waiting = select.poll()
-        pid_of = {}
-        for pid in pids:
-            try:
-                descriptor = os.pidfd_open(pid)
-            except ProcessLookupError:
-                return pid
-            opened.callback(os.close, descriptor)
-            waiting.register(descriptor, select.POLLIN)
-            pid_of[descriptor] = pid
-        return pid_of[waiting.poll()[0][0]]
+_first_to_end = ray.remote(num_cpus=0, max_retries=0)(wait_for_first_end)
+
+
+_REMOTE_READ_TIMEOUT_S = 10.0
+_RAY_MARKS = (":job_id:", ":actor_name:", ":task_name:")
+
+
+def last_words_of(worker: Any, log_file: str | None) -> Callable[[], str]:
+    """Reads the end of what an actor wrote, on whichever node it ran, with the paths of the files.
+
+    Args:
+        worker: The actor's handle.
+        log_file: Where it writes on its node; None where Ray keeps its output.
+    """
+    return partial(_read_last_words, worker._actor_id.hex(), log_file)
+
+
+def _read_last_words(actor_id: str, log_file: str | None) -> str:
+    if not ray.is_initialized():
+        return f"{log_file}:\n{last_lines(log_file)}" if log_file else "its output: (Ray is shut down)"
+    actor = ray_state.actors(actor_id)
+    if not actor:
+        return "its output: (Ray does not know the actor)"
+    if not actor["Pid"]:
+        return "its output: (it never ran)"
+    node_id = actor["Address"]["NodeID"]
+    if node_id == ray.get_runtime_context().get_node_id():
+        return tail_of(log_file, actor["Pid"])
+    there = NodeAffinitySchedulingStrategy(node_id=node_id, soft=False)
+    reading = ray.remote(num_cpus=0)(tail_of).options(scheduling_strategy=there).remote(log_file, actor["Pid"])
+    try:
+        return ray.get(reading, timeout=_REMOTE_READ_TIMEOUT_S)
+    except RayError as error:
+        where = log_file or "its output"
+        return f"{where}: (cannot be read, its node does not answer: {type(error).__name__})"
+
+
+def tail_of(log_file: str | None, pid: int) -> str:
+    """The paths and ends of what a process of this node wrote: its log, or else Ray's files of its output."""
+    if log_file is not None:
+        return f"{log_file}:\n{last_lines(log_file)}"
+    node: Any = ray_worker._global_node
+    logs = Path(node.get_logs_dir_path())
+    tails = {path: _without_marks(last_lines(str(path))) for path in sorted(logs.glob(f"worker-*-{pid}.*"))}
+    return "\n".join(f"{path}:\n{tail}" for path, tail in tails.items() if tail) or f"{logs}: (nothing of pid {pid})"
+
+
+def _without_marks(text: str) -> str:
+    """The lines that the worker wrote; Ray's own say which job and actor the file is of."""
+    return "\n".join(line for line in text.splitlines() if line.strip() and not line.startswith(_RAY_MARKS))

@@ -12,19 +12,12 @@ import ray
 from asyncrl.protocol.errors import UsageError, WorkerDiedError
 from asyncrl.protocol.remote import WorkerIdentity, death_of, forget, identity_of, introduce
 
-from .calling import func_generator, shared
-from .deadline import deadline_in_force
-from .decorator import MAGIC_ATTR
-from .liveness import address_of
-from .placement import master_address_port, slots_of
-from .ray_class import RayClassWithInitArgs, unwrap
-from .ray_pool import RayResourcePool, current_cluster
-from .resource_pool import get_random_string
-from .results import PendingResult, PendingResults
-from .route import Route
-from .starting import Launch
+from .calls import PendingResult, PendingResults, Route, deadline_in_force, func_generator, shared
+from .dispatch import MAGIC_ATTR
+from .liveness import address_of, last_words_of
+from .placement import Launch, RayClassWithInitArgs, master_address_port, slots_of, unwrap
+from .resource_pool import RayResourcePool, current_cluster, get_random_string
 from .worker_group import WorkerGroup
-from .worker_log import last_words_of
 
 _log = logging.getLogger(__name__)
 

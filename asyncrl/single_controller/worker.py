@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import os
 import socket
-import warnings
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from asyncrl.protocol.errors import UsageError
 
-from .chaining import attach_results
-from .decorator import Dispatch, Execute, register
+from .calls import attach_results
 from .devices import ALL_DEVICES, set_up_visible_devices, visible_devices_name
-from .worker_log import redirect_output
+from .dispatch import Dispatch, Execute, register
 
 
 class WorkerHelper:
@@ -34,11 +34,6 @@ class WorkerHelper:
     def get_available_master_addr_port(self) -> tuple[str, str]:
         """This node's address, and a port that is free now."""
         return self._get_node_ip().strip("[]"), str(self._get_free_port())
-
-    def get_availale_master_addr_port(self) -> tuple[str, str]:
-        """As `get_available_master_addr_port`, by the name that older worker classes call it."""
-        warnings.warn("call get_available_master_addr_port instead", DeprecationWarning, stacklevel=2)
-        return self.get_available_master_addr_port()
 
     def _get_pid(self) -> int:
         return os.getpid()
@@ -218,3 +213,16 @@ class Worker(WorkerHelper):
     def execute_func_rank_zero(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run ``func(*args)`` on rank 0."""
         return func(*args, **kwargs)
+
+
+def redirect_output(path: str) -> None:
+    """Send stdout and stderr of this process, C++ and child processes included, to the end of a file."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+    sys.stdout = open(1, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115

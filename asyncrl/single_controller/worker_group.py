@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from asyncrl.protocol.errors import WorkerDiedError
 
-from .decorator import MAGIC_ATTR, Dispatch, Execute
-from .dispatch import get_predefined_dispatch_fn, get_predefined_execute_fn
+from .dispatch import MAGIC_ATTR, Dispatch, Execute, get_predefined_dispatch_fn, get_predefined_execute_fn
 from .liveness import DeathWatch, state_of, wait_until_alive
 from .resource_pool import ResourcePool
 

@@ -10,9 +10,9 @@ import ray
 
 from asyncrl.protocol.errors import UsageError
 
-from .decorator import MAGIC_ATTR, Dispatch, materialize_async
-from .ray_class import RayClassWithInitArgs, unwrap
-from .route import FUSED_METHOD_SEPARATOR
+from .calls import FUSED_METHOD_SEPARATOR
+from .dispatch import MAGIC_ATTR, Dispatch, materialize_async
+from .placement import RayClassWithInitArgs, unwrap
 from .worker import Worker
 
 FusedWorkerCLSName = "FusedWorker"
