@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 import ray
 
 from asyncrl.config import RunConfig, check_placement, requested_cpus
-from asyncrl.protocol.errors import DeadlineError
+from asyncrl.protocol.errors import ClusterDiedError, DeadlineError
 
 # Ray starts workers at nice 15 by default, which starves them beside any other load; idle workers started ahead of
 # need cost start-up time and memory that a run of a few actors never earns back; and a control service that died on
@@ -29,6 +29,7 @@ async def ray_cluster(config: RunConfig) -> AsyncIterator[None]:
     """Start or join Ray, check that the run fits, and leave nothing behind.
 
     Raises:
+        ClusterDiedError: Ray does not start, or cannot be joined.
         DeadlineError: the cluster does not answer within ``ray.start_timeout_s``.
         ValueError: the run asks for more than the cluster has.
     """
@@ -46,6 +47,9 @@ async def ray_cluster(config: RunConfig) -> AsyncIterator[None]:
                 f"Ray did not come up within ray.start_timeout_s={config.ray.start_timeout_s:g} s "
                 f"(address {config.ray.address or 'of our own'!r}); raise it, or look into Ray's session logs"
             ) from None
+        except Exception as error:
+            where = f"at ray.address={config.ray.address}" if config.ray.address else "on this machine"
+            raise ClusterDiedError(f"Ray {where} did not come up: {error}; look into Ray's session logs") from error
         if config.ray.address:
             _check_one_host(config.ray.address)
             total = ray.cluster_resources()

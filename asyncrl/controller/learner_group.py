@@ -14,7 +14,7 @@ import ray
 from asyncrl.config import RunConfig
 from asyncrl.controller.controller import FleetCounts
 from asyncrl.controller.role_groups import WORKER_ENV, RoleGroups
-from asyncrl.protocol.errors import DeadlineError
+from asyncrl.protocol.remote import StepDeadline, within
 from asyncrl.protocol.types import Plan, Prompt, WeightSnapshot
 from asyncrl.single_controller import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from buffer import BufferConnection
@@ -58,6 +58,7 @@ class Learner:
         self._checkpoints = paths.checkpoints
         self._batches: tuple[Plan | None, dict[str, list[RankBatch]]] = (None, {})
         self._references: Scores | None = None
+        self._deadline = StepDeadline(2 * config.learner.step_timeout_s)
         self._roles = RoleGroups(
             config,
             buffer=buffer,
@@ -208,8 +209,12 @@ class Learner:
         return (await self._in_time(pending, what))[0]
 
     async def _in_time(self, pending: Awaitable[T], what: str) -> T:
-        option = "learner.step_timeout_s, twice which a call may take: the step before it has the ranks first"
-        return await within(pending, 2 * self._config.learner.step_timeout_s, what, option)
+        """Await a call; steps under a deadline that follows their durations, at first twice ``step_timeout_s``."""
+        kind, _, number = what.rpartition(" of step ")
+        if number and kind:
+            return await self._deadline.within(pending, kind, what, "learner.step_timeout_s")
+        # Twice: the step before the call has the ranks first.
+        return await within(pending, 2 * self._config.learner.step_timeout_s, what, "learner.step_timeout_s")
 
 
 class Fleet:
@@ -298,19 +303,6 @@ class Fleet:
     async def stop(self, timeout_s: float) -> None:
         """End engines and workers: ask, then kill."""
         await _stop_groups([self._group], self._group.shutdown, timeout_s)
-
-
-async def within(pending: Awaitable[T], timeout_s: float, what: str, option: str) -> T:
-    """Await a group's call under a deadline.
-
-    Raises:
-        DeadlineError: it passed; the message names what was awaited and the option that bounds it.
-    """
-    try:
-        async with asyncio.timeout(timeout_s):
-            return await pending
-    except TimeoutError:
-        raise DeadlineError(f"waited {timeout_s:g} s for {what}; look into the logs, or raise {option}") from None
 
 
 def _start_group(

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from asyncrl.config import RunConfig
-from asyncrl.controller.buffer_process import buffer_died
 from asyncrl.controller.cluster import ray_cluster
 from asyncrl.controller.colocated import TurnTaking
 from asyncrl.controller.controller import Controller, PromptSource
@@ -44,6 +43,7 @@ from asyncrl.metrics import (
     write_json,
 )
 from asyncrl.protocol.types import Prompt, WeightSnapshot
+from asyncrl.single_controller import ray_death
 from buffer import BufferClient, BufferConnection, BufferProcess
 from learner.config import AlgorithmConfig
 from learner.registry import ADVANTAGES, LOSSES
@@ -111,7 +111,7 @@ class Run:
                 with self._view.waiting_for("Ray"):
                     await stack.enter_async_context(ray_cluster(self._config))
                 work = self._run_parts(stack, server, prompts)
-                result, before, after = await _unless(work, [buffer_died(server)])
+                result, before, after = await _unless(work, [server.death(), ray_death()])
             except BaseException as fault:
                 self._on_fault(fault)
                 raise

@@ -29,6 +29,10 @@ class WorkerDiedError(AsyncRLError):
     """A process of the run died; the message names it and ends with the last lines of its log."""
 
 
+class ClusterDiedError(WorkerDiedError):
+    """One of Ray's own processes died, or did not come up; nothing can be stopped through Ray any more."""
+
+
 class CheckpointError(AsyncRLError):
     """A checkpoint could not be written, and the one before it is whole; or one could not be read."""
 

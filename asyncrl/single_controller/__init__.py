@@ -38,6 +38,7 @@ from .fused import (
     create_colocated_worker_cls_fused,
     create_colocated_worker_raw_cls,
 )
+from .liveness import ray_death
 from .placement import RayClassWithInitArgs
 from .ray_worker_group import RayWorkerGroup
 from .resource_pool import (
@@ -101,6 +102,7 @@ __all__ = [
     "make_nd_compute_dataproto_dispatch_fn",
     "merge_resource_pool",
     "parallel_put",
+    "ray_death",
     "ray_noset_visible_devices",
     "register",
     "register_dispatch_mode",

@@ -7,20 +7,23 @@ because a worker runs one method at a time.
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
+import psutil
 import ray
 from ray._private import state as ray_state
 from ray._private import worker as ray_worker
 from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from asyncrl.protocol.processes import last_lines, wait_for_first_end
+from asyncrl.protocol.errors import ClusterDiedError
+from asyncrl.protocol.processes import last_lines, process_end, wait_for_first_end
 from asyncrl.protocol.remote import fetch
 
 from .resource_pool import current_cluster
@@ -47,6 +50,50 @@ def address_of(worker: Any) -> str:
     """Address of the node on which an actor lives."""
     actor = ray_state.actors(worker._actor_id.hex())
     return actor["Address"]["IPAddress"] if actor else "unknown"
+
+
+async def ray_death() -> NoReturn:
+    """Wait until one of Ray's own processes on this machine has died: the raylet, or the control service (gcs_server).
+
+    Ray itself reports a dead raylet as the death of its workers after some 15 s, and ends this process without an
+    error some seconds after the control service died.
+
+    Raises:
+        ClusterDiedError: one died; the message names it and ends with its log.
+    """
+    node: Any = ray_worker._global_node
+    daemons = await asyncio.to_thread(_ray_daemons, node)
+    never = asyncio.get_running_loop().create_future()  # for a cluster without daemons on this machine
+    waiting: dict[Any, int] = {asyncio.ensure_future(process_end(pid)): pid for pid in daemons}
+    try:
+        ended, _ = await asyncio.wait({never, *waiting}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in waiting:
+            task.cancel()
+    pid = waiting[ended.pop()]
+    name = daemons[pid]
+    log = Path(node.get_logs_dir_path()) / f"{name}.out"
+    raise ClusterDiedError(
+        f"Ray's {_DAEMONS[name]} ({name}, pid {pid}) died, and the run cannot go on without it; the end of {log}:\n"
+        f"{last_lines(str(log))}"
+    )
+
+
+_DAEMONS = {"raylet": "node manager", "gcs_server": "control service"}
+
+
+def _ray_daemons(node: Any) -> dict[int, str]:
+    """Process ids and names of the raylet and the control service that this driver uses, if they run here."""
+    marks = {
+        "raylet": f"--raylet_socket_name={node.raylet_socket_name}",
+        "gcs_server": f"--session-name={node.session_name}",
+    }
+    return {
+        process.pid: name
+        for process in psutil.process_iter(["name", "cmdline"])
+        for name, mark in marks.items()
+        if process.info["name"] == name and mark in (process.info["cmdline"] or [])
+    }
 
 
 class DeathWatch:
