@@ -49,7 +49,7 @@ def wait_for_first_end(pids: Sequence[int]) -> int:
 
 
 def last_lines(path: str, num_lines: int = NUM_TAIL_LINES) -> str:
-    """The end of a log file; a remark in its place where the file cannot be read."""
+    """The end of a log file, or a remark if the file cannot be read."""
     try:
         with open(path, "rb") as log:
             log.seek(max(0, os.fstat(log.fileno()).st_size - _TAIL_BYTES))

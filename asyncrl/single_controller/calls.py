@@ -27,9 +27,9 @@ _deadline_s: ContextVar[float | None] = ContextVar("call_deadline_s", default=No
 
 @contextmanager
 def call_deadline(timeout_s: float) -> Iterator[None]:
-    """Give each blocking call inside the block ``timeout_s`` seconds, instead of its group's own time-out.
+    """Give each blocking call inside the block ``timeout_s`` seconds, instead of its group's timeout.
 
-    A call that is late raises `DeadlineError`; the workers go on with it.
+    A late call raises `DeadlineError`; the workers continue it.
     """
     if timeout_s <= 0:
         raise ValueError(f"timeout_s must be > 0, got {timeout_s}")
@@ -41,7 +41,7 @@ def call_deadline(timeout_s: float) -> Iterator[None]:
 
 
 def deadline_in_force(default_s: float | None) -> float | None:
-    """Seconds that a call made now may take; None for as long as it likes."""
+    """Seconds that a call made now may take; None is unlimited."""
     return _deadline_s.get() or default_s
 
 
@@ -52,7 +52,7 @@ class PendingResults(list[Any]):
         """Wait for all results, in the order of the ranks.
 
         Raises:
-            DeadlineError: they were not there within ``timeout_s`` seconds.
+            DeadlineError: they did not arrive within ``timeout_s`` seconds.
             WorkerDiedError: a worker died.
         """
         return fetch(self, timeout_s)
@@ -62,7 +62,7 @@ class PendingResults(list[Any]):
 
 
 class PendingResult(ray.ObjectRef):
-    """A reference to one rank's result: a reference for Ray, and its errors name the worker."""
+    """A reference to one rank's result; unlike Ray's own, its errors name the worker."""
 
     def __init__(self, ref: ray.ObjectRef) -> None:
         super().__init__(ref.binary(), ref.owner_address(), ref.call_site())
@@ -95,7 +95,7 @@ def holds_future(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def detach_references(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Arguments, list[Any]]:
-    """The arguments with as many blanks in each future as it had references, and these references in order."""
+    """The arguments with the references of their futures blanked out, and these references in order."""
     references: list[Any] = []
 
     def blank(value: Any) -> Any:
@@ -108,7 +108,7 @@ def detach_references(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Ar
 
 
 def attach_results(args: tuple[Any, ...], kwargs: dict[str, Any], results: tuple[Any, ...]) -> Arguments:
-    """The arguments with every future resolved from the results, which are in the order of the references."""
+    """The arguments with every future resolved; ``results`` are in the order of the references."""
     remaining = iter(results)
 
     def resolved(value: Any) -> Any:
@@ -124,14 +124,14 @@ FUSED_METHOD_SEPARATOR = "_fwmn_"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Route:
-    """The way of one method's calls.
+    """How calls of one method reach a worker: directly, or through the host that shares its process.
 
     Attributes:
         remote_name: The actor's method that is called.
-        role_method: What tells a host whose method is meant; None where the worker is called itself.
-        is_worker: Whether the actor's class is a `Worker`, which can be given references and told to be silent.
-        is_coroutine: Whether the call is a coroutine, which fetches futures itself, without blocking others.
-        takes_results: Whether the method wants the results of futures, rather than the futures.
+        role_method: Role and method, for a host of several roles; None if the worker is called directly.
+        is_worker: Whether the actor's class is a `Worker`, which accepts references and silent calls.
+        is_coroutine: Whether the method is a coroutine, which fetches futures itself without blocking others.
+        takes_results: Whether the method receives the results of futures rather than the futures.
     """
 
     remote_name: str
@@ -142,7 +142,7 @@ class Route:
 
     @classmethod
     def of(cls, actor_class: Any, method_name: str, role: str) -> Route:
-        """The way to a method of a class, or of a role of a fused class; ``role`` is empty where there are none."""
+        """The route to a method of a class, or of one role of a fused class; ``role`` is empty for others."""
         owner = actor_class.raw_cls_dict[role] if role else actor_class
         method = getattr(owner, method_name, None)
         remote_name = "_fuw_execute" if role else method_name
@@ -157,7 +157,7 @@ class Route:
     def call(
         self, worker: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_silent: bool = False
     ) -> ray.ObjectRef:
-        """Call one worker; a silent one answers nothing but its errors."""
+        """Call one worker; a silent call returns only errors."""
         name = self.remote_name
         if self.role_method is not None:
             args = (self.role_method, *args)
@@ -171,7 +171,7 @@ class Route:
 
 
 _SHARE_FROM_BYTES = 100_000
-# What these return has an entry for each rank, not for each row, so that no padding is in it.
+# These return one entry per rank rather than per row: there is no padding to take off.
 _COLLECT_BY_RANK = (collect_all_to_all, collect_dp_compute)
 
 
@@ -183,7 +183,7 @@ def func_generator(
     execute_fn: Callable[..., Any],
     blocking: bool,
 ) -> Callable[..., Any]:
-    """The group's side of a registered method: dispatch, execute, wait where it blocks, collect, unpad."""
+    """The group's side of a registered method: dispatch, execute, wait if it blocks, collect, unpad."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         args, kwargs = dispatch_fn(group, *args, **kwargs)
@@ -203,7 +203,7 @@ def func_generator(
 
 
 def _unpadded(output: Any, padding_size: int) -> Any:
-    """Rows without the last ones; what is neither a batch, nor a list of rows, nor a future stays as it is."""
+    """A batch, list of rows or future without its last rows; anything else unchanged."""
     if isinstance(output, DataProtoFuture):
         return output.then(partial(_unpadded, padding_size=padding_size))
     if isinstance(output, list) or hasattr(output, "chunk"):
@@ -212,7 +212,7 @@ def _unpadded(output: Any, padding_size: int) -> Any:
 
 
 def shared(values: list[Any]) -> list[Any]:
-    """A list that holds one large value for every rank, as a list of references to one copy in the object store."""
+    """Replace one large value repeated for every rank by references to one copy in the object store."""
     if len(values) < 2 or getattr(values[0], "nbytes", 0) < _SHARE_FROM_BYTES:
         return values
     if any(value is not values[0] for value in values):

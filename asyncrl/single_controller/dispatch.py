@@ -103,7 +103,7 @@ class DynamicEnum(metaclass=_Members):
 
 
 def _member(kind: type[DynamicEnum], name: str) -> Any:
-    """Find a member after unpickling; a process that has not seen its registration registers it."""
+    """Find a member after unpickling; a process that does not know it registers it."""
     return kind.from_name(name) or kind.register(name)
 
 
@@ -113,7 +113,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 class Dispatch(DynamicEnum):
-    """How the arguments of a call reach the workers, and what becomes of their results."""
+    """How the arguments of a call reach the workers, and how their results are returned."""
 
     RANK_ZERO: Dispatch
     ONE_TO_ALL: Dispatch
@@ -176,7 +176,7 @@ def register(
 
 
 def _wrapped(method: Any, materialize_futures: bool) -> Any:
-    """The method as the worker runs it: with its futures fetched, and its errors marked with the rank."""
+    """The method as the worker runs it: futures are fetched first, and errors name the rank."""
 
     @wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -259,17 +259,17 @@ def dispatch_one_to_all(worker_group: Any, *args: Any, **kwargs: Any) -> Dispatc
 
 
 def dispatch_all_to_all(worker_group: Any, *args: Any, **kwargs: Any) -> Dispatched:
-    """Arguments as they are: lists of one entry per rank are handed out, all else goes to everyone."""
+    """Arguments unchanged: lists of one entry per rank are handed out, others go to every rank."""
     return args, kwargs
 
 
 def collect_all_to_all(worker_group: Any, output: Any) -> Any:
-    """Results as they are: a list in the order of the ranks."""
+    """Results unchanged: a list in the order of the ranks."""
     return output
 
 
 def dispatch_dp_compute(worker_group: Any, *args: Any, **kwargs: Any) -> Dispatched:
-    """Arguments that the caller has split: each is a list with one entry per rank."""
+    """Arguments that the caller has split: lists with one entry per rank."""
     for name, value in [*enumerate(args), *kwargs.items()]:
         if not isinstance(value, list | tuple) or len(value) != worker_group.world_size:
             raise UsageError(
@@ -287,12 +287,12 @@ def collect_dp_compute(worker_group: Any, output: Any) -> Any:
 
 
 def dispatch_dp_compute_data_proto(worker_group: Any, *args: Any, **kwargs: Any) -> Dispatched:
-    """Split every `DataProto` evenly over the ranks; padded where the data asks for it."""
+    """Split every `DataProto` evenly over the ranks; padded if the data asks for it."""
     return _split_args_kwargs_data_proto_with_auto_padding(worker_group.world_size, *args, **kwargs)
 
 
 def dispatch_dp_compute_data_proto_with_func(worker_group: Any, *args: Any, **kwargs: Any) -> Dispatched:
-    """The first argument, a function, goes to every rank; the data behind it is split."""
+    """The first argument, a function, goes to every rank; the data after it is split."""
     if not args or not isinstance(args[0], FunctionType):
         raise UsageError(f"the first argument must be a function, got {type(args[0]).__name__ if args else 'none'}")
     num_workers = worker_group.world_size
@@ -306,17 +306,17 @@ def collect_dp_compute_data_proto(worker_group: Any, output: Any) -> Any:
 
 
 def dummy_direct_rollout_call(worker_group: Any, *args: Any, **kwargs: Any) -> Any:
-    """A direct rollout method is called on the worker, by the engine; never through the group."""
+    """Refuse: a direct rollout method is called on the worker by the engine, never through the group."""
     raise UsageError("a DIRECT_ROLLOUT_METHOD is called on the worker itself, not through the worker group")
 
 
 def dispatch_nd_compute(
     dp_rank_mapping: list[int], dp_size: int, worker_group: Any, *args: Any, **kwargs: Any
 ) -> Dispatched:
-    """Hand part ``dp_rank_mapping[rank]`` of every argument to each rank; a part travels once, however many read it.
+    """Hand part ``dp_rank_mapping[rank]`` of every argument to each rank; each part is stored once for all readers.
 
     Args:
-        dp_rank_mapping: For each rank of the group, the part that it receives. Example: ``[0, 0, 1, 1]``.
+        dp_rank_mapping: The part that each rank of the group receives. Example: ``[0, 0, 1, 1]``.
         dp_size: Number of parts of every argument.
         worker_group: The group.
         args: Lists of ``dp_size`` parts.
@@ -343,7 +343,7 @@ def collect_nd_compute(collect_mask: list[bool], worker_group: Any, output: Any)
 def dispatch_nd_compute_dataproto(
     dp_rank_mapping: list[int], dp_size: int, worker_group: Any, *args: Any, **kwargs: Any
 ) -> Dispatched:
-    """Split every `DataProto` into ``dp_size`` parts, padded where the data asks for it, and hand them out."""
+    """Split every `DataProto` into ``dp_size`` parts, padded if the data asks for it, and hand them out."""
     split_args, split_kwargs = _split_args_kwargs_data_proto_with_auto_padding(dp_size, *args, **kwargs)
     padding = {key: split_kwargs.pop(key) for key in (_padding_size_key,) if key in split_kwargs}
     handed_args, handed_kwargs = dispatch_nd_compute(
@@ -358,7 +358,7 @@ def collect_nd_compute_dataproto(collect_mask: list[bool], worker_group: Any, ou
 
 
 def dispatch_lazy_compute_data_proto(mesh_name: str, worker_group: Any, *args: Any, **kwargs: Any) -> Dispatched:
-    """As `dispatch_nd_compute_dataproto`, over a mesh that the workers registered; they are asked once."""
+    """As `dispatch_nd_compute_dataproto`, over a mesh that the workers registered; they are asked once per mesh."""
     if mesh_name not in worker_group._dispatch_info:
         worker_group._dispatch_info[mesh_name] = worker_group._query_dispatch_info(mesh_name)
     mapping = worker_group._dispatch_info[mesh_name]
@@ -366,12 +366,12 @@ def dispatch_lazy_compute_data_proto(mesh_name: str, worker_group: Any, *args: A
 
 
 def collect_lazy_compute_data_proto(mesh_name: str, worker_group: Any, *args: Any, **kwargs: Any) -> Any:
-    """As `collect_nd_compute_dataproto`, over a mesh that the workers registered; they are asked once."""
+    """As `collect_nd_compute_dataproto`, over a mesh that the workers registered; they are asked once per mesh."""
     return collect_nd_compute_dataproto(_collect_mask(mesh_name, worker_group), worker_group, *args, **kwargs)
 
 
 def silent_ranks(worker_group: Any, collect_fn: Callable[..., Any]) -> frozenset[int]:
-    """The ranks whose results a mesh does not collect, and which therefore need not send them."""
+    """The ranks whose results a mesh does not collect, so that they need not send them."""
     if not isinstance(collect_fn, partial) or collect_fn.func is not collect_lazy_compute_data_proto:
         return frozenset()
     mask = _collect_mask(collect_fn.args[0], worker_group)
@@ -413,7 +413,7 @@ _EXECUTE_FN_NAMES = {Execute.ALL: "execute_all", Execute.RANK_ZERO: "execute_ran
 
 
 def get_predefined_dispatch_fn(dispatch_mode: Dispatch) -> dict[str, Callable[..., Any]]:
-    """The two functions of a mode. Raises `UsageError` where it was named, but never given any."""
+    """The two functions of a mode. Raises `UsageError` if the mode has none."""
     if dispatch_mode not in DISPATCH_MODE_FN_REGISTRY:
         raise UsageError(f"dispatch mode {dispatch_mode!r} has no functions; add it with register_dispatch_mode")
     return DISPATCH_MODE_FN_REGISTRY[dispatch_mode]
@@ -427,7 +427,7 @@ def get_predefined_execute_fn(execute_mode: Execute) -> dict[str, str]:
 def register_dispatch_mode(
     dispatch_mode_name: str, dispatch_fn: Callable[..., Any], collect_fn: Callable[..., Any]
 ) -> Dispatch:
-    """Add a mode, which ``Dispatch.NAME`` names from then on.
+    """Add a mode and return it; from then on it is ``Dispatch.NAME``.
 
     Args:
         dispatch_mode_name: Its name.
@@ -445,7 +445,7 @@ def register_dispatch_mode(
 def update_dispatch_mode(
     dispatch_mode: Dispatch, dispatch_fn: Callable[..., Any], collect_fn: Callable[..., Any]
 ) -> None:
-    """Replace the functions of a mode, for the groups made from then on.
+    """Replace the functions of a mode, for groups made from then on.
 
     Raises:
         UsageError: there is no such mode.
@@ -462,7 +462,7 @@ def _split_args_kwargs_data_proto(chunks: int, *args: Any, **kwargs: Any) -> Dis
 
 
 def _split_args_kwargs_data_proto_with_auto_padding(chunks: int, *args: Any, **kwargs: Any) -> Dispatched:
-    """As `_split_args_kwargs_data_proto`, with rows added, all by the same number, to the arguments that ask for it."""
+    """As `_split_args_kwargs_data_proto`; arguments that ask for padding all get the same number of extra rows."""
     lengths = {len(value) for value in (*args, *kwargs.values()) if _asks_for_padding(value)}
     if not lengths:
         return _split_args_kwargs_data_proto(chunks, *args, **kwargs)
@@ -482,7 +482,7 @@ def _asks_for_padding(value: Any) -> bool:
 
 
 def _padded(value: Any, padding_size: int) -> Any:
-    """The value with its last row repeated, where it asks for that; its owner's rows stay as they are."""
+    """A copy with its last row repeated, if it asks for padding; the caller's batch is unchanged."""
     if padding_size == 0 or not _asks_for_padding(value):
         return value
     padded = value.slice()
@@ -491,7 +491,7 @@ def _padded(value: Any, padding_size: int) -> Any:
 
 
 def _chunked(name: Any, value: Any, chunks: int) -> list[Any]:
-    """The value in equal parts, where it knows how to be cut."""
+    """The value in equal parts. Raises `UsageError` if it cannot be cut."""
     from tensordict import TensorDictBase
 
     if not hasattr(value, "chunk"):

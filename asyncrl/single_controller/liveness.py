@@ -116,7 +116,7 @@ class DeathWatch:
         self._nodes = {_watch_on(node_id, list(ranks)): node_id for node_id, ranks in self._ranks.items()}
 
     def wait(self, every_s: float) -> int | None:
-        """The rank of a worker that died; None where the watch was closed, or Ray shut down.
+        """The rank of a worker that died; None if the watch was closed or Ray was shut down.
 
         Args:
             every_s: Seconds after which Ray is asked for the workers' states, even if no process ended.
@@ -151,7 +151,7 @@ class DeathWatch:
         return self._closed.is_set() or self._cluster != current_cluster()
 
     def _reported_by(self, task: Any) -> int | None:
-        """Who died, as the task on their node says; where the task itself was lost, another takes its place."""
+        """Who died, as reported by the task on their node; a task that was lost is started again."""
         node_id = self._nodes.pop(task)
         ranks = self._ranks[node_id]
         try:
@@ -177,11 +177,11 @@ _RAY_MARKS = (":job_id:", ":actor_name:", ":task_name:")
 
 
 def last_words_of(worker: Any, log_file: str | None) -> Callable[[], str]:
-    """Reads the end of what an actor wrote, on whichever node it ran, with the paths of the files.
+    """A function that reads the end of an actor's output from the node it ran on, with the paths of the files.
 
     Args:
         worker: The actor's handle.
-        log_file: Where it writes on its node; None where Ray keeps its output.
+        log_file: Its log on its node; None if Ray keeps its output.
     """
     return partial(_read_last_words, worker._actor_id.hex(), log_file)
 
@@ -207,7 +207,7 @@ def _read_last_words(actor_id: str, log_file: str | None) -> str:
 
 
 def tail_of(log_file: str | None, pid: int) -> str:
-    """The paths and ends of what a process of this node wrote: its log, or else Ray's files of its output."""
+    """Paths and last lines of what a process of this node wrote: its log, or the files that Ray keeps."""
     if log_file is not None:
         return f"{log_file}:\n{last_lines(log_file)}"
     node: Any = ray_worker._global_node
@@ -217,5 +217,5 @@ def tail_of(log_file: str | None, pid: int) -> str:
 
 
 def _without_marks(text: str) -> str:
-    """The lines that the worker wrote; Ray's own say which job and actor the file is of."""
+    """The worker's own lines, without those in which Ray names job and actor."""
     return "\n".join(line for line in text.splitlines() if line.strip() and not line.startswith(_RAY_MARKS))

@@ -50,9 +50,9 @@ class RayClassWithInitArgs(ClassWithInitArgs):
         self._options.update(options)
 
     def for_rank(self, options: dict[str, Any]) -> RayClassWithInitArgs:
-        """A copy with the options of one rank, over its own; the environment variables of both hold.
+        """A copy with the options of one rank on top of its own; environment variables are merged.
 
-        The CPUs are those that the pool reserved: a worker that names none counts for none of its own.
+        A worker class that names no CPUs runs in those that the pool reserved.
         """
         ours = copy(self)
         runtime_env = {**self._options.get("runtime_env", {}), **options["runtime_env"]}
@@ -79,7 +79,7 @@ class RayClassWithInitArgs(ClassWithInitArgs):
             placement_group_bundle_idx: Bundle of the placement group.
             use_gpu: Whether it needs a device.
             num_gpus: Share of a device.
-            sharing_with: An actor whose node and devices it shares; then the placement group is not used.
+            sharing_with: An actor whose node and devices it shares; the placement group is ignored then.
             device_name: ``cuda`` or ``npu``.
         """
         if sharing_with is not None:
@@ -161,11 +161,11 @@ def slots_of(pool: RayResourcePool, strategy: str, device_name: str) -> list[Slo
 
 
 def master_address_port(slot: Slot, port_range: tuple[int, int] | None, timeout_s: float) -> tuple[str, str]:
-    """Address of the slot's node, and a port that is free there now.
+    """Address of the slot's node, and a free port there.
 
     Args:
         slot: Where rank 0 runs.
-        port_range: First port allowed, and the one behind the last; None for any.
+        port_range: Half-open range of ports; None for any.
         timeout_s: Seconds that the node may take to answer.
 
     Raises:
@@ -183,7 +183,7 @@ def master_address_port(slot: Slot, port_range: tuple[int, int] | None, timeout_
 
 
 def free_port(port_range: tuple[int, int] | None) -> int:
-    """A port of the range that nobody listens on. Raises `UsageError` where all are taken."""
+    """A free port of the range. Raises `UsageError` if all are taken."""
     if port_range is None:
         return WorkerHelper._get_free_port()
     for port in range(*port_range):
@@ -201,7 +201,7 @@ _free_port_there = ray.remote(num_cpus=0)(free_port)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launch:
-    """What all workers of a group are started with.
+    """What the workers of a group have in common when they are started.
 
     Attributes:
         group: Name of the group.
@@ -213,7 +213,7 @@ class Launch:
         worker_env: Further environment variables.
         is_detached: Whether they outlive the driver.
         log_dir: Directory of their logs; None leaves their output to Ray.
-        nsight: Options of NVIDIA Nsight Systems, under which the workers then run; None runs them without.
+        nsight: Options of NVIDIA Nsight Systems to run the workers under; None runs them without.
     """
 
     group: str

@@ -21,7 +21,7 @@ from .dispatch import DynamicEnum
 
 
 class ResourcePool:
-    """How many processes each node gives to a group.
+    """How many processes a group has on each node.
 
     Args:
         process_on_nodes: Number of processes on each node. Example: ``[8, 8]`` for two nodes of eight.
@@ -64,7 +64,7 @@ class ResourcePool:
 
 
 class ClassWithInitArgs:
-    """A class and the arguments to make it with, to be called where it should live."""
+    """A class and its arguments; calling it makes the instance."""
 
     def __init__(self, cls: Any, *args: Any, **kwargs: Any) -> None:
         self.cls = cls
@@ -78,7 +78,7 @@ class ClassWithInitArgs:
 
 
 def get_random_string(length: int) -> str:
-    """A name of letters and digits that is not taken."""
+    """A random name of letters and digits."""
     return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(length))
 
 
@@ -153,8 +153,8 @@ class RayResourcePool(ResourcePool):
         """The reservation, made at the first call, and again in a new cluster: a placement group for each node.
 
         Raises:
-            DeadlineError: the cluster did not grant it in time; nothing stays reserved.
-            UsageError: this is a part of a pool of a cluster that has ended.
+            DeadlineError: the cluster did not grant it in time; nothing remains reserved.
+            UsageError: this is a part of a pool in a cluster that has ended.
         """
         self._forget_earlier_cluster()
         if self.pgs is not None:
@@ -179,22 +179,21 @@ class RayResourcePool(ResourcePool):
         return pgs
 
     def borrow_from(self, *pools: RayResourcePool) -> None:
-        """This pool uses placement groups of these, which must not give them back while a group is here."""
+        """Use placement groups of these pools, which keep them while a group runs here."""
         self._wholes = [whole for pool in pools for whole in (pool._wholes or [pool])]
         self._cluster = current_cluster()
 
     def enter(self) -> None:
-        """A group starts its workers here."""
+        """Count a group that starts its workers here."""
         self._num_groups += 1
         self._had_groups = True
         for whole in self._wholes:
             whole._num_parts += 1
 
     def leave(self) -> None:
-        """A group that started here has ended; the last one to leave gives the reservation back.
+        """Count a group that has ended; the last one gives the reservation back.
 
-        Groups on a part of the pool do not give it back, for the next group on that part; but while one runs
-        there, nobody does.
+        A group on a part of the pool does not give it back, but keeps others from doing so while it runs.
         """
         self._num_groups -= 1
         self._give_back_if_unused()
@@ -206,7 +205,7 @@ class RayResourcePool(ResourcePool):
         """Give the reservation back; workers in it are killed. A part of a pool leaves that to the whole.
 
         Raises:
-            UsageError: the pool is detached, and Ray is not connected to its cluster, where it is still reserved.
+            UsageError: the pool is detached, and Ray is not connected to the cluster that still reserves it.
         """
         if not self._reserved:
             return
@@ -221,7 +220,7 @@ class RayResourcePool(ResourcePool):
         self.pgs, self._reserved, self._had_groups = None, [], False
 
     def _forget_earlier_cluster(self) -> None:
-        """Where Ray was shut down and started again, the reservation ended with the cluster that had granted it."""
+        """Forget a reservation that ended with an earlier Ray cluster."""
         if self._cluster is None or not self._has_ended():
             return
         if self._wholes:
@@ -231,7 +230,7 @@ class RayResourcePool(ResourcePool):
         self.pgs, self._reserved, self._had_groups, self._num_groups, self._num_parts = None, [], False, 0, 0
 
     def _has_ended(self) -> bool:
-        """Whether what was reserved is gone; a detached reservation outlives the job that made it."""
+        """Whether the reservation is gone; a detached one outlives the job that made it."""
         now = current_cluster()
         if self.detached and now is not None:
             return self._cluster[0] != now[0]
@@ -250,7 +249,7 @@ class RayResourcePool(ResourcePool):
 
 
 def current_cluster() -> Any:
-    """Ids of the cluster this process is connected to and of its job there; None: it is connected to none."""
+    """Ids of the cluster this process is connected to and of its job there; None if it is not connected."""
     worker = ray_worker.global_worker
     node = worker.node  # Ray's shutdown takes it away before it says that it is disconnected
     return (node.cluster_id, worker.current_job_id) if node is not None and worker.connected else None
@@ -268,7 +267,7 @@ def nodes_of(pg: PlacementGroup) -> dict[int, str]:
 
 
 def sort_placement_group_by_node_ip(pgs: list[PlacementGroup]) -> list[PlacementGroup]:
-    """Order placement groups by the address of their node, so that ranks keep their nodes when a job restarts."""
+    """Order placement groups by their node's address, so that ranks keep their nodes when a job restarts."""
     addresses = node_addresses()
     return sorted(pgs, key=lambda pg: address_order(addresses[nodes_of(pg)[0]]))
 
@@ -335,7 +334,7 @@ def split_resource_pool(resource_pool: RayResourcePool, split_size: int | list[i
 
 
 def merge_resource_pool(rp1: RayResourcePool, rp2: RayResourcePool) -> RayResourcePool:
-    """The processes of two pools as one pool. The reservations stay theirs, who give them back.
+    """The processes of two pools as one pool. The reservations remain theirs.
 
     Raises:
         UsageError: the pools differ in more than their nodes.
@@ -384,7 +383,7 @@ class Role(DynamicEnum):
 
     @classmethod
     def from_string(cls, name: str) -> Role:
-        """The role that is written so, as ``str(role)`` or by its name. Raises `ValueError` where there is none."""
+        """The role with this ``str(role)`` or name. Raises `ValueError` if there is none."""
         for role in cls:
             if name.lower() in (str(role), role.name.lower()):
                 return role
@@ -404,7 +403,7 @@ class ResourcePoolManager:
         mapping: Role to pool.
         resource_pool_dict: The pools, once `create_resource_pool` has made them.
         use_gpu: Whether every process has a device.
-        max_colocate_count: Groups that may share a pool; 1 where the roles of a pool share their processes.
+        max_colocate_count: Groups that may share a pool; 1 if the roles of a pool share their processes.
         device_name: ``cuda`` or ``npu``.
         num_cpus_per_process: CPUs of each process; None: as many as groups may share it.
         timeout_s: Seconds to wait for the cluster to grant a pool.
@@ -437,7 +436,7 @@ class ResourcePoolManager:
         self._check_resource_available()
 
     def get_resource_pool(self, role: Role) -> RayResourcePool:
-        """The pool of a role. Raises `KeyError` where the mapping does not name the role, or its pool."""
+        """The pool of a role. Raises `KeyError` if the role or its pool is not mapped."""
         return self.resource_pool_dict[self.mapping[role]]
 
     def get_n_gpus(self) -> int:
@@ -445,9 +444,9 @@ class ResourcePoolManager:
         return sum(count for process_on_nodes in self.resource_pool_spec.values() for count in process_on_nodes)
 
     def _check_resource_available(self) -> None:
-        """Try the pools on the free resources of the nodes; where they don't fit, tell which is the first without room.
+        """Check that the pools fit on the free resources of the nodes.
 
-        For the message they are placed largest first, each on the fullest node with room.
+        For the error message, pools are placed largest first, each on the fullest node with room.
         """
         free = {node: dict(resources) for node, resources in ray_state.available_resources_per_node().items()}
         demands = [(count, name) for name, counts in self.resource_pool_spec.items() for count in counts]
@@ -466,7 +465,7 @@ class ResourcePoolManager:
         return DEVICE_RESOURCES.get(self.device_name, self.device_name) if self.use_gpu else "CPU"
 
     def _needs(self, count: int, name: str) -> dict[str, float]:
-        """What the processes of a pool on one node reserve."""
+        """What a pool's processes on one node reserve."""
         bundle = self.resource_pool_dict[name].bundle(self.device_name)
         return {resource: count * amount for resource, amount in bundle.items()}
 
@@ -507,14 +506,14 @@ def take(needed: Resources, free: dict[str, float]) -> None:
 
 
 def can_place(needs: Sequence[Resources], nodes: Iterable[Resources]) -> bool:
-    """Whether there is a way to give each demand room on one node.
+    """Whether every demand can be given room on one node.
 
     Args:
         needs: Resources of each demand, the largest first.
         nodes: Free resources of each node.
 
     Returns:
-        False where no way was found; after 10,000 steps the search gives up and leaves it to the cluster, with True.
+        False if there is no way; True also if the search gave up after 10,000 steps, which leaves it to the cluster.
     """
     steps = 0
 
