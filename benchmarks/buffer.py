@@ -20,8 +20,8 @@ from asyncrl.protocol.types import FinishReason, GroupSummary, Lease, Prompt, Tr
 from benchmarks import buffer_peers
 from benchmarks.buffer_raw import RawStore
 from benchmarks.report import Target, print_report
-from buffer import BufferClient, BufferConfig, BufferProcess, Ledger, StalenessRule, SyncBufferClient, payloads
-from buffer.tuning import calm_collector
+from buffer import BufferClient, BufferConfig, BufferProcess, Ledger, StalenessRule, SyncBufferClient, encoding
+from buffer.server import calm_collector
 
 _BYTES_PER_TOKEN = 13
 _WINDOW = 32
@@ -113,7 +113,7 @@ async def buffer_round_s(buffer: Buffer, num_bytes: int) -> float:
 
 def raw_round_s(raw: RawStore, number: int, num_bytes: int) -> float:
     """The same bytes through bare sockets."""
-    frames = [payloads.group_frames(group_of(None, num_bytes)) for _ in range(number)]
+    frames = [encoding.group_frames(group_of(None, num_bytes)) for _ in range(number)]
     began = time.perf_counter()
     raw.put_all(frames, _WINDOW)
     for i in range(0, number, _FETCHED_AT_ONCE):
