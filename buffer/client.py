@@ -24,7 +24,8 @@ from asyncrl.protocol.errors import (
     VersionTooOld,
     WireError,
 )
-from asyncrl.protocol.types import BufferStats, Lease, Plan, Prompt, TrajectoryGroup
+from asyncrl.protocol.trajectory import TrajectoryGroup
+from asyncrl.protocol.types import BufferStats, Lease, Plan, Prompt
 
 from .encoding import group_frames, group_of, prompt_frames, prompt_of
 from .keys import ClientKeys, client_keys
