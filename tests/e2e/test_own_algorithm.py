@@ -1,7 +1,8 @@
 """A user's own loss and advantage from a folder of their own, through the command line into Ray's workers."""
 
 import pytest
-from running import RunningTraining
+
+from tests.support.training_run import RunningTraining
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 

@@ -2,7 +2,6 @@ import json
 import os
 import shutil
 import signal
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -10,10 +9,6 @@ import pytest
 import torch
 from torch.distributed.checkpoint import filesystem
 from transformers import AutoModelForCausalLM
-
-sys.path.insert(0, str(Path(__file__).parent))
-from gloo import run_on_ranks
-from tiny_models import random_sequences, save_tiny_model
 
 import learner.checkpoint
 from asyncrl.protocol.errors import CheckpointError
@@ -24,6 +19,8 @@ from learner.config import AlgorithmConfig, Device, LearnerConfig, OptimizerConf
 from learner.step import PolicyStep
 from learner.trainer import PolicyTrainer
 from learner.weights import gather_weights, save_policy
+from tests.support.ranks import run_on_ranks
+from tests.support.tiny_models import random_sequences, save_tiny_model
 
 
 def trainer_of(model_path: str, num_ranks: int = 1, sp_size: int = 1, fsdp_size: int = -1) -> PolicyTrainer:

@@ -1,19 +1,14 @@
 """Advantages that the ranks compute, against arithmetic written out, and on two ranks against one process."""
 
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))  # spawned ranks import these by name
-from gloo import run_on_ranks
 
 from learner.config import AlgorithmConfig, Device, KLEstimator, LearnerConfig
 from learner.credit import CreditAssignment
 from learner.mesh import open_mesh
 from learner.registry import ADVANTAGES
 from learner.types import TokenSequence
+from tests.support.ranks import run_on_ranks
 
 MULTI_TURN = [False, True, True, False, False, True]
 """One prompt token, two policy tokens, two of the environment, one policy token."""

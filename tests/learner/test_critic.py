@@ -1,6 +1,5 @@
 """Critic and reward model against plain Hugging Face forwards, and any dp × sp against one process."""
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,10 +7,6 @@ import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
-
-sys.path.insert(0, str(Path(__file__).parent))  # spawned ranks import these by name
-from gloo import run_on_ranks
-from tiny_models import FAMILIES, VOCABULARY, random_sequences, save_tiny_model
 
 from learner import fsdp
 from learner.batching import karmarkar_karp
@@ -21,6 +16,8 @@ from learner.critic import CriticTrainer, value_loss
 from learner.reward_model import RewardScorer
 from learner.types import TokenSequence
 from learner.weights import gather_weights
+from tests.support.ranks import run_on_ranks
+from tests.support.tiny_models import FAMILIES, VOCABULARY, random_sequences, save_tiny_model
 
 CONFIG = LearnerConfig(device=Device.cpu, max_tokens_per_micro_batch=100)
 # A large eps: AdamW would blow rounding in vanishing gradients up to whole steps.

@@ -1,8 +1,6 @@
 """Model families on every mesh against transformers' own forward and a loop written out here."""
 
 import os
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,15 +8,13 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
-sys.path.insert(0, str(Path(__file__).parent))  # spawned ranks import these by name
-from gloo import run_on_ranks
-from tiny_models import FAMILIES, random_sequences, save_tiny_model
-
 from learner.config import AlgorithmConfig, Device, LearnerConfig, OptimizerConfig
 from learner.fsdp import whole_tensors
 from learner.step import PolicyStep
 from learner.trainer import PolicyTrainer
 from learner.types import TokenSequence
+from tests.support.ranks import run_on_ranks
+from tests.support.tiny_models import FAMILIES, random_sequences, save_tiny_model
 
 TEMPERATURE, CLIP, LR, EPS, DECAY, MAX_NORM = 0.7, 0.2, 1e-3, 1e-4, 0.1, 0.5
 

@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,16 +11,14 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-sys.path.insert(0, str(Path(__file__).parent))  # spawned ranks import these by name
-from gloo import run_on_ranks
-from tiny_models import random_sequences, save_tiny_model
-
 from learner import fsdp
 from learner.config import AlgorithmConfig, Device, LearnerConfig
 from learner.fsdp import decoder_layers
 from learner.step import PolicyStep
 from learner.trainer import PolicyTrainer
 from learner.weights import gather_weights
+from tests.support.ranks import run_on_ranks
+from tests.support.tiny_models import random_sequences, save_tiny_model
 
 PLAIN = LearnerConfig(device=Device.cpu)
 

@@ -1,6 +1,5 @@
 """Adapters: what is trained, what is published, and that the one does not touch the other."""
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,10 +9,6 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-sys.path.insert(0, str(Path(__file__).parent))  # spawned ranks import these by name
-from gloo import run_on_ranks
-from tiny_models import FAMILIES, random_sequences, save_tiny_model
-
 from learner.batching import karmarkar_karp
 from learner.checkpoint import Checkpointer
 from learner.config import AlgorithmConfig, Device, LearnerConfig, LoraConfig, OptimizerConfig
@@ -22,6 +17,8 @@ from learner.lora import adapters_off, add_adapters
 from learner.step import PolicyStep
 from learner.trainer import PolicyTrainer
 from learner.weights import gather_weights, save_policy
+from tests.support.ranks import run_on_ranks
+from tests.support.tiny_models import FAMILIES, random_sequences, save_tiny_model
 
 CONFIG = LearnerConfig(
     device=Device.cpu,

@@ -1,7 +1,6 @@
 """The packed model against transformers' own forward, one sequence at a time."""
 
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,15 +10,13 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, MistralConfig
 
-sys.path.insert(0, str(Path(__file__).parent))
-from tiny_models import FAMILIES, VOCABULARY, random_sequences, save_tiny_model
-
 from learner.attention import packed_layout
 from learner.config import Device, LearnerConfig
 from learner.logprobs import chunked_log_probs
 from learner.model import load_causal_lm
 from learner.trainer import PolicyTrainer
 from learner.types import TokenSequence
+from tests.support.tiny_models import FAMILIES, VOCABULARY, random_sequences, save_tiny_model
 
 CONFIG = LearnerConfig(device=Device.cpu, max_tokens_per_micro_batch=200, logprob_chunk_tokens=7)
 

@@ -1,23 +1,19 @@
 """Offload semantics, by the bytes that storages hold: on a CPU they are freed and filled as on a GPU."""
 
 import logging
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
-from gloo import run_on_ranks
-from tiny_models import random_sequences, save_tiny_model
 
 from learner.config import AlgorithmConfig, Device, LearnerConfig
 from learner.offload import MovableTensors, Residence
 from learner.step import PolicyStep
 from learner.trainer import PolicyTrainer
 from learner.weights import gather_weights
+from tests.support.ranks import run_on_ranks
+from tests.support.tiny_models import random_sequences, save_tiny_model
 
 PLAIN = LearnerConfig(device=Device.cpu)
 PARAM = replace(PLAIN, param_offload=True)

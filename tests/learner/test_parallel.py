@@ -1,18 +1,13 @@
 """Any split of a batch over ranks and micro-batches equals one process: loss, metrics, gradient norm and weights."""
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))  # spawned ranks import these by name
-from gloo import run_on_ranks
-from tiny_models import VOCABULARY, awkward_sequences, random_sequences, save_tiny_model
-
-from asyncrl.protocol.types import FinishReason, Plan, TrajectoryGroup
+from asyncrl.protocol.trajectory import TrajectoryGroup
+from asyncrl.protocol.types import FinishReason, Plan
 from learner import fsdp
 from learner.batching import karmarkar_karp, split_plan
 from learner.config import Aggregation, AlgorithmConfig, Correction, Device, LearnerConfig, OptimizerConfig
@@ -21,6 +16,9 @@ from learner.step import PolicyStep
 from learner.trainer import PolicyTrainer
 from learner.types import group_sequences
 from learner.weights import gather_weights
+from tests.support.ranks import run_on_ranks
+from tests.support.tiny_models import VOCABULARY, awkward_sequences, random_sequences, save_tiny_model
+from tests.support.trajectories import make_group
 
 NUM_UPDATES = 2
 
@@ -152,14 +150,14 @@ def random_group(seed: int) -> TrajectoryGroup:
     rng = np.random.default_rng(seed)
     lengths = rng.integers(1, 14, 3).astype(np.int32)
     total = int(lengths.sum())
-    return TrajectoryGroup(
+    return make_group(
         group_id=100 + seed,
         attempt=0,
         prompt_ids=rng.integers(0, VOCABULARY, int(rng.integers(1, 8))).astype(np.int32),
         response_ids=rng.integers(0, VOCABULARY, total).astype(np.int32),
         response_lengths=lengths,
         response_mask=rng.random(total) < 0.8,  # other tokens are an environment's; some samples may have none
-        behavior_logprobs=-rng.uniform(0.5, 6.0, total).astype(np.float32),
+        logprobs=-rng.uniform(0.5, 6.0, total).astype(np.float32),
         versions=np.zeros(total, dtype=np.int32),
         rewards=rng.random(3).astype(np.float32),
         finish_reasons=(FinishReason.stop,) * 3,

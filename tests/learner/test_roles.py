@@ -1,7 +1,6 @@
 """The roles' workers as verl's callers know them: a `DataProto` in, a `DataProto` out, compared with plain forwards."""
 
 import os
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -9,15 +8,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification
 
-sys.path.insert(0, str(Path(__file__).parent))
-from tiny_models import VOCABULARY, save_tiny_model
-
 from asyncrl.protocol.data_proto import DataProto
 from learner.actor_worker import ActorWorker
 from learner.config import AlgorithmConfig, CriticConfig, Device, LearnerConfig, LoraConfig, OptimizerConfig
 from learner.critic_worker import CriticWorker
 from learner.reference_worker import ReferenceWorker
 from learner.reward_worker import RewardModelWorker
+from tests.support.tiny_models import VOCABULARY, save_tiny_model
 
 PROMPT, RESPONSE = 5, 6
 TEMPERATURE = 0.7

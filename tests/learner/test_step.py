@@ -1,4 +1,3 @@
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -6,14 +5,12 @@ import numpy as np
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))
-from tiny_models import random_sequences, save_tiny_model
-
 from learner.config import AlgorithmConfig, Correction, Device, KLEstimator, LearnerConfig, OptimizerConfig
 from learner.scorer import PolicyScorer
 from learner.step import PolicyStep
 from learner.trainer import PolicyTrainer
 from learner.types import TokenSequence
+from tests.support.tiny_models import random_sequences, save_tiny_model
 
 CONFIG = LearnerConfig(device=Device.cpu, optimizer=OptimizerConfig(lr=5e-3, weight_decay=0.0))
 

@@ -1,5 +1,4 @@
 import json
-import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -9,13 +8,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-sys.path.insert(0, str(Path(__file__).parent))
-from tiny_models import FAMILIES, random_sequences, save_tiny_model
-
 from learner.config import AlgorithmConfig, Device, LearnerConfig, OptimizerConfig
 from learner.losses import LOSSES
 from learner.trainer import PolicyTrainer
 from learner.weights import SnapshotWriter, save_policy
+from tests.support.tiny_models import FAMILIES, random_sequences, save_tiny_model
 
 CONFIG = LearnerConfig(device=Device.cpu, optimizer=OptimizerConfig(lr=1e-2))
 
