@@ -119,7 +119,7 @@ class Ledger:
         if self.log is not None and self._has_effect(outcome):
             self.log.record(command, outcome, frames)
         self._state.enact(command, outcome)
-        if type(outcome) is PutOutcome and outcome.refusal:
+        if type(command) is Put and outcome.refusal:
             raise (VersionTooOld if outcome.result is PutResult.too_old else LeaseExpired)(outcome.refusal)
         return outcome
 
@@ -213,6 +213,15 @@ class Ledger:
         """Whether a group is queued, leased, stored or planned."""
         return group_id in self._groups
 
+    def has_prefix(self, group_id: int) -> bool:
+        """Whether something is saved of a group that is queued or leased."""
+        group = self._groups.get(group_id)
+        return group is not None and group.progress is not None
+
+    def knows(self, group_id: int) -> bool:
+        """Whether a group was ever queued."""
+        return group_id in self._groups or group_id in self._history.finished
+
     def finished(self) -> list[tuple[int, int]]:
         """Ids of the groups that are consumed or dropped, as ranges [start, end)."""
         return self._history.finished.ranges()
@@ -247,16 +256,15 @@ class Ledger:
 
     def snapshot(self) -> dict[str, Any]:
         """The whole ledger as plain values, for `restore`."""
-        return {"options": self.options, **self._state.snapshot()}
+        return self._state.snapshot()
 
     def restore(self, values: Mapping[str, Any]) -> None:
         """Take up a snapshot into this new ledger.
 
         Raises:
-            ValueError: the snapshot has another format, or was made with other options.
+            ValueError: the snapshot has another format.
         """
         self._state.restore(values)
-        self.check_options(values["options"])
 
     def replay(self, command: Command[Any], outcome: Any) -> None:
         """Do what was decided when the command was applied; nothing is decided anew."""
@@ -266,24 +274,10 @@ class Ledger:
         """Let every running lease start afresh: after a time in which nobody could renew."""
         self._state.renew_all(now + self._lease_s)
 
-    def check_options(self, options: Mapping[str, Any]) -> None:
-        """Refuse what was written under other options.
-
-        Raises:
-            ValueError: one differs; the message names it.
-        """
-        for name, expected in self.options.items():
-            if options.get(name) != expected:
-                raise ValueError(
-                    f"the ledger's journal has {name}={options.get(name)}, expected {expected}; resume with the "
-                    "options that it was written under, or name another buffer.directory"
-                )
-
     # Admission
 
     def _decide_enqueue(self, command: Enqueue, now: float) -> Queued:
-        groups, finished = self._groups, self._history.finished
-        new = dict.fromkeys(g for g in command.group_ids if g not in groups and g not in finished)
+        new = dict.fromkeys(group_id for group_id in command.group_ids if not self.knows(group_id))
         return Queued(group_ids=tuple(new))
 
     def check_engine_version(self, engine_version: int) -> None:

@@ -22,9 +22,10 @@ from asyncrl.protocol.errors import (
     WorkerDiedError,
 )
 
+from .account import IdSet
+from .commands import Frames
 from .config import BufferConfig, Durability
-from .idset import IdSet
-from .journal import Frames, Journal
+from .journal import Journal
 from .keys import client_keys
 from .messages import OK, PUSH_ID, SPACE, Message, integer, integers
 from .process import BufferProcess
