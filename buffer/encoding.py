@@ -1,6 +1,6 @@
 """Prompts and trajectory groups as the parts of a message's payload.
 
-A prompt is encoded by `asyncrl.protocol.wire`. A group, which is written and read for every rollout, is laid out as its
+A prompt is encoded by `asyncrl.protocol.codec`. A group, which is written and read for every rollout, is laid out as its
 type is: a head with the schema of its columns, then one buffer per column. That takes a third of the codec's time.
 
 `pack` turns the frames into *parts* that suit a socket. ZMQ's cost is per part, so small frames travel together. No
@@ -16,11 +16,11 @@ from typing import Any
 import msgpack
 import numpy as np
 
-from asyncrl.protocol import wire
+from asyncrl.protocol import codec
+from asyncrl.protocol.codec_numpy import array_of, buffer_of, describe, is_plain
 from asyncrl.protocol.errors import WireError
 from asyncrl.protocol.trajectory import TURN_DTYPE, TrajectoryGroup
 from asyncrl.protocol.types import Prompt
-from asyncrl.protocol.wire_numpy import array_of, buffer_of, describe, is_plain
 
 CHUNK_BYTES = 4 * 1024**2
 JOIN_BELOW_BYTES = 256 * 1024
@@ -44,7 +44,7 @@ def prompt_frames(prompt: Prompt) -> list[Any]:
         "data_source": prompt.data_source,
         "extra": dict(prompt.extra),
     }
-    return pack(wire.encode(values))
+    return pack(codec.encode(values))
 
 
 def prompt_of(frames: Sequence[Any]) -> Prompt:
@@ -53,7 +53,7 @@ def prompt_of(frames: Sequence[Any]) -> Prompt:
     Raises:
         WireError: there is none.
     """
-    values = wire.decode(unpack(frames))
+    values = codec.decode(unpack(frames))
     try:
         return Prompt(**values)
     except TypeError as error:
