@@ -357,16 +357,18 @@ class GroupTable:
 
     # Snapshot
 
-    def rows(self) -> list[list[Any]]:
-        """Every record as plain values."""
-        return [group.to_row() for group in self._groups.values()]
+    def snapshot(self) -> dict[str, Any]:
+        """Every record, as plain values."""
+        return {
+            "places": [self._head_place, self._next_place],
+            "rows": [group.to_row() for group in self._groups.values()],
+        }
 
-    def restore(self, rows: Iterable[Sequence[Any]]) -> None:
+    def restore(self, values: Mapping[str, Any]) -> None:
         """Take up the records of a snapshot into this empty table, and derive the indexes."""
-        groups = [Group.from_row(row) for row in rows]
-        self._groups = {group.group_id: group for group in groups}
-        self._next_place = max((group.place for group in groups), default=0)
-        self._head_place = min((group.place for group in groups), default=0) - 1
+        self._head_place, self._next_place = values["places"]
+        for group in map(Group.from_row, values["rows"]):
+            self._groups[group.group_id] = group
         self._queue.extend(group.group_id for group in self.of_state(GroupState.queued))
         for group in self.of_state(GroupState.leased):
             self._index_lease(group)

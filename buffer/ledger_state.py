@@ -256,7 +256,7 @@ class LedgerState:
         return {
             "format": SNAPSHOT_FORMAT,
             "learner_version": self.learner_version,
-            "groups": self.groups.rows(),
+            "groups": self.groups.snapshot(),
             "history": self.history.snapshot(),
             "account": self.account.snapshot(),
         }

@@ -8,12 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from buffer.waiting import Held, WaitingRoom
 from groups import prompt, rollout, running
 
 from asyncrl.protocol.errors import ReplayBufferError, StoreFull, WireError
 from buffer import BufferConfig, BufferProcess
 from buffer.client import BufferClient
-from buffer.waiting import Held, WaitingRoom
 
 
 async def test_prompts_wait_while_others_fill_their_bound_and_go_on_when_groups_are_finished():

@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.protocol.errors import ReplayBufferError, StalenessError, UnknownGroup, WireError
+from buffer.account import IdSet
+from buffer.commands import Granted, GrantedLease, LeaseGroups, Progress, PutResult
 from buffer.config import BufferConfig, Durability, OnStale
 from buffer.encoding import pack, unpack
-from buffer.account import IdSet
-from buffer.commands import Progress, PutResult
 from buffer.rule import StalenessRule
 from buffer.selection import ORDERS, Window
 from tests.support.ledgers import DrivenLedger, summary_of
@@ -24,12 +24,27 @@ def ledger(max_lag: int, groups_per_step: int, **options) -> DrivenLedger:
 
 
 @pytest.mark.parametrize(
-    ("outstanding", "learner", "engine", "admitted"),
-    [(7, 5, 5, True), (8, 5, 5, False), (3, 5, 4, True), (4, 5, 4, False), (0, 5, 3, False), (0, 5, 4, True)],
+    ("open_by_deadline", "planned_next", "engine", "admitted"),
+    [
+        ({}, 5, 5, True),
+        ({6: 7}, 5, 5, True),
+        ({6: 8}, 5, 5, False),
+        ({6: 4}, 5, 4, True),  # those due later leave a seat in the step that the old version needs
+        ({5: 3, 6: 4}, 5, 4, True),
+        ({5: 4}, 5, 4, False),
+        ({5: 4, 6: 3}, 5, 5, True),
+        ({5: 4, 6: 4}, 5, 5, False),
+        ({}, 5, 3, False),
+        ({}, 6, 4, False),
+        ({6: 3}, 6, 5, True),
+        ({6: 4}, 6, 5, False),
+    ],
 )
-def test_admission_leaves_room_for_a_batch_less_with_each_version_behind(outstanding, learner, engine, admitted):
+def test_a_group_is_admitted_where_every_step_up_to_the_bound_has_a_seat_for_what_is_due(
+    open_by_deadline, planned_next, engine, admitted
+):
     rule = StalenessRule(max_lag=1, groups_per_step=4)
-    assert rule.admits(outstanding=outstanding, learner_version=learner, engine_version=engine) is admitted
+    assert rule.admits(open_by_deadline, version=planned_next, engine_version=engine) is admitted
 
 
 def test_a_batch_must_hold_what_the_steps_after_it_cannot_take():
@@ -151,12 +166,11 @@ def test_a_saved_prefix_is_continued_at_its_own_version_and_its_tokens_count_onc
 
 
 def test_a_commit_that_breaks_the_bound_is_refused_before_anything_changes():
-    of = ledger(1, 1)
-    of.put(summary_of(of.lease(0, 1, now=0.0)[0]))
-    of.plan(0)
-    of.state.learner_version = 5
-    of.state.batches.plans[5] = of.state.batches.plans.pop(0)
-    object.__setattr__(of.state.batches.plans[5], "version", 5)
+    of = ledger(1, 1, first_version=5)
+    old = GrantedLease(group_id=0, attempt=0, engine_version=0, deadline=1)
+    of.replay(LeaseGroups(engine_version=0, max_groups=1), Granted(leases=(old,)))
+    of.put(summary_of(old))
+    of.plan(5)
     with pytest.raises(StalenessError, match="lag 5, bound 1"):
         of.commit(5)
     assert of.stats().tokens_trained == 0
@@ -294,5 +308,5 @@ def test_what_a_given_up_straggler_had_saved_counts_as_dropped_though_its_worker
 
 def test_a_snapshot_of_another_format_is_refused_by_name():
     of = ledger(1, 1)
-    with pytest.raises(ValueError, match="snapshot has format=1, expected 3"):
+    with pytest.raises(ValueError, match="snapshot has format=1, expected 4"):
         ledger(1, 1).restore({**of.snapshot(), "format": 1})

@@ -6,11 +6,11 @@ import time
 from contextlib import suppress
 
 import pytest
+from buffer.turns import Turns
 from groups import prompt, rollout, running
 
 from asyncrl.protocol.errors import LeaseExpired
 from buffer import BufferClient
-from buffer.turns import Turns
 
 
 def fall_silent(client: BufferClient) -> None:

@@ -58,9 +58,7 @@ class DrivenLedger(Ledger):
         return self.apply(Renew(group_id=group_id, attempt=attempt), now).expires_at is not None
 
     def save(self, lease: GrantedLease, progress: Progress, *, continued: bool = True) -> None:
-        self.apply(
-            SavePrefix(group_id=lease.group_id, attempt=lease.attempt, progress=progress, continued=continued)
-        )
+        self.apply(SavePrefix(group_id=lease.group_id, attempt=lease.attempt, progress=progress, continued=continued))
 
     def put(self, summary: GroupSummary, *, continued: bool = True) -> PutResult:
         return self.apply(Put(summary=summary, continued=continued)).result
@@ -68,9 +66,7 @@ class DrivenLedger(Ledger):
     def release(
         self, group_id: int, attempt: int, *, num_tokens: int, reason: str = "aborted", continued: bool = True
     ) -> None:
-        command = Release(
-            group_id=group_id, attempt=attempt, num_tokens=num_tokens, reason=reason, continued=continued
-        )
+        command = Release(group_id=group_id, attempt=attempt, num_tokens=num_tokens, reason=reason, continued=continued)
         self.apply(command)
 
     def expire(self, now: float) -> int:
