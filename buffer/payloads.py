@@ -1,6 +1,6 @@
 """Prompts and trajectory groups as payload frames.
 
-A prompt is a message of `asyncrl.protocol.wire`. A group, which is written and read for every rollout, is laid out as
+A prompt is a message of `asyncrl.protocol.codec`. A group, which is written and read for every rollout, is laid out as
 its type is: a head with the schema of its columns, then one buffer per column; a third of the codec's time.
 """
 
@@ -10,11 +10,11 @@ from typing import Any
 import msgpack
 import numpy as np
 
-from asyncrl.protocol import wire
+from asyncrl.protocol import codec
+from asyncrl.protocol.codec_numpy import array_of, buffer_of, describe, is_plain
 from asyncrl.protocol.errors import WireError
 from asyncrl.protocol.trajectory import TURN_DTYPE, TrajectoryGroup
 from asyncrl.protocol.types import Prompt
-from asyncrl.protocol.wire_numpy import array_of, buffer_of, describe, is_plain
 
 from .parcels import unwrap, wrap
 
@@ -34,7 +34,7 @@ def prompt_frames(prompt: Prompt) -> list[Any]:
         "data_source": prompt.data_source,
         "extra": dict(prompt.extra),
     }
-    return wrap(wire.encode(values))
+    return wrap(codec.encode(values))
 
 
 def prompt_of(frames: Sequence[Any]) -> Prompt:
@@ -43,7 +43,7 @@ def prompt_of(frames: Sequence[Any]) -> Prompt:
     Raises:
         WireError: there is none.
     """
-    values = wire.decode(unwrap(frames))
+    values = codec.decode(unwrap(frames))
     try:
         return Prompt(**values)
     except TypeError as error:
