@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from asyncrl.compose import compose_run
+from asyncrl.cli.compose import compose_run
 from asyncrl.config import check_options
 from learner.config import Aggregation, AlgorithmConfig, Correction, KLEstimator
 from learner.objective import policy_objective

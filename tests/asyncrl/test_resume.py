@@ -5,10 +5,10 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from asyncrl.compose import compose_run
+from asyncrl.cli.compose import compose_run
+from asyncrl.controller.resume import ResumedPrompts, RunState, begin_buffer_at, find_checkpoint
 from asyncrl.data import PromptStream
 from asyncrl.data.config import DataConfig
-from asyncrl.resume import ResumedPrompts, RunState, begin_buffer_at, find_checkpoint
 from buffer.config import BufferConfig, Durability
 from learner.checkpoint_files import Progress, write_progress
 
