@@ -1,7 +1,7 @@
 """Prompts and trajectory groups as the parts of a message's payload.
 
-A prompt is encoded by `asyncrl.protocol.codec`. A group, which is written and read for every rollout, is laid out as its
-type is: a head with the schema of its columns, then one buffer per column. That takes a third of the codec's time.
+A prompt is encoded by `asyncrl.protocol.codec`. A group, which is written and read for every rollout, is laid out as
+its type is: a head with the schema of its columns, then one buffer per column. That takes a third of the time.
 
 `pack` turns the frames into *parts* that suit a socket. ZMQ's cost is per part, so small frames travel together. No
 part exceeds ``CHUNK_BYTES``, so a large payload can be sent piece by piece. The first part is a header:
