@@ -4,7 +4,7 @@ The table knows how to move a group from one state to the next. It decides nothi
 """
 
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from enum import StrEnum
 from heapq import heapify, heappop, heappush, heapreplace

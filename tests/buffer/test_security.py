@@ -134,7 +134,6 @@ operations = st.sampled_from(
         "enqueue",
         "lease",
         "cancel",
-        "advance",
         "beat",
         "leave",
         "renew",
