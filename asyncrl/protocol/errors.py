@@ -61,6 +61,14 @@ class VersionTooOld(ReplayBufferError):
     """A trajectory holds a token older than the version its lease was granted at."""
 
 
+class WrongEpoch(ReplayBufferError):
+    """A message belongs to another run than the replay buffer; its sender must end."""
+
+
+class NotAllowed(ReplayBufferError):
+    """The key of a client's role does not allow what it asks for."""
+
+
 class RateExceeded(ReplayBufferError):
     """A client sends more requests than a server answers one client in a second."""
 
