@@ -17,7 +17,8 @@ from transformers import AutoTokenizer
 
 from asyncrl.config import RunConfig
 from asyncrl.data.prompts import PromptStream, load_eval_prompts
-from asyncrl.protocol.types import Lease, Plan, Prompt, TrajectoryGroup, WeightSnapshot
+from asyncrl.protocol.trajectory import TrajectoryGroup
+from asyncrl.protocol.types import Lease, Plan, Prompt, WeightSnapshot
 from learner.planning import rank_batches
 from learner.step import PolicyStep
 from learner.trainer import PolicyTrainer

@@ -10,7 +10,7 @@ from typing import Any
 
 from asyncrl.protocol.errors import AsyncRLError
 
-from .connection import BufferConnection
+from .client import BufferConnection
 
 
 async def read(connection: BufferConnection) -> dict[str, Any]:

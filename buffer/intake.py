@@ -5,7 +5,7 @@ from asyncrl.protocol.errors import WireError
 from .mailbox import Mailbox
 from .messages import Message, integers
 from .recorded import RecordedLedger
-from .shelves import Shelves, size_of
+from .stores import PayloadStore, size_of
 from .waiting import Held, WaitingRoom
 
 
@@ -21,7 +21,7 @@ class Intake:
     """
 
     def __init__(
-        self, ledger: RecordedLedger, shelves: Shelves, mailbox: Mailbox, *, queue_size: int, hold_s: float
+        self, ledger: RecordedLedger, shelves: PayloadStore, mailbox: Mailbox, *, queue_size: int, hold_s: float
     ) -> None:
         self._ledger = ledger
         self._shelves = shelves

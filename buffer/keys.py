@@ -5,20 +5,11 @@ are to reach the buffer; whoever holds another key is refused.
 """
 
 import json
-import logging
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import zmq
-from zmq.utils import z85
 
-from .channel import Channel
-
-logger = logging.getLogger(__name__)
-
-_ZAP_ADDRESS = "inproc://zeromq.zap.01"
 _LOOPBACK = ("127.", "localhost", "::1", "[::1]")
 
 
@@ -95,49 +86,3 @@ def check_exposure(host: str, keys: str) -> None:
             f"buffer.host={host} is reachable from other machines and buffer.keys is empty; make keys with "
             "buffer.keys.make_keys, or bind 127.0.0.1"
         )
-
-
-def secure_server(socket: zmq.Socket[Any], keys: ServerKeys) -> None:
-    """Make a socket that is to be bound speak CURVE."""
-    socket.setsockopt(zmq.CURVE_SERVER, 1)
-    socket.setsockopt_string(zmq.CURVE_PUBLICKEY, keys.public)
-    socket.setsockopt_string(zmq.CURVE_SECRETKEY, keys.secret)
-    socket.setsockopt_string(zmq.ZAP_DOMAIN, "buffer")
-
-
-def secure_client(socket: zmq.Socket[Any], keys: ClientKeys) -> None:
-    """Make a socket that is to be connected speak CURVE."""
-    socket.setsockopt_string(zmq.CURVE_SERVERKEY, keys.server_public)
-    socket.setsockopt_string(zmq.CURVE_PUBLICKEY, keys.public)
-    socket.setsockopt_string(zmq.CURVE_SECRETKEY, keys.secret)
-
-
-class Gate:
-    """Answers ZMQ's question (ZAP, RFC 27) whether a key may enter.
-
-    Args:
-        context: Of the socket to guard; make the gate before binding it.
-        keys: Whom to let in.
-        on_refused: Called for each key turned away.
-    """
-
-    def __init__(self, context: zmq.Context[Any], keys: ServerKeys, on_refused: Callable[[], None]) -> None:
-        self._allowed = z85.decode(keys.client_public)
-        self._on_refused = on_refused
-        socket = context.socket(zmq.ROUTER)
-        socket.bind(_ZAP_ADDRESS)
-        self._channel = Channel(socket, self._answer)
-
-    def close(self) -> None:
-        """Stop answering."""
-        self._channel.close()
-
-    def _answer(self, frames: list[zmq.Frame]) -> None:
-        parts = [frame.bytes for frame in frames]
-        sender, empty, version, request_id = parts[:4]
-        allowed = len(parts) == 9 and parts[7] == b"CURVE" and parts[8] == self._allowed
-        if not allowed:
-            self._on_refused()
-            logger.warning("refused a client with an unknown key, from %s", parts[5].decode(errors="replace"))
-        status, text = (b"200", b"OK") if allowed else (b"400", b"unknown key")
-        self._channel.send([sender, empty, version, request_id, status, text, b"", b""])

@@ -14,13 +14,13 @@ from typing import Any
 
 from asyncrl.protocol.errors import WireError
 
+from .heartbeats import Heartbeats
 from .leases import RunningLease
 from .mailbox import Mailbox
 from .messages import REVOKED, Message, integer, integers
 from .patience import Patience
-from .presence import Presence
 from .recorded import RecordedLedger
-from .shelves import Shelves
+from .stores import PayloadStore
 from .turns import Turns
 from .waiting import Held, WaitingRoom
 
@@ -41,7 +41,7 @@ class Leasing:
     """
 
     def __init__(
-        self, ledger: RecordedLedger, shelves: Shelves, mailbox: Mailbox, *, hold_s: float, silent_s: float
+        self, ledger: RecordedLedger, shelves: PayloadStore, mailbox: Mailbox, *, hold_s: float, silent_s: float
     ) -> None:
         self._ledger = ledger
         self._shelves = shelves
@@ -52,7 +52,7 @@ class Leasing:
         self._granted: OrderedDict[tuple[bytes, int], list[RunningLease]] = OrderedDict()
         self._turns = Turns()
         self._patience = Patience(hold_s)
-        self.presence = Presence(silent_s)
+        self.presence = Heartbeats(silent_s)
         self.operations = {
             "lease": self._lease,
             "cancel": self._cancel,

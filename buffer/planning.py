@@ -13,9 +13,8 @@ from asyncrl.protocol.errors import AsyncRLError, ReplayBufferError, StoreFull, 
 from .mailbox import Mailbox
 from .messages import Message, integer, integers
 from .recorded import RecordedLedger
-from .shelves import Shelves, size_of
+from .stores import FetchWindow, PayloadStore, size_of
 from .summaries import summary_fields
-from .unread import Unread
 from .waiting import Held, WaitingRoom
 
 logger = logging.getLogger(__name__)
@@ -38,7 +37,7 @@ class Planning:
     def __init__(
         self,
         ledger: RecordedLedger,
-        shelves: Shelves,
+        shelves: PayloadStore,
         mailbox: Mailbox,
         *,
         hold_s: float,
@@ -52,7 +51,7 @@ class Planning:
         self._store_addresses = list(store_addresses)
         self._max_filtered = max_filtered
         self._waits = WaitingRoom()
-        self._unread = Unread(shelves.max_bytes)
+        self._unread = FetchWindow(shelves.max_bytes)
         self.operations = {"plan": self._plan, "fetch": self._fetch}
 
     def close(self) -> None:

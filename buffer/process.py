@@ -14,8 +14,8 @@ from typing import IO, Self
 from asyncrl.protocol.errors import DeadlineError, WorkerDiedError
 from asyncrl.protocol.log_tail import last_lines
 
+from .client import BufferConnection
 from .config import BufferConfig
-from .connection import BufferConnection
 from .keys import ensure_keys
 
 

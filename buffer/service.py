@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from asyncrl.protocol.errors import AsyncRLError, ReplayBufferError, StoreFull, WireError
 from asyncrl.protocol.types import BufferStats
 
+from .clock import Deadline
 from .config import BufferConfig
-from .deadline import Deadline
 from .intake import Intake
 from .journal import Journal
 from .leases import Progress, PutResult
@@ -23,9 +23,8 @@ from .mailbox import Mailbox, Send
 from .messages import REVOKED, SPACE, Message, flag, integer, text
 from .planning import Planning
 from .recorded import RecordedLedger
-from .shelves import Shelves, size_of
 from .staleness import StalenessRule
-from .store import MemoryStore, Store
+from .stores import MemoryStore, PayloadStore, Store, size_of
 from .summaries import stats_fields, summary_of
 
 logger = logging.getLogger(__name__)
@@ -71,7 +70,7 @@ class BufferService:
         self._loop = asyncio.get_running_loop()
         self._mailbox = Mailbox(send)
         max_bytes = config.max_stored_bytes * max(1, len(store_addresses))
-        self._shelves = Shelves(max_bytes, config.max_prompt_bytes, MemoryStore() if store is None else store)
+        self._shelves = PayloadStore(max_bytes, config.max_prompt_bytes, MemoryStore() if store is None else store)
         parts, hold_s = (self.ledger, self._shelves, self._mailbox), config.request_timeout_s / 2
         silent_s = _BEATS_TO_SILENCE * config.heartbeat_s
         self._intake = Intake(*parts, queue_size=config.queue_size, hold_s=hold_s)

@@ -12,7 +12,8 @@ import torch
 from asyncrl.protocol.data_proto import DataProto
 from asyncrl.protocol.errors import StalenessError
 from asyncrl.protocol.ports import TrajectorySource
-from asyncrl.protocol.types import TrajectoryGroup, WeightSnapshot
+from asyncrl.protocol.trajectory import TrajectoryGroup
+from asyncrl.protocol.types import WeightSnapshot
 from asyncrl.single_controller import Dispatch, register
 
 from .config import AlgorithmConfig, Correction, LearnerConfig

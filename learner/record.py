@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from asyncrl.protocol.types import TrajectoryGroup
+from asyncrl.protocol.trajectory import TrajectoryGroup
 
 from .types import RankBatch, TokenSequence
 
@@ -73,6 +73,7 @@ def _rows(
     for sample, (end, length) in enumerate(zip(ends.tolist(), group.response_lengths.tolist(), strict=True)):
         span, sequence = slice(end - length, end), next(learned)
         advantages = sequence.columns["advantages"][sequence.loss_mask]
+        versions = group.versions[len(group.prompt_ids) :][span]
         yield {
             "group_id": group.group_id,
             "attempt": group.attempt,
@@ -80,8 +81,8 @@ def _rows(
             "response_ids": group.response_ids[span],
             "response_mask": group.response_mask[span],
             "behavior_logprobs": group.behavior_logprobs[span],
-            "versions": group.versions[span],
+            "versions": versions,
             "reward": float(rewards[sample]),
             "advantage": float(advantages.mean()) if len(advantages) else 0.0,
-            "lag": version - int(group.versions[span].min()),
+            "lag": version - int(versions[versions >= 0].min()),
         }

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.protocol.data_proto import DataProto
-from asyncrl.protocol.types import TrajectoryGroup
+from asyncrl.protocol.trajectory import TrajectoryGroup
 
 from .types import TokenSequence
 

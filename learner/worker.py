@@ -19,7 +19,8 @@ import torch.distributed as dist
 
 from asyncrl.protocol.data_proto import DataProto
 from asyncrl.protocol.ports import TrajectorySource
-from asyncrl.protocol.types import TrajectoryGroup, WeightSnapshot
+from asyncrl.protocol.trajectory import TrajectoryGroup
+from asyncrl.protocol.types import WeightSnapshot
 from asyncrl.single_controller import Dispatch, Worker, make_nd_compute_dataproto_dispatch_fn, register
 
 from .checkpoint import Checkpointer

@@ -18,9 +18,11 @@ from asyncrl.cli.compose import compose_run
 from asyncrl.config import RunConfig, check_options, learner_pools, learner_roles, requested_cpus
 from asyncrl.controller.learner_group import LearnerGroup
 from asyncrl.controller.run_folder import RunPaths
-from asyncrl.protocol.types import FinishReason, Plan, TrajectoryGroup
+from asyncrl.protocol.trajectory import TrajectoryGroup
+from asyncrl.protocol.types import FinishReason, Plan
 from buffer import BufferConnection
 from tests.support.tiny_models import VOCABULARY, save_tiny_model
+from tests.support.trajectories import make_group
 
 PPO = [
     "experiment=custom",
@@ -46,14 +48,14 @@ def group(group_id: int, version: int = 0) -> TrajectoryGroup:
     """Two samples, the first of two turns."""
     rng = np.random.default_rng(group_id)
     lengths = np.array([5, 3], dtype=np.int32)
-    return TrajectoryGroup(
+    return make_group(
         group_id=group_id,
         attempt=0,
         prompt_ids=rng.integers(0, VOCABULARY, 4).astype(np.int32),
         response_ids=rng.integers(0, VOCABULARY, 8).astype(np.int32),
         response_lengths=lengths,
         response_mask=np.array([True, True, False, True, True, True, True, True]),
-        behavior_logprobs=-rng.uniform(1.0, 4.0, 8).astype(np.float32),
+        logprobs=-rng.uniform(1.0, 4.0, 8).astype(np.float32),
         versions=np.full(8, version, dtype=np.int32),
         rewards=rng.random(2).astype(np.float32),
         finish_reasons=(FinishReason.stop, FinishReason.length),

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from asyncrl.protocol.errors import ReplayBufferError, StalenessError, UnknownGroup, WireError
 from asyncrl.protocol.types import GroupSummary
 from buffer.config import BufferConfig, Durability, OnStale
+from buffer.encoding import pack, unpack
 from buffer.idset import IdSet
 from buffer.leases import Progress, PutResult
 from buffer.ledger import Ledger
 from buffer.orders import ORDERS
-from buffer.parcels import unwrap, wrap
 from buffer.staleness import StalenessRule, Window
 
 
@@ -224,14 +224,14 @@ def test_a_set_of_ranges_is_a_set(values: list[int]):
 
 @given(st.lists(st.binary(max_size=40), min_size=1, max_size=5))
 def test_a_parcel_gives_back_its_frames_at_aligned_places(frames: list[bytes]):
-    [parcel] = wrap(frames)
-    assert [bytes(frame) for frame in unwrap([parcel])] == frames
+    [parcel] = pack(frames)
+    assert [bytes(frame) for frame in unpack([parcel])] == frames
 
 
 @given(st.binary(max_size=60))
 def test_a_malformed_parcel_is_a_wire_error(tail: bytes):
     try:
-        frames = unwrap([b"prcl" + tail])
+        frames = unpack([b"prcl" + tail])
     except WireError:
         return
     assert sum(len(frame) for frame in frames) <= len(tail)

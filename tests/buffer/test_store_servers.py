@@ -13,7 +13,7 @@ from groups import prompt, rollout, running
 from asyncrl.protocol.errors import LeaseExpired, UnknownGroup
 from buffer import BufferConfig, BufferProcess, Durability, SyncBufferClient
 from buffer.client import BufferClient
-from buffer.link import Link
+from buffer.sockets import ClientSocket
 
 
 async def test_payloads_spread_over_store_servers_come_back_in_order_and_leave_with_their_batch():
@@ -26,7 +26,7 @@ async def test_payloads_spread_over_store_servers_come_back_in_order_and_leave_w
         rank = SyncBufferClient(run.server.address, request_timeout_s=5.0)
         for fetched in (await asyncio.to_thread(rank.fetch, ids), await client.fetch(ids)):
             assert [group.group_id for group in fetched] == ids
-            assert [group.response_ids[0] for group in fetched] == ids
+            assert [group.token_ids[len(group.prompt_ids)] for group in fetched] == ids
         assert (await client.stats()).stored_bytes > 0
         assert (await client.commit(0)).stored_bytes == 0
         with pytest.raises(UnknownGroup):
@@ -59,7 +59,7 @@ async def test_store_servers_end_with_the_ledgers_server(tmp_path: Path):
         process.process.kill()
         process.process.wait()
     for address in stores:
-        link = Link(address, timeout_s=1.0, keys=None, on_push=lambda message: None)
+        link = ClientSocket(address, timeout_s=1.0, keys=None, on_push=lambda message: None)
         with pytest.raises(Exception, match="no answer"):
             await link.request("fetch", {"groups": [], "attempts": []})
         link.close()

@@ -3,10 +3,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.protocol.types import FinishReason, GroupSummary, Plan, TrajectoryGroup
+from asyncrl.protocol.types import FinishReason, GroupSummary, Plan
 from learner.batching import group_tokens, karmarkar_karp, split_plan, split_sequences
 from learner.packing import num_micro_batches, pack
 from learner.types import RankBatch, TokenSequence, group_sequences
+from tests.support.trajectories import make_group
 
 LENGTHS = st.lists(st.integers(1, 40), max_size=30)
 
@@ -183,14 +184,14 @@ def test_a_sequence_of_an_unknown_mini_batch_is_refused() -> None:
 
 
 def test_a_group_becomes_one_sequence_a_sample() -> None:
-    group = TrajectoryGroup(
+    group = make_group(
         group_id=1,
         attempt=0,
         prompt_ids=np.array([1, 2], dtype=np.int32),
         response_ids=np.array([3, 4, 5, 6], dtype=np.int32),
         response_lengths=np.array([1, 3], dtype=np.int32),
         response_mask=np.array([True, True, False, True]),
-        behavior_logprobs=np.array([-1, -2, 0, -4], dtype=np.float32),
+        logprobs=np.array([-1, -2, 0, -4], dtype=np.float32),
         versions=np.zeros(4, dtype=np.int32),
         rewards=np.array([0.0, 1.0], dtype=np.float32),
         finish_reasons=(FinishReason.stop, FinishReason.length),

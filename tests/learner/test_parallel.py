@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from asyncrl.protocol.types import FinishReason, Plan, TrajectoryGroup
+from asyncrl.protocol.trajectory import TrajectoryGroup
+from asyncrl.protocol.types import FinishReason, Plan
 from learner import fsdp
 from learner.batching import karmarkar_karp, split_plan
 from learner.config import Aggregation, AlgorithmConfig, Correction, Device, LearnerConfig, OptimizerConfig
@@ -17,6 +18,7 @@ from learner.types import group_sequences
 from learner.weights import gather_weights
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny_models import VOCABULARY, awkward_sequences, random_sequences, save_tiny_model
+from tests.support.trajectories import make_group
 
 NUM_UPDATES = 2
 
@@ -148,14 +150,14 @@ def random_group(seed: int) -> TrajectoryGroup:
     rng = np.random.default_rng(seed)
     lengths = rng.integers(1, 14, 3).astype(np.int32)
     total = int(lengths.sum())
-    return TrajectoryGroup(
+    return make_group(
         group_id=100 + seed,
         attempt=0,
         prompt_ids=rng.integers(0, VOCABULARY, int(rng.integers(1, 8))).astype(np.int32),
         response_ids=rng.integers(0, VOCABULARY, total).astype(np.int32),
         response_lengths=lengths,
         response_mask=rng.random(total) < 0.8,  # other tokens are an environment's; some samples may have none
-        behavior_logprobs=-rng.uniform(0.5, 6.0, total).astype(np.float32),
+        logprobs=-rng.uniform(0.5, 6.0, total).astype(np.float32),
         versions=np.zeros(total, dtype=np.int32),
         rewards=rng.random(3).astype(np.float32),
         finish_reasons=(FinishReason.stop,) * 3,

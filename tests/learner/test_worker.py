@@ -14,13 +14,15 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from asyncrl.protocol.errors import StalenessError
-from asyncrl.protocol.types import FinishReason, TrajectoryGroup
+from asyncrl.protocol.trajectory import TrajectoryGroup
+from asyncrl.protocol.types import FinishReason
 from learner.actor_worker import ActorWorker
 from learner.config import AlgorithmConfig, Device, LearnerConfig, OptimizerConfig
 from learner.types import RankBatch
 from learner.worker import PER_DP_RANK
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny_models import VOCABULARY, save_tiny_model
+from tests.support.trajectories import make_group
 
 TEMPERATURE = 0.8
 
@@ -28,14 +30,14 @@ TEMPERATURE = 0.8
 def group(group_id: int, oldest_version: int = 5) -> TrajectoryGroup:
     rng = np.random.default_rng(group_id)
     lengths = np.array([3, 5], dtype=np.int32)
-    return TrajectoryGroup(
+    return make_group(
         group_id=group_id,
         attempt=0,
         prompt_ids=rng.integers(0, VOCABULARY, 4).astype(np.int32),
         response_ids=rng.integers(0, VOCABULARY, 8).astype(np.int32),
         response_lengths=lengths,
         response_mask=np.ones(8, dtype=bool),
-        behavior_logprobs=np.full(8, -3.0, dtype=np.float32),
+        logprobs=np.full(8, -3.0, dtype=np.float32),
         versions=np.array([oldest_version] * 3 + [7] * 5, dtype=np.int32),
         rewards=np.array([1.0, 0.0], dtype=np.float32),
         finish_reasons=(FinishReason.stop, FinishReason.length),

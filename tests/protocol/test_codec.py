@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
-from asyncrl.protocol import wire, wire_torch
-from asyncrl.protocol.equality import deep_equal
+from asyncrl.protocol import codec, codec_torch
+from asyncrl.protocol.columns import deep_equal
 from asyncrl.protocol.errors import WireError
 
 PREFIX = b"aRL\x01"
@@ -83,7 +83,7 @@ def as_received(frames):
 @given(values)
 @settings(max_examples=200, deadline=None)
 def test_any_nested_value_comes_back_equal(value):
-    assert deep_equal(wire.decode(as_received(wire.encode(value))), value)
+    assert deep_equal(codec.decode(as_received(codec.encode(value))), value)
 
 
 @given(st.lists(st.binary(max_size=40), max_size=4))
@@ -91,47 +91,47 @@ def test_any_nested_value_comes_back_equal(value):
 def test_random_bytes_only_ever_raise_wire_error(frames):
     for candidate in (frames, [PREFIX + frames[0], *frames[1:]] if frames else frames):
         with suppress(WireError):
-            wire.decode(candidate)
+            codec.decode(candidate)
 
 
 @given(values, st.data())
 @settings(max_examples=200, deadline=None)
 def test_corrupted_messages_decode_or_raise_wire_error(value, data):
-    frames = [bytearray(frame) for frame in wire.encode(value)]
+    frames = [bytearray(frame) for frame in codec.encode(value)]
     frame = frames[data.draw(st.integers(0, len(frames) - 1))]
     if frame:
         frame[data.draw(st.integers(0, len(frame) - 1))] = data.draw(st.integers(0, 255))
     with suppress(WireError):
-        wire.decode(as_received(frames))
+        codec.decode(as_received(frames))
 
 
 @given(values, st.data())
 @settings(max_examples=100, deadline=None)
 def test_truncated_messages_raise_wire_error(value, data):
-    frames = as_received(wire.encode(value))
+    frames = as_received(codec.encode(value))
     header = frames[0][: data.draw(st.integers(0, len(frames[0]) - 1))]
     with pytest.raises(WireError):
-        wire.decode([header, *frames[1:]])
+        codec.decode([header, *frames[1:]])
 
 
 def test_buffers_are_not_copied_on_either_side():
     array = np.arange(1000, dtype=np.int32)
-    frames = wire.encode({"a": array})
-    decoded = wire.decode(frames)["a"]
+    frames = codec.encode({"a": array})
+    decoded = codec.decode(frames)["a"]
     assert np.shares_memory(decoded, array)
     assert not decoded.flags.writeable
 
 
 def test_a_tensor_from_read_only_memory_is_a_copy_that_may_be_written():
-    frame = as_received(wire.encode(torch.zeros(4)))
-    tensor = wire.decode(frame)
+    frame = as_received(codec.encode(torch.zeros(4)))
+    tensor = codec.decode(frame)
     tensor += 1
-    assert wire.decode(frame).tolist() == [0, 0, 0, 0]
+    assert codec.decode(frame).tolist() == [0, 0, 0, 0]
 
 
 def test_columns_come_back_as_views():
-    frames = as_received(wire.encode(wire.Columns({"a": torch.arange(4)})))
-    tensor = wire.decode(frames)["a"]
+    frames = as_received(codec.encode(codec.Columns({"a": torch.arange(4)})))
+    tensor = codec.decode(frames)["a"]
     assert tensor.data_ptr() == np.frombuffer(frames[1], dtype=np.uint8).ctypes.data
 
 
@@ -139,47 +139,47 @@ def test_jagged_tensors_keep_their_rows_and_their_holes():
     nested = torch.nested.nested_tensor([torch.arange(2.0), torch.arange(3.0)], layout=torch.jagged)
     holes = torch.nested.nested_tensor_from_jagged(torch.arange(6), torch.tensor([0, 3, 6]), torch.tensor([1, 2]))
     for tensor in (nested, holes):
-        rows = wire.decode(as_received(wire.encode(tensor))).unbind()
+        rows = codec.decode(as_received(codec.encode(tensor))).unbind()
         assert [row.tolist() for row in rows] == [row.tolist() for row in tensor.unbind()]
 
 
 @pytest.mark.parametrize("offsets", [[0, 2, 9], [0, -1, 3], [1, 2, 3], [0, 2, 1]])
 def test_jagged_tensors_whose_rows_leave_the_values_are_refused(offsets):
     with pytest.raises(WireError, match="offsets"):
-        wire_torch.jagged_of(torch.arange(3.0), torch.tensor(offsets), None, 1)
+        codec_torch.jagged_of(torch.arange(3.0), torch.tensor(offsets), None, 1)
 
 
 def test_not_contiguous_views_and_foreign_byte_orders_travel():
     for array in (np.arange(12).reshape(3, 4).T, np.arange(5, dtype=">i4"), np.arange(10)[::2]):
-        decoded = wire.decode(as_received(wire.encode(array)))
+        decoded = codec.decode(as_received(codec.encode(array)))
         assert decoded.dtype == array.dtype
         np.testing.assert_array_equal(decoded, array)
 
 
 def test_numpy_scalars_keep_their_type():
     for scalar in (np.float32(1.5), np.int8(-3), np.bool_(True), np.datetime64("2020-02-02"), np.float64("nan")):
-        assert type(wire.decode(wire.encode(scalar))) is type(scalar)
+        assert type(codec.decode(codec.encode(scalar))) is type(scalar)
 
 
 def test_a_value_that_does_not_travel_is_named():
     with pytest.raises(WireError, match=r"value\['a'\]\[1\]\[0\]: the wire carries no object"):
-        wire.encode({"a": [0, np.array([object(), 1], dtype=object)]})
+        codec.encode({"a": [0, np.array([object(), 1], dtype=object)]})
 
 
 def test_foreign_values_are_handed_to_the_transport_and_back():
     foreign = []
-    frames = wire.encode({"f": len, "x": 1}, foreign=foreign)
+    frames = codec.encode({"f": len, "x": 1}, foreign=foreign)
     assert foreign == [len]
-    assert wire.decode(frames, foreign=foreign) == {"f": len, "x": 1}
+    assert codec.decode(frames, foreign=foreign) == {"f": len, "x": 1}
     with pytest.raises(WireError, match="did not travel"):
-        wire.decode(frames)
+        codec.decode(frames)
 
 
 def test_a_list_that_holds_itself_is_refused():
     loop = []
     loop.append(loop)
     with pytest.raises(WireError, match="holds itself"):
-        wire.encode(loop)
+        codec.encode(loop)
 
 
 @pytest.mark.parametrize("wrap", [lambda inner: [inner], lambda inner: (inner,), lambda inner: {"k": inner}])
@@ -187,34 +187,34 @@ def test_depth_is_bounded_on_both_sides(wrap):
     value = 1
     for _ in range(5):
         value = wrap(value)
-    assert wire.decode(wire.encode(value), max_depth=5) == value
+    assert codec.decode(codec.encode(value), max_depth=5) == value
     with pytest.raises(WireError, match="deeper"):
-        wire.decode(wire.encode(value), max_depth=4)
+        codec.decode(codec.encode(value), max_depth=4)
     with pytest.raises(WireError, match="deeper"):
-        wire.encode(value, max_depth=4)
+        codec.encode(value, max_depth=4)
 
 
 def test_frames_and_bytes_are_bounded():
-    frames = wire.encode([np.zeros(10), np.zeros(10)])
+    frames = codec.encode([np.zeros(10), np.zeros(10)])
     with pytest.raises(WireError, match="frames"):
-        wire.decode(frames, max_frames=2)
+        codec.decode(frames, max_frames=2)
     with pytest.raises(WireError, match="bytes"):
-        wire.decode(frames, max_bytes=100)
+        codec.decode(frames, max_bytes=100)
 
 
 def test_missing_and_surplus_buffers_are_refused():
-    frames = wire.encode([np.zeros(10), np.zeros(10)])
+    frames = codec.encode([np.zeros(10), np.zeros(10)])
     with pytest.raises(WireError, match="truncated"):
-        wire.decode(frames[:2])
+        codec.decode(frames[:2])
     with pytest.raises(WireError, match="buffers"):
-        wire.decode([*frames, b""])
+        codec.decode([*frames, b""])
     with pytest.raises(WireError, match="needs"):
-        wire.decode([frames[0], b"123", frames[2]])
+        codec.decode([frames[0], b"123", frames[2]])
 
 
 def test_another_version_is_refused_by_name():
     with pytest.raises(WireError, match="version 2"):
-        wire.decode([b"aRL\x02\xc0"])
+        codec.decode([b"aRL\x02\xc0"])
 
 
 @pytest.mark.parametrize("dtype", [b"|O", b"<i4,<f8", b"V8", b"<U99999999999", b"\xff"])
@@ -222,14 +222,14 @@ def test_dtypes_with_pointers_or_without_sense_are_refused(dtype):
     descriptor = bytes([len(dtype), 0]) + dtype
     header = PREFIX + msgpack.packb(msgpack.ExtType(1, descriptor))
     with pytest.raises(WireError):
-        wire.decode([header, b"12345678"])
+        codec.decode([header, b"12345678"])
 
 
 def test_a_message_cannot_make_the_reader_allocate_much_more_than_itself():
     nested_claims = b"\xdd\x00\x0f\xff\xff" * 900 + b"\xc0" * 1_000_000
     tracemalloc.start()
     with pytest.raises(WireError):
-        wire.decode([PREFIX + nested_claims])
+        codec.decode([PREFIX + nested_claims])
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 20 * len(nested_claims)
@@ -238,12 +238,12 @@ def test_a_message_cannot_make_the_reader_allocate_much_more_than_itself():
 def test_the_codec_needs_no_torch_and_does_not_load_it():
     code = (
         "import sys, numpy as np\n"
-        "from asyncrl.protocol import wire\n"
+        "from asyncrl.protocol import codec\n"
         "from asyncrl.protocol.errors import WireError\n"
-        "assert wire.decode(wire.encode({'a': np.ones(2)}))['a'].sum() == 2\n"
+        "assert codec.decode(codec.encode({'a': np.ones(2)}))['a'].sum() == 2\n"
         "assert 'torch' not in sys.modules and 'ray' not in sys.modules\n"
-        f"frames = {as_received(wire.encode(torch.ones(1)))!r}\n"
-        "try:\n    wire.decode(frames)\nexcept WireError as error:\n    assert 'torch' in str(error)\n"
+        f"frames = {as_received(codec.encode(torch.ones(1)))!r}\n"
+        "try:\n    codec.decode(frames)\nexcept WireError as error:\n    assert 'torch' in str(error)\n"
         "else:\n    raise SystemExit('decoded')\n"
         "assert 'torch' not in sys.modules\n"
     )

@@ -1,4 +1,4 @@
-"""How the codec writes numpy: a descriptor (dtype and shape) for the header, and the array's own memory."""
+"""How the codec writes numpy arrays: a descriptor (dtype and shape) in the header, and the array's own memory."""
 
 from __future__ import annotations
 
@@ -17,6 +17,18 @@ MAX_DIMS = 64  # numpy's own limit.
 _MAX_PADDING = 4  # of a structured dtype, to the size of its fields; alignment alone stays below it.
 _PLAIN_KINDS = frozenset("biufcmMSU")
 _PLAIN_NAME = re.compile(rb"[<>|][biufcmMSU]\d{1,10}(\[\d{0,19}[a-zA-Z]{1,2}\])?")
+
+
+class Unsupported(Exception):
+    """The wire does not carry this value.
+
+    Attributes:
+        value: The value.
+    """
+
+    def __init__(self, value: Any, reason: str) -> None:
+        super().__init__(reason)
+        self.value = value
 
 
 def is_plain(dtype: np.dtype) -> bool:

@@ -15,9 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from .codec_numpy import Unsupported, buffer_of, descriptor, parse
 from .errors import WireError
-from .wire_numpy import buffer_of, descriptor, parse
-from .wire_walk import Unsupported
 
 _NOT_SENT = re.compile(r"torch\.(q.*|bits.*|u?int[1-7])")  # quantized, opaque, and below one byte: torch copies none
 _DTYPES = {

@@ -1,25 +1,49 @@
-"""The header of a message: a msgpack tree.
+"""One codec for Ray, ZMQ and disk: a versioned msgpack header, then the raw buffers of the arrays.
 
-What msgpack has no type for is an extension (a leaf), or a list that a mark begins (what holds other values).
+`encode` copies no contiguous array; `decode` returns views of the frames. For any input bytes `decode` either raises
+`WireError` or returns plain values: it runs no code, and its allocations are proportional to the message.
+
+In the header, what msgpack has no type for is an extension (a leaf), or a list that begins with a mark (a container).
 """
 
 from __future__ import annotations
 
 import struct
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
 import msgpack
 import numpy as np
+from msgpack.exceptions import UnpackException
 
-from . import wire_numpy
+from . import codec_numpy
+from .codec_numpy import Unsupported
 from .errors import WireError
-from .wire_walk import Columns, Unsupported
 
 Frame = bytes | bytearray | memoryview
+
+VERSION = 1
+MAX_FRAMES = 65_536
+MAX_BYTES = 1 << 32
+MAX_DEPTH = 100
+
+_MAGIC = b"aRL"
+_PREFIX = _MAGIC + bytes([VERSION])
+_MALFORMED = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    MemoryError,
+    RuntimeError,
+    TypeError,
+    UnpackException,
+    ValueError,
+    struct.error,
+)
 
 _EXT_MARK = 0
 _EXT_ARRAY = 1
@@ -29,6 +53,108 @@ _EXT_COMPLEX = 4
 _EXT_TENSOR = 5
 _EXT_FOREIGN = 6
 _ATOMS = frozenset({type(None), bool, int, float, str, bytes})
+_CONTAINERS = frozenset({list, dict, tuple, np.ndarray})
+_OBJECT = np.dtype(object)
+_MANY = 8  # items that are looked through faster at once than one by one
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """Tensors by name that the receiver takes as views of the frames, and promises to copy before it writes."""
+
+    tensors: dict[str, Any]
+
+
+def encode(value: Any, *, foreign: list[Any] | None = None, max_depth: int | None = MAX_DEPTH) -> list[Frame]:
+    """Turn a value into frames.
+
+    Args:
+        value: None, bool, int, float, complex, str, bytes, aware datetimes; lists, tuples and dicts; numpy arrays and
+            scalars of every dtype (objects: of what is listed here; structured: of named fields); and, where torch is
+            loaded, its dense and nested tensors of any dtype of whole bytes. Subclasses of these do not travel.
+        foreign: Where given, values of any other type are appended to it and travel by position; the transport
+            must carry them itself, and hand them back to `decode`.
+        max_depth: Containers within containers allowed; None leaves it to msgpack, which packs about 500.
+
+    Returns:
+        The header, then the memory of the arrays. Buffers of contiguous arrays share the array's memory, so the value
+        must not be written to until the frames are sent.
+
+    Raises:
+        WireError: the value holds something that is not listed above, nests deeper than ``max_depth``, or holds
+            itself; the message says where.
+    """
+    encoder = Encoder(foreign)
+    try:
+        if max_depth is not None:
+            check_depth(value, max_depth)
+        return [_PREFIX + encoder.pack(value), *encoder.buffers]
+    except Unsupported as error:
+        raise WireError(f"{path_to(error.value, value)}: {error}") from error
+    except (ValueError, OverflowError) as error:
+        raise WireError(f"the value does not travel: {error}") from error
+
+
+def decode(
+    frames: Sequence[Frame],
+    *,
+    foreign: Sequence[Any] = (),
+    max_frames: int = MAX_FRAMES,
+    max_bytes: int = MAX_BYTES,
+    max_depth: int | None = MAX_DEPTH,
+    writable: bool = False,
+) -> Any:
+    """Turn frames back into the value.
+
+    Args:
+        frames: What `encode` returned. Anything that has a buffer will do.
+        foreign: The list that `encode` filled.
+        max_frames: Frames allowed, the header among them.
+        max_bytes: Bytes allowed over all frames.
+        max_depth: Containers within containers allowed; None leaves it to msgpack, which reads about 1000.
+        writable: Arrays over frames that may be written to may be written to as well.
+
+    Returns:
+        The value. Arrays are views of the frames, read-only unless ``writable``. Tensors, which torch cannot mark
+        read-only, are copied out of read-only frames, except in `Columns`, which come back as a dict.
+
+    Raises:
+        WireError: the frames are not a message of this codec, or break one of the limits.
+    """
+    views = _checked_views(frames, max_frames, max_bytes)
+    decoder = Decoder(views[1:], foreign, writable=writable)
+    try:
+        value = decoder.unpack(views[0][len(_PREFIX) :])
+        if max_depth is not None and decoder.num_containers > max_depth:
+            check_depth(value, max_depth)
+    except WireError:
+        raise
+    except _MALFORMED as error:
+        raise WireError(f"malformed message: {type(error).__name__}: {error}") from error
+    if decoder.num_taken != len(views) - 1:
+        raise WireError(f"message has {len(views) - 1} buffers, its header describes {decoder.num_taken}")
+    return value
+
+
+def _checked_views(frames: Sequence[Frame], max_frames: int, max_bytes: int) -> list[memoryview]:
+    """Views of the frames, within the limits and with the right prefix on the first."""
+    if not 1 <= len(frames) <= max_frames:
+        raise WireError(f"message has {len(frames)} frames; 1 to {max_frames} are allowed")
+    try:
+        views = [memoryview(frame).cast("B") for frame in frames]
+    except (TypeError, ValueError) as error:
+        raise WireError(f"a frame is not a contiguous buffer: {error}") from error
+    num_bytes = sum(map(len, views))
+    if num_bytes > max_bytes:
+        raise WireError(f"message has {num_bytes} bytes; {max_bytes} are allowed")
+    prefix = bytes(views[0][: len(_PREFIX)])
+    if prefix != _PREFIX:
+        if prefix[: len(_MAGIC)] == _MAGIC and len(prefix) == len(_PREFIX):
+            raise WireError(
+                f"message is of version {prefix[-1]}, this side speaks version {VERSION}; upgrade the older"
+            )
+        raise WireError(f"not a message of this protocol: it begins with {prefix!r}")
+    return views
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,8 +196,8 @@ class Encoder:
             return msgpack.ExtType(_EXT_INT, value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True))
         elif kind is complex:
             return msgpack.ExtType(_EXT_COMPLEX, struct.pack("<dd", value.real, value.imag))
-        elif isinstance(value, np.generic) and wire_numpy.is_plain(value.dtype):
-            return msgpack.ExtType(_EXT_SCALAR, wire_numpy.describe(value.dtype, ()) + value.tobytes())
+        elif isinstance(value, np.generic) and codec_numpy.is_plain(value.dtype):
+            return msgpack.ExtType(_EXT_SCALAR, codec_numpy.describe(value.dtype, ()) + value.tobytes())
         else:
             packed = self.tensor(value)
         return self.left_out(value) if packed is None else packed
@@ -87,14 +213,14 @@ class Encoder:
 
     def array(self, array: np.ndarray) -> Any:
         """A descriptor, and the array's memory as a buffer; what has no memory of its own goes into the tree."""
-        if wire_numpy.is_plain(array.dtype):
-            self.buffers.append(wire_numpy.buffer_of(array))
-            return msgpack.ExtType(_EXT_ARRAY, wire_numpy.describe(array.dtype, array.shape))
+        if codec_numpy.is_plain(array.dtype):
+            self.buffers.append(codec_numpy.buffer_of(array))
+            return msgpack.ExtType(_EXT_ARRAY, codec_numpy.describe(array.dtype, array.shape))
         if array.dtype == object:
             return [_OBJECTS.sent, array.reshape(-1).tolist(), *array.shape]
         if array.dtype == np.dtypes.StringDType():
             return [_STRINGS.sent, array.reshape(-1).tolist(), *array.shape]
-        parts = wire_numpy.record_parts(array)
+        parts = codec_numpy.record_parts(array)
         return None if parts is None else [_RECORD.sent, *parts]
 
     def columns(self, tensors: dict[str, Any]) -> Any:
@@ -157,11 +283,11 @@ class Decoder:
         if code == _EXT_TENSOR:
             return _torch_side().tensor_of(data, self.take, copy=True)
         if code == _EXT_ARRAY:
-            return wire_numpy.array_of(data, self.take(), writable=self.writable)
+            return codec_numpy.array_of(data, self.take(), writable=self.writable)
         if code == _EXT_MARK and data in _MARKS:
             self.open_marks += 1
             return _MARKS[data]
-        reader = _LEAVES.get(code)
+        reader = _LEAF_READERS.get(code)
         if reader is None:
             raise WireError(f"message holds an unknown type, code {code}")
         return reader(self, data)
@@ -196,7 +322,7 @@ class Decoder:
     def objects(self, parts: list[Any]) -> np.ndarray:
         """An array of Python values."""
         items, dims = parts[0], parts[1:]
-        shape = wire_numpy.checked_items(dims, items)
+        shape = codec_numpy.checked_items(dims, items)
         array = np.empty(len(items), dtype=object)
         if _ATOMS.issuperset(map(type, items)):
             array[:] = items
@@ -208,7 +334,7 @@ class Decoder:
     def strings(self, parts: list[Any]) -> np.ndarray:
         """An array of strings of any length."""
         items, dims = parts[0], parts[1:]
-        shape = wire_numpy.checked_items(dims, items, str)
+        shape = codec_numpy.checked_items(dims, items, str)
         return np.array(items, dtype=np.dtypes.StringDType()).reshape(shape)
 
     def nested_tensor(self, parts: list[Any]) -> Any:
@@ -235,13 +361,13 @@ def _mark(code: bytes, build: Callable[[Any, list[Any]], Any]) -> _Mark:
 _TUPLE = _mark(b"t", lambda _, items: tuple(items))
 _OBJECTS = _mark(b"o", Decoder.objects)
 _STRINGS = _mark(b"s", Decoder.strings)
-_RECORD = _mark(b"r", lambda _, parts: wire_numpy.record_of(parts))
+_RECORD = _mark(b"r", lambda _, parts: codec_numpy.record_of(parts))
 _NESTED = _mark(b"n", Decoder.nested_tensor)
 _COLUMNS = _mark(b"c", Decoder.columns)
 _MARKS = {mark.sent.data: mark for mark in (_TUPLE, _OBJECTS, _STRINGS, _RECORD, _NESTED, _COLUMNS)}
 
-_LEAVES: dict[int, Callable[[Decoder, bytes], Any]] = {
-    _EXT_SCALAR: lambda _, data: wire_numpy.scalar_of(data),
+_LEAF_READERS: dict[int, Callable[[Decoder, bytes], Any]] = {
+    _EXT_SCALAR: lambda _, data: codec_numpy.scalar_of(data),
     _EXT_INT: lambda _, data: int.from_bytes(data, "little", signed=True),
     _EXT_COMPLEX: lambda _, data: complex(*struct.unpack("<dd", data)),
     _EXT_FOREIGN: Decoder.foreign_value,
@@ -252,9 +378,9 @@ def _torch_side() -> Any:
     """The part of the codec that needs torch; a process that has not loaded torch is not made to."""
     if "torch" not in sys.modules:
         raise WireError("the message holds torch tensors, and this process has not imported torch; do that first")
-    from . import wire_torch
+    from . import codec_torch
 
-    return wire_torch
+    return codec_torch
 
 
 def _check_complete(data: Any) -> None:
@@ -267,3 +393,61 @@ def _check_complete(data: Any) -> None:
         raise WireError("message is truncated: its header ends early") from error
     if walker.tell() != len(data):
         raise WireError(f"message has {len(data) - walker.tell()} bytes after the end of its header")
+
+
+def check_depth(value: Any, max_depth: int) -> None:
+    """Raise `ValueError` where containers, object arrays among them, nest deeper than ``max_depth``."""
+    level = [value] if _is_container(value) else []
+    for _ in range(max_depth):
+        if not level:
+            return
+        inner: list[Any] = []
+        for container in level:
+            items = _items_of(container)
+            if len(items) > _MANY and _ATOMS.issuperset(map(type, items)):
+                continue
+            for item in items:
+                if type(item) in _CONTAINERS and _is_container(item):
+                    inner.append(item)
+        level = inner
+    if level:
+        raise ValueError(f"containers nest deeper than {max_depth}, or one holds itself")
+
+
+def path_to(target: Any, value: Any) -> str:
+    """Where ``target`` stands in ``value``, by identity. Example: ``value['meta_info']['paths'][0]``."""
+    found = _search(target, value, "value")
+    return "value" if found is None else found
+
+
+def _search(target: Any, value: Any, path: str) -> str | None:
+    if value is target:
+        return path
+    for step, item in _steps(value):
+        found = _search(target, item, path + step)
+        if found is not None:
+            return found
+    return None
+
+
+def _steps(value: Any) -> Iterator[tuple[str, Any]]:
+    """What a container holds, each with the expression that leads to it."""
+    if type(value) is Columns:
+        value = value.tensors
+    if type(value) is dict:
+        for key, item in value.items():
+            yield f"[key {key!r:.80}]", key
+            yield f"[{key!r:.80}]", item
+    elif _is_container(value):
+        for index, item in enumerate(_items_of(value)):
+            yield f"[{index}]", item
+
+
+def _is_container(value: Any) -> bool:
+    return type(value) in _CONTAINERS and (type(value) is not np.ndarray or value.dtype is _OBJECT)
+
+
+def _items_of(container: Any) -> Any:
+    if type(container) is dict:
+        return container.values()
+    return container.reshape(-1).tolist() if type(container) is np.ndarray else container

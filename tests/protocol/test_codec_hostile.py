@@ -11,10 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.protocol import DataProto, wire
-from asyncrl.protocol.data_transport import from_parts, parts_of
+from asyncrl.protocol import DataProto, codec
+from asyncrl.protocol.codec_numpy import descriptor
 from asyncrl.protocol.errors import WireError
-from asyncrl.protocol.wire_numpy import descriptor
+from asyncrl.protocol.serialization import from_parts, parts_of
 
 PREFIX = b"aRL\x01"
 MARK, ARRAY, SCALAR, INT, COMPLEX, TENSOR, FOREIGN = range(7)
@@ -181,23 +181,23 @@ def test_hostile_messages_are_wire_errors_and_cost_no_memory(frames):
     size = sum(map(len, frames))
     tracemalloc.start()
     with pytest.raises(WireError):
-        wire.decode(frames)
+        codec.decode(frames)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 20 * size + 200_000
 
 
 def test_the_messages_above_are_hostile_by_what_they_say_and_not_by_their_form():
-    assert wire.decode([header(array(b"<i4", 1)), b"\1\0\0\0"]).tolist() == [1]
-    assert wire.decode([header(tensor(b"int8", 2)), b"\1\2"]).tolist() == [1, 2]
-    assert wire.decode([header(marked(b"t", 1, 2))]) == (1, 2)
-    assert wire.decode([header(marked(b"o", [1], 1))]).tolist() == [1]
-    assert wire.decode([header(marked(b"c", "a", dense(b"int8", 1))), b"\1"])["a"].tolist() == [1]
-    assert wire.decode(jagged_message([1.0, 2.0], [0, 1, 2], None, 1)).size(0) == 2
-    assert wire.decode([header(marked(b"n", [[dense(b"int8", 1)]])), b"1"]).is_nested
+    assert codec.decode([header(array(b"<i4", 1)), b"\1\0\0\0"]).tolist() == [1]
+    assert codec.decode([header(tensor(b"int8", 2)), b"\1\2"]).tolist() == [1, 2]
+    assert codec.decode([header(marked(b"t", 1, 2))]) == (1, 2)
+    assert codec.decode([header(marked(b"o", [1], 1))]).tolist() == [1]
+    assert codec.decode([header(marked(b"c", "a", dense(b"int8", 1))), b"\1"])["a"].tolist() == [1]
+    assert codec.decode(jagged_message([1.0, 2.0], [0, 1, 2], None, 1)).size(0) == 2
+    assert codec.decode([header(marked(b"n", [[dense(b"int8", 1)]])), b"1"]).is_nested
     record = [header(marked(b"r", [2], True, ["a", "b"], [array(b"|u1", 2), array(b"<f8", 2)])), b"12", b"1" * 16]
-    assert wire.decode(record).dtype.names == ("a", "b")
-    assert wire.decode([PREFIX + b"\x91" * 100 + b"\xc0"]) is not None
+    assert codec.decode(record).dtype.names == ("a", "b")
+    assert codec.decode([PREFIX + b"\x91" * 100 + b"\xc0"]) is not None
 
 
 def test_frames_that_are_no_buffers_are_wire_errors():
@@ -205,7 +205,7 @@ def test_frames_that_are_no_buffers_are_wire_errors():
     released.release()
     for frames in (["aRL\x01"], [1], [None], b"aRL\x01\xc0", [np.zeros((2, 2)).T], [released]):
         with pytest.raises(WireError):
-            wire.decode(frames)
+            codec.decode(frames)
 
 
 @pytest.mark.parametrize(
@@ -242,7 +242,7 @@ VALID = [
     [torch.arange(4), torch.ones(2, 2).bfloat16(), torch.tensor(True), NESTED],
     parts_of(DataProto.from_dict({"x": torch.arange(2), "j": NESTED}, {"s": ["a", "b"]}, {"t": (1, 2)})),
 ]
-MESSAGES = [[bytes(frame) for frame in wire.encode(value)] for value in VALID]
+MESSAGES = [[bytes(frame) for frame in codec.encode(value)] for value in VALID]
 LARGE = [b"\xff" * 8, b"\xff" * 7 + b"\x7f", b"\0" * 8, struct.pack("<q", 2**62), struct.pack("<q", -1)]
 
 
@@ -277,6 +277,6 @@ def mutated(draw):
 @settings(max_examples=600, deadline=None)
 def test_mutated_messages_decode_or_raise_wire_error(frames):
     with suppress(WireError):
-        value = wire.decode(frames)
+        value = codec.decode(frames)
         if isinstance(value, dict) and "batch" in value:
             from_parts(DataProto, value).get_data_info()

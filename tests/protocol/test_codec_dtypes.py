@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from asyncrl.protocol import wire
-from asyncrl.protocol.equality import deep_equal
+from asyncrl.protocol import codec
+from asyncrl.protocol.columns import deep_equal
 from asyncrl.protocol.errors import WireError
 
 NUMPY_DTYPES = [
@@ -32,7 +32,7 @@ TORCH_DTYPES = [
 
 
 def received(value):
-    return wire.decode([bytes(frame) for frame in wire.encode(value)])
+    return codec.decode([bytes(frame) for frame in codec.encode(value)])
 
 
 def array_of(dtype, shape):
@@ -92,11 +92,11 @@ def test_strings_of_any_length_special_floats_and_mapped_files(tmp_path):
 )
 def test_arrays_that_would_not_come_back_as_they_were_are_refused_and_left_to_pickle(array):
     with pytest.raises(WireError, match=r"value\['x'\]: the wire carries no .*rray of dtype"):
-        wire.encode({"x": array})
+        codec.encode({"x": array})
     foreign = []
-    frames = wire.encode({"x": array}, foreign=foreign)
+    frames = codec.encode({"x": array}, foreign=foreign)
     assert foreign == [array] or foreign[0] is array
-    assert wire.decode(frames, foreign=foreign)["x"] is array
+    assert codec.decode(frames, foreign=foreign)["x"] is array
 
 
 @pytest.mark.parametrize("dtype", TORCH_DTYPES)
@@ -106,7 +106,7 @@ def test_torch_tensors(dtype, shape):
     tensor = (torch.arange(torch.Size(shape).numel()).reshape(shape) % 2).to(dtype)
     wide = torch.complex128 if dtype.is_complex else torch.float64
     for candidate in (tensor, tensor.movedim(0, -1) if shape else tensor, tensor[..., :0] if shape else tensor):
-        for back in (received(candidate), received(wire.Columns({"x": candidate}))["x"]):
+        for back in (received(candidate), received(codec.Columns({"x": candidate}))["x"]):
             assert (back.dtype, back.shape) == (candidate.dtype, candidate.shape)
             assert torch.equal(back.to(wide), candidate.to(wide))
 
@@ -126,7 +126,7 @@ def test_tensors_that_are_views_or_need_gradients_come_as_their_values():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
 def test_nested_tensors(layout, dtype):
     nested = torch.nested.nested_tensor([torch.ones(2, 3), torch.zeros(1, 3)], layout=layout).to(dtype)
-    for back in (received(nested), received(wire.Columns({"d": torch.ones(1), "x": nested}))["x"]):
+    for back in (received(nested), received(codec.Columns({"d": torch.ones(1), "x": nested}))["x"]):
         assert (back.layout, back.dtype) == (layout, dtype)
         assert deep_equal(back, nested)
 
@@ -152,11 +152,11 @@ def test_a_jagged_tensor_keeps_its_ragged_dimension_and_its_index_dtype():
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_tensors_without_plain_memory_are_refused_by_place_and_left_to_pickle(make):
     tensor = make()
-    for value in ({"x": [tensor]}, wire.Columns({"x": tensor})):
+    for value in ({"x": [tensor]}, codec.Columns({"x": tensor})):
         with pytest.raises(WireError, match=r"value\['x'\]"):
-            wire.encode(value)
+            codec.encode(value)
         foreign = []
-        wire.encode(value, foreign=foreign)
+        codec.encode(value, foreign=foreign)
         assert foreign[0] is tensor
 
 
@@ -190,4 +190,4 @@ def test_scalars_and_containers_keep_type_and_value():
 )
 def test_what_does_not_travel_is_named_with_its_place(value, place):
     with pytest.raises(WireError, match=place):
-        wire.encode(value)
+        codec.encode(value)
