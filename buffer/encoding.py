@@ -1,7 +1,7 @@
 """Prompts and trajectory groups as the parts of a message's payload.
 
-A prompt is encoded by `asyncrl.protocol.codec`. A group, which is written and read for every rollout, is laid out as
-its type is: a head with the schema of its columns, then one buffer per column. That takes a third of the time.
+A prompt is encoded by the project's codec. A group, which is written and read for every rollout, is laid out as its
+type is: a head with the schema of its columns, then one buffer per column. That takes a third of the codec's time.
 
 `pack` turns the frames into *parts* that suit a socket. ZMQ's cost is per part, so small frames travel together. No
 part exceeds ``CHUNK_BYTES``, so a large payload can be sent piece by piece. The first part is a header:
@@ -10,14 +10,16 @@ part exceeds ``CHUNK_BYTES``, so a large payload can be sent piece by piece. The
 """
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from math import prod
 from typing import Any
 
 import msgpack
 import numpy as np
 
 from asyncrl.protocol import codec
-from asyncrl.protocol.codec_numpy import array_of, buffer_of, describe, is_plain
+from asyncrl.protocol.codec_numpy import buffer_of, checked_shape, dtype_of
 from asyncrl.protocol.errors import WireError
 from asyncrl.protocol.trajectory import TURN_DTYPE, TrajectoryGroup
 from asyncrl.protocol.types import Prompt
@@ -29,9 +31,11 @@ _PACKED = b"prcl"
 _ALIGN = 16
 _PADDING = [bytes(n) for n in range(_ALIGN)]
 _GROUP = b"grp\x02"
+_NUMERIC = frozenset("biufc")
+_IDS = struct.Struct("<qq")
 _MALFORMED = (
-    *(ValueError, TypeError, KeyError, IndexError, OverflowError, StopIteration, RuntimeError),
-    msgpack.exceptions.UnpackException,
+    *(ValueError, TypeError, KeyError, IndexError, OverflowError, AttributeError, StopIteration, RuntimeError),
+    *(struct.error, msgpack.exceptions.UnpackException),
 )
 
 
@@ -63,22 +67,20 @@ def prompt_of(frames: Sequence[Any]) -> Prompt:
 def group_frames(group: TrajectoryGroup) -> list[Any]:
     """A trajectory group as payload; large arrays are not copied.
 
-    Its head holds the schema: the names and array descriptors of the token, trajectory and turn columns.
+    Its head holds the ids and the schema: names, dtypes and shapes (without the first dimension) of the token,
+    trajectory and turn columns. The schema is the same for every group of a run. The turns and one buffer per column
+    follow.
 
     Raises:
         TypeError: a column is not an array of numbers.
     """
-    scopes = (group.token_columns, group.trajectory_columns, group.turn_columns)
-    schema = [[_described(name, column) for name, column in columns.items()] for columns in scopes]
-    head: Any = msgpack.packb((group.group_id, group.attempt, schema))
-    buffers = [buffer_of(column) for columns in scopes for column in columns.values()]
-    return pack([_GROUP + head, group.turns.view(np.uint8).data, *buffers])
-
-
-def _described(name: str, column: np.ndarray) -> tuple[str, bytes]:
-    if not isinstance(column, np.ndarray) or not is_plain(column.dtype):
-        raise TypeError(f"column {name!r} of a TrajectoryGroup must be a numpy array of numbers, got {column!r:.40}")
-    return name, describe(column.dtype, column.shape)
+    columns = [column for scope in _scopes(group) for column in scope.values()]
+    schema = tuple(
+        tuple((name, _dtype_of(name, column), column.shape[1:]) for name, column in scope.items())
+        for scope in _scopes(group)
+    )
+    head = _GROUP + _IDS.pack(group.group_id, group.attempt) + _schema_bytes(schema)
+    return pack([head, group.turns.view(np.uint8).data, *map(buffer_of, columns)])
 
 
 def group_of(frames: Sequence[Any]) -> TrajectoryGroup:
@@ -91,14 +93,12 @@ def group_of(frames: Sequence[Any]) -> TrajectoryGroup:
     if head[: len(_GROUP)] != _GROUP:
         raise WireError(f"payload is not a TrajectoryGroup of this release: it begins with {bytes(head[:4])!r}")
     try:
-        group_id, attempt, schema = msgpack.unpackb(head[len(_GROUP) :], max_ext_len=0)
-        turns, rest = np.frombuffer(buffers[0], dtype=TURN_DTYPE), iter(buffers[1:])
+        group_id, attempt = _IDS.unpack_from(head, len(_GROUP))
+        schema = _schema_of(bytes(head[len(_GROUP) + _IDS.size :]))
+        turns, rest = _array(TURN_DTYPE, (), buffers[0]), iter(buffers[1:])
         token, trajectory, turn = (
-            {str(name): array_of(descriptor, next(rest), writable=False) for name, descriptor in columns}
-            for columns in schema
+            {name: _array(dtype, shape, next(rest)) for name, dtype, shape in scope} for scope in schema
         )
-        if type(group_id) is not int or type(attempt) is not int or next(rest, None) is not None:
-            raise WireError("payload is not a TrajectoryGroup: its head does not describe it")
         group = TrajectoryGroup(
             group_id=group_id,
             attempt=attempt,
@@ -110,7 +110,49 @@ def group_of(frames: Sequence[Any]) -> TrajectoryGroup:
         group.check()
     except _MALFORMED as error:
         raise WireError(f"payload is not a TrajectoryGroup: {type(error).__name__}: {error}") from error
+    if next(rest, None) is not None:
+        raise WireError("payload is not a TrajectoryGroup: it has more buffers than its schema has columns")
     return group
+
+
+def _scopes(group: TrajectoryGroup) -> tuple[Mapping[str, np.ndarray], ...]:
+    return group.token_columns, group.trajectory_columns, group.turn_columns
+
+
+def _dtype_of(name: str, column: np.ndarray) -> np.dtype:
+    if not isinstance(column, np.ndarray) or column.dtype.kind not in _NUMERIC:
+        raise TypeError(f"column {name!r} of a TrajectoryGroup must be a numpy array of numbers, got {column!r:.40}")
+    return column.dtype
+
+
+@lru_cache(maxsize=256)
+def _schema_bytes(schema: tuple[tuple[tuple[str, np.dtype, tuple[int, ...]], ...], ...]) -> bytes:
+    named = [[(name, dtype.str, shape) for name, dtype, shape in scope] for scope in schema]
+    return msgpack.packb(named)
+
+
+@lru_cache(maxsize=256)
+def _schema_of(data: bytes) -> list[list[tuple[str, np.dtype, tuple[int, ...]]]]:
+    """Names, dtypes and trailing shapes of the columns in each scope."""
+    schema = [
+        [(str(name), dtype_of(dtype.encode()), checked_shape(shape)) for name, dtype, shape in scope]
+        for scope in msgpack.unpackb(data, max_ext_len=0)
+    ]
+    if any(dtype.kind not in _NUMERIC for scope in schema for _, dtype, _ in scope):
+        raise WireError(f"columns hold numbers, got {schema}")
+    return schema
+
+
+def _array(dtype: np.dtype, shape: tuple[int, ...], buffer: memoryview) -> np.ndarray:
+    """[rows, …] view of a buffer, read-only; as many rows as its bytes make."""
+    row_bytes = dtype.itemsize * prod(shape)
+    if row_bytes == 0 or buffer.nbytes % row_bytes:
+        raise WireError(f"a column of {dtype}{list(shape)} does not fit {buffer.nbytes} bytes")
+    if buffer.nbytes == 0:
+        return np.empty((0, *shape), dtype=dtype)
+    array = np.ndarray((buffer.nbytes // row_bytes, *shape), dtype, buffer)
+    array.flags.writeable = False
+    return array
 
 
 def pack(frames: Sequence[Any]) -> list[Any]:
