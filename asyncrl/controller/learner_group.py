@@ -22,7 +22,7 @@ from asyncrl.single_controller import (
     Role,
     create_colocated_worker_cls_fused,
 )
-from buffer import BufferConnection
+from buffer import BufferConnection, BufferRole
 from learner.actor_worker import ActorWorker
 from learner.chain import Scores
 from learner.config import LearnerConfig
@@ -236,10 +236,9 @@ class RoleGroups:
         for pool in self.pool_sizes:
             roles = [role for role, its_pool in self.pools.items() if its_pool == pool]
             options = pool_config(config, pool)
+            connect = buffer.for_role(BufferRole.learner).sync_client
             classes = {
-                role: _worker_class(
-                    role, config, options, buffer.sync_client, snapshots=snapshots, trajectories=trajectories
-                )
+                role: _worker_class(role, config, options, connect, snapshots=snapshots, trajectories=trajectories)
                 for role in roles
             }
             host = RayWorkerGroup(
