@@ -2,7 +2,7 @@
 
 from .client import BufferClient, BufferConnection, SyncBufferClient
 from .config import BufferConfig, Durability, OnStale
-from .keys import ClientKeys, client_keys, make_keys
+from .keys import BufferRole, ClientKeys, client_keys, make_keys
 from .ledger import Ledger
 from .process import BufferProcess
 from .rule import StalenessRule
@@ -12,6 +12,7 @@ __all__ = [
     "BufferConfig",
     "BufferConnection",
     "BufferProcess",
+    "BufferRole",
     "ClientKeys",
     "Durability",
     "Ledger",

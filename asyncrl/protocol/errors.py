@@ -69,6 +69,14 @@ class NotLeaseOwner(ReplayBufferError):
     """A put, renewal or release came from another client than the one that holds the lease."""
 
 
+class WrongEpoch(ReplayBufferError):
+    """A message belongs to another run than the replay buffer; its sender must end."""
+
+
+class NotAllowed(ReplayBufferError):
+    """The key of a client's role does not allow what it asks for."""
+
+
 class RateExceeded(ReplayBufferError):
     """A client sends more requests than a server answers one client in a second."""
 
