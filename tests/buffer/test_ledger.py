@@ -1,8 +1,9 @@
 """The ledger and its parts, with numbers worked by hand."""
 
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
@@ -70,6 +71,29 @@ def test_a_group_is_admitted_where_every_step_up_to_the_bound_has_a_seat_for_wha
 ):
     rule = StalenessRule(max_lag=1, groups_per_step=4)
     assert rule.admits(open_by_deadline, version=planned_next, engine_version=engine) is admitted
+
+
+def is_feasible(open_by_deadline: Mapping[int, int], *, version: int, groups_per_step: int) -> bool:
+    """Whether steps from ``version`` on, each of which takes the groups that are due first, miss no deadline."""
+    due_first = sorted(deadline for deadline, number in open_by_deadline.items() for _ in range(number))
+    return all(deadline >= version + place // groups_per_step for place, deadline in enumerate(due_first))
+
+
+@pytest.mark.parametrize(("max_lag", "groups_per_step"), [(0, 1), (0, 3), (1, 1), (1, 2), (2, 1), (2, 2), (3, 1)])
+def test_admission_refuses_exactly_what_would_miss_a_deadline(max_lag: int, groups_per_step: int):
+    rule = StalenessRule(max_lag=max_lag, groups_per_step=groups_per_step)
+    num_compared = 0
+    for counts in product(range((max_lag + 1) * groups_per_step + 1), repeat=max_lag + 1):
+        open_by_deadline = {10 + k: number for k, number in enumerate(counts)}
+        if not is_feasible(open_by_deadline, version=10, groups_per_step=groups_per_step):
+            continue
+        for engine_version in range(10 - max_lag - 2, 11):
+            deadline = engine_version + max_lag
+            after = {**open_by_deadline, deadline: open_by_deadline.get(deadline, 0) + 1}
+            expected = is_feasible(after, version=10, groups_per_step=groups_per_step)
+            assert rule.admits(open_by_deadline, version=10, engine_version=engine_version) is expected
+            num_compared += 1
+    assert num_compared > 5
 
 
 def test_a_batch_must_hold_what_the_steps_after_it_cannot_take():
