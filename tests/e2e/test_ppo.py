@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from asyncrl.cli.compose import compose_run
-from asyncrl.cli.prepare import with_quickstart_assets
+from asyncrl.cli.quickstart import with_quickstart_assets
 from tests.support.training_run import RunningTraining
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
