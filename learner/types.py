@@ -2,12 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from asyncrl.protocol.types import FinishReason, TrajectoryGroup
+
+SampleKey = tuple[int, int]
+"""A sample's group id, and its place in the group."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupShare:
+    """The samples of one prompt group that one rank trains on in one optimizer update.
+
+    Attributes:
+        group_id: The group to fetch from the buffer.
+        samples: [S] their places in the group, ascending.
+        rewards: [S] float32; a length penalty is in them.
+        mini_batch: Which optimizer update of the step trains on them, counted from 0.
+    """
+
+    group_id: int
+    samples: tuple[int, ...]
+    rewards: np.ndarray
+    mini_batch: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,19 +36,28 @@ class RankBatch:
 
     Attributes:
         version: Learner version that consumes the batch; the step takes it to ``version + 1``.
-        group_ids: Prompt groups to fetch from the buffer; may be empty.
-        rewards: One [G] float32 array a group, in the order of ``group_ids``; a length penalty is in them.
-        advantages: One [G] float32 array a group, in the same order; None where the ranks compute them from tokens.
-        mini_batches: Which optimizer update of the step trains on each group, counted from 0.
+        shares: What the rank trains on; may be empty. A group may come in several shares, one per mini-batch.
         max_lag: Staleness bound in learner steps; the rank refuses a batch that breaks it.
     """
 
     version: int
-    group_ids: tuple[int, ...]
-    rewards: tuple[np.ndarray, ...]
-    advantages: tuple[np.ndarray, ...] | None
-    mini_batches: tuple[int, ...]
+    shares: tuple[GroupShare, ...]
     max_lag: int
+
+    @property
+    def group_ids(self) -> tuple[int, ...]:
+        """The groups to fetch, each once."""
+        return tuple(dict.fromkeys(share.group_id for share in self.shares))
+
+    @property
+    def sample_keys(self) -> list[SampleKey]:
+        """Group id and place in the group of each sample, in the order of the shares."""
+        return [(share.group_id, sample) for share in self.shares for sample in share.samples]
+
+    @property
+    def rewards(self) -> np.ndarray:
+        """[B] float32, one per sample, in the same order."""
+        return np.concatenate([np.zeros(0, dtype=np.float32), *(share.rewards for share in self.shares)])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,35 +94,32 @@ class TokenSequence:
 
 
 def group_sequences(
-    group: TrajectoryGroup, advantages: np.ndarray | None, *, mini_batch: int = 0, mask_truncated: bool = False
+    group: TrajectoryGroup, *, samples: Sequence[int] | None = None, mini_batch: int = 0, mask_truncated: bool = False
 ) -> list[TokenSequence]:
-    """Lay a prompt group out as G sequences of prompt and response.
+    """Lay samples of a prompt group out as sequences of prompt and response.
 
     Args:
         group: G trajectories of one prompt.
-        advantages: [G] float32, one a sample, for all its tokens; None leaves the column out.
-        mini_batch: Which optimizer update of the step trains on the group.
+        samples: Which of them; None takes all.
+        mini_batch: Which optimizer update of the step trains on them.
         mask_truncated: Leave samples that hit the length limit out of the loss.
 
     Returns:
-        G sequences with the columns ``behavior_logprobs`` and, where given, ``advantages``; prompt and masked tokens
-        are not in the loss.
+        One sequence per sample with the column ``behavior_logprobs``; prompt and masked tokens are not in the loss.
     """
     ends = np.cumsum(group.response_lengths).tolist()
     sequences = []
-    for sample, (end, length) in enumerate(zip(ends, group.response_lengths.tolist(), strict=True)):
-        span = slice(end - length, end)
+    for sample in range(group.num_samples) if samples is None else samples:
+        length = int(group.response_lengths[sample])
+        span = slice(ends[sample] - length, ends[sample])
         dropped = mask_truncated and group.finish_reasons[sample] is FinishReason.length
         mask = np.zeros(length, dtype=bool) if dropped else group.response_mask[span]
-        columns = {"behavior_logprobs": _after_prompt(group, group.behavior_logprobs[span])}
-        if advantages is not None:
-            columns["advantages"] = _after_prompt(group, np.full(length, advantages[sample], dtype=np.float32))
         sequences.append(
             TokenSequence(
                 input_ids=np.concatenate([group.prompt_ids, group.response_ids[span]]),
                 loss_mask=_after_prompt(group, mask),
                 mini_batch=mini_batch,
-                columns=columns,
+                columns={"behavior_logprobs": _after_prompt(group, group.behavior_logprobs[span])},
             )
         )
     return sequences
