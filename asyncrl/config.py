@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from asyncrl.data.config import DataConfig
-from asyncrl.sft_config import WarmStartConfig
+from asyncrl.sft.config import WarmStartConfig
 from buffer.config import BufferConfig
 from learner.config import GROUP_ADVANTAGES, AlgorithmConfig, LearnerConfig
 from rollout_fleet.config import EngineKind, RolloutFleetConfig, SaveProgress

@@ -16,14 +16,15 @@ from typing import Any
 
 import numpy as np
 
-from asyncrl.protocol.types import FinishReason, GroupSummary, Lease, Prompt, TrajectoryGroup
+from asyncrl.protocol.trajectory import Trajectory, TrajectoryGroup, Turn
+from asyncrl.protocol.types import FinishReason, GroupSummary, Lease, Prompt
 from benchmarks import buffer_peers
 from benchmarks.buffer_raw import RawStore
 from benchmarks.report import Target, print_report
 from buffer import BufferClient, BufferConfig, BufferProcess, Ledger, StalenessRule, SyncBufferClient, payloads
 from buffer.tuning import calm_collector
 
-_BYTES_PER_TOKEN = 13
+_BYTES_PER_TOKEN = 12
 _WINDOW = 32
 _FETCHED_AT_ONCE = 64
 
@@ -33,17 +34,23 @@ def group_of(lease: Lease | None, num_bytes: int, *, num_samples: int = 8) -> Tr
     num_tokens = num_bytes // _BYTES_PER_TOKEN
     lengths = np.full(num_samples, num_tokens // num_samples, dtype=np.int32)
     lengths[-1] += num_tokens - int(lengths.sum())
-    return TrajectoryGroup(
+    version = 0 if lease is None else lease.engine_version
+    prompt = Turn.given(np.arange(16, dtype=np.int32))
+    answers = [
+        Turn(
+            token_ids=np.arange(length, dtype=np.int32),
+            parent=0,
+            sampled=True,
+            logprobs=np.full(length, -1.0, dtype=np.float32),
+            versions=np.full(length, version, dtype=np.int32),
+            finish_reason=FinishReason.stop,
+        )
+        for length in lengths.tolist()
+    ]
+    return TrajectoryGroup.from_trajectories(
+        [Trajectory(turns=(prompt, answer), reward=index / num_samples) for index, answer in enumerate(answers)],
         group_id=0 if lease is None else lease.prompt.group_id,
         attempt=0 if lease is None else lease.attempt,
-        prompt_ids=np.arange(16, dtype=np.int32),
-        response_ids=np.arange(num_tokens, dtype=np.int32),
-        response_lengths=lengths,
-        response_mask=np.ones(num_tokens, dtype=bool),
-        behavior_logprobs=np.full(num_tokens, -1.0, dtype=np.float32),
-        versions=np.full(num_tokens, 0 if lease is None else lease.engine_version, dtype=np.int32),
-        rewards=np.linspace(0, 1, num_samples, dtype=np.float32),
-        finish_reasons=(FinishReason.stop,) * num_samples,
     )
 
 

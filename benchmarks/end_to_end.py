@@ -21,10 +21,10 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from asyncrl.compose import compose_run
+from asyncrl.cli.compose import compose_run
+from asyncrl.cli.prepare import with_quickstart_assets
 from asyncrl.config import RunConfig
-from asyncrl.prepare import with_quickstart_assets
-from asyncrl.warm_start_folder import warm_start_path
+from asyncrl.sft.warm_start import warm_start_path
 from benchmarks.held_out import HeldOut, load_held_out
 from benchmarks.report import Target, print_report
 

@@ -23,8 +23,8 @@ from benchmarks.report import Target, print_report
 from learner.attention import ATTENTION_NAME, packed_layout
 from learner.config import AlgorithmConfig, Device, LearnerConfig, OptimizerConfig
 from learner.logprobs import chunked_log_probs
-from learner.packing import pack
 from learner.objectives import policy_objective
+from learner.packing import pack
 from learner.trainer import LearnerStep, Trainer
 from learner.types import TokenSequence
 

@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 
-from asyncrl.compose import compose_run
+from asyncrl.cli.compose import compose_run
+from asyncrl.cli.prepare import with_quickstart_assets
 from asyncrl.config import RunConfig
-from asyncrl.prepare import with_quickstart_assets
-from asyncrl.warm_start_folder import finished_warm_start, warm_start_path
+from asyncrl.sft.warm_start import finished_warm_start, warm_start_path
 from benchmarks.lagged import LaggedTraining
 from learner.config import AlgorithmConfig, Correction, Schedule
 

@@ -19,7 +19,8 @@ from asyncrl.protocol.errors import (
     UnknownGroup,
     VersionTooOld,
 )
-from asyncrl.protocol.types import BufferStats, Lease, Plan, Prompt, TrajectoryGroup
+from asyncrl.protocol.trajectory import TrajectoryGroup
+from asyncrl.protocol.types import BufferStats, Lease, Plan, Prompt
 
 from .fetching import groups_of, join_from_stores, split_by_store
 from .keys import ClientKeys

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from asyncrl.protocol.errors import WireError
-from asyncrl.protocol.types import TrajectoryGroup
+from asyncrl.protocol.trajectory import TrajectoryGroup
 
 from .messages import Message, integers
 from .payloads import group_of

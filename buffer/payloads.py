@@ -1,7 +1,7 @@
 """Prompts and trajectory groups as payload frames.
 
 A prompt is a message of `asyncrl.protocol.wire`. A group, which is written and read for every rollout, is laid out as
-its type is: a head with the codec's array descriptors, then one buffer per column; a third of the codec's time.
+its type is: a head with the schema of its columns, then one buffer per column; a third of the codec's time.
 """
 
 from collections.abc import Sequence
@@ -12,23 +12,17 @@ import numpy as np
 
 from asyncrl.protocol import wire
 from asyncrl.protocol.errors import WireError
-from asyncrl.protocol.types import FinishReason, Prompt, TrajectoryGroup
+from asyncrl.protocol.trajectory import TURN_DTYPE, TrajectoryGroup
+from asyncrl.protocol.types import Prompt
 from asyncrl.protocol.wire_numpy import array_of, buffer_of, describe, is_plain
 
 from .parcels import unwrap, wrap
 
-_MAGIC = b"grp\x01"
-_COLUMNS = (
-    "prompt_ids",
-    "response_ids",
-    "response_lengths",
-    "response_mask",
-    "behavior_logprobs",
-    "versions",
-    "rewards",
+_MAGIC = b"grp\x02"
+_MALFORMED = (
+    *(ValueError, TypeError, KeyError, IndexError, OverflowError, StopIteration, RuntimeError),
+    msgpack.exceptions.UnpackException,
 )
-_REASONS = {str(reason): reason for reason in FinishReason}
-_MALFORMED = (ValueError, TypeError, KeyError, IndexError, OverflowError, msgpack.exceptions.UnpackException)
 
 
 def prompt_frames(prompt: Prompt) -> list[Any]:
@@ -59,17 +53,22 @@ def prompt_of(frames: Sequence[Any]) -> Prompt:
 def group_frames(group: TrajectoryGroup) -> list[Any]:
     """A trajectory group as payload; large arrays are not copied.
 
+    Its head holds the schema: the names and array descriptors of the token, trajectory and turn columns.
+
     Raises:
         TypeError: a column is not an array of numbers.
     """
-    columns: list[np.ndarray] = [getattr(group, name) for name in _COLUMNS]
-    for name, column in zip(_COLUMNS, columns, strict=True):
-        if not isinstance(column, np.ndarray) or not is_plain(column.dtype):
-            raise TypeError(f"TrajectoryGroup.{name} must be a numpy array of numbers, got {type(column).__name__}")
-    descriptors = [describe(column.dtype, column.shape) for column in columns]
-    reasons = [str(reason) for reason in group.finish_reasons]
-    head: Any = msgpack.packb((group.group_id, group.attempt, reasons, descriptors))
-    return wrap([_MAGIC + head, *map(buffer_of, columns)])
+    scopes = (group.token_columns, group.trajectory_columns, group.turn_columns)
+    schema = [[_described(name, column) for name, column in columns.items()] for columns in scopes]
+    head: Any = msgpack.packb((group.group_id, group.attempt, schema))
+    buffers = [buffer_of(column) for columns in scopes for column in columns.values()]
+    return wrap([_MAGIC + head, group.turns.view(np.uint8).data, *buffers])
+
+
+def _described(name: str, column: np.ndarray) -> tuple[str, bytes]:
+    if not isinstance(column, np.ndarray) or not is_plain(column.dtype):
+        raise TypeError(f"column {name!r} of a TrajectoryGroup must be a numpy array of numbers, got {column!r:.40}")
+    return name, describe(column.dtype, column.shape)
 
 
 def group_of(frames: Sequence[Any]) -> TrajectoryGroup:
@@ -82,12 +81,23 @@ def group_of(frames: Sequence[Any]) -> TrajectoryGroup:
     if head[: len(_MAGIC)] != _MAGIC:
         raise WireError(f"payload is not a TrajectoryGroup of this release: it begins with {bytes(head[:4])!r}")
     try:
-        group_id, attempt, reasons, descriptors = msgpack.unpackb(head[len(_MAGIC) :], max_ext_len=0)
-        arrays = [array_of(d, buffer, writable=False) for d, buffer in zip(descriptors, buffers, strict=True)]
-        columns = dict(zip(_COLUMNS, arrays, strict=True))
-        finish_reasons = tuple([_REASONS[reason] for reason in reasons])
+        group_id, attempt, schema = msgpack.unpackb(head[len(_MAGIC) :], max_ext_len=0)
+        turns, rest = np.frombuffer(buffers[0], dtype=TURN_DTYPE), iter(buffers[1:])
+        token, trajectory, turn = (
+            {str(name): array_of(descriptor, next(rest), writable=False) for name, descriptor in columns}
+            for columns in schema
+        )
+        if type(group_id) is not int or type(attempt) is not int or next(rest, None) is not None:
+            raise WireError("payload is not a TrajectoryGroup: its head does not describe it")
+        group = TrajectoryGroup(
+            group_id=group_id,
+            attempt=attempt,
+            turns=turns,
+            token_columns=token,
+            trajectory_columns=trajectory,
+            turn_columns=turn,
+        )
+        group.check()
     except _MALFORMED as error:
         raise WireError(f"payload is not a TrajectoryGroup: {type(error).__name__}: {error}") from error
-    if type(group_id) is not int or type(attempt) is not int:
-        raise WireError("payload is not a TrajectoryGroup: its head does not describe it")
-    return TrajectoryGroup(group_id=group_id, attempt=attempt, finish_reasons=finish_reasons, **columns)
+    return group

@@ -11,7 +11,8 @@ from typing import Any
 import zmq
 
 from asyncrl.protocol.errors import DeadlineError, ReplayBufferError, StoreFull
-from asyncrl.protocol.types import BufferStats, TrajectoryGroup
+from asyncrl.protocol.trajectory import TrajectoryGroup
+from asyncrl.protocol.types import BufferStats
 
 from . import messages
 from .fetching import groups_of, join_from_stores, split_by_store

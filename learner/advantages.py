@@ -11,7 +11,7 @@ environment wrote are not among the M: in a multi-turn trajectory the next polic
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol, TypeAlias
@@ -26,7 +26,7 @@ from .config import AlgorithmConfig
 from .divergence import kl_penalty
 from .fsdp import LearnerMesh
 from .registry import Registry
-from .types import TokenSequence
+from .types import SampleKey, TokenSequence
 
 SumOverRanks = Callable[[Tensor], Tensor]
 """Adds a float64 tensor up over the data-parallel ranks; the identity where one rank holds the batch."""
@@ -442,16 +442,14 @@ class BatchAdvantages:
         )
 
     def assign(
-        self, sequences: Sequence[TokenSequence], rewards: np.ndarray, group_ids: np.ndarray, samples: np.ndarray
+        self, sequences: Sequence[TokenSequence], rewards: Mapping[SampleKey, float]
     ) -> tuple[list[TokenSequence], dict[str, float]]:
         """Compute the advantages of this rank's sequences.
 
         Args:
             sequences: This rank's share; with ``behavior_logprobs`` and ``reference_logprobs`` under
                 ``kl_reward_coef``, and with ``values`` where there is a critic.
-            rewards: [B] float32, one per sequence.
-            group_ids: [B] int64, prompt group of each sequence.
-            samples: [B] int64, place of each sequence in its group.
+            rewards: Reward of each of this rank's trajectories; each sequence is a branch of one of them.
 
         Returns:
             The sequences with ``advantages``, under a token estimator with ``returns`` too, at the tokens in the loss;
@@ -460,15 +458,18 @@ class BatchAdvantages:
         """
         lengths = torch.tensor([int(np.count_nonzero(s.loss_mask)) for s in sequences], dtype=torch.int64)
         penalties, metrics = self._penalties(sequences, lengths)
-        outcomes, groups, places = (torch.from_numpy(np.asarray(part)) for part in (rewards, group_ids, samples))
-        outcomes = outcomes.double()
+        places = {key: place for place, key in enumerate(rewards)}
+        trajectory = torch.tensor([places[s.trajectory] for s in sequences], dtype=torch.int64)
+        keys = torch.tensor(list(rewards), dtype=torch.int64).view(-1, 2)
+        outcomes = torch.tensor(list(rewards.values()), dtype=torch.float64)
         if not is_token_level(self._estimator):
-            per_sequence = self._over_the_batch(outcomes - _sequence_sums(penalties, lengths), groups, places)
-            return _with_column(sequences, "advantages", per_sequence.repeat_interleave(lengths)), metrics
+            of_token = trajectory.repeat_interleave(lengths)
+            each = self._over_the_batch(outcomes.index_add(0, of_token, penalties, alpha=-1), keys)
+            return _with_column(sequences, "advantages", each[of_token]), metrics
         token_rewards = -penalties
         ends = lengths.cumsum(0) - 1
-        token_rewards[ends[lengths > 0]] += outcomes[lengths > 0]
-        estimated = self._of_tokens(sequences, token_rewards, lengths, groups)
+        token_rewards[ends[lengths > 0]] += outcomes[trajectory[lengths > 0]]
+        estimated = self._of_tokens(sequences, token_rewards, lengths, keys[trajectory, 0])
         assigned = _with_column(sequences, "advantages", estimated.advantages)
         return _with_column(assigned, "returns", estimated.returns), metrics
 
@@ -498,28 +499,27 @@ class BatchAdvantages:
             self.kl_coefficient.update(mean, int(num_sequences))
         return coefficient * divergence, {"reward_kl": mean, "kl_reward_coef": coefficient}
 
-    def _over_the_batch(self, outcomes: Tensor, groups: Tensor, places: Tensor) -> Tensor:
-        """[B] float32 advantages of this rank's sequences, estimated on those of all ranks."""
+    def _over_the_batch(self, outcomes: Tensor, keys: Tensor) -> Tensor:
+        """[B] float32 advantages of this rank's trajectories, estimated on those of all ranks.
+
+        Args:
+            outcomes: [B] float64.
+            keys: [B, 2] int64, prompt group and place in the group.
+        """
         assert not is_token_level(self._estimator)
         dp_size, own = dist.get_world_size(self._mesh.dp_group), self._mesh.dp_rank
-        shares: list[tuple[Tensor, Tensor, Tensor]] = [(outcomes, groups, places)] * dp_size
+        shares: list[tuple[Tensor, Tensor]] = [(outcomes, keys)] * dp_size
         if dp_size > 1:
-            dist.all_gather_object(shares, (outcomes, groups, places), group=self._mesh.dp_group)
-        all_outcomes, all_groups, all_places = (torch.cat(parts) for parts in zip(*shares, strict=True))
-        # Each group together and its samples in order, whichever ranks hold them.
-        order = torch.from_numpy(np.lexsort((all_places.numpy(), all_groups.numpy())))
+            dist.all_gather_object(shares, (outcomes, keys), group=self._mesh.dp_group)
+        all_outcomes, all_keys = (torch.cat(parts) for parts in zip(*shares, strict=True))
+        # Each group together and its trajectories in order, whichever ranks hold them.
+        order = torch.from_numpy(np.lexsort((all_keys[:, 1].numpy(), all_keys[:, 0].numpy())))
         everything = torch.empty(len(order), dtype=torch.float32)
-        everything[order] = self._estimator(all_outcomes[order], all_groups[order])
+        everything[order] = self._estimator(all_outcomes[order], all_keys[order, 0])
         return everything.split([len(share[0]) for share in shares])[own]
 
     def _total(self, values: Tensor) -> Tensor:
         return self._mesh.sum_over_dp(values.to(self._mesh.device)).cpu()
-
-
-def _sequence_sums(values: Tensor, lengths: Tensor) -> Tensor:
-    """[B] sums of [M] values over each sequence."""
-    index = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
-    return torch.zeros(len(lengths), dtype=torch.float64).index_add_(0, index, values)
 
 
 def _policy_tokens(sequences: Sequence[TokenSequence], name: str) -> Tensor:

@@ -63,7 +63,7 @@ def pack_scores(scores: Mapping[SampleKey, np.ndarray]) -> DataProto:
     """Scores as rows that travel.
 
     Args:
-        scores: [response length] float32 per sample.
+        scores: [tokens in the loss] float32 per sample.
     """
     longest = max(map(len, scores.values()), default=0)
     rows = [np.pad(row, (0, longest - len(row))) for row in scores.values()]

@@ -1,4 +1,4 @@
-"""A log of what was trained on: one parquet file per learner step and rank, one row per sample."""
+"""A log of what was trained on: one parquet file per learner step and rank, one row per branch."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from asyncrl.protocol.types import TrajectoryGroup
+from asyncrl.protocol.trajectory import UNVERSIONED, Branch, TrajectoryGroup
 
-from .types import RankBatch, TokenSequence
+from .types import RankBatch, TokenSequence, branches_of
 
 SCHEMA = pa.schema(
     {
@@ -30,7 +30,7 @@ SCHEMA = pa.schema(
 
 
 class TrajectoryLog:
-    """Writes consumed samples.
+    """Writes consumed trajectories.
 
     Args:
         directory: Holds ``step_00000012_rank0.parquet`` for the step that version 12 consumed on rank 0.
@@ -53,34 +53,43 @@ class TrajectoryLog:
         Args:
             batch: This rank's share; its rewards are those that were trained on, a reward model's for one.
             groups: Its groups by id.
-            sequences: One per sample, in the order of the batch's shares, with ``advantages``.
+            sequences: One per branch, in the order of the batch's shares, with ``advantages``.
             rank: Data-parallel rank.
 
         Returns:
             The file.
         """
+        branches = [
+            (groups[share.group_id], branch)
+            for share in batch.shares
+            for branch in branches_of(groups[share.group_id], share.samples)
+        ]
+        rewards = batch.rewards
         rows = [
-            _row(groups[group_id], sample, sequence, float(reward), batch.version)
-            for (group_id, sample), reward, sequence in zip(batch.sample_keys, batch.rewards, sequences, strict=True)
+            _row(group, branch, sequence, rewards[sequence.trajectory], batch.version)
+            for (group, branch), sequence in zip(branches, sequences, strict=True)
         ]
         path = self._directory / f"step_{batch.version:08d}_rank{rank}.parquet"
         pq.write_table(pa.Table.from_pylist(rows, schema=SCHEMA), path)
         return path
 
 
-def _row(group: TrajectoryGroup, sample: int, sequence: TokenSequence, reward: float, version: int) -> dict[str, Any]:
-    end = int(group.response_lengths[: sample + 1].sum())
-    span = slice(end - int(group.response_lengths[sample]), end)
+def _row(
+    group: TrajectoryGroup, branch: Branch, sequence: TokenSequence, reward: float, version: int
+) -> dict[str, Any]:
+    num_prompt = len(group.prompt_ids) if branch.turns[0] == 0 else 0  # a branch may begin without the prompt
+    versions = group.along(branch, "versions")
+    sampled = versions[versions != UNVERSIONED]
     advantages = sequence.columns["advantages"][sequence.loss_mask]
     return {
         "group_id": group.group_id,
         "attempt": group.attempt,
-        "prompt_ids": group.prompt_ids,
-        "response_ids": group.response_ids[span],
-        "response_mask": group.response_mask[span],
-        "behavior_logprobs": group.behavior_logprobs[span],
-        "versions": group.versions[span],
+        "prompt_ids": sequence.input_ids[:num_prompt],
+        "response_ids": sequence.input_ids[num_prompt:],
+        "response_mask": group.trained_mask(branch)[num_prompt:],
+        "behavior_logprobs": sequence.columns["behavior_logprobs"][num_prompt:],
+        "versions": versions[num_prompt:],
         "reward": reward,
         "advantage": float(advantages.mean()) if len(advantages) else 0.0,
-        "lag": version - int(group.versions[span].min()),
+        "lag": version - int(sampled.min()) if len(sampled) else 0,
     }

@@ -7,15 +7,15 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from asyncrl.protocol.types import FinishReason, TrajectoryGroup
+from asyncrl.protocol.trajectory import Branch, TrajectoryGroup
 
 SampleKey = tuple[int, int]
-"""A sample's group id, and its place in the group."""
+"""A trajectory's group id, and its place in the group."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GroupShare:
-    """The samples of one prompt group that one rank trains on in one optimizer update.
+    """The trajectories of one prompt group that one rank trains on in one optimizer update.
 
     Attributes:
         group_id: The group to fetch from the buffer.
@@ -55,9 +55,10 @@ class RankBatch:
         return [(share.group_id, sample) for share in self.shares for sample in share.samples]
 
     @property
-    def rewards(self) -> np.ndarray:
-        """[B] float32, one per sample, in the same order."""
-        return np.concatenate([np.zeros(0, dtype=np.float32), *(share.rewards for share in self.shares)])
+    def rewards(self) -> dict[SampleKey, float]:
+        """The reward of each sample, in the same order."""
+        rewards = [float(reward) for share in self.shares for reward in share.rewards]
+        return dict(zip(self.sample_keys, rewards, strict=True))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,12 +72,14 @@ class TokenSequence:
         columns: Further [T] float32 arrays by name, aligned with ``input_ids`` and read where ``loss_mask`` is
             True. Example: ``behavior_logprobs``, ``advantages``.
         mini_batch: Which optimizer update of a learner step trains on it, counted from 0.
+        trajectory: The trajectory that it is a branch of.
     """
 
     input_ids: np.ndarray
     loss_mask: np.ndarray
     columns: Mapping[str, np.ndarray] = field(default_factory=dict)
     mini_batch: int = 0
+    trajectory: SampleKey = (0, 0)
 
     def with_column(self, name: str, values: np.ndarray) -> TokenSequence:
         """The sequence with one more [T] float32 column."""
@@ -96,34 +99,38 @@ class TokenSequence:
 def group_sequences(
     group: TrajectoryGroup, *, samples: Sequence[int] | None = None, mini_batch: int = 0, mask_truncated: bool = False
 ) -> list[TokenSequence]:
-    """Lay samples of a prompt group out as sequences of prompt and response.
+    """Lay trajectories of a prompt group out as sequences, one per branch.
 
     Args:
         group: G trajectories of one prompt.
         samples: Which of them; None takes all.
         mini_batch: Which optimizer update of the step trains on them.
-        mask_truncated: Leave samples that hit the length limit out of the loss.
+        mask_truncated: Leave branches that hit the length limit out of the loss.
 
     Returns:
-        One sequence per sample with the column ``behavior_logprobs``; prompt and masked tokens are not in the loss.
+        The branches of each trajectory in order, with the column ``behavior_logprobs``. Each sampled turn is in the
+        loss of exactly one branch; prompts and what an environment wrote are in none.
     """
-    ends = np.cumsum(group.response_lengths).tolist()
     sequences = []
-    for sample in range(group.num_samples) if samples is None else samples:
-        length = int(group.response_lengths[sample])
-        span = slice(ends[sample] - length, ends[sample])
-        dropped = mask_truncated and group.finish_reasons[sample] is FinishReason.length
-        mask = np.zeros(length, dtype=bool) if dropped else group.response_mask[span]
+    for branch in branches_of(group, range(group.num_trajectories) if samples is None else samples):
+        mask = group.trained_mask(branch)
+        if mask_truncated and group.is_truncated(branch):
+            mask = np.zeros_like(mask)
         sequences.append(
             TokenSequence(
-                input_ids=np.concatenate([group.prompt_ids, group.response_ids[span]]),
-                loss_mask=_after_prompt(group, mask),
+                input_ids=group.along(branch, "token_ids"),
+                loss_mask=mask,
+                columns={"behavior_logprobs": group.along(branch, "logprobs")},
                 mini_batch=mini_batch,
-                columns={"behavior_logprobs": _after_prompt(group, group.behavior_logprobs[span])},
+                trajectory=(group.group_id, branch.trajectory),
             )
         )
     return sequences
 
 
-def _after_prompt(group: TrajectoryGroup, values: np.ndarray) -> np.ndarray:
-    return np.concatenate([np.zeros(len(group.prompt_ids), dtype=values.dtype), values])
+def branches_of(group: TrajectoryGroup, samples: Sequence[int]) -> list[Branch]:
+    """The branches of some trajectories, trajectory by trajectory."""
+    by_trajectory: dict[int, list[Branch]] = {}
+    for branch in group.branches:
+        by_trajectory.setdefault(branch.trajectory, []).append(branch)
+    return [branch for sample in samples for branch in by_trajectory.get(sample, [])]

@@ -22,7 +22,8 @@ import torch.distributed as dist
 from asyncrl.protocol.data_proto import DataProto
 from asyncrl.protocol.errors import StalenessError
 from asyncrl.protocol.ports import TrajectorySource
-from asyncrl.protocol.types import TrajectoryGroup, WeightSnapshot
+from asyncrl.protocol.trajectory import TrajectoryGroup
+from asyncrl.protocol.types import WeightSnapshot
 from asyncrl.single_controller import Dispatch, Worker, make_nd_compute_dataproto_dispatch_fn, register
 
 from .advantages import ADVANTAGES, BatchAdvantages, is_token_level
@@ -39,7 +40,7 @@ from .types import RankBatch, SampleKey, TokenSequence, group_sequences
 from .weights import SnapshotWriter, save_policy
 
 Scores = Mapping[SampleKey, np.ndarray]
-"""[response length] float32 per sample."""
+"""[tokens in the loss] float32 per trajectory, branch after branch."""
 
 _MESH = "dp"
 
@@ -185,8 +186,11 @@ class ModelWorker(Worker):
 
     @register(dispatch_mode=PER_DP_RANK, blocking=False)
     def rewards(self, batch: RankBatch) -> dict[SampleKey, float]:
-        """The reward model's score of each planned sample."""
-        return {key: float(row.sum()) for key, row in self._scored(batch).items()}
+        """The reward model's score of each planned trajectory: that of its last branch."""
+        sequences = self._sequences(batch)
+        with self._offload.reading():
+            scores = self._model.scores(sequences)
+        return {s.trajectory: float(score[-1]) for s, score in zip(sequences, scores, strict=True)}
 
     @register(dispatch_mode=PER_DP_RANK, blocking=False)
     def step(self, batch: RankBatch, *sent: Scores | None) -> dict[str, float]:
@@ -336,7 +340,11 @@ class ModelWorker(Worker):
         algorithm, options = self._algorithm, {"model_path": self._model_path, "temperature": self._temperature}
         if self.role.objective is None:
             return PackedModel(self._config, self.role, **options)
-        if self.role is CRITIC and algorithm.critic and not is_token_level(ADVANTAGES.get(algorithm.advantage)):
+        if (
+            self.role.name == CRITIC.name
+            and algorithm.critic
+            and not is_token_level(ADVANTAGES.get(algorithm.advantage))
+        ):
             raise ValueError(
                 f"algorithm.critic=true needs an estimator of tokens, which reads values, got algorithm.advantage="
                 f"{algorithm.advantage}; mark your own with learner.token_level, or set algorithm.critic=false"
@@ -349,13 +357,16 @@ class ModelWorker(Worker):
         return trainer
 
     def _scored(self, batch: RankBatch) -> dict[SampleKey, np.ndarray]:
-        """[response length] float32 per sample of the batch."""
+        """[tokens in the loss] float32 per trajectory of the batch, branch after branch."""
         # A role with adapters scores under the weights that the run started from, the others under those of now.
         weights = self._model.frozen() if self.role.adapters else nullcontext()
+        sequences = self._sequences(batch)
         with self._offload.reading(), weights:
-            values = self._model.scores(self._sequences(batch))
-        groups = self._fetch(batch)
-        return {key: row[len(groups[key[0]].prompt_ids) :] for key, row in zip(batch.sample_keys, values, strict=True)}
+            values = self._model.scores(sequences)
+        scores: dict[SampleKey, list[np.ndarray]] = {key: [] for key in batch.sample_keys}
+        for sequence, value in zip(sequences, values, strict=True):
+            scores[sequence.trajectory].append(value[sequence.loss_mask])
+        return {key: np.concatenate(parts) for key, parts in scores.items()}
 
     def _with_columns(
         self, batch: RankBatch, sequences: Sequence[TokenSequence], sent: Sequence[Scores | None]
@@ -372,17 +383,14 @@ class ModelWorker(Worker):
                     f"role {self.role.name!r} needs {name} of role {role!r} for version {batch.version}, got none; "
                     f"call {role}.score first, and pass on what it returns where the two do not share a process"
                 )
-            for index, key in enumerate(batch.sample_keys):
-                prompt = np.zeros(len(sequences[index].input_ids) - len(scores[key]), dtype=np.float32)
-                sequences[index] = sequences[index].with_column(name, np.concatenate([prompt, scores[key]]))
+            sequences = _with_scores(sequences, name, scores)
         return sequences
 
     def _learn(
         self, batch: RankBatch, sequences: Sequence[TokenSequence]
     ) -> tuple[list[TokenSequence], dict[str, float]]:
         """Give the tokens their advantages and update the model; returns the sequences and the metrics."""
-        keys = np.array(batch.sample_keys, dtype=np.int64).reshape(-1, 2)
-        assigned, metrics = self._advantages.assign(sequences, batch.rewards, keys[:, 0], keys[:, 1])
+        assigned, metrics = self._advantages.assign(sequences, batch.rewards)
         if batch.version < self._measured_steps:
             return assigned, metrics | self._step.measure(assigned)
         return assigned, metrics | self._step.run(assigned)
@@ -422,6 +430,19 @@ class ModelWorker(Worker):
                 mask_truncated=self._algorithm.mask_truncated,
             )
         ]
+
+
+def _with_scores(sequences: Sequence[TokenSequence], name: str, scores: Scores) -> list[TokenSequence]:
+    """The sequences with a column of scores at the tokens in the loss, 0 elsewhere."""
+    used = dict.fromkeys(scores, 0)
+    scored = []
+    for sequence in sequences:
+        column = np.zeros(len(sequence.input_ids), dtype=np.float32)
+        start, count = used[sequence.trajectory], int(np.count_nonzero(sequence.loss_mask))
+        column[sequence.loss_mask] = scores[sequence.trajectory][start : start + count]
+        used[sequence.trajectory] += count
+        scored.append(sequence.with_column(name, column))
+    return scored
 
 
 def _largest_lag(batch: RankBatch, groups: Mapping[int, TrajectoryGroup]) -> int:

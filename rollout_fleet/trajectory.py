@@ -1,11 +1,12 @@
-"""A group's samples end to end, as the buffer stores them: finished, or as far as they were written."""
+"""A rolled-out prompt group as the record that the buffer stores: finished, or as far as it was written."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from asyncrl.protocol.errors import ReplayBufferError
-from asyncrl.protocol.types import FinishReason, Lease, TrajectoryGroup
+from asyncrl.protocol.trajectory import Trajectory, TrajectoryGroup, Turn
+from asyncrl.protocol.types import FinishReason, Lease
 
 from .types import GroupOutput, SampleOutput
 
@@ -15,24 +16,15 @@ def to_trajectory_group(lease: Lease, output: GroupOutput, rewards: np.ndarray) 
 
     Args:
         lease: Under which the group was rolled out.
-        output: The engine's answer. Its baselines are masked out whole.
+        output: The engine's answer; what follows its trained samples are baselines.
         rewards: [G] float32.
     """
-    samples = output.samples
-    response_ids = np.concatenate([sample.token_ids for sample in samples])
-    trained = np.arange(len(response_ids)) < output.num_tokens
-    return TrajectoryGroup(
-        group_id=lease.prompt.group_id,
-        attempt=lease.attempt,
-        prompt_ids=lease.prompt.prompt_ids,
-        response_ids=response_ids,
-        response_lengths=np.asarray([len(sample.token_ids) for sample in samples], dtype=np.int32),
-        response_mask=trained,
-        behavior_logprobs=np.where(trained, np.concatenate([sample.logprobs for sample in samples]), np.float32(0.0)),
-        versions=np.concatenate([sample.versions for sample in samples]),
-        rewards=rewards,
-        finish_reasons=tuple(sample.finish_reason or FinishReason.unfinished for sample in samples),
-    )
+    prompt, num_trained = Turn.given(lease.prompt.prompt_ids), len(output.trained)
+    trajectories = [
+        Trajectory(turns=(prompt, _answer(sample)), reward=reward, baseline=index >= num_trained)
+        for index, (sample, reward) in enumerate(zip(output.samples, rewards.tolist(), strict=True))
+    ]
+    return TrajectoryGroup.from_trajectories(trajectories, group_id=lease.prompt.group_id, attempt=lease.attempt)
 
 
 def to_progress(lease: Lease, output: GroupOutput) -> TrajectoryGroup:
@@ -47,21 +39,29 @@ def to_prefixes(progress: TrajectoryGroup, *, num_samples: int) -> tuple[SampleO
     Raises:
         ReplayBufferError: it has another number of samples than this run takes of a prompt.
     """
-    if progress.num_samples != num_samples:
+    if progress.num_trajectories != num_samples:
         raise ReplayBufferError(
-            f"what was saved of prompt group {progress.group_id} has {progress.num_samples} samples, this run takes "
-            f"{num_samples}; begin it in a new buffer.directory"
+            f"what was saved of prompt group {progress.group_id} has {progress.num_trajectories} samples, this run "
+            f"takes {num_samples}; begin it in a new buffer.directory"
         )
-    ends = np.cumsum(progress.response_lengths)[:-1]
-    columns = (
-        np.split(column, ends) for column in (progress.response_ids, progress.behavior_logprobs, progress.versions)
-    )
+    answers = [trajectory.turns[1] for trajectory in progress.trajectories()]
     return tuple(
         SampleOutput(
-            token_ids=token_ids,
-            logprobs=logprobs,
-            versions=versions,
-            finish_reason=None if reason is FinishReason.unfinished else reason,
+            token_ids=answer.token_ids,
+            logprobs=answer.logprobs,
+            versions=answer.versions,
+            finish_reason=None if answer.finish_reason is FinishReason.unfinished else answer.finish_reason,
         )
-        for token_ids, logprobs, versions, reason in zip(*columns, progress.finish_reasons, strict=True)
+        for answer in answers
+    )
+
+
+def _answer(sample: SampleOutput) -> Turn:
+    return Turn(
+        token_ids=sample.token_ids,
+        parent=0,
+        sampled=True,
+        logprobs=sample.logprobs,
+        versions=sample.versions,
+        finish_reason=sample.finish_reason or FinishReason.unfinished,
     )

@@ -5,7 +5,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from asyncrl.quickstart import make_assets
+from asyncrl.cli.quickstart import make_assets
 
 SMALL = {"num_train": 300, "num_held_out": 100, "num_demonstrations": 200}
 
@@ -137,5 +137,5 @@ def test_the_tokenizer_is_one_token_a_character_and_knows_its_ends(assets):
 
 
 def test_making_assets_loads_no_torch():
-    code = "import asyncrl.quickstart, sys; raise SystemExit('torch' in sys.modules)"
+    code = "import asyncrl.cli.quickstart, sys; raise SystemExit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[1], timeout=60).returncode == 0

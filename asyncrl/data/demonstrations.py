@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from .encode import Tokenizer, render_chat
-from .rows import Rows, read_rows
+from .row_files import Rows, read_rows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

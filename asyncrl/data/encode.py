@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from .config import DataConfig, OverlongPrompts
-from .rows import Rows
+from .row_files import Rows
 
 
 class Tokenizer(Protocol):

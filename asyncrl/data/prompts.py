@@ -15,7 +15,7 @@ from asyncrl.protocol.types import Prompt
 
 from .config import DataConfig
 from .encode import Tokenizer, encode_prompts, split_overlong
-from .rows import Rows, read_rows
+from .row_files import Rows, read_rows
 
 
 class PromptStream:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from .types import BufferStats, Lease, Plan, Prompt, TrajectoryGroup
+from .trajectory import TrajectoryGroup
+from .types import BufferStats, Lease, Plan, Prompt
 
 
 class RolloutBuffer(Protocol):

@@ -1,7 +1,7 @@
 """The nouns of the system: what travels between rollout fleet, replay buffer, learner group and controller.
 
-Arrays are numpy, so that the buffer and the fleet need no torch. Letters: P prompt tokens, G samples of a prompt
-group, R response tokens of all samples of a group laid end to end.
+What an episode writes stands in `asyncrl.protocol.trajectory`. Arrays are numpy, so that the buffer and the fleet need
+no torch. Letters: P prompt tokens, G trajectories of a prompt group.
 """
 
 from __future__ import annotations
@@ -9,14 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 
 class FinishReason(StrEnum):
-    """Why a sample ended; ``unfinished`` only in saved progress, where it did not."""
+    """Why a sampled turn ended; ``unfinished`` only in saved progress, where it did not."""
 
     stop = "stop"
     length = "length"
@@ -82,57 +81,6 @@ class GroupSummary:
     oldest_version: int
     newest_version: int
     rewards: tuple[float, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrajectoryGroup:
-    """G finished trajectories of one prompt, responses laid end to end.
-
-    A greedy baseline (ReMax) is one more trajectory, the last, with nothing in its mask.
-
-    Attributes:
-        group_id: See `Prompt`.
-        attempt: See `Lease`.
-        prompt_ids: [P] int32, shared by all samples.
-        response_ids: [R] int32.
-        response_lengths: [G] int32, sums to R; every entry is at least 1.
-        response_mask: [R] bool, True where the policy wrote the token.
-        behavior_logprobs: [R] float32, log-prob at sampling, under the sampling temperature; 0 where masked out.
-        versions: [R] int32, the policy version that the engine reported for the token; where masked out, that of
-            the policy token before it.
-        rewards: [G] float32.
-        finish_reasons: G reasons.
-    """
-
-    group_id: int
-    attempt: int
-    prompt_ids: np.ndarray
-    response_ids: np.ndarray
-    response_lengths: np.ndarray
-    response_mask: np.ndarray
-    behavior_logprobs: np.ndarray
-    versions: np.ndarray
-    rewards: np.ndarray
-    finish_reasons: tuple[FinishReason, ...]
-
-    @property
-    def num_samples(self) -> int:
-        """G."""
-        return len(self.response_lengths)
-
-    @cached_property
-    def summary(self) -> GroupSummary:
-        """The metadata that travels in the header of a put."""
-        return GroupSummary(
-            group_id=self.group_id,
-            attempt=self.attempt,
-            num_prompt_tokens=len(self.prompt_ids),
-            response_lengths=tuple(self.response_lengths.tolist()),
-            num_tokens=int(np.count_nonzero(self.response_mask)),
-            oldest_version=int(self.versions.min()),
-            newest_version=int(self.versions.max()),
-            rewards=tuple(self.rewards.tolist()),
-        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,11 +4,11 @@ import sys
 import pytest
 from omegaconf import OmegaConf
 
-from asyncrl.compose import compose_run, dump_yaml, option_names
+from asyncrl.cli.compose import compose_run, dump_yaml, option_names
+from asyncrl.cli.help_page import COMMON_OPTIONS, describe, help_text
+from asyncrl.cli.train_command import root_cause
 from asyncrl.config import RunConfig, check_files, check_options, check_placement
-from asyncrl.options import COMMON_OPTIONS, describe, help_text
 from asyncrl.protocol.errors import DeadlineError, WorkerDiedError
-from asyncrl.train import root_cause
 from buffer.config import OnStale
 
 

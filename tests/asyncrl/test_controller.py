@@ -5,12 +5,12 @@ from collections import Counter
 
 import pytest
 
-from asyncrl.compose import compose_run
-from asyncrl.controller import Controller, FleetCounts
+from asyncrl.cli.compose import compose_run
+from asyncrl.cli.train_command import root_cause
+from asyncrl.controller.controller import Controller, FleetCounts
+from asyncrl.controller.resume import RunState
 from asyncrl.protocol.errors import AccountError, CheckpointError, WorkerDiedError
 from asyncrl.protocol.types import BufferStats, GroupSummary, Plan, WeightSnapshot
-from asyncrl.resume import RunState
-from asyncrl.train import root_cause
 
 TOKENS_PER_STEP = 10
 

@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from asyncrl.protocol.types import FinishReason, Lease, Prompt, TrajectoryGroup, WeightSnapshot
+from asyncrl.protocol.trajectory import TrajectoryGroup
+from asyncrl.protocol.types import FinishReason, Lease, Prompt, WeightSnapshot
 from buffer import BufferClient, BufferConfig, BufferProcess
 from rollout_fleet.config import RolloutFleetConfig, SaveProgress
 from rollout_fleet.engines.continuing import ContinuingEngine
@@ -19,6 +20,7 @@ from rollout_fleet.engines.scripted import ScriptedAnswer, ScriptedEngine
 from rollout_fleet.loop import RolloutLoop
 from rollout_fleet.rewards.scorer import RewardScorer
 from rollout_fleet.types import GenerationRequest
+from tests.support.trajectories import make_group
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -66,14 +68,14 @@ async def until_killed(address: str) -> None:
 
 
 def finished(lease: Lease) -> TrajectoryGroup:
-    return TrajectoryGroup(
+    return make_group(
         group_id=lease.prompt.group_id,
         attempt=lease.attempt,
         prompt_ids=lease.prompt.prompt_ids,
         response_ids=np.full(2, WRITTEN, dtype=np.int32),
         response_lengths=np.ones(2, dtype=np.int32),
         response_mask=np.ones(2, dtype=bool),
-        behavior_logprobs=np.full(2, -1.0, dtype=np.float32),
+        logprobs=np.full(2, -1.0, dtype=np.float32),
         versions=np.full(2, lease.engine_version, dtype=np.int32),
         rewards=np.array([0.0, 1.0], dtype=np.float32),
         finish_reasons=(FinishReason.stop,) * 2,
@@ -124,12 +126,13 @@ async def test_a_worker_is_killed_in_the_middle_and_another_finishes_its_group_t
             await client.close()
 
     assert [summary.group_id for summary in plan.groups] == [7]
-    assert (group.attempt, group.response_lengths.tolist()) == (1, [NUM_TOKENS] * 2)
-    for versions in np.split(group.versions, 2):
+    assert (group.attempt, group.summary.response_lengths) == (1, (NUM_TOKENS,) * 2)
+    written = group.versions[len(group.prompt_ids) :]
+    for versions in np.split(written, 2):
         assert versions.tolist() == sorted(versions)
         assert set(versions.tolist()) == {0, 1, 2}
     assert 0 < saved < 2 * NUM_TOKENS
-    assert np.count_nonzero(group.versions < 2) == saved, "what was saved was written under versions 0 and 1"
+    assert np.count_nonzero(written < 2) == saved, "what was saved was written under versions 0 and 1"
     assert counters.tokens_generated == 2 * NUM_TOKENS - saved
     assert (before.tokens_buffered, before.tokens_dropped) == (2 * NUM_TOKENS, {})
     assert (stats.tokens_trained, stats.tokens_buffered) == (2 * NUM_TOKENS + 4, 0)

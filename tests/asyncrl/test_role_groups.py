@@ -14,15 +14,14 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
 
-from asyncrl.compose import compose_run
+from asyncrl.cli.compose import compose_run
 from asyncrl.config import RunConfig, check_options, learner_pools, learner_roles, requested_cpus
-from asyncrl.groups import Learner, RunPaths
-from asyncrl.protocol.types import FinishReason, Plan, TrajectoryGroup
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "learner"))
-from tiny_models import VOCABULARY, save_tiny_model
-
+from asyncrl.controller.learner_group import Learner, RunPaths
+from asyncrl.protocol.trajectory import TrajectoryGroup
+from asyncrl.protocol.types import FinishReason, Plan
 from buffer import BufferConnection
+from tests.support.tiny_models import VOCABULARY, save_tiny_model
+from tests.support.trajectories import make_group
 
 PPO = [
     "experiment=custom",
@@ -48,14 +47,14 @@ def group(group_id: int, version: int = 0) -> TrajectoryGroup:
     """Two samples, the first of two turns."""
     rng = np.random.default_rng(group_id)
     lengths = np.array([5, 3], dtype=np.int32)
-    return TrajectoryGroup(
+    return make_group(
         group_id=group_id,
         attempt=0,
         prompt_ids=rng.integers(0, VOCABULARY, 4).astype(np.int32),
         response_ids=rng.integers(0, VOCABULARY, 8).astype(np.int32),
         response_lengths=lengths,
         response_mask=np.array([True, True, False, True, True, True, True, True]),
-        behavior_logprobs=-rng.uniform(1.0, 4.0, 8).astype(np.float32),
+        logprobs=-rng.uniform(1.0, 4.0, 8).astype(np.float32),
         versions=np.full(8, version, dtype=np.int32),
         rewards=rng.random(2).astype(np.float32),
         finish_reasons=(FinishReason.stop, FinishReason.length),
@@ -160,7 +159,10 @@ def test_a_role_that_fails_is_the_error_that_is_seen(start) -> None:
         await learner.init()
         plan = Plan(version=7, groups=[group(1).summary])  # shares name a group that the source gives another length
         batches = learner._shares(plan, "critic")
-        learner._batches[1]["learner"] = [replace(batch, mini_batches=()) for batch in batches]
+        share_of_none = replace(batches[0].shares[0], group_id=2, samples=(5,))
+        learner._batches[1]["learner"] = [
+            replace(batch, shares=(replace(batch.shares[0], rewards=np.zeros(0)),)) for batch in batches
+        ]
         await learner.update(plan)
 
     with pytest.raises(ValueError, match="zip") as caught:

@@ -3,21 +3,17 @@
 import asyncio
 import json
 import os
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "learner"))  # spawned ranks import it by name
-from gloo import run_on_ranks
-
-from asyncrl.compose import compose_run
-from asyncrl.prepare import with_quickstart_assets
-from asyncrl.sft import Examination, best_of, fine_tune, read_demonstrations, should_stop
-from asyncrl.sft_config import StopMetric, WarmStartConfig
+from asyncrl.cli.compose import compose_run
+from asyncrl.cli.prepare import with_quickstart_assets
+from asyncrl.sft.config import StopMetric, WarmStartConfig
+from asyncrl.sft.fine_tuning import Examination, best_of, fine_tune, read_demonstrations, should_stop
+from tests.support.ranks import run_on_ranks
 
 OVERRIDES = ["sft.max_steps=60", "sft.eval_every=30", "sft.eval_prompts=32", "sft.target_accuracy=1.01"]
 

@@ -11,7 +11,7 @@ import pytest
 
 PRELUDE = """
 import os, signal, subprocess, sys, time
-from asyncrl.supervisor import supervise
+from asyncrl.cli.supervisor import supervise
 def work():
 {body}
 status = supervise(work, stop_timeout_s=1.0)

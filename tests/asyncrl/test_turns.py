@@ -4,9 +4,9 @@ import asyncio
 
 import pytest
 
-from asyncrl.compose import compose_run
+from asyncrl.cli.compose import compose_run
 from asyncrl.config import check_options
-from asyncrl.turns import TurnTaking
+from asyncrl.controller.colocated import TurnTaking
 from tests.asyncrl.test_controller import Prompts, ScriptedBuffer, ScriptedFleet, ScriptedLearner
 
 

@@ -2,7 +2,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from asyncrl.quickstart import make_assets
+from asyncrl.cli.quickstart import make_assets
 from benchmarks.held_out import load_held_out
 
 

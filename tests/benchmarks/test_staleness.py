@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from asyncrl.compose import compose_run
-from asyncrl.prepare import with_quickstart_assets
+from asyncrl.cli.compose import compose_run
+from asyncrl.cli.prepare import with_quickstart_assets
 from benchmarks.lagged import LaggedOutcome, LaggedTraining
 from benchmarks.staleness import CORRECTIONS, Cell, Results, _cells, _print_tables
 from learner.config import Correction

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.quickstart import make_assets
+from asyncrl.cli.quickstart import make_assets
 from benchmarks.trl_baseline import StoppedClock, exact_match
 
 

@@ -2,9 +2,11 @@
 
 import numpy as np
 
-from asyncrl.protocol.types import FinishReason, Lease, Prompt, TrajectoryGroup
+from asyncrl.protocol.trajectory import TrajectoryGroup
+from asyncrl.protocol.types import FinishReason, Lease, Prompt
 from buffer import BufferClient, BufferConfig
 from buffer.server import BufferServer
+from tests.support.trajectories import make_group
 
 
 def prompt(group_id: int) -> Prompt:
@@ -15,14 +17,14 @@ def rollout(
     lease: Lease, *, version: int | None = None, num_tokens: int = 5, rewards: tuple[float, float] = (0.0, 1.0)
 ) -> TrajectoryGroup:
     version = lease.engine_version if version is None else version
-    return TrajectoryGroup(
+    return make_group(
         group_id=lease.prompt.group_id,
         attempt=lease.attempt,
         prompt_ids=lease.prompt.prompt_ids,
         response_ids=np.arange(num_tokens, dtype=np.int32) + lease.prompt.group_id,
         response_lengths=np.array([2, num_tokens - 2], dtype=np.int32),
         response_mask=np.ones(num_tokens, dtype=bool),
-        behavior_logprobs=-np.ones(num_tokens, dtype=np.float32),
+        logprobs=-np.ones(num_tokens, dtype=np.float32),
         versions=np.full(num_tokens, version, dtype=np.int32),
         rewards=np.array(rewards, dtype=np.float32),
         finish_reasons=(FinishReason.stop, FinishReason.length),

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from groups import prompt, rollout
 
-from asyncrl.compose import compose_run
+from asyncrl.cli.compose import compose_run
 from buffer import BufferClient, BufferConfig, BufferProcess
 from buffer.server import config_from_json
 

@@ -35,7 +35,7 @@ async def test_a_group_goes_from_prompt_to_commit_and_its_arrays_arrive_unchange
         rank.close()
         assert [group.group_id for group in groups] == [1, 0]
         expected = rollout(leases[1])
-        for name in ("response_ids", "response_mask", "behavior_logprobs", "versions", "rewards", "prompt_ids"):
+        for name in ("turns", "token_ids", "logprobs", "versions", "rewards", "prompt_ids"):
             np.testing.assert_array_equal(getattr(groups[0], name), getattr(expected, name))
         assert groups[0].summary == expected.summary
         stats = await control.commit(0)
@@ -177,7 +177,7 @@ async def test_another_worker_continues_what_a_dead_one_saved():
         [again] = await other.lease(0, 1)
         saved = other.take_progress(again)
         assert saved is not None
-        np.testing.assert_array_equal(saved.response_ids, rollout(lease, num_tokens=4).response_ids)
+        np.testing.assert_array_equal(saved.token_ids, rollout(lease, num_tokens=4).token_ids)
         await other.put(rollout(again, num_tokens=9))
         await dead.release(lease, num_tokens=6, reason="aborted")
         stats = await other.stats()

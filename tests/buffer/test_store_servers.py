@@ -26,7 +26,7 @@ async def test_payloads_spread_over_store_servers_come_back_in_order_and_leave_w
         rank = SyncBufferClient(run.server.address, request_timeout_s=5.0)
         for fetched in (await asyncio.to_thread(rank.fetch, ids), await client.fetch(ids)):
             assert [group.group_id for group in fetched] == ids
-            assert [group.response_ids[0] for group in fetched] == ids
+            assert [group.token_ids[len(group.prompt_ids)] for group in fetched] == ids
         assert (await client.stats()).stored_bytes > 0
         assert (await client.commit(0)).stored_bytes == 0
         with pytest.raises(UnknownGroup):

@@ -1,7 +1,7 @@
 import pytest
 from transformers import AutoTokenizer
 
-from asyncrl.quickstart import make_assets
+from asyncrl.cli.quickstart import make_assets
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"

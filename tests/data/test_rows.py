@@ -5,7 +5,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from asyncrl.data.rows import read_rows
+from asyncrl.data.row_files import read_rows
 
 
 def write_parquet(path, **columns):

@@ -1,7 +1,8 @@
 """Both pools on the same devices, taking turns, as a user starts them."""
 
 import pytest
-from running import RunningTraining
+
+from tests.support.training_run import RunningTraining
 
 pytestmark = pytest.mark.e2e
 

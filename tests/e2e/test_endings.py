@@ -5,7 +5,8 @@ import signal
 import time
 
 import pytest
-from running import RunningTraining
+
+from tests.support.training_run import RunningTraining
 
 pytestmark = pytest.mark.e2e
 

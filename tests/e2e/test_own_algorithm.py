@@ -1,15 +1,16 @@
 """A user's own loss and advantage from a folder of their own, through the command line into Ray's workers."""
 
 import pytest
-from running import RunningTraining
+
+from tests.support.training_run import RunningTraining
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 OWN = """
 from beside import SCALE
 from learner.losses import LossTerms
-from learner.registry import LOSSES
-from learner.token_advantages import TokenAdvantages, returns_to_go, token_level
+from learner.losses import LOSSES
+from learner.advantages import TokenAdvantages, returns_to_go, token_level
 
 
 @LOSSES.register("my_name")
@@ -20,7 +21,7 @@ def scaled(inputs, config):
 
 @token_level
 def sevens(batch, config, total):
-    returns = returns_to_go(batch.rewards, batch.lengths, discount=config.discount)
+    returns = returns_to_go(batch.rewards, batch.lengths, gamma=config.gamma)
     return TokenAdvantages(advantages=0 * returns + 7, returns=returns)
 """
 FAST = [

@@ -4,11 +4,11 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
-from running import RunningTraining
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from asyncrl.compose import compose_run
-from asyncrl.prepare import with_quickstart_assets
+from asyncrl.cli.compose import compose_run
+from asyncrl.cli.prepare import with_quickstart_assets
+from tests.support.training_run import RunningTraining
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 

@@ -5,7 +5,8 @@ import subprocess
 import sys
 
 import pytest
-from running import ROOT, RunningTraining
+
+from tests.support.training_run import ROOT, RunningTraining
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 

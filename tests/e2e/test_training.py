@@ -8,8 +8,9 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
-from running import RunningTraining
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.support.training_run import RunningTraining
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 

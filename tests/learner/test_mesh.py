@@ -1,17 +1,12 @@
 """The groups of a dp × sp mesh: all of them are bounded by the configured time-out."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 import torch.distributed as dist
 
-sys.path.insert(0, str(Path(__file__).parent))  # spawned ranks import these by name
-from gloo import run_on_ranks
-
 from learner.config import Device, LearnerConfig
-from learner.mesh import open_mesh
+from learner.fsdp import open_mesh
+from tests.support.ranks import run_on_ranks
 
 
 def timeouts_of(fsdp_size: int) -> list[float]:

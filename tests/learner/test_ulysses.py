@@ -1,7 +1,5 @@
 import contextlib
 import inspect
-import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,12 +8,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-sys.path.insert(0, str(Path(__file__).parent))
-from gloo import run_on_ranks
-
 from asyncrl.protocol import DataProto
-from learner.sharding import UlyssesShardingManager
 from learner.ulysses import (
+    UlyssesShardingManager,
     gather_heads_scatter_seq,
     gather_outputs_and_unpad,
     gather_seq_scatter_heads,
@@ -27,6 +22,7 @@ from learner.ulysses import (
     ulysses_pad_and_slice_inputs,
     validate_ulysses_config,
 )
+from tests.support.ranks import run_on_ranks
 
 
 def rows(values: list[int]) -> DataProto:

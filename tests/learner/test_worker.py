@@ -1,7 +1,6 @@
 """The worker's methods on one and on two ranks, called as the worker group calls them, with a scripted buffer."""
 
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,16 +13,16 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-sys.path.insert(0, str(Path(__file__).parent))
-from gloo import run_on_ranks
-from tiny_models import VOCABULARY, save_tiny_model
-
 from asyncrl.protocol.errors import StalenessError
-from asyncrl.protocol.types import FinishReason, TrajectoryGroup
-from learner.actor_worker import ActorWorker
+from asyncrl.protocol.trajectory import TrajectoryGroup
+from asyncrl.protocol.types import FinishReason
 from learner.config import AlgorithmConfig, Device, LearnerConfig, OptimizerConfig
-from learner.types import RankBatch
+from learner.types import GroupShare, RankBatch
+from learner.verl_api import ActorWorker
 from learner.worker import PER_DP_RANK
+from tests.support.ranks import run_on_ranks
+from tests.support.tiny_models import VOCABULARY, save_tiny_model
+from tests.support.trajectories import make_group
 
 TEMPERATURE = 0.8
 
@@ -31,14 +30,14 @@ TEMPERATURE = 0.8
 def group(group_id: int, oldest_version: int = 5) -> TrajectoryGroup:
     rng = np.random.default_rng(group_id)
     lengths = np.array([3, 5], dtype=np.int32)
-    return TrajectoryGroup(
+    return make_group(
         group_id=group_id,
         attempt=0,
         prompt_ids=rng.integers(0, VOCABULARY, 4).astype(np.int32),
         response_ids=rng.integers(0, VOCABULARY, 8).astype(np.int32),
         response_lengths=lengths,
         response_mask=np.ones(8, dtype=bool),
-        behavior_logprobs=np.full(8, -3.0, dtype=np.float32),
+        logprobs=np.full(8, -3.0, dtype=np.float32),
         versions=np.array([oldest_version] * 3 + [7] * 5, dtype=np.int32),
         rewards=np.array([1.0, 0.0], dtype=np.float32),
         finish_reasons=(FinishReason.stop, FinishReason.length),
@@ -54,15 +53,9 @@ class ScriptedSource:
 
 
 def batch(group_ids: Sequence[int], max_lag: int = 2) -> RankBatch:
-    advantages = tuple(np.array([0.7, -0.7], dtype=np.float32) for _ in group_ids)
-    return RankBatch(
-        version=7,
-        group_ids=tuple(group_ids),
-        rewards=tuple(np.array([1.0, 0.0], dtype=np.float32) for _ in group_ids),
-        advantages=advantages,
-        mini_batches=(0,) * len(group_ids),
-        max_lag=max_lag,
-    )
+    rewards = np.array([1.0, 0.0], dtype=np.float32)
+    shares = [GroupShare(group_id=i, samples=(0, 1), rewards=rewards, mini_batch=0) for i in group_ids]
+    return RankBatch(version=7, shares=tuple(shares), max_lag=max_lag)
 
 
 def start(directory: str, num_ranks: int, **options: bool) -> ActorWorker:
@@ -123,7 +116,7 @@ def test_the_record_replays_under_the_weights_that_were_trained(directory: str) 
     ]
     assert table[1]["response_ids"] == group(1).response_ids[3:].tolist()
     assert table[1]["versions"] == [7] * 5
-    assert table[1]["advantage"] == pytest.approx(-0.7)
+    assert table[1]["advantage"] == pytest.approx(-(0.5**0.5))
 
 
 @pytest.mark.parametrize("max_lag", [0, 1])

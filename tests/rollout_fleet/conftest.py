@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from asyncrl.protocol.errors import LeaseExpired
-from asyncrl.protocol.types import Lease, Prompt, TrajectoryGroup
+from asyncrl.protocol.trajectory import TrajectoryGroup
+from asyncrl.protocol.types import Lease, Prompt
 
 VOCABULARY = ["<pad>", "<eos>", "<bos>", *"0123456789", *">+=- r"]
 EOS_ID = VOCABULARY.index("<eos>")

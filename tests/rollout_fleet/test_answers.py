@@ -77,11 +77,13 @@ def test_a_trajectory_lays_the_samples_end_to_end():
         lease, GroupOutput(rid="r-0", samples=(sample_of(), long)), np.asarray([1.0, 0.0], dtype=np.float32)
     )
     assert (group.group_id, group.attempt) == (9, 2)
-    assert group.response_ids.tolist() == [3, 1, 5, 6, 7]
-    assert group.response_lengths.tolist() == [2, 3]
-    assert group.behavior_logprobs.tolist() == pytest.approx([-0.5, -0.1, -1.0, -2.0, -3.0])
-    assert group.versions.tolist() == [4, 4, 4, 4, 5]
-    assert group.response_mask.all()
-    assert group.response_mask.dtype == np.bool_
-    assert group.finish_reasons == (FinishReason.stop, FinishReason.length)
+    assert group.token_ids.tolist() == [3, 4, 3, 1, 5, 6, 7]
+    assert group.summary.response_lengths == (2, 3)
+    assert group.logprobs.tolist() == pytest.approx([0.0, 0.0, -0.5, -0.1, -1.0, -2.0, -3.0])
+    assert group.versions.tolist() == [-1, -1, 4, 4, 4, 4, 5]
+    assert [group.trained_mask(branch).tolist() for branch in group.branches] == [
+        [False, False, True, True],
+        [False, False, True, True, True],
+    ]
+    assert [group.is_truncated(branch) for branch in group.branches] == [False, True]
     assert (group.summary.oldest_version, group.summary.newest_version, group.summary.num_tokens) == (4, 5, 5)

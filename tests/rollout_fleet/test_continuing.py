@@ -118,7 +118,7 @@ async def test_a_greedy_baseline_is_decoded_anew_and_never_saved():
     assert sorted(len(r.prompt_ids) for r in inner.requests) == [2, 7, 8]
     prompt = Prompt(group_id=7, prompt_ids=np.array([3, 4], dtype=np.int32))
     lease = Lease(prompt=prompt, attempt=1, engine_version=1, deadline_version=2)
-    assert to_progress(lease, output).num_samples == 2
+    assert to_progress(lease, output).num_trajectories == 2
 
 
 def test_progress_comes_back_as_the_samples_that_it_was_made_of():
@@ -168,7 +168,7 @@ async def test_what_a_stopped_worker_has_written_is_continued_by_the_next(make_b
     assert 0 < first.tokens_generated < 80
     assert first.tokens_in_flight == 0
     assert buffer.progress[0].summary.num_tokens == first.tokens_generated
-    assert set(buffer.progress[0].finish_reasons) == {FinishReason.unfinished}
+    assert {t.turns[1].finish_reason for t in buffer.progress[0].trajectories()} == {FinishReason.unfinished}
     buffer.learner_version = 1
     async with running(buffer, 40, version=1) as (loop, _, run):
         await buffer.stored(1)
@@ -204,7 +204,7 @@ async def test_at_an_update_what_runs_is_saved_and_goes_on_under_the_new_weights
     assert all(0 < before < after < 120 for before, after in zip(*saved, strict=True))
     assert counters.tokens_generated == 360 == buffer.num_tokens
     for group in buffer.groups:
-        for versions in np.split(group.versions, 2):
+        for versions in np.split(group.versions[len(group.prompt_ids) :], 2):
             assert versions.tolist() == sorted(versions)
             assert set(versions.tolist()) == {0, 1, 2}
     assert len(inner.requests) == 3 + 2 * 6

@@ -5,7 +5,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from asyncrl.protocol.types import FinishReason, Lease, Prompt, WeightSnapshot
+from asyncrl.protocol.types import Lease, Prompt, WeightSnapshot
 from rollout_fleet.config import SamplingConfig
 from rollout_fleet.engines.greedy_baseline import GreedyBaselineEngine
 from rollout_fleet.engines.scripted import ScriptedAnswer, ScriptedEngine
@@ -87,10 +87,9 @@ async def test_the_baseline_is_stored_scored_and_masked_out_whole():
     prompt = Prompt(group_id=1, prompt_ids=np.array([3, 4], dtype=np.int32))
     lease = Lease(prompt=prompt, attempt=0, engine_version=0, deadline_version=1)
     group = to_trajectory_group(lease, output, np.array([0.0, 1.0, 0.0, 1.0], dtype=np.float32))
-    assert group.response_lengths.tolist() == [1, 1, 1, 2]
-    assert group.response_mask.tolist() == [True] * 3 + [False] * 2
-    assert group.behavior_logprobs.tolist() == [-1.0] * 3 + [0.0] * 2
-    assert group.finish_reasons == (FinishReason.stop,) * 4
+    assert group.summary.response_lengths == (1, 1, 1, 2)
+    assert [group.trained_mask(branch).any() for branch in group.branches] == [True, True, True, False]
+    assert group.is_baseline.tolist() == [False, False, False, True]
     assert group.summary.num_tokens == 3
     assert group.summary.rewards == (0.0, 1.0, 0.0, 1.0)
     await engine.stop()

@@ -54,7 +54,7 @@ async def test_a_worker_rolls_out_across_weight_loads_and_every_token_is_account
     assert counters.tokens_in_flight == 0
     assert len(counters.load_s) == 2
     for group in buffer.groups:
-        assert group.num_samples == 4
+        assert group.num_trajectories == 4
         assert group.summary.oldest_version >= 0
 
 

@@ -16,10 +16,10 @@ from asyncrl.single_controller import (
 )
 from buffer import BufferConnection
 from learner.config import LearnerConfig
-from learner.roles import ROLES
-from learner.worker import ModelWorker
+from learner.verl_api import ActorWorker, CriticWorker, ReferenceWorker, RewardModelWorker
 
-# One thread a process: on a machine with few cores, threads that fight for them stop everybody.
+WORKER_CLASSES = {"actor": ActorWorker, "critic": CriticWorker, "ref": ReferenceWorker, "rm": RewardModelWorker}
+# One thread per process: on a machine with few cores, threads that fight for them stop everybody.
 WORKER_ENV = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
@@ -130,8 +130,7 @@ def _worker_class(
         "checksums": config.rollout_fleet.verify_weights,
     }
     return RayClassWithInitArgs(
-        ModelWorker,
-        ROLES[role],
+        WORKER_CLASSES[role],
         options,
         config.algorithm,
         model_path=paths.get(role, config.model.path),

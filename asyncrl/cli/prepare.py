@@ -15,13 +15,13 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+from asyncrl.cli.quickstart import make_assets
 from asyncrl.config import RunConfig
 from asyncrl.data.prompts import PromptStream, load_eval_prompts
 from asyncrl.data.tokenizer import load_tokenizer
 from asyncrl.protocol.errors import DeadlineError, WorkerDiedError
 from asyncrl.protocol.types import Prompt
-from asyncrl.quickstart import make_assets
-from asyncrl.warm_start_folder import finished_warm_start, warm_start_path
+from asyncrl.sft.warm_start import finished_warm_start, warm_start_path
 
 _COMMAND = ("-m", "asyncrl.sft")
 _END_TIMEOUT_S = 30.0

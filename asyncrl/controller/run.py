@@ -16,13 +16,23 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from asyncrl.buffer_process import buffer_died
-from asyncrl.cluster import ray_cluster
 from asyncrl.config import RunConfig
-from asyncrl.controller import Controller, PromptSource
+from asyncrl.controller.buffer_process import buffer_died
+from asyncrl.controller.cluster import ray_cluster
+from asyncrl.controller.colocated import TurnTaking
+from asyncrl.controller.controller import Controller, PromptSource
+from asyncrl.controller.evaluation import evaluate
+from asyncrl.controller.learner_group import Fleet, Learner, RunPaths
+from asyncrl.controller.resume import (
+    Resumed,
+    ResumedPrompts,
+    RunState,
+    begin_buffer_at,
+    checkpoint_folder,
+    find_checkpoint,
+)
+from asyncrl.controller.run_folder import shared_folder, snapshot_folder
 from asyncrl.data.prompts import PromptStream
-from asyncrl.evaluation import evaluate
-from asyncrl.groups import Fleet, Learner, RunPaths
 from asyncrl.metrics import (
     Evaluation,
     MetricsWriter,
@@ -34,16 +44,6 @@ from asyncrl.metrics import (
     write_json,
 )
 from asyncrl.protocol.types import Prompt, WeightSnapshot
-from asyncrl.resume import (
-    Resumed,
-    ResumedPrompts,
-    RunState,
-    begin_buffer_at,
-    checkpoint_folder,
-    find_checkpoint,
-)
-from asyncrl.run_folders import shared_folder, snapshot_folder
-from asyncrl.turns import TurnTaking
 from buffer import BufferClient, BufferConnection, BufferProcess
 from learner.advantages import ADVANTAGES
 from learner.config import AlgorithmConfig

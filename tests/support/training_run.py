@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from asyncrl.run_folders import shared_folder
+from asyncrl.controller.run_folder import shared_folder
 
 ROOT = Path(__file__).resolve().parents[2]
 START_TIMEOUT_S = 240

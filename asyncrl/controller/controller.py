@@ -33,11 +33,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from asyncrl.config import RunConfig
+from asyncrl.controller.resume import RunState
 from asyncrl.metrics import Overlap, StepRecord, TrainingResult
 from asyncrl.protocol.errors import AccountError
 from asyncrl.protocol.ports import ControlBuffer
 from asyncrl.protocol.types import BufferStats, Plan, Prompt, TokenAccount, WeightSnapshot
-from asyncrl.resume import RunState
 
 # The step that the ranks compute, and one queued behind it: enough that they never wait for the controller.
 _PIPELINE_STEPS = 2

@@ -12,10 +12,10 @@ from typing import Any, TypeVar
 import ray
 
 from asyncrl.config import RunConfig
-from asyncrl.controller import FleetCounts
+from asyncrl.controller.controller import FleetCounts
+from asyncrl.controller.role_groups import WORKER_ENV, RoleGroups
 from asyncrl.protocol.errors import DeadlineError
 from asyncrl.protocol.types import Plan, Prompt, WeightSnapshot
-from asyncrl.role_groups import WORKER_ENV, RoleGroups
 from asyncrl.single_controller import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from buffer import BufferConnection
 from learner.advantages import ADVANTAGES, needs_whole_groups
@@ -113,12 +113,12 @@ class Learner:
         return self._first(self._roles["actor"].publish_weights(version), f"the weights of version {version}")
 
     def rollout_mode(self, version: int) -> Awaitable[WeightSnapshot]:
-        """See `asyncrl.turns.TurnTakingLearner.rollout_mode`."""
+        """See `asyncrl.controller.colocated.TurnTakingLearner.rollout_mode`."""
         others = [group.rollout_mode(version) for role, group in self._on_shared_devices() if role != "actor"]
         return self._after(others, self._roles["actor"].rollout_mode(version), f"the turn to rollout at {version}")
 
     async def trainer_mode(self) -> None:
-        """See `asyncrl.turns.TurnTakingLearner.trainer_mode`."""
+        """See `asyncrl.controller.colocated.TurnTakingLearner.trainer_mode`."""
         await self._in_time(_all([group.trainer_mode() for _, group in self._on_shared_devices()]), "training's turn")
 
     @property
@@ -277,7 +277,7 @@ class Fleet:
         return loop.time() - began_s
 
     async def release_device(self) -> None:
-        """See `asyncrl.turns.TurnTakingFleet.release_device`."""
+        """See `asyncrl.controller.colocated.TurnTakingFleet.release_device`."""
         fleet = self._config.rollout_fleet
         timeout_s = fleet.generate_timeout_s + fleet.reward_timeout_s + fleet.load_timeout_s + 10
         option = "rollout_fleet.generate_timeout_s"
@@ -297,7 +297,7 @@ class Fleet:
         return _total(await within(pending, timeout_s, "the fleet to put down its work", "buffer.request_timeout_s"))
 
     async def evaluate(self, prompts: Sequence[Prompt], sampling: SamplingConfig, num_samples: int) -> list[float]:
-        """See `asyncrl.evaluation.EvaluationFleet`."""
+        """See `asyncrl.controller.evaluation.EvaluationFleet`."""
         count = self._config.rollout_fleet.num_engines
         shares = [list(prompts[index::count]) for index in range(count)]
         pending = self._group.evaluate(shares, [sampling] * count, [num_samples] * count)

@@ -7,7 +7,7 @@ import shutil
 import time
 from pathlib import Path
 
-from asyncrl.compose import dump_yaml
+from asyncrl.cli.compose import dump_yaml
 from asyncrl.config import RunConfig
 
 _SHARED_MEMORY = Path("/dev/shm")

@@ -1,5 +1,10 @@
-"""Runs a function on several gloo ranks in fresh processes; a hang fails by time-out."""
+"""Runs a function on several gloo ranks, each in a fresh process; a hang fails by time-out.
 
+The ranks are forked from one server process that has imported torch and transformers, which takes seconds; a fork
+takes milliseconds. The server starts with the first call of a test process and ends with it.
+"""
+
+import multiprocessing
 import os
 import socket
 import traceback
@@ -8,12 +13,30 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
-import torch.multiprocessing as mp
+
+# Libraries only: what a test changes in the project itself is imported afresh by each rank.
+_IMPORTED_ONCE = [
+    "numpy",
+    "torch",
+    "torch._dynamo",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "tensordict",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.qwen2.modeling_qwen2",
+    "transformers.models.qwen3.modeling_qwen3",
+    "transformers.models.qwen3_moe.modeling_qwen3_moe",
+    "peft",
+    "ray",
+    "zmq",
+]
 
 
 def run_on_ranks(num_ranks: int, function: Callable[..., Any], *args: Any, timeout_s: float = 120.0) -> list[Any]:
     """Call ``function(*args)`` on every rank; return the results by rank. A rank that fails or dies fails the call."""
-    context = mp.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_IMPORTED_ONCE)
     port = _free_port()
     pipes = [context.Pipe(duplex=False) for _ in range(num_ranks)]
     processes = [

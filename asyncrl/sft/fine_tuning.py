@@ -1,17 +1,14 @@
-"""``python -m asyncrl.sft``: supervised fine-tuning with the learner's own trainer, packing and optimizer.
+"""Supervised fine-tuning: the updates, the evaluations between them, and when to stop.
 
-One process, or one a rank under ``torchrun --nproc-per-node N -m asyncrl.sft …`` (``learner.sp_size`` for Ulysses).
-Training stops early at an accuracy or a validation loss; see `asyncrl.sft_config`.
+Training stops early at an accuracy or a validation loss; see `asyncrl.sft.config`.
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 import math
 import os
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack
@@ -20,18 +17,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch.distributed as dist
 from transformers import AutoTokenizer
 
-from asyncrl.compose import compose_run
-from asyncrl.config import RunConfig, check_model
+from asyncrl.config import RunConfig
 from asyncrl.data.demonstrations import Demonstration, DemonstrationFormat, load_demonstrations
 from asyncrl.data.prompts import load_eval_prompts
-from asyncrl.examiner import Examiner
-from asyncrl.prepare import with_quickstart_assets
 from asyncrl.protocol.types import Prompt
-from asyncrl.sft_config import StopMetric, WarmStartConfig
-from asyncrl.warm_start_folder import finished_warm_start, warm_start_path, write_warm_start
+from asyncrl.sft.config import StopMetric, WarmStartConfig
+from asyncrl.sft.held_out_evaluator import Examiner
+from asyncrl.sft.warm_start import finished_warm_start, warm_start_path, write_warm_start
 from learner.config import LearnerConfig, LoraConfig, Schedule
 from learner.fsdp import LearnerMesh
 from learner.losses import negative_log_likelihood
@@ -43,24 +37,6 @@ from learner.weights import copy_tokenizer, gather_weights, write_model
 logger = logging.getLogger(__name__)
 
 SUPERVISED = Objective(loss=negative_log_likelihood)
-
-
-def main(overrides: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status."""
-    logging.basicConfig(level=logging.INFO, format="sft: %(message)s", stream=sys.stdout)
-    logging.getLogger().setLevel(logging.WARNING)
-    logger.setLevel(logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING)
-    try:
-        config = with_quickstart_assets(compose_run(sys.argv[1:] if overrides is None else overrides))
-        check_model(config)
-        asyncio.run(fine_tune(config))
-    except ValueError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 2
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-    return 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -281,7 +257,3 @@ def _batches(
             order += generator.permutation(len(sequences)).tolist()
         batch, order = order[:size], order[size:]
         yield _share([sequences[index] for index in batch], mesh)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

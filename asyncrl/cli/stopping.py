@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from asyncrl.supervisor import exit_at_once
+from asyncrl.cli.supervisor import exit_at_once
 
 EXIT_INTERRUPTED = 130
 
@@ -40,7 +40,7 @@ class Stopping:
         self._stopped = False
 
     def listen(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Handle the signals of ``asyncrl.supervisor``."""
+        """Handle the signals of ``asyncrl.cli.supervisor``."""
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal, number)
         loop.add_signal_handler(signal.SIGHUP, self._on_supervisor_death)

@@ -6,8 +6,9 @@ One turn after another, each step waiting for the one before::
           ▲                                                                             │
           └── engines take the device back, load the weights, go on ◀── learner publishes, and offloads
 
-The prompts are fed beside it, as in `asyncrl.controller`. The staleness bound holds by the same ledger: what is still
-running when a batch is full ends under the old weights, is stored, and trained on at a lag of one step or more.
+The prompts are fed beside it, as in `asyncrl.controller.controller`. The staleness bound holds by the same ledger:
+what is still running when a batch is full ends under the old weights, is stored, and trained on at a lag of one step or
+more.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import time
 from collections.abc import Awaitable
 from typing import Protocol
 
-from asyncrl.controller import Controller, FleetPort, LearnerPort, Turn
+from asyncrl.controller.controller import Controller, FleetPort, LearnerPort, Turn
 from asyncrl.protocol.types import WeightSnapshot
 
 

@@ -1,0 +1,35 @@
+"""The ``asyncrl`` command: ``asyncrl train | sft | inspect | export``, and what its commands have in common."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from importlib import import_module
+
+# A command's module is imported when it is called: some need torch, which takes seconds to load.
+_COMMANDS = {
+    "train": ("asyncrl.cli.train_command", "train a policy asynchronously"),
+    "sft": ("asyncrl.cli.sft", "fine-tune a model on demonstrations"),
+    "inspect": ("buffer.inspect", "look into the replay buffer of a running training"),
+    "export": ("learner.export", "turn a checkpoint into a model in Hugging Face layout"),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run ``asyncrl COMMAND ...``; returns the exit status."""
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    name, *rest = arguments or ["--help"]
+    if name in ("-h", "--help"):
+        sys.stdout.write(_usage())
+        return 0
+    if name not in _COMMANDS:
+        sys.stderr.write(f"error: unknown command {name!r}, expected one of {', '.join(_COMMANDS)}\n")
+        return 2
+    sys.argv = [f"asyncrl {name}", *rest]  # a command's own argument parser shows it in messages
+    command: Callable[[], int | None] = import_module(_COMMANDS[name][0]).main
+    return command() or 0
+
+
+def _usage() -> str:
+    lines = [f"  {name:8} {meaning}" for name, (_, meaning) in _COMMANDS.items()]
+    return "\n".join(["usage: asyncrl COMMAND ...", "", *lines, "", "asyncrl COMMAND --help explains a command.", ""])

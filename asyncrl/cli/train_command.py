@@ -1,0 +1,183 @@
+"""``asyncrl train``: train a policy asynchronously. ``--help`` explains the options.
+
+Ctrl-C or SIGTERM cancels the run, which stops what it started; a second signal ends it and what it started on the
+spot. Whatever else it dies of, its supervisor (`asyncrl.cli.supervisor`) ends what is left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+
+from asyncrl.cli.compose import CONFIG_DIR, compose_run, dump_yaml
+from asyncrl.cli.help_page import help_text
+from asyncrl.cli.machine import visible_gpus
+from asyncrl.cli.prepare import read_prompts, warm_start, with_quickstart_assets
+from asyncrl.cli.stopping import EXIT_INTERRUPTED, Stopping, give_up_after
+from asyncrl.cli.supervisor import exit_at_once, supervise
+from asyncrl.config import RunConfig, check_files, check_options, check_placement
+from asyncrl.controller.run_folder import make_run_dir, shared_folder
+from asyncrl.metrics import TerminalView
+from asyncrl.protocol.errors import AsyncRLError, DeadlineError
+from asyncrl.protocol.log_tail import last_lines
+from asyncrl.sft.warm_start import finished_warm_start
+
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status."""
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    flags = {argument for argument in arguments if argument.startswith("-")}
+    overrides = [argument for argument in arguments if argument not in flags]
+    unknown = flags - {"-h", "--help", "--help-all", "--print-config"}
+    try:
+        if unknown:
+            raise ValueError(f"unknown flag {sorted(unknown)[0]}; options are OPTION=VALUE, --help lists them")
+        config = compose_run(overrides)
+        check_options(config)
+    except ValueError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return EXIT_USAGE
+    if flags:
+        sys.stdout.write(_page(config, flags) + "\n")
+        return 0
+    return _train(config, overrides)
+
+
+def _page(config: RunConfig, flags: set[str]) -> str:
+    if "--print-config" in flags:
+        return dump_yaml(config)
+    experiments = sorted(path.stem for path in (CONFIG_DIR / "experiment").glob("*.yaml"))
+    return help_text(config, experiments=experiments, everything="--help-all" in flags)
+
+
+def _train(config: RunConfig, overrides: Sequence[str]) -> int:
+    run_dir = make_run_dir(config)
+    status = supervise(lambda: _run_to_the_end(config, run_dir, overrides), stop_timeout_s=config.stop_timeout_s)
+    shutil.rmtree(shared_folder(run_dir), ignore_errors=True)
+    if status >= 0:
+        return status
+    log = run_dir / "logs" / "controller.log"
+    sys.stderr.write(
+        f"error: the controller died of {signal.Signals(-status).name}: memory ran out, it was killed, or Ray's own "
+        f"daemon died and took it along; the end of {log}:\n{last_lines(str(log))}\nlogs: {log.parent}\n"
+    )
+    return EXIT_FAILED
+
+
+def _run_to_the_end(config: RunConfig, run_dir: Path, overrides: Sequence[str]) -> int:
+    _log_to(run_dir / "logs" / "controller.log")
+    view = TerminalView(title=f"asyncrl {config.experiment}", total_steps=config.total_steps)
+    with view:
+        view.say(f"writing to {run_dir}")
+        status, message = asyncio.run(_until_done_or_stopped(config, run_dir, overrides, view))
+    sys.stdout.flush()
+    if message:
+        sys.stderr.write(message + "\n")
+        sys.stderr.flush()
+    return status
+
+
+async def _until_done_or_stopped(
+    config: RunConfig, run_dir: Path, overrides: Sequence[str], view: TerminalView
+) -> tuple[int, str]:
+    """Run; returns the exit status and the last words."""
+
+    def on_fault(fault: BaseException) -> None:
+        if not isinstance(fault, asyncio.CancelledError):  # the supervisor limits how long a signal may take
+            give_up_after(config.stop_timeout_s, partial(_give_up, fault, run_dir))
+
+    task = asyncio.ensure_future(_run(config, run_dir, overrides, view, on_fault))
+    unsupervised = AsyncRLError("the supervisor of the run was killed")
+    stopping = Stopping(
+        task, view.say, timeout_s=config.stop_timeout_s, give_up=partial(_give_up, unsupervised, run_dir)
+    )
+    stopping.listen(asyncio.get_running_loop())
+    try:
+        await task
+    except asyncio.CancelledError:
+        return EXIT_INTERRUPTED, f"stopped by {stopping.cause}; partial results in {run_dir}"
+    except Exception as error:
+        logging.getLogger(__name__).error("the run failed", exc_info=error)
+        return EXIT_FAILED, _last_words(error, run_dir)
+    return 0, ""
+
+
+def _last_words(error: BaseException, run_dir: Path) -> str:
+    """The whole message of the cause, and its first line again at the very end."""
+    cause = root_cause(error)
+    kind = "" if isinstance(cause, AsyncRLError | ValueError) else f"{type(cause).__name__}: "
+    return f"{kind}{cause}\n\nlogs: {run_dir / 'logs'}\nerror: {kind}{_headline(str(cause).strip())}"
+
+
+def _headline(message: str) -> str:
+    """Its first line; where that introduces a log, with the log's last line, which says most."""
+    first, _, rest = message.partition("\n")
+    return f"{first} … {rest.splitlines()[-1]}" if first.endswith(":") and rest else first
+
+
+def _give_up(error: BaseException, run_dir: Path) -> None:
+    sys.stderr.write(_last_words(error, run_dir) + " (stopping took too long: what was left was killed)\n")
+    sys.stderr.flush()
+    shutil.rmtree(shared_folder(run_dir), ignore_errors=True)
+    exit_at_once(EXIT_FAILED)
+
+
+async def _run(
+    config: RunConfig,
+    run_dir: Path,
+    overrides: Sequence[str],
+    view: TerminalView,
+    on_fault: Callable[[BaseException], None],
+) -> None:
+    """Warm-start the policy while torch and Ray are imported and the parts start that do not need it."""
+    if not config.ray.address:
+        check_placement(config, num_cpus=os.cpu_count() or 1, num_gpus=visible_gpus())
+    config = await asyncio.to_thread(with_quickstart_assets, config)
+    check_files(config)
+    if config.sft.enabled:
+        finished_warm_start(config)  # refuses an output path that holds something else
+    with view.waiting_for("prompts"):
+        prompts = await asyncio.to_thread(read_prompts, config)
+    if left_out := prompts[0].num_filtered:
+        view.say(f"left {left_out} prompts out that are longer than data.max_prompt_tokens")
+    warming = asyncio.create_task(warm_start(config, overrides, run_dir / "logs" / "sft.log", view.say))
+    try:
+        with view.waiting_for("torch and Ray to be imported"):
+            module = await asyncio.to_thread(import_module, "asyncrl.controller.run")
+        await module.Run(config, run_dir, prompts, warming, view, on_fault).run()
+    finally:
+        warming.cancel()
+        await asyncio.gather(warming, return_exceptions=True)
+
+
+def root_cause(error: BaseException) -> BaseException:
+    """The first real fault inside exception groups and Ray's wrappers: a death before a missed deadline."""
+    if isinstance(error, BaseExceptionGroup):
+        causes = [root_cause(inner) for inner in error.exceptions]
+        return min(causes, key=_rank)
+    inside = getattr(error, "cause", None)  # a RayTaskError carries what the worker raised
+    return root_cause(inside) if isinstance(inside, BaseException) else error
+
+
+def _rank(cause: BaseException) -> int:
+    if isinstance(cause, DeadlineError | TimeoutError):
+        return 2
+    return 0 if isinstance(cause, AsyncRLError) else 1
+
+
+def _log_to(path: Path) -> None:
+    handler = logging.FileHandler(path)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
+    logging.captureWarnings(True)

@@ -1,0 +1,1 @@
+"""The controller: what a run starts, drives and stops. It sees metadata only."""

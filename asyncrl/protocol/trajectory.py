@@ -1,0 +1,409 @@
+"""What an episode produces: trees of turns, and a prompt group of them as columns.
+
+A *turn* is a run of tokens that either the policy sampled or somebody else gave: the prompt, a tool, an environment.
+Turns form a tree; a *branch* is the path from a root to a leaf. A single-turn answer is the smallest tree: the prompt,
+and one sampled turn below it.
+
+A group travels, is stored and is trained on as columns with names: per token, per turn, per trajectory. Whoever adds a
+column needs no new code in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+
+from .types import FinishReason, GroupSummary
+
+SHARED = -1  # the trajectory of a turn that all trajectories of the group share: the prompt
+ROOT = -1  # the parent of a turn that begins a branch
+UNVERSIONED = -1  # the policy version of a token that was not sampled
+
+TURN_DTYPE = np.dtype([(name, "<i4") for name in ("trajectory", "parent", "num_tokens", "sampled", "finish_reason")])
+"""A turn's place in its group: its trajectory (or `SHARED`), the index of its parent (or `ROOT`), its length in tokens,
+whether the policy sampled it, and the index of its finish reason in `FinishReason` (-1 without one)."""
+
+
+FINISH_REASONS = tuple(FinishReason)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turn:
+    """A node of a trajectory's tree.
+
+    Attributes:
+        token_ids: [T] int32.
+        parent: Index of the turn before it in `Trajectory.turns`; -1 at a root.
+        sampled: Whether the policy wrote the tokens.
+        logprobs: [T] float32, log-prob at sampling, under the sampling temperature; 0 where not sampled.
+        versions: [T] int32, the policy version that the engine reported for each token; -1 where not sampled.
+        finish_reason: Why a sampled turn ended.
+        columns: Further [T, …] numeric arrays by name. Example: ``routed_experts`` [T, layers, top-k] int16.
+    """
+
+    token_ids: np.ndarray
+    parent: int = ROOT
+    sampled: bool = False
+    logprobs: np.ndarray
+    versions: np.ndarray
+    finish_reason: FinishReason | None = None
+    columns: Mapping[str, np.ndarray] = field(default_factory=dict)
+
+    @classmethod
+    def given(cls, token_ids: np.ndarray, *, parent: int = ROOT) -> Turn:
+        """A turn that the policy did not write: a prompt, a tool's answer, an observation."""
+        return cls(
+            token_ids=token_ids,
+            parent=parent,
+            logprobs=np.zeros(len(token_ids), dtype=np.float32),
+            versions=np.full(len(token_ids), UNVERSIONED, dtype=np.int32),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trajectory:
+    """One rollout of a prompt: a tree of turns and what it earned.
+
+    Attributes:
+        turns: Parents before children. The first is the prompt, which all trajectories of a group share.
+        reward: Its outcome.
+        turn_rewards: Rewards of single turns, by index in ``turns``.
+        metrics: Numbers to report, by name.
+        baseline: It is compared with, and not trained on: the greedy answer of ReMax (arXiv 2310.10505).
+    """
+
+    turns: tuple[Turn, ...]
+    reward: float
+    turn_rewards: Mapping[int, float] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    baseline: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Branch:
+    """A path from a root to a leaf: what one forward pass of the policy sees.
+
+    Attributes:
+        trajectory: Index of the trajectory that it belongs to.
+        turns: Indices of its turns, from the root to the leaf.
+        trained: Those of ``turns`` that are trained on here: sampled, and on no branch before this one.
+    """
+
+    trajectory: int
+    turns: tuple[int, ...]
+    trained: frozenset[int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrajectoryGroup:
+    """G trajectories of one prompt as columns: M turns, the prompt first, and N tokens, turn after turn.
+
+    Attributes:
+        group_id: See `Prompt`.
+        attempt: See `Lease`.
+        turns: [M] of `TURN_DTYPE`, the skeleton; the turns of a trajectory follow one another, parents before children.
+        token_columns: [N, …] arrays by name. Always ``token_ids`` int32, ``logprobs`` float32 (0 where not sampled) and
+            ``versions`` int32 (-1 where not sampled).
+        trajectory_columns: [G, …] arrays by name. Always ``rewards`` float32; ``baseline`` bool where there is one.
+        turn_columns: [M, …] arrays by name. Example: ``turn_rewards`` float32.
+    """
+
+    group_id: int
+    attempt: int
+    turns: np.ndarray
+    token_columns: Mapping[str, np.ndarray]
+    trajectory_columns: Mapping[str, np.ndarray]
+    turn_columns: Mapping[str, np.ndarray] = field(default_factory=dict)
+
+    @classmethod
+    def from_trajectories(cls, trajectories: Sequence[Trajectory], *, group_id: int, attempt: int) -> TrajectoryGroup:
+        """Lay trajectories of one prompt out as columns.
+
+        Raises:
+            ValueError: there is none, they do not share their prompt, or a tree is not one.
+        """
+        if not trajectories:
+            raise ValueError(f"prompt group {group_id} has no trajectories; it needs at least one")
+        prompt = trajectories[0].turns[0]
+        skeleton = [_skeleton_of(prompt, SHARED, ROOT)]
+        turns = [prompt]
+        for index, trajectory in enumerate(trajectories):
+            if not np.array_equal(trajectory.turns[0].token_ids, prompt.token_ids):
+                raise ValueError(
+                    f"trajectory {index} of prompt group {group_id} begins with another prompt than the first"
+                )
+            offset = len(turns) - 1
+            for turn in trajectory.turns[1:]:
+                skeleton.append(_skeleton_of(turn, index, turn.parent + offset if turn.parent > 0 else turn.parent))
+                turns.append(turn)
+        trajectory_columns = {"rewards": np.array([each.reward for each in trajectories], dtype=np.float32)}
+        if any(each.baseline for each in trajectories):
+            trajectory_columns["baseline"] = np.array([each.baseline for each in trajectories])
+        for name in sorted({name for each in trajectories for name in each.metrics}):
+            values = [each.metrics.get(name, np.nan) for each in trajectories]
+            trajectory_columns[f"metrics/{name}"] = np.array(values, dtype=np.float32)
+        group = cls(
+            group_id=group_id,
+            attempt=attempt,
+            turns=np.array(skeleton, dtype=TURN_DTYPE),
+            token_columns=_token_columns(turns),
+            trajectory_columns=trajectory_columns,
+            turn_columns=_turn_columns(trajectories),
+        )
+        group.check()
+        return group
+
+    def check(self) -> None:
+        """Refuse columns that do not fit together.
+
+        Raises:
+            ValueError: which, and what was expected.
+        """
+        where = f"prompt group {self.group_id}"
+        for columns, needed in ((self.token_columns, _TOKEN_COLUMNS), (self.trajectory_columns, _TRAJECTORY_COLUMNS)):
+            for name, dtype in needed.items():
+                if name not in columns or columns[name].dtype != dtype or columns[name].ndim != 1:
+                    got = columns[name].dtype if name in columns else "none"
+                    raise ValueError(f"{where}: column {name!r} must be one-dimensional {dtype}, got {got}")
+        num_turns, num_tokens, num_trajectories = len(self.turns), len(self.token_ids), self.num_trajectories
+        for scope, columns, length in (
+            ("token", self.token_columns, num_tokens),
+            ("turn", self.turn_columns, num_turns),
+            ("trajectory", self.trajectory_columns, num_trajectories),
+        ):
+            for name, values in columns.items():
+                if values.ndim == 0 or len(values) != length:
+                    raise ValueError(f"{where}: {scope} column {name!r} must have {length} rows, got {values.shape}")
+        self._check_tree(where)
+
+    def _check_tree(self, where: str) -> None:
+        rows, total, last = self.turns.tolist(), 0, SHARED
+        if not rows or rows[0][0] != SHARED or rows[0][3]:
+            raise ValueError(f"{where}: the first turn must be the shared prompt, which is not sampled")
+        for index, (trajectory, parent, num_tokens, sampled, reason) in enumerate(rows):
+            total += num_tokens
+            is_same_tree = parent == ROOT or (0 <= parent < index and rows[parent][0] in (SHARED, trajectory))
+            in_order = last <= trajectory < self.num_trajectories and (trajectory != SHARED or index == 0)
+            if not (is_same_tree and in_order) or num_tokens < 0 or not -1 <= reason < len(FINISH_REASONS):
+                raise ValueError(f"{where}: turn {index} has no place in the tree: {self.turns[index]}")
+            if sampled not in (0, 1) or (sampled and parent == ROOT):
+                raise ValueError(f"{where}: turn {index} is sampled from nothing; a sampled turn needs a parent")
+            last = trajectory
+        if total != len(self.token_ids):
+            raise ValueError(f"{where}: the turns have {total} tokens, the columns {len(self.token_ids)}")
+        if not any(row[3] and row[2] for row in rows):
+            raise ValueError(f"{where}: the policy wrote no token of it; a group needs at least one sampled token")
+
+    @property
+    def num_trajectories(self) -> int:
+        """G."""
+        return len(self.trajectory_columns["rewards"])
+
+    @property
+    def token_ids(self) -> np.ndarray:
+        """[N] int32."""
+        return self.token_columns["token_ids"]
+
+    @property
+    def logprobs(self) -> np.ndarray:
+        """[N] float32, 0 where not sampled."""
+        return self.token_columns["logprobs"]
+
+    @property
+    def versions(self) -> np.ndarray:
+        """[N] int32, -1 where not sampled."""
+        return self.token_columns["versions"]
+
+    @property
+    def rewards(self) -> np.ndarray:
+        """[G] float32."""
+        return self.trajectory_columns["rewards"]
+
+    @property
+    def prompt_ids(self) -> np.ndarray:
+        """[P] int32, the shared prompt."""
+        return self.token_ids[: self.turns["num_tokens"][0]]
+
+    @cached_property
+    def is_baseline(self) -> np.ndarray:
+        """[G] bool, True where a trajectory is only compared with."""
+        return self.trajectory_columns.get("baseline", np.zeros(self.num_trajectories, dtype=bool))
+
+    @cached_property
+    def branches(self) -> tuple[Branch, ...]:
+        """Every path from a root to a leaf, trajectory by trajectory; each sampled turn is trained on exactly once.
+
+        Turns of a baseline are trained on nowhere.
+        """
+        parents, sampled = self.turns["parent"].tolist(), self.turns["sampled"].tolist()
+        inner, seen, branches = set(parents), set[int](), []
+        for leaf, trajectory in enumerate(self.turns["trajectory"].tolist()):
+            if leaf in inner or trajectory == SHARED:
+                continue
+            path = [leaf]
+            while parents[path[-1]] != ROOT:
+                path.append(parents[path[-1]])
+            new = {turn for turn in path if sampled[turn] and turn not in seen}
+            seen |= new
+            trained = frozenset[int]() if self.is_baseline[trajectory] else frozenset(new)
+            branches.append(Branch(trajectory=trajectory, turns=tuple(reversed(path)), trained=trained))
+        return tuple(branches)
+
+    def along(self, branch: Branch, name: str) -> np.ndarray:
+        """[T, …] of a token column along a branch."""
+        column, ends = self.token_columns[name], self._ends
+        return np.concatenate([column[ends[turn] - self._lengths[turn] : ends[turn]] for turn in branch.turns])
+
+    def trained_mask(self, branch: Branch) -> np.ndarray:
+        """[T] bool, True at the tokens of a branch that are trained on there."""
+        lengths = [self._lengths[turn] for turn in branch.turns]
+        return np.repeat([turn in branch.trained for turn in branch.turns], lengths)
+
+    def is_truncated(self, branch: Branch) -> bool:
+        """Whether the branch ended because it was too long."""
+        return self.turns["finish_reason"][branch.turns[-1]] == FINISH_REASONS.index(FinishReason.length)
+
+    def trajectories(self) -> list[Trajectory]:
+        """The trees that `from_trajectories` was given."""
+        rows, first = self.turns.tolist(), {}
+        turns: list[list[Turn]] = [[self._turn(0, ROOT)] for _ in range(self.num_trajectories)]
+        for index, (trajectory, parent, _, _, _) in enumerate(rows[1:], start=1):
+            offset = first.setdefault(trajectory, index) - 1
+            turns[trajectory].append(self._turn(index, parent - offset if parent > 0 else parent))
+        earned = self.turn_columns.get("turn_rewards", np.full(len(rows), np.nan, dtype=np.float32))
+        prefix = "metrics/"
+        reported = {name: column for name, column in self.trajectory_columns.items() if name.startswith(prefix)}
+        return [
+            Trajectory(
+                turns=tuple(turns[index]),
+                reward=float(self.rewards[index]),
+                turn_rewards={
+                    place: float(earned[first[index] + place - 1])
+                    for place in range(1, len(turns[index]))
+                    if not np.isnan(earned[first[index] + place - 1])
+                },
+                metrics={
+                    name.removeprefix(prefix): float(column[index])
+                    for name, column in reported.items()
+                    if not np.isnan(column[index])
+                },
+                baseline=bool(self.is_baseline[index]),
+            )
+            for index in range(self.num_trajectories)
+        ]
+
+    def _turn(self, index: int, parent: int) -> Turn:
+        _, _, num_tokens, sampled, reason = self.turns[index].tolist()
+        span = slice(self._ends[index] - num_tokens, self._ends[index])
+        return Turn(
+            token_ids=self.token_ids[span],
+            parent=parent,
+            sampled=bool(sampled),
+            logprobs=self.logprobs[span],
+            versions=self.versions[span],
+            finish_reason=FINISH_REASONS[reason] if reason >= 0 else None,
+            columns={name: values[span] for name, values in self.token_columns.items() if name not in _TOKEN_COLUMNS},
+        )
+
+    # Until the learner walks branches: the columns of a group without branching, responses end to end.
+
+    @property
+    def num_samples(self) -> int:
+        """G."""
+        return self.num_trajectories
+
+    @property
+    def response_ids(self) -> np.ndarray:
+        """[R] int32."""
+        return self.token_ids[self._lengths[0] :]
+
+    @cached_property
+    def response_lengths(self) -> np.ndarray:
+        """[G] int32."""
+        return np.array(self.summary.response_lengths, dtype=np.int32)
+
+    @property
+    def response_mask(self) -> np.ndarray:
+        """[R] bool."""
+        trajectories = self.turns["trajectory"][1:]
+        trained = self.turns["sampled"][1:].astype(bool) & ~self.is_baseline[trajectories]
+        return np.repeat(trained, self.turns["num_tokens"][1:])
+
+    @property
+    def behavior_logprobs(self) -> np.ndarray:
+        """[R] float32."""
+        return self.logprobs[self._lengths[0] :]
+
+    @property
+    def finish_reasons(self) -> tuple[FinishReason, ...]:
+        """G reasons."""
+        last = {row[0]: row[4] for row in self.turns.tolist()[1:]}
+        return tuple(FINISH_REASONS[last[index]] for index in range(self.num_trajectories))
+
+    @cached_property
+    def _lengths(self) -> list[int]:
+        return self.turns["num_tokens"].tolist()
+
+    @cached_property
+    def _ends(self) -> list[int]:
+        return np.cumsum(self.turns["num_tokens"]).tolist()
+
+    @cached_property
+    def summary(self) -> GroupSummary:
+        """The metadata that travels in the header of a put."""
+        lengths, written = [0] * self.num_trajectories, 0
+        for trajectory, _, num_tokens, sampled, _ in self.turns.tolist()[1:]:
+            lengths[trajectory] += num_tokens
+            written += num_tokens if sampled and not self.is_baseline[trajectory] else 0
+        versions = self.versions
+        sampled_versions = versions[versions != UNVERSIONED]
+        return GroupSummary(
+            group_id=self.group_id,
+            attempt=self.attempt,
+            num_prompt_tokens=self._lengths[0],
+            response_lengths=tuple(lengths),
+            num_tokens=written,
+            oldest_version=int(sampled_versions.min()),
+            newest_version=int(sampled_versions.max()),
+            rewards=tuple(self.rewards.tolist()),
+        )
+
+
+_TOKEN_COLUMNS = {"token_ids": np.dtype("<i4"), "logprobs": np.dtype("<f4"), "versions": np.dtype("<i4")}
+_TRAJECTORY_COLUMNS = {"rewards": np.dtype("<f4")}
+
+
+def _skeleton_of(turn: Turn, trajectory: int, parent: int) -> tuple[int, int, int, int, int]:
+    reason = -1 if turn.finish_reason is None else FINISH_REASONS.index(turn.finish_reason)
+    return trajectory, parent, len(turn.token_ids), int(turn.sampled), reason
+
+
+def _token_columns(turns: Sequence[Turn]) -> dict[str, np.ndarray]:
+    """Every token column of the turns end to end; zeros where a turn lacks one."""
+    columns = {
+        "token_ids": np.concatenate([turn.token_ids for turn in turns], dtype=np.int32),
+        "logprobs": np.concatenate([turn.logprobs for turn in turns], dtype=np.float32),
+        "versions": np.concatenate([turn.versions for turn in turns], dtype=np.int32),
+    }
+    samples = {name: values for turn in turns for name, values in turn.columns.items()}
+    for name, sample in sorted(samples.items()):
+        columns[name] = np.zeros((len(columns["token_ids"]), *sample.shape[1:]), dtype=sample.dtype)
+        end = 0
+        for turn in turns:
+            end += len(turn.token_ids)
+            if name in turn.columns:
+                columns[name][end - len(turn.token_ids) : end] = turn.columns[name]
+    return columns
+
+
+def _turn_columns(trajectories: Sequence[Trajectory]) -> dict[str, np.ndarray]:
+    """``turn_rewards`` [M] float32, NaN where a turn has none; nothing where no turn has one."""
+    if not any(each.turn_rewards for each in trajectories):
+        return {}
+    earned = [np.nan]
+    for each in trajectories:
+        earned += [each.turn_rewards.get(index, np.nan) for index in range(1, len(each.turns))]
+    return {"turn_rewards": np.array(earned, dtype=np.float32)}

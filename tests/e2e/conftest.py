@@ -1,6 +1,0 @@
-"""Makes ``running`` importable: the tests' folders have no ``__init__``."""
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent))

@@ -1,0 +1,55 @@
+"""Trajectory groups for tests, from flat responses with a mask."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+
+from asyncrl.protocol.trajectory import Trajectory, TrajectoryGroup, Turn
+from asyncrl.protocol.types import FinishReason
+
+
+def make_group(
+    *,
+    group_id: int,
+    attempt: int,
+    prompt_ids: np.ndarray,
+    response_ids: np.ndarray,
+    response_lengths: np.ndarray,
+    logprobs: np.ndarray,
+    versions: np.ndarray,
+    rewards: np.ndarray,
+    finish_reasons: Sequence[FinishReason],
+    response_mask: np.ndarray | None = None,
+) -> TrajectoryGroup:
+    """G chains of turns below one prompt: responses laid end to end, cut into turns where the mask changes."""
+    mask = np.ones(len(response_ids), dtype=bool) if response_mask is None else response_mask
+    trajectories, start = [], 0
+    for length, reward, reason in zip(response_lengths.tolist(), rewards.tolist(), finish_reasons, strict=True):
+        turns = [Turn.given(prompt_ids)]
+        for begin, end in runs(mask[start : start + length]):
+            span = slice(start + begin, start + end)
+            if not mask[span.start]:
+                turns.append(Turn.given(response_ids[span], parent=len(turns) - 1))
+                continue
+            turns.append(
+                Turn(
+                    token_ids=response_ids[span],
+                    parent=len(turns) - 1,
+                    sampled=True,
+                    logprobs=logprobs[span],
+                    versions=versions[span],
+                    finish_reason=reason if end == length else FinishReason.stop,
+                )
+            )
+        trajectories.append(Trajectory(turns=tuple(turns), reward=reward))
+        start += length
+    return TrajectoryGroup.from_trajectories(trajectories, group_id=group_id, attempt=attempt)
+
+
+def runs(mask: np.ndarray) -> list[tuple[int, int]]:
+    """Where runs of equal values begin and end."""
+    edges = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), len(mask)]
+    return [(begin, end) for begin, end in pairwise(edges) if end > begin]
