@@ -18,8 +18,8 @@ import torch
 from ray._private.worker import global_worker
 
 from asyncrl.protocol import DataProto
-from asyncrl.protocol.data_transport import from_parts, parts_of
-from asyncrl.protocol.wire import decode, encode
+from asyncrl.protocol.codec import decode, encode
+from asyncrl.protocol.serialization import from_parts, parts_of
 from asyncrl.single_controller import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from benchmarks.echo import Echo, PlainEcho
 from benchmarks.report import Target, median_times, milliseconds, print_report

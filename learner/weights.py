@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from asyncrl.protocol.checksums import weight_checksums
 from asyncrl.protocol.types import WeightSnapshot
-from asyncrl.protocol.weights import weight_checksums
 
 from .fsdp import whole_tensors
 from .lora import merged_weights

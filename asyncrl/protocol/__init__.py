@@ -5,17 +5,22 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .future import DataProtoFuture
-from .padding import DataProtoConfig, pad_dataproto_to_divisor, unpad_dataproto
+from .future import BatchData, DataProtoFuture
 
 if TYPE_CHECKING:
-    from .data_concat import BatchData
-    from .data_item import DataProtoItem, collate_fn
-    from .data_proto import DataProto
-    from .folding import fold_batch_dim, unfold_batch_dim
-    from .gathering import all_gather_data_proto
-    from .merging import list_of_dict_to_dict_of_list, union_numpy_dict, union_tensor_dict, union_two_dict
-    from .tensor_parts import (
+    from .columns import list_of_dict_to_dict_of_list, union_numpy_dict, union_tensor_dict, union_two_dict
+    from .data_proto import (
+        DataProto,
+        DataProtoConfig,
+        DataProtoItem,
+        collate_fn,
+        fold_batch_dim,
+        pad_dataproto_to_divisor,
+        unfold_batch_dim,
+        unpad_dataproto,
+    )
+    from .serialization import (
+        all_gather_data_proto,
         deserialize_single_tensor,
         deserialize_tensordict,
         serialize_single_tensor,
@@ -44,27 +49,11 @@ __all__ = [
     "unpad_dataproto",
 ]
 
-_ON_DEMAND = {
-    "_padding_size_key": "padding",
-    "BatchData": "data_concat",
-    "DataProto": "data_proto",
-    "DataProtoItem": "data_item",
-    "all_gather_data_proto": "gathering",
-    "collate_fn": "data_item",
-    "deserialize_single_tensor": "tensor_parts",
-    "deserialize_tensordict": "tensor_parts",
-    "fold_batch_dim": "folding",
-    "list_of_dict_to_dict_of_list": "merging",
-    "serialize_single_tensor": "tensor_parts",
-    "serialize_tensordict": "tensor_parts",
-    "unfold_batch_dim": "folding",
-    "union_numpy_dict": "merging",
-    "union_tensor_dict": "merging",
-    "union_two_dict": "merging",
-}
-
 
 def __getattr__(name: str) -> Any:
-    if name not in _ON_DEMAND:
+    if name == "_padding_size_key":  # verl's dispatch functions import it from here
+        return import_module(".future", __name__)._padding_size_key
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f".{_ON_DEMAND[name]}", __name__), name)
+    homes = (import_module(f".{home}", __name__) for home in ("data_proto", "columns", "serialization"))
+    return next(getattr(home, name) for home in homes if hasattr(home, name))

@@ -1,15 +1,17 @@
-"""Named columns: what `DataProto` is given, made into columns that fit together, and taken out of it by name."""
+"""Named columns: checked against one another, renamed, merged by name, and built into a TensorDict when first read."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import ItemsView, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, overload
 
 import numpy as np
-from tensordict import TensorDict
+import torch
+from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 
 from .errors import BatchError
-from .rows import leading_shape
+from .rows import cat_rows, is_nested, leading_shape, take_rows
 
 
 def object_array(values: Any) -> np.ndarray:
@@ -91,3 +93,333 @@ def rename_tensors(batch: TensorDict, old: list[str], new: list[str]) -> None:
     (tensors,) = pop_all({"batch": batch}, [old])
     for key, tensor in zip(new, tensors.values(), strict=True):
         batch.set(key, tensor)
+
+
+@dataclass(slots=True)
+class UnbuiltBatch:
+    """What a `DataProto` holds after it was cut, joined or received; it is never written to.
+
+    Not frozen, for that would double the time to make one.
+
+    Attributes:
+        tensors: Tensors by name, all of ``num_rows`` rows.
+        num_rows: B.
+        device: Of the TensorDict to be built; None where it has none of its own.
+        is_borrowed: The memory belongs to others too, so that the TensorDict gets copies.
+    """
+
+    tensors: dict[str, Any]
+    num_rows: int
+    device: torch.device | None = None
+    is_borrowed: bool = False
+
+    @property
+    def batch_size(self) -> torch.Size:
+        """``[B]``."""
+        return torch.Size((self.num_rows,))
+
+    def items(self) -> ItemsView[str, Any]:
+        """Names and tensors, to be read only."""
+        return self.tensors.items()
+
+    def select(self, *keys: str) -> UnbuiltBatch:
+        """The tensors named. Raises `KeyError` where there is no such tensor."""
+        missing = [key for key in keys if key not in self.tensors]
+        if missing:
+            raise KeyError(f"batch has no {missing}, only {list(self.tensors)}")
+        return UnbuiltBatch({key: self.tensors[key] for key in keys}, self.num_rows, self.device, self.is_borrowed)
+
+    def build(self) -> TensorDict:
+        """The TensorDict, in memory of its own where this is shared."""
+        return self.clone() if self.is_borrowed else self._build(self.tensors)
+
+    def clone(self) -> TensorDict:
+        """The TensorDict, in memory of its own."""
+        return self._build({key: tensor.clone() for key, tensor in self.tensors.items()})
+
+    def _build(self, tensors: dict[str, Any]) -> TensorDict:
+        return TensorDict(tensors, batch_size=self.batch_size, device=self.device)
+
+
+class BuiltWhenRead:
+    """The attribute ``batch`` of a `DataProto`: a TensorDict or None, built when it is first read.
+
+    On the class itself it is None, which `dataclasses` takes for the field's default.
+    """
+
+    @overload
+    def __get__(self, data: None, kind: Any = None) -> None: ...
+
+    @overload
+    def __get__(self, data: object, kind: Any = None) -> TensorDict | None: ...
+
+    def __get__(self, data: Any, kind: Any = None) -> TensorDict | None:
+        if data is None:
+            return None
+        if isinstance(data._batch, UnbuiltBatch):
+            data._batch = data._batch.build()
+        return data._batch
+
+    def __set__(self, data: Any, batch: TensorDict | UnbuiltBatch | None) -> None:
+        data._batch = batch
+
+
+BUILT_WHEN_READ = BuiltWhenRead()
+
+
+def sort_tensordict(
+    tensor_dict: TensorDict,
+) -> tuple[dict[str, torch.Tensor], dict[str, np.ndarray], dict[str, Any]]:
+    """Tensors, per-row values and values for all rows of a TensorDict."""
+    tensors: dict[str, torch.Tensor] = {}
+    arrays: dict[str, np.ndarray] = {}
+    facts: dict[str, Any] = {}
+    for key in map(str, tensor_dict.keys()):
+        value = tensor_dict.get(key)
+        if isinstance(value, torch.Tensor):
+            tensors[key] = value
+        elif isinstance(value, NonTensorStack):
+            arrays[key] = object_array([item.tolist() for item in value])
+        elif isinstance(value, NonTensorData):
+            facts[key] = value.data
+        else:
+            raise BatchError(
+                f"entry {key!r} is a {type(value).__name__}; only tensors and non-tensor data have a place"
+            )
+    return tensors, arrays, facts
+
+
+def join_tensordict(
+    tensors: Mapping[str, torch.Tensor],
+    arrays: Mapping[str, np.ndarray],
+    facts: Mapping[str, Any],
+    batch_size: tuple[int, ...],
+) -> TensorDict:
+    """The inverse of `sort_tensordict`."""
+    names = [*tensors, *arrays, *facts]
+    if len(set(names)) < len(names):
+        raise BatchError(f"a name stands in more than one part: {sorted({n for n in names if names.count(n) > 1})}")
+    joined: Any = TensorDict(dict(tensors), batch_size=batch_size)
+    for key, array in arrays.items():
+        values: list[Any] = [NonTensorData(value) for value in array]
+        joined.set(key, NonTensorStack.from_list(values))
+    for key, value in facts.items():
+        joined.set(key, NonTensorData(value, batch_size=joined.batch_size))
+    return joined
+
+
+def chunk_tensordict(data: TensorDictBase, chunks: int) -> list[TensorDictBase]:
+    """Cut a TensorDict into equal parts, its nested tensors and non-tensor entries too.
+
+    Raises:
+        BatchError: ``chunks`` does not divide the rows, or there are none to cut.
+    """
+    if not data.batch_size or chunks < 1 or data.batch_size[0] % chunks != 0:
+        raise BatchError(f"a TensorDict of batch size {tuple(data.batch_size)} cannot be cut into {chunks} equal parts")
+    nested, rest = _apart(data)
+    size = data.batch_size[0] // chunks
+    slices = [slice(index * size, (index + 1) * size) for index in range(chunks)]
+    return [_together(rest[part], {key: take_rows(tensor, part) for key, tensor in nested.items()}) for part in slices]
+
+
+def concat_tensordict(data: Sequence[TensorDictBase]) -> TensorDictBase:
+    """Lay TensorDicts end to end, their nested tensors too; of such without a batch dimension, the first.
+
+    Raises:
+        BatchError: they do not have the same entries.
+    """
+    if not data[0].batch_size:
+        return data[0]
+    same_columns([dict.fromkeys(map(str, part.keys())) for part in data], "a TensorDict")
+    nested, rests = zip(*map(_apart, data), strict=True)
+    joined = {key: cat_rows(parts) for key, parts in same_columns(nested, "the nested tensors").items()}
+    return _together(torch.cat(list(rests), dim=0), joined)
+
+
+def _apart(data: TensorDictBase) -> tuple[dict[str, Any], Any]:
+    """The nested tensors, which torch neither cuts nor joins, and a TensorDict of all else."""
+    nested = {key: tensor for key, tensor in data.items() if is_nested(tensor)}
+    return nested, data.exclude(*nested)
+
+
+def _together(rest: Any, nested: dict[str, Any]) -> TensorDictBase:
+    for key, tensor in nested.items():
+        rest.set(key, tensor)
+    return rest
+
+
+def union_tensor_dict(tensor_dict1: TensorDict | None, tensor_dict2: TensorDict | None) -> TensorDict | None:
+    """Add the second's tensors to the first, in place. A tensor in both must be equal, NaN to NaN.
+
+    Raises:
+        BatchError: the batch sizes differ, or a tensor does; nothing was added then.
+    """
+    if tensor_dict1 is None or tensor_dict2 is None:
+        return tensor_dict2 if tensor_dict1 is None else tensor_dict1
+    if tensor_dict1.batch_size != tensor_dict2.batch_size:
+        raise BatchError(
+            "the two tensor dicts must have identical batch sizes, "
+            f"got {tuple(tensor_dict1.batch_size)} and {tuple(tensor_dict2.batch_size)}"
+        )
+    own = dict(tensor_dict1.items())
+    added = {key: value for key, value in tensor_dict2.items() if key not in own}
+    for key, value in tensor_dict2.items():
+        if key in own and not _entries_equal(own[key], value):
+            raise BatchError(f"`{key}` in tensor_dict1 and tensor_dict2 are not the same object. {_DROP_ONE}")
+    for key, value in added.items():
+        tensor_dict1[key] = value
+    return tensor_dict1
+
+
+def union_numpy_dict(tensor_dict1: dict[str, np.ndarray], tensor_dict2: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Add the second's arrays to the first, in place. An array in both must be equal, NaN to NaN.
+
+    Raises:
+        BatchError: an array differs, or one in both is none; nothing was added then.
+    """
+    for key in tensor_dict1.keys() & tensor_dict2.keys():
+        first, second = tensor_dict1[key], tensor_dict2[key]
+        if not isinstance(first, np.ndarray) or not isinstance(second, np.ndarray) or not deep_equal(first, second):
+            raise BatchError(f"`{key}` in tensor_dict1 and tensor_dict2 are not the same object. {_DROP_ONE}")
+    tensor_dict1.update(tensor_dict2)
+    return tensor_dict1
+
+
+def union_two_dict(dict1: dict[Any, Any], dict2: dict[Any, Any]) -> dict[Any, Any]:
+    """Add the second's entries to the first, in place. An entry in both must be equal.
+
+    Raises:
+        BatchError: an entry differs; nothing was added then.
+    """
+    for key in dict1.keys() & dict2.keys():
+        if not facts_equal(dict1[key], dict2[key]):
+            raise BatchError(
+                f"{key} in meta_dict1 and meta_dict2 are not the same object: "
+                f"{dict1[key]!r:.200} and {dict2[key]!r:.200}. {_DROP_ONE}"
+            )
+    dict1.update(dict2)
+    return dict1
+
+
+def list_of_dict_to_dict_of_list(list_of_dict: Sequence[Mapping[Any, Any]]) -> dict[Any, list[Any]]:
+    """Turn records into columns, by the keys of the first. A record that lacks a key is left out of its column.
+
+    Raises:
+        BatchError: a record has a key that the first has not.
+    """
+    if not list_of_dict:
+        return {}
+    columns: dict[Any, list[Any]] = {key: [] for key in list_of_dict[0]}
+    for record in list_of_dict:
+        for key, value in record.items():
+            if key not in columns:
+                raise BatchError(f"key {key!r} is not in the first record, which has {list(columns)}")
+            columns[key].append(value)
+    return columns
+
+
+def same_columns(records: Sequence[Mapping[Any, Any]], part: str) -> dict[Any, list[Any]]:
+    """Turn records into columns. Raises `BatchError` unless all have the same keys."""
+    for record in records:
+        if record.keys() != records[0].keys():
+            raise BatchError(
+                f"all batches must have the same keys in {part}, got {sorted(records[0])} and {sorted(record)}"
+            )
+    return list_of_dict_to_dict_of_list(records)
+
+
+def merge_meta_info(meta_infos: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Merge the meta information of parts; each entry of ``metrics`` becomes the list of what the parts have.
+
+    Raises:
+        BatchError: another entry differs between parts.
+    """
+    merged: dict[str, Any] = {}
+    metrics: list[Mapping[str, Any]] = []
+    for meta_info in meta_infos:
+        own = meta_info.get("metrics")
+        metrics.extend(own if isinstance(own, list) else [own] if own is not None else [])
+        for key, value in meta_info.items():
+            if key == "metrics":
+                continue
+            if key in merged and not facts_equal(merged[key], value):
+                raise BatchError(f"Conflicting values for meta_info key '{key}': {merged[key]!r:.200}, {value!r:.200}")
+            merged.setdefault(key, value)
+    if metrics:
+        names = dict.fromkeys(name for own in metrics for name in own)
+        merged["metrics"] = {name: [own[name] for own in metrics if name in own] for name in names}
+    return merged
+
+
+_DROP_ONE = "Drop or rename one of them"
+
+
+def _entries_equal(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return tensors_equal(a, b)
+    return type(a) is type(b) and bool((a == b).all())  # a TensorDict within the TensorDict
+
+
+_Pairs = frozenset[tuple[int, int]]
+
+
+def deep_equal(a: Any, b: Any) -> bool:
+    """Equality of type and value that looks into arrays, tensors and containers; NaN equals NaN.
+
+    Containers that hold themselves are equal where they do so in the same way.
+    """
+    return _equal(a, b, frozenset())
+
+
+def facts_equal(a: Any, b: Any) -> bool:
+    """As `deep_equal`, or equal by their own ``==``, as 1 and 1.0 are, or a dict and an OrderedDict."""
+    if deep_equal(a, b):
+        return True
+    try:
+        return bool(a == b)
+    except (TypeError, ValueError, RuntimeError):  # a comparison that has no single answer, as of arrays
+        return False
+
+
+def _equal(a: Any, b: Any, open_pairs: _Pairs) -> bool:
+    """``open_pairs`` are the containers, by identity, that this comparison is inside of."""
+    if a is b:
+        return True
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, torch.Tensor):
+        return tensors_equal(a, b)
+    if isinstance(a, float | np.floating):
+        return bool(a == b or (a != a and b != b))
+    if not isinstance(a, np.ndarray | Mapping | list | tuple):
+        return bool(a == b)
+    if (id(a), id(b)) in open_pairs:
+        return True
+    return _containers_equal(a, b, open_pairs | {(id(a), id(b))})
+
+
+def _containers_equal(a: Any, b: Any, open_pairs: _Pairs) -> bool:
+    if isinstance(a, Mapping):
+        return a.keys() == b.keys() and all(_equal(a[key], b[key], open_pairs) for key in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(_equal(x, y, open_pairs) for x, y in zip(a, b, strict=True))
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    if a.dtype.hasobject and not a.dtype.names:
+        return all(_equal(x, y, open_pairs) for x, y in zip(a.flat, b.flat, strict=True))
+    if a.dtype.names:
+        return all(_equal(a[name], b[name], open_pairs) for name in a.dtype.names)
+    return bool(np.array_equal(a, b, equal_nan=a.dtype.kind in "fcmM"))
+
+
+def tensors_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Same dtype, shape and values; NaN equals NaN. Nested tensors are compared by their rows."""
+    if a.is_nested or b.is_nested:
+        if not (a.is_nested and b.is_nested) or a.size(0) != b.size(0):
+            return False
+        return all(map(tensors_equal, a.unbind(), b.unbind()))
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    if a.is_floating_point() or a.is_complex():
+        return bool(((a == b) | (a.isnan() & b.isnan())).all())
+    return torch.equal(a, b)

@@ -1,26 +1,59 @@
-"""`DataProto`, the batch that a controller and its workers exchange: tensors, arrays of anything, and facts."""
+"""`DataProto`, the batch that a controller and its workers exchange: tensors, numpy arrays, and shared facts."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Sequence
+import logging
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from tensordict import TensorDict
+from torch.utils.data import DataLoader
 
-from . import columns, data_info, data_transport, merging
+from . import columns, serialization
 from . import rows as row_ops
-from .data_concat import concat_rows
-from .data_item import DataProtoItem
+from .columns import BUILT_WHEN_READ, BuiltWhenRead, UnbuiltBatch, merge_meta_info, object_array, same_columns
 from .errors import BatchError
-from .mini_batches import mini_batches
-from .padding import DataProtoConfig
-from .unbuilt_batch import BUILT_WHEN_READ, BuiltWhenRead, UnbuiltBatch
+from .rows import cat_rows, is_nested, stack_rows
+
+_log = logging.getLogger(__name__)
+
+
+class _CheckedSwitches(type):
+    """Refuses a switch that is not a bool when it is set, not when a batch is split."""
+
+    def __setattr__(cls, name: str, value: Any) -> None:
+        if name == "auto_padding" and not isinstance(value, bool):
+            raise BatchError(f"DataProtoConfig.auto_padding must be a bool, got {value!r}")
+        super().__setattr__(name, value)
+
+
+class DataProtoConfig(metaclass=_CheckedSwitches):
+    """Switches of all batches of this process.
+
+    Attributes:
+        auto_padding: Whether dispatch pads any batch that cannot be split evenly.
+        auto_padding_key: Entry of ``meta_info`` that asks for it for one batch; verl's, as scripts set it by name.
+    """
+
+    auto_padding: bool = False
+    auto_padding_key: str = "_verl_auto_padding"
+
+
+@dataclass
+class DataProtoItem:
+    """One row of a `DataProto`."""
+
+    batch: TensorDict | None = None
+    non_tensor_batch: dict[str, Any] = field(default_factory=dict)
+    meta_info: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(init=False, eq=False, repr=False)
@@ -60,12 +93,12 @@ class DataProto:
         self.check_consistency()
 
     if TYPE_CHECKING:
-        _arrived: data_transport.Message  # until somebody looks into a batch that arrived
+        _arrived: serialization.Message  # until somebody looks into a batch that arrived
     else:
 
         def __getattr__(self, name: str) -> Any:
             """Called for what is not there: all of a batch that arrived and that nobody has looked into yet."""
-            data_transport.unfold(self)
+            serialization.unfold(self)
             if name not in self.__dict__:
                 raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
             return self.__dict__[name]
@@ -128,7 +161,7 @@ class DataProto:
         cls, tensor_dict: TensorDict, meta_info: dict[str, Any] | None = None, num_batch_dims: int = 1
     ) -> DataProto:
         """Sort a TensorDict into tensors, per-row values (arrays) and values for all rows (meta information)."""
-        tensors, arrays, facts = data_info.sort_tensordict(tensor_dict)
+        tensors, arrays, facts = columns.sort_tensordict(tensor_dict)
         facts = {**(meta_info or {}), **facts}
         if not tensors and not arrays:
             return cls(TensorDict({}, tensor_dict.batch_size) if tensor_dict.batch_size else None, meta_info=facts)
@@ -141,7 +174,7 @@ class DataProto:
             BatchError: a name stands in more than one part.
         """
         batch_size = (len(self),) if self.batch is not None or self.non_tensor_batch else ()
-        return data_info.join_tensordict(self._columns(), self.non_tensor_batch, self.meta_info, batch_size)
+        return columns.join_tensordict(self._columns(), self.non_tensor_batch, self.meta_info, batch_size)
 
     def __getitem__(self, item: Any) -> Any:
         if isinstance(item, slice):
@@ -234,9 +267,9 @@ class DataProto:
         sizes = [len(data) for data in (self, other) if data._batch is not None or data.non_tensor_batch]
         if len(set(sizes)) > 1:
             raise BatchError(f"union needs identical batch sizes, got {sizes[0]} and {sizes[1]} rows")
-        arrays = merging.union_numpy_dict(dict(self.non_tensor_batch), other.non_tensor_batch)
-        meta_info = merging.union_two_dict(dict(self.meta_info), other.meta_info)
-        self.batch = merging.union_tensor_dict(self.batch, other.batch)
+        arrays = columns.union_numpy_dict(dict(self.non_tensor_batch), other.non_tensor_batch)
+        meta_info = columns.union_two_dict(dict(self.meta_info), other.meta_info)
+        self.batch = columns.union_tensor_dict(self.batch, other.batch)
         self.non_tensor_batch.update(arrays)
         self.meta_info.update(meta_info)
         return self
@@ -321,7 +354,7 @@ class DataProto:
         Raises:
             BatchError: the batches have different columns, or different facts.
         """
-        return concat_rows(data) if data else DataProto()
+        return _concat_rows(data) if data else DataProto()
 
     def make_iterator(
         self,
@@ -338,15 +371,15 @@ class DataProto:
             seed: Seeds the order where ``dataloader_kwargs`` has ``shuffle``.
             dataloader_kwargs: Options of ``torch.utils.data.DataLoader``.
         """
-        return mini_batches(self, mini_batch_size, epochs, seed, dataloader_kwargs or {})
+        return _mini_batches(self, mini_batch_size, epochs, seed, dataloader_kwargs or {})
 
     def print_size(self, prefix: str = "") -> None:
         """Write the sizes of tensors and arrays to stdout."""
-        data_info.write_size(self._columns(), self.non_tensor_batch, prefix)
+        _write_size(self._columns(), self.non_tensor_batch, prefix)
 
     def get_data_info(self) -> str:
         """One line for each entry: its name, shape, dtype and device, or its type."""
-        return data_info.describe(self._columns(), self.non_tensor_batch, self.meta_info)
+        return _describe(self._columns(), self.non_tensor_batch, self.meta_info)
 
     @property
     def nbytes(self) -> int:
@@ -355,20 +388,20 @@ class DataProto:
 
     def save_to_disk(self, filepath: str | Path) -> None:
         """Write the batch to a file. Raises `WireError`, which says where, for what the codec does not carry."""
-        data_transport.save(self, filepath)
+        serialization.save(self, filepath)
 
     @classmethod
     def load_from_disk(cls, filepath: str | Path) -> DataProto:
         """Read a batch from a file. Raises `WireError` where the file is not one of `save_to_disk`."""
-        return data_transport.load(cls, filepath)
+        return serialization.load(cls, filepath)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return data_transport.reduce(self, protocol)
+        return serialization.reduce(self, protocol)
 
-    def __getstate__(self) -> data_transport.Message:
-        return data_transport.message_of(self)
+    def __getstate__(self) -> serialization.Message:
+        return serialization.message_of(self)
 
-    def __setstate__(self, message: data_transport.Message) -> None:
+    def __setstate__(self, message: serialization.Message) -> None:
         self.__dict__ = {"_arrived": message}
 
     def __copy__(self) -> DataProto:
@@ -396,3 +429,176 @@ class DataProto:
     def _columns(self) -> dict[str, Any]:
         """The tensors by name, to be read only."""
         return {} if self._batch is None else dict(self._batch.items())
+
+
+def collate_fn(x: Sequence[DataProtoItem]) -> DataProto:
+    """Stack rows to a batch; their values become object arrays.
+
+    Tensors whose first dimensions differ, as the rows of a nested tensor do, become a jagged tensor.
+    """
+    tensors = [item.batch for item in x if item.batch is not None]
+    batch = None
+    if tensors:
+        parts = same_columns([dict(row.items()) for row in tensors], "batch")
+        batch = TensorDict({key: stack_rows(rows) for key, rows in parts.items()}, batch_size=(len(tensors),))
+    values = same_columns([item.non_tensor_batch for item in x], "non_tensor_batch")
+    return DataProto(batch=batch, non_tensor_batch={key: object_array(column) for key, column in values.items()})
+
+
+def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataProto, int]:
+    """Append rows from the beginning of the batch, over and over, until ``size_divisor`` divides their number.
+
+    Returns:
+        The padded batch, which is ``data`` itself where nothing is to be done, and the number of rows appended. An
+        empty batch stays as it is.
+
+    Raises:
+        BatchError: ``data`` is no `DataProto`, or ``size_divisor`` is not positive.
+    """
+    if not hasattr(data, "select_idxs") or size_divisor < 1:
+        raise BatchError(f"a DataProto and a divisor >= 1 are needed, got {type(data).__name__} and {size_divisor}")
+    pad_size = -len(data) % size_divisor
+    if len(data) == 0:
+        _log.warning("an empty DataProto cannot be padded to a multiple of %d; it stays empty", size_divisor)
+    if pad_size == 0:
+        return data, 0
+    rows = [index % len(data) for index in range(len(data) + pad_size)]
+    return data.select_idxs(rows), pad_size
+
+
+def unpad_dataproto(data: DataProto, pad_size: int) -> DataProto:
+    """The batch without its last ``pad_size`` rows."""
+    return data[:-pad_size] if pad_size else data
+
+
+def fold_batch_dim(data: DataProto, new_batch_size: int) -> DataProto:
+    """Columns ``[B, ...]`` become ``[new_batch_size, B // new_batch_size, ...]``, sharing memory.
+
+    Raises:
+        BatchError: ``new_batch_size`` does not divide B, or a column is a nested tensor.
+    """
+    if new_batch_size < 1 or len(data) % new_batch_size != 0:
+        raise BatchError(f"new_batch_size must divide the {len(data)} rows, got {new_batch_size}")
+    shape = (new_batch_size, len(data) // new_batch_size)
+    batch = None
+    if data.batch is not None:
+        tensors = {key: _dense(key, tensor).reshape(*shape, *tensor.shape[1:]) for key, tensor in data.batch.items()}
+        batch = TensorDict(tensors, batch_size=(new_batch_size,), device=data.batch.device)
+    arrays = {key: array.reshape(*shape, *array.shape[1:]) for key, array in data.non_tensor_batch.items()}
+    return type(data)(batch=batch, non_tensor_batch=arrays, meta_info=data.meta_info)
+
+
+def unfold_batch_dim(data: DataProto, batch_dims: int = 2) -> DataProto:
+    """Columns ``[A, B, ...]`` become ``[A * B, ...]``: the first ``batch_dims`` dimensions are joined.
+
+    Raises:
+        BatchError: a column has fewer dimensions, or is a nested tensor.
+    """
+    for key, column in {**data._columns(), **data.non_tensor_batch}.items():
+        if _dense(key, column).ndim < batch_dims:
+            raise BatchError(f"{key!r} has {column.ndim} dimensions, of which {batch_dims} cannot be joined")
+    arrays = {key: _joined(array, batch_dims) for key, array in data.non_tensor_batch.items()}
+    batch = None
+    if data.batch is not None:
+        tensors = {key: tensor.flatten(0, batch_dims - 1) for key, tensor in data.batch.items()}
+        num_rows = next((len(column) for column in [*tensors.values(), *arrays.values()]), len(data))
+        batch = TensorDict(tensors, batch_size=(num_rows,), device=data.batch.device)
+    return type(data)(batch=batch, non_tensor_batch=arrays, meta_info=data.meta_info)
+
+
+def _joined(array: Any, batch_dims: int) -> Any:
+    return array.reshape(prod(array.shape[:batch_dims]), *array.shape[batch_dims:])
+
+
+def _dense(key: str, column: Any) -> Any:
+    if is_nested(column):
+        raise BatchError(f"{key!r} is a nested tensor, which cannot be folded; take it out by pop")
+    return column
+
+
+def _concat_rows(data: Sequence[DataProto]) -> DataProto:
+    """What `DataProto.concat` returns, of at least one batch."""
+    tensors = same_columns([part._columns() for part in data], "batch")
+    batch = None
+    if any(part._batch is not None for part in data):
+        joined = {key: cat_rows(parts) for key, parts in tensors.items()}
+        batch = UnbuiltBatch(joined, sum(map(len, data)))
+    array_parts = same_columns([part.non_tensor_batch for part in data], "non_tensor_batch")
+    arrays = {key: np.concatenate(parts, axis=0) for key, parts in array_parts.items()}
+    return data[0]._derived(batch, arrays, merge_meta_info([part.meta_info for part in data]))
+
+
+def _mini_batches(
+    data: DataProto, mini_batch_size: int, epochs: int, seed: int | None, dataloader_kwargs: dict[str, Any]
+) -> Iterator[DataProto]:
+    """What `DataProto.make_iterator` returns: a DataLoader chooses the rows, which are then taken at once.
+
+    As `collate_fn` does with rows, it makes object arrays of all arrays; Python lists of one length become a further
+    dimension.
+
+    Raises:
+        BatchError: ``mini_batch_size`` does not divide the rows.
+    """
+    if mini_batch_size < 1 or len(data) % mini_batch_size != 0:
+        raise BatchError(f"mini_batch_size must divide the {len(data)} rows, got {mini_batch_size}")
+    if not len(data):  # a DataLoader shuffles no empty data set
+        return iter(())
+
+    def collate(rows: list[int]) -> DataProto:
+        mini_batch = data.select_idxs(rows)
+        arrays = mini_batch.non_tensor_batch
+        mini_batch.non_tensor_batch = {key: object_array(list(array)) for key, array in arrays.items()}
+        return mini_batch
+
+    generator = None if seed is None else torch.Generator().manual_seed(seed)
+    loader = DataLoader(
+        range(len(data)),  # type: ignore[arg-type]
+        batch_size=mini_batch_size,
+        collate_fn=collate,
+        generator=generator,
+        **dataloader_kwargs,
+    )
+    return (mini_batch for _ in range(epochs) for mini_batch in loader)
+
+
+_GIB = 1024**3
+
+
+def _describe(tensors: Mapping[str, Any], arrays: Mapping[str, np.ndarray], meta_info: Mapping[str, Any]) -> str:
+    """Three headed lists of entries, one line each."""
+    lines = ["batch"]
+    lines += [f"  {key}: {_shape_of(value)} ({value.dtype}) {value.device}" for key, value in tensors.items()]
+    lines += ["non_tensor_batch"]
+    lines += [f"  {key}: ndarray{value.shape} ({value.dtype})" for key, value in arrays.items()]
+    lines += ["meta_info"]
+    lines += [f"  {key}: {_type_name(value)}" for key, value in meta_info.items()]
+    return "\n".join(lines)
+
+
+def _shape_of(tensor: Any) -> str:
+    """The shape in words; of a nested tensor, its rows and layout."""
+    if is_nested(tensor):
+        return f"({tensor.size(0)}, {str(tensor.layout).removeprefix('torch.')})"
+    return str(tuple(tensor.shape))
+
+
+def _type_name(value: Any) -> str:
+    """The type of a value, with the types inside a container. Example: ``dict[str: list[int]]``."""
+    if isinstance(value, list):
+        return f"list[{'|'.join(sorted({_type_name(item) for item in value[:3]})) or '...'}]"
+    if isinstance(value, tuple):
+        return f"tuple({', '.join(map(_type_name, value))})"
+    if isinstance(value, dict) and value:
+        key, item = next(iter(value.items()))
+        return f"dict[{_type_name(key)}: {_type_name(item)}]"
+    if isinstance(value, np.ndarray):
+        return f"ndarray{value.shape} ({value.dtype})"
+    return type(value).__name__
+
+
+def _write_size(tensors: Mapping[str, torch.Tensor], arrays: Mapping[str, np.ndarray], prefix: str) -> None:
+    """Write both sizes to stdout, in GiB."""
+    tensor_gib = sum(tensor.nbytes for tensor in tensors.values()) / _GIB
+    array_gib = sum(array.nbytes for array in arrays.values()) / _GIB
+    message = f"Size of tensordict: {tensor_gib} GB, size of non_tensor_batch: {array_gib} GB"
+    sys.stdout.write(f"{prefix}, {message}\n" if prefix else f"{message}\n")

@@ -1,20 +1,23 @@
-"""Results that are still being computed, and may go from one worker group to another without being fetched."""
+"""Results that are still being computed, and batches of any kind cut up and joined. Loads neither torch nor ray."""
 
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from .errors import UsageError
 from .remote import fetch, fetch_async
+
+# Dispatch functions put the number of rows they added under this keyword argument; the call takes them off again.
+_padding_size_key = "_padding_size_key_x123d"
 
 
 def merge(parts: Sequence[Any]) -> Any:
     """Join the results of the collecting ranks, `DataProto`s or TensorDicts, along the batch; None if all are None."""
-    from .data_concat import BatchData
-
     return None if parts and all(part is None for part in parts) else BatchData(parts).concat()
 
 
@@ -70,10 +73,84 @@ class DataProtoFuture:
 
 
 def _part(data: Any, index: int, chunks: int) -> Any:
-    from .data_concat import BatchData
-
     return BatchData(data).chunk(chunks)[index]
 
 
 def _both(data: Any, first: Callable[[Any], Any], second: Callable[[Any], Any]) -> Any:
     return second(first(data))
+
+
+class BatchData:
+    """One batch, or a list of them, of any kind: `DataProto`, `DataProtoFuture`, TensorDict, or Ray's reference to one.
+
+    Example: ``BatchData(argument).chunk(chunks=4)``, ``BatchData(results).concat()``.
+
+    Args:
+        data: What to cut up, or the list to lay end to end.
+    """
+
+    def __init__(self, data: Any) -> None:
+        self._data = data
+
+    def is_chunkable(self) -> bool:
+        """Whether `chunk` can cut it up."""
+        return _is_batch(self._data) or isinstance(self._data, DataProtoFuture)
+
+    def is_concatable(self) -> bool:
+        """Whether it is a list of at least one batch, or of references."""
+        data = self._data
+        return isinstance(data, list | tuple) and len(data) > 0 and (_is_batch(data[0]) or _is_reference(data[0]))
+
+    def chunk(self, chunks: int) -> Sequence[Any]:
+        """Cut it into parts of its own kind, as `DataProto.chunk` does; a TensorDict only evenly.
+
+        Raises:
+            BatchError: the rows cannot be cut evenly.
+            UsageError: it is of none of these kinds.
+        """
+        if _is_tensordict(self._data):
+            return _columns().chunk_tensordict(self._data, chunks)
+        if not self.is_chunkable():
+            raise UsageError(f"a {type(self._data).__name__} cannot be cut into parts; give a DataProto or TensorDict")
+        return self._data.chunk(chunks=chunks)
+
+    def concat(self) -> Any:
+        """Lay the batches of the list end to end; of references, the future of that.
+
+        Raises:
+            ValueError: the list is empty.
+            UsageError: it holds something else.
+        """
+        data = self._data
+        if not data:
+            raise ValueError("an empty list of batches cannot be laid end to end")
+        if _is_reference(data[0]):
+            return DataProtoFuture.concat(list(data))
+        if _is_tensordict(data[0]):
+            return _columns().concat_tensordict(data)
+        if not _is_batch(data[0]):
+            raise UsageError(f"results must be DataProto or TensorDict to be joined, got {type(data[0]).__name__}")
+        return type(data[0]).concat(data)
+
+
+def _is_batch(data: Any) -> bool:
+    from .data_proto import DataProto
+
+    return isinstance(data, DataProto) or _is_tensordict(data)
+
+
+def _is_tensordict(data: Any) -> bool:
+    tensordict = sys.modules.get("tensordict")
+    return tensordict is not None and isinstance(data, tensordict.TensorDictBase)
+
+
+def _is_reference(data: Any) -> bool:
+    ray = sys.modules.get("ray")
+    return ray is not None and isinstance(data, ray.ObjectRef)
+
+
+def _columns() -> Any:
+    """The TensorDict operations, imported only by a process that holds a TensorDict already."""
+    from . import columns
+
+    return columns

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from asyncrl.protocol.future import DataProtoFuture
-from asyncrl.protocol.padding import _padding_size_key
+from asyncrl.protocol.future import DataProtoFuture, _padding_size_key
 
 from .dispatch import collect_all_to_all, collect_dp_compute, silent_ranks
 

@@ -8,8 +8,7 @@ from types import FunctionType
 from typing import Any
 
 from asyncrl.protocol.errors import UsageError
-from asyncrl.protocol.future import DataProtoFuture, merge
-from asyncrl.protocol.padding import _padding_size_key
+from asyncrl.protocol.future import DataProtoFuture, _padding_size_key, merge
 
 from .decorator import Dispatch, Execute, _check_dispatch_mode
 
@@ -259,7 +258,7 @@ def _chunked(name: Any, value: Any, chunks: int) -> list[Any]:
     """The value in equal parts, where it knows how to be cut."""
     from tensordict import TensorDictBase
 
-    from asyncrl.protocol.data_concat import BatchData
+    from asyncrl.protocol.future import BatchData
 
     if not hasattr(value, "chunk"):
         raise UsageError(

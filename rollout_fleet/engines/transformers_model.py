@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessor, StoppingCriteria
 
+from asyncrl.protocol.checksums import weight_checksums
 from asyncrl.protocol.errors import EngineError
 from asyncrl.protocol.types import FinishReason, WeightSnapshot
-from asyncrl.protocol.weights import weight_checksums
 from rollout_fleet.config import SamplingConfig
 from rollout_fleet.types import GenerationRequest, GroupOutput, SampleOutput
 

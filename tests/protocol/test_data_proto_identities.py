@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.protocol import DataProto, pad_dataproto_to_divisor, unpad_dataproto
-from asyncrl.protocol.equality import deep_equal
+from asyncrl.protocol.columns import deep_equal
 
 
 @st.composite

@@ -14,7 +14,7 @@ from asyncrl.protocol import (
     union_tensor_dict,
     union_two_dict,
 )
-from asyncrl.protocol.equality import deep_equal, facts_equal
+from asyncrl.protocol.columns import deep_equal, facts_equal
 from asyncrl.protocol.errors import BatchError
 
 

@@ -10,7 +10,7 @@ from asyncrl.protocol import (
     serialize_single_tensor,
     serialize_tensordict,
 )
-from asyncrl.protocol.equality import deep_equal
+from asyncrl.protocol.columns import deep_equal
 from asyncrl.protocol.errors import BatchError
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float8_e5m2, torch.int64, torch.uint8, torch.bool]

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from asyncrl.protocol.checksums import weight_checksums
 from asyncrl.protocol.types import WeightSnapshot
-from asyncrl.protocol.weights import weight_checksums
 from rollout_fleet.config import SamplingConfig
 from rollout_fleet.engines.continuing import ContinuingEngine
 from rollout_fleet.types import GenerationRequest, SampleOutput

@@ -3,7 +3,7 @@ import hashlib
 import pytest
 import torch
 
-from asyncrl.protocol.weights import weight_checksums
+from asyncrl.protocol.checksums import weight_checksums
 
 
 def sha(raw):
