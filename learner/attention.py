@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from transformers import AttentionInterface
 from .ulysses import (
     gather_heads_scatter_seq,
     gather_seq_scatter_heads,
+    get_ulysses_sequence_parallel_rank,
     get_ulysses_sequence_parallel_world_size,
     replicate_kv_heads,
     validate_ulysses_config,
@@ -48,6 +49,7 @@ class PackedLayout:
         unpad_index: [N] int64, padded place of every packed token; None when nothing is padded.
         cu_seqlens: [number of sequences + 1] int32, starts and end of the sequences.
         max_length: Tokens of the longest sequence.
+        lengths: Tokens of every sequence.
     """
 
     buckets: tuple[tuple[int, int], ...]
@@ -55,13 +57,25 @@ class PackedLayout:
     unpad_index: Tensor | None
     cu_seqlens: Tensor
     max_length: int
+    lengths: tuple[int, ...]
+
+    def cut(self, chunk: int) -> PackedLayout:
+        """The layout for attention within chunks: every sequence is cut into pieces of ``chunk`` tokens and a rest."""
+        pieces = [min(chunk, length - start) for length in self.lengths for start in range(0, length, chunk)]
+        return packed_layout(pieces, self.cu_seqlens.device)
+
+    def positions(self) -> Tensor:
+        """[N] int64, place of every token in its sequence."""
+        device = self.cu_seqlens.device
+        starts, sizes = self.cu_seqlens[:-1].long(), torch.tensor(self.lengths, device=device)
+        return torch.arange(sum(self.lengths), device=device) - starts.repeat_interleave(sizes)
 
 
 def packed_layout(lengths: Sequence[int], device: torch.device) -> PackedLayout:
     """Plan the attention calls for sequences laid end to end.
 
     Args:
-        lengths: Tokens of every sequence, longest first.
+        lengths: Tokens of every sequence, in packed order; longest first needs the fewest calls.
         device: Where the indices are needed.
 
     Returns:
@@ -85,12 +99,13 @@ def packed_layout(lengths: Sequence[int], device: torch.device) -> PackedLayout:
         pad_index=None if whole else torch.from_numpy(np.concatenate(pad)).to(device),
         unpad_index=None if whole else torch.from_numpy(np.concatenate(unpad)).to(device),
         cu_seqlens=torch.from_numpy(np.append(starts, sizes.sum()).astype(np.int32)).to(device),
-        max_length=int(sizes[0]),
+        max_length=int(sizes.max()),
+        lengths=tuple(sizes.tolist()),
     )
 
 
 def _runs(lengths: Sequence[int]) -> list[tuple[int, int]]:
-    """Split descending lengths into [first, last) runs that share a batch, without padding where that is cheaper."""
+    """Split lengths into [first, last) runs, each led by its longest, that share a batch where that is cheaper."""
     tolerance, free = MAX_PADDING, FREE_PADDING_TOKENS
     if len(set(lengths)) * TOKENS_PER_CALL <= sum(lengths):
         tolerance, free = 0.0, 0
@@ -98,7 +113,7 @@ def _runs(lengths: Sequence[int]) -> list[tuple[int, int]]:
     for index, length in enumerate(lengths):
         longest = lengths[first]
         padding += longest - length
-        if padding > free and length < longest * (1 - tolerance):
+        if length > longest or (padding > free and length < longest * (1 - tolerance)):
             runs.append((first, index))
             first, padding = index, 0
     return [*runs, (first, len(lengths))]
@@ -120,32 +135,66 @@ def packed_attention(
     """Attend within each packed sequence.
 
     Args:
-        module: The attention layer; unused.
+        module: The attention layer.
         query: [1, H, N, D]; under sequence parallelism N is this rank's part of the tokens, here and in the result.
         key: [1, kv heads, N, D].
-        value: [1, kv heads, N, D].
+        value: [1, kv heads, N, Dv]; Dv may differ from D, as in DeepSeek's latent attention.
         attention_mask: None; the layout says who sees whom.
         packed: Layout of all tokens.
         scaling: Factor on the scores; None is D ** -0.5.
         dropout: Dropout of the attention weights.
         sliding_window: A token sees this many tokens, itself included; None sees all before it.
-        extra: What the model passes besides; ``softcap`` and ``s_aux`` change the scores and are refused.
+        extra: What the model passes besides. ``s_aux`` [H] are attention sinks (GPT-OSS); ``softcap`` is refused.
 
     Returns:
-        [1, N, H, D], and None for the weights.
+        [1, N, H, Dv], and None for the weights.
 
     Raises:
         ValueError: the model needs an attention that this one is not.
     """
-    for name in ("softcap", "s_aux"):
-        if extra.get(name) is not None:
-            raise ValueError(f"packed attention does not know {name}, which {type(module).__name__} needs")
-    q, k, v = (x.transpose(1, 2) for x in _all_tokens(query, key, value))
-    if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and dropout == 0.0:
-        out = _varlen(q[0], k[0], v[0], packed, scaling, sliding_window)
+    if extra.get("softcap") is not None:
+        raise ValueError(f"packed attention does not know softcap, which {type(module).__name__} needs")
+    window, chunk = _span(module, sliding_window)
+    num_local, sinks = query.size(2), extra.get("s_aux")
+    q, k, v = (x.transpose(1, 2)[0] for x in _all_tokens(query, key, value))
+    q = _own_temperature(module, q, packed, num_local)
+    if sinks is not None:
+        sinks = sinks.chunk(get_ulysses_sequence_parallel_world_size())[get_ulysses_sequence_parallel_rank()]
+    if chunk is not None and chunk < packed.max_length:
+        packed = packed.cut(chunk)
+    if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and dropout == 0.0 and sinks is None:
+        out = _varlen(q, k, v, packed, scaling, window)
     else:
-        out = _bucketed(q[0], k[0], v[0], packed, scaling, dropout, sliding_window)
+        out = _bucketed(q, k, v, packed, scaling, dropout, window, sinks)
     return gather_heads_scatter_seq(out.unsqueeze(0), head_dim=2, seq_dim=1), None
+
+
+def _span(module: nn.Module, window: int | None) -> tuple[int | None, int | None]:
+    """Sliding window and chunk of a layer. Some models say them to the mask alone, which packed attention has not."""
+    config = getattr(module, "config", None)
+    types, index = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
+    kind = types[index] if types and index is not None and index < len(types) else None
+    if kind == "sliding_attention" and window is None:
+        window = getattr(config, "sliding_window", None)
+    return window, getattr(config, "attention_chunk_size", None) if kind == "chunked_attention" else None
+
+
+def _own_temperature(module: nn.Module, q: Tensor, packed: PackedLayout, num_local: int) -> Tensor:
+    """[N, H, D] queries as in their own sequence.
+
+    Llama 4 scales the queries of layers without rotary embeddings by their place in the row that it is given
+    (arXiv 2501.19399). Packed, that is not their place in the sequence.
+    """
+    if not getattr(module, "attn_temperature_tuning", False) or getattr(module, "use_rope", True):
+        return q
+
+    def factor(places: Tensor) -> Tensor:
+        scale, floor = (cast("float", getattr(module, name)) for name in ("attn_scale", "floor_scale"))
+        return torch.log1p(torch.floor((places.float() + 1.0) / floor)) * scale + 1.0
+
+    own = packed.positions()
+    given = torch.arange(len(own), device=own.device) % num_local
+    return (q * (factor(own) / factor(given))[:, None, None]).to(q.dtype)
 
 
 def _all_tokens(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -160,10 +209,18 @@ def _all_tokens(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tens
 
 
 def _bucketed(
-    q: Tensor, k: Tensor, v: Tensor, packed: PackedLayout, scaling: float | None, dropout: float, window: int | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    packed: PackedLayout,
+    scaling: float | None,
+    dropout: float,
+    window: int | None,
+    sinks: Tensor | None,
 ) -> Tensor:
-    """[N, H, D] attention by one SDPA call a bucket."""
-    num_tokens, num_heads, head_dim = q.shape
+    """[N, H, Dv] attention by one SDPA call per bucket."""
+    num_tokens, num_heads, head_dim = q.size(0), q.size(1), v.size(2)
+    scale = q.size(2) ** -0.5 if scaling is None else scaling
     if packed.pad_index is not None:
         q, k, v = (
             x.reshape(num_tokens, -1).index_select(0, packed.pad_index).view(-1, *x.shape[1:]) for x in (q, k, v)
@@ -171,16 +228,38 @@ def _bucketed(
     sizes = [count * length for count, length in packed.buckets]
     outputs = []
     for (count, length), *qkv in zip(packed.buckets, q.split(sizes), k.split(sizes), v.split(sizes), strict=True):
-        batched = (x.view(count, length, *x.shape[1:]).transpose(1, 2) for x in qkv)
-        mask = _band(length, window, q.device) if window is not None and window < length else None
+        batched = [x.view(count, length, *x.shape[1:]).transpose(1, 2) for x in qkv]
+        mask = _band(length, window or length, q.device) if sinks is not None or (window or length) < length else None
+        if mask is not None and sinks is not None:
+            batched, mask = _with_sinks(*batched, mask=mask, sinks=sinks / scale)
         out = F.scaled_dot_product_attention(
-            *batched, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, scale=scaling, enable_gqa=True
+            *batched, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, scale=scale, enable_gqa=True
         )
         outputs.append(out.transpose(1, 2).reshape(count * length, num_heads * head_dim))
     merged = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     if packed.unpad_index is not None:
         merged = merged.index_select(0, packed.unpad_index)
     return merged.view(num_tokens, num_heads, head_dim)
+
+
+def _with_sinks(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor, sinks: Tensor) -> tuple[list[Tensor], Tensor]:
+    """Add a key that every token sees: its score is the head's sink, its value zero.
+
+    The sink stands in a further dimension of the queries, where only that key is not zero; eight dimensions are added,
+    since GPU kernels want a multiple.
+
+    Args:
+        q: [count, H, L, D].
+        k: [count, kv heads, L, D].
+        v: [count, kv heads, L, Dv].
+        mask: [L, L] bool.
+        sinks: [H], divided by the scale of the scores.
+    """
+    count, _, length, _ = q.shape
+    added = F.pad(sinks.to(q.dtype).view(1, -1, 1, 1).expand(count, -1, length, 1), (0, 7))
+    sink_key = F.one_hot(torch.tensor(k.size(3), device=k.device), k.size(3) + 8).to(k.dtype)
+    keys = torch.cat((F.pad(k, (0, 8)), sink_key.expand(count, k.size(1), 1, -1)), dim=2)
+    return [torch.cat((q, added), dim=3), keys, F.pad(v, (0, 0, 0, 1))], F.pad(mask, (0, 1), value=True)
 
 
 def _band(length: int, window: int, device: torch.device) -> Tensor:
@@ -190,14 +269,16 @@ def _band(length: int, window: int, device: torch.device) -> Tensor:
 
 
 def _varlen(q: Tensor, k: Tensor, v: Tensor, packed: PackedLayout, scaling: float | None, window: int | None) -> Tensor:
-    """[N, H, D] attention by torch's variable-length kernel."""
+    """[N, H, Dv] attention by torch's variable-length kernel."""
     from torch.nn.attention.varlen import varlen_attn  # only there with CUDA support
 
     span = (-1, 0) if window is None else (window - 1, 0)
-    starts, longest = packed.cu_seqlens, packed.max_length
+    starts, longest, value_dim = packed.cu_seqlens, packed.max_length, v.size(2)
+    if value_dim < q.size(2):
+        v = F.pad(v, (0, q.size(2) - value_dim))  # the kernel has one head size
     out = varlen_attn(q, k, v, starts, starts, longest, longest, window_size=span, scale=scaling, enable_gqa=True)
     assert isinstance(out, Tensor)
-    return out
+    return out[..., :value_dim]
 
 
 # Its calls differ from batch to batch: traced, they would be compiled anew each time. Compiled layers call it as it is.

@@ -7,30 +7,24 @@ reverse order, whatever happened.
 from __future__ import annotations
 
 import asyncio
-import logging
 import shutil
+import uuid
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from asyncrl.config import RunConfig
 from asyncrl.controller.cluster import ray_cluster
-from asyncrl.controller.colocated import TurnTaking
-from asyncrl.controller.controller import Controller, PromptSource
-from asyncrl.controller.evaluation import evaluate
-from asyncrl.controller.learner_group import Fleet, Learner, RunPaths
-from asyncrl.controller.resume import (
-    Resumed,
-    ResumedPrompts,
-    RunState,
-    begin_buffer_at,
-    checkpoint_folder,
-    find_checkpoint,
-)
-from asyncrl.controller.run_folder import shared_folder, snapshot_folder
+from asyncrl.controller.colocated import ColocatedController
+from asyncrl.controller.controller import Controller
+from asyncrl.controller.fleet_group import FleetGroup
+from asyncrl.controller.learner_group import LearnerGroup
+from asyncrl.controller.parts import PromptSource
+from asyncrl.controller.resume import Resumed, ResumedPrompts, RunState, begin_buffer_at, find_checkpoint
+from asyncrl.controller.run_folder import RunPaths, shared_folder
 from asyncrl.data.prompts import PromptStream
 from asyncrl.metrics import (
     Evaluation,
@@ -45,12 +39,13 @@ from asyncrl.metrics import (
 from asyncrl.protocol.types import Prompt, WeightSnapshot
 from asyncrl.single_controller import ray_death
 from buffer import BufferClient, BufferConnection, BufferProcess
+from learner.advantages import ADVANTAGES
 from learner.config import AlgorithmConfig
-from learner.registry import ADVANTAGES, LOSSES
+from learner.losses import LOSSES
 
 T = TypeVar("T")
 U = TypeVar("U")
-logger = logging.getLogger(__name__)
+Starter: TypeAlias = Callable[..., Coroutine[Any, Any, T]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,8 +53,8 @@ class _Parts:
     """What is running."""
 
     buffer: BufferClient
-    learner: Learner
-    fleet: Fleet
+    learner: LearnerGroup
+    fleet: FleetGroup
 
 
 class Run:
@@ -129,6 +124,7 @@ class Run:
 
     def _start_buffer(self, stack: AsyncExitStack) -> BufferProcess:
         options = self._config.buffer
+        options = replace(options, epoch=options.epoch or uuid.uuid4().hex[:16])
         if self._resumed is not None:
             options = begin_buffer_at(options, self._resumed.state.version)
         # Started from this thread, which outlives it: the server dies with the thread that started it.
@@ -156,15 +152,15 @@ class Run:
             learner, fleet = await self._start_groups(stack, server.connection)
         return await self._train(_Parts(buffer=buffer, learner=learner, fleet=fleet), prompts)
 
-    async def _start_groups(self, stack: AsyncExitStack, buffer: BufferConnection) -> tuple[Learner, Fleet]:
+    async def _start_groups(self, stack: AsyncExitStack, buffer: BufferConnection) -> tuple[LearnerGroup, FleetGroup]:
         """Start the fleet while the policy is warm-started, then the learner; the stack stops them.
 
         Engines take longest to come up: they start on ``model.path``, which has the policy's shape, and load the
         warm-started weights as version 0 by the same transaction as every later version.
         """
-        make = partial(_made, buffer=buffer, paths=self._paths())
+        make = partial(_made, buffer=buffer, paths=RunPaths.of(self._config, self._run_dir))
 
-        async def start_fleet() -> Fleet:
+        async def start_fleet() -> FleetGroup:
             fleet = await self._start_fleet(stack, make)
             policy = await self._warming
             if self._resumed is None and policy != Path(self._config.model.path):
@@ -176,42 +172,34 @@ class Run:
             await fleet.load(await learner.publish(self._resumed.state.version))
         return learner, fleet
 
-    async def _start_in_turn(self, stack: AsyncExitStack, buffer: BufferConnection) -> tuple[Learner, Fleet]:
+    async def _start_in_turn(self, stack: AsyncExitStack, buffer: BufferConnection) -> tuple[LearnerGroup, FleetGroup]:
         """Start both groups in the same places: the learner first, which leaves the devices to the engines."""
-        make = partial(_made, buffer=buffer, paths=self._paths())
+        make = partial(_made, buffer=buffer, paths=RunPaths.of(self._config, self._run_dir))
         learner = await self._start_learner(stack, make)
         snapshot = await learner.rollout_mode(self._state.version)
         fleet = await self._start_fleet(stack, partial(make, pool=learner.pool))
         await fleet.load(snapshot)
         return learner, fleet
 
-    async def _start_fleet(self, stack: AsyncExitStack, make: Callable[..., Coroutine[Any, Any, Fleet]]) -> Fleet:
-        fleet = await make(Fleet, self._config)
+    async def _start_fleet(self, stack: AsyncExitStack, make: Starter[FleetGroup]) -> FleetGroup:
+        fleet = await make(FleetGroup, self._config)
         stack.push_async_callback(fleet.stop, self._config.rollout_fleet.stop_timeout_s + 2)
         count, engine = self._config.rollout_fleet.num_engines, self._config.rollout_fleet.engine
         await self._ready(f"rollout fleet ({count} {engine} engines)", fleet.start())
         return fleet
 
-    async def _start_learner(self, stack: AsyncExitStack, make: Callable[..., Coroutine[Any, Any, Learner]]) -> Learner:
+    async def _start_learner(self, stack: AsyncExitStack, make: Starter[LearnerGroup]) -> LearnerGroup:
         """Start the learner on the warm-started policy, or where the checkpoint stands."""
         with self._view.waiting_for("warm start"):
             policy = await self._warming
         config = replace(self._config, model=replace(self._config.model, path=str(policy)))
-        learner = await make(Learner, config)
+        learner = await make(LearnerGroup, config)
         stack.push_async_callback(learner.stop, self._config.rollout_fleet.stop_timeout_s)
         await self._ready(f"learner ({config.learner.num_ranks} ranks)", learner.init())
         if self._resumed is not None:
             with self._view.waiting_for("checkpoint"):
                 await learner.load(self._resumed.checkpoint)
         return learner
-
-    def _paths(self) -> RunPaths:
-        return RunPaths(
-            logs=self._run_dir / "logs",
-            snapshots=snapshot_folder(self._config, self._run_dir),
-            trajectories=self._run_dir / "trajectories" if self._config.record_trajectories else None,
-            checkpoints=checkpoint_folder(self._config, self._run_dir),
-        )
 
     @property
     def _state(self) -> RunState:
@@ -228,7 +216,7 @@ class Run:
         before = await self._evaluate(parts, "before", self._state.version)
         self._start_s = self._view.elapsed_s
         writer = MetricsWriter(self._run_dir)
-        kind = TurnTaking if self._config.placement.colocated else Controller
+        kind = ColocatedController if self._config.placement.colocated else Controller
         controller = kind(
             self._config,
             buffer=parts.buffer,
@@ -246,7 +234,7 @@ class Run:
         after = await self._evaluate(parts, "after", result.policy_version)
         return result, before, after
 
-    async def _train_and_save(self, controller: Controller, learner: Learner) -> None:
+    async def _train_and_save(self, controller: Controller | ColocatedController, learner: LearnerGroup) -> None:
         """Save the policy as soon as it is trained: whatever goes wrong later, it is there."""
         await controller.train()
         await learner.save_policy(self._run_dir / "policy")
@@ -254,7 +242,7 @@ class Run:
     async def _evaluate(self, parts: _Parts, when: str, version: int) -> Evaluation | None:
         if not self._config.evaluation.enabled:
             return None
-        evaluation = await evaluate(parts.fleet, self._held_out, self._config, policy_version=version)
+        evaluation = await parts.fleet.evaluate(self._held_out, policy_version=version)
         self._view.evaluation(when, evaluation)
         return evaluation
 
@@ -279,7 +267,7 @@ class Run:
 
 
 def _import_own_algorithm(algorithm: AlgorithmConfig) -> None:
-    """Import a user's own advantage and loss, whose names the options' check has only read: before parts start.
+    """Look the advantage and the loss up, and import a user's own, before any part starts.
 
     Raises:
         ValueError: the import fails, or finds no function.

@@ -133,8 +133,12 @@ class StepDeadline:
         return min(self._limit_s, max(self._floor_s, self._factor * self._longest_s[kind]))
 
     async def within(self, pending: Awaitable[T], kind: str, what: str, option: str) -> T:
-        """As `within`, under the deadline of this kind of call, whose duration is recorded."""
-        began_s = time.monotonic()
+        """As `within`, under the deadline of this kind of call.
+
+        The recorded duration begins when the call was queued, if ``pending`` knows that: a caller that starts to wait
+        late must not shorten the deadline of one that waits from the beginning.
+        """
+        began_s = getattr(pending, "queued_s", time.monotonic())
         timeout_s = self.seconds(kind)
         if timeout_s < self._limit_s:
             option = f"{option} (at most {self._limit_s:g} s; here {self._factor:g} x the longest of its kind so far)"

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from asyncrl.config import RunConfig
 from asyncrl.protocol.types import Prompt
-from learner.trainer import PolicyTrainer
+from learner.trainer import Trainer
 from learner.weights import SnapshotWriter
 from rollout_fleet.config import EngineKind
 from rollout_fleet.decoding import load_decoder
@@ -21,7 +21,7 @@ from rollout_fleet.rewards.scorer import RewardScorer
 from rollout_fleet.types import EvaluationResult
 
 
-class Examiner:
+class HeldOutEvaluator:
     """Answers held-out prompts greedily with the weights of the moment; on rank 0, the other ranks hear the result."""
 
     def __init__(self, config: RunConfig, held_out: Sequence[Prompt]) -> None:
@@ -35,7 +35,7 @@ class Examiner:
         self._scorer = RewardScorer(self._config.reward, num_processes=1, timeout_s=self._config.reward_timeout_s)
         self._decode = load_decoder(self._model_path)
 
-    async def __aenter__(self) -> Examiner:
+    async def __aenter__(self) -> HeldOutEvaluator:
         if self._is_first:
             await self._engine.start()
             await self._scorer.start()
@@ -46,7 +46,7 @@ class Examiner:
         await self._scorer.close()
         self._directory.cleanup()
 
-    async def accuracy(self, trainer: PolicyTrainer, step: int) -> float:
+    async def accuracy(self, trainer: Trainer, step: int) -> float:
         """Mean greedy reward over the held-out prompts, on every rank; a collective."""
         snapshot = self._writer.write(step, trainer)
         result = [0.0]

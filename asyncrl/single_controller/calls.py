@@ -8,7 +8,8 @@ interleaved, it could wait for itself.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Generator, Iterator
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -46,7 +47,15 @@ def deadline_in_force(default_s: float | None) -> float | None:
 
 
 class PendingResults(list[Any]):
-    """References to the results of all ranks: a list for ``ray.get``, and awaitable."""
+    """References to the results of all ranks: a list for ``ray.get``, and awaitable.
+
+    Attributes:
+        queued_s: When the call was made, by ``time.monotonic``.
+    """
+
+    def __init__(self, refs: Iterable[Any] = ()) -> None:
+        super().__init__(refs)
+        self.queued_s = time.monotonic()
 
     def get(self, timeout_s: float | None = None) -> list[Any]:
         """Wait for all results, in the order of the ranks.

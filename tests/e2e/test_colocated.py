@@ -2,8 +2,6 @@
 
 import pytest
 
-from tests.support.training_run import RunningTraining
-
 pytestmark = pytest.mark.e2e
 
 OPTIONS = [
@@ -15,22 +13,17 @@ OPTIONS = [
 ]
 
 
-@pytest.fixture
-def start(tmp_path):
-    running = []
-
-    def start(*overrides):
-        running.append(RunningTraining(tmp_path, *OPTIONS, *overrides))
-        return running[-1]
-
-    yield start
-    for run in running:
-        run.end()
-
-
-@pytest.mark.parametrize(("engine", "max_lag"), [("transformers", 0), ("transformers", 2), ("sglang", 1)])
+@pytest.mark.parametrize(
+    ("engine", "max_lag"),
+    [
+        ("transformers", 2),
+        pytest.param("transformers", 0, marks=pytest.mark.slow),
+        pytest.param("sglang", 1, marks=pytest.mark.slow),
+    ],
+)
 def test_colocated_pools_train_within_the_bound_and_offload_at_every_turn(start, engine, max_lag):
     run = start(
+        *OPTIONS,
         f"rollout_fleet.engine={engine}",
         f"buffer.max_lag={max_lag}",
         "learner.offload_at_transition_only=true",

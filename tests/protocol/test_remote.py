@@ -30,6 +30,15 @@ async def test_a_repeated_call_gets_ten_times_its_longest_duration_between_floor
         assert deadline.seconds("update") == expected
     assert deadline.seconds("critic") == 1200.0
 
+    class Queued(asyncio.Future):
+        queued_s = 0.0
+
+    queued = Queued()
+    queued.set_result(None)
+    now[0] = 70.0
+    await deadline.within(queued, "critic", "the critic's update of step 3", "learner.step_timeout_s")
+    assert deadline.seconds("critic") == 700.0
+
 
 async def test_the_message_of_a_shortened_deadline_says_where_it_comes_from():
     deadline = StepDeadline(100.0, floor_s=0.05, factor=2.0)

@@ -22,7 +22,7 @@ from asyncrl.single_controller import (
     register,
     sort_placement_group_by_node_ip,
 )
-from tests.conftest import HEAD_ADDRESS, NODE_OPTIONS, SECOND_ADDRESS
+from tests.support.ray_cluster import HEAD_ADDRESS, NODE_OPTIONS, SECOND_ADDRESS
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -62,6 +62,8 @@ class Probe(Worker):
 
     @register(Dispatch.ONE_TO_ALL)
     def reduce_rank(self):
+        import torch  # here, so that the other tests' workers start without it
+
         torch.distributed.init_process_group("gloo")
         total = torch.tensor([float(self.rank)])
         torch.distributed.all_reduce(total)

@@ -1,0 +1,192 @@
+"""Prompts as token ids: plain strings, or chat messages rendered by the tokenizer's template.
+
+The tokenizer is read without transformers where that is possible: prompts are checked before torch is imported.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from .config import DataConfig, OverlongPrompts
+from .row_files import Rows
+
+_FAST = "PreTrainedTokenizerFast"
+
+
+class Tokenizer(Protocol):
+    """What the data needs of a transformers tokenizer."""
+
+    chat_template: Any
+
+    def __call__(self, text: list[str], *, add_special_tokens: bool) -> Mapping[str, Any]:
+        """Return ``input_ids``, a list of token ids for each text."""
+        ...
+
+    def apply_chat_template(self, conversation: Any, **kwargs: Any) -> Any:
+        """Render one conversation."""
+        ...
+
+
+def load_tokenizer(model_path: str, *, chat_template: bool) -> Tokenizer:
+    """Return the tokenizer of a model directory.
+
+    Args:
+        model_path: Directory in Hugging Face layout.
+        chat_template: Whether conversations are to be rendered, which takes transformers.
+
+    Returns:
+        The ``tokenizers`` library's own where ``tokenizer.json`` says all there is to say; transformers' otherwise.
+    """
+    if not chat_template and _is_plain_fast(Path(model_path)):
+        return _FastTokenizer(Path(model_path, "tokenizer.json"))
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(model_path)
+
+
+def encode_prompts(rows: Rows, config: DataConfig, tokenizer: Tokenizer) -> list[np.ndarray]:
+    """Tokenise the prompt column of one file.
+
+    Returns:
+        One [P] int32 array a row, of any length; see `split_overlong`.
+
+    Raises:
+        ValueError: a prompt is not of the kind that ``chat_template`` asks for, or has no tokens.
+    """
+    if config.chat_template and not getattr(tokenizer, "chat_template", None):
+        raise ValueError(
+            f"data.chat_template is true but the tokenizer of {getattr(tokenizer, 'name_or_path', '')!r} has no "
+            "template; use an instruct model's tokenizer, or plain string prompts with data.chat_template=false"
+        )
+    column = rows.column(config.prompt_key)
+    render = _render_chat if config.chat_template else _plain_text
+    texts = [render(value, rows.where(row), config, tokenizer) for row, value in enumerate(column)]
+    # A template writes the special tokens itself; a plain prompt begins as the model's own tokenizer begins a text.
+    encoded = tokenizer(texts, add_special_tokens=not config.chat_template)["input_ids"]
+    prompts = [np.asarray(ids, dtype=np.int32) for ids in encoded]
+    for row, prompt in enumerate(prompts):
+        if not len(prompt):
+            raise ValueError(
+                f"{rows.where(row)}: column {config.prompt_key!r} is {column[row]!r}, which has no tokens, expected at "
+                "least one; drop the row"
+            )
+    return prompts
+
+
+def split_overlong(rows: Rows, prompts: Sequence[np.ndarray], config: DataConfig) -> list[int]:
+    """Indices of the rows whose prompt keeps the limit.
+
+    Raises:
+        ValueError: a prompt is longer, and ``overlong_prompts`` is ``error``.
+    """
+    kept = [row for row, prompt in enumerate(prompts) if len(prompt) <= config.max_prompt_tokens]
+    if len(kept) < len(prompts) and config.overlong_prompts == OverlongPrompts.error:
+        row = next(row for row, prompt in enumerate(prompts) if len(prompt) > config.max_prompt_tokens)
+        raise ValueError(
+            f"{rows.where(row)}: column {config.prompt_key!r} has {len(prompts[row])} tokens, expected at most "
+            f"data.max_prompt_tokens = {config.max_prompt_tokens} ({len(prompts) - len(kept)} of {len(prompts)} rows "
+            "are longer); raise the limit, or set data.overlong_prompts=filter to leave them out"
+        )
+    return kept
+
+
+def _plain_text(value: Any, where: str, config: DataConfig, tokenizer: Tokenizer) -> str:
+    if isinstance(value, str):
+        return value
+    remedy = "set data.chat_template=true" if isinstance(value, list) else "write it as a string"
+    raise ValueError(
+        f"{where}: column {config.prompt_key!r} is {_short(value)}, expected a string (data.chat_template is false); "
+        f"{remedy}"
+    )
+
+
+def _render_chat(value: Any, where: str, config: DataConfig, tokenizer: Tokenizer) -> str:
+    if not isinstance(value, list) or not value:
+        remedy = "; set data.chat_template=false for plain prompts" if isinstance(value, str) else "; mend the row"
+        raise ValueError(
+            f"{where}: column {config.prompt_key!r} is {_short(value)}, expected a list of {{role, content}} "
+            f"messages (data.chat_template is true){remedy}"
+        )
+    where = f"{where}: column {config.prompt_key!r}"
+    return render_chat(value, where, tokenizer, config.chat_template_kwargs, add_generation_prompt=True)
+
+
+def render_chat(
+    messages: Sequence[Any],
+    where: str,
+    tokenizer: Tokenizer,
+    template_kwargs: Mapping[str, Any],
+    *,
+    add_generation_prompt: bool,
+) -> str:
+    """Render one conversation to text.
+
+    Args:
+        messages: Of role and content each, as read from a file.
+        where: Names the place for messages of errors.
+        tokenizer: With a chat template.
+        template_kwargs: Further arguments of the template.
+        add_generation_prompt: End with the beginning of the assistant's turn.
+
+    Raises:
+        ValueError: a message is no mapping of role and content, or the template refuses the conversation.
+    """
+    plain = [_message(item, f"{where}, message {index}") for index, item in enumerate(messages)]
+    try:
+        return tokenizer.apply_chat_template(
+            plain, tokenize=False, add_generation_prompt=add_generation_prompt, **template_kwargs
+        )
+    except Exception as error:
+        raise ValueError(
+            f"{where}: the chat template refuses the messages ({error}); expected roles in the order that the template "
+            "knows; mend the row"
+        ) from error
+
+
+def _message(item: Any, where: str) -> dict[str, Any]:
+    if not isinstance(item, Mapping):
+        raise ValueError(f"{where} is {_short(item)}, expected a mapping with role and content; mend the row")
+    for key in ("role", "content"):
+        if not isinstance(item.get(key), str):
+            raise ValueError(
+                f"{where} has {key} = {_short(item.get(key))}, expected a string; only text messages are supported"
+            )
+    return {key: part for key, part in item.items() if part is not None}  # parquet fills absent fields with null
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return f"{text if len(text) <= 60 else text[:60] + '…'} ({type(value).__name__})"
+
+
+def _is_plain_fast(folder: Path) -> bool:
+    """A tokenizer class of its own may add tokens that the file does not name."""
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    return settings.get("tokenizer_class") == _FAST and (folder / "tokenizer.json").is_file()
+
+
+class _FastTokenizer:
+    """Implements `Tokenizer` without transformers."""
+
+    chat_template = None
+
+    def __init__(self, file: Path) -> None:
+        from tokenizers import Tokenizer as Rust
+
+        self.name_or_path = str(file.parent)
+        self._rust = Rust.from_file(str(file))
+        self._rust.no_truncation()
+        self._rust.no_padding()
+
+    def __call__(self, text: list[str], *, add_special_tokens: bool) -> Mapping[str, Any]:
+        """See `Tokenizer`."""
+        return {"input_ids": [e.ids for e in self._rust.encode_batch(text, add_special_tokens=add_special_tokens)]}
+
+    def apply_chat_template(self, conversation: Any, **kwargs: Any) -> Any:
+        """See `Tokenizer`; never called, since this tokenizer has no template."""
+        raise ValueError(f"{self.name_or_path}: the tokenizer has no chat template, got {conversation!r} and {kwargs}")
