@@ -22,7 +22,7 @@ from asyncrl.protocol.types import Prompt, WeightSnapshot
 from asyncrl.single_controller import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from buffer import BufferConnection, BufferRole
 from rollout_fleet.config import RolloutFleetConfig, SamplingConfig, SaveProgress
-from rollout_fleet.types import FleetCounters
+from rollout_fleet.metrics import FleetCounters
 from rollout_fleet.worker import RolloutWorker
 
 
@@ -78,8 +78,8 @@ class FleetGroup:
     async def release_device(self) -> None:
         """See `ColocatedFleetPort.release_device`."""
         fleet = self._config.rollout_fleet
-        timeout_s = fleet.generate_timeout_s + fleet.reward_timeout_s + fleet.load_timeout_s + 10
-        option = "rollout_fleet.generate_timeout_s"
+        timeout_s = fleet.drain_timeout_s + 2 * fleet.load_timeout_s + 10
+        option = "rollout_fleet.drain_timeout_s"
         await within(self._group.release_device(), timeout_s, "the engines to release their devices", option)
 
     async def counters(self) -> FleetCounts:
