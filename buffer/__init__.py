@@ -5,7 +5,7 @@ from .config import BufferConfig, Durability, OnStale
 from .keys import BufferRole, ClientKeys, client_keys, make_keys
 from .ledger import Ledger
 from .process import BufferProcess
-from .staleness import StalenessRule
+from .rule import StalenessRule
 
 __all__ = [
     "BufferClient",

@@ -94,7 +94,7 @@ class BufferClient:
     async def lease(self, engine_version: int, max_groups: int) -> list[Lease]:
         """See `RolloutBuffer.lease`. Cancelling it gives back whatever is granted meanwhile.
 
-        A worker whose engine advances while it waits says so by `advance`, or cancels and asks again.
+        A worker whose engine advances while it waits cancels the call and asks again at the new version.
         """
         link = self._connect()
         if not self._beat_s:
@@ -117,10 +117,6 @@ class BufferClient:
             if num_prefix_frames:
                 self._prefixes[group_id, attempt] = group_of([next(frames) for _ in range(num_prefix_frames)])
         return leases
-
-    async def advance(self, engine_version: int) -> None:
-        """Say that this client's engine serves ``engine_version`` now: its calls of `lease` that wait go by it."""
-        await self._connect().request("advance", {"engine_version": engine_version})
 
     def take_progress(self, lease: Lease) -> TrajectoryGroup | None:
         """See `RolloutBuffer.take_progress`."""

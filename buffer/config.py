@@ -3,8 +3,7 @@
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from .filters import find_filters
-from .orders import find_order
+from .selection import find_filters, find_order
 
 
 class OnStale(StrEnum):

@@ -22,10 +22,11 @@ from asyncrl.protocol.errors import (
     WorkerDiedError,
 )
 
+from .account import IdSet
 from .client_socket import ClientSocket
+from .commands import Frames
 from .config import BufferConfig, Durability
-from .idset import IdSet
-from .journal import Frames, Journal
+from .journal import Journal
 from .keys import BufferRole, client_keys
 from .messages import OK, PUSH_ID, SPACE, Message, integer, integers
 from .process import BufferProcess

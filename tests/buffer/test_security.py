@@ -221,7 +221,6 @@ operations = st.sampled_from(
         "enqueue",
         "lease",
         "cancel",
-        "advance",
         "beat",
         "leave",
         "renew",
