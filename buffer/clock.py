@@ -39,7 +39,7 @@ class LoopClock:
         self._last_seen = now
         if gap > _LONGEST_GAP_S:
             self.stalled_s += gap
-            logger.warning("the loop stood still for %.1f s; every deadline is put off by as much", gap)
+            logger.info("the loop stood still for %.1f s; every deadline is put off by as much", gap)
         return now - self.stalled_s
 
     def call_at(self, when: float, callback: Callable[[], None]) -> asyncio.TimerHandle:
