@@ -1,9 +1,9 @@
 """Who waits for the ledger, and who wakes them: requests for leases, and prompts on their way into the queue.
 
 A request for leases waits until the ledger admits a group at its engine's version. It is looked at again after every
-burst of messages, and withdrawn by its client, by a goodbye, or by silence; a worker whose engine advances cancels it
-and asks again. Prompts wait for room in the queue, which a lease makes. Every wait ends under a timer, which answers
-"nothing yet".
+burst of messages, and withdrawn by its client, by a goodbye, or by silence. A worker whose engine advances cancels it
+and asks again; a commit answers those whose version it puts out of reach. Prompts wait for room in the queue, which a
+lease makes. Every wait ends under a timer, which answers "nothing yet".
 """
 
 import asyncio
@@ -292,6 +292,13 @@ class Admission:
     def _answer_nothing(self, request: PendingRequest) -> None:
         self._answer(request.client, request.request_id, [])
 
+    def answer_outdated(self) -> None:
+        """After a commit: let workers ask again whose engine is now too far behind for any group to begin."""
+        for request in self._pending.all():
+            if self._ledger.rule.deadline(request.fields["version"]) < self._ledger.learner_version:
+                self._pending.remove(request.client, request.request_id)
+                self._answer_nothing(request)
+
     def _can_grant(self) -> bool:
         """Whether a group waits that the freshest engine may begin, and fits."""
         ledger = self._ledger
@@ -370,7 +377,7 @@ class Admission:
 
     def _renew(self, client: bytes, message: Message) -> None:
         for group_id, attempt in zip(*_groups_and_attempts(message), strict=True):
-            renewed = self._ledger.apply(Renew(group_id=group_id, attempt=attempt), self._clock.time())
+            renewed = self._ledger.apply(Renew(group_id=group_id, attempt=attempt, owner=client), self._clock.time())
             if renewed.expires_at is None:
                 self._mailbox.push(client, REVOKED, {"group_id": group_id, "attempt": attempt})
         self._mailbox.reply(client, message.request_id)

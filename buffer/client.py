@@ -127,6 +127,7 @@ class BufferClient:
         key, summary = (lease.prompt.group_id, lease.attempt), group.summary
         fields = {"group_id": key[0], "attempt": key[1], "continued": key not in self._prefixes}
         fields |= {"num_tokens": summary.num_tokens, "oldest_version": summary.oldest_version}
+        fields["newest_version"] = summary.newest_version
         await self._connect().request("save", fields, group_frames(group))
         self._prefixes.pop(key, None)
 

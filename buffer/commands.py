@@ -29,12 +29,12 @@ class Progress:
     Attributes:
         num_tokens: Tokens the policy has written.
         oldest_version: Version of the oldest of them.
-        newest_version: Version of the newest of them; -1 where it is not known.
+        newest_version: Version of the newest of them.
     """
 
     num_tokens: int
     oldest_version: int
-    newest_version: int = -1
+    newest_version: int
 
 
 # Outcomes

@@ -138,7 +138,7 @@ class BufferService:
     def _recover(self, journal: Journal) -> None:
         """Take up the prompts, trajectories and leases of the server before this one; running leases start afresh."""
         ledger = self.ledger
-        journal.claim(ledger.options)
+        journal.claim({"epoch": self._config.epoch, **ledger.options})
         recovered = journal.recover()
         if recovered.snapshot is not None:
             ledger.restore(recovered.snapshot)
@@ -203,7 +203,7 @@ class BufferService:
         continued = flag(request.fields, "continued", default=True)
         is_held = self.ledger.holds(summary.group_id, summary.attempt)
         frames = {("payload", summary.group_id): request.payload} if is_held else NO_FRAMES
-        result = self.ledger.apply(Put(summary=summary, continued=continued), frames=frames).result
+        result = self.ledger.apply(Put(summary=summary, continued=continued, owner=client), frames=frames).result
         if result is PutResult.filtered:
             self._batches.note_filtered()
         elif result is PutResult.stored:
@@ -226,6 +226,7 @@ class BufferService:
             num_tokens=integer(fields, "num_tokens"),
             reason=text(fields, "reason"),
             continued=flag(fields, "continued", default=True),
+            owner=client,
         )
         self.ledger.apply(command)
         self._mailbox.reply(client, request.request_id)
@@ -233,12 +234,13 @@ class BufferService:
     def _save_progress(self, client: bytes, request: Message) -> None:
         fields, frames = request.fields, request.payload
         group_id, attempt = integer(fields, "group_id"), integer(fields, "attempt")
-        progress = Progress(num_tokens=integer(fields, "num_tokens"), oldest_version=integer(fields, "oldest_version"))
+        names = ("num_tokens", "oldest_version", "newest_version")
+        progress = Progress(**{name: integer(fields, name) for name in names})
         if self.ledger.holds(group_id, attempt):
             replaced = size_of(self._store.prefixes.get(group_id))
             self._store.check_trajectory(size_of(frames), replaced=replaced)
         continued = flag(fields, "continued", default=True)
-        command = SavePrefix(group_id=group_id, attempt=attempt, progress=progress, continued=continued)
+        command = SavePrefix(group_id=group_id, attempt=attempt, progress=progress, continued=continued, owner=client)
         self.ledger.apply(command, frames={("progress", group_id): frames})
         self._store.prefixes.put(group_id, frames)
         self._mailbox.reply(client, request.request_id)
@@ -247,6 +249,7 @@ class BufferService:
         committed = self.ledger.apply(Commit(version=integer(request.fields, "version")))
         self._forget_finished()
         if committed.group_ids:
+            self._admission.answer_outdated()
             self._compact()
         self._stats(client, request)
 
