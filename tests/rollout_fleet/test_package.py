@@ -6,9 +6,8 @@ import pytest
 
 import rollout_fleet
 from rollout_fleet.config import EngineKind, RolloutFleetConfig, SamplingConfig, TransformersConfig
-from rollout_fleet.decoding import load_decoder
 from rollout_fleet.engines.factory import make_engine
-from rollout_fleet.engines.model_files import read_model_facts
+from rollout_fleet.engines.model_files import load_decoder, read_model_facts
 from rollout_fleet.engines.scripted import ScriptedEngine
 
 

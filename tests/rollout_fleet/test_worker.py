@@ -10,7 +10,7 @@ from asyncrl.protocol.errors import AsyncRLError
 from asyncrl.protocol.types import WeightSnapshot
 from rollout_fleet.config import EngineKind, RolloutFleetConfig, SamplingConfig
 from rollout_fleet.worker import RolloutWorker
-from tests.rollout_fleet.probes import publish_weights
+from tests.support.engine_probes import publish_weights
 
 pytestmark = pytest.mark.timeout(60)
 

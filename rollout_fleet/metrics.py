@@ -1,15 +1,42 @@
-"""Counts what a rollout worker does and on what its time goes. Pure but for the clock."""
+"""Counts what a rollout worker does and where its time goes. Pure except for the clock."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
-from .types import FleetCounters
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FleetCounters:
+    """What one rollout worker has done since it started.
+
+    Attributes:
+        tokens_generated: Policy tokens that the engine answered with, including those of aborted samples, excluding
+            evaluation and greedy baselines.
+        tokens_in_flight: Those of them that are neither stored nor released yet.
+        groups_finished: Prompt groups stored in the buffer.
+        groups_released: Prompt groups given back unfinished.
+        groups_refused: Finished groups that the buffer refused because their lease had run out.
+        busy_s: Time with at least one training request on the engine, without weight loads.
+        wait_s: Time in which the engine had no training request because none was admitted.
+        load_s: Per weight load, the seconds for which generation stood still.
+        reward_s: Time spent waiting for rewards, summed over groups.
+    """
+
+    tokens_generated: int
+    tokens_in_flight: int
+    groups_finished: int
+    groups_released: int
+    groups_refused: int
+    busy_s: float
+    wait_s: float
+    load_s: tuple[float, ...]
+    reward_s: float
 
 
 class FleetMeter:
-    """The counters of one worker. A second is busy, waiting for admission, or neither."""
+    """The counters of one worker. Each second is busy, spent waiting for admission, or neither."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
@@ -26,35 +53,30 @@ class FleetMeter:
         self._released = 0
         self._refused = 0
 
-    def sent(self, num_groups: int) -> None:
-        """Groups went to the engine."""
+    def running(self, num_groups: int) -> None:
+        """This many groups are on the engine from now on."""
         self._pass_time()
-        self._running += num_groups
-
-    def answered(self, num_groups: int) -> None:
-        """The engine is done with groups, one way or another."""
-        self._pass_time()
-        self._running -= num_groups
+        self._running = num_groups
 
     def asking(self, asking: bool) -> None:
-        """Whether an admission is being waited for."""
+        """Whether the worker waits for admission from now on."""
         self._pass_time()
         self._asking = asking
 
     def loaded(self, seconds: float) -> None:
-        """Generation stood still for a weight load of ``seconds``, which is no busy time."""
+        """Generation stood still for ``seconds`` during a weight load; they do not count as busy."""
         self._pass_time()
         self._load_s.append(seconds)
         if self._running:
             self._busy_s = max(0.0, self._busy_s - seconds)
 
     def generated(self, num_tokens: int) -> None:
-        """The engine answered with policy tokens, which are in flight from now on."""
+        """The engine answered with policy tokens; they are in flight from now on."""
         self._generated += num_tokens
         self._in_flight += num_tokens
 
     def scored(self, seconds: float) -> None:
-        """A group's reward took ``seconds``."""
+        """Scoring a group took ``seconds``."""
         self._reward_s += seconds
 
     def stored(self, num_tokens: int) -> None:
@@ -63,7 +85,7 @@ class FleetMeter:
         self._finished += 1
 
     def refused(self, num_tokens: int) -> None:
-        """The buffer refused a finished group, and counts its tokens as dropped."""
+        """The buffer refused a finished group and counts its tokens as dropped."""
         self._in_flight -= num_tokens
         self._refused += 1
 
