@@ -24,7 +24,7 @@ async def test_every_leased_group_is_generated_scored_and_stored(make_buffer):
         counters = await run
     assert sorted(group.group_id for group in buffer.groups) == list(range(20))
     assert all(group.rewards.tolist() == [1.0, 1.0, 1.0] for group in buffer.groups)
-    assert all(group.response_lengths.tolist() == [1, 1, 1] for group in buffer.groups)
+    assert all(group.summary.response_lengths == (1, 1, 1) for group in buffer.groups)
     assert counters.groups_finished == 20
     assert counters.tokens_generated == 60 == buffer.num_tokens
     assert counters.tokens_in_flight == 0
