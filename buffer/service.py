@@ -227,6 +227,7 @@ class BufferService:
             reason=text(fields, "reason"),
             continued=flag(fields, "continued", default=True),
             owner=client,
+            drop=flag(fields, "drop", default=False),
         )
         self.ledger.apply(command)
         self._mailbox.reply(client, request.request_id)

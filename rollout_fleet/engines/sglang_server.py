@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from asyncrl.protocol.errors import DeadlineError, WorkerDiedError
-from rollout_fleet.config import Device, SGLangConfig
+from rollout_fleet.config import CLEANUP_S, Device, SGLangConfig
 
 logger = logging.getLogger(__name__)
 
@@ -152,7 +152,7 @@ class SGLangServer:
         if guard.returncode is None:
             guard.send_signal(signal.SIGTERM)
             try:
-                async with asyncio.timeout(self._stop_timeout_s + 5.0):
+                async with asyncio.timeout(self._stop_timeout_s + CLEANUP_S):
                     await guard.wait()
             except TimeoutError:
                 logger.error("%s: its guard did not end; killing it, the kernel kills the server with it", self.name)
