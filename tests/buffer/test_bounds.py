@@ -8,12 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from groups import prompt, rollout, running
 
 from asyncrl.protocol.errors import ReplayBufferError, StoreFull, WireError
 from buffer import BufferConfig, BufferProcess
 from buffer.admission import PendingRequest, PendingRequests
 from buffer.client import BufferClient
+from tests.support.buffer_groups import prompt, rollout, running
 
 
 async def test_prompts_wait_while_others_fill_their_bound_and_go_on_when_groups_are_finished():
