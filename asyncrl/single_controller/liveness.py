@@ -23,7 +23,7 @@ from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from asyncrl.protocol.errors import ClusterDiedError
-from asyncrl.protocol.processes import last_lines, process_end, wait_for_first_end
+from asyncrl.protocol.process_watch import last_lines, process_end, wait_for_first_end
 from asyncrl.protocol.remote import fetch
 
 from .resource_pool import current_cluster
