@@ -37,7 +37,7 @@ def wait_until_alive(workers: Sequence[Any], timeout_s: float) -> None:
         WorkerDiedError: one died.
     """
     starting = [worker for worker in workers if state_of(worker) != "ALIVE"]
-    fetch([worker.__ray_ready__.remote() for worker in starting], timeout_s)
+    fetch([worker.__ray_ready__.remote() for worker in starting], timeout_s, "the workers of the group")
 
 
 def state_of(worker: Any) -> str:
