@@ -18,7 +18,7 @@ from asyncrl.config import RunConfig, learner_roles
 from asyncrl.data.prompts import PromptStream
 from asyncrl.protocol.types import BufferStats, Plan, Prompt
 from buffer.config import BufferConfig, Durability
-from learner.checkpoint_files import newest_checkpoint, read_progress, whole_checkpoints
+from learner.checkpoint_folder import newest_checkpoint, read_progress, whole_checkpoints
 
 RESUME = "resume"
 """The reason that tokens of unfinished groups are dropped for."""

@@ -15,13 +15,11 @@ from asyncrl.single_controller import (
     create_colocated_worker_cls_fused,
 )
 from buffer import BufferConnection
-from learner.actor_worker import ActorWorker
 from learner.config import LearnerConfig
-from learner.critic_worker import CriticWorker
-from learner.reference_worker import ReferenceWorker
-from learner.reward_worker import RewardModelWorker
+from learner.verl_api import ActorWorker, CriticWorker, ReferenceWorker, RewardModelWorker
 
-# One thread a process: on a machine with few cores, threads that fight for them stop everybody.
+WORKER_CLASSES = {"actor": ActorWorker, "critic": CriticWorker, "ref": ReferenceWorker, "rm": RewardModelWorker}
+# One thread per process: on a machine with few cores, threads that fight for them stop everybody.
 WORKER_ENV = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
@@ -122,28 +120,23 @@ def _worker_class(
     snapshots: Path,
     trajectories: Path | None,
 ) -> RayClassWithInitArgs:
-    common = {"connect_buffer": connect_buffer}
-    temperature = config.rollout_fleet.sampling.temperature
-    if role == "rm":
-        path = config.learner.reward_model.path
-        return RayClassWithInitArgs(RewardModelWorker, options, config.algorithm, model_path=path, **common)
-    if role == "ref":
-        path = config.model.path
-        return RayClassWithInitArgs(
-            ReferenceWorker, options, config.algorithm, model_path=path, temperature=temperature, **common
-        )
-    common |= {"total_steps": config.total_steps, "seed": config.seed}
-    if role == "critic":
-        path = config.learner.critic.path or config.model.path
-        return RayClassWithInitArgs(CriticWorker, options, config.algorithm, model_path=path, **common)
+    paths = {
+        "rm": config.learner.reward_model.path,
+        "critic": config.learner.critic.path or config.model.path,
+    }
+    publishes = {
+        "snapshot_dir": str(snapshots),
+        "trajectory_dir": str(trajectories) if trajectories else None,
+        "checksums": config.rollout_fleet.verify_weights,
+    }
     return RayClassWithInitArgs(
-        ActorWorker,
+        WORKER_CLASSES[role],
         options,
         config.algorithm,
-        model_path=config.model.path,
-        temperature=temperature,
-        snapshot_dir=str(snapshots),
-        trajectory_dir=str(trajectories) if trajectories else None,
-        checksums=config.rollout_fleet.verify_weights,
-        **common,
+        model_path=paths.get(role, config.model.path),
+        total_steps=config.total_steps,
+        temperature=config.rollout_fleet.sampling.temperature,
+        connect_buffer=connect_buffer,
+        seed=config.seed,
+        **(publishes if role == "actor" else {}),
     )

@@ -45,8 +45,9 @@ from asyncrl.metrics import (
 )
 from asyncrl.protocol.types import Prompt, WeightSnapshot
 from buffer import BufferClient, BufferConnection, BufferProcess
+from learner.advantages import ADVANTAGES
 from learner.config import AlgorithmConfig
-from learner.registry import ADVANTAGES, LOSSES
+from learner.losses import LOSSES
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -279,7 +280,7 @@ class Run:
 
 
 def _import_own_algorithm(algorithm: AlgorithmConfig) -> None:
-    """Import a user's own advantage and loss, whose names the options' check has only read: before parts start.
+    """Look the advantage and the loss up, and import a user's own, before any part starts.
 
     Raises:
         ValueError: the import fails, or finds no function.

@@ -10,7 +10,7 @@ from asyncrl.controller.resume import ResumedPrompts, RunState, begin_buffer_at,
 from asyncrl.data import PromptStream
 from asyncrl.data.config import DataConfig
 from buffer.config import BufferConfig, Durability
-from learner.checkpoint_files import Progress, write_progress
+from learner.checkpoint_folder import SavedProgress, write_progress
 
 STATE = RunState(version=4, prompts={"position": 12}, finished=((0, 5), (7, 9)), tokens_generated=70, tokens_trained=60)
 
@@ -20,7 +20,8 @@ def save(folder, version, state=STATE):
     checkpoint.mkdir(parents=True)
     run = replace(state, version=version).plain()
     write_progress(
-        checkpoint, Progress(version=version, num_updates=version, num_ranks=1, sp_size=1, dtype="float32", run=run)
+        checkpoint,
+        SavedProgress(version=version, num_updates=version, num_ranks=1, sp_size=1, dtype="float32", run=run),
     )
     return checkpoint
 

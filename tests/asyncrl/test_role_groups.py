@@ -159,7 +159,10 @@ def test_a_role_that_fails_is_the_error_that_is_seen(start) -> None:
         await learner.init()
         plan = Plan(version=7, groups=[group(1).summary])  # shares name a group that the source gives another length
         batches = learner._shares(plan, "critic")
-        learner._batches[1]["learner"] = [replace(batch, mini_batches=()) for batch in batches]
+        share_of_none = replace(batches[0].shares[0], group_id=2, samples=(5,))
+        learner._batches[1]["learner"] = [
+            replace(batch, shares=(replace(batch.shares[0], rewards=np.zeros(0)),)) for batch in batches
+        ]
         await learner.update(plan)
 
     with pytest.raises(ValueError, match="zip") as caught:

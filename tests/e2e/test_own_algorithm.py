@@ -9,8 +9,8 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 OWN = """
 from beside import SCALE
 from learner.losses import LossTerms
-from learner.registry import LOSSES
-from learner.token_advantages import TokenAdvantages, returns_to_go, token_level
+from learner.losses import LOSSES
+from learner.advantages import TokenAdvantages, returns_to_go, token_level
 
 
 @LOSSES.register("my_name")
@@ -21,7 +21,7 @@ def scaled(inputs, config):
 
 @token_level
 def sevens(batch, config, total):
-    returns = returns_to_go(batch.rewards, batch.lengths, discount=config.discount)
+    returns = returns_to_go(batch.rewards, batch.lengths, gamma=config.gamma)
     return TokenAdvantages(advantages=0 * returns + 7, returns=returns)
 """
 FAST = [

@@ -6,7 +6,7 @@ import signal
 import pyarrow.parquet as pq
 import pytest
 
-from learner.checkpoint_files import newest_checkpoint, read_progress, whole_checkpoints
+from learner.checkpoint_folder import newest_checkpoint, read_progress, whole_checkpoints
 from tests.support.training_run import RunningTraining
 
 pytestmark = pytest.mark.e2e
