@@ -18,6 +18,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from .attention import ATTENTION_NAME
@@ -94,6 +95,9 @@ class SelfTest:
         finally:
             self._head.recurrent.use(None)
             self._head.train(training)
+            for unit in self._head.modules():
+                if isinstance(unit, FSDPModule):
+                    unit.reshard()  # the root stays whole after a forward: an optimizer would take its whole parameters
         return SelfTestResult(packs=packs, difference=difference, seconds=time.perf_counter() - start)
 
     def _decide(self) -> tuple[bool, float]:
@@ -281,9 +285,7 @@ def _output_layer(head: PackedHead) -> nn.Linear:
 
 
 def _micro_batch(tokens: Sequence[np.ndarray]) -> MicroBatch:
-    sequences = [
-        TokenSequence(input_ids=ids.astype(np.int32), loss_mask=np.arange(len(ids)) > 0) for ids in tokens
-    ]
+    sequences = [TokenSequence(input_ids=ids.astype(np.int32), loss_mask=np.arange(len(ids)) > 0) for ids in tokens]
     return pack(sequences, max_tokens=sum(map(len, tokens)), count=1)[0]
 
 
@@ -302,14 +304,14 @@ def _relative(found: Tensor, expected: Tensor) -> Tensor:
 def _eager(pretrained: PreTrainedModel) -> Iterator[None]:
     """Inside, the model runs transformers' own attention, uncompiled."""
     # Not set_attn_implementation: it leaves models as they are whose attention does not go through the registry.
-    configs = {id(module.config): module.config for module in pretrained.modules() if isinstance(module, PreTrainedModel)}
-    for config in configs.values():
+    configs = [module.config for module in pretrained.modules() if isinstance(module, PreTrainedModel)]
+    for config in configs:
         config._attn_implementation_internal = "eager"
     try:
         with torch.compiler.set_stance("force_eager"):
             yield
     finally:
-        for config in configs.values():
+        for config in configs:
             config._attn_implementation_internal = ATTENTION_NAME
 
 
