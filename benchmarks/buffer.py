@@ -21,8 +21,9 @@ from asyncrl.protocol.types import FinishReason, GroupSummary, Lease, Prompt
 from benchmarks import buffer_peers
 from benchmarks.buffer_raw import RawStore
 from benchmarks.report import Target, print_report
-from buffer import BufferClient, BufferConfig, BufferProcess, Ledger, StalenessRule, SyncBufferClient, payloads
-from buffer.tuning import calm_collector
+from buffer import BufferClient, BufferConfig, BufferProcess, Ledger, StalenessRule, SyncBufferClient, encoding
+from buffer.commands import Commit, Enqueue, LeaseGroups, PlanBatch, Put
+from buffer.server import calm_collector
 
 _BYTES_PER_TOKEN = 12
 _WINDOW = 32
@@ -120,7 +121,7 @@ async def buffer_round_s(buffer: Buffer, num_bytes: int) -> float:
 
 def raw_round_s(raw: RawStore, number: int, num_bytes: int) -> float:
     """The same bytes through bare sockets."""
-    frames = [payloads.group_frames(group_of(None, num_bytes)) for _ in range(number)]
+    frames = [encoding.group_frames(group_of(None, num_bytes)) for _ in range(number)]
     began = time.perf_counter()
     raw.put_all(frames, _WINDOW)
     for i in range(0, number, _FETCHED_AT_ONCE):
@@ -219,26 +220,26 @@ class LedgerLoad:
 
     def fill(self, number: int) -> tuple[int, float]:
         """Queue, lease and store groups; returns transitions and seconds."""
-        ledger, version = self._ledger, self._ledger.state.learner_version
+        ledger, version = self._ledger, self._ledger.learner_version
         began = time.perf_counter()
-        ledger.enqueue(range(self._next_id, self._next_id + number))
+        ledger.apply(Enqueue(group_ids=tuple(range(self._next_id, self._next_id + number))))
         leases: list[Any] = []
         while len(leases) < number:
-            leases += ledger.lease(version, 32, now=0.0)
+            leases += ledger.apply(LeaseGroups(engine_version=version, max_groups=32)).leases
         elapsed = time.perf_counter() - began
         self._next_id += number
         summaries = [self._summary(lease.group_id, version) for lease in leases]
         began = time.perf_counter()
         for summary in summaries:
-            ledger.put(summary)
+            ledger.apply(Put(summary=summary))
         return 3 * number, elapsed + time.perf_counter() - began
 
     def step(self) -> tuple[int, float]:
         """One learner step and the groups that replace its batch; returns transitions and seconds."""
-        version = self._ledger.state.learner_version
+        version = self._ledger.learner_version
         began = time.perf_counter()
-        self._ledger.plan(version)
-        self._ledger.commit(version)
+        self._ledger.apply(PlanBatch(version=version))
+        self._ledger.apply(Commit(version=version))
         self._ledger.drain_finished()
         elapsed = time.perf_counter() - began
         transitions, fill_s = self.fill(self._size)
@@ -285,9 +286,16 @@ async def slowest_producer_share(num_producers: int, num_consumers: int, duratio
         consumers = [BufferClient(process.address) for _ in range(num_consumers)]
         control = BufferClient(process.address)
 
+        advanced = asyncio.get_running_loop().create_future()
+
         async def produce(i: int) -> None:
             while True:
-                for lease in await producers[i].lease(version, 2):
+                wait = asyncio.ensure_future(producers[i].lease(version, 2))
+                await asyncio.wait({wait, advanced}, return_when=asyncio.FIRST_COMPLETED)
+                if not wait.done():  # the engine advanced: ask again at its new version
+                    wait.cancel()
+                    continue
+                for lease in wait.result():
                     await producers[i].put(group_of(lease, 35_000))
                     counts[i] += 1
 
@@ -306,7 +314,8 @@ async def slowest_producer_share(num_producers: int, num_consumers: int, duratio
             most_stored = max(most_stored, (await control.stats()).stored_bytes)
             await control.commit(version)
             version += 1
-            await asyncio.gather(*(producer.advance(version) for producer in producers))
+            advanced.set_result(None)
+            advanced = asyncio.get_running_loop().create_future()
         for task in tasks:
             task.cancel()
         for client in [*producers, *consumers, control]:

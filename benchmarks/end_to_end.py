@@ -22,7 +22,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from asyncrl.cli.compose import compose_run
-from asyncrl.cli.prepare import with_quickstart_assets
+from asyncrl.cli.quickstart import with_quickstart_assets
 from asyncrl.config import RunConfig
 from asyncrl.sft.warm_start import warm_start_path
 from benchmarks.held_out import HeldOut, load_held_out

@@ -1,19 +1,18 @@
 """The replay buffer: a ledger that keeps the staleness bound, a payload store, a server and its clients."""
 
-from .client import BufferClient
+from .client import BufferClient, BufferConnection, SyncBufferClient
 from .config import BufferConfig, Durability, OnStale
-from .connection import BufferConnection
-from .keys import ClientKeys, client_keys, make_keys
+from .keys import BufferRole, ClientKeys, client_keys, make_keys
 from .ledger import Ledger
 from .process import BufferProcess
-from .source import SyncBufferClient
-from .staleness import StalenessRule
+from .rule import StalenessRule
 
 __all__ = [
     "BufferClient",
     "BufferConfig",
     "BufferConnection",
     "BufferProcess",
+    "BufferRole",
     "ClientKeys",
     "Durability",
     "Ledger",

@@ -1,4 +1,4 @@
-"""The asyncio client of the buffer, for rollout workers and the controller.
+"""The clients of the buffer: `BufferClient` on asyncio, `SyncBufferClient` for learner ranks, and how to make them.
 
 Requests that the server may hold (lease, enqueue, plan) are asked again for as long as it answers "nothing yet". A
 client that leases beats: the server hears of it every ``buffer.heartbeat_s``; when it does not, it takes its leases.
@@ -6,10 +6,14 @@ client that leases beats: the server hears of it every ``buffer.heartbeat_s``; w
 
 import asyncio
 import logging
+import os
+import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from typing import Any
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
 
 from asyncrl.protocol.errors import (
     AsyncRLError,
@@ -18,19 +22,21 @@ from asyncrl.protocol.errors import (
     StoreFull,
     UnknownGroup,
     VersionTooOld,
+    WireError,
 )
 from asyncrl.protocol.trajectory import TrajectoryGroup
 from asyncrl.protocol.types import BufferStats, Lease, Plan, Prompt
 
-from .fetching import groups_of, join_from_stores, split_by_store
-from .keys import ClientKeys
-from .link import Link
+from .client_socket import ClientSocket
+from .encoding import group_frames, group_of, prompt_frames, prompt_of
+from .keys import BufferRole, ClientKeys, client_keys
 from .messages import REVOKED, SPACE, Message, integer, integers
-from .payloads import group_frames, group_of, prompt_frames, prompt_of
-from .store import size_frame
+from .stores import size_frame
 from .summaries import stats_of, summary_fields, summary_of
 
 logger = logging.getLogger(__name__)
+
+_Result = TypeVar("_Result")
 
 _PROMPTS_AT_ONCE = 128
 _GOODBYE_S = 1.0
@@ -46,17 +52,25 @@ class BufferClient:
         request_timeout_s: Deadline of each request; the server answers held ones within half of its own.
         window: Puts on their way at once; further ones wait for an acknowledgement.
         keys: CURVE keys, where the server has them.
+        epoch: The run that this client belongs to; empty takes the one that the server names first.
     """
 
     def __init__(
-        self, address: str, *, request_timeout_s: float = 30.0, window: int = 32, keys: ClientKeys | None = None
+        self,
+        address: str,
+        *,
+        request_timeout_s: float = 30.0,
+        window: int = 32,
+        keys: ClientKeys | None = None,
+        epoch: str = "",
     ) -> None:
         self.address = address
+        self._epoch = epoch
         self._timeout_s = request_timeout_s
         self._keys = keys
         self._window = asyncio.Semaphore(window)
-        self._link: Link | None = None
-        self._store_links: list[Link] | None = None
+        self._link: ClientSocket | None = None
+        self._store_links: list[ClientSocket] | None = None
         self._beat_s = 0.0
         self._beat: asyncio.TimerHandle | None = None
         self._revocations: deque[tuple[int, int]] = deque()
@@ -64,14 +78,23 @@ class BufferClient:
         self._prefixes: dict[tuple[int, int], TrajectoryGroup] = {}
         self._pushed = asyncio.Event()
         self._space = asyncio.Event()
+        self._fetching = asyncio.Lock()
         self._closed = False
+
+    async def connect(self) -> None:
+        """Open the connection now rather than at the first call; does not wait for the server.
+
+        Raises:
+            ValueError: the address is malformed.
+        """
+        self._connect()
 
     # What a rollout worker does
 
     async def lease(self, engine_version: int, max_groups: int) -> list[Lease]:
         """See `RolloutBuffer.lease`. Cancelling it gives back whatever is granted meanwhile.
 
-        A worker whose engine advances while it waits says so by `advance`, or cancels and asks again.
+        A worker whose engine advances while it waits cancels the call and asks again at the new version.
         """
         link = self._connect()
         if not self._beat_s:
@@ -94,10 +117,6 @@ class BufferClient:
             if num_prefix_frames:
                 self._prefixes[group_id, attempt] = group_of([next(frames) for _ in range(num_prefix_frames)])
         return leases
-
-    async def advance(self, engine_version: int) -> None:
-        """Say that this client's engine serves ``engine_version`` now: its calls of `lease` that wait go by it."""
-        await self._connect().request("advance", {"engine_version": engine_version})
 
     def take_progress(self, lease: Lease) -> TrajectoryGroup | None:
         """See `RolloutBuffer.take_progress`."""
@@ -192,16 +211,23 @@ class BufferClient:
         return stats_of((await self._connect().request("stats", {})).fields)
 
     async def fetch(self, group_ids: Sequence[int]) -> list[TrajectoryGroup]:
-        """Stored groups in the order asked for; arrays are read-only views of the received bytes."""
+        """Stored groups in the order asked for; arrays are read-only views of the received bytes.
+
+        One fetch runs at a time, because the server bounds what one client has not read yet.
+        """
+        async with self._fetching:
+            return await self._fetch(group_ids)
+
+    async def _fetch(self, group_ids: Sequence[int]) -> list[TrajectoryGroup]:
         reply = await self._fetch_from(self._connect(), {"groups": list(group_ids)})
         if "stores" not in reply.fields:
-            return groups_of(reply, group_ids)
+            return _groups_of(reply, group_ids)
         stores = await self._stores("fetch")
-        asked = split_by_store(group_ids, integers(reply.fields, "attempts"), len(stores))
+        asked = _split_by_store(group_ids, integers(reply.fields, "attempts"), len(stores))
         calls = (self._fetch_from(store, fields) for store, fields in zip(stores, asked, strict=True))
-        return join_from_stores(await asyncio.gather(*calls), group_ids)
+        return _join_from_stores(await asyncio.gather(*calls), group_ids)
 
-    async def _fetch_from(self, link: Link, fields: dict[str, Any]) -> Message:
+    async def _fetch_from(self, link: ClientSocket, fields: dict[str, Any]) -> Message:
         """A server that counts a reply as unread which nobody waited for is told, and asked again."""
         told = link.num_read
         try:
@@ -240,7 +266,7 @@ class BufferClient:
             if link is not None:
                 link.close()
 
-    async def _say_goodbye(self, link: Link) -> None:
+    async def _say_goodbye(self, link: ClientSocket) -> None:
         with suppress(AsyncRLError, TimeoutError):
             async with asyncio.timeout(min(_GOODBYE_S, self._timeout_s)):
                 groups, attempts = zip(*self._held, strict=True) if self._held else ((), ())
@@ -248,7 +274,7 @@ class BufferClient:
 
     # The connection
 
-    def _connect(self) -> Link:
+    def _connect(self) -> ClientSocket:
         if self._closed:
             raise self._closed_error()
         if self._link is None:
@@ -260,13 +286,15 @@ class BufferClient:
             )
         return self._link
 
-    def _link_to(self, address: str) -> Link:
-        return Link(address, timeout_s=self._timeout_s, keys=self._keys, on_push=self._on_push)
+    def _link_to(self, address: str) -> ClientSocket:
+        return ClientSocket(
+            address, timeout_s=self._timeout_s, keys=self._keys, on_push=self._on_push, epoch=self._epoch
+        )
 
     def _closed_error(self) -> ReplayBufferError:
         return ReplayBufferError(f"the client of the buffer at {self.address} is closed")
 
-    async def _enter(self, link: Link) -> None:
+    async def _enter(self, link: ClientSocket) -> None:
         """Become a producer, which beats from now on."""
         self._beat_s = float((await link.request("hello", {"produces": True}, caller="lease")).fields["heartbeat_s"])
         if self._beat is None:
@@ -277,7 +305,7 @@ class BufferClient:
             self._link.post("beat", {})
         self._beat = asyncio.get_running_loop().call_later(self._beat_s, self._send_beat)
 
-    async def _stores(self, caller: str) -> list[Link]:
+    async def _stores(self, caller: str) -> list[ClientSocket]:
         """Connections to the store servers; none if the ledger's server keeps the payloads itself."""
         if self._store_links is None:
             addresses = (await self._connect().request("hello", {}, caller=caller)).fields["stores"]
@@ -286,7 +314,7 @@ class BufferClient:
         return self._store_links
 
     async def _request_with_space(
-        self, link: Link, name: str, fields: dict[str, Any], payload: Sequence[Any]
+        self, link: ClientSocket, name: str, fields: dict[str, Any], payload: Sequence[Any]
     ) -> Message:
         """A request that is sent again for as long as the server is full."""
         while True:
@@ -308,3 +336,150 @@ class BufferClient:
             self._pushed.set()
         elif message.name == SPACE:
             self._space.set()
+
+
+def _split_by_store(group_ids: Sequence[int], attempts: Sequence[int], num_stores: int) -> list[dict[str, list[int]]]:
+    """The fields of the fetch that each store server is asked for."""
+    asked: list[dict[str, list[int]]] = [{"groups": [], "attempts": []} for _ in range(num_stores)]
+    for group_id, attempt in zip(group_ids, attempts, strict=True):
+        asked[group_id % num_stores]["groups"].append(group_id)
+        asked[group_id % num_stores]["attempts"].append(attempt)
+    return asked
+
+
+def _join_from_stores(replies: Sequence[Message], group_ids: Sequence[int]) -> list[TrajectoryGroup]:
+    """The groups in the replies of all store servers, in the order asked for.
+
+    Raises:
+        WireError: they are not the groups asked for.
+    """
+    streams = [iter(_groups_in(reply)) for reply in replies]
+    groups = [next(streams[group_id % len(streams)], None) for group_id in group_ids]
+    return _checked([group for group in groups if group is not None], group_ids)
+
+
+def _groups_of(reply: Message, group_ids: Sequence[int]) -> list[TrajectoryGroup]:
+    """The groups in the reply to a fetch.
+
+    Raises:
+        WireError: they are not the groups asked for.
+    """
+    return _checked(_groups_in(reply), group_ids)
+
+
+def _groups_in(reply: Message) -> list[TrajectoryGroup]:
+    frames = iter(reply.payload)
+    counts = integers(reply.fields, "counts")
+    if sum(counts) != len(reply.payload):
+        raise WireError(f"a fetch says that it has {sum(counts)} frames, and has {len(reply.payload)}")
+    return [group_of([next(frames) for _ in range(number)]) for number in counts]
+
+
+def _checked(groups: list[TrajectoryGroup], group_ids: Sequence[int]) -> list[TrajectoryGroup]:
+    if (got := [group.group_id for group in groups]) != list(group_ids):
+        raise WireError(f"fetched groups {got[:5]}… instead of {list(group_ids)[:5]}…")
+    return groups
+
+
+class SyncBufferClient:
+    """Implements the port `TrajectorySource`: a `BufferClient` on a thread of its own. Any thread may call it.
+
+    Args:
+        address: Where the server listens.
+        request_timeout_s: Deadline of each request.
+        keys: CURVE keys, where the server has them.
+        epoch: The run that this client belongs to; empty takes the one that the server names first.
+
+    Raises:
+        ValueError: the address is malformed.
+    """
+
+    def __init__(
+        self, address: str, *, request_timeout_s: float = 30.0, keys: ClientKeys | None = None, epoch: str = ""
+    ) -> None:
+        self.address = address
+        self._client = BufferClient(address, request_timeout_s=request_timeout_s, keys=keys, epoch=epoch)
+        self._process = os.getpid()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name=f"buffer client {address}", daemon=True)
+        self._thread.start()
+        try:
+            self._call("connect", self._client.connect)
+        except BaseException:
+            self.close()
+            raise
+
+    def fetch(self, group_ids: Sequence[int]) -> list[TrajectoryGroup]:
+        """See `TrajectorySource.fetch`. Where store servers hold the payloads, all are asked at once.
+
+        Raises:
+            UnknownGroup: a group is not stored.
+            DeadlineError: no answer came in time.
+        """
+        return self._call("fetch", lambda: self._client.fetch(group_ids))
+
+    def stats(self) -> BufferStats:
+        """The ledger now."""
+        return self._call("stats", self._client.stats)
+
+    def close(self) -> None:
+        """Close the connection and end the thread."""
+        if os.getpid() != self._process or self._loop.is_closed():
+            return
+        self._call("close", self._client.close)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def _call(self, name: str, call: Callable[[], Awaitable[_Result]]) -> _Result:
+        """Run a call of the asynchronous client on its thread."""
+        if os.getpid() != self._process:
+            raise ReplayBufferError(
+                f"buffer.{name}: the client of the buffer at {self.address} was made in process {self._process}, and "
+                f"this is {os.getpid()}; make one in each process"
+            )
+        if self._loop.is_closed():
+            raise ReplayBufferError(f"the client of the buffer at {self.address} is closed")
+
+        async def run() -> _Result:
+            return await call()
+
+        return asyncio.run_coroutine_threadsafe(run(), self._loop).result()
+
+
+@dataclass(frozen=True, kw_only=True)
+class BufferConnection:
+    """Opens clients, each in the process that uses it. No secret travels with it: a key is read where it is needed.
+
+    Attributes:
+        address: The server's. Example: ``tcp://127.0.0.1:5555``.
+        request_timeout_s: Deadline of a client's call.
+        keys: Directory that holds the key of ``role``; empty where the server has no keys.
+        role: What the clients are.
+        epoch: The run that they belong to; empty takes the one that the server names first.
+    """
+
+    address: str
+    request_timeout_s: float = 30.0
+    keys: str = ""
+    role: BufferRole = BufferRole.controller
+    epoch: str = ""
+
+    def for_role(self, role: BufferRole) -> "BufferConnection":
+        """The same connection for another role."""
+        return replace(self, role=role)
+
+    def client(self) -> BufferClient:
+        """A client of the running event loop. Raises ValueError if the keys are missing, or readable by others."""
+        return BufferClient(
+            self.address, request_timeout_s=self.request_timeout_s, keys=self._read_keys(), epoch=self.epoch
+        )
+
+    def sync_client(self) -> SyncBufferClient:
+        """A client that blocks. Raises ValueError if the keys are missing, or readable by others."""
+        return SyncBufferClient(
+            self.address, request_timeout_s=self.request_timeout_s, keys=self._read_keys(), epoch=self.epoch
+        )
+
+    def _read_keys(self) -> ClientKeys | None:
+        return client_keys(Path(self.keys), self.role) if self.keys else None

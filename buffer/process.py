@@ -14,8 +14,8 @@ from typing import IO, Self
 from asyncrl.protocol.errors import DeadlineError, WorkerDiedError
 from asyncrl.protocol.log_tail import last_lines
 
+from .client import BufferConnection
 from .config import BufferConfig
-from .connection import BufferConnection
 from .keys import ensure_keys
 
 
@@ -95,7 +95,10 @@ class BufferProcess:
     def connection(self) -> BufferConnection:
         """How to reach it."""
         return BufferConnection(
-            address=self.address, request_timeout_s=self._config.request_timeout_s, keys=self._config.keys
+            address=self.address,
+            request_timeout_s=self._config.request_timeout_s,
+            keys=self._config.keys,
+            epoch=self._config.epoch,
         )
 
     def log_tail(self) -> str:

@@ -6,6 +6,8 @@ ends on SIGTERM, on SIGINT and with its parent.
 
 import argparse
 import asyncio
+import ctypes
+import gc
 import json
 import logging
 import os
@@ -18,15 +20,16 @@ from typing import Any
 from asyncrl.protocol.errors import AsyncRLError, WorkerDiedError
 
 from .config import BufferConfig, Durability, OnStale
-from .endpoint import Endpoint
 from .journal import Journal
+from .server_socket import ServerSocket
 from .service import BufferService
-from .store import MemoryStore, RemoteStore
-from .store_servers import StoreServers
-from .store_service import StoreService
-from .tuning import calm_collector, end_with_parent, keep_memory
+from .store_servers import StoreServers, StoreService
+from .stores import MemoryStore, RemoteStore
 
 logger = logging.getLogger(__name__)
+
+_PR_SET_PDEATHSIG = 1
+_MALLOC_OPTIONS = {"M_TRIM_THRESHOLD": (-1, 2**31 - 1), "M_TOP_PAD": (-2, 64 << 20), "M_MMAP_THRESHOLD": (-3, 32 << 20)}
 
 
 class BufferServer:
@@ -45,7 +48,7 @@ class BufferServer:
         self._stores = StoreServers(config, groups_per_step=groups_per_step, on_lost=self._lose)
         journal = _open_journal(config, "journal")
 
-        def make_service(endpoint: Endpoint) -> BufferService:
+        def make_service(endpoint: ServerSocket) -> BufferService:
             return BufferService(
                 config,
                 groups_per_step=groups_per_step,
@@ -57,7 +60,7 @@ class BufferServer:
             )
 
         try:
-            self._endpoint = Endpoint(config, make_service=make_service, journal=journal)
+            self._endpoint = ServerSocket(config, make_service=make_service, journal=journal)
         except BaseException:
             self._stores.close()
             raise
@@ -91,7 +94,7 @@ class StoreServer:
 
     def __init__(self, config: BufferConfig, *, number: int) -> None:
         journal = _open_journal(config, f"store{number}")
-        self._endpoint = Endpoint(
+        self._endpoint = ServerSocket(
             config,
             make_service=lambda endpoint: StoreService(config, send=endpoint.send, journal=journal),
             journal=journal,
@@ -141,6 +144,33 @@ async def serve(server: "BufferServer | StoreServer", *, announce_fd: int) -> No
     finally:
         server.close()
         logger.info("ends; turned away or undelivered: %s", server.counters())
+
+
+def calm_collector() -> None:
+    """Keep Python's full garbage collections away: their cost grows with the ledger, which holds no cycles."""
+    gc.set_threshold(10_000, 20, 1_000_000)
+
+
+def end_with_parent() -> None:
+    """Ask the kernel to kill this process when its parent ends (Linux)."""
+    parent = os.getppid()
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        logger.warning("the kernel refused PR_SET_PDEATHSIG; the server may outlive its parent")
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def keep_memory() -> None:
+    """Have glibc keep what is freed: a batch leaves, and the next takes its place without new pages from the kernel.
+
+    A third of the time to receive a frame is the kernel's, for pages that were given back a moment ago. What is kept is
+    what was once held, within ``buffer.max_stored_bytes``.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    for name, (option, value) in _MALLOC_OPTIONS.items():
+        if mallopt is None or not mallopt(option, value):
+            logger.info("the C library has no %s; memory goes back to the kernel with each batch", name)
 
 
 def main() -> None:

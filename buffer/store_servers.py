@@ -1,7 +1,8 @@
-"""The store servers beside a ledger's server: started with it, watched, ended with it.
+"""Store servers: processes beside the ledger's server that hold the payloads.
 
-One that dies is started again in its place where its payloads are on disk, and its clients reconnect by themselves;
-without them the ledger's server cannot keep its word, and ends. The kernel says when one dies, through a descriptor.
+`StoreService` is what each of them does; `StoreServers` starts, watches and ends them from the ledger's server. A
+payload is stored before the ledger hears of it and removed when the ledger is done with its group. If a client dies in
+between, its payload leaves with the ledger's next removal, or at the end of the run.
 """
 
 import asyncio
@@ -10,15 +11,122 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from asyncrl.protocol.errors import AsyncRLError, WorkerDiedError
+from asyncrl.protocol.errors import (
+    AsyncRLError,
+    ReplayBufferError,
+    StoreFull,
+    UnknownGroup,
+    WireError,
+    WorkerDiedError,
+)
 
+from .account import IdSet
+from .client_socket import ClientSocket
+from .commands import Frames
 from .config import BufferConfig, Durability
-from .keys import client_keys
-from .link import Link
+from .journal import Journal
+from .keys import BufferRole, client_keys
+from .messages import OK, PUSH_ID, SPACE, Message, integer, integers
 from .process import BufferProcess
+from .stores import FetchWindow, size_of
 
 logger = logging.getLogger(__name__)
+
+
+class StoreService:
+    """Payloads without a ledger.
+
+    Args:
+        config: Options; each store server may hold ``max_stored_bytes``.
+        send: Sends one message to one client.
+        journal: Where payloads survive the process; None keeps them in memory only.
+    """
+
+    def __init__(
+        self, config: BufferConfig, *, send: Callable[[bytes, Message], None], journal: Journal | None = None
+    ) -> None:
+        self._limit = config.max_stored_bytes
+        self._send = send
+        self._journal = journal
+        self._payloads: dict[int, dict[int, Frames]] = {}
+        self._unread = FetchWindow(self._limit)
+        self._finished = IdSet()
+        self._stored_bytes = 0
+        self._refused: set[bytes] = set()
+        self._operations = {"put_payload": self._put, "fetch": self._fetch, "remove": self._remove}
+        if journal is not None:
+            for key, payload in journal.recover().frames.get("payload", {}).items():
+                self._keep(key >> 16, key & 0xFFFF, payload)
+
+    def handle(self, client: bytes, request: Message) -> None:
+        """Answer one request; an error of this system becomes the reply."""
+        try:
+            operation = self._operations.get(request.name)
+            if operation is None:
+                raise WireError(f"unknown operation {request.name!r:.40} of a store server")
+            fields, payload = operation(client, request)
+            self._send(client, Message(name=OK, request_id=request.request_id, fields=fields, payload=payload))
+        except AsyncRLError as error:
+            self._send(client, Message.of_error(request.request_id, error))
+
+    def settle(self) -> None:
+        """Nothing is left to do: each request is answered by itself."""
+
+    def close(self) -> None:
+        """Nothing waits here."""
+
+    def _put(self, client: bytes, request: Message) -> tuple[dict[str, Any], Frames]:
+        group_id, attempt = integer(request.fields, "group_id"), integer(request.fields, "attempt")
+        if attempt > 0xFFFF or group_id >= 1 << 47:
+            raise WireError(f"group {group_id} attempt {attempt} is out of range")
+        if group_id in self._finished:
+            return {}, ()  # nothing of it is kept; the ledger says what became of the put
+        size = size_of(request.payload)
+        if size > self._limit:
+            raise ReplayBufferError(
+                f"a group of {size} bytes is larger than buffer.max_stored_bytes={self._limit}; raise it"
+            )
+        if attempt not in self._payloads.get(group_id, {}):
+            if self._stored_bytes + size > self._limit:
+                self._refused.add(client)
+                raise StoreFull(f"{size} bytes do not fit beside {self._stored_bytes}, the limit is {self._limit}")
+            if self._journal is not None:
+                self._journal.keep("payload", group_id << 16 | attempt, request.payload)
+            self._keep(group_id, attempt, request.payload)
+        return {}, ()
+
+    def _keep(self, group_id: int, attempt: int, payload: Frames) -> None:
+        self._payloads.setdefault(group_id, {})[attempt] = payload
+        self._stored_bytes += size_of(payload)
+
+    def _fetch(self, client: bytes, request: Message) -> tuple[dict[str, Any], Frames]:
+        group_ids, attempts = integers(request.fields, "groups"), integers(request.fields, "attempts")
+        if len(group_ids) != len(attempts) or len(set(group_ids)) != len(group_ids):
+            raise WireError("a fetch names each group once, and one attempt for each")
+        counts: list[int] = []
+        payload: list[Any] = []
+        for group_id, attempt in zip(group_ids, attempts, strict=True):
+            frames = self._payloads.get(group_id, {}).get(attempt)
+            if frames is None:
+                raise UnknownGroup(f"no trajectories of group {group_id} attempt {attempt} are stored here")
+            counts.append(len(frames))
+            payload += frames
+        self._unread.add(client, request.request_id, size_of(payload), read=integer(request.fields, "read"))
+        return {"counts": counts}, payload
+
+    def _remove(self, client: bytes, request: Message) -> tuple[dict[str, Any], Frames]:
+        for group_id in integers(request.fields, "groups"):
+            self._finished.add(group_id)
+            for attempt, payload in self._payloads.pop(group_id, {}).items():
+                self._stored_bytes -= size_of(payload)
+                if self._journal is not None:
+                    self._journal.discard("payload", group_id << 16 | attempt)
+        for waiting in self._refused:
+            self._send(waiting, Message(name=SPACE, request_id=PUSH_ID))
+        self._refused.clear()
+        return {}, ()
 
 
 class StoreServers:
@@ -39,14 +147,14 @@ class StoreServers:
     def __init__(
         self, config: BufferConfig, *, groups_per_step: int, on_lost: Callable[[WorkerDiedError], None]
     ) -> None:
-        self._config = replace(config, port=0, num_store_servers=0)
+        self._config = replace(config, port=0, bulk_port=0, num_store_servers=0)
         self._groups_per_step = groups_per_step
         self._on_lost = on_lost
         self._loop = asyncio.get_running_loop()
         self._processes: list[BufferProcess] = []
         self._descriptors: dict[int, int] = {}
         self._restarts: set[asyncio.Task[None]] = set()
-        self._links: list[Link] = []
+        self._links: list[ClientSocket] = []
         try:
             for number in range(config.num_store_servers):
                 self._processes.append(self._launch(number))
@@ -57,9 +165,9 @@ class StoreServers:
             self.close()
             raise
         self.addresses = [process.address for process in self._processes]
-        keys = client_keys(Path(config.keys)) if config.keys else None
+        keys = client_keys(Path(config.keys), BufferRole.ledger) if config.keys else None
         for address in self.addresses:
-            link = Link(address, timeout_s=config.request_timeout_s, keys=keys, on_push=lambda message: None)
+            link = ClientSocket(address, timeout_s=config.request_timeout_s, keys=keys, on_push=lambda message: None)
             self._links.append(link)
 
     def remove(self, group_id: int) -> None:

@@ -39,8 +39,8 @@ of size 1. TRL adds 1e-4 to the deviation; verl adds 1e-6, and 1e-8 to the varia
 leaves the values of every ordinary group exact.
 """
 
-_RELATIVE_DEVIATION = 1e-6
-"""The same as a share of the largest value: float32 rewards are rounded by 6e-8 of their size."""
+_RELATIVE_DEVIATION = 2.0**-23
+"""The same as a share of the largest value: float32 rewards differ by at least this share of their size."""
 
 _BLOCK = 64
 """Tokens that one matrix product of a discounted sum covers."""

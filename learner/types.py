@@ -133,4 +133,4 @@ def branches_of(group: TrajectoryGroup, samples: Sequence[int]) -> list[Branch]:
     by_trajectory: dict[int, list[Branch]] = {}
     for branch in group.branches:
         by_trajectory.setdefault(branch.trajectory, []).append(branch)
-    return [branch for sample in samples for branch in by_trajectory.get(sample, [])]
+    return [branch for sample in samples for branch in by_trajectory[sample]]

@@ -1,32 +1,69 @@
-"""One Ray cluster for all tests that need one, because to start one takes as long as most of them.
+"""How a session of tests runs: its shared Ray cluster, its split over processes, and its end.
 
-A second one in the same process works; `tests/single_controller/test_two_clusters.py` is about that.
+With ``pytest -n 2 --dist loadgroup``, as `scripts/test.sh` runs it, a test file stays on one process, and so do all
+tests that use the shared cluster, and all that start whole training runs: two of those at once would starve each other.
 """
 
 import os
+import signal
+from pathlib import Path
 
 import pytest
-import ray
-from ray.cluster_utils import Cluster
 
-NODE_OPTIONS = {"object_store_memory": 120 * 2**20, "include_dashboard": False}
-HEAD_ADDRESS = "127.0.0.9"
-SECOND_ADDRESS = "127.0.0.10"
+from tests.support.leftovers import end_leftovers, name_session, watch_session
+from tests.support.ray_cluster import two_node_cluster
+
+ROOT = Path(__file__).resolve().parents[1]
+# The longest first, so that neither process waits for the other at the end.
+_GROUPS = ["whole runs", "ray", "engines", "learner"]
+
+
+def pytest_configure(config):
+    # Processes that tests start find the packages and `tests.support`, wherever they run.
+    paths = [str(ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
+    if not hasattr(config, "workerinput"):
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # fixtures end what they started, as on Ctrl-C
+        config.stash[_SESSION] = name_session()
+        config.stash[_WATCHER] = watch_session(config.stash[_SESSION])
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_unconfigure(config):
+    if (watcher := config.stash.get(_WATCHER, None)) is None:
+        return
+    for words in end_leftovers(config.stash[_SESSION]):
+        config.get_terminal_writer().line(f"left behind by a test, and ended now: {words[:300]}", red=True)
+    watcher.stdin.close()
+    watcher.wait(30)
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group(_group(item)))
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        names = [item.get_closest_marker("xdist_group").args[0] for item in items]
+        ranks = [_GROUPS.index(name) if name in _GROUPS else len(_GROUPS) for name in names]
+        items[:] = [item for _, item in sorted(zip(ranks, items, strict=True), key=lambda pair: pair[0])]
+
+
+def _group(item):
+    if "cluster" in item.fixturenames:
+        return "ray"
+    if item.path.parent.name == "e2e":
+        return "whole runs"
+    return str(item.path)
 
 
 @pytest.fixture(scope="session")
 def cluster():
-    """Nodes 127.0.0.9 (12 CPUs) and 127.0.0.10 (8 CPUs), whose order by text is not their order by number."""
-    environment = {"RAY_worker_niceness": "0", "OMP_NUM_THREADS": "1", "RAY_AUTH_MODE": "disabled"}
-    before = {name: os.environ.get(name) for name in environment}
-    os.environ.update(environment)
-    cluster = Cluster(
-        initialize_head=True, head_node_args={"num_cpus": 12, "node_ip_address": HEAD_ADDRESS, **NODE_OPTIONS}
-    )
-    cluster.add_node(num_cpus=8, node_ip_address=SECOND_ADDRESS, **NODE_OPTIONS)
-    ray.init(address=cluster.address, log_to_driver=False)
-    yield cluster
-    ray.shutdown()
-    cluster.shutdown()
-    for name, value in before.items():
-        os.environ.pop(name) if value is None else os.environ.update({name: value})
+    """The Ray cluster of all tests that need one, because to start one takes as long as most of them.
+
+    A second one in the same process works; `tests/single_controller/test_two_clusters.py` is about that.
+    """
+    with two_node_cluster() as cluster:
+        yield cluster
+
+
+_SESSION = pytest.StashKey[str]()
+_WATCHER = pytest.StashKey()

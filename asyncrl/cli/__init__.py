@@ -9,7 +9,7 @@ from importlib import import_module
 # A command's module is imported when it is called: some need torch, which takes seconds to load.
 _COMMANDS = {
     "train": ("asyncrl.cli.train_command", "train a policy asynchronously"),
-    "sft": ("asyncrl.cli.sft", "fine-tune a model on demonstrations"),
+    "sft": ("asyncrl.sft.__main__", "fine-tune a model on demonstrations"),
     "inspect": ("buffer.inspect", "look into the replay buffer of a running training"),
     "export": ("learner.export", "turn a checkpoint into a model in Hugging Face layout"),
 }

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,8 @@ import pyarrow.parquet as pq
 from safetensors.numpy import save_file
 from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import WordLevel
+
+from asyncrl.config import RunConfig
 
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
 VOCABULARY = (PAD, EOS, UNKNOWN, "=", *"0123456789")
@@ -113,6 +115,20 @@ def make_assets(
         _write_assets(fresh, settings)
         _swap(fresh, target, aside=Path(temporary, "old"))
     return _assets_in(target)
+
+
+def with_quickstart_assets(config: RunConfig) -> RunConfig:
+    """Make the quickstart's model and data where the experiment asks for them, and name them in the configuration."""
+    if not config.quickstart:
+        return config
+    directory = Path(config.output_dir, config.experiment, "assets", f"seed-{config.seed}").resolve()
+    assets = make_assets(directory, seed=config.seed)
+    return replace(
+        config,
+        model=replace(config.model, path=str(assets.model)),
+        data=replace(config.data, train_files=[str(assets.train)], eval_files=[str(assets.held_out)]),
+        sft=replace(config.sft, train_files=[str(assets.demonstrations)]),
+    )
 
 
 def _check_arguments(seed: int, counts: Mapping[str, int], wrong_digit_rate: float) -> None:

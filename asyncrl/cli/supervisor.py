@@ -8,13 +8,15 @@ run is told by SIGHUP, stops, and ends what is left in its place.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import ctypes
 import os
 import signal
+import threading
 from collections.abc import Callable
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import psutil
 
@@ -22,6 +24,7 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 ORPHAN_GRACE_S = 3.0
+EXIT_INTERRUPTED = 130
 
 
 def supervise(work: Callable[[], int], *, stop_timeout_s: float) -> int:
@@ -106,3 +109,59 @@ def _end_orphans(grace_s: float) -> None:
 
 def _prctl(option: int, value: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
+
+
+class Stopping:
+    """Cancels the run at the first signal; a second one ends it on the spot."""
+
+    def __init__(
+        self,
+        run: asyncio.Future[Any],
+        say: Callable[[str], None],
+        *,
+        timeout_s: float,
+        give_up: Callable[[], None],
+    ) -> None:
+        """Take what is stopped.
+
+        Args:
+            run: Cancelled; stops what it started while it unwinds.
+            say: Writes a line to the terminal.
+            timeout_s: How long stopping may take. The supervisor sees to it; when it is dead, ``give_up`` does.
+            give_up: Ends the process; called in a thread of its own.
+        """
+        self.cause = "cancellation"
+        self._run = run
+        self._say = say
+        self._timeout_s = timeout_s
+        self._give_up = give_up
+        self._stopped = False
+
+    def listen(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Handle the signals that `supervise` passes on."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._on_signal, number)
+        loop.add_signal_handler(signal.SIGHUP, self._on_supervisor_death)
+
+    def _on_signal(self, number: signal.Signals) -> None:
+        if self._stopped:
+            exit_at_once(EXIT_INTERRUPTED)
+        self._stop(number.name)
+        self._say(f"{number.name}: stopping, at most {self._timeout_s:g} s; once more ends the run on the spot")
+
+    def _on_supervisor_death(self) -> None:
+        if not self._stopped:
+            self._stop("the death of its supervisor")
+        give_up_after(self._timeout_s, self._give_up)
+
+    def _stop(self, cause: str) -> None:
+        self._stopped = True
+        self.cause = cause
+        self._run.cancel()
+
+
+def give_up_after(timeout_s: float, give_up: Callable[[], None]) -> None:
+    """Call ``give_up`` in ``timeout_s`` seconds unless the process has ended by then."""
+    timer = threading.Timer(timeout_s, give_up)
+    timer.daemon = True
+    timer.start()

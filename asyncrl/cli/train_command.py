@@ -11,24 +11,25 @@ import logging
 import os
 import shutil
 import signal
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
 from pathlib import Path
 
-from asyncrl.cli.compose import CONFIG_DIR, compose_run, dump_yaml
-from asyncrl.cli.help_page import help_text
-from asyncrl.cli.machine import visible_gpus
-from asyncrl.cli.prepare import read_prompts, warm_start, with_quickstart_assets
-from asyncrl.cli.stopping import EXIT_INTERRUPTED, Stopping, give_up_after
-from asyncrl.cli.supervisor import exit_at_once, supervise
+from asyncrl.cli.compose import CONFIG_DIR, compose_run, dump_yaml, help_text
+from asyncrl.cli.quickstart import with_quickstart_assets
+from asyncrl.cli.supervisor import EXIT_INTERRUPTED, Stopping, exit_at_once, give_up_after, supervise
 from asyncrl.config import RunConfig, check_files, check_options, check_placement
 from asyncrl.controller.run_folder import make_run_dir, shared_folder
+from asyncrl.data.prompts import PromptStream, load_eval_prompts
+from asyncrl.data.tokenization import load_tokenizer
 from asyncrl.metrics import TerminalView
 from asyncrl.protocol.errors import AsyncRLError, DeadlineError
 from asyncrl.protocol.log_tail import last_lines
-from asyncrl.sft.warm_start import finished_warm_start
+from asyncrl.protocol.types import Prompt
+from asyncrl.sft.warm_start import finished_warm_start, warm_start
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -62,7 +63,7 @@ def _page(config: RunConfig, flags: set[str]) -> str:
 
 
 def _train(config: RunConfig, overrides: Sequence[str]) -> int:
-    run_dir = make_run_dir(config)
+    run_dir = make_run_dir(config, dump_yaml(config))
     status = supervise(lambda: _run_to_the_end(config, run_dir, overrides), stop_timeout_s=config.stop_timeout_s)
     shutil.rmtree(shared_folder(run_dir), ignore_errors=True)
     if status >= 0:
@@ -181,3 +182,23 @@ def _log_to(path: Path) -> None:
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
     logging.captureWarnings(True)
+
+
+def read_prompts(config: RunConfig) -> tuple[PromptStream, list[Prompt]]:
+    """The prompts to train on, and the held-out ones, before anything is started for them.
+
+    Raises:
+        ValueError: a file, row or column is not as the options say, or a prompt is too long; the message names it.
+    """
+    tokenizer = load_tokenizer(config.model.path, chat_template=config.data.chat_template)
+    prompts = PromptStream(config.data, tokenizer, seed=config.seed)
+    return prompts, load_eval_prompts(config.data, tokenizer) if config.evaluation.enabled else []
+
+
+def visible_gpus() -> int:
+    """GPUs that the NVIDIA driver lists on this machine; 0 without a driver. Loads no torch."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return 0
+    listed = subprocess.run([tool, "-L"], capture_output=True, text=True, timeout=30, check=False)
+    return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())

@@ -1,12 +1,17 @@
-"""The Ray cluster of a run: one of our own on this machine, or a running one that is joined."""
+"""The Ray cluster of a run, its own or one that is joined, and what all of its worker groups have in common.
+
+`within` is how the controller waits for a group: under a deadline, with a message that says what it waited for.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from typing import Any, TypeVar
 
 import ray
 
@@ -22,6 +27,12 @@ _OWN_CLUSTER_ENV = {
     "RAY_prestart_worker_first_driver": "0",
     "RAY_gcs_rpc_server_reconnect_timeout_s": "5",
 }
+
+
+# One thread per process: on a machine with few cores, threads that compete for them stop every process.
+WORKER_ENV = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+T = TypeVar("T")
 
 
 @asynccontextmanager
@@ -78,3 +89,32 @@ def _check_one_host(address: str) -> None:
             f"ray.address={address} must be a cluster of one host, got {len(hosts)} ({', '.join(hosts)}): weights are "
             "published through a file that learner and engines share; use a single-node cluster"
         )
+
+
+async def within(pending: Awaitable[T], timeout_s: float, what: str, option: str) -> T:
+    """Await a group's call under a deadline.
+
+    Raises:
+        DeadlineError: it passed; the message names what was awaited and the option that bounds it.
+    """
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await pending
+    except TimeoutError:
+        raise DeadlineError(f"waited {timeout_s:g} s for {what}; look into the logs, or raise {option}") from None
+
+
+async def stop_groups(groups: Sequence[Any], shutdown: Callable[[], None], timeout_s: float) -> None:
+    """Ask every worker of the groups to stop, for at most ``timeout_s`` seconds, then kill what is left."""
+    try:
+        # Whatever a dying worker answers no longer matters: it is killed next.
+        with contextlib.suppress(Exception):
+            await asyncio.wait_for(all_of([group.execute_all_async("stop") for group in groups]), timeout_s)
+    finally:
+        await asyncio.to_thread(shutdown)
+
+
+async def all_of(pending: Sequence[Awaitable[Any]]) -> None:
+    """Await calls that were made before, one after another."""
+    for result in pending:
+        await result

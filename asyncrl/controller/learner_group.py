@@ -1,53 +1,42 @@
-"""The learner and the fleet of a run, behind the ports that the controller and the evaluation drive."""
+"""The learner's roles as worker groups, behind the port that the controller drives.
+
+Every wait is for the ranks, under a deadline of `within`; Ray wakes it when they answer or die.
+"""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-import ray
-
-from asyncrl.config import RunConfig
-from asyncrl.controller.controller import FleetCounts
-from asyncrl.controller.role_groups import WORKER_ENV, RoleGroups
-from asyncrl.protocol.errors import DeadlineError
-from asyncrl.protocol.types import Plan, Prompt, WeightSnapshot
-from asyncrl.single_controller import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
-from buffer import BufferConnection
+from asyncrl.config import RunConfig, learner_pools, learner_roles
+from asyncrl.controller.cluster import WORKER_ENV, all_of, stop_groups, within
+from asyncrl.controller.run_folder import RunPaths
+from asyncrl.protocol.types import Plan, WeightSnapshot
+from asyncrl.single_controller import (
+    RayClassWithInitArgs,
+    RayResourcePool,
+    RayWorkerGroup,
+    ResourcePoolManager,
+    Role,
+    create_colocated_worker_cls_fused,
+)
+from buffer import BufferConnection, BufferRole
 from learner.advantages import ADVANTAGES, needs_whole_groups
 from learner.batching import rank_batches
+from learner.config import LearnerConfig
 from learner.remote_scores import RemoteScores
 from learner.roles import ROLES, scored_by
 from learner.types import RankBatch
-from rollout_fleet.config import RolloutFleetConfig, SamplingConfig, SaveProgress
-from rollout_fleet.types import FleetCounters
-from rollout_fleet.worker import RolloutWorker
+from learner.verl_api import ActorWorker, CriticWorker, ReferenceWorker, RewardModelWorker
 
 T = TypeVar("T")
 
-
-@dataclass(frozen=True, kw_only=True)
-class RunPaths:
-    """Where the groups write.
-
-    Attributes:
-        logs: One log a process.
-        snapshots: Published weights; readable by every engine of the host.
-        trajectories: Consumed trajectories; None records none.
-        checkpoints: Checkpoints of the learner.
-    """
-
-    logs: Path
-    snapshots: Path
-    trajectories: Path | None
-    checkpoints: Path
+WORKER_CLASSES = {"actor": ActorWorker, "critic": CriticWorker, "ref": ReferenceWorker, "rm": RewardModelWorker}
 
 
-class Learner:
+class LearnerGroup:
     """The learner's roles. Calls queue on the ranks in the order they are made.
 
     A step queues, role by role: the reference's and the critic's scores, the actor's step, the weights, the critic's
@@ -77,7 +66,7 @@ class Learner:
         """
         timeout_s = self._config.learner.start_timeout_s
         pending = [group.init_model() for group in self._roles]
-        await within(_all(pending), timeout_s, "the learner's models", "learner.start_timeout_s")
+        await within(all_of(pending), timeout_s, "the learner's models", "learner.start_timeout_s")
 
     async def scored(self, plan: Plan) -> Plan:
         """See `LearnerPort.scored`."""
@@ -113,13 +102,13 @@ class Learner:
         return self._first(self._roles["actor"].publish_weights(version), f"the weights of version {version}")
 
     def rollout_mode(self, version: int) -> Awaitable[WeightSnapshot]:
-        """See `asyncrl.controller.colocated.TurnTakingLearner.rollout_mode`."""
+        """See `ColocatedLearnerPort.rollout_mode`."""
         others = [group.rollout_mode(version) for role, group in self._on_shared_devices() if role != "actor"]
         return self._after(others, self._roles["actor"].rollout_mode(version), f"the turn to rollout at {version}")
 
     async def trainer_mode(self) -> None:
-        """See `asyncrl.controller.colocated.TurnTakingLearner.trainer_mode`."""
-        await self._in_time(_all([group.trainer_mode() for _, group in self._on_shared_devices()]), "training's turn")
+        """See `ColocatedLearnerPort.trainer_mode`."""
+        await self._in_time(all_of([group.trainer_mode() for _, group in self._on_shared_devices()]), "training's turn")
 
     @property
     def pool(self) -> RayResourcePool:
@@ -160,7 +149,7 @@ class Learner:
 
     async def stop(self, timeout_s: float) -> None:
         """End the ranks: ask, then kill."""
-        await _stop_groups(list(self._roles), self._roles.shutdown, timeout_s)
+        await stop_groups(list(self._roles), self._roles.shutdown, timeout_s)
 
     def _shares(self, plan: Plan, role: str) -> list[RankBatch]:
         """The plan as the data-parallel ranks of a role's pool share it."""
@@ -221,157 +210,120 @@ class Learner:
         return await within(pending, 2 * self._config.learner.step_timeout_s, what, option)
 
 
-class Fleet:
-    """The rollout fleet."""
+class RoleGroups:
+    """A group for each role that the run needs; every group has the methods of its role's worker class.
+
+    Attributes:
+        actor_pool: The places of the actor's processes, which engines may share.
+
+    Args:
+        config: The run.
+        buffer: Where the ranks fetch what they work on.
+        log_dir: One log a process, ``<pool>-<rank>.log``.
+        snapshots: Where the actor publishes weights.
+        trajectories: Where the actor records what it consumed; None records nothing.
+    """
 
     def __init__(
-        self, config: RunConfig, *, buffer: BufferConnection, paths: RunPaths, pool: RayResourcePool | None = None
+        self, config: RunConfig, *, buffer: BufferConnection, log_dir: Path, snapshots: Path, trajectories: Path | None
     ) -> None:
-        """Start the workers, in their own pool unless one is given; `start` brings up their engines."""
-        self._config = config
-        worker = RayClassWithInitArgs(
-            ray.remote(RolloutWorker),
-            _fleet_options(config),
-            model_path=config.model.path,
-            samples_per_prompt=config.algorithm.samples_per_prompt,
-            connect_buffer=buffer.client,
-            log_dir=str(paths.logs),
-            seed=config.seed,
-            greedy_baseline=config.algorithm.greedy_baseline,
+        self.pools = learner_roles(config)
+        self.pool_sizes = learner_pools(config)
+        self._groups: dict[str, Any] = {}
+        self._hosts: list[RayWorkerGroup] = []
+        layout = ResourcePoolManager(
+            resource_pool_spec={pool: [size] for pool, size in self.pool_sizes.items()},
+            mapping={Role.from_string(role): pool for role, pool in self.pools.items()},
+            use_gpu=config.learner.device == "cuda",
+            max_colocate_count=2 if config.placement.colocated else 1,
+            num_cpus_per_process=_cpus_per_process(config),
+            timeout_s=config.ray.start_timeout_s,
         )
-        self._group = _start_group(
-            "rollout",
-            worker,
-            num_workers=config.rollout_fleet.num_engines,
-            num_cpus=config.placement.cpus_per_engine,
-            num_gpus=config.rollout_fleet.sglang.tp_size if config.learner.device == "cuda" else 0,
-            config=config,
-            log_dir=paths.logs,
-            pool=pool,
-        )
+        layout.create_resource_pool()
+        self.actor_pool = layout.get_resource_pool(Role.from_string("actor"))
+        for pool in self.pool_sizes:
+            roles = [role for role, its_pool in self.pools.items() if its_pool == pool]
+            options = pool_config(config, pool)
+            connect = buffer.for_role(BufferRole.learner).sync_client
+            classes = {
+                role: _worker_class(role, config, options, connect, snapshots=snapshots, trajectories=trajectories)
+                for role in roles
+            }
+            host = RayWorkerGroup(
+                layout.get_resource_pool(Role.from_string(roles[0])),
+                classes[roles[0]] if len(roles) == 1 else create_colocated_worker_cls_fused(classes),
+                name_prefix=pool,
+                log_dir=log_dir,
+                worker_env=WORKER_ENV,
+            )
+            self._hosts.append(host)
+            self._groups |= {roles[0]: host} if len(roles) == 1 else host.spawn(roles)
 
-    async def start(self) -> None:
-        """Bring every engine up.
+    def __contains__(self, role: str) -> bool:
+        return role in self._groups
 
-        Raises:
-            DeadlineError: not within ``rollout_fleet.start_timeout_s``.
-            WorkerDiedError: an engine or its worker died; the message ends with its log.
-        """
-        # The worker keeps the deadline itself, with a better message; this one is for a worker that hangs.
-        timeout_s = self._config.rollout_fleet.start_timeout_s + 30
-        await within(self._group.start(), timeout_s, "the rollout engines", "rollout_fleet.start_timeout_s")
+    def __getitem__(self, role: str) -> Any:
+        """A role's group; typed Any, because its methods are bound from the worker class when it is made."""
+        return self._groups[role]
 
-    async def run(self) -> None:
-        """Roll out until `drain`; raises when an engine or a worker dies."""
-        await self._group.run()
+    def __iter__(self) -> Any:
+        return iter(self._groups.values())
 
-    async def load(self, snapshot: WeightSnapshot) -> float:
-        """See `FleetPort.load`."""
-        loop = asyncio.get_running_loop()
-        began_s = loop.time()
-        fleet = self._config.rollout_fleet
-        num_waits = 2 if fleet.save_progress is SaveProgress.at_updates else 1  # for what runs to be cut off, too
-        timeout_s = num_waits * fleet.load_timeout_s + 10
-        what = f"loading weights of version {snapshot.version}"
-        await within(self._group.load_weights(snapshot), timeout_s, what, "rollout_fleet.load_timeout_s")
-        return loop.time() - began_s
+    def share_a_pool(self, one: str, other: str) -> bool:
+        """Whether two roles live in the same processes."""
+        return self.pools[one] == self.pools[other]
 
-    async def release_device(self) -> None:
-        """See `asyncrl.controller.colocated.TurnTakingFleet.release_device`."""
-        fleet = self._config.rollout_fleet
-        timeout_s = fleet.generate_timeout_s + fleet.reward_timeout_s + fleet.load_timeout_s + 10
-        option = "rollout_fleet.generate_timeout_s"
-        await within(self._group.release_device(), timeout_s, "the engines to release their devices", option)
-
-    async def counters(self) -> FleetCounts:
-        """See `FleetPort.counters`."""
-        timeout_s = self._config.buffer.request_timeout_s
-        return _total(
-            await within(self._group.counters(), timeout_s, "the fleet's counters", "buffer.request_timeout_s")
-        )
-
-    async def drain(self) -> FleetCounts:
-        """See `FleetPort.drain`."""
-        timeout_s = 2 * self._config.buffer.request_timeout_s
-        pending = self._group.drain()
-        return _total(await within(pending, timeout_s, "the fleet to put down its work", "buffer.request_timeout_s"))
-
-    async def evaluate(self, prompts: Sequence[Prompt], sampling: SamplingConfig, num_samples: int) -> list[float]:
-        """See `asyncrl.controller.evaluation.EvaluationFleet`."""
-        count = self._config.rollout_fleet.num_engines
-        shares = [list(prompts[index::count]) for index in range(count)]
-        pending = self._group.evaluate(shares, [sampling] * count, [num_samples] * count)
-        results = await within(pending, self._config.evaluation.timeout_s, "the evaluation", "evaluation.timeout_s")
-        return [reward for result in results for reward in result.rewards]
-
-    async def stop(self, timeout_s: float) -> None:
-        """End engines and workers: ask, then kill."""
-        await _stop_groups([self._group], self._group.shutdown, timeout_s)
+    def shutdown(self) -> None:
+        """Kill the processes of all roles."""
+        for host in self._hosts:
+            host.shutdown()
 
 
-async def within(pending: Awaitable[T], timeout_s: float, what: str, option: str) -> T:
-    """Await a group's call under a deadline.
-
-    Raises:
-        DeadlineError: it passed; the message names what was awaited and the option that bounds it.
-    """
-    try:
-        async with asyncio.timeout(timeout_s):
-            return await pending
-    except TimeoutError:
-        raise DeadlineError(f"waited {timeout_s:g} s for {what}; look into the logs, or raise {option}") from None
+def _cpus_per_process(config: RunConfig) -> float:
+    placement = config.placement
+    return placement.cpus_per_learner_rank + (placement.cpus_per_engine if placement.colocated else 0.0)
 
 
-def _start_group(
-    name: str,
-    worker: RayClassWithInitArgs,
-    *,
-    num_workers: int,
-    num_cpus: float,
-    num_gpus: int,
-    config: RunConfig,
-    log_dir: Path,
-    pool: RayResourcePool | None,
-) -> Any:
-    """Start a group; typed Any, because its methods are bound from the worker class when it is made."""
-    pool = pool or RayResourcePool(
-        process_on_nodes=[num_workers],
-        use_gpu=num_gpus > 0,
-        name_prefix=name,
-        max_colocate_count=1,
-        num_cpus_per_process=num_cpus,
-        timeout_s=config.ray.start_timeout_s,
+def pool_config(config: RunConfig, pool: str) -> LearnerConfig:
+    """The learner's options in one of its pools."""
+    size, learner = learner_pools(config)[pool], config.learner
+    kept = learner.keep_snapshots
+    return replace(
+        learner,
+        num_ranks=size,
+        fsdp_size=learner.fsdp_size if size == learner.num_ranks else -1,
+        # While engines load version u + 1, admission at u lets the learner reach u + max_lag + 1, and no further.
+        keep_snapshots=kept if kept == -1 else max(kept, config.buffer.max_lag + 2),
     )
-    return RayWorkerGroup(pool, worker, name_prefix=name, log_dir=log_dir, worker_env=WORKER_ENV)
 
 
-def _fleet_options(config: RunConfig) -> RolloutFleetConfig:
-    """The fleet's options; servers on shared devices must be able to leave them."""
-    fleet = config.rollout_fleet
-    return replace(fleet, sglang=replace(fleet.sglang, memory_saver=True)) if config.placement.colocated else fleet
-
-
-async def _stop_groups(groups: Sequence[Any], shutdown: Callable[[], None], timeout_s: float) -> None:
-    try:
-        # Whatever a dying worker answers no longer matters: it is killed next.
-        with contextlib.suppress(Exception):
-            await asyncio.wait_for(_all([group.execute_all_async("stop") for group in groups]), timeout_s)
-    finally:
-        await asyncio.to_thread(shutdown)
-
-
-async def _all(pending: Sequence[Awaitable[Any]]) -> None:
-    for result in pending:
-        await result
+def _worker_class(
+    role: str,
+    config: RunConfig,
+    options: LearnerConfig,
+    connect_buffer: Any,
+    *,
+    snapshots: Path,
+    trajectories: Path | None,
+) -> RayClassWithInitArgs:
+    paths = {"rm": config.learner.reward_model.path, "critic": config.learner.critic.path or config.model.path}
+    publishes = {
+        "snapshot_dir": str(snapshots),
+        "trajectory_dir": str(trajectories) if trajectories else None,
+        "checksums": config.rollout_fleet.verify_weights,
+    }
+    return RayClassWithInitArgs(
+        WORKER_CLASSES[role],
+        options,
+        config.algorithm,
+        model_path=paths.get(role, config.model.path),
+        total_steps=config.total_steps,
+        temperature=config.rollout_fleet.sampling.temperature,
+        connect_buffer=connect_buffer,
+        seed=config.seed,
+        **(publishes if role == "actor" else {}),
+    )
 
 
 async def _nothing() -> Mapping[str, float]:
     return {}
-
-
-def _total(workers: Sequence[FleetCounters]) -> FleetCounts:
-    return FleetCounts(
-        tokens_generated=sum(worker.tokens_generated for worker in workers),
-        tokens_in_flight=sum(worker.tokens_in_flight for worker in workers),
-        busy_s=sum(worker.busy_s for worker in workers) / len(workers),
-    )

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from asyncrl.config import RunConfig, learner_roles
+from asyncrl.controller.parts import FleetPort, LearnerPort, PromptSource
 from asyncrl.data.prompts import PromptStream
+from asyncrl.protocol.ports import ControlBuffer
 from asyncrl.protocol.types import BufferStats, Plan, Prompt
 from buffer.config import BufferConfig, Durability
 from learner.checkpoint_folder import newest_checkpoint, read_progress, whole_checkpoints
@@ -65,13 +67,13 @@ class RunState:
         lost = {RESUME: self.tokens_lost} if self.tokens_lost else {}
         return dict(Counter(self.tokens_dropped) + Counter(lost))
 
-    def plain(self) -> dict[str, Any]:
-        """The state as JSON knows it, for `from_plain`."""
+    def to_dict(self) -> dict[str, Any]:
+        """The state as values that JSON can hold, for `from_dict`."""
         return asdict(self) | {"finished": [list(part) for part in self.finished]}
 
     @classmethod
-    def from_plain(cls, values: Mapping[str, Any]) -> RunState:
-        """Read what `plain` wrote.
+    def from_dict(cls, values: Mapping[str, Any]) -> RunState:
+        """Read what `to_dict` returned.
 
         Raises:
             ValueError: the checkpoint was not saved by a run.
@@ -125,6 +127,63 @@ class RunState:
         )
 
 
+class Checkpointer:
+    """Saves a checkpoint of learner and run where one is due; used by both controllers.
+
+    Args:
+        config: The run.
+        buffer: Asked which groups are finished.
+        learner: Saves; the call queues on the ranks right after the update that leads to the version.
+        fleet: Asked for its counters.
+        prompts: Asked where its order stands.
+        resumed: Where the run began.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        buffer: ControlBuffer,
+        learner: LearnerPort,
+        fleet: FleetPort,
+        prompts: PromptSource,
+        resumed: RunState,
+    ) -> None:
+        self._every_steps = config.checkpoint.every_steps
+        self._total_steps = config.total_steps
+        self._buffer = buffer
+        self._learner = learner
+        self._fleet = fleet
+        self._prompts = prompts
+        self._resumed = resumed
+        self._uncommitted: dict[int, Plan] = {}
+
+    def planned(self, plan: Plan) -> None:
+        """A batch was planned."""
+        self._uncommitted[plan.version] = plan
+
+    def committed(self, version: int) -> None:
+        """The batch planned at ``version`` was consumed."""
+        del self._uncommitted[version]
+
+    async def save_if_due(self, version: int) -> Awaitable[str] | None:
+        """Queue a checkpoint of ``version`` on the ranks where one is due; the result is its folder, once written."""
+        is_last = version == self._total_steps
+        if self._every_steps == 0 or (version % self._every_steps != 0 and not is_last):
+            return None
+        planned = list(self._uncommitted.values())
+        stats = await self._buffer.stats()
+        state = self._resumed.after(
+            prompts=self._prompts.state(),
+            stats=stats,
+            finished=await self._buffer.finished(),
+            planned=planned,
+            tokens_generated=(await self._fleet.counters()).tokens_generated,
+            version=version,
+        )
+        return self._learner.save(version, state.to_dict(), wait=is_last)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Resumed:
     """A checkpoint to go on from.
@@ -159,12 +218,7 @@ def find_checkpoint(config: RunConfig) -> Resumed | None:
             f"total_steps must be above the {progress.version} steps of {path} to resume it, got "
             f"{config.total_steps}; raise it, or set checkpoint.resume=never"
         )
-    return Resumed(checkpoint=path, state=RunState.from_plain(progress.run))
-
-
-def checkpoint_folder(config: RunConfig, run_dir: Path) -> Path:
-    """Where the run saves its checkpoints."""
-    return Path(config.checkpoint.directory).resolve() if config.checkpoint.directory else run_dir / "checkpoints"
+    return Resumed(checkpoint=path, state=RunState.from_dict(progress.run))
 
 
 def begin_buffer_at(options: BufferConfig, version: int) -> BufferConfig:

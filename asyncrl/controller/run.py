@@ -7,31 +7,25 @@ reverse order, whatever happened.
 from __future__ import annotations
 
 import asyncio
-import logging
+import os
 import shutil
+import uuid
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeAlias, TypeVar
 
 from asyncrl.config import RunConfig
-from asyncrl.controller.buffer_process import buffer_died
 from asyncrl.controller.cluster import ray_cluster
-from asyncrl.controller.colocated import TurnTaking
-from asyncrl.controller.controller import Controller, PromptSource
-from asyncrl.controller.evaluation import evaluate
-from asyncrl.controller.learner_group import Fleet, Learner, RunPaths
-from asyncrl.controller.resume import (
-    Resumed,
-    ResumedPrompts,
-    RunState,
-    begin_buffer_at,
-    checkpoint_folder,
-    find_checkpoint,
-)
-from asyncrl.controller.run_folder import shared_folder, snapshot_folder
+from asyncrl.controller.colocated import ColocatedController
+from asyncrl.controller.controller import Controller
+from asyncrl.controller.fleet_group import FleetGroup
+from asyncrl.controller.learner_group import LearnerGroup
+from asyncrl.controller.parts import PromptSource
+from asyncrl.controller.resume import Resumed, ResumedPrompts, RunState, begin_buffer_at, find_checkpoint
+from asyncrl.controller.run_folder import RunPaths, shared_folder
 from asyncrl.data.prompts import PromptStream
 from asyncrl.metrics import (
     Evaluation,
@@ -43,6 +37,7 @@ from asyncrl.metrics import (
     summary_document,
     write_json,
 )
+from asyncrl.protocol.errors import WorkerDiedError
 from asyncrl.protocol.types import Prompt, WeightSnapshot
 from buffer import BufferClient, BufferConnection, BufferProcess
 from learner.advantages import ADVANTAGES
@@ -51,7 +46,7 @@ from learner.losses import LOSSES
 
 T = TypeVar("T")
 U = TypeVar("U")
-logger = logging.getLogger(__name__)
+Starter: TypeAlias = Callable[..., Coroutine[Any, Any, T]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,8 +54,8 @@ class _Parts:
     """What is running."""
 
     buffer: BufferClient
-    learner: Learner
-    fleet: Fleet
+    learner: LearnerGroup
+    fleet: FleetGroup
 
 
 class Run:
@@ -112,7 +107,7 @@ class Run:
                 with self._view.waiting_for("Ray"):
                     await stack.enter_async_context(ray_cluster(self._config))
                 work = self._run_parts(stack, server, prompts)
-                result, before, after = await _unless(work, [buffer_died(server)])
+                result, before, after = await _unless(work, [_buffer_died(server)])
             except BaseException as fault:
                 self._on_fault(fault)
                 raise
@@ -130,6 +125,7 @@ class Run:
 
     def _start_buffer(self, stack: AsyncExitStack) -> BufferProcess:
         options = self._config.buffer
+        options = replace(options, epoch=options.epoch or uuid.uuid4().hex[:16])
         if self._resumed is not None:
             options = begin_buffer_at(options, self._resumed.state.version)
         # Started from this thread, which outlives it: the server dies with the thread that started it.
@@ -157,15 +153,15 @@ class Run:
             learner, fleet = await self._start_groups(stack, server.connection)
         return await self._train(_Parts(buffer=buffer, learner=learner, fleet=fleet), prompts)
 
-    async def _start_groups(self, stack: AsyncExitStack, buffer: BufferConnection) -> tuple[Learner, Fleet]:
+    async def _start_groups(self, stack: AsyncExitStack, buffer: BufferConnection) -> tuple[LearnerGroup, FleetGroup]:
         """Start the fleet while the policy is warm-started, then the learner; the stack stops them.
 
         Engines take longest to come up: they start on ``model.path``, which has the policy's shape, and load the
         warm-started weights as version 0 by the same transaction as every later version.
         """
-        make = partial(_made, buffer=buffer, paths=self._paths())
+        make = partial(_made, buffer=buffer, paths=RunPaths.of(self._config, self._run_dir))
 
-        async def start_fleet() -> Fleet:
+        async def start_fleet() -> FleetGroup:
             fleet = await self._start_fleet(stack, make)
             policy = await self._warming
             if self._resumed is None and policy != Path(self._config.model.path):
@@ -177,42 +173,34 @@ class Run:
             await fleet.load(await learner.publish(self._resumed.state.version))
         return learner, fleet
 
-    async def _start_in_turn(self, stack: AsyncExitStack, buffer: BufferConnection) -> tuple[Learner, Fleet]:
+    async def _start_in_turn(self, stack: AsyncExitStack, buffer: BufferConnection) -> tuple[LearnerGroup, FleetGroup]:
         """Start both groups in the same places: the learner first, which leaves the devices to the engines."""
-        make = partial(_made, buffer=buffer, paths=self._paths())
+        make = partial(_made, buffer=buffer, paths=RunPaths.of(self._config, self._run_dir))
         learner = await self._start_learner(stack, make)
         snapshot = await learner.rollout_mode(self._state.version)
         fleet = await self._start_fleet(stack, partial(make, pool=learner.pool))
         await fleet.load(snapshot)
         return learner, fleet
 
-    async def _start_fleet(self, stack: AsyncExitStack, make: Callable[..., Coroutine[Any, Any, Fleet]]) -> Fleet:
-        fleet = await make(Fleet, self._config)
+    async def _start_fleet(self, stack: AsyncExitStack, make: Starter[FleetGroup]) -> FleetGroup:
+        fleet = await make(FleetGroup, self._config)
         stack.push_async_callback(fleet.stop, self._config.rollout_fleet.stop_timeout_s + 2)
         count, engine = self._config.rollout_fleet.num_engines, self._config.rollout_fleet.engine
         await self._ready(f"rollout fleet ({count} {engine} engines)", fleet.start())
         return fleet
 
-    async def _start_learner(self, stack: AsyncExitStack, make: Callable[..., Coroutine[Any, Any, Learner]]) -> Learner:
+    async def _start_learner(self, stack: AsyncExitStack, make: Starter[LearnerGroup]) -> LearnerGroup:
         """Start the learner on the warm-started policy, or where the checkpoint stands."""
         with self._view.waiting_for("warm start"):
             policy = await self._warming
         config = replace(self._config, model=replace(self._config.model, path=str(policy)))
-        learner = await make(Learner, config)
+        learner = await make(LearnerGroup, config)
         stack.push_async_callback(learner.stop, self._config.rollout_fleet.stop_timeout_s)
         await self._ready(f"learner ({config.learner.num_ranks} ranks)", learner.init())
         if self._resumed is not None:
             with self._view.waiting_for("checkpoint"):
                 await learner.load(self._resumed.checkpoint)
         return learner
-
-    def _paths(self) -> RunPaths:
-        return RunPaths(
-            logs=self._run_dir / "logs",
-            snapshots=snapshot_folder(self._config, self._run_dir),
-            trajectories=self._run_dir / "trajectories" if self._config.record_trajectories else None,
-            checkpoints=checkpoint_folder(self._config, self._run_dir),
-        )
 
     @property
     def _state(self) -> RunState:
@@ -229,7 +217,7 @@ class Run:
         before = await self._evaluate(parts, "before", self._state.version)
         self._start_s = self._view.elapsed_s
         writer = MetricsWriter(self._run_dir)
-        kind = TurnTaking if self._config.placement.colocated else Controller
+        kind = ColocatedController if self._config.placement.colocated else Controller
         controller = kind(
             self._config,
             buffer=parts.buffer,
@@ -247,7 +235,7 @@ class Run:
         after = await self._evaluate(parts, "after", result.policy_version)
         return result, before, after
 
-    async def _train_and_save(self, controller: Controller, learner: Learner) -> None:
+    async def _train_and_save(self, controller: Controller | ColocatedController, learner: LearnerGroup) -> None:
         """Save the policy as soon as it is trained: whatever goes wrong later, it is there."""
         await controller.train()
         await learner.save_policy(self._run_dir / "policy")
@@ -255,7 +243,7 @@ class Run:
     async def _evaluate(self, parts: _Parts, when: str, version: int) -> Evaluation | None:
         if not self._config.evaluation.enabled:
             return None
-        evaluation = await evaluate(parts.fleet, self._held_out, self._config, policy_version=version)
+        evaluation = await parts.fleet.evaluate(self._held_out, policy_version=version)
         self._view.evaluation(when, evaluation)
         return evaluation
 
@@ -324,3 +312,24 @@ async def _together(first: Coroutine[Any, Any, T], second: Coroutine[Any, Any, U
     async with asyncio.TaskGroup() as tasks:
         left, right = tasks.create_task(first), tasks.create_task(second)
     return left.result(), right.result()
+
+
+async def _buffer_died(server: BufferProcess) -> NoReturn:
+    """Wait for the buffer server, a child process, to end; the kernel wakes this through a pid file descriptor.
+
+    Raises:
+        WorkerDiedError: it ended; the message ends with its log.
+    """
+    ended = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    descriptor = os.pidfd_open(server.process.pid)
+    loop.add_reader(descriptor, ended.set)
+    try:
+        await ended.wait()
+    finally:
+        loop.remove_reader(descriptor)
+        os.close(descriptor)
+    raise WorkerDiedError(
+        f"the buffer server (pid {server.process.pid}) died with status {server.process.poll()}; its log ends:\n"
+        f"{server.log_tail()}"
+    )

@@ -1,20 +1,28 @@
-"""Where a run writes: its folder under ``output_dir``, and its folder in shared memory."""
+"""Where a run writes: its folder under ``output_dir``, its checkpoints, and its folder in shared memory.
+
+Loads no Ray and no torch: the supervisor's process uses it too.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import shutil
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
-from asyncrl.cli.compose import dump_yaml
 from asyncrl.config import RunConfig
 
 _SHARED_MEMORY = Path("/dev/shm")
 
 
-def make_run_dir(config: RunConfig) -> Path:
-    """Make ``<output_dir>/<experiment>/<time>/`` with its logs folder and ``config.yaml``; returns its path."""
+def make_run_dir(config: RunConfig, config_yaml: str) -> Path:
+    """Make ``<output_dir>/<experiment>/<time>/`` with its logs folder and ``config.yaml``; returns its path.
+
+    Args:
+        config: The run.
+        config_yaml: The resolved configuration, as written to ``config.yaml``.
+    """
     base = Path(config.output_dir, config.experiment).resolve()
     stamp = time.strftime("%Y-%m-%d_%H-%M-%S")
     for suffix in ("", *(f"-{count}" for count in range(2, 100))):
@@ -23,20 +31,48 @@ def make_run_dir(config: RunConfig) -> Path:
             (run_dir / "logs").mkdir(parents=True)
         except FileExistsError:
             continue
-        (run_dir / "config.yaml").write_text(dump_yaml(config))
+        (run_dir / "config.yaml").write_text(config_yaml)
         return run_dir
-    raise FileExistsError(f"{base}/{stamp} and 98 siblings exist; start fewer runs a second")
+    raise FileExistsError(f"{base}/{stamp} and 98 siblings exist; start fewer runs per second")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunPaths:
+    """Where the groups of a run write.
+
+    Attributes:
+        logs: One log per process.
+        snapshots: Published weights; readable by every engine of the host.
+        trajectories: Consumed trajectories; None records none.
+        checkpoints: Checkpoints of the learner.
+    """
+
+    logs: Path
+    snapshots: Path
+    trajectories: Path | None
+    checkpoints: Path
+
+    @classmethod
+    def of(cls, config: RunConfig, run_dir: Path) -> RunPaths:
+        """The paths of a run in ``run_dir``; makes the folder of published weights."""
+        directory = config.checkpoint.directory
+        return cls(
+            logs=run_dir / "logs",
+            snapshots=_make_snapshot_folder(config, run_dir),
+            trajectories=run_dir / "trajectories" if config.record_trajectories else None,
+            checkpoints=Path(directory).resolve() if directory else run_dir / "checkpoints",
+        )
 
 
 def shared_folder(run_dir: Path) -> Path:
-    """Where a run's weights are published in memory; follows from its folder, so that anyone can remove it."""
+    """Where a run publishes its weights in memory; follows from ``run_dir``, so that anyone can remove it."""
     return _SHARED_MEMORY / f"asyncrl-{hashlib.sha256(str(run_dir).encode()).hexdigest()[:16]}"
 
 
-def snapshot_folder(config: RunConfig, run_dir: Path) -> Path:
+def _make_snapshot_folder(config: RunConfig, run_dir: Path) -> Path:
     """Make the folder of published weights: in memory, where there is room and not all are kept, else in the run's own.
 
-    The run removes the one in memory, and its supervisor where the run cannot.
+    The run removes the one in memory, and its supervisor does where the run cannot.
     """
     in_memory = config.learner.keep_snapshots != -1 and _SHARED_MEMORY.is_dir() and _fits_in_memory(config)
     folder = shared_folder(run_dir) if in_memory else run_dir / "snapshots"

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from .encode import Tokenizer, render_chat
 from .row_files import Rows, read_rows
+from .tokenization import Tokenizer, render_chat
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,8 +14,8 @@ import numpy as np
 from asyncrl.protocol.types import Prompt
 
 from .config import DataConfig
-from .encode import Tokenizer, encode_prompts, split_overlong
 from .row_files import Rows, read_rows
+from .tokenization import Tokenizer, encode_prompts, split_overlong
 
 
 class PromptStream:
@@ -173,9 +173,9 @@ class _PromptTable:
         prompts = encode_prompts(rows, config, tokenizer)
         kept = split_overlong(rows, prompts, config)
         self.num_filtered += len(rows) - len(kept)
-        truths = rows.plain_column(config.ground_truth_key) if config.ground_truth_key else [None] * len(rows)
+        truths = rows.serializable_column(config.ground_truth_key) if config.ground_truth_key else [None] * len(rows)
         sources = _data_sources(rows, config.data_source_key) if config.data_source_key else [""] * len(rows)
-        extras = {key: rows.plain_column(key) for key in config.extra_keys}
+        extras = {key: rows.serializable_column(key) for key in config.extra_keys}
         for row in kept:
             prompts[row].flags.writeable = False
             extra = {key: column[row] for key, column in extras.items()}
@@ -183,7 +183,7 @@ class _PromptTable:
 
 
 def _data_sources(rows: Rows, key: str) -> list[str]:
-    sources = rows.plain_column(key)
+    sources = rows.serializable_column(key)
     for row, source in enumerate(sources):
         if not isinstance(source, str):
             raise ValueError(f"{rows.where(row)}: column {key!r} is {source!r}, expected a string; mend the row")

@@ -52,7 +52,7 @@ class Rows:
         """
         return [self._value(index, key) for index in range(len(self))]
 
-    def plain_column(self, key: str) -> list[Any]:
+    def serializable_column(self, key: str) -> list[Any]:
         """The values under ``key``, all of which the wire can carry and none of which is null.
 
         Raises:

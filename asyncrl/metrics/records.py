@@ -110,7 +110,8 @@ class TrainingResult:
         train_wall_s: Seconds from the first admission to the last update.
         overlap: Rollout and learner time.
         tokens: The token account, after the fleet has put down its work.
-        max_lag_realised: Largest lag of any consumed group.
+        max_lag_realised: Largest lag of any group that this run consumed.
+        max_lag_before: The same of the runs that it resumes; they may have had another bound. 0 where there were none.
         lag_histogram: Lag in learner steps to number of consumed groups.
         tokens_dropped: Dropped tokens by reason.
     """
@@ -120,6 +121,7 @@ class TrainingResult:
     overlap: Overlap
     tokens: TokenAccount
     max_lag_realised: int
+    max_lag_before: int = 0
     lag_histogram: Mapping[int, int]
     tokens_dropped: Mapping[str, int]
 
@@ -159,6 +161,7 @@ def summary_document(
         "max_lag": {
             "bound": max_lag,
             "realised": result.max_lag_realised,
+            "before_resume": result.max_lag_before,
             "histogram": {str(lag): count for lag, count in sorted(result.lag_histogram.items())},
         },
         "tokens": asdict(result.tokens) | {"dropped_by_reason": dict(result.tokens_dropped)},

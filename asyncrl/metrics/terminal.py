@@ -94,7 +94,8 @@ class TerminalView:
         if before and after:
             for kind in ("sampled", "greedy"):
                 self._console.print(f"  held out, {kind:8} {before[kind]:.3f} -> {after[kind]:.3f}")
-        self._console.print(f"  lag       at most {lag['realised']} of {lag['bound']} learner steps")
+        before_resume = f" ({lag['before_resume']} before resuming)" if lag["before_resume"] else ""
+        self._console.print(f"  lag       at most {lag['realised']} of {lag['bound']} learner steps{before_resume}")
         self._console.print(
             f"  tokens    {tokens['generated']:,} generated = {tokens['trained']:,} trained + {tokens['dropped']:,} "
             f"dropped + {tokens['buffered']:,} buffered + {tokens['in_flight']:,} in flight"

@@ -1,8 +1,42 @@
-"""``python -m asyncrl.sft``, also under ``torchrun``: the same as ``asyncrl sft``."""
+"""``asyncrl sft``, ``python -m asyncrl.sft``: supervised fine-tuning with the learner's trainer, packing and optimizer.
 
+Runs as one process, or as one process per rank: ``torchrun --nproc-per-node N -m asyncrl.sft ...``, with
+``learner.sp_size`` for Ulysses.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
 import sys
+from collections.abc import Sequence
 
-from asyncrl.cli.sft import main
+import torch.distributed as dist
+
+from asyncrl.cli.compose import compose_run
+from asyncrl.cli.quickstart import with_quickstart_assets
+from asyncrl.config import check_model
+from asyncrl.sft import fine_tuning
+
+
+def main(overrides: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status."""
+    logging.basicConfig(level=logging.INFO, format="sft: %(message)s", stream=sys.stdout)
+    logging.getLogger().setLevel(logging.WARNING)
+    fine_tuning.logger.setLevel(logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING)
+    try:
+        config = with_quickstart_assets(compose_run(sys.argv[1:] if overrides is None else overrides))
+        check_model(config)
+        asyncio.run(fine_tuning.fine_tune(config))
+    except ValueError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    return 0
+
 
 if __name__ == "__main__":
     sys.exit(main())

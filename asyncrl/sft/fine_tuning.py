@@ -24,7 +24,7 @@ from asyncrl.data.demonstrations import Demonstration, DemonstrationFormat, load
 from asyncrl.data.prompts import load_eval_prompts
 from asyncrl.protocol.types import Prompt
 from asyncrl.sft.config import StopMetric, WarmStartConfig
-from asyncrl.sft.held_out_evaluator import Examiner
+from asyncrl.sft.held_out_evaluator import HeldOutEvaluator
 from asyncrl.sft.warm_start import finished_warm_start, warm_start_path, write_warm_start
 from learner.config import LearnerConfig, LoraConfig, Schedule
 from learner.fsdp import LearnerMesh
@@ -40,7 +40,7 @@ SUPERVISED = Objective(loss=negative_log_likelihood)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Examination:
+class SftEvaluation:
     """How well the policy does after some updates.
 
     Attributes:
@@ -77,30 +77,30 @@ async def fine_tune(config: RunConfig) -> Path:
         _learner_config(config), model_path=config.model.path, total_updates=config.sft.max_steps, seed=config.seed
     )
     async with AsyncExitStack() as stack:
-        examiner = await stack.enter_async_context(Examiner(config, held_out)) if held_out else None
-        course = _Course(config.sft, trainer, examiner, validation)
-        await course.run(_batches(train, config.sft.batch_size, config.seed, trainer.mesh), began_s)
+        evaluator = await stack.enter_async_context(HeldOutEvaluator(config, held_out)) if held_out else None
+        loop = _FineTuning(config.sft, trainer, evaluator, validation)
+        await loop.run(_batches(train, config.sft.batch_size, config.seed, trainer.mesh), began_s)
     if trainer.mesh.rank == 0:
-        last = course.chosen
+        last = loop.chosen
         result = {"steps": last.step, "accuracy": last.accuracy, "val_loss": last.val_loss}
-        write_warm_start(config, result, course.write_policy)
+        write_warm_start(config, result, loop.write_policy)
     logger.info(
         "%d steps, %s, %.1f s: %s",
-        course.chosen.step,
-        course.chosen,
+        loop.chosen.step,
+        loop.chosen,
         time.monotonic() - began_s,
         warm_start_path(config),
     )
     return warm_start_path(config)
 
 
-class _Course:
-    """The updates and examinations of one fine-tuning.
+class _FineTuning:
+    """The updates and evaluations of one fine-tuning.
 
     Args:
         sft: The options.
         trainer: Holds the policy.
-        examiner: Measures accuracy; None measures none.
+        evaluator: Measures accuracy; None measures none.
         validation: Held-back demonstrations, over all ranks.
     """
 
@@ -108,19 +108,19 @@ class _Course:
         self,
         sft: WarmStartConfig,
         trainer: Trainer,
-        examiner: Examiner | None,
+        evaluator: HeldOutEvaluator | None,
         validation: Sequence[TokenSequence],
     ) -> None:
         self._sft = sft
         self._trainer = trainer
-        self._examiner = examiner
+        self._evaluator = evaluator
         self._validation = _share(validation, trainer.mesh)
-        self._history: list[Examination] = []
+        self._history: list[SftEvaluation] = []
         self._weights: Any = None
 
     @property
-    def chosen(self) -> Examination:
-        """The examination of the policy that is kept: the best one under ``patience``, else the last."""
+    def chosen(self) -> SftEvaluation:
+        """The evaluation of the policy that is kept: the best one under ``patience``, else the last."""
         return best_of(self._history, self._sft.stop_metric) if self._sft.patience else self._history[-1]
 
     async def run(self, batches: Iterator[list[TokenSequence]], began_s: float) -> None:
@@ -129,7 +129,7 @@ class _Course:
             metrics = self._trainer.update(next(batches), SUPERVISED)
             if step % self._sft.eval_every and step != self._sft.max_steps:
                 continue
-            self._history.append(await self._examine(step))
+            self._history.append(await self._evaluate(step))
             if self.chosen.step == step:
                 self._weights = gather_weights(self._trainer)
             words = ["step %d  loss %.3f  %s  %.1f s", step, metrics["loss"], self._history[-1]]
@@ -142,24 +142,24 @@ class _Course:
         write_model(directory, self._trainer.pretrained, self._weights, self._trainer.compute_dtype)
         copy_tokenizer(self._trainer.model_path, directory)
 
-    async def _examine(self, step: int) -> Examination:
-        accuracy = await self._examiner.accuracy(self._trainer, step) if self._examiner else None
+    async def _evaluate(self, step: int) -> SftEvaluation:
+        accuracy = await self._evaluator.accuracy(self._trainer, step) if self._evaluator else None
         if not self._sft.validates:
-            return Examination(step=step, accuracy=accuracy)
+            return SftEvaluation(step=step, accuracy=accuracy)
         loss = self._trainer.evaluate(self._validation, SUPERVISED)["loss"]
-        return Examination(step=step, accuracy=accuracy, val_loss=loss)
+        return SftEvaluation(step=step, accuracy=accuracy, val_loss=loss)
 
 
-def best_of(history: Sequence[Examination], metric: StopMetric) -> Examination:
-    """The first of the best examinations."""
+def best_of(history: Sequence[SftEvaluation], metric: StopMetric) -> SftEvaluation:
+    """The first of the best evaluations."""
     if metric is StopMetric.val_loss:
         losses = [math.inf if one.val_loss is None or math.isnan(one.val_loss) else one.val_loss for one in history]
         return history[losses.index(min(losses))]
     return max(history, key=lambda one: -1.0 if one.accuracy is None else one.accuracy)
 
 
-def should_stop(history: Sequence[Examination], sft: WarmStartConfig) -> bool:
-    """Whether the last examination ends fine-tuning early."""
+def should_stop(history: Sequence[SftEvaluation], sft: WarmStartConfig) -> bool:
+    """Whether the last evaluation ends fine-tuning early."""
     last = history[-1]
     if last.accuracy is not None and last.accuracy >= sft.target_accuracy:
         return True

@@ -21,7 +21,7 @@ from rollout_fleet.rewards.scorer import RewardScorer
 from rollout_fleet.types import EvaluationResult
 
 
-class Examiner:
+class HeldOutEvaluator:
     """Answers held-out prompts greedily with the weights of the moment; on rank 0, the other ranks hear the result."""
 
     def __init__(self, config: RunConfig, held_out: Sequence[Prompt]) -> None:
@@ -35,7 +35,7 @@ class Examiner:
         self._scorer = RewardScorer(self._config.reward, num_processes=1, timeout_s=self._config.reward_timeout_s)
         self._decode = load_decoder(self._model_path)
 
-    async def __aenter__(self) -> Examiner:
+    async def __aenter__(self) -> HeldOutEvaluator:
         if self._is_first:
             await self._engine.start()
             await self._scorer.start()

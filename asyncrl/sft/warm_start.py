@@ -1,18 +1,29 @@
-"""Where a fine-tuned policy lies, and which settings it was made with: it is reused for the same ones only."""
+"""The policy that a run starts from: fine-tuned before training, and reused for the same settings only.
+
+The warm start is ``asyncrl sft`` in a process of its own, as a user would run it; the controller's process relays its
+lines, waits for each under a deadline, and for its exit.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import os
 import shutil
+import sys
+from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from asyncrl.config import RunConfig
+from asyncrl.protocol.errors import DeadlineError, WorkerDiedError
 
+_COMMAND = ("-m", "asyncrl.sft")
+_END_TIMEOUT_S = 30.0
 RESULT = "sft.json"
 """In the policy's folder: ``settings`` (their digest), ``steps``, ``accuracy`` and ``val_loss``."""
 
@@ -81,12 +92,12 @@ def settings_digest(config: RunConfig) -> str:
             [*sorted(Path(config.model.path).glob("*.safetensors")), Path(config.model.path, "config.json")]
         ),
         "data": [_digest([Path(name)]) for name in (*config.sft.train_files, *config.sft.val_files)],
-        "examination": _examination(config),
+        "evaluation": _evaluation_settings(config),
     }
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
 
 
-def _examination(config: RunConfig) -> dict[str, Any]:
+def _evaluation_settings(config: RunConfig) -> dict[str, Any]:
     """What accuracy, and with it an early stop, depends on."""
     if not config.sft.eval_prompts:
         return {}
@@ -104,3 +115,78 @@ def _digest(files: Sequence[Path]) -> str:
     for file in files:
         digest.update(file.expanduser().read_bytes() if file.expanduser().is_file() else b"absent")
     return digest.hexdigest()
+
+
+async def warm_start(config: RunConfig, overrides: Sequence[str], log_path: Path, say: Callable[[str], None]) -> Path:
+    """Return the directory of the policy that training starts from: fine-tuned where ``sft.enabled``.
+
+    Args:
+        config: The run, with its assets.
+        overrides: The command line it was composed from; the warm start composes the same.
+        log_path: The warm start's log.
+        say: Shows the user a line.
+
+    Raises:
+        WorkerDiedError: the warm start failed; the message ends with its last lines.
+    """
+    if not config.sft.enabled:
+        return Path(config.model.path)
+    policy = warm_start_path(config)
+    if (known := finished_warm_start(config)) is None:
+        await _fine_tune(overrides, log_path, config.sft.progress_timeout_s, say)
+        return policy
+    measured = [f"{name} {known[name]:.3f}" for name in ("accuracy", "val_loss") if known[name] is not None]
+    say(f"warm start: reusing {policy} ({', '.join(measured)})")
+    return policy
+
+
+async def _fine_tune(
+    overrides: Sequence[str], log_path: Path, progress_timeout_s: float, say: Callable[[str], None]
+) -> None:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        *_COMMAND,
+        *overrides,
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+        start_new_session=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    lines: deque[str] = deque(maxlen=20)
+    assert process.stdout is not None
+    try:
+        with log_path.open("w") as log:
+            while line := await _next_line(process.stdout, progress_timeout_s, log_path):
+                log.write(line)
+                lines.append(line.rstrip())
+                if line.startswith("sft: "):
+                    say("warm start: " + line.removeprefix("sft: ").rstrip())
+    finally:
+        if process.stdout.at_eof():  # it has said its last word: let it end
+            with suppress(TimeoutError):
+                await asyncio.wait_for(process.wait(), _END_TIMEOUT_S)
+        with suppress(ProcessLookupError):  # it has ended, which is what is wanted
+            process.kill()
+        status = await process.wait()
+    if status != 0:
+        raise WorkerDiedError(
+            f"the warm start (python -m asyncrl.sft) ended with status {status}; its last lines, of {log_path}:\n"
+            + "\n".join(lines)
+        )
+
+
+async def _next_line(output: asyncio.StreamReader, timeout_s: float, log_path: Path) -> str:
+    """The next line with its end; empty at the end of the output.
+
+    Raises:
+        DeadlineError: there was none in time.
+    """
+    try:
+        async with asyncio.timeout(timeout_s):
+            return (await output.readline()).decode(errors="replace")
+    except TimeoutError:
+        raise DeadlineError(
+            f"the warm start (python -m asyncrl.sft) said nothing for {timeout_s:g} s; look into {log_path}, lower "
+            "sft.eval_every, or raise sft.progress_timeout_s"
+        ) from None

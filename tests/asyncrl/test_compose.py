@@ -4,8 +4,7 @@ import sys
 import pytest
 from omegaconf import OmegaConf
 
-from asyncrl.cli.compose import compose_run, dump_yaml, option_names
-from asyncrl.cli.help_page import COMMON_OPTIONS, describe, help_text
+from asyncrl.cli.compose import COMMON_OPTIONS, compose_run, describe, dump_yaml, help_text, option_names
 from asyncrl.cli.train_command import root_cause
 from asyncrl.config import RunConfig, check_files, check_options, check_placement
 from asyncrl.protocol.errors import DeadlineError, WorkerDiedError

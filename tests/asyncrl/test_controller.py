@@ -7,7 +7,8 @@ import pytest
 
 from asyncrl.cli.compose import compose_run
 from asyncrl.cli.train_command import root_cause
-from asyncrl.controller.controller import Controller, FleetCounts
+from asyncrl.controller.controller import Controller
+from asyncrl.controller.parts import FleetCounts
 from asyncrl.controller.resume import RunState
 from asyncrl.protocol.errors import AccountError, CheckpointError, WorkerDiedError
 from asyncrl.protocol.types import BufferStats, GroupSummary, Plan, WeightSnapshot
@@ -73,9 +74,9 @@ class ScriptedBuffer:
 class ScriptedLearner:
     """Updates one after another, each taking a moment; may die at one."""
 
-    def __init__(self, events, dies_at=None, full_at=None):
+    def __init__(self, events, dies_at=None, full_at=None, saved=None):
         self.events = events
-        self.saved = []
+        self.saved = [] if saved is None else saved
         self.full_at = full_at
         self.dies_at = dies_at
         self.turn = asyncio.Lock()
@@ -144,14 +145,16 @@ class Prompts:
         return {"position": 99}
 
 
-def make_controller(*, buffer=None, dies_at=None, full_at=None, load_s=0.03, steps=6, overrides=(), resumed=None):
+def make_controller(
+    *, buffer=None, dies_at=None, full_at=None, load_s=0.03, steps=6, overrides=(), resumed=None, saved=None
+):
     buffer = buffer or ScriptedBuffer(version=resumed.version if resumed else 0)
     fleet = ScriptedFleet(load_s)
     records = []
     controller = Controller(
         compose_run([f"total_steps={steps}", *overrides]),
         buffer=buffer,
-        learner=ScriptedLearner(buffer.events, dies_at, full_at),
+        learner=ScriptedLearner(buffer.events, dies_at, full_at, saved),
         fleet=fleet,
         prompts=Prompts(),
         on_step=records.append,
@@ -213,12 +216,12 @@ async def test_a_record_carries_the_batchs_numbers():
 
 
 async def test_checkpoints_are_queued_between_two_updates_with_what_their_version_has_consumed():
-    controller, buffer, _, _ = make_controller(overrides=["checkpoint.every_steps=2"], steps=5)
+    saved = []
+    controller, buffer, _, _ = make_controller(overrides=["checkpoint.every_steps=2"], steps=5, saved=saved)
     await asyncio.wait_for(controller.train(), 10)
-    saved = controller._learner.saved
     assert [(version, wait) for version, _, wait in saved] == [(2, False), (4, False), (5, True)]
     for version, run, _ in saved:
-        state = RunState.from_plain(run)
+        state = RunState.from_dict(run)
         assert buffer.events.index(("update queued", version - 1)) < buffer.events.index(("save queued", version))
         if version < 5:
             assert buffer.events.index(("save queued", version)) < buffer.events.index(("update queued", version))
@@ -234,11 +237,16 @@ async def test_a_run_goes_on_at_the_version_and_the_account_of_its_checkpoint():
         version=3, prompts={"position": 5}, finished=((0, 3),), tokens_generated=50, tokens_trained=30,
         tokens_dropped={"stale": 4}, lag_histogram={0: 2, 2: 1},
     )  # fmt: skip
+    saved = []
     controller, buffer, fleet, records = make_controller(
-        buffer=ScriptedBuffer(version=3, trained_per_step=20), resumed=before, overrides=["checkpoint.every_steps=6"]
+        buffer=ScriptedBuffer(version=3, trained_per_step=20),
+        resumed=before,
+        overrides=["checkpoint.every_steps=6"],
+        saved=saved,
     )
     await asyncio.wait_for(controller.train(), 10)
     result = await controller.account()
+    assert (result.max_lag_realised, result.max_lag_before) == (1, 2)
     assert [version for what, version in buffer.events if what == "commit"] == [3, 4, 5]
     assert [record.step for record in records] == [3, 4, 5]
     assert min(fleet.loaded) > 3
@@ -247,7 +255,7 @@ async def test_a_run_goes_on_at_the_version_and_the_account_of_its_checkpoint():
     assert result.tokens_dropped == {"stale": 4, "resume": 16}
     assert result.tokens.balance == 0
     assert result.lag_histogram == {0: 3, 1: 2, 2: 1}
-    again = RunState.from_plain(controller._learner.saved[-1][1])
+    again = RunState.from_dict(saved[-1][1])
     assert (again.tokens_generated, again.tokens_dropped) == (110, {"stale": 4, "resume": 16})
     assert again.finished[0] == (0, 6)
 

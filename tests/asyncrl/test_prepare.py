@@ -9,10 +9,17 @@ import pytest
 from transformers import AutoTokenizer
 
 from asyncrl.cli.compose import compose_run
-from asyncrl.cli.prepare import read_prompts, warm_start, with_quickstart_assets
+from asyncrl.cli.quickstart import with_quickstart_assets
+from asyncrl.cli.train_command import read_prompts
 from asyncrl.data.prompts import PromptStream
 from asyncrl.protocol.errors import DeadlineError, WorkerDiedError
-from asyncrl.sft.warm_start import finished_warm_start, settings_digest, warm_start_path, write_warm_start
+from asyncrl.sft.warm_start import (
+    finished_warm_start,
+    settings_digest,
+    warm_start,
+    warm_start_path,
+    write_warm_start,
+)
 
 
 @pytest.fixture
@@ -83,7 +90,7 @@ def test_a_directory_with_something_else_is_never_replaced(config, tmp_path):
 def test_a_warm_start_that_says_nothing_is_ended_by_its_deadline(config, tmp_path, monkeypatch):
     config = dataclasses.replace(config, sft=dataclasses.replace(config.sft, progress_timeout_s=0.3))
     monkeypatch.setattr("sys.executable", "sleep")
-    monkeypatch.setattr("asyncrl.cli.prepare._COMMAND", ("60",))
+    monkeypatch.setattr("asyncrl.sft.warm_start._COMMAND", ("60",))
     with pytest.raises(DeadlineError, match=r"said nothing for 0\.3 s.*sft\.progress_timeout_s"):
         asyncio.run(warm_start(config, [], tmp_path / "sft.log", lambda line: None))
 
@@ -91,7 +98,8 @@ def test_a_warm_start_that_says_nothing_is_ended_by_its_deadline(config, tmp_pat
 def test_prompts_are_checked_without_torch_and_as_transformers_reads_them(config):
     code = (
         "import sys; from asyncrl.cli.compose import compose_run\n"
-        "from asyncrl.cli.prepare import read_prompts, with_quickstart_assets\n"
+        "from asyncrl.cli.quickstart import with_quickstart_assets\n"
+        "from asyncrl.cli.train_command import read_prompts\n"
         f"config = with_quickstart_assets(compose_run(['output_dir={config.output_dir}']))\n"
         "prompts, held_out = read_prompts(config)\n"
         "assert 'torch' not in sys.modules and 'transformers' not in sys.modules\n"

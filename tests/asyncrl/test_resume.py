@@ -18,7 +18,7 @@ STATE = RunState(version=4, prompts={"position": 12}, finished=((0, 5), (7, 9)),
 def save(folder, version, state=STATE):
     checkpoint = folder / f"v{version:08d}"
     checkpoint.mkdir(parents=True)
-    run = replace(state, version=version).plain()
+    run = replace(state, version=version).to_dict()
     write_progress(
         checkpoint,
         SavedProgress(version=version, num_updates=version, num_ranks=1, sp_size=1, dtype="float32", run=run),
@@ -38,10 +38,10 @@ class Letters:
 
 
 def test_a_state_survives_json():
-    plain = json.loads(json.dumps(replace(STATE, tokens_dropped={"stale": 3}, lag_histogram={0: 2, 3: 1}).plain()))
-    assert RunState.from_plain(plain) == replace(STATE, tokens_dropped={"stale": 3}, lag_histogram={0: 2, 3: 1})
+    plain = json.loads(json.dumps(replace(STATE, tokens_dropped={"stale": 3}, lag_histogram={0: 2, 3: 1}).to_dict()))
+    assert RunState.from_dict(plain) == replace(STATE, tokens_dropped={"stale": 3}, lag_histogram={0: 2, 3: 1})
     with pytest.raises(ValueError, match="not by a run"):
-        RunState.from_plain({})
+        RunState.from_dict({})
 
 
 def test_what_was_handed_out_and_not_finished_is_handed_out_again():

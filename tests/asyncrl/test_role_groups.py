@@ -16,7 +16,8 @@ from transformers import AutoModelForSequenceClassification
 
 from asyncrl.cli.compose import compose_run
 from asyncrl.config import RunConfig, check_options, learner_pools, learner_roles, requested_cpus
-from asyncrl.controller.learner_group import Learner, RunPaths
+from asyncrl.controller.learner_group import LearnerGroup
+from asyncrl.controller.run_folder import RunPaths
 from asyncrl.protocol.trajectory import TrajectoryGroup
 from asyncrl.protocol.types import FinishReason, Plan
 from buffer import BufferConnection
@@ -86,7 +87,7 @@ def start(cluster, tmp_path):
     save_tiny_model(tmp_path / "model")
     started = []
 
-    def start(*overrides: str) -> Learner:
+    def start(*overrides: str) -> LearnerGroup:
         config = compose_run([*PPO, *overrides])
         config = replace(config, model=replace(config.model, path=str(tmp_path / "model")))
         folder = tmp_path / f"run{len(started)}"
@@ -94,7 +95,7 @@ def start(cluster, tmp_path):
             logs=folder / "logs", snapshots=folder / "s", trajectories=None, checkpoints=folder / "checkpoints"
         )
         paths.logs.mkdir(parents=True)
-        started.append(Learner(config, buffer=ScriptedConnection(address=""), paths=paths))
+        started.append(LearnerGroup(config, buffer=ScriptedConnection(address=""), paths=paths))
         return started[-1]
 
     yield start
@@ -106,7 +107,9 @@ def plan_of(version: int) -> Plan:
     return Plan(version=version, groups=[group(100 * version + k, version).summary for k in range(4)])
 
 
-async def run_steps(learner: Learner, num_steps: int = 2) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
+async def run_steps(
+    learner: LearnerGroup, num_steps: int = 2
+) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
     """Metrics of every step, all queued at once as the controller queues them, and the weights after them."""
     await learner.init()
     queued = []
@@ -120,7 +123,7 @@ async def run_steps(learner: Learner, num_steps: int = 2) -> tuple[list[dict[str
     return metrics, load_file(f"{snapshot.path}/model.safetensors")
 
 
-def pids(learner: Learner) -> dict[str, int]:
+def pids(learner: LearnerGroup) -> dict[str, int]:
     return {role: learner._roles[role].execute_func_rank_zero(os.getpid) for role in learner._roles.pools}
 
 
@@ -157,15 +160,13 @@ def test_a_role_that_fails_is_the_error_that_is_seen(start) -> None:
 
     async def fail() -> None:
         await learner.init()
-        plan = Plan(version=7, groups=[group(1).summary])  # shares name a group that the source gives another length
+        plan = Plan(version=7, groups=[group(1).summary])  # the shares name a sample that the group does not have
         batches = learner._shares(plan, "critic")
-        share_of_none = replace(batches[0].shares[0], group_id=2, samples=(5,))
-        learner._batches[1]["learner"] = [
-            replace(batch, shares=(replace(batch.shares[0], rewards=np.zeros(0)),)) for batch in batches
-        ]
+        strange = replace(batches[0].shares[0], samples=(5,), rewards=np.zeros(1))
+        learner._batches[1]["learner"] = [replace(batch, shares=(strange,)) for batch in batches]
         await learner.update(plan)
 
-    with pytest.raises(ValueError, match="zip") as caught:
+    with pytest.raises(KeyError, match="5") as caught:
         asyncio.run(asyncio.wait_for(fail(), DEADLINE_S))
     assert any("ReferenceWorker.score" in note for note in caught.value.__notes__)
 
@@ -243,14 +244,14 @@ def test_adapters_make_the_actor_the_reference(start) -> None:
 
 
 def test_actor_and_critic_go_on_from_their_checkpoint(start) -> None:
-    async def save_and_step(learner: Learner) -> dict[str, float]:
+    async def save_and_step(learner: LearnerGroup) -> dict[str, float]:
         await run_steps(learner)
         await learner.save(2, {"prompts": 8}, wait=True)
         plan = plan_of(2)
         update, critic = learner.update(plan), learner.update_critic(plan)
         return {**await update, **await critic}
 
-    async def load_and_step(learner: Learner, checkpoint: Path) -> dict[str, float]:
+    async def load_and_step(learner: LearnerGroup, checkpoint: Path) -> dict[str, float]:
         await learner.init()
         assert await learner.load(checkpoint) == 2
         plan = plan_of(2)

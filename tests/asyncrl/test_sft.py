@@ -10,9 +10,9 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from asyncrl.cli.compose import compose_run
-from asyncrl.cli.prepare import with_quickstart_assets
+from asyncrl.cli.quickstart import with_quickstart_assets
 from asyncrl.sft.config import StopMetric, WarmStartConfig
-from asyncrl.sft.fine_tuning import Examination, best_of, fine_tune, read_demonstrations, should_stop
+from asyncrl.sft.fine_tuning import SftEvaluation, best_of, fine_tune, read_demonstrations, should_stop
 from tests.support.ranks import run_on_ranks
 
 OVERRIDES = ["sft.max_steps=60", "sft.eval_every=30", "sft.eval_prompts=32", "sft.target_accuracy=1.01"]
@@ -78,22 +78,22 @@ async def test_it_stops_at_a_validation_loss_without_any_accuracy(folder):
     assert result["steps"] < 60
 
 
-def examinations(*losses: float) -> list[Examination]:
-    return [Examination(step=step, accuracy=1 - loss, val_loss=loss) for step, loss in enumerate(losses)]
+def evaluations(*losses: float) -> list[SftEvaluation]:
+    return [SftEvaluation(step=step, accuracy=1 - loss, val_loss=loss) for step, loss in enumerate(losses)]
 
 
 @pytest.mark.parametrize("metric", list(StopMetric))
-def test_patience_counts_examinations_since_the_best_and_keeps_it(metric):
+def test_patience_counts_evaluations_since_the_best_and_keeps_it(metric):
     sft = WarmStartConfig(patience=2, stop_metric=metric, val_rows=1)
-    assert not should_stop(examinations(0.9, 0.5), sft)
-    assert not should_stop(examinations(0.9, 0.5, 0.6), sft)
-    assert should_stop(examinations(0.9, 0.5, 0.6, 0.5), sft)
-    assert best_of(examinations(0.9, 0.5, 0.6, 0.5), metric).step == 1
-    assert not should_stop(examinations(0.9, 0.5, 0.6, 0.4), sft)
+    assert not should_stop(evaluations(0.9, 0.5), sft)
+    assert not should_stop(evaluations(0.9, 0.5, 0.6), sft)
+    assert should_stop(evaluations(0.9, 0.5, 0.6, 0.5), sft)
+    assert best_of(evaluations(0.9, 0.5, 0.6, 0.5), metric).step == 1
+    assert not should_stop(evaluations(0.9, 0.5, 0.6, 0.4), sft)
 
 
 def test_a_loss_that_is_no_number_is_never_the_best():
-    history = [Examination(step=step, val_loss=loss) for step, loss in enumerate((float("nan"), 0.5, float("nan")))]
+    history = [SftEvaluation(step=step, val_loss=loss) for step, loss in enumerate((float("nan"), 0.5, float("nan")))]
     assert best_of(history, StopMetric.val_loss).step == 1
     assert not should_stop(history, WarmStartConfig(val_rows=1, target_val_loss=0.1))
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from asyncrl.cli.compose import compose_run
-from asyncrl.cli.prepare import with_quickstart_assets
+from asyncrl.cli.quickstart import with_quickstart_assets
 from benchmarks.lagged import LaggedOutcome, LaggedTraining
 from benchmarks.staleness import CORRECTIONS, Cell, Results, _cells, _print_tables
 from learner.config import Correction

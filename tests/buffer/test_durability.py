@@ -179,7 +179,7 @@ async def test_a_journal_of_another_bound_is_refused_by_name(tmp_path: Path):
             await client.put(rollout(lease))
         await client.plan(0)
         await client.commit(0)
-    with pytest.raises(ValueError, match="snapshot has max_lag=0, expected 3"):
+    with pytest.raises(ValueError, match="written with max_lag=0, this server has 3"):
         running(durability=Durability.disk, directory=str(tmp_path), max_lag=3)
 
 

@@ -12,7 +12,7 @@ import sys, asyncio
 import atheris
 with atheris.instrument_imports(include=["buffer", "asyncrl.protocol"]):
     from asyncrl.protocol.errors import WireError
-    from buffer import BufferConfig, messages, payloads
+    from buffer import BufferConfig, messages, encoding
     from buffer.service import BufferService
 
 loop = asyncio.new_event_loop()
@@ -32,7 +32,7 @@ def one(data):
     provider = atheris.FuzzedDataProvider(data)
     frames = [provider.ConsumeBytes(provider.ConsumeIntInRange(0, 200)) for _ in range(3)]
     loop.run_until_complete(feed(frames))
-    for read in (payloads.group_of, payloads.prompt_of):
+    for read in (encoding.group_of, encoding.prompt_of):
         try:
             read(frames)
         except WireError:

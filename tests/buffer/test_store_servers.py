@@ -13,7 +13,7 @@ from groups import prompt, rollout, running
 from asyncrl.protocol.errors import LeaseExpired, UnknownGroup
 from buffer import BufferConfig, BufferProcess, Durability, SyncBufferClient
 from buffer.client import BufferClient
-from buffer.link import Link
+from buffer.client_socket import ClientSocket
 
 
 async def test_payloads_spread_over_store_servers_come_back_in_order_and_leave_with_their_batch():
@@ -59,7 +59,7 @@ async def test_store_servers_end_with_the_ledgers_server(tmp_path: Path):
         process.process.kill()
         process.process.wait()
     for address in stores:
-        link = Link(address, timeout_s=1.0, keys=None, on_push=lambda message: None)
+        link = ClientSocket(address, timeout_s=1.0, keys=None, on_push=lambda message: None)
         with pytest.raises(Exception, match="no answer"):
             await link.request("fetch", {"groups": [], "attempts": []})
         link.close()

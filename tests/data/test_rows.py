@@ -23,8 +23,8 @@ def test_a_parquet_column_and_one_nested_in_it_are_read(tmp_path):
 
     rows = read_rows(path, ["reward_model.ground_truth", "n"])
 
-    assert rows.plain_column("reward_model.ground_truth") == ["7"]
-    assert rows.plain_column("n") == [3]
+    assert rows.serializable_column("reward_model.ground_truth") == ["7"]
+    assert rows.serializable_column("n") == [3]
 
 
 def test_a_column_whose_name_holds_a_dot_comes_before_a_nested_one(tmp_path):
@@ -136,12 +136,12 @@ def test_what_the_wire_cannot_carry_is_named(tmp_path, value):
     path = write_parquet(tmp_path / "a.parquet", truth=[value])
 
     with pytest.raises(ValueError, match=r"a\.parquet, row 0: column 'truth' is "):
-        read_rows(path, ["truth"]).plain_column("truth")
+        read_rows(path, ["truth"]).serializable_column("truth")
 
 
 def test_an_integer_beyond_64_bits_is_refused_and_the_largest_is_not(tmp_path):
     rows = read_rows(write_lines(tmp_path / "a.jsonl", json.dumps({"x": 2**64 - 1, "y": [2**64]})), ["x", "y"])
 
-    assert rows.plain_column("x") == [2**64 - 1]
+    assert rows.serializable_column("x") == [2**64 - 1]
     with pytest.raises(ValueError, match="write it as a string"):
-        rows.plain_column("y")
+        rows.serializable_column("y")

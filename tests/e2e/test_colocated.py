@@ -28,7 +28,14 @@ def start(tmp_path):
         run.end()
 
 
-@pytest.mark.parametrize(("engine", "max_lag"), [("transformers", 0), ("transformers", 2), ("sglang", 1)])
+@pytest.mark.parametrize(
+    ("engine", "max_lag"),
+    [
+        ("transformers", 2),
+        pytest.param("transformers", 0, marks=pytest.mark.slow),
+        pytest.param("sglang", 1, marks=pytest.mark.slow),
+    ],
+)
 def test_colocated_pools_train_within_the_bound_and_offload_at_every_turn(start, engine, max_lag):
     run = start(
         f"rollout_fleet.engine={engine}",

@@ -1,4 +1,7 @@
-"""However a run ends, it ends soon, says why, and leaves nothing behind."""
+"""However a run ends, it ends soon, says why, and leaves nothing behind.
+
+Every test starts a whole run to end it, so most are ``slow``; `test_resume` ends a run by SIGINT.
+"""
 
 import os
 import signal
@@ -11,7 +14,7 @@ from tests.support.training_run import RunningTraining
 pytestmark = pytest.mark.e2e
 
 # Generation in process starts fastest; the tests that need a server ask for one.
-FAST = ["rollout_fleet.engine=transformers", "sft.enabled=false", "evaluation.num_samples=1", "total_steps=100000"]
+FAST = ["rollout_fleet.engine=transformers", "sft.enabled=false", "evaluation.enabled=false", "total_steps=100000"]
 END_TIMEOUT_S = 15
 
 
@@ -33,6 +36,7 @@ def assert_nothing_is_left(run):
     assert not run.left_in_shared_memory()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_the_run_within_15_seconds_and_leaves_nothing(start, number):
     run = start()
@@ -44,6 +48,7 @@ def test_a_signal_ends_the_run_within_15_seconds_and_leaves_nothing(start, numbe
     assert_nothing_is_left(run)
 
 
+@pytest.mark.slow
 def test_ctrl_c_while_the_parts_start_ends_the_run(start):
     run = start()
     run.wait_for_line("waiting for learner")
@@ -56,9 +61,9 @@ def test_ctrl_c_while_the_parts_start_ends_the_run(start):
 @pytest.mark.parametrize(
     ("process", "part"),
     [
-        ("buffer.server", "buffer"),
         ("ray::ActorWorker", "learner"),
-        ("ray::RolloutWorker", "rollout"),
+        pytest.param("buffer.server", "buffer", marks=pytest.mark.slow),
+        pytest.param("ray::RolloutWorker", "rollout", marks=pytest.mark.slow),
     ],
 )
 def test_a_killed_part_ends_the_run_with_its_name(start, process, part):
@@ -72,6 +77,7 @@ def test_a_killed_part_ends_the_run_with_its_name(start, process, part):
     assert_nothing_is_left(run)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("process", ["raylet/raylet", "gcs/gcs_server"])
 def test_a_killed_ray_ends_the_run(start, process):
     run = start()
@@ -91,6 +97,7 @@ def test_a_killed_supervisor_takes_the_run_with_it(start):
     assert not run.left_in_shared_memory()
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_a_run_without_its_supervisor_on_the_spot(start):
     run = start()
     run.wait_for_line("step 1/")
@@ -115,6 +122,7 @@ def test_a_killed_sglang_server_ends_the_run_with_the_tail_of_its_log(start):
     assert_nothing_is_left(run)
 
 
+@pytest.mark.slow
 def test_an_sglang_server_that_does_not_come_up_ends_the_run_with_its_own_words(start):
     run = start("rollout_fleet.engine=sglang", "rollout_fleet.sglang.extra_args=[--no-such-option]")
     assert run.finish(120) == 1
@@ -126,9 +134,11 @@ def test_an_sglang_server_that_does_not_come_up_ends_the_run_with_its_own_words(
     ("override", "words"),
     [
         ("buffer.max_lag=-1", "buffer.max_lag must be >= 0"),
-        ("buffer.maxlag=1", "unknown option buffer.maxlag; did you mean buffer.max_lag?"),
-        ("data.max_prompt_tokens=3", "max_prompt_tokens"),
-        ("learner.device=cuda", "asks for 2 GPUs"),
+        pytest.param(
+            "buffer.maxlag=1", "unknown option buffer.maxlag; did you mean buffer.max_lag?", marks=pytest.mark.slow
+        ),
+        pytest.param("data.max_prompt_tokens=3", "max_prompt_tokens", marks=pytest.mark.slow),
+        pytest.param("learner.device=cuda", "asks for 2 GPUs", marks=pytest.mark.slow),
     ],
 )
 def test_a_wrong_option_ends_the_run_before_any_process_starts(start, override, words):
@@ -139,6 +149,7 @@ def test_a_wrong_option_ends_the_run_before_any_process_starts(start, override, 
     assert "waiting for learner" not in run.output
 
 
+@pytest.mark.slow
 def test_a_killed_controller_child_is_reported_and_cleaned_up_by_its_supervisor(start):
     run = start()
     run.wait_for_line("step 1/")
@@ -148,6 +159,7 @@ def test_a_killed_controller_child_is_reported_and_cleaned_up_by_its_supervisor(
     assert_nothing_is_left(run)
 
 
+@pytest.mark.slow
 def test_a_killed_warm_start_ends_the_run_with_its_name(start):
     run = start("sft.enabled=true", "sft.target_accuracy=1.01")
     run.wait_for_line("warm start: step")

@@ -59,8 +59,12 @@ def test_a_users_own_functions_are_trained_with(own_folder, tmp_path):
     ("override", "message"),
     [
         ("algorithm.loss=own.py:missing", "own.py has no 'missing', only"),
-        ("algorithm.advantage=absent.py:f", "there is no file"),
-        ("algorithm.loss=ppo", "algorithm.loss must be one of ['cispo', 'gspo', 'ppo_clip', 'reinforce']"),
+        pytest.param("algorithm.advantage=absent.py:f", "there is no file", marks=pytest.mark.slow),
+        pytest.param(
+            "algorithm.loss=ppo",
+            "algorithm.loss must be one of ['cispo', 'gspo', 'ppo_clip', 'reinforce']",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_wrong_name_fails_before_anything_is_made(own_folder, tmp_path, override, message):

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from asyncrl.cli.compose import compose_run
-from asyncrl.cli.prepare import with_quickstart_assets
+from asyncrl.cli.quickstart import with_quickstart_assets
 from tests.support.training_run import RunningTraining
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
@@ -50,6 +50,7 @@ def test_ppo_learns_with_a_critic_and_accounts_for_every_token(tmp_path):
     assert run.summary["max_lag"]["realised"] <= run.summary["max_lag"]["bound"]
 
 
+@pytest.mark.slow
 def test_adapters_train_and_the_saved_policy_is_plain(tmp_path):
     run = finished(
         tmp_path,
@@ -72,6 +73,7 @@ def test_adapters_train_and_the_saved_policy_is_plain(tmp_path):
     assert "model.embed_tokens.weight" not in moved
 
 
+@pytest.mark.slow
 def test_a_reward_model_scores_what_a_run_trains_on(tmp_path):
     """The run's own reward function finds nothing right in an untrained policy: all that is learned is the model's."""
     config = with_quickstart_assets(compose_run([f"output_dir={tmp_path}"]))

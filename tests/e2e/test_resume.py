@@ -28,7 +28,7 @@ def consumed(run_dir, first, end):
     return [sorted(set(pq.read_table(file)["group_id"].to_pylist())) for file in files]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)])
 def test_a_run_goes_on_where_the_newest_checkpoint_of_an_ended_one_stands(tmp_path, number):
     ended = RunningTraining(tmp_path, *OPTIONS, "total_steps=100000")
     resumed = None
@@ -38,9 +38,13 @@ def test_a_run_goes_on_where_the_newest_checkpoint_of_an_ended_one_stands(tmp_pa
         ended.remember_family()
         if number is signal.SIGKILL:
             ended.kill("ray::ActorWorker")
+            ended.finish(60)
         else:
             ended.signal(number)
-        ended.finish(60)
+            assert ended.finish(15) == 130
+            assert f"stopped by {number.name}" in ended.lines[-1]
+        assert ended.survivors() == []
+        assert not ended.left_in_shared_memory()
         first_dir = ended.run_dir
         newest = newest_checkpoint(first_dir / "checkpoints")
         progress = read_progress(newest)

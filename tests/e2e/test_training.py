@@ -18,7 +18,7 @@ STEPS = 6
 TOLERANCE = 1e-3
 
 
-@pytest.fixture(scope="module", params=["at_stop", "at_updates"])
+@pytest.fixture(scope="module", params=["at_updates", pytest.param("at_stop", marks=pytest.mark.slow)])
 def run(request, tmp_path_factory):
     """At a weight update running requests are kept by the engine; or cut off, saved with their leases and continued."""
     running = RunningTraining(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -174,3 +176,9 @@ def test_columns_that_do_not_fit_together_are_refused(change, message: str) -> N
     group = group_of(Trajectory(turns=(PROMPT, sampled(10, 2, 0)), reward=1.0))
     with pytest.raises(ValueError, match=message):
         replace(group, **change(group)).check()
+
+
+def test_the_example_of_the_page_is_true() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "trajectories.md").read_text()
+    (example,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    exec(compile(example, "docs/trajectories.md", "exec"), {})

@@ -22,7 +22,7 @@ from asyncrl.single_controller import (
     register,
     sort_placement_group_by_node_ip,
 )
-from tests.conftest import HEAD_ADDRESS, NODE_OPTIONS, SECOND_ADDRESS
+from tests.support.ray_cluster import HEAD_ADDRESS, NODE_OPTIONS, SECOND_ADDRESS
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 

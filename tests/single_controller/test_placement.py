@@ -25,7 +25,7 @@ from asyncrl.single_controller import (
     register,
     split_resource_pool,
 )
-from tests.conftest import HEAD_ADDRESS, SECOND_ADDRESS
+from tests.support.ray_cluster import HEAD_ADDRESS, SECOND_ADDRESS
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 

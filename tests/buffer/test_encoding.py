@@ -10,8 +10,7 @@ import pytest
 
 from asyncrl.protocol.errors import WireError
 from asyncrl.protocol.trajectory import Trajectory, TrajectoryGroup, Turn
-from buffer.parcels import unwrap
-from buffer.payloads import group_frames, group_of
+from buffer.encoding import group_frames, group_of, pack, unpack
 
 
 def grouped(num_tokens: int = 4) -> TrajectoryGroup:
@@ -69,7 +68,7 @@ def test_a_column_of_objects_is_refused_by_its_sender() -> None:
     ],
 )
 def test_frames_that_are_no_group_are_refused(change) -> None:
-    frames = [bytes(frame) for frame in unwrap(group_frames(grouped()))]
-    assert group_of(frames).group_id == 5
+    frames = [bytes(frame) for frame in unpack(group_frames(grouped()))]
+    assert group_of(pack(frames)).group_id == 5
     with pytest.raises(WireError):
-        group_of(change(frames))
+        group_of(pack(change(frames)))

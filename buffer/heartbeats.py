@@ -20,7 +20,7 @@ class _Producer:
     num_tokens: int = 0
 
 
-class Presence:
+class Heartbeats:
     """Producers by client id.
 
     Args:

@@ -6,7 +6,7 @@ import pytest
 
 from asyncrl.cli.compose import compose_run
 from asyncrl.config import check_options
-from asyncrl.controller.colocated import TurnTaking
+from asyncrl.controller.colocated import ColocatedController
 from tests.asyncrl.test_controller import Prompts, ScriptedBuffer, ScriptedFleet, ScriptedLearner
 
 
@@ -34,7 +34,7 @@ class Fleet(ScriptedFleet):
 
 async def test_pools_take_turns_step_by_step():
     buffer, records = ScriptedBuffer(), []
-    turns = TurnTaking(
+    turns = ColocatedController(
         compose_run(["total_steps=3", "checkpoint.every_steps=2"]),
         buffer=buffer,
         learner=Learner(buffer.events),

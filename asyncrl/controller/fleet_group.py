@@ -1,0 +1,151 @@
+"""The rollout fleet as a worker group, behind the port that the controller drives.
+
+Every wait is for the workers, under a deadline of `within`; Ray wakes it when they answer or die.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import ray
+
+from asyncrl.config import RunConfig
+from asyncrl.controller.cluster import WORKER_ENV, stop_groups, within
+from asyncrl.controller.parts import FleetCounts
+from asyncrl.controller.run_folder import RunPaths
+from asyncrl.metrics import Evaluation
+from asyncrl.protocol.types import Prompt, WeightSnapshot
+from asyncrl.single_controller import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+from buffer import BufferConnection, BufferRole
+from rollout_fleet.config import RolloutFleetConfig, SamplingConfig, SaveProgress
+from rollout_fleet.types import FleetCounters
+from rollout_fleet.worker import RolloutWorker
+
+
+class FleetGroup:
+    """The rollout fleet."""
+
+    def __init__(
+        self, config: RunConfig, *, buffer: BufferConnection, paths: RunPaths, pool: RayResourcePool | None = None
+    ) -> None:
+        """Start the workers, in their own pool unless one is given; `start` brings up their engines."""
+        self._config = config
+        worker = RayClassWithInitArgs(
+            ray.remote(RolloutWorker),
+            _fleet_options(config),
+            model_path=config.model.path,
+            samples_per_prompt=config.algorithm.samples_per_prompt,
+            connect_buffer=buffer.for_role(BufferRole.rollout).client,
+            log_dir=str(paths.logs),
+            seed=config.seed,
+            greedy_baseline=config.algorithm.greedy_baseline,
+        )
+        # Typed Any, because the group's methods are bound from the worker class when it is made.
+        self._group: Any = RayWorkerGroup(
+            pool or _own_pool(config), worker, name_prefix="rollout", log_dir=paths.logs, worker_env=WORKER_ENV
+        )
+
+    async def start(self) -> None:
+        """Bring every engine up.
+
+        Raises:
+            DeadlineError: not within ``rollout_fleet.start_timeout_s``.
+            WorkerDiedError: an engine or its worker died; the message ends with its log.
+        """
+        # The worker keeps the deadline itself, with a better message; this one is for a worker that hangs.
+        timeout_s = self._config.rollout_fleet.start_timeout_s + 30
+        await within(self._group.start(), timeout_s, "the rollout engines", "rollout_fleet.start_timeout_s")
+
+    async def run(self) -> None:
+        """Roll out until `drain`; raises when an engine or a worker dies."""
+        await self._group.run()
+
+    async def load(self, snapshot: WeightSnapshot) -> float:
+        """See `FleetPort.load`."""
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
+        fleet = self._config.rollout_fleet
+        num_waits = 2 if fleet.save_progress is SaveProgress.at_updates else 1  # for what runs to be cut off, too
+        timeout_s = num_waits * fleet.load_timeout_s + 10
+        what = f"loading weights of version {snapshot.version}"
+        await within(self._group.load_weights(snapshot), timeout_s, what, "rollout_fleet.load_timeout_s")
+        return loop.time() - began_s
+
+    async def release_device(self) -> None:
+        """See `ColocatedFleetPort.release_device`."""
+        fleet = self._config.rollout_fleet
+        timeout_s = fleet.generate_timeout_s + fleet.reward_timeout_s + fleet.load_timeout_s + 10
+        option = "rollout_fleet.generate_timeout_s"
+        await within(self._group.release_device(), timeout_s, "the engines to release their devices", option)
+
+    async def counters(self) -> FleetCounts:
+        """See `FleetPort.counters`."""
+        timeout_s = self._config.buffer.request_timeout_s
+        return _total(
+            await within(self._group.counters(), timeout_s, "the fleet's counters", "buffer.request_timeout_s")
+        )
+
+    async def drain(self) -> FleetCounts:
+        """See `FleetPort.drain`."""
+        timeout_s = 2 * self._config.buffer.request_timeout_s
+        pending = self._group.drain()
+        return _total(await within(pending, timeout_s, "the fleet to put down its work", "buffer.request_timeout_s"))
+
+    async def evaluate(self, prompts: Sequence[Prompt], *, policy_version: int) -> Evaluation:
+        """Answer held-out prompts, sampled as in training and greedily.
+
+        Args:
+            prompts: Held-out prompts.
+            policy_version: Version that every engine serves; no training rollouts run.
+        """
+        sampling = self._config.rollout_fleet.sampling
+        sampled = await self._answer(prompts, sampling, self._config.evaluation.num_samples)
+        greedy = await self._answer(prompts, replace(sampling, temperature=0.0), 1)
+        return Evaluation(
+            sampled=sum(sampled) / len(sampled),
+            greedy=sum(greedy) / len(greedy),
+            num_prompts=len(prompts),
+            policy_version=policy_version,
+        )
+
+    async def stop(self, timeout_s: float) -> None:
+        """End engines and workers: ask, then kill."""
+        await stop_groups([self._group], self._group.shutdown, timeout_s)
+
+    async def _answer(self, prompts: Sequence[Prompt], sampling: SamplingConfig, num_samples: int) -> list[float]:
+        """Rewards of ``num_samples`` answers to each prompt, in any order."""
+        count = self._config.rollout_fleet.num_engines
+        shares = [list(prompts[index::count]) for index in range(count)]
+        pending = self._group.evaluate(shares, [sampling] * count, [num_samples] * count)
+        results = await within(pending, self._config.evaluation.timeout_s, "the evaluation", "evaluation.timeout_s")
+        return [reward for result in results for reward in result.rewards]
+
+
+def _own_pool(config: RunConfig) -> RayResourcePool:
+    """Places for the workers beside the learner's."""
+    num_gpus = config.rollout_fleet.sglang.tp_size if config.learner.device == "cuda" else 0
+    return RayResourcePool(
+        process_on_nodes=[config.rollout_fleet.num_engines],
+        use_gpu=num_gpus > 0,
+        name_prefix="rollout",
+        max_colocate_count=1,
+        num_cpus_per_process=config.placement.cpus_per_engine,
+        timeout_s=config.ray.start_timeout_s,
+    )
+
+
+def _fleet_options(config: RunConfig) -> RolloutFleetConfig:
+    """The fleet's options; servers on shared devices must be able to leave them."""
+    fleet = config.rollout_fleet
+    return replace(fleet, sglang=replace(fleet.sglang, memory_saver=True)) if config.placement.colocated else fleet
+
+
+def _total(workers: Sequence[FleetCounters]) -> FleetCounts:
+    return FleetCounts(
+        tokens_generated=sum(worker.tokens_generated for worker in workers),
+        tokens_in_flight=sum(worker.tokens_in_flight for worker in workers),
+        busy_s=sum(worker.busy_s for worker in workers) / len(workers),
+    )

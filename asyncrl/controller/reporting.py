@@ -1,0 +1,164 @@
+"""What a run reports: a `StepRecord` per learner step, and the closed token account at the end.
+
+Nothing here waits. Both controllers hand a `Reporter` what happened; it makes no call of its own.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from asyncrl.controller.parts import FleetCounts
+from asyncrl.controller.resume import RunState
+from asyncrl.metrics import Overlap, StepRecord, TrainingResult
+from asyncrl.protocol.errors import AccountError
+from asyncrl.protocol.types import BufferStats, Plan, TokenAccount
+
+_NOT_METRICS = ("started_at", "ended_at")
+
+
+class Reporter:
+    """Turns finished steps into records, and keeps what the summary needs.
+
+    Attributes:
+        engine_version: Version that every engine serves.
+
+    Args:
+        samples_per_prompt: Samples that are trained on; a greedy baseline comes after them in a group.
+        on_step: Receives each record.
+        resumed: Where the run began.
+    """
+
+    def __init__(self, *, samples_per_prompt: int, on_step: Callable[[StepRecord], None], resumed: RunState) -> None:
+        self.engine_version = resumed.version
+        self._trained = slice(samples_per_prompt)
+        self._on_step = on_step
+        self._resumed = resumed
+        self._began_s = self._ended_s = self._last_record_s = 0.0
+        self._last_tokens = 0
+        self._learner_busy_s = self._rollout_busy_s = 0.0
+        self._publish_s = 0.0
+        self._max_lag = 0
+
+    def begin(self) -> None:
+        """Training begins now."""
+        self._began_s = self._last_record_s = time.time()
+
+    def published(self, version: int, took_s: float) -> None:
+        """Every engine serves ``version``, after ``took_s`` seconds of publishing."""
+        self.engine_version = version
+        self._publish_s = took_s
+
+    def step(
+        self, plan: Plan, *, plan_wait_s: float, metrics: Mapping[str, float], stats: BufferStats, counts: FleetCounts
+    ) -> None:
+        """Record a finished step.
+
+        Args:
+            plan: Its batch.
+            plan_wait_s: Seconds that the controller waited for the batch.
+            metrics: The learner's, with ``started_at`` and ``ended_at`` in Unix seconds.
+            stats: The ledger after its commit.
+            counts: The fleet's counters now.
+        """
+        now_s = time.time()
+        update_s = metrics["ended_at"] - metrics["started_at"]
+        elapsed_s = now_s - self._last_record_s
+        new_tokens = counts.tokens_generated - self._last_tokens
+        self._learner_busy_s += update_s
+        self._rollout_busy_s = counts.busy_s
+        self._ended_s = metrics["ended_at"]
+        self._last_record_s, self._last_tokens = now_s, counts.tokens_generated
+        batch = self._batch_numbers(plan)
+        self._max_lag = max(self._max_lag, batch["lag_max"])
+        self._on_step(
+            StepRecord(
+                step=plan.version,
+                time_s=self._ended_s - self._began_s,
+                **batch,
+                generated_tokens=counts.tokens_generated,
+                rollout_tokens_per_s=new_tokens / elapsed_s if elapsed_s > 0 else 0.0,
+                learner_tokens_per_s=sum(group.num_tokens for group in plan.groups) / update_s if update_s > 0 else 0.0,
+                buffer_groups=stats.groups["stored"],
+                leased_groups=stats.groups["leased"],
+                dropped_groups=stats.groups["dropped"],
+                kept_length=stats.mean_length_kept,
+                dropped_length=stats.mean_length_dropped,
+                engine_version=self.engine_version,
+                plan_wait_s=plan_wait_s,
+                update_s=update_s,
+                publish_s=self._publish_s,
+                learner={name: value for name, value in metrics.items() if name not in _NOT_METRICS},
+            )
+        )
+
+    def result(self, stats: BufferStats, counts: FleetCounts) -> TrainingResult:
+        """Close the token account.
+
+        Args:
+            stats: The ledger after the last commit.
+            counts: The fleet's final counters.
+
+        Raises:
+            AccountError: the token account does not balance.
+        """
+        tokens = balanced_account(stats, counts)
+        before = self._resumed
+        dropped = Counter(before.all_dropped()) + Counter(stats.tokens_dropped)
+        lags = Counter(before.lag_histogram) + Counter(stats.lag_histogram)
+        measured_s = self._ended_s - self._began_s
+        return TrainingResult(
+            policy_version=stats.learner_version,
+            train_wall_s=measured_s,
+            overlap=Overlap(
+                rollout_busy_s=self._rollout_busy_s, learner_busy_s=self._learner_busy_s, measured_s=measured_s
+            ),
+            tokens=replace(
+                tokens,
+                generated=before.tokens_generated + tokens.generated,
+                trained=before.tokens_trained + tokens.trained,
+                dropped=sum(dropped.values()),
+            ),
+            max_lag_realised=max(stats.lag_histogram, default=self._max_lag),
+            max_lag_before=max(before.lag_histogram, default=0),
+            lag_histogram=dict(sorted(lags.items())),
+            tokens_dropped=dict(dropped),
+        )
+
+    def _batch_numbers(self, plan: Plan) -> dict[str, Any]:
+        """The numbers of a record that follow from the batch alone."""
+        groups = plan.groups
+        lags = [plan.version - group.oldest_version for group in groups]
+        rewards = [reward for group in groups for reward in group.rewards[self._trained]]
+        lengths = [length for group in groups for length in group.response_lengths[self._trained]]
+        return {
+            "reward": sum(rewards) / len(rewards),
+            "solved_groups": sum(len(set(group.rewards)) == 1 for group in groups) / len(groups),
+            "response_length": sum(lengths) / len(lengths),
+            "lag_mean": sum(lags) / len(lags),
+            "lag_max": max(lags),
+        }
+
+
+def balanced_account(stats: BufferStats, counts: FleetCounts) -> TokenAccount:
+    """The token account of this life of the run.
+
+    Raises:
+        AccountError: a generated token is neither trained, dropped, buffered nor in flight.
+    """
+    tokens = TokenAccount(
+        generated=counts.tokens_generated,
+        trained=stats.tokens_trained,
+        dropped=sum(stats.tokens_dropped.values()),
+        buffered=stats.tokens_buffered,
+        in_flight=counts.tokens_in_flight,
+    )
+    if tokens.balance != 0:
+        raise AccountError(
+            f"every generated token must be trained, dropped, buffered or in flight; {tokens.balance} are not: "
+            f"{tokens}, dropped {dict(stats.tokens_dropped)}; please report this with the run's logs"
+        )
+    return tokens

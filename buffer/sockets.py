@@ -1,0 +1,246 @@
+"""What both ends of the buffer's connections stand on: ZMQ sockets on an asyncio loop, and large messages in chunks.
+
+Every client has two connections to a server. *Control* carries requests and small payloads. *Bulk* carries payloads
+from ``JOIN_BELOW_BYTES`` on, in chunks, so a large put over a slow link delays no heartbeat and no renewal. At most
+``WINDOW_BYTES`` of chunks are on their way without an acknowledgement; each acknowledgement shows progress.
+"""
+
+import asyncio
+import struct
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import zmq
+
+from asyncrl.protocol.errors import WireError
+
+from .encoding import CHUNK_BYTES
+from .keys import ClientKeys, ServerKeys
+
+WINDOW_BYTES = 4 * CHUNK_BYTES
+ZAP_DOMAIN = "buffer"
+_BURST = 64
+_COPY_BELOW_BYTES = 64 * 1024
+_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
+_LAST = int(zmq.NOBLOCK)
+_CHUNK = struct.Struct("<4sQII")
+_CHUNK_MAGIC, _ACK_MAGIC = b"chnk", b"ackn"
+_MAX_CHUNK_FRAMES = 2048
+
+
+class Channel:
+    """Receives into a callback, sends without blocking.
+
+    Args:
+        socket: Bound or connected; closed by `close`.
+        on_message: Called on the loop with the frames of one message.
+        on_burst_end: Called after the messages of one burst.
+    """
+
+    def __init__(
+        self,
+        socket: zmq.Socket[bytes],
+        on_message: Callable[[list[zmq.Frame]], None],
+        on_burst_end: Callable[[], None] | None = None,
+    ) -> None:
+        self._socket = socket
+        self._on_message = on_message
+        self._on_burst_end = on_burst_end
+        self._loop = asyncio.get_running_loop()
+        self._descriptor = int(socket.getsockopt(zmq.FD))
+        self._turn: asyncio.Handle | None = None
+        self._loop.add_reader(self._descriptor, self._read)
+        self._schedule()
+
+    def send(self, frames: Sequence[Any]) -> None:
+        """Hand a message to ZMQ.
+
+        Raises:
+            zmq.ZMQError: the peer is unknown, or its queue is full.
+        """
+        last = len(frames) - 1
+        for i, frame in enumerate(frames):
+            small = type(frame) is bytes and len(frame) < _COPY_BELOW_BYTES
+            self._socket.send(frame, _MORE if i < last else _LAST, copy=small)
+        self._schedule()
+
+    def close(self) -> None:
+        """Stop reading and close the socket at once."""
+        if self._turn is not None:
+            self._turn.cancel()
+        self._loop.remove_reader(self._descriptor)
+        self._socket.close(linger=0)
+
+    def _schedule(self) -> None:
+        if self._turn is None and not self._socket.closed:
+            self._turn = self._loop.call_soon(self._read)
+
+    def _read(self) -> None:
+        if self._turn is not None:
+            self._turn.cancel()
+            self._turn = None
+        num_read = self._read_burst()
+        if num_read and self._on_burst_end is not None:
+            self._on_burst_end()
+        if num_read == _BURST:
+            self._schedule()
+
+    def _read_burst(self) -> int:
+        """Hand on what has come, up to a burst; how many messages."""
+        for num_read in range(_BURST):
+            if self._socket.closed:
+                return 0
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return num_read
+            self._on_message(frames)
+        return _BURST
+
+
+def secure_server(socket: zmq.Socket[Any], keys: ServerKeys) -> None:
+    """Make a socket that is to be bound speak CURVE."""
+    socket.setsockopt(zmq.CURVE_SERVER, 1)
+    socket.setsockopt_string(zmq.CURVE_PUBLICKEY, keys.public)
+    socket.setsockopt_string(zmq.CURVE_SECRETKEY, keys.secret)
+    socket.setsockopt_string(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
+
+
+def secure_client(socket: zmq.Socket[Any], keys: ClientKeys) -> None:
+    """Make a socket that is to be connected speak CURVE."""
+    socket.setsockopt_string(zmq.CURVE_SERVERKEY, keys.server_public)
+    socket.setsockopt_string(zmq.CURVE_PUBLICKEY, keys.public)
+    socket.setsockopt_string(zmq.CURVE_SECRETKEY, keys.secret)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Chunk:
+    """A piece of a message, or the acknowledgement of one.
+
+    Attributes:
+        request_id: The message that it belongs to.
+        index: Its place in the message, from 0.
+        count: Chunks of the whole message; 0 in an acknowledgement.
+        frames: Frames of the message.
+    """
+
+    request_id: int
+    index: int
+    count: int = 0
+    frames: Sequence[Any] = ()
+
+    @classmethod
+    def parse(cls, frames: Sequence[Any]) -> "Chunk":
+        """Read a chunk from a socket.
+
+        Raises:
+            WireError: it is not one.
+        """
+        head = memoryview(frames[0]) if frames else memoryview(b"")
+        if head.nbytes != _CHUNK.size:
+            raise WireError(f"a chunk begins with {_CHUNK.size} bytes, got {head.nbytes}")
+        magic, request_id, index, count = _CHUNK.unpack(head)
+        if magic not in (_CHUNK_MAGIC, _ACK_MAGIC) or (magic == _CHUNK_MAGIC) != (index < count):
+            raise WireError(f"this is not a chunk: {bytes(head[:4])!r}, {index} of {count}")
+        return cls(request_id=request_id, index=index, count=count, frames=frames[1:])
+
+    def to_frames(self) -> list[Any]:
+        """The chunk as it is sent."""
+        magic = _CHUNK_MAGIC if self.count else _ACK_MAGIC
+        return [_CHUNK.pack(magic, self.request_id, self.index, self.count), *self.frames]
+
+
+class ChunkSender:
+    """Messages on their way to one peer, first come first, within a window of bytes.
+
+    Args:
+        send: Sends the frames of one chunk.
+    """
+
+    def __init__(self, send: Callable[[list[Any]], None]) -> None:
+        self._send = send
+        self._queue: deque[tuple[Chunk, int]] = deque()
+        self._unacknowledged: dict[tuple[int, int], int] = {}
+        self._num_bytes = 0
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether everything was acknowledged."""
+        return not self._queue and not self._unacknowledged
+
+    def push(self, request_id: int, frames: Sequence[Any]) -> None:
+        """Send a message of any size; frames are not copied."""
+        pieces: list[tuple[list[Any], int]] = []
+        for frame in frames:
+            size = len(frame)
+            if not pieces or pieces[-1][1] + size > CHUNK_BYTES or len(pieces[-1][0]) >= _MAX_CHUNK_FRAMES:
+                pieces.append(([], 0))
+            pieces[-1] = (pieces[-1][0], pieces[-1][1] + size)
+            pieces[-1][0].append(frame)
+        for index, (parts, size) in enumerate(pieces):
+            chunk = Chunk(request_id=request_id, index=index, count=len(pieces), frames=parts)
+            self._queue.append((chunk, size))
+        self._pump()
+
+    def acknowledge(self, chunk: Chunk) -> None:
+        """The peer has a chunk."""
+        self._num_bytes -= self._unacknowledged.pop((chunk.request_id, chunk.index), 0)
+        self._pump()
+
+    def reset(self) -> None:
+        """Forget everything: the connection is a new one."""
+        self._queue.clear()
+        self._unacknowledged.clear()
+        self._num_bytes = 0
+
+    def _pump(self) -> None:
+        while self._queue and (not self._num_bytes or self._num_bytes + self._queue[0][1] <= WINDOW_BYTES):
+            chunk, size = self._queue.popleft()
+            self._unacknowledged[chunk.request_id, chunk.index] = size
+            self._num_bytes += size
+            self._send(chunk.to_frames())
+
+
+class ChunkReceiver:
+    """Messages that arrive from one peer in chunks.
+
+    Args:
+        max_bytes: Most bytes of one message.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._messages: dict[int, tuple[list[Any], int, int]] = {}
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no message is incomplete."""
+        return not self._messages
+
+    def add(self, chunk: Chunk) -> list[Any] | None:
+        """Take a chunk; the frames of its message if that is complete now.
+
+        Raises:
+            WireError: chunks are missing before it, or the message is too large; it is forgotten.
+        """
+        frames, num_chunks, size = self._messages.pop(chunk.request_id, ([], 0, 0))
+        if chunk.index == 0:  # sent again from the beginning
+            frames, num_chunks, size = [], 0, 0
+        if chunk.index != num_chunks:
+            raise WireError(f"chunk {chunk.index} of request {chunk.request_id} came after {num_chunks} others")
+        frames = [*frames, *chunk.frames] if frames else list(chunk.frames)
+        size += sum(map(len, chunk.frames))
+        if size > self._max_bytes:
+            raise WireError(
+                f"request {chunk.request_id} has more than {self._max_bytes} bytes (buffer.max_stored_bytes)"
+            )
+        if chunk.index + 1 == chunk.count:
+            return frames
+        self._messages[chunk.request_id] = (frames, num_chunks + 1, size)
+        return None
+
+    def reset(self) -> None:
+        """Forget everything: the connection is a new one."""
+        self._messages.clear()

@@ -1,0 +1,273 @@
+"""Where frames are kept: prompts, saved prefixes and trajectories, under the buffer's byte bounds.
+
+Trajectories stand beside the ledger, as they came off the socket (`MemoryStore`), or on store servers by group id
+(`RemoteStore`).
+"""
+
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+from asyncrl.protocol.errors import ReplayBufferError, StoreFull, UnknownGroup, WireError
+
+from .commands import Frames
+from .ledger import Ledger
+
+_SIZE_BYTES = 8
+_MAX_CLIENTS = 4096
+
+
+class Store(Protocol):
+    """Payloads by group id."""
+
+    stored_bytes: int
+
+    def measure(self, payload: Sequence[Any]) -> int:
+        """Bytes that the payload of a put takes."""
+        ...
+
+    def put(self, group_id: int, payload: Sequence[Any], size: int) -> None:
+        """Keep a payload of ``size`` bytes until `remove`."""
+        ...
+
+    def get(self, group_id: int) -> Sequence[Any]:
+        """The payload's frames. Raises UnknownGroup if they are not here."""
+        ...
+
+    def remove(self, group_id: int) -> None:
+        """Forget a payload, if it is there."""
+        ...
+
+
+class MemoryStore:
+    """Payloads in this process's memory."""
+
+    def __init__(self) -> None:
+        self._payloads: dict[int, tuple[Sequence[Any], int]] = {}
+        self.stored_bytes = 0
+
+    def measure(self, payload: Sequence[Any]) -> int:
+        """See `Store.measure`."""
+        return sum(map(len, payload))
+
+    def put(self, group_id: int, payload: Sequence[Any], size: int) -> None:
+        """See `Store.put`; a payload that was there is replaced."""
+        self.remove(group_id)
+        self._payloads[group_id] = (payload, size)
+        self.stored_bytes += size
+
+    def get(self, group_id: int) -> Sequence[Any]:
+        """See `Store.get`."""
+        if group_id not in self._payloads:
+            raise UnknownGroup(
+                f"no trajectories of group {group_id} are stored; fetch what a plan names, before commit"
+            )
+        return self._payloads[group_id][0]
+
+    def remove(self, group_id: int) -> None:
+        """See `Store.remove`."""
+        _, size = self._payloads.pop(group_id, ((), 0))
+        self.stored_bytes -= size
+
+
+def size_frame(size: int) -> bytes:
+    """What a put carries to the ledger when its payload is on a store server: the payload's size."""
+    return size.to_bytes(_SIZE_BYTES, "little")
+
+
+class RemoteStore:
+    """Sizes of payloads that store servers hold.
+
+    Args:
+        remove: Tells the store server of a group to forget it.
+    """
+
+    def __init__(self, remove: Callable[[int], None]) -> None:
+        self._remove = remove
+        self._sizes: dict[int, int] = {}
+        self.stored_bytes = 0
+
+    def measure(self, payload: Sequence[Any]) -> int:
+        """See `Store.measure`."""
+        if len(payload) != 1 or len(payload[0]) != _SIZE_BYTES:
+            raise WireError("payloads are kept by store servers here; a put carries its size in 8 bytes")
+        return int.from_bytes(bytes(payload[0]), "little")
+
+    def put(self, group_id: int, payload: Sequence[Any], size: int) -> None:
+        """See `Store.put`; a payload that was there is replaced."""
+        self.stored_bytes += size - self._sizes.get(group_id, 0)
+        self._sizes[group_id] = size
+
+    def get(self, group_id: int) -> Sequence[Any]:
+        """See `Store.get`."""
+        raise UnknownGroup(f"the trajectories of group {group_id} are on a store server; ask that")
+
+    def remove(self, group_id: int) -> None:
+        """See `Store.remove`."""
+        self.stored_bytes -= self._sizes.pop(group_id, 0)
+        self._remove(group_id)
+
+
+class FrameTable:
+    """Frames by group id, and their size."""
+
+    def __init__(self) -> None:
+        self._frames: dict[int, Frames] = {}
+        self.num_bytes = 0
+
+    def put(self, group_id: int, frames: Frames) -> None:
+        """Keep frames in the place of those that were there."""
+        self.remove(group_id)
+        self._frames[group_id] = frames
+        self.num_bytes += size_of(frames)
+
+    def get(self, group_id: int) -> Frames:
+        """The frames of a group; none if there are none."""
+        return self._frames.get(group_id, ())
+
+    def remove(self, group_id: int) -> None:
+        """Forget the frames of a group, if there are any."""
+        if frames := self._frames.pop(group_id, None):
+            self.num_bytes -= size_of(frames)
+
+
+class PayloadStore:
+    """All frames, trajectories and prefixes under one bound, prompts under another.
+
+    Args:
+        max_bytes: Bound on trajectories and prefixes.
+        max_prompt_bytes: Bound on prompts, from before they are queued until their groups are finished.
+        store: Keeps the trajectories.
+    """
+
+    def __init__(self, max_bytes: int, max_prompt_bytes: int, store: Store) -> None:
+        self.prompts = FrameTable()
+        self.prefixes = FrameTable()
+        self.payloads = store
+        self.max_bytes = max_bytes
+        self.max_prompt_bytes = max_prompt_bytes
+        self.largest_bytes = 0
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of trajectories and prefixes."""
+        return self.prefixes.num_bytes + self.payloads.stored_bytes
+
+    def recover(self, frames: Mapping[str, Mapping[int, Frames]], ledger: Ledger) -> None:
+        """Take up what a journal kept of unfinished groups."""
+        for group_id, parts in frames.get("payload", {}).items():
+            if ledger.is_stored(group_id):
+                self.keep_payload(group_id, parts, self.payloads.measure(parts))
+        for group_id, parts in frames.get("prompt", {}).items():
+            if ledger.is_unfinished(group_id):
+                self.prompts.put(group_id, parts)
+        for group_id, parts in frames.get("progress", {}).items():
+            if ledger.has_prefix(group_id):
+                self.prefixes.put(group_id, parts)
+
+    def keep_payload(self, group_id: int, payload: Frames, size: int) -> None:
+        """Keep a stored group of ``size`` bytes; its prefix, if one was saved, is part of it."""
+        self.payloads.put(group_id, payload, size)
+        self.prefixes.remove(group_id)
+        self.largest_bytes = max(self.largest_bytes, size)
+
+    def forget(self, group_ids: Iterable[int]) -> bool:
+        """Drop all frames of groups that are consumed or dropped; whether there were any such groups."""
+        is_any = False
+        for group_id in group_ids:
+            is_any = True
+            self.prompts.remove(group_id)
+            self.prefixes.remove(group_id)
+            self.payloads.remove(group_id)
+        return is_any
+
+    def has_room_for_group(self, num_leased: int) -> bool:
+        """Whether one more group fits beside what is held and what the running leases may bring."""
+        return self.held_bytes + (num_leased + 1) * self.largest_bytes <= self.max_bytes
+
+    def check_trajectory(self, size: int, *, replaced: int = 0) -> None:
+        """Refuse a payload, or a prefix, that does not fit.
+
+        Args:
+            size: Its bytes.
+            replaced: Bytes that leave for it.
+
+        Raises:
+            StoreFull: it fits when something else has left.
+            ReplayBufferError: it never will.
+        """
+        if size > self.max_bytes:
+            raise ReplayBufferError(
+                f"a group of {size} bytes is larger than buffer.max_stored_bytes={self.max_bytes}; raise it"
+            )
+        if self.held_bytes - replaced + size > self.max_bytes:
+            raise StoreFull(
+                f"{size} bytes do not fit beside the {self.held_bytes} held, buffer.max_stored_bytes is "
+                f"{self.max_bytes}; the group is sent again when a batch has left"
+            )
+
+    def check_prompts(self, size: int, *, num_waiting_bytes: int) -> None:
+        """Refuse prompts that do not fit.
+
+        Args:
+            size: Their bytes.
+            num_waiting_bytes: Bytes of other prompts that wait for room in the queue.
+
+        Raises:
+            StoreFull: they fit when groups have left.
+            ReplayBufferError: they never will.
+        """
+        limit = self.max_prompt_bytes
+        if size > limit:
+            raise ReplayBufferError(
+                f"{size} bytes of prompts came at once, buffer.max_prompt_bytes is {limit}; raise it, or enqueue fewer"
+            )
+        held = self.prompts.num_bytes + num_waiting_bytes
+        if held + size > limit:
+            raise StoreFull(
+                f"{size} bytes of prompts do not fit beside {held} of others, buffer.max_prompt_bytes is {limit}; they "
+                "are sent again when groups have left"
+            )
+
+
+def size_of(frames: Iterable[Any]) -> int:
+    """Bytes of frames."""
+    return sum(map(len, frames))
+
+
+class FetchWindow:
+    """Sizes of the replies to fetches, by client; a fetch says up to which earlier one its client has read.
+
+    Args:
+        limit: Most bytes on their way to one client.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._replies: OrderedDict[bytes, deque[tuple[int, int]]] = OrderedDict()
+
+    def add(self, client: bytes, request_id: int, num_bytes: int, *, read: int) -> None:
+        """Note a reply before it is sent.
+
+        Args:
+            client: Who asked.
+            request_id: Of this fetch.
+            num_bytes: Size of the reply.
+            read: Largest request id of a fetch whose reply the client has read.
+
+        Raises:
+            StoreFull: it is more than may be on its way beside what the client has not read.
+        """
+        replies = self._replies.setdefault(client, deque())
+        self._replies.move_to_end(client)
+        while replies and (replies[0][0] <= read or replies[0][0] == request_id):
+            replies.popleft()
+        waiting = sum(size for _, size in replies)
+        if replies and waiting + num_bytes > self._limit:
+            raise StoreFull(
+                f"{waiting} fetched bytes are on their way to this client unread, {num_bytes} more are over "
+                f"buffer.max_stored_bytes={self._limit}; read them first"
+            )
+        replies.append((request_id, num_bytes))
+        if len(self._replies) > _MAX_CLIENTS:
+            self._replies.popitem(last=False)

@@ -1,0 +1,68 @@
+"""Ends the processes that a session of tests leaves behind, also when the session itself is killed.
+
+Every process of a session inherits an environment variable with the session's name, however often it forks or changes
+its parent. At the end of the session, `end_leftovers` ends what still carries it. A watcher process, started by
+`watch_session`, does the same when the session dies without an end of its own; the closing of a pipe wakes it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+
+import psutil
+
+_VARIABLE = "ASYNCRL_TEST_SESSION"
+_GRACE_S = 15.0
+
+
+def name_session() -> str:
+    """Name this session, for all processes started from now on."""
+    return os.environ.setdefault(_VARIABLE, uuid.uuid4().hex)
+
+
+def watch_session(name: str) -> subprocess.Popen[bytes]:
+    """Start the watcher; it ends after its standard input has been closed."""
+    environment = {key: value for key, value in os.environ.items() if key != _VARIABLE}
+    command = [sys.executable, __file__, name]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, env=environment, start_new_session=True)
+
+
+def end_leftovers(name: str, *, grace_s: float = _GRACE_S) -> list[str]:
+    """Give what the session left a moment, terminate it, then kill it.
+
+    Returns:
+        The command lines of the processes that did not end by themselves.
+    """
+    _, alive = psutil.wait_procs(list(_processes_of(name)), timeout=grace_s)
+    words = []
+    for process in alive:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            words.append(" ".join(process.cmdline()) or process.name())
+            process.terminate()
+    psutil.wait_procs(alive, timeout=grace_s)
+    while alive := list(_processes_of(name)):  # again: what is killed may have started more
+        for process in alive:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(alive, timeout=5.0)
+    return words
+
+
+def _processes_of(name: str) -> Iterator[psutil.Process]:
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            if process.pid == os.getpid() or process.status() == psutil.STATUS_ZOMBIE:
+                continue
+            if process.environ().get(_VARIABLE) == name:
+                yield process
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(OSError):
+        sys.stdin.buffer.read()
+    end_leftovers(sys.argv[1])

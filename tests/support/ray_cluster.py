@@ -1,0 +1,40 @@
+"""The Ray cluster that the tests share, and where its nodes are."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+HEAD_ADDRESS = "127.0.0.9"
+SECOND_ADDRESS = "127.0.0.10"
+NODE_OPTIONS = {"object_store_memory": 120 * 2**20, "include_dashboard": False}
+
+# Idle workers started ahead of need take a second of CPU each, and most tests need others.
+ENVIRONMENT = {
+    "RAY_worker_niceness": "0",
+    "RAY_AUTH_MODE": "disabled",
+    "RAY_enable_worker_prestart": "0",
+    "RAY_prestart_worker_first_driver": "0",
+    "OMP_NUM_THREADS": "1",
+}
+
+
+@contextmanager
+def two_node_cluster() -> Iterator:
+    """Nodes 127.0.0.9 (12 CPUs) and 127.0.0.10 (8 CPUs), whose order by text is not their order by number."""
+    import ray
+    from ray.cluster_utils import Cluster
+
+    before = {name: os.environ.get(name) for name in ENVIRONMENT}
+    os.environ.update(ENVIRONMENT)
+    cluster = Cluster(
+        initialize_head=True, head_node_args={"num_cpus": 12, "node_ip_address": HEAD_ADDRESS, **NODE_OPTIONS}
+    )
+    try:
+        cluster.add_node(num_cpus=8, node_ip_address=SECOND_ADDRESS, **NODE_OPTIONS)
+        ray.init(address=cluster.address, log_to_driver=False)
+        yield cluster
+        ray.shutdown()
+    finally:
+        cluster.shutdown()
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
