@@ -127,6 +127,7 @@ class BufferClient:
         key, summary = (lease.prompt.group_id, lease.attempt), group.summary
         fields = {"group_id": key[0], "attempt": key[1], "continued": key not in self._prefixes}
         fields |= {"num_tokens": summary.num_tokens, "oldest_version": summary.oldest_version}
+        fields["newest_version"] = summary.newest_version
         await self._connect().request("save", fields, group_frames(group))
         self._prefixes.pop(key, None)
 
@@ -147,10 +148,10 @@ class BufferClient:
                 payload = [size_frame(sum(map(len, payload)))]
             await self._report("put", (group.group_id, group.attempt), summary_fields(group.summary), payload)
 
-    async def release(self, lease: Lease, *, num_tokens: int, reason: str) -> None:
+    async def release(self, lease: Lease, *, num_tokens: int, reason: str, drop: bool = False) -> None:
         """See `RolloutBuffer.release`. Also reports the tokens of a revoked lease; counted once."""
         key = lease.prompt.group_id, lease.attempt
-        fields = {"group_id": key[0], "attempt": key[1], "num_tokens": num_tokens, "reason": reason}
+        fields = {"group_id": key[0], "attempt": key[1], "num_tokens": num_tokens, "reason": reason, "drop": drop}
         await self._report("release", key, fields)
 
     async def _report(
