@@ -265,6 +265,7 @@ class BufferService:
             reason=text(fields, "reason"),
             continued=flag(fields, "continued", default=True),
             owner=client,
+            drop=flag(fields, "drop", default=False),
         )
         self.ledger.apply(command)
         self._store.free(command.group_id, command.attempt)

@@ -7,7 +7,6 @@ between, its payload leaves with the ledger's next removal, or at the end of the
 
 import asyncio
 import logging
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +20,7 @@ from asyncrl.protocol.errors import (
     WireError,
     WorkerDiedError,
 )
+from asyncrl.protocol.process_watch import process_end
 
 from .account import IdSet
 from .admission import PendingRequest, PendingRequests
@@ -182,17 +182,15 @@ class StoreServers:
         self._config = replace(config, port=0, bulk_port=0, num_store_servers=0)
         self._groups_per_step = groups_per_step
         self._on_lost = on_lost
-        self._loop = asyncio.get_running_loop()
         self._processes: list[BufferProcess] = []
-        self._descriptors: dict[int, int] = {}
-        self._restarts: set[asyncio.Task[None]] = set()
+        self._watches: list[asyncio.Task[None]] = []
         self._links: list[ClientSocket] = []
         try:
             for number in range(config.num_store_servers):
                 self._processes.append(self._launch(number))
             for number, process in enumerate(self._processes):
                 process.read_address()
-                self._watch(number)
+                self._watches.append(asyncio.get_running_loop().create_task(self._keep_up(number)))
         except BaseException:
             self.close()
             raise
@@ -208,12 +206,8 @@ class StoreServers:
 
     def close(self) -> None:
         """End them."""
-        for descriptor in self._descriptors.values():
-            self._loop.remove_reader(descriptor)
-            os.close(descriptor)
-        self._descriptors.clear()
-        for restart in self._restarts:
-            restart.cancel()
+        for watch in self._watches:
+            watch.cancel()
         for link in self._links:
             link.close()
         for process in self._processes:
@@ -224,30 +218,21 @@ class StoreServers:
             self._config, groups_per_step=self._groups_per_step, log_path=None, store=number, waits=False
         )
 
-    def _watch(self, number: int) -> None:
-        descriptor = self._descriptors[number] = os.pidfd_open(self._processes[number].process.pid)
-        self._loop.add_reader(descriptor, self._on_end, number)
-
-    def _on_end(self, number: int) -> None:
-        descriptor = self._descriptors.pop(number)
-        self._loop.remove_reader(descriptor)
-        os.close(descriptor)
-        dead = self._processes[number]
-        dead.stop()
-        what = f"store server {number} (pid {dead.process.pid}, {dead.address}) died, status {dead.process.returncode}"
-        if self._config.durability == Durability.memory:
-            self._on_lost(WorkerDiedError(f"{what}; its payloads are lost, buffer.durability=disk would keep them"))
-            return
-        logger.error("%s; it is started again where it was", what)
-        restart = self._loop.create_task(self._restart(number, what))
-        self._restarts.add(restart)
-        restart.add_done_callback(self._restarts.discard)
-
-    async def _restart(self, number: int, what: str) -> None:
-        """Start a server in the place of one that died; the ledger's server goes on meanwhile."""
-        try:
-            self._processes[number] = self._launch(number)
-            await asyncio.to_thread(self._processes[number].read_address)
-            self._watch(number)
-        except (AsyncRLError, OSError) as error:
-            self._on_lost(WorkerDiedError(f"{what}, and did not come up again: {error}"))
+    async def _keep_up(self, number: int) -> None:
+        """Start a server again as often as it dies, if its payloads are on disk; report the loss otherwise."""
+        while True:
+            dead = self._processes[number]
+            await process_end(dead.process.pid)
+            dead.stop()
+            status = dead.process.returncode
+            what = f"store server {number} (pid {dead.process.pid}, {dead.address}) died, status {status}"
+            if self._config.durability == Durability.memory:
+                self._on_lost(WorkerDiedError(f"{what}; its payloads are lost, buffer.durability=disk would keep them"))
+                return
+            logger.error("%s; it is started again where it was", what)
+            try:
+                self._processes[number] = self._launch(number)
+                await asyncio.to_thread(self._processes[number].read_address)
+            except (AsyncRLError, OSError) as error:
+                self._on_lost(WorkerDiedError(f"{what}, and did not come up again: {error}"))
+                return

@@ -3,6 +3,9 @@
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+CLEANUP_S = 2.0
+"""Seconds to remove what a killed server left behind, or to close a log."""
+
 
 class EngineKind(StrEnum):
     """What generates: an SGLang server, transformers in process, or a script of answers for tests."""
@@ -12,7 +15,7 @@ class EngineKind(StrEnum):
     scripted = "scripted"
 
 
-class Device(StrEnum):
+class EngineDevice(StrEnum):
     """Where an engine computes; ``auto`` takes CUDA if there are an NVIDIA driver and a visible device."""
 
     auto = "auto"
@@ -116,6 +119,9 @@ class RolloutFleetConfig:
         reward: ``module:function`` or the name of a built-in; called as reward(prompt, response_text) -> float.
         reward_processes: Scoring processes per worker; built-in rewards need none.
         reward_timeout_s: Deadline of scoring one prompt group.
+        max_attempts: A prompt group whose reward fails, or which the engine aborts by itself, is tried again until its
+            attempt number reaches this; then it is dropped and counted.
+        max_failures_in_a_row: So many such failures on one worker, without a stored group between them, end the run.
         start_timeout_s: Deadline for an engine to come up.
         load_timeout_s: Deadline of one weight update on one engine.
         silence_timeout_s: How long an engine with running requests may produce no token at all. One that does not
@@ -124,7 +130,8 @@ class RolloutFleetConfig:
             (``placement.colocated``); what is not finished then is cut off and continued after the weight update.
         verify_weights: Compare a digest of every tensor an engine holds with the published one, at every update.
             Reads all weights once; turn it off where that takes too long.
-        stop_timeout_s: How long an engine may take to stop before it is killed.
+        stop_timeout_s: Deadline of each step of stopping a worker: putting running groups down, giving leases back,
+            and the server between SIGTERM and SIGKILL. All deadlines around these are derived from it.
         renew_every_s: How often running leases are renewed; a third of ``buffer.lease_s`` is usual.
         save_progress: ``at_stop`` saves running groups when a worker stops, and another worker continues them.
             ``at_updates`` also cuts them off at each weight update, saves and continues them, so that a sudden death
@@ -136,12 +143,14 @@ class RolloutFleetConfig:
     """
 
     engine: EngineKind = EngineKind.sglang
-    device: Device = Device.auto
+    device: EngineDevice = EngineDevice.auto
     num_engines: int = 1
     groups_in_flight: int = 32
     reward: str = "exact_match"
     reward_processes: int = 1
     reward_timeout_s: float = 30.0
+    max_attempts: int = 4
+    max_failures_in_a_row: int = 64
     start_timeout_s: float = 300.0
     load_timeout_s: float = 60.0
     silence_timeout_s: float = 60.0
@@ -155,8 +164,18 @@ class RolloutFleetConfig:
     transformers: TransformersConfig = field(default_factory=TransformersConfig)
     script: str = "rollout_fleet.engines.scripted:repeat_last_token"
 
+    @property
+    def server_stop_timeout_s(self) -> float:
+        """How long a server's guard may take: the server's grace, then removing what it left."""
+        return self.stop_timeout_s + CLEANUP_S
+
+    @property
+    def worker_stop_timeout_s(self) -> float:
+        """How long a worker may take to stop: put down, give back, stop the server, close its log."""
+        return 2 * self.stop_timeout_s + self.server_stop_timeout_s + CLEANUP_S
+
     def __post_init__(self) -> None:
-        for name in ("num_engines", "groups_in_flight", "reward_processes"):
+        for name in ("num_engines", "groups_in_flight", "reward_processes", "max_attempts", "max_failures_in_a_row"):
             if getattr(self, name) < 1:
                 raise ValueError(f"rollout_fleet.{name} must be >= 1, got {getattr(self, name)}")
         for name in (

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
+from asyncrl.protocol.errors import RewardError
 from asyncrl.protocol.types import Prompt
 
 from .config import SamplingConfig
 from .engines.engine import Engine
 from .engines.model_files import Decode
-from .rewards.processes import RewardProcesses
+from .rewards.reward_processes import RewardProcesses
 from .types import EvaluationResult, SampleOutput, SampleRequest
+
+logger = logging.getLogger(__name__)
 
 
 async def evaluate_prompts(
@@ -25,7 +29,7 @@ async def evaluate_prompts(
     """Sample ``num_samples`` responses per prompt and score them.
 
     Raises:
-        AsyncRLError: the engine or the reward failed.
+        AsyncRLError: the engine failed, or the reward of every prompt did.
     """
     requests = {
         (prompt, sample): SampleRequest(
@@ -38,9 +42,20 @@ async def evaluate_prompts(
     async for request, output in engine.generate(list(requests.values())):
         outputs[request.id] = output
     scores: list[float] = []
+    failures: list[RewardError] = []
     for index, prompt in enumerate(prompts):
         samples = [outputs[requests[index, sample].id] for sample in range(num_samples)]
         texts = [decode(sample.token_ids.tolist()) for sample in samples]
-        scores += (await rewards.score(prompt, texts)).tolist()
+        try:
+            scores += (await rewards.score(prompt, texts)).tolist()
+        except RewardError as error:
+            failures.append(error)
+            logger.warning("a held-out prompt is left out: %s", error)
+    if failures and not scores:
+        raise failures[-1]
     lengths = [len(output.token_ids) for output in outputs.values()]
-    return EvaluationResult(rewards=tuple(scores), mean_length=sum(lengths) / len(lengths) if lengths else 0.0)
+    return EvaluationResult(
+        rewards=tuple(scores),
+        mean_length=sum(lengths) / len(lengths) if lengths else 0.0,
+        num_failed=len(failures),
+    )

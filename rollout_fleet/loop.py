@@ -31,7 +31,17 @@ from contextlib import suppress
 from enum import Enum, auto
 from typing import Any
 
-from asyncrl.protocol.errors import AsyncRLError, DeadlineError, LeaseExpired, StoreFull, VersionTooOld
+import numpy as np
+
+from asyncrl.protocol.errors import (
+    AsyncRLError,
+    DeadlineError,
+    EngineError,
+    LeaseExpired,
+    RewardError,
+    StoreFull,
+    VersionTooOld,
+)
 from asyncrl.protocol.ports import RolloutBuffer
 from asyncrl.protocol.types import Lease, WeightSnapshot
 
@@ -40,7 +50,7 @@ from .engines.engine import Engine
 from .engines.model_files import Decode
 from .inflight import ON_ENGINE, GroupPhase, InflightGroup
 from .metrics import FleetCounters, FleetMeter
-from .rewards.processes import RewardProcesses
+from .rewards.reward_processes import RewardProcesses
 from .trajectory_groups import to_prefixes, to_progress, to_trajectory_group
 from .types import SampleRequest
 
@@ -98,6 +108,7 @@ class RolloutLoop:
         self._failure: Exception | None = None
         self._has_device = True
         self._is_asking = False
+        self._num_failures_in_a_row = 0
 
     async def run(self) -> FleetCounters:
         """Roll out until `stop`; then abort, give back what is held, and return the final counters.
@@ -324,18 +335,44 @@ class RolloutLoop:
         elif not group.is_finished:
             if self._config.save_progress is not SaveProgress.never:
                 await self._save(group)
-            await self._release(group, group.end_reason or "aborted")
+            if group.end_reason:
+                await self._release(group, group.end_reason)
+            else:
+                await self._fail_attempt(group, "aborted", EngineError(f"the engine aborted prompt group {group.key}"))
         else:
-            await self._store(group, await self._score(group))
+            try:
+                rewards = await self._score(group)
+            except RewardError as error:
+                await self._fail_attempt(group, "reward", error)
+            else:
+                await self._store(group, rewards)
 
-    async def _score(self, group: InflightGroup) -> Any:
+    async def _score(self, group: InflightGroup) -> np.ndarray:
         started = time.perf_counter()
         texts = [self._decode(sample.token_ids.tolist()) for sample in group.samples]
         rewards = await self._rewards.score(group.lease.prompt, texts)
         self._meter.scored(time.perf_counter() - started)
         return rewards
 
-    async def _store(self, group: InflightGroup, rewards: Any) -> None:
+    async def _fail_attempt(self, group: InflightGroup, reason: str, error: AsyncRLError) -> None:
+        """Give a group back whose attempt failed; drop it where it has been tried often enough.
+
+        Raises:
+            AsyncRLError: ``error``, where one group after another fails: then the cause is not in the groups.
+        """
+        self._meter.failed(reason)
+        self._num_failures_in_a_row += 1
+        if self._num_failures_in_a_row >= self._config.max_failures_in_a_row:
+            raise type(error)(
+                f"{error} (failure {self._num_failures_in_a_row} in a row, the limit of "
+                "rollout_fleet.max_failures_in_a_row)"
+            )
+        attempt, is_last = group.lease.attempt, group.lease.attempt + 1 >= self._config.max_attempts
+        logger.warning("attempt %d failed, the group is %s: %s", attempt, "dropped" if is_last else "requeued", error)
+        await self._release(group, reason, drop=is_last)
+
+    async def _store(self, group: InflightGroup, rewards: np.ndarray) -> None:
+        self._num_failures_in_a_row = 0
         record = to_trajectory_group(group.lease, group.samples, rewards, num_baselines=group.num_baselines)
         try:
             await self._buffer.put(record)
@@ -346,8 +383,8 @@ class RolloutLoop:
             self._meter.stored(group.num_own_tokens)
         await self._forget(group)
 
-    async def _release(self, group: InflightGroup, reason: str) -> None:
-        await self._buffer.release(group.lease, num_tokens=group.num_tokens, reason=reason)
+    async def _release(self, group: InflightGroup, reason: str, *, drop: bool = False) -> None:
+        await self._buffer.release(group.lease, num_tokens=group.num_tokens, reason=reason, drop=drop)
         self._meter.released(group.num_own_tokens)
         await self._forget(group)
 

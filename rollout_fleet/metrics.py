@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 
@@ -18,6 +19,7 @@ class FleetCounters:
         groups_finished: Prompt groups stored in the buffer.
         groups_released: Prompt groups given back unfinished.
         groups_refused: Finished groups that the buffer refused because their lease had run out.
+        groups_failed: Attempts that failed, by reason: ``aborted`` by the engine, or ``reward``.
         busy_s: Time with at least one training request on the engine, without weight loads.
         wait_s: Time in which the engine had no training request because none was admitted.
         load_s: Per weight load, the seconds for which generation stood still.
@@ -29,6 +31,7 @@ class FleetCounters:
     groups_finished: int
     groups_released: int
     groups_refused: int
+    groups_failed: Mapping[str, int]
     busy_s: float
     wait_s: float
     load_s: tuple[float, ...]
@@ -52,6 +55,7 @@ class FleetMeter:
         self._finished = 0
         self._released = 0
         self._refused = 0
+        self._failed: Counter[str] = Counter()
 
     def running(self, num_groups: int) -> None:
         """This many groups are on the engine from now on."""
@@ -94,6 +98,10 @@ class FleetMeter:
         self._in_flight -= num_tokens
         self._released += 1
 
+    def failed(self, reason: str) -> None:
+        """An attempt failed."""
+        self._failed[reason] += 1
+
     def counters(self) -> FleetCounters:
         """Everything up to now."""
         self._pass_time()
@@ -103,6 +111,7 @@ class FleetMeter:
             groups_finished=self._finished,
             groups_released=self._released,
             groups_refused=self._refused,
+            groups_failed=dict(self._failed),
             busy_s=self._busy_s,
             wait_s=self._wait_s,
             load_s=tuple(self._load_s),

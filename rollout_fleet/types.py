@@ -53,7 +53,9 @@ class EvaluationResult:
     Attributes:
         rewards: One float per sample, prompt by prompt.
         mean_length: Mean response length in tokens; 0 without prompts.
+        num_failed: Prompts whose reward failed; ``rewards`` leaves them out.
     """
 
     rewards: tuple[float, ...]
     mean_length: float
+    num_failed: int = 0

@@ -183,7 +183,7 @@ class Run:
 
     async def _start_fleet(self, stack: AsyncExitStack, make: Starter[FleetGroup]) -> FleetGroup:
         fleet = await make(FleetGroup, self._config)
-        stack.push_async_callback(fleet.stop, self._config.rollout_fleet.stop_timeout_s + 2)
+        stack.push_async_callback(fleet.stop, self._config.rollout_fleet.worker_stop_timeout_s)
         count, engine = self._config.rollout_fleet.num_engines, self._config.rollout_fleet.engine
         await self._ready(f"rollout fleet ({count} {engine} engines)", fleet.start())
         return fleet

@@ -55,6 +55,8 @@ def test_tokens_are_in_flight_until_stored_refused_or_released():
     meter.stored(10)
     meter.refused(5)
     meter.released(3)
+    meter.failed("reward")
     counters = meter.counters()
     assert (counters.tokens_generated, counters.tokens_in_flight) == (20, 2)
+    assert counters.groups_failed == {"reward": 1}
     assert (counters.groups_finished, counters.groups_refused, counters.groups_released) == (1, 1, 1)

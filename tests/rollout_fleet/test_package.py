@@ -58,6 +58,12 @@ def test_text_is_decoded_without_special_tokens(model_path):
     assert decode([1]) == ""
 
 
+def test_stop_deadlines_nest():
+    config = RolloutFleetConfig(stop_timeout_s=3.0)
+    assert config.stop_timeout_s < config.server_stop_timeout_s < config.worker_stop_timeout_s
+    assert config.worker_stop_timeout_s > 2 * config.stop_timeout_s + config.server_stop_timeout_s
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [

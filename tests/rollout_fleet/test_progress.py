@@ -10,31 +10,38 @@ import pytest
 from asyncrl.protocol.errors import EngineError, StoreFull
 from asyncrl.protocol.types import FinishReason, WeightSnapshot
 from rollout_fleet.config import SaveProgress
-from tests.support.rollout import running_loop, writes
+from tests.support.rollout import running_loop, update, writes
 
 pytestmark = pytest.mark.timeout(60)
 
 
+def writes_long_for_the_first_prompt(request, version):
+    """Responses of 40 tokens to the first prompt, begun or continued; of one token to the others."""
+    return writes(40 if request.id.startswith("0-") else 1)(request, version)
+
+
 async def test_what_a_stopped_worker_has_written_is_continued_by_the_next(make_buffer):
-    buffer = make_buffer(1)
-    async with running_loop(buffer, writes(40)) as (loop, _, run):
-        await asyncio.sleep(0.15)
+    buffer = make_buffer(2, groups_per_step=1, max_lag=1)
+    async with running_loop(buffer, writes_long_for_the_first_prompt) as (loop, _, run):
+        await buffer.stored(1)
+        await buffer.commit()
+        await asyncio.sleep(0.1)
         await loop.stop()
         first = await run
-    assert 0 < first.tokens_generated < 80
+    assert 2 < first.tokens_generated < 82
     assert first.tokens_in_flight == 0
-    assert buffer.progress[0].summary.num_tokens == first.tokens_generated
+    assert buffer.progress[0].summary.num_tokens == first.tokens_generated - 2
     assert {t.turns[1].finish_reason for t in buffer.progress[0].trajectories()} == {FinishReason.unfinished}
-    buffer.learner_version = 1
-    async with running_loop(buffer, writes(40), version=1) as (loop, _, run):
-        await buffer.stored(1)
+    async with running_loop(buffer, writes_long_for_the_first_prompt, version=1) as (loop, _, run):
+        await buffer.stored(2)
         await loop.stop()
         second = await run
-    [group] = buffer.groups
-    assert group.attempt == 1
-    assert group.summary.num_tokens == 80 == first.tokens_generated + second.tokens_generated
-    assert np.count_nonzero(group.versions == 0) == first.tokens_generated
+    group = buffer.groups[1]
+    assert (group.group_id, group.attempt) == (0, 1)
+    assert group.summary.num_tokens == 80 == first.tokens_generated - 2 + second.tokens_generated
+    assert np.count_nonzero(group.versions == 0) == first.tokens_generated - 2
     assert (second.groups_finished, second.tokens_in_flight) == (1, 0)
+    assert buffer.num_accounted == 82
 
 
 async def test_progress_is_dropped_where_the_config_says_so(make_buffer):
@@ -42,16 +49,16 @@ async def test_progress_is_dropped_where_the_config_says_so(make_buffer):
     async with running_loop(buffer, writes(40), save_progress=SaveProgress.never):
         await asyncio.sleep(0.1)
     assert buffer.progress == {}
-    assert buffer.tokens_dropped > 0
+    assert buffer.ledger.account.tokens_dropped["stopped"] > 0
 
 
 async def test_at_an_update_what_runs_is_saved_and_goes_on_under_the_new_weights(make_buffer):
-    buffer = make_buffer(3)
+    buffer = make_buffer(3, groups_per_step=1, max_lag=6)
     async with running_loop(buffer, writes(60), save_progress=SaveProgress.at_updates) as (loop, engine, run):
         saved = []
-        for version in (1, 2):
+        for _ in range(2):
             await asyncio.sleep(0.1)
-            await loop.load_weights(WeightSnapshot(version=version, path=""))
+            await update(loop, buffer)
             await asyncio.sleep(0.02)
             saved.append([buffer.progress[index].summary.num_tokens for index in range(3)])
         await buffer.stored(3)
@@ -73,16 +80,16 @@ async def test_a_stop_or_a_revocation_while_weights_are_loaded_gives_cut_groups_
         engine.load_delay_s = 2.0
         loading = asyncio.create_task(loop.load_weights(WeightSnapshot(version=1, path="")))
         await asyncio.sleep(0.1)
-        buffer.revoke(1)
+        await buffer.revoke(1)
         await asyncio.sleep(0.02)
         assert not run.done()
         await asyncio.wait_for(loop.stop(), 10)
         await loading
         counters = await run
-    assert buffer.held == {}
+    assert buffer.held == set()
     assert {group_id for group_id, _, _ in buffer.released} == {0, 1, 2}
     assert counters.tokens_in_flight == 0
-    assert counters.tokens_generated == buffer.tokens_dropped
+    assert counters.tokens_generated == buffer.num_accounted
 
 
 async def test_an_abort_that_the_engine_ignored_is_repeated_until_the_group_is_cut_off(make_buffer, monkeypatch):
@@ -104,7 +111,7 @@ async def test_an_abort_that_the_engine_ignored_is_repeated_until_the_group_is_c
 
 
 async def test_a_group_that_finds_no_room_for_its_progress_goes_on_all_the_same(make_buffer):
-    buffer = make_buffer(2)
+    buffer = make_buffer(2, groups_per_step=1, max_lag=6)
 
     async def refuse(lease, group):
         raise StoreFull("no room")
@@ -112,18 +119,18 @@ async def test_a_group_that_finds_no_room_for_its_progress_goes_on_all_the_same(
     buffer.save_progress = refuse
     async with running_loop(buffer, writes(30), save_progress=SaveProgress.at_updates) as (loop, _, run):
         await asyncio.sleep(0.1)
-        await loop.load_weights(WeightSnapshot(version=1, path=""))
+        await update(loop, buffer)
         await buffer.stored(2)
         assert not run.done()
     assert buffer.num_tokens == 120
 
 
 async def test_a_greedy_baseline_is_continued_after_an_update_and_in_no_account(make_buffer):
-    buffer = make_buffer(1)
+    buffer = make_buffer(1, groups_per_step=1, max_lag=6)
     options = {"save_progress": SaveProgress.at_updates, "greedy_baseline": True}
     async with running_loop(buffer, writes(40), **options) as (loop, engine, run):
         await asyncio.sleep(0.1)
-        await loop.load_weights(WeightSnapshot(version=1, path=""))
+        await update(loop, buffer)
         await buffer.stored(1)
         await loop.stop()
         counters = await run
@@ -145,6 +152,6 @@ async def test_after_a_failed_update_nothing_is_continued_and_what_was_cut_off_i
             await run
         num_asked = len(engine.requests)
     assert num_asked == 4
-    assert buffer.held == {}
+    assert buffer.held == set()
     assert {reason for _, _, reason in buffer.released} == {"stopped"}
     assert [buffer.progress[index].summary.num_tokens > 0 for index in range(2)] == [True, True]

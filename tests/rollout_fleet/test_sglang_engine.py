@@ -22,7 +22,7 @@ import pytest_asyncio
 
 from asyncrl.protocol.errors import AsyncRLError, DeadlineError, EngineError, WorkerDiedError
 from asyncrl.protocol.types import FinishReason, WeightSnapshot
-from rollout_fleet.config import Device, RolloutFleetConfig, SamplingConfig, SGLangConfig
+from rollout_fleet.config import EngineDevice, RolloutFleetConfig, SamplingConfig, SGLangConfig
 from rollout_fleet.engines.sglang import SGLangEngine
 from rollout_fleet.types import SampleRequest
 from tests.support.engine_probes import answer, assert_continues, forward_logprobs, publish_weights, requests_of
@@ -39,7 +39,7 @@ pytestmark = [
 async def engine(model_path, tmp_path_factory):
     log_dir = tmp_path_factory.mktemp("logs")
     config = RolloutFleetConfig(sglang=SGLangConfig(samples_per_request=8), stop_timeout_s=1.0)
-    engine = SGLangEngine(config, model_path=model_path, device=Device.cpu, rank=0, log_dir=str(log_dir), seed=0)
+    engine = SGLangEngine(config, model_path=model_path, device=EngineDevice.cpu, rank=0, log_dir=str(log_dir), seed=0)
     try:
         await engine.start()
         yield engine
@@ -173,7 +173,7 @@ async def failing_engine(engine, model_path, tmp_path):
     failing = SGLangEngine(
         RolloutFleetConfig(load_timeout_s=5.0),
         model_path=model_path,
-        device=Device.cpu,
+        device=EngineDevice.cpu,
         rank=0,
         log_dir="",
         seed=0,
@@ -246,6 +246,80 @@ async def test_an_engine_whose_load_takes_too_long_never_answers_again(failing_e
     await assert_failed(failing_engine, running, match)
 
 
+async def test_no_prefix_computed_under_old_weights_is_used_after_an_update(engine, publish_next):
+    """Groups that share a long prefix run across updates, and begin right after them; radix cache on."""
+    assert "--disable-radix-cache" not in " ".join(server_processes(engine)[0].cmdline())
+    await engine.load_weights(publish_next(1.0))
+    first = engine.version
+    shared = np.asarray([3 + position * 7 % 10 for position in range(150)], dtype=np.int32)
+
+    def requests(name):
+        options = SamplingConfig(max_new_tokens=120, temperature=1.2)
+        prompts = [np.append(shared, [3 + index]).astype(np.int32) for index in range(4) for _ in range(4)]
+        return [SampleRequest(id=f"{name}-{i}", prompt_ids=ids, sampling=options) for i, ids in enumerate(prompts)]
+
+    asked, paths = [], {first: publish_next.paths[first]}
+    for scale in (1.5, 0.6, 1.3):
+        asked.append((batch := requests(f"v{engine.version}"), asyncio.create_task(answer(engine, batch))))
+        await asyncio.sleep(0.1)
+        await engine.load_weights(publish_next(scale))
+        paths[engine.version] = publish_next.paths[engine.version]
+    asked.append((batch := requests("last"), asyncio.create_task(answer(engine, batch))))
+    num_versions = Counter()
+    for batch, running in asked:
+        for request, sample in zip(batch, await running, strict=True):
+            num_versions[len(set(sample.versions.tolist()))] += 1
+            for version in sorted(set(sample.versions.tolist())):
+                expected, of = forward_logprobs(paths[version], request, sample), sample.versions == version
+                np.testing.assert_allclose(sample.logprobs[of], expected[of], atol=1e-3)
+    assert max(num_versions) >= 2, "no response survived an update"
+
+
+@pytest.fixture
+def publish_next(engine, model_path, tmp_path):
+    """Return a publisher of the next version; its ``paths`` maps versions to snapshots."""
+
+    def publish(scale):
+        snapshot = publish_weights(model_path, tmp_path, engine.version + 1, scale)
+        publish.paths[snapshot.version] = snapshot.path
+        return snapshot
+
+    publish.paths = {}
+    return publish
+
+
+def signal_server(engine, signum):
+    for process in server_processes(engine):
+        process.send_signal(signum)
+
+
+async def test_a_server_that_stands_still_for_a_while_ends_nothing(engine):
+    running = asyncio.create_task(answer(engine, requests_of(2, name="paused", max_new_tokens=300)))
+    await asyncio.sleep(0.1)
+    signal_server(engine, signal.SIGSTOP)
+    aborting = asyncio.create_task(engine.abort(["paused-0-0"]))
+    await asyncio.sleep(5.0)
+    signal_server(engine, signal.SIGCONT)
+    await aborting
+    assert len(await running) == 8
+
+
+async def test_a_server_that_stands_still_for_good_is_found_within_the_deadline(engine, failing_engine, monkeypatch):
+    monkeypatch.setattr(failing_engine._silence, "_timeout_s", 2.0)
+    running = asyncio.create_task(answer(failing_engine, requests_of(2, name="silent", max_new_tokens=400)))
+    await asyncio.sleep(0.1)
+    signal_server(engine, signal.SIGSTOP)
+    began = time.monotonic()
+    try:
+        match = (
+            r"(?s)sglang-0 produced no token of its 8 running .*did not answer a probe.*Last lines of .*sglang-0.log"
+        )
+        await assert_failed(failing_engine, running, match)
+        assert time.monotonic() - began < 3.0
+    finally:
+        signal_server(engine, signal.SIGCONT)
+
+
 async def test_the_port_answers_only_who_holds_the_key(engine):
     async with aiohttp.ClientSession(engine._server.url) as stranger, stranger.get("/model_info") as response:
         assert response.status == 401
@@ -283,7 +357,7 @@ async def test_stopping_a_dead_engine_is_harmless(engine):
 async def test_a_server_that_does_not_come_up_shows_the_tail_of_its_log(model_path, tmp_path):
     config = RolloutFleetConfig(stop_timeout_s=1.0)
     config.sglang.extra_args.append("--no-such-option")
-    engine = SGLangEngine(config, model_path=model_path, device=Device.cpu, rank=3, log_dir=str(tmp_path), seed=0)
+    engine = SGLangEngine(config, model_path=model_path, device=EngineDevice.cpu, rank=3, log_dir=str(tmp_path), seed=0)
     with pytest.raises(WorkerDiedError, match=r"(?s)sglang-3 died with exit status 2.*sglang-3.log.*--no-such-option"):
         await engine.start()
     await engine.stop()
@@ -292,7 +366,7 @@ async def test_a_server_that_does_not_come_up_shows_the_tail_of_its_log(model_pa
 
 async def test_a_server_that_is_too_slow_is_stopped_and_named(model_path, tmp_path):
     config = RolloutFleetConfig(start_timeout_s=2.0, stop_timeout_s=0.5)
-    engine = SGLangEngine(config, model_path=model_path, device=Device.cpu, rank=4, log_dir=str(tmp_path), seed=0)
+    engine = SGLangEngine(config, model_path=model_path, device=EngineDevice.cpu, rank=4, log_dir=str(tmp_path), seed=0)
     with pytest.raises(DeadlineError, match=r"sglang-4 was not up within 2.0 s; raise rollout_fleet.start_timeout_s"):
         await engine.start()
     assert engine._server._guard.returncode is not None
@@ -300,12 +374,13 @@ async def test_a_server_that_is_too_slow_is_stopped_and_named(model_path, tmp_pa
 
 OWNER = """
     import asyncio, sys
-    from rollout_fleet.config import Device, RolloutFleetConfig
+    from rollout_fleet.config import EngineDevice, RolloutFleetConfig
     from rollout_fleet.engines.sglang import SGLangEngine
 
     async def main():
         config = RolloutFleetConfig(stop_timeout_s=60)
-        engine = SGLangEngine(config, model_path=sys.argv[1], device=Device.cpu, rank=5, log_dir=sys.argv[2], seed=0)
+        device, (model, logs) = EngineDevice.cpu, sys.argv[1:]
+        engine = SGLangEngine(config, model_path=model, device=device, rank=5, log_dir=logs, seed=0)
         start = asyncio.create_task(engine.start())
         while engine._server._guard is None:
             await asyncio.sleep(0)

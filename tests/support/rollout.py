@@ -3,109 +3,172 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
 import numpy as np
 
-from asyncrl.protocol.errors import LeaseExpired
 from asyncrl.protocol.trajectory import TrajectoryGroup
-from asyncrl.protocol.types import Lease, Prompt, WeightSnapshot
+from asyncrl.protocol.types import GroupSummary, Lease, Prompt, WeightSnapshot
+from buffer.commands import Commit, Enqueue, Expire, LeaseGroups, PlanBatch, Progress, Put, Release, Renew, SavePrefix
+from buffer.ledger import Ledger
+from buffer.rule import StalenessRule
 from rollout_fleet.config import RolloutFleetConfig
 from rollout_fleet.engines.scripted import Script, ScriptedAnswer, ScriptedEngine, repeat_last_token
 from rollout_fleet.loop import RolloutLoop
 from rollout_fleet.metrics import FleetCounters
-from rollout_fleet.rewards.processes import RewardProcesses
+from rollout_fleet.rewards.reward_processes import RewardProcesses
 
 VOCABULARY = ["<pad>", "<eos>", "<bos>", *"0123456789", *">+=- r"]
+LEASE_S = 60.0
+OTHERS = 1_000_000  # ids of groups that other workers write
 WRITTEN = 14
 """A token that no prompt of `make_prompts` holds."""
 
 
 class InMemoryBuffer:
-    """Implements `RolloutBuffer`; tests commit steps and revoke leases by hand."""
+    """Implements `RolloutBuffer` on the real ledger, without sockets; tests commit steps and revoke leases by hand.
+
+    Attributes:
+        groups: The groups that were put.
+        released: Group id, tokens and reason of every release.
+        progress: What was saved last, by group id.
+        leases_asked: Engine version and number of groups of every request for leases.
+        renewals: Leases renewed so far.
+    """
 
     def __init__(self, prompts: Sequence[Prompt], *, groups_per_step: int = 1000, max_lag: int = 0) -> None:
-        self.queue = deque(prompts)
-        self.groups_per_step = groups_per_step
-        self.max_lag = max_lag
-        self.learner_version = 0
-        self.outstanding = 0
-        self.held: dict[tuple[int, int], Lease] = {}
-        self.attempts: dict[int, int] = {}
+        self.ledger = Ledger(StalenessRule(max_lag=max_lag, groups_per_step=groups_per_step), lease_s=LEASE_S)
+        self.ledger.apply(Enqueue(group_ids=tuple(prompt.group_id for prompt in prompts)))
         self.groups: list[TrajectoryGroup] = []
         self.released: list[tuple[int, int, str]] = []
-        self.tokens_dropped = 0
         self.progress: dict[int, TrajectoryGroup] = {}
         self.renewals = 0
         self.leases_asked: list[tuple[int, int]] = []
         self.closed = False
-        self._changed = asyncio.Event()
+        self._prompts = {prompt.group_id: prompt for prompt in prompts}
+        self._continued: set[tuple[int, int]] = set()
+        self._now = 0.0
+        self._num_others = 0
+        self._changed = asyncio.Condition()
         self._revocations: asyncio.Queue[tuple[int, int]] = asyncio.Queue()
-        self._stored = asyncio.Event()
 
-    def notify(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
+    @property
+    def held(self) -> set[tuple[int, int]]:
+        """Group id and attempt of every lease."""
+        return {(lease.group_id, lease.attempt) for lease in self.ledger.leases()}
 
-    def commit(self) -> None:
+    @property
+    def num_accounted(self) -> int:
+        """Tokens that are trained on, dropped, or buffered; those of other workers left out."""
+        account = self.ledger.account
+        return (
+            account.tokens_trained - self._num_others + sum(account.tokens_dropped.values()) + account.tokens_buffered
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the groups that were put."""
+        return sum(group.summary.num_tokens for group in self.groups)
+
+    async def commit(self) -> None:
         """The learner consumes a batch: it is one version further."""
-        self.learner_version += 1
-        self.outstanding -= self.groups_per_step
-        self.notify()
+        version = self.ledger.learner_version
+        self.ledger.apply(PlanBatch(version=version))
+        self.ledger.apply(Commit(version=version))
+        await self._notify()
 
-    def revoke(self, group_id: int) -> None:
-        attempt = self.attempts[group_id]
-        del self.held[group_id, attempt]
-        self._revocations.put_nowait((group_id, attempt))
+    async def advance(self) -> None:
+        """The learner consumes a batch of one group that another worker wrote; needs ``groups_per_step=1``."""
+        version = self.ledger.learner_version
+        self.ledger.apply(Enqueue(group_ids=(OTHERS + version,)))
+        (lease,) = self.ledger.apply(LeaseGroups(engine_version=version, max_groups=1), self._now).leases
+        assert lease.group_id == OTHERS + version, "prompts are queued that no worker has leased"
+        summary = GroupSummary(
+            group_id=lease.group_id,
+            attempt=0,
+            num_prompt_tokens=1,
+            response_lengths=(1,),
+            num_tokens=1,
+            oldest_version=version,
+            newest_version=version,
+            rewards=(0.0,),
+        )
+        self.ledger.apply(Put(summary=summary), self._now)
+        self._num_others += 1
+        await self.commit()
 
-    def _admits(self, version: int) -> bool:
-        slack = (self.max_lag + 1 - (self.learner_version - version)) * self.groups_per_step
-        return bool(self.queue) and self.outstanding < slack
+    async def expire(self, group_id: int) -> None:
+        """One lease runs out, and its worker does not hear of it."""
+        self._now += 2 * LEASE_S
+        for lease in self.ledger.leases():
+            if lease.group_id != group_id:
+                self.ledger.apply(Renew(group_id=lease.group_id, attempt=lease.attempt), self._now)
+        self.ledger.apply(Expire(), self._now)
+        await self._notify()
+
+    async def revoke(self, group_id: int) -> None:
+        """One lease runs out, and its worker hears of it."""
+        await self.expire(group_id)
+        for revocation in self.ledger.drain_revocations():
+            self._revocations.put_nowait((revocation.group_id, revocation.attempt))
+
+    async def stored(self, num_groups: int) -> None:
+        """Wait until this many groups were put."""
+        async with asyncio.timeout(20), self._changed:
+            await self._changed.wait_for(lambda: len(self.groups) >= num_groups)
+
+    async def dropped(self, num_groups: int) -> None:
+        """Wait until this many groups were dropped."""
+        async with asyncio.timeout(20), self._changed:
+            await self._changed.wait_for(lambda: sum(self.ledger.account.groups_dropped.values()) >= num_groups)
 
     async def lease(self, engine_version: int, max_groups: int) -> list[Lease]:
         self.leases_asked.append((engine_version, max_groups))
-        while not self._admits(engine_version):
-            await self._changed.wait()
-        leases = []
-        while len(leases) < max_groups and self._admits(engine_version):
-            prompt = self.queue.popleft()
-            attempt = self.attempts[prompt.group_id] = self.attempts.get(prompt.group_id, -1) + 1
-            deadline = engine_version + self.max_lag
-            lease = Lease(prompt=prompt, attempt=attempt, engine_version=engine_version, deadline_version=deadline)
-            self.held[prompt.group_id, attempt] = lease
-            self.outstanding += 1
-            leases.append(lease)
-        return leases
+        command = LeaseGroups(engine_version=engine_version, max_groups=max_groups)
+        while not (granted := self.ledger.apply(command, self._now).leases):
+            async with self._changed:
+                await self._changed.wait()
+        self._continued |= {(lease.group_id, lease.attempt) for lease in granted if lease.progress is not None}
+        return [
+            Lease(
+                prompt=self._prompts[lease.group_id],
+                attempt=lease.attempt,
+                engine_version=lease.engine_version,
+                deadline_version=lease.deadline,
+            )
+            for lease in granted
+        ]
 
     async def renew(self, leases: Sequence[Lease]) -> None:
         self.renewals += len(leases)
 
     async def put(self, group: TrajectoryGroup) -> None:
         await asyncio.sleep(0)
-        if self.held.pop((group.group_id, group.attempt), None) is None:
-            self.tokens_dropped += group.summary.num_tokens
-            raise LeaseExpired(f"group {group.group_id} attempt {group.attempt} is no longer held")
+        self.ledger.apply(Put(summary=group.summary), self._now)
         self.groups.append(group)
-        self._stored.set()
-        self._stored = asyncio.Event()
+        await self._notify()
 
-    async def release(self, lease: Lease, *, num_tokens: int, reason: str) -> None:
-        self.released.append((lease.prompt.group_id, num_tokens, reason))
-        self.tokens_dropped += num_tokens
-        self.outstanding -= 1
-        self.held.pop((lease.prompt.group_id, lease.attempt), None)
-        self.queue.append(lease.prompt)
+    async def release(self, lease: Lease, *, num_tokens: int, reason: str, drop: bool = False) -> None:
+        group_id, attempt = lease.prompt.group_id, lease.attempt
+        self.released.append((group_id, num_tokens, reason))
+        release = Release(group_id=group_id, attempt=attempt, num_tokens=num_tokens, reason=reason, drop=drop)
+        self.ledger.apply(release, self._now)
+        await self._notify()
 
     def take_progress(self, lease: Lease) -> TrajectoryGroup | None:
-        return self.progress.pop(lease.prompt.group_id, None)
+        key = lease.prompt.group_id, lease.attempt
+        return self.progress[key[0]] if key in self._continued else None
 
     async def save_progress(self, lease: Lease, group: TrajectoryGroup) -> None:
         await asyncio.sleep(0)
-        if (lease.prompt.group_id, lease.attempt) not in self.held:
-            raise LeaseExpired(f"group {lease.prompt.group_id} attempt {lease.attempt} is no longer held")
+        summary = group.summary
+        progress = Progress(
+            num_tokens=summary.num_tokens, oldest_version=summary.oldest_version, newest_version=summary.newest_version
+        )
+        save = SavePrefix(group_id=lease.prompt.group_id, attempt=lease.attempt, progress=progress)
+        self.ledger.apply(save, self._now)
         self.progress[lease.prompt.group_id] = group
 
     async def revocation(self) -> tuple[int, int]:
@@ -114,15 +177,9 @@ class InMemoryBuffer:
     async def close(self) -> None:
         self.closed = True
 
-    async def stored(self, num_groups: int) -> None:
-        """Wait until this many groups are stored."""
-        async with asyncio.timeout(20):
-            while len(self.groups) < num_groups:
-                await self._stored.wait()
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(group.summary.num_tokens for group in self.groups)
+    async def _notify(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
 
 
 def make_prompts(num_prompts: int) -> list[Prompt]:
@@ -133,6 +190,12 @@ def make_prompts(num_prompts: int) -> list[Prompt]:
         ids = np.asarray([VOCABULARY.index(str(digit)) for digit in digits], dtype=np.int32)
         prompts.append(Prompt(group_id=index, prompt_ids=ids, ground_truth=str(digits[-1]), data_source="last_digit"))
     return prompts
+
+
+async def update(loop: RolloutLoop, buffer: InMemoryBuffer) -> None:
+    """The learner makes a step, and the worker loads its version."""
+    await buffer.advance()
+    await loop.load_weights(WeightSnapshot(version=buffer.ledger.learner_version, path=""))
 
 
 def writes(num_tokens: int, token_delay_s: float = 0.01) -> Script:
