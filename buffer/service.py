@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from asyncrl.protocol.errors import AsyncRLError, ReplayBufferError, StoreFull, WireError
 from asyncrl.protocol.types import BufferStats
 
-from .admission import Admission, PromptIntake
+from .admission import Admission, PendingRequest, PendingRequests, PromptIntake
 from .batches import BatchRequests
 from .clock import Deadline, LoopClock
 from .commands import NO_FRAMES, Commit, Expire, Progress, Put, PutResult, Release, SavePrefix
@@ -20,7 +20,7 @@ from .config import BufferConfig
 from .journal import Journal
 from .ledger import Ledger
 from .mailbox import Mailbox, Send
-from .messages import REVOKED, SPACE, Message, flag, integer, text
+from .messages import REVOKED, SPACE, Message, count, flag, integer, text
 from .rule import StalenessRule
 from .stores import MemoryStore, PayloadStore, Store, size_of
 from .summaries import stats_fields, summary_of
@@ -77,6 +77,8 @@ class BufferService:
         self._admission = Admission(*parts, clock=self._clock, hold_s=hold_s, silent_s=silent_s)
         max_filtered = config.max_filtered_steps * groups_per_step
         self._batches = BatchRequests(*parts, hold_s=hold_s, store_addresses=store_addresses, max_filtered=max_filtered)
+        self._reserving = PendingRequests()
+        self._hold_s = hold_s
         self._refused_for_space: set[bytes] = set()
         self._journal = journal
         self._forgettable: list[int] = []
@@ -87,6 +89,7 @@ class BufferService:
             **self._admission.operations,
             **self._batches.operations,
             "hello": self._hello,
+            "reserve": self._reserve,
             "put": self._put,
             "release": self._release,
             "save": self._save_progress,
@@ -121,10 +124,12 @@ class BufferService:
                 self._forget_finished()
                 self._intake.fill()
                 self._admission.grant()
+                self._grant_reservations()
                 self._batches.fail_without_room()
         except ReplayBufferError as error:
             logger.error("nothing is granted while the journal cannot be written: %s", error)
         for revocation in self.ledger.drain_revocations():
+            self._store.free(revocation.group_id, revocation.attempt)
             fields = {"group_id": revocation.group_id, "attempt": revocation.attempt}
             self._mailbox.push(revocation.owner, REVOKED, fields)
         self._expiry.at(self.ledger.next_expiry())
@@ -132,7 +137,15 @@ class BufferService:
 
     def close(self) -> None:
         """Cancel every timer."""
-        for part in (self._intake, self._admission, self._batches, self._expiry, self._silence, self._clock):
+        for part in (
+            self._reserving,
+            self._intake,
+            self._admission,
+            self._batches,
+            self._expiry,
+            self._silence,
+            self._clock,
+        ):
             part.close()
 
     def _recover(self, journal: Journal) -> None:
@@ -195,11 +208,35 @@ class BufferService:
 
     # Results
 
+    def _reserve(self, client: bytes, request: Message) -> None:
+        """Set bytes aside for a group before it is sent; the request waits until they fit, first come first."""
+        names = ("group_id", "attempt", "num_bytes")
+        fields = {name: integer(request.fields, name) for name in names}
+        pending = PendingRequest(client=client, request_id=request.request_id, fields=fields)
+        self._reserving.add(pending, self._hold_s, self._answer_no_room)
+
+    def _answer_no_room(self, pending: PendingRequest) -> None:
+        self._mailbox.reply(pending.client, pending.request_id)
+
+    def _grant_reservations(self) -> None:
+        for pending in self._reserving.all():
+            group_id, attempt, size = pending.fields.values()
+            try:
+                is_held = self.ledger.holds(group_id, attempt)
+                if is_held and not self._store.reserve(group_id, attempt, size):
+                    self._batches.fail_if_stuck(size)
+                    return
+                self._mailbox.reply(pending.client, pending.request_id, {"granted": True, "is_held": is_held})
+            except ReplayBufferError as error:
+                self._mailbox.fail(pending.client, pending.request_id, error)
+            self._reserving.remove(pending.client, pending.request_id)
+
     def _put(self, client: bytes, request: Message) -> None:
         summary = summary_of(request.fields)
         size = self._store.payloads.measure(request.payload)
         if self.ledger.holds(summary.group_id, summary.attempt):
-            self._check_space(size, size_of(self._store.prefixes.get(summary.group_id)))
+            reserved = self._store.reserved(summary.group_id, summary.attempt)
+            self._check_space(size, reserved + size_of(self._store.prefixes.get(summary.group_id)))
         continued = flag(request.fields, "continued", default=True)
         is_held = self.ledger.holds(summary.group_id, summary.attempt)
         frames = {("payload", summary.group_id): request.payload} if is_held else NO_FRAMES
@@ -209,6 +246,7 @@ class BufferService:
         elif result is PutResult.stored:
             self._store.keep_payload(summary.group_id, request.payload, size)
             self._admission.heartbeats.count_put(client, summary.num_tokens)
+        self._store.free(summary.group_id, summary.attempt)
         self._mailbox.reply(client, request.request_id)
 
     def _check_space(self, size: int, replaced: int) -> None:
@@ -223,20 +261,21 @@ class BufferService:
         command = Release(
             group_id=integer(fields, "group_id"),
             attempt=integer(fields, "attempt"),
-            num_tokens=integer(fields, "num_tokens"),
+            num_tokens=count(fields, "num_tokens"),
             reason=text(fields, "reason"),
             continued=flag(fields, "continued", default=True),
             owner=client,
             drop=flag(fields, "drop", default=False),
         )
         self.ledger.apply(command)
+        self._store.free(command.group_id, command.attempt)
         self._mailbox.reply(client, request.request_id)
 
     def _save_progress(self, client: bytes, request: Message) -> None:
         fields, frames = request.fields, request.payload
         group_id, attempt = integer(fields, "group_id"), integer(fields, "attempt")
         names = ("num_tokens", "oldest_version", "newest_version")
-        progress = Progress(**{name: integer(fields, name) for name in names})
+        progress = Progress(**{name: count(fields, name) for name in names})
         if self.ledger.holds(group_id, attempt):
             replaced = size_of(self._store.prefixes.get(group_id))
             self._store.check_trajectory(size_of(frames), replaced=replaced)

@@ -299,6 +299,7 @@ class LearnerConfig:
         logprob_chunk_tokens: Tokens whose logits are held in float32 at a time.
         activation_checkpointing: Recompute layers in the backward pass.
         torch_compile: Compile the decoder layers with ``torch.compile``; the first steps take longer.
+        skip_selftest: Why the self-test of loaded models is skipped; empty runs it. Example: ``checked by hand``.
         fsdp_size: Ranks that share one copy of the parameters; -1: all. Fewer is HSDP: num_ranks ÷ fsdp_size copies,
             gathered inside a node, say, and reduced across.
         offload_policy: Keep parameters, gradients and optimizer state on the host all the time (FSDP's CPU offload
@@ -328,6 +329,7 @@ class LearnerConfig:
     logprob_chunk_tokens: int = 1024
     activation_checkpointing: bool = False
     torch_compile: bool = False
+    skip_selftest: str = ""
     fsdp_size: int = -1
     offload_policy: bool = False
     param_offload: bool = False

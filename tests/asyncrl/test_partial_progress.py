@@ -16,7 +16,7 @@ from buffer import BufferClient, BufferConfig, BufferProcess
 from rollout_fleet.config import RolloutFleetConfig, SaveProgress
 from rollout_fleet.engines.scripted import ScriptedAnswer, ScriptedEngine
 from rollout_fleet.loop import RolloutLoop
-from rollout_fleet.rewards.processes import RewardProcesses
+from rollout_fleet.rewards.reward_processes import RewardProcesses
 from rollout_fleet.types import SampleRequest
 from tests.support.trajectories import make_group
 
