@@ -17,7 +17,7 @@ from buffer import BufferConfig, BufferProcess
 from buffer.admission import PendingRequest, PendingRequests
 from buffer.client import BufferClient
 from buffer.sockets import ChunkSender
-from tests.support.buffers import prompt, rollout, running
+from tests.support.buffer_groups import prompt, rollout, running
 
 
 async def test_prompts_wait_while_others_fill_their_bound_and_go_on_when_groups_are_finished():

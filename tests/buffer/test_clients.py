@@ -10,7 +10,7 @@ import pytest
 
 from asyncrl.protocol.errors import ReplayBufferError
 from buffer import BufferClient, BufferConfig, BufferProcess, SyncBufferClient
-from tests.support.buffers import prompt, rollout, running
+from tests.support.buffer_groups import prompt, rollout, running
 
 NUM_BYTES = 1_000_000
 

@@ -14,7 +14,7 @@ from asyncrl.protocol.errors import ReplayBufferError
 from asyncrl.protocol.types import Lease
 from buffer import BufferClient, BufferConfig, BufferProcess, Durability
 from buffer.journal import Journal
-from tests.support.buffers import prompt, rollout, running
+from tests.support.buffer_groups import prompt, rollout, running
 
 
 def on_disk(directory: Path, **options) -> BufferConfig:

@@ -9,7 +9,7 @@ from asyncrl.protocol.errors import ReplayBufferError
 from asyncrl.protocol.types import Lease
 from buffer import BufferClient
 from buffer.account import Account
-from tests.support.buffers import prompt, rollout, running
+from tests.support.buffer_groups import prompt, rollout, running
 
 
 async def put_filtered(client: BufferClient, number: int) -> None:

@@ -10,7 +10,7 @@ import pytest
 from asyncrl.cli.compose import compose_run
 from buffer import BufferClient, BufferConfig, BufferProcess
 from buffer.server import config_from_json
-from tests.support.buffers import prompt, rollout
+from tests.support.buffer_groups import prompt, rollout
 
 
 def test_every_option_reaches_the_server_as_it_was_set():

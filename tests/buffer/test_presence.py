@@ -12,7 +12,7 @@ from asyncrl.protocol.errors import LeaseExpired, NotLeaseOwner
 from buffer import BufferClient, BufferConfig, BufferProcess
 from buffer.admission import FairQueue
 from buffer.clock import LoopClock
-from tests.support.buffers import prompt, rollout, running
+from tests.support.buffer_groups import prompt, rollout, running
 
 
 def fall_silent(client: BufferClient) -> None:

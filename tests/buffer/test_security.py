@@ -20,7 +20,7 @@ from buffer.keys import BufferRole
 from buffer.messages import PROTOCOL_VERSION, Message
 from buffer.server import BufferServer
 from buffer.service import BufferService
-from tests.support.buffers import prompt, rollout, running
+from tests.support.buffer_groups import prompt, rollout, running
 
 CONTROLLER, ROLLOUT = BufferRole.controller, BufferRole.rollout
 

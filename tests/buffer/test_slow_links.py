@@ -10,7 +10,7 @@ from asyncrl.protocol.errors import DeadlineError
 from asyncrl.protocol.types import Lease
 from buffer import BufferClient
 from buffer.server import BufferServer
-from tests.support.buffers import prompt, rollout, running
+from tests.support.buffer_groups import prompt, rollout, running
 
 _PIECE = 16 * 1024
 _BYTES_PER_TOKEN = 12
