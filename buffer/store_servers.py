@@ -23,12 +23,13 @@ from asyncrl.protocol.errors import (
 from asyncrl.protocol.process_watch import process_end
 
 from .account import IdSet
+from .admission import PendingRequest, PendingRequests
 from .client_socket import ClientSocket
 from .commands import Frames
 from .config import BufferConfig, Durability
 from .journal import Journal
 from .keys import BufferRole, client_keys
-from .messages import OK, PUSH_ID, SPACE, Message, integer, integers
+from .messages import OK, Message, integer, integers
 from .process import BufferProcess
 from .stores import FetchWindow, size_of
 
@@ -54,7 +55,9 @@ class StoreService:
         self._unread = FetchWindow(self._limit)
         self._finished = IdSet()
         self._stored_bytes = 0
-        self._refused: set[bytes] = set()
+        self._reserved: dict[tuple[int, int], int] = {}
+        self._reserving = PendingRequests()
+        self._hold_s = config.request_timeout_s / 2
         self._operations = {"put_payload": self._put, "fetch": self._fetch, "remove": self._remove}
         if journal is not None:
             for key, payload in journal.recover().frames.get("payload", {}).items():
@@ -63,6 +66,9 @@ class StoreService:
     def handle(self, client: bytes, request: Message) -> None:
         """Answer one request; an error of this system becomes the reply."""
         try:
+            if request.name == "reserve":
+                self._reserve(client, request)
+                return
             operation = self._operations.get(request.name)
             if operation is None:
                 raise WireError(f"unknown operation {request.name!r:.40} of a store server")
@@ -72,10 +78,40 @@ class StoreService:
             self._send(client, Message.of_error(request.request_id, error))
 
     def settle(self) -> None:
-        """Nothing is left to do: each request is answered by itself."""
+        """Reserve bytes for those who wait, first come first."""
+        for pending in self._reserving.all():
+            group_id, attempt, size = pending.fields.values()
+            if self._held_bytes(group_id, attempt) + size > self._limit:
+                return
+            if group_id not in self._finished:
+                self._reserved[group_id, attempt] = size
+            self._reserving.remove(pending.client, pending.request_id)
+            fields = {"granted": True, "is_held": True}
+            self._send(pending.client, Message(name=OK, request_id=pending.request_id, fields=fields))
 
     def close(self) -> None:
-        """Nothing waits here."""
+        """Stop whatever waits."""
+        self._reserving.close()
+
+    def _held_bytes(self, group_id: int, attempt: int) -> int:
+        """Bytes stored and reserved, without what is reserved for this attempt."""
+        return self._stored_bytes + sum(self._reserved.values()) - self._reserved.get((group_id, attempt), 0)
+
+    def _reserve(self, client: bytes, request: Message) -> None:
+        names = ("group_id", "attempt", "num_bytes")
+        fields = {name: integer(request.fields, name) for name in names}
+        self._check_size(fields["num_bytes"])
+        pending = PendingRequest(client=client, request_id=request.request_id, fields=fields)
+        self._reserving.add(pending, self._hold_s, self._answer_no_room)
+
+    def _answer_no_room(self, pending: PendingRequest) -> None:
+        self._send(pending.client, Message(name=OK, request_id=pending.request_id))
+
+    def _check_size(self, size: int) -> None:
+        if size > self._limit:
+            raise ReplayBufferError(
+                f"a group of {size} bytes is larger than buffer.max_stored_bytes={self._limit}; raise it"
+            )
 
     def _put(self, client: bytes, request: Message) -> tuple[dict[str, Any], Frames]:
         group_id, attempt = integer(request.fields, "group_id"), integer(request.fields, "attempt")
@@ -84,17 +120,14 @@ class StoreService:
         if group_id in self._finished:
             return {}, ()  # nothing of it is kept; the ledger says what became of the put
         size = size_of(request.payload)
-        if size > self._limit:
-            raise ReplayBufferError(
-                f"a group of {size} bytes is larger than buffer.max_stored_bytes={self._limit}; raise it"
-            )
+        self._check_size(size)
         if attempt not in self._payloads.get(group_id, {}):
-            if self._stored_bytes + size > self._limit:
-                self._refused.add(client)
+            if self._held_bytes(group_id, attempt) + size > self._limit:
                 raise StoreFull(f"{size} bytes do not fit beside {self._stored_bytes}, the limit is {self._limit}")
             if self._journal is not None:
                 self._journal.keep("payload", group_id << 16 | attempt, request.payload)
             self._keep(group_id, attempt, request.payload)
+        self._reserved.pop((group_id, attempt), None)
         return {}, ()
 
     def _keep(self, group_id: int, attempt: int, payload: Frames) -> None:
@@ -123,9 +156,8 @@ class StoreService:
                 self._stored_bytes -= size_of(payload)
                 if self._journal is not None:
                     self._journal.discard("payload", group_id << 16 | attempt)
-        for waiting in self._refused:
-            self._send(waiting, Message(name=SPACE, request_id=PUSH_ID))
-        self._refused.clear()
+            for key in [key for key in self._reserved if key[0] == group_id]:
+                del self._reserved[key]
         return {}, ()
 
 
