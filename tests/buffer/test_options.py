@@ -16,7 +16,7 @@ from tests.support.buffer_groups import prompt, rollout
 def test_every_option_reaches_the_server_as_it_was_set():
     config = BufferConfig(
         filters=["equal_rewards"],
-        order="tests.buffer.orders_of_mine:longest_first",
+        order="tests.support.orders_of_mine:longest_first",
         on_stale="requeue",
         heartbeat_s=2.5,
     )
