@@ -19,8 +19,7 @@ from .commands import NO_FRAMES, Commit, Expire, Progress, Put, PutResult, Relea
 from .config import BufferConfig
 from .journal import Journal
 from .ledger import Ledger
-from .mailbox import Mailbox, Send
-from .messages import REVOKED, SPACE, Message, count, flag, integer, text
+from .messages import REVOKED, SPACE, Message, Replies, Send, count, flag, integer, text
 from .rule import StalenessRule
 from .stores import MemoryStore, PayloadStore, Store, size_of
 from .summaries import stats_fields, summary_of
@@ -68,10 +67,10 @@ class BufferService:
         self._counters = counters
         self._store_addresses = list(store_addresses)
         self._clock = LoopClock() if clock is None else clock
-        self._mailbox = Mailbox(send)
+        self._replies = Replies(send)
         max_bytes = config.max_stored_bytes * max(1, len(store_addresses))
         self._store = PayloadStore(max_bytes, config.max_prompt_bytes, MemoryStore() if store is None else store)
-        parts, hold_s = (self.ledger, self._store, self._mailbox), config.request_timeout_s / 2
+        parts, hold_s = (self.ledger, self._store, self._replies), config.request_timeout_s / 2
         silent_s = _BEATS_TO_SILENCE * config.heartbeat_s
         self._intake = PromptIntake(*parts, queue_size=config.queue_size, hold_s=hold_s)
         self._admission = Admission(*parts, clock=self._clock, hold_s=hold_s, silent_s=silent_s)
@@ -111,7 +110,7 @@ class BufferService:
         except AsyncRLError as error:
             if isinstance(error, StoreFull):
                 self._refused_for_space.add(client)
-            self._mailbox.fail(client, request.request_id, error)
+            self._replies.fail(client, request.request_id, error)
 
     def settle(self) -> None:
         """Answer every pending request that can be answered, until none can."""
@@ -131,7 +130,7 @@ class BufferService:
         for revocation in self.ledger.drain_revocations():
             self._store.free(revocation.group_id, revocation.attempt)
             fields = {"group_id": revocation.group_id, "attempt": revocation.attempt}
-            self._mailbox.push(revocation.owner, REVOKED, fields)
+            self._replies.push(revocation.owner, REVOKED, fields)
         self._expiry.at(self.ledger.next_expiry())
         self._silence.at(self._admission.heartbeats.next_silence())
 
@@ -173,7 +172,7 @@ class BufferService:
             self._forgettable += finished
         if self._store.forget(finished):
             for client in self._refused_for_space:
-                self._mailbox.push(client, SPACE)
+                self._replies.push(client, SPACE)
             self._refused_for_space.clear()
 
     def _compact(self) -> None:
@@ -216,7 +215,7 @@ class BufferService:
         self._reserving.add(pending, self._hold_s, self._answer_no_room)
 
     def _answer_no_room(self, pending: PendingRequest) -> None:
-        self._mailbox.reply(pending.client, pending.request_id)
+        self._replies.reply(pending.client, pending.request_id)
 
     def _grant_reservations(self) -> None:
         for pending in self._reserving.all():
@@ -226,9 +225,9 @@ class BufferService:
                 if is_held and not self._store.reserve(group_id, attempt, size):
                     self._batches.fail_if_stuck(size)
                     return
-                self._mailbox.reply(pending.client, pending.request_id, {"granted": True, "is_held": is_held})
+                self._replies.reply(pending.client, pending.request_id, {"granted": True, "is_held": is_held})
             except ReplayBufferError as error:
-                self._mailbox.fail(pending.client, pending.request_id, error)
+                self._replies.fail(pending.client, pending.request_id, error)
             self._reserving.remove(pending.client, pending.request_id)
 
     def _put(self, client: bytes, request: Message) -> None:
@@ -247,7 +246,7 @@ class BufferService:
             self._store.keep_payload(summary.group_id, request.payload, size)
             self._admission.heartbeats.count_put(client, summary.num_tokens)
         self._store.free(summary.group_id, summary.attempt)
-        self._mailbox.reply(client, request.request_id)
+        self._replies.reply(client, request.request_id)
 
     def _check_space(self, size: int, replaced: int) -> None:
         try:
@@ -269,7 +268,7 @@ class BufferService:
         )
         self.ledger.apply(command)
         self._store.free(command.group_id, command.attempt)
-        self._mailbox.reply(client, request.request_id)
+        self._replies.reply(client, request.request_id)
 
     def _save_progress(self, client: bytes, request: Message) -> None:
         fields, frames = request.fields, request.payload
@@ -283,7 +282,7 @@ class BufferService:
         command = SavePrefix(group_id=group_id, attempt=attempt, progress=progress, continued=continued, owner=client)
         self.ledger.apply(command, frames={("progress", group_id): frames})
         self._store.prefixes.put(group_id, frames)
-        self._mailbox.reply(client, request.request_id)
+        self._replies.reply(client, request.request_id)
 
     def _commit(self, client: bytes, request: Message) -> None:
         committed = self.ledger.apply(Commit(version=integer(request.fields, "version")))
@@ -301,10 +300,10 @@ class BufferService:
             self._admission.heartbeats.enter(client, self._clock.time())
         rule = self.ledger.rule
         fields = {"max_lag": rule.max_lag, "groups_per_step": rule.groups_per_step, "stores": self._store_addresses}
-        self._mailbox.reply(client, request.request_id, {**fields, "heartbeat_s": self._config.heartbeat_s})
+        self._replies.reply(client, request.request_id, {**fields, "heartbeat_s": self._config.heartbeat_s})
 
     def _stats(self, client: bytes, request: Message) -> None:
-        self._mailbox.reply(client, request.request_id, stats_fields(self._totals()))
+        self._replies.reply(client, request.request_id, stats_fields(self._totals()))
 
     def _totals(self) -> BufferStats:
         return self.ledger.stats(
@@ -325,4 +324,4 @@ class BufferService:
             "groups": self.ledger.describe(self._clock.time()),
             "producers": self._admission.describe(),
         }
-        self._mailbox.reply(client, request.request_id, fields)
+        self._replies.reply(client, request.request_id, fields)
