@@ -15,6 +15,8 @@ from buffer.commands import (
     PutResult,
     Release,
     Renew,
+    Reserve,
+    Reserved,
     SavePrefix,
     TakeBack,
 )
@@ -57,11 +59,22 @@ class DrivenLedger(Ledger):
     def renew(self, group_id: int, attempt: int, *, now: float) -> bool:
         return self.apply(Renew(group_id=group_id, attempt=attempt), now).expires_at is not None
 
-    def save(self, lease: GrantedLease, progress: Progress, *, continued: bool = True) -> None:
-        self.apply(SavePrefix(group_id=lease.group_id, attempt=lease.attempt, progress=progress, continued=continued))
+    def reserve(self, lease: GrantedLease, num_bytes: int) -> Reserved:
+        return self.apply(Reserve(group_id=lease.group_id, attempt=lease.attempt, num_bytes=num_bytes))
 
-    def put(self, summary: GroupSummary, *, continued: bool = True) -> PutResult:
-        return self.apply(Put(summary=summary, continued=continued)).result
+    def save(self, lease: GrantedLease, progress: Progress, *, continued: bool = True, num_bytes: int = 0) -> None:
+        self.apply(
+            SavePrefix(
+                group_id=lease.group_id,
+                attempt=lease.attempt,
+                progress=progress,
+                continued=continued,
+                num_bytes=num_bytes,
+            )
+        )
+
+    def put(self, summary: GroupSummary, *, continued: bool = True, num_bytes: int = 0) -> PutResult:
+        return self.apply(Put(summary=summary, continued=continued, num_bytes=num_bytes)).result
 
     def release(
         self, group_id: int, attempt: int, *, num_tokens: int, reason: str = "aborted", continued: bool = True
