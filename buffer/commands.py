@@ -142,6 +142,14 @@ class TakenBack:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Lost:
+    """The groups that were lost; ``dissolved`` are the versions whose batches are planned anew."""
+
+    group_ids: tuple[int, ...]
+    dissolved: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Planned:
     """A batch.
 
@@ -166,7 +174,7 @@ class Committed:
     group_ids: tuple[int, ...]
 
 
-Outcome = Queued | Granted | Renewed | Saved | Reserved | PutOutcome | Released | TakenBack | Planned | Committed
+Outcome = Queued | Granted | Renewed | Saved | Reserved | PutOutcome | Released | TakenBack | Lost | Planned | Committed
 """What was decided."""
 Result = TypeVar("Result", covariant=True)
 
@@ -272,6 +280,13 @@ class TakeBack(Command[TakenBack]):
     """Take back every lease of an owner that is gone."""
 
     owner: bytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoseGroups(Command[Lost]):
+    """The trajectories of stored or planned groups are gone: their prompts are queued again."""
+
+    group_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

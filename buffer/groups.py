@@ -4,7 +4,7 @@ The table knows how to move a group from one state to the next. It decides nothi
 """
 
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from enum import StrEnum
 from heapq import heapify, heappop, heappush, heapreplace
@@ -371,6 +371,16 @@ class GroupTable:
             self._ready[deadline] = entries
         else:
             del self._ready[deadline]
+
+    def dissolve(self, versions: Iterable[int]) -> None:
+        """Put the groups of batches back among the stored ones."""
+        for version in versions:
+            for group_id in self.plans.pop(version):
+                group = self._groups[group_id]
+                group.state, group.planned_for, group.place = GroupState.stored, -1, self._place()
+                self.num_planned -= 1
+                self._count_open(group.deadline, 1)
+                self._index_ready(group)
 
     def finish_batch(self, version: int) -> None:
         """Remove the groups of a batch."""

@@ -32,6 +32,8 @@ from .commands import (
     Granted,
     GrantedLease,
     LeaseGroups,
+    LoseGroups,
+    Lost,
     Outcome,
     PlanBatch,
     Planned,
@@ -143,7 +145,7 @@ class Ledger:
                 return bool(outcome.evicted) or len(self._groups.stored_bytes) > 1
             case Released():
                 return outcome.was_running or outcome.was_owed
-            case Queued() | TakenBack() | Committed():
+            case Queued() | TakenBack() | Lost() | Committed():
                 return bool(outcome.group_ids)
             case _:
                 return True
@@ -221,6 +223,10 @@ class Ledger:
             UnknownGroup: none does.
         """
         return self._groups.stored(group_id).store
+
+    def stored_groups(self) -> list[int]:
+        """The groups whose trajectories are stored or planned."""
+        return [group.group_id for group in self._groups if group.summary is not None]
 
     def is_stored(self, group_id: int) -> bool:
         """Whether the trajectories of a group are stored or planned."""
@@ -489,6 +495,13 @@ class Ledger:
             self._groups.open_by_deadline, self._groups.ready_by_deadline(), version=self.next_plan
         )
 
+    def _decide_lose(self, command: LoseGroups, now: float) -> Lost:
+        """A batch with a lost group, and those after it, are planned anew."""
+        group_ids = tuple(group_id for group_id in command.group_ids if self.is_stored(group_id))
+        planned = [group.planned_for for group in map(self._groups.stored, group_ids) if group.planned_for >= 0]
+        dissolved = tuple(version for version in self._groups.plans if planned and version >= min(planned))
+        return Lost(group_ids=group_ids, dissolved=dissolved)
+
     def _decide_plan(self, command: PlanBatch, now: float) -> Planned:
         """A batch once made stays as it is; no groups while it must wait."""
         version = command.version
@@ -550,6 +563,7 @@ _DECIDE: Mapping[type, Any] = {
     Expire: Ledger._decide_expire,
     TakeBack: Ledger._decide_take_back,
     PlanBatch: Ledger._decide_plan,
+    LoseGroups: Ledger._decide_lose,
     Commit: Ledger._decide_commit,
 }
 """Command to what decides it; deciding changes nothing."""

@@ -5,7 +5,16 @@ from typing import Any
 
 from asyncrl.protocol.types import BufferStats
 
-from .account import DISCARDED_PREFIX, NO_ROOM, STALE_PREFIX, VERSION_TOO_OLD, Account, AttemptHistory, EndedAttempt
+from .account import (
+    DISCARDED_PREFIX,
+    NO_ROOM,
+    STALE_PREFIX,
+    STORE_LOST,
+    VERSION_TOO_OLD,
+    Account,
+    AttemptHistory,
+    EndedAttempt,
+)
 from .commands import (
     Command,
     Commit,
@@ -14,6 +23,8 @@ from .commands import (
     Expire,
     Granted,
     LeaseGroups,
+    LoseGroups,
+    Lost,
     PlanBatch,
     Planned,
     Put,
@@ -118,10 +129,17 @@ class LedgerState:
         assert group is not None
         return group
 
+    def _lose(self, command: LoseGroups, outcome: Lost) -> None:
+        self.groups.dissolve(outcome.dissolved)
+        for group_id in outcome.group_ids:
+            group = self._get(group_id)
+            self.account.evict(group.result, STORE_LOST)
+            self.groups.evict(group)
+
     def _evict(self, group: Group) -> None:
         """A group gives way: its trajectories, or its saved prefix."""
         if group.summary is not None:
-            self.account.evict(group.summary)
+            self.account.evict(group.summary, NO_ROOM)
             self.groups.evict(group)
         elif group.state is GroupState.queued:
             self.account.drop_prefix(group.num_saved, NO_ROOM)
@@ -315,6 +333,7 @@ _ENACT: Mapping[type, Any] = {
     Release: LedgerState._release,
     Expire: LedgerState._take_back,
     TakeBack: LedgerState._take_back,
+    LoseGroups: LedgerState._lose,
     PlanBatch: LedgerState._plan,
     Commit: LedgerState._commit,
 }

@@ -21,7 +21,7 @@ from hypothesis.stateful import (
 
 from asyncrl.protocol.errors import LeaseExpired, ReplayBufferError, StoreFull, UnknownGroup, VersionTooOld
 from asyncrl.protocol.types import GroupSummary
-from buffer.commands import Frames, GrantedLease, Progress, PutResult
+from buffer.commands import Frames, GrantedLease, Progress, PutResult, Reserved
 from buffer.config import OnStale
 from buffer.journal import pack, unpack
 from buffer.rule import StalenessRule
@@ -217,6 +217,7 @@ class LedgerMachine(RuleBasedStateMachine):
             else:
                 assert self.stored.pop(group_id)[1] > lease.deadline
         self.places[lease.group_id] = reserved.store
+        assert self.ledger.reserve(lease, size) == Reserved(store=reserved.store), "the bytes are on their way there"
         return True
 
     @invariant()
@@ -450,6 +451,19 @@ class LedgerMachine(RuleBasedStateMachine):
         if again:
             assert self.ledger.commit(self.version) == []
         self.version += 1
+
+    @precondition(lambda self: self.stored)
+    @rule(data=st.data())
+    def trajectories_are_lost(self, data: st.DataObject) -> None:
+        """As after a power failure: their prompts are queued again, and batches that held them are planned anew."""
+        lost = data.draw(st.lists(st.sampled_from(sorted(self.stored)), min_size=1, max_size=2, unique=True))
+        first = min((version for version, ids in self.planned.items() if set(ids) & set(lost)), default=None)
+        dissolved = [version for version in self.planned if first is not None and version >= first]
+        assert sorted(self.ledger.lose(lost)) == sorted(dissolved)
+        for version in dissolved:
+            del self.planned[version]
+        for group_id in lost:
+            del self.stored[group_id]
 
     # What must hold
 

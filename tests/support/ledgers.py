@@ -9,6 +9,7 @@ from buffer.commands import (
     Expire,
     GrantedLease,
     LeaseGroups,
+    LoseGroups,
     PlanBatch,
     Progress,
     Put,
@@ -87,6 +88,9 @@ class DrivenLedger(Ledger):
 
     def take_back(self, owner: bytes) -> int:
         return len(self.apply(TakeBack(owner=owner)).group_ids)
+
+    def lose(self, group_ids: Iterable[int]) -> tuple[int, ...]:
+        return self.apply(LoseGroups(group_ids=tuple(group_ids))).dissolved
 
     def plan(self, version: int) -> Plan | None:
         return self.batch(version) if self.apply(PlanBatch(version=version)).group_ids else None
