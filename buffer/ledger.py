@@ -363,7 +363,10 @@ class Ledger:
     def cannot_hold_batch(self, group_id: int) -> bool:
         """Whether the groups that are due first, this refused one among them, are more than the stores can hold."""
         group = self._groups.get(group_id)
-        is_first = group is not None and all(group.deadline <= other.deadline for other in self.leases())
+        others = [other for other in self.leases() if other is not group]
+        is_first = group is not None and all(
+            group.deadline <= other.deadline and not other.num_bytes for other in others
+        )
         return is_first and not self._groups.num_planned and not self.can_plan()
 
     def _held(self, command: Renew | SavePrefix | Reserve | Put | Release, group_id: int, attempt: int) -> Group | None:

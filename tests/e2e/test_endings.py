@@ -63,12 +63,15 @@ def test_a_killed_part_ends_the_run_with_its_name(start, process, part):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("process", ["raylet/raylet", "gcs/gcs_server"])
-def test_a_killed_ray_ends_the_run(start, process):
+@pytest.mark.parametrize(
+    ("process", "part"), [("raylet/raylet", "node manager"), ("gcs/gcs_server", "control service")]
+)
+def test_a_killed_daemon_of_ray_ends_the_run_with_its_name(start, process, part):
     run = start(*FAST)
     run.wait_for_line("step 1/")
     run.kill(process)
-    assert run.finish(60) != 0
+    assert run.finish(END_TIMEOUT_S) == 1
+    assert f"error: Ray's {part}" in run.lines[-1]
     assert_nothing_is_left(run)
 
 
