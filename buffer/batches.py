@@ -13,8 +13,7 @@ from asyncrl.protocol.errors import AsyncRLError, ReplayBufferError, StoreFull, 
 from .admission import PendingRequest, PendingRequests
 from .commands import PlanBatch
 from .ledger import Ledger
-from .mailbox import Mailbox
-from .messages import Message, integer, integers
+from .messages import Message, Replies, integer, integers
 from .stores import FetchWindow, PayloadStore, size_of
 from .summaries import summary_fields
 
@@ -29,7 +28,7 @@ class BatchRequests:
     Args:
         ledger: Plans.
         store: Holds the trajectories.
-        mailbox: Answers.
+        replies: Answers.
         hold_s: A plan that cannot be made is answered after this long.
         store_addresses: Where clients find the payloads, in the order that the ledger counts stores by; empty if here.
         max_filtered: Plans fail when filters have dropped this many groups in a row; 0 never.
@@ -39,7 +38,7 @@ class BatchRequests:
         self,
         ledger: Ledger,
         store: PayloadStore,
-        mailbox: Mailbox,
+        replies: Replies,
         *,
         hold_s: float,
         store_addresses: Sequence[str],
@@ -47,7 +46,7 @@ class BatchRequests:
     ) -> None:
         self._ledger = ledger
         self._store = store
-        self._mailbox = mailbox
+        self._replies = replies
         self._hold_s = hold_s
         self._store_addresses = list(store_addresses)
         self._max_filtered = max_filtered
@@ -75,12 +74,12 @@ class BatchRequests:
                 is_made = self._ledger.apply(PlanBatch(version=version)).group_ids
             except ReplayBufferError as error:
                 self._pending.remove(request.client, request.request_id)
-                self._mailbox.fail(request.client, request.request_id, error)
+                self._replies.fail(request.client, request.request_id, error)
                 continue
             if is_made:
                 self._pending.remove(request.client, request.request_id)
                 groups = [summary_fields(summary) for summary in self._ledger.batch(version).groups]
-                self._mailbox.reply(request.client, request.request_id, {"groups": groups})
+                self._replies.reply(request.client, request.request_id, {"groups": groups})
 
     def _answer_late(self, request: PendingRequest) -> None:
         """A plan has waited for as long as it may: ask again, unless nothing is left that could make it."""
@@ -88,10 +87,10 @@ class BatchRequests:
         is_idle = not (ledger.num_queued or ledger.num_leased or ledger.num_planned)
         if is_idle and ledger.account.groups_dropped and ledger.num_stored < ledger.rule.groups_per_step:
             text = f"{self._stored()}, no prompts are queued and nothing runs; {self._dropped()}. Enqueue more prompts"
-            self._mailbox.fail(request.client, request.request_id, ReplayBufferError(text))
+            self._replies.fail(request.client, request.request_id, ReplayBufferError(text))
             return
         is_starving = ledger.account.filtered_in_a_row >= ledger.rule.groups_per_step
-        self._mailbox.reply(request.client, request.request_id, {"warning": self._filtered()} if is_starving else {})
+        self._replies.reply(request.client, request.request_id, {"warning": self._filtered()} if is_starving else {})
 
     def note_filtered(self) -> None:
         """A group was dropped by a filter: say so where none is kept for long, and give up where that has no end."""
@@ -103,7 +102,7 @@ class BatchRequests:
             logger.warning(self._filtered())
             for request in self._pending.all():
                 self._pending.remove(request.client, request.request_id)
-                self._mailbox.reply(request.client, request.request_id, {"warning": self._filtered()})
+                self._replies.reply(request.client, request.request_id, {"warning": self._filtered()})
 
     def _is_filtered_away(self) -> bool:
         ledger = self._ledger
@@ -137,7 +136,7 @@ class BatchRequests:
     def _fail_all(self, error: AsyncRLError) -> None:
         for request in self._pending.all():
             self._pending.remove(request.client, request.request_id)
-            self._mailbox.fail(request.client, request.request_id, error)
+            self._replies.fail(request.client, request.request_id, error)
 
     def _fetch(self, client: bytes, message: Message) -> None:
         """Payloads, or where they are: the store servers, and the attempts to ask them for."""
@@ -148,9 +147,9 @@ class BatchRequests:
             attempts = [self._ledger.stored_attempt(group_id) for group_id in group_ids]
             places = [self._ledger.store_of(group_id) for group_id in group_ids]
             fields = {"stores": self._store_addresses, "attempts": attempts, "places": places}
-            self._mailbox.reply(client, message.request_id, fields)
+            self._replies.reply(client, message.request_id, fields)
             return
         parts = [self._store.payloads.get(group_id) for group_id in group_ids]
         payload: list[Any] = [frame for frames in parts for frame in frames]
         self._unread.add(client, message.request_id, size_of(payload), read=integer(message.fields, "read"))
-        self._mailbox.reply(client, message.request_id, {"counts": [len(frames) for frames in parts]}, payload)
+        self._replies.reply(client, message.request_id, {"counts": [len(frames) for frames in parts]}, payload)

@@ -19,8 +19,7 @@ from .commands import NO_FRAMES, Commit, Expire, LoseGroups, Progress, Put, PutR
 from .config import BufferConfig
 from .journal import Journal
 from .ledger import Ledger
-from .mailbox import Mailbox, Send
-from .messages import REVOKED, SPACE, Message, count, flag, integer, text
+from .messages import REVOKED, SPACE, Message, Replies, Send, count, flag, integer, text
 from .rule import StalenessRule
 from .stores import MemoryStore, PayloadStore, Store, size_of
 from .summaries import stats_fields, summary_of
@@ -70,10 +69,10 @@ class BufferService:
         self._counters = counters
         self._store_addresses = list(store_addresses)
         self._clock = LoopClock() if clock is None else clock
-        self._mailbox = Mailbox(send)
+        self._replies = Replies(send)
         max_bytes = config.max_stored_bytes * max(1, len(store_addresses))
         self._store = PayloadStore(max_bytes, config.max_prompt_bytes, MemoryStore() if store is None else store)
-        parts, hold_s = (self.ledger, self._store, self._mailbox), config.request_timeout_s / 2
+        parts, hold_s = (self.ledger, self._store, self._replies), config.request_timeout_s / 2
         silent_s = _BEATS_TO_SILENCE * config.heartbeat_s
         self._intake = PromptIntake(*parts, queue_size=config.queue_size, hold_s=hold_s)
         self._admission = Admission(*parts, clock=self._clock, hold_s=hold_s, silent_s=silent_s)
@@ -113,7 +112,7 @@ class BufferService:
         except AsyncRLError as error:
             if isinstance(error, StoreFull):
                 self._refused_for_space.add(client)
-            self._mailbox.fail(client, request.request_id, error)
+            self._replies.fail(client, request.request_id, error)
 
     def settle(self) -> None:
         """Answer every pending request that can be answered, until none can."""
@@ -131,7 +130,7 @@ class BufferService:
             logger.error("nothing is granted while the journal cannot be written: %s", error)
         for revocation in self.ledger.drain_revocations():
             fields = {"group_id": revocation.group_id, "attempt": revocation.attempt}
-            self._mailbox.push(revocation.owner, REVOKED, fields)
+            self._replies.push(revocation.owner, REVOKED, fields)
         self._expiry.at(self.ledger.next_expiry())
         self._silence.at(self._admission.heartbeats.next_silence())
 
@@ -181,7 +180,7 @@ class BufferService:
             self._forgettable += finished
         if self._store.forget(finished):
             for client in self._refused_for_space:
-                self._mailbox.push(client, SPACE)
+                self._replies.push(client, SPACE)
             self._refused_for_space.clear()
 
     def _compact(self) -> None:
@@ -224,7 +223,7 @@ class BufferService:
         self._reserving.add(pending, self._hold_s, self._answer_no_room)
 
     def _answer_no_room(self, pending: PendingRequest) -> None:
-        self._mailbox.reply(pending.client, pending.request_id)
+        self._replies.reply(pending.client, pending.request_id)
 
     def _grant_reservations(self) -> None:
         for pending in self._reserving.all():
@@ -233,11 +232,11 @@ class BufferService:
             try:
                 store = self._make_room(pending.client, group_id, attempt, num_bytes) if is_held else 0
                 fields = {"granted": True, "is_held": is_held, "store": store}
-                self._mailbox.reply(pending.client, pending.request_id, fields)
+                self._replies.reply(pending.client, pending.request_id, fields)
             except StoreFull:
                 continue
             except ReplayBufferError as error:
-                self._mailbox.fail(pending.client, pending.request_id, error)
+                self._replies.fail(pending.client, pending.request_id, error)
             self._reserving.remove(pending.client, pending.request_id)
 
     def _make_room(self, client: bytes, group_id: int, attempt: int, num_bytes: int) -> int:
@@ -273,7 +272,7 @@ class BufferService:
         elif result is PutResult.stored:
             self._store.keep_payload(summary.group_id, request.payload, size)
             self._admission.heartbeats.count_put(client, summary.num_tokens)
-        self._mailbox.reply(client, request.request_id)
+        self._replies.reply(client, request.request_id)
 
     def _release(self, client: bytes, request: Message) -> None:
         fields = request.fields
@@ -287,7 +286,7 @@ class BufferService:
             drop=flag(fields, "drop", default=False),
         )
         self.ledger.apply(command)
-        self._mailbox.reply(client, request.request_id)
+        self._replies.reply(client, request.request_id)
 
     def _save_progress(self, client: bytes, request: Message) -> None:
         fields, frames = request.fields, request.payload
@@ -305,7 +304,7 @@ class BufferService:
         )
         self.ledger.apply(command, frames={("progress", group_id): frames})
         self._store.prefixes.put(group_id, frames)
-        self._mailbox.reply(client, request.request_id)
+        self._replies.reply(client, request.request_id)
 
     def _commit(self, client: bytes, request: Message) -> None:
         committed = self.ledger.apply(Commit(version=integer(request.fields, "version")))
@@ -323,10 +322,10 @@ class BufferService:
             self._admission.heartbeats.enter(client, self._clock.time())
         rule = self.ledger.rule
         fields = {"max_lag": rule.max_lag, "groups_per_step": rule.groups_per_step, "stores": self._store_addresses}
-        self._mailbox.reply(client, request.request_id, {**fields, "heartbeat_s": self._config.heartbeat_s})
+        self._replies.reply(client, request.request_id, {**fields, "heartbeat_s": self._config.heartbeat_s})
 
     def _stats(self, client: bytes, request: Message) -> None:
-        self._mailbox.reply(client, request.request_id, stats_fields(self._totals()))
+        self._replies.reply(client, request.request_id, stats_fields(self._totals()))
 
     def _totals(self) -> BufferStats:
         return self.ledger.stats(
@@ -347,4 +346,4 @@ class BufferService:
             "groups": self.ledger.describe(self._clock.time()),
             "producers": self._admission.describe(),
         }
-        self._mailbox.reply(client, request.request_id, fields)
+        self._replies.reply(client, request.request_id, fields)

@@ -10,12 +10,12 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from groups import prompt, rollout, running
 
 from asyncrl.protocol.errors import ReplayBufferError
 from asyncrl.protocol.types import Lease
 from buffer import BufferClient, BufferConfig, BufferProcess, Durability
 from buffer.journal import Journal
+from tests.support.buffer_groups import prompt, rollout, running
 
 
 def on_disk(directory: Path, **options) -> BufferConfig:

@@ -307,7 +307,7 @@ def test_a_wrong_option_is_refused_by_name(options, message):
 
 
 def test_an_order_of_ones_own_is_found_by_its_path():
-    of = ledger(1, 1, order="orders_of_mine:longest_first")
+    of = ledger(1, 1, order="tests.support.orders_of_mine:longest_first")
     short, long = of.lease(0, 2, now=0.0)
     of.put(summary_of(short, lengths=(3,)))
     of.put(summary_of(long, lengths=(9,)))
@@ -315,7 +315,7 @@ def test_an_order_of_ones_own_is_found_by_its_path():
 
 
 def test_a_filter_of_ones_own_drops_under_its_path():
-    name = "orders_of_mine:only_even_groups"
+    name = "tests.support.orders_of_mine:only_even_groups"
     of = ledger(0, 1, filters=[name])
     of.put(summary_of(of.lease(0, 1, now=0.0)[0]))
     of.step()
@@ -328,8 +328,11 @@ def test_a_filter_of_ones_own_drops_under_its_path():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"filters": ["orders_of_mine:fails"]}, "buffer.filters 'orders_of_mine:fails' raised KeyError"),
-        ({"order": "orders_of_mine:no_number"}, "buffer.order must give a number, got nan"),
+        (
+            {"filters": ["tests.support.orders_of_mine:fails"]},
+            "buffer.filters 'tests.support.orders_of_mine:fails' raised KeyError",
+        ),
+        ({"order": "tests.support.orders_of_mine:no_number"}, "buffer.order must give a number, got nan"),
     ],
 )
 def test_code_of_ones_own_that_fails_answers_the_put_and_changes_nothing(options, message):
