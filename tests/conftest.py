@@ -43,24 +43,30 @@ def pytest_unconfigure(config):
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items):
     for item in items:
-        item.add_marker(pytest.mark.xdist_group(_group(item)))
+        if "cluster" in item.fixturenames:
+            item.add_marker(pytest.mark.xdist_group("ray"))
+        elif item.path.parent.name == "e2e":
+            item.add_marker(pytest.mark.xdist_group("whole runs"))
     if "PYTEST_XDIST_WORKER" in os.environ:
         items.sort(key=_rank)
 
 
-def _group(item):
-    if "cluster" in item.fixturenames:
-        return "ray"
-    if item.path.parent.name == "e2e":
-        return "whole runs"
-    return str(item.path.relative_to(ROOT))
-
-
 def _rank(item):
     """The longest groups go first, so that neither process waits for the other at the end."""
-    group = item.get_closest_marker("xdist_group").args[0]
-    longest = ("whole runs", "ray", "tests/rollout_fleet", "tests/learner")
-    return next((rank for rank, name in enumerate(longest) if group.startswith(name)), len(longest))
+    if group := item.get_closest_marker("xdist_group"):
+        return ("whole runs", "ray").index(group.args[0])
+    return 2 if item.path.parent.name in ("rollout_fleet", "learner") else 3
+
+
+@pytest.hookimpl(optionalhook=True)  # pytest-xdist may be absent
+def pytest_xdist_make_scheduler(config, log):
+    from xdist.scheduler import LoadGroupScheduling
+
+    class ByGroupOrFile(LoadGroupScheduling):
+        def _split_scope(self, nodeid):
+            return super()._split_scope(nodeid).partition("::")[0]
+
+    return ByGroupOrFile(config, log)
 
 
 @pytest.fixture(scope="session")
