@@ -174,6 +174,30 @@ class RunConfig:
             raise ValueError(f"stop_timeout_s must be > 0, got {self.stop_timeout_s}")
 
 
+@dataclass(frozen=True, kw_only=True)
+class StopDeadlines:
+    """How long the parts of a run may take to stop, one after another; what is left is Ray's and the buffer's.
+
+    Attributes:
+        fleet_s: The rollout workers: one engine's grace for what runs, one for its aborts, one for the engine itself,
+            and one for cleaning up after it.
+        learner_s: The learner's ranks.
+    """
+
+    fleet_s: float
+    learner_s: float
+
+
+_STOP_SHARES = 6
+"""Shares of ``rollout_fleet.stop_timeout_s`` in ``stop_timeout_s``: four of the fleet, the learner's, and Ray's."""
+
+
+def stop_deadlines(config: RunConfig) -> StopDeadlines:
+    """The deadlines that nest between an engine's own grace and the run's ``stop_timeout_s``, in seconds."""
+    engine_s = config.rollout_fleet.stop_timeout_s
+    return StopDeadlines(fleet_s=4 * engine_s, learner_s=engine_s)
+
+
 def check_options(config: RunConfig) -> None:
     """Check what spans packages and needs no file, before anything is made or started.
 
@@ -215,6 +239,12 @@ def check_options(config: RunConfig) -> None:
         raise ValueError(
             f"rollout_fleet.sglang.tp_size must be 1 on GPUs, got {config.rollout_fleet.sglang.tp_size}: an engine is "
             "placed with one GPU so far; raise rollout_fleet.num_engines instead"
+        )
+    if config.stop_timeout_s < _STOP_SHARES * config.rollout_fleet.stop_timeout_s:
+        raise ValueError(
+            f"stop_timeout_s must be at least {_STOP_SHARES} x rollout_fleet.stop_timeout_s, or engines are killed "
+            f"before they have cleaned up, got {config.stop_timeout_s:g} and "
+            f"{config.rollout_fleet.stop_timeout_s:g}; raise the first or lower the second"
         )
     _check_colocation(config)
     if config.rollout_fleet.engine is EngineKind.scripted:

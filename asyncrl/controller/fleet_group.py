@@ -6,14 +6,14 @@ Every wait is for the workers, under a deadline of `within`; Ray wakes it when t
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 
 from asyncrl.config import RunConfig
-from asyncrl.controller.cluster import WORKER_ENV, stop_groups, within
+from asyncrl.controller.cluster import WORKER_ENV, GroupLogs, stop_groups, within
 from asyncrl.controller.parts import FleetCounts
 from asyncrl.controller.run_folder import RunPaths
 from asyncrl.metrics import Evaluation
@@ -24,6 +24,8 @@ from rollout_fleet.config import RolloutFleetConfig, SamplingConfig, SaveProgres
 from rollout_fleet.types import FleetCounters
 from rollout_fleet.worker import RolloutWorker
 
+T = TypeVar("T")
+
 
 class FleetGroup:
     """The rollout fleet."""
@@ -33,6 +35,7 @@ class FleetGroup:
     ) -> None:
         """Start the workers, in their own pool unless one is given; `start` brings up their engines."""
         self._config = config
+        self._logs = GroupLogs(part="rollout worker", name="rollout", folder=paths.logs)
         worker = RayClassWithInitArgs(
             ray.remote(RolloutWorker),
             _fleet_options(config),
@@ -57,7 +60,7 @@ class FleetGroup:
         """
         # The worker keeps the deadline itself, with a better message; this one is for a worker that hangs.
         timeout_s = self._config.rollout_fleet.start_timeout_s + 30
-        await within(self._group.start(), timeout_s, "the rollout engines", "rollout_fleet.start_timeout_s")
+        await self._in_time(self._group.start(), timeout_s, "the rollout engines", "rollout_fleet.start_timeout_s")
 
     async def run(self) -> None:
         """Roll out until `drain`; raises when an engine or a worker dies."""
@@ -71,7 +74,7 @@ class FleetGroup:
         num_waits = 2 if fleet.save_progress is SaveProgress.at_updates else 1  # for what runs to be cut off, too
         timeout_s = num_waits * fleet.load_timeout_s + 10
         what = f"loading weights of version {snapshot.version}"
-        await within(self._group.load_weights(snapshot), timeout_s, what, "rollout_fleet.load_timeout_s")
+        await self._in_time(self._group.load_weights(snapshot), timeout_s, what, "rollout_fleet.load_timeout_s")
         return loop.time() - began_s
 
     async def release_device(self) -> None:
@@ -79,20 +82,20 @@ class FleetGroup:
         fleet = self._config.rollout_fleet
         timeout_s = fleet.generate_timeout_s + fleet.reward_timeout_s + fleet.load_timeout_s + 10
         option = "rollout_fleet.generate_timeout_s"
-        await within(self._group.release_device(), timeout_s, "the engines to release their devices", option)
+        await self._in_time(self._group.release_device(), timeout_s, "the engines to release their devices", option)
 
     async def counters(self) -> FleetCounts:
         """See `FleetPort.counters`."""
         timeout_s = self._config.buffer.request_timeout_s
-        return _total(
-            await within(self._group.counters(), timeout_s, "the fleet's counters", "buffer.request_timeout_s")
-        )
+        pending = self._group.counters()
+        return _total(await self._in_time(pending, timeout_s, "the fleet's counters", "buffer.request_timeout_s"))
 
     async def drain(self) -> FleetCounts:
         """See `FleetPort.drain`."""
         timeout_s = 2 * self._config.buffer.request_timeout_s
         pending = self._group.drain()
-        return _total(await within(pending, timeout_s, "the fleet to put down its work", "buffer.request_timeout_s"))
+        what, option = "the fleet to stop its work", "twice buffer.request_timeout_s"
+        return _total(await self._in_time(pending, timeout_s, what, option))
 
     async def evaluate(self, prompts: Sequence[Prompt], *, policy_version: int) -> Evaluation:
         """Answer held-out prompts, sampled as in training and greedily.
@@ -120,8 +123,12 @@ class FleetGroup:
         count = self._config.rollout_fleet.num_engines
         shares = [list(prompts[index::count]) for index in range(count)]
         pending = self._group.evaluate(shares, [sampling] * count, [num_samples] * count)
-        results = await within(pending, self._config.evaluation.timeout_s, "the evaluation", "evaluation.timeout_s")
+        timeout_s = self._config.evaluation.timeout_s
+        results = await self._in_time(pending, timeout_s, "the evaluation", "evaluation.timeout_s")
         return [reward for result in results for reward in result.rewards]
+
+    async def _in_time(self, pending: Awaitable[T], timeout_s: float, what: str, option: str) -> T:
+        return await within(pending, timeout_s, what, option, self._logs)
 
 
 def _own_pool(config: RunConfig) -> RayResourcePool:

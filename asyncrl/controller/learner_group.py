@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from asyncrl.config import RunConfig, learner_pools, learner_roles
-from asyncrl.controller.cluster import WORKER_ENV, all_of, stop_groups, within
+from asyncrl.controller.cluster import WORKER_ENV, GroupLogs, all_of, stop_groups, within
 from asyncrl.controller.run_folder import RunPaths
 from asyncrl.protocol.types import Plan, WeightSnapshot
 from asyncrl.single_controller import (
@@ -46,6 +46,7 @@ class LearnerGroup:
         """Start the ranks; `init` builds their models."""
         self._config = config
         self._checkpoints = paths.checkpoints
+        self._logs = paths.logs
         self._batches: tuple[Plan | None, dict[str, list[RankBatch]]] = (None, {})
         self._references: Scores | None = None
         self._roles = RoleGroups(
@@ -72,7 +73,7 @@ class LearnerGroup:
         if "rm" not in self._roles:
             return plan
         pending = self._roles["rm"].score(self._shares(plan, "rm"))
-        results = await self._in_time(pending, f"the rewards of step {plan.version}")
+        results = await self._in_time(pending, f"the rewards of step {plan.version}", role="rm")
         scores = {group_id: rewards for result in results for group_id, rewards in result.items()}
         return replace(plan, groups=[replace(group, rewards=scores[group.group_id]) for group in plan.groups])
 
@@ -144,7 +145,7 @@ class LearnerGroup:
                     f"checkpoint.resume needs the critic of {checkpoint} in {critic}, got none; name an older "
                     "checkpoint, or resume with the algorithm that saved it"
                 )
-            await self._first(self._roles["critic"].load_checkpoint(str(critic)), f"loading {critic}")
+            await self._first(self._roles["critic"].load_checkpoint(str(critic)), f"loading {critic}", role="critic")
         return await self._first(self._roles["actor"].load_checkpoint(str(checkpoint)), f"loading {checkpoint}")
 
     async def save_policy(self, directory: Path) -> None:
@@ -191,15 +192,17 @@ class LearnerGroup:
         return await self._first(pending, what)
 
     async def _critic_metrics(self, pending: Awaitable[list[Mapping[str, float]]], what: str) -> Mapping[str, float]:
-        return {f"critic.{name}": value for name, value in (await self._first(pending, what)).items()}
+        return {f"critic.{name}": value for name, value in (await self._first(pending, what, role="critic")).items()}
 
-    async def _first(self, pending: Awaitable[list[T]], what: str) -> T:
+    async def _first(self, pending: Awaitable[list[T]], what: str, role: str = "actor") -> T:
         """Rank 0's answer; the ranks reduce what they measure among themselves."""
-        return (await self._in_time(pending, what))[0]
+        return (await self._in_time(pending, what, role))[0]
 
-    async def _in_time(self, pending: Awaitable[T], what: str) -> T:
-        option = "learner.step_timeout_s, twice which a call may take: the step before it has the ranks first"
-        return await within(pending, 2 * self._config.learner.step_timeout_s, what, option)
+    async def _in_time(self, pending: Awaitable[T], what: str, role: str = "") -> T:
+        option = "twice learner.step_timeout_s: the step before it has the ranks first"
+        pool = self._roles.pools.get(role, "")
+        logs = GroupLogs(part=f"{pool} rank", name=pool, folder=self._logs) if pool else None
+        return await within(pending, 2 * self._config.learner.step_timeout_s, what, option, logs)
 
 
 class RoleGroups:

@@ -7,7 +7,6 @@ reverse order, whatever happened.
 from __future__ import annotations
 
 import asyncio
-import os
 import shutil
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
@@ -16,8 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias, TypeVar
 
-from asyncrl.config import RunConfig
-from asyncrl.controller.cluster import ray_cluster
+from asyncrl.config import RunConfig, stop_deadlines
+from asyncrl.controller.cluster import process_ended, ray_cluster, ray_died
 from asyncrl.controller.colocated import ColocatedController
 from asyncrl.controller.controller import Controller
 from asyncrl.controller.fleet_group import FleetGroup
@@ -105,12 +104,12 @@ class Run:
                 with self._view.waiting_for("Ray"):
                     await stack.enter_async_context(ray_cluster(self._config))
                 work = self._run_parts(stack, server, prompts)
-                result, before, after = await _unless(work, [_buffer_died(server)])
+                summary = await _unless(work, [_buffer_died(server), ray_died()])
             except BaseException as fault:
                 self._on_fault(fault)
                 raise
             self._view.say("stopping")
-        self._summarise(result, before, after)
+        self._view.summary(summary, self._run_dir)
 
     def _resume(self, resumed: Resumed) -> PromptSource:
         """The prompts that are left to a run that goes on from a checkpoint."""
@@ -139,9 +138,7 @@ class Run:
         self._view.say(f"to look into the buffer: python -m buffer.inspect {server.address}{keys}")
         return server
 
-    async def _run_parts(
-        self, stack: AsyncExitStack, server: BufferProcess, prompts: PromptSource
-    ) -> tuple[TrainingResult, Evaluation | None, Evaluation | None]:
+    async def _run_parts(self, stack: AsyncExitStack, server: BufferProcess, prompts: PromptSource) -> dict[str, Any]:
         buffer = server.connection.client()
         stack.push_async_callback(buffer.close)
         if self._config.placement.colocated:
@@ -181,7 +178,7 @@ class Run:
 
     async def _start_fleet(self, stack: AsyncExitStack, make: Starter[FleetGroup]) -> FleetGroup:
         fleet = await make(FleetGroup, self._config)
-        stack.push_async_callback(fleet.stop, self._config.rollout_fleet.stop_timeout_s + 2)
+        stack.push_async_callback(fleet.stop, stop_deadlines(self._config).fleet_s)
         count, engine = self._config.rollout_fleet.num_engines, self._config.rollout_fleet.engine
         await self._ready(f"rollout fleet ({count} {engine} engines)", fleet.start())
         return fleet
@@ -192,7 +189,7 @@ class Run:
             policy = await self._warming
         config = replace(self._config, model=replace(self._config.model, path=str(policy)))
         learner = await make(LearnerGroup, config)
-        stack.push_async_callback(learner.stop, self._config.rollout_fleet.stop_timeout_s)
+        stack.push_async_callback(learner.stop, stop_deadlines(self._config).learner_s)
         await self._ready(f"learner ({config.learner.num_ranks} ranks)", learner.init())
         if self._resumed is not None:
             with self._view.waiting_for("checkpoint"):
@@ -208,9 +205,7 @@ class Run:
         with self._view.waiting_for(part):
             await start
 
-    async def _train(
-        self, parts: _Parts, prompts: PromptSource
-    ) -> tuple[TrainingResult, Evaluation | None, Evaluation | None]:
+    async def _train(self, parts: _Parts, prompts: PromptSource) -> dict[str, Any]:
         before = await self._evaluate(parts, "before", self._state.version)
         self._start_s = self._view.elapsed_s
         writer = MetricsWriter(self._run_dir)
@@ -230,7 +225,7 @@ class Run:
         finally:
             writer.close()
         after = await self._evaluate(parts, "after", result.policy_version)
-        return result, before, after
+        return self._summarise(result, before, after)
 
     async def _train_and_save(self, controller: Controller | ColocatedController, learner: LearnerGroup) -> None:
         """Save the policy as soon as it is trained: whatever goes wrong later, it is there."""
@@ -249,7 +244,8 @@ class Run:
         writer.write(record)
         self._view.step(record)
 
-    def _summarise(self, result: TrainingResult, before: Evaluation | None, after: Evaluation | None) -> None:
+    def _summarise(self, result: TrainingResult, before: Evaluation | None, after: Evaluation | None) -> dict[str, Any]:
+        """Write the summary, at once after the last evaluation: a run that is stopped later keeps it."""
         summary = summary_document(
             experiment=self._config.experiment,
             seed=self._config.seed,
@@ -261,7 +257,7 @@ class Run:
         )
         write_json(self._run_dir / "summary.json", summary)
         plot_reward(self._run_dir / "reward.png", self._records, before, after)
-        self._view.summary(summary, self._run_dir)
+        return summary
 
 
 def _import_own_algorithm(algorithm: AlgorithmConfig) -> None:
@@ -312,20 +308,12 @@ async def _together(first: Coroutine[Any, Any, T], second: Coroutine[Any, Any, U
 
 
 async def _buffer_died(server: BufferProcess) -> NoReturn:
-    """Wait for the buffer server, a child process, to end; the kernel wakes this through a pid file descriptor.
+    """Wait for the buffer server, a child process, to end.
 
     Raises:
         WorkerDiedError: it ended; the message ends with its log.
     """
-    ended = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    descriptor = os.pidfd_open(server.process.pid)
-    loop.add_reader(descriptor, ended.set)
-    try:
-        await ended.wait()
-    finally:
-        loop.remove_reader(descriptor)
-        os.close(descriptor)
+    await process_ended(server.process.pid)
     raise WorkerDiedError(
         f"the buffer server (pid {server.process.pid}) died with status {server.process.poll()}; its log ends:\n"
         f"{server.log_tail()}"
