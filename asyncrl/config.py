@@ -14,7 +14,6 @@ from asyncrl.data.config import DataConfig
 from asyncrl.sft.config import WarmStartConfig
 from buffer.config import BufferConfig
 from learner.config import GROUP_ADVANTAGES, AlgorithmConfig, LearnerConfig
-from learner.registry import ADVANTAGES, LOSSES
 from rollout_fleet.config import EngineKind, RolloutFleetConfig, SaveProgress
 
 LEARNER_POOL = "learner"
@@ -205,8 +204,6 @@ def check_options(config: RunConfig) -> None:
         ValueError: names the option, its value, what is expected, and what to do.
     """
     algorithm = config.algorithm
-    LOSSES.check(algorithm.loss)
-    ADVANTAGES.check(algorithm.advantage)
     if algorithm.samples_per_prompt < 2 and algorithm.advantage in GROUP_ADVANTAGES:
         raise ValueError(
             "algorithm.samples_per_prompt must be >= 2 for a group advantage, "

@@ -19,9 +19,10 @@ from asyncrl.config import RunConfig
 from asyncrl.data.prompts import PromptStream, load_eval_prompts
 from asyncrl.protocol.trajectory import TrajectoryGroup
 from asyncrl.protocol.types import Lease, Plan, Prompt, WeightSnapshot
-from learner.planning import rank_batches
-from learner.step import PolicyStep
-from learner.trainer import PolicyTrainer
+from learner.advantages import BatchAdvantages
+from learner.batching import rank_batches
+from learner.objectives import policy_objective
+from learner.trainer import LearnerStep, Trainer
 from learner.types import group_sequences
 from learner.weights import SnapshotWriter
 from rollout_fleet.decoding import load_decoder
@@ -83,14 +84,16 @@ class LaggedTraining:
         self._engine = GenerationModel(
             path, facts=read_model_facts(path), dtype="float32", device="cpu", seed=config.seed
         )
-        self._trainer = PolicyTrainer(
+        self._trainer = Trainer(
             config.learner,
             model_path=path,
             total_updates=config.total_steps * config.algorithm.num_mini_batches,
             temperature=config.rollout_fleet.sampling.temperature,
             seed=config.seed,
         )
-        self._step = PolicyStep(self._trainer, config.algorithm)
+        self._advantages = BatchAdvantages(config.algorithm, self._trainer.mesh)
+        objective = policy_objective(config.algorithm)
+        self._step = LearnerStep(self._trainer, objective, num_mini_batches=config.algorithm.num_mini_batches)
 
     def run(self) -> LaggedOutcome:
         """Train for ``total_steps`` steps."""
@@ -112,14 +115,14 @@ class LaggedTraining:
         self._engine.load_weights(behavior)
         groups = self._roll_out(self._prompts.take(algorithm.groups_per_step), behavior.version)
         plan = Plan(version=version, groups=[group.summary for group in groups])
-        (share,) = rank_batches(plan, algorithm, num_shards=1, max_lag=self._lag)
-        assert share.advantages is not None  # the table's estimators need rewards alone
+        (batch,) = rank_batches(plan, algorithm, num_shards=1, max_lag=self._lag)
         by_id = {group.group_id: group for group in groups}
         sequences = [
             sequence
-            for group_id, values, mini_batch in zip(share.group_ids, share.advantages, share.mini_batches, strict=True)
-            for sequence in group_sequences(by_id[group_id], values, mini_batch=mini_batch)
+            for share in batch.shares
+            for sequence in group_sequences(by_id[share.group_id], samples=share.samples, mini_batch=share.mini_batch)
         ]
+        sequences, _ = self._advantages.assign(sequences, batch.rewards)
         return self._step.run(sequences)
 
     def _roll_out(self, prompts: Sequence[Prompt], version: int) -> list[TrajectoryGroup]:

@@ -23,9 +23,9 @@ from benchmarks.report import Target, print_report
 from learner.attention import ATTENTION_NAME, packed_layout
 from learner.config import AlgorithmConfig, Device, LearnerConfig, OptimizerConfig
 from learner.logprobs import chunked_log_probs
+from learner.objectives import policy_objective
 from learner.packing import pack
-from learner.step import PolicyStep
-from learner.trainer import PolicyTrainer
+from learner.trainer import LearnerStep, Trainer
 from learner.types import TokenSequence
 
 VOCABULARY, CLIP, LR = 20, 0.2, 1e-4
@@ -78,8 +78,8 @@ def long_tailed_batch() -> list[TokenSequence]:
 def our_step(model_path: str, sequences: list[TokenSequence]) -> Callable[[], object]:
     """A learner step, from sequences to updated weights."""
     config = LearnerConfig(device=Device.cpu, optimizer=OptimizerConfig(lr=LR))
-    trainer = PolicyTrainer(config, model_path=model_path, total_updates=10_000)
-    step = PolicyStep(trainer, AlgorithmConfig())
+    trainer = Trainer(config, model_path=model_path, total_updates=10_000)
+    step = LearnerStep(trainer, policy_objective(AlgorithmConfig()))
     return lambda: step.run(sequences)
 
 

@@ -2,16 +2,17 @@
 
 from .client import BufferClient, BufferConnection, SyncBufferClient
 from .config import BufferConfig, Durability, OnStale
-from .keys import ClientKeys, client_keys, make_keys
+from .keys import BufferRole, ClientKeys, client_keys, make_keys
 from .ledger import Ledger
 from .process import BufferProcess
-from .staleness import StalenessRule
+from .rule import StalenessRule
 
 __all__ = [
     "BufferClient",
     "BufferConfig",
     "BufferConnection",
     "BufferProcess",
+    "BufferRole",
     "ClientKeys",
     "Durability",
     "Ledger",

@@ -1,13 +1,155 @@
-"""What the ledger counts: tokens by where they went, realised lags, refused puts, and the length bias of dropping."""
+"""The ledger's account: where every token went, which attempts still owe a report, and which groups are finished.
 
-from collections import Counter
-from collections.abc import Mapping
+Each attempt is settled once, however often its messages are sent. What is remembered of attempts and groups that have
+ended is bounded, so that the memory of a long run stays flat.
+"""
+
+from bisect import bisect_right
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from asyncrl.protocol.types import BufferStats, GroupSummary
 
 DISCARDED_PREFIX = "discarded_prefix"
 STALE_PREFIX = "stale_prefix"
+VERSION_TOO_OLD = "version_too_old"
+
+MAX_REMEMBERED = 4096
+"""Ended attempts, and finished groups with more than one, that are remembered; the oldest are forgotten first."""
+
+
+class IdSet:
+    """Integers as disjoint, sorted ranges ``[start, end)``, for ids that finish nearly in order.
+
+    Memory grows with the gaps, not with the count; ``add`` and ``in`` search in O(log ranges).
+    """
+
+    def __init__(self, ranges: Iterable[tuple[int, int]] = ()) -> None:
+        self._starts: list[int] = []
+        self._ends: list[int] = []
+        for start, end in ranges:
+            self._starts.append(start)
+            self._ends.append(end)
+
+    def __contains__(self, value: int) -> bool:
+        i = bisect_right(self._starts, value) - 1
+        return i >= 0 and value < self._ends[i]
+
+    def __len__(self) -> int:
+        return sum(end - start for start, end in self.ranges())
+
+    def add(self, value: int) -> None:
+        """Add one integer; adding it again changes nothing."""
+        i = bisect_right(self._starts, value)
+        if i > 0 and value < self._ends[i - 1]:
+            return
+        touches_left = i > 0 and self._ends[i - 1] == value
+        touches_right = i < len(self._starts) and self._starts[i] == value + 1
+        if touches_left and touches_right:
+            self._ends[i - 1] = self._ends[i]
+            del self._starts[i], self._ends[i]
+        elif touches_left:
+            self._ends[i - 1] = value + 1
+        elif touches_right:
+            self._starts[i] = value
+        else:
+            self._starts.insert(i, value)
+            self._ends.insert(i, value + 1)
+
+    def ranges(self) -> list[tuple[int, int]]:
+        """The ranges in order, end excluded. Example: {1, 2, 5} gives [(1, 3), (5, 6)]."""
+        return list(zip(self._starts, self._ends, strict=True))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EndedAttempt:
+    """An attempt that ended without a stored result.
+
+    Attributes:
+        owner: Who held its lease.
+        owes_report: Whether its worker has still to say what it wrote.
+        num_counted: Tokens of it that are counted already: those that were saved.
+        reason: What its other tokens are dropped for, when they are reported.
+        refusal: The message that its put was refused with, which it gets again when it is sent again.
+    """
+
+    owner: bytes = b""
+    owes_report: bool = False
+    num_counted: int = 0
+    reason: str = ""
+    refusal: str = ""
+
+
+class AttemptHistory:
+    """Attempts and groups that have ended."""
+
+    def __init__(self) -> None:
+        self.finished = IdSet()
+        self._ended: OrderedDict[tuple[int, int], EndedAttempt] = OrderedDict()
+        self._unusual: OrderedDict[int, tuple[int, int]] = OrderedDict()
+
+    def __len__(self) -> int:
+        """Records held: attempts, groups and ranges."""
+        return len(self._ended) + len(self._unusual) + len(self.finished.ranges())
+
+    def end(self, group_id: int, attempt: int, ended: EndedAttempt) -> None:
+        """An attempt ended without a stored result."""
+        self._ended[group_id, attempt] = ended
+        if len(self._ended) > MAX_REMEMBERED:
+            self._ended.popitem(last=False)
+
+    def of(self, group_id: int, attempt: int) -> EndedAttempt | None:
+        """What is remembered of an attempt that ended without a stored result."""
+        return self._ended.get((group_id, attempt))
+
+    def settle(self, group_id: int, attempt: int) -> EndedAttempt | None:
+        """What an attempt owed, whose report came now; None where it owed nothing."""
+        ended = self._ended.get((group_id, attempt))
+        if ended is None or not ended.owes_report:
+            return None
+        del self._ended[group_id, attempt]
+        return ended
+
+    def finish(self, group_id: int, *, num_attempts: int, stored: bool) -> None:
+        """A group is consumed or dropped; ``stored`` says whether its last attempt was acknowledged as stored."""
+        self.finished.add(group_id)
+        if num_attempts != 1 or not stored:
+            self._unusual[group_id] = (num_attempts, num_attempts - 1 if stored else -1)
+            if len(self._unusual) > MAX_REMEMBERED:
+                self._unusual.popitem(last=False)
+
+    def num_attempts(self, group_id: int) -> int:
+        """Attempts of a finished group; 0 for one that is not finished, 1 for one that is forgotten."""
+        return self._unusual.get(group_id, (1, 0))[0] if group_id in self.finished else 0
+
+    def was_stored(self, group_id: int, attempt: int) -> bool:
+        """Whether this attempt of a finished group is the one whose put was acknowledged."""
+        return group_id in self.finished and self._unusual.get(group_id, (1, 0))[1] == attempt
+
+    def snapshot(self) -> dict[str, Any]:
+        """Everything, as plain values."""
+        return {
+            "finished": self.finished.ranges(),
+            "unusual": [[group_id, *counts] for group_id, counts in self._unusual.items()],
+            "ended": [
+                [*key, ended.owner, ended.owes_report, ended.num_counted, ended.reason, ended.refusal]
+                for key, ended in self._ended.items()
+            ],
+        }
+
+    def restore(self, values: Mapping[str, Any]) -> None:
+        """Take up a snapshot."""
+        self.finished = IdSet(values["finished"])
+        self._unusual = OrderedDict((group_id, (number, stored)) for group_id, number, stored in values["unusual"])
+        self._ended = OrderedDict(
+            (
+                (group_id, attempt),
+                EndedAttempt(owner=owner, owes_report=owes, num_counted=number, reason=reason, refusal=refusal),
+            )
+            for group_id, attempt, owner, owes, number, reason, refusal in values["ended"]
+        )
 
 
 class Account:
@@ -64,7 +206,7 @@ class Account:
     def abandon(self, num_tokens: int, reason: str, *, num_counted: int) -> None:
         """An attempt ended unfinished; its length so far counts as that of a group of the usual size.
 
-        Of one that was saved only the rest is dropped, which says nothing about lengths.
+        Where a part was saved only the rest is dropped, which says nothing about lengths.
         """
         self._drop_tokens(num_tokens - num_counted, reason)
         if num_tokens > 0 and num_counted == 0:
@@ -86,7 +228,7 @@ class Account:
         self._drop_tokens(num_tokens, reason)
 
     def snapshot(self) -> dict[str, Any]:
-        """Every total, as plain values; how many groups were filtered in a row is a matter of this server's filters."""
+        """Every total, as plain values, but for ``filtered_in_a_row``, which each server counts for itself."""
         totals = {name: value for name, value in vars(self).items() if name != "filtered_in_a_row"}
         return {name: dict(value) if isinstance(value, Counter) else value for name, value in totals.items()}
 

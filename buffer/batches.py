@@ -1,148 +1,173 @@
-"""Stored groups and the batches made of them, until each batch is committed."""
+"""Batches between the ledger and the learner: plans that wait, and fetches of what they name.
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+A plan waits for puts, commits and ends of leases. Whoever asked is warned when filters drop one group after another,
+and gets an error when nothing is left that could make a batch.
+"""
+
+import logging
+from collections.abc import Sequence
 from typing import Any
 
-from asyncrl.protocol.errors import StalenessError, UnknownGroup
-from asyncrl.protocol.types import GroupSummary, Plan
+from asyncrl.protocol.errors import AsyncRLError, ReplayBufferError, StoreFull, WireError
 
-from .orders import Preference
-from .ready import ReadyGroups
-from .staleness import StalenessRule
+from .admission import PendingRequest, PendingRequests
+from .commands import PlanBatch
+from .ledger import Ledger
+from .mailbox import Mailbox
+from .messages import Message, integer, integers
+from .stores import FetchWindow, PayloadStore, size_of
+from .summaries import summary_fields
+
+logger = logging.getLogger(__name__)
+
+_FIRST_WARNING_STEPS = 4
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Stored:
-    """A stored or planned group."""
-
-    summary: GroupSummary
-    deadline: int
-
-
-class Batches:
-    """What is stored, and which of it is planned for which version.
+class BatchRequests:
+    """The operations ``plan`` and ``fetch``.
 
     Args:
-        rule: The staleness bound.
-        prefer: Which stored groups a batch prefers.
+        ledger: Plans.
+        store: Holds the trajectories.
+        mailbox: Answers.
+        hold_s: A plan that cannot be made is answered after this long.
+        store_addresses: Where clients find the payloads, by group id modulo their number; empty if here.
+        max_filtered: Plans fail when filters have dropped this many groups in a row; 0 never.
     """
 
-    def __init__(self, rule: StalenessRule, prefer: Preference) -> None:
-        self._rule = rule
-        self._stored: dict[int, _Stored] = {}
-        self._ready = ReadyGroups(rule, prefer)
-        self.plans: dict[int, Plan] = {}
+    def __init__(
+        self,
+        ledger: Ledger,
+        store: PayloadStore,
+        mailbox: Mailbox,
+        *,
+        hold_s: float,
+        store_addresses: Sequence[str],
+        max_filtered: int,
+    ) -> None:
+        self._ledger = ledger
+        self._store = store
+        self._mailbox = mailbox
+        self._hold_s = hold_s
+        self._store_addresses = list(store_addresses)
+        self._max_filtered = max_filtered
+        self._pending = PendingRequests()
+        self._unread = FetchWindow(store.max_bytes)
+        self.operations = {"plan": self._plan, "fetch": self._fetch}
 
-    def __len__(self) -> int:
-        return len(self._stored)
+    def close(self) -> None:
+        """Stop whatever waits."""
+        self._pending.close()
 
-    def __contains__(self, group_id: int) -> bool:
-        return group_id in self._stored
+    def _plan(self, client: bytes, message: Message) -> None:
+        version = integer(message.fields, "version")
+        self._ledger.check_plan(version)
+        if self._is_filtered_away():
+            raise ReplayBufferError(self._filtered())
+        request = PendingRequest(client=client, request_id=message.request_id, fields={"version": version})
+        self._pending.add(request, self._hold_s, self._answer_late)
 
-    @property
-    def num_ready(self) -> int:
-        """Stored groups that no plan holds."""
-        return len(self._ready)
+    def make(self) -> None:
+        """Make and send every batch that somebody waits for and that can be made."""
+        for request in sorted(self._pending.all(), key=lambda request: request.fields["version"]):
+            try:
+                version = request.fields["version"]
+                is_made = self._ledger.apply(PlanBatch(version=version)).group_ids
+            except ReplayBufferError as error:
+                self._pending.remove(request.client, request.request_id)
+                self._mailbox.fail(request.client, request.request_id, error)
+                continue
+            if is_made:
+                self._pending.remove(request.client, request.request_id)
+                groups = [summary_fields(summary) for summary in self._ledger.batch(version).groups]
+                self._mailbox.reply(request.client, request.request_id, {"groups": groups})
 
-    def ready_due(self) -> dict[int, int]:
-        """Deadline to number of groups that no plan holds."""
-        return self._ready.due()
+    def _answer_late(self, request: PendingRequest) -> None:
+        """A plan has waited for as long as it may: ask again, unless nothing is left that could make it."""
+        ledger = self._ledger
+        is_idle = not (ledger.num_queued or ledger.num_leased or ledger.num_planned)
+        if is_idle and ledger.account.groups_dropped and ledger.num_stored < ledger.rule.groups_per_step:
+            text = f"{self._stored()}, no prompts are queued and nothing runs; {self._dropped()}. Enqueue more prompts"
+            self._mailbox.fail(request.client, request.request_id, ReplayBufferError(text))
+            return
+        is_starving = ledger.account.filtered_in_a_row >= ledger.rule.groups_per_step
+        self._mailbox.reply(request.client, request.request_id, {"warning": self._filtered()} if is_starving else {})
 
-    def holds(self, group_id: int, attempt: int) -> bool:
-        """Whether this attempt of the group is stored or planned."""
-        stored = self._stored.get(group_id)
-        return stored is not None and stored.summary.attempt == attempt
+    def note_filtered(self) -> None:
+        """A group was dropped by a filter: say so where none is kept for long, and give up where that has no end."""
+        if self._is_filtered_away():
+            self._fail_all(ReplayBufferError(self._filtered()))
+            return
+        num_steps, rest = divmod(self._ledger.account.filtered_in_a_row, self._ledger.rule.groups_per_step)
+        if rest == 0 and num_steps >= _FIRST_WARNING_STEPS and num_steps.bit_count() == 1:
+            logger.warning(self._filtered())
+            for request in self._pending.all():
+                self._pending.remove(request.client, request.request_id)
+                self._mailbox.reply(request.client, request.request_id, {"warning": self._filtered()})
 
-    def attempt(self, group_id: int) -> int:
-        """Which attempt of a group is stored.
+    def _is_filtered_away(self) -> bool:
+        ledger = self._ledger
+        is_short = ledger.num_stored < ledger.rule.groups_per_step
+        return is_short and 0 < self._max_filtered <= ledger.account.filtered_in_a_row
 
-        Raises:
-            UnknownGroup: none is.
-        """
-        if group_id not in self._stored:
-            raise UnknownGroup(
-                f"no trajectories of group {group_id} are stored; fetch what a plan names, before commit"
-            )
-        return self._stored[group_id].summary.attempt
+    def _filtered(self) -> str:
+        number = self._ledger.account.filtered_in_a_row
+        return (
+            f"{self._stored()}, and buffer.filters dropped the last {number} that were finished; {self._dropped()}. "
+            "Look at the rewards, take other prompts or filters, or raise buffer.max_filtered_steps"
+        )
 
-    def rank(self, summary: GroupSummary, deadline: int) -> float:
-        """What the selection order says of a group.
+    def _stored(self) -> str:
+        ledger = self._ledger
+        return f"{ledger.num_stored} of the {ledger.rule.groups_per_step} groups of batch {ledger.next_plan} are stored"
 
-        Raises:
-            ReplayBufferError: it is an order of the user's own, and says nothing that can be compared.
-        """
-        return self._ready.rank(summary, deadline)
+    def _dropped(self) -> str:
+        dropped = self._ledger.account.groups_dropped
+        return "dropped in all: " + ", ".join(f"{number} for {reason}" for reason, number in dropped.items())
 
-    def add(self, summary: GroupSummary, deadline: int, rank: float) -> None:
-        """Store a group."""
-        self._stored[summary.group_id] = _Stored(summary=summary, deadline=deadline)
-        self._ready.add(summary.group_id, deadline, rank)
+    def fail_without_room(self) -> None:
+        """Nothing runs, nothing is under way, no lease fits, and a batch is not complete: nobody would ever wake it."""
+        ledger = self._ledger
+        if (
+            not self._pending
+            or ledger.num_leased
+            or ledger.num_planned
+            or ledger.num_stored >= ledger.rule.groups_per_step
+        ):
+            return
+        if not self._store.has_room_for_group(0):
+            self.fail(self._store.largest_bytes)
 
-    def make(self, version: int, required: list[int]) -> Plan:
-        """Make the batch of ``version``, with at least the ``required`` groups of each deadline."""
-        group_ids = self._ready.take_batch(required, version)
-        plan = Plan(version=version, groups=tuple(self._stored[group_id].summary for group_id in group_ids))
-        self.plans[version] = plan
-        return plan
+    def fail_if_stuck(self, size: int) -> None:
+        """A put does not fit, and no batch is under way that could leave: plans would wait for it for ever."""
+        if self._ledger.num_planned == 0:
+            self.fail(size)
 
-    def take(self, version: int) -> Plan:
-        """Remove the batch of ``version``, which the learner consumes now.
+    def fail(self, size: int) -> None:
+        """Tell everybody who waits for a batch that it does not fit."""
+        ledger = self._ledger
+        error = StoreFull(
+            f"buffer.max_stored_bytes={self._store.max_bytes} cannot hold a batch: {ledger.num_stored} groups fill "
+            f"it, {ledger.rule.groups_per_step} are needed, the next has {size} bytes; raise it"
+        )
+        self._fail_all(error)
 
-        Raises:
-            StalenessError: a group of it breaks the bound. It must never fire.
-        """
-        plan = self.plans[version]
-        for summary in plan.groups:
-            lag, deadline = version - summary.oldest_version, self._stored[summary.group_id].deadline
-            if lag > self._rule.max_lag or version > deadline:
-                raise StalenessError(
-                    f"group {summary.group_id} with deadline {deadline} would be consumed at version {version} with a "
-                    f"token of version {summary.oldest_version}: lag {lag}, bound {self._rule.max_lag}"
-                )
-        for summary in plan.groups:
-            del self._stored[summary.group_id]
-        return self.plans.pop(version)
+    def _fail_all(self, error: AsyncRLError) -> None:
+        for request in self._pending.all():
+            self._pending.remove(request.client, request.request_id)
+            self._mailbox.fail(request.client, request.request_id, error)
 
-    def describe(self, version: int) -> list[dict[str, Any]]:
-        """What is known of every group, for people; its lag is what it would be at ``version``."""
-        planned = {summary.group_id for plan in self.plans.values() for summary in plan.groups}
-        return [
-            {
-                "group_id": group_id,
-                "state": "planned" if group_id in planned else "stored",
-                "attempt": stored.summary.attempt,
-                "deadline": stored.deadline,
-                "lag": version - stored.summary.oldest_version,
-                "mean_reward": sum(stored.summary.rewards) / max(1, len(stored.summary.rewards)),
-                "mean_length": sum(stored.summary.response_lengths) / max(1, len(stored.summary.response_lengths)),
-            }
-            for group_id, stored in self._stored.items()
-        ]
-
-    def snapshot(self) -> dict[str, Any]:
-        """Everything, as plain values; groups that no plan holds in the order they were stored."""
-        planned = [summary.group_id for plan in self.plans.values() for summary in plan.groups]
-        group_ids = self._ready.in_order() + planned
-        return {
-            "stored": [[asdict(self._stored[g].summary), self._stored[g].deadline] for g in group_ids],
-            "plans": [[plan.version, [summary.group_id for summary in plan.groups]] for plan in self.plans.values()],
-        }
-
-    def restore(self, values: Mapping[str, Any]) -> None:
-        """Take the state of a snapshot into this empty object."""
-        planned = {group_id for _, group_ids in values["plans"] for group_id in group_ids}
-        for fields, deadline in values["stored"]:
-            summary = summary_from(fields)
-            self._stored[summary.group_id] = _Stored(summary=summary, deadline=deadline)
-            if summary.group_id not in planned:
-                self._ready.add(summary.group_id, deadline, self._ready.rank(summary, deadline))
-        for version, group_ids in values["plans"]:
-            groups = tuple(self._stored[group_id].summary for group_id in group_ids)
-            self.plans[version] = Plan(version=version, groups=groups)
-
-
-def summary_from(fields: Mapping[str, Any]) -> GroupSummary:
-    """A summary from the plain values of a snapshot."""
-    sequences = {name: tuple(fields[name]) for name in ("response_lengths", "rewards")}
-    return GroupSummary(**{**fields, **sequences})
+    def _fetch(self, client: bytes, message: Message) -> None:
+        """Payloads, or where they are: the store servers, and the attempts to ask them for."""
+        group_ids = integers(message.fields, "groups")
+        if len(set(group_ids)) != len(group_ids):
+            raise WireError("a fetch names each group once")
+        if self._store_addresses:
+            attempts = [self._ledger.stored_attempt(group_id) for group_id in group_ids]
+            fields = {"stores": self._store_addresses, "attempts": attempts}
+            self._mailbox.reply(client, message.request_id, fields)
+            return
+        parts = [self._store.payloads.get(group_id) for group_id in group_ids]
+        payload: list[Any] = [frame for frames in parts for frame in frames]
+        self._unread.add(client, message.request_id, size_of(payload), read=integer(message.fields, "read"))
+        self._mailbox.reply(client, message.request_id, {"counts": [len(frames) for frames in parts]}, payload)

@@ -11,7 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,10 +27,10 @@ from asyncrl.protocol.errors import (
 from asyncrl.protocol.trajectory import TrajectoryGroup
 from asyncrl.protocol.types import BufferStats, Lease, Plan, Prompt
 
+from .client_socket import ClientSocket
 from .encoding import group_frames, group_of, prompt_frames, prompt_of
-from .keys import ClientKeys, client_keys
+from .keys import BufferRole, ClientKeys, client_keys
 from .messages import REVOKED, SPACE, Message, integer, integers
-from .sockets import ClientSocket
 from .stores import size_frame
 from .summaries import stats_of, summary_fields, summary_of
 
@@ -52,12 +52,20 @@ class BufferClient:
         request_timeout_s: Deadline of each request; the server answers held ones within half of its own.
         window: Puts on their way at once; further ones wait for an acknowledgement.
         keys: CURVE keys, where the server has them.
+        epoch: The run that this client belongs to; empty takes the one that the server names first.
     """
 
     def __init__(
-        self, address: str, *, request_timeout_s: float = 30.0, window: int = 32, keys: ClientKeys | None = None
+        self,
+        address: str,
+        *,
+        request_timeout_s: float = 30.0,
+        window: int = 32,
+        keys: ClientKeys | None = None,
+        epoch: str = "",
     ) -> None:
         self.address = address
+        self._epoch = epoch
         self._timeout_s = request_timeout_s
         self._keys = keys
         self._window = asyncio.Semaphore(window)
@@ -86,7 +94,7 @@ class BufferClient:
     async def lease(self, engine_version: int, max_groups: int) -> list[Lease]:
         """See `RolloutBuffer.lease`. Cancelling it gives back whatever is granted meanwhile.
 
-        A worker whose engine advances while it waits says so by `advance`, or cancels and asks again.
+        A worker whose engine advances while it waits cancels the call and asks again at the new version.
         """
         link = self._connect()
         if not self._beat_s:
@@ -110,10 +118,6 @@ class BufferClient:
                 self._prefixes[group_id, attempt] = group_of([next(frames) for _ in range(num_prefix_frames)])
         return leases
 
-    async def advance(self, engine_version: int) -> None:
-        """Say that this client's engine serves ``engine_version`` now: its calls of `lease` that wait go by it."""
-        await self._connect().request("advance", {"engine_version": engine_version})
-
     def take_progress(self, lease: Lease) -> TrajectoryGroup | None:
         """See `RolloutBuffer.take_progress`."""
         return self._prefixes.pop((lease.prompt.group_id, lease.attempt), None)
@@ -123,6 +127,7 @@ class BufferClient:
         key, summary = (lease.prompt.group_id, lease.attempt), group.summary
         fields = {"group_id": key[0], "attempt": key[1], "continued": key not in self._prefixes}
         fields |= {"num_tokens": summary.num_tokens, "oldest_version": summary.oldest_version}
+        fields["newest_version"] = summary.newest_version
         await self._connect().request("save", fields, group_frames(group))
         self._prefixes.pop(key, None)
 
@@ -283,7 +288,9 @@ class BufferClient:
         return self._link
 
     def _link_to(self, address: str) -> ClientSocket:
-        return ClientSocket(address, timeout_s=self._timeout_s, keys=self._keys, on_push=self._on_push)
+        return ClientSocket(
+            address, timeout_s=self._timeout_s, keys=self._keys, on_push=self._on_push, epoch=self._epoch
+        )
 
     def _closed_error(self) -> ReplayBufferError:
         return ReplayBufferError(f"the client of the buffer at {self.address} is closed")
@@ -382,14 +389,17 @@ class SyncBufferClient:
         address: Where the server listens.
         request_timeout_s: Deadline of each request.
         keys: CURVE keys, where the server has them.
+        epoch: The run that this client belongs to; empty takes the one that the server names first.
 
     Raises:
         ValueError: the address is malformed.
     """
 
-    def __init__(self, address: str, *, request_timeout_s: float = 30.0, keys: ClientKeys | None = None) -> None:
+    def __init__(
+        self, address: str, *, request_timeout_s: float = 30.0, keys: ClientKeys | None = None, epoch: str = ""
+    ) -> None:
         self.address = address
-        self._client = BufferClient(address, request_timeout_s=request_timeout_s, keys=keys)
+        self._client = BufferClient(address, request_timeout_s=request_timeout_s, keys=keys, epoch=epoch)
         self._process = os.getpid()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name=f"buffer client {address}", daemon=True)
@@ -445,20 +455,32 @@ class BufferConnection:
     Attributes:
         address: The server's. Example: ``tcp://127.0.0.1:5555``.
         request_timeout_s: Deadline of a client's call.
-        keys: Directory that holds ``client.json``; empty where the server has no keys.
+        keys: Directory that holds the key of ``role``; empty where the server has no keys.
+        role: What the clients are.
+        epoch: The run that they belong to; empty takes the one that the server names first.
     """
 
     address: str
     request_timeout_s: float = 30.0
     keys: str = ""
+    role: BufferRole = BufferRole.controller
+    epoch: str = ""
+
+    def for_role(self, role: BufferRole) -> "BufferConnection":
+        """The same connection for another role."""
+        return replace(self, role=role)
 
     def client(self) -> BufferClient:
         """A client of the running event loop. Raises ValueError if the keys are missing, or readable by others."""
-        return BufferClient(self.address, request_timeout_s=self.request_timeout_s, keys=self._read_keys())
+        return BufferClient(
+            self.address, request_timeout_s=self.request_timeout_s, keys=self._read_keys(), epoch=self.epoch
+        )
 
     def sync_client(self) -> SyncBufferClient:
         """A client that blocks. Raises ValueError if the keys are missing, or readable by others."""
-        return SyncBufferClient(self.address, request_timeout_s=self.request_timeout_s, keys=self._read_keys())
+        return SyncBufferClient(
+            self.address, request_timeout_s=self.request_timeout_s, keys=self._read_keys(), epoch=self.epoch
+        )
 
     def _read_keys(self) -> ClientKeys | None:
-        return client_keys(Path(self.keys)) if self.keys else None
+        return client_keys(Path(self.keys), self.role) if self.keys else None

@@ -3,8 +3,7 @@
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from .filters import find_filters
-from .orders import find_order
+from .selection import find_filters, find_order
 
 
 class OnStale(StrEnum):
@@ -55,8 +54,11 @@ class BufferConfig:
         keys: Directory of the run's CURVE keys, made there at the start where there are none; without them nothing but
             loopback is bound. Example: ``outputs/keys``. See `buffer.keys`.
         first_version: Learner version that the ledger begins at; the run sets it where it resumes a checkpoint.
+        epoch: Names the run. Every message carries it, and a message of another run is refused. Empty takes the epoch
+            of an earlier server in ``directory``, or a new one.
         host: Interface the server binds.
-        port: 0 takes a free port.
+        port: Where requests go; 0 takes a free port.
+        bulk_port: Where large payloads go; 0 takes a free port.
     """
 
     max_lag: int = 2
@@ -77,8 +79,10 @@ class BufferConfig:
     num_store_servers: int = 0
     keys: str = ""
     first_version: int = 0
+    epoch: str = ""
     host: str = "127.0.0.1"
     port: int = 0
+    bulk_port: int = 0
 
     def __post_init__(self) -> None:
         if self.max_lag < 0:
@@ -100,5 +104,6 @@ class BufferConfig:
             raise ValueError(f"buffer.num_store_servers must be >= 0, got {self.num_store_servers}; 0 needs no others")
         find_order(self.order)
         find_filters(self.filters)
-        if not 0 <= self.port < 65536:
-            raise ValueError(f"buffer.port must be in 0..65535, got {self.port}; 0 takes a free port")
+        for name in ("port", "bulk_port"):
+            if not 0 <= getattr(self, name) < 65536:
+                raise ValueError(f"buffer.{name} must be in 0..65535, got {getattr(self, name)}; 0 takes a free port")

@@ -11,6 +11,7 @@ from typing import Any
 from asyncrl.protocol.errors import AsyncRLError
 
 from .client import BufferConnection
+from .keys import BufferRole
 
 
 async def read(connection: BufferConnection) -> dict[str, Any]:
@@ -77,7 +78,9 @@ def main() -> None:
     parser.add_argument("--keys", default="", help="directory of the run's CURVE keys")
     parser.add_argument("--timeout-s", type=float, default=5.0, help="how long to wait for the server")
     args = parser.parse_args()
-    connection = BufferConnection(address=args.address, request_timeout_s=args.timeout_s, keys=args.keys)
+    connection = BufferConnection(
+        address=args.address, request_timeout_s=args.timeout_s, keys=args.keys, role=BufferRole.inspector
+    )
     try:
         report = asyncio.run(read(connection))
     except (AsyncRLError, ValueError) as error:

@@ -1,28 +1,60 @@
-"""What must survive the server: the ledger's last snapshot, the operations since, prompts and payloads, in SQLite.
+"""What must survive the server: the ledger's last snapshot, the commands since with their outcomes, and frames.
 
-WAL mode with ``synchronous = NORMAL``: a committed transaction survives the death of the process at any point; a power
-failure may lose the last ones, and leaves the file consistent. An operation is written before it is applied, so that
-nothing is acknowledged that is not stored.
+An SQLite file in WAL mode with ``synchronous = NORMAL``: a committed transaction survives the death of the process at
+any point; a power failure may lose the last ones, and leaves the file consistent. A command is written before it takes
+effect, so that nothing is acknowledged that is not stored.
 """
 
 import sqlite3
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from inspect import isclass
 from pathlib import Path
 from typing import Any
 
 import msgpack
 
 from asyncrl.protocol.errors import ReplayBufferError
+from asyncrl.protocol.types import GroupSummary
 
-FORMAT = 2
+from . import commands
+from .commands import Command, Frames, Outcome, PutOutcome, PutResult
+from .groups import record_from, values_of
+
+FORMAT = 3
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value BLOB) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS operations (number INTEGER PRIMARY KEY AUTOINCREMENT, body BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS commands (number INTEGER PRIMARY KEY AUTOINCREMENT, body BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS frames (kind TEXT, group_id INTEGER, body BLOB NOT NULL, PRIMARY KEY (kind, group_id));
 """
 
-Frames = Sequence[Any]
+_EXT_RECORD = 1
+_RECORDS = {
+    name: kind for name, kind in vars(commands).items() if isclass(kind) and hasattr(kind, "__dataclass_fields__")
+}
+_RECORDS["GroupSummary"] = GroupSummary
+
+
+def pack(value: Any) -> Any:
+    """Plain values and the records of `buffer.commands` as bytes."""
+    return msgpack.packb(value, default=_to_ext)
+
+
+def _to_ext(record: Any) -> msgpack.ExtType:
+    return msgpack.ExtType(_EXT_RECORD, pack([type(record).__name__, *values_of(record)]))
+
+
+def unpack(data: bytes) -> Any:
+    """What `pack` was given; lists come back as tuples."""
+    return msgpack.unpackb(data, strict_map_key=False, use_list=False, ext_hook=_from_ext)
+
+
+def _from_ext(code: int, data: bytes) -> Any:
+    name, *values = unpack(data)
+    kind = _RECORDS[name]
+    if kind is PutOutcome:
+        values[0] = PutResult(values[0])
+    return record_from(kind, values)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,12 +63,12 @@ class Recovered:
 
     Attributes:
         snapshot: The ledger's last snapshot; None in a new journal.
-        operations: Name and arguments of what was done since, in order.
+        commands: What was done since, in order, with its outcome.
         frames: Kind (``prompt``, ``payload``, ``progress``) to group id to frames.
     """
 
     snapshot: Mapping[str, Any] | None
-    operations: Sequence[tuple[str, Sequence[Any]]]
+    commands: Sequence[tuple[Command[Any], Outcome]]
     frames: Mapping[str, Mapping[int, Frames]] = field(default_factory=dict)
 
 
@@ -93,49 +125,69 @@ class Journal:
     def _write(self, name: str, value: Any) -> None:
         self._database.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", [name, msgpack.packb(value)])
 
+    def claim(self, owner: Mapping[str, Any]) -> None:
+        """Write down in a new journal whose it is; refuse one of another run or of other options.
+
+        Args:
+            owner: Name to plain value. Example: ``{"run": "4f1c", "max_lag": 2}``.
+
+        Raises:
+            ValueError: the journal has another value; the message names it.
+        """
+        found = self.read("owner")
+        if found is None:
+            self.write("owner", dict(owner))
+            return
+        for name, expected in owner.items():
+            if found.get(name) != expected:
+                raise ValueError(
+                    f"{self._path} was written with {name}={found.get(name)!r}, this server has {expected!r}; start it "
+                    "with what the journal was written under, or give a new run another buffer.directory"
+                )
+
     def recover(self) -> Recovered:
         """Everything the file holds."""
-        rows = self._database.execute("SELECT body FROM operations ORDER BY number")
-        operations = [tuple(msgpack.unpackb(body, strict_map_key=False)) for (body,) in rows]
+        rows = self._database.execute("SELECT body FROM commands ORDER BY number")
+        done = [unpack(body) for (body,) in rows]
         frames: dict[str, dict[int, Frames]] = {}
         for kind, group_id, body in self._database.execute("SELECT kind, group_id, body FROM frames"):
             frames.setdefault(kind, {})[group_id] = msgpack.unpackb(body)
-        return Recovered(snapshot=self.read("snapshot"), operations=operations, frames=frames)
+        return Recovered(snapshot=self.read("snapshot"), commands=done, frames=frames)
 
-    def record(
-        self, name: str, arguments: Sequence[Any], frames: Mapping[tuple[str, int], Frames] | None = None
-    ) -> None:
-        """Write one operation and the frames that belong to it, in one transaction.
+    def record(self, command: Command[Any], outcome: Outcome, frames: Mapping[tuple[str, int], Frames]) -> None:
+        """Write one command, its outcome and the frames that belong to it, in one transaction.
 
         Raises:
             ReplayBufferError: the disk is full; nothing of it is written.
         """
         with self._transaction():
-            for (kind, group_id), parts in (frames or {}).items():
-                body = msgpack.packb([bytes(part) for part in parts])
-                self._database.execute("INSERT OR REPLACE INTO frames VALUES (?, ?, ?)", [kind, group_id, body])
-            self._database.execute("INSERT INTO operations (body) VALUES (?)", [msgpack.packb([name, arguments])])
+            for (kind, group_id), parts in frames.items():
+                self._keep(kind, group_id, parts)
+            self._database.execute("INSERT INTO commands (body) VALUES (?)", [pack((command, outcome))])
 
     def compact(self, snapshot: Mapping[str, Any], *, forget: Iterable[int]) -> None:
-        """Put a snapshot in the place of all operations, and drop the frames of finished groups.
+        """Put a snapshot in the place of all commands, and drop the frames of finished groups.
 
         Raises:
-            ReplayBufferError: the disk is full; the operations stand as they were.
+            ReplayBufferError: the disk is full; the commands stand as they were.
         """
         with self._transaction():
             self._write("snapshot", snapshot)
-            self._database.execute("DELETE FROM operations")
+            self._database.execute("DELETE FROM commands")
             self._database.executemany("DELETE FROM frames WHERE group_id = ?", [[group_id] for group_id in forget])
 
     def keep(self, kind: str, key: int, parts: Frames) -> None:
-        """Write frames that belong to no operation.
+        """Write frames that belong to no command.
 
         Raises:
             ReplayBufferError: the disk is full; nothing is written.
         """
         with self._transaction():
-            body = msgpack.packb([bytes(part) for part in parts])
-            self._database.execute("INSERT OR REPLACE INTO frames VALUES (?, ?, ?)", [kind, key, body])
+            self._keep(kind, key, parts)
+
+    def _keep(self, kind: str, key: int, parts: Frames) -> None:
+        body = msgpack.packb([bytes(part) for part in parts])
+        self._database.execute("INSERT OR REPLACE INTO frames VALUES (?, ?, ?)", [kind, key, body])
 
     def discard(self, kind: str, key: int) -> None:
         """Drop frames."""

@@ -1,25 +1,62 @@
-"""CURVE keys of a run: made once, when it starts, readable by their owner only, checked whenever a client connects.
+"""CURVE keys of a run, one per role: made when the run starts, readable by their owner only.
 
-A directory holds ``server.json`` and ``client.json``. Copy ``client.json`` to the hosts whose workers and learner ranks
-are to reach the buffer; whoever holds another key is refused.
+A directory holds ``server.json`` and one file per role: ``rollout.json``, ``learner.json``, ``controller.json``,
+``inspector.json`` and ``ledger.json``. Copy to each host only the files of the roles that run there. Whoever holds
+another key is refused, and a role is refused what is not its work.
 """
 
 import json
 from dataclasses import asdict, dataclass
+from enum import StrEnum
 from pathlib import Path
+from typing import Any
 
 import zmq
+
+from .messages import CONNECT
 
 _LOOPBACK = ("127.", "localhost", "::1", "[::1]")
 
 
+class BufferRole(StrEnum):
+    """What a client of the buffer is; each has a key of its own."""
+
+    rollout = "rollout"
+    learner = "learner"
+    controller = "controller"
+    inspector = "inspector"
+    ledger = "ledger"
+
+
+_COMMON = frozenset({CONNECT, "hello", "stats"})
+_ALLOWED = {
+    BufferRole.rollout: _COMMON
+    | {"lease", "cancel", "renew", "beat", "leave", "reserve", "put", "put_payload", "save", "release"},
+    BufferRole.learner: _COMMON | {"fetch"},
+    BufferRole.controller: _COMMON | {"enqueue", "plan", "commit", "fetch", "inspect"},
+    BufferRole.inspector: _COMMON | {"inspect"},
+    BufferRole.ledger: _COMMON | {"remove"},
+}
+
+
+def may(role: str, operation: str) -> bool:
+    """Whether a role's key allows an operation."""
+    return operation in _ALLOWED[BufferRole(role)]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerKeys:
-    """What a server needs: its own key pair, and the public key it lets in. Z85 text."""
+    """What a server needs. Z85 text.
+
+    Attributes:
+        public: Its own public key.
+        secret: Its own secret key.
+        role_publics: BufferRole to the public key that it lets in.
+    """
 
     public: str
     secret: str
-    client_public: str
+    role_publics: dict[str, str]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,22 +75,30 @@ def make_keys(directory: Path) -> None:
         ValueError: there are keys already.
     """
     directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-    server, client = ([half.decode() for half in zmq.curve_keypair()] for _ in range(2))
-    values = {
-        "server.json": ServerKeys(public=server[0], secret=server[1], client_public=client[0]),
-        "client.json": ClientKeys(public=client[0], secret=client[1], server_public=server[0]),
-    }
-    for name, keys in values.items():
+    server_public, server_secret = _pair()
+    publics: dict[str, str] = {}
+    files: dict[str, dict[str, Any]] = {}
+    for role in BufferRole:
+        publics[role.value], secret = _pair()
+        keys = ClientKeys(public=publics[role.value], secret=secret, server_public=server_public)
+        files[f"{role.value}.json"] = asdict(keys)
+    files["server.json"] = asdict(ServerKeys(public=server_public, secret=server_secret, role_publics=publics))
+    for name, values in files.items():
         path = directory / name
         if path.exists():
             raise ValueError(f"{path} exists; keys are made once for each run, name a new directory")
         path.touch(mode=0o600)
-        path.write_text(json.dumps(asdict(keys)))
+        path.write_text(json.dumps(values))
+
+
+def _pair() -> tuple[str, str]:
+    public, secret = zmq.curve_keypair()
+    return public.decode(), secret.decode()
 
 
 def ensure_keys(directory: Path) -> None:
-    """Make the key pairs of a run unless the directory holds them already, for a server that is started again."""
-    if not any((directory / name).exists() for name in ("server.json", "client.json")):
+    """Make the key pairs of a run unless the directory holds some already, for a server that is started again."""
+    if not any((directory / f"{name}.json").exists() for name in ("server", *BufferRole)):
         make_keys(directory)
 
 
@@ -62,12 +107,12 @@ def server_keys(directory: Path) -> ServerKeys:
     return ServerKeys(**_read(directory / "server.json"))
 
 
-def client_keys(directory: Path) -> ClientKeys:
-    """Read a client's keys. Raises ValueError if they are missing, or readable by others."""
-    return ClientKeys(**_read(directory / "client.json"))
+def client_keys(directory: Path, role: BufferRole) -> ClientKeys:
+    """Read the keys of a role. Raises ValueError if they are missing, or readable by others."""
+    return ClientKeys(**_read(directory / f"{role}.json"))
 
 
-def _read(path: Path) -> dict[str, str]:
+def _read(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(f"no CURVE keys at {path}; make them with buffer.keys.make_keys({str(path.parent)!r})")
     if path.stat().st_mode & 0o077:

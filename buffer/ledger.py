@@ -1,23 +1,60 @@
 """The ledger: where every prompt group is, as a pure state machine. No socket, no clock of its own, no payload.
 
 ``queued → leased → stored → planned → consumed``, with exits ``dropped(reason)`` and a way back to the head of the
-queue under the next attempt. Whoever drives it passes the time in, calls `expire` at `next_expiry`, and sends the
-`Revocation`s that `drain_revocations` returns. What it knows is in `LedgerState`.
+queue under the next attempt. `Ledger.apply` takes a command and the time, decides, and does what it decided. Whoever
+drives it applies `Expire` at `next_expiry`, and sends the `Revocation`s that `drain_revocations` returns.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from asyncrl.protocol.errors import LeaseExpired, ReplayBufferError, UnknownGroup, VersionTooOld
+from asyncrl.protocol.errors import (
+    LeaseExpired,
+    NotLeaseOwner,
+    ReplayBufferError,
+    StalenessError,
+    UnknownGroup,
+    VersionTooNew,
+    VersionTooOld,
+)
 from asyncrl.protocol.types import BufferStats, GroupSummary, Plan
 
-from .account import DISCARDED_PREFIX, STALE_PREFIX
+from .account import Account
+from .commands import (
+    NO_FRAMES,
+    Command,
+    CommandLog,
+    Commit,
+    Committed,
+    Enqueue,
+    Expire,
+    Frames,
+    Granted,
+    GrantedLease,
+    LeaseGroups,
+    Outcome,
+    PlanBatch,
+    Planned,
+    Put,
+    PutOutcome,
+    PutResult,
+    Queued,
+    Release,
+    Released,
+    Renew,
+    Renewed,
+    Result,
+    Revocation,
+    Saved,
+    SavePrefix,
+    TakeBack,
+    TakenBack,
+)
 from .config import OnStale
-from .filters import dropped_by, find_filters
-from .leases import Progress, PutResult, Revocation, RunningLease
+from .groups import Group, GroupState
 from .ledger_state import LedgerState
-from .orders import find_order
-from .staleness import StalenessRule
+from .rule import StalenessRule
+from .selection import choose_batch, dropped_by, find_filters, find_order, rank_of
 
 
 class Ledger:
@@ -26,10 +63,14 @@ class Ledger:
     Args:
         rule: The staleness bound.
         on_stale: What happens to a running group that a plan would have to wait for.
-        order: Which stored groups a batch prefers; a name from `buffer.orders`, or ``module:function``.
+        order: Which stored groups a batch prefers; a name from `buffer.selection`, or ``module:function``.
         lease_s: A lease not renewed for this long is taken back.
-        filters: Names from `buffer.filters`, or ``module:function``; a finished group that one drops is never stored.
+        filters: Names from `buffer.selection`, or ``module:function``; a group that one drops is never stored.
         first_version: Learner version to begin at.
+
+    Attributes:
+        options: What a journal must have been written under to be taken up.
+        log: Gets every command that changes something; None writes nothing.
     """
 
     def __init__(
@@ -43,268 +84,348 @@ class Ledger:
         first_version: int = 0,
     ) -> None:
         self.rule = rule
-        self.state = LedgerState(rule, find_order(order), first_version=first_version)
+        self.log: CommandLog | None = None
+        self.options = {
+            "max_lag": rule.max_lag,
+            "groups_per_step": rule.groups_per_step,
+            "order": order,
+            "filters": list(filters),
+        }
+        self._state = LedgerState(first_version=first_version)
+        self._groups, self._history = self._state.groups, self._state.history
+        self._prefer = find_order(order)
         self._on_stale = on_stale
         self._lease_s = lease_s
         self._filters = find_filters(filters)
-        self._revocations: list[Revocation] = []
-        self._finished: list[int] = []
+
+    def apply(
+        self, command: Command[Result], now: float = 0.0, *, frames: Mapping[tuple[str, int], Frames] = NO_FRAMES
+    ) -> Result:
+        """Decide a command, write it down, and do what was decided.
+
+        Args:
+            command: What is asked.
+            now: The time, in seconds on any clock that leases are measured by.
+            frames: What is written with the command, by kind and group id.
+
+        Returns:
+            The outcome, of the type that belongs to the command.
+
+        Raises:
+            ReplayBufferError: the command is refused; nothing has changed, unless it was a put: its tokens are
+                counted (`LeaseExpired`, `VersionTooOld`).
+        """
+        outcome: Any = _DECIDE[type(command)](self, command, now)
+        if self.log is not None and self._has_effect(outcome):
+            self.log.record(command, outcome, frames)
+        self._state.enact(command, outcome)
+        if type(command) is Put and outcome.refusal:
+            raise (VersionTooOld if outcome.result is PutResult.too_old else LeaseExpired)(outcome.refusal)
+        return outcome
+
+    def _has_effect(self, outcome: Outcome) -> bool:
+        match outcome:
+            case Renewed():
+                return False
+            case Granted():
+                return bool(outcome.leases)
+            case Planned():
+                return bool(outcome.group_ids) and outcome.version not in self._groups.plans
+            case Released():
+                return outcome.was_running or outcome.was_owed
+            case Queued() | TakenBack() | Committed():
+                return bool(outcome.group_ids)
+            case _:
+                return True
+
+    # What is known
+
+    @property
+    def learner_version(self) -> int:
+        """v, steps committed."""
+        return self._state.learner_version
+
+    @property
+    def account(self) -> Account:
+        """Where every token went."""
+        return self._state.account
+
+    @property
+    def num_queued(self) -> int:
+        """Groups that wait for admission."""
+        return self._groups.num_queued
+
+    @property
+    def num_leased(self) -> int:
+        """Groups that are being generated."""
+        return self._groups.num_leased
+
+    @property
+    def num_stored(self) -> int:
+        """Groups that wait for a plan."""
+        return self._groups.num_stored
+
+    @property
+    def num_planned(self) -> int:
+        """Groups that wait for the commit of their step."""
+        return self._groups.num_planned
+
+    @property
+    def next_plan(self) -> int:
+        """w, the version to be planned next."""
+        return self.learner_version + len(self._groups.plans)
+
+    @property
+    def num_held(self) -> int:
+        """Records held in memory, of unfinished groups and of the past; it does not grow with a run's length."""
+        return len(self._groups) + len(self._history)
 
     def holds(self, group_id: int, attempt: int) -> bool:
         """Whether this attempt is the one being generated."""
-        return self.state.leases.held(group_id, attempt) is not None
+        return self._groups.running(group_id, attempt) is not None
+
+    def admits(self, engine_version: int) -> bool:
+        """Whether a group may begin now on an engine that serves ``engine_version``."""
+        return self.rule.admits(self._groups.open_by_deadline, version=self.next_plan, engine_version=engine_version)
+
+    def leases(self) -> list[Group]:
+        """The groups that are leased, in the order they began."""
+        return self._groups.of_state(GroupState.leased)
+
+    def leases_of(self, owner: bytes) -> list[Group]:
+        """The groups that an owner holds leases on."""
+        return self._groups.of_owner(owner)
+
+    def stored_attempt(self, group_id: int) -> int:
+        """Which attempt of a group is stored.
+
+        Raises:
+            UnknownGroup: none is.
+        """
+        return self._groups.stored(group_id).result.attempt
+
+    def is_stored(self, group_id: int) -> bool:
+        """Whether the trajectories of a group are stored or planned."""
+        group = self._groups.get(group_id)
+        return group is not None and group.summary is not None
+
+    def is_unfinished(self, group_id: int) -> bool:
+        """Whether a group is queued, leased, stored or planned."""
+        return group_id in self._groups
+
+    def has_prefix(self, group_id: int) -> bool:
+        """Whether something is saved of a group that is queued or leased."""
+        group = self._groups.get(group_id)
+        return group is not None and group.progress is not None
+
+    def knows(self, group_id: int) -> bool:
+        """Whether a group was ever queued."""
+        return group_id in self._groups or group_id in self._history.finished
+
+    def finished(self) -> list[tuple[int, int]]:
+        """Ids of the groups that are consumed or dropped, as ranges [start, end)."""
+        return self._history.finished.ranges()
+
+    def batch(self, version: int) -> Plan:
+        """The batch that was planned for ``version``."""
+        group_ids = self._groups.plans[version]
+        return Plan(version=version, groups=tuple(self._groups.stored(group_id).result for group_id in group_ids))
+
+    def next_expiry(self) -> float | None:
+        """When `Expire` is to be applied next, on the clock of ``now``; None while no lease runs."""
+        group = self._groups.next_expiry()
+        return None if group is None else group.expires_at
 
     def stats(self, *, stored_bytes: int = 0, held_bytes: int = 0, leases_waiting: int = 0) -> BufferStats:
-        """The ledger now."""
-        return self.state.stats(stored_bytes=stored_bytes, held_bytes=held_bytes, leases_waiting=leases_waiting)
+        """The totals, with what the server adds."""
+        return self._state.stats(stored_bytes=stored_bytes, held_bytes=held_bytes, leases_waiting=leases_waiting)
+
+    def describe(self, now: float) -> list[dict[str, Any]]:
+        """What is known of every group that is leased, stored or planned, for people."""
+        return self._state.describe(now)
+
+    def drain_revocations(self) -> list[Revocation]:
+        """Leases taken away since the last call."""
+        return self._state.drain_revocations()
+
+    def drain_finished(self) -> list[int]:
+        """Groups consumed or dropped since the last call; nobody needs their prompts and trajectories."""
+        return self._state.drain_finished()
+
+    # After a restart
 
     def snapshot(self) -> dict[str, Any]:
         """The whole ledger as plain values, for `restore`."""
-        return self.state.snapshot()
+        return self._state.snapshot()
 
     def restore(self, values: Mapping[str, Any]) -> None:
-        """Take the state of a snapshot into this new ledger.
+        """Take up a snapshot into this new ledger.
 
         Raises:
-            ValueError: the snapshot has another format, or another bound or batch size than this ledger.
+            ValueError: the snapshot has another format.
         """
-        self.state.restore(values)
+        self._state.restore(values)
+
+    def replay(self, command: Command[Any], outcome: Any) -> None:
+        """Do what was decided when the command was applied; nothing is decided anew."""
+        self._state.enact(command, outcome)
+
+    def renew_all(self, now: float) -> None:
+        """Let every running lease start afresh: after a time in which nobody could renew."""
+        self._state.renew_all(now + self._lease_s)
 
     # Admission
 
-    def enqueue(self, group_ids: Iterable[int]) -> list[int]:
-        """Queue prompts; returns those that were new, so that a prompt sent twice is queued once."""
-        new = [group_id for group_id in group_ids if self.state.attempts.begin(group_id)]
-        self.state.queue.extend(new)
-        return new
-
-    def lease(
-        self, engine_version: int, max_groups: int, *, owner: bytes = b"", request_id: int = 0, now: float
-    ) -> list[RunningLease]:
-        """Admit up to ``max_groups`` from the head of the queue; empty when none is admitted now.
-
-        Raises:
-            ReplayBufferError: the engine claims a version that no committed step has made.
-        """
-        self.check_engine_version(engine_version)
-        state = self.state
-        granted: list[RunningLease] = []
-        while len(granted) < max_groups and state.queue and state.admits(engine_version):
-            group_id, saved = state.queue.pop()
-            progress = self._continued(saved)
-            oldest = engine_version if progress is None else min(engine_version, progress.oldest_version)
-            lease = RunningLease(
-                group_id=group_id,
-                attempt=state.attempts.lease(group_id),
-                engine_version=oldest,
-                deadline=self.rule.deadline(oldest),
-                owner=owner,
-                expires_at=now + self._lease_s,
-                progress=progress,
-                num_inherited=0 if progress is None else progress.num_tokens,
-                request_id=request_id,
-            )
-            state.leases.add(lease)
-            granted.append(lease)
-        return granted
-
-    def _continued(self, saved: Progress | None) -> Progress | None:
-        """The prefix that the next attempt may continue, if a group as old as its oldest token is still admitted."""
-        if saved is None or self.state.admits(saved.oldest_version):
-            return saved
-        self.state.account.drop_prefix(saved.num_tokens, STALE_PREFIX)
-        return None
+    def _decide_enqueue(self, command: Enqueue, now: float) -> Queued:
+        new = dict.fromkeys(group_id for group_id in command.group_ids if not self.knows(group_id))
+        return Queued(group_ids=tuple(new))
 
     def check_engine_version(self, engine_version: int) -> None:
         """Refuse a version that no committed step has made.
 
         Raises:
-            ReplayBufferError: it is none of 0..learner_version.
+            VersionTooNew: it is none of 0..learner_version.
         """
-        learner_version = self.state.learner_version
-        if not 0 <= engine_version <= learner_version:
-            raise ReplayBufferError(
+        if not 0 <= engine_version <= self.learner_version:
+            raise VersionTooNew(
                 f"an engine asks for a lease at policy version {engine_version}, but the learner has committed "
-                f"{learner_version} steps; an engine serves a version in 0..{learner_version}"
+                f"{self.learner_version} steps; an engine serves a version in 0..{self.learner_version}"
             )
+
+    def _decide_lease(self, command: LeaseGroups, now: float) -> Granted:
+        self.check_engine_version(command.engine_version)
+        rule, version, admits = self.rule, self.next_plan, self.rule.admits
+        due = dict(self._groups.open_by_deadline)
+        leases: list[GrantedLease] = []
+        for group in self._groups.head(command.max_groups):
+            oldest, progress = command.engine_version, group.progress
+            if not admits(due, version=version, engine_version=oldest):
+                break
+            if progress is not None:
+                if admits(due, version=version, engine_version=progress.oldest_version):
+                    oldest = min(oldest, progress.oldest_version)
+                else:
+                    progress = None
+            deadline = rule.deadline(oldest)
+            due[deadline] = due.get(deadline, 0) + 1
+            leases.append(
+                GrantedLease(
+                    group_id=group.group_id,
+                    attempt=group.num_attempts,
+                    engine_version=oldest,
+                    deadline=deadline,
+                    owner=command.owner,
+                    request_id=command.request_id,
+                    expires_at=now + self._lease_s,
+                    progress=progress,
+                )
+            )
+        return Granted(leases=tuple(leases))
 
     # Running leases
 
-    def renew(self, group_id: int, attempt: int, *, now: float) -> bool:
-        """Extend a lease; False when it is no longer held."""
-        lease = self.state.leases.held(group_id, attempt)
-        if lease is not None:
-            self.state.leases.extend(lease, now + self._lease_s)
-        return lease is not None
-
-    def save_progress(self, group_id: int, attempt: int, progress: Progress, *, continued: bool = True) -> None:
-        """Note what a running group has so far; its next attempt may continue it.
-
-        Args:
-            group_id: The group.
-            attempt: Its attempt.
-            progress: All of it, the prefix it began with included.
-            continued: False if its worker did not take that prefix, and began afresh.
+    def _held(self, command: Renew | SavePrefix | Put | Release, group_id: int, attempt: int) -> Group | None:
+        """The group, if this attempt of it runs.
 
         Raises:
-            LeaseExpired: the attempt is no longer the current one.
-            VersionTooOld: the progress holds a token older than its lease.
+            NotLeaseOwner: the command comes from another client than the lease's owner.
         """
-        lease = self.state.leases.held(group_id, attempt)
-        if lease is None:
+        group = self._groups.running(group_id, attempt)
+        if group is None:
+            ended = self._history.of(group_id, attempt)
+            owner = b"" if ended is None else ended.owner
+        else:
+            owner = group.owner
+        if command.owner is not None and owner and command.owner != owner:
+            raise NotLeaseOwner(
+                f"{type(command).__name__} of group {group_id} attempt {attempt} came from client "
+                f"{command.owner.hex()[:8]}, but its lease belongs to {owner.hex()[:8]}; only its owner may report it"
+            )
+        return group
+
+    def _decide_renew(self, command: Renew, now: float) -> Renewed:
+        group = self._held(command, command.group_id, command.attempt)
+        return Renewed(expires_at=None if group is None else now + self._lease_s)
+
+    def _decide_save(self, command: SavePrefix, now: float) -> Saved:
+        group_id, attempt, progress = command.group_id, command.attempt, command.progress
+        group = self._held(command, group_id, attempt)
+        if group is None:
             raise LeaseExpired(f"the lease on group {group_id} attempt {attempt} is no longer held; nothing was saved")
-        if progress.oldest_version < lease.engine_version:
+        self._check_newest(group_id, attempt, progress.newest_version)
+        if progress.oldest_version < group.engine_version:
             raise VersionTooOld(
                 f"progress of group {group_id} attempt {attempt} holds a token of policy version "
-                f"{progress.oldest_version}, but its lease began at {lease.engine_version}; nothing was saved"
+                f"{progress.oldest_version}, but its lease began at {group.engine_version}; nothing was saved"
             )
-        self._settle_prefix(lease, progress.num_tokens, continued)
-        lease.progress = progress
+        return Saved()
 
-    def _settle_prefix(self, lease: RunningLease, num_tokens: int, continued: bool) -> None:
-        """A prefix that is not part of what its worker reports is gone: count it as dropped."""
-        if continued and num_tokens >= lease.num_inherited:
-            return
-        self.state.account.drop_prefix(lease.num_inherited, DISCARDED_PREFIX)
-        lease.num_inherited = 0
+    def _check_newest(self, group_id: int, attempt: int, newest_version: int) -> None:
+        if newest_version > self.learner_version:
+            raise VersionTooNew(
+                f"group {group_id} attempt {attempt} holds a token of policy version {newest_version}, but the learner "
+                f"is at {self.learner_version}; does its worker belong to another run?"
+            )
 
-    def next_expiry(self) -> float | None:
-        """When `expire` is to be called next, on the clock of ``now``; None while no lease runs."""
-        lease = self.state.leases.next_expiry()
-        return None if lease is None else lease.expires_at
+    def _decide_expire(self, command: Expire, now: float) -> TakenBack:
+        return TakenBack(group_ids=tuple(group.group_id for group in self._groups.expired(now)))
 
-    def expire(self, now: float) -> int:
-        """Take back every lease that ran out; its prompt goes to the head of the queue. Returns how many."""
-        num_expired = 0
-        while (lease := self.state.leases.next_expiry()) is not None and lease.expires_at <= now:
-            self.take_back(lease)
-            num_expired += 1
-        return num_expired
-
-    def take_back(self, lease: RunningLease) -> None:
-        """Revoke a lease; its prompt, and what was saved of it, go to the head of the queue."""
-        self._revoke(lease, reason="expired")
-        self._hand_on(lease)
-
-    def _hand_on(self, lease: RunningLease) -> None:
-        """Queue the prompt of a lease that ended, with what was saved of it."""
-        self.state.queue.push_front(lease.group_id, lease.progress)
-        self.state.account.hand_on(num_saved=lease.num_saved, num_inherited=lease.num_inherited)
-
-    def _revoke(self, lease: RunningLease, *, reason: str) -> None:
-        self.state.leases.remove(lease)
-        self.state.attempts.revoke(lease.group_id, lease.attempt, num_counted=lease.num_saved, reason=reason)
-        self._revocations.append(Revocation(owner=lease.owner, group_id=lease.group_id, attempt=lease.attempt))
-
-    def drain_revocations(self) -> list[Revocation]:
-        """Leases taken away since the last call."""
-        revocations, self._revocations = self._revocations, []
-        return revocations
+    def _decide_take_back(self, command: TakeBack, now: float) -> TakenBack:
+        return TakenBack(group_ids=tuple(group.group_id for group in self.leases_of(command.owner)))
 
     # Results
 
-    def put(self, summary: GroupSummary, *, continued: bool = True) -> PutResult:
-        """Store a finished group, once however often it is sent.
+    def _decide_put(self, command: Put, now: float) -> PutOutcome:
+        summary = command.summary
+        group = self._held(command, summary.group_id, summary.attempt)
+        if group is None:
+            return self._decide_put_without_lease(summary)
+        self._check_newest(summary.group_id, summary.attempt, summary.newest_version)
+        if summary.oldest_version < group.engine_version:
+            message = (
+                f"group {summary.group_id} attempt {summary.attempt} holds a token of policy version "
+                f"{summary.oldest_version}, but its lease began at {group.engine_version}; its prompt is leased again"
+            )
+            return PutOutcome(result=PutResult.too_old, refusal=message)
+        if self._filters and (name := dropped_by(self._filters, summary)) is not None:
+            return PutOutcome(result=PutResult.filtered, reason=name)
+        return PutOutcome(result=PutResult.stored, rank=rank_of(self._prefer, summary, group.deadline))
 
-        Args:
-            summary: The group.
-            continued: False if its lease came with a prefix that its worker did not take.
-
-        Raises:
-            LeaseExpired: the attempt is no longer the current one; its tokens count as dropped.
-            VersionTooOld: the group holds a token older than its lease; its tokens count as dropped, and its prompt is
-                leased again.
-            UnknownGroup: no such attempt was ever leased.
-        """
-        lease = self.state.leases.held(summary.group_id, summary.attempt)
-        if lease is None:
-            return self._put_without_lease(summary, continued)
-        is_too_old = summary.oldest_version < lease.engine_version
-        name = None if is_too_old else dropped_by(self._filters, summary)
-        rank = self.state.batches.rank(summary, lease.deadline)
-        self._settle_prefix(lease, summary.num_tokens, continued)
-        self.state.leases.remove(lease)
-        if is_too_old:
-            self._refuse_as_too_old(summary, lease)
-        if name is not None:
-            self._finish(summary.group_id, stored=True)
-            self.state.account.filter(summary, name, num_inherited=lease.num_inherited)
-            return PutResult.filtered
-        self.state.batches.add(summary, lease.deadline, rank)
-        self.state.account.store(summary, num_inherited=lease.num_inherited)
-        return PutResult.stored
-
-    def _refuse_as_too_old(self, summary: GroupSummary, lease: RunningLease) -> None:
-        message = (
-            f"group {summary.group_id} attempt {summary.attempt} holds a token of policy version "
-            f"{summary.oldest_version}, but its lease began at {lease.engine_version}; its prompt is leased again"
-        )
-        self.state.attempts.refuse_as_too_old(summary.group_id, summary.attempt, message)
-        self.state.queue.push_front(summary.group_id)
-        self.state.account.give_up("version_too_old", num_saved=0, num_inherited=lease.num_inherited)
-        self.state.account.refuse(summary, "version_too_old", num_counted=0)
-        raise VersionTooOld(message)
-
-    def _put_without_lease(self, summary: GroupSummary, continued: bool) -> PutResult:
-        """Acknowledge what was stored before; refuse what comes too late, and count it once."""
+    def _decide_put_without_lease(self, summary: GroupSummary) -> PutOutcome:
+        """Acknowledge what was stored before; refuse what comes too late."""
         group_id, attempt = summary.group_id, summary.attempt
-        state = self.state
-        if not state.attempts.was_leased(group_id, attempt):
-            raise UnknownGroup(f"group {group_id} attempt {attempt} was never leased; put only what a lease asked for")
-        if state.batches.holds(group_id, attempt) or state.attempts.finished_with(group_id, attempt):
-            state.account.puts_refused["duplicate"] += 1
-            return PutResult.duplicate
-        if (message := state.attempts.too_old(group_id, attempt)) is not None:
-            raise VersionTooOld(message)
-        if (owed := state.attempts.report(group_id, attempt)) is not None:
-            state.account.refuse(summary, owed.reason, num_counted=owed.num_counted if continued else 0)
-        raise LeaseExpired(
+        self._check_was_leased(group_id, attempt, "put only what a lease asked for")
+        if self._has_stored(group_id, attempt):
+            return PutOutcome(result=PutResult.duplicate)
+        ended = self._history.of(group_id, attempt)
+        if ended is not None and ended.refusal:
+            return PutOutcome(result=PutResult.too_old, refusal=ended.refusal)
+        message = (
             f"the lease on group {group_id} attempt {attempt} is no longer held, and its {summary.num_tokens} tokens "
             "are dropped; renew leases well within buffer.lease_s and abort a rollout that is revoked"
         )
+        return PutOutcome(result=PutResult.late, refusal=message)
 
-    def release(self, group_id: int, attempt: int, *, num_tokens: int, reason: str, continued: bool = True) -> None:
-        """Give a lease back unfinished, or report what a revoked attempt had written; counted once.
+    def _check_was_leased(self, group_id: int, attempt: int, remedy: str) -> None:
+        group = self._groups.get(group_id)
+        known = self._history.num_attempts(group_id) if group is None else group.num_attempts
+        if not 0 <= attempt < known:
+            raise UnknownGroup(f"group {group_id} attempt {attempt} was never leased; {remedy}")
 
-        Args:
-            group_id: The group.
-            attempt: Its attempt.
-            num_tokens: What it has written, with the prefix that it continued.
-            reason: What the tokens that are not saved are dropped for.
-            continued: False if its lease came with a prefix that its worker did not take.
+    def _has_stored(self, group_id: int, attempt: int) -> bool:
+        group = self._groups.get(group_id)
+        if group is None:
+            return self._history.was_stored(group_id, attempt)
+        return group.summary is not None and group.summary.attempt == attempt
 
-        Raises:
-            UnknownGroup: no such attempt was ever leased.
-        """
-        if not self.state.attempts.was_leased(group_id, attempt):
-            raise UnknownGroup(f"group {group_id} attempt {attempt} was never leased; it cannot be released")
-        lease = self.state.leases.held(group_id, attempt)
-        if lease is not None:
-            self.state.leases.remove(lease)
-            self._hand_on(lease)
-            num_counted = lease.num_saved
-        elif (owed := self.state.attempts.report(group_id, attempt)) is not None:
-            num_counted, reason = owed.num_counted, owed.reason
-        else:
-            return
-        self.state.account.abandon(num_tokens, reason, num_counted=num_counted if continued else 0)
+    def _decide_release(self, command: Release, now: float) -> Released:
+        group_id, attempt = command.group_id, command.attempt
+        self._check_was_leased(group_id, attempt, "it cannot be released")
+        group = self._held(command, group_id, attempt)
+        ended = self._history.of(group_id, attempt)
+        return Released(was_running=group is not None, was_owed=ended is not None and ended.owes_report)
 
     # Batches
-
-    def plan(self, version: int) -> Plan | None:
-        """The batch of ``version``, or None while it must wait; a plan once made stays as it is.
-
-        Raises:
-            ReplayBufferError: ``version`` is committed already, or is not the next to be planned.
-        """
-        self.check_plan(version)
-        batches = self.state.batches
-        if version not in batches.plans:
-            if not self.can_plan(version):
-                return None
-            self._give_up_stragglers(version)
-            batches.make(version, self.state.required())
-        return batches.plans[version]
 
     def check_plan(self, version: int) -> None:
         """Refuse a version that can be neither planned now nor answered from a plan made before.
@@ -312,63 +433,85 @@ class Ledger:
         Raises:
             ReplayBufferError: ``version`` is committed already, or is not the next to be planned.
         """
-        state = self.state
-        is_next = version == state.next_plan and version <= state.learner_version + 1
-        if version not in state.batches.plans and not is_next:
+        is_next = version == self.next_plan and version <= self.learner_version + 1
+        if version not in self._groups.plans and not is_next:
             raise ReplayBufferError(
-                f"plan({version}) was asked while the learner is at version {state.learner_version} and the next to "
-                f"plan is {state.next_plan}; plan in order, at most one step ahead of the last commit"
+                f"plan({version}) was asked while the learner is at version {self.learner_version} and the next to "
+                f"plan is {self.next_plan}; plan in order, at most one step ahead of the last commit"
             )
 
-    def can_plan(self, version: int) -> bool:
+    def can_plan(self) -> bool:
         """Whether the next batch can be made now, its stragglers given up unless they are to be waited for."""
-        if self.state.num_stored < self.rule.groups_per_step:
+        if self.num_stored < self.rule.groups_per_step:
             return False
-        return self._on_stale != OnStale.wait or not any(self.state.missing())
+        return self._on_stale is not OnStale.wait or not any(self._missing())
 
-    def _give_up_stragglers(self, version: int) -> None:
-        """Revoke running groups that this batch would have to hold, those begun last first: they lose the least."""
-        for k, number in enumerate(self.state.missing()):
-            for lease in self.state.leases.last_leased(version + k, number):
-                self._give_up(lease)
+    def _missing(self) -> list[int]:
+        """How many running groups of each deadline the next batch would have to hold."""
+        return self.rule.missing(
+            self._groups.open_by_deadline, self._groups.ready_by_deadline(), version=self.next_plan
+        )
 
-    def _give_up(self, lease: RunningLease) -> None:
-        """A straggler: revoke it, then lease its prompt again or drop it."""
-        self._revoke(lease, reason="stale")
-        self.state.account.give_up("stale", num_saved=lease.num_saved, num_inherited=lease.num_inherited)
-        if self._on_stale == OnStale.requeue:
-            self.state.queue.push_front(lease.group_id)
-        else:
-            self._finish(lease.group_id, stored=False)
-            self.state.account.groups_dropped["stale"] += 1
+    def _decide_plan(self, command: PlanBatch, now: float) -> Planned:
+        """A batch once made stays as it is; no groups while it must wait."""
+        version = command.version
+        self.check_plan(version)
+        if version in self._groups.plans:
+            return Planned(version=version, group_ids=self._groups.plans[version])
+        if not self.can_plan():
+            return Planned(version=version, group_ids=())
+        given_up = self._groups.last_leased(self._missing(), version=version)
+        due = dict(self._groups.open_by_deadline)
+        for group in given_up:
+            due[group.deadline] -= 1
+        required = self.rule.required(due, version=version)
+        batch = choose_batch(self._groups.ready(), required, version=version, seats=self.rule.groups_per_step)
+        return Planned(
+            version=version,
+            group_ids=tuple(batch),
+            given_up=tuple(group.group_id for group in given_up),
+            is_dropped=self._on_stale is OnStale.drop,
+        )
 
-    def commit(self, version: int) -> list[int]:
-        """Mark the plan of ``version`` consumed; returns its group ids, none when it was committed before.
+    def _decide_commit(self, command: Commit, now: float) -> Committed:
+        """No groups when the version was committed before."""
+        version = command.version
+        if 0 <= version < self.learner_version:
+            return Committed(version=version, group_ids=())
+        if version != self.learner_version or version not in self._groups.plans:
+            raise ReplayBufferError(
+                f"commit({version}) was asked while the learner is at version {self.learner_version} and the "
+                f"plans made are {sorted(self._groups.plans)}; commit in order, what was planned"
+            )
+        group_ids = self._groups.plans[version]
+        for group_id in group_ids:
+            self._check_bound(self._groups.stored(group_id), version)
+        return Committed(version=version, group_ids=group_ids)
+
+    def _check_bound(self, group: Group, version: int) -> None:
+        """Refuse to consume a group that breaks the bound.
 
         Raises:
-            StalenessError: a group of the batch breaks the bound. It must never fire.
-            ReplayBufferError: the plan of ``version`` was not made, or an earlier one is not committed.
+            StalenessError: it does. It must never fire.
         """
-        state = self.state
-        if 0 <= version < state.learner_version:
-            return []
-        if version != state.learner_version or version not in state.batches.plans:
-            raise ReplayBufferError(
-                f"commit({version}) was asked while the learner is at version {state.learner_version} and the "
-                f"plans made are {sorted(state.batches.plans)}; commit in order, what was planned"
+        lag = version - group.result.oldest_version
+        if lag > self.rule.max_lag or version > group.deadline:
+            raise StalenessError(
+                f"group {group.group_id} with deadline {group.deadline} would be consumed at version {version} with a "
+                f"token of version {group.result.oldest_version}: lag {lag}, bound {self.rule.max_lag}"
             )
-        plan = state.batches.take(version)
-        for summary in plan.groups:
-            self._finish(summary.group_id, stored=True)
-            state.account.consume(summary, version)
-        state.learner_version += 1
-        return [summary.group_id for summary in plan.groups]
 
-    def _finish(self, group_id: int, *, stored: bool) -> None:
-        self.state.attempts.finish(group_id, stored=stored)
-        self._finished.append(group_id)
 
-    def drain_finished(self) -> list[int]:
-        """Groups consumed or dropped since the last call; nobody needs their prompts and trajectories."""
-        finished, self._finished = self._finished, []
-        return finished
+_DECIDE: Mapping[type, Any] = {
+    Enqueue: Ledger._decide_enqueue,
+    LeaseGroups: Ledger._decide_lease,
+    Renew: Ledger._decide_renew,
+    SavePrefix: Ledger._decide_save,
+    Put: Ledger._decide_put,
+    Release: Ledger._decide_release,
+    Expire: Ledger._decide_expire,
+    TakeBack: Ledger._decide_take_back,
+    PlanBatch: Ledger._decide_plan,
+    Commit: Ledger._decide_commit,
+}
+"""Command to what decides it; deciding changes nothing."""

@@ -1,105 +1,247 @@
-"""What the ledger knows: its parts, the numbers derived from them, and their snapshot. It decides nothing."""
+"""What the ledger knows, and how a decision changes it. It decides nothing, so a replay cannot decide anew."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from asyncrl.protocol.types import BufferStats
 
-from .account import Account
-from .attempts import Attempts
-from .batches import Batches
-from .leases import RunningLeases
-from .orders import Preference
-from .queue import PromptQueue
-from .staleness import StalenessRule
+from .account import DISCARDED_PREFIX, STALE_PREFIX, VERSION_TOO_OLD, Account, AttemptHistory, EndedAttempt
+from .commands import (
+    Command,
+    Commit,
+    Committed,
+    Enqueue,
+    Expire,
+    Granted,
+    LeaseGroups,
+    PlanBatch,
+    Planned,
+    Put,
+    PutOutcome,
+    PutResult,
+    Queued,
+    Release,
+    Released,
+    Renew,
+    Renewed,
+    Revocation,
+    Saved,
+    SavePrefix,
+    TakeBack,
+    TakenBack,
+)
+from .groups import Group, GroupState, GroupTable
 
-SNAPSHOT_FORMAT = 3
+SNAPSHOT_FORMAT = 4
 
 
 class LedgerState:
-    """Prompts that wait, leases that run, groups that are stored, and the account of their tokens.
+    """Every group, the account of their tokens, and what is remembered of those that are finished.
 
     Args:
-        rule: The staleness bound.
-        prefer: Which stored groups a batch prefers.
         first_version: Learner version to begin at.
 
     Attributes:
         learner_version: v, steps committed.
+        groups: Unfinished groups.
+        history: What has ended.
+        account: Where every token went.
     """
 
-    def __init__(self, rule: StalenessRule, prefer: Preference, *, first_version: int = 0) -> None:
-        self.rule = rule
+    def __init__(self, *, first_version: int) -> None:
         self.learner_version = first_version
+        self.groups = GroupTable()
+        self.history = AttemptHistory()
         self.account = Account()
-        self.attempts = Attempts()
-        self.queue = PromptQueue()
-        self.leases = RunningLeases()
-        self.batches = Batches(rule, prefer)
+        self._revocations: list[Revocation] = []
+        self._finished: list[int] = []
 
-    @property
-    def num_queued(self) -> int:
-        """Groups that wait for admission."""
-        return len(self.queue)
+    def enact(self, command: Command[Any], outcome: Any) -> None:
+        """Do what was decided."""
+        _ENACT[type(command)](self, command, outcome)
 
-    @property
-    def num_leased(self) -> int:
-        """Groups that are being generated."""
-        return len(self.leases)
+    def _queue(self, command: Enqueue, outcome: Queued) -> None:
+        for group_id in outcome.group_ids:
+            self.groups.enqueue(group_id)
 
-    @property
-    def num_stored(self) -> int:
-        """Groups that wait for a plan."""
-        return self.batches.num_ready
+    def _grant(self, command: LeaseGroups, outcome: Granted) -> None:
+        for granted in outcome.leases:
+            group = self.groups.get(granted.group_id)
+            assert group is not None
+            if granted.progress is None and group.progress is not None:
+                self.account.drop_prefix(group.num_saved, STALE_PREFIX)
+            self.groups.lease(group, granted)
 
-    @property
-    def num_planned(self) -> int:
-        """Groups that wait for the commit of their step."""
-        return len(self.batches) - self.batches.num_ready
+    def _renew(self, command: Renew, outcome: Renewed) -> None:
+        group = self.groups.running(command.group_id, command.attempt)
+        if group is not None and outcome.expires_at is not None:
+            self.groups.extend(group, outcome.expires_at)
 
-    @property
-    def outstanding(self) -> int:
-        """Groups admitted, and neither consumed nor dropped."""
-        return len(self.leases) + len(self.batches)
+    def _save(self, command: SavePrefix, outcome: Saved) -> None:
+        group = self.groups.running(command.group_id, command.attempt)
+        assert group is not None
+        self._settle_prefix(group, command.progress.num_tokens, command.continued)
+        group.progress = command.progress
 
-    @property
-    def next_plan(self) -> int:
-        """w, the version to be planned next."""
-        return self.learner_version + len(self.batches.plans)
+    def _settle_prefix(self, group: Group, num_tokens: int, continued: bool) -> None:
+        """A prefix that is not part of what its worker reports is gone: count it as dropped."""
+        if continued and num_tokens >= group.num_inherited:
+            return
+        self.account.drop_prefix(group.num_inherited, DISCARDED_PREFIX)
+        group.num_inherited = 0
 
-    def due(self) -> dict[int, int]:
-        """Deadline to number of groups leased or stored, not yet planned."""
-        due = self.batches.ready_due()
-        for deadline, number in self.leases.due().items():
-            due[deadline] = due.get(deadline, 0) + number
-        return due
+    def _take_back(self, command: Expire | TakeBack, outcome: TakenBack) -> None:
+        for group_id in outcome.group_ids:
+            group = self.groups.get(group_id)
+            assert group is not None
+            self._revoke(group, reason="expired")
+            self._hand_on(group)
 
-    def required(self) -> list[int]:
-        """How many groups of each deadline the next batch must hold; see `StalenessRule.required`."""
-        return self.rule.required(self.due(), version=self.next_plan)
+    def _hand_on(self, group: Group) -> None:
+        """Queue the prompt of a lease that ended, with what was saved of it."""
+        self.account.hand_on(num_saved=group.num_saved, num_inherited=group.num_inherited)
+        self.groups.requeue(group, keeps_progress=True)
 
-    def missing(self) -> list[int]:
-        """How many running groups of each deadline the next batch would have to hold."""
-        return self.rule.missing(self.due(), self.batches.ready_due(), version=self.next_plan)
+    def _revoke(self, group: Group, *, reason: str) -> None:
+        ended = EndedAttempt(owner=group.owner, owes_report=True, num_counted=group.num_saved, reason=reason)
+        self.history.end(group.group_id, group.attempt, ended)
+        self._revocations.append(Revocation(owner=group.owner, group_id=group.group_id, attempt=group.attempt))
 
-    def admits(self, engine_version: int) -> bool:
-        """Whether a group may begin now on an engine that serves ``engine_version``."""
-        return self.rule.admits(
-            outstanding=self.outstanding, learner_version=self.learner_version, engine_version=engine_version
-        )
+    def _put(self, command: Put, outcome: PutOutcome) -> None:
+        summary, result = command.summary, outcome.result
+        if result is PutResult.duplicate:
+            self.account.puts_refused["duplicate"] += 1
+            return
+        group = self.groups.running(summary.group_id, summary.attempt)
+        if group is None:
+            self._count_late(command)
+            return
+        self._settle_prefix(group, summary.num_tokens, command.continued)
+        num_inherited = group.num_inherited
+        if result is PutResult.stored:
+            self.groups.store(group, summary, outcome.rank)
+            self.account.store(summary, num_inherited=num_inherited)
+        elif result is PutResult.filtered:
+            self._drop(group, stored=True)
+            self.account.filter(summary, outcome.reason, num_inherited=num_inherited)
+        else:
+            ended = EndedAttempt(owner=group.owner, refusal=outcome.refusal)
+            self.history.end(group.group_id, group.attempt, ended)
+            self.groups.requeue(group, keeps_progress=False)
+            self.account.give_up(VERSION_TOO_OLD, num_saved=0, num_inherited=num_inherited)
+            self.account.refuse(summary, VERSION_TOO_OLD, num_counted=0)
 
-    def unfinished(self, *, now: float) -> list[dict[str, Any]]:
+    def _count_late(self, command: Put) -> None:
+        """A put whose lease was taken away: its tokens are dropped, the first time that it comes."""
+        owed = self.history.settle(command.summary.group_id, command.summary.attempt)
+        if owed is not None:
+            self.account.refuse(command.summary, owed.reason, num_counted=owed.num_counted if command.continued else 0)
+
+    def _release(self, command: Release, outcome: Released) -> None:
+        num_counted, reason = 0, command.reason
+        if outcome.was_running:
+            group = self.groups.running(command.group_id, command.attempt)
+            assert group is not None
+            num_counted = group.num_saved
+            self._hand_on(group)
+        elif outcome.was_owed and (owed := self.history.settle(command.group_id, command.attempt)) is not None:
+            num_counted, reason = owed.num_counted, owed.reason
+        else:
+            return
+        self.account.abandon(command.num_tokens, reason, num_counted=num_counted if command.continued else 0)
+
+    def _plan(self, command: PlanBatch, outcome: Planned) -> None:
+        if not outcome.group_ids or outcome.version in self.groups.plans:
+            return
+        for group_id in outcome.given_up:
+            group = self.groups.get(group_id)
+            assert group is not None
+            self._give_up(group, is_dropped=outcome.is_dropped)
+        self.groups.plan(outcome.version, outcome.group_ids)
+
+    def _give_up(self, group: Group, *, is_dropped: bool) -> None:
+        """A straggler: revoke it, then lease its prompt again or drop it."""
+        self._revoke(group, reason="stale")
+        self.account.give_up("stale", num_saved=group.num_saved, num_inherited=group.num_inherited)
+        if is_dropped:
+            self._drop(group, stored=False)
+            self.account.groups_dropped["stale"] += 1
+        else:
+            self.groups.requeue(group, keeps_progress=False)
+
+    def _drop(self, group: Group, *, stored: bool) -> None:
+        """Finish a group that runs."""
+        self.groups.finish(group)
+        self._finish(group, stored=stored)
+
+    def _finish(self, group: Group, *, stored: bool) -> None:
+        self.history.finish(group.group_id, num_attempts=group.num_attempts, stored=stored)
+        self._finished.append(group.group_id)
+
+    def _commit(self, command: Commit, outcome: Committed) -> None:
+        if not outcome.group_ids:
+            return
+        for group_id in outcome.group_ids:
+            group = self.groups.stored(group_id)
+            self._finish(group, stored=True)
+            self.account.consume(group.result, outcome.version)
+        self.groups.finish_batch(outcome.version)
+        self.learner_version += 1
+
+    # For people and for the server
+
+    def _describe_leased(self, group: Group, now: float) -> dict[str, Any]:
+        return {
+            "group_id": group.group_id,
+            "state": "leased",
+            "attempt": group.attempt,
+            "deadline": group.deadline,
+            "lag": self.learner_version - group.engine_version,
+            "owner": group.owner.hex()[:8],
+            "num_saved_tokens": group.num_saved,
+            "expires_in_s": round(group.expires_at - now, 1),
+        }
+
+    def _describe_stored(self, group: Group) -> dict[str, Any]:
+        summary = group.result
+        return {
+            "group_id": group.group_id,
+            "state": str(group.state),
+            "attempt": summary.attempt,
+            "deadline": group.deadline,
+            "lag": self.learner_version - summary.oldest_version,
+            "mean_reward": sum(summary.rewards) / max(1, len(summary.rewards)),
+            "mean_length": sum(summary.response_lengths) / max(1, len(summary.response_lengths)),
+        }
+
+    def describe(self, now: float) -> list[dict[str, Any]]:
         """What is known of every group that is leased, stored or planned, for people."""
-        version = self.learner_version
-        return self.leases.describe(now, version=version) + self.batches.describe(version)
+        leased = [self._describe_leased(group, now) for group in self.groups.of_state(GroupState.leased)]
+        stored = [group for group in self.groups if group.summary is not None]
+        return leased + [self._describe_stored(group) for group in stored]
 
-    def stats(self, *, stored_bytes: int, held_bytes: int, leases_waiting: int) -> BufferStats:
+    def drain_revocations(self) -> list[Revocation]:
+        """Leases taken away since the last call."""
+        revocations, self._revocations = self._revocations, []
+        return revocations
+
+    def drain_finished(self) -> list[int]:
+        """Groups consumed or dropped since the last call; nobody needs their prompts and trajectories."""
+        finished, self._finished = self._finished, []
+        return finished
+
+    def renew_all(self, expires_at: float) -> None:
+        """Let every running lease start afresh: after a time in which nobody could renew."""
+        for group in self.groups.of_state(GroupState.leased):
+            self.groups.extend(group, expires_at)
+
+    def stats(self, *, stored_bytes: int = 0, held_bytes: int = 0, leases_waiting: int = 0) -> BufferStats:
         """The totals, with what the server adds."""
         groups = {
-            "queued": self.num_queued,
-            "leased": self.num_leased,
-            "stored": self.num_stored,
-            "planned": self.num_planned,
+            "queued": self.groups.num_queued,
+            "leased": self.groups.num_leased,
+            "stored": self.groups.num_stored,
+            "planned": self.groups.num_planned,
         }
         return self.account.stats(
             learner_version=self.learner_version,
@@ -112,38 +254,39 @@ class LedgerState:
     def snapshot(self) -> dict[str, Any]:
         """Everything as plain values, for `restore`."""
         return {
-            **self._header(),
+            "format": SNAPSHOT_FORMAT,
             "learner_version": self.learner_version,
-            "queue": self.queue.snapshot(),
-            "leases": self.leases.snapshot(),
-            "batches": self.batches.snapshot(),
-            "attempts": self.attempts.snapshot(),
+            "groups": self.groups.snapshot(),
+            "history": self.history.snapshot(),
             "account": self.account.snapshot(),
         }
 
     def restore(self, values: Mapping[str, Any]) -> None:
-        """Take what a snapshot holds into this new state.
+        """Take up a snapshot into this new state.
 
         Raises:
-            ValueError: the snapshot has another format, or another bound or batch size.
+            ValueError: the snapshot has another format.
         """
-        for name, expected in self._header().items():
-            if values.get(name) != expected:
-                raise ValueError(
-                    f"the ledger's snapshot has {name}={values.get(name)}, expected {expected}; resume with the "
-                    "options and the release that wrote it, or start without it"
-                )
+        if values.get("format") != SNAPSHOT_FORMAT:
+            raise ValueError(
+                f"the ledger's snapshot has format={values.get('format')}, expected {SNAPSHOT_FORMAT}; resume with the "
+                "release that wrote it, or start without it"
+            )
         self.learner_version = values["learner_version"]
-        self.queue.restore(values["queue"])
-        self.leases.restore(values["leases"])
-        self.batches.restore(values["batches"])
-        self.attempts.restore(values["attempts"])
+        self.groups.restore(values["groups"])
+        self.history.restore(values["history"])
         self.account.restore(values["account"])
 
-    def _header(self) -> dict[str, int]:
-        """What must be the same where a snapshot is written and read."""
-        return {
-            "format": SNAPSHOT_FORMAT,
-            "max_lag": self.rule.max_lag,
-            "groups_per_step": self.rule.groups_per_step,
-        }
+
+_ENACT: Mapping[type, Any] = {
+    Enqueue: LedgerState._queue,
+    LeaseGroups: LedgerState._grant,
+    Renew: LedgerState._renew,
+    SavePrefix: LedgerState._save,
+    Put: LedgerState._put,
+    Release: LedgerState._release,
+    Expire: LedgerState._take_back,
+    TakeBack: LedgerState._take_back,
+    PlanBatch: LedgerState._plan,
+    Commit: LedgerState._commit,
+}

@@ -1,8 +1,8 @@
 """What the buffer's clients and server say to each other: a small msgpack header, then payload frames.
 
-A header is ``[PROTOCOL_VERSION, name, request_id, fields]``. In a request the name is the operation; in a reply it is
-``ok`` or the name of an error in `asyncrl.protocol.errors`; a message with request id 0 is a push. Payload frames are
-prompts and trajectories (`buffer.payloads`), which the server passes on unopened.
+A header is ``[PROTOCOL_VERSION, epoch, name, request_id, fields]``. The epoch names the run. In a request the name is
+the operation; in a reply it is ``ok`` or the name of an error in `asyncrl.protocol.errors`; a message with request id 0
+is a push. Payload frames are prompts and trajectories (`buffer.encoding`), which the server passes on unopened.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ import msgpack
 from asyncrl.protocol import errors
 from asyncrl.protocol.errors import AsyncRLError, WireError
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 MAX_HEADER_BYTES = 1 << 20
 MAX_FRAMES = 4096
 MAX_REPLY_HEADER_BYTES = 1 << 28
@@ -27,6 +27,11 @@ SPACE = "space"
 ACKS = "acks"
 PUSHES = frozenset({REVOKED, SPACE})
 PUSH_ID = 0
+CONNECT = "connect"
+MAX_COUNT = 1 << 40
+_ERRORS = {
+    kind.__name__: kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, AsyncRLError)
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,21 +43,23 @@ class Message:
         request_id: Chosen by the client, repeated in the reply; 0 in a push.
         fields: Plain values.
         payload: Frames behind the header, as they came.
+        epoch: The run that the sender belongs to; empty in a message that was not received.
     """
 
     name: str
     request_id: int
     fields: Mapping[str, Any] = field(default_factory=dict)
     payload: Sequence[Any] = ()
+    epoch: str = ""
 
     @classmethod
     def of_error(cls, request_id: int, error: AsyncRLError) -> "Message":
         """The reply that makes the client raise ``error``."""
         return cls(name=type(error).__name__, request_id=request_id, fields={"message": str(error)})
 
-    def frames(self) -> list[Any]:
-        """The message as it is sent."""
-        header = msgpack.packb((PROTOCOL_VERSION, self.name, self.request_id, self.fields))
+    def frames(self, epoch: str = "") -> list[Any]:
+        """The message as it is sent by a member of the run ``epoch``."""
+        header = msgpack.packb((PROTOCOL_VERSION, epoch, self.name, self.request_id, self.fields))
         return [header, *self.payload]
 
 
@@ -73,16 +80,16 @@ def parse(frames: Sequence[Any], *, max_frames: int = MAX_FRAMES, max_header_byt
         parts = msgpack.unpackb(header, strict_map_key=True, max_ext_len=0)
     except (ValueError, TypeError, RecursionError, msgpack.exceptions.UnpackException) as error:
         raise WireError(f"the header is not msgpack: {type(error).__name__}") from error
-    if not isinstance(parts, list) or len(parts) != 4 or parts[0] != PROTOCOL_VERSION:
+    if not isinstance(parts, list) or len(parts) != 5 or parts[0] != PROTOCOL_VERSION:
         got = parts[0] if isinstance(parts, list) and parts and isinstance(parts[0], int) else "none"
         raise WireError(
             f"expected a header of buffer protocol version {PROTOCOL_VERSION}, got version {got}; run the same release "
             "of asyncrl on both sides"
         )
-    _, name, request_id, fields = parts
-    if not (isinstance(name, str) and isinstance(request_id, int) and isinstance(fields, dict)):
-        raise WireError("a header is [version, name, request_id, fields]")
-    return Message(name=name, request_id=request_id, fields=fields, payload=frames[1:])
+    _, epoch, name, request_id, fields = parts
+    if [*map(type, parts[1:])] != [str, str, int, dict]:
+        raise WireError("a header is [version, epoch, name, request_id, fields]")
+    return Message(name=name, request_id=request_id, fields=fields, payload=frames[1:], epoch=epoch)
 
 
 def parse_reply(frames: Sequence[Any]) -> Message:
@@ -133,11 +140,9 @@ def coalesce(replies: Sequence[Message]) -> list[Message]:
 
 def error_of(reply: Message) -> AsyncRLError:
     """The error that a reply other than ``ok`` stands for."""
-    kind = getattr(errors, reply.name, None)
     message = str(reply.fields.get("message", reply.name))
-    if isinstance(kind, type) and issubclass(kind, AsyncRLError):
-        return kind(message)
-    return WireError(f"unknown reply {reply.name!r}: {message}")
+    kind = _ERRORS.get(reply.name)
+    return WireError(f"unknown reply {reply.name!r}: {message}") if kind is None else kind(message)
 
 
 def integer(fields: Mapping[str, Any], name: str) -> int:
@@ -149,6 +154,18 @@ def integer(fields: Mapping[str, Any], name: str) -> int:
     value = fields.get(name)
     if type(value) is not int or not 0 <= value < 1 << 63:
         raise WireError(f"field {name!r} must be an integer in [0, 2**63), got {value!r:.40}")
+    return value
+
+
+def count(fields: Mapping[str, Any], name: str) -> int:
+    """A field that must be an integer in [0, 2**40]: totals of such counts fit into 63 bits.
+
+    Raises:
+        WireError: it is missing, or something else.
+    """
+    value = integer(fields, name)
+    if value > MAX_COUNT:
+        raise WireError(f"field {name!r} must be a count of at most 2**40, got {value}")
     return value
 
 

@@ -95,7 +95,10 @@ class BufferProcess:
     def connection(self) -> BufferConnection:
         """How to reach it."""
         return BufferConnection(
-            address=self.address, request_timeout_s=self._config.request_timeout_s, keys=self._config.keys
+            address=self.address,
+            request_timeout_s=self._config.request_timeout_s,
+            keys=self._config.keys,
+            epoch=self._config.epoch,
         )
 
     def log_tail(self) -> str:

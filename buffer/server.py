@@ -21,8 +21,8 @@ from asyncrl.protocol.errors import AsyncRLError, WorkerDiedError
 
 from .config import BufferConfig, Durability, OnStale
 from .journal import Journal
+from .server_socket import ServerSocket
 from .service import BufferService
-from .sockets import ServerSocket
 from .store_servers import StoreServers, StoreService
 from .stores import MemoryStore, RemoteStore
 

@@ -1,52 +1,33 @@
-"""The buffer's ZMQ sockets on an asyncio loop: `ServerSocket` (ROUTER) and `ClientSocket` (DEALER).
+"""What both ends of the buffer's connections stand on: ZMQ sockets on an asyncio loop, and large messages in chunks.
 
-Both stand on `Channel`, which is woken by the socket's descriptor. The descriptor is edge-triggered, so every wake and
-every send is followed by reading until nothing is left. After ``_BURST`` messages the loop gets its turn, so timers and
-signals are never starved.
+Every client has two connections to a server. *Control* carries requests and small payloads. *Bulk* carries payloads
+from ``JOIN_BELOW_BYTES`` on, in chunks, so a large put over a slow link delays no heartbeat and no renewal. At most
+``WINDOW_BYTES`` of chunks are on their way without an acknowledgement; each acknowledgement shows progress.
 """
 
 import asyncio
-import itertools
-import logging
 import struct
-import time
-import uuid
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import zmq
-from zmq.utils import z85
 
-from asyncrl.protocol.errors import (
-    DeadlineError,
-    RateExceeded,
-    ReplayBufferError,
-    WireError,
-)
+from asyncrl.protocol.errors import WireError
 
-from . import messages
-from .clock import Deadline
-from .config import BufferConfig
-from .encoding import JOIN_BELOW_BYTES
-from .journal import Journal
-from .keys import ClientKeys, ServerKeys, check_exposure, server_keys
-from .messages import ACKS, OK, PUSH_ID, PUSHES, Message
+from .encoding import CHUNK_BYTES
+from .keys import ClientKeys, ServerKeys
 
-logger = logging.getLogger(__name__)
-
+WINDOW_BYTES = 4 * CHUNK_BYTES
+ZAP_DOMAIN = "buffer"
 _BURST = 64
 _COPY_BELOW_BYTES = 64 * 1024
 _MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
 _LAST = int(zmq.NOBLOCK)
-_MAX_UNREAD_MESSAGES = 64
-_RECONNECT_MS = 50
-_RECONNECT_MAX_MS = 2000
-_HEARTBEAT_MS = 5000
-_BATCH = 16
-_ZAP_ADDRESS = "inproc://zeromq.zap.01"
+_CHUNK = struct.Struct("<4sQII")
+_CHUNK_MAGIC, _ACK_MAGIC = b"chnk", b"ackn"
+_MAX_CHUNK_FRAMES = 2048
 
 
 class Channel:
@@ -119,221 +100,12 @@ class Channel:
         return _BURST
 
 
-# The server's side
-
-
-class Service(Protocol):
-    """What answers the requests."""
-
-    def handle(self, client: bytes, request: Message) -> None:
-        """Answer one request, now or later."""
-        ...
-
-    def settle(self) -> None:
-        """Do what is to be done once for all messages that have come."""
-        ...
-
-    def close(self) -> None:
-        """Stop whatever waits."""
-        ...
-
-
-class ServerSocket:
-    """Binds a ROUTER socket and serves on it until `close`; made on a running loop.
-
-    Args:
-        config: Options.
-        make_service: Builds what answers the requests, which sends through the endpoint it is given.
-        journal: Remembers the address, so that a server started again is found where it was.
-    """
-
-    def __init__(
-        self, config: BufferConfig, *, make_service: "Callable[[ServerSocket], Service]", journal: Journal | None
-    ) -> None:
-        check_exposure(config.host, config.keys)
-        self._context = zmq.Context()
-        self._gate: Gate | None = None
-        socket = self._context.socket(zmq.ROUTER)
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
-        socket.setsockopt(zmq.MAXMSGSIZE, config.max_message_bytes)
-        socket.setsockopt(zmq.RCVHWM, _MAX_UNREAD_MESSAGES)
-        if config.keys:
-            keys = server_keys(Path(config.keys))
-            self._gate = Gate(self._context, keys, self._count_unknown_key)
-            secure_server(socket, keys)
-        self._journal = journal
-        self.num_malformed = self.num_unsent = self.num_unknown_keys = self.num_over_rate = 0
-        self._outbox: dict[bytes, list[Message]] = {}
-        self._flush_handle: asyncio.Handle | None = None
-        self._set_heartbeat(socket, config)
-        self._limit = RateLimit(config.max_requests_per_s)
-        self._service = make_service(self)
-        self.address = self._bind(socket, config)
-        self._channel = Channel(socket, self._on_message, self._on_burst_end)
-
-    @staticmethod
-    def _set_heartbeat(socket: zmq.Socket[bytes], config: BufferConfig) -> None:
-        """Have ZMQ close connections whose other end is gone without a word."""
-        beat_ms = max(1, int(config.heartbeat_s * 1000))
-        socket.setsockopt(zmq.HEARTBEAT_IVL, beat_ms)
-        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 4 * beat_ms)
-
-    def _bind(self, socket: zmq.Socket[bytes], config: BufferConfig) -> str:
-        """Bind the configured port, or the one that an earlier server of this journal had, or a free one."""
-        address = f"tcp://{config.host}:{config.port or '*'}"
-        known = self._journal.read("address") if self._journal is not None else None
-        if known and not config.port:
-            address = known
-        try:
-            socket.bind(address)
-        except zmq.ZMQError as error:
-            raise ValueError(f"the buffer cannot bind {address}: {error.strerror}; set buffer.port") from error
-        bound = socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        if self._journal is not None and bound != known:
-            self._journal.write("address", bound)
-        return bound
-
-    def counters(self) -> dict[str, int]:
-        """What was turned away, or could not be delivered."""
-        return {
-            "malformed": self.num_malformed,
-            "unsent": self.num_unsent,
-            "unknown_keys": self.num_unknown_keys,
-            "over_rate": self.num_over_rate,
-        }
-
-    def _count_unknown_key(self) -> None:
-        self.num_unknown_keys += 1
-
-    def close(self) -> None:
-        """Stop serving; held requests stay unanswered."""
-        self._service.close()
-        if self._flush_handle is not None:
-            self._flush_handle.cancel()
-        self._channel.close()
-        if self._gate is not None:
-            self._gate.close()
-        if self._journal is not None:
-            self._journal.close()
-        self._context.destroy(linger=0)
-
-    def _on_message(self, frames: list[zmq.Frame]) -> None:
-        client = frames[0].bytes
-        try:
-            requests = messages.unbatch(messages.parse(frames[1:]))
-        except WireError as error:
-            self.num_malformed += 1
-            self.send(client, Message.of_error(messages.PUSH_ID, error))
-            return
-        for request in requests:
-            if self._limit.allows(client):
-                self._service.handle(client, request)
-            else:
-                self.num_over_rate += 1
-                self.send(client, Message.of_error(request.request_id, self._limit.error()))
-        if len(requests) > 1:
-            self._on_burst_end()  # so that a producer makes its next batch while the one behind this is read
-
-    def _on_burst_end(self) -> None:
-        self._service.settle()
-        self._flush()
-
-    def send(self, client: bytes, message: Message) -> None:
-        """Send to a client when the messages that have come are read, so that acknowledgements travel together."""
-        if self._flush_handle is None:
-            self._flush_handle = asyncio.get_running_loop().call_soon(self._flush)
-        self._outbox.setdefault(client, []).append(message)
-
-    def _flush(self) -> None:
-        if self._flush_handle is not None:
-            self._flush_handle.cancel()
-            self._flush_handle = None
-        outbox, self._outbox = self._outbox, {}
-        for client, replies in outbox.items():
-            for message in messages.coalesce(replies):
-                self._send_now(client, message)
-
-    def _send_now(self, client: bytes, message: Message) -> None:
-        """One that is gone, or reads nothing, asks again when it is back."""
-        try:
-            self._channel.send([client, *message.frames()])
-        except zmq.ZMQError as error:
-            if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
-                raise
-            self.num_unsent += 1
-
-
-class RateLimit:
-    """Counts requests of each client within a second.
-
-    Args:
-        per_second: Most requests of one client.
-    """
-
-    def __init__(self, per_second: int) -> None:
-        self._per_second = per_second
-        self._counts: Counter[bytes] = Counter()
-        self._since = 0.0
-
-    def allows(self, client: bytes) -> bool:
-        """Count a request; False when its client has had its share of this second."""
-        now = time.monotonic()
-        if now - self._since >= 1.0:
-            self._since = now
-            self._counts.clear()
-        self._counts[client] += 1
-        return self._counts[client] <= self._per_second
-
-    def error(self) -> RateExceeded:
-        """What a client over its rate is told."""
-        return RateExceeded(
-            f"more than {self._per_second} requests came from this client within a second (buffer.max_requests_per_s); "
-            "this one was not answered, send it again later"
-        )
-
-
-class Gate:
-    """Answers ZMQ's question (ZAP, RFC 27) whether a key may enter.
-
-    Args:
-        context: Of the socket to guard; make the gate before binding it.
-        keys: Whom to let in.
-        on_refused: Called for each key turned away.
-    """
-
-    def __init__(self, context: zmq.Context[Any], keys: ServerKeys, on_refused: Callable[[], None]) -> None:
-        self._allowed = z85.decode(keys.client_public)
-        self._on_refused = on_refused
-        socket = context.socket(zmq.ROUTER)
-        socket.bind(_ZAP_ADDRESS)
-        self._channel = Channel(socket, self._answer)
-
-    def close(self) -> None:
-        """Stop answering."""
-        self._channel.close()
-
-    def _answer(self, frames: list[zmq.Frame]) -> None:
-        parts = [frame.bytes for frame in frames]
-        sender, empty, version, request_id = parts[:4]
-        allowed = len(parts) == 9 and parts[7] == b"CURVE" and parts[8] == self._allowed
-        if not allowed:
-            self._on_refused()
-            logger.warning("refused a client with an unknown key, from %s", parts[5].decode(errors="replace"))
-        status, text = (b"200", b"OK") if allowed else (b"400", b"unknown key")
-        self._channel.send([sender, empty, version, request_id, status, text, b"", b""])
-
-
 def secure_server(socket: zmq.Socket[Any], keys: ServerKeys) -> None:
     """Make a socket that is to be bound speak CURVE."""
     socket.setsockopt(zmq.CURVE_SERVER, 1)
     socket.setsockopt_string(zmq.CURVE_PUBLICKEY, keys.public)
     socket.setsockopt_string(zmq.CURVE_SECRETKEY, keys.secret)
-    socket.setsockopt_string(zmq.ZAP_DOMAIN, "buffer")
-
-
-# The client's side
+    socket.setsockopt_string(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
 
 
 def secure_client(socket: zmq.Socket[Any], keys: ClientKeys) -> None:
@@ -343,230 +115,132 @@ def secure_client(socket: zmq.Socket[Any], keys: ClientKeys) -> None:
     socket.setsockopt_string(zmq.CURVE_SECRETKEY, keys.secret)
 
 
-def connect(
-    context: zmq.Context[Any], address: str, keys: ClientKeys | None
-) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
-    """A DEALER with an identity of its own, and the monitor that speaks when it is connected or cut off.
-
-    Raises:
-        ValueError: the address is none.
-    """
-    socket = context.socket(zmq.DEALER)
-    socket.setsockopt(zmq.LINGER, 0)
-    socket.setsockopt(zmq.IDENTITY, uuid.uuid4().bytes)
-    socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
-    socket.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MAX_MS)
-    socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
-    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 4 * _HEARTBEAT_MS)
-    socket.setsockopt(zmq.SNDHWM, 0)
-    if keys is not None:
-        secure_client(socket, keys)
-    monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
-    try:
-        socket.connect(address)
-    except zmq.ZMQError as error:
-        socket.disable_monitor()
-        monitor.close()
-        socket.close()
-        raise ValueError(f"{address!r} is not the address of a buffer; use one like tcp://HOST:PORT") from error
-    return socket, monitor
-
-
-def is_connected(event: Sequence[Any]) -> bool:
-    """Whether a monitor's message says that the connection was made, rather than lost."""
-    (number,) = struct.unpack_from("=H", bytes(event[0]))
-    return number == zmq.EVENT_HANDSHAKE_SUCCEEDED
-
-
-def deadline_error(name: str, address: str, timeout_s: float) -> DeadlineError:
-    """The error of a request that nobody answered."""
-    return DeadlineError(
-        f"buffer.{name}: no answer from {address} within {timeout_s:.1f} s; the server is gone or overloaded, or "
-        "refuses this client's key; its log says more"
-    )
-
-
-@dataclass(kw_only=True, slots=True, eq=False)
-class _Pending:
-    """A request without a reply yet."""
-
-    caller: str
-    request: Message
-    reply: asyncio.Future[Message]
-    due: float
-
-
-class ClientSocket:
-    """One connection; made on a running loop, and of use on that loop only.
-
-    Args:
-        address: Where the server listens.
-        timeout_s: Deadline of each request.
-        keys: CURVE keys, where the server has them.
-        on_push: Called with each message that answers no request.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Chunk:
+    """A piece of a message, or the acknowledgement of one.
 
     Attributes:
-        is_connected: Whether the server can be reached now.
-        num_read: Largest request id of a fetch whose reply has come, also if nobody waited for it any more.
-        loop: The loop that it lives on.
+        request_id: The message that it belongs to.
+        index: Its place in the message, from 0.
+        count: Chunks of the whole message; 0 in an acknowledgement.
+        frames: Frames of the message.
     """
 
-    def __init__(
-        self, address: str, *, timeout_s: float, keys: ClientKeys | None, on_push: Callable[[Message], None]
-    ) -> None:
-        self.address = address
-        self.is_connected = False
-        self.num_read = 0
-        self._timeout_s = timeout_s
-        self._on_push = on_push
-        self.loop = asyncio.get_running_loop()
-        self._pending: dict[int, _Pending] = {}
-        self._outbox: list[Message] = []
-        self._flush_handle: asyncio.Handle | None = None
-        self._deadline = Deadline(self._miss_deadlines)
-        self._ids = itertools.count(1)
-        self._num_connects = 0
-        self._closed = False
-        self._socket, monitor = connect(zmq.Context.instance(), address, keys)
-        self._channel = Channel(self._socket, self._on_message)
-        self._monitor = Channel(monitor, self._on_event)
+    request_id: int
+    index: int
+    count: int = 0
+    frames: Sequence[Any] = ()
 
-    def next_id(self) -> int:
-        """A request id, for a request that may have to be cancelled."""
-        return next(self._ids)
-
-    async def request(
-        self,
-        name: str,
-        fields: Mapping[str, Any],
-        payload: Sequence[Any] = (),
-        *,
-        request_id: int | None = None,
-        caller: str = "",
-    ) -> Message:
-        """Send a request and wait for its reply; ``caller`` is the call that an error names, if not the request's.
+    @classmethod
+    def parse(cls, frames: Sequence[Any]) -> "Chunk":
+        """Read a chunk from a socket.
 
         Raises:
-            DeadlineError: no reply came in time.
-            ReplayBufferError: the server answered with an error, or the link was closed.
+            WireError: it is not one.
         """
-        if self._closed:
-            raise self._closed_error(name)
-        request_id = next(self._ids) if request_id is None else request_id
-        request = Message(name=name, request_id=request_id, fields=fields, payload=payload)
-        try:
-            reply = await self._begin(request, caller or name)
-        finally:
-            self._end(request_id)
-        if reply.name != OK:
-            raise messages.error_of(reply)
-        return reply
+        head = memoryview(frames[0]) if frames else memoryview(b"")
+        if head.nbytes != _CHUNK.size:
+            raise WireError(f"a chunk begins with {_CHUNK.size} bytes, got {head.nbytes}")
+        magic, request_id, index, count = _CHUNK.unpack(head)
+        if magic not in (_CHUNK_MAGIC, _ACK_MAGIC) or (magic == _CHUNK_MAGIC) != (index < count):
+            raise WireError(f"this is not a chunk: {bytes(head[:4])!r}, {index} of {count}")
+        return cls(request_id=request_id, index=index, count=count, frames=frames[1:])
 
-    def post(self, name: str, fields: Mapping[str, Any]) -> None:
-        """Send a request whose reply nobody waits for; after a reconnect it is sent again like any other."""
-        if self._closed:
-            return
-        request = Message(name=name, request_id=next(self._ids), fields=fields)
+    def to_frames(self) -> list[Any]:
+        """The chunk as it is sent."""
+        magic = _CHUNK_MAGIC if self.count else _ACK_MAGIC
+        return [_CHUNK.pack(magic, self.request_id, self.index, self.count), *self.frames]
 
-        def forget(reply: asyncio.Future[Message]) -> None:
-            self._end(request.request_id)
-            if not reply.cancelled():
-                reply.exception()
 
-        self._begin(request, name).add_done_callback(forget)
+class ChunkSender:
+    """Messages on their way to one peer, first come first, within a window of bytes.
 
-    def _begin(self, request: Message, caller: str) -> asyncio.Future[Message]:
-        reply: asyncio.Future[Message] = self.loop.create_future()
-        due = self.loop.time() + self._timeout_s
-        self._pending[request.request_id] = _Pending(caller=caller, request=request, reply=reply, due=due)
-        self._deadline.at(due)
-        self._send(request)
-        return reply
+    Args:
+        send: Sends the frames of one chunk.
+    """
 
-    def _send(self, request: Message) -> None:
-        """Send a large or lone request at once, and small ones together with the others that are made in this turn."""
-        if len(self._pending) == 1 or sum(map(len, request.payload)) >= JOIN_BELOW_BYTES:
-            self._channel.send(request.frames())
-            return
-        self._outbox.append(request)
-        if len(self._outbox) == _BATCH:
-            self._flush()
-        elif self._flush_handle is None:
-            self._flush_handle = self.loop.call_soon(self._flush)
+    def __init__(self, send: Callable[[list[Any]], None]) -> None:
+        self._send = send
+        self._queue: deque[tuple[Chunk, int]] = deque()
+        self._unacknowledged: dict[tuple[int, int], int] = {}
+        self._num_bytes = 0
 
-    def _flush(self) -> None:
-        if self._flush_handle is not None:
-            self._flush_handle.cancel()
-            self._flush_handle = None
-        outbox, self._outbox = self._outbox, []
-        if outbox:
-            message = outbox[0] if len(outbox) == 1 else messages.batch(outbox)
-            self._channel.send(message.frames())
+    @property
+    def is_idle(self) -> bool:
+        """Whether everything was acknowledged."""
+        return not self._queue and not self._unacknowledged
 
-    def _end(self, request_id: int) -> None:
-        self._pending.pop(request_id, None)
+    def push(self, request_id: int, frames: Sequence[Any]) -> None:
+        """Send a message of any size; frames are not copied."""
+        pieces: list[tuple[list[Any], int]] = []
+        for frame in frames:
+            size = len(frame)
+            if not pieces or pieces[-1][1] + size > CHUNK_BYTES or len(pieces[-1][0]) >= _MAX_CHUNK_FRAMES:
+                pieces.append(([], 0))
+            pieces[-1] = (pieces[-1][0], pieces[-1][1] + size)
+            pieces[-1][0].append(frame)
+        for index, (parts, size) in enumerate(pieces):
+            chunk = Chunk(request_id=request_id, index=index, count=len(pieces), frames=parts)
+            self._queue.append((chunk, size))
+        self._pump()
 
-    def _miss_deadlines(self) -> None:
-        """Fail what is overdue; all requests have as long, so that the first are due first."""
-        now = self.loop.time()
-        for pending in self._pending.values():
-            if pending.due > now:
-                self._deadline.at(pending.due)
-                return
-            if not pending.reply.done():
-                pending.reply.set_exception(deadline_error(pending.caller, self.address, self._timeout_s))
+    def acknowledge(self, chunk: Chunk) -> None:
+        """The peer has a chunk."""
+        self._num_bytes -= self._unacknowledged.pop((chunk.request_id, chunk.index), 0)
+        self._pump()
 
-    def fail_all(self, error: Exception) -> None:
-        """Let every request that waits raise ``error``."""
-        for pending in self._pending.values():
-            if not pending.reply.done():
-                pending.reply.set_exception(error)
+    def reset(self) -> None:
+        """Forget everything: the connection is a new one."""
+        self._queue.clear()
+        self._unacknowledged.clear()
+        self._num_bytes = 0
 
-    def close(self) -> None:
-        """Close the connection; requests that wait raise at once."""
-        if self._closed:
-            return
-        self._closed = True
-        self.fail_all(self._closed_error("a call"))
-        self._deadline.close()
-        if self._flush_handle is not None:
-            self._flush_handle.cancel()
-        self._socket.disable_monitor()  # first, or ZMQ's thread would wait for somebody to read its last events
-        self._monitor.close()
-        self._channel.close()
+    def _pump(self) -> None:
+        while self._queue and (not self._num_bytes or self._num_bytes + self._queue[0][1] <= WINDOW_BYTES):
+            chunk, size = self._queue.popleft()
+            self._unacknowledged[chunk.request_id, chunk.index] = size
+            self._num_bytes += size
+            self._send(chunk.to_frames())
 
-    def _closed_error(self, what: str) -> ReplayBufferError:
-        return ReplayBufferError(f"the client of the buffer at {self.address} was closed while {what} waited")
 
-    def _on_event(self, event: list[zmq.Frame]) -> None:
-        """Send again what has no reply once the connection is back: the one before may have lost it."""
-        self.is_connected = is_connected(event)
-        if not self.is_connected:
-            return
-        self._num_connects += 1
-        if self._num_connects > 1:
-            for pending in self._pending.values():
-                self._channel.send(pending.request.frames())
+class ChunkReceiver:
+    """Messages that arrive from one peer in chunks.
 
-    def _on_message(self, frames: list[zmq.Frame]) -> None:
-        try:
-            message = messages.parse_reply(frames)
-        except WireError as error:
-            self.fail_all(error)
-            return
-        if message.name == ACKS:
-            for request_id in messages.integers(message.fields, "ids"):
-                self._resolve(request_id, Message(name=OK, request_id=request_id))
-        elif message.request_id == PUSH_ID and message.name in PUSHES:
-            self._on_push(message)
-        elif message.request_id == PUSH_ID:
-            self.fail_all(messages.error_of(message))
-        else:
-            if "counts" in message.fields:
-                self.num_read = max(self.num_read, message.request_id)
-            self._resolve(message.request_id, message)
+    Args:
+        max_bytes: Most bytes of one message.
+    """
 
-    def _resolve(self, request_id: int, reply: Message) -> None:
-        pending = self._pending.get(request_id)
-        if pending is not None and not pending.reply.done():
-            pending.reply.set_result(reply)
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._messages: dict[int, tuple[list[Any], int, int]] = {}
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no message is incomplete."""
+        return not self._messages
+
+    def add(self, chunk: Chunk) -> list[Any] | None:
+        """Take a chunk; the frames of its message if that is complete now.
+
+        Raises:
+            WireError: chunks are missing before it, or the message is too large; it is forgotten.
+        """
+        frames, num_chunks, size = self._messages.pop(chunk.request_id, ([], 0, 0))
+        if chunk.index == 0:  # sent again from the beginning
+            frames, num_chunks, size = [], 0, 0
+        if chunk.index != num_chunks:
+            raise WireError(f"chunk {chunk.index} of request {chunk.request_id} came after {num_chunks} others")
+        frames = [*frames, *chunk.frames] if frames else list(chunk.frames)
+        size += sum(map(len, chunk.frames))
+        if size > self._max_bytes:
+            raise WireError(
+                f"request {chunk.request_id} has more than {self._max_bytes} bytes (buffer.max_stored_bytes)"
+            )
+        if chunk.index + 1 == chunk.count:
+            return frames
+        self._messages[chunk.request_id] = (frames, num_chunks + 1, size)
+        return None
+
+    def reset(self) -> None:
+        """Forget everything: the connection is a new one."""
+        self._messages.clear()

@@ -22,13 +22,14 @@ from asyncrl.protocol.errors import (
     WorkerDiedError,
 )
 
+from .account import IdSet
+from .client_socket import ClientSocket
+from .commands import Frames
 from .config import BufferConfig, Durability
-from .idset import IdSet
-from .journal import Frames, Journal
-from .keys import client_keys
+from .journal import Journal
+from .keys import BufferRole, client_keys
 from .messages import OK, PUSH_ID, SPACE, Message, integer, integers
 from .process import BufferProcess
-from .sockets import ClientSocket
 from .stores import FetchWindow, size_of
 
 logger = logging.getLogger(__name__)
@@ -146,7 +147,7 @@ class StoreServers:
     def __init__(
         self, config: BufferConfig, *, groups_per_step: int, on_lost: Callable[[WorkerDiedError], None]
     ) -> None:
-        self._config = replace(config, port=0, num_store_servers=0)
+        self._config = replace(config, port=0, bulk_port=0, num_store_servers=0)
         self._groups_per_step = groups_per_step
         self._on_lost = on_lost
         self._loop = asyncio.get_running_loop()
@@ -164,7 +165,7 @@ class StoreServers:
             self.close()
             raise
         self.addresses = [process.address for process in self._processes]
-        keys = client_keys(Path(config.keys)) if config.keys else None
+        keys = client_keys(Path(config.keys), BufferRole.ledger) if config.keys else None
         for address in self.addresses:
             link = ClientSocket(address, timeout_s=config.request_timeout_s, keys=keys, on_push=lambda message: None)
             self._links.append(link)

@@ -10,8 +10,8 @@ from typing import Any, Protocol
 
 from asyncrl.protocol.errors import ReplayBufferError, StoreFull, UnknownGroup, WireError
 
-from .journal import Frames
-from .ledger_state import LedgerState
+from .commands import Frames
+from .ledger import Ledger
 
 _SIZE_BYTES = 8
 _MAX_CLIENTS = 4096
@@ -153,15 +153,17 @@ class PayloadStore:
         """Bytes of trajectories and prefixes."""
         return self.prefixes.num_bytes + self.payloads.stored_bytes
 
-    def recover(self, frames: Mapping[str, Mapping[int, Frames]], state: LedgerState) -> None:
-        """Take up what a journal kept."""
+    def recover(self, frames: Mapping[str, Mapping[int, Frames]], ledger: Ledger) -> None:
+        """Take up what a journal kept of unfinished groups."""
         for group_id, parts in frames.get("payload", {}).items():
-            if group_id in state.batches:
+            if ledger.is_stored(group_id):
                 self.keep_payload(group_id, parts, self.payloads.measure(parts))
         for group_id, parts in frames.get("prompt", {}).items():
-            self.prompts.put(group_id, parts)
+            if ledger.is_unfinished(group_id):
+                self.prompts.put(group_id, parts)
         for group_id, parts in frames.get("progress", {}).items():
-            self.prefixes.put(group_id, parts)
+            if ledger.has_prefix(group_id):
+                self.prefixes.put(group_id, parts)
 
     def keep_payload(self, group_id: int, payload: Frames, size: int) -> None:
         """Keep a stored group of ``size`` bytes; its prefix, if one was saved, is part of it."""

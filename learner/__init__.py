@@ -9,41 +9,42 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .actor_worker import ActorWorker
-    from .advantages import group_advantages
+    from .advantages import ADVANTAGES, TokenAdvantages, TokenRewards, group_advantages, token_level
+    from .batching import rank_batches
     from .config import AlgorithmConfig, LearnerConfig
-    from .critic_worker import CriticWorker
-    from .losses import LossInputs, LossTerms, negative_log_likelihood
-    from .planning import rank_batches
-    from .reference_worker import ReferenceWorker
-    from .registry import ADVANTAGES, LOSSES
-    from .reward_worker import RewardModelWorker
-    from .token_advantages import TokenAdvantages, TokenRewards, token_level
-    from .trainer import PolicyTrainer
+    from .losses import LOSSES, LossInputs, LossTerms, negative_log_likelihood
+    from .packed_model import PackedModel
+    from .roles import Role
+    from .trainer import Trainer
     from .types import RankBatch, TokenSequence
+    from .verl_api import ActorWorker, CriticWorker, ReferenceWorker, RewardModelWorker
     from .weights import save_policy
+    from .worker import ModelWorker
 
 _HOMES = {
-    "ADVANTAGES": "registry",
-    "LOSSES": "registry",
-    "ActorWorker": "actor_worker",
+    "ADVANTAGES": "advantages",
+    "ActorWorker": "verl_api",
     "AlgorithmConfig": "config",
-    "CriticWorker": "critic_worker",
+    "CriticWorker": "verl_api",
+    "LOSSES": "losses",
     "LearnerConfig": "config",
     "LossInputs": "losses",
     "LossTerms": "losses",
-    "PolicyTrainer": "trainer",
+    "ModelWorker": "worker",
+    "PackedModel": "packed_model",
     "RankBatch": "types",
-    "ReferenceWorker": "reference_worker",
-    "RewardModelWorker": "reward_worker",
-    "TokenAdvantages": "token_advantages",
-    "TokenRewards": "token_advantages",
+    "ReferenceWorker": "verl_api",
+    "RewardModelWorker": "verl_api",
+    "Role": "roles",
+    "TokenAdvantages": "advantages",
+    "TokenRewards": "advantages",
     "TokenSequence": "types",
+    "Trainer": "trainer",
     "group_advantages": "advantages",
     "negative_log_likelihood": "losses",
-    "rank_batches": "planning",
+    "rank_batches": "batching",
     "save_policy": "weights",
-    "token_level": "token_advantages",
+    "token_level": "advantages",
 }
 
 __all__ = [
@@ -55,13 +56,16 @@ __all__ = [
     "LearnerConfig",
     "LossInputs",
     "LossTerms",
-    "PolicyTrainer",
+    "ModelWorker",
+    "PackedModel",
     "RankBatch",
     "ReferenceWorker",
     "RewardModelWorker",
+    "Role",
     "TokenAdvantages",
     "TokenRewards",
     "TokenSequence",
+    "Trainer",
     "group_advantages",
     "negative_log_likelihood",
     "rank_batches",

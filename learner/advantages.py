@@ -1,21 +1,49 @@
-"""Advantage estimators: from the rewards of a batch to one number a trajectory. Pure.
+"""Advantages: from rewards to one number per trajectory or per token, and how the ranks compute them together.
+
+Outcome estimators see one reward per trajectory of the whole batch. Token estimators see each token's own reward and a
+critic's value of it. `BatchAdvantages` is the one place that calls them, on the ranks: what spans the batch is gathered
+or summed over the ranks, so the advantages do not depend on how the ranks share the batch.
 
 Sums run in float64: rewards of very different size in one batch keep their small differences. Rewards that are all
-equal give exact zeros.
+equal give exact zeros. Letters: B trajectories, M policy tokens of all of them, laid end to end. Tokens that an
+environment wrote are not among the M: in a multi-turn trajectory the next policy token follows directly.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
+import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from typing_extensions import TypeIs
 
-from .registry import ADVANTAGES
+from .config import AlgorithmConfig
+from .divergence import kl_penalty
+from .fsdp import LearnerMesh
+from .registry import Registry
+from .types import SampleKey, TokenSequence
 
-if TYPE_CHECKING:
-    from .token_advantages import TokenEstimator
+SumOverRanks = Callable[[Tensor], Tensor]
+"""Adds a float64 tensor up over the data-parallel ranks; the identity where one rank holds the batch."""
+
+MIN_DEVIATION = 1e-4
+"""Smallest standard deviation that rewards or tokens are divided by: below it differences are noise, not signal.
+
+The GRPO paper (arXiv 2402.03300, section 4.1.2) has none, and noise of 1e-7 in equal rewards would become advantages
+of size 1. TRL adds 1e-4 to the deviation; verl adds 1e-6, and 1e-8 to the variance of whitened tokens. As a floor it
+leaves the values of every ordinary group exact.
+"""
+
+_RELATIVE_DEVIATION = 2.0**-23
+"""The same as a share of the largest value: float32 rewards differ by at least this share of their size."""
+
+_BLOCK = 64
+"""Tokens that one matrix product of a discounted sum covers."""
 
 
 class Scale(StrEnum):
@@ -26,24 +54,86 @@ class Scale(StrEnum):
 
 
 class OutcomeEstimator(Protocol):
-    """Turns the rewards of a whole batch into advantages, one a trajectory."""
+    """Turns the rewards of a whole batch into advantages, one per trajectory."""
 
     def __call__(self, rewards: Tensor, group_ids: Tensor) -> Tensor:
-        """[B] float32 rewards and [B] int64 group ids to [B] float32 advantages."""
+        """[B] rewards and [B] int64 group ids, each group's samples in order, to [B] float32 advantages."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenRewards:
+    """This rank's trajectories, as an estimator sees them. Unless it says so, each prompt group is whole.
+
+    Attributes:
+        rewards: [M] float64, one reward per token; an outcome reward stands at its trajectory's last policy token.
+        lengths: [B] int64, policy tokens of each trajectory; they sum to M. May be 0.
+        group_ids: [B] int64, prompt group of each trajectory.
+        values: [M] float64, the critic's value before each token; zeros without a critic (``algorithm.critic``).
+    """
+
+    rewards: Tensor
+    lengths: Tensor
+    group_ids: Tensor
+    values: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenAdvantages:
+    """What an estimator gives back.
+
+    Attributes:
+        advantages: [M] float64.
+        returns: [M] float64, what a critic learns to predict.
+    """
+
+    advantages: Tensor
+    returns: Tensor
+
+
+class TokenEstimator(Protocol):
+    """Turns token rewards into token advantages. A collective where it sums over ranks."""
+
+    def __call__(self, batch: TokenRewards, config: AlgorithmConfig, total: SumOverRanks) -> TokenAdvantages:
+        """See `TokenRewards`, `TokenAdvantages` and `SumOverRanks`."""
         ...
 
 
 AdvantageEstimator: TypeAlias = "OutcomeEstimator | TokenEstimator"
 """What ``algorithm.advantage`` names."""
 
+ADVANTAGES: Registry[AdvantageEstimator] = Registry("algorithm.advantage")
+
+
+def token_level(estimator: TokenEstimator) -> TokenEstimator:
+    """Decorator that marks an estimator as one of tokens: the learner's ranks call it, with `TokenRewards`."""
+    _TOKEN_LEVEL.add(estimator)
+    return estimator
+
+
+def is_token_level(estimator: AdvantageEstimator) -> TypeIs[TokenEstimator]:
+    """Whether an estimator is marked by `token_level`; the others are given one reward per trajectory."""
+    return estimator in _TOKEN_LEVEL
+
+
+def needs_whole_groups(estimator: AdvantageEstimator) -> bool:
+    """Whether each rank must hold whole prompt groups: a token estimator may compare the samples of a group.
+
+    Ours do not; outcome estimators are given the whole batch on every rank.
+    """
+    return is_token_level(estimator) and estimator not in (gae, reinforce_plus_plus)
+
+
+_TOKEN_LEVEL: set[TokenEstimator] = set()
+
 
 def group_advantages(rewards: Tensor, group_ids: Tensor, *, scale: Scale) -> Tensor:
     """Center each reward on its prompt group (GRPO, arXiv 2402.03300, section 4.1.2).
 
     Args:
-        rewards: [B] float32, one scalar a trajectory.
+        rewards: [B] float32, one scalar per trajectory.
         group_ids: [B] int64; equal ids form a group, in any order.
-        scale: ``std`` divides by the group's sample standard deviation (n - 1), with nothing added to it; ``none``
+        scale: ``std`` divides by the group's sample standard deviation (n - 1), at least `MIN_DEVIATION`; ``none``
             leaves the difference (Dr. GRPO, arXiv 2503.20783).
 
     Returns:
@@ -58,9 +148,9 @@ def group_advantages(rewards: Tensor, group_ids: Tensor, *, scale: Scale) -> Ten
     if scale is Scale.none:
         return centered.to(torch.float32)
     _need_two(counts, "GRPO with std")
-    variance = _sums(centered.square(), group, len(counts)) / (counts - 1)
-    deviation = variance.sqrt()[group]
-    return torch.where(centered == 0, 0.0, centered / deviation).to(torch.float32)
+    variance = _group_sums(centered.square(), group, len(counts)) / (counts - 1)
+    deviation = torch.maximum(variance.sqrt(), _smallest_deviation(_largest(rewards, group, counts)))
+    return (centered / deviation[group]).to(torch.float32)
 
 
 @ADVANTAGES.register("grpo")
@@ -109,7 +199,8 @@ def reinforce_plus_plus_baseline(rewards: Tensor, group_ids: Tensor) -> Tensor:
     """
     centered = _centered(rewards, *_members(group_ids))
     _need_two(torch.tensor([len(rewards)]), "REINFORCE++-baseline")
-    return torch.where(centered == 0, 0.0, centered / centered.std()).to(torch.float32)
+    smallest = _smallest_deviation(rewards.double().abs().max())
+    return (centered / torch.maximum(centered.std(), smallest)).to(torch.float32)
 
 
 @ADVANTAGES.register("remax")
@@ -136,14 +227,14 @@ def _members(group_ids: Tensor) -> tuple[Tensor, Tensor]:
     return group, counts
 
 
-def _sums(values: Tensor, group: Tensor, num_groups: int) -> Tensor:
+def _group_sums(values: Tensor, group: Tensor, num_groups: int) -> Tensor:
     return torch.zeros(num_groups, dtype=torch.float64).index_add_(0, group, values)
 
 
 def _centered(rewards: Tensor, group: Tensor, counts: Tensor) -> Tensor:
     """[B] float64, less the group's mean; exactly 0 where the whole group is equal."""
     values = rewards.to(torch.float64)
-    centered = values - (_sums(values, group, len(counts)) / counts)[group]
+    centered = values - (_group_sums(values, group, len(counts)) / counts)[group]
     highest, lowest = (
         torch.zeros(len(counts), dtype=torch.float64).scatter_reduce_(0, group, values, reduce, include_self=False)
         for reduce in ("amax", "amin")
@@ -151,6 +242,296 @@ def _centered(rewards: Tensor, group: Tensor, counts: Tensor) -> Tensor:
     return centered.masked_fill((highest == lowest)[group], 0.0)
 
 
+def _largest(rewards: Tensor, group: Tensor, counts: Tensor) -> Tensor:
+    """[number of groups] float64, the largest size of a reward in each group."""
+    largest = torch.zeros(len(counts), dtype=torch.float64)
+    return largest.scatter_reduce_(0, group, rewards.double().abs(), "amax")
+
+
+def _smallest_deviation(largest: Tensor) -> Tensor:
+    """What values of this size are divided by at least."""
+    return (largest * _RELATIVE_DEVIATION).clamp(min=MIN_DEVIATION)
+
+
 def _need_two(counts: Tensor, name: str) -> None:
     if len(counts) and int(counts.min()) < 2:
         raise ValueError(f"{name} needs at least 2 samples to compare, got 1; raise algorithm.samples_per_prompt")
+
+
+@ADVANTAGES.register("gae")
+@token_level
+def gae(batch: TokenRewards, config: AlgorithmConfig, total: SumOverRanks) -> TokenAdvantages:
+    """Generalised advantages of a critic's values, standardised over the batch's tokens where the option says so.
+
+    See `generalized_advantages`; ``gamma``, ``gae_lambda`` and ``whiten_advantages`` are options. A trajectory cut at
+    the length limit ends like any other: nothing is bootstrapped after its last token. ``mask_truncated`` leaves it
+    out.
+    """
+    advantages, returns = generalized_advantages(
+        batch.rewards, batch.values, batch.lengths, gamma=config.gamma, gae_lambda=config.gae_lambda
+    )
+    if config.whiten_advantages:
+        advantages = standardized(advantages, total)
+    return TokenAdvantages(advantages=advantages, returns=returns)
+
+
+@ADVANTAGES.register("reinforce_plus_plus")
+@token_level
+def reinforce_plus_plus(batch: TokenRewards, config: AlgorithmConfig, total: SumOverRanks) -> TokenAdvantages:
+    """The return from each token on, standardised over the batch's tokens (REINFORCE++, arXiv 2501.03262, section 3).
+
+    With ``kl_reward_coef`` β this is the paper's r - β Σ KL over the tokens from here on. Deviation: the paper's KL
+    is that of the policy before the update, ours that of the behaviour policy, which sampled the tokens.
+
+    Example: one-token trajectories with rewards 3, 0, 0 give 1.155, -0.577, -0.577, whatever their prompts.
+    """
+    returns = returns_to_go(batch.rewards, batch.lengths, gamma=config.gamma)
+    return TokenAdvantages(advantages=standardized(returns, total), returns=returns)
+
+
+def generalized_advantages(
+    rewards: Tensor,
+    values: Tensor,
+    lengths: Tensor,
+    *,
+    gamma: float,
+    gae_lambda: float,
+    last_values: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Generalised advantage estimation over packed trajectories (GAE, arXiv 1506.02438, equations 11 to 16).
+
+    A_t = δ_t + γ λ A_(t+1) with δ_t = r_t + γ V_(t+1) - V_t, from each trajectory's last token backwards.
+
+    Args:
+        rewards: [M] float, one per policy token, trajectories laid end to end.
+        values: [M] float, the critic's value before each of these tokens.
+        lengths: [B] int64, policy tokens of each trajectory; they sum to M.
+        gamma: In [0, 1].
+        gae_lambda: In [0, 1].
+        last_values: [B] float, the value after each trajectory's last token: 0 (the default) where it has ended, the
+            critic's value to bootstrap from where it was cut off.
+
+    Returns:
+        Advantages [M] float64 and returns (advantages + values) [M] float64. Example: rewards 0, 1 and values
+        0.5, 0.6 with gamma 1 and lambda 0.5 give advantages 0.3, 0.4, and with a last value of 1 they give 0.8, 1.4.
+    """
+    values = values.double()
+    last = torch.zeros(len(lengths), dtype=torch.float64) if last_values is None else last_values.double()
+    following = torch.cat((values[1:], values.new_zeros(min(1, len(values)))))
+    some = lengths > 0
+    following[lengths.cumsum(0)[some] - 1] = last[some]
+    deltas = rewards.double() + gamma * following - values
+    advantages = discounted_sums(deltas, lengths, gamma * gae_lambda)
+    return advantages, advantages + values
+
+
+def returns_to_go(rewards: Tensor, lengths: Tensor, *, gamma: float) -> Tensor:
+    """Discounted sum of the rewards from each token to its trajectory's end.
+
+    Args:
+        rewards: [M] float.
+        lengths: [B] int64, tokens of each trajectory; they sum to M.
+        gamma: In [0, 1].
+
+    Returns:
+        [M] float64. Example: rewards 1, 0, 4 of one trajectory with gamma 0.5 give 2, 2, 4.
+    """
+    return discounted_sums(rewards.double(), lengths, gamma)
+
+
+def discounted_sums(values: Tensor, lengths: Tensor, factor: float) -> Tensor:
+    """S_t = v_t + factor · S_(t+1) within each trajectory, 0 after its end.
+
+    Each trajectory is cut into blocks of tokens, counted from its end. One matrix product sums within all blocks; then
+    the blocks are joined, the k-th of every trajectory at once.
+
+    Args:
+        values: [M] float64, trajectories laid end to end.
+        lengths: [B] int64, tokens of each trajectory; they sum to M.
+        factor: In [0, 1].
+
+    Returns:
+        [M] float64.
+    """
+    if len(values) == 0:
+        return values.clone()
+    num_blocks = (lengths + _BLOCK - 1) // _BLOCK
+    first_block = num_blocks.cumsum(0) - num_blocks
+    place = torch.repeat_interleave(first_block * _BLOCK + lengths.cumsum(0) - 1, lengths) - torch.arange(len(values))
+    blocks = values.new_zeros(int(num_blocks.sum()) * _BLOCK).index_copy_(0, place, values).view(-1, _BLOCK)
+    powers = factor ** torch.arange(_BLOCK + 1, dtype=torch.float64)
+    distance = torch.arange(_BLOCK) - torch.arange(_BLOCK)[:, None]
+    sums = blocks @ torch.where(distance >= 0, powers[distance.clamp(min=0)], 0.0)
+    whole, before = sums[:, -1].contiguous(), torch.zeros(len(sums), dtype=torch.float64)
+    sizes, order = num_blocks.sort(descending=True)
+    for k in range(1, int(sizes[0])):
+        rows = first_block[order[: int(torch.count_nonzero(sizes > k))]] + k
+        before[rows] = whole[rows - 1] + powers[-1] * before[rows - 1]
+    return sums.addcmul_(before[:, None], powers[1:]).view(-1).index_select(0, place)
+
+
+def standardized(values: Tensor, total: SumOverRanks) -> Tensor:
+    """Less the mean, divided by the sample deviation (n - 1, at least `MIN_DEVIATION`), over the tokens of all ranks.
+
+    Args:
+        values: [M] float64, this rank's.
+        total: Adds up over the ranks.
+
+    Returns:
+        [M] float64; zeros where all values are equal.
+    """
+    count, sums = total(torch.tensor([len(values), float(values.sum())], dtype=torch.float64)).tolist()
+    centered = values - sums / max(1.0, count)
+    squares = float(total(centered.square().sum()[None]))
+    # Centring leaves rounding where values are equal: it is not an advantage.
+    largest = float(total(values.square().sum()[None])) / max(1.0, count)
+    if count < 2 or squares / count <= 1e-24 * largest:
+        return torch.zeros_like(values)
+    return centered / max((squares / (count - 1)) ** 0.5, MIN_DEVIATION)
+
+
+class AdaptiveKLCoefficient:
+    """Coefficient that steers a divergence towards a target (arXiv 1909.08593, section 2.2).
+
+    Deviation: the divergence is the mean over a batch's tokens; the paper's is of whole continuations, and verl's is
+    the mean over sequences of their means.
+
+    Args:
+        initial: First coefficient.
+        target: Divergence aimed at, nats a token.
+        horizon: Samples over which the coefficient follows.
+    """
+
+    def __init__(self, *, initial: float, target: float, horizon: int) -> None:
+        self.value = initial
+        self._target = target
+        self._horizon = horizon
+
+    def update(self, measured: float, num_samples: int) -> float:
+        """Follow a step's divergence; returns the new coefficient.
+
+        Example: 0.1 with target 6 and horizon 10000, after 256 samples at 12 nats, becomes 0.100512.
+        """
+        error = min(max(measured / self._target - 1.0, -0.2), 0.2)
+        self.value *= 1.0 + error * num_samples / self._horizon
+        return self.value
+
+
+class BatchAdvantages:
+    """Turns rewards into the column ``advantages``. Its methods are collectives over the data-parallel ranks.
+
+    A KL penalty in the rewards is that of the behaviour policy (deviation from InstructGPT, arXiv 2203.02155, and verl,
+    which take the policy before the update; AReaL's decoupled loss does as we do): it is on the distribution that the
+    tokens were drawn from, needs no forward, and is the same on-policy.
+
+    Args:
+        algorithm: What is optimised.
+        mesh: The ranks.
+
+    Attributes:
+        kl_coefficient: The coefficient of the KL penalty in the rewards; it follows the divergence where
+            ``algorithm.kl_target`` is set.
+    """
+
+    def __init__(self, algorithm: AlgorithmConfig, mesh: LearnerMesh) -> None:
+        self._algorithm = algorithm
+        self._mesh = mesh
+        self._estimator = ADVANTAGES.get(algorithm.advantage)
+        self.kl_coefficient = AdaptiveKLCoefficient(
+            initial=algorithm.kl_reward_coef, target=algorithm.kl_target, horizon=algorithm.kl_horizon
+        )
+
+    def assign(
+        self, sequences: Sequence[TokenSequence], rewards: Mapping[SampleKey, float]
+    ) -> tuple[list[TokenSequence], dict[str, float]]:
+        """Compute the advantages of this rank's sequences.
+
+        Args:
+            sequences: This rank's share; with ``behavior_logprobs`` and ``reference_logprobs`` under
+                ``kl_reward_coef``, and with ``values`` where there is a critic.
+            rewards: Reward of each of this rank's trajectories; each sequence is a branch of one of them.
+
+        Returns:
+            The sequences with ``advantages``, under a token estimator with ``returns`` too, at the tokens in the loss;
+            and metrics, the same on every rank: under ``kl_reward_coef``, ``reward_kl`` in nats per token and
+            ``kl_reward_coef``.
+        """
+        lengths = torch.tensor([int(np.count_nonzero(s.loss_mask)) for s in sequences], dtype=torch.int64)
+        penalties, metrics = self._penalties(sequences, lengths)
+        places = {key: place for place, key in enumerate(rewards)}
+        trajectory = torch.tensor([places[s.trajectory] for s in sequences], dtype=torch.int64)
+        keys = torch.tensor(list(rewards), dtype=torch.int64).view(-1, 2)
+        outcomes = torch.tensor(list(rewards.values()), dtype=torch.float64)
+        if not is_token_level(self._estimator):
+            of_token = trajectory.repeat_interleave(lengths)
+            each = self._over_the_batch(outcomes.index_add(0, of_token, penalties, alpha=-1), keys)
+            return _with_column(sequences, "advantages", each[of_token]), metrics
+        token_rewards = -penalties
+        ends = lengths.cumsum(0) - 1
+        token_rewards[ends[lengths > 0]] += outcomes[trajectory[lengths > 0]]
+        estimated = self._of_tokens(sequences, token_rewards, lengths, keys[trajectory, 0])
+        assigned = _with_column(sequences, "advantages", estimated.advantages)
+        return _with_column(assigned, "returns", estimated.returns), metrics
+
+    def _of_tokens(
+        self, sequences: Sequence[TokenSequence], token_rewards: Tensor, lengths: Tensor, groups: Tensor
+    ) -> TokenAdvantages:
+        assert is_token_level(self._estimator)
+        has_values = all("values" in sequence.columns for sequence in sequences)
+        values = _policy_tokens(sequences, "values") if has_values else torch.zeros_like(token_rewards)
+        batch = TokenRewards(rewards=token_rewards, lengths=lengths, group_ids=groups, values=values)
+        return self._estimator(batch, self._algorithm, self._total)
+
+    def _penalties(self, sequences: Sequence[TokenSequence], lengths: Tensor) -> tuple[Tensor, dict[str, float]]:
+        """[M] float64 KL penalty of each policy token, and what it says about the batch."""
+        if not self._algorithm.kl_reward_coef:
+            return torch.zeros(int(lengths.sum()), dtype=torch.float64), {}
+        coefficient = self.kl_coefficient.value
+        divergence = kl_penalty(
+            _policy_tokens(sequences, "behavior_logprobs"),
+            _policy_tokens(sequences, "reference_logprobs"),
+            self._algorithm.kl_reward_estimator,
+        )
+        sums = torch.tensor([float(divergence.sum()), len(divergence), len(sequences)], dtype=torch.float64)
+        total, num_tokens, num_sequences = self._total(sums).tolist()
+        mean = total / max(1.0, num_tokens)
+        if self._algorithm.kl_target:
+            self.kl_coefficient.update(mean, int(num_sequences))
+        return coefficient * divergence, {"reward_kl": mean, "kl_reward_coef": coefficient}
+
+    def _over_the_batch(self, outcomes: Tensor, keys: Tensor) -> Tensor:
+        """[B] float32 advantages of this rank's trajectories, estimated on those of all ranks.
+
+        Args:
+            outcomes: [B] float64.
+            keys: [B, 2] int64, prompt group and place in the group.
+        """
+        assert not is_token_level(self._estimator)
+        dp_size, own = dist.get_world_size(self._mesh.dp_group), self._mesh.dp_rank
+        shares: list[tuple[Tensor, Tensor]] = [(outcomes, keys)] * dp_size
+        if dp_size > 1:
+            dist.all_gather_object(shares, (outcomes, keys), group=self._mesh.dp_group)
+        all_outcomes, all_keys = (torch.cat(parts) for parts in zip(*shares, strict=True))
+        # Each group together and its trajectories in order, whichever ranks hold them.
+        order = torch.from_numpy(np.lexsort((all_keys[:, 1].numpy(), all_keys[:, 0].numpy())))
+        everything = torch.empty(len(order), dtype=torch.float32)
+        everything[order] = self._estimator(all_outcomes[order], all_keys[order, 0])
+        return everything.split([len(share[0]) for share in shares])[own]
+
+    def _total(self, values: Tensor) -> Tensor:
+        return self._mesh.sum_over_dp(values.to(self._mesh.device)).cpu()
+
+
+def _policy_tokens(sequences: Sequence[TokenSequence], name: str) -> Tensor:
+    """[M] float64, a column at the tokens in the loss."""
+    parts = [sequence.columns[name][sequence.loss_mask] for sequence in sequences]
+    return torch.from_numpy(np.concatenate([np.zeros(0, np.float32), *parts])).double()
+
+
+def _with_column(sequences: Sequence[TokenSequence], name: str, values: Tensor) -> list[TokenSequence]:
+    """The sequences with a column that holds [M] values at the tokens in the loss, and 0 elsewhere."""
+    parts = values.float().split([int(np.count_nonzero(s.loss_mask)) for s in sequences])
+    columns = [np.zeros(len(sequence.input_ids), dtype=np.float32) for sequence in sequences]
+    for column, sequence, part in zip(columns, sequences, parts, strict=True):
+        column[sequence.loss_mask] = part.numpy()
+    return [sequence.with_column(name, column) for sequence, column in zip(sequences, columns, strict=True)]

@@ -1,4 +1,7 @@
-"""Who trains on what: prompt groups over data-parallel ranks, sequences over micro-batches. Pure arithmetic."""
+"""Who trains on what: samples over mini-batches and data-parallel ranks, sequences over micro-batches.
+
+Pure arithmetic on metadata; loads no torch.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,17 @@ import numpy as np
 
 from asyncrl.protocol.types import GroupSummary, Plan
 
-from .types import RankBatch, TokenSequence
+from .config import AlgorithmConfig
+from .types import GroupShare, RankBatch, TokenSequence
+
+BALANCED = 1.02
+"""Largest ÷ mean cost of the parts of a batch up to which no further group is split: a split group is fetched twice."""
+
+QUADRATIC_TOKENS = 32_768
+"""Length at which attention costs as much as all else: near 8 hidden sizes, of a model with 4,096."""
 
 
-def karmarkar_karp(sizes: Sequence[int], num_parts: int) -> list[list[int]]:
+def karmarkar_karp(sizes: Sequence[float], num_parts: int) -> list[list[int]]:
     """Partition items so that the largest part is small (largest differencing method, Karmarkar and Karp 1982).
 
     Args:
@@ -36,70 +46,130 @@ def karmarkar_karp(sizes: Sequence[int], num_parts: int) -> list[list[int]]:
     return [sorted(items) for _, items in heap[0][2]]
 
 
-_Parts = list[tuple[int, list[int]]]
+_Parts = list[tuple[float, list[int]]]
 
 
-def _singleton(index: int, size: int, num_parts: int) -> tuple[int, int, _Parts]:
+def _singleton(index: int, size: float, num_parts: int) -> tuple[float, int, _Parts]:
     """A partition of one item: its spread (negated for the heap), a tie-break and the parts, largest first."""
     return -size, index, [(size, [index]), *((0, []) for _ in range(num_parts - 1))]
 
 
-def _difference(tie_break: int, left: _Parts, right: _Parts) -> tuple[int, int, _Parts]:
+def _difference(tie_break: int, left: _Parts, right: _Parts) -> tuple[float, int, _Parts]:
     """Join two partitions: the largest part of one with the smallest of the other."""
     joined = [(a + b, x + y) for (a, x), (b, y) in zip(left, reversed(right), strict=True)]
     joined.sort(key=lambda part: -part[0])
     return joined[-1][0] - joined[0][0], tie_break, joined
 
 
-def group_tokens(group: GroupSummary) -> int:
-    """Tokens that the learner computes on for a group: the prompt once a sample, and the responses."""
-    return group.num_prompt_tokens * len(group.response_lengths) + sum(group.response_lengths)
-
-
-def split_plan(
-    plan: Plan,
-    *,
-    rewards: Sequence[np.ndarray],
-    advantages: Sequence[np.ndarray] | None,
-    num_shards: int,
-    num_mini_batches: int,
-    max_lag: int,
+def rank_batches(
+    plan: Plan, algorithm: AlgorithmConfig, *, num_shards: int, max_lag: int, whole_groups: bool = False
 ) -> list[RankBatch]:
-    """Share a planned batch out: its groups over mini-batches, then each mini-batch over data-parallel ranks.
+    """Share a planned batch out: its samples over mini-batches, then each mini-batch over data-parallel ranks.
 
-    Both are balanced by tokens. Which groups an optimizer update trains on follows from the plan alone, so the weights
-    after the step do not depend on the number of ranks.
+    Both are balanced by cost; a prompt group is split only where whole groups are not balanced. Advantages do not
+    depend on who holds a sample, since the ranks compute them together. Which samples an optimizer update trains on
+    follows from the plan alone, so the weights after the step do not depend on the number of ranks.
 
     Args:
         plan: The batch of one learner step.
-        rewards: One [G] float32 array a group, in the order of ``plan.groups``.
-        advantages: One [G] float32 array a group, in the same order; None where the ranks compute them.
+        algorithm: What is optimised.
         num_shards: Data-parallel ranks.
-        num_mini_batches: Optimizer updates of the step.
         max_lag: Staleness bound in learner steps.
+        whole_groups: Never split a group; see `learner.advantages.needs_whole_groups`.
 
     Returns:
-        One batch a data-parallel rank; some are empty when there are fewer groups than ranks.
+        One batch per data-parallel rank; some are empty when there are fewer samples than ranks.
     """
-    sizes = [group_tokens(group) for group in plan.groups]
-    shares: list[list[tuple[int, int]]] = [[] for _ in range(num_shards)]
-    for mini_batch, members in enumerate(karmarkar_karp(sizes, num_mini_batches)):
-        parts = karmarkar_karp([sizes[index] for index in members], num_shards)
+    rewards = [plan_rewards(group, algorithm) for group in plan.groups]
+    costs = [sample_costs(group) for group in plan.groups]
+    everything = [(index, tuple(range(len(samples)))) for index, samples in enumerate(costs)]
+    shares: list[list[GroupShare]] = [[] for _ in range(num_shards)]
+    loads = [0.0] * num_shards
+    for mini_batch, members in enumerate(
+        _balanced(everything, costs, algorithm.num_mini_batches, whole_groups=whole_groups)
+    ):
+        parts = _balanced(members, costs, num_shards, whole_groups=whole_groups)
         # The largest part goes to the rank with the least so far.
-        loads = [sum(sizes[index] for index, _ in share) for share in shares]
         for shard, part in zip(sorted(range(num_shards), key=loads.__getitem__), parts, strict=True):
-            shares[shard] += [(members[place], mini_batch) for place in part]
-    return [
-        RankBatch(
-            version=plan.version,
-            group_ids=tuple(plan.groups[index].group_id for index, _ in share),
-            rewards=tuple(rewards[index] for index, _ in share),
-            advantages=None if advantages is None else tuple(advantages[index] for index, _ in share),
-            mini_batches=tuple(mini_batch for _, mini_batch in share),
-            max_lag=max_lag,
-        )
-        for share in shares
-    ]
+            loads[shard] += sum(_cost(item, costs) for item in part)
+            shares[shard] += [
+                GroupShare(
+                    group_id=plan.groups[index].group_id,
+                    samples=samples,
+                    rewards=rewards[index][list(samples)],
+                    mini_batch=mini_batch,
+                )
+                for index, samples in part
+            ]
+    return [RankBatch(version=plan.version, shares=tuple(share), max_lag=max_lag) for share in shares]
+
+
+def sample_costs(group: GroupSummary) -> list[float]:
+    """What each sample of a group costs the learner: T + T² ÷ `QUADRATIC_TOKENS` for T tokens, prompt included."""
+    tokens = [group.num_prompt_tokens + length for length in group.response_lengths]
+    return [count + count**2 / QUADRATIC_TOKENS for count in tokens]
+
+
+_Item = tuple[int, tuple[int, ...]]
+"""A group by its index in the plan, and some of its samples."""
+
+
+def _cost(item: _Item, costs: Sequence[Sequence[float]]) -> float:
+    return sum(costs[item[0]][sample] for sample in item[1])
+
+
+def _balanced(
+    items: Sequence[_Item], costs: Sequence[Sequence[float]], num_parts: int, *, whole_groups: bool
+) -> list[list[_Item]]:
+    """Partition groups, or parts of groups; the costliest are split into samples, no more of them than it takes."""
+    ordered = sorted(items, key=lambda item: -_cost(item, costs))
+    best: list[list[_Item]] = []
+    lowest = float("inf")
+    for num_split in (0,) if whole_groups else sorted({0, *(-(-len(items) // share) for share in (8, 4, 2, 1))}):
+        single = [(index, (sample,)) for index, samples in ordered[:num_split] for sample in samples]
+        pieces = single + ordered[num_split:]
+        sizes = [_cost(piece, costs) for piece in pieces]
+        parts = karmarkar_karp(sizes, num_parts)
+        largest = max(sum(sizes[place] for place in part) for part in parts)
+        if largest < lowest:
+            lowest, best = largest, [_joined([pieces[place] for place in part]) for part in parts]
+        if lowest * num_parts <= BALANCED * sum(sizes):
+            break
+    return best
+
+
+def _joined(pieces: Sequence[_Item]) -> list[_Item]:
+    """Samples of the same group as one item, groups in the order of the plan."""
+    samples: dict[int, list[int]] = {}
+    for index, some in sorted(pieces):
+        samples.setdefault(index, []).extend(some)
+    return [(index, tuple(sorted(some))) for index, some in samples.items()]
+
+
+def plan_rewards(group: GroupSummary, algorithm: AlgorithmConfig) -> np.ndarray:
+    """The rewards of a group as [G] float32, with DAPO's length penalty where it is on."""
+    rewards = np.asarray(group.rewards, dtype=np.float32)
+    if not algorithm.overlong_max_tokens:
+        return rewards
+    limits = {"max_tokens": algorithm.overlong_max_tokens, "buffer_tokens": algorithm.overlong_buffer_tokens}
+    return rewards + overlong_penalty(np.array(group.response_lengths), **limits)
+
+
+def overlong_penalty(lengths: np.ndarray, *, max_tokens: int, buffer_tokens: int) -> np.ndarray:
+    """Soft penalty of long responses (DAPO, arXiv 2503.14476, equation 13).
+
+    Args:
+        lengths: [B] response lengths in tokens.
+        max_tokens: Length from which the penalty is 1.
+        buffer_tokens: Tokens before it over which the penalty grows from 0, linearly; 0 makes it a step.
+
+    Returns:
+        [B] float32 in [-1, 0], to be added to the rewards. Example: with 10 and 4, lengths 6, 7, 10, 12 give
+        0, -0.25, -1, -1.
+    """
+    over = lengths.astype(np.float64) - (max_tokens - buffer_tokens)
+    penalty = (over >= 0) if buffer_tokens == 0 else (over / buffer_tokens).clip(0.0, 1.0)
+    return -penalty.astype(np.float32)
 
 
 def split_sequences(sequences: Sequence[TokenSequence], count: int) -> list[list[TokenSequence]]:

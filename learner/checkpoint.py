@@ -26,9 +26,9 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 from asyncrl.protocol.errors import CheckpointError
 
-from .checkpoint_files import (
+from .checkpoint_folder import (
     HUGGING_FACE,
-    Progress,
+    SavedProgress,
     checkpoint_path,
     keep_newest,
     newest_checkpoint,
@@ -38,9 +38,8 @@ from .checkpoint_files import (
     unfinished_checkpoints,
     write_progress,
 )
-from .critic import CriticTrainer
 from .lora import has_adapters
-from .trainer import PolicyTrainer
+from .trainer import Trainer
 from .weights import copy_tokenizer
 
 
@@ -53,7 +52,7 @@ class Checkpointer:
         keep: Checkpoints kept, the newest included; -1 keeps all.
     """
 
-    def __init__(self, trainer: PolicyTrainer | CriticTrainer, directory: str, *, keep: int = 2) -> None:
+    def __init__(self, trainer: Trainer, directory: str, *, keep: int = 2) -> None:
         self._trainer = trainer
         self._directory = Path(directory)
         self._keep = keep
@@ -75,7 +74,7 @@ class Checkpointer:
             version: Learner steps contained in the weights.
             wait: Return when the checkpoint is whole; otherwise when its content is copied to the host.
             role: What the role needs to go on beside its model, as plain values.
-            run: What the controller needs to go on, as plain values; see `learner.checkpoint_files.Progress`.
+            run: What the controller needs to go on, as plain values; see `learner.checkpoint_folder.SavedProgress`.
 
         Returns:
             Where the checkpoint is, or will be.
@@ -140,7 +139,7 @@ class Checkpointer:
         remedy = "name an older checkpoint, or check that it is of this model and these learner.lora options"
         self._together(read, f"the checkpoint {path} could not be read", remedy)
         set_state_dict(
-            self._trainer.model,
+            self._trainer.head,
             self._trainer.optimizer.adamw,
             model_state_dict=state["model"],
             optim_state_dict=state["optimizer"],
@@ -160,14 +159,14 @@ class Checkpointer:
         partial.mkdir(parents=True)
         trainer.pretrained.config.save_pretrained(partial / HUGGING_FACE)
         copy_tokenizer(trainer.model_path, partial / HUGGING_FACE)
-        progress = Progress(
+        progress = SavedProgress(
             version=version,
             num_updates=trainer.optimizer.num_updates,
             num_ranks=trainer.config.num_ranks,
             sp_size=trainer.config.sp_size,
             dtype=trainer.config.dtype,
             role=role,
-            lora=asdict(trainer.config.lora) if has_adapters(trainer.model) else {},
+            lora=asdict(trainer.config.lora) if has_adapters(trainer.head) else {},
             run=run,
         )
         write_progress(partial, progress)
@@ -211,7 +210,7 @@ class Checkpointer:
         """
         adamw = self._trainer.optimizer.adamw
         has_moments = bool(adamw.state)
-        model, optimizer = get_state_dict(self._trainer.model, adamw)
+        model, optimizer = get_state_dict(self._trainer.head, adamw)
         if not has_moments:
             for moments in adamw.state.values():
                 moments["step"].zero_()

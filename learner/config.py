@@ -30,7 +30,7 @@ class Aggregation(StrEnum):
 
 
 class Correction(StrEnum):
-    """Off-policy correction between behaviour and proximal policy; see `learner.importance`."""
+    """Off-policy correction between behaviour and proximal policy; see `learner.divergence`."""
 
     none = "none"
     untruncated = "untruncated"
@@ -41,7 +41,7 @@ class Correction(StrEnum):
 
 
 class KLEstimator(StrEnum):
-    """Estimator of KL(policy ‖ reference) from one sampled token; see `learner.kl`."""
+    """Estimator of KL(policy ‖ reference) from one sampled token; see `learner.divergence`."""
 
     k1 = "k1"
     k2 = "k2"
@@ -64,8 +64,8 @@ class AlgorithmConfig:
         advantage: Advantage estimator: a name from `learner.advantages`, ``module:function`` or ``file.py:function``.
         loss: Policy loss: a name from `learner.losses`, ``module:function`` or ``file.py:function``.
         critic: Give a token-level estimator of your own a critic's values; ``advantage=gae`` has one without it.
-        discount: Gamma of returns, in [0, 1].
-        trace: Lambda of ``advantage=gae``, in [0, 1].
+        gamma: Discount of returns, in [0, 1].
+        gae_lambda: Lambda of ``advantage=gae``, in [0, 1].
         whiten_advantages: Standardise the advantages of ``advantage=gae`` over the batch's tokens.
         clip_low: PPO keeps the ratio above 1 - clip_low.
         clip_high: PPO keeps the ratio below 1 + clip_high.
@@ -82,7 +82,7 @@ class AlgorithmConfig:
         kl_estimator: How the KL penalty in the loss is estimated.
         kl_reward_coef: Weight of the KL penalty in the rewards of tokens, to the same reference; 0 has none.
         kl_reward_estimator: How the KL penalty in the rewards is estimated.
-        kl_target: Divergence in nats a token that an adaptive ``kl_reward_coef`` aims at; 0 keeps it fixed.
+        kl_target: Divergence in nats per token that an adaptive ``kl_reward_coef`` aims at; 0 keeps it fixed.
         kl_horizon: Trajectories over which an adaptive coefficient follows.
         mask_truncated: Leave samples that hit the length limit out of the loss (DAPO's overlong filtering).
         overlong_max_tokens: Response length at which DAPO's length penalty reaches 1; 0 has no penalty.
@@ -95,8 +95,8 @@ class AlgorithmConfig:
     advantage: str = "grpo"
     loss: str = "ppo_clip"
     critic: bool = False
-    discount: float = 1.0
-    trace: float = 1.0
+    gamma: float = 1.0
+    gae_lambda: float = 1.0
     whiten_advantages: bool = True
     clip_low: float = 0.2
     clip_high: float = 0.2
@@ -141,7 +141,7 @@ class AlgorithmConfig:
                 "algorithm.overlong_buffer_tokens must be in 0..algorithm.overlong_max_tokens, got "
                 f"{self.overlong_buffer_tokens} and {self.overlong_max_tokens}"
             )
-        for name in ("discount", "trace"):
+        for name in ("gamma", "gae_lambda"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"algorithm.{name} must be in [0, 1], got {getattr(self, name)}; 1 is usual")
 

@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from .checkpoint import first_failure
-from .checkpoint_files import HUGGING_FACE, newest_checkpoint, read_progress
+from .checkpoint_folder import HUGGING_FACE, newest_checkpoint, read_progress
 from .config import LoraConfig
 from .lora import add_adapters, merged_weights
 from .weights import copy_tokenizer, write_model

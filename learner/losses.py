@@ -1,4 +1,4 @@
-"""Policy losses: a number for each token of a micro-batch, and how the numbers become the loss of a whole batch.
+"""Policy losses: one number per token of a micro-batch, and how the numbers become the loss of a whole batch.
 
 Letters: M tokens in the loss of a micro-batch. A loss knows nothing of micro-batches or ranks: `token_weights` give
 each token its share of the whole batch, so the sum is the same however the batch is split.
@@ -14,33 +14,53 @@ import torch
 from torch import Tensor
 
 from .config import Aggregation, AlgorithmConfig, Correction
-from .importance import bounded_exp, sequence_means
-from .registry import LOSSES
+from .divergence import bounded_exp, sequence_means
+from .registry import Registry
 
 
 @dataclass(frozen=True, kw_only=True)
-class LossInputs:
-    """What a loss sees of a micro-batch.
+class TokenInputs:
+    """What every objective sees of a micro-batch.
 
     Attributes:
-        log_probs: [M] float32, with gradient.
-        entropy: [M] float32, with gradient.
         sequence_index: [M] int64, sequence of each token, counted within the micro-batch.
         loss_lengths: [number of sequences] int64, tokens in the loss of each sequence.
         columns: [M] float32 by name: ``behavior_logprobs`` and ``advantages`` in RL, ``proximal_logprobs`` where
             a step makes several updates, ``reference_logprobs`` where there is a KL penalty.
     """
 
-    log_probs: Tensor
-    entropy: Tensor
     sequence_index: Tensor
     loss_lengths: Tensor
     columns: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossInputs(TokenInputs):
+    """What a policy loss sees of a micro-batch.
+
+    Attributes:
+        log_probs: [M] float32, with gradient.
+        entropy: [M] float32, with gradient.
+    """
+
+    log_probs: Tensor
+    entropy: Tensor
 
     @property
     def proximal_logprobs(self) -> Tensor:
         """[M] log-probs before the step; in a step of one update these are the policy's own, held fixed."""
         return self.columns.get("proximal_logprobs", self.log_probs.detach())
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValueInputs(TokenInputs):
+    """What the critic's objective sees of a micro-batch.
+
+    Attributes:
+        values: [M] float32, with gradient.
+    """
+
+    values: Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +84,9 @@ class PolicyLoss(Protocol):
         ...
 
 
+LOSSES: Registry[PolicyLoss] = Registry("algorithm.loss")
+
+
 def anchor_log_probs(inputs: LossInputs, config: AlgorithmConfig) -> Tensor:
     """[M] log-probs that a ratio starts from: the behaviour's, or with an off-policy correction the proximal's."""
     if config.correction is Correction.none:
@@ -77,7 +100,7 @@ def ppo_clip(inputs: LossInputs, config: AlgorithmConfig) -> LossTerms:
 
     -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) with r = policy / anchor. Deviation: the paper's anchor is the
     policy before the update; without an off-policy correction it is here the one that sampled the token, whichever
-    version that was, so that one optimizer update a batch still corrects for the lag. With one
+    version that was, so that one optimizer update per batch still corrects for the lag. With one
     (``correction=untruncated``) this is decoupled PPO (AReaL, arXiv 2505.24298). ``clip_high > clip_low``
     is clip-higher (DAPO, arXiv 2503.14476, section 3.1). ``dual_clip`` c bounds the loss at -c A where A < 0 (arXiv
     1912.09729).
@@ -144,7 +167,7 @@ def negative_log_likelihood(inputs: LossInputs) -> LossTerms:
 
 
 def token_weights(
-    inputs: LossInputs,
+    inputs: TokenInputs,
     aggregation: Aggregation,
     *,
     num_tokens: int,
@@ -167,8 +190,8 @@ def token_weights(
         [M] float32; for the two means they sum to 1 over the whole batch.
     """
     if aggregation is Aggregation.token_mean:
-        return torch.full_like(inputs.log_probs, 1.0 / max(1, num_tokens), requires_grad=False)
+        return torch.full_like(inputs.sequence_index, 1.0 / max(1, num_tokens), dtype=torch.float32)
     if aggregation is Aggregation.sequence_sum_norm:
         share = 1.0 / (max(1, num_sequences) * sequence_norm_tokens)
-        return torch.full_like(inputs.log_probs, share, requires_grad=False)
+        return torch.full_like(inputs.sequence_index, share, dtype=torch.float32)
     return 1.0 / (inputs.loss_lengths[inputs.sequence_index] * max(1, num_sequences)).float()

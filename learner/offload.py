@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from .config import LearnerConfig
 from .fsdp import local_tensor
-from .optimizer import PolicyOptimizer
+from .optimizer import ModelOptimizer
 
 log = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ class MovableTensors:
         return list({storage._cdata: storage for storage in storages}.values())
 
 
-class Residence:
+class OffloadPolicy:
     """Decides when the model and the optimizer state are on the device, also when what used them failed.
 
     ``param_offload`` and ``optimizer_offload`` move them to the host after every use. ``offload_at_transition_only``
@@ -103,7 +103,7 @@ class Residence:
             ``rollout_device_bytes_before``, ``..._after``, ``trainer_device_bytes_before`` and ``..._after``.
     """
 
-    def __init__(self, config: LearnerConfig, models: Sequence[nn.Module], optimizer: PolicyOptimizer | None) -> None:
+    def __init__(self, config: LearnerConfig, models: Sequence[nn.Module], optimizer: ModelOptimizer | None) -> None:
         self._param_offload = config.param_offload
         self._optimizer_offload = config.optimizer_offload
         self._at_transition = config.offload_at_transition_only
@@ -223,7 +223,7 @@ def _model_tensors(model: nn.Module) -> Iterator[Tensor]:
     yield from model.buffers()
 
 
-def _optimizer_tensors(optimizer: PolicyOptimizer | None) -> Iterator[Tensor]:
+def _optimizer_tensors(optimizer: ModelOptimizer | None) -> Iterator[Tensor]:
     for state in {} if optimizer is None else optimizer.adamw.state.values():
         yield from (local_tensor(value) for value in state.values() if isinstance(value, Tensor))
 

@@ -13,7 +13,6 @@ from torch.optim import AdamW
 
 from .config import OptimizerConfig, Schedule
 from .fsdp import local_tensor
-from .model import is_matrix
 
 
 def learning_rate(config: OptimizerConfig, update: int, total_updates: int) -> float:
@@ -41,7 +40,7 @@ def learning_rate(config: OptimizerConfig, update: int, total_updates: int) -> f
     return config.lr * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * shape)
 
 
-class PolicyOptimizer:
+class ModelOptimizer:
     """Steps the parameters of one model.
 
     Args:
@@ -116,6 +115,11 @@ def shard_mesh(parameters: Iterable[nn.Parameter]) -> DeviceMesh | None:
             mesh = parameter.device_mesh
             return mesh if mesh.ndim == 1 else mesh["shard"]
     return None
+
+
+def is_matrix(name: str, parameter: Tensor) -> bool:
+    """Whether decoupled weight decay applies: matrices decay, biases and norm gains do not."""
+    return parameter.ndim >= 2 and not name.endswith(".bias")
 
 
 def _local_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:

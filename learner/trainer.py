@@ -1,127 +1,162 @@
-"""The in-process core of the learner: one model, sharded, stepped on batches of token sequences.
+"""Trains a role's model: optimizer updates on batches of token sequences, and the learner steps made of them.
 
-RL workers and supervised fine-tuning train through the same `PolicyTrainer`.
+RL workers and supervised fine-tuning train through the same `Trainer`. Everything here is a collective.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from .config import Aggregation, LearnerConfig
-from .lora import adapters_off
-from .losses import LossInputs, LossTerms, token_weights
-from .optimizer import PolicyOptimizer
+from .batching import split_sequences
+from .config import LearnerConfig
+from .losses import token_weights
+from .objectives import Objective
+from .optimizer import ModelOptimizer
+from .packed_model import PackedBatch, PackedModel
 from .packing import MicroBatch
-from .scorer import PackedBatch, PolicyScorer
+from .roles import ACTOR, Role
 from .types import TokenSequence
 
-LossFunction = Callable[[LossInputs], LossTerms]
 
-
-class PolicyTrainer(PolicyScorer):
+class Trainer(PackedModel):
     """Trains a model, besides scoring with it.
 
     Args:
         config: The learner group's options.
+        role: What is trained: the policy, unless another role is named.
         model_path: Directory in Hugging Face layout.
         total_updates: Optimizer updates of the whole run, for the schedule.
         temperature: Softmax temperature of log-probs; that of sampling in RL, 1.0 for supervised training. > 0.
-        seed: Seeds dropout, where the model has any.
+        seed: Seeds dropout, where the model has any, and adapters.
+
+    Raises:
+        ValueError: the role is frozen.
     """
 
     def __init__(
-        self, config: LearnerConfig, *, model_path: str, total_updates: int, temperature: float = 1.0, seed: int = 0
-    ) -> None:
-        torch.manual_seed(seed)
-        super().__init__(config, model_path=model_path, temperature=temperature, adapted=True)
-        self.optimizer = PolicyOptimizer(self.model, config.optimizer, total_updates=total_updates)
-
-    @contextmanager
-    def adapters_off(self) -> Iterator[None]:
-        """Inside, the model computes what it did without adapters, as `learner.lora.adapters_off` says."""
-        with adapters_off(self.model):
-            yield
-
-    def update(
         self,
-        sequences: Sequence[TokenSequence],
-        loss: LossFunction,
+        config: LearnerConfig,
+        role: Role = ACTOR,
         *,
-        aggregation: Aggregation = Aggregation.token_mean,
-        sequence_norm_tokens: int = 0,
-    ) -> dict[str, float]:
+        model_path: str,
+        total_updates: int,
+        temperature: float = 1.0,
+        seed: int = 0,
+    ) -> None:
+        if role.optimizer is None:
+            raise ValueError(f"role {role.name!r} is frozen: it has no optimizer; load it as a PackedModel")
+        torch.manual_seed(seed)
+        super().__init__(config, role, model_path=model_path, temperature=temperature)
+        self.optimizer = ModelOptimizer(self.head, role.optimizer(config), total_updates=total_updates)
+
+    def update(self, sequences: Sequence[TokenSequence], objective: Objective) -> dict[str, float]:
         """Make one optimizer update on the sequences of all ranks.
 
         Args:
             sequences: This rank's share; the sp ranks of a group pass the same.
-            loss: Gives each token its loss.
-            aggregation: How token losses become the loss of the batch.
-            sequence_norm_tokens: See `learner.losses.token_weights`.
+            objective: What is minimised.
 
         Returns:
-            The same on every rank: ``loss``, ``entropy`` and the loss's own metrics (means over the batch's tokens),
-            ``num_tokens`` (in the loss), ``num_sequences``, ``num_micro_batches``, ``grad_norm``, ``lr``,
+            The same on every rank: ``loss`` and the loss's own metrics (means over the batch's tokens, not
+            summarized), ``num_tokens`` (in the loss), ``num_sequences``, ``num_micro_batches``, ``grad_norm``, ``lr``,
             ``skipped_updates``.
         """
         self._set_training(True)
-        totals, rows = _Totals(self._pack(sequences), aggregation, sequence_norm_tokens), []
+        batch, rows = self._pack(sequences), []
         try:
             with self.sharding:
-                for micro_batch in totals.batch.micro_batches:
-                    share, row = self._share_of_loss(micro_batch, loss, totals)
+                for micro_batch in batch.micro_batches:
+                    share, row = self._share_of_loss(micro_batch, objective, batch)
                     (share * self.mesh.num_ranks).backward()  # FSDP averages gradients over ranks; their sum is meant
                     rows.append(row)
         except BaseException:
             self.optimizer.adamw.zero_grad()  # half a gradient must not reach the next update
             raise
-        return self._reduce(rows) | totals.batch.counts() | self.optimizer.step()
+        return self._reduce(rows) | batch.counts() | self.optimizer.step()
 
     @torch.no_grad()
-    def evaluate(
-        self,
-        sequences: Sequence[TokenSequence],
-        loss: LossFunction,
-        *,
-        aggregation: Aggregation = Aggregation.token_mean,
-        sequence_norm_tokens: int = 0,
-    ) -> dict[str, float]:
+    def evaluate(self, sequences: Sequence[TokenSequence], objective: Objective) -> dict[str, float]:
         """Loss and metrics of sequences without training on them; what `update` returns but for the optimizer's."""
         self._set_training(False)
-        totals = _Totals(self._pack(sequences), aggregation, sequence_norm_tokens)
+        batch = self._pack(sequences)
         with self.sharding:
-            rows = [self._share_of_loss(micro_batch, loss, totals)[1] for micro_batch in totals.batch.micro_batches]
-        return self._reduce(rows) | totals.batch.counts()
+            rows = [self._share_of_loss(micro_batch, objective, batch)[1] for micro_batch in batch.micro_batches]
+        return self._reduce(rows) | batch.counts()
 
     def _share_of_loss(
-        self, micro_batch: MicroBatch, loss: LossFunction, totals: _Totals
+        self, micro_batch: MicroBatch, objective: Objective, batch: PackedBatch
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """What a micro-batch adds to the loss of the whole batch, with gradient, and to each metric."""
-        inputs = self._forward(micro_batch)
-        terms = loss(inputs)
-        share = (terms.per_token * totals.weights(inputs)).sum()
-        per_token = {"entropy": inputs.entropy.detach(), **terms.metrics}
-        means = {name: value.sum() / max(1, totals.batch.num_tokens) for name, value in per_token.items()}
+        inputs = self.head.inputs(micro_batch.to(self.mesh.device))
+        terms = objective.loss(inputs)
+        weights = token_weights(
+            inputs,
+            objective.aggregation,
+            num_tokens=batch.num_tokens,
+            num_sequences=batch.num_sequences,
+            sequence_norm_tokens=objective.sequence_norm_tokens,
+        )
+        share = (terms.per_token * weights).sum()
+        means = {name: value.sum() / max(1, batch.num_tokens) for name, value in terms.metrics.items()}
         return share, {"loss": share.detach(), **means}
 
 
-@dataclass(frozen=True)
-class _Totals:
-    """A batch and how its token losses are aggregated."""
+class LearnerStep:
+    """One learner step: score the batch where the objective needs it, then one optimizer update per mini-batch.
 
-    batch: PackedBatch
-    aggregation: Aggregation
-    sequence_norm_tokens: int
+    Args:
+        trainer: Holds the model.
+        objective: What is minimised.
+        num_mini_batches: Optimizer updates of the step.
+    """
 
-    def weights(self, inputs: LossInputs) -> Tensor:
-        return token_weights(
-            inputs,
-            self.aggregation,
-            num_tokens=self.batch.num_tokens,
-            num_sequences=self.batch.num_sequences,
-            sequence_norm_tokens=self.sequence_norm_tokens,
-        )
+    def __init__(self, trainer: Trainer, objective: Objective, *, num_mini_batches: int = 1) -> None:
+        self._trainer = trainer
+        self._objective = objective
+        self._num_mini_batches = num_mini_batches
+
+    def run(self, sequences: Sequence[TokenSequence]) -> dict[str, float]:
+        """Make one learner step.
+
+        Args:
+            sequences: This rank's share of the batch, with the columns that the objective reads;
+                ``proximal_logprobs`` are scored here where it needs them.
+
+        Returns:
+            See `update`.
+        """
+        if self._objective.needs_proximal:
+            scores = self._trainer.scores(sequences)
+            sequences = [s.with_column("proximal_logprobs", score) for s, score in zip(sequences, scores, strict=True)]
+        return self.update(sequences)
+
+    def update(self, sequences: Sequence[TokenSequence]) -> dict[str, float]:
+        """Make one optimizer update per mini-batch.
+
+        Args:
+            sequences: As for `run`, with every column.
+
+        Returns:
+            The trainer's metrics, summarized, the same on every rank; over mini-batches counts are summed and all
+            else is averaged.
+        """
+        trained = [sequence for sequence in sequences if sequence.loss_mask.any()]
+        parts = split_sequences(trained, self._num_mini_batches)
+        return self._objective.summarize(_merged([self._trainer.update(part, self._objective) for part in parts]))
+
+    def measure(self, sequences: Sequence[TokenSequence]) -> dict[str, float]:
+        """What `update` would report of its first forward, without any update, nor the optimizer's metrics."""
+        return self._objective.summarize(self._trainer.evaluate(sequences, self._objective))
+
+
+def _merged(updates: Sequence[dict[str, float]]) -> dict[str, float]:
+    """One step's metrics from those of its updates: counts are summed, all else is averaged."""
+    sums = {name: sum(update[name] for update in updates) for name in updates[0]}
+    return {name: value if _is_count(name) else value / len(updates) for name, value in sums.items()}
+
+
+def _is_count(name: str) -> bool:
+    return name.startswith("num_") or name == "skipped_updates"

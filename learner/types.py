@@ -2,13 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from asyncrl.protocol.trajectory import TrajectoryGroup
-from asyncrl.protocol.types import FinishReason
+from asyncrl.protocol.trajectory import Branch, TrajectoryGroup
+
+SampleKey = tuple[int, int]
+"""A trajectory's group id, and its place in the group."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupShare:
+    """The trajectories of one prompt group that one rank trains on in one optimizer update.
+
+    Attributes:
+        group_id: The group to fetch from the buffer.
+        samples: [S] their places in the group, ascending.
+        rewards: [S] float32; a length penalty is in them.
+        mini_batch: Which optimizer update of the step trains on them, counted from 0.
+    """
+
+    group_id: int
+    samples: tuple[int, ...]
+    rewards: np.ndarray
+    mini_batch: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,19 +36,29 @@ class RankBatch:
 
     Attributes:
         version: Learner version that consumes the batch; the step takes it to ``version + 1``.
-        group_ids: Prompt groups to fetch from the buffer; may be empty.
-        rewards: One [G] float32 array a group, in the order of ``group_ids``; a length penalty is in them.
-        advantages: One [G] float32 array a group, in the same order; None where the ranks compute them from tokens.
-        mini_batches: Which optimizer update of the step trains on each group, counted from 0.
+        shares: What the rank trains on; may be empty. A group may come in several shares, one per mini-batch.
         max_lag: Staleness bound in learner steps; the rank refuses a batch that breaks it.
     """
 
     version: int
-    group_ids: tuple[int, ...]
-    rewards: tuple[np.ndarray, ...]
-    advantages: tuple[np.ndarray, ...] | None
-    mini_batches: tuple[int, ...]
+    shares: tuple[GroupShare, ...]
     max_lag: int
+
+    @property
+    def group_ids(self) -> tuple[int, ...]:
+        """The groups to fetch, each once."""
+        return tuple(dict.fromkeys(share.group_id for share in self.shares))
+
+    @property
+    def sample_keys(self) -> list[SampleKey]:
+        """Group id and place in the group of each sample, in the order of the shares."""
+        return [(share.group_id, sample) for share in self.shares for sample in share.samples]
+
+    @property
+    def rewards(self) -> dict[SampleKey, float]:
+        """The reward of each sample, in the same order."""
+        rewards = [float(reward) for share in self.shares for reward in share.rewards]
+        return dict(zip(self.sample_keys, rewards, strict=True))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,12 +72,14 @@ class TokenSequence:
         columns: Further [T] float32 arrays by name, aligned with ``input_ids`` and read where ``loss_mask`` is
             True. Example: ``behavior_logprobs``, ``advantages``.
         mini_batch: Which optimizer update of a learner step trains on it, counted from 0.
+        trajectory: The trajectory that it is a branch of.
     """
 
     input_ids: np.ndarray
     loss_mask: np.ndarray
     columns: Mapping[str, np.ndarray] = field(default_factory=dict)
     mini_batch: int = 0
+    trajectory: SampleKey = (0, 0)
 
     def with_column(self, name: str, values: np.ndarray) -> TokenSequence:
         """The sequence with one more [T] float32 column."""
@@ -66,39 +97,40 @@ class TokenSequence:
 
 
 def group_sequences(
-    group: TrajectoryGroup, advantages: np.ndarray | None, *, mini_batch: int = 0, mask_truncated: bool = False
+    group: TrajectoryGroup, *, samples: Sequence[int] | None = None, mini_batch: int = 0, mask_truncated: bool = False
 ) -> list[TokenSequence]:
-    """Lay a prompt group out as G sequences of prompt and response.
+    """Lay trajectories of a prompt group out as sequences, one per branch.
 
     Args:
         group: G trajectories of one prompt.
-        advantages: [G] float32, one a sample, for all its tokens; None leaves the column out.
-        mini_batch: Which optimizer update of the step trains on the group.
-        mask_truncated: Leave samples that hit the length limit out of the loss.
+        samples: Which of them; None takes all.
+        mini_batch: Which optimizer update of the step trains on them.
+        mask_truncated: Leave branches that hit the length limit out of the loss.
 
     Returns:
-        G sequences with the columns ``behavior_logprobs`` and, where given, ``advantages``; prompt and masked tokens
-        are not in the loss.
+        The branches of each trajectory in order, with the column ``behavior_logprobs``. Each sampled turn is in the
+        loss of exactly one branch; prompts and what an environment wrote are in none.
     """
-    ends = np.cumsum(group.response_lengths).tolist()
     sequences = []
-    for sample, (end, length) in enumerate(zip(ends, group.response_lengths.tolist(), strict=True)):
-        span = slice(end - length, end)
-        dropped = mask_truncated and group.finish_reasons[sample] is FinishReason.length
-        mask = np.zeros(length, dtype=bool) if dropped else group.response_mask[span]
-        columns = {"behavior_logprobs": _after_prompt(group, group.behavior_logprobs[span])}
-        if advantages is not None:
-            columns["advantages"] = _after_prompt(group, np.full(length, advantages[sample], dtype=np.float32))
+    for branch in branches_of(group, range(group.num_trajectories) if samples is None else samples):
+        mask = group.trained_mask(branch)
+        if mask_truncated and group.is_truncated(branch):
+            mask = np.zeros_like(mask)
         sequences.append(
             TokenSequence(
-                input_ids=np.concatenate([group.prompt_ids, group.response_ids[span]]),
-                loss_mask=_after_prompt(group, mask),
+                input_ids=group.along(branch, "token_ids"),
+                loss_mask=mask,
+                columns={"behavior_logprobs": group.along(branch, "logprobs")},
                 mini_batch=mini_batch,
-                columns=columns,
+                trajectory=(group.group_id, branch.trajectory),
             )
         )
     return sequences
 
 
-def _after_prompt(group: TrajectoryGroup, values: np.ndarray) -> np.ndarray:
-    return np.concatenate([np.zeros(len(group.prompt_ids), dtype=values.dtype), values])
+def branches_of(group: TrajectoryGroup, samples: Sequence[int]) -> list[Branch]:
+    """The branches of some trajectories, trajectory by trajectory."""
+    by_trajectory: dict[int, list[Branch]] = {}
+    for branch in group.branches:
+        by_trajectory.setdefault(branch.trajectory, []).append(branch)
+    return [branch for sample in samples for branch in by_trajectory[sample]]

@@ -2,12 +2,13 @@
 
 Outside attention each rank holds N/sp of the packed tokens and all heads; inside, all N tokens and H/sp heads. Two
 all-to-alls change between the layouts, both differentiable. The group is the one that the innermost
-`learner.sharding.UlyssesShardingManager` has set; without a group, or alone in it, every function is the identity.
+`UlyssesShardingManager` has set; without a group, or alone in it, every function is the identity.
 """
 
 from __future__ import annotations
 
 import math
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -15,6 +16,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from asyncrl.protocol import DataProto, all_gather_data_proto
 
 _group: ProcessGroup | None = None
 
@@ -226,6 +230,60 @@ def replicate_kv_heads(x: Tensor, head_dim: int, num_heads: int, sp_size: int) -
     if num_heads % wanted:
         wanted = num_heads
     return x if wanted == num_kv_heads else x.repeat_interleave(wanted // num_kv_heads, dim=head_dim)
+
+
+class UlyssesShardingManager:
+    """Context in which a model runs over its sp ranks.
+
+    Entering sets the group that attention uses; leaving restores the one before, also when nested and on errors. Data
+    is not touched by entering: the dispatch gives all sp ranks the same batch, and attention splits it.
+    `preprocess_data` and `postprocess_data` are for computations that do without the model's own splitting.
+
+    Args:
+        device_mesh: Has an axis ``sp``; None makes the context, and both methods, do nothing.
+    """
+
+    def __init__(self, device_mesh: DeviceMesh | None) -> None:
+        self.device_mesh = device_mesh
+        self._mesh = None if device_mesh is None else device_mesh["sp"]
+        self._group = None if self._mesh is None else self._mesh.get_group()
+        self._before: list[ProcessGroup | None] = []
+
+    def __enter__(self) -> UlyssesShardingManager:
+        if self._mesh is not None:
+            self._before.append(get_ulysses_sequence_parallel_group())
+            set_ulysses_sequence_parallel_group(self._group)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._mesh is not None:
+            set_ulysses_sequence_parallel_group(self._before.pop())
+
+    def preprocess_data(self, data: DataProto) -> DataProto:
+        """Put the batches of all sp ranks together, in the order of the ranks, on each of them.
+
+        Args:
+            data: This rank's rows; changed in place.
+
+        Returns:
+            The same batch, with the rows of all ranks.
+        """
+        if self._mesh is None or self._mesh.size() == 1:
+            return data
+        all_gather_data_proto(data, self._group)
+        return data
+
+    def postprocess_data(self, data: DataProto) -> DataProto:
+        """Keep this rank's part of a batch that all sp ranks hold; the inverse of `preprocess_data`.
+
+        Args:
+            data: Its rows are a multiple of sp.
+        """
+        if self._mesh is None or self._mesh.size() == 1:
+            return data
+        return data.chunk(chunks=self._mesh.size())[self._mesh.get_local_rank()]
 
 
 def _shared(group: ProcessGroup | None) -> ProcessGroup | None:

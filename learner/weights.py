@@ -6,7 +6,6 @@ import re
 import shutil
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -19,12 +18,12 @@ from asyncrl.protocol.types import WeightSnapshot
 
 from .fsdp import whole_tensors
 from .lora import merged_weights
-from .scorer import PackedScorer
+from .packed_model import PackedModel
 
 _SNAPSHOT = re.compile(r"v(\d{8})")
 
 
-def gather_weights(trainer: PackedScorer[Any]) -> dict[str, Tensor] | None:
+def gather_weights(trainer: PackedModel) -> dict[str, Tensor] | None:
     """Collect the model's whole weights. A collective: every rank calls it.
 
     Args:
@@ -36,7 +35,7 @@ def gather_weights(trainer: PackedScorer[Any]) -> dict[str, Tensor] | None:
     """
     is_first = trainer.mesh.rank == 0
     weights: dict[str, Tensor] = {}
-    for name, tensor in whole_tensors(trainer.model):
+    for name, tensor in whole_tensors(trainer.head):
         if is_first:
             whole = tensor.to(device="cpu", dtype=trainer.compute_dtype, copy=True)
             weights[name.removeprefix("pretrained.")] = whole
@@ -79,7 +78,7 @@ def copy_tokenizer(source: str, directory: Path) -> None:
             shutil.copy2(file, directory / file.name)
 
 
-def save_policy(trainer: PackedScorer[Any], directory: str) -> None:
+def save_policy(trainer: PackedModel, directory: str) -> None:
     """Write model and tokenizer so that ``from_pretrained`` loads both. A collective: every rank calls it.
 
     Args:
@@ -107,7 +106,7 @@ class SnapshotWriter:
         self._keep = keep
         self._checksums = checksums
 
-    def write(self, version: int, trainer: PackedScorer[Any]) -> WeightSnapshot:
+    def write(self, version: int, trainer: PackedModel) -> WeightSnapshot:
         """Gather and write one version. A collective; returns the snapshot; only rank 0's has checksums.
 
         Args:

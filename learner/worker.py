@@ -1,9 +1,8 @@
-"""What the workers of all roles share: their place in the mesh, planned groups, modes, checkpoints and their end.
+"""One rank of a learner role: fetches its share of a batch, scores it, trains on it, publishes and saves.
 
-A role has two faces. Verl's methods (``compute_values``, ``update_critic``, …) take a `DataProto` that the caller
-holds, and the caller waits for the result. A run's own methods (``score``, ``step``) take a list of `RankBatch`, one a
-data-parallel rank: each rank fetches its prompt groups from the buffer, the caller waits for nothing, and what one role
-scored goes to another from worker to worker, or stays in the process that both share.
+The methods here are a run's own: they take a list of `RankBatch`, one per data-parallel rank. Each rank fetches its
+prompt groups from the buffer, the caller does not wait, and what one role scored goes to another from worker to worker,
+or stays in the process that both share. `learner.verl_api` adds verl's methods over the same trainer.
 
 A worker waits for nothing on its own: the controller's calls wake it. Fetching waits for the buffer under the client's
 deadline, collectives wait for the other ranks under the process group's.
@@ -11,30 +10,38 @@ deadline, collectives wait for the other ranks under the process group's.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Generic, TypeVar
+from contextlib import nullcontext
+from typing import Any
 
 import numpy as np
+import torch
 import torch.distributed as dist
 
 from asyncrl.protocol.data_proto import DataProto
+from asyncrl.protocol.errors import StalenessError
 from asyncrl.protocol.ports import TrajectorySource
 from asyncrl.protocol.trajectory import TrajectoryGroup
 from asyncrl.protocol.types import WeightSnapshot
 from asyncrl.single_controller import Dispatch, Worker, make_nd_compute_dataproto_dispatch_fn, register
 
+from .advantages import ADVANTAGES, BatchAdvantages, is_token_level
 from .checkpoint import Checkpointer
-from .checkpoint_files import read_progress
+from .checkpoint_folder import read_progress
 from .config import AlgorithmConfig, LearnerConfig
-from .critic import CriticTrainer
-from .offload import Residence
-from .optimizer import PolicyOptimizer
-from .rows import group_columns, pack_columns, sequence_columns
-from .scorer import PackedScorer
-from .trainer import PolicyTrainer
-from .types import RankBatch, TokenSequence, group_sequences
+from .offload import OffloadPolicy
+from .packed_model import PackedModel
+from .remote_scores import pack_scores
+from .roles import CRITIC, Role, scored_by
+from .trainer import LearnerStep, Trainer
+from .trajectory_log import TrajectoryLog
+from .types import RankBatch, SampleKey, TokenSequence, group_sequences
+from .weights import SnapshotWriter, save_policy
 
-ScorerT = TypeVar("ScorerT", bound=PackedScorer[Any])
+Scores = Mapping[SampleKey, np.ndarray]
+"""[tokens in the loss] float32 per trajectory, branch after branch."""
+
 _MESH = "dp"
 
 BY_ROWS = make_nd_compute_dataproto_dispatch_fn(_MESH)
@@ -47,7 +54,7 @@ def _share_of_each_rank(group: Any, *shares: Sequence[Any], **options: Any) -> t
     num_shares = sizes.pop() if len(sizes) == 1 else 0
     if num_shares == 0 or group.world_size % num_shares:
         raise ValueError(
-            f"arguments must be lists of one entry a data-parallel rank, got {[len(share) for share in shares]} "
+            f"arguments must be lists of one entry per data-parallel rank, got {[len(share) for share in shares]} "
             f"entries for {group.world_size} ranks"
         )
     sp_size = group.world_size // num_shares
@@ -60,68 +67,205 @@ def _all_results(_group: Any, results: Any) -> Any:
 
 
 PER_DP_RANK = {"dispatch_fn": _share_of_each_rank, "collect_fn": _all_results}
-"""Dispatch of a run's methods: lists of one entry a data-parallel rank; options by name go to everyone."""
+"""Dispatch of a run's methods: lists of one entry per data-parallel rank; options by name go to everyone."""
 
 
-class RoleWorker(Worker, Generic[ScorerT]):
+class BatchCache:
+    """What the roles of one process share of a learner step: the fetched groups, and what each role scored.
+
+    Attributes:
+        open_roles: Roles that have not stopped; the last one leaves the process group.
+    """
+
+    def __init__(self) -> None:
+        self.open_roles: set[str] = set()
+        self._groups: tuple[int, dict[int, TrajectoryGroup]] = (-1, {})
+        self._scores: dict[str, tuple[int, Scores]] = {}
+
+    def groups(self, version: int) -> dict[int, TrajectoryGroup]:
+        """Groups of a step by id, to be read and added to; those of another step are forgotten."""
+        if self._groups[0] != version:
+            self._groups = (version, {})
+        return self._groups[1]
+
+    def keep_scores(self, version: int, column: str, scores: Scores) -> None:
+        """Keep a column of a step; it replaces that of another step."""
+        self._scores[column] = (version, scores)
+
+    def scores(self, version: int, column: str) -> Scores | None:
+        """A column of a step, or None where no role of this process scored it."""
+        known, scores = self._scores.get(column, (-1, {}))
+        return scores if known == version else None
+
+
+class ModelWorker(Worker):
     """One rank of a role. Every method is called on all ranks together.
 
     Args:
+        role: What it loads, computes and learns.
         config: Options of the group that the role runs in; ``num_ranks`` is that of its pool.
         algorithm: What is optimised.
         model_path: Directory in Hugging Face layout.
+        total_steps: Learner steps of the run, for the schedule.
+        temperature: Softmax temperature at sampling; log-probs are taken under it.
         connect_buffer: Opens this rank's connection to the replay buffer; None where only verl's methods are called.
-    """
+        seed: Seeds dropout, where the model has any, and adapters.
+        snapshot_dir: Where published weights go, readable by the engines of this host; None publishes none.
+        trajectory_dir: Where consumed samples are logged, one file per step and rank; None logs nothing.
+        checksums: Digest published tensors, so that engines can verify what they loaded.
 
-    role: str
-    """Name of the role, under which workers that share a process find one another."""
+    Attributes:
+        own_cache: The cache of this worker, which the first role of a process shares with the others.
+    """
 
     def __init__(
         self,
+        role: Role,
         config: LearnerConfig,
         algorithm: AlgorithmConfig,
         *,
         model_path: str,
+        total_steps: int = 1,
+        temperature: float = 1.0,
         connect_buffer: Callable[[], TrajectorySource] | None = None,
+        seed: int = 0,
+        snapshot_dir: str | None = None,
+        trajectory_dir: str | None = None,
+        checksums: bool = True,
     ) -> None:
         super().__init__()
+        self.role = role
+        self.own_cache = BatchCache()
         self._config = config
         self._algorithm = algorithm
         self._model_path = model_path
+        self._total_steps = total_steps
+        self._temperature = temperature
         self._connect_buffer = connect_buffer
+        self._seed = seed
         self._source: TrajectorySource | None = None
         self._checkpoints: dict[str, Checkpointer] = {}
-        self._fetched: tuple[tuple[int, tuple[int, ...]], list[TrajectoryGroup]] | None = None
-        self._stopped = False
-        self._scored: tuple[int, dict[int, np.ndarray]] | None = None
+        self._snapshots = (
+            SnapshotWriter(snapshot_dir, keep=config.keep_snapshots, checksums=checksums) if snapshot_dir else None
+        )
+        self._log = TrajectoryLog(trajectory_dir) if trajectory_dir else None
         dp_rank, sp_rank = divmod(self.rank, config.sp_size)
         self._register_dispatch_collect_info(_MESH, dp_rank=dp_rank, is_collect=sp_rank == 0)
 
-    def _start(self, scorer: ScorerT, optimizer: PolicyOptimizer | None = None) -> None:
-        """Take the loaded model and connect to the buffer."""
-        self._scorer = scorer
-        self._residence = Residence(self._config, [scorer.model], optimizer)
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def init_model(self) -> None:
+        """Join the group, load the model and connect to the buffer.
+
+        Raises:
+            ValueError: an option does not fit the role or its model.
+        """
+        self._model, optimizer = self._load(), None
+        if isinstance(self._model, Trainer):
+            optimizer = self._model.optimizer
+            self._advantages = BatchAdvantages(self._algorithm, self._model.mesh)
+        self._offload = OffloadPolicy(self._config, [self._model.head], optimizer)
         # One rank of a sequence-parallel group fetches; the others get the groups from it.
-        if self._connect_buffer is not None and scorer.mesh.sp_rank == 0:
+        if self._connect_buffer is not None and self._model.mesh.sp_rank == 0:
             self._source = self._connect_buffer()
+        self.cache.open_roles.add(self.role.name)
+
+    @register(dispatch_mode=PER_DP_RANK, blocking=False)
+    def score(self, batch: RankBatch, send: bool = True) -> DataProto | None:
+        """Score the role's column for planned samples, under the weights that the run starts from where it is frozen.
+
+        Args:
+            batch: This rank's share; the sp ranks of a group have the same.
+            send: Return the scores, on the first sp rank; otherwise they stay in this process, for its other roles.
+
+        Raises:
+            ValueError: the actor has no adapters to switch off.
+        """
+        scores = self._scored(batch)
+        self.cache.keep_scores(batch.version, self.role.column, scores)
+        return pack_scores(scores) if send and self._model.mesh.sp_rank == 0 else None
+
+    @register(dispatch_mode=PER_DP_RANK, blocking=False)
+    def rewards(self, batch: RankBatch) -> dict[SampleKey, float]:
+        """The reward model's score of each planned trajectory: that of its last branch."""
+        sequences = self._sequences(batch)
+        with self._offload.reading():
+            scores = self._model.scores(sequences)
+        return {s.trajectory: float(score[-1]) for s, score in zip(sequences, scores, strict=True)}
+
+    @register(dispatch_mode=PER_DP_RANK, blocking=False)
+    def step(self, batch: RankBatch, *sent: Scores | None) -> dict[str, float]:
+        """Make one learner step; in its measured steps the role is only measured.
+
+        Args:
+            batch: This rank's share; the sp ranks of a group have the same.
+            sent: One entry per column that the role reads, in the order of `Role.reads`: what another role scored;
+                None where the scores are in this process.
+
+        Returns:
+            The same on every rank: the step's metrics, ``fetch_s`` and ``train_s`` of the slowest rank,
+            ``started_at`` of the first and ``ended_at`` of the last (seconds since the epoch), and ``lag_max``
+            (learner steps).
+
+        Raises:
+            StalenessError: a group is older than the staleness bound allows.
+            ValueError: a column was neither sent nor scored in this process.
+        """
+        started_at = time.time()
+        groups = self._fetch(batch)
+        lag = _largest_lag(batch, groups)
+        fetched_at = time.time()
+        sequences = self._with_columns(batch, self._sequences(batch), sent)
+        with self._offload.updating():
+            sequences, metrics = self._learn(batch, sequences)
+        ended_at = time.time()
+        if self._log is not None and self._model.mesh.sp_rank == 0:
+            self._log.write(batch, groups, sequences, rank=self._model.mesh.dp_rank)
+        own = [fetched_at - started_at, ended_at - fetched_at, -started_at, ended_at, lag]
+        fetch_s, train_s, minus_start, ended_at, lag = self._model.mesh.largest(
+            torch.tensor(own, dtype=torch.float64)
+        ).tolist()
+        times = {"fetch_s": fetch_s, "train_s": train_s, "started_at": -minus_start, "ended_at": ended_at}
+        return metrics | self._offload.metrics | times | {"lag_max": lag}
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def publish_weights(self, version: int) -> WeightSnapshot:
+        """Write the weights for the engines; the snapshot is there when rank 0 returns.
+
+        Args:
+            version: Learner steps contained in the weights.
+
+        Raises:
+            ValueError: the role publishes nothing.
+        """
+        if self._snapshots is None:
+            raise ValueError(f"role {self.role.name!r} publishes no weights: it was given no snapshot_dir")
+        with self._offload.reading():
+            return self._snapshots.write(version, self._model)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def rollout_mode(self, version: int) -> WeightSnapshot | None:
-        """Hand the devices over to colocated engines: offload if the options say so.
+        """Hand the devices over to colocated engines: publish the weights, then offload if the options say so.
 
         Args:
             version: Learner steps contained in the policy's weights.
 
         Returns:
-            The published weights where the role has some to publish.
+            The published weights, where the role has some to publish.
         """
-        self._residence.enter_rollout()
-        return None
+        snapshot = None if self._snapshots is None else self.publish_weights(version)
+        self._offload.enter_rollout()
+        return snapshot
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def trainer_mode(self) -> None:
         """Take the devices back from colocated engines: what `rollout_mode` moved away returns."""
-        self._residence.enter_training()
+        self._offload.enter_training()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def save_policy(self, directory: str) -> None:
+        """Write model and tokenizer so that ``from_pretrained`` loads both from ``directory``."""
+        with self._offload.reading():
+            save_policy(self._model, directory)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def save_checkpoint(
@@ -142,8 +286,9 @@ class RoleWorker(Worker, Generic[ScorerT]):
             ValueError: the role is frozen.
         """
         checkpoints = self._checkpoints_in(directory)
-        with self._residence.persisting():
-            return str(checkpoints.save(version, wait=wait, role=self._role_state(), run=run))
+        state = {"kl_reward_coef": self._advantages.kl_coefficient.value}
+        with self._offload.persisting():
+            return str(checkpoints.save(version, wait=wait, role=state, run=run))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def load_checkpoint(self, directory: str) -> int | None:
@@ -159,9 +304,10 @@ class RoleWorker(Worker, Generic[ScorerT]):
         newest = checkpoints.latest()
         if newest is None:
             return None
-        with self._residence.persisting():
+        with self._offload.persisting():
             version = checkpoints.load(newest)
-        self._take_role_state(read_progress(newest).role)
+        if self._algorithm.kl_target:  # a fixed coefficient is the option's, also where that was changed
+            self._advantages.kl_coefficient.value = read_progress(newest).role["kl_reward_coef"]
         return version
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
@@ -171,103 +317,145 @@ class RoleWorker(Worker, Generic[ScorerT]):
             checkpoints.finish()
         if self._source is not None:
             self._source.close()
-        self._stopped = True
-        sharing = [worker for worker in self.fused_worker_dict.values() if isinstance(worker, RoleWorker)]
-        if dist.is_initialized() and all(worker._stopped for worker in sharing):
+        self.cache.open_roles.discard(self.role.name)
+        if dist.is_initialized() and not self.cache.open_roles:
             dist.destroy_process_group()
 
     @property
+    def cache(self) -> BatchCache:
+        """The cache of this process: that of the first role in it."""
+        sharing = (worker for worker in self.fused_worker_dict.values() if isinstance(worker, ModelWorker))
+        return next(sharing, self).own_cache
+
+    @property
     def _model_offloaded(self) -> bool:
-        return self._residence.model_offloaded
+        return self._offload.model_offloaded
 
     @property
     def _optimizer_offloaded(self) -> bool:
-        return self._residence.optimizer_offloaded
+        return self._offload.optimizer_offloaded
 
-    def _role_state(self) -> dict[str, Any]:
-        """What goes into a checkpoint beside the model, as plain values."""
-        return {}
+    def _load(self) -> PackedModel:
+        """The role's model, with an optimizer where it is trained."""
+        algorithm, options = self._algorithm, {"model_path": self._model_path, "temperature": self._temperature}
+        if self.role.objective is None:
+            return PackedModel(self._config, self.role, **options)
+        if (
+            self.role.name == CRITIC.name
+            and algorithm.critic
+            and not is_token_level(ADVANTAGES.get(algorithm.advantage))
+        ):
+            raise ValueError(
+                f"algorithm.critic=true needs an estimator of tokens, which reads values, got algorithm.advantage="
+                f"{algorithm.advantage}; mark your own with learner.token_level, or set algorithm.critic=false"
+            )
+        self._measured_steps = self.role.measured_steps(self._config, algorithm)
+        total_updates = max(1, self._total_steps - self._measured_steps) * algorithm.num_mini_batches
+        trainer = Trainer(self._config, self.role, total_updates=total_updates, seed=self._seed, **options)
+        objective = self.role.objective(self._config, algorithm)
+        self._step = LearnerStep(trainer, objective, num_mini_batches=algorithm.num_mini_batches)
+        return trainer
 
-    def _take_role_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `_role_state` gave."""
+    def _scored(self, batch: RankBatch) -> dict[SampleKey, np.ndarray]:
+        """[tokens in the loss] float32 per trajectory of the batch, branch after branch."""
+        # A role with adapters scores under the weights that the run started from, the others under those of now.
+        weights = self._model.frozen() if self.role.adapters else nullcontext()
+        sequences = self._sequences(batch)
+        with self._offload.reading(), weights:
+            values = self._model.scores(sequences)
+        scores: dict[SampleKey, list[np.ndarray]] = {key: [] for key in batch.sample_keys}
+        for sequence, value in zip(sequences, values, strict=True):
+            scores[sequence.trajectory].append(value[sequence.loss_mask])
+        return {key: np.concatenate(parts) for key, parts in scores.items()}
+
+    def _with_columns(
+        self, batch: RankBatch, sequences: Sequence[TokenSequence], sent: Sequence[Scores | None]
+    ) -> list[TokenSequence]:
+        """The sequences with the columns that the role reads."""
+        names = self.role.reads(self._algorithm)
+        given = [*sent, *[None] * (len(names) - len(sent))]
+        sequences = list(sequences)
+        for name, scores in zip(names, given, strict=True):
+            scores = scores if scores is not None else self.cache.scores(batch.version, name)
+            if scores is None:
+                role = scored_by(name, self._config).name
+                raise ValueError(
+                    f"role {self.role.name!r} needs {name} of role {role!r} for version {batch.version}, got none; "
+                    f"call {role}.score first, and pass on what it returns where the two do not share a process"
+                )
+            sequences = _with_scores(sequences, name, scores)
+        return sequences
+
+    def _learn(
+        self, batch: RankBatch, sequences: Sequence[TokenSequence]
+    ) -> tuple[list[TokenSequence], dict[str, float]]:
+        """Give the tokens their advantages and update the model; returns the sequences and the metrics."""
+        assigned, metrics = self._advantages.assign(sequences, batch.rewards)
+        if batch.version < self._measured_steps:
+            return assigned, metrics | self._step.measure(assigned)
+        return assigned, metrics | self._step.run(assigned)
 
     def _checkpoints_in(self, directory: str) -> Checkpointer:
         if directory not in self._checkpoints:
-            trainer = self._scorer
-            if not isinstance(trainer, PolicyTrainer | CriticTrainer):
-                raise ValueError(f"role {self.role!r} is frozen: it has no checkpoints; its model stays where it was")
-            self._checkpoints[directory] = Checkpointer(trainer, directory, keep=self._config.keep_checkpoints)
+            if not isinstance(self._model, Trainer):
+                name = self.role.name
+                raise ValueError(f"role {name!r} is frozen: it has no checkpoints; its model stays where it was")
+            self._checkpoints[directory] = Checkpointer(self._model, directory, keep=self._config.keep_checkpoints)
         return self._checkpoints[directory]
 
-    def _fetch(self, batch: RankBatch) -> list[TrajectoryGroup]:
-        """Get the groups of a batch: those of a role in the same process, else over one connection a sp group."""
-        wanted = (batch.version, batch.group_ids)
-        for worker in (self, *self.fused_worker_dict.values()):
-            if isinstance(worker, RoleWorker) and worker._fetched is not None and worker._fetched[0] == wanted:
-                return worker._fetched[1]
-        groups = self._source.fetch(batch.group_ids) if self._source is not None and batch.group_ids else []
-        mesh = self._scorer.mesh
-        if mesh.sp_size > 1:
-            shared: list[Any] = [groups]
-            dist.broadcast_object_list(shared, group_src=0, group=mesh.sp_group)
-            groups = shared[0]
-        self._fetched = (wanted, groups)
-        return groups
+    def _fetch(self, batch: RankBatch) -> dict[int, TrajectoryGroup]:
+        """The groups of a batch by id; what no role of this process fetched comes over one connection per sp group."""
+        known = self.cache.groups(batch.version)
+        missing = [group_id for group_id in batch.group_ids if group_id not in known]
+        if missing:
+            groups = self._source.fetch(missing) if self._source is not None else []
+            mesh = self._model.mesh
+            if mesh.sp_size > 1:
+                shared: list[Any] = [groups]
+                dist.broadcast_object_list(shared, group_src=0, group=mesh.sp_group)
+                groups = shared[0]
+            known.update(zip(missing, groups, strict=True))
+        return {group_id: known[group_id] for group_id in batch.group_ids}
 
     def _sequences(self, batch: RankBatch) -> list[TokenSequence]:
-        """The sequences of a batch, prompt groups one after another, each with its samples in order."""
+        """The sequences of a batch, share by share."""
         groups = self._fetch(batch)
-        advantages = batch.advantages or [None] * len(groups)
         return [
             sequence
-            for group, own, mini_batch in zip(groups, advantages, batch.mini_batches, strict=True)
+            for share in batch.shares
             for sequence in group_sequences(
-                group, own, mini_batch=mini_batch, mask_truncated=self._algorithm.mask_truncated
+                groups[share.group_id],
+                samples=share.samples,
+                mini_batch=share.mini_batch,
+                mask_truncated=self._algorithm.mask_truncated,
             )
         ]
 
-    def _keep(self, batch: RankBatch, values: Sequence[np.ndarray], name: str, *, send: bool) -> DataProto | None:
-        """Keep what this role scored for roles in the same process, and pack it for the others if it is sent.
 
-        Args:
-            batch: What was scored.
-            values: [T] float32 a sequence, in the order of `_sequences`.
-            name: Name of the column.
-            send: Return it, on the first sp rank; otherwise return nothing.
-        """
-        groups = self._fetch(batch)
-        columns = group_columns(groups, values)
-        self._scored = (batch.version, columns)
-        return pack_columns(columns, name) if send and self._scorer.mesh.sp_rank == 0 else None
+def _with_scores(sequences: Sequence[TokenSequence], name: str, scores: Scores) -> list[TokenSequence]:
+    """The sequences with a column of scores at the tokens in the loss, 0 elsewhere."""
+    used = dict.fromkeys(scores, 0)
+    scored = []
+    for sequence in sequences:
+        column = np.zeros(len(sequence.input_ids), dtype=np.float32)
+        start, count = used[sequence.trajectory], int(np.count_nonzero(sequence.loss_mask))
+        column[sequence.loss_mask] = scores[sequence.trajectory][start : start + count]
+        used[sequence.trajectory] += count
+        scored.append(sequence.with_column(name, column))
+    return scored
 
-    def _with_scores(
-        self,
-        batch: RankBatch,
-        sequences: Sequence[TokenSequence],
-        name: str,
-        sent: Mapping[int, np.ndarray] | None,
-        role: str,
-    ) -> list[TokenSequence]:
-        """The sequences with a column that another role scored.
 
-        Args:
-            batch: What was scored.
-            sequences: Those of `_sequences`.
-            name: Name of the column.
-            sent: What came with the call, by group id; None takes what the role kept in this process.
-            role: Who scored.
+def _largest_lag(batch: RankBatch, groups: Mapping[int, TrajectoryGroup]) -> int:
+    """Largest lag of the batch's groups, 0 when there is none.
 
-        Raises:
-            ValueError: nothing came with the call, and there is no such role in this process that scored the batch.
-        """
-        if sent is None:
-            worker = self if role == self.role else self.get_fused_worker_by_name(role)
-            scored = worker._scored if isinstance(worker, RoleWorker) else None
-            if scored is None or scored[0] != batch.version:
-                raise ValueError(
-                    f"role {self.role!r} needs {name} of role {role!r} for version {batch.version}, got none; call "
-                    f"{role}.score first, and pass on what it returns where the two do not share a process"
-                )
-            sent = scored[1]
-        columns = sequence_columns(self._fetch(batch), sent)
-        return [sequence.with_column(name, column) for sequence, column in zip(sequences, columns, strict=True)]
+    Raises:
+        StalenessError: a lag is outside the bound.
+    """
+    lags = {group_id: batch.version - group.summary.oldest_version for group_id, group in groups.items()}
+    for group_id, lag in lags.items():
+        if not 0 <= lag <= batch.max_lag:
+            raise StalenessError(
+                f"group {group_id} has lag {lag} at learner version {batch.version}, outside 0..{batch.max_lag}; "
+                "the ledger must not have planned it"
+            )
+    return max(lags.values(), default=0)

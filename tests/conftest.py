@@ -23,7 +23,8 @@ def pytest_configure(config):
     paths = [str(ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
     if not hasattr(config, "workerinput"):
-        signal.signal(signal.SIGTERM, signal.default_int_handler)  # fixtures end what they started, as on Ctrl-C
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # fixtures end what they started
+            signal.signal(number, signal.default_int_handler)
         config.stash[_SESSION] = name_session()
         config.stash[_WATCHER] = watch_session(config.stash[_SESSION])
 

@@ -2,6 +2,6 @@
 
 import os
 
-# Ray's C++ signal handler would take SIGTERM from the run: it dumps its stack, and may abort the process. Ray reads this
-# when it is imported, which no module outside of this package does earlier.
+# Ray's C++ signal handler would take SIGTERM from the run: it dumps its stack, and may abort the process. Ray reads
+# this when it is imported, and a run imports it only after this package.
 os.environ.setdefault("RAY_DISABLE_FAILURE_SIGNAL_HANDLER", "1")

@@ -19,7 +19,7 @@ from asyncrl.controller.run_folder import RunPaths
 from asyncrl.metrics import Evaluation
 from asyncrl.protocol.types import Prompt, WeightSnapshot
 from asyncrl.single_controller import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
-from buffer import BufferConnection
+from buffer import BufferConnection, BufferRole
 from rollout_fleet.config import RolloutFleetConfig, SamplingConfig, SaveProgress
 from rollout_fleet.types import FleetCounters
 from rollout_fleet.worker import RolloutWorker
@@ -41,7 +41,7 @@ class FleetGroup:
             _fleet_options(config),
             model_path=config.model.path,
             samples_per_prompt=config.algorithm.samples_per_prompt,
-            connect_buffer=buffer.client,
+            connect_buffer=buffer.for_role(BufferRole.rollout).client,
             log_dir=str(paths.logs),
             seed=config.seed,
             greedy_baseline=config.algorithm.greedy_baseline,

@@ -22,17 +22,18 @@ from asyncrl.single_controller import (
     Role,
     create_colocated_worker_cls_fused,
 )
-from buffer import BufferConnection
-from learner.actor_worker import ActorWorker
-from learner.chain import Scores
+from buffer import BufferConnection, BufferRole
+from learner.advantages import ADVANTAGES, needs_whole_groups
+from learner.batching import rank_batches
 from learner.config import LearnerConfig
-from learner.critic_worker import CriticWorker
-from learner.planning import rank_batches
-from learner.reference_worker import ReferenceWorker
-from learner.reward_worker import RewardModelWorker
+from learner.remote_scores import RemoteScores
+from learner.roles import ROLES, scored_by
 from learner.types import RankBatch
+from learner.verl_api import ActorWorker, CriticWorker, ReferenceWorker, RewardModelWorker
 
 T = TypeVar("T")
+
+WORKER_CLASSES = {"actor": ActorWorker, "critic": CriticWorker, "ref": ReferenceWorker, "rm": RewardModelWorker}
 
 
 class LearnerGroup:
@@ -48,7 +49,7 @@ class LearnerGroup:
         self._checkpoints = paths.checkpoints
         self._logs = paths.logs
         self._batches: tuple[Plan | None, dict[str, list[RankBatch]]] = (None, {})
-        self._references: Scores | None = None
+        self._scores: dict[str, RemoteScores] = {}
         self._roles = RoleGroups(
             config,
             buffer=buffer,
@@ -72,34 +73,29 @@ class LearnerGroup:
         """See `LearnerPort.scored`."""
         if "rm" not in self._roles:
             return plan
-        pending = self._roles["rm"].score(self._shares(plan, "rm"))
+        pending = self._roles["rm"].rewards(self._shares(plan, "rm"))
         results = await self._in_time(pending, f"the rewards of step {plan.version}", role="rm")
-        scores = {group_id: rewards for result in results for group_id, rewards in result.items()}
-        return replace(plan, groups=[replace(group, rewards=scores[group.group_id]) for group in plan.groups])
+        scores = {sample: reward for result in results for sample, reward in result.items()}
+        groups = [
+            replace(group, rewards=tuple(scores[group.group_id, sample] for sample in range(len(group.rewards))))
+            for group in plan.groups
+        ]
+        return replace(plan, groups=groups)
 
     def update(self, plan: Plan) -> Awaitable[Mapping[str, float]]:
         """See `LearnerPort.update`."""
-        algorithm, unsent = self._config.algorithm, []
-        scores: dict[str, Scores] = {}
-        if algorithm.needs_reference:
-            role = "ref" if "ref" in self._roles else "actor"
-            readers = ["actor", "critic"] if algorithm.needs_critic and algorithm.kl_reward_coef else ["actor"]
-            scores["reference"] = self._score(role, plan, "ref_log_prob", readers, unsent)
-        if algorithm.needs_critic:
-            scores["values"] = self._score("critic", plan, "values", ["actor"], unsent)
-        self._references = scores.get("reference")
-        batches = self._shares(plan, "actor")
-        values, references = (self._sent(scores.get(name), "actor", batches) for name in ("values", "reference"))
-        step = self._roles["actor"].step(batches, values, references)
+        unsent: list[Awaitable[Any]] = []
+        readers = [role for role in ("actor", "critic") if role in self._roles]
+        columns = dict.fromkeys(column for role in readers for column in self._reads(role))
+        self._scores = {column: self._score(column, plan, unsent) for column in sorted(columns)}
+        step = self._roles["actor"].step(*self._step_arguments("actor", plan))
         return self._after(unsent, step, f"the update of step {plan.version}")
 
     def update_critic(self, plan: Plan) -> Awaitable[Mapping[str, float]]:
         """See `LearnerPort.update_critic`."""
         if "critic" not in self._roles:
             return _nothing()
-        batches = self._shares(plan, "critic")
-        references = self._references if self._config.algorithm.kl_reward_coef else None
-        step = self._roles["critic"].step(batches, self._sent(references, "critic", batches))
+        step = self._roles["critic"].step(*self._step_arguments("critic", plan))
         return self._critic_metrics(step, f"the critic's update of step {plan.version}")
 
     def publish(self, version: int) -> Awaitable[WeightSnapshot]:
@@ -167,23 +163,35 @@ class LearnerGroup:
                 self._config.algorithm,
                 num_shards=self._roles.pool_sizes[pool] // self._config.learner.sp_size,
                 max_lag=self._config.buffer.max_lag,
+                whole_groups=needs_whole_groups(ADVANTAGES.get(self._config.algorithm.advantage)),
             )
         return shares[pool]
 
-    def _score(self, role: str, plan: Plan, name: str, readers: Sequence[str], unsent: list[Awaitable[Any]]) -> Scores:
-        """Queue a role's scores; where no reader is in another pool they stay, and join ``unsent``."""
+    def _reads(self, role: str) -> tuple[str, ...]:
+        """The columns that a role's step takes."""
+        return ROLES[role].reads(self._config.algorithm)
+
+    def _score(self, column: str, plan: Plan, unsent: list[Awaitable[Any]]) -> RemoteScores:
+        """Queue a column's scores; where no reader is in another pool they stay, and join ``unsent``."""
+        role = scored_by(column, self._config.learner).name
         batches = self._shares(plan, role)
+        readers = [reader for reader in ("actor", "critic") if reader in self._roles and column in self._reads(reader)]
         send = not all(self._roles.share_a_pool(role, reader) for reader in readers)
         results = self._roles[role].score(batches, send=send)
         if not send:
             unsent.append(results)
-        return Scores(role=role, name=name, batches=batches, results=results)
+        return RemoteScores(role=role, batches=batches, results=results)
 
-    def _sent(self, scores: Scores | None, role: str, batches: Sequence[RankBatch]) -> list[Any]:
-        """What each data-parallel rank of a role is handed of another's scores: None where it is in its process."""
-        if scores is None or self._roles.share_a_pool(scores.role, role):
+    def _step_arguments(self, role: str, plan: Plan) -> list[Sequence[Any]]:
+        """A role's share of the plan, and what each of its ranks is handed of other roles' scores."""
+        batches = self._shares(plan, role)
+        return [batches, *(self._sent(self._scores[column], role, batches) for column in self._reads(role))]
+
+    def _sent(self, scores: RemoteScores, role: str, batches: Sequence[RankBatch]) -> Sequence[Any]:
+        """What each data-parallel rank of a role is handed of a column: None where it is in its process."""
+        if self._roles.share_a_pool(scores.role, role):
             return [None] * len(batches)
-        return list(scores.needed_by(batches))
+        return scores.needed_by(batches)
 
     async def _after(self, before: Sequence[Awaitable[Any]], pending: Awaitable[list[T]], what: str) -> T:
         """Rank 0's answer, or the error of a call before it, which is the cause of its own."""
@@ -239,10 +247,9 @@ class RoleGroups:
         for pool in self.pool_sizes:
             roles = [role for role, its_pool in self.pools.items() if its_pool == pool]
             options = pool_config(config, pool)
+            connect = buffer.for_role(BufferRole.learner).sync_client
             classes = {
-                role: _worker_class(
-                    role, config, options, buffer.sync_client, snapshots=snapshots, trajectories=trajectories
-                )
+                role: _worker_class(role, config, options, connect, snapshots=snapshots, trajectories=trajectories)
                 for role in roles
             }
             host = RayWorkerGroup(
@@ -302,30 +309,22 @@ def _worker_class(
     snapshots: Path,
     trajectories: Path | None,
 ) -> RayClassWithInitArgs:
-    common = {"connect_buffer": connect_buffer}
-    temperature = config.rollout_fleet.sampling.temperature
-    if role == "rm":
-        path = config.learner.reward_model.path
-        return RayClassWithInitArgs(RewardModelWorker, options, config.algorithm, model_path=path, **common)
-    if role == "ref":
-        path = config.model.path
-        return RayClassWithInitArgs(
-            ReferenceWorker, options, config.algorithm, model_path=path, temperature=temperature, **common
-        )
-    common |= {"total_steps": config.total_steps, "seed": config.seed}
-    if role == "critic":
-        path = config.learner.critic.path or config.model.path
-        return RayClassWithInitArgs(CriticWorker, options, config.algorithm, model_path=path, **common)
+    paths = {"rm": config.learner.reward_model.path, "critic": config.learner.critic.path or config.model.path}
+    publishes = {
+        "snapshot_dir": str(snapshots),
+        "trajectory_dir": str(trajectories) if trajectories else None,
+        "checksums": config.rollout_fleet.verify_weights,
+    }
     return RayClassWithInitArgs(
-        ActorWorker,
+        WORKER_CLASSES[role],
         options,
         config.algorithm,
-        model_path=config.model.path,
-        temperature=temperature,
-        snapshot_dir=str(snapshots),
-        trajectory_dir=str(trajectories) if trajectories else None,
-        checksums=config.rollout_fleet.verify_weights,
-        **common,
+        model_path=paths.get(role, config.model.path),
+        total_steps=config.total_steps,
+        temperature=config.rollout_fleet.sampling.temperature,
+        connect_buffer=connect_buffer,
+        seed=config.seed,
+        **(publishes if role == "actor" else {}),
     )
 
 

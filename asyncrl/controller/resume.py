@@ -20,8 +20,8 @@ from asyncrl.data.prompts import PromptStream
 from asyncrl.protocol.ports import ControlBuffer
 from asyncrl.protocol.types import BufferStats, Plan, Prompt
 from buffer.config import BufferConfig, Durability
-from buffer.keys import client_keys, server_keys
-from learner.checkpoint_files import newest_checkpoint, read_progress, whole_checkpoints
+from buffer.keys import BufferRole, client_keys, server_keys
+from learner.checkpoint_folder import newest_checkpoint, read_progress, whole_checkpoints
 
 RESUME = "resume"
 """The reason that tokens of unfinished groups are dropped for."""
@@ -245,16 +245,18 @@ def check_keys(folder: Path) -> None:
     """Check that the buffer's keys belong together, where there are any: a wrong key is refused without an answer.
 
     Raises:
-        ValueError: the server's and the client's keys are of different runs.
+        ValueError: a role's keys are of another run than the server's.
     """
     if not (folder / "server.json").is_file():
         return
-    server, client = server_keys(folder), client_keys(folder)
-    if (server.public, server.client_public) != (client.server_public, client.public):
-        raise ValueError(
-            f"buffer.keys={folder} must hold the two halves of one run's keys, got a server.json and a client.json of "
-            "different runs; remove both to have new ones made, or name another directory"
-        )
+    server = server_keys(folder)
+    for role, public in server.role_publics.items():
+        keys = client_keys(folder, BufferRole(role))
+        if (server.public, public) != (keys.server_public, keys.public):
+            raise ValueError(
+                f"buffer.keys={folder} must hold the keys of one run, got a server.json and a {role}.json of different "
+                "runs; remove the folder to have new ones made, or name another one"
+            )
 
 
 def begin_buffer_at(options: BufferConfig, version: int) -> BufferConfig:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import uuid
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
@@ -38,8 +39,9 @@ from asyncrl.metrics import (
 from asyncrl.protocol.errors import WorkerDiedError
 from asyncrl.protocol.types import Prompt, WeightSnapshot
 from buffer import BufferClient, BufferConnection, BufferProcess
+from learner.advantages import ADVANTAGES
 from learner.config import AlgorithmConfig
-from learner.registry import ADVANTAGES, LOSSES
+from learner.losses import LOSSES
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -122,6 +124,7 @@ class Run:
 
     def _start_buffer(self, stack: AsyncExitStack) -> BufferProcess:
         options = self._config.buffer
+        options = replace(options, epoch=options.epoch or uuid.uuid4().hex[:16])
         if self._resumed is not None:
             options = begin_buffer_at(options, self._resumed.state.version)
         # Started from this thread, which outlives it: the server dies with the thread that started it.
@@ -261,7 +264,7 @@ class Run:
 
 
 def _import_own_algorithm(algorithm: AlgorithmConfig) -> None:
-    """Import a user's own advantage and loss, whose names the options' check has only read: before parts start.
+    """Look the advantage and the loss up, and import a user's own, before any part starts.
 
     Raises:
         ValueError: the import fails, or finds no function.

@@ -61,6 +61,22 @@ class VersionTooOld(ReplayBufferError):
     """A trajectory holds a token older than the version its lease was granted at."""
 
 
+class VersionTooNew(ReplayBufferError):
+    """An engine or a trajectory names a policy version that no learner step has made."""
+
+
+class NotLeaseOwner(ReplayBufferError):
+    """A put, renewal or release came from another client than the one that holds the lease."""
+
+
+class WrongEpoch(ReplayBufferError):
+    """A message belongs to another run than the replay buffer; its sender must end."""
+
+
+class NotAllowed(ReplayBufferError):
+    """The key of a client's role does not allow what it asks for."""
+
+
 class RateExceeded(ReplayBufferError):
     """A client sends more requests than a server answers one client in a second."""
 

@@ -27,13 +27,16 @@ from asyncrl.sft.config import StopMetric, WarmStartConfig
 from asyncrl.sft.held_out_evaluator import HeldOutEvaluator
 from asyncrl.sft.warm_start import finished_warm_start, warm_start_path, write_warm_start
 from learner.config import LearnerConfig, LoraConfig, Schedule
+from learner.fsdp import LearnerMesh
 from learner.losses import negative_log_likelihood
-from learner.mesh import LearnerMesh
-from learner.trainer import PolicyTrainer
+from learner.objectives import Objective
+from learner.trainer import Trainer
 from learner.types import TokenSequence
 from learner.weights import copy_tokenizer, gather_weights, write_model
 
 logger = logging.getLogger(__name__)
+
+SUPERVISED = Objective(loss=negative_log_likelihood)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +73,7 @@ async def fine_tune(config: RunConfig) -> Path:
     tokenizer = AutoTokenizer.from_pretrained(config.model.path)
     train, validation = read_demonstrations(config, tokenizer)
     held_out = _held_out_prompts(config, tokenizer)
-    trainer = PolicyTrainer(
+    trainer = Trainer(
         _learner_config(config), model_path=config.model.path, total_updates=config.sft.max_steps, seed=config.seed
     )
     async with AsyncExitStack() as stack:
@@ -104,7 +107,7 @@ class _FineTuning:
     def __init__(
         self,
         sft: WarmStartConfig,
-        trainer: PolicyTrainer,
+        trainer: Trainer,
         evaluator: HeldOutEvaluator | None,
         validation: Sequence[TokenSequence],
     ) -> None:
@@ -123,7 +126,7 @@ class _FineTuning:
     async def run(self, batches: Iterator[list[TokenSequence]], began_s: float) -> None:
         """Update until the last step or an early stop; a collective."""
         for step in range(1, self._sft.max_steps + 1):
-            metrics = self._trainer.update(next(batches), negative_log_likelihood)
+            metrics = self._trainer.update(next(batches), SUPERVISED)
             if step % self._sft.eval_every and step != self._sft.max_steps:
                 continue
             self._history.append(await self._evaluate(step))
@@ -143,7 +146,7 @@ class _FineTuning:
         accuracy = await self._evaluator.accuracy(self._trainer, step) if self._evaluator else None
         if not self._sft.validates:
             return SftEvaluation(step=step, accuracy=accuracy)
-        loss = self._trainer.evaluate(self._validation, negative_log_likelihood)["loss"]
+        loss = self._trainer.evaluate(self._validation, SUPERVISED)["loss"]
         return SftEvaluation(step=step, accuracy=accuracy, val_loss=loss)
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from asyncrl.config import RunConfig
 from asyncrl.protocol.types import Prompt
-from learner.trainer import PolicyTrainer
+from learner.trainer import Trainer
 from learner.weights import SnapshotWriter
 from rollout_fleet.config import EngineKind
 from rollout_fleet.decoding import load_decoder
@@ -46,7 +46,7 @@ class HeldOutEvaluator:
         await self._scorer.close()
         self._directory.cleanup()
 
-    async def accuracy(self, trainer: PolicyTrainer, step: int) -> float:
+    async def accuracy(self, trainer: Trainer, step: int) -> float:
         """Mean greedy reward over the held-out prompts, on every rank; a collective."""
         snapshot = self._writer.write(step, trainer)
         result = [0.0]

@@ -35,9 +35,8 @@ def test_a_worker_that_does_not_answer_is_named_with_its_log(cluster, tmp_path):
     with pytest.raises(DeadlineError) as caught:
         asyncio.run(wait())
     message = str(caught.value)
-    assert (
-        "waited 0.2 s (buffer.request_timeout_s) for the fleet's counters: rollout worker 1 did not answer" in message
-    )
+    assert "waited 0.2 s (buffer.request_timeout_s) for the fleet's counters" in message
+    assert "rollout worker 1 did not answer" in message
     assert message.endswith("last words")
 
 

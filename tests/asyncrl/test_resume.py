@@ -11,7 +11,7 @@ from asyncrl.data import PromptStream
 from asyncrl.data.config import DataConfig
 from buffer.config import BufferConfig, Durability
 from buffer.keys import make_keys
-from learner.checkpoint_files import Progress, write_progress
+from learner.checkpoint_folder import SavedProgress, write_progress
 
 STATE = RunState(version=4, prompts={"position": 12}, finished=((0, 5), (7, 9)), tokens_generated=70, tokens_trained=60)
 
@@ -21,7 +21,8 @@ def save(folder, version, state=STATE):
     checkpoint.mkdir(parents=True)
     run = replace(state, version=version).to_dict()
     write_progress(
-        checkpoint, Progress(version=version, num_updates=version, num_ranks=1, sp_size=1, dtype="float32", run=run)
+        checkpoint,
+        SavedProgress(version=version, num_updates=version, num_ranks=1, sp_size=1, dtype="float32", run=run),
     )
     return checkpoint
 
@@ -147,6 +148,6 @@ def test_keys_of_two_runs_are_refused_before_anything_starts(tmp_path):
         make_keys(tmp_path / name)
     check_beginning(config_of(tmp_path, f"buffer.keys={tmp_path / 'one'}"))
     check_beginning(config_of(tmp_path, f"buffer.keys={tmp_path / 'new'}"))
-    (tmp_path / "other" / "client.json").replace(tmp_path / "one" / "client.json")
-    with pytest.raises(ValueError, match=r"buffer\.keys=.* must hold the two halves of one run's keys"):
+    (tmp_path / "other" / "learner.json").replace(tmp_path / "one" / "learner.json")
+    with pytest.raises(ValueError, match=r"buffer\.keys=.* must hold the keys of one run.*learner\.json"):
         check_beginning(config_of(tmp_path, f"buffer.keys={tmp_path / 'one'}"))

@@ -160,12 +160,13 @@ def test_a_role_that_fails_is_the_error_that_is_seen(start) -> None:
 
     async def fail() -> None:
         await learner.init()
-        plan = Plan(version=7, groups=[group(1).summary])  # shares name a group that the source gives another length
+        plan = Plan(version=7, groups=[group(1).summary])  # the shares name a sample that the group does not have
         batches = learner._shares(plan, "critic")
-        learner._batches[1]["learner"] = [replace(batch, mini_batches=()) for batch in batches]
+        strange = replace(batches[0].shares[0], samples=(5,), rewards=np.zeros(1))
+        learner._batches[1]["learner"] = [replace(batch, shares=(strange,)) for batch in batches]
         await learner.update(plan)
 
-    with pytest.raises(ValueError, match="zip") as caught:
+    with pytest.raises(KeyError, match="5") as caught:
         asyncio.run(asyncio.wait_for(fail(), DEADLINE_S))
     assert any("ReferenceWorker.score" in note for note in caught.value.__notes__)
 

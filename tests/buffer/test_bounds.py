@@ -12,8 +12,8 @@ from groups import prompt, rollout, running
 
 from asyncrl.protocol.errors import ReplayBufferError, StoreFull, WireError
 from buffer import BufferConfig, BufferProcess
+from buffer.admission import PendingRequest, PendingRequests
 from buffer.client import BufferClient
-from buffer.waiting import Held, WaitingRoom
 
 
 async def test_prompts_wait_while_others_fill_their_bound_and_go_on_when_groups_are_finished():
@@ -81,12 +81,12 @@ async def test_a_consumer_that_reads_nothing_is_sent_no_more_than_the_bound():
 
 
 async def test_waiting_requests_of_one_client_are_bounded():
-    room = WaitingRoom()
+    room = PendingRequests()
     for number in range(256):
-        room.hold(Held(client=b"a", request_id=number), 9.0, lambda held: None)
+        room.add(PendingRequest(client=b"a", request_id=number), 9.0, lambda request: None)
     with pytest.raises(ReplayBufferError, match="256 requests of this kind wait, of them 256 of this client"):
-        room.hold(Held(client=b"a", request_id=256), 9.0, lambda held: None)
-    room.hold(Held(client=b"b", request_id=0), 9.0, lambda held: None)
+        room.add(PendingRequest(client=b"a", request_id=256), 9.0, lambda request: None)
+    room.add(PendingRequest(client=b"b", request_id=0), 9.0, lambda request: None)
     room.close()
     assert len(room) == 0
 

@@ -1,58 +1,99 @@
 """The ledger and its parts, with numbers worked by hand."""
 
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.protocol.errors import ReplayBufferError, StalenessError, UnknownGroup, WireError
-from asyncrl.protocol.types import GroupSummary
+from asyncrl.protocol.errors import (
+    LeaseExpired,
+    NotLeaseOwner,
+    ReplayBufferError,
+    StalenessError,
+    UnknownGroup,
+    VersionTooNew,
+    VersionTooOld,
+    WireError,
+)
+from buffer import account
+from buffer.account import IdSet
+from buffer.commands import (
+    Commit,
+    Enqueue,
+    Expire,
+    Granted,
+    GrantedLease,
+    LeaseGroups,
+    PlanBatch,
+    Progress,
+    Put,
+    PutResult,
+    Release,
+    Renew,
+)
 from buffer.config import BufferConfig, Durability, OnStale
 from buffer.encoding import pack, unpack
-from buffer.idset import IdSet
-from buffer.leases import Progress, PutResult
-from buffer.ledger import Ledger
-from buffer.orders import ORDERS
-from buffer.staleness import StalenessRule, Window
+from buffer.rule import StalenessRule
+from buffer.selection import ORDERS, Window
+from tests.support.ledgers import DrivenLedger, summary_of
 
 
-def ledger(max_lag: int, groups_per_step: int, **options) -> Ledger:
-    new = Ledger(StalenessRule(max_lag=max_lag, groups_per_step=groups_per_step), **options)
+def ledger(max_lag: int, groups_per_step: int, **options) -> DrivenLedger:
+    new = DrivenLedger(StalenessRule(max_lag=max_lag, groups_per_step=groups_per_step), **options)
     new.enqueue(range(100))
     return new
 
 
-def finished(lease, *, lengths: tuple[int, ...] = (5,), rewards: tuple[float, ...] = (0.0, 1.0)) -> GroupSummary:
-    return GroupSummary(
-        group_id=lease.group_id,
-        attempt=lease.attempt,
-        num_prompt_tokens=3,
-        response_lengths=lengths,
-        num_tokens=sum(lengths),
-        oldest_version=lease.engine_version,
-        newest_version=lease.engine_version,
-        rewards=rewards,
-    )
-
-
-def step(of: Ledger) -> list[int]:
-    """Plan and commit the next batch; its group ids."""
-    version = of.state.learner_version
-    plan = of.plan(version)
-    assert plan is not None
-    assert of.commit(version) == [group.group_id for group in plan.groups]
-    return [group.group_id for group in plan.groups]
-
-
 @pytest.mark.parametrize(
-    ("outstanding", "learner", "engine", "admitted"),
-    [(7, 5, 5, True), (8, 5, 5, False), (3, 5, 4, True), (4, 5, 4, False), (0, 5, 3, False), (0, 5, 4, True)],
+    ("open_by_deadline", "planned_next", "engine", "admitted"),
+    [
+        ({}, 5, 5, True),
+        ({6: 7}, 5, 5, True),
+        ({6: 8}, 5, 5, False),
+        ({6: 4}, 5, 4, True),  # those due later leave a seat in the step that the old version needs
+        ({5: 3, 6: 4}, 5, 4, True),
+        ({5: 4}, 5, 4, False),
+        ({5: 4, 6: 3}, 5, 5, True),
+        ({5: 4, 6: 4}, 5, 5, False),
+        ({}, 5, 3, False),
+        ({}, 6, 4, False),
+        ({6: 3}, 6, 5, True),
+        ({6: 4}, 6, 5, False),
+    ],
 )
-def test_admission_leaves_room_for_a_batch_less_with_each_version_behind(outstanding, learner, engine, admitted):
+def test_a_group_is_admitted_where_every_step_up_to_the_bound_has_a_seat_for_what_is_due(
+    open_by_deadline, planned_next, engine, admitted
+):
     rule = StalenessRule(max_lag=1, groups_per_step=4)
-    assert rule.admits(outstanding=outstanding, learner_version=learner, engine_version=engine) is admitted
+    assert rule.admits(open_by_deadline, version=planned_next, engine_version=engine) is admitted
+
+
+def is_feasible(open_by_deadline: Mapping[int, int], *, version: int, groups_per_step: int) -> bool:
+    """Whether steps from ``version`` on, each of which takes the groups that are due first, miss no deadline."""
+    due_first = sorted(deadline for deadline, number in open_by_deadline.items() for _ in range(number))
+    return all(deadline >= version + place // groups_per_step for place, deadline in enumerate(due_first))
+
+
+@pytest.mark.parametrize(("max_lag", "groups_per_step"), [(0, 1), (0, 3), (1, 1), (1, 2), (2, 1), (2, 2), (3, 1)])
+def test_admission_refuses_exactly_what_would_miss_a_deadline(max_lag: int, groups_per_step: int):
+    rule = StalenessRule(max_lag=max_lag, groups_per_step=groups_per_step)
+    num_compared = 0
+    for counts in product(range((max_lag + 1) * groups_per_step + 1), repeat=max_lag + 1):
+        open_by_deadline = {10 + k: number for k, number in enumerate(counts)}
+        if not is_feasible(open_by_deadline, version=10, groups_per_step=groups_per_step):
+            continue
+        for engine_version in range(10 - max_lag - 2, 11):
+            deadline = engine_version + max_lag
+            after = {**open_by_deadline, deadline: open_by_deadline.get(deadline, 0) + 1}
+            expected = is_feasible(after, version=10, groups_per_step=groups_per_step)
+            assert rule.admits(open_by_deadline, version=10, engine_version=engine_version) is expected
+            num_compared += 1
+    assert num_compared > 5
 
 
 def test_a_batch_must_hold_what_the_steps_after_it_cannot_take():
@@ -84,45 +125,45 @@ def test_a_window_closes_when_the_seats_left_are_needed():
 def test_each_order_takes_the_groups_it_prefers(order, expected):
     of = ledger(3, 2, order=order)
     old = of.lease(0, 4, now=0.0)
-    of.put(finished(old[2]))
-    of.put(finished(old[3]))
-    assert step(of) == [2, 3]
+    of.put(summary_of(old[2]))
+    of.put(summary_of(old[3]))
+    assert of.step() == [2, 3]
     fresh = of.lease(1, 2, now=0.0)
     for lease, length in ((fresh[0], 3), (old[0], 9), (fresh[1], 7), (old[1], 2)):
-        of.put(finished(lease, lengths=(length,)))
-    assert step(of) == expected
+        of.put(summary_of(lease, lengths=(length,)))
+    assert of.step() == expected
 
 
 def test_ready_groups_overtake_slow_ones_inside_the_window():
     of = ledger(2, 1)
     slow, quick = of.lease(0, 1, now=0.0), of.lease(0, 2, now=0.0)
     for lease in quick:
-        of.put(finished(lease))
-    assert [step(of), step(of)] == [[1], [2]]
-    of.put(finished(of.lease(2, 1, now=0.0)[0]))
+        of.put(summary_of(lease))
+    assert [of.step(), of.step()] == [[1], [2]]
+    of.put(summary_of(of.lease(2, 1, now=0.0)[0]))
     assert of.plan(2) is None
-    of.put(finished(slow[0]))
-    assert step(of) == [0]
+    of.put(summary_of(slow[0]))
+    assert of.step() == [0]
 
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_a_group_due_now_is_in_the_batch_whatever_the_order(order):
     of = ledger(1, 1, order=order)
     [old, other] = of.lease(0, 2, now=0.0)
-    of.put(finished(other))
-    assert step(of) == [1]
-    of.put(finished(of.lease(1, 1, now=0.0)[0], lengths=(1,)))
-    of.put(finished(old, lengths=(50,)))
-    assert step(of) == [0]
+    of.put(summary_of(other))
+    assert of.step() == [1]
+    of.put(summary_of(of.lease(1, 1, now=0.0)[0], lengths=(1,)))
+    of.put(summary_of(old, lengths=(50,)))
+    assert of.step() == [0]
 
 
 def test_a_dropped_straggler_is_gone_and_its_late_tokens_count_once():
     of = ledger(1, 1, on_stale=OnStale.drop)
     [slow, quick] = of.lease(0, 2, now=0.0)
-    of.put(finished(quick))
-    step(of)
-    of.put(finished(of.lease(1, 1, now=0.0)[0]))
-    step(of)
+    of.put(summary_of(quick))
+    of.step()
+    of.put(summary_of(of.lease(1, 1, now=0.0)[0]))
+    of.step()
     assert [(r.group_id, r.attempt) for r in of.drain_revocations()] == [(0, 0)]
     for _ in range(2):
         of.release(slow.group_id, slow.attempt, num_tokens=30, reason="stale")
@@ -134,39 +175,39 @@ def test_a_dropped_straggler_is_gone_and_its_late_tokens_count_once():
 def test_more_groups_share_a_deadline_than_its_steps_take_and_the_last_leased_gives_way():
     of = ledger(2, 1, on_stale=OnStale.requeue)
     first = of.lease(0, 3, now=0.0)
-    of.put(finished(first[0]))
-    step(of)
+    of.put(summary_of(first[0]))
+    of.step()
     [fresh] = of.lease(1, 9, now=0.0)
-    of.put(finished(fresh))
+    of.put(summary_of(fresh))
     # groups 1 and 2 are due at 2, one of them must be in batch 1 or go; group 3 is ready
-    assert step(of) == [3]
+    assert of.step() == [3]
     assert [r.group_id for r in of.drain_revocations()] == [2]
 
 
 def test_a_filtered_group_is_replaced_and_its_put_acknowledged_again():
     of = ledger(0, 2, filters=["equal_rewards"])
     leases = of.lease(0, 9, now=0.0)
-    equal = finished(leases[0], rewards=(1.0, 1.0))
+    equal = summary_of(leases[0], rewards=(1.0, 1.0))
     assert of.put(equal) is PutResult.filtered
     assert of.put(equal) is PutResult.duplicate
     [replacement] = of.lease(0, 9, now=0.0)
-    of.put(finished(replacement))
-    of.put(finished(leases[1]))
-    assert sorted(step(of)) == [1, 2]
+    of.put(summary_of(replacement))
+    of.put(summary_of(leases[1]))
+    assert sorted(of.step()) == [1, 2]
     assert of.stats().tokens_dropped == {"equal_rewards": 5}
 
 
 def test_a_saved_prefix_is_continued_at_its_own_version_and_its_tokens_count_once():
     of = ledger(2, 1, lease_s=10.0)
     [dead, other] = of.lease(0, 2, now=0.0)
-    of.save_progress(0, 0, Progress(num_tokens=40, oldest_version=0))
-    of.put(finished(other))
-    step(of)
+    of.save(dead, Progress(num_tokens=40, oldest_version=0, newest_version=0))
+    of.put(summary_of(other))
+    of.step()
     of.expire(now=11.0)
     assert of.stats().tokens_buffered == 40
     [again] = of.lease(1, 1, now=11.0)
     assert (again.group_id, again.attempt, again.engine_version, again.deadline) == (0, 1, 0, 2)
-    of.put(finished(again, lengths=(60,)))
+    of.put(summary_of(again, lengths=(60,)))
     of.release(0, 0, num_tokens=45, reason="aborted")
     stats = of.stats()
     assert (stats.tokens_buffered, stats.tokens_dropped) == (60, {"expired": 5})
@@ -174,12 +215,11 @@ def test_a_saved_prefix_is_continued_at_its_own_version_and_its_tokens_count_onc
 
 
 def test_a_commit_that_breaks_the_bound_is_refused_before_anything_changes():
-    of = ledger(1, 1)
-    of.put(finished(of.lease(0, 1, now=0.0)[0]))
-    of.plan(0)
-    of.state.learner_version = 5
-    of.state.batches.plans[5] = of.state.batches.plans.pop(0)
-    object.__setattr__(of.state.batches.plans[5], "version", 5)
+    of = ledger(1, 1, first_version=5)
+    old = GrantedLease(group_id=0, attempt=0, engine_version=0, deadline=1)
+    of.replay(LeaseGroups(engine_version=0, max_groups=1), Granted(leases=(old,)))
+    of.put(summary_of(old))
+    of.plan(5)
     with pytest.raises(StalenessError, match="lag 5, bound 1"):
         of.commit(5)
     assert of.stats().tokens_trained == 0
@@ -187,13 +227,13 @@ def test_a_commit_that_breaks_the_bound_is_refused_before_anything_changes():
 
 def test_plans_and_commits_out_of_order_are_refused_by_name():
     of = ledger(1, 1)
-    of.put(finished(of.lease(0, 1, now=0.0)[0]))
+    of.put(summary_of(of.lease(0, 1, now=0.0)[0]))
     for version in (1, 2):
         with pytest.raises(ReplayBufferError, match=rf"plan\({version}\) was asked while the learner is at version 0"):
             of.plan(version)
     with pytest.raises(ReplayBufferError, match=r"commit\(0\)"):
         of.commit(0)
-    step(of)
+    of.step()
     with pytest.raises(ReplayBufferError, match=r"plan\(0\)"):
         of.plan(0)
 
@@ -203,7 +243,7 @@ def test_what_was_never_leased_can_be_neither_put_nor_released():
     [lease] = of.lease(0, 1, now=0.0)
     for group_id, attempt in ((lease.group_id, 1), (1, 0), (999, 0)):
         with pytest.raises(UnknownGroup, match=f"group {group_id} attempt {attempt} was never leased"):
-            of.put(replace(finished(lease), group_id=group_id, attempt=attempt))
+            of.put(replace(summary_of(lease), group_id=group_id, attempt=attempt))
         with pytest.raises(UnknownGroup, match="cannot be released"):
             of.release(group_id, attempt, num_tokens=1, reason="aborted")
     assert of.stats().tokens_dropped == {}
@@ -256,17 +296,17 @@ def test_a_wrong_option_is_refused_by_name(options, message):
 def test_an_order_of_ones_own_is_found_by_its_path():
     of = ledger(1, 1, order="orders_of_mine:longest_first")
     short, long = of.lease(0, 2, now=0.0)
-    of.put(finished(short, lengths=(3,)))
-    of.put(finished(long, lengths=(9,)))
-    assert step(of) == [long.group_id]
+    of.put(summary_of(short, lengths=(3,)))
+    of.put(summary_of(long, lengths=(9,)))
+    assert of.step() == [long.group_id]
 
 
 def test_a_filter_of_ones_own_drops_under_its_path():
     name = "orders_of_mine:only_even_groups"
     of = ledger(0, 1, filters=[name])
-    of.put(finished(of.lease(0, 1, now=0.0)[0]))
-    step(of)
-    assert of.put(finished(of.lease(1, 1, now=0.0)[0])) is PutResult.filtered
+    of.put(summary_of(of.lease(0, 1, now=0.0)[0]))
+    of.step()
+    assert of.put(summary_of(of.lease(1, 1, now=0.0)[0])) is PutResult.filtered
     stats = of.stats()
     assert (stats.tokens_dropped, stats.groups_dropped) == ({name: 5}, {name: 1})
     assert stats.mean_length_dropped_by_reason == {name: 5.0}
@@ -284,18 +324,18 @@ def test_code_of_ones_own_that_fails_answers_the_put_and_changes_nothing(options
     [lease] = of.lease(0, 1, now=0.0)
     before = of.snapshot()
     with pytest.raises(ReplayBufferError, match=message):
-        of.put(finished(lease))
+        of.put(summary_of(lease))
     assert of.snapshot() == before
 
 
 def test_a_prefix_that_its_worker_did_not_take_counts_as_dropped_when_it_puts():
     of = ledger(2, 1)
     [lease] = of.lease(0, 1, now=0.0)
-    of.save_progress(0, 0, Progress(num_tokens=40, oldest_version=0))
+    of.save(lease, Progress(num_tokens=40, oldest_version=0, newest_version=0))
     of.release(0, 0, num_tokens=45, reason="aborted")
     [again] = of.lease(0, 1, now=0.0)
     assert (again.num_inherited, of.stats().tokens_buffered) == (40, 40)
-    of.put(finished(again, lengths=(60,)), continued=False)
+    of.put(summary_of(again, lengths=(60,)), continued=False)
     stats = of.stats()
     assert (stats.tokens_buffered, stats.tokens_dropped) == (60, {"aborted": 5, "discarded_prefix": 40})
     assert lease.group_id == again.group_id
@@ -305,11 +345,11 @@ def test_a_prefix_that_its_worker_did_not_take_counts_as_dropped_when_it_puts():
 def test_what_a_given_up_straggler_had_saved_counts_as_dropped_though_its_worker_is_dead(on_stale):
     of = ledger(1, 1, on_stale=on_stale)
     [slow, quick] = of.lease(0, 2, now=0.0)
-    of.save_progress(slow.group_id, 0, Progress(num_tokens=30, oldest_version=0))
-    of.put(finished(quick))
-    step(of)
-    of.put(finished(of.lease(1, 1, now=0.0)[0]))
-    step(of)
+    of.save(slow, Progress(num_tokens=30, oldest_version=0, newest_version=0))
+    of.put(summary_of(quick))
+    of.step()
+    of.put(summary_of(of.lease(1, 1, now=0.0)[0]))
+    of.step()
     assert of.stats().tokens_dropped == {"stale": 30}
     of.release(slow.group_id, 0, num_tokens=37, reason="revoked")
     assert of.stats().tokens_dropped == {"stale": 37}
@@ -317,5 +357,75 @@ def test_what_a_given_up_straggler_had_saved_counts_as_dropped_though_its_worker
 
 def test_a_snapshot_of_another_format_is_refused_by_name():
     of = ledger(1, 1)
-    with pytest.raises(ValueError, match="snapshot has format=1, expected 3"):
+    with pytest.raises(ValueError, match="snapshot has format=1, expected 4"):
         ledger(1, 1).restore({**of.snapshot(), "format": 1})
+
+
+def test_a_token_of_a_version_that_no_step_has_made_is_refused_and_nothing_changes():
+    of = ledger(1, 1)
+    [lease] = of.lease(0, 1, now=0.0)
+    before = of.snapshot()
+    with pytest.raises(VersionTooNew, match="holds a token of policy version 1, but the learner is at 0"):
+        of.put(replace(summary_of(lease), newest_version=1))
+    with pytest.raises(VersionTooNew, match="holds a token of policy version 1"):
+        of.save(lease, Progress(num_tokens=1, oldest_version=0, newest_version=1))
+    with pytest.raises(VersionTooNew, match="at policy version 1, but the learner has committed 0 steps"):
+        of.lease(1, 1)
+    assert of.snapshot() == before
+
+
+def test_only_the_owner_of_a_lease_reports_it_also_after_it_was_taken_back():
+    of = ledger(1, 1)
+    [lease] = of.lease(0, 1, owner=b"a", now=0.0)
+    put = Put(summary=summary_of(lease), owner=b"b")
+    release = Release(group_id=0, attempt=0, num_tokens=3, reason="theirs", owner=b"b")
+    of.take_back(b"a")
+    for command in (put, release):
+        with pytest.raises(NotLeaseOwner):
+            of.apply(command)
+    with pytest.raises(LeaseExpired):
+        of.apply(replace(put, owner=b"a"))
+    assert of.stats().tokens_dropped == {"expired": 5}
+
+
+def test_what_the_ledger_holds_does_not_grow_with_the_length_of_a_run(monkeypatch: pytest.MonkeyPatch):
+    """Groups end in every way: stored, filtered, given up, released, too old, expired and never heard of again."""
+    of = DrivenLedger(
+        StalenessRule(max_lag=2, groups_per_step=4), on_stale=OnStale.drop, filters=["equal_rewards"], lease_s=5.0
+    )
+    monkeypatch.setattr(account, "MAX_REMEMBERED", 256)
+    num_commands, next_id, now, held = 0, 0, 0.0, []
+
+    def apply(command: Any) -> Any:
+        nonlocal num_commands
+        num_commands += 1
+        with suppress(VersionTooOld, LeaseExpired):
+            return of.apply(command, now)
+
+    def end(lease: GrantedLease) -> None:
+        ending = (lease.group_id * 7 + lease.attempt) % 16
+        if ending == 0:
+            return  # its worker is never heard of again
+        if ending == 1:
+            apply(Release(group_id=lease.group_id, attempt=lease.attempt, num_tokens=3, reason="aborted"))
+            return
+        apply(Renew(group_id=lease.group_id, attempt=lease.attempt))
+        oldest = lease.engine_version - 1 if ending == 2 else None
+        apply(Put(summary=summary_of(lease, oldest=oldest, rewards=(0.0, float(ending != 3)))))
+
+    while num_commands < 150_000:
+        now += 1.0
+        if of.num_queued < 8:
+            apply(Enqueue(group_ids=tuple(range(next_id, next_id + 8))))
+            next_id += 8
+        for lease in apply(LeaseGroups(engine_version=of.learner_version, max_groups=12)).leases:
+            end(lease)
+        apply(Expire())
+        if apply(PlanBatch(version=of.learner_version)).group_ids:
+            apply(Commit(version=of.learner_version))
+        of.drain_finished()
+        of.drain_revocations()
+        held.append((num_commands, of.num_held))
+    assert of.learner_version > 5_000
+    first = max(number for commands, number in held if 25_000 < commands <= 50_000)
+    assert max(number for commands, number in held if commands > 125_000) <= first

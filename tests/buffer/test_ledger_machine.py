@@ -3,6 +3,9 @@
 The model below never asks the ledger what is right: it keeps its own deadlines, token counts and sets of groups.
 """
 
+from collections.abc import Mapping
+from typing import Any
+
 import msgpack
 import pytest
 from hypothesis import HealthCheck, settings
@@ -18,17 +21,18 @@ from hypothesis.stateful import (
 
 from asyncrl.protocol.errors import LeaseExpired, ReplayBufferError, UnknownGroup, VersionTooOld
 from asyncrl.protocol.types import GroupSummary
+from buffer.commands import Frames, GrantedLease, Progress, PutResult
 from buffer.config import OnStale
-from buffer.leases import Progress, PutResult, RunningLease
-from buffer.ledger import Ledger
-from buffer.orders import ORDERS
-from buffer.staleness import StalenessRule
+from buffer.journal import pack, unpack
+from buffer.rule import StalenessRule
+from buffer.selection import ORDERS
+from tests.support.ledgers import DrivenLedger
 
 LEASE_S = 10.0
 
 
 def summary_of(
-    lease: RunningLease, *, oldest: int, num_tokens: int, rewards: tuple[float, ...] = (0.0, 1.0)
+    lease: GrantedLease, *, oldest: int, num_tokens: int, rewards: tuple[float, ...] = (0.0, 1.0)
 ) -> GroupSummary:
     return GroupSummary(
         group_id=lease.group_id,
@@ -42,6 +46,16 @@ def summary_of(
     )
 
 
+class RecordedCommands:
+    """What a journal keeps since the last snapshot, as bytes."""
+
+    def __init__(self) -> None:
+        self.rows: list[bytes] = []
+
+    def record(self, command: Any, outcome: Any, frames: Mapping[tuple[str, int], Frames]) -> None:
+        self.rows.append(pack((command, outcome)))
+
+
 class LedgerMachine(RuleBasedStateMachine):
     @initialize(
         max_lag=st.integers(0, 4),
@@ -53,15 +67,17 @@ class LedgerMachine(RuleBasedStateMachine):
     def start(self, max_lag: int, groups_per_step: int, on_stale: OnStale, order: str, filters: list[str]) -> None:
         self.max_lag, self.size, self.on_stale, self.filters = max_lag, groups_per_step, on_stale, filters
         rule = StalenessRule(max_lag=max_lag, groups_per_step=groups_per_step)
-        self.new_ledger = lambda: Ledger(rule, on_stale=on_stale, order=order, lease_s=LEASE_S, filters=filters)
+        self.new_ledger = lambda: DrivenLedger(rule, on_stale=on_stale, order=order, lease_s=LEASE_S, filters=filters)
         self.ledger = self.new_ledger()
+        self.ledger.log = self.log = RecordedCommands()
+        self.last_snapshot: bytes | None = None
         self.now = 0.0
         self.version = 0
         self.num_enqueued = 0
         self.num_dropped = 0
-        self.granted: list[RunningLease] = []
-        self.running: dict[int, tuple[RunningLease, float]] = {}
-        self.ended: list[RunningLease] = []
+        self.granted: list[GrantedLease] = []
+        self.running: dict[int, tuple[GrantedLease, float]] = {}
+        self.ended: list[GrantedLease] = []
         self.saved: dict[tuple[int, int], Progress] = {}
         self.inherited: dict[tuple[int, int], Progress] = {}
         self.continues: dict[tuple[int, int], bool] = {}
@@ -85,12 +101,13 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(behind=st.integers(0, 3), number=st.integers(1, 20), worker=st.integers(0, 2), continues=st.booleans())
     def lease(self, behind: int, number: int, worker: int, continues: bool) -> None:
         version = max(0, self.version - behind)
-        before = len(self.running) + len(self.stored)
+        deadlines = self._open_deadlines()
         granted = self.ledger.lease(version, number, owner=bytes([worker]), now=self.now)
-        for i, lease in enumerate(granted):
-            self._check_prefix(lease, version, before + i)
+        for lease in granted:
+            self._check_prefix(lease, version, deadlines)
             assert lease.deadline == lease.engine_version + self.max_lag
-            assert self._admits(lease.engine_version, before + i)
+            assert self._admits(lease.engine_version, deadlines)
+            deadlines.append(lease.deadline)
             assert lease.group_id not in self.running
             assert lease.group_id not in self.stored
             assert lease.group_id not in self.consumed
@@ -100,7 +117,7 @@ class LedgerMachine(RuleBasedStateMachine):
             self.running[lease.group_id] = (lease, self.now + LEASE_S)
         assert len(granted) <= number
         if len(granted) < number:
-            assert self._num_queued() == 0 or not self._admits(version, len(self.running) + len(self.stored))
+            assert self._num_queued() == 0 or not self._admits(version, deadlines)
 
     def _num_queued(self) -> int:
         ended = len(self.consumed) + self.num_dropped
@@ -139,7 +156,7 @@ class LedgerMachine(RuleBasedStateMachine):
             oldest = data.draw(st.integers(lease.engine_version, self.version))
             self._put(lease, oldest, num_tokens)
 
-    def _put(self, lease: RunningLease, oldest: int, num_tokens: int) -> None:
+    def _put(self, lease: GrantedLease, oldest: int, num_tokens: int) -> None:
         num_tokens += self._least_tokens(lease)
         filtered = bool(self.filters) and num_tokens % 5 == 0
         summary = summary_of(lease, oldest=oldest, num_tokens=num_tokens, rewards=(0.0, 0.0 if filtered else 1.0))
@@ -158,11 +175,13 @@ class LedgerMachine(RuleBasedStateMachine):
     def save_progress(self, data: st.DataObject, num_tokens: int) -> None:
         lease, _ = self.running[data.draw(st.sampled_from(sorted(self.running)))]
         oldest = data.draw(st.integers(lease.engine_version, self.version))
-        progress = Progress(num_tokens=num_tokens + self._least_tokens(lease), oldest_version=oldest)
+        progress = Progress(
+            num_tokens=num_tokens + self._least_tokens(lease), oldest_version=oldest, newest_version=self.version
+        )
         self._save(lease, progress)
 
-    def _save(self, lease: RunningLease, progress: Progress) -> None:
-        self.ledger.save_progress(lease.group_id, lease.attempt, progress, continued=self._continued(lease))
+    def _save(self, lease: GrantedLease, progress: Progress) -> None:
+        self.ledger.save(lease, progress, continued=self._continued(lease))
         self.saved[lease.group_id, lease.attempt] = progress
 
     @precondition(lambda self: self.running)
@@ -171,16 +190,32 @@ class LedgerMachine(RuleBasedStateMachine):
         for group_id in sorted(self.running):
             lease, _ = self.running[group_id]
             oldest = data.draw(st.integers(lease.engine_version, self.version))
-            progress = Progress(num_tokens=1 + self._least_tokens(lease), oldest_version=oldest)
+            progress = Progress(
+                num_tokens=1 + self._least_tokens(lease), oldest_version=oldest, newest_version=self.version
+            )
             self._save(lease, progress)
         self.time_passes(seconds=15.0)
 
-    @rule()
-    def the_server_restarts(self) -> None:
-        values = self.ledger.snapshot()
-        self.ledger = self.new_ledger()
-        self.ledger.restore(msgpack.unpackb(msgpack.packb(values), strict_map_key=False))
-        assert msgpack.packb(self.ledger.snapshot()) == msgpack.packb(values)
+    @rule(compacts=st.booleans(), order=st.sampled_from(sorted(ORDERS)), on_stale=st.sampled_from(OnStale))
+    def the_server_restarts(self, compacts: bool, order: str, on_stale: OnStale) -> None:
+        """From a snapshot and what was journaled since. A server with other options would come to the same state."""
+        before = msgpack.packb(self.ledger.snapshot())
+        replayed = self._replayed(DrivenLedger(self.ledger.rule, on_stale=on_stale, order=order, lease_s=LEASE_S))
+        assert msgpack.packb(replayed.snapshot()) == before
+        self.ledger = self._replayed(self.new_ledger())
+        self.ledger.log = self.log
+        if compacts:
+            self.last_snapshot, self.log.rows = before, []
+
+    def _replayed(self, ledger: DrivenLedger) -> DrivenLedger:
+        if self.last_snapshot is not None:
+            ledger.restore(msgpack.unpackb(self.last_snapshot, strict_map_key=False))
+        for row in self.log.rows:
+            ledger.replay(*unpack(row))
+        for lease, expires_at in self.running.values():
+            ledger.renew(lease.group_id, lease.attempt, now=expires_at - LEASE_S)
+        ledger.drain_revocations()
+        return ledger
 
     @precondition(lambda self: any(lease.engine_version > 0 for lease, _ in self.running.values()))
     @rule(data=st.data(), num_tokens=st.integers(1, 50))
@@ -189,9 +224,9 @@ class LedgerMachine(RuleBasedStateMachine):
         lease, _ = self.running.pop(data.draw(st.sampled_from(ids)))
         num_tokens += self._least_tokens(lease)
         summary = summary_of(lease, oldest=lease.engine_version - 1, num_tokens=num_tokens)
-        too_old = Progress(num_tokens=num_tokens, oldest_version=lease.engine_version - 1)
+        too_old = Progress(num_tokens=num_tokens, oldest_version=lease.engine_version - 1, newest_version=self.version)
         with pytest.raises(VersionTooOld):
-            self.ledger.save_progress(lease.group_id, lease.attempt, too_old)
+            self.ledger.save(lease, too_old)
         for _ in range(2):
             try:
                 self.ledger.put(summary, continued=self._continued(lease))
@@ -250,7 +285,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.ended.append(lease)
         self._report(lease, num_tokens)
 
-    def _release(self, lease: RunningLease, num_tokens: int) -> None:
+    def _release(self, lease: GrantedLease, num_tokens: int) -> None:
         group_id, attempt, continued = lease.group_id, lease.attempt, self._continued(lease)
         self.ledger.release(group_id, attempt, num_tokens=num_tokens, reason="aborted", continued=continued)
 
@@ -275,8 +310,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def a_worker_is_gone(self, worker: int) -> None:
         """The server hears nothing of it any more, and takes its leases back before they run out."""
         lost = [lease for lease, _ in self.running.values() if lease.owner == bytes([worker])]
-        for lease in self.ledger.state.leases.of_owner(bytes([worker])):
-            self.ledger.take_back(lease)
+        assert self.ledger.take_back(bytes([worker])) == len(lost)
         for lease in lost:
             self._hand_on(lease)
         self._end(lost)
@@ -301,7 +335,7 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule()
     def plan(self) -> None:
         version = self.version + len(self.planned)
-        may_be_made = self.ledger.can_plan(version)
+        may_be_made = self.ledger.can_plan()
         num_too_few = self._num_missing_from(version)
         plan = self.ledger.plan(version)
         assert (plan is not None) == may_be_made
@@ -393,7 +427,7 @@ class LedgerMachine(RuleBasedStateMachine):
             key = lease.group_id, lease.attempt
             assert self.ledger.holds(*key) == (key in running)
         for group_id, (summary, _) in self.stored.items():
-            assert self.ledger.state.batches.attempt(group_id) == summary.attempt
+            assert self.ledger.stored_attempt(group_id) == summary.attempt
 
     @invariant()
     def every_token_is_somewhere(self) -> None:
@@ -414,9 +448,9 @@ class LedgerMachine(RuleBasedStateMachine):
         if self.running:
             return
         if num_stored >= self.size:
-            assert len(self.planned) == 2 or self.ledger.can_plan(self.version + len(self.planned))
+            assert len(self.planned) == 2 or self.ledger.can_plan()
         elif not self.planned:
-            assert self.ledger.state.admits(self.version)
+            assert self.ledger.admits(self.version)
 
     @invariant()
     def every_running_lease_has_a_timer(self) -> None:
@@ -425,13 +459,16 @@ class LedgerMachine(RuleBasedStateMachine):
         else:
             assert self.ledger.next_expiry() is None
 
-    def _admits(self, version: int, outstanding: int) -> bool:
-        return outstanding + (self.version - version) * self.size < (self.max_lag + 1) * self.size
+    def _admits(self, version: int, deadlines: list[int]) -> bool:
+        """Whether every deadline could still be met with one more group that begins at ``version``."""
+        next_plan, deadline = self.version + len(self.planned), version + self.max_lag
+        due = sorted([*deadlines, deadline])
+        return deadline >= next_plan and all(due[i] >= next_plan + i // self.size for i in range(len(due)))
 
-    def _check_prefix(self, lease: RunningLease, version: int, outstanding: int) -> None:
+    def _check_prefix(self, lease: GrantedLease, version: int, deadlines: list[int]) -> None:
         """A saved prefix goes to the next attempt unless a group as old as it is no longer admitted."""
         prefix = self.prefixes.pop(lease.group_id, None)
-        if prefix is not None and self._admits(prefix.oldest_version, outstanding):
+        if prefix is not None and self._admits(prefix.oldest_version, deadlines):
             assert lease.progress == prefix
             assert lease.engine_version == min(version, prefix.oldest_version)
             self.inherited[lease.group_id, lease.attempt] = prefix
@@ -444,43 +481,43 @@ class LedgerMachine(RuleBasedStateMachine):
         keys = [(lease.group_id, lease.attempt) for lease, _ in self.running.values()]
         return [key for key in keys if key in self.inherited and (self.continues[key] or key not in self.saved)]
 
-    def _continued(self, lease: RunningLease) -> bool:
+    def _continued(self, lease: GrantedLease) -> bool:
         """What its worker says with a report: whether it took the prefix; once something else is saved, that counts."""
         key = lease.group_id, lease.attempt
         return key not in self.inherited or self.continues[key] or key in self.saved
 
-    def _least_tokens(self, lease: RunningLease) -> int:
+    def _least_tokens(self, lease: GrantedLease) -> int:
         """What an attempt has at least: the prefix it continues, or saved last."""
         key = lease.group_id, lease.attempt
         continued = self.inherited[key].num_tokens if key in self.inherited and self.continues[key] else 0
         return self.saved[key].num_tokens if key in self.saved else continued
 
-    def _own(self, lease: RunningLease, num_tokens: int) -> int:
+    def _own(self, lease: GrantedLease, num_tokens: int) -> int:
         """Of what an attempt has, the tokens that it wrote itself."""
         key = lease.group_id, lease.attempt
         return num_tokens - (self.inherited[key].num_tokens if key in self.inherited and self.continues[key] else 0)
 
-    def _report(self, lease: RunningLease, num_tokens: int) -> None:
+    def _report(self, lease: GrantedLease, num_tokens: int) -> None:
         """An attempt says how many tokens it has, with the prefix it continued; only the first word counts."""
         key = lease.group_id, lease.attempt
         if key not in self.reported:
             self.reported.add(key)
             self.own_tokens[key] = self._own(lease, num_tokens)
 
-    def _count_saved(self, lease: RunningLease) -> None:
+    def _count_saved(self, lease: GrantedLease) -> None:
         """An attempt ends without a report: what it saved is known."""
         key = lease.group_id, lease.attempt
         if key in self.saved:
             self.own_tokens[key] = self._own(lease, self.saved[key].num_tokens)
 
-    def _hand_on(self, lease: RunningLease) -> None:
+    def _hand_on(self, lease: GrantedLease) -> None:
         """An attempt ends early and leaves what is saved of it to the next."""
         key = lease.group_id, lease.attempt
         self._count_saved(lease)
         if (prefix := self.saved.get(key, self.inherited.get(key))) is not None:
             self.prefixes[lease.group_id] = prefix
 
-    def _end(self, leases: list[RunningLease]) -> None:
+    def _end(self, leases: list[GrantedLease]) -> None:
         for lease in leases:
             del self.running[lease.group_id]
             self._count_saved(lease)

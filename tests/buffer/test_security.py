@@ -2,6 +2,9 @@
 
 import asyncio
 import os
+import socket as sockets
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import msgpack
@@ -11,24 +14,28 @@ from groups import prompt, rollout, running
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.protocol.errors import DeadlineError, RateExceeded, ReplayBufferError, WireError
+from asyncrl.protocol.errors import DeadlineError, NotAllowed, RateExceeded, ReplayBufferError, WireError, WrongEpoch
 from asyncrl.protocol.types import BufferStats
 from buffer import BufferClient, BufferConfig, BufferProcess, SyncBufferClient, client_keys, make_keys, messages
+from buffer.keys import BufferRole
 from buffer.messages import PROTOCOL_VERSION, Message
 from buffer.server import BufferServer
 from buffer.service import BufferService
 
+CONTROLLER, ROLLOUT = BufferRole.controller, BufferRole.rollout
+
 
 async def test_with_keys_the_run_goes_on_as_without(tmp_path: Path):
     make_keys(tmp_path)
-    keys = client_keys(tmp_path)
     async with running(groups_per_step=1, keys=str(tmp_path)) as run:
-        client = run.client(keys=keys)
-        await client.enqueue([prompt(0)])
-        [lease] = await client.lease(0, 1)
-        await client.put(rollout(lease))
-        await client.plan(0)
-        rank = SyncBufferClient(run.server.address, request_timeout_s=5.0, keys=keys)
+        control, worker = (run.client(keys=client_keys(tmp_path, role)) for role in (CONTROLLER, ROLLOUT))
+        await control.enqueue([prompt(0)])
+        [lease] = await worker.lease(0, 1)
+        await worker.put(rollout(lease))
+        await control.plan(0)
+        rank = SyncBufferClient(
+            run.server.address, request_timeout_s=5.0, keys=client_keys(tmp_path, BufferRole.learner)
+        )
         [group] = await asyncio.to_thread(rank.fetch, [0])
         rank.close()
         assert group.summary == rollout(lease).summary
@@ -48,13 +55,93 @@ async def test_a_server_makes_the_keys_where_there_are_none_and_says_how_to_reac
             with pytest.raises(DeadlineError, match="refuses this client's key"):
                 await stranger.stats()
             await stranger.close()
-    assert (tmp_path / "keys" / "client.json").stat().st_mode & 0o777 == 0o600
+    assert (tmp_path / "keys" / "rollout.json").stat().st_mode & 0o777 == 0o600
+
+
+async def test_a_role_is_refused_what_is_not_its_work(tmp_path: Path):
+    make_keys(tmp_path)
+    async with running(groups_per_step=1, keys=str(tmp_path)) as run:
+        worker, control, inspector, rank = (
+            run.client(keys=client_keys(tmp_path, role))
+            for role in (ROLLOUT, CONTROLLER, BufferRole.inspector, BufferRole.learner)
+        )
+        await control.enqueue([prompt(0)])
+        for call in (worker.plan(0), worker.commit(0), worker.enqueue([prompt(1)]), worker.fetch([0])):
+            with pytest.raises(NotAllowed, match="the key of role 'rollout' may not"):
+                await call
+        for call in (inspector.plan(0), inspector.lease(0, 1), rank.commit(0), rank.lease(0, 1), control.lease(0, 1)):
+            with pytest.raises(NotAllowed, match="use the key of its role"):
+                await call
+        assert (await inspector.inspect())["stats"]["groups"]["queued"] == 1
+        [lease] = await worker.lease(0, 1)
+        await worker.put(rollout(lease, num_tokens=200_000))  # by the bulk socket, under the same rule
+        with pytest.raises(NotAllowed):
+            await rank.put(rollout(lease, num_tokens=200_000))
+
+
+async def test_a_message_of_another_run_is_refused_by_name(tmp_path: Path):
+    config = BufferConfig(epoch="first", port=free_port(), request_timeout_s=5.0)
+    server = BufferServer(config, groups_per_step=1)
+    worker = BufferClient(server.address, request_timeout_s=5.0)
+    await worker.enqueue([prompt(0)])
+    [lease] = await worker.lease(0, 1)
+    server.close()
+    server = BufferServer(replace(config, epoch="second"), groups_per_step=1)
+    control = BufferClient(server.address, request_timeout_s=5.0, epoch="second")
+    await control.enqueue([prompt(0)])
+    [again] = await control.lease(0, 1)
+    for call in (worker.put(rollout(lease)), worker.lease(0, 1), worker.renew([lease]), worker.stats()):
+        with pytest.raises(WrongEpoch, match="came from run 'first', this buffer serves run 'second'"):
+            await call
+    stranger = BufferClient(server.address, request_timeout_s=5.0, epoch="first")
+    with pytest.raises(WrongEpoch):
+        await stranger.stats()
+    await control.put(rollout(again))
+    assert (await control.stats()).tokens_buffered == 5
+    for client in (worker, control, stranger):
+        await client.close()
+    server.close()
+
+
+def free_port() -> int:
+    with closing(sockets.socket()) as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+async def test_an_exception_of_any_kind_answers_its_client_and_the_server_goes_on(monkeypatch: pytest.MonkeyPatch):
+    async with running(groups_per_step=1) as run:
+        client = run.client()
+
+        def fail(*_: object, **__: object) -> None:
+            raise RuntimeError("a defect")
+
+        with monkeypatch.context() as broken:
+            broken.setattr(BufferService, "_totals", fail)
+            with pytest.raises(ReplayBufferError, match=r"the buffer failed at .*RuntimeError: a defect; its log"):
+                await client.stats()
+            broken.setattr(BufferService, "settle", fail)
+            with pytest.raises(ReplayBufferError, match="RuntimeError"):
+                await client.stats()
+        await client.enqueue([prompt(0)])
+        [lease] = await client.lease(0, 1)
+        await client.put(rollout(lease))
+        assert run.server.counters()["failed"] >= 3
+
+
+async def test_an_answer_that_cannot_be_written_is_an_error_to_its_client(monkeypatch: pytest.MonkeyPatch):
+    async with running(groups_per_step=1) as run:
+        client = run.client()
+        monkeypatch.setattr("buffer.service.stats_fields", lambda stats: {"total": 1 << 70})
+        with pytest.raises(ReplayBufferError, match="the buffer failed at the answer to request"):
+            await client.stats()
+        await client.enqueue([prompt(0)])
 
 
 async def test_an_unknown_key_and_no_key_are_refused_and_the_unknown_key_is_counted(tmp_path: Path):
     make_keys(tmp_path / "run")
     make_keys(tmp_path / "other")
-    known, other = client_keys(tmp_path / "run"), client_keys(tmp_path / "other")
+    known, other = (client_keys(tmp_path / name, CONTROLLER) for name in ("run", "other"))
     stranger = type(other)(public=other.public, secret=other.secret, server_public=known.server_public)
     async with running(keys=str(tmp_path / "run")) as run:
         for keys in (stranger, None):
@@ -66,11 +153,11 @@ async def test_an_unknown_key_and_no_key_are_refused_and_the_unknown_key_is_coun
 
 def test_key_files_belong_to_their_owner_only(tmp_path: Path):
     make_keys(tmp_path)
-    for name in ("server.json", "client.json"):
-        assert (tmp_path / name).stat().st_mode & 0o777 == 0o600
-    (tmp_path / "client.json").chmod(0o644)
-    with pytest.raises(ValueError, match=r"client.json is readable by others \(mode 644\)"):
-        client_keys(tmp_path)
+    for name in ("server", *BufferRole):
+        assert (tmp_path / f"{name}.json").stat().st_mode & 0o777 == 0o600
+    (tmp_path / "rollout.json").chmod(0o644)
+    with pytest.raises(ValueError, match=r"rollout.json is readable by others \(mode 644\)"):
+        client_keys(tmp_path, ROLLOUT)
     with pytest.raises(ValueError, match="exists; keys are made once"):
         make_keys(tmp_path)
 
@@ -85,7 +172,7 @@ async def test_another_protocol_version_is_refused_by_name():
     async with running() as run:
         socket = zmq.Context.instance().socket(zmq.DEALER)
         socket.connect(run.server.address)
-        socket.send(msgpack.packb([PROTOCOL_VERSION + 1, "stats", 7, {}]))
+        socket.send(msgpack.packb([PROTOCOL_VERSION + 1, "", "stats", 7, {}]))
         frames = await asyncio.to_thread(socket.recv_multipart)
         reply = messages.parse(frames)
         socket.close(linger=0)
@@ -93,7 +180,7 @@ async def test_another_protocol_version_is_refused_by_name():
         ours, other = PROTOCOL_VERSION, PROTOCOL_VERSION + 1
         assert f"protocol version {ours}, got version {other}" in reply.fields["message"]
         with pytest.raises(WireError, match=f"got version {other}"):
-            messages.parse([msgpack.packb([PROTOCOL_VERSION + 1, "ok", 7, {}])])
+            messages.parse([msgpack.packb([PROTOCOL_VERSION + 1, "", "ok", 7, {}])])
 
 
 async def test_a_frame_over_the_limit_closes_its_connection_and_the_server_goes_on():
@@ -134,7 +221,6 @@ operations = st.sampled_from(
         "enqueue",
         "lease",
         "cancel",
-        "advance",
         "beat",
         "leave",
         "renew",

@@ -13,7 +13,7 @@ from groups import prompt, rollout, running
 from asyncrl.protocol.errors import LeaseExpired, UnknownGroup
 from buffer import BufferConfig, BufferProcess, Durability, SyncBufferClient
 from buffer.client import BufferClient
-from buffer.sockets import ClientSocket
+from buffer.client_socket import ClientSocket
 
 
 async def test_payloads_spread_over_store_servers_come_back_in_order_and_leave_with_their_batch():

@@ -3,9 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from learner.advantages import Scale, group_advantages
-from learner.registry import ADVANTAGES
-from learner.token_advantages import is_token_level
+from learner.advantages import ADVANTAGES, Scale, group_advantages, is_token_level
 
 ONE_GROUP = torch.zeros(4, dtype=torch.int64)
 

@@ -14,29 +14,29 @@ import learner.checkpoint
 from asyncrl.protocol.errors import CheckpointError
 from learner import export
 from learner.checkpoint import Checkpointer
-from learner.checkpoint_files import newest_checkpoint, read_progress
+from learner.checkpoint_folder import newest_checkpoint, read_progress
 from learner.config import AlgorithmConfig, Device, LearnerConfig, OptimizerConfig, Schedule
-from learner.step import PolicyStep
-from learner.trainer import PolicyTrainer
+from learner.trainer import Trainer
 from learner.weights import gather_weights, save_policy
+from tests.support.policy_step import policy_step
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny_models import random_sequences, save_tiny_model
 
 
-def trainer_of(model_path: str, num_ranks: int = 1, sp_size: int = 1, fsdp_size: int = -1) -> PolicyTrainer:
+def trainer_of(model_path: str, num_ranks: int = 1, sp_size: int = 1, fsdp_size: int = -1) -> Trainer:
     optimizer = OptimizerConfig(lr=1e-3, schedule=Schedule.linear, warmup_steps=1, eps=1e-4)
     config = LearnerConfig(
         num_ranks=num_ranks, sp_size=sp_size, fsdp_size=fsdp_size, device=Device.cpu, optimizer=optimizer
     )
-    return PolicyTrainer(config, model_path=model_path, total_updates=8)
+    return Trainer(config, model_path=model_path, total_updates=8)
 
 
-def step(trainer: PolicyTrainer, seed: int) -> None:
+def step(trainer: Trainer, seed: int) -> None:
     dp = trainer.mesh.num_ranks // trainer.mesh.sp_size
-    PolicyStep(trainer, AlgorithmConfig()).run(random_sequences(8, seed)[trainer.mesh.dp_rank :: dp])
+    policy_step(trainer, AlgorithmConfig()).run(random_sequences(8, seed)[trainer.mesh.dp_rank :: dp])
 
 
-def weights_of(trainer: PolicyTrainer) -> dict[str, np.ndarray]:
+def weights_of(trainer: Trainer) -> dict[str, np.ndarray]:
     return {name: value.numpy() for name, value in (gather_weights(trainer) or {}).items()}
 
 

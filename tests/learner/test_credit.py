@@ -1,12 +1,13 @@
 """Advantages that the ranks compute, against arithmetic written out, and on two ranks against one process."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
+from learner.advantages import ADVANTAGES, BatchAdvantages
 from learner.config import AlgorithmConfig, Device, KLEstimator, LearnerConfig
-from learner.credit import CreditAssignment
-from learner.mesh import open_mesh
-from learner.registry import ADVANTAGES
+from learner.fsdp import open_mesh
 from learner.types import TokenSequence
 from tests.support.ranks import run_on_ranks
 
@@ -24,8 +25,23 @@ def sequence(mask: list[bool], **columns: list[float]) -> TokenSequence:
     return TokenSequence(input_ids=np.ones(len(mask), np.int32), loss_mask=np.array(mask), columns=filled)
 
 
-def credit(**options: object) -> CreditAssignment:
-    return CreditAssignment(AlgorithmConfig(**options), open_mesh(LearnerConfig(device=Device.cpu)))
+def numbered(sequences: list[TokenSequence], groups: list[int]) -> list[TokenSequence]:
+    """The sequences as trajectories of groups, in order."""
+    keys = [(group, groups[:index].count(group)) for index, group in enumerate(groups)]
+    return [replace(one, trajectory=key) for one, key in zip(sequences, keys, strict=True)]
+
+
+def assign(
+    advantages: BatchAdvantages, sequences: list[TokenSequence], rewards: list[float], groups: list[int]
+) -> tuple[list[TokenSequence], dict[str, float]]:
+    sequences = numbered(sequences, groups)
+    return advantages.assign(
+        sequences, {one.trajectory: reward for one, reward in zip(sequences, rewards, strict=True)}
+    )
+
+
+def computed_by(**options: object) -> BatchAdvantages:
+    return BatchAdvantages(AlgorithmConfig(**options), open_mesh(LearnerConfig(device=Device.cpu)))
 
 
 def of_tokens(s: TokenSequence, name: str = "advantages") -> list[float]:
@@ -38,8 +54,8 @@ def test_gae_skips_what_the_environment_said_and_pays_at_the_last_policy_token()
         sequence([False, True], behavior_logprobs=[0], values=[3.0]),
         sequence([False, False], behavior_logprobs=[], values=[]),
     ]
-    got, _ = credit(advantage="gae", trace=0.5, whiten_advantages=False).assign(
-        sequences, np.array([1.0, 2.0, 9.0], np.float32), np.array([0, 1, 1])
+    got, _ = assign(
+        computed_by(advantage="gae", gae_lambda=0.5, whiten_advantages=False), sequences, [1.0, 2.0, 9.0], [0, 1, 1]
     )
     third = 1.0 - 0.25
     second = 0.25 - 0.75 + 0.5 * third
@@ -55,9 +71,7 @@ def test_a_kl_penalty_in_the_rewards_reaches_outcome_estimators_as_a_sum() -> No
         sequence(MULTI_TURN, behavior_logprobs=[-1, -1, -2], reference_logprobs=[-2, -1, -2.5]),  # KL 1 + 0 + 0.5
         sequence([False, True], behavior_logprobs=[-1], reference_logprobs=[-0.5]),  # KL -0.5
     ]
-    got, metrics = credit(advantage="grpo_no_std", kl_reward_coef=0.2).assign(
-        sequences, np.array([1.0, 0.0], np.float32), np.array([4, 4])
-    )
+    got, metrics = assign(computed_by(advantage="grpo_no_std", kl_reward_coef=0.2), sequences, [1.0, 0.0], [4, 4])
     first, second = 1.0 - 0.2 * 1.5, 0.0 + 0.2 * 0.5
     assert of_tokens(got[0]) == pytest.approx([(first - second) / 2] * 3)
     assert of_tokens(got[1]) == pytest.approx([(second - first) / 2])
@@ -66,35 +80,40 @@ def test_a_kl_penalty_in_the_rewards_reaches_outcome_estimators_as_a_sum() -> No
 
 def test_a_kl_penalty_in_the_rewards_is_paid_token_by_token() -> None:
     one = sequence(MULTI_TURN, behavior_logprobs=[-1, -1, -2], reference_logprobs=[-2, -1, -2.5])
-    got, _ = credit(advantage="gae", whiten_advantages=False, kl_reward_coef=0.2, discount=0.5).assign(
-        [one], np.array([1.0], np.float32), np.array([0])
+    got, _ = assign(
+        computed_by(advantage="gae", whiten_advantages=False, kl_reward_coef=0.2, gamma=0.5), [one], [1.0], [0]
     )
     last = 1.0 - 0.1
     assert of_tokens(got[0], "returns") == pytest.approx([-0.2 + 0.25 * last, 0.5 * last, last])
-    squared, _ = credit(
-        advantage="gae", whiten_advantages=False, kl_reward_coef=0.2, kl_reward_estimator=KLEstimator.k2
-    ).assign([one], np.array([0.0], np.float32), np.array([0]))
+    options = {"whiten_advantages": False, "kl_reward_coef": 0.2, "kl_reward_estimator": KLEstimator.k2}
+    squared, _ = assign(computed_by(advantage="gae", **options), [one], [0.0], [0])
     assert of_tokens(squared[0], "returns") == pytest.approx([-0.2 * (0.5 + 0.125), -0.2 * 0.125, -0.2 * 0.125])
 
 
 def test_an_adaptive_coefficient_follows_after_the_step_that_it_was_used_in() -> None:
     one = sequence([False, True], behavior_logprobs=[-1], reference_logprobs=[-3])
-    assigner = credit(advantage="grpo_no_std", kl_reward_coef=0.1, kl_target=1.0, kl_horizon=10)
-    seen = [
-        assigner.assign([one, one], np.zeros(2, np.float32), np.zeros(2, np.int64))[1]["kl_reward_coef"]
-        for _ in range(2)
-    ]
+    assigner = computed_by(advantage="grpo_no_std", kl_reward_coef=0.1, kl_target=1.0, kl_horizon=10)
+    seen = [assign(assigner, [one, one], [0.0, 0.0], [0, 0])[1]["kl_reward_coef"] for _ in range(2)]
     assert seen == pytest.approx([0.1, 0.1 * (1 + 0.2 * 2 / 10)])  # the error 2 / 1 - 1 is cut at 0.2
 
 
 def test_a_batch_of_trajectories_without_policy_tokens_is_no_error() -> None:
     silent = sequence([False, False], behavior_logprobs=[], reference_logprobs=[])
     for name in ("gae", "reinforce_plus_plus", "grpo"):
-        got, _ = credit(advantage=name, kl_reward_coef=0.1).assign([silent] * 2, np.ones(2, np.float32), np.zeros(2))
+        got, _ = assign(computed_by(advantage=name, kl_reward_coef=0.1), [silent] * 2, [1.0, 1.0], [0, 0])
         assert not got[0].columns["advantages"].any()
 
 
-def random_batch() -> tuple[list[TokenSequence], np.ndarray, np.ndarray]:
+def test_branches_of_one_trajectory_count_once_and_share_its_advantage() -> None:
+    columns = {"behavior_logprobs": [-1.0], "reference_logprobs": [-2.0]}  # KL 1
+    branches = [sequence([False, True], **columns), sequence([False, False, True], **columns)]
+    other = sequence([False, True], behavior_logprobs=[-1.0], reference_logprobs=[-1.0])
+    sequences = [replace(one, trajectory=(7, 0)) for one in branches] + [replace(other, trajectory=(7, 1))]
+    got, _ = computed_by(advantage="grpo_no_std", kl_reward_coef=0.1).assign(sequences, {(7, 0): 1.0, (7, 1): 0.0})
+    assert [of_tokens(one) for one in got] == [pytest.approx([0.4]), pytest.approx([0.4]), pytest.approx([-0.4])]
+
+
+def random_batch() -> tuple[list[TokenSequence], dict[tuple[int, int], float]]:
     rng = np.random.default_rng(0)
     sequences = []
     for _ in range(12):
@@ -102,33 +121,45 @@ def random_batch() -> tuple[list[TokenSequence], np.ndarray, np.ndarray]:
         count = sum(mask)
         columns = {name: rng.normal(size=count) for name in ("behavior_logprobs", "reference_logprobs", "values")}
         sequences.append(sequence(mask, **columns))
-    return sequences, rng.normal(size=12).astype(np.float32), np.repeat(np.arange(4), 3)
+    sequences = numbered(sequences, np.repeat(np.arange(4), 3).tolist())
+    return sequences, {
+        one.trajectory: float(reward) for one, reward in zip(sequences, rng.normal(size=12), strict=True)
+    }
 
 
-def assign_share(dp_size: int, shares: list[list[int]]) -> dict[str, tuple[dict[int, list[float]], dict[str, float]]]:
-    """Advantages of this rank's groups under every estimator, by the index of the sequence in the whole batch."""
+def assign_share(dp_size: int, shares: list[list[int]]) -> dict[str, tuple[dict, dict[str, float]]]:
+    """Advantages of this rank's sequences under every estimator, by trajectory."""
     mesh = open_mesh(LearnerConfig(device=Device.cpu, num_ranks=dp_size))
-    sequences, rewards, groups = random_batch()
-    own = [i for i in range(12) if groups[i] in shares[mesh.dp_rank]]
+    sequences, rewards = random_batch()
+    own = [sequences[index] for index in shares[mesh.dp_rank]]
     outcome = {}
     for name in ADVANTAGES.names():
         for coefficient in (0.0, 0.3):
-            algorithm = AlgorithmConfig(advantage=name, kl_reward_coef=coefficient, trace=0.9, discount=0.95)
-            got, metrics = CreditAssignment(algorithm, mesh).assign(
-                [sequences[i] for i in own], rewards[own], groups[own]
+            algorithm = AlgorithmConfig(advantage=name, kl_reward_coef=coefficient, gae_lambda=0.9, gamma=0.95)
+            got, metrics = BatchAdvantages(algorithm, mesh).assign(
+                own, {one.trajectory: rewards[one.trajectory] for one in own}
             )
-            outcome[f"{name} {coefficient}"] = ({i: of_tokens(s) for i, s in zip(own, got, strict=True)}, metrics)
+            outcome[f"{name} {coefficient}"] = ({one.trajectory: of_tokens(one) for one in got}, metrics)
     return outcome
 
 
-def test_two_ranks_give_the_advantages_of_one_process_also_when_one_has_nothing() -> None:
-    alone = assign_share(1, [[0, 1, 2, 3]])
-    for shares in ([[2, 0], [3, 1]], [[], [0, 1, 2, 3]]):
-        results = run_on_ranks(2, assign_share, 2, shares)
+def assign_all(dp_size: int, splits: list[list[list[int]]]) -> list[dict]:
+    return [assign_share(dp_size, shares) for shares in splits]
+
+
+def test_two_ranks_give_the_advantages_of_one_process_also_for_split_groups_and_an_empty_rank() -> None:
+    (alone,) = assign_all(1, [[list(range(12))]])
+    splits = [
+        [[8, 7, 6, 0, 1, 2], [3, 4, 5, 9, 10, 11]],
+        [[], list(range(12))],
+        [[11, 0, 4, 7], [1, 2, 3, 5, 6, 8, 9, 10]],
+    ]
+    results = run_on_ranks(2, assign_all, 2, splits)
+    for index, shares in enumerate(splits):
         for name, (want, want_metrics) in alone.items():
-            got = {i: values for result in results for i, values in result[name][0].items()}
+            got = {key: values for result in results for key, values in result[index][name][0].items()}
             assert got.keys() == want.keys()
-            for i, values in want.items():
-                assert got[i] == pytest.approx(values, rel=1e-5, abs=1e-6), (name, shares)
-            assert results[0][name][1] == pytest.approx(want_metrics)
+            for key, values in want.items():
+                assert got[key] == pytest.approx(values, rel=1e-5, abs=1e-6), (name, shares)
+            assert results[0][index][name][1] == pytest.approx(want_metrics)
             assert any(any(values) for values in want.values()), name

@@ -9,19 +9,29 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
 from learner import fsdp
+from learner.advantages import BatchAdvantages
 from learner.batching import karmarkar_karp
 from learner.config import AlgorithmConfig, CriticConfig, Device, LearnerConfig, OptimizerConfig
-from learner.credit import CreditAssignment
-from learner.critic import CriticTrainer, value_loss
-from learner.reward_model import RewardScorer
+from learner.objectives import value_loss, value_objective
+from learner.packed_model import PackedModel
+from learner.roles import CRITIC, REWARD_MODEL
+from learner.trainer import LearnerStep, Trainer
 from learner.types import TokenSequence
 from learner.weights import gather_weights
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny_models import FAMILIES, VOCABULARY, random_sequences, save_tiny_model
 
-CONFIG = LearnerConfig(device=Device.cpu, max_tokens_per_micro_batch=100)
 # A large eps: AdamW would blow rounding in vanishing gradients up to whole steps.
-CRITIC = CriticConfig(value_clip=0.2, optimizer=OptimizerConfig(lr=1e-2, clip_grad_norm=0.5, eps=1e-4))
+CONFIG = LearnerConfig(
+    device=Device.cpu,
+    max_tokens_per_micro_batch=100,
+    critic=CriticConfig(value_clip=0.2, optimizer=OptimizerConfig(lr=1e-2, clip_grad_norm=0.5, eps=1e-4)),
+)
+
+
+def critic_of(path: str, config: LearnerConfig = CONFIG, total_updates: int = 4) -> tuple[Trainer, LearnerStep]:
+    trainer = Trainer(config, CRITIC, model_path=path, total_updates=total_updates)
+    return trainer, LearnerStep(trainer, value_objective(config.critic.value_clip))
 
 
 def save_classifier(directory: Path, family: str, auto_class: type) -> str:
@@ -55,7 +65,7 @@ def with_returns(sequences: list[TokenSequence]) -> list[TokenSequence]:
 def test_values_are_those_of_a_plain_forward_at_the_token_before(tmp_path: Path, family: str) -> None:
     path = save_classifier(tmp_path, family, AutoModelForTokenClassification)
     sequences = random_sequences(9)
-    values = CriticTrainer(CONFIG, CRITIC, model_path=path, total_updates=1).values(sequences)
+    values = PackedModel(CONFIG, CRITIC, model_path=path).scores(sequences)
     plain = AutoModelForTokenClassification.from_pretrained(path).eval()
     for sequence, got in zip(sequences, values, strict=True):
         with torch.no_grad():
@@ -70,7 +80,7 @@ def test_scores_are_those_of_a_plain_forward_at_the_last_token(tmp_path: Path, f
     path = save_classifier(tmp_path, family, AutoModelForSequenceClassification)
     sequences = [replace(s, columns={}) for s in random_sequences(9)]
     sequences.append(TokenSequence(input_ids=np.array([3]), loss_mask=np.array([False])))
-    scores = RewardScorer(CONFIG, model_path=path).scores(sequences)
+    scores = [s[-1] for s in PackedModel(CONFIG, REWARD_MODEL, model_path=path).scores(sequences)]
     plain = AutoModelForSequenceClassification.from_pretrained(path).eval()
     with torch.no_grad():
         want = [plain(torch.from_numpy(s.input_ids)[None].long()).logits.item() for s in sequences]
@@ -79,15 +89,15 @@ def test_scores_are_those_of_a_plain_forward_at_the_last_token(tmp_path: Path, f
 
 
 def test_a_causal_model_becomes_a_critic_that_says_nothing_and_learns(tmp_path: Path) -> None:
-    trainer = CriticTrainer(CONFIG, CRITIC, model_path=save_tiny_model(tmp_path), total_updates=40)
+    config = replace(CONFIG, critic=replace(CONFIG.critic, value_clip=0.0))
+    trainer, step = critic_of(save_tiny_model(tmp_path), config, total_updates=40)
     sequences = random_sequences(6)
-    assert not np.concatenate(trainer.values(sequences)).any()
+    assert not np.concatenate(trainer.scores(sequences)).any()
     sequences = [
         replace(s, columns={"values": 0 * s.columns["advantages"], "returns": np.cumsum(s.loss_mask, dtype=np.float32)})
         for s in sequences
     ]
-    trainer._value_clip = 0.0
-    history = [trainer.update(sequences) for _ in range(40)]
+    history = [step.update(sequences) for _ in range(40)]
     assert history[0]["explained_variance"] == pytest.approx(0.0, abs=1e-6)
     assert history[0]["value_loss"] == pytest.approx(
         np.mean(np.concatenate([0.5 * s.columns["returns"][s.loss_mask] ** 2 for s in sequences])), rel=1e-5
@@ -99,24 +109,27 @@ def test_a_causal_model_becomes_a_critic_that_says_nothing_and_learns(tmp_path: 
 
 def test_the_critic_explains_rewards_of_fresh_batches_that_the_prompt_decides(tmp_path: Path) -> None:
     """Values, outcomes, returns and updates together, as a run has them; values are measured before the update."""
-    critic = CriticConfig(optimizer=OptimizerConfig(lr=1e-2))
-    trainer = CriticTrainer(CONFIG, critic, model_path=save_tiny_model(tmp_path), total_updates=60)
-    credit = CreditAssignment(AlgorithmConfig(advantage="gae"), trainer.mesh)
+    config = replace(CONFIG, critic=CriticConfig(optimizer=OptimizerConfig(lr=1e-2)))
+    trainer, step = critic_of(save_tiny_model(tmp_path), config, total_updates=60)
+    advantages = BatchAdvantages(AlgorithmConfig(advantage="gae"), trainer.mesh)
     rng, explained = np.random.default_rng(0), []
     for _ in range(60):
         tokens = rng.integers(0, VOCABULARY, (32, 8)).astype(np.int32)
-        sequences = [TokenSequence(input_ids=ids, loss_mask=np.arange(8) >= rng.integers(2, 8)) for ids in tokens]
-        rewards = (tokens[:, 0] >= VOCABULARY // 2).astype(np.float32)
-        valued = [s.with_column("values", v) for s, v in zip(sequences, trainer.values(sequences), strict=True)]
-        credited, _ = credit.assign(valued, rewards, np.arange(32))
-        explained.append(trainer.update(credited)["explained_variance"])
+        sequences = [
+            TokenSequence(input_ids=ids, loss_mask=np.arange(8) >= rng.integers(2, 8), trajectory=(index, 0))
+            for index, ids in enumerate(tokens)
+        ]
+        rewards = {(index, 0): float(ids[0] >= VOCABULARY // 2) for index, ids in enumerate(tokens)}
+        valued = [s.with_column("values", v) for s, v in zip(sequences, trainer.scores(sequences), strict=True)]
+        assigned, _ = advantages.assign(valued, rewards)
+        explained.append(step.update(assigned)["explained_variance"])
     assert explained[0] == pytest.approx(0.0, abs=1e-6)
     assert np.mean(explained[-10:]) > 0.8
 
 
 def test_a_failed_update_of_the_critic_adds_nothing_to_the_next_one(tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path)
-    failed, still = (CriticTrainer(CONFIG, CRITIC, model_path=path, total_updates=4) for _ in range(2))
+    failed, still = (critic_of(path)[1] for _ in range(2))
     sequences = [
         replace(s, columns={"values": 0 * s.columns["advantages"], "returns": s.columns["advantages"]})
         for s in random_sequences(6)
@@ -136,14 +149,14 @@ def test_a_failed_update_of_the_critic_adds_nothing_to_the_next_one(tmp_path: Pa
 
 def test_a_reward_model_without_its_head_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"trained sequence classifier, got .* without \['score\.weight'\]"):
-        RewardScorer(CONFIG, model_path=save_tiny_model(tmp_path))
+        PackedModel(CONFIG, REWARD_MODEL, model_path=save_tiny_model(tmp_path))
 
 
 def test_a_critic_with_several_labels_is_refused(tmp_path: Path) -> None:
     backbone = save_tiny_model(tmp_path / "causal")
     AutoModelForTokenClassification.from_pretrained(backbone, num_labels=3).save_pretrained(tmp_path / "three")
     with pytest.raises(ValueError, match="one label"):
-        CriticTrainer(CONFIG, CRITIC, model_path=str(tmp_path / "three"), total_updates=1)
+        PackedModel(CONFIG, CRITIC, model_path=str(tmp_path / "three"))
 
 
 def test_the_value_loss_is_clipped_as_worked_by_hand() -> None:
@@ -174,13 +187,13 @@ def test_a_value_inside_the_interval_is_never_counted_as_clipped() -> None:
 
 def step_on(path: str, config: LearnerConfig, num_sequences: int) -> tuple[list[dict], dict, list]:
     """Two updates; their metrics, the weights after them, and values of all sequences of this rank."""
-    trainer = CriticTrainer(config, CRITIC, model_path=path, total_updates=2)
+    trainer, step = critic_of(path, config, total_updates=2)
     sequences = with_returns(random_sequences(num_sequences))
     shares = karmarkar_karp([len(s.input_ids) for s in sequences], config.num_ranks // config.sp_size)
     share = [sequences[index] for index in shares[trainer.mesh.dp_rank]]
-    metrics = [trainer.update(share) for _ in range(2)]
+    metrics = [step.update(share) for _ in range(2)]
     weights = gather_weights(trainer)
-    return metrics, {k: v.numpy() for k, v in (weights or {}).items()}, trainer.values(share)
+    return metrics, {k: v.numpy() for k, v in (weights or {}).items()}, trainer.scores(share)
 
 
 def on_each_mesh(path: str, meshes: list[tuple[LearnerConfig, int]]) -> list:

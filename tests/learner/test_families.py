@@ -10,9 +10,9 @@ from transformers import AutoModelForCausalLM
 
 from learner.config import AlgorithmConfig, Device, LearnerConfig, OptimizerConfig
 from learner.fsdp import whole_tensors
-from learner.step import PolicyStep
-from learner.trainer import PolicyTrainer
+from learner.trainer import Trainer
 from learner.types import TokenSequence
+from tests.support.policy_step import policy_step
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny_models import FAMILIES, random_sequences, save_tiny_model
 
@@ -54,18 +54,18 @@ def packed(model_path: str, num_ranks: int, sp_size: int) -> tuple[list[np.ndarr
     config = LearnerConfig(
         num_ranks=num_ranks, sp_size=sp_size, device=Device.cpu, max_tokens_per_micro_batch=60, optimizer=optimizer
     )
-    trainer = PolicyTrainer(config, model_path=model_path, total_updates=1, temperature=TEMPERATURE)
+    trainer = Trainer(config, model_path=model_path, total_updates=1, temperature=TEMPERATURE)
     dp, place = num_ranks // sp_size, trainer.mesh.dp_rank
     sequences = random_sequences(9)[place::dp]
-    scores = trainer.log_probs(sequences)
+    scores = trainer.scores(sequences)
     log_probs = [score[sequence.loss_mask] for score, sequence in zip(scores, sequences, strict=True)]
-    metrics = PolicyStep(trainer, AlgorithmConfig(clip_low=CLIP, clip_high=CLIP)).run(sequences)
+    metrics = policy_step(trainer, AlgorithmConfig(clip_low=CLIP, clip_high=CLIP)).run(sequences)
     return log_probs, metrics["grad_norm"], _loaded(trainer)
 
 
-def _loaded(trainer: PolicyTrainer) -> dict[str, np.ndarray]:
+def _loaded(trainer: Trainer) -> dict[str, np.ndarray]:
     """Whole weights under the names of a loaded model."""
-    whole = whole_tensors(trainer.model)
+    whole = whole_tensors(trainer.head)
     return {name.removeprefix("pretrained."): tensor.clone().numpy() for name, tensor in whole}
 
 

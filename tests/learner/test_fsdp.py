@@ -14,19 +14,19 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from learner import fsdp
 from learner.config import AlgorithmConfig, Device, LearnerConfig
 from learner.fsdp import decoder_layers
-from learner.step import PolicyStep
-from learner.trainer import PolicyTrainer
+from learner.trainer import Trainer
 from learner.weights import gather_weights
+from tests.support.policy_step import policy_step
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny_models import random_sequences, save_tiny_model
 
 PLAIN = LearnerConfig(device=Device.cpu)
 
 
-def trained(trainer: PolicyTrainer) -> tuple[float, dict[str, np.ndarray]]:
+def trained(trainer: Trainer) -> tuple[float, dict[str, np.ndarray]]:
     """Loss and weights after one step on this rank's share."""
     dp = trainer.mesh.num_ranks // trainer.mesh.sp_size
-    loss = PolicyStep(trainer, AlgorithmConfig()).run(random_sequences(8)[trainer.mesh.dp_rank :: dp])["loss"]
+    loss = policy_step(trainer, AlgorithmConfig()).run(random_sequences(8)[trainer.mesh.dp_rank :: dp])["loss"]
     return loss, {name: value.numpy() for name, value in (gather_weights(trainer) or {}).items()}
 
 
@@ -43,8 +43,8 @@ def shards_without_weights(model_path: str) -> dict[str, Any]:
         bare.mkdir()
         shutil.copy(Path(model_path) / "config.json", bare)
         model_path = str(bare)
-    trainer = PolicyTrainer(replace(PLAIN, num_ranks=4, fsdp_size=2), model_path=model_path, total_updates=1)
-    parameters = dict(trainer.model.named_parameters())
+    trainer = Trainer(replace(PLAIN, num_ranks=4, fsdp_size=2), model_path=model_path, total_updates=1)
+    parameters = dict(trainer.head.named_parameters())
     seen: dict[str, Any] = {
         "placements": {
             type(p.data).__name__ + str(p.placements) for p in parameters.values() if isinstance(p, DTensor)
@@ -60,7 +60,7 @@ def shards_without_weights(model_path: str) -> dict[str, Any]:
 
 
 def test_only_the_first_rank_reads_weights_and_each_keeps_its_shard_of_a_copy(model_path: str) -> None:
-    alone = PolicyTrainer(PLAIN, model_path=model_path, total_updates=1)
+    alone = Trainer(PLAIN, model_path=model_path, total_updates=1)
     rotary = alone.pretrained.model.rotary_emb.inv_freq.tolist()
     loss, weights = trained(alone)
     ranks = run_on_ranks(4, shards_without_weights, model_path)
@@ -78,19 +78,19 @@ def test_only_the_first_rank_reads_weights_and_each_keeps_its_shard_of_a_copy(mo
 
 @pytest.mark.parametrize("option", [{"offload_policy": True}, {"activation_checkpointing": True}])
 def test_an_option_of_memory_changes_no_number(option: dict[str, bool], model_path: str) -> None:
-    loss, weights = trained(PolicyTrainer(PLAIN, model_path=model_path, total_updates=1))
-    got_loss, got = trained(PolicyTrainer(replace(PLAIN, **option), model_path=model_path, total_updates=1))
+    loss, weights = trained(Trainer(PLAIN, model_path=model_path, total_updates=1))
+    got_loss, got = trained(Trainer(replace(PLAIN, **option), model_path=model_path, total_updates=1))
     assert got_loss == pytest.approx(loss, rel=1e-6)
     for name, value in weights.items():
         np.testing.assert_allclose(got[name], value, atol=1e-6, err_msg=name)
 
 
 def test_the_offload_policy_leaves_nothing_to_move(model_path: str, caplog: pytest.LogCaptureFixture) -> None:
-    from learner.offload import Residence
+    from learner.offload import OffloadPolicy
 
     config = replace(PLAIN, offload_policy=True, param_offload=True)
-    trainer = PolicyTrainer(config, model_path=model_path, total_updates=1)
-    residence = Residence(config, [trainer.model], trainer.optimizer)
+    trainer = Trainer(config, model_path=model_path, total_updates=1)
+    residence = OffloadPolicy(config, [trainer.head], trainer.optimizer)
     assert "offload_policy keeps everything on the host already" in caplog.text
     residence.enter_rollout()
     assert not residence.model_offloaded
@@ -106,11 +106,11 @@ def test_compiled_layers_compute_the_same(model_path: str, monkeypatch: pytest.M
         return original(function, backend="aot_eager", **options)  # traced as by inductor, without a C++ compiler
 
     monkeypatch.setattr(torch, "compile", note)
-    loss, weights = trained(PolicyTrainer(PLAIN, model_path=model_path, total_updates=1))
+    loss, weights = trained(Trainer(PLAIN, model_path=model_path, total_updates=1))
     assert compiled == []
-    trainer = PolicyTrainer(replace(PLAIN, torch_compile=True), model_path=model_path, total_updates=1)
+    trainer = Trainer(replace(PLAIN, torch_compile=True), model_path=model_path, total_updates=1)
     got_loss, got = trained(trainer)
-    assert len(compiled) == len(decoder_layers(trainer.model)) == 2
+    assert len(compiled) == len(decoder_layers(trainer.head)) == 2
     assert got_loss == pytest.approx(loss, rel=1e-5)
     for name, value in weights.items():
         np.testing.assert_allclose(got[name], value, atol=1e-5, err_msg=name)

@@ -14,9 +14,9 @@ from learner.checkpoint import Checkpointer
 from learner.config import AlgorithmConfig, Device, LearnerConfig, LoraConfig, OptimizerConfig
 from learner.export import export
 from learner.lora import adapters_off, add_adapters
-from learner.step import PolicyStep
-from learner.trainer import PolicyTrainer
+from learner.trainer import Trainer
 from learner.weights import gather_weights, save_policy
+from tests.support.policy_step import policy_step
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny_models import FAMILIES, random_sequences, save_tiny_model
 
@@ -29,26 +29,26 @@ CONFIG = LearnerConfig(
 )
 
 
-def trainer_of(path: str, config: LearnerConfig = CONFIG) -> PolicyTrainer:
-    return PolicyTrainer(config, model_path=path, total_updates=8, temperature=0.7)
+def trainer_of(path: str, config: LearnerConfig = CONFIG) -> Trainer:
+    return Trainer(config, model_path=path, total_updates=8, temperature=0.7)
 
 
-def trained(trainer: PolicyTrainer, num_steps: int = 2) -> list[dict[str, float]]:
+def trained(trainer: Trainer, num_steps: int = 2) -> list[dict[str, float]]:
     sequences = random_sequences(11)
     shares = karmarkar_karp([len(s.input_ids) for s in sequences], trainer.mesh.num_ranks // trainer.mesh.sp_size)
     share = [sequences[index] for index in shares[trainer.mesh.dp_rank]]
-    step = PolicyStep(trainer, AlgorithmConfig(loss="reinforce"))
+    step = policy_step(trainer, AlgorithmConfig(loss="reinforce"))
     return [step.run(share) for _ in range(num_steps)]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_saved_policy_is_plain_and_computes_what_the_adapters_do(family: str, tmp_path: Path) -> None:
     trainer = trainer_of(save_tiny_model(tmp_path / "model", family))
-    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    before = {name: p.detach().clone() for name, p in trainer.head.named_parameters()}
     trained(trainer)
-    weights = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    weights = {name: p.detach().clone() for name, p in trainer.head.named_parameters()}
     save_policy(trainer, str(tmp_path / "policy"))
-    for name, parameter in trainer.model.named_parameters():
+    for name, parameter in trainer.head.named_parameters():
         assert torch.equal(parameter, weights[name]), f"publishing changed {name}"
         assert torch.equal(parameter, before[name]) != ("lora_" in name), name
     assert (
@@ -57,7 +57,7 @@ def test_the_saved_policy_is_plain_and_computes_what_the_adapters_do(family: str
     )
     sequences = random_sequences(9)
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "policy").eval()
-    for sequence, got in zip(sequences, trainer.log_probs(sequences), strict=True):
+    for sequence, got in zip(sequences, trainer.scores(sequences), strict=True):
         ids = torch.from_numpy(sequence.input_ids).long()
         with torch.no_grad():
             log_probs = (plain(ids[None]).logits[0, :-1] / 0.7).log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
@@ -70,16 +70,16 @@ def test_with_adapters_off_the_model_is_the_one_it_came_from(tmp_path: Path) -> 
     trainer = trainer_of(path)
     start = trainer_of(path, replace(CONFIG, lora=LoraConfig())).log_probs(sequences)
     trained(trainer)
-    adapted = trainer.log_probs(sequences)
+    adapted = trainer.scores(sequences)
     with trainer.adapters_off():
-        off = trainer.log_probs(sequences)
-    for got, want, now, then in zip(off, start, adapted, trainer.log_probs(sequences), strict=True):
+        off = trainer.scores(sequences)
+    for got, want, now, then in zip(off, start, adapted, trainer.scores(sequences), strict=True):
         np.testing.assert_array_equal(got, want)
         np.testing.assert_array_equal(now, then)
     assert max(np.abs(a - b).max() for a, b in zip(adapted, start, strict=True)) > 1e-3
     with pytest.raises(RuntimeError, match="inside"), trainer.adapters_off():
         raise RuntimeError("inside")
-    np.testing.assert_array_equal(trainer.log_probs(sequences)[0], adapted[0])
+    np.testing.assert_array_equal(trainer.scores(sequences)[0], adapted[0])
 
 
 def test_a_model_without_adapters_cannot_switch_them_off(tmp_path: Path) -> None:
@@ -98,7 +98,7 @@ def on_ranks(path: str, config: LearnerConfig) -> tuple[list[dict[str, float]], 
     trainer = trainer_of(path, config)
     metrics = trained(trainer)
     with trainer.adapters_off():
-        trainer.log_probs(random_sequences(3))  # a forward with them off must not stop them from learning
+        trainer.scores(random_sequences(3))  # a forward with them off must not stop them from learning
     metrics += trained(trainer, 1)
     return metrics, {name: value.numpy() for name, value in (gather_weights(trainer) or {}).items()}
 

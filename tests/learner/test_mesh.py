@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from learner.config import Device, LearnerConfig
-from learner.mesh import open_mesh
+from learner.fsdp import open_mesh
 from tests.support.ranks import run_on_ranks
 
 

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, MistralConfig
 from learner.attention import packed_layout
 from learner.config import Device, LearnerConfig
 from learner.logprobs import chunked_log_probs
-from learner.model import load_causal_lm
-from learner.trainer import PolicyTrainer
+from learner.pretrained import load_causal_lm
+from learner.trainer import Trainer
 from learner.types import TokenSequence
 from tests.support.tiny_models import FAMILIES, VOCABULARY, random_sequences, save_tiny_model
 
@@ -34,9 +34,9 @@ def reference(model_path: str, sequence: TokenSequence, temperature: float) -> n
 @pytest.mark.parametrize("family", FAMILIES)
 def test_packed_log_probs_equal_a_plain_forward(family: str, tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path / "model", family)
-    trainer = PolicyTrainer(CONFIG, model_path=path, total_updates=1, temperature=0.6)
+    trainer = Trainer(CONFIG, model_path=path, total_updates=1, temperature=0.6)
     sequences = [*random_sequences(14, longest=60), one_token()]
-    for sequence, got in zip(sequences, trainer.log_probs(sequences), strict=True):
+    for sequence, got in zip(sequences, trainer.scores(sequences), strict=True):
         np.testing.assert_allclose(got, reference(path, sequence, 0.6), atol=2e-5)
 
 
@@ -53,16 +53,16 @@ def test_a_sliding_window_is_kept_inside_each_sequence(tmp_path: Path) -> None:
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
     path = str(tmp_path / "model")
-    trainer = PolicyTrainer(CONFIG, model_path=path, total_updates=1)
+    trainer = Trainer(CONFIG, model_path=path, total_updates=1)
     sequences = random_sequences(5, longest=40)
-    for sequence, got in zip(sequences, trainer.log_probs(sequences), strict=True):
+    for sequence, got in zip(sequences, trainer.scores(sequences), strict=True):
         np.testing.assert_allclose(got, reference(path, sequence, 1.0), atol=2e-5)
 
 
 def test_bfloat16_stays_near_float32(tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path / "model")
-    exact = PolicyTrainer(CONFIG, model_path=path, total_updates=1)
-    rounded = PolicyTrainer(replace(CONFIG, dtype="bfloat16"), model_path=path, total_updates=1)
+    exact = Trainer(CONFIG, model_path=path, total_updates=1)
+    rounded = Trainer(replace(CONFIG, dtype="bfloat16"), model_path=path, total_updates=1)
     sequences = random_sequences(5)
     for one, other in zip(exact.log_probs(sequences), rounded.log_probs(sequences), strict=True):
         assert 0 < np.abs(one - other).max() < 0.3
@@ -103,12 +103,12 @@ def test_chunked_log_probs_have_the_values_and_gradients_of_log_softmax(chunk: i
 
 def test_a_path_without_a_model_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"got '.*nothing' without a config.json"):
-        PolicyTrainer(CONFIG, model_path=str(tmp_path / "nothing"), total_updates=1)
+        Trainer(CONFIG, model_path=str(tmp_path / "nothing"), total_updates=1)
 
 
 def test_greedy_sampling_has_no_log_probs_to_train_on(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="temperature must be > 0"):
-        PolicyTrainer(CONFIG, model_path=save_tiny_model(tmp_path / "model"), total_updates=1, temperature=0.0)
+        Trainer(CONFIG, model_path=save_tiny_model(tmp_path / "model"), total_updates=1, temperature=0.0)
 
 
 def test_a_router_loss_that_is_asked_for_is_said_to_be_left_out(tmp_path: Path, caplog) -> None:

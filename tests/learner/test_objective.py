@@ -6,11 +6,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from learner.advantages import AdaptiveKLCoefficient
 from learner.config import Aggregation, AlgorithmConfig, Correction, KLEstimator
-from learner.importance import effective_sample_size, importance_weights
-from learner.kl import AdaptiveKLCoefficient, kl_penalty
+from learner.divergence import effective_sample_size, importance_weights, kl_penalty
 from learner.losses import LossInputs
-from learner.objective import policy_objective, summarized
+from learner.objectives import policy_objective, summarized
 
 WEIGHTS = torch.tensor([0.25, 1.0, 4.0, 3.0])
 SEQUENCES, LENGTHS = torch.tensor([0, 0, 0, 1]), torch.tensor([3, 1])

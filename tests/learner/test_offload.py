@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from learner.config import AlgorithmConfig, Device, LearnerConfig
-from learner.offload import MovableTensors, Residence
-from learner.step import PolicyStep
-from learner.trainer import PolicyTrainer
+from learner.offload import MovableTensors, OffloadPolicy
+from learner.trainer import Trainer
 from learner.weights import gather_weights
+from tests.support.policy_step import policy_step
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny_models import random_sequences, save_tiny_model
 
@@ -25,10 +25,10 @@ class Learner:
     """A trainer with its residence, and the moves that a worker makes."""
 
     def __init__(self, config: LearnerConfig, model_path: str) -> None:
-        self.trainer = PolicyTrainer(config, model_path=model_path, total_updates=9)
-        self.residence = Residence(config, [self.trainer.model], self.trainer.optimizer)
-        self.step = PolicyStep(self.trainer, AlgorithmConfig())
-        self.model_bytes = sum(p.numel() * 4 for p in self.trainer.model.parameters())
+        self.trainer = Trainer(config, model_path=model_path, total_updates=9)
+        self.residence = OffloadPolicy(config, [self.trainer.head], self.trainer.optimizer)
+        self.step = policy_step(self.trainer, AlgorithmConfig())
+        self.model_bytes = sum(p.numel() * 4 for p in self.trainer.head.parameters())
 
     @property
     def flags(self) -> tuple[bool, bool]:
@@ -42,7 +42,7 @@ class Learner:
     def log_prob(self) -> np.ndarray:
         with self.residence.reading():
             assert not self.residence.model_offloaded
-            return self.trainer.log_probs(random_sequences(1))[0]
+            return self.trainer.scores(random_sequences(1))[0]
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from learner.config import OptimizerConfig, Schedule
-from learner.optimizer import PolicyOptimizer, learning_rate
+from learner.optimizer import ModelOptimizer, learning_rate
 
 
 @pytest.mark.parametrize(
@@ -29,7 +29,7 @@ def test_the_rate_stays_at_its_end_after_the_last_update() -> None:
 def test_only_matrices_decay() -> None:
     model = nn.Linear(3, 2)
     before = model.weight.detach().clone(), model.bias.detach().clone()
-    optimizer = PolicyOptimizer(model, OptimizerConfig(lr=0.1, weight_decay=0.5), total_updates=1)
+    optimizer = ModelOptimizer(model, OptimizerConfig(lr=0.1, weight_decay=0.5), total_updates=1)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
@@ -39,7 +39,7 @@ def test_only_matrices_decay() -> None:
 
 def test_the_norm_is_over_all_gradients_and_clips_them_together() -> None:
     model = nn.Linear(1, 1)
-    optimizer = PolicyOptimizer(model, OptimizerConfig(lr=0.0, clip_grad_norm=1.0), total_updates=1)
+    optimizer = ModelOptimizer(model, OptimizerConfig(lr=0.0, clip_grad_norm=1.0), total_updates=1)
     model.weight.grad, model.bias.grad = torch.tensor([[3.0]]), torch.tensor([4.0])
     assert optimizer.step()["grad_norm"] == pytest.approx(5.0)
     moment = optimizer.adamw.state[model.bias]["exp_avg"].item()
@@ -49,7 +49,7 @@ def test_the_norm_is_over_all_gradients_and_clips_them_together() -> None:
 def test_a_gradient_that_is_not_finite_changes_nothing_and_is_counted() -> None:
     model = nn.Linear(1, 1)
     before = model.weight.item()
-    optimizer = PolicyOptimizer(model, OptimizerConfig(lr=1.0), total_updates=2)
+    optimizer = ModelOptimizer(model, OptimizerConfig(lr=1.0), total_updates=2)
     model.weight.grad, model.bias.grad = torch.tensor([[math.nan]]), torch.tensor([1.0])
     assert optimizer.step()["skipped_updates"] == 1.0
     assert model.weight.item() == before

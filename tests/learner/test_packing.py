@@ -3,10 +3,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.protocol.types import FinishReason, GroupSummary, Plan
-from learner.batching import group_tokens, karmarkar_karp, split_plan, split_sequences
+from asyncrl.protocol.types import FinishReason
 from learner.packing import num_micro_batches, pack
-from learner.types import RankBatch, TokenSequence, group_sequences
+from learner.types import TokenSequence, group_sequences
 from tests.support.trajectories import make_group
 
 LENGTHS = st.lists(st.integers(1, 40), max_size=30)
@@ -100,90 +99,7 @@ def test_an_empty_rank_still_gets_its_micro_batches() -> None:
     assert [(len(b.input_ids), len(b.targets)) for b in batches] == [(1, 0), (1, 0)]
 
 
-def test_differencing_balances_as_in_the_paper() -> None:
-    parts = karmarkar_karp([8, 7, 6, 5, 4], 2)
-    assert sorted(sum([8, 7, 6, 5, 4][i] for i in part) for part in parts) == [14, 16]
-
-
-@given(sizes=st.lists(st.integers(0, 100), max_size=30), num_parts=st.integers(1, 6))
-def test_parts_hold_every_item_once_and_are_balanced(sizes: list[int], num_parts: int) -> None:
-    parts = karmarkar_karp(sizes, num_parts)
-    assert len(parts) == num_parts
-    assert sorted(index for part in parts for index in part) == list(range(len(sizes)))
-    sums = [sum(sizes[index] for index in part) for part in parts]
-    assert max(sums) - min(sums) <= max(sizes, default=0)
-
-
-def summary(group_id: int, num_prompt: int, lengths: tuple[int, ...]) -> GroupSummary:
-    return GroupSummary(
-        group_id=group_id,
-        attempt=0,
-        num_prompt_tokens=num_prompt,
-        response_lengths=lengths,
-        num_tokens=sum(lengths),
-        oldest_version=0,
-        newest_version=0,
-        rewards=(0.0,) * len(lengths),
-    )
-
-
-def split(plan: Plan, advantages: list[np.ndarray], **options: int) -> list[RankBatch]:
-    rewards = [np.zeros_like(values) for values in advantages]
-    options = {"num_mini_batches": 1, "max_lag": 0, **options}
-    return split_plan(plan, rewards=rewards, advantages=advantages, **options)
-
-
-def test_a_plan_is_split_whole_and_balanced() -> None:
-    groups = [summary(10 + i, 5, (1 + i, 2)) for i in range(8)]
-    advantages = [np.full(2, float(i), dtype=np.float32) for i in range(8)]
-    shards = split(Plan(version=4, groups=groups), advantages, num_shards=2, max_lag=3)
-    assert sorted(i for shard in shards for i in shard.group_ids) == list(range(10, 18))
-    assert all(a[0] == i - 10 for s in shards for i, a in zip(s.group_ids, s.advantages, strict=True))
-    assert {(shard.version, shard.max_lag) for shard in shards} == {(4, 3)}
-    loads = [sum(group_tokens(groups[i - 10]) for i in shard.group_ids) for shard in shards]
-    assert abs(loads[0] - loads[1]) <= 4
-
-
-def test_fewer_groups_than_ranks_leave_empty_shards() -> None:
-    plan = Plan(version=0, groups=[summary(1, 2, (3,))])
-    shards = split(plan, [np.ones(1)], num_shards=3)
-    assert sorted(len(shard.group_ids) for shard in shards) == [0, 0, 1]
-
-
-@given(st.lists(st.integers(1, 50), min_size=4, max_size=24), st.integers(1, 4))
-def test_mini_batches_follow_from_the_plan_whatever_the_ranks(lengths: list[int], num_mini_batches: int) -> None:
-    plan = Plan(version=0, groups=[summary(i, 3, (length,)) for i, length in enumerate(lengths)])
-    advantages = [np.zeros(1, np.float32)] * len(lengths)
-    of_ranks = []
-    for num_shards in (1, 2, 3):
-        shards = split(plan, advantages, num_shards=num_shards, num_mini_batches=num_mini_batches)
-        of_ranks.append({i: m for shard in shards for i, m in zip(shard.group_ids, shard.mini_batches, strict=True)})
-        assert sum(len(shard.group_ids) for shard in shards) == len(lengths)
-    assert of_ranks[0] == of_ranks[1] == of_ranks[2]
-    assert set(of_ranks[0].values()) == set(range(num_mini_batches))
-
-
-def test_every_mini_batch_is_balanced_over_the_ranks() -> None:
-    groups = [summary(i, 0, (length,)) for i, length in enumerate([90, 80, 70, 60, 50, 40, 30, 20])]
-    advantages = [np.zeros(1, np.float32)] * 8
-    shards = split(Plan(version=0, groups=groups), advantages, num_shards=2, num_mini_batches=2)
-    loads = np.zeros((2, 2))
-    for rank, shard in enumerate(shards):
-        for group_id, mini_batch in zip(shard.group_ids, shard.mini_batches, strict=True):
-            loads[rank, mini_batch] += group_tokens(groups[group_id])
-    assert loads.sum(0).tolist() == [220, 220]
-    assert np.abs(loads[0] - loads[1]).max() <= 40
-    assert abs(loads[0].sum() - loads[1].sum()) <= 20
-
-
-def test_a_sequence_of_an_unknown_mini_batch_is_refused() -> None:
-    sequence = TokenSequence(input_ids=np.ones(2), loss_mask=np.array([False, True]), mini_batch=2)
-    assert [len(part) for part in split_sequences([sequence], 4)] == [0, 0, 1, 0]
-    with pytest.raises(ValueError, match=r"mini_batch must be in 0\.\.1, got 2"):
-        split_sequences([sequence], 2)
-
-
-def test_a_group_becomes_one_sequence_a_sample() -> None:
+def test_a_group_becomes_one_sequence_per_branch() -> None:
     group = make_group(
         group_id=1,
         attempt=0,
@@ -196,13 +112,14 @@ def test_a_group_becomes_one_sequence_a_sample() -> None:
         rewards=np.array([0.0, 1.0], dtype=np.float32),
         finish_reasons=(FinishReason.stop, FinishReason.length),
     )
-    first, second = group_sequences(group, np.array([0.5, -0.5], dtype=np.float32), mini_batch=3)
+    first, second = group_sequences(group, mini_batch=3)
     assert (first.mini_batch, second.mini_batch) == (3, 3)
     assert first.input_ids.tolist() == [1, 2, 3]
     assert second.input_ids.tolist() == [1, 2, 4, 5, 6]
     assert second.loss_mask.tolist() == [False, False, True, False, True]
     assert second.columns["behavior_logprobs"].tolist() == [0, 0, -2, 0, -4]
-    assert second.columns["advantages"][2:].tolist() == [-0.5, -0.5, -0.5]
+    assert (first.trajectory, second.trajectory) == ((1, 0), (1, 1))
+    assert [s.input_ids.tolist() for s in group_sequences(group, samples=[1])] == [second.input_ids.tolist()]
 
 
 def test_a_first_token_in_the_loss_is_refused() -> None:

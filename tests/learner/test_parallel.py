@@ -9,13 +9,14 @@ import torch
 from asyncrl.protocol.trajectory import TrajectoryGroup
 from asyncrl.protocol.types import FinishReason, Plan
 from learner import fsdp
-from learner.batching import karmarkar_karp, split_plan
+from learner.advantages import BatchAdvantages
+from learner.batching import karmarkar_karp, rank_batches
 from learner.config import Aggregation, AlgorithmConfig, Correction, Device, LearnerConfig, OptimizerConfig
-from learner.registry import LOSSES
-from learner.step import PolicyStep
-from learner.trainer import PolicyTrainer
+from learner.losses import LOSSES
+from learner.trainer import Trainer
 from learner.types import group_sequences
 from learner.weights import gather_weights
+from tests.support.policy_step import policy_step
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny_models import VOCABULARY, awkward_sequences, random_sequences, save_tiny_model
 from tests.support.trajectories import make_group
@@ -54,10 +55,10 @@ def train(model_path: str, learner: LearnerConfig, num_sequences: int) -> list[t
     sequences = awkward_sequences()[:num_sequences]
     outcomes = []
     for algorithm in CASES:
-        trainer = PolicyTrainer(learner, model_path=model_path, total_updates=NUM_UPDATES, temperature=0.7)
+        trainer = Trainer(learner, model_path=model_path, total_updates=NUM_UPDATES, temperature=0.7)
         shares = karmarkar_karp([len(s.input_ids) for s in sequences], learner.num_ranks // learner.sp_size)
         share = [sequences[index] for index in shares[trainer.mesh.dp_rank]]
-        step = PolicyStep(trainer, algorithm)
+        step = policy_step(trainer, algorithm)
         metrics = [step.run(share) for _ in range(NUM_UPDATES)]
         weights = gather_weights(trainer)
         outcomes.append((metrics, {k: v.numpy() for k, v in (weights or {}).items()}, len(share)))
@@ -124,24 +125,17 @@ def step_on_a_plan(model_path: str, learner: LearnerConfig) -> tuple[list[dict],
     """Metrics and weights of two steps of four updates each, on a plan split as the controller splits it."""
     groups = [random_group(seed) for seed in range(10)]
     by_id = {group.group_id: group for group in groups}
-    advantages = [np.random.default_rng(seed).normal(size=3).astype(np.float32) for seed in range(10)]
-    shards = split_plan(
-        plan_of(groups),
-        rewards=advantages,
-        advantages=advantages,
-        num_shards=learner.num_ranks // learner.sp_size,
-        num_mini_batches=4,
-        max_lag=0,
-    )
-    trainer = PolicyTrainer(learner, model_path=model_path, total_updates=8)
-    share = shards[trainer.mesh.dp_rank]
+    algorithm = AlgorithmConfig(num_mini_batches=4, correction=Correction.token_truncated, entropy_coef=0.01)
+    shards = rank_batches(plan_of(groups), algorithm, num_shards=learner.num_ranks // learner.sp_size, max_lag=0)
+    trainer = Trainer(learner, model_path=model_path, total_updates=8)
+    batch = shards[trainer.mesh.dp_rank]
     sequences = [
         sequence
-        for group_id, values, mini_batch in zip(share.group_ids, share.advantages, share.mini_batches, strict=True)
-        for sequence in group_sequences(by_id[group_id], values, mini_batch=mini_batch)
+        for share in batch.shares
+        for sequence in group_sequences(by_id[share.group_id], samples=share.samples, mini_batch=share.mini_batch)
     ]
-    algorithm = AlgorithmConfig(num_mini_batches=4, correction=Correction.token_truncated, entropy_coef=0.01)
-    step = PolicyStep(trainer, algorithm)
+    sequences, _ = BatchAdvantages(algorithm, trainer.mesh).assign(sequences, batch.rewards)
+    step = policy_step(trainer, algorithm)
     metrics = [step.run(sequences) for _ in range(2)]
     return metrics, {name: value.numpy() for name, value in (gather_weights(trainer) or {}).items()}
 
@@ -197,9 +191,9 @@ def test_every_loss_aggregation_and_correction_is_compared() -> None:
 
 
 def test_log_probs_do_not_depend_on_the_order_of_sequences(model_path: str) -> None:
-    trainer = PolicyTrainer(config(1, max_tokens=60), model_path=model_path, total_updates=1)
+    trainer = Trainer(config(1, max_tokens=60), model_path=model_path, total_updates=1)
     sequences = random_sequences(9)
-    forward, backward = trainer.log_probs(sequences), trainer.log_probs(sequences[::-1])
+    forward, backward = trainer.scores(sequences), trainer.scores(sequences[::-1])
     for one, other in zip(forward, backward[::-1], strict=True):
         np.testing.assert_allclose(one, other, atol=1e-5)
     assert torch.distributed.get_world_size() == 1

@@ -9,11 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification
 
 from asyncrl.protocol.data_proto import DataProto
-from learner.actor_worker import ActorWorker
 from learner.config import AlgorithmConfig, CriticConfig, Device, LearnerConfig, LoraConfig, OptimizerConfig
-from learner.critic_worker import CriticWorker
-from learner.reference_worker import ReferenceWorker
-from learner.reward_worker import RewardModelWorker
+from learner.verl_api import ActorWorker, CriticWorker, ReferenceWorker, RewardModelWorker
 from tests.support.tiny_models import VOCABULARY, save_tiny_model
 
 PROMPT, RESPONSE = 5, 6
@@ -113,7 +110,7 @@ def test_log_probs_and_entropies_are_those_of_a_plain_forward(models: dict[str, 
         np.testing.assert_allclose(got.batch["old_log_probs"].numpy(), log_probs, atol=2e-5)
         np.testing.assert_allclose(got.batch["entropys"].numpy(), entropies, atol=2e-5)
         assert got.meta_info["temperature"] == temperature
-    assert worker._scorer.model.temperature == TEMPERATURE
+    assert worker._model.head.temperature == TEMPERATURE
 
 
 def test_the_reference_is_a_frozen_copy_and_says_what_a_plain_forward_says(models: dict[str, str]) -> None:
@@ -178,7 +175,7 @@ def test_two_updates_a_step_start_from_the_old_log_probs_that_were_handed_in(
     data.batch["old_log_probs"], data.batch["advantages"] = old, torch.ones(4, RESPONSE)
     data.batch["rollout_log_probs"] = old - 0.5
     metrics = worker.update_actor(data).meta_info["metrics"]
-    assert worker._scorer.optimizer.num_updates == 2
+    assert worker._model.optimizer.num_updates == 2
     assert metrics["actor/importance_weight"] == pytest.approx(np.exp(0.5), rel=1e-4)
 
 
@@ -235,7 +232,7 @@ def test_the_critic_leaves_the_device_and_comes_back_as_the_options_say(models: 
     worker.update_critic(data)
     assert worker.rollout_mode(1) is None
     assert (worker._model_offloaded, worker._optimizer_offloaded) == (True, True)
-    assert worker._residence.metrics["rollout_device_bytes_after"] == 0
+    assert worker._offload.metrics["rollout_device_bytes_after"] == 0
     values = worker.compute_values(data).batch["values"]
     assert (worker._model_offloaded, worker._optimizer_offloaded) == (False, True)
     assert not torch.equal(values, before)

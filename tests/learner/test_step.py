@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from learner.config import AlgorithmConfig, Correction, Device, KLEstimator, LearnerConfig, OptimizerConfig
-from learner.scorer import PolicyScorer
-from learner.step import PolicyStep
-from learner.trainer import PolicyTrainer
+from learner.packed_model import PackedModel
+from learner.roles import REFERENCE
+from learner.trainer import Trainer
 from learner.types import TokenSequence
+from tests.support.policy_step import policy_step
 from tests.support.tiny_models import random_sequences, save_tiny_model
 
 CONFIG = LearnerConfig(device=Device.cpu, optimizer=OptimizerConfig(lr=5e-3, weight_decay=0.0))
@@ -24,13 +25,13 @@ def mini_batched(sequences: list[TokenSequence], count: int) -> list[TokenSequen
     return [replace(sequence, mini_batch=index % count) for index, sequence in enumerate(sequences)]
 
 
-def trainer_of(model_path: str) -> PolicyTrainer:
-    return PolicyTrainer(CONFIG, model_path=model_path, total_updates=8)
+def trainer_of(model_path: str) -> Trainer:
+    return Trainer(CONFIG, model_path=model_path, total_updates=8)
 
 
 def test_every_mini_batch_is_an_update_and_all_tokens_are_trained_once(model_path: str) -> None:
     trainer, sequences = trainer_of(model_path), mini_batched(random_sequences(12), 4)
-    metrics = PolicyStep(trainer, AlgorithmConfig(num_mini_batches=4)).run(sequences)
+    metrics = policy_step(trainer, AlgorithmConfig(num_mini_batches=4)).run(sequences)
     assert trainer.optimizer.num_updates == 4
     assert metrics["num_tokens"] == sum(s.loss_mask.sum() for s in sequences)
     assert metrics["num_sequences"] == 12
@@ -40,16 +41,16 @@ def test_the_proximal_policy_is_the_one_before_the_step(model_path: str) -> None
     """With weights of 1 in sum, the second update differs when the proximal log-probs are not those of the start."""
     seen = []
 
-    class Spy(PolicyTrainer):
+    class Spy(Trainer):
         def update(self, sequences, loss, **options):
             seen.append({s.input_ids.tobytes(): s.columns["proximal_logprobs"] for s in sequences})
             return super().update(sequences, loss, **options)
 
     trainer = Spy(CONFIG, model_path=model_path, total_updates=8)
     sequences = mini_batched(random_sequences(6), 2)
-    before = {s.input_ids.tobytes(): p for s, p in zip(sequences, trainer.log_probs(sequences), strict=True)}
-    PolicyStep(trainer, AlgorithmConfig(num_mini_batches=2, correction=Correction.untruncated)).run(sequences)
-    after = trainer.log_probs(sequences)
+    before = {s.input_ids.tobytes(): p for s, p in zip(sequences, trainer.scores(sequences), strict=True)}
+    policy_step(trainer, AlgorithmConfig(num_mini_batches=2, correction=Correction.untruncated)).run(sequences)
+    after = trainer.scores(sequences)
     assert len(seen) == 2
     for part in seen:
         for ids, values in part.items():
@@ -59,12 +60,12 @@ def test_the_proximal_policy_is_the_one_before_the_step(model_path: str) -> None
 
 def test_the_kl_penalty_pulls_towards_the_reference(model_path: str, tmp_path: Path) -> None:
     trainer = trainer_of(model_path)
-    reference = PolicyScorer(CONFIG, model_path=save_tiny_model(tmp_path / "reference", seed=1))
+    reference = PackedModel(CONFIG, REFERENCE, model_path=save_tiny_model(tmp_path / "reference", seed=1))
     algorithm = AlgorithmConfig(loss="reinforce", kl_coef=1.0, kl_estimator=KLEstimator.k2)
     sequences = [s.with_column("advantages", np.zeros(len(s.input_ids), np.float32)) for s in random_sequences(8)]
-    scores = reference.log_probs(sequences)
+    scores = reference.scores(sequences)
     sequences = [s.with_column("reference_logprobs", score) for s, score in zip(sequences, scores, strict=True)]
-    step = PolicyStep(trainer, algorithm)
+    step = policy_step(trainer, algorithm)
     history = [step.run(sequences) for _ in range(8)]
     assert history[0]["loss"] == pytest.approx(history[0]["reference_kl"], rel=1e-5)
     assert history[-1]["reference_kl"] < 0.8 * history[0]["reference_kl"]
@@ -73,15 +74,15 @@ def test_the_kl_penalty_pulls_towards_the_reference(model_path: str, tmp_path: P
 def test_training_towards_advantages_raises_what_was_good(model_path: str) -> None:
     trainer, sequences = trainer_of(model_path), random_sequences(6)
     signs = [1.0 if index % 2 else -1.0 for index in range(6)]
-    behavior = trainer.log_probs(sequences)
+    behavior = trainer.scores(sequences)
     sequences = [
         s.with_column("advantages", np.full(len(s.input_ids), sign, np.float32)).with_column("behavior_logprobs", b)
         for s, sign, b in zip(sequences, signs, behavior, strict=True)
     ]
-    first = PolicyStep(trainer, AlgorithmConfig(clip_low=9.0, clip_high=9.0)).run(sequences)
+    first = policy_step(trainer, AlgorithmConfig(clip_low=9.0, clip_high=9.0)).run(sequences)
     assert first["ratio"] == pytest.approx(1.0, abs=1e-4)
     assert first["behavior_kl"] == pytest.approx(0.0, abs=1e-5)
     assert first["effective_sample_size"] == pytest.approx(1.0, abs=1e-4)
-    moved = [(a - b).sum() for a, b in zip(trainer.log_probs(sequences), behavior, strict=True)]
+    moved = [(a - b).sum() for a, b in zip(trainer.scores(sequences), behavior, strict=True)]
     assert np.dot(moved, signs) > 0.1
     assert torch.isfinite(torch.tensor(moved)).all()

@@ -7,15 +7,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from learner.config import AlgorithmConfig
-from learner.registry import ADVANTAGES
-from learner.token_advantages import (
+from learner.advantages import (
+    ADVANTAGES,
     TokenRewards,
     generalized_advantages,
     is_token_level,
     returns_to_go,
     standardized,
 )
+from learner.config import AlgorithmConfig
 
 
 def alone(values: torch.Tensor) -> torch.Tensor:
@@ -31,12 +31,12 @@ def tokens(rewards: list[float], lengths: list[int], values: list[float] | None 
     )
 
 
-def gae_of_one(rewards: list[float], values: list[float], last: float, discount: float, trace: float) -> list[float]:
+def gae_of_one(rewards: list[float], values: list[float], last: float, gamma: float, gae_lambda: float) -> list[float]:
     """Equation 16 as it is written: the sum of discounted one-step errors from each token on."""
     following = [*values, last][1:]
-    errors = [r + discount * after - v for r, after, v in zip(rewards, following, values, strict=True)]
+    errors = [r + gamma * after - v for r, after, v in zip(rewards, following, values, strict=True)]
     return [
-        sum((discount * trace) ** (later - t) * errors[later] for later in range(t, len(errors)))
+        sum((gamma * gae_lambda) ** (later - t) * errors[later] for later in range(t, len(errors)))
         for t in range(len(errors))
     ]
 
@@ -44,17 +44,17 @@ def gae_of_one(rewards: list[float], values: list[float], last: float, discount:
 def test_gae_follows_the_critic_and_stays_inside_each_trajectory() -> None:
     rewards, values = torch.tensor([0.0, 1.0, 0.0, 0.0, 2.0]), torch.tensor([0.5, 0.6, 1.0, 1.0, 1.0])
     lengths = torch.tensor([2, 3])
-    advantages, returns = generalized_advantages(rewards, values, lengths, discount=1.0, trace=0.5)
+    advantages, returns = generalized_advantages(rewards, values, lengths, gamma=1.0, gae_lambda=0.5)
     assert advantages.tolist() == pytest.approx([0.3, 0.4, 0.25, 0.5, 1.0])
     assert returns.tolist() == pytest.approx([0.8, 1.0, 1.25, 1.5, 2.0])
-    discounted, _ = generalized_advantages(rewards, values, lengths, discount=0.5, trace=1.0)
+    discounted, _ = generalized_advantages(rewards, values, lengths, gamma=0.5, gae_lambda=1.0)
     assert discounted.tolist() == pytest.approx([0.0, 0.4, -0.5, 0.0, 1.0])  # discounted returns less the values
 
 
 def test_a_cut_trajectory_can_be_bootstrapped() -> None:
     rewards, values = torch.tensor([0.0, 1.0, 7.0]), torch.tensor([0.5, 0.6, 3.0])
     advantages, _ = generalized_advantages(
-        rewards, values, torch.tensor([2, 1]), discount=1.0, trace=0.5, last_values=torch.tensor([1.0, 0.0])
+        rewards, values, torch.tensor([2, 1]), gamma=1.0, gae_lambda=0.5, last_values=torch.tensor([1.0, 0.0])
     )
     assert advantages.tolist() == pytest.approx([0.8, 1.4, 4.0])
 
@@ -64,31 +64,33 @@ def test_a_cut_trajectory_can_be_bootstrapped() -> None:
     st.floats(0, 1),
     st.floats(0, 1),
 )
-def test_gae_is_the_sum_that_the_paper_writes(trajectories, discount: float, trace: float) -> None:
+def test_gae_is_the_sum_that_the_paper_writes(trajectories, gamma: float, gae_lambda: float) -> None:
     rewards = torch.tensor([r for t in trajectories for r, _ in t], dtype=torch.float64)
     values = torch.tensor([v for t in trajectories for _, v in t], dtype=torch.float64)
     last = torch.arange(len(trajectories), dtype=torch.float64)
     lengths = torch.tensor([len(t) for t in trajectories])
-    got, returns = generalized_advantages(rewards, values, lengths, discount=discount, trace=trace, last_values=last)
+    got, returns = generalized_advantages(
+        rewards, values, lengths, gamma=gamma, gae_lambda=gae_lambda, last_values=last
+    )
     want = [
         advantage
         for index, t in enumerate(trajectories)
-        for advantage in gae_of_one([r for r, _ in t], [v for _, v in t], float(index), discount, trace)
+        for advantage in gae_of_one([r for r, _ in t], [v for _, v in t], float(index), gamma, gae_lambda)
     ]
     assert got.tolist() == pytest.approx(want, abs=1e-9)
     assert returns.tolist() == pytest.approx((torch.tensor(want, dtype=torch.float64) + values).tolist(), abs=1e-9)
 
 
 def test_returns_to_go_are_discounted_from_each_token() -> None:
-    got = returns_to_go(torch.tensor([1.0, 0.0, 4.0, 3.0]), torch.tensor([3, 1]), discount=0.5)
+    got = returns_to_go(torch.tensor([1.0, 0.0, 4.0, 3.0]), torch.tensor([3, 1]), gamma=0.5)
     assert got.tolist() == [2.0, 2.0, 4.0, 3.0]
 
 
 def test_gae_whitens_its_advantages_but_not_the_returns() -> None:
     batch = tokens([0.0, 1.0, 0.0, 0.0, 2.0], [2, 3], [0.5, 0.6, 1.0, 1.0, 1.0])
-    plain = ADVANTAGES.get("gae")(batch, AlgorithmConfig(trace=0.5, whiten_advantages=False), alone)
+    plain = ADVANTAGES.get("gae")(batch, AlgorithmConfig(gae_lambda=0.5, whiten_advantages=False), alone)
     assert plain.advantages.tolist() == pytest.approx([0.3, 0.4, 0.25, 0.5, 1.0])
-    white = ADVANTAGES.get("gae")(batch, AlgorithmConfig(trace=0.5), alone)
+    white = ADVANTAGES.get("gae")(batch, AlgorithmConfig(gae_lambda=0.5), alone)
     mean = 2.45 / 5
     deviation = math.sqrt(sum((a - mean) ** 2 for a in (0.3, 0.4, 0.25, 0.5, 1.0)) / 4)
     want = [(a - mean) / deviation for a in (0.3, 0.4, 0.25, 0.5, 1.0)]

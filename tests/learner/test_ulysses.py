@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from asyncrl.protocol import DataProto
-from learner.sharding import UlyssesShardingManager
 from learner.ulysses import (
+    UlyssesShardingManager,
     gather_heads_scatter_seq,
     gather_outputs_and_unpad,
     gather_seq_scatter_heads,

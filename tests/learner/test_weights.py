@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from learner.config import AlgorithmConfig, Device, LearnerConfig, OptimizerConfig
 from learner.losses import LOSSES
-from learner.trainer import PolicyTrainer
+from learner.trainer import Trainer
 from learner.weights import SnapshotWriter, save_policy
 from tests.support.tiny_models import FAMILIES, random_sequences, save_tiny_model
 
@@ -21,7 +21,7 @@ CONFIG = LearnerConfig(device=Device.cpu, optimizer=OptimizerConfig(lr=1e-2))
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_snapshot_loads_as_the_trained_model(family: str, dtype: str, tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path / "model", family)
-    trainer = PolicyTrainer(replace(CONFIG, dtype=dtype), model_path=path, total_updates=1)
+    trainer = Trainer(replace(CONFIG, dtype=dtype), model_path=path, total_updates=1)
     trainer.update(random_sequences(3), partial(LOSSES.get("ppo_clip"), config=AlgorithmConfig()))
     snapshot = SnapshotWriter(str(tmp_path / "snapshots"), keep=2).write(12, trainer)
     assert snapshot.version == 12
@@ -32,14 +32,14 @@ def test_a_snapshot_loads_as_the_trained_model(family: str, dtype: str, tmp_path
     assert {v.dtype for v in written.values()} == {getattr(torch, dtype)}
     assert json.loads((Path(snapshot.path) / "config.json").read_text())["dtype"] == dtype
     loaded = AutoModelForCausalLM.from_pretrained(snapshot.path, dtype=torch.float32)
-    again = PolicyTrainer(CONFIG, model_path=snapshot.path, total_updates=1)
+    again = Trainer(CONFIG, model_path=snapshot.path, total_updates=1)
     for name, value in loaded.named_parameters():
         torch.testing.assert_close(again.pretrained.get_parameter(name), value)
     assert (written["model.embed_tokens.weight"].float() - original["model.embed_tokens.weight"]).abs().max() > 1e-3
 
 
 def test_old_snapshots_leave_and_nothing_half_written_stays(tmp_path: Path) -> None:
-    trainer = PolicyTrainer(CONFIG, model_path=save_tiny_model(tmp_path / "model"), total_updates=1)
+    trainer = Trainer(CONFIG, model_path=save_tiny_model(tmp_path / "model"), total_updates=1)
     writer = SnapshotWriter(str(tmp_path / "s"), keep=2)
     for version in (9, 10, 11, 11):
         writer.write(version, trainer)
@@ -52,7 +52,7 @@ def test_a_saved_policy_brings_its_tokenizer(tmp_path: Path) -> None:
     path = Path(save_tiny_model(tmp_path / "model"))
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "optimizer.pt"):
         (path / name).write_text("{}")
-    save_policy(PolicyTrainer(CONFIG, model_path=str(path), total_updates=1), str(tmp_path / "policy"))
+    save_policy(Trainer(CONFIG, model_path=str(path), total_updates=1), str(tmp_path / "policy"))
     names = {file.name for file in (tmp_path / "policy").iterdir()}
     assert {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "model.safetensors"} <= names
     assert "optimizer.pt" not in names

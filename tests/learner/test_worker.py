@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM
 from asyncrl.protocol.errors import StalenessError
 from asyncrl.protocol.trajectory import TrajectoryGroup
 from asyncrl.protocol.types import FinishReason
-from learner.actor_worker import ActorWorker
 from learner.config import AlgorithmConfig, Device, LearnerConfig, OptimizerConfig
-from learner.types import RankBatch
+from learner.types import GroupShare, RankBatch
+from learner.verl_api import ActorWorker
 from learner.worker import PER_DP_RANK
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny_models import VOCABULARY, save_tiny_model
@@ -53,15 +53,9 @@ class ScriptedSource:
 
 
 def batch(group_ids: Sequence[int], max_lag: int = 2) -> RankBatch:
-    advantages = tuple(np.array([0.7, -0.7], dtype=np.float32) for _ in group_ids)
-    return RankBatch(
-        version=7,
-        group_ids=tuple(group_ids),
-        rewards=tuple(np.array([1.0, 0.0], dtype=np.float32) for _ in group_ids),
-        advantages=advantages,
-        mini_batches=(0,) * len(group_ids),
-        max_lag=max_lag,
-    )
+    rewards = np.array([1.0, 0.0], dtype=np.float32)
+    shares = [GroupShare(group_id=i, samples=(0, 1), rewards=rewards, mini_batch=0) for i in group_ids]
+    return RankBatch(version=7, shares=tuple(shares), max_lag=max_lag)
 
 
 def start(directory: str, num_ranks: int, **options: bool) -> ActorWorker:
@@ -122,7 +116,7 @@ def test_the_record_replays_under_the_weights_that_were_trained(directory: str) 
     ]
     assert table[1]["response_ids"] == group(1).response_ids[3:].tolist()
     assert table[1]["versions"] == [7] * 5
-    assert table[1]["advantage"] == pytest.approx(-0.7)
+    assert table[1]["advantage"] == pytest.approx(-(0.5**0.5))
 
 
 @pytest.mark.parametrize("max_lag", [0, 1])

@@ -22,7 +22,7 @@ _PROGRESS = "progress.json"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Progress:
+class SavedProgress:
     """What a checkpoint says of itself.
 
     Attributes:
@@ -61,12 +61,12 @@ def unfinished_checkpoints(directory: Path) -> list[Path]:
     return sorted(directory.glob(".v*.partial"))
 
 
-def write_progress(checkpoint: Path, progress: Progress) -> None:
+def write_progress(checkpoint: Path, progress: SavedProgress) -> None:
     """Write what the checkpoint says of itself."""
     (checkpoint / _PROGRESS).write_text(json.dumps(asdict(progress)))
 
 
-def read_progress(checkpoint: Path) -> Progress:
+def read_progress(checkpoint: Path) -> SavedProgress:
     """Read what a checkpoint says of itself.
 
     Raises:
@@ -78,10 +78,11 @@ def read_progress(checkpoint: Path) -> Progress:
             "folder that holds them"
         )
     try:
-        return Progress(**json.loads((checkpoint / _PROGRESS).read_text()))
+        return SavedProgress(**json.loads((checkpoint / _PROGRESS).read_text()))
     except (ValueError, TypeError) as error:
         raise ValueError(
-            f"{checkpoint / _PROGRESS} is no record of a checkpoint of this version ({error}); name an older checkpoint"
+            f"{checkpoint / _PROGRESS} is not the record of a checkpoint of this version ({error}); name an "
+            "older checkpoint"
         ) from error
 
 

@@ -1,7 +1,7 @@
-"""Off-policy correction: how much a token counts whose behaviour policy is not the proximal one.
+"""How far two policies are apart on sampled tokens: importance weights of off-policy correction, and KL estimators.
 
 With w = proximal ÷ behaviour, a token's own weight is w and its sequence's weight is the product over the sequence. The
-weights are constants: no gradient flows through them.
+weights are constants: no gradient flows through them. The KL estimators follow http://joschu.net/blog/kl-approx.html.
 """
 
 from __future__ import annotations
@@ -9,10 +9,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .config import AlgorithmConfig, Correction
+from .config import AlgorithmConfig, Correction, KLEstimator
 
 MAX_LOG_WEIGHT = 20.0
 """Logarithms of ratios and weights are cut here, so that they and their gradients stay finite (e^20 is 5e8)."""
+
+MAX_LOW_VARIANCE = 10.0
+"""Largest value, either way, of the ``low_variance`` estimator."""
+
+_SERIES_UP_TO = 0.05
 
 
 def importance_weights(
@@ -78,3 +83,33 @@ def effective_sample_size(mean_weight: float, mean_square: float) -> float:
 def bounded_exp(log_weights: Tensor) -> Tensor:
     """Exponential of logarithms within ± `MAX_LOG_WEIGHT`; constant, without gradient, outside."""
     return log_weights.clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT).exp()
+
+
+def kl_penalty(log_probs: Tensor, reference_logprobs: Tensor, estimator: KLEstimator) -> Tensor:
+    """Estimate the divergence at each token, differentiable in the policy's log-probs.
+
+    Args:
+        log_probs: [M] policy log-probs.
+        reference_logprobs: [M] reference log-probs of the same tokens.
+        estimator: With d = reference - policy: ``k1`` is -d (unbiased, may be negative), ``k2`` d² / 2, ``k3``
+            exp(d) - 1 - d (unbiased, never negative) with d within ±20, so that one token that the policy has all but
+            given up cannot give an infinite loss, ``low_variance`` is ``k3`` with the value within ±10 too. As a loss
+            only ``k2`` has the gradient of the divergence in expectation, on tokens that the policy itself sampled.
+
+    Returns:
+        [M] nats. Example: policy -1, reference -2 give 1, 0.5, 0.368, 0.368.
+    """
+    difference = reference_logprobs - log_probs
+    if estimator is KLEstimator.k1:
+        return -difference
+    if estimator is KLEstimator.k2:
+        return difference.square() / 2
+    estimate = k3(difference)
+    return estimate.clamp(max=MAX_LOW_VARIANCE) if estimator is KLEstimator.low_variance else estimate
+
+
+def k3(log_ratio: Tensor) -> Tensor:
+    """exp(d) - 1 - d, by its series where d is small and the difference would cancel; >= 0, d is cut at ±20."""
+    bounded = log_ratio.clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT)
+    series = bounded.square() / 2 * (1 + bounded / 3 * (1 + bounded / 4 * (1 + bounded / 5)))
+    return torch.where(bounded.abs() < _SERIES_UP_TO, series, bounded.expm1() - bounded)

@@ -1,0 +1,407 @@
+"""Who waits for the ledger, and who wakes them: requests for leases, and prompts on their way into the queue.
+
+A request for leases waits until the ledger admits a group at its engine's version. It is looked at again after every
+burst of messages, and withdrawn by its client, by a goodbye, or by silence. A worker whose engine advances cancels it
+and asks again; a commit answers those whose version it puts out of reach. Prompts wait for room in the queue, which a
+lease makes. Every wait ends under a timer, which answers "nothing yet".
+"""
+
+import asyncio
+import logging
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
+from typing import Any
+
+from asyncrl.protocol.errors import ReplayBufferError, WireError
+
+from .commands import Enqueue, Frames, GrantedLease, LeaseGroups, Release, Renew, TakeBack
+from .groups import Group
+from .heartbeats import Heartbeats
+from .ledger import Ledger
+from .mailbox import Mailbox
+from .messages import REVOKED, Message, integer, integers
+from .stores import PayloadStore, size_of
+
+logger = logging.getLogger(__name__)
+
+_MAX_PER_CLIENT = 256
+_MAX_IN_ALL = 16_384
+_MAX_REMEMBERED = 4096
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class PendingRequest:
+    """A request without an answer yet.
+
+    Attributes:
+        client: Who asked.
+        request_id: Which of its requests.
+        fields: What was asked, as the operation needs it.
+        num_bytes: Payload that waits with it.
+        timer: Gives the answer "nothing yet".
+    """
+
+    client: bytes
+    request_id: int
+    fields: dict[str, Any] = field(default_factory=dict)
+    num_bytes: int = 0
+    timer: asyncio.TimerHandle | None = None
+
+
+class PendingRequests:
+    """Pending requests of one operation, in the order they came."""
+
+    def __init__(self) -> None:
+        self._requests: dict[tuple[bytes, int], PendingRequest] = {}
+        self._by_client: dict[bytes, dict[int, PendingRequest]] = {}
+        self.num_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def all(self) -> list[PendingRequest]:
+        """Those pending now, first come first."""
+        return list(self._requests.values())
+
+    def of_client(self, client: bytes) -> list[PendingRequest]:
+        """Those of one client."""
+        return list(self._by_client.get(client, {}).values())
+
+    def add(self, request: PendingRequest, hold_s: float, on_timeout: Callable[[PendingRequest], None]) -> None:
+        """Hold a request for ``hold_s`` at most; one that is sent again takes the place of the first.
+
+        Raises:
+            ReplayBufferError: too many are pending.
+        """
+        self.remove(request.client, request.request_id)
+        num_of_client = len(self._by_client.get(request.client, ()))
+        if num_of_client >= _MAX_PER_CLIENT or len(self) >= _MAX_IN_ALL:
+            raise ReplayBufferError(
+                f"{len(self)} requests of this kind wait, of them {num_of_client} of this client; at most "
+                f"{_MAX_IN_ALL} and {_MAX_PER_CLIENT} may"
+            )
+
+        def time_out() -> None:
+            self.remove(request.client, request.request_id)
+            on_timeout(request)
+
+        request.timer = asyncio.get_running_loop().call_later(hold_s, time_out)
+        self._requests[request.client, request.request_id] = request
+        self._by_client.setdefault(request.client, {})[request.request_id] = request
+        self.num_bytes += request.num_bytes
+
+    def remove(self, client: bytes, request_id: int) -> PendingRequest | None:
+        """Take a request out, because it is answered or no longer wanted."""
+        request = self._requests.pop((client, request_id), None)
+        if request is None:
+            return None
+        of_client = self._by_client[client]
+        del of_client[request_id]
+        if not of_client:
+            del self._by_client[client]
+        self.num_bytes -= request.num_bytes
+        if request.timer is not None:
+            request.timer.cancel()
+        return request
+
+    def withdraw(self, client: bytes) -> None:
+        """Take out all requests of a client that is gone."""
+        for request in self.of_client(client):
+            self.remove(client, request.request_id)
+
+    def close(self) -> None:
+        """Cancel every timer."""
+        for request in self.all():
+            self.remove(request.client, request.request_id)
+
+
+class FairQueue:
+    """Whose turn it is when more workers wait than groups can begin.
+
+    Start-time fair queueing (Goyal et al., SIGCOMM 1996): each grant moves a worker's turn by one, and the lowest turn
+    is served first. A worker that was away resumes at the turn that is being served: the time in which it asked for
+    nothing is not paid back, so a newcomer holds up nobody.
+    """
+
+    def __init__(self) -> None:
+        self._next: dict[bytes, int] = {}
+        self._serving = 0
+
+    def turn_of(self, client: bytes) -> int:
+        """The turn of a client; the lowest is served first."""
+        return max(self._next.get(client, 0), self._serving)
+
+    def take(self, client: bytes) -> None:
+        """A client was served in its turn."""
+        turn = self.turn_of(client)
+        self._serving = turn
+        self._next[client] = turn + 1
+        if len(self._next) > _MAX_REMEMBERED:
+            self._next = {known: turn for known, turn in self._next.items() if turn > self._serving + 1}
+
+
+class PromptIntake:
+    """The operation ``enqueue``.
+
+    Args:
+        ledger: Queues.
+        store: Keeps the prompts.
+        mailbox: Answers.
+        queue_size: Prompts queued at once.
+        hold_s: A request is answered after this long, with how many of its prompts are queued.
+    """
+
+    def __init__(
+        self, ledger: Ledger, store: PayloadStore, mailbox: Mailbox, *, queue_size: int, hold_s: float
+    ) -> None:
+        self._ledger = ledger
+        self._store = store
+        self._mailbox = mailbox
+        self._queue_size = queue_size
+        self._hold_s = hold_s
+        self._pending = PendingRequests()
+        self.operations = {"enqueue": self._enqueue}
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait."""
+        return len(self._pending)
+
+    @property
+    def num_waiting_bytes(self) -> int:
+        """Bytes of the prompts that wait."""
+        return self._pending.num_bytes
+
+    def close(self) -> None:
+        """Stop whatever waits."""
+        self._pending.close()
+
+    def _enqueue(self, client: bytes, message: Message) -> None:
+        group_ids, counts = integers(message.fields, "groups"), integers(message.fields, "counts")
+        if len(group_ids) != len(counts) or sum(counts) != len(message.payload):
+            raise WireError("enqueue names as many groups as it carries prompts")
+        self._pending.remove(client, message.request_id)
+        size = size_of(message.payload)
+        self._store.check_prompts(size, num_waiting_bytes=self._pending.num_bytes)
+        payload = iter(message.payload)
+        prompts = [(group_id, [next(payload) for _ in range(n)]) for group_id, n in zip(group_ids, counts, strict=True)]
+        fields = {"prompts": prompts, "queued": 0}
+        request = PendingRequest(client=client, request_id=message.request_id, fields=fields, num_bytes=size)
+        self._pending.add(request, self._hold_s, self._answer)
+
+    def _answer(self, request: PendingRequest) -> None:
+        self._mailbox.reply(request.client, request.request_id, {"queued": request.fields["queued"]})
+
+    def fill(self) -> None:
+        """Queue what the queue has room for, first come first."""
+        for request in self._pending.all():
+            prompts, num_queued = request.fields["prompts"], request.fields["queued"]
+            num_free = max(0, self._queue_size - self._ledger.num_queued)
+            chosen = prompts[num_queued : num_queued + num_free]
+            self._queue(chosen)
+            request.fields["queued"] += len(chosen)
+            if request.fields["queued"] < len(prompts):
+                return
+            self._pending.remove(request.client, request.request_id)
+            self._answer(request)
+
+    def _queue(self, prompts: Sequence[tuple[int, Frames]]) -> None:
+        new = {group_id: frames for group_id, frames in prompts if not self._ledger.knows(group_id)}
+        if not new:
+            return
+        frames = {("prompt", group_id): parts for group_id, parts in new.items()}
+        self._ledger.apply(Enqueue(group_ids=tuple(new)), frames=frames)
+        for group_id, parts in new.items():
+            self._store.prompts.put(group_id, parts)
+
+
+class Admission:
+    """The operations of workers on leases.
+
+    Args:
+        ledger: Admits.
+        store: Holds the prompts, and says whether one more group fits.
+        mailbox: Answers.
+        hold_s: A request that nothing is granted to is answered after this long.
+        silent_s: A producer not heard of for this long is gone.
+    """
+
+    def __init__(
+        self, ledger: Ledger, store: PayloadStore, mailbox: Mailbox, *, hold_s: float, silent_s: float
+    ) -> None:
+        self._ledger = ledger
+        self._store = store
+        self._mailbox = mailbox
+        self._hold_s = hold_s
+        self._loop = asyncio.get_running_loop()
+        self._pending = PendingRequests()
+        self._granted: OrderedDict[tuple[bytes, int], list[GrantedLease | Group]] = OrderedDict()
+        self._turns = FairQueue()
+        self.heartbeats = Heartbeats(silent_s)
+        self.operations = {
+            "lease": self._lease,
+            "cancel": self._cancel,
+            "renew": self._renew,
+            "beat": self._beat,
+            "leave": self._leave,
+        }
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for admission."""
+        return len(self._pending)
+
+    def close(self) -> None:
+        """Stop whatever waits."""
+        self._pending.close()
+
+    def recover(self, leases: Iterable[Group]) -> None:
+        """Take up the leases of the server before this one; their owners get the same timeout as everyone else."""
+        for lease in leases:
+            self._granted.setdefault((lease.owner, lease.request_id), []).append(lease)
+            self.heartbeats.enter(lease.owner, self._loop.time())
+
+    def describe(self) -> list[dict[str, Any]]:
+        """What is known of every producer, for people."""
+        num_leases = Counter(lease.owner for lease in self._ledger.leases())
+        return self.heartbeats.describe(self._loop.time(), num_leases)
+
+    def _lease(self, client: bytes, message: Message) -> None:
+        granted = self._granted.get((client, message.request_id))
+        if granted is not None:
+            self._answer(client, message.request_id, granted)
+            return
+        version = integer(message.fields, "engine_version")
+        num_wanted = integer(message.fields, "max_groups")
+        self._ledger.check_engine_version(version)
+        fields = {"version": version, "wanted": num_wanted, "granted": []}
+        request = PendingRequest(client=client, request_id=message.request_id, fields=fields)
+        self._pending.add(request, self._hold_s, self._answer_nothing)
+
+    def _answer_nothing(self, request: PendingRequest) -> None:
+        self._answer(request.client, request.request_id, [])
+
+    def answer_outdated(self) -> None:
+        """After a commit: let workers ask again whose engine is now too far behind for any group to begin."""
+        for request in self._pending.all():
+            if self._ledger.rule.deadline(request.fields["version"]) < self._ledger.learner_version:
+                self._pending.remove(request.client, request.request_id)
+                self._answer_nothing(request)
+
+    def _can_grant(self) -> bool:
+        """Whether a group waits that the freshest engine may begin, and fits."""
+        ledger = self._ledger
+        is_admitted = ledger.num_queued > 0 and ledger.admits(ledger.learner_version)
+        return is_admitted and self._store.has_room_for_group(ledger.num_leased)
+
+    def grant(self) -> None:
+        """One lease at a time to the waiting worker whose turn it is, until nothing more is admitted."""
+        if not self._pending or not self._can_grant():
+            return
+        waiting = [request for request in self._pending.all() if request.fields["wanted"] > 0]
+        line = [(self._turns.turn_of(request.client), place, request) for place, request in enumerate(waiting)]
+        heapify(line)
+        served: list[PendingRequest] = []
+        while line and self._can_grant():
+            turn, place, request = heappop(line)
+            if self._grant_one(request, served):
+                heappush(line, (turn + 1, place, request))
+        for request in served:
+            self._pending.remove(request.client, request.request_id)
+            self._remember(request)
+            self._answer(request.client, request.request_id, request.fields["granted"])
+
+    def _grant_one(self, request: PendingRequest, served: list[PendingRequest]) -> bool:
+        """Grant a group if its engine is admitted; whether the worker wants more and may get it."""
+        granted = request.fields["granted"]
+        command = LeaseGroups(
+            engine_version=request.fields["version"],
+            max_groups=1,
+            owner=request.client,
+            request_id=request.request_id,
+        )
+        new = self._ledger.apply(command, self._loop.time()).leases
+        for lease in new:
+            if lease.progress is None:
+                self._store.prefixes.remove(lease.group_id)
+        if new:
+            self._turns.take(request.client)
+        granted.extend(new)
+        if new and len(granted) == 1:
+            served.append(request)
+        return bool(new) and len(granted) < request.fields["wanted"]
+
+    def _remember(self, request: PendingRequest) -> None:
+        """Keep the answer, in case the request is sent again because the answer was lost."""
+        self._granted[request.client, request.request_id] = request.fields["granted"]
+        if len(self._granted) > _MAX_REMEMBERED:
+            self._granted.popitem(last=False)
+
+    def _answer(self, client: bytes, request_id: int, granted: Sequence[GrantedLease | Group]) -> None:
+        payload: list[Any] = []
+        leases = []
+        for lease in granted:
+            if not self._ledger.holds(lease.group_id, lease.attempt):
+                continue
+            prompt = self._store.prompts.get(lease.group_id)
+            prefix = () if lease.progress is None else self._store.prefixes.get(lease.group_id)
+            leases.append(
+                [lease.group_id, lease.attempt, lease.engine_version, lease.deadline, len(prompt), len(prefix)]
+            )
+            payload += [*prompt, *prefix]
+        self._mailbox.reply(client, request_id, {"leases": leases}, payload)
+
+    def _cancel(self, client: bytes, message: Message) -> None:
+        """A lease that is no longer wanted; if it was granted meanwhile, its groups go back to the queue."""
+        cancelled = integer(message.fields, "request")
+        if self._pending.remove(client, cancelled) is None:
+            for lease in self._granted.pop((client, cancelled), []):
+                self._give_back(lease, "cancelled")
+        self._mailbox.reply(client, message.request_id)
+
+    def _give_back(self, lease: GrantedLease | Group, reason: str) -> None:
+        """A lease whose worker will report nothing of it."""
+        if self._ledger.holds(lease.group_id, lease.attempt):
+            self._ledger.apply(Release(group_id=lease.group_id, attempt=lease.attempt, num_tokens=0, reason=reason))
+
+    def _renew(self, client: bytes, message: Message) -> None:
+        for group_id, attempt in zip(*_groups_and_attempts(message), strict=True):
+            renewed = self._ledger.apply(Renew(group_id=group_id, attempt=attempt, owner=client), self._loop.time())
+            if renewed.expires_at is None:
+                self._mailbox.push(client, REVOKED, {"group_id": group_id, "attempt": attempt})
+        self._mailbox.reply(client, message.request_id)
+
+    def _beat(self, client: bytes, message: Message) -> None:
+        """A sign of life, which also makes a producer known that an earlier server knew."""
+        self.heartbeats.enter(client, self._loop.time())
+        self._mailbox.reply(client, message.request_id)
+
+    def _leave(self, client: bytes, message: Message) -> None:
+        """A goodbye, with the leases that the client knows of: all others, and what it waits for, are given back."""
+        known = set(zip(*_groups_and_attempts(message), strict=True))
+        self._pending.withdraw(client)
+        for lease in self._ledger.leases_of(client):
+            if (lease.group_id, lease.attempt) not in known:
+                self._give_back(lease, "undelivered")
+        if not self._ledger.leases_of(client):
+            self.heartbeats.leave(client)
+        self._mailbox.reply(client, message.request_id)
+
+    def take_from_silent(self) -> None:
+        """Take the leases of producers that are gone, before they run out."""
+        for client in self.heartbeats.take_silent(self._loop.time()):
+            self._pending.withdraw(client)
+            taken = self._ledger.apply(TakeBack(owner=client))
+            if taken.group_ids:
+                logger.warning(
+                    "producer %s is silent; %d leases were taken back", client.hex()[:8], len(taken.group_ids)
+                )
+
+
+def _groups_and_attempts(message: Message) -> tuple[list[int], list[int]]:
+    group_ids, attempts = integers(message.fields, "groups"), integers(message.fields, "attempts")
+    if len(group_ids) != len(attempts):
+        raise WireError(f"{message.name} names one attempt for each group, got {len(attempts)} for {len(group_ids)}")
+    return group_ids, attempts

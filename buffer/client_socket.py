@@ -1,0 +1,410 @@
+"""A client's connections to one server, on asyncio: requests, replies, deadlines, resending after a reconnect.
+
+The connection is made in three steps: the control socket asks for the run's epoch and the bulk port, the bulk socket
+connects and greets, and the server answers the greeting. A request waits for the steps that it needs, under its own
+deadline. A reply wakes its caller; each acknowledged or received chunk puts off the deadlines of large messages.
+"""
+
+import asyncio
+import itertools
+import struct
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import zmq
+
+from asyncrl.protocol.errors import DeadlineError, ReplayBufferError, WireError
+
+from . import messages
+from .clock import Deadline, LoopClock
+from .encoding import JOIN_BELOW_BYTES
+from .keys import ClientKeys
+from .messages import ACKS, CONNECT, OK, PUSH_ID, PUSHES, Message
+from .sockets import Channel, Chunk, ChunkReceiver, ChunkSender, secure_client
+
+_RECONNECT_MS = 50
+_RECONNECT_MAX_MS = 2000
+_HEARTBEAT_MS = 5000
+_BATCH = 16
+_LARGE_REPLIES = frozenset({"fetch", "lease"})
+_MAX_REPLY_BYTES = 1 << 40
+
+
+class Connection:
+    """A DEALER socket that reconnects by itself.
+
+    Args:
+        address: Where to connect.
+        identity: What the server knows this client by.
+        keys: CURVE keys, where the server has them.
+        on_message: Called with the frames of each message.
+        on_change: Called when the connection was made (True) or lost (False).
+
+    Raises:
+        ValueError: the address is malformed.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        identity: bytes,
+        keys: ClientKeys | None,
+        on_message: Callable[[list[zmq.Frame]], None],
+        on_change: Callable[[bool], None],
+    ) -> None:
+        self._on_change = on_change
+        socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.IDENTITY, identity)
+        socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MAX_MS)
+        socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 4 * _HEARTBEAT_MS)
+        socket.setsockopt(zmq.SNDHWM, 0)
+        if keys is not None:
+            secure_client(socket, keys)
+        monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        try:
+            socket.connect(address)
+        except zmq.ZMQError as error:
+            socket.disable_monitor()
+            monitor.close()
+            socket.close()
+            raise ValueError(f"{address!r} is not the address of a buffer; use one like tcp://HOST:PORT") from error
+        self._socket = socket
+        self._channel = Channel(socket, on_message)
+        self._monitor = Channel(monitor, self._on_event)
+
+    def send(self, frames: Sequence[Any]) -> None:
+        """Hand a message to ZMQ."""
+        self._channel.send(frames)
+
+    def close(self) -> None:
+        """Close the connection at once."""
+        self._socket.disable_monitor()  # first, or ZMQ's thread would wait for somebody to read its last events
+        self._monitor.close()
+        self._channel.close()
+
+    def _on_event(self, event: list[zmq.Frame]) -> None:
+        (number,) = struct.unpack_from("=H", event[0].bytes)
+        self._on_change(number == zmq.EVENT_HANDSHAKE_SUCCEEDED)
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class _UnansweredRequest:
+    """A request without a reply yet.
+
+    Attributes:
+        caller: The call that an error names.
+        request: What was asked.
+        is_large: Whether its payload travels in chunks.
+        needs_bulk: Whether it, or its reply, may travel by the bulk socket.
+        reply: Gets the reply.
+        due: When its deadline passes.
+    """
+
+    caller: str
+    request: Message
+    is_large: bool
+    needs_bulk: bool
+    reply: asyncio.Future[Message]
+    due: float
+
+
+class ClientSocket:
+    """The connections to one server; made on a running loop, and used on that loop only.
+
+    Args:
+        address: Where the server's control socket listens.
+        timeout_s: Deadline of each request, counted from its last progress.
+        keys: CURVE keys, where the server has them.
+        epoch: The run that this client belongs to; empty takes the one that the server names first.
+        on_push: Called with each message that answers no request.
+
+    Attributes:
+        is_connected: Whether the server can be reached now.
+        num_read: Largest request id of a fetch whose reply has come, also if nobody waited for it any more.
+        loop: The loop that it lives on.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        timeout_s: float,
+        keys: ClientKeys | None,
+        on_push: Callable[[Message], None],
+        epoch: str = "",
+    ) -> None:
+        self.address = address
+        self.is_connected = False
+        self.num_read = 0
+        self.loop = asyncio.get_running_loop()
+        self._timeout_s = timeout_s
+        self._keys = keys
+        self._epoch = epoch
+        self._on_push = on_push
+        self._identity = uuid.uuid4().bytes
+        self._unanswered: dict[int, _UnansweredRequest] = {}
+        self._outbox: list[Message] = []
+        self._flush_handle: asyncio.Handle | None = None
+        self._clock = LoopClock()
+        self._deadline = Deadline(self._miss_deadlines, self._clock)
+        self._ids = itertools.count(1)
+        self._connect_id = 0
+        self._refusal: Exception | None = None
+        self._closed = False
+        self._is_bulk_ready = False
+        self._bulk: Connection | None = None
+        self._sender = ChunkSender(self._send_bulk)
+        self._receiver = ChunkReceiver(_MAX_REPLY_BYTES)
+        self._control = Connection(
+            address,
+            identity=self._identity,
+            keys=keys,
+            on_message=self._on_message,
+            on_change=self._on_control_change,
+        )
+
+    def next_id(self) -> int:
+        """A request id, for a request that may have to be cancelled."""
+        return next(self._ids)
+
+    async def request(
+        self,
+        name: str,
+        fields: Mapping[str, Any],
+        payload: Sequence[Any] = (),
+        *,
+        request_id: int | None = None,
+        caller: str = "",
+    ) -> Message:
+        """Send a request and wait for its reply; ``caller`` is the call that an error names, if not the request's.
+
+        Raises:
+            DeadlineError: no reply came in time.
+            ReplayBufferError: the server answered with an error, or the connection was closed.
+        """
+        if self._closed:
+            raise self._closed_error(name)
+        request_id = next(self._ids) if request_id is None else request_id
+        request = Message(name=name, request_id=request_id, fields=fields, payload=payload)
+        try:
+            reply = await self._begin(request, caller or name)
+        finally:
+            self._unanswered.pop(request_id, None)
+        if reply.name != OK:
+            raise messages.error_of(reply)
+        return reply
+
+    def post(self, name: str, fields: Mapping[str, Any]) -> None:
+        """Send a request whose reply nobody waits for; after a reconnect it is sent again like any other."""
+        if self._closed:
+            return
+        request = Message(name=name, request_id=next(self._ids), fields=fields)
+
+        def forget(reply: asyncio.Future[Message]) -> None:
+            self._unanswered.pop(request.request_id, None)
+            if not reply.cancelled():
+                reply.exception()
+
+        self._begin(request, name).add_done_callback(forget)
+
+    def _begin(self, request: Message, caller: str) -> asyncio.Future[Message]:
+        is_large = bool(request.payload) and sum(map(len, request.payload)) >= JOIN_BELOW_BYTES
+        unanswered = _UnansweredRequest(
+            caller=caller,
+            request=request,
+            is_large=is_large,
+            needs_bulk=is_large or request.name in _LARGE_REPLIES,
+            reply=self.loop.create_future(),
+            due=self._clock.time() + self._timeout_s,
+        )
+        self._unanswered[request.request_id] = unanswered
+        self._deadline.at(unanswered.due)
+        if self._refusal is not None:
+            unanswered.reply.set_exception(self._refusal)
+        self._send(unanswered)
+        return unanswered.reply
+
+    def _send(self, unanswered: _UnansweredRequest) -> None:
+        """Send a request if its connections stand; small ones travel with the others that are made in this turn."""
+        if not self.is_connected or (unanswered.needs_bulk and not self._is_bulk_ready):
+            return
+        request = unanswered.request
+        if unanswered.is_large:
+            self._sender.push(request.request_id, request.frames(self._epoch))
+        elif len(self._unanswered) == 1:
+            self._control.send(request.frames(self._epoch))
+        else:
+            self._outbox.append(request)
+            if len(self._outbox) == _BATCH:
+                self._flush()
+            elif self._flush_handle is None:
+                self._flush_handle = self.loop.call_soon(self._flush)
+
+    def _flush(self) -> None:
+        if self._flush_handle is not None:
+            self._flush_handle.cancel()
+            self._flush_handle = None
+        outbox, self._outbox = self._outbox, []
+        if outbox:
+            message = outbox[0] if len(outbox) == 1 else messages.batch(outbox)
+            self._control.send(message.frames(self._epoch))
+
+    def _send_bulk(self, frames: list[Any]) -> None:
+        if self._bulk is not None:
+            self._bulk.send(frames)
+
+    # Deadlines
+
+    def _miss_deadlines(self) -> None:
+        """Fail what is overdue."""
+        now = self._clock.time()
+        earliest: float | None = None
+        for unanswered in self._unanswered.values():
+            if unanswered.reply.done():
+                continue
+            if unanswered.due <= now:
+                unanswered.reply.set_exception(self._deadline_error(unanswered.caller))
+            elif earliest is None or unanswered.due < earliest:
+                earliest = unanswered.due
+        self._deadline.at(earliest)
+
+    def _note_progress(self, request_id: int | None = None) -> None:
+        """A chunk came for a request, or one of any request was acknowledged: what is in line behind it has moved."""
+        due = self._clock.time() + self._timeout_s
+        if request_id is None:
+            for unanswered in self._unanswered.values():
+                if unanswered.is_large:
+                    unanswered.due = due
+        elif (unanswered := self._unanswered.get(request_id)) is not None:
+            unanswered.due = due
+
+    def _deadline_error(self, name: str) -> DeadlineError:
+        return DeadlineError(
+            f"buffer.{name}: no answer from {self.address} within {self._timeout_s:.1f} s; the server is gone or "
+            "overloaded, or refuses this client's key; its log says more"
+        )
+
+    def fail_all(self, error: Exception) -> None:
+        """Let every request that waits raise ``error``."""
+        for unanswered in self._unanswered.values():
+            if not unanswered.reply.done():
+                unanswered.reply.set_exception(error)
+
+    def close(self) -> None:
+        """Close the connections; requests that wait raise at once."""
+        if self._closed:
+            return
+        self._closed = True
+        self.fail_all(self._closed_error("a call"))
+        self._deadline.close()
+        self._clock.close()
+        if self._flush_handle is not None:
+            self._flush_handle.cancel()
+        for connection in (self._control, self._bulk):
+            if connection is not None:
+                connection.close()
+
+    def _closed_error(self, what: str) -> ReplayBufferError:
+        return ReplayBufferError(f"the client of the buffer at {self.address} was closed while {what} waited")
+
+    # Connecting
+
+    def _on_control_change(self, is_connected: bool) -> None:
+        """Ask who serves there; what has no reply is sent again when that is known."""
+        self.is_connected = False
+        self._refusal = None
+        if is_connected:
+            self._connect_id = next(self._ids)
+            message = Message(name=CONNECT, request_id=self._connect_id)
+            self._control.send(message.frames(self._epoch))
+
+    def _on_connected(self, reply: Message) -> None:
+        """The server named its run and its bulk port."""
+        if reply.name != OK:
+            self._refusal = messages.error_of(reply)
+            self.fail_all(self._refusal)
+            return
+        self._epoch = messages.text(reply.fields, "epoch")
+        self.is_connected = True
+        self._resend(needs_bulk=False)
+        if self._bulk is None:
+            port = messages.integer(reply.fields, "bulk_port")
+            self._bulk = Connection(
+                f"{self.address.rpartition(':')[0]}:{port}",
+                identity=self._identity,
+                keys=self._keys,
+                on_message=self._on_chunk,
+                on_change=self._on_bulk_change,
+            )
+        elif self._is_bulk_ready:
+            self._resend(needs_bulk=True)
+
+    def _on_bulk_change(self, is_connected: bool) -> None:
+        """Greet the server: it answers when it can reach this client by the new connection."""
+        self._is_bulk_ready = False
+        self._sender.reset()
+        self._receiver.reset()
+        if is_connected:
+            self._send_bulk([b""])
+
+    def _on_greeted(self) -> None:
+        self._is_bulk_ready = True
+        self._resend(needs_bulk=True)
+
+    def _resend(self, *, needs_bulk: bool) -> None:
+        """Send what has no reply yet: a connection that was lost may have lost it."""
+        for unanswered in list(self._unanswered.values()):
+            if unanswered.needs_bulk == needs_bulk and not unanswered.reply.done():
+                self._send(unanswered)
+
+    # What comes
+
+    def _on_chunk(self, frames: list[zmq.Frame]) -> None:
+        if len(frames) == 1 and not len(frames[0]):
+            self._on_greeted()
+            return
+        try:
+            chunk = Chunk.parse(frames)
+            if not chunk.count:
+                self._sender.acknowledge(chunk)
+                self._note_progress()
+                return
+            whole = self._receiver.add(chunk)
+        except WireError as error:
+            self.fail_all(error)
+            return
+        self._send_bulk(Chunk(request_id=chunk.request_id, index=chunk.index).to_frames())
+        self._note_progress(chunk.request_id)
+        if whole is not None:
+            self._on_message(whole)
+
+    def _on_message(self, frames: Sequence[Any]) -> None:
+        try:
+            message = messages.parse_reply(frames)
+        except WireError as error:
+            self.fail_all(error)
+            return
+        if message.name == ACKS:
+            for request_id in messages.integers(message.fields, "ids"):
+                self._resolve(request_id, Message(name=OK, request_id=request_id))
+        elif message.request_id == PUSH_ID and message.name in PUSHES:
+            self._on_push(message)
+        elif message.request_id == PUSH_ID:
+            self.fail_all(messages.error_of(message))
+        elif message.request_id == self._connect_id:
+            self._on_connected(message)
+        else:
+            if "counts" in message.fields:
+                self.num_read = max(self.num_read, message.request_id)
+            self._resolve(message.request_id, message)
+
+    def _resolve(self, request_id: int, reply: Message) -> None:
+        unanswered = self._unanswered.get(request_id)
+        if unanswered is not None and not unanswered.reply.done():
+            unanswered.reply.set_result(reply)

@@ -1,0 +1,284 @@
+"""What may happen to the ledger: commands, and the outcome that the ledger decides for each.
+
+Both are frozen records of plain values. `buffer.journal` writes them side by side, so that a server that starts again
+applies the outcomes and decides nothing anew.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Generic, Protocol, TypeVar
+
+from asyncrl.protocol.types import GroupSummary
+
+
+class PutResult(StrEnum):
+    """What became of a put."""
+
+    stored = "stored"
+    duplicate = "duplicate"
+    filtered = "filtered"
+    too_old = "too_old"
+    late = "late"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Progress:
+    """What the ledger knows of a saved, unfinished group.
+
+    Attributes:
+        num_tokens: Tokens the policy has written.
+        oldest_version: Version of the oldest of them.
+        newest_version: Version of the newest of them.
+    """
+
+    num_tokens: int
+    oldest_version: int
+    newest_version: int
+
+
+# Outcomes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Queued:
+    """The prompts that were new."""
+
+    group_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GrantedLease:
+    """One group that begins.
+
+    Attributes:
+        group_id: The group.
+        attempt: Its fence.
+        engine_version: u: what the engine serves, or the version of the oldest token that it continues.
+        deadline: u + max_lag.
+        owner: Who holds the lease; opaque.
+        request_id: Which of the owner's requests it answers.
+        expires_at: When it runs out unless renewed, on the clock of ``now``.
+        progress: The prefix that it continues.
+    """
+
+    group_id: int
+    attempt: int
+    engine_version: int
+    deadline: int
+    owner: bytes = b""
+    request_id: int = 0
+    expires_at: float = 0.0
+    progress: Progress | None = None
+
+    @property
+    def num_inherited(self) -> int:
+        """Tokens of the prefix that it continues."""
+        return 0 if self.progress is None else self.progress.num_tokens
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Granted:
+    """The leases of one request; none where nothing is admitted now."""
+
+    leases: tuple[GrantedLease, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Renewed:
+    """When the lease runs out now; None where it is no longer held."""
+
+    expires_at: float | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Saved:
+    """The progress was noted."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PutOutcome:
+    """What became of a put.
+
+    Attributes:
+        result: See `PutResult`.
+        rank: Place in the selection order, where it was stored; smallest first.
+        reason: The filter that dropped it.
+        refusal: Why it was refused, for its sender.
+    """
+
+    result: PutResult
+    rank: float = 0.0
+    reason: str = ""
+    refusal: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Released:
+    """What a release did: it ended the running lease, or it was the report that a revoked attempt owed."""
+
+    was_running: bool
+    was_owed: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TakenBack:
+    """The groups whose leases were revoked; their prompts are queued again."""
+
+    group_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Planned:
+    """A batch.
+
+    Attributes:
+        version: The learner version that consumes it.
+        group_ids: Its groups, in order.
+        given_up: Running groups whose leases were revoked for it.
+        is_dropped: Whether these are dropped; otherwise their prompts are queued again.
+    """
+
+    version: int
+    group_ids: tuple[int, ...]
+    given_up: tuple[int, ...] = ()
+    is_dropped: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Committed:
+    """The groups that the learner consumed."""
+
+    version: int
+    group_ids: tuple[int, ...]
+
+
+Outcome = Queued | Granted | Renewed | Saved | PutOutcome | Released | TakenBack | Planned | Committed
+"""What was decided."""
+Result = TypeVar("Result", covariant=True)
+
+
+class Command(Generic[Result]):
+    """Something asked of the ledger; ``Result`` is the type of its outcome.
+
+    Where a command has an ``owner`` it is the client that sends it; None is trusted and not checked.
+    """
+
+    __slots__ = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Enqueue(Command[Queued]):
+    """Queue prompts; those that are known already are left out."""
+
+    group_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LeaseGroups(Command[Granted]):
+    """Admit up to ``max_groups`` from the head of the queue on an engine that serves ``engine_version``."""
+
+    engine_version: int
+    max_groups: int
+    owner: bytes = b""
+    request_id: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Renew(Command[Renewed]):
+    """Extend a lease."""
+
+    group_id: int
+    attempt: int
+    owner: bytes | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SavePrefix(Command[Saved]):
+    """Note what a running group has so far; its next attempt may continue it.
+
+    Attributes:
+        progress: All of it, including the prefix that it began with.
+        continued: False if its worker did not take that prefix, and began afresh.
+    """
+
+    group_id: int
+    attempt: int
+    progress: Progress
+    continued: bool = True
+    owner: bytes | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Put(Command[PutOutcome]):
+    """Store a finished group, once however often it is sent; ``continued`` as in `SavePrefix`."""
+
+    summary: GroupSummary
+    continued: bool = True
+    owner: bytes | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Release(Command[Released]):
+    """Give a lease back unfinished, or report what a revoked attempt had written; counted once.
+
+    Attributes:
+        num_tokens: What the attempt has written, including the prefix that it continued.
+        reason: What the tokens that are not saved are dropped for.
+        continued: As in `SavePrefix`.
+    """
+
+    group_id: int
+    attempt: int
+    num_tokens: int
+    reason: str
+    continued: bool = True
+    owner: bytes | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Expire(Command[TakenBack]):
+    """Take back every lease that has run out."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TakeBack(Command[TakenBack]):
+    """Take back every lease of an owner that is gone."""
+
+    owner: bytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanBatch(Command[Planned]):
+    """Make the batch of ``version``."""
+
+    version: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Commit(Command[Committed]):
+    """Mark the batch of ``version`` consumed."""
+
+    version: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Revocation:
+    """A lease that its owner no longer holds."""
+
+    owner: bytes
+    group_id: int
+    attempt: int
+
+
+Frames = Sequence[Any]
+"""Bytes that the buffer passes on unopened: a prompt, a prefix, a trajectory group."""
+NO_FRAMES: Mapping[tuple[str, int], Frames] = {}
+
+
+class CommandLog(Protocol):
+    """Where commands are written, with their outcomes, before they take effect."""
+
+    def record(self, command: Command[Any], outcome: Outcome, frames: Mapping[tuple[str, int], Frames]) -> None:
+        """Write one command, its outcome, and the frames that belong to it, by kind and group id."""
+        ...

@@ -1,0 +1,381 @@
+"""The table of unfinished prompt groups: one record per group, and the indexes that are derived from the records.
+
+The table knows how to move a group from one state to the next. It decides nothing; `buffer.ledger` does.
+"""
+
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from enum import StrEnum
+from heapq import heapify, heappop, heappush, heapreplace
+from itertools import islice
+from typing import Any
+
+from asyncrl.protocol.errors import UnknownGroup
+from asyncrl.protocol.types import GroupSummary
+
+from .commands import GrantedLease, Progress
+from .selection import Entry
+
+
+class GroupState(StrEnum):
+    """Where an unfinished group is."""
+
+    queued = "queued"
+    leased = "leased"
+    stored = "stored"
+    planned = "planned"
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Group:
+    """One unfinished prompt group.
+
+    Attributes:
+        group_id: See `asyncrl.protocol.types.Prompt`.
+        state: Where it is.
+        place: Its place among the groups of its state: in the queue, in the order of leasing or of storing, in its
+            batch.
+        num_attempts: Attempts leased so far; the current or last one is ``num_attempts - 1``.
+        engine_version: u of the current attempt.
+        deadline: u + max_lag of the current attempt.
+        owner: Who holds the lease; opaque.
+        request_id: Which of the owner's requests the lease answered.
+        expires_at: When the lease runs out, on the clock of the ledger's ``now``.
+        progress: What is saved of it: the prefix that the attempt began with, or what its worker saved since.
+        num_inherited: Tokens of the prefix that the attempt continues.
+        summary: Its trajectories' metadata, once stored.
+        rank: Its place in the selection order, once stored.
+        planned_for: The version whose batch holds it; -1 while none does.
+    """
+
+    group_id: int
+    state: GroupState = GroupState.queued
+    place: int = 0
+    num_attempts: int = 0
+    engine_version: int = 0
+    deadline: int = 0
+    owner: bytes = b""
+    request_id: int = 0
+    expires_at: float = 0.0
+    progress: Progress | None = None
+    num_inherited: int = 0
+    summary: GroupSummary | None = None
+    rank: float = 0.0
+    planned_for: int = -1
+
+    @property
+    def attempt(self) -> int:
+        """The current attempt, or the last one."""
+        return self.num_attempts - 1
+
+    @property
+    def num_saved(self) -> int:
+        """Tokens that are saved of it."""
+        return 0 if self.progress is None else self.progress.num_tokens
+
+    @property
+    def result(self) -> GroupSummary:
+        """Its metadata, where it is stored or planned."""
+        assert self.summary is not None
+        return self.summary
+
+    def to_row(self) -> list[Any]:
+        """The record as plain values."""
+        row = [getattr(self, name) for name in _FIELDS]
+        row[_FIELDS.index("state")] = str(self.state)
+        for name in ("progress", "summary"):
+            value = getattr(self, name)
+            row[_FIELDS.index(name)] = None if value is None else values_of(value)
+        return row
+
+    @classmethod
+    def from_row(cls, row: Sequence[Any]) -> "Group":
+        """The record in plain values."""
+        values = dict(zip(_FIELDS, row, strict=True))
+        if values["progress"] is not None:
+            values["progress"] = record_from(Progress, values["progress"])
+        if values["summary"] is not None:
+            values["summary"] = record_from(GroupSummary, values["summary"])
+        return cls(**{**values, "state": GroupState(values["state"])})
+
+
+_FIELDS = [field.name for field in fields(Group)]
+
+
+def values_of(record: Any) -> list[Any]:
+    """The values of a record's fields, in order."""
+    return [getattr(record, field.name) for field in fields(record)]
+
+
+def record_from(kind: Any, values: Sequence[Any]) -> Any:
+    """A record from its fields' plain values, in order; lists become tuples."""
+    names = (field.name for field in fields(kind))
+    tuples = (tuple(value) if isinstance(value, list) else value for value in values)
+    return kind(**dict(zip(names, tuples, strict=True)))
+
+
+def _discard(index: dict[Any, dict[int, None]], key: Any, group_id: int) -> None:
+    """Take a group out of an index of groups by key."""
+    group_ids = index[key]
+    del group_ids[group_id]
+    if not group_ids:
+        del index[key]
+
+
+class GroupTable:
+    """Unfinished groups by id, and by queue, deadline, owner, expiry and batch.
+
+    Attributes:
+        open_by_deadline: Deadline to number of groups leased or stored, not yet planned.
+        plans: Version to the group ids of its batch.
+    """
+
+    def __init__(self) -> None:
+        self.open_by_deadline: dict[int, int] = {}
+        self.plans: dict[int, tuple[int, ...]] = {}
+        self._groups: dict[int, Group] = {}
+        self._queue: deque[int] = deque()
+        self._leased: dict[int, dict[int, None]] = {}
+        self._by_owner: dict[bytes, dict[int, None]] = {}
+        self._expiries: list[tuple[float, int, int]] = []
+        self._ready: dict[int, list[Entry]] = {}
+        self._next_place = 0
+        self._head_place = -1
+        self.num_leased = self.num_stored = self.num_planned = 0
+
+    def __len__(self) -> int:
+        """Records held: groups and expiries."""
+        return len(self._groups) + len(self._expiries)
+
+    def __contains__(self, group_id: int) -> bool:
+        return group_id in self._groups
+
+    def __iter__(self) -> Iterator[Group]:
+        return iter(self._groups.values())
+
+    @property
+    def num_queued(self) -> int:
+        """Groups that wait for admission."""
+        return len(self._queue)
+
+    # Looking up
+
+    def get(self, group_id: int) -> Group | None:
+        """The group, if it is unfinished."""
+        return self._groups.get(group_id)
+
+    def running(self, group_id: int, attempt: int) -> Group | None:
+        """The group, if this attempt of it holds a lease."""
+        group = self._groups.get(group_id)
+        if group is None or group.state is not GroupState.leased or group.num_attempts != attempt + 1:
+            return None
+        return group
+
+    def stored(self, group_id: int) -> Group:
+        """The group, if its trajectories are stored.
+
+        Raises:
+            UnknownGroup: they are not.
+        """
+        group = self._groups.get(group_id)
+        if group is None or group.summary is None:
+            raise UnknownGroup(
+                f"no trajectories of group {group_id} are stored; fetch what a plan names, before commit"
+            )
+        return group
+
+    def of_state(self, state: GroupState) -> list[Group]:
+        """The groups of a state, by place."""
+        groups = [group for group in self._groups.values() if group.state is state]
+        return sorted(groups, key=lambda group: group.place)
+
+    def of_owner(self, owner: bytes) -> list[Group]:
+        """The groups that an owner holds leases on."""
+        return [self._groups[group_id] for group_id in self._by_owner.get(owner, ())]
+
+    def head(self, number: int) -> list[Group]:
+        """The first groups of the queue."""
+        return [self._groups[group_id] for group_id in islice(self._queue, number)]
+
+    def ready(self) -> Mapping[int, Sequence[Entry]]:
+        """Deadline to stored groups that no batch holds, sorted by rank."""
+        for entries in self._ready.values():
+            entries.sort()
+        return self._ready
+
+    def ready_by_deadline(self) -> dict[int, int]:
+        """Deadline to number of stored groups that no batch holds."""
+        return {deadline: len(entries) for deadline, entries in self._ready.items()}
+
+    def last_leased(self, numbers: Sequence[int], *, version: int) -> list[Group]:
+        """For each k, ``numbers[k]`` more leased groups due at ``version + k`` or earlier, those begun last first."""
+        chosen: dict[int, None] = {}
+        for k, number in enumerate(numbers):
+            if number:
+                due = sorted((deadline for deadline in self._leased if deadline <= version + k), reverse=True)
+                candidates = (g for deadline in due for g in reversed(self._leased[deadline]) if g not in chosen)
+                chosen.update(dict.fromkeys(list(islice(candidates, number))))
+        return [self._groups[group_id] for group_id in chosen]
+
+    def next_expiry(self) -> Group | None:
+        """The leased group whose lease runs out first."""
+        expiries = self._expiries
+        while expiries:
+            expires_at, group_id, attempt = expiries[0]
+            group = self.running(group_id, attempt)
+            if group is None or group.expires_at < expires_at:
+                heappop(expiries)
+            elif group.expires_at > expires_at:
+                heapreplace(expiries, (group.expires_at, group_id, attempt))
+            else:
+                return group
+        return None
+
+    def expired(self, now: float) -> list[Group]:
+        """The leased groups whose leases have run out, the earliest first."""
+        keys = dict.fromkeys(
+            (group_id, attempt) for expires_at, group_id, attempt in self._expiries if expires_at <= now
+        )
+        groups = (group for key in keys if (group := self.running(*key)) is not None and group.expires_at <= now)
+        return sorted(groups, key=lambda group: group.expires_at)
+
+    # Moving on
+
+    def enqueue(self, group_id: int) -> None:
+        """Queue a new group at the tail."""
+        self._groups[group_id] = Group(group_id=group_id, place=self._place())
+        self._queue.append(group_id)
+
+    def requeue(self, group: Group, *, keeps_progress: bool) -> None:
+        """End a lease; the group goes to the head of the queue."""
+        self._leave(group)
+        self._queue.appendleft(group.group_id)
+        group.state, group.place, group.owner = GroupState.queued, self._head_place, b""
+        group.num_inherited = 0
+        if not keeps_progress:
+            group.progress = None
+        self._head_place -= 1
+
+    def lease(self, group: Group, granted: GrantedLease) -> None:
+        """Begin a lease on the group at the head of the queue."""
+        assert self._queue.popleft() == group.group_id == granted.group_id
+        group.state, group.place = GroupState.leased, self._place()
+        group.num_attempts = granted.attempt + 1
+        group.engine_version, group.deadline = granted.engine_version, granted.deadline
+        group.owner, group.request_id = granted.owner, granted.request_id
+        group.progress, group.num_inherited = granted.progress, granted.num_inherited
+        group.expires_at = granted.expires_at
+        self._index_lease(group)
+
+    def _index_lease(self, group: Group) -> None:
+        self.num_leased += 1
+        self.open_by_deadline[group.deadline] = self.open_by_deadline.get(group.deadline, 0) + 1
+        self._leased.setdefault(group.deadline, {})[group.group_id] = None
+        self._by_owner.setdefault(group.owner, {})[group.group_id] = None
+        self._push_expiry(group)
+
+    def extend(self, group: Group, expires_at: float) -> None:
+        """Move the expiry of a lease."""
+        is_earlier = expires_at < group.expires_at
+        group.expires_at = expires_at
+        if is_earlier:
+            self._push_expiry(group)
+
+    def _push_expiry(self, group: Group) -> None:
+        """Index an expiry. Leases that ended leave entries, which are cleared before they are half of the heap."""
+        if len(self._expiries) > 2 * self.num_leased + 64:
+            leased = (self._groups[group_id] for group_ids in self._leased.values() for group_id in group_ids)
+            self._expiries = [(other.expires_at, other.group_id, other.attempt) for other in leased]
+            heapify(self._expiries)
+        heappush(self._expiries, (group.expires_at, group.group_id, group.attempt))
+
+    def store(self, group: Group, summary: GroupSummary, rank: float) -> None:
+        """A leased group is finished and waits for a plan."""
+        self._leave_lease(group)
+        group.state, group.place = GroupState.stored, self._place()
+        group.summary, group.rank = summary, rank
+        group.progress, group.num_inherited, group.owner = None, 0, b""
+        self._index_ready(group)
+
+    def _index_ready(self, group: Group) -> None:
+        self.num_stored += 1
+        self._ready.setdefault(group.deadline, []).append((group.rank, group.place, group.group_id))
+
+    def plan(self, version: int, group_ids: tuple[int, ...]) -> None:
+        """Put stored groups into a batch."""
+        chosen = set(group_ids)
+        for deadline, number in Counter(self._groups[group_id].deadline for group_id in group_ids).items():
+            self._count_open(deadline, -number)
+            left = [entry for entry in self._ready[deadline] if entry[2] not in chosen]
+            self._set_or_delete(deadline, left)
+        for place, group_id in enumerate(group_ids):
+            group = self._groups[group_id]
+            group.state, group.planned_for, group.place = GroupState.planned, version, place
+        self.num_stored -= len(group_ids)
+        self.num_planned += len(group_ids)
+        self.plans[version] = group_ids
+
+    def _set_or_delete(self, deadline: int, entries: list[Entry]) -> None:
+        if entries:
+            self._ready[deadline] = entries
+        else:
+            del self._ready[deadline]
+
+    def finish_batch(self, version: int) -> None:
+        """Remove the groups of a batch."""
+        for group_id in self.plans.pop(version):
+            del self._groups[group_id]
+            self.num_planned -= 1
+
+    def finish(self, group: Group) -> None:
+        """Remove a leased group that was dropped."""
+        self._leave(group)
+        del self._groups[group.group_id]
+
+    def _leave(self, group: Group) -> None:
+        """Take a leased group out of the open ones."""
+        self._leave_lease(group)
+        self._count_open(group.deadline, -1)
+
+    def _leave_lease(self, group: Group) -> None:
+        """Take a leased group out of the indexes of leases."""
+        self.num_leased -= 1
+        _discard(self._leased, group.deadline, group.group_id)
+        _discard(self._by_owner, group.owner, group.group_id)
+
+    def _count_open(self, deadline: int, change: int) -> None:
+        number = self.open_by_deadline.get(deadline, 0) + change
+        if number:
+            self.open_by_deadline[deadline] = number
+        else:
+            del self.open_by_deadline[deadline]
+
+    def _place(self) -> int:
+        self._next_place += 1
+        return self._next_place
+
+    # Snapshot
+
+    def snapshot(self) -> dict[str, Any]:
+        """Every record, as plain values."""
+        return {
+            "places": [self._head_place, self._next_place],
+            "rows": [group.to_row() for group in self._groups.values()],
+        }
+
+    def restore(self, values: Mapping[str, Any]) -> None:
+        """Take up the records of a snapshot into this empty table, and derive the indexes."""
+        self._head_place, self._next_place = values["places"]
+        for group in map(Group.from_row, values["rows"]):
+            self._groups[group.group_id] = group
+        self._queue.extend(group.group_id for group in self.of_state(GroupState.queued))
+        for group in self.of_state(GroupState.leased):
+            self._index_lease(group)
+        for group in self.of_state(GroupState.stored):
+            self._count_open(group.deadline, 1)
+            self._index_ready(group)
+        planned = self.of_state(GroupState.planned)
+        self.num_planned = len(planned)
+        for version in sorted({group.planned_for for group in planned}):
+            self.plans[version] = tuple(group.group_id for group in planned if group.planned_for == version)

@@ -1,0 +1,149 @@
+"""Which finished groups are kept, and which of them a batch takes: filters, selection orders, and the window.
+
+A filter and an order are functions of a group's `GroupSummary`, built in or at ``module:function``. The window lets a
+batch be filled in any order of preference without missing a deadline.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from heapq import heapify, heappop, heapreplace
+
+from asyncrl.protocol.errors import ReplayBufferError
+from asyncrl.protocol.types import GroupSummary
+
+from .naming import find
+
+Filter = Callable[[GroupSummary], bool]
+"""From a group to whether it is kept."""
+Preference = Callable[[GroupSummary, int], float]
+"""From a group and its deadline to a number; the smallest is taken first, ties in the order of storing."""
+Entry = tuple[float, int, int]
+"""Rank, place in the order of storing, group id."""
+
+
+def _rewards_differ(summary: GroupSummary) -> bool:
+    """A group of equal rewards has zero advantages everywhere (DAPO, arXiv 2503.14476, equation 11)."""
+    return len(set(summary.rewards)) > 1
+
+
+def _has_tokens(summary: GroupSummary) -> bool:
+    """A group in which the policy wrote nothing has no loss."""
+    return summary.num_tokens > 0
+
+
+FILTERS: Mapping[str, Filter] = {"equal_rewards": _rewards_differ, "no_tokens": _has_tokens}
+"""Name to the test that a kept group passes. The name is the reason that a dropped group is counted under."""
+
+
+def find_filters(names: Sequence[str]) -> dict[str, Filter]:
+    """Name to filter, built in or at ``module:function``, in the order given.
+
+    Raises:
+        ValueError: there is no such filter.
+    """
+    return {name: find(name, FILTERS, option="buffer.filters") for name in names}
+
+
+def dropped_by(filters: Mapping[str, Filter], summary: GroupSummary) -> str | None:
+    """The first filter that drops the group, or None."""
+    return next((name for name, keeps in filters.items() if not keeps(summary)), None)
+
+
+def fifo(summary: GroupSummary, deadline: int) -> float:
+    """Stored first, taken first."""
+    return 0
+
+
+def earliest_deadline(summary: GroupSummary, deadline: int) -> float:
+    """Due first, taken first."""
+    return deadline
+
+
+def freshest_first(summary: GroupSummary, deadline: int) -> float:
+    """Youngest oldest token first: the smallest lag that the window allows."""
+    return -summary.oldest_version
+
+
+def shortest_first(summary: GroupSummary, deadline: int) -> float:
+    """Fewest response tokens first."""
+    return sum(summary.response_lengths)
+
+
+ORDERS: Mapping[str, Preference] = {
+    order.__name__: order for order in (fifo, earliest_deadline, freshest_first, shortest_first)
+}
+
+
+def find_order(name: str) -> Preference:
+    """The built-in order of this name, or the function at ``module:function``.
+
+    Raises:
+        ValueError: there is none.
+    """
+    return find(name, ORDERS, option="buffer.order")
+
+
+def rank_of(prefer: Preference, summary: GroupSummary, deadline: int) -> float:
+    """What the selection order says of a group.
+
+    Raises:
+        ReplayBufferError: it is not a number.
+    """
+    rank = prefer(summary, deadline)
+    if not isinstance(rank, int | float) or rank != rank:
+        raise ReplayBufferError(f"buffer.order must give a number, got {rank!r:.40} for group {summary.group_id}")
+    return rank
+
+
+class Window:
+    """What a batch may still take, while it is being filled in any order of preference.
+
+    A batch takes ready groups one by one. A group due at w + k may be taken while, for every j < k, the seats left
+    after it suffice for the groups due at w + j or earlier that must be in. Once a deadline is closed it stays
+    closed, so filling a batch costs O(B·max_lag).
+    """
+
+    def __init__(self, required: Sequence[int], seats: int) -> None:
+        self._slack = [seats - number for number in required]
+        self._last = next((j for j, slack in enumerate(self._slack) if slack <= 0), len(self._slack))
+
+    @property
+    def last(self) -> int:
+        """Largest k whose groups may be taken now."""
+        return self._last
+
+    def take(self, k: int) -> None:
+        """Seat a group due at w + k."""
+        for j in range(min(k, len(self._slack))):
+            self._slack[j] -= 1
+            if self._slack[j] <= 0 and j < self._last:
+                self._last = j
+
+
+def choose_batch(
+    ready: Mapping[int, Sequence[Entry]], required: Sequence[int], *, version: int, seats: int
+) -> list[int]:
+    """The ``seats`` preferred groups among those that the window lets in.
+
+    Args:
+        ready: Deadline to stored groups, sorted.
+        required: From `StalenessRule.required`; the ready groups must satisfy it.
+        version: w, the version planned.
+        seats: B.
+    """
+    window = Window(required, seats)
+    tops = [(entries[0], deadline, 0) for deadline, entries in ready.items() if entries]
+    heapify(tops)
+    batch: list[int] = []
+    while len(batch) < seats:
+        (_, _, group_id), deadline, place = tops[0]
+        if deadline - version > window.last:
+            heappop(tops)
+            continue
+        batch.append(group_id)
+        window.take(deadline - version)
+        entries = ready[deadline]
+        if place + 1 < len(entries):
+            heapreplace(tops, (entries[place + 1], deadline, place + 1))
+        else:
+            heappop(tops)
+    return batch

@@ -1,0 +1,180 @@
+"""What the learner computes from a model's last hidden states, at chosen tokens of packed sequences.
+
+Each head is the module that FSDP shards as a whole: the Hugging Face model, and in ``forward`` the few numbers taken
+from it. Under Ulysses each rank holds part of the tokens; every sp rank returns the numbers of all of them.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from .attention import packed_layout
+from .logprobs import chunked_log_probs
+from .losses import LossInputs, TokenInputs, ValueInputs
+from .packing import MicroBatch
+from .pretrained import SCORE_HEAD
+from .ulysses import (
+    gather_outputs_and_unpad,
+    get_ulysses_sequence_parallel_rank,
+    get_ulysses_sequence_parallel_world_size,
+    ulysses_pad_and_slice_inputs,
+)
+
+
+class PackedHead(nn.Module):
+    """A Hugging Face model that runs on micro-batches, split over the sp ranks where there are several.
+
+    Attributes:
+        per_sequence: The head gives one number per sequence, not one per token in the loss; every token is packed.
+
+    Args:
+        pretrained: The model; its parameters are this module's.
+    """
+
+    per_sequence = False
+
+    def __init__(self, pretrained: PreTrainedModel) -> None:
+        super().__init__()
+        self.pretrained = pretrained
+
+    def forward(self, batch: MicroBatch) -> tuple[Tensor, ...]:
+        """[M] float32 tensors at the tokens in the loss of a micro-batch on the model's device."""
+        raise NotImplementedError
+
+    def inputs(self, batch: MicroBatch) -> TokenInputs:
+        """Run the model and hand an objective what it reads."""
+        raise NotImplementedError
+
+    def hidden_states(self, batch: MicroBatch) -> Tensor:
+        """Last hidden states [N, h] of a micro-batch on the model's device; this rank's part of them under Ulysses."""
+        sp_size = get_ulysses_sequence_parallel_world_size()
+        input_ids, position_ids, padding = ulysses_pad_and_slice_inputs(
+            batch.input_ids[None], batch.position_ids[None], sp_size
+        )
+        backbone = cast("nn.Module", self.pretrained.base_model)
+        return backbone(
+            input_ids=input_ids,
+            position_ids=position_ids,
+            use_cache=False,
+            packed=packed_layout(batch.lengths + (1,) * padding, batch.input_ids.device),
+        ).last_hidden_state[0]
+
+
+class LogProbHead(PackedHead):
+    """Log-probs of the tokens in the loss, and the entropies of their distributions.
+
+    Args:
+        causal_lm: The model; its parameters are this module's.
+        temperature: Softmax temperature at sampling, > 0.
+        chunk_tokens: Tokens whose logits are held in float32 at a time.
+    """
+
+    def __init__(self, causal_lm: PreTrainedModel, *, temperature: float, chunk_tokens: int) -> None:
+        super().__init__(causal_lm)
+        self.temperature = temperature
+        self.chunk_tokens = chunk_tokens
+
+    def forward(self, batch: MicroBatch) -> tuple[Tensor, ...]:
+        """Log-probs [M] float32 and entropies [M] float32 in nats."""
+        head = cast("nn.Linear", self.pretrained.get_output_embeddings())
+
+        def scores(hidden: Tensor, index: Tensor | slice) -> tuple[Tensor, Tensor]:
+            return chunked_log_probs(
+                hidden,
+                head.weight,
+                head.bias,
+                batch.targets[index],
+                temperature=self.temperature,
+                chunk_tokens=self.chunk_tokens,
+            )
+
+        return at_places(self.hidden_states(batch), batch.predict_index, scores)
+
+    def inputs(self, batch: MicroBatch) -> LossInputs:
+        """What a policy loss reads."""
+        log_probs, entropy = self(batch)
+        return LossInputs(
+            log_probs=log_probs,
+            entropy=entropy,
+            sequence_index=batch.sequence_index,
+            loss_lengths=batch.loss_lengths,
+            columns=_columns(batch, log_probs),
+        )
+
+
+class ValueHead(PackedHead):
+    """The critic's value of the state before each token in the loss.
+
+    The classifier's head is applied to the last hidden states as they are: a dropout before it is left out, since
+    values and returns must come from one function.
+    """
+
+    def forward(self, batch: MicroBatch) -> tuple[Tensor, ...]:
+        """Values [M] float32."""
+        return _scores_at(self, batch, batch.predict_index)
+
+    def inputs(self, batch: MicroBatch) -> ValueInputs:
+        """What the critic's objective reads."""
+        (values,) = self(batch)
+        return ValueInputs(
+            values=values,
+            sequence_index=batch.sequence_index,
+            loss_lengths=batch.loss_lengths,
+            columns=_columns(batch, values),
+        )
+
+
+class RewardHead(PackedHead):
+    """The reward model's score of each whole sequence, at its last token."""
+
+    per_sequence = True
+
+    def forward(self, batch: MicroBatch) -> tuple[Tensor, ...]:
+        """Scores [number of sequences] float32."""
+        return _scores_at(self, batch, torch.tensor(batch.lengths, device=batch.input_ids.device).cumsum(0) - 1)
+
+
+def _scores_at(head: PackedHead, batch: MicroBatch, places: Tensor) -> tuple[Tensor, ...]:
+    """A classifier's number at [M] packed places, the same on all sp ranks."""
+    linear = cast("nn.Linear", getattr(head.pretrained, SCORE_HEAD))
+
+    def scores(hidden: Tensor, _index: Tensor | slice) -> tuple[Tensor]:
+        return (F.linear(hidden, linear.weight, linear.bias).squeeze(-1).float(),)
+
+    return at_places(head.hidden_states(batch), places, scores)
+
+
+def _columns(batch: MicroBatch, values: Tensor) -> dict[str, Tensor]:
+    """The batch's columns. An empty micro-batch does not know their names: it has every column, with no entries."""
+    return batch.columns if len(values) else defaultdict(values.detach)
+
+
+def at_places(
+    hidden: Tensor, places: Tensor, compute: Callable[[Tensor, Tensor | slice], tuple[Tensor, ...]]
+) -> tuple[Tensor, ...]:
+    """Compute something from the hidden states at chosen packed places, each on the rank where it lies.
+
+    Args:
+        hidden: [N, h]; under Ulysses this rank's part of it.
+        places: [M] int64 packed places, the same on all sp ranks.
+        compute: Gives some [m] tensors from [m, h] hidden states and their index into ``places``.
+
+    Returns:
+        These tensors at all places, [M], on every sp rank.
+    """
+    if get_ulysses_sequence_parallel_world_size() == 1:
+        return compute(hidden.index_select(0, places), slice(None))
+    local = places - get_ulysses_sequence_parallel_rank() * len(hidden)
+    mine = (local >= 0) & (local < len(hidden))
+    values = torch.stack(compute(hidden.index_select(0, local[mine]), mine), dim=-1)
+    spread = values.new_zeros(len(hidden), values.shape[-1]).index_copy(0, local[mine], values)
+    # Every sp rank computes the same loss from what it collects, so its own part of the gradient is all it needs.
+    everyone = gather_outputs_and_unpad(spread, gather_dim=0, grad_scaler=False)
+    return tuple(value.clone() for value in everyone.index_select(0, places).unbind(-1))

@@ -1,0 +1,174 @@
+"""A sharded model on packed sequences: what policy, frozen reference, critic and reward model have in common.
+
+Every method is a collective: all ranks of the group call it together, each with its own share of the sequences, and an
+empty share is fine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import cast
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from .config import LearnerConfig
+from .fsdp import LearnerMesh, open_mesh, shard_model
+from .heads import LogProbHead, PackedHead
+from .lora import adapters_off, add_adapters
+from .packing import MicroBatch, num_micro_batches, pack
+from .roles import Role
+from .types import TokenSequence
+from .ulysses import UlyssesShardingManager, validate_ulysses_config
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedBatch:
+    """A batch of all ranks, as one of them sees it.
+
+    Attributes:
+        micro_batches: This rank's, as many as on every other rank.
+        num_tokens: Tokens in the loss, over all ranks.
+        num_sequences: Sequences with at least one such token, over all ranks.
+    """
+
+    micro_batches: list[MicroBatch]
+    num_tokens: int
+    num_sequences: int
+
+    def counts(self) -> dict[str, float]:
+        """The counts as metrics."""
+        return {
+            "num_tokens": float(self.num_tokens),
+            "num_sequences": float(self.num_sequences),
+            "num_micro_batches": float(len(self.micro_batches)),
+        }
+
+
+class PackedModel:
+    """Loads a role's model, shards it over the group and runs it on micro-batches.
+
+    Args:
+        config: The learner group's options.
+        role: What is loaded, and what it computes.
+        model_path: Directory in Hugging Face layout.
+        temperature: Softmax temperature of log-probs; that of sampling in RL, 1.0 for supervised training. > 0.
+
+    Attributes:
+        head: The module that is sharded: the Hugging Face model and what is computed from it.
+        mesh: This rank's place in the group.
+    """
+
+    def __init__(self, config: LearnerConfig, role: Role, *, model_path: str, temperature: float = 1.0) -> None:
+        _check_temperature(temperature)
+        self.config = config
+        self.role = role
+        self.model_path = model_path
+        self.mesh: LearnerMesh = open_mesh(config)
+        self.sharding = UlyssesShardingManager(self.mesh.device_mesh)
+        # Ranks other than the first receive their weights from it.
+        pretrained = role.load(model_path, torch.float32, on_meta=self.mesh.rank > 0)
+        if role.adapters and config.lora.rank:
+            add_adapters(pretrained, config.lora)
+        self.head: PackedHead = role.head(pretrained, config, temperature)
+        validate_ulysses_config(pretrained.config.num_attention_heads, config.sp_size)
+        if config.activation_checkpointing:
+            pretrained.gradient_checkpointing_enable({"use_reentrant": False})
+        shard_model(self.head, self.mesh, config)
+
+    @property
+    def pretrained(self) -> PreTrainedModel:
+        """The Hugging Face model inside."""
+        return self.head.pretrained
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """Type of the parameters while computing, and of published weights."""
+        return getattr(torch, self.config.dtype)
+
+    def scores(self, sequences: Sequence[TokenSequence]) -> list[np.ndarray]:
+        """What the role's head says of this rank's sequences: log-probs, values or rewards.
+
+        Returns:
+            [T] float32 per sequence, 0 where the token is not in the loss. A head that scores whole sequences has its
+            number at the last token.
+        """
+        return self._run(sequences)[0]
+
+    def log_probs_and_entropies(self, sequences: Sequence[TokenSequence]) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        """Log-probs as `scores` gives them, and the entropies in nats of the distributions, in the same layout."""
+        log_probs, entropies = self._run(sequences)
+        return log_probs, entropies
+
+    @contextmanager
+    def at_temperature(self, temperature: float) -> Iterator[None]:
+        """Inside, log-probs are taken under another softmax temperature, > 0."""
+        _check_temperature(temperature)
+        head = cast("LogProbHead", self.head)
+        before, head.temperature = head.temperature, temperature
+        try:
+            yield
+        finally:
+            head.temperature = before
+
+    @contextmanager
+    def frozen(self) -> Iterator[None]:
+        """Inside, the model computes what it did before any training: a role that is trained has its adapters off.
+
+        Raises:
+            ValueError: the role is trained and has no adapters.
+        """
+        if self.role.objective is None:
+            yield
+            return
+        with adapters_off(self.head):
+            yield
+
+    @torch.no_grad()
+    def _run(self, sequences: Sequence[TokenSequence]) -> list[list[np.ndarray]]:
+        """Each output of the head on this rank's sequences, as lists of [T] float32 arrays."""
+        self._set_training(False)
+        whole, results = self.head.per_sequence, []
+        with self.sharding:
+            for micro_batch in self._pack(sequences, whole=whole).micro_batches:
+                outputs = self.head(micro_batch.to(self.mesh.device))
+                results = results or [
+                    [np.zeros(len(s.input_ids), dtype=np.float32) for s in sequences] for _ in outputs
+                ]
+                sizes = [1] * len(micro_batch.lengths) if whole else micro_batch.loss_lengths.tolist()
+                for rows, values in zip(results, outputs, strict=True):
+                    parts = values.float().cpu().split(sizes)
+                    for source, part in zip(micro_batch.source, parts, strict=False):  # an empty one has no source
+                        places = slice(-1, None) if whole else sequences[source].loss_mask
+                        rows[source][places] = part.numpy()
+        return results
+
+    def _set_training(self, training: bool) -> None:
+        """Switch dropout on or off, where that changes anything: visiting every module takes a millisecond."""
+        if self.head.training != training:
+            self.head.train(training)
+
+    def _pack(self, sequences: Sequence[TokenSequence], *, whole: bool = False) -> PackedBatch:
+        """Micro-batches, as many on every rank; see `learner.packing.pack` for ``whole``."""
+        budget = self.config.max_tokens_per_micro_batch * self.mesh.sp_size
+        in_loss = [int(np.count_nonzero(sequence.loss_mask)) for sequence in sequences]
+        counts = torch.tensor([sum(in_loss), sum(map(bool, in_loss))], device=self.mesh.device)
+        num_tokens, num_sequences = self.mesh.sum_over_dp(counts).tolist()
+        count = max(1, int(self.mesh.largest(torch.tensor(num_micro_batches(sequences, budget, whole=whole)))))
+        micro_batches = pack(sequences, max_tokens=budget, count=count, whole=whole)
+        return PackedBatch(micro_batches=micro_batches, num_tokens=num_tokens, num_sequences=num_sequences)
+
+    def _reduce(self, sums: Sequence[dict[str, Tensor]]) -> dict[str, float]:
+        """Add this rank's micro-batches up, then the ranks, in one collective."""
+        names = list(sums[0])
+        table = torch.stack([torch.stack([row[name].double() for name in names]) for row in sums]).sum(0)
+        return dict(zip(names, self.mesh.sum_over_dp(table).tolist(), strict=True))
+
+
+def _check_temperature(temperature: float) -> None:
+    if temperature <= 0:
+        raise ValueError(f"the learner's temperature must be > 0, got {temperature}; greedy samples teach nothing")

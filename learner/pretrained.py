@@ -1,0 +1,145 @@
+"""Loads Hugging Face models with the packed attention: a causal language model, or a classifier with one label.
+
+The critic is a token classifier; the reward model is a sequence classifier.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    PreTrainedModel,
+)
+
+from .attention import ATTENTION_NAME
+
+log = logging.getLogger(__name__)
+
+SCORE_HEAD = "score"
+"""Attribute of a classifier that holds its linear head."""
+
+_CHANGES_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
+"""Options of model families whose logits are more than a linear map of the last hidden state."""
+
+
+def load_causal_lm(model_path: str, dtype: torch.dtype, *, on_meta: bool = False) -> PreTrainedModel:
+    """Load a causal language model.
+
+    Args:
+        model_path: Directory in Hugging Face layout.
+        dtype: Type of the parameters.
+        on_meta: Build the model without its weights, on the meta device; `learner.fsdp.shard_model` fills it.
+
+    Returns:
+        The model on the CPU or the meta device, in training mode.
+
+    Raises:
+        ValueError: there is no model at the path, or packed training would compute it wrongly.
+    """
+    _check_path(model_path)
+    config = AutoConfig.from_pretrained(model_path)
+    for name in _CHANGES_LOGITS:
+        if getattr(config, name, None) not in (None, 1, 1.0):
+            raise ValueError(f"{model_path!r} sets {name}={getattr(config, name)}, which the learner does not compute")
+    if on_meta:
+        with torch.device("meta"):
+            empty = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=ATTENTION_NAME)
+        return cast("PreTrainedModel", empty).train()
+    if getattr(config, "output_router_logits", False):
+        log.warning(
+            "%s sets output_router_logits=true: the learner does not add router_aux_loss_coef=%s times the routers' "
+            "balancing loss, which is not a sum over tokens and would depend on how micro-batches split them",
+            model_path,
+            getattr(config, "router_aux_loss_coef", None),
+        )
+    model = AutoModelForCausalLM.from_pretrained(
+        model_path, config=config, dtype=dtype, attn_implementation=ATTENTION_NAME
+    )
+    return _own_storage(cast("PreTrainedModel", model)).train()
+
+
+def load_critic(model_path: str, dtype: torch.dtype, *, on_meta: bool = False) -> PreTrainedModel:
+    """Load a token classifier with one label; a model without such a head gets one of zeros.
+
+    A new critic then predicts 0 for every state, so its first advantages are the returns themselves.
+
+    Args:
+        model_path: Directory in Hugging Face layout: a classifier, or a causal language model to start from.
+        dtype: Type of the parameters.
+        on_meta: See `load_causal_lm`.
+
+    Raises:
+        ValueError: there is no model at the path, or it has another number of labels.
+    """
+    model, missing = _load_classifier(AutoModelForTokenClassification, model_path, dtype, on_meta)
+    if missing:
+        head = cast("nn.Linear", getattr(model, SCORE_HEAD))
+        log.info("%s has no value head: the critic starts with one of zeros", model_path)
+        nn.init.zeros_(head.weight)
+        nn.init.zeros_(head.bias)
+    return model
+
+
+def load_reward_model(model_path: str, dtype: torch.dtype, *, on_meta: bool = False) -> PreTrainedModel:
+    """Load a sequence classifier with one label.
+
+    Args:
+        model_path: Directory in Hugging Face layout.
+        dtype: Type of the parameters.
+        on_meta: See `load_causal_lm`.
+
+    Raises:
+        ValueError: there is no model at the path, it has another number of labels, or its head is missing.
+    """
+    model, missing = _load_classifier(AutoModelForSequenceClassification, model_path, dtype, on_meta)
+    if missing:
+        raise ValueError(
+            f"reward model path must hold a trained sequence classifier, got {model_path!r} without {sorted(missing)}; "
+            "train one with AutoModelForSequenceClassification(num_labels=1)"
+        )
+    return model
+
+
+def _load_classifier(
+    auto_class: Any, model_path: str, dtype: torch.dtype, on_meta: bool
+) -> tuple[PreTrainedModel, set[str]]:
+    """The classifier, and the names of the head's parameters that the path does not have."""
+    _check_path(model_path)
+    if on_meta:
+        config = AutoConfig.from_pretrained(model_path, num_labels=1)
+        with torch.device("meta"):
+            return auto_class.from_config(config, dtype=dtype, attn_implementation=ATTENTION_NAME).train(), set()
+    try:
+        model, found = auto_class.from_pretrained(
+            model_path, num_labels=1, dtype=dtype, attn_implementation=ATTENTION_NAME, output_loading_info=True
+        )
+    except RuntimeError as error:  # transformers refuses a head of another shape
+        raise ValueError(f"a critic or reward model must have one label, got another at {model_path!r}") from error
+    missing = {name for name in found["missing_keys"] if name.startswith(SCORE_HEAD)}
+    strange = set(found["missing_keys"]) - missing
+    if strange or not isinstance(getattr(model, SCORE_HEAD, None), nn.Linear):
+        raise ValueError(
+            f"{model_path!r} lacks {sorted(strange) or SCORE_HEAD}: {type(model).__name__} is not a backbone with a "
+            f"linear {SCORE_HEAD!r} head, which the learner needs"
+        )
+    return _own_storage(model).train(), missing
+
+
+def _check_path(model_path: str) -> None:
+    if not (Path(model_path) / "config.json").is_file():
+        raise ValueError(f"model path must hold a Hugging Face model, got {model_path!r} without a config.json")
+
+
+def _own_storage(model: PreTrainedModel) -> PreTrainedModel:
+    """Copy the parameters: loaded weights are views of the file and cannot be resized."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+    return model

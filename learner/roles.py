@@ -1,0 +1,104 @@
+"""The learner's roles as data: which model each loads, what it computes, what it learns, and what it reads of others.
+
+A further role, such as a distillation teacher, is one more entry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from transformers import PreTrainedModel
+
+from .config import AlgorithmConfig, LearnerConfig, OptimizerConfig
+from .heads import LogProbHead, PackedHead, RewardHead, ValueHead
+from .objectives import Objective, policy_objective, value_objective
+from .pretrained import load_causal_lm, load_critic, load_reward_model
+
+
+class Loader(Protocol):
+    """Loads a model in Hugging Face layout."""
+
+    def __call__(self, model_path: str, dtype: torch.dtype, *, on_meta: bool = False) -> PreTrainedModel:
+        """See `learner.pretrained.load_causal_lm`."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Role:
+    """One role of the learner.
+
+    Attributes:
+        name: Under which other parts know it. Example: ``critic``.
+        load: Loads its model.
+        head: Wraps the loaded model, from it, the options and the sampling temperature.
+        column: Name of the column that it scores for other roles. Example: ``values``.
+        objective: What it learns; None where it is frozen.
+        optimizer: Its AdamW and schedule; None where it is frozen.
+        reads: Columns that its step takes, which it or another role scored before.
+        measured_steps: First learner steps in which it is measured and not trained.
+        adapters: Whether ``learner.lora`` gives it adapters.
+    """
+
+    name: str
+    load: Loader
+    head: Callable[[PreTrainedModel, LearnerConfig, float], PackedHead]
+    column: str
+    objective: Callable[[LearnerConfig, AlgorithmConfig], Objective] | None = None
+    optimizer: Callable[[LearnerConfig], OptimizerConfig] | None = None
+    reads: Callable[[AlgorithmConfig], tuple[str, ...]] = lambda _algorithm: ()
+    measured_steps: Callable[[LearnerConfig, AlgorithmConfig], int] = lambda _config, _algorithm: 0
+    adapters: bool = False
+
+
+def _log_prob_head(model: PreTrainedModel, config: LearnerConfig, temperature: float) -> LogProbHead:
+    return LogProbHead(model, temperature=temperature, chunk_tokens=config.logprob_chunk_tokens)
+
+
+def _read_by_actor(algorithm: AlgorithmConfig) -> tuple[str, ...]:
+    return ("values",) * algorithm.needs_critic + ("reference_logprobs",) * algorithm.needs_reference
+
+
+def _read_by_critic(algorithm: AlgorithmConfig) -> tuple[str, ...]:
+    return ("values", *(("reference_logprobs",) * (algorithm.kl_reward_coef > 0)))
+
+
+ACTOR = Role(
+    name="actor",
+    load=load_causal_lm,
+    head=_log_prob_head,
+    column="reference_logprobs",  # with its adapters off
+    objective=lambda _config, algorithm: policy_objective(algorithm),
+    optimizer=lambda config: config.optimizer,
+    reads=_read_by_actor,
+    measured_steps=lambda config, algorithm: config.critic.warmup_steps if algorithm.needs_critic else 0,
+    adapters=True,
+)
+CRITIC = Role(
+    name="critic",
+    load=load_critic,
+    head=lambda model, _config, _temperature: ValueHead(model),
+    column="values",
+    objective=lambda config, _algorithm: value_objective(config.critic.value_clip),
+    optimizer=lambda config: config.critic.optimizer,
+    reads=_read_by_critic,
+)
+REFERENCE = Role(name="ref", load=load_causal_lm, head=_log_prob_head, column="reference_logprobs")
+REWARD_MODEL = Role(
+    name="rm",
+    load=load_reward_model,
+    head=lambda model, _config, _temperature: RewardHead(model),
+    column="rewards",
+)
+
+ROLES = {role.name: role for role in (ACTOR, CRITIC, REFERENCE, REWARD_MODEL)}
+"""The roles by name."""
+
+
+def scored_by(column: str, config: LearnerConfig) -> Role:
+    """The role that scores a column: the reference's is the actor's under LoRA, with its adapters off."""
+    if column == REFERENCE.column:
+        return ACTOR if config.lora.rank else REFERENCE
+    return next(role for role in ROLES.values() if role.column == column)

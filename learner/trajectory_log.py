@@ -1,0 +1,95 @@
+"""A log of what was trained on: one parquet file per learner step and rank, one row per branch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from asyncrl.protocol.trajectory import UNVERSIONED, Branch, TrajectoryGroup
+
+from .types import RankBatch, TokenSequence, branches_of
+
+SCHEMA = pa.schema(
+    {
+        "group_id": pa.int64(),
+        "attempt": pa.int32(),
+        "prompt_ids": pa.list_(pa.int32()),
+        "response_ids": pa.list_(pa.int32()),
+        "response_mask": pa.list_(pa.bool_()),
+        "behavior_logprobs": pa.list_(pa.float32()),
+        "versions": pa.list_(pa.int32()),
+        "reward": pa.float32(),
+        "advantage": pa.float32(),
+        "lag": pa.int32(),
+    }
+)
+
+
+class TrajectoryLog:
+    """Writes consumed trajectories.
+
+    Args:
+        directory: Holds ``step_00000012_rank0.parquet`` for the step that version 12 consumed on rank 0.
+    """
+
+    def __init__(self, directory: str) -> None:
+        self._directory = Path(directory)
+        self._directory.mkdir(parents=True, exist_ok=True)
+
+    def write(
+        self,
+        batch: RankBatch,
+        groups: Mapping[int, TrajectoryGroup],
+        sequences: Sequence[TokenSequence],
+        *,
+        rank: int,
+    ) -> Path:
+        """Write one rank's samples of one step.
+
+        Args:
+            batch: This rank's share; its rewards are those that were trained on, a reward model's for one.
+            groups: Its groups by id.
+            sequences: One per branch, in the order of the batch's shares, with ``advantages``.
+            rank: Data-parallel rank.
+
+        Returns:
+            The file.
+        """
+        branches = [
+            (groups[share.group_id], branch)
+            for share in batch.shares
+            for branch in branches_of(groups[share.group_id], share.samples)
+        ]
+        rewards = batch.rewards
+        rows = [
+            _row(group, branch, sequence, rewards[sequence.trajectory], batch.version)
+            for (group, branch), sequence in zip(branches, sequences, strict=True)
+        ]
+        path = self._directory / f"step_{batch.version:08d}_rank{rank}.parquet"
+        pq.write_table(pa.Table.from_pylist(rows, schema=SCHEMA), path)
+        return path
+
+
+def _row(
+    group: TrajectoryGroup, branch: Branch, sequence: TokenSequence, reward: float, version: int
+) -> dict[str, Any]:
+    num_prompt = len(group.prompt_ids) if branch.turns[0] == 0 else 0  # a branch may begin without the prompt
+    versions = group.along(branch, "versions")
+    sampled = versions[versions != UNVERSIONED]
+    advantages = sequence.columns["advantages"][sequence.loss_mask]
+    return {
+        "group_id": group.group_id,
+        "attempt": group.attempt,
+        "prompt_ids": sequence.input_ids[:num_prompt],
+        "response_ids": sequence.input_ids[num_prompt:],
+        "response_mask": group.trained_mask(branch)[num_prompt:],
+        "behavior_logprobs": sequence.columns["behavior_logprobs"][num_prompt:],
+        "versions": versions[num_prompt:],
+        "reward": reward,
+        "advantage": float(advantages.mean()) if len(advantages) else 0.0,
+        "lag": version - int(sampled.min()) if len(sampled) else 0,
+    }

@@ -1,0 +1,322 @@
+"""verl's worker methods over the same trainer: a `DataProto` in, a `DataProto` out, and the caller waits.
+
+A row is a prompt padded on the left and a response padded on the right: ``input_ids``, ``attention_mask`` and
+``position_ids`` are [B, L]; ``responses`` and everything about single tokens are [B, R], R <= L, for the last R places.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from asyncrl.protocol.data_proto import DataProto
+from asyncrl.single_controller import register
+
+from .config import AlgorithmConfig, Correction, LearnerConfig
+from .packed_model import PackedModel
+from .roles import ACTOR, CRITIC, REFERENCE, REWARD_MODEL
+from .types import TokenSequence
+from .worker import BY_ROWS, ModelWorker
+
+_VERL_METRICS = {"value_loss": "vf_loss", "value_clip_fraction": "vf_clipfrac", "value_mean": "vpred_mean"}
+
+
+class ActorWorker(ModelWorker):
+    """One rank of the actor. With LoRA it is the reference too: the policy with its adapters off.
+
+    Args:
+        config: Options of the group it runs in.
+        algorithm: What is optimised.
+        options: Those of `ModelWorker`, by name.
+    """
+
+    def __init__(self, config: LearnerConfig, algorithm: AlgorithmConfig, **options: Any) -> None:
+        super().__init__(ACTOR, config, algorithm, **options)
+
+    @register(dispatch_mode=BY_ROWS)
+    def compute_log_prob(self, data: DataProto) -> DataProto:
+        """Log-probs and entropies of responses under the policy as it is.
+
+        Args:
+            data: Rows of ``input_ids``, ``attention_mask``, ``position_ids``, ``responses``; ``temperature`` of
+                ``meta_info`` replaces that of the run. Micro-batches are packed by this worker's own token budget,
+                whatever ``meta_info`` says about them.
+
+        Returns:
+            ``old_log_probs`` and ``entropys``, [B, R] float32, 0 where the response is padded.
+        """
+        temperature = float(data.meta_info.get("temperature", self._temperature))
+        with self._offload.reading(), self._model.at_temperature(temperature):
+            log_probs, entropies = self._model.log_probs_and_entropies(scored_sequences(data))
+        return DataProto.from_dict(
+            {"old_log_probs": response_rows(data, log_probs), "entropys": response_rows(data, entropies)},
+            meta_info={"temperature": temperature},
+        )
+
+    @register(dispatch_mode=BY_ROWS)
+    def compute_ref_log_prob(self, data: DataProto) -> DataProto:
+        """Log-probs of responses under the policy with its adapters off; see `ReferenceWorker`.
+
+        Raises:
+            ValueError: the policy has no adapters.
+        """
+        with self._offload.reading():
+            return _reference_rows(self._model, data, self._temperature)
+
+    @register(dispatch_mode=BY_ROWS)
+    def update_actor(self, data: DataProto) -> DataProto:
+        """Make the optimizer updates of one step.
+
+        Args:
+            data: Rows as for `compute_log_prob`, with ``old_log_probs`` and ``advantages``, ``response_mask`` where
+                not all attended response tokens are the policy's, ``rollout_log_probs`` where an off-policy correction
+                is configured and the engine's log-probs are not the old ones, ``ref_log_prob`` under
+                ``algorithm.kl_coef``. ``temperature`` of ``meta_info`` replaces that of the run.
+
+        Returns:
+            ``meta_info["metrics"]``: the step's metrics as ``actor/<name>``, the same on every rank.
+        """
+        columns = _columns_of(data, self._algorithm)
+        sequences = trained_sequences(data, columns, num_mini_batches=self._algorithm.num_mini_batches)
+        temperature = float(data.meta_info.get("temperature", self._temperature))
+        with self._offload.updating(), self._model.at_temperature(temperature):
+            metrics = self._step.update(sequences)
+        return DataProto(meta_info={"metrics": {f"actor/{name}": value for name, value in metrics.items()}})
+
+    @property
+    def _actor_model_offloaded(self) -> bool:
+        return self._model_offloaded
+
+    @property
+    def _actor_optimizer_offloaded(self) -> bool:
+        return self._optimizer_offloaded
+
+
+class CriticWorker(ModelWorker):
+    """One rank of the critic.
+
+    Args:
+        config: Options of the group it runs in; ``config.critic`` is its own part.
+        algorithm: What is optimised.
+        options: Those of `ModelWorker`, by name.
+    """
+
+    def __init__(self, config: LearnerConfig, algorithm: AlgorithmConfig, **options: Any) -> None:
+        super().__init__(CRITIC, config, algorithm, **options)
+
+    @register(dispatch_mode=BY_ROWS)
+    def compute_values(self, data: DataProto) -> DataProto:
+        """Values of the states before the tokens of responses.
+
+        Args:
+            data: Rows of ``input_ids``, ``attention_mask``, ``position_ids``, ``responses``.
+
+        Returns:
+            ``values`` [B, R] float32, 0 where the response is padded.
+        """
+        with self._offload.reading():
+            values = self._model.scores(scored_sequences(data))
+        return DataProto.from_dict({"values": response_rows(data, values)})
+
+    @register(dispatch_mode=BY_ROWS)
+    def update_critic(self, data: DataProto) -> DataProto:
+        """Make the optimizer updates of one step.
+
+        Args:
+            data: Rows as for `compute_values`, with ``values`` and ``returns``, and ``response_mask`` where not all
+                attended response tokens are the policy's.
+
+        Returns:
+            ``meta_info["metrics"]``: ``critic/vf_loss``, ``critic/vf_clipfrac``, ``critic/vpred_mean``,
+            ``critic/grad_norm``, ``critic/lr`` and the step's further metrics under ``critic/``.
+        """
+        columns = {"values": "values", "returns": "returns"}
+        sequences = trained_sequences(data, columns, num_mini_batches=self._algorithm.num_mini_batches)
+        with self._offload.updating():
+            metrics = self._step.update(sequences)
+        named = {f"critic/{_VERL_METRICS.get(name, name)}": value for name, value in metrics.items()}
+        return DataProto(meta_info={"metrics": named})
+
+
+class ReferenceWorker(ModelWorker):
+    """One rank of the reference, a frozen copy of the policy that the run starts from.
+
+    Args:
+        config: Options of the group it runs in.
+        algorithm: What is optimised.
+        options: Those of `ModelWorker`, by name.
+    """
+
+    def __init__(self, config: LearnerConfig, algorithm: AlgorithmConfig, **options: Any) -> None:
+        super().__init__(REFERENCE, config, algorithm, **options)
+
+    @register(dispatch_mode=BY_ROWS)
+    def compute_ref_log_prob(self, data: DataProto) -> DataProto:
+        """Log-probs of responses under the reference.
+
+        Args:
+            data: Rows of ``input_ids``, ``attention_mask``, ``position_ids``, ``responses``; ``temperature`` of
+                ``meta_info`` replaces that of the run.
+
+        Returns:
+            ``ref_log_prob`` [B, R] float32, 0 where the response is padded.
+        """
+        with self._offload.reading():
+            return _reference_rows(self._model, data, self._temperature)
+
+
+class RewardModelWorker(ModelWorker):
+    """One rank of the reward model; its model's tokens are the policy's.
+
+    Args:
+        config: Options of the group it runs in.
+        algorithm: What is optimised.
+        options: Those of `ModelWorker`, by name.
+    """
+
+    def __init__(self, config: LearnerConfig, algorithm: AlgorithmConfig, **options: Any) -> None:
+        super().__init__(REWARD_MODEL, config, algorithm, **options)
+
+    @register(dispatch_mode=BY_ROWS)
+    def compute_rm_score(self, data: DataProto) -> DataProto:
+        """Scores of whole rows, each at the last token of its response.
+
+        Args:
+            data: Rows of ``input_ids``, ``attention_mask``, ``position_ids``, ``responses``, in the reward model's own
+                tokens.
+
+        Returns:
+            ``rm_scores`` [B, R] float32, 0 but for the last attended token.
+        """
+        with self._offload.reading():
+            scores = self._model.scores(scored_sequences(data))
+        return DataProto.from_dict({"rm_scores": response_rows(data, scores)})
+
+
+def _reference_rows(model: PackedModel, data: DataProto, temperature: float) -> DataProto:
+    """``ref_log_prob`` of the rows under the weights that the run started from."""
+    with model.frozen(), model.at_temperature(float(data.meta_info.get("temperature", temperature))):
+        log_probs = model.scores(scored_sequences(data))
+    return DataProto.from_dict({"ref_log_prob": response_rows(data, log_probs)})
+
+
+def _columns_of(data: DataProto, algorithm: AlgorithmConfig) -> dict[str, str]:
+    """A sequence's columns, and verl's names for them."""
+    columns = {"behavior_logprobs": "old_log_probs", "advantages": "advantages"}
+    if algorithm.correction is not Correction.none:
+        columns["proximal_logprobs"] = "old_log_probs"
+        if "rollout_log_probs" in _names(data):
+            columns["behavior_logprobs"] = "rollout_log_probs"
+    if algorithm.kl_coef:
+        columns["reference_logprobs"] = "ref_log_prob"
+    return columns
+
+
+_NEEDED = ("input_ids", "attention_mask", "responses")
+
+
+def scored_sequences(data: DataProto) -> list[TokenSequence]:
+    """Sequences to score: every token of the responses that is attended to, environment's included.
+
+    Args:
+        data: B rows.
+
+    Raises:
+        ValueError: a column is missing, or positions do not count the attended tokens from 0.
+    """
+    return _sequences(data, _attended_responses(data), {})
+
+
+def trained_sequences(data: DataProto, columns: Mapping[str, str], *, num_mini_batches: int) -> list[TokenSequence]:
+    """Sequences to train on: the tokens of ``response_mask``, or where it is missing those that are attended to.
+
+    Args:
+        data: B rows.
+        columns: Name of a sequence's column to name of the [B, R] tensor that it is read from.
+        num_mini_batches: Optimizer updates; each trains on equally many neighbouring rows.
+
+    Raises:
+        ValueError: as `scored_sequences`.
+    """
+    attended = _attended_responses(data)
+    mask = _array(data, "response_mask").astype(bool) if "response_mask" in _names(data) else attended
+    tensors = {name: _array(data, source).astype(np.float32) for name, source in columns.items()}
+    sequences = _sequences(data, mask & attended, tensors)
+    return [
+        TokenSequence(
+            input_ids=s.input_ids,
+            loss_mask=s.loss_mask,
+            columns=s.columns,
+            mini_batch=index * num_mini_batches // len(sequences),
+        )
+        for index, s in enumerate(sequences)
+    ]
+
+
+def response_rows(data: DataProto, values: Sequence[np.ndarray]) -> Tensor:
+    """[B, R] float32 of [T] values per sequence, at the places of the responses' attended tokens; 0 elsewhere."""
+    attended = _attended_responses(data)
+    rows = np.zeros(attended.shape, dtype=np.float32)
+    for row, mask, value in zip(rows, attended, values, strict=True):
+        count = int(mask.sum())
+        row[mask] = value[len(value) - count :]
+    return torch.from_numpy(rows)
+
+
+def _sequences(data: DataProto, mask: np.ndarray, tensors: Mapping[str, np.ndarray]) -> list[TokenSequence]:
+    """One sequence per row: its attended tokens, with ``mask`` [B, R] in the loss."""
+    input_ids, attention = _array(data, "input_ids"), _array(data, "attention_mask").astype(bool)
+    _check_positions(data, attention)
+    num_prompt = input_ids.shape[1] - mask.shape[1]
+    sequences = []
+    for row, keep in enumerate(attention):
+        in_prompt, in_response = int(keep[:num_prompt].sum()), keep[num_prompt:]
+        loss_mask = np.concatenate([np.zeros(in_prompt, dtype=bool), mask[row, in_response]])
+        if len(loss_mask):
+            loss_mask[0] = False  # no token predicts the first one
+        columns = {
+            name: np.concatenate([np.zeros(in_prompt, dtype=np.float32), values[row, in_response]])
+            for name, values in tensors.items()
+        }
+        sequences.append(
+            TokenSequence(input_ids=input_ids[row, keep].astype(np.int32), loss_mask=loss_mask, columns=columns)
+        )
+    return sequences
+
+
+def _attended_responses(data: DataProto) -> np.ndarray:
+    """[B, R] bool, tokens of the responses that are attended to."""
+    missing = [name for name in _NEEDED if name not in _names(data)]
+    if missing:
+        raise ValueError(f"data must hold {list(_NEEDED)}, got {sorted(_names(data))}; add {missing}")
+    num_response = _array(data, "responses").shape[1]
+    attention = _array(data, "attention_mask").astype(bool)
+    return attention[:, attention.shape[1] - num_response :]
+
+
+def _check_positions(data: DataProto, attention: np.ndarray) -> None:
+    """Packing counts positions itself: others than these would silently be lost."""
+    if "position_ids" not in _names(data):
+        return
+    positions = _array(data, "position_ids")
+    counted = attention.cumsum(axis=1) - 1
+    if positions.shape != attention.shape or (positions != counted)[attention].any():
+        raise ValueError(
+            "position_ids must count the attended tokens of each row from 0, as cumsum(attention_mask) - 1 does; "
+            f"got others, of shape {positions.shape}"
+        )
+
+
+def _names(data: DataProto) -> set[str]:
+    return set() if data.batch is None else {str(name) for name in data.batch.keys()}  # noqa: SIM118 - a TensorDict
+
+
+def _array(data: DataProto, name: str) -> np.ndarray:
+    if name not in _names(data):
+        raise ValueError(f"data must hold {name!r}, got {sorted(_names(data))}; add it")
+    assert data.batch is not None
+    return data.batch[name].detach().cpu().numpy()

@@ -1,0 +1,90 @@
+"""A ledger driven by calls instead of commands, and summaries of groups, for the tests of the ledger and its bound."""
+
+from collections.abc import Iterable
+
+from asyncrl.protocol.types import GroupSummary, Plan
+from buffer.commands import (
+    Commit,
+    Enqueue,
+    Expire,
+    GrantedLease,
+    LeaseGroups,
+    PlanBatch,
+    Progress,
+    Put,
+    PutResult,
+    Release,
+    Renew,
+    SavePrefix,
+    TakeBack,
+)
+from buffer.ledger import Ledger
+
+
+def summary_of(
+    lease: GrantedLease,
+    *,
+    lengths: tuple[int, ...] = (5,),
+    rewards: tuple[float, ...] = (0.0, 1.0),
+    oldest: int | None = None,
+) -> GroupSummary:
+    """What a worker reports of the group of a lease; its tokens are of the lease's version unless said otherwise."""
+    version = lease.engine_version if oldest is None else oldest
+    return GroupSummary(
+        group_id=lease.group_id,
+        attempt=lease.attempt,
+        num_prompt_tokens=3,
+        response_lengths=lengths,
+        num_tokens=sum(lengths),
+        oldest_version=version,
+        newest_version=version,
+        rewards=rewards,
+    )
+
+
+class DrivenLedger(Ledger):
+    """A `Ledger` with one method per command."""
+
+    def enqueue(self, group_ids: Iterable[int]) -> list[int]:
+        return list(self.apply(Enqueue(group_ids=tuple(group_ids))).group_ids)
+
+    def lease(
+        self, engine_version: int, max_groups: int, *, owner: bytes = b"", now: float = 0.0
+    ) -> list[GrantedLease]:
+        command = LeaseGroups(engine_version=engine_version, max_groups=max_groups, owner=owner)
+        return list(self.apply(command, now).leases)
+
+    def renew(self, group_id: int, attempt: int, *, now: float) -> bool:
+        return self.apply(Renew(group_id=group_id, attempt=attempt), now).expires_at is not None
+
+    def save(self, lease: GrantedLease, progress: Progress, *, continued: bool = True) -> None:
+        self.apply(SavePrefix(group_id=lease.group_id, attempt=lease.attempt, progress=progress, continued=continued))
+
+    def put(self, summary: GroupSummary, *, continued: bool = True) -> PutResult:
+        return self.apply(Put(summary=summary, continued=continued)).result
+
+    def release(
+        self, group_id: int, attempt: int, *, num_tokens: int, reason: str = "aborted", continued: bool = True
+    ) -> None:
+        command = Release(group_id=group_id, attempt=attempt, num_tokens=num_tokens, reason=reason, continued=continued)
+        self.apply(command)
+
+    def expire(self, now: float) -> int:
+        return len(self.apply(Expire(), now).group_ids)
+
+    def take_back(self, owner: bytes) -> int:
+        return len(self.apply(TakeBack(owner=owner)).group_ids)
+
+    def plan(self, version: int) -> Plan | None:
+        return self.batch(version) if self.apply(PlanBatch(version=version)).group_ids else None
+
+    def commit(self, version: int) -> list[int]:
+        return list(self.apply(Commit(version=version)).group_ids)
+
+    def step(self) -> list[int]:
+        """Plan and commit the next batch; its group ids."""
+        version = self.learner_version
+        plan = self.plan(version)
+        assert plan is not None
+        assert self.commit(version) == [group.group_id for group in plan.groups]
+        return [group.group_id for group in plan.groups]

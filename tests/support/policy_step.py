@@ -1,0 +1,9 @@
+"""A learner step of the policy, as an algorithm describes it."""
+
+from learner.config import AlgorithmConfig
+from learner.objectives import policy_objective
+from learner.trainer import LearnerStep, Trainer
+
+
+def policy_step(trainer: Trainer, algorithm: AlgorithmConfig) -> LearnerStep:
+    return LearnerStep(trainer, policy_objective(algorithm), num_mini_batches=algorithm.num_mini_batches)
