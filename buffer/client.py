@@ -148,10 +148,10 @@ class BufferClient:
                 payload = [size_frame(sum(map(len, payload)))]
             await self._report("put", (group.group_id, group.attempt), summary_fields(group.summary), payload)
 
-    async def release(self, lease: Lease, *, num_tokens: int, reason: str) -> None:
+    async def release(self, lease: Lease, *, num_tokens: int, reason: str, drop: bool = False) -> None:
         """See `RolloutBuffer.release`. Also reports the tokens of a revoked lease; counted once."""
         key = lease.prompt.group_id, lease.attempt
-        fields = {"group_id": key[0], "attempt": key[1], "num_tokens": num_tokens, "reason": reason}
+        fields = {"group_id": key[0], "attempt": key[1], "num_tokens": num_tokens, "reason": reason, "drop": drop}
         await self._report("release", key, fields)
 
     async def _report(

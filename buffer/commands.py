@@ -226,6 +226,7 @@ class Release(Command[Released]):
         num_tokens: What the attempt has written, including the prefix that it continued.
         reason: What the tokens that are not saved are dropped for.
         continued: As in `SavePrefix`.
+        drop: Drop the group with all of its tokens; otherwise its prompt is queued again.
     """
 
     group_id: int
@@ -234,6 +235,7 @@ class Release(Command[Released]):
     reason: str
     continued: bool = True
     owner: bytes | None = None
+    drop: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

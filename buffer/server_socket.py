@@ -78,7 +78,8 @@ class ServerSocket:
         keys = server_keys(Path(config.keys)) if config.keys else None
         if keys is not None:
             self._gate = KeyGate(self._context, keys, self._count_unknown_key)
-        control, bulk = self._router(keys), self._router(keys)
+        control = self._router(keys, silent_s=4 * config.heartbeat_s)
+        bulk = self._router(keys, silent_s=max(config.request_timeout_s, 4 * config.heartbeat_s))
         self._service = make_service(self)
         self.address = self._bind(control, "address", config.port)
         self.bulk_port = int(self._bind(bulk, "bulk_address", config.bulk_port).rpartition(":")[2])
@@ -93,8 +94,8 @@ class ServerSocket:
             self._journal.write("epoch", epoch)
         return epoch
 
-    def _router(self, keys: ServerKeys | None) -> zmq.Socket[bytes]:
-        """A socket that closes connections whose other end is gone without a word."""
+    def _router(self, keys: ServerKeys | None, *, silent_s: float) -> zmq.Socket[bytes]:
+        """A socket that closes connections on which no whole frame came for ``silent_s``."""
         socket = self._context.socket(zmq.ROUTER)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -103,7 +104,7 @@ class ServerSocket:
         socket.setsockopt(zmq.RCVHWM, _MAX_UNREAD_MESSAGES)
         beat_ms = max(1, int(self._config.heartbeat_s * 1000))
         socket.setsockopt(zmq.HEARTBEAT_IVL, beat_ms)
-        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 4 * beat_ms)
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, max(4, int(silent_s * 1000)))
         if keys is not None:
             secure_server(socket, keys)
         return socket

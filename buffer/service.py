@@ -2,11 +2,10 @@
 
 Waits: ``lease`` for admission (`Admission`), ``enqueue`` for room in the queue (`PromptIntake`), ``plan`` for a batch
 (`BatchRequests`). After each burst of messages `settle` answers whoever can be answered now; a timer answers "nothing
-yet" otherwise. Two more timers stand at the next lease's expiry and the next producer's silence. All go by the loop's
-monotonic clock; nothing polls.
+yet" otherwise. Two more timers stand at the next lease's expiry and the next producer's silence. All go by a
+clock on which stalls of the loop do not count; nothing polls.
 """
 
-import asyncio
 import logging
 from collections.abc import Callable, Sequence
 
@@ -15,7 +14,7 @@ from asyncrl.protocol.types import BufferStats
 
 from .admission import Admission, PromptIntake
 from .batches import BatchRequests
-from .clock import Deadline
+from .clock import Deadline, LoopClock
 from .commands import NO_FRAMES, Commit, Expire, Progress, Put, PutResult, Release, SavePrefix
 from .config import BufferConfig
 from .journal import Journal
@@ -42,6 +41,7 @@ class BufferService:
         store: Keeps the payloads; None keeps them in this process.
         store_addresses: Where clients find the payloads, by group id modulo their number; empty if here.
         journal: What an earlier server left, and where this one writes; None keeps nothing.
+        clock: What deadlines are measured by; the running loop's unless a test brings another.
     """
 
     def __init__(
@@ -54,6 +54,7 @@ class BufferService:
         store: Store | None = None,
         store_addresses: Sequence[str] = (),
         journal: Journal | None = None,
+        clock: LoopClock | None = None,
     ) -> None:
         self.ledger = Ledger(
             StalenessRule(max_lag=config.max_lag, groups_per_step=groups_per_step),
@@ -66,21 +67,21 @@ class BufferService:
         self._config = config
         self._counters = counters
         self._store_addresses = list(store_addresses)
-        self._loop = asyncio.get_running_loop()
+        self._clock = LoopClock() if clock is None else clock
         self._mailbox = Mailbox(send)
         max_bytes = config.max_stored_bytes * max(1, len(store_addresses))
         self._store = PayloadStore(max_bytes, config.max_prompt_bytes, MemoryStore() if store is None else store)
         parts, hold_s = (self.ledger, self._store, self._mailbox), config.request_timeout_s / 2
         silent_s = _BEATS_TO_SILENCE * config.heartbeat_s
         self._intake = PromptIntake(*parts, queue_size=config.queue_size, hold_s=hold_s)
-        self._admission = Admission(*parts, hold_s=hold_s, silent_s=silent_s)
+        self._admission = Admission(*parts, clock=self._clock, hold_s=hold_s, silent_s=silent_s)
         max_filtered = config.max_filtered_steps * groups_per_step
         self._batches = BatchRequests(*parts, hold_s=hold_s, store_addresses=store_addresses, max_filtered=max_filtered)
         self._refused_for_space: set[bytes] = set()
         self._journal = journal
         self._forgettable: list[int] = []
-        self._expiry = Deadline(self._expire)
-        self._silence = Deadline(self._take_from_silent)
+        self._expiry = Deadline(self._expire, self._clock)
+        self._silence = Deadline(self._take_from_silent, self._clock)
         self._operations = {
             **self._intake.operations,
             **self._admission.operations,
@@ -98,7 +99,7 @@ class BufferService:
 
     def handle(self, client: bytes, request: Message) -> None:
         """Do what is asked; an error of this system becomes the reply. `settle` answers what is pending."""
-        self._admission.heartbeats.hear(client, self._loop.time())
+        self._admission.heartbeats.hear(client, self._clock.time())
         operation = self._operations.get(request.name)
         try:
             if operation is None:
@@ -131,7 +132,7 @@ class BufferService:
 
     def close(self) -> None:
         """Cancel every timer."""
-        for part in (self._intake, self._admission, self._batches, self._expiry, self._silence):
+        for part in (self._intake, self._admission, self._batches, self._expiry, self._silence, self._clock):
             part.close()
 
     def _recover(self, journal: Journal) -> None:
@@ -143,7 +144,7 @@ class BufferService:
             ledger.restore(recovered.snapshot)
         for command, outcome in recovered.commands:
             ledger.replay(command, outcome)
-        ledger.renew_all(self._loop.time())
+        ledger.renew_all(self._clock.time())
         ledger.drain_revocations()
         self._forgettable = ledger.drain_finished()
         ledger.log = journal
@@ -177,11 +178,11 @@ class BufferService:
     def _expire(self) -> None:
         lease_s = self._config.lease_s
         try:
-            if num_expired := len(self.ledger.apply(Expire(), self._loop.time()).group_ids):
+            if num_expired := len(self.ledger.apply(Expire(), self._clock.time()).group_ids):
                 logger.warning("%d leases were not renewed within %.1f s and were taken back", num_expired, lease_s)
         except ReplayBufferError as error:
             logger.error("expired leases stay until the journal can be written: %s", error)
-            self._expiry.at(self._loop.time() + lease_s)
+            self._expiry.at(self._clock.time() + lease_s)
             return
         self.settle()
 
@@ -226,6 +227,7 @@ class BufferService:
             reason=text(fields, "reason"),
             continued=flag(fields, "continued", default=True),
             owner=client,
+            drop=flag(fields, "drop", default=False),
         )
         self.ledger.apply(command)
         self._mailbox.reply(client, request.request_id)
@@ -257,7 +259,7 @@ class BufferService:
     def _hello(self, client: bytes, request: Message) -> None:
         """What a client must know; a producer says so, and is heard of from then on."""
         if flag(request.fields, "produces", default=False):
-            self._admission.heartbeats.enter(client, self._loop.time())
+            self._admission.heartbeats.enter(client, self._clock.time())
         rule = self.ledger.rule
         fields = {"max_lag": rule.max_lag, "groups_per_step": rule.groups_per_step, "stores": self._store_addresses}
         self._mailbox.reply(client, request.request_id, {**fields, "heartbeat_s": self._config.heartbeat_s})
@@ -281,7 +283,7 @@ class BufferService:
             **self._counters(),
             "stats": stats_fields(self._totals()),
             "finished": self.ledger.finished(),
-            "groups": self.ledger.describe(self._loop.time()),
+            "groups": self.ledger.describe(self._clock.time()),
             "producers": self._admission.describe(),
         }
         self._mailbox.reply(client, request.request_id, fields)

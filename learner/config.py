@@ -311,8 +311,9 @@ class LearnerConfig:
         keep_snapshots: Published weight versions kept on disk, the newest included; -1 keeps all.
         keep_checkpoints: Checkpoints kept on disk, the newest included; -1 keeps all.
         start_timeout_s: Deadline for the group to build its model.
-        step_timeout_s: Deadline of one learner step, and of a collective between ranks. A call of the controller is
-            given twice as long, since the step before it may still have the ranks.
+        step_timeout_s: Deadline of one learner step, and of a collective between ranks. The controller gives the first
+            step twice as long, since the step before it may still have the ranks; later steps get ten times the
+            longest step so far, at least 120 s and at most that. Calls that save, load or publish always get twice.
         optimizer: AdamW and its schedule.
         lora: Adapters on the policy.
         critic: The critic, where the algorithm has one.

@@ -34,8 +34,8 @@ from asyncrl.controller.run_folder import make_run_dir, shared_folder
 from asyncrl.data.prompts import PromptStream, load_eval_prompts
 from asyncrl.data.tokenization import load_tokenizer
 from asyncrl.metrics import TerminalView
-from asyncrl.protocol.errors import AsyncRLError, DeadlineError
-from asyncrl.protocol.log_tail import last_lines
+from asyncrl.protocol.errors import AsyncRLError, ClusterDiedError, DeadlineError
+from asyncrl.protocol.processes import last_lines
 from asyncrl.protocol.types import Prompt
 from asyncrl.sft.warm_start import finished_warm_start, warm_start
 
@@ -124,6 +124,8 @@ async def _until_done_or_stopped(
         if not isinstance(fault, asyncio.CancelledError):  # a signal has its own deadline
             last_words = _last_words(fault, run_dir)
             report_fault(last_words)
+            if isinstance(fault, ClusterDiedError):  # stopping goes through Ray, which would end this process first
+                _give_up(last_words, run_dir, EXIT_FAILED)
             give_up_after(timeout_s, lambda: _give_up(f"{last_words} ({too_long})", run_dir, EXIT_FAILED))
 
     def give_up() -> None:

@@ -6,25 +6,24 @@ Every wait is for the workers, under a deadline of `within`; Ray wakes it when t
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import ray
 
 from asyncrl.config import RunConfig
-from asyncrl.controller.cluster import WORKER_ENV, GroupLogs, stop_groups, within
+from asyncrl.controller.cluster import WORKER_ENV, stop_groups
 from asyncrl.controller.parts import FleetCounts
 from asyncrl.controller.run_folder import RunPaths
 from asyncrl.metrics import Evaluation
+from asyncrl.protocol.remote import within
 from asyncrl.protocol.types import Prompt, WeightSnapshot
 from asyncrl.single_controller import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from buffer import BufferConnection, BufferRole
 from rollout_fleet.config import RolloutFleetConfig, SamplingConfig, SaveProgress
-from rollout_fleet.types import FleetCounters
+from rollout_fleet.metrics import FleetCounters
 from rollout_fleet.worker import RolloutWorker
-
-T = TypeVar("T")
 
 
 class FleetGroup:
@@ -35,7 +34,6 @@ class FleetGroup:
     ) -> None:
         """Start the workers, in their own pool unless one is given; `start` brings up their engines."""
         self._config = config
-        self._logs = GroupLogs(part="rollout worker", name="rollout", folder=paths.logs)
         worker = RayClassWithInitArgs(
             ray.remote(RolloutWorker),
             _fleet_options(config),
@@ -60,7 +58,7 @@ class FleetGroup:
         """
         # The worker keeps the deadline itself, with a better message; this one is for a worker that hangs.
         timeout_s = self._config.rollout_fleet.start_timeout_s + 30
-        await self._in_time(self._group.start(), timeout_s, "the rollout engines", "rollout_fleet.start_timeout_s")
+        await within(self._group.start(), timeout_s, "the rollout engines", "rollout_fleet.start_timeout_s")
 
     async def run(self) -> None:
         """Roll out until `drain`; raises when an engine or a worker dies."""
@@ -74,28 +72,28 @@ class FleetGroup:
         num_waits = 2 if fleet.save_progress is SaveProgress.at_updates else 1  # for what runs to be cut off, too
         timeout_s = num_waits * fleet.load_timeout_s + 10
         what = f"loading weights of version {snapshot.version}"
-        await self._in_time(self._group.load_weights(snapshot), timeout_s, what, "rollout_fleet.load_timeout_s")
+        await within(self._group.load_weights(snapshot), timeout_s, what, "rollout_fleet.load_timeout_s")
         return loop.time() - began_s
 
     async def release_device(self) -> None:
         """See `ColocatedFleetPort.release_device`."""
         fleet = self._config.rollout_fleet
-        timeout_s = fleet.generate_timeout_s + fleet.reward_timeout_s + fleet.load_timeout_s + 10
-        option = "rollout_fleet.generate_timeout_s"
-        await self._in_time(self._group.release_device(), timeout_s, "the engines to release their devices", option)
+        timeout_s = fleet.drain_timeout_s + 2 * fleet.load_timeout_s + 10
+        option = "rollout_fleet.drain_timeout_s"
+        await within(self._group.release_device(), timeout_s, "the engines to release their devices", option)
 
     async def counters(self) -> FleetCounts:
         """See `FleetPort.counters`."""
         timeout_s = self._config.buffer.request_timeout_s
-        pending = self._group.counters()
-        return _total(await self._in_time(pending, timeout_s, "the fleet's counters", "buffer.request_timeout_s"))
+        return _total(
+            await within(self._group.counters(), timeout_s, "the fleet's counters", "buffer.request_timeout_s")
+        )
 
     async def drain(self) -> FleetCounts:
         """See `FleetPort.drain`."""
         timeout_s = 2 * self._config.buffer.request_timeout_s
         pending = self._group.drain()
-        what, option = "the fleet to stop its work", "twice buffer.request_timeout_s"
-        return _total(await self._in_time(pending, timeout_s, what, option))
+        return _total(await within(pending, timeout_s, "the fleet to put down its work", "buffer.request_timeout_s"))
 
     async def evaluate(self, prompts: Sequence[Prompt], *, policy_version: int) -> Evaluation:
         """Answer held-out prompts, sampled as in training and greedily.
@@ -123,12 +121,8 @@ class FleetGroup:
         count = self._config.rollout_fleet.num_engines
         shares = [list(prompts[index::count]) for index in range(count)]
         pending = self._group.evaluate(shares, [sampling] * count, [num_samples] * count)
-        timeout_s = self._config.evaluation.timeout_s
-        results = await self._in_time(pending, timeout_s, "the evaluation", "evaluation.timeout_s")
+        results = await within(pending, self._config.evaluation.timeout_s, "the evaluation", "evaluation.timeout_s")
         return [reward for result in results for reward in result.rewards]
-
-    async def _in_time(self, pending: Awaitable[T], timeout_s: float, what: str, option: str) -> T:
-        return await within(pending, timeout_s, what, option, self._logs)
 
 
 def _own_pool(config: RunConfig) -> RayResourcePool:

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from asyncrl.config import RunConfig, learner_pools, learner_roles
-from asyncrl.controller.cluster import WORKER_ENV, GroupLogs, all_of, stop_groups, within
+from asyncrl.controller.cluster import WORKER_ENV, all_of, stop_groups
 from asyncrl.controller.run_folder import RunPaths
+from asyncrl.protocol.remote import StepDeadline, within
 from asyncrl.protocol.types import Plan, WeightSnapshot
 from asyncrl.single_controller import (
     RayClassWithInitArgs,
@@ -47,9 +48,9 @@ class LearnerGroup:
         """Start the ranks; `init` builds their models."""
         self._config = config
         self._checkpoints = paths.checkpoints
-        self._logs = paths.logs
         self._batches: tuple[Plan | None, dict[str, list[RankBatch]]] = (None, {})
         self._scores: dict[str, RemoteScores] = {}
+        self._deadline = StepDeadline(2 * config.learner.step_timeout_s)
         self._roles = RoleGroups(
             config,
             buffer=buffer,
@@ -74,7 +75,7 @@ class LearnerGroup:
         if "rm" not in self._roles:
             return plan
         pending = self._roles["rm"].rewards(self._shares(plan, "rm"))
-        results = await self._in_time(pending, f"the rewards of step {plan.version}", role="rm")
+        results = await self._in_time(pending, f"the rewards of step {plan.version}")
         scores = {sample: reward for result in results for sample, reward in result.items()}
         groups = [
             replace(group, rewards=tuple(scores[group.group_id, sample] for sample in range(len(group.rewards))))
@@ -141,7 +142,7 @@ class LearnerGroup:
                     f"checkpoint.resume needs the critic of {checkpoint} in {critic}, got none; name an older "
                     "checkpoint, or resume with the algorithm that saved it"
                 )
-            await self._first(self._roles["critic"].load_checkpoint(str(critic)), f"loading {critic}", role="critic")
+            await self._first(self._roles["critic"].load_checkpoint(str(critic)), f"loading {critic}")
         return await self._first(self._roles["actor"].load_checkpoint(str(checkpoint)), f"loading {checkpoint}")
 
     async def save_policy(self, directory: Path) -> None:
@@ -200,17 +201,19 @@ class LearnerGroup:
         return await self._first(pending, what)
 
     async def _critic_metrics(self, pending: Awaitable[list[Mapping[str, float]]], what: str) -> Mapping[str, float]:
-        return {f"critic.{name}": value for name, value in (await self._first(pending, what, role="critic")).items()}
+        return {f"critic.{name}": value for name, value in (await self._first(pending, what)).items()}
 
-    async def _first(self, pending: Awaitable[list[T]], what: str, role: str = "actor") -> T:
+    async def _first(self, pending: Awaitable[list[T]], what: str) -> T:
         """Rank 0's answer; the ranks reduce what they measure among themselves."""
-        return (await self._in_time(pending, what, role))[0]
+        return (await self._in_time(pending, what))[0]
 
-    async def _in_time(self, pending: Awaitable[T], what: str, role: str = "") -> T:
-        option = "twice learner.step_timeout_s: the step before it has the ranks first"
-        pool = self._roles.pools.get(role, "")
-        logs = GroupLogs(part=f"{pool} rank", name=pool, folder=self._logs) if pool else None
-        return await within(pending, 2 * self._config.learner.step_timeout_s, what, option, logs)
+    async def _in_time(self, pending: Awaitable[T], what: str) -> T:
+        """Await a call; steps under a deadline that follows their durations, at first twice ``step_timeout_s``."""
+        kind, _, number = what.rpartition(" of step ")
+        if number and kind:
+            return await self._deadline.within(pending, kind, what, "learner.step_timeout_s")
+        # Twice: the step before the call has the ranks first.
+        return await within(pending, 2 * self._config.learner.step_timeout_s, what, "learner.step_timeout_s")
 
 
 class RoleGroups:

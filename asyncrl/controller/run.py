@@ -14,10 +14,10 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from asyncrl.config import RunConfig, stop_deadlines
-from asyncrl.controller.cluster import process_ended, ray_cluster, ray_died
+from asyncrl.controller.cluster import ray_cluster
 from asyncrl.controller.colocated import ColocatedController
 from asyncrl.controller.controller import Controller
 from asyncrl.controller.fleet_group import FleetGroup
@@ -36,8 +36,8 @@ from asyncrl.metrics import (
     summary_document,
     write_json,
 )
-from asyncrl.protocol.errors import WorkerDiedError
 from asyncrl.protocol.types import Prompt, WeightSnapshot
+from asyncrl.single_controller import ray_death
 from buffer import BufferClient, BufferConnection, BufferProcess
 from learner.advantages import ADVANTAGES
 from learner.config import AlgorithmConfig
@@ -106,7 +106,7 @@ class Run:
                 with self._view.waiting_for("Ray"):
                     await stack.enter_async_context(ray_cluster(self._config))
                 work = self._run_parts(stack, server, prompts)
-                summary = await _unless(work, [_buffer_died(server), ray_died()])
+                summary = await _unless(work, [server.death(), ray_death()])
             except BaseException as fault:
                 self._on_fault(fault)
                 raise
@@ -308,16 +308,3 @@ async def _together(first: Coroutine[Any, Any, T], second: Coroutine[Any, Any, U
     async with asyncio.TaskGroup() as tasks:
         left, right = tasks.create_task(first), tasks.create_task(second)
     return left.result(), right.result()
-
-
-async def _buffer_died(server: BufferProcess) -> NoReturn:
-    """Wait for the buffer server, a child process, to end.
-
-    Raises:
-        WorkerDiedError: it ended; the message ends with its log.
-    """
-    await process_ended(server.process.pid)
-    raise WorkerDiedError(
-        f"the buffer server (pid {server.process.pid}) died with status {server.process.poll()}; its log ends:\n"
-        f"{server.log_tail()}"
-    )

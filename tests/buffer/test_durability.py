@@ -65,25 +65,51 @@ async def test_acknowledged_work_survives_a_restart_exactly(tmp_path: Path):
         await worker.close()
 
 
-async def work(client: BufferClient, learner: dict[str, int]) -> None:
+class Learner:
+    """The version of the learner, and who waits for the next one."""
+
+    def __init__(self) -> None:
+        self.version = 0
+        self._advanced = asyncio.Event()
+
+    def advance(self) -> None:
+        self.version += 1
+        self._advanced.set()
+        self._advanced = asyncio.Event()
+
+    async def lease(self, client: BufferClient) -> list[Lease]:
+        """Leases at the newest version: a call that waits at an older one is cancelled."""
+        while True:
+            call = asyncio.ensure_future(client.lease(self.version, 2))
+            advanced = asyncio.ensure_future(self._advanced.wait())
+            try:
+                await asyncio.wait({call, advanced}, return_when=asyncio.FIRST_COMPLETED)
+                if call.done():
+                    return call.result()
+            finally:
+                advanced.cancel()
+                call.cancel()
+
+
+async def work(client: BufferClient, learner: Learner) -> None:
     """A rollout worker: leases at the learner's version, puts, and goes on whatever the buffer answers."""
     while True:
-        for lease in await client.lease(learner["version"], 2):
+        for lease in await learner.lease(client):
             with suppress(ReplayBufferError):
                 await client.put(rollout(lease, num_tokens=4 + lease.prompt.group_id % 7))
 
 
-async def train(control: BufferClient, learner: dict[str, int], *, num_steps: int) -> list[int]:
+async def train(control: BufferClient, learner: Learner, *, num_steps: int) -> list[int]:
     """A learner: returns the groups it consumed."""
     consumed: list[int] = []
-    while learner["version"] < num_steps:
-        plan = await control.plan(learner["version"])
+    while learner.version < num_steps:
+        plan = await control.plan(learner.version)
         ids = [group.group_id for group in plan.groups]
         fetched = await control.fetch(ids)
         assert [group.summary for group in fetched] == list(plan.groups)
         consumed += ids
-        await control.commit(learner["version"])
-        learner["version"] += 1
+        await control.commit(learner.version)
+        learner.advance()
         await asyncio.sleep(0.02)
     return consumed
 
@@ -92,7 +118,7 @@ async def train_through_kills(directory: Path, *, num_steps: int, kill_after: li
     """Workers and a controller run to the end while the server is killed at the times given."""
     server = Killable(directory, groups_per_step=4, max_lag=2, lease_s=1.0, queue_size=16, **options)
     *workers, control = (BufferClient(server.process.address, request_timeout_s=60.0) for _ in range(3))
-    learner = {"version": 0}
+    learner = Learner()
 
     async def kill() -> None:
         for seconds in kill_after:

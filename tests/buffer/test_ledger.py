@@ -214,6 +214,18 @@ def test_a_saved_prefix_is_continued_at_its_own_version_and_its_tokens_count_onc
     assert dead.engine_version == 0
 
 
+def test_a_group_that_is_released_to_be_dropped_is_finished_with_all_of_its_tokens():
+    of = ledger(2, 1, lease_s=10.0)
+    [lease] = of.lease(0, 1, now=0.0)
+    of.save(lease, Progress(num_tokens=40, oldest_version=0, newest_version=0))
+    for _ in range(2):
+        of.release(0, 0, num_tokens=45, reason="reward", drop=True)
+    stats = of.stats()
+    assert (stats.tokens_buffered, stats.tokens_dropped, stats.groups_dropped) == (0, {"reward": 45}, {"reward": 1})
+    assert of.finished() == [(0, 1)]
+    assert [each.group_id for each in of.lease(0, 1, now=0.0)] == [1]
+
+
 def test_a_commit_that_breaks_the_bound_is_refused_before_anything_changes():
     of = ledger(1, 1, first_version=5)
     old = GrantedLease(group_id=0, attempt=0, engine_version=0, deadline=1)

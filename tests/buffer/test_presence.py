@@ -2,14 +2,17 @@
 
 import asyncio
 import itertools
+import signal
 import time
+from pathlib import Path
 
 import pytest
 from groups import prompt, rollout, running
 
 from asyncrl.protocol.errors import LeaseExpired, NotLeaseOwner
-from buffer import BufferClient
+from buffer import BufferClient, BufferConfig, BufferProcess
 from buffer.admission import FairQueue
+from buffer.clock import LoopClock
 
 
 def fall_silent(client: BufferClient) -> None:
@@ -163,3 +166,44 @@ def test_whoever_got_less_is_served_first_and_an_absence_is_not_paid_back():
         turns.take(b"b")
     assert turns.turn_of(b"a") < turns.turn_of(b"b")
     assert turns.turn_of(b"new") == turns.turn_of(b"b") - 1
+
+
+async def test_a_stall_of_the_servers_loop_takes_no_lease_back(tmp_path: Path):
+    """150 leases of a worker that beats: the server stands still for longer than silence and leases may last."""
+    config = BufferConfig(heartbeat_s=0.4, lease_s=2.0)
+    with BufferProcess(config, groups_per_step=150, log_path=tmp_path / "log") as process:
+        worker = BufferClient(process.address, request_timeout_s=10.0)
+        await worker.enqueue([prompt(i) for i in range(150)])
+        leases = await worker.lease(0, 150)
+        assert len(leases) == 150
+        process.process.send_signal(signal.SIGSTOP)
+        await asyncio.sleep(2.6)
+        process.process.send_signal(signal.SIGCONT)
+        await worker.renew(leases)
+        await asyncio.sleep(0.5)
+        stats = await worker.stats()
+        assert (stats.groups["leased"], stats.groups["queued"]) == (150, 0)
+        assert "the loop stood still for" in process.log_tail()
+        await worker.close()
+
+
+async def test_a_stall_of_the_clients_own_loop_fails_no_request():
+    async with running() as run:
+        control, worker = run.client(), run.client(request_timeout_s=1.0)
+        waiting = asyncio.ensure_future(worker.lease(0, 1))
+        await worker.stats()
+        await control.enqueue([prompt(0)])
+        time.sleep(1.5)  # noqa: ASYNC251 - the loop itself is to stand still
+        assert len(await waiting) == 1
+
+
+async def test_the_time_in_which_a_loop_stands_still_does_not_count():
+    now = 100.0
+    clock = LoopClock(lambda: now)
+    now += 0.3
+    assert clock.time() == pytest.approx(100.3)
+    now += 60.0
+    assert clock.time() == pytest.approx(100.3)
+    now += 0.2
+    assert clock.time() == pytest.approx(100.5)
+    clock.close()

@@ -63,9 +63,19 @@ FAULTS = (
         words=("error: the controller died of SIGKILL",),
     ),
     Fault(
-        part="gcs/gcs_server", signal=signal.SIGKILL, moment=TRAINING, status=1, words=("error: Ray's gcs_server (pid",)
+        part="gcs/gcs_server",
+        signal=signal.SIGKILL,
+        moment=TRAINING,
+        status=1,
+        words=("error: Ray's control service (gcs_server",),
     ),
-    Fault(part="raylet/raylet", signal=signal.SIGKILL, moment=TRAINING, status=1, words=("error: Ray's raylet (pid",)),
+    Fault(
+        part="raylet/raylet",
+        signal=signal.SIGKILL,
+        moment=TRAINING,
+        status=1,
+        words=("error: Ray's node manager (raylet",),
+    ),
     Fault(
         part="buffer.server", signal=signal.SIGKILL, moment=TRAINING, status=1, words=("error: the buffer server (pid",)
     ),
@@ -76,7 +86,7 @@ FAULTS = (
         signal=signal.SIGSTOP,
         moment=TRAINING,
         status=1,
-        words=("error: waited", "rollout worker 0 did not answer", "rollout-0.log"),
+        words=("error: waited", "group 'rollout' rank 0"),
         options=_SHORT_WAITS,
         end_timeout_s=60.0,
     ),

@@ -69,7 +69,7 @@ def test_a_killed_ray_ends_the_run(start, process):
     run.wait_for_line("step 1/")
     run.kill(process)
     assert run.finish(60) == 1
-    assert f"Ray's {process.split('/')[1]}" in run.output
+    assert f"({process.split('/')[1]}, pid " in run.output
     assert "error: " in run.lines[-1]
     assert_nothing_is_left(run)
 

@@ -8,8 +8,8 @@ import pytest
 
 from asyncrl.protocol.errors import RewardError
 from asyncrl.protocol.types import Prompt
+from rollout_fleet.rewards.processes import RewardProcesses
 from rollout_fleet.rewards.registry import find_reward
-from rollout_fleet.rewards.scorer import RewardScorer
 
 pytestmark = pytest.mark.timeout(60)
 PROMPT = Prompt(group_id=7, prompt_ids=np.asarray([3, 4], dtype=np.int32), ground_truth="42")
@@ -43,7 +43,7 @@ async def user_rewards(tmp_path, monkeypatch):
     scorers = []
 
     async def make(function, *, timeout_s=20.0):
-        scorer = RewardScorer(f"user_rewards:{function}", num_processes=1, timeout_s=timeout_s)
+        scorer = RewardProcesses(f"user_rewards:{function}", num_processes=1, timeout_s=timeout_s)
         scorers.append(scorer)
         await scorer.start()
         return scorer
@@ -54,7 +54,7 @@ async def user_rewards(tmp_path, monkeypatch):
 
 
 async def test_exact_match_compares_the_whole_response_with_the_ground_truth():
-    scorer = RewardScorer("exact_match", num_processes=1, timeout_s=1.0)
+    scorer = RewardProcesses("exact_match", num_processes=1, timeout_s=1.0)
     rewards = await scorer.score(PROMPT, ["42", "420", " 42", "", "42"])
     assert rewards.tolist() == [1.0, 0.0, 0.0, 0.0, 1.0]
     assert rewards.dtype == np.float32
@@ -67,16 +67,18 @@ async def test_a_users_function_scores_in_a_process_of_its_own(user_rewards):
 
 async def test_a_reward_that_raises_is_named_with_group_and_remedy_and_the_next_group_is_scored(user_rewards):
     scorer = await user_rewards("by_kind")
-    with pytest.raises(RewardError, match=r"'user_rewards:by_kind' on prompt group 7 raised KeyError\('units'\); mend"):
+    with pytest.raises(RewardError, match=r"'user_rewards:by_kind' on prompt group 7 raised KeyError\('units'\); fix"):
         await scorer.score(PROMPT, ["raise"])
     assert (await scorer.score(PROMPT, ["fine"])).tolist() == [1.0]
 
 
 async def test_a_reward_that_hangs_is_an_error_by_its_deadline_and_its_process_is_killed(user_rewards):
     scorer = await user_rewards("by_kind", timeout_s=0.5)
-    (child,) = [p for p in psutil.Process().children() if "spawn_main" in " ".join(p.cmdline())]
+    (child,) = [p for p in psutil.Process().children() if "rollout_fleet.rewards.processes" in " ".join(p.cmdline())]
     started = time.monotonic()
-    with pytest.raises(RewardError, match=r"group 7 did not score it within 0.5 s; .*reward_timeout_s"):
+    with pytest.raises(
+        RewardError, match=r"group 7 did not score it within rollout_fleet.reward_timeout_s = 0.5 s; make it faster"
+    ):
         await scorer.score(PROMPT, ["hang"])
     assert time.monotonic() - started < 5
     assert await asyncio.to_thread(child.wait, 5) is not None or not child.is_running()
@@ -90,7 +92,7 @@ async def test_a_reward_that_ends_its_process_is_an_error(user_rewards):
 
 async def test_a_reward_that_is_no_number_is_an_error(user_rewards):
     scorer = await user_rewards("by_kind")
-    with pytest.raises(RewardError, match="returned 'high'; it must return a finite float"):
+    with pytest.raises(RewardError, match="returned 'high'; it must return one finite number per response"):
         await scorer.score(PROMPT, ["text"])
 
 
@@ -114,7 +116,7 @@ async def test_closing_ends_the_scoring_processes(user_rewards):
         ("no_such_module:f", "'no_such_module:f' cannot be imported"),
         ("math:no_such_function", "'math:no_such_function' cannot be imported"),
         ("math:pi", "'math:pi' must be callable, got float"),
-        (":f", "must be a built-in's name or module:function"),
+        (":f", r"must be a built-in \(exact_match\) or module:function, got ':f'"),
     ],
 )
 def test_an_unknown_reward_fails_by_name(name, message):

@@ -59,8 +59,13 @@ def _processes_of(name: str) -> Iterator[psutil.Process]:
         with contextlib.suppress(psutil.Error, OSError):
             if process.pid == os.getpid() or process.status() == psutil.STATUS_ZOMBIE:
                 continue
-            if process.environ().get(_VARIABLE) == name:
+            if process.environ().get(_VARIABLE) == name and not _ends_with_us(process):
                 yield process
+
+
+def _ends_with_us(process: psutil.Process) -> bool:
+    """Whether this is a helper of Python's multiprocessing, which ends when the pipe to this process closes."""
+    return process.ppid() == os.getpid() and any("from multiprocessing." in word for word in process.cmdline())
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""Runs a server so that nothing of it outlives its owner: ``guard.py OWNER_PID GRACE_S SCRATCH_DIR COMMAND...``.
+"""Runs a server so that nothing of it outlives its owner.
+
+Usage: ``process_guard.py OWNER_PID GRACE_S SCRATCH_DIR COMMAND...``
 
 SGLang's children die with the server only once they have finished importing, so the kernel's parent-death signal on
 the server alone leaks them. This process, of the standard library only, gets that signal instead and kills the

@@ -102,6 +102,16 @@ def test_a_server_that_ignores_sigterm_is_killed_after_its_grace(start):
     assert started.nothing_is_left()
 
 
+def test_a_server_that_is_stopped_is_killed_after_its_grace_and_leaves_nothing(start):
+    started = start("stubborn", grace_s=0.3)
+    started.process.send_signal(signal.SIGUSR1)
+    for name in ("child", "server"):
+        os.kill(started.pids[name], signal.SIGSTOP)
+    started.process.terminate()
+    assert started.process.wait(10) == 128 + signal.SIGKILL
+    assert started.nothing_is_left()
+
+
 def test_a_server_that_obeys_sigterm_leaves_no_child_either(start):
     started = start(grace_s=30)
     started.process.terminate()

@@ -1,4 +1,4 @@
-"""Several worker classes in one process: one Ray actor holds an instance of each, and a group for each calls it."""
+"""Fused workers: one Ray actor holds an instance of several worker classes, and one group per class calls it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import ray
 
 from asyncrl.protocol.errors import UsageError
 
-from .decorator import MAGIC_ATTR, Dispatch, materialize_async
-from .ray_class import RayClassWithInitArgs, unwrap
-from .route import FUSED_METHOD_SEPARATOR
+from .calls import FUSED_METHOD_SEPARATOR
+from .dispatch import MAGIC_ATTR, Dispatch, materialize_async
+from .placement import RayClassWithInitArgs, unwrap
 from .worker import Worker
 
 FusedWorkerCLSName = "FusedWorker"
@@ -36,10 +36,10 @@ def create_colocated_worker_cls(class_dict: dict[str, RayClassWithInitArgs]) -> 
 
 
 def create_colocated_worker_raw_cls(class_dict: dict[str, RayClassWithInitArgs]) -> type[Worker]:
-    """A class that holds one instance of each role as an attribute of the role's name; to be used, or subclassed.
+    """A class that holds one instance of each role in an attribute of that name; use it directly or subclass it.
 
-    A subclass may have methods that use several roles at once. Give `RayClassWithInitArgs` of it
-    ``fused_worker_used = True``, and call ``fuse`` on its group to reach the roles.
+    A subclass may have methods that use several roles. Set ``fused_worker_used = True`` on its
+    `RayClassWithInitArgs`, and call ``fuse`` on its group to reach the roles.
 
     Args:
         class_dict: Role to class and arguments.
@@ -52,21 +52,21 @@ def create_colocated_worker_raw_cls(class_dict: dict[str, RayClassWithInitArgs])
 
 
 def create_colocated_worker_cls_fused(class_dict: dict[str, RayClassWithInitArgs]) -> RayClassWithInitArgs:
-    """As `create_colocated_worker_cls`, with methods found by role when they are called, not bound beforehand."""
+    """As `create_colocated_worker_cls`, with methods looked up by role when they are called."""
     fused = RayClassWithInitArgs(ray.remote(create_colocated_worker_raw_cls(class_dict)))
     fused.fused_worker_used = True
     return fused
 
 
 def _host_class(name: str, class_dict: dict[str, RayClassWithInitArgs]) -> type[Worker]:
-    """A worker class whose instances make one instance of each role, which know of one another."""
+    """A worker class whose instances make one instance of each role and tell each about the others."""
     if not class_dict:
         raise UsageError("class_dict must name at least one role and its class, got none")
     members = [(role, unwrap(member.cls), member.args, member.kwargs) for role, member in class_dict.items()]
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         Worker.__init__(self, *args, **kwargs)
-        # Under verl's names, for subclasses and methods that look there.
+        # verl's names, which subclasses read.
         self.cls_names = [role for role, *_ in members]
         self.init_args_dict = {role: init_args for role, _, init_args, _ in members}
         self.init_kwargs_dict = {role: init_kwargs for role, _, _, init_kwargs in members}
@@ -116,7 +116,7 @@ def _route(self: Any, method_name: str, *args: Any, **kwargs: Any) -> Any:
 
 
 async def _route_async(self: Any, method_name: str, *args: Any, **kwargs: Any) -> Any:
-    """As `_route`, where some role has coroutines; futures are fetched here, so that no method blocks the loop."""
+    """As `_route`, for hosts with coroutines; futures are fetched here so that no method blocks the event loop."""
     role, _, name = method_name.partition(FUSED_METHOD_SEPARATOR)
     attrs = getattr(getattr(self.raw_cls_dict.get(role), name, None), MAGIC_ATTR, {})
     if attrs.get("materialize_futures"):

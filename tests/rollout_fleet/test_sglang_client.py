@@ -1,4 +1,4 @@
-"""Connections of the SGLang engine that break between two calls, against a server of the test's own."""
+"""Connections to an SGLang server that break between two calls, against a server of the test's own."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ import asyncio
 import socket
 import struct
 
-import aiohttp
 import pytest
 
 from asyncrl.protocol.errors import EngineError
-from rollout_fleet.config import Device, RolloutFleetConfig
-from rollout_fleet.engines import sglang
-from rollout_fleet.engines.sglang import SGLangEngine
-from rollout_fleet.engines.sglang_server import SERVER_KEEP_ALIVE_S
+from rollout_fleet.config import Device, SGLangConfig
+from rollout_fleet.engines import sglang_client
+from rollout_fleet.engines.sglang_client import SGLangClient
+from rollout_fleet.engines.sglang_server import SERVER_KEEP_ALIVE_S, SGLangServer
 
 
 class ResettingServer:
@@ -50,31 +49,40 @@ async def server():
 
 
 @pytest.fixture
-async def engine(server, model_path, tmp_path, monkeypatch):
-    monkeypatch.setattr(sglang, "DEATH_GRACE_S", 0.1)
-    engine = SGLangEngine(
-        RolloutFleetConfig(), model_path=model_path, device=Device.cpu, rank=0, log_dir=str(tmp_path), seed=0
+async def client(server, tmp_path, monkeypatch):
+    monkeypatch.setattr(sglang_client, "DEATH_GRACE_S", 0.1)
+    owner = SGLangServer(
+        SGLangConfig(),
+        model_path="",
+        device=Device.cpu,
+        name="sglang-0",
+        log_dir=str(tmp_path),
+        seed=0,
+        start_timeout_s=1.0,
+        stop_timeout_s=1.0,
     )
-    monkeypatch.setattr(engine._server, "wait_exit", asyncio.Event().wait)  # the server lives
-    async with aiohttp.ClientSession(await server.start()) as session:
-        engine._session = session
-        yield engine
+    monkeypatch.setattr(owner, "wait_exit", asyncio.Event().wait)  # the server lives
+    monkeypatch.setattr(SGLangServer, "url", await server.start())
+    client = SGLangClient(owner)
+    await client.open()
+    yield client
+    await client.close()
 
 
 @pytest.mark.parametrize("path", ["/update_weights_from_disk", "/weights_checker", "/pause_generation"])
-async def test_a_call_is_sent_again_when_an_idle_connection_was_reset(engine, server, path):
-    assert await engine._call("POST", "/continue_generation", {}, timeout_s=5) == {}
-    assert await engine._call("POST", path, {}, timeout_s=5) == {}
+async def test_a_call_is_sent_again_when_an_idle_connection_was_reset(client, server, path):
+    assert await client.call("POST", "/continue_generation", {}, timeout_s=5) == {}
+    assert await client.call("POST", path, {}, timeout_s=5) == {}
     assert server.requests == ["/continue_generation", path, path]
 
 
-async def test_generation_is_not_repeated_by_itself(engine, server):
-    await engine._call("POST", "/continue_generation", {}, timeout_s=5)
+async def test_generation_is_not_repeated_by_itself(client, server):
+    await client.call("POST", "/continue_generation", {}, timeout_s=5)
     with pytest.raises(EngineError, match="sglang-0 could not be reached for POST /generate"):
-        await engine._call("POST", "/generate", {}, timeout_s=5)
+        await anext(client.stream("/generate", {}))
     assert server.requests == ["/continue_generation", "/generate"]
 
 
-def test_the_client_drops_idle_connections_before_the_server_does(engine, tmp_path):
-    assert engine._server._environment(tmp_path)["SGLANG_TIMEOUT_KEEP_ALIVE"] == str(SERVER_KEEP_ALIVE_S)
-    assert sglang.CLIENT_KEEP_ALIVE_S < SERVER_KEEP_ALIVE_S / 2
+def test_the_client_drops_idle_connections_before_the_server_does(client, tmp_path):
+    assert client._server._environment(tmp_path)["SGLANG_TIMEOUT_KEEP_ALIVE"] == str(SERVER_KEEP_ALIVE_S)
+    assert sglang_client.CLIENT_KEEP_ALIVE_S < SERVER_KEEP_ALIVE_S / 2

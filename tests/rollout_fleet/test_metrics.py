@@ -1,4 +1,4 @@
-from rollout_fleet.meter import FleetMeter
+from rollout_fleet.metrics import FleetMeter
 
 
 class Clock:
@@ -13,11 +13,11 @@ def test_a_second_is_busy_while_anything_runs_and_waiting_only_when_nothing_does
     meter = FleetMeter(clock)
     meter.asking(True)
     clock.now += 2.0
-    meter.sent(2)
+    meter.running(2)
     clock.now += 3.0
-    meter.answered(1)
+    meter.running(1)
     clock.now += 1.0
-    meter.answered(1)
+    meter.running(0)
     clock.now += 0.5
     meter.asking(False)
     clock.now += 10.0
@@ -28,7 +28,7 @@ def test_a_second_is_busy_while_anything_runs_and_waiting_only_when_nothing_does
 def test_the_time_of_a_weight_load_is_not_busy():
     clock = Clock()
     meter = FleetMeter(clock)
-    meter.sent(1)
+    meter.running(1)
     clock.now += 3.0
     meter.loaded(0.5)
     clock.now += 1.0
@@ -39,9 +39,9 @@ def test_the_time_of_a_weight_load_is_not_busy():
 def test_a_weight_load_of_an_idle_engine_takes_nothing_off():
     clock = Clock()
     meter = FleetMeter(clock)
-    meter.sent(1)
+    meter.running(1)
     clock.now += 3.0
-    meter.answered(1)
+    meter.running(0)
     meter.loaded(0.5)
     assert meter.counters().busy_s == 3.0
 
@@ -55,6 +55,8 @@ def test_tokens_are_in_flight_until_stored_refused_or_released():
     meter.stored(10)
     meter.refused(5)
     meter.released(3)
+    meter.failed("reward")
     counters = meter.counters()
     assert (counters.tokens_generated, counters.tokens_in_flight) == (20, 2)
+    assert counters.groups_failed == {"reward": 1}
     assert (counters.groups_finished, counters.groups_refused, counters.groups_released) == (1, 1, 1)
