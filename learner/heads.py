@@ -48,8 +48,8 @@ class PackedHead(nn.Module):
         """[M] float32 tensors at the tokens in the loss of a micro-batch on the model's device."""
         raise NotImplementedError
 
-    def inputs(self, batch: MicroBatch) -> TokenInputs:
-        """Run the model and hand an objective what it reads."""
+    def inputs(self, batch: MicroBatch, *, entropy: bool = False) -> TokenInputs:
+        """Run the model and hand an objective what it reads, with entropies where it asks for them."""
         raise NotImplementedError
 
     def hidden_states(self, batch: MicroBatch) -> Tensor:
@@ -81,28 +81,30 @@ class LogProbHead(PackedHead):
         self.temperature = temperature
         self.chunk_tokens = chunk_tokens
 
-    def forward(self, batch: MicroBatch) -> tuple[Tensor, ...]:
-        """Log-probs [M] float32 and entropies [M] float32 in nats."""
+    def forward(self, batch: MicroBatch, *, entropy: bool = False) -> tuple[Tensor, ...]:
+        """Log-probs [M] float32, and where asked for entropies [M] float32 in nats."""
         head = cast("nn.Linear", self.pretrained.get_output_embeddings())
 
-        def scores(hidden: Tensor, index: Tensor | slice) -> tuple[Tensor, Tensor]:
-            return chunked_log_probs(
+        def scores(hidden: Tensor, index: Tensor | slice) -> tuple[Tensor, ...]:
+            log_probs, entropies = chunked_log_probs(
                 hidden,
                 head.weight,
                 head.bias,
                 batch.targets[index],
                 temperature=self.temperature,
                 chunk_tokens=self.chunk_tokens,
+                entropy=entropy,
             )
+            return (log_probs,) if entropies is None else (log_probs, entropies)
 
         return at_places(self.hidden_states(batch), batch.predict_index, scores)
 
-    def inputs(self, batch: MicroBatch) -> LossInputs:
+    def inputs(self, batch: MicroBatch, *, entropy: bool = False) -> LossInputs:
         """What a policy loss reads."""
-        log_probs, entropy = self(batch)
+        log_probs, *entropies = self(batch, entropy=entropy)
         return LossInputs(
             log_probs=log_probs,
-            entropy=entropy,
+            entropy=entropies[0] if entropies else None,
             sequence_index=batch.sequence_index,
             loss_lengths=batch.loss_lengths,
             columns=_columns(batch, log_probs),
@@ -120,7 +122,7 @@ class ValueHead(PackedHead):
         """Values [M] float32."""
         return _scores_at(self, batch, batch.predict_index)
 
-    def inputs(self, batch: MicroBatch) -> ValueInputs:
+    def inputs(self, batch: MicroBatch, *, entropy: bool = False) -> ValueInputs:
         """What the critic's objective reads."""
         (values,) = self(batch)
         return ValueInputs(

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from .config import LearnerConfig
-from .fsdp import LearnerMesh, open_mesh, shard_model
+from .fsdp import LearnerMesh, open_mesh, parameter_types, shard_model
 from .heads import LogProbHead, PackedHead
 from .lora import adapters_off, add_adapters
 from .packing import MicroBatch, num_micro_batches, pack
@@ -61,6 +61,7 @@ class PackedModel:
     Attributes:
         head: The module that is sharded: the Hugging Face model and what is computed from it.
         mesh: This rank's place in the group.
+        types: Types of the parameters: while computing, and as they are held.
     """
 
     def __init__(self, config: LearnerConfig, role: Role, *, model_path: str, temperature: float = 1.0) -> None:
@@ -71,9 +72,12 @@ class PackedModel:
         self.mesh: LearnerMesh = open_mesh(config)
         self.sharding = UlyssesShardingManager(self.mesh.device_mesh)
         # Ranks other than the first receive their weights from it.
-        pretrained = role.load(model_path, torch.float32, on_meta=self.mesh.rank > 0)
-        if role.adapters and config.lora.rank:
-            add_adapters(pretrained, config.lora)
+        self.types = parameter_types(config, self.mesh.device)
+        is_adapted = role.adapters and config.lora.rank > 0
+        held = self.types.trained if role.objective is not None and not is_adapted else self.types.frozen
+        pretrained = role.load(model_path, held, on_meta=self.mesh.rank > 0)
+        if is_adapted:
+            add_adapters(pretrained, config.lora, dtype=self.types.trained)
         self.head: PackedHead = role.head(pretrained, config, temperature)
         validate_ulysses_config(pretrained.config.num_attention_heads, config.sp_size)
         if config.activation_checkpointing:
@@ -88,7 +92,7 @@ class PackedModel:
     @property
     def compute_dtype(self) -> torch.dtype:
         """Type of the parameters while computing, and of published weights."""
-        return getattr(torch, self.config.dtype)
+        return self.types.compute
 
     def scores(self, sequences: Sequence[TokenSequence]) -> list[np.ndarray]:
         """What the role's head says of this rank's sequences: log-probs, values or rewards.
@@ -101,7 +105,7 @@ class PackedModel:
 
     def log_probs_and_entropies(self, sequences: Sequence[TokenSequence]) -> tuple[list[np.ndarray], list[np.ndarray]]:
         """Log-probs as `scores` gives them, and the entropies in nats of the distributions, in the same layout."""
-        log_probs, entropies = self._run(sequences)
+        log_probs, entropies = self._run(sequences, entropy=True)
         return log_probs, entropies
 
     @contextmanager
@@ -129,13 +133,13 @@ class PackedModel:
             yield
 
     @torch.no_grad()
-    def _run(self, sequences: Sequence[TokenSequence]) -> list[list[np.ndarray]]:
+    def _run(self, sequences: Sequence[TokenSequence], **asked: bool) -> list[list[np.ndarray]]:
         """Each output of the head on this rank's sequences, as lists of [T] float32 arrays."""
         self._set_training(False)
         whole, results = self.head.per_sequence, []
         with self.sharding:
             for micro_batch in self._pack(sequences, whole=whole).micro_batches:
-                outputs = self.head(micro_batch.to(self.mesh.device))
+                outputs = self.head(micro_batch.to(self.mesh.device), **asked)
                 results = results or [
                     [np.zeros(len(s.input_ids), dtype=np.float32) for s in sequences] for _ in outputs
                 ]

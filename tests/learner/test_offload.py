@@ -230,3 +230,21 @@ def test_sharded_parameters_leave_and_return(model_path: str) -> None:
         assert moved[0] == still[0]
         assert moved[2] == still[2]
         assert moved[1] == 0 < still[1]
+
+
+def test_one_slab_holds_all_copies_and_is_used_again() -> None:
+    tensors = [torch.arange(count, dtype=torch.float32) for count in (3, 1000, 1)]
+    movable = MovableTensors(lambda: tensors)
+    for _ in range(2):
+        movable.offload()
+        slab = movable._slab
+        assert slab.untyped_storage().nbytes() == 512 + 4096 + 512
+        assert all(tensor.untyped_storage().nbytes() == 0 for tensor in tensors)
+        movable.load()
+        assert [tensor[-1].item() for tensor in tensors] == [2.0, 999.0, 0.0]
+        assert movable._slab is slab
+    tensors.append(torch.ones(2000))
+    movable.offload()
+    assert len(movable._slab) == 512 + 4096 + 512 + 8192
+    movable.load()
+    assert tensors[3].sum().item() == 2000.0
