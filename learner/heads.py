@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from .attention import packed_layout
+from .config import AttentionKernel
 from .logprobs import chunked_log_probs
 from .losses import LossInputs, TokenInputs, ValueInputs
 from .packing import MicroBatch
@@ -32,6 +33,7 @@ class PackedHead(nn.Module):
     """A Hugging Face model that runs on micro-batches, split over the sp ranks where there are several.
 
     Attributes:
+        attention: What computes attention; never ``auto``.
         per_sequence: The head gives one number per sequence, not one per token in the loss; every token is packed.
 
     Args:
@@ -39,6 +41,7 @@ class PackedHead(nn.Module):
     """
 
     per_sequence = False
+    attention = AttentionKernel.sdpa
 
     def __init__(self, pretrained: PreTrainedModel) -> None:
         super().__init__()
@@ -63,7 +66,7 @@ class PackedHead(nn.Module):
             input_ids=input_ids,
             position_ids=position_ids,
             use_cache=False,
-            packed=packed_layout(batch.lengths + (1,) * padding, batch.input_ids.device),
+            packed=packed_layout(batch.lengths + (1,) * padding, batch.input_ids.device, self.attention),
         ).last_hidden_state[0]
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -84,14 +85,14 @@ class MovableTensors:
             starts.append(total)
             total += -(-storage.nbytes() // _ALIGNMENT) * _ALIGNMENT
         if total > len(self._slab):
-            on_device = any(storage.device.type == "cuda" for storage in storages)
-            if on_device and len(self._slab):
-                torch.cuda.cudart().cudaHostUnregister(self._slab.data_ptr())
+            runtime: Any = torch.cuda.cudart() if any(s.device.type == "cuda" for s in storages) else None
+            if runtime is not None and len(self._slab):
+                runtime.cudaHostUnregister(self._slab.data_ptr())
             self._slab = torch.empty(0, dtype=torch.uint8)  # the old one goes first
             self._slab = torch.empty(total, dtype=torch.uint8)
-            if on_device:
+            if runtime is not None:
                 # Not pin_memory=True: torch's pinned allocator rounds up to a power of two.
-                torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(self._slab.data_ptr(), total, 0))
+                torch.cuda.check_error(int(runtime.cudaHostRegister(self._slab.data_ptr(), total, 0)))
         return [self._slab[start : start + s.nbytes()] for start, s in zip(starts, storages, strict=True)]
 
     def _storages(self) -> list[torch.UntypedStorage]:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from learner import fsdp
@@ -175,12 +175,12 @@ def test_frozen_weights_are_held_in_the_computing_type_and_adapters_in_float32(m
 
 
 def reductions(model_path: str) -> dict[str, tuple[int, dict[str, float]]]:
-    """Reduce-scatters of one update of several micro-batches, and its metrics, for each way to synchronise."""
-    seen, reduce_scatter = {}, dist.reduce_scatter_tensor
+    """Reductions of two updates of several micro-batches, and its metrics, for each way to synchronise."""
+    seen, reduce = {}, _fsdp_param_group.foreach_reduce
     for sync, resharding in itertools.product(GradientSync, Resharding):
         config = replace(PLAIN, num_ranks=2, max_tokens_per_micro_batch=40, gradient_sync=sync, resharding=resharding)
         trainer, calls = Trainer(config, model_path=model_path, total_updates=2), []
-        dist.reduce_scatter_tensor = lambda *a, _calls=calls, **k: _calls.append(1) or reduce_scatter(*a, **k)
+        _fsdp_param_group.foreach_reduce = lambda *a, _calls=calls, **k: _calls.append(1) or reduce(*a, **k)
         step = policy_step(trainer, AlgorithmConfig())
         metrics = step.run(random_sequences(12)[trainer.mesh.dp_rank :: 2])
         fail_once(trainer, random_sequences(12)[trainer.mesh.dp_rank :: 2])
@@ -212,4 +212,4 @@ def test_gradients_are_summed_over_the_ranks_once_per_update(model_path: str) ->
         assert metrics["num_micro_batches"] >= 3
         assert metrics["grad_norm"] == pytest.approx(first["grad_norm"], rel=1e-4), name
         assert metrics["again"] == pytest.approx(second["grad_norm"], rel=1e-4), name
-        assert count == 2 if name.startswith("update") else count > 6, name  # one FSDP unit, two updates
+        assert count == 2 if name.startswith("update") else count >= 6, (name, count)  # one FSDP unit, two updates

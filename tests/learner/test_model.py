@@ -118,7 +118,7 @@ def test_a_router_loss_that_is_asked_for_is_said_to_be_left_out(tmp_path: Path, 
     config = json.loads((tmp_path / "model" / "config.json").read_text())
     (tmp_path / "model" / "config.json").write_text(json.dumps(config | {"output_router_logits": True}))
     load_causal_lm(path, torch.float32)
-    assert "adds no router_aux_loss_coef=0.001" in caplog.text
+    assert "does not add router_aux_loss_coef=0.001" in caplog.text
 
 
 def test_bfloat16_logits_are_not_rounded_before_the_softmax() -> None:

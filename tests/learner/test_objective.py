@@ -184,7 +184,7 @@ def test_the_adaptive_coefficient_follows_the_target() -> None:
         ({"num_mini_batches": 3, "groups_per_step": 2}, "num_mini_batches must be <= algorithm.groups_per_step"),
         ({"kl_target": 0.1}, "kl_target=0.1 adapts algorithm.kl_reward_coef, which is 0"),
         ({"kl_horizon": 0}, "kl_horizon must be >= 1"),
-        ({"trace": 1.5}, "trace must be in \\[0, 1\\], got 1.5"),
+        ({"gae_lambda": 1.5}, "gae_lambda must be in \\[0, 1\\], got 1.5"),
         ({"kl_coef": float("nan")}, "kl_coef must be >= 0, got nan"),
     ],
 )

@@ -176,16 +176,16 @@ def test_a_failed_update_adds_nothing_to_the_next_one(model_path: str) -> None:
 
 def test_a_move_that_fails_halfway_moves_nothing() -> None:
     tensors = [torch.arange(6.0), torch.arange(4.0)]
-    movable, clone = MovableTensors(lambda: tensors), torch.Tensor.clone
+    movable, copy = MovableTensors(lambda: tensors), torch.Tensor.copy_
     want = [tensor.tolist() for tensor in tensors]
 
-    def fail_on_the_second(self: torch.Tensor) -> torch.Tensor:
-        if self.numel() == 16:
+    def fail_on_the_second(self: torch.Tensor, source: torch.Tensor, **options: bool) -> torch.Tensor:
+        if source.numel() == 16:
             raise MemoryError
-        return clone(self)
+        return copy(self, source, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.Tensor, "clone", fail_on_the_second)
+        patch.setattr(torch.Tensor, "copy_", fail_on_the_second)
         with pytest.raises(MemoryError):
             movable.offload()
     assert (movable.offloaded, movable.device_bytes(), [t.tolist() for t in tensors]) == (False, 40, want)
