@@ -1,1 +1,55 @@
-"""asyncrl: asynchronous reinforcement learning of language models with a bounded staleness."""
+"""asyncrl: asynchronous reinforcement learning of language models with bounded staleness.
+
+The names below are resolved when they are first used: importing asyncrl loads neither torch nor ray.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .protocol import BatchData, DataProto, DataProtoConfig, DataProtoFuture, DataProtoItem
+    from .single_controller import (
+        Dispatch,
+        Execute,
+        RayClassWithInitArgs,
+        RayResourcePool,
+        RayWorkerGroup,
+        ResourcePoolManager,
+        Role,
+        Worker,
+        WorkerGroup,
+        create_colocated_worker_cls,
+        make_nd_compute_dataproto_dispatch_fn,
+        register,
+    )
+
+__all__ = [
+    "BatchData",
+    "DataProto",
+    "DataProtoConfig",
+    "DataProtoFuture",
+    "DataProtoItem",
+    "Dispatch",
+    "Execute",
+    "RayClassWithInitArgs",
+    "RayResourcePool",
+    "RayWorkerGroup",
+    "ResourcePoolManager",
+    "Role",
+    "Worker",
+    "WorkerGroup",
+    "create_colocated_worker_cls",
+    "make_nd_compute_dataproto_dispatch_fn",
+    "register",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    protocol = import_module(".protocol", __name__)
+    home = protocol if name in protocol.__all__ else import_module(".single_controller", __name__)
+    value = globals()[name] = getattr(home, name)
+    return value

@@ -19,6 +19,7 @@ import numpy as np
 from asyncrl.protocol.trajectory import Trajectory, TrajectoryGroup, Turn
 from asyncrl.protocol.types import FinishReason, GroupSummary, Lease, Prompt
 from benchmarks import buffer_peers
+from benchmarks.buffer_admission import admission_figures
 from benchmarks.buffer_raw import RawStore
 from benchmarks.report import Target, print_report
 from buffer import BufferClient, BufferConfig, BufferProcess, Ledger, StalenessRule, SyncBufferClient, encoding
@@ -335,6 +336,7 @@ TARGETS = {
     "ledger_transitions_per_s": Target(at_least=50_000),
     "ledger_cost_growth": Target(at_most=1.3),
     "slowest_producer_share": Target(at_least=0.5),
+    "saved_tokens_kept": Target(at_least=0.9),
 }
 
 
@@ -342,6 +344,7 @@ async def measure(*, quick: bool) -> dict[str, float | None]:
     """Every figure."""
     rounds = 3 if quick else 9
     figures: dict[str, float | None] = {}
+    figures |= admission_figures(num_ticks=1000 if quick else 3000)
     figures |= ledger_figures(100_000 if quick else 1_000_000, 3 if quick else 5)
     ratio, group_s = await against_raw(2_000_000, 32, rounds)
     figures |= {"payload_vs_raw_zmq": ratio, "payload_gb_per_s": 2 * 2_000_000 / group_s / 1e9}

@@ -25,12 +25,11 @@ from learner.objectives import policy_objective
 from learner.trainer import LearnerStep, Trainer
 from learner.types import group_sequences
 from learner.weights import SnapshotWriter
-from rollout_fleet.decoding import load_decoder
-from rollout_fleet.engines.model_files import read_model_facts
-from rollout_fleet.engines.transformers_model import AbortFlags, GenerationModel
+from rollout_fleet.engines.model_files import load_decoder, read_model_facts
+from rollout_fleet.engines.transformers_model import AbortFlag, GenerationModel
 from rollout_fleet.rewards.registry import find_reward
-from rollout_fleet.trajectory import to_trajectory_group
-from rollout_fleet.types import GenerationRequest, GroupOutput
+from rollout_fleet.trajectory_groups import to_trajectory_group
+from rollout_fleet.types import SampleOutput, SampleRequest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,10 +129,10 @@ class LaggedTraining:
         return [
             to_trajectory_group(
                 Lease(prompt=prompt, attempt=0, engine_version=version, deadline_version=version + self._lag),
-                output,
-                self._rewards(prompt, output),
+                samples,
+                self._rewards(prompt, samples),
             )
-            for prompt, output in zip(prompts, outputs, strict=True)
+            for prompt, samples in zip(prompts, outputs, strict=True)
         ]
 
     def _accuracy(self, snapshot: WeightSnapshot) -> float:
@@ -143,21 +142,25 @@ class LaggedTraining:
             torch.manual_seed(self._config.seed)
             outputs = self._generate(self._held_out, self._eval_samples, snapshot.version)
         return float(
-            np.concatenate([self._rewards(p, output) for p, output in zip(self._held_out, outputs, strict=True)]).mean()
+            np.concatenate(
+                [self._rewards(p, samples) for p, samples in zip(self._held_out, outputs, strict=True)]
+            ).mean()
         )
 
-    def _generate(self, prompts: Sequence[Prompt], num_samples: int, version: int) -> list[GroupOutput]:
+    def _generate(self, prompts: Sequence[Prompt], num_samples: int, version: int) -> list[list[SampleOutput]]:
+        """Return the samples of each prompt."""
         requests = [
-            GenerationRequest(
-                rid=f"{prompt.group_id:012d}-000",
+            SampleRequest(
+                id=f"{prompt.group_id}-{index}",
                 prompt_ids=prompt.prompt_ids,
-                num_samples=num_samples,
                 sampling=self._config.rollout_fleet.sampling,
             )
             for prompt in prompts
+            for index in range(num_samples)
         ]
-        return self._engine.generate(requests, [AbortFlags() for _ in requests], version)
+        outputs = self._engine.generate(requests, [AbortFlag() for _ in requests], version)
+        return [outputs[start : start + num_samples] for start in range(0, len(outputs), num_samples)]
 
-    def _rewards(self, prompt: Prompt, output: GroupOutput) -> np.ndarray:
-        texts = [self._decode(sample.token_ids.tolist()) for sample in output.samples]
+    def _rewards(self, prompt: Prompt, samples: Sequence[SampleOutput]) -> np.ndarray:
+        texts = [self._decode(sample.token_ids.tolist()) for sample in samples]
         return np.asarray([self._reward(prompt, text) for text in texts], dtype=np.float32)

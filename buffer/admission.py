@@ -1,9 +1,9 @@
 """Who waits for the ledger, and who wakes them: requests for leases, and prompts on their way into the queue.
 
 A request for leases waits until the ledger admits a group at its engine's version. It is looked at again after every
-burst of messages, and withdrawn by its client, by a goodbye, or by silence; a worker whose engine advances cancels it
-and asks again. Prompts wait for room in the queue, which a lease makes. Every wait ends under a timer, which answers
-"nothing yet".
+burst of messages, and withdrawn by its client, by a goodbye, or by silence. A worker whose engine advances cancels it
+and asks again; a commit answers those whose version it puts out of reach. Prompts wait for room in the queue, which a
+lease makes. Every wait ends under a timer, which answers "nothing yet".
 """
 
 import asyncio
@@ -16,6 +16,7 @@ from typing import Any
 
 from asyncrl.protocol.errors import ReplayBufferError, WireError
 
+from .clock import LoopClock
 from .commands import Enqueue, Frames, GrantedLease, LeaseGroups, Release, Renew, TakeBack
 from .groups import Group
 from .heartbeats import Heartbeats
@@ -224,18 +225,26 @@ class Admission:
         ledger: Admits.
         store: Holds the prompts, and says whether one more group fits.
         mailbox: Answers.
+        clock: What leases and heartbeats are measured by.
         hold_s: A request that nothing is granted to is answered after this long.
         silent_s: A producer not heard of for this long is gone.
     """
 
     def __init__(
-        self, ledger: Ledger, store: PayloadStore, mailbox: Mailbox, *, hold_s: float, silent_s: float
+        self,
+        ledger: Ledger,
+        store: PayloadStore,
+        mailbox: Mailbox,
+        *,
+        clock: LoopClock,
+        hold_s: float,
+        silent_s: float,
     ) -> None:
         self._ledger = ledger
         self._store = store
         self._mailbox = mailbox
         self._hold_s = hold_s
-        self._loop = asyncio.get_running_loop()
+        self._clock = clock
         self._pending = PendingRequests()
         self._granted: OrderedDict[tuple[bytes, int], list[GrantedLease | Group]] = OrderedDict()
         self._turns = FairQueue()
@@ -261,12 +270,12 @@ class Admission:
         """Take up the leases of the server before this one; their owners get the same timeout as everyone else."""
         for lease in leases:
             self._granted.setdefault((lease.owner, lease.request_id), []).append(lease)
-            self.heartbeats.enter(lease.owner, self._loop.time())
+            self.heartbeats.enter(lease.owner, self._clock.time())
 
     def describe(self) -> list[dict[str, Any]]:
         """What is known of every producer, for people."""
         num_leases = Counter(lease.owner for lease in self._ledger.leases())
-        return self.heartbeats.describe(self._loop.time(), num_leases)
+        return self.heartbeats.describe(self._clock.time(), num_leases)
 
     def _lease(self, client: bytes, message: Message) -> None:
         granted = self._granted.get((client, message.request_id))
@@ -282,6 +291,13 @@ class Admission:
 
     def _answer_nothing(self, request: PendingRequest) -> None:
         self._answer(request.client, request.request_id, [])
+
+    def answer_outdated(self) -> None:
+        """After a commit: let workers ask again whose engine is now too far behind for any group to begin."""
+        for request in self._pending.all():
+            if self._ledger.rule.deadline(request.fields["version"]) < self._ledger.learner_version:
+                self._pending.remove(request.client, request.request_id)
+                self._answer_nothing(request)
 
     def _can_grant(self) -> bool:
         """Whether a group waits that the freshest engine may begin, and fits."""
@@ -315,7 +331,7 @@ class Admission:
             owner=request.client,
             request_id=request.request_id,
         )
-        new = self._ledger.apply(command, self._loop.time()).leases
+        new = self._ledger.apply(command, self._clock.time()).leases
         for lease in new:
             if lease.progress is None:
                 self._store.prefixes.remove(lease.group_id)
@@ -361,14 +377,14 @@ class Admission:
 
     def _renew(self, client: bytes, message: Message) -> None:
         for group_id, attempt in zip(*_groups_and_attempts(message), strict=True):
-            renewed = self._ledger.apply(Renew(group_id=group_id, attempt=attempt), self._loop.time())
+            renewed = self._ledger.apply(Renew(group_id=group_id, attempt=attempt, owner=client), self._clock.time())
             if renewed.expires_at is None:
                 self._mailbox.push(client, REVOKED, {"group_id": group_id, "attempt": attempt})
         self._mailbox.reply(client, message.request_id)
 
     def _beat(self, client: bytes, message: Message) -> None:
         """A sign of life, which also makes a producer known that an earlier server knew."""
-        self.heartbeats.enter(client, self._loop.time())
+        self.heartbeats.enter(client, self._clock.time())
         self._mailbox.reply(client, message.request_id)
 
     def _leave(self, client: bytes, message: Message) -> None:
@@ -384,7 +400,7 @@ class Admission:
 
     def take_from_silent(self) -> None:
         """Take the leases of producers that are gone, before they run out."""
-        for client in self.heartbeats.take_silent(self._loop.time()):
+        for client in self.heartbeats.take_silent(self._clock.time()):
             self._pending.withdraw(client)
             taken = self._ledger.apply(TakeBack(owner=client))
             if taken.group_ids:

@@ -139,8 +139,10 @@ class BatchRequests:
             self.fail(self._store.largest_bytes)
 
     def fail_if_stuck(self, size: int) -> None:
-        """A put does not fit, and no batch is under way that could leave: plans would wait for it for ever."""
-        if self._ledger.num_planned == 0:
+        """A put does not fit, nothing is on its way and no batch could leave: plans would wait for it for ever."""
+        ledger = self._ledger
+        is_short = ledger.num_stored < ledger.rule.groups_per_step
+        if ledger.num_planned == 0 and is_short and not self._store.reserved_bytes:
             self.fail(size)
 
     def fail(self, size: int) -> None:

@@ -28,7 +28,7 @@ from asyncrl.protocol.trajectory import TrajectoryGroup
 from asyncrl.protocol.types import BufferStats, Lease, Plan, Prompt
 
 from .client_socket import ClientSocket
-from .encoding import group_frames, group_of, prompt_frames, prompt_of
+from .encoding import CHUNK_BYTES, JOIN_BELOW_BYTES, group_frames, group_of, prompt_frames, prompt_of
 from .keys import BufferRole, ClientKeys, client_keys
 from .messages import REVOKED, SPACE, Message, integer, integers
 from .stores import size_frame
@@ -127,6 +127,7 @@ class BufferClient:
         key, summary = (lease.prompt.group_id, lease.attempt), group.summary
         fields = {"group_id": key[0], "attempt": key[1], "continued": key not in self._prefixes}
         fields |= {"num_tokens": summary.num_tokens, "oldest_version": summary.oldest_version}
+        fields["newest_version"] = summary.newest_version
         await self._connect().request("save", fields, group_frames(group))
         self._prefixes.pop(key, None)
 
@@ -143,14 +144,14 @@ class BufferClient:
             if stores:
                 store = stores[group.group_id % len(stores)]
                 fields = {"group_id": group.group_id, "attempt": group.attempt}
-                await self._request_with_space(store, "put_payload", fields, payload)
+                await self._put_reserved(store, "put_payload", fields, payload)
                 payload = [size_frame(sum(map(len, payload)))]
             await self._report("put", (group.group_id, group.attempt), summary_fields(group.summary), payload)
 
-    async def release(self, lease: Lease, *, num_tokens: int, reason: str) -> None:
+    async def release(self, lease: Lease, *, num_tokens: int, reason: str, drop: bool = False) -> None:
         """See `RolloutBuffer.release`. Also reports the tokens of a revoked lease; counted once."""
         key = lease.prompt.group_id, lease.attempt
-        fields = {"group_id": key[0], "attempt": key[1], "num_tokens": num_tokens, "reason": reason}
+        fields = {"group_id": key[0], "attempt": key[1], "num_tokens": num_tokens, "reason": reason, "drop": drop}
         await self._report("release", key, fields)
 
     async def _report(
@@ -160,7 +161,7 @@ class BufferClient:
         if key in self._prefixes:
             fields["continued"] = False
         try:
-            await self._request_with_space(self._connect(), name, fields, payload)
+            await self._put_reserved(self._connect(), name, fields, payload)
         except (LeaseExpired, VersionTooOld, UnknownGroup):
             self._forget(key)
             raise
@@ -187,7 +188,8 @@ class BufferClient:
         num_queued = 0
         while num_queued < len(prompts):
             some = prompts[num_queued : num_queued + _PROMPTS_AT_ONCE]
-            encoded = [prompt_frames(prompt) for prompt in some]
+            encoded = _within_a_chunk([prompt_frames(prompt) for prompt in some])
+            some = some[: len(encoded)]
             fields = {"groups": [prompt.group_id for prompt in some], "counts": [len(frames) for frames in encoded]}
             payload = [frame for frames in encoded for frame in frames]
             reply = await self._request_with_space(self._connect(), "enqueue", fields, payload)
@@ -316,19 +318,35 @@ class BufferClient:
     async def _request_with_space(
         self, link: ClientSocket, name: str, fields: dict[str, Any], payload: Sequence[Any]
     ) -> Message:
-        """A request that is sent again for as long as the server is full."""
+        """A request that is sent again when something has left, or after half a deadline, for as long as it must."""
         while True:
-            self._space.clear()
+            space = self._space  # a push that comes while the request is on its way counts too
             try:
                 return await link.request(name, fields, payload)
             except StoreFull:
-                await self._wait_for_space()
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(self._timeout_s / 2):
+                        await space.wait()
 
-    async def _wait_for_space(self) -> None:
-        """Until the server says that something has left; after half a deadline the request is sent anyway."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(self._timeout_s / 2):
-                await self._space.wait()
+    async def _put_reserved(
+        self, link: ClientSocket, name: str, fields: dict[str, Any], payload: Sequence[Any]
+    ) -> Message:
+        """Reserve the bytes of a large payload before it is sent, and those of a small one that was refused."""
+        size = sum(map(len, payload))
+        if size >= JOIN_BELOW_BYTES:
+            payload = await self._reserve(link, fields, payload)
+        while True:
+            try:
+                return await link.request(name, fields, payload)
+            except StoreFull:
+                payload = await self._reserve(link, fields, payload)
+
+    async def _reserve(self, link: ClientSocket, fields: dict[str, Any], payload: Sequence[Any]) -> Sequence[Any]:
+        """Wait for room; returns what is to be sent, which is nothing where the lease is lost anyway."""
+        asked = {name: fields[name] for name in ("group_id", "attempt")} | {"num_bytes": sum(map(len, payload))}
+        while not (reply := await link.request("reserve", asked, caller="put")).fields.get("granted"):
+            pass
+        return payload if reply.fields["is_held"] else ()
 
     def _on_push(self, message: Message) -> None:
         if message.name == REVOKED:
@@ -336,6 +354,18 @@ class BufferClient:
             self._pushed.set()
         elif message.name == SPACE:
             self._space.set()
+            self._space = asyncio.Event()
+
+
+def _within_a_chunk(encoded: Sequence[Sequence[Any]]) -> list[Sequence[Any]]:
+    """As many of the prompts as make a chunk together; at least one."""
+    size, chosen = 0, []
+    for frames in encoded:
+        size += sum(map(len, frames))
+        if chosen and size > CHUNK_BYTES:
+            break
+        chosen.append(frames)
+    return chosen
 
 
 def _split_by_store(group_ids: Sequence[int], attempts: Sequence[int], num_stores: int) -> list[dict[str, list[int]]]:

@@ -41,6 +41,7 @@ class Connection:
         keys: CURVE keys, where the server has them.
         on_message: Called with the frames of each message.
         on_change: Called when the connection was made (True) or lost (False).
+        silent_s: A connection on which no whole frame came for this long is lost.
 
     Raises:
         ValueError: the address is malformed.
@@ -54,6 +55,7 @@ class Connection:
         keys: ClientKeys | None,
         on_message: Callable[[list[zmq.Frame]], None],
         on_change: Callable[[bool], None],
+        silent_s: float,
     ) -> None:
         self._on_change = on_change
         socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
@@ -62,7 +64,7 @@ class Connection:
         socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MAX_MS)
         socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
-        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 4 * _HEARTBEAT_MS)
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(1000 * silent_s))
         socket.setsockopt(zmq.SNDHWM, 0)
         if keys is not None:
             secure_client(socket, keys)
@@ -167,6 +169,7 @@ class ClientSocket:
             keys=keys,
             on_message=self._on_message,
             on_change=self._on_control_change,
+            silent_s=4 * _HEARTBEAT_MS / 1000,
         )
 
     def next_id(self) -> int:
@@ -341,6 +344,7 @@ class ClientSocket:
                 keys=self._keys,
                 on_message=self._on_chunk,
                 on_change=self._on_bulk_change,
+                silent_s=max(self._timeout_s, 4 * _HEARTBEAT_MS / 1000),
             )
         elif self._is_bulk_ready:
             self._resend(needs_bulk=True)

@@ -39,7 +39,7 @@ class LoopClock:
         self._last_seen = now
         if gap > _LONGEST_GAP_S:
             self.stalled_s += gap
-            logger.warning("the loop stood still for %.1f s; every deadline is put off by as much", gap)
+            logger.info("the loop stood still for %.1f s; every deadline is put off by as much", gap)
         return now - self.stalled_s
 
     def call_at(self, when: float, callback: Callable[[], None]) -> asyncio.TimerHandle:
@@ -67,10 +67,9 @@ class Deadline:
         clock: What the times are measured by.
     """
 
-    def __init__(self, on_due: Callable[[], None], clock: LoopClock | None = None) -> None:
+    def __init__(self, on_due: Callable[[], None], clock: LoopClock) -> None:
         self._on_due = on_due
         self._clock = clock
-        self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
         self._when = 0.0
 
@@ -80,10 +79,7 @@ class Deadline:
             return
         self.close()
         self._when = when
-        if self._clock is None:
-            self._timer = self._loop.call_at(when, self._fire)
-        else:
-            self._timer = self._clock.call_at(when, self._fire)
+        self._timer = self._clock.call_at(when, self._fire)
 
     def close(self) -> None:
         """Cancel the timer."""

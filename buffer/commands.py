@@ -29,12 +29,12 @@ class Progress:
     Attributes:
         num_tokens: Tokens the policy has written.
         oldest_version: Version of the oldest of them.
-        newest_version: Version of the newest of them; -1 where it is not known.
+        newest_version: Version of the newest of them.
     """
 
     num_tokens: int
     oldest_version: int
-    newest_version: int = -1
+    newest_version: int
 
 
 # Outcomes
@@ -226,6 +226,7 @@ class Release(Command[Released]):
         num_tokens: What the attempt has written, including the prefix that it continued.
         reason: What the tokens that are not saved are dropped for.
         continued: As in `SavePrefix`.
+        drop: Drop the group with all of its tokens; otherwise its prompt is queued again.
     """
 
     group_id: int
@@ -234,6 +235,7 @@ class Release(Command[Released]):
     reason: str
     continued: bool = True
     owner: bytes | None = None
+    drop: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

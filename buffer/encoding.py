@@ -128,7 +128,8 @@ def _dtype_of(name: str, column: np.ndarray) -> np.dtype:
 @lru_cache(maxsize=256)
 def _schema_bytes(schema: tuple[tuple[tuple[str, np.dtype, tuple[int, ...]], ...], ...]) -> bytes:
     named = [[(name, dtype.str, shape) for name, dtype, shape in scope] for scope in schema]
-    return msgpack.packb(named)
+    packed: Any = msgpack.packb(named)
+    return packed
 
 
 @lru_cache(maxsize=256)

@@ -143,7 +143,12 @@ class LedgerState:
             group = self.groups.running(command.group_id, command.attempt)
             assert group is not None
             num_counted = group.num_saved
-            self._hand_on(group)
+            if command.drop:
+                self.account.give_up(reason, num_saved=group.num_saved, num_inherited=group.num_inherited)
+                self.account.groups_dropped[reason] += 1
+                self._drop(group, stored=False)
+            else:
+                self._hand_on(group)
         elif outcome.was_owed and (owed := self.history.settle(command.group_id, command.attempt)) is not None:
             num_counted, reason = owed.num_counted, owed.reason
         else:

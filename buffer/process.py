@@ -9,10 +9,10 @@ import time
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import IO, Self
+from typing import IO, NoReturn, Self
 
 from asyncrl.protocol.errors import DeadlineError, WorkerDiedError
-from asyncrl.protocol.log_tail import last_lines
+from asyncrl.protocol.process_watch import last_lines, process_end
 
 from .client import BufferConnection
 from .config import BufferConfig
@@ -99,6 +99,18 @@ class BufferProcess:
             request_timeout_s=self._config.request_timeout_s,
             keys=self._config.keys,
             epoch=self._config.epoch,
+        )
+
+    async def death(self) -> NoReturn:
+        """Wait for the server to end.
+
+        Raises:
+            WorkerDiedError: it ended; the message ends with its log.
+        """
+        await process_end(self.process.pid)
+        status = self.process.poll()
+        raise WorkerDiedError(
+            f"the buffer server (pid {self.process.pid}) died with status {status}; its log ends:\n{self.log_tail()}"
         )
 
     def log_tail(self) -> str:

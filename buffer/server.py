@@ -70,6 +70,11 @@ class BufferServer:
         """Where it listens."""
         return self._endpoint.address
 
+    @property
+    def bulk_port(self) -> int:
+        """Where large payloads go."""
+        return self._endpoint.bulk_port
+
     def counters(self) -> dict[str, int]:
         """What was turned away, or could not be delivered."""
         return self._endpoint.counters()

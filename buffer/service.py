@@ -2,26 +2,25 @@
 
 Waits: ``lease`` for admission (`Admission`), ``enqueue`` for room in the queue (`PromptIntake`), ``plan`` for a batch
 (`BatchRequests`). After each burst of messages `settle` answers whoever can be answered now; a timer answers "nothing
-yet" otherwise. Two more timers stand at the next lease's expiry and the next producer's silence. All go by the loop's
-monotonic clock; nothing polls.
+yet" otherwise. Two more timers stand at the next lease's expiry and the next producer's silence. All go by a
+clock on which stalls of the loop do not count; nothing polls.
 """
 
-import asyncio
 import logging
 from collections.abc import Callable, Sequence
 
 from asyncrl.protocol.errors import AsyncRLError, ReplayBufferError, StoreFull, WireError
 from asyncrl.protocol.types import BufferStats
 
-from .admission import Admission, PromptIntake
+from .admission import Admission, PendingRequest, PendingRequests, PromptIntake
 from .batches import BatchRequests
-from .clock import Deadline
+from .clock import Deadline, LoopClock
 from .commands import NO_FRAMES, Commit, Expire, Progress, Put, PutResult, Release, SavePrefix
 from .config import BufferConfig
 from .journal import Journal
 from .ledger import Ledger
 from .mailbox import Mailbox, Send
-from .messages import REVOKED, SPACE, Message, flag, integer, text
+from .messages import REVOKED, SPACE, Message, count, flag, integer, text
 from .rule import StalenessRule
 from .stores import MemoryStore, PayloadStore, Store, size_of
 from .summaries import stats_fields, summary_of
@@ -42,6 +41,7 @@ class BufferService:
         store: Keeps the payloads; None keeps them in this process.
         store_addresses: Where clients find the payloads, by group id modulo their number; empty if here.
         journal: What an earlier server left, and where this one writes; None keeps nothing.
+        clock: What deadlines are measured by; the running loop's unless a test brings another.
     """
 
     def __init__(
@@ -54,6 +54,7 @@ class BufferService:
         store: Store | None = None,
         store_addresses: Sequence[str] = (),
         journal: Journal | None = None,
+        clock: LoopClock | None = None,
     ) -> None:
         self.ledger = Ledger(
             StalenessRule(max_lag=config.max_lag, groups_per_step=groups_per_step),
@@ -66,26 +67,29 @@ class BufferService:
         self._config = config
         self._counters = counters
         self._store_addresses = list(store_addresses)
-        self._loop = asyncio.get_running_loop()
+        self._clock = LoopClock() if clock is None else clock
         self._mailbox = Mailbox(send)
         max_bytes = config.max_stored_bytes * max(1, len(store_addresses))
         self._store = PayloadStore(max_bytes, config.max_prompt_bytes, MemoryStore() if store is None else store)
         parts, hold_s = (self.ledger, self._store, self._mailbox), config.request_timeout_s / 2
         silent_s = _BEATS_TO_SILENCE * config.heartbeat_s
         self._intake = PromptIntake(*parts, queue_size=config.queue_size, hold_s=hold_s)
-        self._admission = Admission(*parts, hold_s=hold_s, silent_s=silent_s)
+        self._admission = Admission(*parts, clock=self._clock, hold_s=hold_s, silent_s=silent_s)
         max_filtered = config.max_filtered_steps * groups_per_step
         self._batches = BatchRequests(*parts, hold_s=hold_s, store_addresses=store_addresses, max_filtered=max_filtered)
+        self._reserving = PendingRequests()
+        self._hold_s = hold_s
         self._refused_for_space: set[bytes] = set()
         self._journal = journal
         self._forgettable: list[int] = []
-        self._expiry = Deadline(self._expire)
-        self._silence = Deadline(self._take_from_silent)
+        self._expiry = Deadline(self._expire, self._clock)
+        self._silence = Deadline(self._take_from_silent, self._clock)
         self._operations = {
             **self._intake.operations,
             **self._admission.operations,
             **self._batches.operations,
             "hello": self._hello,
+            "reserve": self._reserve,
             "put": self._put,
             "release": self._release,
             "save": self._save_progress,
@@ -98,7 +102,7 @@ class BufferService:
 
     def handle(self, client: bytes, request: Message) -> None:
         """Do what is asked; an error of this system becomes the reply. `settle` answers what is pending."""
-        self._admission.heartbeats.hear(client, self._loop.time())
+        self._admission.heartbeats.hear(client, self._clock.time())
         operation = self._operations.get(request.name)
         try:
             if operation is None:
@@ -120,10 +124,12 @@ class BufferService:
                 self._forget_finished()
                 self._intake.fill()
                 self._admission.grant()
+                self._grant_reservations()
                 self._batches.fail_without_room()
         except ReplayBufferError as error:
             logger.error("nothing is granted while the journal cannot be written: %s", error)
         for revocation in self.ledger.drain_revocations():
+            self._store.free(revocation.group_id, revocation.attempt)
             fields = {"group_id": revocation.group_id, "attempt": revocation.attempt}
             self._mailbox.push(revocation.owner, REVOKED, fields)
         self._expiry.at(self.ledger.next_expiry())
@@ -131,19 +137,27 @@ class BufferService:
 
     def close(self) -> None:
         """Cancel every timer."""
-        for part in (self._intake, self._admission, self._batches, self._expiry, self._silence):
+        for part in (
+            self._reserving,
+            self._intake,
+            self._admission,
+            self._batches,
+            self._expiry,
+            self._silence,
+            self._clock,
+        ):
             part.close()
 
     def _recover(self, journal: Journal) -> None:
         """Take up the prompts, trajectories and leases of the server before this one; running leases start afresh."""
         ledger = self.ledger
-        journal.claim(ledger.options)
+        journal.claim({"epoch": self._config.epoch, **ledger.options})
         recovered = journal.recover()
         if recovered.snapshot is not None:
             ledger.restore(recovered.snapshot)
         for command, outcome in recovered.commands:
             ledger.replay(command, outcome)
-        ledger.renew_all(self._loop.time())
+        ledger.renew_all(self._clock.time())
         ledger.drain_revocations()
         self._forgettable = ledger.drain_finished()
         ledger.log = journal
@@ -177,11 +191,11 @@ class BufferService:
     def _expire(self) -> None:
         lease_s = self._config.lease_s
         try:
-            if num_expired := len(self.ledger.apply(Expire(), self._loop.time()).group_ids):
+            if num_expired := len(self.ledger.apply(Expire(), self._clock.time()).group_ids):
                 logger.warning("%d leases were not renewed within %.1f s and were taken back", num_expired, lease_s)
         except ReplayBufferError as error:
             logger.error("expired leases stay until the journal can be written: %s", error)
-            self._expiry.at(self._loop.time() + lease_s)
+            self._expiry.at(self._clock.time() + lease_s)
             return
         self.settle()
 
@@ -194,20 +208,45 @@ class BufferService:
 
     # Results
 
+    def _reserve(self, client: bytes, request: Message) -> None:
+        """Set bytes aside for a group before it is sent; the request waits until they fit, first come first."""
+        names = ("group_id", "attempt", "num_bytes")
+        fields = {name: integer(request.fields, name) for name in names}
+        pending = PendingRequest(client=client, request_id=request.request_id, fields=fields)
+        self._reserving.add(pending, self._hold_s, self._answer_no_room)
+
+    def _answer_no_room(self, pending: PendingRequest) -> None:
+        self._mailbox.reply(pending.client, pending.request_id)
+
+    def _grant_reservations(self) -> None:
+        for pending in self._reserving.all():
+            group_id, attempt, size = pending.fields.values()
+            try:
+                is_held = self.ledger.holds(group_id, attempt)
+                if is_held and not self._store.reserve(group_id, attempt, size):
+                    self._batches.fail_if_stuck(size)
+                    return
+                self._mailbox.reply(pending.client, pending.request_id, {"granted": True, "is_held": is_held})
+            except ReplayBufferError as error:
+                self._mailbox.fail(pending.client, pending.request_id, error)
+            self._reserving.remove(pending.client, pending.request_id)
+
     def _put(self, client: bytes, request: Message) -> None:
         summary = summary_of(request.fields)
         size = self._store.payloads.measure(request.payload)
         if self.ledger.holds(summary.group_id, summary.attempt):
-            self._check_space(size, size_of(self._store.prefixes.get(summary.group_id)))
+            reserved = self._store.reserved(summary.group_id, summary.attempt)
+            self._check_space(size, reserved + size_of(self._store.prefixes.get(summary.group_id)))
         continued = flag(request.fields, "continued", default=True)
         is_held = self.ledger.holds(summary.group_id, summary.attempt)
         frames = {("payload", summary.group_id): request.payload} if is_held else NO_FRAMES
-        result = self.ledger.apply(Put(summary=summary, continued=continued), frames=frames).result
+        result = self.ledger.apply(Put(summary=summary, continued=continued, owner=client), frames=frames).result
         if result is PutResult.filtered:
             self._batches.note_filtered()
         elif result is PutResult.stored:
             self._store.keep_payload(summary.group_id, request.payload, size)
             self._admission.heartbeats.count_put(client, summary.num_tokens)
+        self._store.free(summary.group_id, summary.attempt)
         self._mailbox.reply(client, request.request_id)
 
     def _check_space(self, size: int, replaced: int) -> None:
@@ -222,22 +261,26 @@ class BufferService:
         command = Release(
             group_id=integer(fields, "group_id"),
             attempt=integer(fields, "attempt"),
-            num_tokens=integer(fields, "num_tokens"),
+            num_tokens=count(fields, "num_tokens"),
             reason=text(fields, "reason"),
             continued=flag(fields, "continued", default=True),
+            owner=client,
+            drop=flag(fields, "drop", default=False),
         )
         self.ledger.apply(command)
+        self._store.free(command.group_id, command.attempt)
         self._mailbox.reply(client, request.request_id)
 
     def _save_progress(self, client: bytes, request: Message) -> None:
         fields, frames = request.fields, request.payload
         group_id, attempt = integer(fields, "group_id"), integer(fields, "attempt")
-        progress = Progress(num_tokens=integer(fields, "num_tokens"), oldest_version=integer(fields, "oldest_version"))
+        names = ("num_tokens", "oldest_version", "newest_version")
+        progress = Progress(**{name: count(fields, name) for name in names})
         if self.ledger.holds(group_id, attempt):
             replaced = size_of(self._store.prefixes.get(group_id))
             self._store.check_trajectory(size_of(frames), replaced=replaced)
         continued = flag(fields, "continued", default=True)
-        command = SavePrefix(group_id=group_id, attempt=attempt, progress=progress, continued=continued)
+        command = SavePrefix(group_id=group_id, attempt=attempt, progress=progress, continued=continued, owner=client)
         self.ledger.apply(command, frames={("progress", group_id): frames})
         self._store.prefixes.put(group_id, frames)
         self._mailbox.reply(client, request.request_id)
@@ -246,6 +289,7 @@ class BufferService:
         committed = self.ledger.apply(Commit(version=integer(request.fields, "version")))
         self._forget_finished()
         if committed.group_ids:
+            self._admission.answer_outdated()
             self._compact()
         self._stats(client, request)
 
@@ -254,7 +298,7 @@ class BufferService:
     def _hello(self, client: bytes, request: Message) -> None:
         """What a client must know; a producer says so, and is heard of from then on."""
         if flag(request.fields, "produces", default=False):
-            self._admission.heartbeats.enter(client, self._loop.time())
+            self._admission.heartbeats.enter(client, self._clock.time())
         rule = self.ledger.rule
         fields = {"max_lag": rule.max_lag, "groups_per_step": rule.groups_per_step, "stores": self._store_addresses}
         self._mailbox.reply(client, request.request_id, {**fields, "heartbeat_s": self._config.heartbeat_s})
@@ -278,7 +322,7 @@ class BufferService:
             **self._counters(),
             "stats": stats_fields(self._totals()),
             "finished": self.ledger.finished(),
-            "groups": self.ledger.describe(self._loop.time()),
+            "groups": self.ledger.describe(self._clock.time()),
             "producers": self._admission.describe(),
         }
         self._mailbox.reply(client, request.request_id, fields)

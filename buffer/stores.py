@@ -138,6 +138,10 @@ class PayloadStore:
         max_bytes: Bound on trajectories and prefixes.
         max_prompt_bytes: Bound on prompts, from before they are queued until their groups are finished.
         store: Keeps the trajectories.
+
+    Attributes:
+        largest_bytes: Size of the largest group so far.
+        reserved_bytes: Set aside for what is on its way.
     """
 
     def __init__(self, max_bytes: int, max_prompt_bytes: int, store: Store) -> None:
@@ -147,11 +151,36 @@ class PayloadStore:
         self.max_bytes = max_bytes
         self.max_prompt_bytes = max_prompt_bytes
         self.largest_bytes = 0
+        self._reserved: dict[tuple[int, int], int] = {}
+        self.reserved_bytes = 0
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of trajectories and prefixes."""
-        return self.prefixes.num_bytes + self.payloads.stored_bytes
+        """Bytes of trajectories and prefixes, and those reserved for what is on its way."""
+        return self.prefixes.num_bytes + self.payloads.stored_bytes + self.reserved_bytes
+
+    def reserve(self, group_id: int, attempt: int, size: int) -> bool:
+        """Set bytes aside for a payload that is to be sent; False while they do not fit.
+
+        Raises:
+            ReplayBufferError: they never will.
+        """
+        self.free(group_id, attempt)
+        try:
+            self.check_trajectory(size, replaced=size_of(self.prefixes.get(group_id)))
+        except StoreFull:
+            return False
+        self._reserved[group_id, attempt] = size
+        self.reserved_bytes += size
+        return True
+
+    def reserved(self, group_id: int, attempt: int) -> int:
+        """Bytes set aside for a payload."""
+        return self._reserved.get((group_id, attempt), 0)
+
+    def free(self, group_id: int, attempt: int) -> None:
+        """Give back what was set aside: the payload is here, or will not come."""
+        self.reserved_bytes -= self._reserved.pop((group_id, attempt), 0)
 
     def recover(self, frames: Mapping[str, Mapping[int, Frames]], ledger: Ledger) -> None:
         """Take up what a journal kept of unfinished groups."""
@@ -183,7 +212,8 @@ class PayloadStore:
 
     def has_room_for_group(self, num_leased: int) -> bool:
         """Whether one more group fits beside what is held and what the running leases may bring."""
-        return self.held_bytes + (num_leased + 1) * self.largest_bytes <= self.max_bytes
+        held_bytes = self.held_bytes - self.reserved_bytes
+        return held_bytes + (num_leased + 1) * self.largest_bytes <= self.max_bytes
 
     def check_trajectory(self, size: int, *, replaced: int = 0) -> None:
         """Refuse a payload, or a prefix, that does not fit.

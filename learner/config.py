@@ -338,6 +338,7 @@ class LearnerConfig:
         logprob_chunk_tokens: Tokens whose logits are held in float32 at a time.
         activation_checkpointing: Recompute layers in the backward pass.
         torch_compile: Compile the decoder layers with ``torch.compile``; the first steps take longer.
+        skip_selftest: Why the self-test of loaded models is skipped; empty runs it. Example: ``checked by hand``.
         fsdp_size: Ranks that share one copy of the parameters; -1: all. Fewer is HSDP: num_ranks ÷ fsdp_size copies,
             gathered inside a node, say, and reduced across.
         gradient_sync: ``update`` sums gradients over the ranks once per optimizer update and holds whole gradients in
@@ -355,8 +356,9 @@ class LearnerConfig:
         keep_snapshots: Published weight versions kept on disk, the newest included; -1 keeps all.
         keep_checkpoints: Checkpoints kept on disk, the newest included; -1 keeps all.
         start_timeout_s: Deadline for the group to build its model.
-        step_timeout_s: Deadline of one learner step, and of a collective between ranks. A call of the controller is
-            given twice as long, since the step before it may still have the ranks.
+        step_timeout_s: Deadline of one learner step, and of a collective between ranks. The controller gives the first
+            step twice as long, since the step before it may still have the ranks; later steps get ten times the
+            longest step so far, at least 120 s and at most that. Calls that save, load or publish always get twice.
         optimizer: AdamW and its schedule.
         lora: Adapters on the policy.
         critic: The critic, where the algorithm has one.
@@ -373,6 +375,7 @@ class LearnerConfig:
     logprob_chunk_tokens: int = 1024
     activation_checkpointing: bool = False
     torch_compile: bool = False
+    skip_selftest: str = ""
     fsdp_size: int = -1
     gradient_sync: GradientSync = GradientSync.update
     resharding: Resharding = Resharding.layer

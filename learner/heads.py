@@ -21,6 +21,7 @@ from .logprobs import chunked_log_probs
 from .losses import LossInputs, TokenInputs, ValueInputs
 from .packing import MicroBatch
 from .pretrained import SCORE_HEAD
+from .recurrent import RecurrentLayers
 from .ulysses import (
     gather_outputs_and_unpad,
     get_ulysses_sequence_parallel_rank,
@@ -34,6 +35,7 @@ class PackedHead(nn.Module):
 
     Attributes:
         attention: What computes attention; never ``auto``.
+        recurrent: Those of the model's layers that carry a state from token to token.
         per_sequence: The head gives one number per sequence, not one per token in the loss; every token is packed.
 
     Args:
@@ -46,6 +48,7 @@ class PackedHead(nn.Module):
     def __init__(self, pretrained: PreTrainedModel) -> None:
         super().__init__()
         self.pretrained = pretrained
+        self.recurrent = RecurrentLayers(pretrained)
 
     def forward(self, batch: MicroBatch) -> tuple[Tensor, ...]:
         """[M] float32 tensors at the tokens in the loss of a micro-batch on the model's device."""
@@ -61,13 +64,20 @@ class PackedHead(nn.Module):
         input_ids, position_ids, padding = ulysses_pad_and_slice_inputs(
             batch.input_ids[None], batch.position_ids[None], sp_size
         )
-        backbone = cast("nn.Module", self.pretrained.base_model)
-        return backbone(
+        layout = packed_layout(batch.lengths + (1,) * padding, batch.input_ids.device, self.attention)
+        self.recurrent.use(layout)
+        return _backbone(self.pretrained)(
             input_ids=input_ids,
             position_ids=position_ids,
             use_cache=False,
-            packed=packed_layout(batch.lengths + (1,) * padding, batch.input_ids.device, self.attention),
+            packed=layout,
         ).last_hidden_state[0]
+
+
+def _backbone(pretrained: PreTrainedModel) -> nn.Module:
+    """The model without its output layer. Llama 4's text model calls it another name than its prefix says."""
+    backbone = cast("nn.Module", pretrained.base_model)
+    return backbone if backbone is not pretrained else cast("nn.Module", pretrained.model)
 
 
 class LogProbHead(PackedHead):

@@ -6,6 +6,7 @@ empty share is fine.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,8 +24,11 @@ from .heads import LogProbHead, PackedHead
 from .lora import adapters_off, add_adapters
 from .packing import MicroBatch, num_micro_batches, pack
 from .roles import Role
+from .selftest import SelfTest, SelfTestResult
 from .types import TokenSequence
 from .ulysses import UlyssesShardingManager, validate_ulysses_config
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +67,10 @@ class PackedModel:
         head: The module that is sharded: the Hugging Face model and what is computed from it.
         mesh: This rank's place in the group.
         types: Types of the parameters: while computing, and as they are held.
+        selftest: What the self-test found when the model was loaded; None where it was skipped.
+
+    Raises:
+        ValueError: training would compute this model wrongly.
     """
 
     def __init__(self, config: LearnerConfig, role: Role, *, model_path: str, temperature: float = 1.0) -> None:
@@ -81,10 +89,11 @@ class PackedModel:
             add_adapters(pretrained, config.lora, dtype=self.types.trained)
         self.head: PackedHead = role.head(pretrained, config, temperature)
         self.head.attention = attention_kernel(config.attention, self.mesh.device, self.types.compute)
-        validate_ulysses_config(pretrained.config.num_attention_heads, config.sp_size)
+        validate_ulysses_config(getattr(pretrained.config, "num_attention_heads", config.sp_size), config.sp_size)
         if config.activation_checkpointing:
             pretrained.gradient_checkpointing_enable({"use_reentrant": False})
         shard_model(self.head, self.mesh, config)
+        self.selftest = self._tested()
 
     @property
     def pretrained(self) -> PreTrainedModel:
@@ -109,6 +118,19 @@ class PackedModel:
         """Log-probs as `scores` gives them, and the entropies in nats of the distributions, in the same layout."""
         log_probs, entropies = self._run(sequences, entropy=True)
         return log_probs, entropies
+
+    def _tested(self) -> SelfTestResult | None:
+        """Compare the packed forward with Hugging Face's own, once."""
+        if self.config.skip_selftest:
+            log.warning("%s: the self-test is skipped: %s", self.model_path, self.config.skip_selftest)
+            return None
+        return SelfTest(
+            self.head,
+            self.mesh,
+            self.sharding,
+            dtype=str(self.types.compute).removeprefix("torch."),
+            name=self.model_path,
+        ).run()
 
     @contextmanager
     def at_temperature(self, temperature: float) -> Iterator[None]:
@@ -164,8 +186,10 @@ class PackedModel:
         in_loss = [int(np.count_nonzero(sequence.loss_mask)) for sequence in sequences]
         counts = torch.tensor([sum(in_loss), sum(map(bool, in_loss))], device=self.mesh.device)
         num_tokens, num_sequences = self.mesh.sum_over_dp(counts).tolist()
-        count = max(1, int(self.mesh.largest(torch.tensor(num_micro_batches(sequences, budget, whole=whole)))))
-        micro_batches = pack(sequences, max_tokens=budget, count=count, whole=whole)
+        together = self.selftest is None or self.selftest.packs
+        needed = num_micro_batches(sequences, budget, whole=whole, together=together)
+        count = max(1, int(self.mesh.largest(torch.tensor(needed))))
+        micro_batches = pack(sequences, max_tokens=budget, count=count, whole=whole, together=together)
         return PackedBatch(micro_batches=micro_batches, num_tokens=num_tokens, num_sequences=num_sequences)
 
     def _reduce(self, sums: Sequence[dict[str, Tensor]]) -> dict[str, float]:

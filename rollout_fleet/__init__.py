@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from .config import RolloutFleetConfig, SamplingConfig
-from .types import EvaluationResult, FleetCounters
+from .metrics import FleetCounters
+from .types import EvaluationResult
 
 if TYPE_CHECKING:
     from .worker import RolloutWorker
@@ -14,7 +15,7 @@ __all__ = ["EvaluationResult", "FleetCounters", "RolloutFleetConfig", "RolloutWo
 
 
 def __getattr__(name: str) -> Any:
-    """Load the worker, and with it Ray, only when it is asked for."""
+    """Load the worker, and with it Ray, on first use."""
     if name == "RolloutWorker":
         from .worker import RolloutWorker
 

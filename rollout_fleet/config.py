@@ -3,17 +3,20 @@
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+CLEANUP_S = 2.0
+"""Seconds to remove what a killed server left behind, or to close a log."""
+
 
 class EngineKind(StrEnum):
-    """What generates: an SGLang server, transformers in process, or a script of answers for fault tests."""
+    """What generates: an SGLang server, transformers in process, or a script of answers for tests."""
 
     sglang = "sglang"
     transformers = "transformers"
     scripted = "scripted"
 
 
-class Device(StrEnum):
-    """Where an engine computes; ``auto`` takes CUDA when an NVIDIA driver is there and a device visible."""
+class EngineDevice(StrEnum):
+    """Where an engine computes; ``auto`` takes CUDA if there are an NVIDIA driver and a visible device."""
 
     auto = "auto"
     cpu = "cpu"
@@ -66,8 +69,10 @@ class SGLangConfig:
         tp_size: Tensor-parallel ranks of one server.
         max_total_tokens: KV cache size in tokens; 0 lets SGLang choose (on a CPU that is most of the memory).
         max_running_requests: Samples decoded at once.
+        samples_per_request: Most samples sent in one HTTP request. On a CPU the server's throughput depends on it; a
+            finished sample never waits for the others of its request.
         memory_saver: Launch the server so that it can free its weights and KV cache; colocated pools need it on GPUs.
-            SGLang has none on a CPU: there the server only stands still while the learner has the device.
+            SGLang has none on a CPU, where the server only stands still while the learner has the device.
         extra_args: Further ``sglang.launch_server`` arguments, verbatim.
     """
 
@@ -75,8 +80,14 @@ class SGLangConfig:
     tp_size: int = 1
     max_total_tokens: int = 0
     max_running_requests: int = 256
+    samples_per_request: int = 64
     memory_saver: bool = False
     extra_args: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        for name in ("tp_size", "max_running_requests", "samples_per_request"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"rollout_fleet.sglang.{name} must be >= 1, got {getattr(self, name)}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +96,7 @@ class TransformersConfig:
 
     Attributes:
         dtype: Weights and activations: a torch dtype's name, or ``auto`` for the model's own.
-        max_rows: Most samples in one batch; whole groups wait for the next.
+        max_rows: Most samples in one batch; the others wait for the next.
     """
 
     dtype: str = "auto"
@@ -105,20 +116,26 @@ class RolloutFleetConfig:
         device: Where the engines compute.
         num_engines: Rollout workers, one engine each.
         groups_in_flight: Prompt groups one worker generates at a time.
-        groups_per_request: Prompt groups sent to the engine as one batch request.
         reward: ``module:function`` or the name of a built-in; called as reward(prompt, response_text) -> float.
-        reward_processes: Processes that one worker scores with; built-in rewards need none.
+        reward_processes: Scoring processes per worker; built-in rewards need none.
         reward_timeout_s: Deadline of scoring one prompt group.
+        max_attempts: A prompt group whose reward fails, or which the engine aborts by itself, is tried again until its
+            attempt number reaches this; then it is dropped and counted.
+        max_failures_in_a_row: So many such failures on one worker, without a stored group between them, end the run.
         start_timeout_s: Deadline for an engine to come up.
         load_timeout_s: Deadline of one weight update on one engine.
-        generate_timeout_s: Deadline of one engine request.
+        silence_timeout_s: How long an engine with running requests may produce no token at all. One that does not
+            answer a probe by then has failed. A single slow sample is no failure.
+        drain_timeout_s: How long running prompt groups may go on when the learner takes the device
+            (``placement.colocated``); what is not finished then is cut off and continued after the weight update.
         verify_weights: Compare a digest of every tensor an engine holds with the published one, at every update.
-            Reads all weights once: turn it off where that takes longer than you want to wait.
-        stop_timeout_s: How long an engine may take to stop before it is killed.
+            Reads all weights once; turn it off where that takes too long.
+        stop_timeout_s: Deadline of each step of stopping a worker: putting running groups down, giving leases back,
+            and the server between SIGTERM and SIGKILL. All deadlines around these are derived from it.
         renew_every_s: How often running leases are renewed; a third of ``buffer.lease_s`` is usual.
-        save_progress: ``at_stop`` saves what runs when a worker stops, and another goes on from there. ``at_updates``
-            also cuts what runs off at each weight update, saves it and goes on, so that a sudden death loses no more
-            than was written since; worth it where a rollout outlasts many updates. ``never`` drops both.
+        save_progress: ``at_stop`` saves running groups when a worker stops, and another worker continues them.
+            ``at_updates`` also cuts them off at each weight update, saves and continues them, so that a sudden death
+            loses only what was written since; worth it where a rollout outlasts many updates. ``never`` saves nothing.
         sampling: How training rollouts are sampled.
         sglang: How SGLang servers are launched.
         transformers: How the in-process engine generates.
@@ -126,16 +143,18 @@ class RolloutFleetConfig:
     """
 
     engine: EngineKind = EngineKind.sglang
-    device: Device = Device.auto
+    device: EngineDevice = EngineDevice.auto
     num_engines: int = 1
     groups_in_flight: int = 32
-    groups_per_request: int = 8
     reward: str = "exact_match"
     reward_processes: int = 1
     reward_timeout_s: float = 30.0
+    max_attempts: int = 4
+    max_failures_in_a_row: int = 64
     start_timeout_s: float = 300.0
     load_timeout_s: float = 60.0
-    generate_timeout_s: float = 600.0
+    silence_timeout_s: float = 60.0
+    drain_timeout_s: float = 600.0
     stop_timeout_s: float = 2.0
     verify_weights: bool = True
     renew_every_s: float = 20.0
@@ -145,15 +164,26 @@ class RolloutFleetConfig:
     transformers: TransformersConfig = field(default_factory=TransformersConfig)
     script: str = "rollout_fleet.engines.scripted:repeat_last_token"
 
+    @property
+    def server_stop_timeout_s(self) -> float:
+        """How long a server's guard may take: the server's grace, then removing what it left."""
+        return self.stop_timeout_s + CLEANUP_S
+
+    @property
+    def worker_stop_timeout_s(self) -> float:
+        """How long a worker may take to stop: put down, give back, stop the server, close its log."""
+        return 2 * self.stop_timeout_s + self.server_stop_timeout_s + CLEANUP_S
+
     def __post_init__(self) -> None:
-        for name in ("num_engines", "groups_in_flight", "groups_per_request", "reward_processes"):
+        for name in ("num_engines", "groups_in_flight", "reward_processes", "max_attempts", "max_failures_in_a_row"):
             if getattr(self, name) < 1:
                 raise ValueError(f"rollout_fleet.{name} must be >= 1, got {getattr(self, name)}")
         for name in (
             "reward_timeout_s",
             "start_timeout_s",
             "load_timeout_s",
-            "generate_timeout_s",
+            "silence_timeout_s",
+            "drain_timeout_s",
             "stop_timeout_s",
             "renew_every_s",
         ):

@@ -2,43 +2,60 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
+from asyncrl.protocol.errors import RewardError
 from asyncrl.protocol.types import Prompt
 
 from .config import SamplingConfig
-from .decoding import Decode
-from .engines.base import Engine
-from .rewards.scorer import RewardScorer
-from .types import EvaluationResult, GenerationRequest
+from .engines.engine import Engine
+from .engines.model_files import Decode
+from .rewards.reward_processes import RewardProcesses
+from .types import EvaluationResult, SampleOutput, SampleRequest
+
+logger = logging.getLogger(__name__)
 
 
 async def evaluate_prompts(
     prompts: Sequence[Prompt],
     *,
     engine: Engine,
-    scorer: RewardScorer,
+    rewards: RewardProcesses,
     decode: Decode,
     sampling: SamplingConfig,
     num_samples: int,
 ) -> EvaluationResult:
-    """Sample ``num_samples`` responses of each prompt and score them.
+    """Sample ``num_samples`` responses per prompt and score them.
 
     Raises:
-        AsyncRLError: the engine or the reward failed.
+        AsyncRLError: the engine failed, or the reward of every prompt did.
     """
     requests = {
-        f"eval{index:08d}-000": GenerationRequest(
-            rid=f"eval{index:08d}-000", prompt_ids=prompt.prompt_ids, num_samples=num_samples, sampling=sampling
+        (prompt, sample): SampleRequest(
+            id=f"evaluation-{prompt}-{sample}", prompt_ids=prompts[prompt].prompt_ids, sampling=sampling
         )
-        for index, prompt in enumerate(prompts)
+        for prompt in range(len(prompts))
+        for sample in range(num_samples)
     }
-    outputs = {output.rid: output async for output in engine.generate(list(requests.values()))}
-    rewards: list[float] = []
-    lengths: list[int] = []
-    for rid, prompt in zip(requests, prompts, strict=True):
-        samples = outputs[rid].samples
-        lengths += [len(sample.token_ids) for sample in samples]
+    outputs: dict[str, SampleOutput] = {}
+    async for request, output in engine.generate(list(requests.values())):
+        outputs[request.id] = output
+    scores: list[float] = []
+    failures: list[RewardError] = []
+    for index, prompt in enumerate(prompts):
+        samples = [outputs[requests[index, sample].id] for sample in range(num_samples)]
         texts = [decode(sample.token_ids.tolist()) for sample in samples]
-        rewards += (await scorer.score(prompt, texts)).tolist()
-    return EvaluationResult(rewards=tuple(rewards), mean_length=sum(lengths) / len(lengths) if lengths else 0.0)
+        try:
+            scores += (await rewards.score(prompt, texts)).tolist()
+        except RewardError as error:
+            failures.append(error)
+            logger.warning("a held-out prompt is left out: %s", error)
+    if failures and not scores:
+        raise failures[-1]
+    lengths = [len(output.token_ids) for output in outputs.values()]
+    return EvaluationResult(
+        rewards=tuple(scores),
+        mean_length=sum(lengths) / len(lengths) if lengths else 0.0,
+        num_failed=len(failures),
+    )

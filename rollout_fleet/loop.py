@@ -1,14 +1,24 @@
 """The rollout loop of one worker: lease, generate, score, put, until it is stopped.
 
-    ask for admission ──leases──▶ engine ──answers──▶ score ──▶ put / release
-          ▲  woken by a free place or a new policy version            │
-          └──────────────────────── a free place ◀────────────────────┘
+    lease ──groups──▶ engine ──samples──▶ score ──▶ put / release
+      ▲                                                 │
+      └──────────────── a free place ◀──────────────────┘
 
-Beside it run: renewal (a timer), revocations (woken by the buffer), and the watch over the engine (woken by its
-death). The first of them to fail ends the loop with its error. Knows neither Ray nor sockets nor any engine.
+Each task, what it waits for, and who wakes it. There is one condition, ``_changed``; whoever changes a phase, a group
+or the loop's state notifies it.
 
-A group that is cut off, by a stop or by a weight update that is to save what runs, is saved with its lease as far as it
-is written; whoever leases it next, or this worker after the update, goes on from there.
+- `_keep_leasing`: a free place, then the buffer's grant. Woken by a group that leaves, then by the buffer. A new
+  version or a released device withdraws the request.
+- `_generate`, one per batch of leases: the next finished sample. Woken by the engine.
+- `_settle`, one per finished group: the reward, then the buffer's acknowledgement. Woken by the scoring process and the
+  buffer.
+- `_keep_renewing`: its timer. `_obey_revocations`: the next revoked lease; woken by the buffer.
+- the engine's `wait_failed`: the engine's failure.
+- `run`: a stop, or the first failure of any task. Woken by `stop` or the failed task.
+- `load_weights`, `release_device`, `stop`: groups that leave the engine or the loop. Woken by `_generate`, `_settle`.
+
+A group that is cut off, by a stop or by a weight update, is saved with its lease as far as it is written. Whoever
+leases it next, or this worker after the update, continues it. The loop knows neither Ray nor sockets nor any engine.
 """
 
 from __future__ import annotations
@@ -18,26 +28,48 @@ import logging
 import time
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from contextlib import suppress
+from enum import Enum, auto
 from typing import Any
 
-from asyncrl.protocol.errors import AsyncRLError, DeadlineError, LeaseExpired, StoreFull, VersionTooOld
+import numpy as np
+
+from asyncrl.protocol.errors import (
+    AsyncRLError,
+    DeadlineError,
+    EngineError,
+    LeaseExpired,
+    RewardError,
+    StoreFull,
+    VersionTooOld,
+)
 from asyncrl.protocol.ports import RolloutBuffer
 from asyncrl.protocol.types import Lease, WeightSnapshot
 
 from .config import RolloutFleetConfig, SaveProgress
-from .decoding import Decode
-from .engines.base import Engine
-from .held import Held, request_id
-from .meter import FleetMeter
-from .rewards.scorer import RewardScorer
-from .trajectory import to_prefixes, to_progress, to_trajectory_group
-from .types import FleetCounters, GenerationRequest, GroupOutput
+from .engines.engine import Engine
+from .engines.model_files import Decode
+from .inflight import ON_ENGINE, GroupPhase, InflightGroup
+from .metrics import FleetCounters, FleetMeter
+from .rewards.reward_processes import RewardProcesses
+from .trajectory_groups import to_prefixes, to_progress, to_trajectory_group
+from .types import SampleRequest
 
 logger = logging.getLogger(__name__)
 
+MAX_RENEWAL_FAILURES = 3
+
+
+class LoopState(Enum):
+    """The life of a `RolloutLoop`, in this order."""
+
+    idle = auto()
+    running = auto()
+    stopping = auto()
+    ended = auto()
+
 
 class RolloutLoop:
-    """Rolls prompt groups out on one engine. `run` once; the other methods may be called while it runs."""
+    """Rolls prompt groups out on one engine. Call `run` once; the other methods may be called while it runs."""
 
     def __init__(
         self,
@@ -45,334 +77,397 @@ class RolloutLoop:
         *,
         engine: Engine,
         buffer: RolloutBuffer,
-        scorer: RewardScorer,
+        rewards: RewardProcesses,
         decode: Decode,
         samples_per_prompt: int,
+        greedy_baseline: bool = False,
     ) -> None:
-        """Take the collaborators, all started; the loop closes none of them. Needs a running event loop."""
+        """Take the collaborators, all started; the loop closes none of them.
+
+        Args:
+            config: The fleet's options.
+            engine: Generates.
+            buffer: Where leases come from and groups go.
+            rewards: Scores finished groups.
+            decode: Turns response tokens into the text that rewards read.
+            samples_per_prompt: G.
+            greedy_baseline: Sample one more response per prompt greedily, as a baseline that is not trained on.
+        """
         self._config = config
         self._engine = engine
         self._buffer = buffer
-        self._scorer = scorer
+        self._rewards = rewards
         self._decode = decode
         self._samples_per_prompt = samples_per_prompt
+        self._greedy_baseline = greedy_baseline
         self._meter = FleetMeter()
-        self._held: dict[str, Held] = {}
+        self._groups: dict[tuple[int, int], InflightGroup] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._parked: dict[str, Held] = {}
-        self._place_free = asyncio.Event()
-        self._changed = asyncio.Event()
-        self._open = asyncio.Event()
-        self._open.set()
-        self._asks_nothing = asyncio.Event()
-        self._moved_on = asyncio.Event()
-        self._stopped: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._began = False
-        self._finished = asyncio.Event()
+        self._changed = asyncio.Condition()
+        self._state = LoopState.idle
+        self._failure: Exception | None = None
+        self._has_device = True
+        self._is_asking = False
+        self._num_failures_in_a_row = 0
 
     async def run(self) -> FleetCounters:
         """Roll out until `stop`; then abort, give back what is held, and return the final counters.
 
         Raises:
-            AsyncRLError: the engine died, the buffer failed, or a reward did; all leases are given back first, as
-                far as the buffer still answers.
+            AsyncRLError: the engine failed, or the buffer did; all leases are given back first, as far as the buffer
+                still answers.
         """
-        self._began = True
-        pumps = [self._ask(), self._renew(), self._obey_revocations(), self._watch_engine()]
+        if self._state is LoopState.idle:
+            self._state = LoopState.running
+        pumps = (self._keep_leasing, self._keep_renewing, self._obey_revocations, self._engine.wait_failed)
         pump_tasks = {self._spawn(pump) for pump in pumps}
         try:
-            await asyncio.shield(self._stopped)
+            await self._until(lambda: self._state is LoopState.stopping or self._failure is not None)
+            if self._failure is not None:
+                raise self._failure
             await _cancel(pump_tasks)
-            await self._abort_all()
+            await self._put_down()
         finally:
             await _cancel(self._tasks)
-            self._parked.clear()
             await self._release_all()
-            self._finished.set()
+            self._state = LoopState.ended
+            await self._notify()
         return self._meter.counters()
 
     async def stop(self) -> None:
         """End `run`; returns when it has given everything back. May be called more than once, or before `run`."""
-        if not self._stopped.done():
-            self._stopped.set_result(None)
-        if self._began:
-            await self._finished.wait()
+        never_ran = self._state is LoopState.idle
+        if self._state in (LoopState.idle, LoopState.running):
+            self._state = LoopState.stopping
+            await self._notify()
+        if not never_ran:
+            await self._until(lambda: self._state is LoopState.ended)
 
     async def load_weights(self, snapshot: WeightSnapshot) -> None:
-        """Load new weights into the engine; new leases are asked for at their version from then on."""
-        try:
-            if self._config.save_progress is SaveProgress.at_updates:
-                await self._park_running()
-            self._meter.loaded(await self._engine.load_weights(snapshot))
-        finally:
-            self._go_on()
-        self._changed.set()
-        self._open.set()
+        """Load new weights into the engine; new leases are asked for at their version from then on.
 
-    async def _park_running(self) -> None:
-        """Cut running groups off, and wait until the engine has answered with what is written of them."""
-        cut = {rid: held for rid, held in self._held.items() if held.running and not held.revoked}
-        for held in cut.values():
-            held.cut = True
-
-        def uncut() -> list[str]:
-            return [rid for rid, held in cut.items() if held.cut and rid in self._held]
-
-        if not await self._abort(uncut, lambda: not uncut(), timeout_s=self._config.load_timeout_s):
-            logger.warning("%d prompt groups were not cut off within load_timeout_s, and are not saved", len(uncut()))
-        for held in cut.values():
-            held.cut = False
-
-    def _go_on(self) -> None:
-        """Continue what was cut off."""
-        parked, self._parked = self._parked, {}
-        for held in parked.values():
-            if held.revoked:
-                self._spawn(self._release(held, reason="revoked"))
-        if going_on := {rid: held for rid, held in parked.items() if not held.revoked}:
-            self._spawn(self._generate(going_on))
+        Raises:
+            AsyncRLError: see `Engine.load_weights`. The engine has failed; what was cut off is given back.
+        """
+        if self._config.save_progress is SaveProgress.at_updates:
+            await self._park(self._config.load_timeout_s)
+        self._meter.loaded(await self._engine.load_weights(snapshot))
+        self._has_device = True
+        self._continue_parked()
+        await self._notify()
 
     async def release_device(self) -> None:
         """Ask for no more work, let what runs end, and have the engine give up its device until `load_weights`.
 
+        What does not end within ``drain_timeout_s`` is cut off, and continued after the next `load_weights`.
+
         Raises:
-            DeadlineError: what runs did not end within ``generate_timeout_s`` and ``reward_timeout_s``.
+            DeadlineError: what runs could not be cut off.
         """
-        self._open.clear()
-        self._changed.set()
-        timeout_s = self._config.generate_timeout_s + self._config.reward_timeout_s
+        self._has_device = False
+        await self._notify()
+        await self._until(lambda: not self._is_asking)
         try:
-            async with asyncio.timeout(timeout_s):
-                if self._began:
-                    await self._asks_nothing.wait()
-                await self._until(lambda: not self._held)
+            async with asyncio.timeout(self._config.drain_timeout_s):
+                await self._until(lambda: not self._groups)
         except TimeoutError:
-            raise DeadlineError(
-                f"{len(self._held)} prompt groups did not end within {timeout_s:g} s before the learner's turn; raise "
-                "rollout_fleet.generate_timeout_s, or lower rollout_fleet.sampling.max_new_tokens"
-            ) from None
+            if not await self._park(self._config.load_timeout_s):
+                raise DeadlineError(
+                    f"{len(self._running())} prompt groups could be neither finished within "
+                    f"rollout_fleet.drain_timeout_s = {self._config.drain_timeout_s:g} s nor cut off within "
+                    f"rollout_fleet.load_timeout_s = {self._config.load_timeout_s:g} s before the learner's turn"
+                ) from None
         await self._engine.release_memory()
 
     def counters(self) -> FleetCounters:
         """What has been done up to now."""
         return self._meter.counters()
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    # Tasks
+
+    def _spawn(self, work: Callable[..., Coroutine[Any, Any, None]], *arguments: Any) -> asyncio.Task[None]:
         """Run ``work`` beside the loop; its failure ends the loop."""
-        task = asyncio.create_task(work)
+        task = asyncio.create_task(self._guarded(work, *arguments))
         self._tasks.add(task)
-        task.add_done_callback(self._on_done)
+        task.add_done_callback(self._tasks.discard)
         return task
 
-    def _on_done(self, task: asyncio.Task[None]) -> None:
-        """Let the first failure of any task end the loop."""
-        self._tasks.discard(task)
-        if task.cancelled() or (error := task.exception()) is None:
-            return
-        if not self._stopped.done():
-            self._stopped.set_exception(error)
-        else:
-            logger.warning("rollout worker: while it was ending, also: %s", error)
-
-    # Admission
-
-    async def _ask(self) -> None:
-        """Keep one request for admission outstanding while a place is free.
-
-        A new policy version supersedes the request: it is cancelled, which gives back what is granted meanwhile, and
-        sent again at the new version. While the device is released nothing is asked for.
-        """
-        while True:
-            while not self._open.is_set():
-                self._asks_nothing.set()
-                await self._open.wait()
-            self._asks_nothing.clear()
-            num_free = self._config.groups_in_flight - len(self._held)
-            if num_free <= 0:
-                self._place_free.clear()
-                await self._place_free.wait()
-                continue
-            self._changed.clear()
-            lease = asyncio.create_task(self._buffer.lease(self._engine.version, num_free))
-            changed = asyncio.create_task(self._changed.wait())
-            self._meter.asking(True)
-            try:
-                await asyncio.wait([lease, changed], return_when=asyncio.FIRST_COMPLETED)
-                if lease.done():
-                    self._roll_out(lease.result())
-            except asyncio.CancelledError:
-                await self._give_back(lease)
-                raise
-            finally:
-                self._meter.asking(False)
-                await _cancel({lease, changed})
-
-    async def _give_back(self, answer: asyncio.Task[list[Lease]]) -> None:
-        """Give back what was granted at the very moment of a stop."""
-        if answer.done() and not answer.cancelled() and answer.exception() is None:
-            for lease in answer.result():
-                await self._buffer.release(lease, num_tokens=0, reason="stopped")
-
-    def _roll_out(self, leases: Sequence[Lease]) -> None:
-        """Send newly leased groups to the engine."""
-        if not leases:
-            return
-        taken = {held.rid: held for held in (Held(lease=lease) for lease in leases)}
-        self._held.update(taken)
-        for held in taken.values():
-            self._take_up(held)
-        self._spawn(self._generate(taken))
-
-    def _take_up(self, held: Held) -> None:
-        """Go on from what an earlier attempt saved of the group."""
-        progress = self._buffer.take_progress(held.lease)
-        if progress is not None:
-            held.prefixes = to_prefixes(progress, num_samples=self._samples_per_prompt)
-            held.num_inherited = held.num_tokens = progress.summary.num_tokens
-
-    # One group's way
-
-    async def _generate(self, held: dict[str, Held]) -> None:
-        """Generate groups; each goes its own way as soon as it is answered."""
-        requests = [
-            GenerationRequest(
-                rid=rid,
-                prompt_ids=group.lease.prompt.prompt_ids,
-                num_samples=self._samples_per_prompt,
-                sampling=self._config.sampling,
-                prefixes=group.prefixes,
-            )
-            for rid, group in held.items()
-        ]
-        num_unanswered = len(requests)
-        self._meter.sent(num_unanswered)
-        for group in held.values():
-            group.running = True
+    async def _guarded(self, work: Callable[..., Coroutine[Any, Any, None]], *arguments: Any) -> None:
         try:
-            async for output in self._engine.generate(requests):
-                num_unanswered -= 1
-                self._meter.answered(1)
-                self._take_answer(held[output.rid], output)
-        finally:
-            self._meter.answered(num_unanswered)
+            await work(*arguments)
+        except Exception as error:  # noqa: BLE001 - whatever a task raises ends the loop
+            if self._state is LoopState.running and self._failure is None:
+                self._failure = error
+                await self._notify()
+            else:
+                logger.warning("rollout worker: another failure while it was ending: %s", error)
 
-    def _take_answer(self, held: Held, output: GroupOutput) -> None:
-        """Count what is new in an answer, and see to what becomes of the group."""
-        self._meter.generated(output.num_tokens - held.num_tokens)
-        held.num_tokens = output.num_tokens
-        held.running = False
-        if held.cut and output.aborted and not (held.revoked or self._stopped.done()):
-            held.prefixes = output.trained
-            self._parked[output.rid] = held
-            self._spawn(self._save(held, output))
-        else:
-            self._spawn(self._settle(held, output))
-        held.cut = False
-        self._moved_on.set()
+    async def _until(self, is_true: Callable[[], bool]) -> None:
+        async with self._changed:
+            await self._changed.wait_for(is_true)
 
-    async def _save(self, held: Held, output: GroupOutput) -> None:
-        """Save a group that was cut off, as far as it is written; without room for it, that much is not saved."""
-        if output.num_tokens == 0:
-            return
-        try:
-            await self._buffer.save_progress(held.lease, to_progress(held.lease, output))
-        except (LeaseExpired, StoreFull, VersionTooOld) as error:
-            logger.warning("prompt group %d was not saved: %s", held.lease.prompt.group_id, error)
-
-    async def _settle(self, held: Held, output: GroupOutput) -> None:
-        """Score and store a finished group, or give an aborted one back."""
-        if output.aborted or held.revoked:
-            if not held.revoked and self._config.save_progress is not SaveProgress.never:
-                await self._save(held, output)
-            reason = "revoked" if held.revoked else "stopped" if self._stopped.done() else "aborted"
-            await self._release(held, reason=reason)
-            return
-        started = time.perf_counter()
-        texts = [self._decode(sample.token_ids.tolist()) for sample in output.samples]
-        rewards = await self._scorer.score(held.lease.prompt, texts)
-        self._meter.scored(time.perf_counter() - started)
-        try:
-            await self._buffer.put(to_trajectory_group(held.lease, output, rewards))
-        except (LeaseExpired, VersionTooOld) as error:
-            logger.warning("prompt group %d was refused: %s", held.lease.prompt.group_id, error)
-            self._meter.refused(held.num_own)
-        else:
-            self._meter.stored(held.num_own)
-        self._let_go(held)
-
-    async def _release(self, held: Held, *, reason: str) -> None:
-        await self._buffer.release(held.lease, num_tokens=held.num_tokens, reason=reason)
-        self._meter.released(held.num_own)
-        self._let_go(held)
-
-    def _let_go(self, held: Held) -> None:
-        self._held.pop(held.rid, None)
-        self._place_free.set()
-        self._moved_on.set()
+    async def _notify(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
 
     # Leases
 
-    async def _renew(self) -> None:
+    async def _keep_leasing(self) -> None:
+        """Keep one request for admission outstanding while a place is free and the engine has the device.
+
+        A new policy version supersedes the request: it is cancelled, which gives back what is granted meanwhile, and
+        sent again at the new version.
+        """
+        while True:
+            await self._until(lambda: self._has_device and self._num_free > 0)
+            version = self._engine.version
+            grant = asyncio.create_task(self._buffer.lease(version, self._num_free))
+            outdated = asyncio.create_task(
+                self._until(lambda: not self._has_device or self._engine.version != version)  # noqa: B023
+            )
+            self._is_asking = True
+            self._meter.asking(True)
+            try:
+                await asyncio.wait([grant, outdated], return_when=asyncio.FIRST_COMPLETED)
+                if grant.done():
+                    self._begin(grant.result())
+            except asyncio.CancelledError:
+                await self._give_back(grant)
+                raise
+            finally:
+                await _cancel({grant, outdated})
+                self._is_asking = False
+                self._meter.asking(False)
+                await self._notify()
+
+    @property
+    def _num_free(self) -> int:
+        return self._config.groups_in_flight - len(self._groups)
+
+    async def _give_back(self, grant: asyncio.Task[list[Lease]]) -> None:
+        """Give back what was granted at the very moment of a stop."""
+        if grant.done() and not grant.cancelled() and grant.exception() is None:
+            for lease in grant.result():
+                await self._buffer.release(lease, num_tokens=0, reason="stopped")
+
+    def _begin(self, leases: Sequence[Lease]) -> None:
+        """Send newly leased groups to the engine; each goes on from what an earlier attempt saved of it."""
+        groups = []
+        for lease in leases:
+            progress = self._buffer.take_progress(lease)
+            group = InflightGroup.begin(
+                lease,
+                num_samples=self._samples_per_prompt,
+                prefixes=to_prefixes(progress, num_samples=self._samples_per_prompt) if progress else (),
+                greedy_baseline=self._greedy_baseline,
+            )
+            self._groups[group.key] = group
+            groups.append(group)
+        if groups:
+            self._spawn(self._generate, groups)
+
+    async def _keep_renewing(self) -> None:
+        """Renew all leases every ``renew_every_s``; a renewal that fails is tried again with the next one."""
+        num_failures = 0
         while True:
             await asyncio.sleep(self._config.renew_every_s)
-            if self._held:
-                await self._buffer.renew([held.lease for held in self._held.values()])
+            try:
+                if self._groups:
+                    await self._buffer.renew([group.lease for group in self._groups.values()])
+                num_failures = 0
+            except AsyncRLError as error:
+                num_failures += 1
+                if num_failures == MAX_RENEWAL_FAILURES:
+                    raise
+                logger.warning("%d leases were not renewed: %s", len(self._groups), error)
 
     async def _obey_revocations(self) -> None:
         while True:
-            group_id, attempt = await self._buffer.revocation()
-            rid = request_id(group_id, attempt)
-            if rid in self._held:
-                self._held[rid].revoked = True
-                await self._engine.abort(rid)
+            group = self._groups.get(await self._buffer.revocation())
+            if group is None or group.phase is GroupPhase.settling:
+                continue
+            await self._end(group, "revoked")
+            await self._engine.abort(group.outstanding)
 
-    async def _watch_engine(self) -> None:
-        await self._engine.wait_failed()
+    # One group's way
+
+    async def _generate(self, groups: Sequence[InflightGroup]) -> None:
+        """Sample groups; each goes its own way as soon as its last sample is in."""
+        asked: dict[str, InflightGroup] = {}
+        requests: list[SampleRequest] = []
+        for group in groups:
+            new = group.next_requests(self._config.sampling) if group.phase is GroupPhase.generating else []
+            asked.update((request.id, group) for request in new)
+            requests += new
+            if not new:
+                await self._leave_engine(group)
+        self._count_running()
+        async for request, output in self._engine.generate(requests):
+            group = asked[request.id]
+            self._meter.generated(group.take(request.id, output))
+            if not group.outstanding:
+                await self._leave_engine(group)
+
+    async def _leave_engine(self, group: InflightGroup) -> None:
+        """See to what becomes of a group that the engine is done with."""
+        if group.phase is GroupPhase.cutting and not group.is_finished:
+            group.phase = GroupPhase.parked
+            self._spawn(self._save, group)
+        else:
+            group.phase = GroupPhase.settling
+            self._spawn(self._settle, group)
+        self._count_running()
+        await self._notify()
+
+    async def _save(self, group: InflightGroup) -> None:
+        """Save a group that was cut off, as far as it is written. Without room for it, it goes on unsaved."""
+        if group.num_tokens == 0:
+            return
+        try:
+            await self._buffer.save_progress(group.lease, to_progress(group.lease, group.trained_samples))
+        except (LeaseExpired, StoreFull, VersionTooOld) as error:
+            logger.warning("prompt group %d was not saved: %s", group.lease.prompt.group_id, error)
+
+    async def _settle(self, group: InflightGroup) -> None:
+        """Score and store a finished group, or give an aborted one back."""
+        if group.end_reason == "revoked":
+            await self._release(group, "revoked")
+        elif not group.is_finished:
+            if self._config.save_progress is not SaveProgress.never:
+                await self._save(group)
+            if group.end_reason:
+                await self._release(group, group.end_reason)
+            else:
+                await self._fail_attempt(group, "aborted", EngineError(f"the engine aborted prompt group {group.key}"))
+        else:
+            try:
+                rewards = await self._score(group)
+            except RewardError as error:
+                await self._fail_attempt(group, "reward", error)
+            else:
+                await self._store(group, rewards)
+
+    async def _score(self, group: InflightGroup) -> np.ndarray:
+        started = time.perf_counter()
+        texts = [self._decode(sample.token_ids.tolist()) for sample in group.samples]
+        rewards = await self._rewards.score(group.lease.prompt, texts)
+        self._meter.scored(time.perf_counter() - started)
+        return rewards
+
+    async def _fail_attempt(self, group: InflightGroup, reason: str, error: AsyncRLError) -> None:
+        """Give a group back whose attempt failed; drop it where it has been tried often enough.
+
+        Raises:
+            AsyncRLError: ``error``, where one group after another fails: then the cause is not in the groups.
+        """
+        self._meter.failed(reason)
+        self._num_failures_in_a_row += 1
+        if self._num_failures_in_a_row >= self._config.max_failures_in_a_row:
+            raise type(error)(
+                f"{error} (failure {self._num_failures_in_a_row} in a row, the limit of "
+                "rollout_fleet.max_failures_in_a_row)"
+            )
+        attempt, is_last = group.lease.attempt, group.lease.attempt + 1 >= self._config.max_attempts
+        logger.warning("attempt %d failed, the group is %s: %s", attempt, "dropped" if is_last else "requeued", error)
+        await self._release(group, reason, drop=is_last)
+
+    async def _store(self, group: InflightGroup, rewards: np.ndarray) -> None:
+        self._num_failures_in_a_row = 0
+        record = to_trajectory_group(group.lease, group.samples, rewards, num_baselines=group.num_baselines)
+        try:
+            await self._buffer.put(record)
+        except (LeaseExpired, VersionTooOld) as error:
+            logger.warning("prompt group %d was refused: %s", group.lease.prompt.group_id, error)
+            self._meter.refused(group.num_own_tokens)
+        else:
+            self._meter.stored(group.num_own_tokens)
+        await self._forget(group)
+
+    async def _release(self, group: InflightGroup, reason: str, *, drop: bool = False) -> None:
+        await self._buffer.release(group.lease, num_tokens=group.num_tokens, reason=reason, drop=drop)
+        self._meter.released(group.num_own_tokens)
+        await self._forget(group)
+
+    async def _forget(self, group: InflightGroup) -> None:
+        del self._groups[group.key]
+        await self._notify()
+
+    # Cutting off
+
+    async def _end(self, group: InflightGroup, reason: str) -> None:
+        """Have a group given back: now if it is parked, else once the engine is done with it."""
+        group.end_reason = reason
+        if group.phase is GroupPhase.parked:
+            await self._leave_engine(group)
+        elif group.phase in ON_ENGINE:
+            group.phase = GroupPhase.ending
+
+    async def _park(self, timeout_s: float) -> bool:
+        """Cut running groups off until `_continue_parked`; returns whether all were cut off in time."""
+        for group in self._groups.values():
+            if group.phase is GroupPhase.generating:
+                group.phase = GroupPhase.cutting
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._abort_all(GroupPhase.cutting)
+        uncut = self._running(GroupPhase.cutting)
+        if uncut:
+            logger.warning("%d prompt groups were not cut off within %g s; they go on", len(uncut), timeout_s)
+        for group in uncut:
+            group.phase = GroupPhase.generating
+        return not uncut
+
+    def _continue_parked(self) -> None:
+        parked = [group for group in self._groups.values() if group.phase is GroupPhase.parked]
+        for group in parked:
+            group.phase = GroupPhase.generating
+        if parked:
+            self._spawn(self._generate, parked)
+
+    async def _abort_all(self, phase: GroupPhase) -> None:
+        """Abort the requests of all groups in ``phase`` until none is left in it.
+
+        An engine may hear of an abort before the request itself reaches it, and ignore it. Therefore what has not ended
+        after half of ``stop_timeout_s`` is aborted again.
+        """
+        await asyncio.sleep(0)  # what was sent at this moment reaches the engine
+        while groups := self._running(phase):
+            await self._engine.abort([request_id for group in groups for request_id in group.outstanding])
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._config.stop_timeout_s / 2):
+                    await self._until(lambda: not self._running(phase))
+
+    def _running(self, *phases: GroupPhase) -> list[InflightGroup]:
+        """The groups in one of ``phases``; on the engine, unless told otherwise."""
+        return [group for group in self._groups.values() if group.phase in (phases or ON_ENGINE)]
+
+    def _count_running(self) -> None:
+        self._meter.running(len(self._running()))
 
     # The end
 
-    async def _abort_all(self) -> None:
-        """Cut running requests off, and wait for what they wrote so far, so that its tokens are accounted for."""
-        parked, self._parked = self._parked, {}
-        for held in parked.values():
-            self._spawn(self._release(held, reason="stopped"))
-
-        def running() -> list[str]:
-            return [rid for rid, held in self._held.items() if held.running]
-
-        await self._abort(running, lambda: not self._held, timeout_s=self._config.stop_timeout_s)
-        if self._held:
-            logger.warning("%d prompt groups did not end within stop_timeout_s; giving them back", len(self._held))
-
-    async def _abort(self, running: Callable[[], list[str]], ended: Callable[[], bool], *, timeout_s: float) -> bool:
-        """Abort requests until they have ended; returns whether they did in time.
-
-        An engine may hear of an abort before the request itself reaches it, and ignore it: what has not ended after
-        half of ``stop_timeout_s`` is aborted once more.
-        """
-        await asyncio.sleep(0)  # what was sent at this moment begins
-        with suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                while not ended():
-                    await asyncio.gather(*(self._engine.abort(rid) for rid in running()))
-                    with suppress(TimeoutError):
-                        await asyncio.wait_for(self._until(ended), self._config.stop_timeout_s / 2)
-        return ended()
-
-    async def _until(self, ended: Callable[[], bool]) -> None:
-        """Wait for something that an answer, or a group let go, brings about."""
-        while not ended():
-            self._moved_on.clear()
-            await self._moved_on.wait()
+    async def _put_down(self) -> None:
+        """Cut running groups off and wait for what they wrote so far, so that their tokens are accounted for."""
+        for group in list(self._groups.values()):
+            if group.phase is not GroupPhase.settling:
+                await self._end(group, "stopped")
+        try:
+            async with asyncio.timeout(self._config.stop_timeout_s):
+                await self._abort_all(GroupPhase.ending)
+                await self._until(lambda: not self._groups)
+        except TimeoutError:
+            logger.warning("%d prompt groups did not end within stop_timeout_s; giving them back", len(self._groups))
+        except AsyncRLError as error:
+            logger.warning("%d prompt groups are given back as they are: %s", len(self._groups), error)
 
     async def _release_all(self) -> None:
         """Give back what is still held, with the tokens that were answered, as far as the buffer is there."""
         try:
             async with asyncio.timeout(self._config.stop_timeout_s):
-                for held in list(self._held.values()):
-                    await self._release(held, reason="stopped")
+                for group in list(self._groups.values()):
+                    await self._release(group, "stopped")
         except (TimeoutError, AsyncRLError) as error:
-            logger.warning("%d leases could not be given back: %r", len(self._held), error)
+            logger.warning("%d leases could not be given back: %r", len(self._groups), error)
 
 
 async def _cancel(tasks: Collection[asyncio.Task[Any]]) -> None:

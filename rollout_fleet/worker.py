@@ -1,6 +1,6 @@
-"""The rollout worker: one actor of the fleet with an engine, a connection to the buffer, and the loop between them.
+"""The rollout worker: one actor with an engine, a connection to the buffer, and the loop between them.
 
-Its methods are asynchronous and overlap: weights are loaded, and counters read, while `run` rolls out.
+Its methods are asynchronous and overlap: weights are loaded and counters are read while `run` rolls out.
 """
 
 from __future__ import annotations
@@ -14,14 +14,13 @@ from asyncrl.protocol.types import Prompt, WeightSnapshot
 from asyncrl.single_controller import Dispatch, Worker, register
 
 from .config import RolloutFleetConfig, SamplingConfig
-from .decoding import load_decoder
-from .engines.continuing import ContinuingEngine
 from .engines.factory import make_engine
-from .engines.greedy_baseline import GreedyBaselineEngine
+from .engines.model_files import load_decoder
 from .evaluation import evaluate_prompts
 from .loop import RolloutLoop
-from .rewards.scorer import RewardScorer
-from .types import EvaluationResult, FleetCounters
+from .metrics import FleetCounters
+from .rewards.reward_processes import RewardProcesses
+from .types import EvaluationResult
 
 logger = logging.getLogger(__name__)
 
@@ -49,17 +48,17 @@ class RolloutWorker(Worker):
             connect_buffer: Connects to the replay buffer; called in `start`.
             log_dir: Where the engine's log is written.
             seed: Seed of the run.
-            greedy_baseline: Decode one more response of each prompt greedily, as a baseline that is not trained on.
+            greedy_baseline: Sample one more response per prompt greedily, as a baseline that is not trained on.
 
         Raises:
-            ValueError: the engine is not installed, the model or the reward function is not there.
+            ValueError: the engine is not installed, or there is no such model or reward function.
         """
         super().__init__()
         self._config = config
         self._samples_per_prompt = samples_per_prompt
         self._greedy_baseline = greedy_baseline
         self._connect_buffer = connect_buffer
-        self._scorer = RewardScorer(
+        self._rewards = RewardProcesses(
             config.reward, num_processes=config.reward_processes, timeout_s=config.reward_timeout_s
         )
         self._decode = load_decoder(model_path)
@@ -75,16 +74,16 @@ class RolloutWorker(Worker):
             AsyncRLError: the engine did not come up.
         """
         await self._engine.start()
-        await self._scorer.start()
+        await self._rewards.start()
         self._buffer = self._connect_buffer()
-        engine = ContinuingEngine(self._engine)
         self._loop = RolloutLoop(
             self._config,
-            engine=GreedyBaselineEngine(engine) if self._greedy_baseline else engine,
+            engine=self._engine,
             buffer=self._buffer,
-            scorer=self._scorer,
+            rewards=self._rewards,
             decode=self._decode,
             samples_per_prompt=self._samples_per_prompt,
+            greedy_baseline=self._greedy_baseline,
         )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
@@ -99,16 +98,16 @@ class RolloutWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     async def release_device(self) -> None:
-        """Let what runs end and give the device up until `load_weights`; see `RolloutLoop.release_device`."""
+        """Let what runs end, and give the device up until `load_weights`; see `RolloutLoop.release_device`."""
         await self._started().release_device()
 
     @register(dispatch_mode=Dispatch.ALL_TO_ALL, blocking=False)
     async def evaluate(self, prompts: Sequence[Prompt], sampling: SamplingConfig, num_samples: int) -> EvaluationResult:
-        """Score held-out prompts; through the group, each argument is a list with one entry for each worker."""
+        """Score held-out prompts; through the group, each argument is a list with one entry per worker."""
         return await evaluate_prompts(
             prompts,
             engine=self._engine,
-            scorer=self._scorer,
+            rewards=self._rewards,
             decode=self._decode,
             sampling=sampling,
             num_samples=num_samples,
@@ -121,7 +120,7 @@ class RolloutWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     async def drain(self) -> FleetCounters:
-        """End `run` and give all leases back; the engine stays up for `evaluate`. Returns the final counters."""
+        """End `run`, give all leases back; the engine stays up for `evaluate`. Returns the final counters."""
         await self._started().stop()
         return self._started().counters()
 
@@ -137,7 +136,7 @@ class RolloutWorker(Worker):
                 await self._loop.stop()
         finally:
             await self._engine.stop()
-            await self._scorer.close()
+            await self._rewards.close()
             if self._buffer is not None:
                 await self._buffer.close()
         return self._loop.counters() if self._loop is not None else None

@@ -6,6 +6,7 @@ tests that use the shared cluster, and all that start whole training runs: two o
 
 import os
 import signal
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,8 @@ from tests.support.leftovers import end_leftovers, name_session, watch_session
 from tests.support.ray_cluster import two_node_cluster
 
 ROOT = Path(__file__).resolve().parents[1]
-# The longest first, so that neither process waits for the other at the end.
-_GROUPS = ["whole runs", "ray", "engines", "learner"]
+_SESSION = pytest.StashKey[str]()
+_WATCHER = pytest.StashKey[subprocess.Popen]()
 
 
 def pytest_configure(config):
@@ -23,7 +24,8 @@ def pytest_configure(config):
     paths = [str(ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
     if not hasattr(config, "workerinput"):
-        signal.signal(signal.SIGTERM, signal.default_int_handler)  # fixtures end what they started, as on Ctrl-C
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # fixtures end what they started
+            signal.signal(number, signal.default_int_handler)
         config.stash[_SESSION] = name_session()
         config.stash[_WATCHER] = watch_session(config.stash[_SESSION])
 
@@ -42,9 +44,7 @@ def pytest_collection_modifyitems(items):
     for item in items:
         item.add_marker(pytest.mark.xdist_group(_group(item)))
     if "PYTEST_XDIST_WORKER" in os.environ:
-        names = [item.get_closest_marker("xdist_group").args[0] for item in items]
-        ranks = [_GROUPS.index(name) if name in _GROUPS else len(_GROUPS) for name in names]
-        items[:] = [item for _, item in sorted(zip(ranks, items, strict=True), key=lambda pair: pair[0])]
+        items.sort(key=_rank)
 
 
 def _group(item):
@@ -52,7 +52,14 @@ def _group(item):
         return "ray"
     if item.path.parent.name == "e2e":
         return "whole runs"
-    return str(item.path)
+    return str(item.path.relative_to(ROOT))
+
+
+def _rank(item):
+    """The longest groups go first, so that neither process waits for the other at the end."""
+    group = item.get_closest_marker("xdist_group").args[0]
+    longest = ("whole runs", "ray", "tests/rollout_fleet", "tests/learner")
+    return next((rank for rank, name in enumerate(longest) if group.startswith(name)), len(longest))
 
 
 @pytest.fixture(scope="session")
@@ -63,7 +70,3 @@ def cluster():
     """
     with two_node_cluster() as cluster:
         yield cluster
-
-
-_SESSION = pytest.StashKey[str]()
-_WATCHER = pytest.StashKey()

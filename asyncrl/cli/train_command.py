@@ -26,8 +26,8 @@ from asyncrl.controller.run_folder import make_run_dir, shared_folder
 from asyncrl.data.prompts import PromptStream, load_eval_prompts
 from asyncrl.data.tokenization import load_tokenizer
 from asyncrl.metrics import TerminalView
-from asyncrl.protocol.errors import AsyncRLError, DeadlineError
-from asyncrl.protocol.log_tail import last_lines
+from asyncrl.protocol.errors import AsyncRLError, ClusterDiedError, DeadlineError
+from asyncrl.protocol.process_watch import last_lines
 from asyncrl.protocol.types import Prompt
 from asyncrl.sft.warm_start import finished_warm_start, warm_start
 
@@ -95,6 +95,8 @@ async def _until_done_or_stopped(
     """Run; returns the exit status and the last words."""
 
     def on_fault(fault: BaseException) -> None:
+        if isinstance(fault, ClusterDiedError):
+            _end_without_ray(fault, run_dir)
         if not isinstance(fault, asyncio.CancelledError):  # the supervisor limits how long a signal may take
             give_up_after(config.stop_timeout_s, partial(_give_up, fault, run_dir))
 
@@ -125,6 +127,14 @@ def _headline(message: str) -> str:
     """Its first line; where that introduces a log, with the log's last line, which says most."""
     first, _, rest = message.partition("\n")
     return f"{first} … {rest.splitlines()[-1]}" if first.endswith(":") and rest else first
+
+
+def _end_without_ray(error: BaseException, run_dir: Path) -> None:
+    """Report and end at once: stopping goes through Ray, which would end this process without a word."""
+    sys.stderr.write(_last_words(error, run_dir) + "\n")
+    sys.stderr.flush()
+    shutil.rmtree(shared_folder(run_dir), ignore_errors=True)
+    os._exit(EXIT_FAILED)  # the supervisor ends what is left
 
 
 def _give_up(error: BaseException, run_dir: Path) -> None:

@@ -1,7 +1,4 @@
-"""The Ray cluster of a run, its own or one that is joined, and what all of its worker groups have in common.
-
-`within` is how the controller waits for a group: under a deadline, with a message that says what it waited for.
-"""
+"""The Ray cluster of a run, its own or one that is joined, and what all of its worker groups have in common."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from typing import Any, TypeVar
 import ray
 
 from asyncrl.config import RunConfig, check_placement, requested_cpus
-from asyncrl.protocol.errors import DeadlineError
+from asyncrl.protocol.errors import ClusterDiedError, DeadlineError
 
 # Ray starts workers at nice 15 by default, which starves them beside any other load; idle workers started ahead of
 # need cost start-up time and memory that a run of a few actors never earns back; and a control service that died on
@@ -40,6 +37,7 @@ async def ray_cluster(config: RunConfig) -> AsyncIterator[None]:
     """Start or join Ray, check that the run fits, and leave nothing behind.
 
     Raises:
+        ClusterDiedError: Ray does not start, or cannot be joined.
         DeadlineError: the cluster does not answer within ``ray.start_timeout_s``.
         ValueError: the run asks for more than the cluster has.
     """
@@ -57,6 +55,9 @@ async def ray_cluster(config: RunConfig) -> AsyncIterator[None]:
                 f"Ray did not come up within ray.start_timeout_s={config.ray.start_timeout_s:g} s "
                 f"(address {config.ray.address or 'of our own'!r}); raise it, or look into Ray's session logs"
             ) from None
+        except Exception as error:
+            where = f"at ray.address={config.ray.address}" if config.ray.address else "on this machine"
+            raise ClusterDiedError(f"Ray {where} did not come up: {error}; look into Ray's session logs") from error
         if config.ray.address:
             _check_one_host(config.ray.address)
             total = ray.cluster_resources()
@@ -89,19 +90,6 @@ def _check_one_host(address: str) -> None:
             f"ray.address={address} must be a cluster of one host, got {len(hosts)} ({', '.join(hosts)}): weights are "
             "published through a file that learner and engines share; use a single-node cluster"
         )
-
-
-async def within(pending: Awaitable[T], timeout_s: float, what: str, option: str) -> T:
-    """Await a group's call under a deadline.
-
-    Raises:
-        DeadlineError: it passed; the message names what was awaited and the option that bounds it.
-    """
-    try:
-        async with asyncio.timeout(timeout_s):
-            return await pending
-    except TimeoutError:
-        raise DeadlineError(f"waited {timeout_s:g} s for {what}; look into the logs, or raise {option}") from None
 
 
 async def stop_groups(groups: Sequence[Any], shutdown: Callable[[], None], timeout_s: float) -> None:

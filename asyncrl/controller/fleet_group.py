@@ -13,15 +13,16 @@ from typing import Any
 import ray
 
 from asyncrl.config import RunConfig
-from asyncrl.controller.cluster import WORKER_ENV, stop_groups, within
+from asyncrl.controller.cluster import WORKER_ENV, stop_groups
 from asyncrl.controller.parts import FleetCounts
 from asyncrl.controller.run_folder import RunPaths
 from asyncrl.metrics import Evaluation
+from asyncrl.protocol.remote import within
 from asyncrl.protocol.types import Prompt, WeightSnapshot
 from asyncrl.single_controller import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from buffer import BufferConnection, BufferRole
 from rollout_fleet.config import RolloutFleetConfig, SamplingConfig, SaveProgress
-from rollout_fleet.types import FleetCounters
+from rollout_fleet.metrics import FleetCounters
 from rollout_fleet.worker import RolloutWorker
 
 
@@ -77,8 +78,8 @@ class FleetGroup:
     async def release_device(self) -> None:
         """See `ColocatedFleetPort.release_device`."""
         fleet = self._config.rollout_fleet
-        timeout_s = fleet.generate_timeout_s + fleet.reward_timeout_s + fleet.load_timeout_s + 10
-        option = "rollout_fleet.generate_timeout_s"
+        timeout_s = fleet.drain_timeout_s + 2 * fleet.load_timeout_s + 10
+        option = "rollout_fleet.drain_timeout_s"
         await within(self._group.release_device(), timeout_s, "the engines to release their devices", option)
 
     async def counters(self) -> FleetCounts:

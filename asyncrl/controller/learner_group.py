@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from asyncrl.config import RunConfig, learner_pools, learner_roles
-from asyncrl.controller.cluster import WORKER_ENV, all_of, stop_groups, within
+from asyncrl.controller.cluster import WORKER_ENV, all_of, stop_groups
 from asyncrl.controller.run_folder import RunPaths
+from asyncrl.protocol.remote import StepDeadline, within
 from asyncrl.protocol.types import Plan, WeightSnapshot
 from asyncrl.single_controller import (
     RayClassWithInitArgs,
@@ -49,6 +50,7 @@ class LearnerGroup:
         self._checkpoints = paths.checkpoints
         self._batches: tuple[Plan | None, dict[str, list[RankBatch]]] = (None, {})
         self._scores: dict[str, RemoteScores] = {}
+        self._deadline = StepDeadline(2 * config.learner.step_timeout_s)
         self._roles = RoleGroups(
             config,
             buffer=buffer,
@@ -206,8 +208,12 @@ class LearnerGroup:
         return (await self._in_time(pending, what))[0]
 
     async def _in_time(self, pending: Awaitable[T], what: str) -> T:
-        option = "learner.step_timeout_s, twice which a call may take: the step before it has the ranks first"
-        return await within(pending, 2 * self._config.learner.step_timeout_s, what, option)
+        """Await a call; steps under a deadline that follows their durations, at first twice ``step_timeout_s``."""
+        kind, _, number = what.rpartition(" of step ")
+        if number and kind:
+            return await self._deadline.within(pending, kind, what, "learner.step_timeout_s")
+        # Twice: the step before the call has the ranks first.
+        return await within(pending, 2 * self._config.learner.step_timeout_s, what, "learner.step_timeout_s")
 
 
 class RoleGroups:

@@ -7,7 +7,6 @@ reverse order, whatever happened.
 from __future__ import annotations
 
 import asyncio
-import os
 import shutil
 import uuid
 from collections.abc import Callable, Coroutine, Sequence
@@ -15,7 +14,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from asyncrl.config import RunConfig
 from asyncrl.controller.cluster import ray_cluster
@@ -37,8 +36,8 @@ from asyncrl.metrics import (
     summary_document,
     write_json,
 )
-from asyncrl.protocol.errors import WorkerDiedError
 from asyncrl.protocol.types import Prompt, WeightSnapshot
+from asyncrl.single_controller import ray_death
 from buffer import BufferClient, BufferConnection, BufferProcess
 from learner.advantages import ADVANTAGES
 from learner.config import AlgorithmConfig
@@ -107,7 +106,7 @@ class Run:
                 with self._view.waiting_for("Ray"):
                     await stack.enter_async_context(ray_cluster(self._config))
                 work = self._run_parts(stack, server, prompts)
-                result, before, after = await _unless(work, [_buffer_died(server)])
+                result, before, after = await _unless(work, [server.death(), ray_death()])
             except BaseException as fault:
                 self._on_fault(fault)
                 raise
@@ -184,7 +183,7 @@ class Run:
 
     async def _start_fleet(self, stack: AsyncExitStack, make: Starter[FleetGroup]) -> FleetGroup:
         fleet = await make(FleetGroup, self._config)
-        stack.push_async_callback(fleet.stop, self._config.rollout_fleet.stop_timeout_s + 2)
+        stack.push_async_callback(fleet.stop, self._config.rollout_fleet.worker_stop_timeout_s)
         count, engine = self._config.rollout_fleet.num_engines, self._config.rollout_fleet.engine
         await self._ready(f"rollout fleet ({count} {engine} engines)", fleet.start())
         return fleet
@@ -312,24 +311,3 @@ async def _together(first: Coroutine[Any, Any, T], second: Coroutine[Any, Any, U
     async with asyncio.TaskGroup() as tasks:
         left, right = tasks.create_task(first), tasks.create_task(second)
     return left.result(), right.result()
-
-
-async def _buffer_died(server: BufferProcess) -> NoReturn:
-    """Wait for the buffer server, a child process, to end; the kernel wakes this through a pid file descriptor.
-
-    Raises:
-        WorkerDiedError: it ended; the message ends with its log.
-    """
-    ended = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    descriptor = os.pidfd_open(server.process.pid)
-    loop.add_reader(descriptor, ended.set)
-    try:
-        await ended.wait()
-    finally:
-        loop.remove_reader(descriptor)
-        os.close(descriptor)
-    raise WorkerDiedError(
-        f"the buffer server (pid {server.process.pid}) died with status {server.process.poll()}; its log ends:\n"
-        f"{server.log_tail()}"
-    )

@@ -60,7 +60,7 @@ _MANY = 8  # items that are looked through faster at once than one by one
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """Tensors by name that the receiver takes as views of the frames, and promises to copy before it writes."""
+    """Tensors by name, received as views of the frames; the receiver must copy them before it writes."""
 
     tensors: dict[str, Any]
 
@@ -70,11 +70,11 @@ def encode(value: Any, *, foreign: list[Any] | None = None, max_depth: int | Non
 
     Args:
         value: None, bool, int, float, complex, str, bytes, aware datetimes; lists, tuples and dicts; numpy arrays and
-            scalars of every dtype (objects: of what is listed here; structured: of named fields); and, where torch is
-            loaded, its dense and nested tensors of any dtype of whole bytes. Subclasses of these do not travel.
-        foreign: Where given, values of any other type are appended to it and travel by position; the transport
-            must carry them itself, and hand them back to `decode`.
-        max_depth: Containers within containers allowed; None leaves it to msgpack, which packs about 500.
+            scalars of every dtype (object arrays of the types in this list; structured arrays with named fields); if
+            torch is loaded, dense and nested tensors of any dtype of whole bytes. Subclasses are refused.
+        foreign: If given, values of any other type are appended to it and referred to by position. The transport
+            must carry this list itself and pass it to `decode`.
+        max_depth: Limit on nested containers; None leaves it to msgpack, which packs about 500.
 
     Returns:
         The header, then the memory of the arrays. Buffers of contiguous arrays share the array's memory, so the value
@@ -107,12 +107,12 @@ def decode(
     """Turn frames back into the value.
 
     Args:
-        frames: What `encode` returned. Anything that has a buffer will do.
+        frames: What `encode` returned, as any objects with a buffer.
         foreign: The list that `encode` filled.
         max_frames: Frames allowed, the header among them.
         max_bytes: Bytes allowed over all frames.
-        max_depth: Containers within containers allowed; None leaves it to msgpack, which reads about 1000.
-        writable: Arrays over frames that may be written to may be written to as well.
+        max_depth: Limit on nested containers; None leaves it to msgpack, which reads about 1000.
+        writable: Make arrays over writable frames writable.
 
     Returns:
         The value. Arrays are views of the frames, read-only unless ``writable``. Tensors, which torch cannot mark
@@ -159,11 +159,11 @@ def _checked_views(frames: Sequence[Frame], max_frames: int, max_bytes: int) -> 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Mark:
-    """First item of a list that stands for something else.
+    """First item of a list that encodes another container.
 
     Attributes:
-        sent: What stands in the header.
-        build: Makes the value of the decoder and the items behind the mark.
+        sent: What is written to the header.
+        build: ``(decoder, items after the mark)`` to the value.
     """
 
     sent: msgpack.ExtType
@@ -203,7 +203,7 @@ class Encoder:
         return self.left_out(value) if packed is None else packed
 
     def left_out(self, value: Any) -> msgpack.ExtType:
-        """A value that travels beside the message, if any may."""
+        """A value that travels beside the message, if that is allowed."""
         if self.foreign is None:
             kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
             detail = f" of dtype {value.dtype}" if isinstance(value, np.ndarray | np.generic) else ""
@@ -224,7 +224,7 @@ class Encoder:
         return None if parts is None else [_RECORD.sent, *parts]
 
     def columns(self, tensors: dict[str, Any]) -> Any:
-        """Tensors as one list of names and descriptions in turn, which is read faster than a tree."""
+        """Tensors as one flat list of names and descriptions, which is faster to read than a tree."""
         describe = _torch_side().describe
         try:
             described = [describe(tensor) for tensor in tensors.values()]
@@ -236,7 +236,7 @@ class Encoder:
         return [_COLUMNS.sent, *chain.from_iterable(names_and_descriptions)]
 
     def tensor(self, value: Any) -> Any:
-        """The description of a tensor, and its memory as buffers; None where the value is no tensor of use."""
+        """The description of a tensor, its memory as buffers; None if the value is not a tensor that travels."""
         torch = sys.modules.get("torch")
         if torch is None or not isinstance(value, torch.Tensor):
             return None
@@ -375,7 +375,7 @@ _LEAF_READERS: dict[int, Callable[[Decoder, bytes], Any]] = {
 
 
 def _torch_side() -> Any:
-    """The part of the codec that needs torch; a process that has not loaded torch is not made to."""
+    """The part of the codec that needs torch; decoding never imports torch into a process without it."""
     if "torch" not in sys.modules:
         raise WireError("the message holds torch tensors, and this process has not imported torch; do that first")
     from . import codec_torch

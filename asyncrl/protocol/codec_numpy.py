@@ -37,7 +37,7 @@ def is_plain(dtype: np.dtype) -> bool:
 
 
 def buffer_of(array: np.ndarray) -> memoryview:
-    """The array's memory as bytes, in C order; copied only where the array is not contiguous."""
+    """The array's memory as bytes, in C order; copied only if the array is not contiguous."""
     try:
         return array.data.cast("B")
     except (TypeError, ValueError):  # it is not contiguous or empty, or its dtype has no buffer format
@@ -99,7 +99,7 @@ def array_of(data: bytes, buffer: memoryview, *, writable: bool) -> np.ndarray:
 
 
 def _check_values(dtype: np.dtype, buffer: memoryview) -> None:
-    """Raise `WireError` for memory that numpy takes for granted is never there."""
+    """Raise `WireError` for memory contents that numpy assumes cannot occur."""
     if dtype.kind == "U" and np.frombuffer(buffer, dtype=f"{dtype.byteorder}u4").max() > sys.maxunicode:
         raise WireError("array of strings holds a character that Unicode has not")
 
@@ -131,7 +131,7 @@ def dtype_of(name: bytes) -> np.dtype:
 
 
 def record_parts(array: np.ndarray) -> list[Any] | None:
-    """Shape, alignment, field names and field columns of a structured array; None where they would not rebuild it."""
+    """Shape, alignment, field names and field columns of a structured array; None if they would not rebuild it."""
     dtype = array.dtype
     if not dtype.names:
         return None
@@ -143,7 +143,7 @@ def record_parts(array: np.ndarray) -> list[Any] | None:
 
 
 def record_of(parts: list[Any]) -> np.ndarray:
-    """The structured array of `record_parts`. Raises `WireError` where the columns do not fit together."""
+    """The structured array of `record_parts`. Raises `WireError` if the columns do not fit together."""
     shape, is_aligned, names, columns = parts
     shape = checked_shape(shape)
     if not isinstance(columns, list) or not all(isinstance(column, np.ndarray) for column in columns):
@@ -161,21 +161,21 @@ def record_of(parts: list[Any]) -> np.ndarray:
 
 
 def _record_dtype(fields: list[tuple[str, np.dtype, tuple[int, ...]]], is_aligned: bool) -> np.dtype | None:
-    """The dtype of these fields; None where it is so much larger than they are that it would waste memory."""
+    """The dtype of these fields; None if padding would make it much larger than its fields."""
     dtype = np.dtype(fields, align=is_aligned)
     size = sum(base.itemsize * prod(shape) for _, base, shape in fields)
     return dtype if 0 < dtype.itemsize <= _MAX_PADDING * size else None
 
 
 def checked_shape(shape: Any) -> tuple[int, ...]:
-    """A shape out of a header. Raises `WireError` where it is not one."""
+    """Check a shape from a header. Raises `WireError` if it is not one."""
     if not isinstance(shape, list | tuple) or len(shape) > MAX_DIMS or any(type(n) is not int or n < 0 for n in shape):
         raise WireError("array has an impossible shape: its dimensions are not at most 64 integers >= 0")
     return tuple(shape)
 
 
 def checked_items(shape: Any, items: Any, *kinds: type) -> tuple[int, ...]:
-    """The shape of an array whose items stand in the header, one by one; of these types where any are named.
+    """Check the shape of an array whose items are in the header, of the given types if there are any.
 
     Raises:
         WireError: there are not as many items as the shape has places, or one is of another type.

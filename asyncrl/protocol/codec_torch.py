@@ -1,4 +1,4 @@
-"""How the codec writes torch tensors. Imported only where the process has loaded torch already.
+"""How the codec writes torch tensors. Imported only if the process has loaded torch already.
 
 A dense tensor is described by bytes, as an array is; a nested one by a list of the descriptions of its parts.
 """
@@ -31,14 +31,14 @@ _descriptor = lru_cache(maxsize=4096)(descriptor)
 
 Description = bytes | list[Any]
 
-with warnings.catch_warnings():  # torch warns of read-only memory once in a process: let it be now, unheard
+with warnings.catch_warnings():  # torch warns about read-only memory once per process: here, silently
     warnings.simplefilter("ignore")
     torch.frombuffer(b"\0", dtype=torch.uint8)
     torch.from_numpy(np.frombuffer(b"\0", dtype=np.uint8))
 
 
 def describe(tensor: Any) -> tuple[Description, list[memoryview]]:
-    """Description and memory of a tensor; copied only where it is not contiguous or not on the CPU.
+    """Description and memory of a tensor; copied only if it is not contiguous or not on the CPU.
 
     Raises:
         Unsupported: it is sparse, quantized, without memory, or of a subclass of Tensor.
@@ -84,7 +84,7 @@ def _describe_nested(tensor: Any) -> tuple[Description, list[memoryview]]:
 
 @lru_cache(maxsize=4096)
 def _layout(data: bytes) -> tuple[torch.dtype, np.dtype | None, tuple[int, ...], int]:
-    """dtype, the same of numpy where it has one, shape and size in bytes of what a descriptor describes."""
+    """Torch dtype, numpy dtype (None if there is none), shape and number of bytes of a descriptor."""
     name, shape, end = parse(data)
     dtype = _DTYPES.get(name)
     if dtype is None or end != len(data):
@@ -98,7 +98,7 @@ def tensor_of(description: Any, take: Callable[[], memoryview], *, copy: bool) -
     Args:
         description: What `describe` made.
         take: Gives the next buffer.
-        copy: Take it out of read-only memory, which torch cannot mark so.
+        copy: Copy the tensor if its memory is read-only, which torch cannot express.
 
     Raises:
         WireError: description and buffers do not fit.
@@ -127,7 +127,7 @@ def _nested_of(description: list[Any], take: Callable[[], memoryview], *, copy: 
         rows = [tensor_of(row, take, copy=copy) for row in description[0]]
         if not rows or any(row.is_nested or row.dtype != rows[0].dtype or row.ndim != rows[0].ndim for row in rows):
             raise WireError("nested tensor whose rows are not dense tensors of one dtype and number of dimensions")
-        with warnings.catch_warnings():  # torch would have strided ones given up; the sender did not
+        with warnings.catch_warnings():  # torch discourages strided nested tensors
             warnings.simplefilter("ignore")
             return torch.nested.as_nested_tensor(rows, layout=torch.strided)
     values, offsets, lengths, ragged_dim = description

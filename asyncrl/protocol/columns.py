@@ -37,7 +37,7 @@ def tensors_together(tensors: Mapping[str, Any], num_batch_dims: int) -> TensorD
 
 
 def arrays_of(non_tensors: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """Arrays as they are, and anything else as object arrays."""
+    """Arrays unchanged, anything else as object arrays."""
     if not isinstance(non_tensors, Mapping):
         raise BatchError(f"non_tensors must be a dict of arrays or lists, got {type(non_tensors).__name__}")
     return {key: value if isinstance(value, np.ndarray) else object_array(value) for key, value in non_tensors.items()}
@@ -72,7 +72,7 @@ def picked(entries: dict[str, Any], keys: Iterable[str] | None) -> dict[str, Any
 
 
 def pop_all(parts: Mapping[str, Any], wanted: Sequence[list[str]]) -> list[dict[str, Any]]:
-    """Take entries out of several parts, all or none. Raises `BatchError` where one is not there."""
+    """Take entries out of several parts, all or none. Raises `BatchError` if one is missing."""
     for keys, (name, part) in zip(wanted, parts.items(), strict=True):
         known = [] if part is None else list(part.keys())
         missing = sorted(set(keys) - set(known))
@@ -97,15 +97,16 @@ def rename_tensors(batch: TensorDict, old: list[str], new: list[str]) -> None:
 
 @dataclass(slots=True)
 class UnbuiltBatch:
-    """What a `DataProto` holds after it was cut, joined or received; it is never written to.
+    """The tensors of a `DataProto` that was cut, joined or received, before their TensorDict is needed.
 
-    Not frozen, for that would double the time to make one.
+    Building a TensorDict takes longer than cutting one. Never written to, but not frozen: freezing doubles
+    construction time.
 
     Attributes:
         tensors: Tensors by name, all of ``num_rows`` rows.
         num_rows: B.
-        device: Of the TensorDict to be built; None where it has none of its own.
-        is_borrowed: The memory belongs to others too, so that the TensorDict gets copies.
+        device: Of the TensorDict to be built; None if it has none.
+        is_borrowed: Others may read the memory too, so the TensorDict gets copies.
     """
 
     tensors: dict[str, Any]
@@ -119,22 +120,22 @@ class UnbuiltBatch:
         return torch.Size((self.num_rows,))
 
     def items(self) -> ItemsView[str, Any]:
-        """Names and tensors, to be read only."""
+        """Names and tensors; read-only."""
         return self.tensors.items()
 
     def select(self, *keys: str) -> UnbuiltBatch:
-        """The tensors named. Raises `KeyError` where there is no such tensor."""
+        """The tensors named. Raises `KeyError` if one is missing."""
         missing = [key for key in keys if key not in self.tensors]
         if missing:
             raise KeyError(f"batch has no {missing}, only {list(self.tensors)}")
         return UnbuiltBatch({key: self.tensors[key] for key in keys}, self.num_rows, self.device, self.is_borrowed)
 
     def build(self) -> TensorDict:
-        """The TensorDict, in memory of its own where this is shared."""
+        """The TensorDict, copied if the memory is borrowed."""
         return self.clone() if self.is_borrowed else self._build(self.tensors)
 
     def clone(self) -> TensorDict:
-        """The TensorDict, in memory of its own."""
+        """The TensorDict, copied."""
         return self._build({key: tensor.clone() for key, tensor in self.tensors.items()})
 
     def _build(self, tensors: dict[str, Any]) -> TensorDict:
@@ -252,7 +253,7 @@ def union_tensor_dict(tensor_dict1: TensorDict | None, tensor_dict2: TensorDict 
     """Add the second's tensors to the first, in place. A tensor in both must be equal, NaN to NaN.
 
     Raises:
-        BatchError: the batch sizes differ, or a tensor does; nothing was added then.
+        BatchError: the batch sizes or a tensor differ; the first is unchanged.
     """
     if tensor_dict1 is None or tensor_dict2 is None:
         return tensor_dict2 if tensor_dict1 is None else tensor_dict1
@@ -275,7 +276,7 @@ def union_numpy_dict(tensor_dict1: dict[str, np.ndarray], tensor_dict2: dict[str
     """Add the second's arrays to the first, in place. An array in both must be equal, NaN to NaN.
 
     Raises:
-        BatchError: an array differs, or one in both is none; nothing was added then.
+        BatchError: an array differs, or a value in both is not an array; the first is unchanged.
     """
     for key in tensor_dict1.keys() & tensor_dict2.keys():
         first, second = tensor_dict1[key], tensor_dict2[key]
@@ -289,7 +290,7 @@ def union_two_dict(dict1: dict[Any, Any], dict2: dict[Any, Any]) -> dict[Any, An
     """Add the second's entries to the first, in place. An entry in both must be equal.
 
     Raises:
-        BatchError: an entry differs; nothing was added then.
+        BatchError: an entry differs; the first is unchanged.
     """
     for key in dict1.keys() & dict2.keys():
         if not facts_equal(dict1[key], dict2[key]):
@@ -302,10 +303,10 @@ def union_two_dict(dict1: dict[Any, Any], dict2: dict[Any, Any]) -> dict[Any, An
 
 
 def list_of_dict_to_dict_of_list(list_of_dict: Sequence[Mapping[Any, Any]]) -> dict[Any, list[Any]]:
-    """Turn records into columns, by the keys of the first. A record that lacks a key is left out of its column.
+    """Turn records into columns, by the keys of the first. A record without a key is left out of that column.
 
     Raises:
-        BatchError: a record has a key that the first has not.
+        BatchError: a record has a key that the first does not have.
     """
     if not list_of_dict:
         return {}
@@ -366,13 +367,13 @@ _Pairs = frozenset[tuple[int, int]]
 def deep_equal(a: Any, b: Any) -> bool:
     """Equality of type and value that looks into arrays, tensors and containers; NaN equals NaN.
 
-    Containers that hold themselves are equal where they do so in the same way.
+    Containers that contain themselves are equal if they do so in the same way.
     """
     return _equal(a, b, frozenset())
 
 
 def facts_equal(a: Any, b: Any) -> bool:
-    """As `deep_equal`, or equal by their own ``==``, as 1 and 1.0 are, or a dict and an OrderedDict."""
+    """As `deep_equal`, or equal by their own ``==``, as 1 and 1.0, or a dict and an OrderedDict."""
     if deep_equal(a, b):
         return True
     try:

@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 
 class _CheckedSwitches(type):
-    """Refuses a switch that is not a bool when it is set, not when a batch is split."""
+    """Refuses a switch that is not a bool when it is set rather than when a batch is split."""
 
     def __setattr__(cls, name: str, value: Any) -> None:
         if name == "auto_padding" and not isinstance(value, bool):
@@ -60,14 +60,14 @@ class DataProtoItem:
 class DataProto:
     """B rows of named columns.
 
-    A batch that came through Ray or from the wire reads its tensors where they arrived, in memory that others may
-    read too; they are copied when ``batch`` is first asked for, so that whoever asks may write to them. Through Ray
-    its message is read when anything of it is asked for, so that who only passes it on does not read it.
+    The tensors of a received batch stay in the memory they arrived in, which other processes may read too. They are
+    copied when ``batch`` is first read, so that the reader may write to them. A batch that came through Ray is not
+    even decoded until one of its attributes is read; a process that only passes it on never decodes it.
 
     Args:
-        batch: Tensors whose first dimension is B; None where there are none.
+        batch: Tensors whose first dimension is B; None without tensors.
         non_tensor_batch: Numpy arrays whose first dimension is B; of dtype object for Python values.
-        meta_info: What holds for all rows.
+        meta_info: Facts about all rows.
 
     Raises:
         BatchError: the columns do not have the same number of rows.
@@ -89,15 +89,15 @@ class DataProto:
         self.__post_init__()
 
     def __post_init__(self) -> None:
-        """Check the batch; a subclass that is a dataclass with fields of its own comes here too."""
+        """Check the batch; the ``__init__`` of a subclass that is a dataclass calls this too."""
         self.check_consistency()
 
     if TYPE_CHECKING:
-        _arrived: serialization.Message  # until somebody looks into a batch that arrived
+        _arrived: serialization.Message  # until a received batch is decoded
     else:
 
         def __getattr__(self, name: str) -> Any:
-            """Called for what is not there: all of a batch that arrived and that nobody has looked into yet."""
+            """Decode a received batch when its first attribute is read."""
             serialization.unfold(self)
             if name not in self.__dict__:
                 raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
@@ -140,9 +140,9 @@ class DataProto:
         Args:
             tensors: Tensors of equal first dimension.
             non_tensors: Arrays, or sequences, of as many rows.
-            meta_info: What holds for all rows.
+            meta_info: Facts about all rows.
             num_batch_dims: Leading dimensions that must agree; more than one only without arrays.
-            auto_padding: Let dispatch pad the batch where its rows cannot be split evenly.
+            auto_padding: Let dispatch pad the batch if its rows cannot be split evenly.
 
         Raises:
             BatchError: the columns do not have the same number of rows.
@@ -227,7 +227,7 @@ class DataProto:
         if batch_keys is not None:
             keys = tuple(batch_keys)
             if keys and batch is None:
-                raise BatchError(f"this DataProto holds no tensors, least of all {list(keys)}")
+                raise BatchError(f"this DataProto has no tensors, so it has no {list(keys)}")
             batch = None if batch is None else batch.select(*keys)
         arrays = columns.picked(self.non_tensor_batch, non_tensor_batch_keys)
         meta_info = columns.picked(self.meta_info, meta_info_keys)
@@ -244,7 +244,7 @@ class DataProto:
         """Take the columns named out of this batch, into a new one.
 
         Raises:
-            BatchError: there is no such column; nothing was taken then.
+            BatchError: there is no such column; the batch is unchanged.
         """
         parts = {"batch": self.batch, "non_tensor_batch": self.non_tensor_batch, "meta_info": self.meta_info}
         wanted = (batch_keys, non_tensor_batch_keys, meta_info_keys)
@@ -262,7 +262,7 @@ class DataProto:
         """Add the other's columns and facts to this batch, in place.
 
         Raises:
-            BatchError: a column or fact in both is not equal, or the rows differ in number; nothing was added then.
+            BatchError: a column or fact in both differs, or the numbers of rows do; the batch is unchanged.
         """
         sizes = [len(data) for data in (self, other) if data._batch is not None or data.non_tensor_batch]
         if len(set(sizes)) > 1:
@@ -320,7 +320,7 @@ class DataProto:
         return bool(self.meta_info.get(DataProtoConfig.auto_padding_key) or DataProtoConfig.auto_padding)
 
     def padding(self, padding_size: int, padding_candidate: str = "") -> None:
-        """Append copies of the first row, where ``padding_candidate`` is ``first``, or else of the last; in place."""
+        """Append copies of the last row, or of the first if ``padding_candidate`` is ``first``; in place."""
         if padding_size == 0:
             return
         if not len(self):
@@ -332,8 +332,8 @@ class DataProto:
     def chunk(self, chunks: int) -> list[DataProto]:
         """Cut the rows into equal parts, sharing memory with this batch.
 
-        Where padding is enabled the parts may be unequal: those of tensors as ``torch.chunk`` cuts, with empty ones
-        at the end; those of arrays alone as ``numpy.array_split`` does.
+        With padding enabled the parts may differ in size: a batch with tensors is cut as by ``torch.chunk``, with
+        empty parts at the end; a batch of arrays alone as by ``numpy.array_split``.
 
         Raises:
             BatchError: the rows cannot be cut evenly, and padding is not enabled.
@@ -349,7 +349,7 @@ class DataProto:
 
     @staticmethod
     def concat(data: Sequence[DataProto]) -> DataProto:
-        """Lay batches end to end. ``metrics`` in meta_info become lists over the batches; all else must be equal.
+        """Concatenate batches. ``metrics`` in meta_info become lists over the batches; all other facts must be equal.
 
         Raises:
             BatchError: the batches have different columns, or different facts.
@@ -387,12 +387,12 @@ class DataProto:
         return sum(value.nbytes for value in [*self._columns().values(), *self.non_tensor_batch.values()])
 
     def save_to_disk(self, filepath: str | Path) -> None:
-        """Write the batch to a file. Raises `WireError`, which says where, for what the codec does not carry."""
+        """Write the batch to a file. Raises `WireError` naming what the codec does not carry."""
         serialization.save(self, filepath)
 
     @classmethod
     def load_from_disk(cls, filepath: str | Path) -> DataProto:
-        """Read a batch from a file. Raises `WireError` where the file is not one of `save_to_disk`."""
+        """Read a batch from a file. Raises `WireError` if `save_to_disk` did not write it."""
         return serialization.load(cls, filepath)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
@@ -423,11 +423,11 @@ class DataProto:
         return UnbuiltBatch(changed, num_rows, self._batch.device, is_borrowed)
 
     def _shared_batch(self) -> Any:
-        """The tensors for another `DataProto` that shares them, names included, unless each must copy them anyway."""
+        """The tensors for another `DataProto` to share; borrowed ones are copied by each batch."""
         return self._batch if isinstance(self._batch, UnbuiltBatch) and self._batch.is_borrowed else self.batch
 
     def _columns(self) -> dict[str, Any]:
-        """The tensors by name, to be read only."""
+        """The tensors by name; read-only."""
         return {} if self._batch is None else dict(self._batch.items())
 
 
@@ -449,11 +449,11 @@ def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataPr
     """Append rows from the beginning of the batch, over and over, until ``size_divisor`` divides their number.
 
     Returns:
-        The padded batch, which is ``data`` itself where nothing is to be done, and the number of rows appended. An
-        empty batch stays as it is.
+        The padded batch (``data`` itself if nothing is missing) and the number of rows appended. An empty batch
+        stays empty.
 
     Raises:
-        BatchError: ``data`` is no `DataProto`, or ``size_divisor`` is not positive.
+        BatchError: ``data`` is not a `DataProto`, or ``size_divisor`` is not positive.
     """
     if not hasattr(data, "select_idxs") or size_divisor < 1:
         raise BatchError(f"a DataProto and a divisor >= 1 are needed, got {type(data).__name__} and {size_divisor}")
@@ -531,17 +531,16 @@ def _concat_rows(data: Sequence[DataProto]) -> DataProto:
 def _mini_batches(
     data: DataProto, mini_batch_size: int, epochs: int, seed: int | None, dataloader_kwargs: dict[str, Any]
 ) -> Iterator[DataProto]:
-    """What `DataProto.make_iterator` returns: a DataLoader chooses the rows, which are then taken at once.
+    """See `DataProto.make_iterator`: a DataLoader chooses the positions, and their rows are taken in one selection.
 
-    As `collate_fn` does with rows, it makes object arrays of all arrays; Python lists of one length become a further
-    dimension.
+    All arrays become object arrays, as in `collate_fn`; Python lists of one length become a further dimension.
 
     Raises:
         BatchError: ``mini_batch_size`` does not divide the rows.
     """
     if mini_batch_size < 1 or len(data) % mini_batch_size != 0:
         raise BatchError(f"mini_batch_size must divide the {len(data)} rows, got {mini_batch_size}")
-    if not len(data):  # a DataLoader shuffles no empty data set
+    if not len(data):  # a DataLoader cannot shuffle an empty data set
         return iter(())
 
     def collate(rows: list[int]) -> DataProto:

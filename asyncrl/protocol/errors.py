@@ -1,7 +1,7 @@
-"""The one exception tree. Each error carries a single message, so that it survives pickling through Ray.
+"""The exception tree. Each error carries a single message, so that it survives pickling through Ray.
 
 A user's mistake (a wrong option, a missing file) is a ``ValueError`` raised where the value is read; the errors here
-are what can go wrong while a run is going.
+occur while a run is going.
 """
 
 
@@ -14,7 +14,7 @@ class WireError(AsyncRLError):
 
 
 class StalenessError(AsyncRLError):
-    """A batch would break the staleness bound. It must never fire: it means the ledger is wrong."""
+    """A batch would break the staleness bound. This never happens unless the ledger is wrong."""
 
 
 class AccountError(AsyncRLError):
@@ -29,8 +29,12 @@ class WorkerDiedError(AsyncRLError):
     """A process of the run died; the message names it and ends with the last lines of its log."""
 
 
+class ClusterDiedError(WorkerDiedError):
+    """One of Ray's own processes died, or did not come up; nothing can be stopped through Ray any more."""
+
+
 class CheckpointError(AsyncRLError):
-    """A checkpoint could not be written, and the one before it is whole; or one could not be read."""
+    """A checkpoint could not be written (the one before it is intact), or could not be read."""
 
 
 class EngineError(AsyncRLError):
@@ -38,7 +42,7 @@ class EngineError(AsyncRLError):
 
 
 class RewardError(AsyncRLError):
-    """A reward function raised, hung, or returned something that is no number."""
+    """A reward function raised, hung, or did not return a number."""
 
 
 class ReplayBufferError(AsyncRLError):
@@ -78,18 +82,18 @@ class NotAllowed(ReplayBufferError):
 
 
 class RateExceeded(ReplayBufferError):
-    """A client sends more requests than a server answers one client in a second."""
+    """A client sends more requests per second than the server accepts from one client."""
 
 
 class UsageError(TypeError, ValueError, AssertionError):
-    """A call, a dispatch mode or a pool of the single controller is used as it cannot be.
+    """A call, a dispatch mode or a pool of the single controller is used in a way that it does not support.
 
     It is an AssertionError too, so that code written against verl, which raises that, catches it.
     """
 
 
 class BatchError(ValueError, AssertionError):
-    """The parts of a `DataProto` do not fit together, or not with what is asked of them.
+    """The parts of a `DataProto` do not fit together, or do not fit the request.
 
     It is an AssertionError too, so that code written against verl, which raises that, catches it.
     """

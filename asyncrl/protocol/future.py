@@ -23,13 +23,13 @@ def merge(parts: Sequence[Any]) -> Any:
 
 @dataclass
 class DataProtoFuture:
-    """The results of a call as references: awaited, waited for, or passed on to the call of another group.
+    """The results of a call as references: await it, ``get`` it, or pass it to the call of another group.
 
-    Passed on, only the references go through the driver; the workers that receive it fetch the results themselves.
+    When it is passed on, only references go through the driver; the receiving workers fetch the results.
 
     Attributes:
         collect_fn: Joins the list of fetched results into one.
-        futures: References to the results, one for each collecting rank.
+        futures: References to the results, one per collecting rank.
         dispatch_fn: Selects a part of the joined result; None takes all of it.
     """
 
@@ -39,15 +39,15 @@ class DataProtoFuture:
 
     @staticmethod
     def concat(data: list[Any]) -> DataProtoFuture:
-        """A future of the results behind the references, joined along the batch."""
+        """A future of the referenced results, joined along the batch."""
         return DataProtoFuture(collect_fn=merge, futures=list(data))
 
     def chunk(self, chunks: int) -> list[DataProtoFuture]:
-        """One future for each of ``chunks`` equal parts; nothing is fetched."""
+        """One future per part, of ``chunks`` equal parts; nothing is fetched."""
         return [self.then(partial(_part, index=index, chunks=chunks)) for index in range(chunks)]
 
     def then(self, select: Callable[[Any], Any]) -> DataProtoFuture:
-        """The future of ``select(result)``, which is called where the result is fetched."""
+        """The future of ``select(result)``; ``select`` runs in the process that fetches the result."""
         first = self.dispatch_fn
         return replace(self, dispatch_fn=select if first is None else partial(_both, first=first, second=select))
 
@@ -55,7 +55,7 @@ class DataProtoFuture:
         """Wait for the results and join them.
 
         Raises:
-            DeadlineError: they were not there within ``timeout_s`` seconds.
+            DeadlineError: they did not arrive within ``timeout_s`` seconds.
             WorkerDiedError: a worker that was to compute them died.
         """
         return self.resolve(fetch(self.futures, timeout_s))
@@ -67,7 +67,7 @@ class DataProtoFuture:
         return await asyncio.to_thread(self.resolve, await fetch_async(self.futures))
 
     def resolve(self, results: list[Any]) -> Any:
-        """What `get` returns, from results that were fetched already."""
+        """What `get` returns, from results that are fetched already."""
         joined = self.collect_fn(results)
         return joined if self.dispatch_fn is None else self.dispatch_fn(joined)
 
@@ -86,14 +86,14 @@ class BatchData:
     Example: ``BatchData(argument).chunk(chunks=4)``, ``BatchData(results).concat()``.
 
     Args:
-        data: What to cut up, or the list to lay end to end.
+        data: The batch to cut, or the list to concatenate.
     """
 
     def __init__(self, data: Any) -> None:
         self._data = data
 
     def is_chunkable(self) -> bool:
-        """Whether `chunk` can cut it up."""
+        """Whether `chunk` can cut it."""
         return _is_batch(self._data) or isinstance(self._data, DataProtoFuture)
 
     def is_concatable(self) -> bool:
@@ -115,7 +115,7 @@ class BatchData:
         return self._data.chunk(chunks=chunks)
 
     def concat(self) -> Any:
-        """Lay the batches of the list end to end; of references, the future of that.
+        """Concatenate the batches of the list; for references, return a future of the result.
 
         Raises:
             ValueError: the list is empty.
@@ -123,7 +123,7 @@ class BatchData:
         """
         data = self._data
         if not data:
-            raise ValueError("an empty list of batches cannot be laid end to end")
+            raise ValueError("an empty list of batches cannot be concatenated")
         if _is_reference(data[0]):
             return DataProtoFuture.concat(list(data))
         if _is_tensordict(data[0]):

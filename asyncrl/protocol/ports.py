@@ -33,8 +33,11 @@ class RolloutBuffer(Protocol):
         """
         ...
 
-    async def release(self, lease: Lease, *, num_tokens: int, reason: str) -> None:
-        """Give a lease back unfinished. Its ``num_tokens`` policy tokens count as dropped for ``reason``."""
+    async def release(self, lease: Lease, *, num_tokens: int, reason: str, drop: bool = False) -> None:
+        """Give a lease back unfinished. Its ``num_tokens`` policy tokens count as dropped for ``reason``.
+
+        The prompt is queued again, unless ``drop`` says that no further attempt is worth it.
+        """
         ...
 
     def take_progress(self, lease: Lease) -> TrajectoryGroup | None:

@@ -1,4 +1,4 @@
-"""Waiting for remote results: deadlines, and errors that name the worker they came from.
+"""Waiting for remote results: deadlines, and errors that name the worker and show the end of its log.
 
 Ray is imported where there is something to wait for, so that the protocol itself does not load it.
 """
@@ -6,22 +6,25 @@ Ray is imported where there is something to wait for, so that the protocol itsel
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from .errors import DeadlineError, WorkerDiedError
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerIdentity:
-    """What an error says of a worker.
+    """What an error says about a worker.
 
     Attributes:
         group: Name of its group.
         rank: Its rank in the group.
         node: Address of the node that it was placed on.
-        last_words: Reads the path and the end of its log; None where the group keeps no logs.
+        last_words: Reads the path and the end of its log; None if there is no log.
     """
 
     group: str
@@ -29,12 +32,19 @@ class WorkerIdentity:
     node: str
     last_words: Callable[[], str] | None = None
 
+    def __str__(self) -> str:
+        return f"group {self.group!r}, rank {self.rank}, on node {self.node}"
+
+    def log_tail(self) -> str:
+        """A line break and the end of the worker's log; empty if there is no log."""
+        return "" if self.last_words is None else f"\nLast lines of {self.last_words()}"
+
 
 _identities: dict[str, WorkerIdentity] = {}
 
 
 def introduce(actor_id: str, identity: WorkerIdentity) -> None:
-    """Remember who an actor is, for errors to come; who is known already stays."""
+    """Remember who an actor is, for later errors; an actor that is known keeps its identity."""
     _identities.setdefault(actor_id, identity)
 
 
@@ -48,11 +58,16 @@ def identity_of(actor_id: str) -> WorkerIdentity | None:
     return _identities.get(actor_id)
 
 
-def fetch(refs: Sequence[Any], timeout_s: float | None = None) -> list[Any]:
+def fetch(refs: Sequence[Any], timeout_s: float | None = None, what: str = "results") -> list[Any]:
     """Wait for all references; the first failure ends the wait.
 
+    Args:
+        refs: References to results of calls.
+        timeout_s: Seconds to wait; None is unlimited.
+        what: What is awaited, for the message.
+
     Raises:
-        DeadlineError: they were not all there within ``timeout_s`` seconds; the message names who was late.
+        DeadlineError: they did not all arrive within ``timeout_s`` seconds; the message names the late workers.
         WorkerDiedError: a worker died that was to compute one, or something that one waits for.
     """
     import ray
@@ -61,13 +76,13 @@ def fetch(refs: Sequence[Any], timeout_s: float | None = None) -> list[Any]:
     try:
         return ray.get(list(refs), timeout=timeout_s)
     except GetTimeoutError as error:
-        raise _late(refs, timeout_s) from error
+        raise DeadlineError(f"{what} did not arrive within {timeout_s:g} s: {late_workers(refs)}") from error
     except RayError as error:
         raise translated(error) from None
 
 
 async def fetch_async(refs: Sequence[Any]) -> list[Any]:
-    """As `fetch`, in a coroutine; wrap it in ``asyncio.timeout`` to set a deadline."""
+    """As `fetch`, in a coroutine and without a deadline of its own; `within` sets one."""
     from ray.exceptions import RayError
 
     try:
@@ -76,8 +91,69 @@ async def fetch_async(refs: Sequence[Any]) -> list[Any]:
         raise (await asyncio.to_thread(translated, error)) from None
 
 
+async def within(pending: Awaitable[T], timeout_s: float, what: str, option: str) -> T:
+    """Await a group's call under a deadline.
+
+    Args:
+        pending: What a call returned; for lists of references and futures the error names the late workers.
+        timeout_s: Seconds it may take.
+        what: What is awaited, for the message. Example: ``"the update of step 7"``.
+        option: The option that sets the deadline.
+
+    Raises:
+        DeadlineError: the deadline passed; the message ends with the log of the first late worker.
+    """
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await pending
+    except TimeoutError:
+        message = f"waited {timeout_s:g} s for {what}; raise {option} if it is only slow"
+        refs = pending if isinstance(pending, list) else getattr(pending, "futures", [])
+        late = await asyncio.to_thread(late_workers, refs) if refs else "look into the logs"
+        raise DeadlineError(f"{message}; {late}") from None
+
+
+class StepDeadline:
+    """A deadline for calls that repeat: the limit at first, then a multiple of the longest call so far.
+
+    Calls of a training run take about as long as those before them. So a rank that hangs is noticed after ten times
+    the longest call of its kind (at least ``floor_s``) rather than after a limit that must fit the largest model.
+
+    Args:
+        limit_s: Seconds that the first call of a kind may take; no later call gets more.
+        floor_s: Seconds that every call may take.
+        factor: Multiple of the longest call so far.
+    """
+
+    def __init__(self, limit_s: float, *, floor_s: float = 120.0, factor: float = 10.0) -> None:
+        self._limit_s = limit_s
+        self._floor_s = floor_s
+        self._factor = factor
+        self._longest_s: dict[str, float] = {}
+
+    def seconds(self, kind: str) -> float:
+        """What a call of this kind may take now. Example: after calls of 9 s and 20 s, 200 s."""
+        if kind not in self._longest_s:
+            return self._limit_s
+        return min(self._limit_s, max(self._floor_s, self._factor * self._longest_s[kind]))
+
+    async def within(self, pending: Awaitable[T], kind: str, what: str, option: str) -> T:
+        """As `within`, under the deadline of this kind of call.
+
+        The recorded duration begins when the call was queued, if ``pending`` knows that: a caller that starts to wait
+        late must not shorten the deadline of one that waits from the beginning.
+        """
+        began_s = getattr(pending, "queued_s", time.monotonic())
+        timeout_s = self.seconds(kind)
+        if timeout_s < self._limit_s:
+            option = f"{option} (at most {self._limit_s:g} s; here {self._factor:g} x the longest of its kind so far)"
+        result = await within(pending, timeout_s, what, option)
+        self._longest_s[kind] = max(time.monotonic() - began_s, self._longest_s.get(kind, 0.0))
+        return result
+
+
 def translated(error: Exception) -> Exception:
-    """`WorkerDiedError` where a known worker's death is the cause, directly or through a call that waited for it."""
+    """`WorkerDiedError` if a known worker's death is the cause, directly or through a call that waited for it."""
     from ray.exceptions import RayActorError, RayTaskError
 
     cause: Any = error
@@ -90,24 +166,17 @@ def translated(error: Exception) -> Exception:
 
 
 def death_of(identity: WorkerIdentity, reason: str) -> WorkerDiedError:
-    """The error that tells of a worker's death."""
-    message = (
-        f"worker of group {identity.group!r}, rank {identity.rank}, on node {identity.node} died. {reason.strip()}"
-    )
-    if identity.last_words is not None:
-        message += f"\nLast lines of {identity.last_words()}"
-    return WorkerDiedError(message)
+    """The error for a worker's death."""
+    return WorkerDiedError(f"worker of {identity} died. {reason.strip()}{identity.log_tail()}")
 
 
-def _late(refs: Sequence[Any], timeout_s: float | None) -> DeadlineError:
-    """Name the workers whose results are not there."""
+def late_workers(refs: Sequence[Any]) -> str:
+    """Names the workers whose results have not arrived, and shows the end of the first one's log."""
     import ray
 
     late = set(ray.wait(list(refs), num_returns=len(refs), timeout=0, fetch_local=False)[1])
-    names = [_computed_by(ref, index) for index, ref in enumerate(refs) if ref in late]
-    return DeadlineError(f"{len(names)} of {len(refs)} results were not there after {timeout_s} s: {', '.join(names)}")
-
-
-def _computed_by(ref: Any, index: int) -> str:
-    identity = _identities.get(ref.task_id().actor_id().hex())
-    return f"result {index}" if identity is None else f"group {identity.group!r} rank {identity.rank}"
+    workers = {index: _identities.get(ref.task_id().actor_id().hex()) for index, ref in enumerate(refs) if ref in late}
+    names = [f"group {who.group!r} rank {who.rank}" if who else f"result {index}" for index, who in workers.items()]
+    known = [who for who in workers.values() if who is not None]
+    tail = known[0].log_tail() if known else ""
+    return f"{len(names)} of {len(refs)} are late: {', '.join(names)}{tail}"

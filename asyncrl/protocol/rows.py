@@ -91,7 +91,7 @@ def repeat_array(array: np.ndarray, repeat_times: int, *, interleave: bool) -> n
 
 
 def unfold_or_repeat(key: str, column: Any, *, n_split: int, split_keys: set[str]) -> Any:
-    """The column cut into ``n_split`` where it is among ``split_keys``, or else with every row ``n_split`` times."""
+    """The column cut into ``n_split`` if it is among ``split_keys``, otherwise every row ``n_split`` times."""
     if key in split_keys:
         return unfold_columns(column, n_split, key)
     repeat = repeat_array if isinstance(column, np.ndarray) else repeat_rows
@@ -99,7 +99,7 @@ def unfold_or_repeat(key: str, column: Any, *, n_split: int, split_keys: set[str
 
 
 def unfold_columns(values: Any, n_split: int, key: str) -> Any:
-    """Cut the second dimension into ``n_split`` parts and lay them under one another.
+    """Cut the second dimension into ``n_split`` parts, each a row of its own.
 
     Raises:
         BatchError: there is no second dimension, it is ragged, or ``n_split`` does not divide it.
@@ -113,7 +113,7 @@ def unfold_columns(values: Any, n_split: int, key: str) -> Any:
 
 
 def chunk_ends(num_rows: int, chunks: int, *, is_balanced: bool) -> list[int]:
-    """Where each of ``chunks`` parts ends: sizes that differ by one at most, or all alike but for the last ones."""
+    """Where each of ``chunks`` parts ends: sizes differ by at most one, or all but the last ones are equal."""
     if is_balanced:
         return [(index + 1) * (num_rows // chunks) + min(index + 1, num_rows % chunks) for index in range(chunks)]
     size = -(-num_rows // chunks)
@@ -121,7 +121,7 @@ def chunk_ends(num_rows: int, chunks: int, *, is_balanced: bool) -> list[int]:
 
 
 def is_nested(tensor: Any) -> bool:
-    """Whether this is a nested tensor; a TensorDict within a batch is none."""
+    """Whether this is a nested tensor; a TensorDict within a batch is not."""
     return isinstance(tensor, torch.Tensor) and tensor.is_nested
 
 

@@ -8,7 +8,7 @@ import struct
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -20,32 +20,29 @@ from .columns import UnbuiltBatch
 from .errors import BatchError, WireError
 from .rows import is_nested, rows_of
 
-if TYPE_CHECKING:
-    from .data_proto import DataProto
-
 Message = tuple[Frame, Sequence[Any], Sequence[Any]]
 """Header, buffers and foreign values."""
 
 
-def reduce(data: DataProto, protocol: int) -> tuple[Any, ...]:
-    """What pickle needs to rebuild the batch: the codec's header, and its buffers, out of band where it can.
+def reduce(data: Any, protocol: int) -> tuple[Any, ...]:
+    """What pickle needs to rebuild the batch: the codec's header and buffers, out of band from protocol 5 on.
 
-    Values that the codec does not carry (functions, instances) are left to pickle, whose stream this is.
+    Values that the codec does not carry (functions, instances) are pickled beside them.
     """
     header, buffers, foreign = data.__getstate__()
     wrap = pickle.PickleBuffer if protocol >= 5 else bytearray
     return rebuild, (type(data), header, [wrap(buffer) for buffer in buffers], foreign)
 
 
-def rebuild(kind: type[DataProto], header: Frame, buffers: Sequence[Any], foreign: Sequence[Any]) -> DataProto:
-    """The inverse of `reduce`; the message is read by `unfold`, when something of the batch is asked for."""
+def rebuild(kind: Any, header: Frame, buffers: Sequence[Any], foreign: Sequence[Any]) -> Any:
+    """The inverse of `reduce`; `unfold` decodes the message when an attribute of the batch is first read."""
     data = kind.__new__(kind)
     data.__setstate__((header, buffers, foreign))
     return data
 
 
-def message_of(data: DataProto) -> Message:
-    """The batch as a message. One that arrived and that nobody looked into goes on as it came."""
+def message_of(data: Any) -> Message:
+    """The batch as a message; a received batch that was not decoded is passed on unchanged."""
     if vars(data).keys() == {"_arrived"}:
         return data._arrived
     foreign: list[Any] = []
@@ -53,8 +50,8 @@ def message_of(data: DataProto) -> Message:
     return header, buffers, foreign
 
 
-def unfold(data: DataProto) -> None:
-    """Read the message that a batch arrived in. What was set since then stays; tensors stay where the buffers are."""
+def unfold(data: Any) -> None:
+    """Decode the message of a received batch. Attributes set since then are kept; tensors are views of the buffers."""
     message = vars(data).get("_arrived")
     if message is None:  # it was made here, or another thread has read it
         return
@@ -66,8 +63,8 @@ def unfold(data: DataProto) -> None:
     vars(data).pop("_arrived", None)
 
 
-def parts_of(data: DataProto) -> dict[str, Any]:
-    """The batch as a value of the codec. Raises `BatchError` where its columns were made not to fit together."""
+def parts_of(data: Any) -> dict[str, Any]:
+    """The batch as a value of the codec. Raises `BatchError` if its columns no longer fit together."""
     data.check_consistency()
     batch = None
     if data._batch is not None:
@@ -75,13 +72,13 @@ def parts_of(data: DataProto) -> dict[str, Any]:
     return {"batch": batch, "non_tensor_batch": data.non_tensor_batch, "meta_info": data.meta_info}
 
 
-def from_parts(kind: type[DataProto], parts: Any, *, is_borrowed: bool = True) -> DataProto:
+def from_parts(kind: type, parts: Any, *, is_borrowed: bool = True) -> Any:
     """The inverse of `parts_of`.
 
     Args:
         kind: `DataProto`, or the subclass to make.
         parts: The decoded value.
-        is_borrowed: The tensors' memory belongs to others too, so that they are copied when they are asked for.
+        is_borrowed: Others may read the tensors' memory too, so ``batch`` gets copies.
 
     Raises:
         WireError: the value is not of that form.
@@ -107,8 +104,8 @@ def _batch_of(num_rows: Any, tensors: Any, *, is_borrowed: bool) -> UnbuiltBatch
     return UnbuiltBatch(tensors, num_rows, is_borrowed=is_borrowed)
 
 
-def save(data: DataProto, filepath: str | Path) -> None:
-    """Write the batch to a file, which is there completely or not at all."""
+def save(data: Any, filepath: str | Path) -> None:
+    """Write the batch to a file atomically: it appears complete, or not at all."""
     frames = encode(parts_of(data))
     partial = Path(f"{filepath}.partial")
     with open(partial, "wb") as file:
@@ -116,8 +113,8 @@ def save(data: DataProto, filepath: str | Path) -> None:
     os.replace(partial, filepath)
 
 
-def load(kind: type[DataProto], filepath: str | Path) -> DataProto:
-    """Read a batch from a file, into memory that is the batch's own."""
+def load(kind: type, filepath: str | Path) -> Any:
+    """Read a batch from a file."""
     content = bytearray(os.path.getsize(filepath))
     with open(filepath, "rb") as file:
         num_read = file.readinto(content)
@@ -170,15 +167,15 @@ def _aligned(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
-def all_gather_data_proto(data: DataProto, process_group: Any) -> None:
-    """Lay the parts of all ranks end to end, in the order of the ranks, in place; every rank has all of it then.
+def all_gather_data_proto(data: Any, process_group: Any) -> None:
+    """Concatenate the parts of all ranks on every rank, in the order of the ranks, in place.
 
-    The ranks must have the same columns; the number of their rows may differ, and be zero. Tensors come back to the
-    device that this rank's were on, and ``meta_info`` stays as it is.
+    The ranks must have the same columns; their numbers of rows may differ, and may be zero. Tensors end up on the
+    device that this rank's tensors were on; ``meta_info`` is unchanged.
 
     Args:
         data: This rank's part.
-        process_group: The group; None is the default one. It bounds the wait by its own timeout.
+        process_group: The group, whose timeout bounds the wait; None is the default group.
 
     Raises:
         BatchError: the ranks have different columns; raised on all of them.
@@ -196,7 +193,7 @@ def all_gather_data_proto(data: DataProto, process_group: Any) -> None:
 
 
 def _all_gather_bytes(message: bytes, group: Any) -> list[memoryview]:
-    """The messages of all ranks, in memory of their own; they travel padded to the longest."""
+    """The messages of all ranks; they are sent padded to the longest."""
     on_cpu = any(name in dist.get_backend(group) for name in ("gloo", "mpi"))
     device = torch.device("cpu") if on_cpu else torch.accelerator.current_accelerator()
     num_ranks = dist.get_world_size(group)
@@ -240,7 +237,7 @@ def deserialize_single_tensor(arr: TensorParts) -> torch.Tensor:
 def serialize_tensordict(
     batch: TensorDict,
 ) -> tuple[tuple[int, ...], str | None, dict[str, TensorParts | tuple[str, list[TensorParts]]]]:
-    """Batch size, device (None where there is none of all), and each tensor's parts by name.
+    """Batch size, device (None if the tensors share none), and each tensor's parts by name.
 
     A nested tensor's are the name of its layout and the parts of its rows.
     """

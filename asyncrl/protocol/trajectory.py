@@ -308,41 +308,6 @@ class TrajectoryGroup:
             columns={name: values[span] for name, values in self.token_columns.items() if name not in _TOKEN_COLUMNS},
         )
 
-    # Until the learner walks branches: the columns of a group without branching, responses end to end.
-
-    @property
-    def num_samples(self) -> int:
-        """G."""
-        return self.num_trajectories
-
-    @property
-    def response_ids(self) -> np.ndarray:
-        """[R] int32."""
-        return self.token_ids[self._lengths[0] :]
-
-    @cached_property
-    def response_lengths(self) -> np.ndarray:
-        """[G] int32."""
-        return np.array(self.summary.response_lengths, dtype=np.int32)
-
-    @property
-    def response_mask(self) -> np.ndarray:
-        """[R] bool."""
-        trajectories = self.turns["trajectory"][1:]
-        trained = self.turns["sampled"][1:].astype(bool) & ~self.is_baseline[trajectories]
-        return np.repeat(trained, self.turns["num_tokens"][1:])
-
-    @property
-    def behavior_logprobs(self) -> np.ndarray:
-        """[R] float32."""
-        return self.logprobs[self._lengths[0] :]
-
-    @property
-    def finish_reasons(self) -> tuple[FinishReason, ...]:
-        """G reasons."""
-        last = {row[0]: row[4] for row in self.turns.tolist()[1:]}
-        return tuple(FINISH_REASONS[last[index]] for index in range(self.num_trajectories))
-
     @cached_property
     def _lengths(self) -> list[int]:
         return self.turns["num_tokens"].tolist()

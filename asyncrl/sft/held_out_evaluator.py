@@ -14,10 +14,10 @@ from asyncrl.protocol.types import Prompt
 from learner.trainer import Trainer
 from learner.weights import SnapshotWriter
 from rollout_fleet.config import EngineKind
-from rollout_fleet.decoding import load_decoder
 from rollout_fleet.engines.factory import make_engine
+from rollout_fleet.engines.model_files import load_decoder
 from rollout_fleet.evaluation import evaluate_prompts
-from rollout_fleet.rewards.scorer import RewardScorer
+from rollout_fleet.rewards.reward_processes import RewardProcesses
 from rollout_fleet.types import EvaluationResult
 
 
@@ -32,18 +32,18 @@ class HeldOutEvaluator:
         self._directory = tempfile.TemporaryDirectory(prefix="asyncrl-sft-")
         self._writer = SnapshotWriter(self._directory.name, keep=2)
         self._engine = make_engine(self._config, model_path=self._model_path, rank=0, log_dir="", seed=config.seed)
-        self._scorer = RewardScorer(self._config.reward, num_processes=1, timeout_s=self._config.reward_timeout_s)
+        self._rewards = RewardProcesses(self._config.reward, num_processes=1, timeout_s=self._config.reward_timeout_s)
         self._decode = load_decoder(self._model_path)
 
     async def __aenter__(self) -> HeldOutEvaluator:
         if self._is_first:
             await self._engine.start()
-            await self._scorer.start()
+            await self._rewards.start()
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await self._engine.stop()
-        await self._scorer.close()
+        await self._rewards.close()
         self._directory.cleanup()
 
     async def accuracy(self, trainer: Trainer, step: int) -> float:
@@ -62,7 +62,7 @@ class HeldOutEvaluator:
         return await evaluate_prompts(
             self._held_out,
             engine=self._engine,
-            scorer=self._scorer,
+            rewards=self._rewards,
             decode=self._decode,
             sampling=replace(self._config.sampling, temperature=0.0),
             num_samples=1,

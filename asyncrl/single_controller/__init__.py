@@ -2,25 +2,14 @@
 
 from asyncrl.protocol.errors import UsageError
 
-from .calling import func_generator
-from .colocated import (
-    FusedWorkerCLSName,
-    create_colocated_worker_cls,
-    create_colocated_worker_cls_fused,
-    create_colocated_worker_raw_cls,
-)
-from .deadline import call_deadline
-from .decorator import (
-    MAGIC_ATTR,
-    Dispatch,
-    Execute,
-    init_predefined_dispatch_mode,
-    init_predefined_execute_mode,
-    register,
-)
+from .calls import PendingResult, PendingResults, call_deadline, func_generator
 from .devices import ray_noset_visible_devices
 from .dispatch import (
     DISPATCH_MODE_FN_REGISTRY,
+    MAGIC_ATTR,
+    Dispatch,
+    DynamicEnum,
+    Execute,
     collect_all_to_all,
     collect_dp_compute,
     collect_dp_compute_data_proto,
@@ -35,24 +24,35 @@ from .dispatch import (
     dispatch_nd_compute,
     dispatch_nd_compute_dataproto,
     dispatch_one_to_all,
-    dummy_direct_rollout_call,
     get_predefined_dispatch_fn,
     get_predefined_execute_fn,
     make_nd_compute_dataproto_dispatch_fn,
+    parallel_put,
+    register,
     register_dispatch_mode,
     update_dispatch_mode,
 )
-from .dynamic_enum import DynamicEnum
-from .liveness import check_workers_alive
-from .object_store import parallel_put
-from .rank_info import DistGlobalInfo, DistRankInfo
-from .ray_class import RayClassWithInitArgs
-from .ray_pool import RayResourcePool, sort_placement_group_by_node_ip
+from .fused import (
+    FusedWorkerCLSName,
+    create_colocated_worker_cls,
+    create_colocated_worker_cls_fused,
+    create_colocated_worker_raw_cls,
+)
+from .liveness import ray_death
+from .placement import RayClassWithInitArgs
 from .ray_worker_group import RayWorkerGroup
-from .resource_pool import ClassWithInitArgs, ResourcePool, get_random_string
-from .results import PendingResult, PendingResults
-from .roles import ResourcePoolManager, Role
-from .split_pool import SubRayResourcePool, extract_pg_from_exist, merge_resource_pool, split_resource_pool
+from .resource_pool import (
+    ClassWithInitArgs,
+    RayResourcePool,
+    ResourcePool,
+    ResourcePoolManager,
+    Role,
+    SubRayResourcePool,
+    get_random_string,
+    merge_resource_pool,
+    sort_placement_group_by_node_ip,
+    split_resource_pool,
+)
 from .worker import Worker, WorkerHelper
 from .worker_group import WorkerGroup
 
@@ -61,8 +61,6 @@ __all__ = [
     "MAGIC_ATTR",
     "ClassWithInitArgs",
     "Dispatch",
-    "DistGlobalInfo",
-    "DistRankInfo",
     "DynamicEnum",
     "Execute",
     "FusedWorkerCLSName",
@@ -80,7 +78,6 @@ __all__ = [
     "WorkerGroup",
     "WorkerHelper",
     "call_deadline",
-    "check_workers_alive",
     "collect_all_to_all",
     "collect_dp_compute",
     "collect_dp_compute_data_proto",
@@ -98,17 +95,14 @@ __all__ = [
     "dispatch_nd_compute",
     "dispatch_nd_compute_dataproto",
     "dispatch_one_to_all",
-    "dummy_direct_rollout_call",
-    "extract_pg_from_exist",
     "func_generator",
     "get_predefined_dispatch_fn",
     "get_predefined_execute_fn",
     "get_random_string",
-    "init_predefined_dispatch_mode",
-    "init_predefined_execute_mode",
     "make_nd_compute_dataproto_dispatch_fn",
     "merge_resource_pool",
     "parallel_put",
+    "ray_death",
     "ray_noset_visible_devices",
     "register",
     "register_dispatch_mode",

@@ -10,7 +10,7 @@ from typing import Any
 from asyncrl.protocol.errors import UsageError
 
 ALL_DEVICES = "not set"
-"""What a process that is not restricted says of its visible devices."""
+"""The value that an unrestricted process reports for its visible devices."""
 
 NOSET_VISIBLE_DEVICES = (
     "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES",
@@ -25,7 +25,7 @@ NOSET_VISIBLE_DEVICES = (
 
 
 def ray_noset_visible_devices(env_vars: Mapping[str, str] = os.environ) -> bool:
-    """True where Ray was told to leave the visible devices alone, so that a worker sees all of its node's."""
+    """True if Ray was told not to set the visible devices, so that a worker sees all devices of its node."""
     return any(env_vars.get(name) for name in NOSET_VISIBLE_DEVICES)
 
 
@@ -63,7 +63,7 @@ def _unify_rocm(env_vars: MutableMapping[str, str]) -> None:
 
 
 def _choose_device_within_node(env_vars: MutableMapping[str, str]) -> None:
-    """Where a worker sees all devices of its node, its local rank is the one that Ray assigned to it."""
+    """If a worker sees all devices of its node, its local rank is the device that Ray assigned to it."""
     import ray
 
     is_npu = visible_devices_name(env_vars) == "ASCEND_RT_VISIBLE_DEVICES"
@@ -83,5 +83,5 @@ def _device_module(is_npu: bool) -> Any:
 
 
 def _loaded_torch() -> Any:
-    """torch, if this process has it; a worker that does not is not made to load it."""
+    """torch, if this process has loaded it; it is never loaded here."""
     return sys.modules.get("torch")

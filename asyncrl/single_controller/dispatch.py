@@ -1,16 +1,253 @@
-"""The dispatch modes: for each, how arguments are split over the ranks and results are put together."""
+"""`register` and the dispatch modes: how a call's arguments are split over the ranks and its results put together."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+import inspect
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial, wraps
 from types import FunctionType
-from typing import Any
+from typing import Any, ClassVar, TypeVar
+
+import ray
 
 from asyncrl.protocol.errors import UsageError
-from asyncrl.protocol.future import DataProtoFuture, _padding_size_key, merge
+from asyncrl.protocol.future import BatchData, DataProtoFuture, _padding_size_key, merge
 
-from .decorator import Dispatch, Execute, _check_dispatch_mode
+
+class _Members(type):
+    """Makes a class of members behave as an enumeration: iteration, ``in``, ``len`` and look-up by name."""
+
+    _registry: dict[str, Any]
+
+    def __iter__(cls) -> Iterator[Any]:
+        return iter(cls._registry.values())
+
+    def __contains__(cls, item: Any) -> bool:
+        return item.upper() in cls._registry if isinstance(item, str) else item in cls._registry.values()
+
+    def __getitem__(cls, name: str) -> Any:
+        return cls._registry[name.upper()]
+
+    def __len__(cls) -> int:
+        return len(cls._registry)
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        member = cls._registry.get(name.upper())
+        if member is None:
+            known = ", ".join(member.name for member in cls)
+            raise AttributeError(f"{cls.__name__} has no member {name!r}, only {known}; add it with register()")
+        return member
+
+
+class DynamicEnum(metaclass=_Members):
+    """Base of a growing enumeration. Names are unique without regard to case; members compare by identity.
+
+    Attributes:
+        keeps_case: Whether members keep their names as written; by default names are in capitals.
+    """
+
+    keeps_case: ClassVar[bool] = False
+    _registry: ClassVar[dict[str, Any]] = {}
+    _next_value: ClassVar[int] = 0
+
+    def __init_subclass__(cls) -> None:
+        cls._registry = {}
+        cls._next_value = 0
+
+    def __init__(self, name: str, value: int) -> None:
+        self.name = name
+        self.value = value
+
+    @classmethod
+    def register(cls, name: str) -> Any:
+        """Add a member and return it; ``cls.NAME`` finds it from then on.
+
+        Raises:
+            ValueError: there is such a member already.
+        """
+        if name.upper() in cls._registry:
+            raise ValueError(f"{cls.__name__} has a member {name!r} already; choose another name")
+        member = cls(name if cls.keeps_case else name.upper(), cls._next_value)
+        cls._next_value += 1
+        cls._registry[name.upper()] = member
+        return member
+
+    @classmethod
+    def remove(cls, name: str) -> Any:
+        """Take a member out and return it."""
+        return cls._registry.pop(name.upper())
+
+    @classmethod
+    def from_name(cls, name: str) -> Any:
+        """The member of this name, or None."""
+        return cls._registry.get(name.upper())
+
+    @classmethod
+    def names(cls) -> list[str]:
+        """Names of all members, in the order of their registration."""
+        return [member.name for member in cls]
+
+    @classmethod
+    def values(cls) -> list[Any]:
+        """All members, in the order of their registration."""
+        return list(cls)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _member, (type(self), self.name)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}.{self.name}: {self.value}>"
+
+
+def _member(kind: type[DynamicEnum], name: str) -> Any:
+    """Find a member after unpickling; a process that does not know it registers it."""
+    return kind.from_name(name) or kind.register(name)
+
+
+MAGIC_ATTR = "attrs_3141562937"
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+class Dispatch(DynamicEnum):
+    """How the arguments of a call reach the workers, and how their results are returned."""
+
+    RANK_ZERO: Dispatch
+    ONE_TO_ALL: Dispatch
+    ALL_TO_ALL: Dispatch
+    DP_COMPUTE: Dispatch
+    DP_COMPUTE_PROTO: Dispatch
+    DP_COMPUTE_PROTO_WITH_FUNC: Dispatch
+    DP_COMPUTE_METRIC: Dispatch
+    DIRECT_ROLLOUT_METHOD: Dispatch
+
+
+class Execute(DynamicEnum):
+    """Which workers run a call."""
+
+    ALL: Execute
+    RANK_ZERO: Execute
+
+
+for _mode in Dispatch.__annotations__:
+    Dispatch.register(_mode)
+for _mode in Execute.__annotations__:
+    Execute.register(_mode)
+
+
+def register(
+    dispatch_mode: Any = Dispatch.ALL_TO_ALL,
+    execute_mode: Execute = Execute.ALL,
+    blocking: bool = True,
+    materialize_futures: bool = True,
+) -> Callable[[Method], Method]:
+    """Make a method callable through the worker group.
+
+    Args:
+        dispatch_mode: A member of `Dispatch`, or a dict with ``dispatch_fn`` and ``collect_fn``.
+        execute_mode: Whether all workers run the method, or rank 0 alone.
+        blocking: Whether the group's caller waits for the results, or receives references or a `DataProtoFuture`.
+        materialize_futures: Whether a `DataProtoFuture` among the arguments is fetched, in the worker, before the
+            method runs.
+
+    Raises:
+        UsageError: ``dispatch_mode`` or ``execute_mode`` is something else, or the dict lacks a function.
+    """
+    _check_dispatch_mode(dispatch_mode)
+    _check_execute_mode(execute_mode)
+
+    attrs = {
+        "dispatch_mode": dispatch_mode,
+        "execute_mode": execute_mode,
+        "blocking": blocking,
+        "materialize_futures": materialize_futures,
+    }
+
+    def decorate(method: Method) -> Method:
+        wrap = _wrapped_coroutine if inspect.iscoroutinefunction(method) else _wrapped
+        wrapped = wrap(method, materialize_futures)
+        setattr(wrapped, MAGIC_ATTR, attrs)
+        return wrapped
+
+    return decorate
+
+
+def _wrapped(method: Any, materialize_futures: bool) -> Any:
+    """The method as the worker runs it: futures are fetched first, and errors name the rank."""
+
+    @wraps(method)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if materialize_futures:
+            args, kwargs = _materialize_futures(*args, **kwargs)
+        with _named(self, method.__name__):
+            return method(self, *args, **kwargs)
+
+    return call
+
+
+def _wrapped_coroutine(method: Any, materialize_futures: bool) -> Any:
+    """As `_wrapped`, for a coroutine function."""
+
+    @wraps(method)
+    async def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if materialize_futures:
+            args, kwargs = await materialize_async(args, kwargs)
+        with _named(self, method.__name__):
+            return await method(self, *args, **kwargs)
+
+    return call
+
+
+class _named:
+    """Adds the worker's rank to an exception that leaves its method."""
+
+    def __init__(self, worker: Any, method_name: str) -> None:
+        self.worker = worker
+        self.method_name = method_name
+
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        rank = getattr(self.worker, "_rank", None)
+        if error is not None and rank is not None:
+            error.add_note(f"in {type(self.worker).__name__}.{self.method_name} on rank {rank}")
+
+
+def _check_dispatch_mode(dispatch_mode: Any) -> None:
+    if isinstance(dispatch_mode, dict):
+        missing = {"dispatch_fn", "collect_fn"} - dispatch_mode.keys()
+        if missing:
+            raise UsageError(f"dispatch_mode lacks {sorted(missing)}; give both dispatch_fn and collect_fn")
+    elif not isinstance(dispatch_mode, Dispatch):
+        raise UsageError(f"dispatch_mode must be a Dispatch or a dict of its two functions, got {dispatch_mode!r}")
+
+
+def _check_execute_mode(execute_mode: Any) -> None:
+    if not isinstance(execute_mode, Execute):
+        raise UsageError(f"execute_mode must be an Execute, got {execute_mode!r}")
+
+
+def _materialize_futures(*args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Fetch the futures among the arguments."""
+
+    def fetched(value: Any) -> Any:
+        return value.get() if isinstance(value, DataProtoFuture) else value
+
+    return tuple(fetched(arg) for arg in args), {key: fetched(value) for key, value in kwargs.items()}
+
+
+async def materialize_async(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Fetch the futures among the arguments without blocking the event loop."""
+
+    async def fetched(value: Any) -> Any:
+        return await value if isinstance(value, DataProtoFuture) else value
+
+    return tuple([await fetched(arg) for arg in args]), {key: await fetched(value) for key, value in kwargs.items()}
+
 
 Dispatched = tuple[Any, dict[str, Any]]
 
@@ -22,17 +259,17 @@ def dispatch_one_to_all(worker_group: Any, *args: Any, **kwargs: Any) -> Dispatc
 
 
 def dispatch_all_to_all(worker_group: Any, *args: Any, **kwargs: Any) -> Dispatched:
-    """Arguments as they are: lists of one entry per rank are handed out, all else goes to everyone."""
+    """Arguments unchanged: lists of one entry per rank are handed out, others go to every rank."""
     return args, kwargs
 
 
 def collect_all_to_all(worker_group: Any, output: Any) -> Any:
-    """Results as they are: a list in the order of the ranks."""
+    """Results unchanged: a list in the order of the ranks."""
     return output
 
 
 def dispatch_dp_compute(worker_group: Any, *args: Any, **kwargs: Any) -> Dispatched:
-    """Arguments that the caller has split: each is a list with one entry per rank."""
+    """Arguments that the caller has split: lists with one entry per rank."""
     for name, value in [*enumerate(args), *kwargs.items()]:
         if not isinstance(value, list | tuple) or len(value) != worker_group.world_size:
             raise UsageError(
@@ -50,12 +287,12 @@ def collect_dp_compute(worker_group: Any, output: Any) -> Any:
 
 
 def dispatch_dp_compute_data_proto(worker_group: Any, *args: Any, **kwargs: Any) -> Dispatched:
-    """Split every `DataProto` evenly over the ranks; padded where the data asks for it."""
+    """Split every `DataProto` evenly over the ranks; padded if the data asks for it."""
     return _split_args_kwargs_data_proto_with_auto_padding(worker_group.world_size, *args, **kwargs)
 
 
 def dispatch_dp_compute_data_proto_with_func(worker_group: Any, *args: Any, **kwargs: Any) -> Dispatched:
-    """The first argument, a function, goes to every rank; the data behind it is split."""
+    """The first argument, a function, goes to every rank; the data after it is split."""
     if not args or not isinstance(args[0], FunctionType):
         raise UsageError(f"the first argument must be a function, got {type(args[0]).__name__ if args else 'none'}")
     num_workers = worker_group.world_size
@@ -69,23 +306,22 @@ def collect_dp_compute_data_proto(worker_group: Any, output: Any) -> Any:
 
 
 def dummy_direct_rollout_call(worker_group: Any, *args: Any, **kwargs: Any) -> Any:
-    """A direct rollout method is called on the worker, by the engine; never through the group."""
+    """Refuse: a direct rollout method is called on the worker by the engine, never through the group."""
     raise UsageError("a DIRECT_ROLLOUT_METHOD is called on the worker itself, not through the worker group")
 
 
 def dispatch_nd_compute(
     dp_rank_mapping: list[int], dp_size: int, worker_group: Any, *args: Any, **kwargs: Any
 ) -> Dispatched:
-    """Hand part ``dp_rank_mapping[rank]`` of every argument to each rank; a part travels once, however many read it.
+    """Hand part ``dp_rank_mapping[rank]`` of every argument to each rank; each part is stored once for all readers.
 
     Args:
-        dp_rank_mapping: For each rank of the group, the part that it receives. Example: ``[0, 0, 1, 1]``.
+        dp_rank_mapping: The part that each rank of the group receives. Example: ``[0, 0, 1, 1]``.
         dp_size: Number of parts of every argument.
         worker_group: The group.
         args: Lists of ``dp_size`` parts.
         kwargs: The same, by name.
     """
-    from .object_store import parallel_put
 
     def handed_out(name: Any, parts: Any) -> list[Any]:
         if not isinstance(parts, list | tuple) or len(parts) != dp_size:
@@ -107,7 +343,7 @@ def collect_nd_compute(collect_mask: list[bool], worker_group: Any, output: Any)
 def dispatch_nd_compute_dataproto(
     dp_rank_mapping: list[int], dp_size: int, worker_group: Any, *args: Any, **kwargs: Any
 ) -> Dispatched:
-    """Split every `DataProto` into ``dp_size`` parts, padded where the data asks for it, and hand them out."""
+    """Split every `DataProto` into ``dp_size`` parts, padded if the data asks for it, and hand them out."""
     split_args, split_kwargs = _split_args_kwargs_data_proto_with_auto_padding(dp_size, *args, **kwargs)
     padding = {key: split_kwargs.pop(key) for key in (_padding_size_key,) if key in split_kwargs}
     handed_args, handed_kwargs = dispatch_nd_compute(
@@ -122,7 +358,7 @@ def collect_nd_compute_dataproto(collect_mask: list[bool], worker_group: Any, ou
 
 
 def dispatch_lazy_compute_data_proto(mesh_name: str, worker_group: Any, *args: Any, **kwargs: Any) -> Dispatched:
-    """As `dispatch_nd_compute_dataproto`, over a mesh that the workers registered; they are asked once."""
+    """As `dispatch_nd_compute_dataproto`, over a mesh that the workers registered; they are asked once per mesh."""
     if mesh_name not in worker_group._dispatch_info:
         worker_group._dispatch_info[mesh_name] = worker_group._query_dispatch_info(mesh_name)
     mapping = worker_group._dispatch_info[mesh_name]
@@ -130,12 +366,12 @@ def dispatch_lazy_compute_data_proto(mesh_name: str, worker_group: Any, *args: A
 
 
 def collect_lazy_compute_data_proto(mesh_name: str, worker_group: Any, *args: Any, **kwargs: Any) -> Any:
-    """As `collect_nd_compute_dataproto`, over a mesh that the workers registered; they are asked once."""
+    """As `collect_nd_compute_dataproto`, over a mesh that the workers registered; they are asked once per mesh."""
     return collect_nd_compute_dataproto(_collect_mask(mesh_name, worker_group), worker_group, *args, **kwargs)
 
 
 def silent_ranks(worker_group: Any, collect_fn: Callable[..., Any]) -> frozenset[int]:
-    """The ranks whose results a mesh does not collect, and which therefore need not send them."""
+    """The ranks whose results a mesh does not collect, so that they need not send them."""
     if not isinstance(collect_fn, partial) or collect_fn.func is not collect_lazy_compute_data_proto:
         return frozenset()
     mask = _collect_mask(collect_fn.args[0], worker_group)
@@ -177,7 +413,7 @@ _EXECUTE_FN_NAMES = {Execute.ALL: "execute_all", Execute.RANK_ZERO: "execute_ran
 
 
 def get_predefined_dispatch_fn(dispatch_mode: Dispatch) -> dict[str, Callable[..., Any]]:
-    """The two functions of a mode. Raises `UsageError` where it was named, but never given any."""
+    """The two functions of a mode. Raises `UsageError` if the mode has none."""
     if dispatch_mode not in DISPATCH_MODE_FN_REGISTRY:
         raise UsageError(f"dispatch mode {dispatch_mode!r} has no functions; add it with register_dispatch_mode")
     return DISPATCH_MODE_FN_REGISTRY[dispatch_mode]
@@ -191,7 +427,7 @@ def get_predefined_execute_fn(execute_mode: Execute) -> dict[str, str]:
 def register_dispatch_mode(
     dispatch_mode_name: str, dispatch_fn: Callable[..., Any], collect_fn: Callable[..., Any]
 ) -> Dispatch:
-    """Add a mode, which ``Dispatch.NAME`` names from then on.
+    """Add a mode and return it; from then on it is ``Dispatch.NAME``.
 
     Args:
         dispatch_mode_name: Its name.
@@ -209,7 +445,7 @@ def register_dispatch_mode(
 def update_dispatch_mode(
     dispatch_mode: Dispatch, dispatch_fn: Callable[..., Any], collect_fn: Callable[..., Any]
 ) -> None:
-    """Replace the functions of a mode, for the groups made from then on.
+    """Replace the functions of a mode, for groups made from then on.
 
     Raises:
         UsageError: there is no such mode.
@@ -226,7 +462,7 @@ def _split_args_kwargs_data_proto(chunks: int, *args: Any, **kwargs: Any) -> Dis
 
 
 def _split_args_kwargs_data_proto_with_auto_padding(chunks: int, *args: Any, **kwargs: Any) -> Dispatched:
-    """As `_split_args_kwargs_data_proto`, with rows added, all by the same number, to the arguments that ask for it."""
+    """As `_split_args_kwargs_data_proto`; arguments that ask for padding all get the same number of extra rows."""
     lengths = {len(value) for value in (*args, *kwargs.values()) if _asks_for_padding(value)}
     if not lengths:
         return _split_args_kwargs_data_proto(chunks, *args, **kwargs)
@@ -246,7 +482,7 @@ def _asks_for_padding(value: Any) -> bool:
 
 
 def _padded(value: Any, padding_size: int) -> Any:
-    """The value with its last row repeated, where it asks for that; its owner's rows stay as they are."""
+    """A copy with its last row repeated, if it asks for padding; the caller's batch is unchanged."""
     if padding_size == 0 or not _asks_for_padding(value):
         return value
     padded = value.slice()
@@ -255,10 +491,8 @@ def _padded(value: Any, padding_size: int) -> Any:
 
 
 def _chunked(name: Any, value: Any, chunks: int) -> list[Any]:
-    """The value in equal parts, where it knows how to be cut."""
+    """The value in equal parts. Raises `UsageError` if it cannot be cut."""
     from tensordict import TensorDictBase
-
-    from asyncrl.protocol.future import BatchData
 
     if not hasattr(value, "chunk"):
         raise UsageError(
@@ -273,8 +507,30 @@ def _chunked(name: Any, value: Any, chunks: int) -> list[Any]:
 
 
 def _concat_data_proto_or_future(output: list[Any]) -> Any:
-    import ray
-
     if isinstance(output[0], ray.ObjectRef):
         return DataProtoFuture.concat(output)
     return merge(output)
+
+
+_MAX_THREADS = 16
+
+
+def parallel_put(data_list: list[Any], max_workers: int | None = None) -> list[ray.ObjectRef]:
+    """Put every value into the object store.
+
+    Args:
+        data_list: The values; at least one.
+        max_workers: Threads to use; by default one per value, at most 16.
+
+    Returns:
+        References in the order of the values.
+
+    Raises:
+        UsageError: ``data_list`` is empty.
+    """
+    if not data_list:
+        raise UsageError("parallel_put needs at least one value, got an empty list")
+    if len(data_list) == 1:
+        return [ray.put(data_list[0])]
+    with ThreadPoolExecutor(max_workers or min(len(data_list), _MAX_THREADS)) as threads:
+        return list(threads.map(ray.put, data_list))

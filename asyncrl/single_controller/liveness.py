@@ -1,31 +1,32 @@
-"""Noticing that a worker died while nobody calls it: on each node one task waits for the workers' processes to end.
+"""Whether workers are alive, noticing a death while nobody calls them, and what a worker wrote before it died.
 
-The kernel wakes that task when a process ends, and the task's end wakes whoever watches the group. Where the node dies,
-Ray ends the task. A worker's own methods are not used, because a worker runs one at a time.
+On each node one task waits for the workers' processes to end. The kernel wakes that task when a process ends, and the
+task's end wakes whoever watches the group. Where the node dies, Ray ends the task. A worker's own methods are not used,
+because a worker runs one method at a time.
 """
 
 from __future__ import annotations
 
-import logging
-import os
-import select
-import signal
+import asyncio
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from typing import Any
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
 
+import psutil
 import ray
 from ray._private import state as ray_state
+from ray._private import worker as ray_worker
 from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from asyncrl.protocol.errors import ClusterDiedError
+from asyncrl.protocol.process_watch import last_lines, process_end, wait_for_first_end
 from asyncrl.protocol.remote import fetch
 
-from .ray_pool import current_cluster
-
-_log = logging.getLogger(__name__)
+from .resource_pool import current_cluster
 
 
 def wait_until_alive(workers: Sequence[Any], timeout_s: float) -> None:
@@ -36,7 +37,7 @@ def wait_until_alive(workers: Sequence[Any], timeout_s: float) -> None:
         WorkerDiedError: one died.
     """
     starting = [worker for worker in workers if state_of(worker) != "ALIVE"]
-    fetch([worker.__ray_ready__.remote() for worker in starting], timeout_s)
+    fetch([worker.__ray_ready__.remote() for worker in starting], timeout_s, "the workers of the group")
 
 
 def state_of(worker: Any) -> str:
@@ -51,23 +52,48 @@ def address_of(worker: Any) -> str:
     return actor["Address"]["IPAddress"] if actor else "unknown"
 
 
-def check_workers_alive(workers: Sequence[Any], is_alive: Callable[[Any], bool], gap_time: float = 1) -> None:
-    """Raise SIGABRT whenever a worker is found dead; it asks for ever, so give it a thread.
+async def ray_death() -> NoReturn:
+    """Wait until one of Ray's own processes on this machine has died: the raylet, or the control service (gcs_server).
 
-    A group's ``start_worker_aliveness_check`` waits for the end of the processes instead of asking.
+    Ray itself reports a dead raylet as the death of its workers after some 15 s, and ends this process without an
+    error some seconds after the control service died.
 
-    Args:
-        workers: What to ask about.
-        is_alive: Whether one of them is alive.
-        gap_time: Seconds between two rounds of questions.
+    Raises:
+        ClusterDiedError: one died; the message names it and ends with its log.
     """
-    pause = threading.Event()
-    while True:
-        for worker in workers:
-            if not is_alive(worker):
-                _log.warning("worker %s is not alive; raising SIGABRT", worker)
-                signal.raise_signal(signal.SIGABRT)
-        pause.wait(gap_time)
+    node: Any = ray_worker._global_node
+    daemons = await asyncio.to_thread(_ray_daemons, node)
+    never = asyncio.get_running_loop().create_future()  # for a cluster without daemons on this machine
+    waiting: dict[Any, int] = {asyncio.ensure_future(process_end(pid)): pid for pid in daemons}
+    try:
+        ended, _ = await asyncio.wait({never, *waiting}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in waiting:
+            task.cancel()
+    pid = waiting[ended.pop()]
+    name = daemons[pid]
+    log = Path(node.get_logs_dir_path()) / f"{name}.out"
+    raise ClusterDiedError(
+        f"Ray's {_DAEMONS[name]} ({name}, pid {pid}) died, and the run cannot go on without it; the end of {log}:\n"
+        f"{last_lines(str(log))}"
+    )
+
+
+_DAEMONS = {"raylet": "node manager", "gcs_server": "control service"}
+
+
+def _ray_daemons(node: Any) -> dict[int, str]:
+    """Process ids and names of the raylet and the control service that this driver uses, if they run here."""
+    marks = {
+        "raylet": f"--raylet_socket_name={node.raylet_socket_name}",
+        "gcs_server": f"--session-name={node.session_name}",
+    }
+    return {
+        process.pid: name
+        for process in psutil.process_iter(["name", "cmdline"])
+        for name, mark in marks.items()
+        if process.info["name"] == name and mark in (process.info["cmdline"] or [])
+    }
 
 
 class DeathWatch:
@@ -90,7 +116,7 @@ class DeathWatch:
         self._nodes = {_watch_on(node_id, list(ranks)): node_id for node_id, ranks in self._ranks.items()}
 
     def wait(self, every_s: float) -> int | None:
-        """The rank of a worker that died; None where the watch was closed, or Ray shut down.
+        """The rank of a worker that died; None if the watch was closed or Ray was shut down.
 
         Args:
             every_s: Seconds after which Ray is asked for the workers' states, even if no process ended.
@@ -125,7 +151,7 @@ class DeathWatch:
         return self._closed.is_set() or self._cluster != current_cluster()
 
     def _reported_by(self, task: Any) -> int | None:
-        """Who died, as the task on their node says; where the task itself was lost, another takes its place."""
+        """Who died, as reported by the task on their node; a task that was lost is started again."""
         node_id = self._nodes.pop(task)
         ranks = self._ranks[node_id]
         try:
@@ -143,18 +169,53 @@ def _watch_on(node_id: str, pids: list[int]) -> Any:
     return _first_to_end.options(scheduling_strategy=there).remote(pids)
 
 
-@ray.remote(num_cpus=0, max_retries=0)
-def _first_to_end(pids: list[int]) -> int:
-    """Wait until one of these processes of this node ends; returns its id."""
-    with ExitStack() as opened:
-        waiting = select.poll()
-        pid_of = {}
-        for pid in pids:
-            try:
-                descriptor = os.pidfd_open(pid)
-            except ProcessLookupError:
-                return pid
-            opened.callback(os.close, descriptor)
-            waiting.register(descriptor, select.POLLIN)
-            pid_of[descriptor] = pid
-        return pid_of[waiting.poll()[0][0]]
+_first_to_end = ray.remote(num_cpus=0, max_retries=0)(wait_for_first_end)
+
+
+_REMOTE_READ_TIMEOUT_S = 10.0
+_RAY_MARKS = (":job_id:", ":actor_name:", ":task_name:")
+
+
+def last_words_of(worker: Any, log_file: str | None) -> Callable[[], str]:
+    """A function that reads the end of an actor's output from the node it ran on, with the paths of the files.
+
+    Args:
+        worker: The actor's handle.
+        log_file: Its log on its node; None if Ray keeps its output.
+    """
+    return partial(_read_last_words, worker._actor_id.hex(), log_file)
+
+
+def _read_last_words(actor_id: str, log_file: str | None) -> str:
+    if not ray.is_initialized():
+        return f"{log_file}:\n{last_lines(log_file)}" if log_file else "its output: (Ray is shut down)"
+    actor = ray_state.actors(actor_id)
+    if not actor:
+        return "its output: (Ray does not know the actor)"
+    if not actor["Pid"]:
+        return "its output: (it never ran)"
+    node_id = actor["Address"]["NodeID"]
+    if node_id == ray.get_runtime_context().get_node_id():
+        return tail_of(log_file, actor["Pid"])
+    there = NodeAffinitySchedulingStrategy(node_id=node_id, soft=False)
+    reading = ray.remote(num_cpus=0)(tail_of).options(scheduling_strategy=there).remote(log_file, actor["Pid"])
+    try:
+        return ray.get(reading, timeout=_REMOTE_READ_TIMEOUT_S)
+    except RayError as error:
+        where = log_file or "its output"
+        return f"{where}: (cannot be read, its node does not answer: {type(error).__name__})"
+
+
+def tail_of(log_file: str | None, pid: int) -> str:
+    """Paths and last lines of what a process of this node wrote: its log, or the files that Ray keeps."""
+    if log_file is not None:
+        return f"{log_file}:\n{last_lines(log_file)}"
+    node: Any = ray_worker._global_node
+    logs = Path(node.get_logs_dir_path())
+    tails = {path: _without_marks(last_lines(str(path))) for path in sorted(logs.glob(f"worker-*-{pid}.*"))}
+    return "\n".join(f"{path}:\n{tail}" for path, tail in tails.items() if tail) or f"{logs}: (nothing of pid {pid})"
+
+
+def _without_marks(text: str) -> str:
+    """The worker's own lines, without those in which Ray names job and actor."""
+    return "\n".join(line for line in text.splitlines() if line.strip() and not line.startswith(_RAY_MARKS))

@@ -1,20 +1,108 @@
-"""Which rank runs where: the slots of a pool in the order of the nodes' addresses."""
+"""Which rank runs where, and starting it there: slots in the order of the nodes' addresses, and the workers in them."""
 
 from __future__ import annotations
 
 import socket
 from collections import Counter
+from copy import copy
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import ray
 from ray.util.placement_group import PlacementGroup
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from asyncrl.protocol.errors import UsageError
-from asyncrl.protocol.remote import fetch
+from asyncrl.protocol.remote import WorkerIdentity, fetch, introduce
 
-from .ray_pool import RayResourcePool, node_addresses, nodes_of, sort_placement_group_by_node_ip
+from .liveness import last_words_of
+from .resource_pool import (
+    DEVICE_RESOURCES,
+    ClassWithInitArgs,
+    RayResourcePool,
+    node_addresses,
+    nodes_of,
+    sort_placement_group_by_node_ip,
+)
 from .worker import WorkerHelper
+
+
+def unwrap(cls: Any) -> type:
+    """The plain class under ``ray.remote``."""
+    return getattr(cls, "__ray_actor_class__", cls)
+
+
+class RayClassWithInitArgs(ClassWithInitArgs):
+    """A worker class, plain or under ``ray.remote``, and the arguments to make it with."""
+
+    def __init__(self, cls: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(cls if hasattr(cls, "__ray_actor_class__") else ray.remote(cls), *args, **kwargs)
+        self._options: dict[str, Any] = {}
+        self._additional_resource: dict[str, Any] = {}
+
+    def set_additional_resource(self, additional_resource: dict[str, Any]) -> None:
+        """Ask for further resources, as options of ``ActorClass.options``."""
+        self._additional_resource = additional_resource
+
+    def update_options(self, options: dict[str, Any]) -> None:
+        """Add options of ``ActorClass.options``."""
+        self._options.update(options)
+
+    def for_rank(self, options: dict[str, Any]) -> RayClassWithInitArgs:
+        """A copy with the options of one rank on top of its own; environment variables are merged.
+
+        A worker class that names no CPUs runs in those that the pool reserved.
+        """
+        ours = copy(self)
+        runtime_env = {**self._options.get("runtime_env", {}), **options["runtime_env"]}
+        own_vars = self._options.get("runtime_env", {}).get("env_vars", {})
+        runtime_env["env_vars"] = {**own_vars, **options["runtime_env"]["env_vars"]}
+        ours._options = {**self._options, **options, "runtime_env": runtime_env}
+        if self.cls._default_options.get("num_cpus") is None:
+            ours._options.setdefault("num_cpus", 0)
+        return ours
+
+    def __call__(  # type: ignore[override]
+        self,
+        placement_group: PlacementGroup | None = None,
+        placement_group_bundle_idx: int = 0,
+        use_gpu: bool = True,
+        num_gpus: float = 1,
+        sharing_with: Any = None,
+        device_name: str = "cuda",
+    ) -> Any:
+        """Start the actor.
+
+        Args:
+            placement_group: Where to run it.
+            placement_group_bundle_idx: Bundle of the placement group.
+            use_gpu: Whether it needs a device.
+            num_gpus: Share of a device.
+            sharing_with: An actor whose node and devices it shares; the placement group is ignored then.
+            device_name: ``cuda`` or ``npu``.
+        """
+        if sharing_with is not None:
+            node_id, devices = ray.get(
+                [sharing_with.get_node_id.remote(), sharing_with.get_cuda_visible_devices.remote()]
+            )
+            affinity = NodeAffinitySchedulingStrategy(node_id=node_id, soft=False)
+            options = {**self._options, "scheduling_strategy": affinity}
+            return self.cls.options(**options).remote(*self.args, cuda_visible_devices=devices, **self.kwargs)
+        options: dict[str, Any] = {
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(
+                placement_group=placement_group,  # type: ignore[arg-type]
+                placement_group_bundle_index=placement_group_bundle_idx,
+            ),
+            **self._options,
+        }
+        if use_gpu and device_name == "cuda":
+            options["num_gpus"] = num_gpus
+        elif use_gpu:
+            device = DEVICE_RESOURCES.get(device_name, device_name)
+            options["resources"] = {**options.get("resources", {}), device: num_gpus}
+        options.update(self._additional_resource)
+        return self.cls.options(**options).remote(*self.args, **self.kwargs)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,11 +161,11 @@ def slots_of(pool: RayResourcePool, strategy: str, device_name: str) -> list[Slo
 
 
 def master_address_port(slot: Slot, port_range: tuple[int, int] | None, timeout_s: float) -> tuple[str, str]:
-    """Address of the slot's node, and a port that is free there now.
+    """Address of the slot's node, and a free port there.
 
     Args:
         slot: Where rank 0 runs.
-        port_range: First port allowed, and the one behind the last; None for any.
+        port_range: Half-open range of ports; None for any.
         timeout_s: Seconds that the node may take to answer.
 
     Raises:
@@ -90,12 +178,13 @@ def master_address_port(slot: Slot, port_range: tuple[int, int] | None, timeout_
         strategy = PlacementGroupSchedulingStrategy(
             placement_group=slot.placement_group, placement_group_bundle_index=slot.bundle_index
         )
-        (port,) = fetch([_free_port_there.options(scheduling_strategy=strategy).remote(port_range)], timeout_s)
+        asking = _free_port_there.options(scheduling_strategy=strategy).remote(port_range)
+        (port,) = fetch([asking], timeout_s, f"a free port of node {slot.node_address}")
     return slot.node_address.strip("[]"), str(port)
 
 
 def free_port(port_range: tuple[int, int] | None) -> int:
-    """A port of the range that nobody listens on. Raises `UsageError` where all are taken."""
+    """A free port of the range. Raises `UsageError` if all are taken."""
     if port_range is None:
         return WorkerHelper._get_free_port()
     for port in range(*port_range):
@@ -109,3 +198,77 @@ def free_port(port_range: tuple[int, int] | None) -> int:
 
 
 _free_port_there = ray.remote(num_cpus=0)(free_port)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Launch:
+    """What the workers of a group have in common when they are started.
+
+    Attributes:
+        group: Name of the group.
+        ray_class: The workers' class and its arguments.
+        pool: Where they run.
+        use_gpu: Whether each takes its share of a device.
+        device_name: Kind of device. Example: ``cuda``.
+        master: Address and port at which rank 0 gathers the group.
+        worker_env: Further environment variables.
+        is_detached: Whether they outlive the driver.
+        log_dir: Directory of their logs; None leaves their output to Ray.
+        nsight: Options of NVIDIA Nsight Systems to run the workers under; None runs them without.
+    """
+
+    group: str
+    ray_class: RayClassWithInitArgs
+    pool: RayResourcePool
+    use_gpu: bool
+    device_name: str
+    master: tuple[str, str]
+    worker_env: dict[str, str]
+    is_detached: bool
+    log_dir: str | Path | None
+    nsight: dict[str, Any] | str | None
+
+    def start(self, slot: Slot, world_size: int) -> tuple[Any, str]:
+        """Start the worker of a slot. Returns its handle and its name.
+
+        Raises:
+            UsageError: ``worker_env`` sets a variable that describes the worker.
+        """
+        name = f"{self.group}{unwrap(self.ray_class.cls).__name__}_{slot.node_index}:{slot.local_rank}"
+        log_file = None if self.log_dir is None else str(Path(self.log_dir).resolve() / f"{self.group}-{slot.rank}.log")
+        options: dict[str, Any] = {
+            "name": name,
+            "runtime_env": {"env_vars": self._environment(slot, world_size, log_file)},
+        }
+        if self.nsight is not None:
+            options["runtime_env"]["nsight"] = self.nsight
+        if self.is_detached:
+            options["lifetime"] = "detached"
+        worker = self.ray_class.for_rank(options)(
+            placement_group=slot.placement_group,
+            placement_group_bundle_idx=slot.bundle_index,
+            use_gpu=self.use_gpu,
+            num_gpus=1 / self.pool.max_colocate_count,
+            device_name=self.device_name,
+        )
+        identity = WorkerIdentity(
+            group=self.group, rank=slot.rank, node=slot.node_address, last_words=last_words_of(worker, log_file)
+        )
+        introduce(worker._actor_id.hex(), identity)
+        return worker, name
+
+    def _environment(self, slot: Slot, world_size: int, log_file: str | None) -> dict[str, str]:
+        env = {
+            "WORLD_SIZE": str(world_size),
+            "RANK": str(slot.rank),
+            "WG_PREFIX": self.group,
+            "WG_BACKEND": "ray",
+            "RAY_LOCAL_WORLD_SIZE": str(slot.local_world_size),
+            "RAY_LOCAL_RANK": str(slot.local_rank),
+            "MASTER_ADDR": self.master[0],
+            "MASTER_PORT": self.master[1],
+        }
+        taken = sorted(env.keys() & self.worker_env.keys())
+        if taken:
+            raise UsageError(f"worker_env sets {taken}, which describe the worker and are the group's to set")
+        return env | self.worker_env | ({} if log_file is None else {"WG_LOG_FILE": log_file})

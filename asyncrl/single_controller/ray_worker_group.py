@@ -12,19 +12,11 @@ import ray
 from asyncrl.protocol.errors import UsageError, WorkerDiedError
 from asyncrl.protocol.remote import WorkerIdentity, death_of, forget, identity_of, introduce
 
-from .calling import func_generator, shared
-from .deadline import deadline_in_force
-from .decorator import MAGIC_ATTR
-from .liveness import address_of
-from .placement import master_address_port, slots_of
-from .ray_class import RayClassWithInitArgs, unwrap
-from .ray_pool import RayResourcePool, current_cluster
-from .resource_pool import get_random_string
-from .results import PendingResult, PendingResults
-from .route import Route
-from .starting import Launch
+from .calls import PendingResult, PendingResults, Route, deadline_in_force, func_generator, shared
+from .liveness import address_of, last_words_of
+from .placement import Launch, RayClassWithInitArgs, master_address_port, slots_of, unwrap
+from .resource_pool import RayResourcePool, current_cluster, get_random_string
 from .worker_group import WorkerGroup
-from .worker_log import last_words_of
 
 _log = logging.getLogger(__name__)
 
@@ -35,7 +27,7 @@ class RayWorkerGroup(WorkerGroup):
     Args:
         resource_pool: Where to start them; None attaches to workers that are running already.
         ray_cls_with_init: Their class and its arguments.
-        bin_pack: Whether the processes of a node of the pool must be on one node, or may spread.
+        bin_pack: Whether the processes of one node of the pool must share a node of the cluster, or may spread.
         name_prefix: Name of the group; begins its workers' names. Random by default.
         detached: Whether the workers outlive the driver; their pool must be detached too.
         worker_names: Names of running workers to attach to.
@@ -44,13 +36,13 @@ class RayWorkerGroup(WorkerGroup):
         worker_env: Further environment variables of the workers.
         device_name: ``cuda`` or ``npu``.
         use_gpu: Whether each worker takes its share of a device; by default as the pool says.
-        master_addr: Address at which the group gathers, where it is chosen already; ``master_port`` goes with it.
-        master_port: Port at which the group gathers.
-        master_port_range: First port to choose from, and the one behind the last; None for any.
-        profile_steps: Steps that are profiled. Where there are any, CUDA workers run under Nsight Systems.
+        master_addr: Rendezvous address, given together with ``master_port``; chosen by default.
+        master_port: Rendezvous port.
+        master_port_range: Half-open range of ports to choose from; None for any.
+        profile_steps: Steps to profile. If there are any, CUDA workers run under Nsight Systems.
         worker_nsight_options: Options of Nsight Systems. Example: ``{"trace": "cuda,nvtx"}``.
         log_dir: Directory for the workers' output, one file per rank; None leaves it to Ray.
-        timeout_s: Seconds that a blocking call may take; None for as long as it likes.
+        timeout_s: Seconds that a blocking call may take; None is unlimited.
 
     Raises:
         UsageError: an option contradicts the pool or another option.
@@ -201,36 +193,32 @@ class RayWorkerGroup(WorkerGroup):
         )
 
     def spawn(self, prefix_set: Iterable[str]) -> dict[str, RayWorkerGroup]:
-        """A group for each role of a colocated class, over the same workers, with the role's methods.
+        """One group per role of a colocated class, over the same workers, with the role's methods.
 
         Raises:
             UsageError: the class has no such role.
         """
-        return self.spawn_fused(prefix_set) if self.fused_worker_used else self._spawn_colocated(prefix_set)
-
-    def spawn_fused(self, prefix_set: Iterable[str]) -> dict[str, RayWorkerGroup]:
-        """As `spawn`, for a class of `create_colocated_worker_cls_fused`."""
-        raw: Any = self._raw_class()
+        if self.ray_cls_with_init is None:
+            raise UsageError("this group does not know its workers' class; give it ray_cls_with_init")
+        raw = unwrap(self.ray_cls_with_init.cls)
+        classes = getattr(raw, "raw_cls_dict", {})
         groups = {}
         for role in prefix_set:
-            if role not in raw.raw_cls_dict:
-                raise UsageError(f"{raw.__name__} has no role {role!r}, only {list(raw.raw_cls_dict)}")
+            if role not in classes:
+                raise UsageError(f"{raw.__name__} has no role {role!r}, only {list(classes)}")
             groups[role] = self._over_the_same_workers()
             groups[role].sub_cls_name = role
-            groups[role]._bind_worker_method(raw.raw_cls_dict[role], func_generator)
+            groups[role]._bind_worker_method(classes[role], func_generator)
         return groups
 
+    spawn_fused = spawn  # verl's name for the same
+
     def fuse(self, prefix_set: Iterable[str]) -> None:
-        """Give this group an attribute for each role, a group as `spawn` makes it, beside its own methods."""
+        """Give this group one attribute per role, each a group as `spawn` makes it."""
         if self.wg_dict is None:
             self.wg_dict = self.spawn(prefix_set)
         for role, group in self.wg_dict.items():
             setattr(self, role, group)
-
-    def _raw_class(self) -> type:
-        if self.ray_cls_with_init is None:
-            raise UsageError("this group does not know its workers' class; give it ray_cls_with_init")
-        return unwrap(self.ray_cls_with_init.cls)
 
     def _over_the_same_workers(self) -> RayWorkerGroup:
         """A group of these workers, without methods."""
@@ -250,26 +238,6 @@ class RayWorkerGroup(WorkerGroup):
         )
         group.ray_cls_with_init = self.ray_cls_with_init
         return group
-
-    def _spawn_colocated(self, prefix_set: Iterable[str]) -> dict[str, RayWorkerGroup]:
-        raw, groups = self._raw_class(), {}
-        for role in prefix_set:
-            groups[role] = self._over_the_same_workers()
-            groups[role]._bind_worker_method(raw, func_generator)
-            groups[role]._rename_methods(raw, role)
-        return groups
-
-    def _rename_methods(self, raw: type, role: str) -> None:
-        """Reach the methods of a role by their own names."""
-        names = {
-            attrs["method_name"]: name
-            for name in dir(raw)
-            if (attrs := getattr(getattr(raw, name), MAGIC_ATTR, {})) and attrs.get("role") == role
-        }
-        if not names:
-            raise UsageError(f"{raw.__name__} has no role {role!r}")
-        for method_name, host_name in names.items():
-            setattr(self, method_name, getattr(self, host_name))
 
     def execute_rank_zero_async(self, method_name: str, *args: Any, **kwargs: Any) -> PendingResult:
         """Call a method of rank 0; returns a reference to the result."""
@@ -325,8 +293,8 @@ class RayWorkerGroup(WorkerGroup):
     def shutdown(self) -> None:
         """Kill the workers; the last group of a pool to do so gives the pool's reservation back.
 
-        Groups that were spawned from this one, or that attached to its workers, end with it. Where Ray was shut down
-        since they started, they have ended already; detached ones have not: attach to them again by ``worker_names``.
+        Groups that were spawned from this one, or that attached to its workers, end with it. After a shutdown of Ray
+        the workers have ended already, except detached ones: attach to those again by ``worker_names``.
         """
         self.stop_worker_aliveness_check()
         has_ended = any(worker._ray_cluster_and_job != current_cluster() for worker in self._workers)
@@ -355,7 +323,7 @@ class RayWorkerGroup(WorkerGroup):
 
 
 def _checked_use_gpu(use_gpu: bool | None, pool: RayResourcePool | None) -> bool:
-    """Whether workers take a device: as asked, else as the pool says."""
+    """Whether workers take a device: as requested, otherwise as the pool does."""
     if pool is None:
         return use_gpu is not False
     if use_gpu and not pool.use_gpu:

@@ -1,14 +1,27 @@
-"""What a group of workers is made of, before it is known where it runs: processes by node, a class, its arguments."""
+"""Resource pools: processes by node, reserved in Ray placement groups, split, merged, and assigned to roles."""
 
 from __future__ import annotations
 
 import secrets
 import string
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from ipaddress import ip_address
+from itertools import accumulate
 from typing import Any
+
+import ray
+from ray._private import state as ray_state
+from ray._private import worker as ray_worker
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+
+from asyncrl.protocol.errors import DeadlineError, UsageError
+
+from .dispatch import DynamicEnum
 
 
 class ResourcePool:
-    """How many processes each node gives to a group.
+    """How many processes a group has on each node.
 
     Args:
         process_on_nodes: Number of processes on each node. Example: ``[8, 8]`` for two nodes of eight.
@@ -51,7 +64,7 @@ class ResourcePool:
 
 
 class ClassWithInitArgs:
-    """A class and the arguments to make it with, to be called where it should live."""
+    """A class and its arguments; calling it makes the instance."""
 
     def __init__(self, cls: Any, *args: Any, **kwargs: Any) -> None:
         self.cls = cls
@@ -65,5 +78,462 @@ class ClassWithInitArgs:
 
 
 def get_random_string(length: int) -> str:
-    """A name of letters and digits that is not taken."""
+    """A random name of letters and digits."""
     return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(length))
+
+
+DEVICE_RESOURCES = {"cuda": "GPU", "npu": "NPU"}
+
+
+class RayResourcePool(ResourcePool):
+    """Processes on nodes of a Ray cluster; each node is one placement group, each process one bundle of it.
+
+    Args:
+        process_on_nodes: Number of processes on each node.
+        use_gpu: Whether every process has a device.
+        name_prefix: Begins the placement groups' names; random by default.
+        max_colocate_count: Groups that may share the pool: each has 1/n of a device, and there is a CPU for each.
+        detached: Whether the reservation outlives the driver.
+        accelerator_type: Only nodes with this kind of device will do. Example: ``"A100"``.
+        num_cpus_per_process: CPUs of a process's bundle; ``max_colocate_count`` by default.
+        timeout_s: Seconds to wait for the cluster to grant the reservation.
+    """
+
+    def __init__(
+        self,
+        process_on_nodes: list[int] | None = None,
+        use_gpu: bool = True,
+        name_prefix: str | None = None,
+        max_colocate_count: int = 10,
+        detached: bool = False,
+        accelerator_type: str | None = None,
+        *,
+        num_cpus_per_process: float | None = None,
+        timeout_s: float = 300.0,
+    ) -> None:
+        super().__init__(process_on_nodes, max_colocate_count)
+        self.use_gpu = use_gpu
+        self.name_prefix = get_random_string(length=6) if name_prefix is None else name_prefix
+        self.pgs: list[PlacementGroup] | None = None
+        self._reserved: list[PlacementGroup] = []
+        self._cluster: Any = None
+        self._wholes: list[RayResourcePool] = []
+        self.detached = detached
+        self.accelerator_type = accelerator_type
+        self.num_cpus_per_process = max_colocate_count if num_cpus_per_process is None else num_cpus_per_process
+        self.timeout_s = timeout_s
+        self._num_groups = 0
+        self._num_parts = 0
+        self._had_groups = False
+
+    def options(self) -> dict[str, Any]:
+        """The constructor's arguments, but for the name."""
+        return {
+            "process_on_nodes": list(self._store),
+            "use_gpu": self.use_gpu,
+            "max_colocate_count": self.max_colocate_count,
+            "detached": self.detached,
+            "accelerator_type": self.accelerator_type,
+            "num_cpus_per_process": self.num_cpus_per_process,
+            "timeout_s": self.timeout_s,
+        }
+
+    def bundle(self, device_name: str = "cuda") -> dict[str, float]:
+        """What one process reserves."""
+        bundle = {"CPU": float(self.num_cpus_per_process)}
+        if self.use_gpu:
+            bundle[DEVICE_RESOURCES.get(device_name, device_name)] = 1.0
+            if self.accelerator_type is not None:
+                bundle[self.accelerator_type] = 1e-4
+        return bundle
+
+    def get_placement_groups(
+        self, strategy: str = "STRICT_PACK", name: str | None = None, device_name: str = "cuda"
+    ) -> list[PlacementGroup]:
+        """The reservation, made at the first call, and again in a new cluster: a placement group for each node.
+
+        Raises:
+            DeadlineError: the cluster did not grant it in time; nothing remains reserved.
+            UsageError: this is a part of a pool in a cluster that has ended.
+        """
+        self._forget_earlier_cluster()
+        if self.pgs is not None:
+            return self.pgs
+        prefix = name or f"{self.name_prefix}_{'_'.join(map(str, self._store))}:"
+        pgs = [
+            placement_group(
+                bundles=[self.bundle(device_name) for _ in range(count)],
+                strategy=strategy,
+                name=f"{prefix}{index}",
+                lifetime="detached" if self.detached else None,
+            )
+            for index, count in enumerate(self._store)
+        ]
+        _, waiting = ray.wait([pg.ready() for pg in pgs], num_returns=len(pgs), timeout=self.timeout_s)
+        if waiting:
+            for pg in pgs:
+                remove_placement_group(pg)
+            raise DeadlineError(self._not_granted(len(waiting), device_name))
+        self.pgs = self._reserved = pgs
+        self._cluster = current_cluster()
+        return pgs
+
+    def borrow_from(self, *pools: RayResourcePool) -> None:
+        """Use placement groups of these pools, which keep them while a group runs here."""
+        self._wholes = [whole for pool in pools for whole in (pool._wholes or [pool])]
+        self._cluster = current_cluster()
+
+    def enter(self) -> None:
+        """Count a group that starts its workers here."""
+        self._num_groups += 1
+        self._had_groups = True
+        for whole in self._wholes:
+            whole._num_parts += 1
+
+    def leave(self) -> None:
+        """Count a group that has ended; the last one gives the reservation back.
+
+        A group on a part of the pool does not give it back, but keeps others from doing so while it runs.
+        """
+        self._num_groups -= 1
+        self._give_back_if_unused()
+        for whole in self._wholes:
+            whole._num_parts -= 1
+            whole._give_back_if_unused()
+
+    def shutdown(self) -> None:
+        """Give the reservation back; workers in it are killed. A part of a pool leaves that to the whole.
+
+        Raises:
+            UsageError: the pool is detached, and Ray is not connected to the cluster that still reserves it.
+        """
+        if not self._reserved:
+            return
+        if not self._has_ended():
+            for pg in self._reserved:
+                remove_placement_group(pg)
+        elif self.detached and current_cluster() is None:
+            raise UsageError(
+                f"pool {self.name_prefix!r} is detached and outlives Ray's shutdown; connect to its cluster again to "
+                "give it back"
+            )
+        self.pgs, self._reserved, self._had_groups = None, [], False
+
+    def _forget_earlier_cluster(self) -> None:
+        """Forget a reservation that ended with an earlier Ray cluster."""
+        if self._cluster is None or not self._has_ended():
+            return
+        if self._wholes:
+            raise UsageError(
+                f"pool {self.name_prefix!r} is made of pools of a Ray cluster that has ended; split or merge them again"
+            )
+        self.pgs, self._reserved, self._had_groups, self._num_groups, self._num_parts = None, [], False, 0, 0
+
+    def _has_ended(self) -> bool:
+        """Whether the reservation is gone; a detached one outlives the job that made it."""
+        now = current_cluster()
+        if self.detached and now is not None:
+            return self._cluster[0] != now[0]
+        return self._cluster != now
+
+    def _give_back_if_unused(self) -> None:
+        if self._had_groups and self._num_groups == 0 and self._num_parts == 0:
+            self.shutdown()
+
+    def _not_granted(self, num_waiting: int, device_name: str) -> str:
+        return (
+            f"the cluster did not grant {num_waiting} of {len(self._store)} placement groups of pool "
+            f"{self.name_prefix!r} (processes {self._store}, each {self.bundle(device_name)}) in {self.timeout_s} s; "
+            f"free now: {ray.available_resources()}"
+        )
+
+
+def current_cluster() -> Any:
+    """Ids of the cluster this process is connected to and of its job there; None if it is not connected."""
+    worker = ray_worker.global_worker
+    node = worker.node  # Ray's shutdown takes it away before it says that it is disconnected
+    return (node.cluster_id, worker.current_job_id) if node is not None and worker.connected else None
+
+
+def node_addresses() -> dict[str, str]:
+    """Address of every node, by node id."""
+    return {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+
+
+def nodes_of(pg: PlacementGroup) -> dict[int, str]:
+    """Node id of every bundle of a granted placement group."""
+    table: Any = placement_group_table(pg)
+    return table["bundles_to_node_id"]
+
+
+def sort_placement_group_by_node_ip(pgs: list[PlacementGroup]) -> list[PlacementGroup]:
+    """Order placement groups by their node's address, so that ranks keep their nodes when a job restarts."""
+    addresses = node_addresses()
+    return sorted(pgs, key=lambda pg: address_order(addresses[nodes_of(pg)[0]]))
+
+
+def address_order(address: str) -> tuple[int, bytes, str]:
+    """Sort key of a node's address: IP addresses by number, so that .9 comes before .10, then names."""
+    try:
+        packed = ip_address(address).packed
+    except ValueError:
+        return 99, b"", address
+    return len(packed), packed, address
+
+
+class SubRayResourcePool(RayResourcePool):
+    """A range of the processes of a pool. The reservation stays the whole pool's, which gives it back.
+
+    Args:
+        placement_groups: The whole pool's placement groups.
+        start_bundle_index: First process of the range, counted over the nodes in the order of their addresses.
+        subgroup_world_size: Processes in the range.
+        kwargs: As the whole pool's.
+    """
+
+    def __init__(
+        self, placement_groups: list[PlacementGroup], start_bundle_index: int, subgroup_world_size: int, **kwargs: Any
+    ) -> None:
+        super().__init__(**kwargs)
+        self.pgs = placement_groups
+        self.start_bundle_index = start_bundle_index
+        self.subgroup_world_size = subgroup_world_size
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes in the range."""
+        return self.subgroup_world_size
+
+
+def split_resource_pool(resource_pool: RayResourcePool, split_size: int | list[int]) -> list[SubRayResourcePool]:
+    """Cut a pool, or a part of one, into parts.
+
+    Args:
+        resource_pool: The pool; it is reserved now, if it was not yet.
+        split_size: Processes of every part, or of each.
+
+    Raises:
+        UsageError: the sizes do not add up to the pool's processes.
+    """
+    total = resource_pool.world_size
+    sizes = [split_size] * (total // max(split_size, 1)) if isinstance(split_size, int) else list(split_size)
+    if sum(sizes) != total or min(sizes, default=0) < 1:
+        raise UsageError(f"parts of {split_size} processes do not add up to the pool's {total}")
+    first = getattr(resource_pool, "start_bundle_index", 0)
+    starts = list(accumulate(sizes[:-1], initial=first))
+    pgs = resource_pool.get_placement_groups()
+    parts = [
+        SubRayResourcePool(
+            pgs, start, size, **resource_pool.options(), name_prefix=f"{resource_pool.name_prefix}_split_{index}"
+        )
+        for index, (start, size) in enumerate(zip(starts, sizes, strict=True))
+    ]
+    for part in parts:
+        part.borrow_from(resource_pool)
+    return parts
+
+
+def merge_resource_pool(rp1: RayResourcePool, rp2: RayResourcePool) -> RayResourcePool:
+    """The processes of two pools as one pool. The reservations remain theirs.
+
+    Raises:
+        UsageError: the pools differ in more than their nodes.
+    """
+    ours, theirs = rp1.options(), rp2.options()
+    different = sorted(key for key in ours if key != "process_on_nodes" and ours[key] != theirs[key])
+    if different:
+        raise UsageError(f"pools {rp1.name_prefix!r} and {rp2.name_prefix!r} differ in {different}; make them alike")
+    options = {**ours, "process_on_nodes": rp1.store + rp2.store}
+    merged = RayResourcePool(**options, name_prefix=f"{rp1.name_prefix}_{rp2.name_prefix}")
+    merged.pgs = rp1.get_placement_groups() + rp2.get_placement_groups()
+    merged.borrow_from(rp1, rp2)
+    return merged
+
+
+_TEXTS = {
+    "Actor": "actor",
+    "Rollout": "rollout",
+    "ActorRollout": "actor_rollout",
+    "Critic": "critic",
+    "RefPolicy": "ref",
+    "RewardModel": "rm",
+    "ActorRolloutRef": "actor_rollout_ref",
+    "Env": "env",
+    "TeacherModel": "teacher",
+}
+
+
+class WorkerRole(DynamicEnum):
+    """What a worker group is for. ``Role.register("MyRole")`` adds one."""
+
+    Actor: WorkerRole
+    Rollout: WorkerRole
+    ActorRollout: WorkerRole
+    Critic: WorkerRole
+    RefPolicy: WorkerRole
+    RewardModel: WorkerRole
+    ActorRolloutRef: WorkerRole
+    Env: WorkerRole
+    TeacherModel: WorkerRole
+
+    keeps_case = True
+
+    def __str__(self) -> str:
+        return _TEXTS.get(self.name, self.name.lower())
+
+    @classmethod
+    def from_string(cls, name: str) -> WorkerRole:
+        """The role with this ``str(role)`` or name. Raises `ValueError` if there is none."""
+        for role in cls:
+            if name.lower() in (str(role), role.name.lower()):
+                return role
+        raise ValueError(f"no role is written {name!r}, only {[str(role) for role in cls]}; add it with register()")
+
+
+Role = WorkerRole  # verl's name
+for _name in _TEXTS:
+    Role.register(_name)
+
+
+@dataclass
+class ResourcePoolManager:
+    """The pools of a job, by name, and the pool of each role.
+
+    Attributes:
+        resource_pool_spec: Pool to number of processes on each node. Example: ``{"actor": [8, 8]}``.
+        mapping: Role to pool.
+        resource_pool_dict: The pools, once `create_resource_pool` has made them.
+        use_gpu: Whether every process has a device.
+        max_colocate_count: Groups that may share a pool; 1 if the roles of a pool share their processes.
+        device_name: ``cuda`` or ``npu``.
+        num_cpus_per_process: CPUs of each process; None: as many as groups may share it.
+        timeout_s: Seconds to wait for the cluster to grant a pool.
+    """
+
+    resource_pool_spec: dict[str, list[int]]
+    mapping: dict[Role, str]
+    resource_pool_dict: dict[str, RayResourcePool] = field(default_factory=dict)
+    use_gpu: bool = True
+    max_colocate_count: int = 1
+    device_name: str = "cuda"
+    num_cpus_per_process: float | None = None
+    timeout_s: float = 300.0
+
+    def create_resource_pool(self) -> None:
+        """Make the pools.
+
+        Raises:
+            ValueError: the cluster cannot grant them; the message names what is missing on which node.
+        """
+        for name, process_on_nodes in self.resource_pool_spec.items():
+            self.resource_pool_dict[name] = RayResourcePool(
+                process_on_nodes=process_on_nodes,
+                use_gpu=self.use_gpu,
+                max_colocate_count=self.max_colocate_count,
+                name_prefix=name,
+                num_cpus_per_process=self.num_cpus_per_process,
+                timeout_s=self.timeout_s,
+            )
+        self._check_resource_available()
+
+    def get_resource_pool(self, role: Role) -> RayResourcePool:
+        """The pool of a role. Raises `KeyError` if the role or its pool is not mapped."""
+        return self.resource_pool_dict[self.mapping[role]]
+
+    def get_n_gpus(self) -> int:
+        """Number of processes, and so of devices, over all pools."""
+        return sum(count for process_on_nodes in self.resource_pool_spec.values() for count in process_on_nodes)
+
+    def _check_resource_available(self) -> None:
+        """Check that the pools fit on the free resources of the nodes.
+
+        For the error message, pools are placed largest first, each on the fullest node with room.
+        """
+        free = {node: dict(resources) for node, resources in ray_state.available_resources_per_node().items()}
+        demands = [(count, name) for name, counts in self.resource_pool_spec.items() for count in counts]
+        demands.sort(reverse=True)
+        if can_place([self._needs(count, name) for count, name in demands], free.values()):
+            return
+        for count, name in demands:
+            needed = self._needs(count, name)
+            hosts = [have for have in free.values() if fits(needed, have)]
+            if not hosts:
+                raise ValueError(self._shortage(name, count, needed, free))
+            take(needed, min(hosts, key=lambda have: have.get(self._scarce_resource, 0.0)))
+
+    @property
+    def _scarce_resource(self) -> str:
+        return DEVICE_RESOURCES.get(self.device_name, self.device_name) if self.use_gpu else "CPU"
+
+    def _needs(self, count: int, name: str) -> dict[str, float]:
+        """What a pool's processes on one node reserve."""
+        bundle = self.resource_pool_dict[name].bundle(self.device_name)
+        return {resource: count * amount for resource, amount in bundle.items()}
+
+    def _shortage(self, name: str, count: int, needed: dict[str, float], free: dict[str, dict[str, float]]) -> str:
+        device = self._scarce_resource
+        addresses = node_addresses()
+        missing = [
+            f"node {addresses.get(node, node)} lacks "
+            + ", ".join(
+                f"{n - have.get(r, 0):g} {r} (has {have.get(r, 0):g} of {n:g})"
+                for r, n in needed.items()
+                if have.get(r, 0) < n
+            )
+            for node, have in free.items()
+        ]
+        total = sum(have.get(device, 0) for have in free.values())
+        return (
+            f"pool {name!r} needs {count} processes on one node, and no node has room: {'; '.join(missing)}. "
+            f"Free {device} over all nodes, after the larger demands: {total:g}. Ask for fewer processes or add nodes"
+        )
+
+
+Resources = Mapping[str, float]
+
+_ROUNDING = 1e-9
+_MAX_STEPS = 10_000
+
+
+def fits(needed: Resources, free: Resources) -> bool:
+    """Whether a node with these free resources has room."""
+    return all(free.get(resource, 0.0) + _ROUNDING >= amount for resource, amount in needed.items())
+
+
+def take(needed: Resources, free: dict[str, float]) -> None:
+    """Subtract what is needed, in place."""
+    for resource, amount in needed.items():
+        free[resource] -= amount
+
+
+def can_place(needs: Sequence[Resources], nodes: Iterable[Resources]) -> bool:
+    """Whether every demand can be given room on one node.
+
+    Args:
+        needs: Resources of each demand, the largest first.
+        nodes: Free resources of each node.
+
+    Returns:
+        False if there is no way; True also if the search gave up after 10,000 steps, which leaves it to the cluster.
+    """
+    steps = 0
+
+    def place(index: int, free: list[dict[str, float]]) -> bool:
+        nonlocal steps
+        if index == len(needs):
+            return True
+        tried = set()
+        for position, have in enumerate(free):
+            alike = tuple(sorted(have.items()))
+            if alike in tried or not fits(needs[index], have):
+                continue
+            tried.add(alike)
+            steps += 1
+            left = dict(have)
+            take(needs[index], left)
+            if steps > _MAX_STEPS or place(index + 1, [*free[:position], left, *free[position + 1 :]]):
+                return True
+        return False
+
+    wanted = {resource for needed in needs for resource in needed}
+    return place(0, [{resource: node.get(resource, 0.0) for resource in wanted} for node in nodes])

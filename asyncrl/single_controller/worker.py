@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import os
 import socket
-import warnings
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from asyncrl.protocol.errors import UsageError
 
-from .chaining import attach_results
-from .decorator import Dispatch, Execute, register
+from .calls import attach_results
 from .devices import ALL_DEVICES, set_up_visible_devices, visible_devices_name
-from .worker_log import redirect_output
+from .dispatch import Dispatch, Execute, register
 
 
 class WorkerHelper:
@@ -34,11 +34,6 @@ class WorkerHelper:
     def get_available_master_addr_port(self) -> tuple[str, str]:
         """This node's address, and a port that is free now."""
         return self._get_node_ip().strip("[]"), str(self._get_free_port())
-
-    def get_availale_master_addr_port(self) -> tuple[str, str]:
-        """As `get_available_master_addr_port`, by the name that older worker classes call it."""
-        warnings.warn("call get_available_master_addr_port instead", DeprecationWarning, stacklevel=2)
-        return self.get_available_master_addr_port()
 
     def _get_pid(self) -> int:
         return os.getpid()
@@ -62,7 +57,7 @@ class Worker(WorkerHelper):
     _master_port: str | None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Worker:
-        """Open the worker's log before anything else happens in the process."""
+        """Open the worker's log first."""
         log_file = os.environ.pop("WG_LOG_FILE", None)
         if log_file is not None:
             redirect_output(log_file)
@@ -89,7 +84,7 @@ class Worker(WorkerHelper):
         self._collect_dp_rank: dict[str, bool] = {}
 
     def _configure_with_store(self, store: dict[str, Any]) -> None:
-        """Take over what describes this worker: ``_key`` as an attribute, and as variable KEY of `env_keys`."""
+        """Set each ``_key`` as an attribute, and as environment variable KEY if `env_keys` names it."""
         vars(self).update(store)
         for key in self.env_keys():
             value = store.get(f"_{key.lower()}")
@@ -113,7 +108,7 @@ class Worker(WorkerHelper):
         ]
 
     def _setup_env_cuda_visible_devices(self) -> None:
-        """Settle which devices the process sees; a subclass for another kind of accelerator replaces it."""
+        """Set which devices the process sees; a subclass for another accelerator overrides it."""
         set_up_visible_devices()
 
     @property
@@ -131,7 +126,7 @@ class Worker(WorkerHelper):
         return self._master_addr, self._master_port
 
     def get_cuda_visible_devices(self) -> str:
-        """The devices this process may use, in the runtime's own notation; ``not set`` where it sees all."""
+        """The devices this process may use, in the runtime's notation; ``not set`` if it sees all."""
         return os.environ.get(visible_devices_name(), ALL_DEVICES)
 
     def get_fused_worker_by_name(self, worker_name: str) -> Worker | None:
@@ -145,7 +140,7 @@ class Worker(WorkerHelper):
         return ray.get_runtime_context().get_node_id()
 
     def _register_dispatch_collect_info(self, mesh_name: str, dp_rank: int, is_collect: bool) -> None:
-        """State this worker's place in a mesh, for `make_nd_compute_dataproto_dispatch_fn`.
+        """Register this worker's place in a mesh, for `make_nd_compute_dataproto_dispatch_fn`.
 
         Args:
             mesh_name: Name under which methods refer to the mesh. Example: ``"train"``.
@@ -169,17 +164,17 @@ class Worker(WorkerHelper):
         return self.query_collect_info(mesh_name)
 
     def query_collect_info(self, mesh_name: str) -> bool:
-        """Whether this worker's answer counts in a mesh. Raises `UsageError` where it is not registered."""
+        """Whether this worker's answer counts in a mesh. Raises `UsageError` if the mesh is not registered."""
         return self._collect_dp_rank[self._known_mesh(mesh_name)]
 
     def get_dispatch_collect(self) -> dict[str, dict[str, Any]]:
-        """``dispatch_dp_rank`` and ``collect_dp_rank``, each by mesh, to be given to another worker's setter."""
+        """``dispatch_dp_rank`` and ``collect_dp_rank`` by mesh, the arguments of another worker's setter."""
         return {"dispatch_dp_rank": self._dispatch_dp_rank, "collect_dp_rank": self._collect_dp_rank}
 
     def set_dispatch_collect(
         self, mesh_name: str, dispatch_dp_rank: dict[str, int], collect_dp_rank: dict[str, bool]
     ) -> None:
-        """Stand in a mesh where another worker stands in its own, as its `get_dispatch_collect` says.
+        """Take the same place in a mesh as another worker has, according to its `get_dispatch_collect`.
 
         Args:
             mesh_name: The mesh to be registered here.
@@ -201,12 +196,12 @@ class Worker(WorkerHelper):
         return mesh_name
 
     def _call_chained(self, method_name: str, args: tuple[Any, ...], kwargs: dict[str, Any], *results: Any) -> Any:
-        """Call a method with the results of other calls, which Ray has fetched, in the place of their futures."""
+        """Call a method with its futures replaced by their results, which Ray has fetched."""
         args, kwargs = attach_results(args, kwargs, results)
         return getattr(self, method_name)(*args, **kwargs)
 
     def _call_silently(self, method_name: str, *args: Any, **kwargs: Any) -> None:
-        """Call a method whose result nobody collects: its errors travel, its result does not."""
+        """Call a method whose result is not collected; only errors are returned."""
         getattr(self, method_name)(*args, **kwargs)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO_WITH_FUNC)
@@ -218,3 +213,16 @@ class Worker(WorkerHelper):
     def execute_func_rank_zero(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run ``func(*args)`` on rank 0."""
         return func(*args, **kwargs)
+
+
+def redirect_output(path: str) -> None:
+    """Send stdout and stderr of this process, C++ and child processes included, to the end of a file."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+    sys.stdout = open(1, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115

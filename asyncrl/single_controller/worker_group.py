@@ -1,4 +1,4 @@
-"""A group of workers as one object: its members, who watches them, and the methods that it takes over from them."""
+"""A group of workers as one object: its members, their liveness, and the methods that it takes over from them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from asyncrl.protocol.errors import WorkerDiedError
 
-from .decorator import MAGIC_ATTR, Dispatch, Execute
-from .dispatch import get_predefined_dispatch_fn, get_predefined_execute_fn
+from .dispatch import MAGIC_ATTR, Dispatch, Execute, get_predefined_dispatch_fn, get_predefined_execute_fn
 from .liveness import DeathWatch, state_of, wait_until_alive
 from .resource_pool import ResourcePool
 
@@ -44,11 +43,11 @@ class WorkerGroup:
         return len(self._workers)
 
     def _death_of(self, rank: int) -> WorkerDiedError:
-        """The error that tells of a worker's death; a subclass knows more of it."""
+        """The error for a worker's death; a subclass adds what it knows."""
         return WorkerDiedError(f"worker of rank {rank} died")
 
     def _is_worker_alive(self, worker: Any) -> bool:
-        """Whether Ray takes a worker to be alive."""
+        """Whether Ray considers a worker alive."""
         return state_of(worker) == "ALIVE"
 
     def _block_until_all_workers_alive(self, timeout_s: float = 300.0) -> None:
@@ -61,7 +60,7 @@ class WorkerGroup:
         """Watch the workers from a thread, once all of them are alive. The end of a worker's process wakes it.
 
         Args:
-            every_n_seconds: Seconds after which it looks at all workers, even if no process ended.
+            every_n_seconds: Seconds between checks of Ray's own view, even if no process ended.
             on_death: Called once, from that thread, with the error that names the worker. By default the error is
                 logged and SIGABRT raised, which ends the driver.
         """

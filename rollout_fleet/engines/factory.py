@@ -1,15 +1,15 @@
-"""Makes the engine that the config names. It is chosen explicitly: nothing falls back to another engine."""
+"""Makes the engine that the configuration names. Nothing falls back to another engine."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
+import pkgutil
 from pathlib import Path
 
-from rollout_fleet.config import Device, EngineKind, RolloutFleetConfig
-from rollout_fleet.naming import import_function
+from rollout_fleet.config import EngineDevice, EngineKind, RolloutFleetConfig
 
-from .base import Engine
+from .engine import Engine
 
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 
@@ -30,7 +30,7 @@ def make_engine(config: RolloutFleetConfig, *, model_path: str, rank: int, log_d
     if config.engine is EngineKind.scripted:
         from .scripted import ScriptedEngine
 
-        return ScriptedEngine(import_function(config.script, option="rollout_fleet.script"))
+        return ScriptedEngine(pkgutil.resolve_name(config.script))
     device = resolve_device(config.device)
     if config.engine is EngineKind.transformers:
         from .transformers import TransformersEngine
@@ -55,9 +55,9 @@ def check_engine_installed(config: RolloutFleetConfig) -> None:
         )
 
 
-def resolve_device(device: Device) -> Device:
+def resolve_device(device: EngineDevice) -> EngineDevice:
     """Return ``cpu`` or ``cuda`` for the device asked for, without importing torch."""
-    if device is not Device.auto:
+    if device is not EngineDevice.auto:
         return device
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
-    return Device.cuda if NVIDIA_DRIVER.exists() and not hidden else Device.cpu
+    return EngineDevice.cuda if NVIDIA_DRIVER.exists() and not hidden else EngineDevice.cpu

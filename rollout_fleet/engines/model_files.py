@@ -1,11 +1,17 @@
-"""What an engine has to know of a model before anything heavy is imported: read from its JSON files."""
+"""What the fleet reads from a model directory: facts for the engines, and the tokenizer that decodes responses.
+
+Imports nothing heavy.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+Decode = Callable[[Sequence[int]], str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +47,24 @@ def read_model_facts(model_path: str) -> ModelFacts:
     eos_ids = _as_ids(generation.get("eos_token_id", config.get("eos_token_id")))
     pad_ids = _as_ids(generation.get("pad_token_id", config.get("pad_token_id")))
     return ModelFacts(vocab_size=config["vocab_size"], eos_ids=eos_ids, pad_id=(*pad_ids, *eos_ids, 0)[0])
+
+
+def load_decoder(model_path: str) -> Decode:
+    """Return a function from token ids to text without special tokens.
+
+    A ``tokenizer.json`` is read with the tokenizers library alone, so that the worker loads neither transformers nor
+    torch.
+    """
+    tokenizer_file = Path(model_path) / "tokenizer.json"
+    if tokenizer_file.is_file():
+        from tokenizers import Tokenizer
+
+        fast = Tokenizer.from_file(str(tokenizer_file))
+        return lambda token_ids: fast.decode(list(token_ids), skip_special_tokens=True)
+    from transformers import AutoTokenizer
+
+    slow = AutoTokenizer.from_pretrained(model_path)
+    return lambda token_ids: slow.decode(list(token_ids), skip_special_tokens=True)
 
 
 def _as_ids(value: Any) -> tuple[int, ...]:

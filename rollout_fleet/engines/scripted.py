@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from asyncrl.protocol.errors import EngineError, WorkerDiedError
 from asyncrl.protocol.types import FinishReason, WeightSnapshot
-from rollout_fleet.types import GenerationRequest, GroupOutput, SampleOutput
+from rollout_fleet.types import SampleOutput, SampleRequest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,47 +22,53 @@ class ScriptedAnswer:
     """How the engine answers one request.
 
     Attributes:
-        responses: Token ids of each sample.
-        token_delay_s: Pause before each token of the group.
+        response: Token ids.
+        token_delay_s: Pause before each token.
         logprob: Log-prob of every token.
+        cut_off: The engine aborts the sample by itself after this many tokens; -1 to finish it.
         error: Refuse the request with this message.
         die: The engine dies of this instead of answering.
     """
 
-    responses: Sequence[Sequence[int]] = ()
+    response: Sequence[int] = ()
     token_delay_s: float = 0.0
     logprob: float = -1.0
+    cut_off: int = -1
     error: str = ""
     die: str = ""
 
 
-Script = Callable[[GenerationRequest, int], ScriptedAnswer]
+Script = Callable[[SampleRequest, int], ScriptedAnswer]
 
 
-def repeat_last_token(request: GenerationRequest, version: int) -> ScriptedAnswer:
-    """Answer every sample with the prompt's last token, once."""
-    return ScriptedAnswer(responses=[[int(request.prompt_ids[-1])]] * request.num_samples)
+def repeat_last_token(request: SampleRequest, version: int) -> ScriptedAnswer:
+    """Answer with the prompt's last token, once."""
+    return ScriptedAnswer(response=[int(request.prompt_ids[-1])])
 
 
 class ScriptedEngine:
-    """Implements `Engine` by a script."""
+    """Implements `Engine` by a script.
 
-    def __init__(self, script: Script = repeat_last_token, *, load_delay_s: float = 0.0) -> None:
-        """Take the script.
+    Attributes:
+        requests: All requests so far.
+        running_at_once: The most requests that ran at the same time.
+        released: Whether the memory is released now.
+        load_delay_s: How long a weight load takes.
+        load_error: Fail the next weight load with this message.
+    """
 
-        Args:
-            script: Called with each request and the version served when it arrives.
-            load_delay_s: How long a weight load takes.
-        """
+    def __init__(self, script: Script = repeat_last_token) -> None:
+        """Take the script, which is called with each request and the version served when it arrives."""
         self._script = script
-        self._load_delay_s = load_delay_s
         self._version = 0
         self._aborted: set[str] = set()
         self._running: set[str] = set()
-        self._death: asyncio.Future[None] | None = None
-        self.requests: list[GenerationRequest] = []
+        self._failed: asyncio.Future[None] | None = None
+        self.requests: list[SampleRequest] = []
         self.running_at_once = 0
         self.released = False
+        self.load_delay_s = 0.0
+        self.load_error = ""
 
     @property
     def version(self) -> int:
@@ -71,15 +77,13 @@ class ScriptedEngine:
 
     async def start(self) -> None:
         """See `Engine.start`."""
-        self._death = asyncio.get_running_loop().create_future()
+        self._failed = asyncio.get_running_loop().create_future()
 
-    async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[GroupOutput]:
+    async def generate(self, requests: Sequence[SampleRequest]) -> AsyncIterator[tuple[SampleRequest, SampleOutput]]:
         """See `Engine.generate`."""
         if self.released:
             raise EngineError("requests came while the memory was released")
-        for request in requests:
-            if request.prefixes:
-                raise EngineError(f"request {request.rid} has prefixes, which no script continues")
+        self._raise_if_failed()
         self.requests.extend(requests)
         tasks = [asyncio.create_task(self._answer(request)) for request in requests]
         try:
@@ -100,66 +104,74 @@ class ScriptedEngine:
         """See `Engine.load_weights`."""
         started = time.perf_counter()
         self.released = False
-        await asyncio.sleep(self._load_delay_s)
+        await asyncio.sleep(self.load_delay_s)
+        if self.load_error:
+            raise self.fail(EngineError(self.load_error))
         self._version = snapshot.version
         return time.perf_counter() - started
 
-    async def abort(self, rid: str) -> None:
+    async def abort(self, request_ids: Collection[str]) -> None:
         """See `Engine.abort`."""
-        if rid in self._running:
-            self._aborted.add(rid)
+        self._aborted |= self._running.intersection(request_ids)
 
     async def wait_failed(self) -> None:
         """See `Engine.wait_failed`."""
-        if self._death is None:
+        if self._failed is None:
             raise WorkerDiedError("the scripted engine was never started")
-        await asyncio.shield(self._death)
+        await asyncio.shield(self._failed)
 
     async def stop(self) -> None:
         """See `Engine.stop`."""
-        if self._death is not None:
-            self._death.cancel()
+        if self._failed is not None:
+            self._failed.cancel()
 
-    def die(self, cause: str) -> WorkerDiedError:
+    def die(self, cause: str) -> Exception:
         """Die now, as a killed server would."""
-        death = WorkerDiedError(f"the scripted engine died: {cause}")
-        if self._death is not None and not self._death.done():
-            self._death.set_exception(death)
-            self._death.exception()
-        return death
+        return self.fail(WorkerDiedError(f"the scripted engine died: {cause}"))
 
-    async def _answer(self, request: GenerationRequest) -> GroupOutput:
+    def fail(self, error: Exception) -> Exception:
+        """Fail now, for good; returns the failure."""
+        if self._failed is not None and not self._failed.done():
+            self._failed.set_exception(error)
+            self._failed.exception()
+        return error
+
+    def _raise_if_failed(self) -> None:
+        if (
+            self._failed is not None
+            and self._failed.done()
+            and not self._failed.cancelled()
+            and (error := self._failed.exception()) is not None
+        ):
+            raise error
+
+    async def _answer(self, request: SampleRequest) -> tuple[SampleRequest, SampleOutput]:
         answer = self._script(request, self._version)
-        self._running.add(request.rid)
+        self._running.add(request.id)
         self.running_at_once = max(self.running_at_once, len(self._running))
         try:
-            return await self._write(request, answer)
+            return request, await self._write(request, answer)
         finally:
-            self._running.discard(request.rid)
-            self._aborted.discard(request.rid)
+            self._running.discard(request.id)
+            self._aborted.discard(request.id)
 
-    async def _write(self, request: GenerationRequest, answer: ScriptedAnswer) -> GroupOutput:
-        """Write the samples side by side, a token each at a time."""
+    async def _write(self, request: SampleRequest, answer: ScriptedAnswer) -> SampleOutput:
+        """Write the sample, token by token."""
         versions: list[int] = []
-        for _ in range(max((len(response) for response in answer.responses), default=0)):
+        for _ in answer.response:
             await asyncio.sleep(answer.token_delay_s)
-            if request.rid in self._aborted:
+            self._raise_if_failed()
+            if request.id in self._aborted or len(versions) == answer.cut_off:
                 break
             versions.append(self._version)
         if answer.die:
             raise self.die(answer.die)
         if answer.error:
-            raise EngineError(f"request {request.rid}: {answer.error}")
-        samples = tuple(_sample(response, versions, answer.logprob) for response in answer.responses)
-        return GroupOutput(rid=request.rid, samples=samples)
-
-
-def _sample(response: Sequence[int], versions: Sequence[int], logprob: float) -> SampleOutput:
-    """Return ``response`` as far as it was written; one version for each written token."""
-    written = list(response[: len(versions)])
-    return SampleOutput(
-        token_ids=np.asarray(written, dtype=np.int32),
-        logprobs=np.full(len(written), logprob, dtype=np.float32),
-        versions=np.asarray(versions[: len(written)], dtype=np.int32),
-        finish_reason=FinishReason.stop if len(written) == len(response) else None,
-    )
+            raise EngineError(f"request {request.id}: {answer.error}")
+        is_whole = len(versions) == len(answer.response)
+        return SampleOutput(
+            token_ids=np.asarray(answer.response[: len(versions)], dtype=np.int32),
+            logprobs=np.full(len(versions), answer.logprob, dtype=np.float32),
+            versions=np.asarray(versions, dtype=np.int32),
+            finish_reason=FinishReason.stop if is_whole else None,
+        )

@@ -1,7 +1,9 @@
-"""The SGLang engine: one server of its own, spoken to over HTTP on the loopback interface.
+"""The SGLang engine: one server of its own, called over HTTP on the loopback interface.
 
-A sample is one SGLang request; several prompt groups travel in one HTTP request, which reaches the scheduler as one
-batch. Weights come by a shared file in one transaction: pause, update, verify, continue.
+A sample is one SGLang request. Several samples travel in one HTTP request, which reaches the scheduler as one batch;
+its answer is a stream in which each sample ends by itself. Weights come through a shared file in one transaction:
+pause, update, verify, continue. Where that fails, the server holds weights that nobody has verified: the engine has
+failed, and the server stays paused until it is stopped.
 """
 
 from __future__ import annotations
@@ -10,57 +12,68 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import numpy as np
 
-from asyncrl.protocol.errors import DeadlineError, EngineError, WorkerDiedError
+from asyncrl.protocol.errors import AsyncRLError, DeadlineError, EngineError
 from asyncrl.protocol.types import FinishReason, WeightSnapshot
-from rollout_fleet.config import Device, RolloutFleetConfig, SamplingConfig
-from rollout_fleet.types import GenerationRequest, GroupOutput, SampleOutput
+from rollout_fleet.config import EngineDevice, RolloutFleetConfig, SamplingConfig
+from rollout_fleet.types import SampleOutput, SampleRequest
 
-from .base import check_output, check_prompt
+from .engine import check_output, check_prompt
 from .model_files import ModelFacts, read_model_facts
-from .sglang_server import SERVER_KEEP_ALIVE_S, SGLangServer
+from .sglang_client import SGLangClient
+from .sglang_server import SGLangServer
+from .silence import SilenceWatch
 
 logger = logging.getLogger(__name__)
 
-DEATH_GRACE_S = 2.0
-CONTINUE_TIMEOUT_S = 5.0
-# The client must drop an idle connection first: a server that closes one while a request is on its way resets it.
-CLIENT_KEEP_ALIVE_S = SERVER_KEEP_ALIVE_S / 4
+STREAM_INTERVAL = 32  # tokens between two chunks of a sample, after the chunk of the first token
+_Answers = asyncio.Queue[tuple[SampleRequest, SampleOutput] | Exception]
 
 
 class SGLangEngine:
     """Implements `Engine` on an SGLang server."""
 
     def __init__(
-        self, config: RolloutFleetConfig, *, model_path: str, device: Device, rank: int, log_dir: str, seed: int
+        self,
+        config: RolloutFleetConfig,
+        *,
+        model_path: str,
+        device: EngineDevice,
+        rank: int,
+        log_dir: str,
+        seed: int,
+        server: SGLangServer | None = None,
     ) -> None:
-        """Take the configuration; `start` launches the server."""
+        """Take the configuration; `start` launches the server, one of its own unless ``server`` is given."""
         self._config = config
-        self._name = f"sglang-{rank}"
         self._facts: ModelFacts = read_model_facts(model_path)
         self._device = device
-        self._server = SGLangServer(
+        self._server = server or SGLangServer(
             config.sglang,
             model_path=model_path,
             device=device,
-            name=self._name,
+            name=f"sglang-{rank}",
             log_dir=log_dir,
             seed=seed,
             start_timeout_s=config.start_timeout_s,
             stop_timeout_s=config.stop_timeout_s,
         )
-        self._session: aiohttp.ClientSession | None = None
+        self._name = self._server.name
+        self._client = SGLangClient(self._server)
+        self._silence = SilenceWatch(self._name, timeout_s=config.silence_timeout_s, probe=self._probe)
+        self._failed: asyncio.Future[None] | None = None
+        self._watching: asyncio.Task[None] | None = None
         self._version = 0
-        self._published = {0}
+        self._verified = {0}
         self._loading = asyncio.Lock()
-        self._running: dict[str, int] = {}
-        self._released = False
+        self._running: set[str] = set()
+        self._waiting_for_answers: set[_Answers] = set()
+        self._is_released = False
         self._has_said_it_keeps = False
 
     @property
@@ -70,100 +83,186 @@ class SGLangEngine:
 
     async def start(self) -> None:
         """See `Engine.start`."""
+        self._failed = asyncio.get_running_loop().create_future()
         await self._server.start()
-        self._session = aiohttp.ClientSession(
-            self._server.url,
-            headers=self._server.headers,
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=CLIENT_KEEP_ALIVE_S),
-            timeout=aiohttp.ClientTimeout(total=None),
-        )
-        await self._call("GET", "/model_info", timeout_s=self._config.start_timeout_s)
+        await self._client.open()
+        await self._client.call("GET", "/model_info", timeout_s=self._config.start_timeout_s)
+        self._watching = asyncio.create_task(self._watch())
         logger.info("%s: up", self._name)
 
-    async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[GroupOutput]:
+    async def generate(self, requests: Sequence[SampleRequest]) -> AsyncIterator[tuple[SampleRequest, SampleOutput]]:
         """See `Engine.generate`."""
+        self._raise_if_failed()
         for request in requests:
             check_prompt(request, self._facts.vocab_size)
-        size = self._config.groups_per_request
+        size = self._config.sglang.samples_per_request
         batches = [requests[start : start + size] for start in range(0, len(requests), size)]
-        tasks = [asyncio.create_task(self._generate_batch(batch)) for batch in batches]
+        answers: _Answers = asyncio.Queue()
+        self._waiting_for_answers.add(answers)
+        ids = {request.id for request in requests}
+        self._running |= ids
+        tasks = [asyncio.create_task(self._generate_batch(batch, answers)) for batch in batches]
         try:
-            for finished in asyncio.as_completed(tasks):
-                for output in await finished:
-                    yield output
+            with self._silence.running(len(requests)):
+                for _ in requests:
+                    answer = await answers.get()
+                    if isinstance(answer, Exception):
+                        raise answer
+                    ids.remove(answer[0].id)
+                    self._running.discard(answer[0].id)
+                    yield answer
         finally:
+            self._running -= ids
+            self._waiting_for_answers.remove(answers)
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def release_memory(self) -> None:
         """See `Engine.release_memory`. A server without a memory saver keeps its memory and stands still."""
+        self._raise_if_failed()
         if self._running:
             raise EngineError(f"{self._name} cannot release its memory while it generates {sorted(self._running)}")
         async with self._loading:
-            timeout_s = self._config.load_timeout_s
-            await self._call("POST", "/pause_generation", {"mode": "retract"}, timeout_s=timeout_s)
+            await self._load_call("/pause_generation", {"mode": "retract"})
             if self._server.saves_memory:
-                await self._call("POST", "/release_memory_occupation", {}, timeout_s=timeout_s)
+                await self._load_call("/release_memory_occupation", {})
             elif not self._has_said_it_keeps:
                 logger.warning("%s: only stands still; it has no memory saver and keeps its memory", self._name)
                 self._has_said_it_keeps = True
-            self._released = True
+            self._is_released = True
 
     async def load_weights(self, snapshot: WeightSnapshot) -> float:
         """See `Engine.load_weights`."""
         async with self._loading:
+            self._raise_if_failed()
             try:
-                async with asyncio.timeout(self._config.load_timeout_s):
-                    stood_still_s = await self._transact(snapshot)
+                with self._silence.paused():
+                    async with asyncio.timeout(self._config.load_timeout_s):
+                        return await self._transact(snapshot)
             except TimeoutError:
-                raise DeadlineError(
+                error: AsyncRLError = DeadlineError(
                     f"{self._name} did not load policy version {snapshot.version} from {snapshot.path} within "
-                    f"rollout_fleet.load_timeout_s = {self._config.load_timeout_s} s"
-                ) from None
-            self._version = snapshot.version
-            return stood_still_s
+                    f"rollout_fleet.load_timeout_s = {self._config.load_timeout_s:g} s. {self._server.log_tail()}"
+                )
+            except AsyncRLError as caught:
+                error = caught
+            except asyncio.CancelledError:
+                self._fail(EngineError(f"{self._name}: loading policy version {snapshot.version} was cancelled"))
+                raise
+            self._fail(error)
+            raise error
 
-    async def abort(self, rid: str) -> None:
-        """See `Engine.abort`."""
-        for index in range(self._running.get(rid, 0)):
-            await self._call("POST", "/abort_request", {"rid": _sample_rid(rid, index)}, timeout_s=CONTINUE_TIMEOUT_S)
+    async def abort(self, request_ids: Collection[str]) -> None:
+        """See `Engine.abort`. All at once, in one call where everything that runs is aborted."""
+        ids = self._running.intersection(request_ids)
+        timeout_s = self._config.silence_timeout_s
+        if ids and ids == self._running:
+            await self._client.call("POST", "/abort_request", {"abort_all": True}, timeout_s=timeout_s)
+            return
+        bodies = [{"rid": _server_id(request_id)} for request_id in ids]
+        await asyncio.gather(
+            *(self._client.call("POST", "/abort_request", body, timeout_s=timeout_s) for body in bodies)
+        )
 
     async def wait_failed(self) -> None:
         """See `Engine.wait_failed`."""
-        await self._server.wait_exit()
+        if self._failed is None:
+            raise EngineError(f"{self._name} was never started")
+        await asyncio.shield(self._failed)
 
     async def stop(self) -> None:
         """See `Engine.stop`."""
-        if self._session is not None:
-            await self._session.close()
+        if self._watching is not None:
+            self._watching.cancel()
+        if self._failed is not None:
+            self._failed.cancel()
+        await self._client.close()
         await self._server.stop()
 
-    async def _generate_batch(self, requests: Sequence[GenerationRequest]) -> list[GroupOutput]:
-        """Send the groups as one HTTP request and check the answer."""
-        self._running.update({request.rid: request.num_samples for request in requests})
-        body = self._request_body(requests)
-        try:
-            answer = await self._call("POST", "/generate", body, timeout_s=self._config.generate_timeout_s)
-        finally:
-            for request in requests:
-                self._running.pop(request.rid, None)
-        if not isinstance(answer, list) or len(answer) != len(body["rid"]):
-            raise EngineError(f"{self._name} answered {len(body['rid'])} samples with {str(answer)[:200]}")
-        samples = iter(answer)
-        return [
-            self._group_output(request, [next(samples) for _ in range(request.num_samples)]) for request in requests
-        ]
+    # Failure
 
-    def _request_body(self, requests: Sequence[GenerationRequest]) -> dict[str, Any]:
-        rids, prompts, sampling = [], [], []
-        for request in requests:
-            prompt_ids, parameters = request.prompt_ids.tolist(), self._sampling_parameters(request.sampling)
-            for index in range(request.num_samples):
-                rids.append(_sample_rid(request.rid, index))
-                prompts.append(prompt_ids)
-                sampling.append(parameters)
-        return {"rid": rids, "input_ids": prompts, "sampling_params": sampling, "return_logprob": True}
+    async def _watch(self) -> None:
+        """Wait for the server's death and for silence; the first of them is the engine's failure."""
+        watches = [asyncio.create_task(watch) for watch in (self._server.wait_exit(), self._silence.wait())]
+        try:
+            done, _ = await asyncio.wait(watches, return_when=asyncio.FIRST_COMPLETED)
+            error = done.pop().exception()
+            if isinstance(error, DeadlineError):
+                error = DeadlineError(f"{error}. {self._server.log_tail()}")
+            if isinstance(error, Exception):
+                self._fail(error)
+        finally:
+            for watch in watches:
+                watch.cancel()
+            await asyncio.gather(*watches, return_exceptions=True)
+
+    def _fail(self, error: Exception) -> None:
+        """Fail for good: nothing that is or will be asked is answered with anything but ``error``."""
+        assert self._failed is not None
+        if self._failed.done():
+            return
+        self._failed.set_exception(error)
+        self._failed.exception()  # marks it as retrieved; not everyone waits for it
+        for answers in self._waiting_for_answers:
+            answers.put_nowait(error)
+
+    def _raise_if_failed(self) -> None:
+        if self._failed is None:
+            raise EngineError(f"{self._name} is not running; start it first")
+        if self._failed.cancelled():
+            raise EngineError(f"{self._name} is stopped")
+        if self._failed.done() and (error := self._failed.exception()) is not None:
+            raise error
+
+    async def _probe(self) -> None:
+        """Return when the scheduler answers, which it does between two steps of the model."""
+        await self._client.call("GET", "/server_info", timeout_s=self._config.silence_timeout_s)
+
+    # Generation
+
+    async def _generate_batch(self, requests: Sequence[SampleRequest], answers: _Answers) -> None:
+        """Send samples as one HTTP request; put each answer, or what went wrong."""
+        try:
+            async for answer in self._stream_batch(requests):
+                if self._failed is not None and self._failed.done():
+                    return
+                answers.put_nowait(answer)
+        except Exception as error:  # noqa: BLE001 - raised by whoever takes it
+            answers.put_nowait(error)
+
+    async def _stream_batch(
+        self, requests: Sequence[SampleRequest]
+    ) -> AsyncIterator[tuple[SampleRequest, SampleOutput]]:
+        samples = [_StreamedSample() for _ in requests]
+        num_left = len(requests)
+        async for event in self._client.stream("/generate", self._request_body(requests)):
+            self._silence.token()
+            if "error" in event:
+                raise EngineError(f"{self._name} answered POST /generate with {str(event['error'])[:500]}")
+            try:
+                index = event.get("index", 0)
+                output = samples[index].add(event)
+            except (KeyError, TypeError, ValueError, IndexError) as error:
+                raise EngineError(
+                    f"{self._name} answered against its contract: {error!r} in {str(event)[:500]}"
+                ) from error
+            if output is not None:
+                request = requests[index]
+                check_output(output, request, vocab_size=self._facts.vocab_size, loaded_versions=self._verified)
+                num_left -= 1
+                yield request, output
+        if num_left:
+            raise EngineError(f"{self._name} left {num_left} of {len(requests)} samples unanswered")
+
+    def _request_body(self, requests: Sequence[SampleRequest]) -> dict[str, Any]:
+        return {
+            "rid": [_server_id(request.id) for request in requests],
+            "input_ids": [request.prompt_ids.tolist() for request in requests],
+            "sampling_params": [self._sampling_parameters(request.sampling) for request in requests],
+            "return_logprob": True,
+            "stream": True,
+        }
 
     def _sampling_parameters(self, sampling: SamplingConfig) -> dict[str, Any]:
         return {
@@ -174,44 +273,35 @@ class SGLangEngine:
             "stop_token_ids": list(self._facts.eos_ids),
             "no_stop_trim": True,
             "skip_special_tokens": False,
+            "stream_interval": STREAM_INTERVAL,
         }
 
-    def _group_output(self, request: GenerationRequest, answers: Sequence[Any]) -> GroupOutput:
-        try:
-            output = GroupOutput(rid=request.rid, samples=tuple(_parse_sample(answer) for answer in answers))
-        except (KeyError, TypeError, ValueError, IndexError) as error:
-            raise EngineError(f"{self._name} answered request {request.rid} against its contract: {error!r}") from error
-        check_output(output, request, vocab_size=self._facts.vocab_size, published=self._published)
-        return output
+    # Weights
+
+    async def _load_call(self, path: str, body: Any) -> Any:
+        return await self._client.call("POST", path, body, timeout_s=self._config.load_timeout_s)
 
     async def _transact(self, snapshot: WeightSnapshot) -> float:
-        """Pause, update, verify, continue; continues also when the update failed.
+        """Pause, update, verify, continue; generation is continued only after the verification.
 
         Returns:
-            Seconds from the engine's word that it stands still to its word that it goes on.
+            Seconds from the server's word that it stands still to its word that it goes on.
         """
-        paused_at = time.perf_counter()
-        timeout_s = self._config.load_timeout_s
+        await self._load_call("/pause_generation", {"mode": "retract"})
+        paused_s = time.perf_counter()
+        takes_memory_back = self._is_released and self._server.saves_memory
+        if takes_memory_back:
+            await self._load_call("/resume_memory_occupation", {"tags": ["weights"]})
         body = {"model_path": snapshot.path, "weight_version": str(snapshot.version), "flush_cache": True}
-        try:
-            await self._call("POST", "/pause_generation", {"mode": "retract"}, timeout_s=timeout_s)
-            paused_at = time.perf_counter()
-            if self._released and self._server.saves_memory:
-                await self._call("POST", "/resume_memory_occupation", {}, timeout_s=timeout_s)
-            self._released = False
-            self._published.add(snapshot.version)
-            await self._call("POST", "/update_weights_from_disk", body, timeout_s=timeout_s)
-            await self._verify(snapshot)
-        finally:
-            await asyncio.shield(self._continue_generation())
-        return time.perf_counter() - paused_at
-
-    async def _continue_generation(self) -> None:
-        try:
-            await self._call("POST", "/continue_generation", {}, timeout_s=CONTINUE_TIMEOUT_S)
-        except (EngineError, DeadlineError, WorkerDiedError) as error:
-            logger.error("%s: generation could not be continued after a weight update: %s", self._name, error)
-            raise
+        await self._load_call("/update_weights_from_disk", body)
+        await self._verify(snapshot)
+        if takes_memory_back:  # after the weights, which may need more room while they are loaded
+            await self._load_call("/resume_memory_occupation", {"tags": ["kv_cache", "cuda_graph"]})
+        self._is_released = False
+        self._version = snapshot.version
+        self._verified.add(snapshot.version)
+        await self._load_call("/continue_generation", {})
+        return time.perf_counter() - paused_s
 
     async def _verify(self, snapshot: WeightSnapshot) -> None:
         """Compare the engine's tensors with the published digests, where its layout and dtype make them comparable.
@@ -219,16 +309,15 @@ class SGLangEngine:
         Exact for an unsharded server on a CPU that serves the dtype the snapshot is stored in. Elsewhere the engine
         hashes otherwise (GPU) or holds other bytes (shards, another dtype), and only its reported version is checked.
         """
-        info = await self._call("GET", "/model_info", timeout_s=self._config.load_timeout_s)
+        info = await self._client.call("GET", "/model_info", timeout_s=self._config.load_timeout_s)
         if info.get("weight_version") != str(snapshot.version):
             raise EngineError(
                 f"{self._name} reports weight version {info.get('weight_version')!r} after loading {snapshot.version}"
             )
-        comparable = self._device is Device.cpu and self._config.sglang.tp_size == 1
+        comparable = self._device is EngineDevice.cpu and self._config.sglang.tp_size == 1
         if not (snapshot.checksums and comparable and _stored_dtype(snapshot.path) == self._server.dtype):
             return
-        body = {"action": "checksum"}
-        answer = await self._call("POST", "/weights_checker", body, timeout_s=self._config.load_timeout_s)
+        answer = await self._load_call("/weights_checker", {"action": "checksum"})
         held = answer["ranks"][0]["checksums"]
         shared = held.keys() & snapshot.checksums.keys()
         wrong = sorted(name for name in shared if held[name] != snapshot.checksums[name])
@@ -239,73 +328,50 @@ class SGLangEngine:
             )
         logger.debug("%s: version %d, %d of %d tensors verified", self._name, snapshot.version, len(shared), len(held))
 
-    async def _call(self, method: str, path: str, body: Any = None, *, timeout_s: float) -> Any:
-        """Call the server; returns its JSON answer, or None when it has none.
 
-        A call whose connection breaks is sent once more on another one. All calls but ``/generate`` may be repeated:
-        the second does what the first did, or finds it done.
+class _StreamedSample:
+    """Puts the chunks of one sample together.
 
-        Raises:
-            EngineError: it refused, or cannot be reached although it lives.
-            DeadlineError: no answer within ``timeout_s``.
-            WorkerDiedError: it died.
-        """
-        if self._session is None or self._session.closed:
-            raise EngineError(f"{self._name} is not running; {method} {path} cannot be sent")
-        try:
-            async with asyncio.timeout(timeout_s):
-                try:
-                    status, content = await self._exchange(method, path, body)
-                except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
-                    await self._raise_if_dead()
-                    if path == "/generate":
-                        raise
-                    logger.warning("%s: %s %s is sent again after %r", self._name, method, path, error)
-                    status, content = await self._exchange(method, path, body)
-        except TimeoutError:
-            raise DeadlineError(f"{self._name} did not answer {method} {path} within {timeout_s} s") from None
-        except aiohttp.ClientError as error:
-            await self._raise_if_dead()
-            raise EngineError(f"{self._name} could not be reached for {method} {path}: {error!r}") from error
-        if status != 200:
-            raise EngineError(f"{self._name} answered {method} {path} with {status}: {content[:500]!r}")
-        return json.loads(content) if content else None
+    A chunk holds the tokens since the one before, or (the last chunk of a request that was aborted in the queue) all
+    of them; its number of tokens in all says which. Versions come with the last chunk.
+    """
 
-    async def _exchange(self, method: str, path: str, body: Any) -> tuple[int, bytes]:
-        """Send one HTTP request; returns the status and the whole body of the answer."""
-        assert self._session is not None
-        async with self._session.request(method, path, json=body) as response:
-            return response.status, await response.read()
+    def __init__(self) -> None:
+        self._token_ids: list[int] = []
+        self._logprobs: list[float] = []
 
-    async def _raise_if_dead(self) -> None:
-        """Raise the server's death if it died; a connection breaks some time before the process is gone."""
-        try:
-            async with asyncio.timeout(DEATH_GRACE_S):
-                await self._server.wait_exit()
-        except TimeoutError:
-            return
+    def add(self, chunk: Any) -> SampleOutput | None:
+        """Take a chunk; returns the sample if it was the last."""
+        meta = chunk["meta_info"]
+        triples = meta.get("output_token_logprobs") or []
+        num_new = meta["completion_tokens"] - len(self._token_ids)
+        if not 0 <= num_new <= len(triples):
+            raise ValueError(f"{num_new} new tokens, but {len(triples)} log-probs")
+        new = triples[len(triples) - num_new :]
+        new_ids = [triple[1] for triple in new]
+        reason = meta["finish_reason"]
+        is_aborted = reason is not None and reason["type"] == "abort"
+        if not is_aborted and chunk["output_ids"][len(chunk["output_ids"]) - num_new :] != new_ids:
+            raise ValueError("output_token_logprobs name other tokens than output_ids")
+        self._token_ids += new_ids
+        self._logprobs += [triple[0] for triple in new]
+        return None if reason is None else self._finished(reason["type"], meta.get("weight_versions") or [])
+
+    def _finished(self, reason: str, spans: Sequence[Any]) -> SampleOutput:
+        versions = np.full(len(self._token_ids), -1, dtype=np.int32)
+        for span in spans:
+            versions[span["start"] : span["end"]] = int(span["version"])
+        return SampleOutput(
+            token_ids=np.asarray(self._token_ids, dtype=np.int32),
+            logprobs=np.asarray(self._logprobs, dtype=np.float32),
+            versions=versions,
+            finish_reason=None if reason == "abort" else FinishReason(reason),
+        )
 
 
-def _sample_rid(rid: str, index: int) -> str:
-    return f"{rid}-{index:03d}"
-
-
-def _parse_sample(answer: Any) -> SampleOutput:
-    meta = answer["meta_info"]
-    token_ids = np.asarray(answer["output_ids"], dtype=np.int32)
-    reason = meta["finish_reason"]["type"]
-    triples = meta.get("output_token_logprobs") or []
-    if [triple[1] for triple in triples] != token_ids.tolist():
-        raise ValueError("output_token_logprobs name other tokens than output_ids")
-    versions = np.full(len(token_ids), -1, dtype=np.int32)
-    for span in meta.get("weight_versions") or []:
-        versions[span["start"] : span["end"]] = int(span["version"])
-    return SampleOutput(
-        token_ids=token_ids,
-        logprobs=np.asarray([triple[0] for triple in triples], dtype=np.float32),
-        versions=versions,
-        finish_reason=None if reason == "abort" else FinishReason(reason),
-    )
+def _server_id(request_id: str) -> str:
+    """The id that the server knows a request by. Ends with a slash, since the server matches ids by prefix."""
+    return f"{request_id}/"
 
 
 def _stored_dtype(model_path: str) -> str | None:

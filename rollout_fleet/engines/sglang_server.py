@@ -1,7 +1,7 @@
 """Launches and supervises one SGLang server: command line, readiness, log, death, stop.
 
-The server runs under `guard`, in a process group of its own. Its output is read line by line, so readiness and a bind
-failure are seen when they are written; its end is seen when the guard exits. Nothing here polls.
+The server runs under `process_guard`, in a process group of its own. Its output is read line by line, so that readiness
+and a bind failure are seen when they are written. Its end is seen when the guard exits. Nothing here polls.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from asyncrl.protocol.errors import DeadlineError, WorkerDiedError
-from rollout_fleet.config import Device, SGLangConfig
+from rollout_fleet.config import CLEANUP_S, EngineDevice, SGLangConfig
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ TAIL_LINES = 40
 SERVER_KEEP_ALIVE_S = 60  # seconds after which the server closes an idle connection; 5 by default
 CPU_KV_TOKENS = 32768
 STAND_IN = Path(__file__).with_name("cpu_stand_in")
-GUARD = Path(__file__).with_name("guard.py")
+GUARD = Path(__file__).with_name("process_guard.py")
 _LOGGING = {
     "version": 1,
     "disable_existing_loggers": False,
@@ -54,7 +54,7 @@ class SGLangServer:
         config: SGLangConfig,
         *,
         model_path: str,
-        device: Device,
+        device: EngineDevice,
         name: str,
         log_dir: str,
         seed: int,
@@ -96,18 +96,18 @@ class SGLangServer:
 
     @property
     def headers(self) -> dict[str, str]:
-        """Headers that every request needs: the server answers only who holds its key."""
+        """Headers that every request needs: the server answers only callers that hold its key."""
         return {"Authorization": f"Bearer {self._api_key}"}
 
     @property
     def saves_memory(self) -> bool:
-        """Whether it can give its device memory up and take it back."""
-        return self._config.memory_saver and self._device is Device.cuda
+        """Whether the server can give its device memory up and take it back."""
+        return self._config.memory_saver and self._device is EngineDevice.cuda
 
     @property
     def dtype(self) -> str:
-        """What is asked of the server; on a CPU ``auto`` means float32."""
-        return "float32" if self._device is Device.cpu and self._config.dtype == "auto" else self._config.dtype
+        """The dtype that the server is launched with; on a CPU ``auto`` means float32."""
+        return "float32" if self._device is EngineDevice.cpu and self._config.dtype == "auto" else self._config.dtype
 
     async def start(self) -> None:
         """Start the server and wait until it listens; another port is tried when one is taken meanwhile.
@@ -129,7 +129,7 @@ class SGLangServer:
             await self.stop()
             raise DeadlineError(
                 f"{self.name} was not up within {self._start_timeout_s} s; raise rollout_fleet.start_timeout_s if the "
-                f"model is large. {self._log_tail()}"
+                f"model is large. {self.log_tail()}"
             ) from None
 
     async def wait_exit(self) -> NoReturn:
@@ -152,7 +152,7 @@ class SGLangServer:
         if guard.returncode is None:
             guard.send_signal(signal.SIGTERM)
             try:
-                async with asyncio.timeout(self._stop_timeout_s + 5.0):
+                async with asyncio.timeout(self._stop_timeout_s + CLEANUP_S):
                     await guard.wait()
             except TimeoutError:
                 logger.error("%s: its guard did not end; killing it, the kernel kills the server with it", self.name)
@@ -217,7 +217,7 @@ class SGLangServer:
                     self._ready.set()
 
     def _arguments(self, scratch: Path) -> list[str]:
-        config, on_cpu = self._config, self._device is Device.cpu
+        config, on_cpu = self._config, self._device is EngineDevice.cpu
         arguments = {
             "--config": str(scratch / "server.yaml"),
             "--model-path": self._model_path,
@@ -235,7 +235,7 @@ class SGLangServer:
         }
         if config.max_total_tokens or on_cpu:
             arguments["--max-total-tokens"] = str(config.max_total_tokens or CPU_KV_TOKENS)
-        flags = ["--skip-server-warmup", "--skip-tokenizer-init", "--sleep-on-idle"]
+        flags = ["--skip-server-warmup", "--skip-tokenizer-init", "--sleep-on-idle", "--incremental-streaming-output"]
         if self.saves_memory:
             flags.append("--enable-memory-saver")
         return [*(word for pair in arguments.items() for word in pair), *flags, *config.extra_args]
@@ -250,7 +250,7 @@ class SGLangServer:
             "TQDM_DISABLE": "1",
             "SGLANG_TIMEOUT_KEEP_ALIVE": str(SERVER_KEEP_ALIVE_S),
         }
-        if self._device is Device.cpu:
+        if self._device is EngineDevice.cpu:
             environment["SGLANG_USE_CPU_ENGINE"] = "1"
             environment.setdefault("OMP_NUM_THREADS", "1")
             if self._config.tp_size > 1:
@@ -267,9 +267,10 @@ class SGLangServer:
     def _death(self) -> WorkerDiedError:
         status = self._guard.returncode if self._guard is not None else None
         how = "was stopped" if self._stopping else f"died with exit status {status}"
-        return WorkerDiedError(f"{self.name} {how}. {self._log_tail()}")
+        return WorkerDiedError(f"{self.name} {how}. {self.log_tail()}")
 
-    def _log_tail(self) -> str:
+    def log_tail(self) -> str:
+        """The last lines of its output, for a message."""
         return f"Last lines of {self.log_path}:\n" + "\n".join(self._tail)
 
 

@@ -1,7 +1,8 @@
-"""The in-process engine: transformers' own ``generate`` on batches of whatever groups are waiting.
+"""The in-process engine: transformers' own ``generate`` on batches of whatever samples are waiting.
 
-One task takes waiting groups, up to a budget of rows, and generates them in one thread, so that the event loop stays
-free; it is woken when groups arrive. Weights are swapped between two batches.
+One task takes waiting samples, up to a budget of rows, and generates them in one thread, so that the event loop stays
+free; it is woken when samples arrive. A batch is answered when its longest sample ends. Weights are swapped between two
+batches.
 """
 
 from __future__ import annotations
@@ -9,48 +10,57 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from asyncrl.protocol.errors import DeadlineError, EngineError, WorkerDiedError
+from asyncrl.protocol.errors import AsyncRLError, DeadlineError, EngineError, WorkerDiedError
 from asyncrl.protocol.types import WeightSnapshot
-from rollout_fleet.config import Device, RolloutFleetConfig
-from rollout_fleet.types import GenerationRequest, GroupOutput
+from rollout_fleet.config import EngineDevice, RolloutFleetConfig
+from rollout_fleet.types import SampleOutput, SampleRequest
 
-from .base import check_output, check_prompt
+from .engine import check_output, check_prompt
 from .model_files import read_model_facts
-from .transformers_model import AbortFlags, GenerationModel
+from .silence import SilenceWatch
+from .transformers_model import AbortFlag, GenerationModel
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False, kw_only=True)
-class _Waiting:
-    """A group that waits for, or is in, a batch."""
+class PendingSample:
+    """A sample that waits for a batch, or is in one."""
 
-    request: GenerationRequest
-    output: asyncio.Future[GroupOutput]
-    flags: AbortFlags = field(default_factory=AbortFlags)
+    request: SampleRequest
+    output: asyncio.Future[tuple[SampleRequest, SampleOutput]]
+    flag: AbortFlag = field(default_factory=AbortFlag)
 
 
 class TransformersEngine:
     """Implements `Engine` in this process."""
 
-    def __init__(self, config: RolloutFleetConfig, *, model_path: str, device: Device, rank: int, seed: int) -> None:
+    def __init__(
+        self, config: RolloutFleetConfig, *, model_path: str, device: EngineDevice, rank: int, seed: int
+    ) -> None:
         """Take the configuration; `start` loads the model."""
         self._config = config
         self._name = f"transformers-{rank}"
         self._facts = read_model_facts(model_path)
+        self._silence = SilenceWatch(self._name, timeout_s=config.silence_timeout_s, probe=self._probe)
         self._model = GenerationModel(
-            model_path, facts=self._facts, dtype=config.transformers.dtype, device=device.value, seed=seed
+            model_path,
+            facts=self._facts,
+            dtype=config.transformers.dtype,
+            device=device.value,
+            seed=seed,
+            on_step=self._silence.token,
         )
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=self._name)
-        self._waiting: list[_Waiting] = []
-        self._groups: dict[str, _Waiting] = {}
+        self._waiting: list[PendingSample] = []
+        self._pending: dict[str, PendingSample] = {}
         self._arrived = asyncio.Event()
         self._idle_model = asyncio.Lock()
-        self._runner: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
         self._failed: asyncio.Future[None] | None = None
         self._version = 0
 
@@ -68,49 +78,45 @@ class TransformersEngine:
         except TimeoutError:
             raise DeadlineError(
                 f"{self._name} did not load its model within rollout_fleet.start_timeout_s = "
-                f"{self._config.start_timeout_s} s"
+                f"{self._config.start_timeout_s:g} s"
             ) from None
         self._failed = loop.create_future()
-        self._runner = asyncio.create_task(self._run_batches())
+        self._tasks = [asyncio.create_task(self._run_batches()), asyncio.create_task(self._watch_silence())]
         logger.info("%s: up", self._name)
 
-    async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[GroupOutput]:
+    async def generate(self, requests: Sequence[SampleRequest]) -> AsyncIterator[tuple[SampleRequest, SampleOutput]]:
         """See `Engine.generate`."""
-        if self._runner is None or self._runner.done():
-            raise EngineError(f"{self._name} is not running; start it before it generates")
+        self._raise_if_failed()
         if not requests:
             return
         for request in requests:
             check_prompt(request, self._facts.vocab_size)
-        groups = [_Waiting(request=request, output=asyncio.get_running_loop().create_future()) for request in requests]
-        self._groups.update({group.request.rid: group for group in groups})
-        self._waiting.extend(groups)
+        loop = asyncio.get_running_loop()
+        samples = [PendingSample(request=request, output=loop.create_future()) for request in requests]
+        self._pending.update({sample.request.id: sample for sample in samples})
+        self._waiting.extend(samples)
         self._arrived.set()
         try:
-            async with asyncio.timeout(self._config.generate_timeout_s):
-                for finished in asyncio.as_completed([group.output for group in groups]):
+            with self._silence.running(len(samples)):
+                for finished in asyncio.as_completed([sample.output for sample in samples]):
                     yield await finished
-        except TimeoutError:
-            raise DeadlineError(
-                f"{self._name} did not answer within rollout_fleet.generate_timeout_s = "
-                f"{self._config.generate_timeout_s} s"
-            ) from None
         finally:
-            for group in groups:
-                group.flags.set()
-                if self._groups.get(group.request.rid) is group:
-                    del self._groups[group.request.rid]
+            for sample in samples:
+                sample.flag.set()
+                if self._pending.get(sample.request.id) is sample:
+                    del self._pending[sample.request.id]
 
     async def release_memory(self) -> None:
         """See `Engine.release_memory`. The weights are given up, not kept: the next ones replace them anyway."""
-        if self._groups:
-            raise EngineError(f"{self._name} cannot release its memory while it generates {len(self._groups)} groups")
+        if self._pending:
+            raise EngineError(f"{self._name} cannot release its memory while it generates {len(self._pending)} samples")
         async with self._idle_model:
             await asyncio.get_running_loop().run_in_executor(self._thread, self._model.release)
         logger.info("%s: released its weights", self._name)
 
     async def load_weights(self, snapshot: WeightSnapshot) -> float:
         """See `Engine.load_weights`."""
+        self._raise_if_failed()
         try:
             async with asyncio.timeout(self._config.load_timeout_s), self._idle_model:
                 started = time.perf_counter()
@@ -119,15 +125,23 @@ class TransformersEngine:
                 self._version = snapshot.version
                 return time.perf_counter() - started
         except TimeoutError:
-            raise DeadlineError(
+            error: AsyncRLError = DeadlineError(
                 f"{self._name} did not load policy version {snapshot.version} from {snapshot.path} within "
-                f"rollout_fleet.load_timeout_s = {self._config.load_timeout_s} s; the batch before it may be long"
-            ) from None
+                f"rollout_fleet.load_timeout_s = {self._config.load_timeout_s:g} s; the batch before it may be long"
+            )
+        except AsyncRLError as caught:
+            error = caught
+        except asyncio.CancelledError:
+            self._fail(EngineError(f"{self._name}: loading policy version {snapshot.version} was cancelled"))
+            raise
+        self._fail(error)
+        raise error
 
-    async def abort(self, rid: str) -> None:
+    async def abort(self, request_ids: Collection[str]) -> None:
         """See `Engine.abort`."""
-        if rid in self._groups:
-            self._groups[rid].flags.set()
+        for request_id in request_ids:
+            if request_id in self._pending:
+                self._pending[request_id].flag.set()
 
     async def wait_failed(self) -> None:
         """See `Engine.wait_failed`."""
@@ -137,17 +151,18 @@ class TransformersEngine:
 
     async def stop(self) -> None:
         """See `Engine.stop`."""
-        for group in self._groups.values():
-            group.flags.set()
-        if self._runner is not None:
-            self._runner.cancel()
-            await asyncio.wait([self._runner], timeout=self._config.stop_timeout_s)
+        for sample in self._pending.values():
+            sample.flag.set()
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=self._config.stop_timeout_s)
         if self._failed is not None:
             self._failed.cancel()
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def _run_batches(self) -> None:
-        """Generate waiting groups, batch after batch."""
+        """Generate waiting samples, batch after batch."""
         loop = asyncio.get_running_loop()
         while True:
             await self._arrived.wait()
@@ -158,50 +173,71 @@ class TransformersEngine:
                     outputs = await loop.run_in_executor(
                         self._thread,
                         self._model.generate,
-                        [group.request for group in batch],
-                        [group.flags for group in batch],
+                        [sample.request for sample in batch],
+                        [sample.flag for sample in batch],
                         version,
                     )
-                except Exception as error:  # noqa: BLE001 - whatever generate raises is the engine's death
-                    self._die(error, batch)
+                except Exception as error:  # noqa: BLE001 - whatever generate raises is the engine's failure
+                    death = WorkerDiedError(f"{self._name} failed while generating {len(batch)} samples: {error!r}")
+                    death.__cause__ = error
+                    self._fail(death)
                     return
-            for group, output in zip(batch, outputs, strict=True):
-                self._resolve(group, output, version)
+            for sample, output in zip(batch, outputs, strict=True):
+                self._resolve(sample, output, version)
 
-    def _next_batch(self) -> list[_Waiting]:
-        """Take the longest-waiting groups that are sampled alike, up to the budget of rows, but one at least."""
+    def _next_batch(self) -> list[PendingSample]:
+        """Take the longest-waiting samples that may share a batch, up to the budget of rows."""
         sampling = self._waiting[0].request.sampling
-        batch: list[_Waiting] = []
-        num_rows = 0
-        for group in self._waiting:
-            if group.request.sampling != sampling:
-                continue
-            num_rows += group.request.num_samples
-            if batch and num_rows > self._config.transformers.max_rows:
+        batch: list[PendingSample] = []
+        for sample in self._waiting:
+            length = sample.request.sampling.max_new_tokens
+            if sample.request.sampling == replace(sampling, max_new_tokens=length):
+                batch.append(sample)
+            if len(batch) == self._config.transformers.max_rows:
                 break
-            batch.append(group)
-        self._waiting = [group for group in self._waiting if group not in batch]
+        taken = set(map(id, batch))
+        self._waiting = [sample for sample in self._waiting if id(sample) not in taken]
         if not self._waiting:
             self._arrived.clear()
         return batch
 
-    def _resolve(self, group: _Waiting, output: GroupOutput, version: int) -> None:
-        if group.output.done():
+    def _resolve(self, sample: PendingSample, output: SampleOutput, version: int) -> None:
+        if sample.output.done():
             return
         try:
-            check_output(output, group.request, vocab_size=self._facts.vocab_size, published={version})
+            check_output(output, sample.request, vocab_size=self._facts.vocab_size, loaded_versions={version})
         except EngineError as error:
-            group.output.set_exception(error)
+            sample.output.set_exception(error)
         else:
-            group.output.set_result(output)
+            sample.output.set_result((sample.request, output))
 
-    def _die(self, error: Exception, batch: Sequence[_Waiting]) -> None:
+    # Failure
+
+    async def _watch_silence(self) -> None:
+        try:
+            await self._silence.wait()
+        except DeadlineError as error:
+            self._fail(error)
+
+    async def _probe(self) -> None:
+        """Never returns: a thread that writes no token cannot be asked whether it will."""
+        await asyncio.Event().wait()
+
+    def _fail(self, error: AsyncRLError) -> None:
+        """Fail for good: nothing that is or will be asked is answered with anything but ``error``."""
         assert self._failed is not None
-        death = WorkerDiedError(f"{self._name} failed while generating {len(batch)} groups: {error!r}")
-        death.__cause__ = error
-        self._failed.set_exception(death)
-        self._failed.exception()
-        for group in [*batch, *self._waiting]:
-            if not group.output.done():
-                group.output.set_exception(death)
-                group.output.exception()
+        if self._failed.done():
+            return
+        self._failed.set_exception(error)
+        self._failed.exception()  # marks it as retrieved; not everyone waits for it
+        for sample in self._pending.values():
+            sample.flag.set()
+            if not sample.output.done():
+                sample.output.set_exception(error)
+                sample.output.exception()
+
+    def _raise_if_failed(self) -> None:
+        if self._failed is None or self._failed.cancelled():
+            raise EngineError(f"{self._name} is not running; start it before it generates")
+        if self._failed.done() and (error := self._failed.exception()) is not None:
+            raise error

@@ -1,11 +1,11 @@
-"""A causal language model that generates batches of prompt groups with transformers' ``generate``.
+"""A causal language model that generates batches of samples with transformers' ``generate``.
 
 Synchronous, and used by one thread. Log-probs are taken step by step, so that no more than one step's [B, V] is held.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,19 +19,19 @@ from asyncrl.protocol.checksums import weight_checksums
 from asyncrl.protocol.errors import EngineError
 from asyncrl.protocol.types import FinishReason, WeightSnapshot
 from rollout_fleet.config import SamplingConfig
-from rollout_fleet.types import GenerationRequest, GroupOutput, SampleOutput
+from rollout_fleet.types import SampleOutput, SampleRequest
 
 from .model_files import ModelFacts
 
 
-class AbortFlags:
-    """Whether one group is to be cut off; set by the event loop, read by the generating thread."""
+class AbortFlag:
+    """Whether one sample is to be cut off; set by the event loop, read by the generating thread."""
 
     def __init__(self) -> None:
         self._set = False
 
     def set(self) -> None:
-        """Cut the group off at its next token."""
+        """Cut the sample off at its next token."""
         self._set = True
 
     def __bool__(self) -> bool:
@@ -39,22 +39,31 @@ class AbortFlags:
 
 
 class StepRecorder:
-    """Sees every step twice: the logits before sampling and the tokens after. Records log-probs, stops the aborted."""
+    """Sees every step twice: the logits before sampling and the tokens after. Records log-probs, stops rows."""
 
-    def __init__(self, flags: Sequence[AbortFlags], rows: Sequence[int], temperature: float) -> None:
+    def __init__(
+        self,
+        flags: Sequence[AbortFlag],
+        *,
+        max_new_tokens: Sequence[int],
+        temperature: float,
+        on_step: Callable[[], None] = lambda: None,
+    ) -> None:
         """Begin a batch.
 
         Args:
-            flags: One for each group.
-            rows: Rows of each group.
+            flags: One per row.
+            max_new_tokens: Longest response, per row.
             temperature: Sampling temperature; under 0 (greedy) log-probs are those of temperature 1.
+            on_step: Called after every step.
         """
         self._flags = flags
-        self._rows = torch.tensor(rows)
+        self._max_new_tokens = torch.tensor(max_new_tokens)
         self._temperature = temperature or 1.0
+        self._on_step = on_step
         self._step_logprobs: Tensor | None = None
         self._sampled_logprobs: list[Tensor] = []
-        self._num_steps_kept = torch.full((sum(rows),), torch.iinfo(torch.int64).max)
+        self._num_steps_kept = torch.full((len(flags),), torch.iinfo(torch.int64).max)
 
     @property
     def logprobs(self) -> np.ndarray:
@@ -72,14 +81,17 @@ class StepRecorder:
         self._step_logprobs = scaled.log_softmax(-1)
 
     def after_sampling(self, token_ids: Tensor) -> Tensor:
-        """Record the log-probs of the [B, 1] tokens just sampled; return [B] bool, True where a row is aborted."""
+        """Record the log-probs of the [B, 1] tokens just sampled; return [B] bool, True where a row is to end."""
         assert self._step_logprobs is not None
         self._sampled_logprobs.append(self._step_logprobs.gather(1, token_ids).squeeze(1))
-        if not any(self._flags):
-            return torch.zeros(len(token_ids), dtype=torch.bool, device=token_ids.device)
-        aborted = torch.tensor([bool(flag) for flag in self._flags]).repeat_interleave(self._rows)
-        self._num_steps_kept[aborted] = self._num_steps_kept[aborted].clamp(max=len(self._sampled_logprobs))
-        return aborted.to(token_ids.device)
+        self._on_step()
+        num_steps = len(self._sampled_logprobs)
+        ends = self._max_new_tokens <= num_steps
+        if any(self._flags):
+            aborted = torch.tensor([bool(flag) for flag in self._flags])
+            self._num_steps_kept[aborted] = self._num_steps_kept[aborted].clamp(max=num_steps)
+            ends = ends | aborted
+        return ends.to(token_ids.device)
 
 
 class _BeforeSampling(LogitsProcessor):
@@ -100,9 +112,18 @@ class _AfterSampling(StoppingCriteria):
 
 
 class GenerationModel:
-    """The model, its weights in place, and batches of prompt groups."""
+    """The model, its weights in place, and batches of samples."""
 
-    def __init__(self, model_path: str, *, facts: ModelFacts, dtype: str, device: str, seed: int) -> None:
+    def __init__(
+        self,
+        model_path: str,
+        *,
+        facts: ModelFacts,
+        dtype: str,
+        device: str,
+        seed: int,
+        on_step: Callable[[], None] = lambda: None,
+    ) -> None:
         """Take the configuration; `load` reads the model.
 
         Args:
@@ -111,12 +132,14 @@ class GenerationModel:
             dtype: A torch dtype's name, or ``auto`` for the stored one.
             device: ``cpu`` or ``cuda``.
             seed: Seeds torch's sampling in this process.
+            on_step: Called by the generating thread after every token of a batch.
         """
         self._model_path = model_path
         self._facts = facts
         self._dtype = dtype
         self._device = device
         self._seed = seed
+        self._on_step = on_step
         self._model: Any = None
         self._released: dict[torch.nn.Parameter, torch.Size] = {}
 
@@ -180,63 +203,65 @@ class GenerationModel:
 
     @torch.inference_mode()
     def generate(
-        self, requests: Sequence[GenerationRequest], flags: Sequence[AbortFlags], version: int
-    ) -> list[GroupOutput]:
-        """Sample all groups, which share their sampling options, in one batch.
+        self, requests: Sequence[SampleRequest], flags: Sequence[AbortFlag], version: int
+    ) -> list[SampleOutput]:
+        """Sample all requests in one batch; their sampling options differ in ``max_new_tokens`` at most.
 
         Args:
-            requests: The groups.
-            flags: One for each group.
+            requests: One per row.
+            flags: One per row.
             version: Policy version of the weights, which every token carries.
 
         Returns:
-            One answer for each group, in order.
+            One answer per request, in order.
         """
         sampling = requests[0].sampling
-        rows = [request.num_samples for request in requests]
-        recorder = StepRecorder(flags, rows, sampling.temperature)
+        max_new_tokens = [request.sampling.max_new_tokens for request in requests]
+        recorder = StepRecorder(
+            flags, max_new_tokens=max_new_tokens, temperature=sampling.temperature, on_step=self._on_step
+        )
         input_ids, attention_mask = self._left_padded(requests)
         sequences = self._model.generate(
             input_ids,
             attention_mask=attention_mask,
-            generation_config=self._generation_config(sampling),
+            generation_config=self._generation_config(sampling, max(max_new_tokens)),
             logits_processor=[_BeforeSampling(recorder)],
             stopping_criteria=[_AfterSampling(recorder)],
         )
         responses = sequences[:, input_ids.shape[1] :].to("cpu", torch.int32).numpy()
-        samples = iter(self._samples(responses, recorder, version))
-        return [GroupOutput(rid=r.rid, samples=tuple(next(samples) for _ in range(r.num_samples))) for r in requests]
+        return self._samples(responses, np.asarray(max_new_tokens), recorder, version)
 
-    def _left_padded(self, requests: Sequence[GenerationRequest]) -> tuple[Tensor, Tensor]:
-        """Return [B, P] int64 ids and mask, each prompt repeated for its samples, padded on the left."""
+    def _left_padded(self, requests: Sequence[SampleRequest]) -> tuple[Tensor, Tensor]:
+        """Return [B, P] int64 ids and mask, padded on the left."""
         longest = max(len(request.prompt_ids) for request in requests)
         ids = np.full((len(requests), longest), self._facts.pad_id, dtype=np.int64)
         mask = np.zeros_like(ids)
         for row, request in enumerate(requests):
             ids[row, longest - len(request.prompt_ids) :] = request.prompt_ids
             mask[row, longest - len(request.prompt_ids) :] = 1
-        repeats = [request.num_samples for request in requests]
-        return tuple(torch.from_numpy(array.repeat(repeats, axis=0)).to(self._device) for array in (ids, mask))  # pyright: ignore[reportReturnType]
+        return torch.from_numpy(ids).to(self._device), torch.from_numpy(mask).to(self._device)
 
-    def _generation_config(self, sampling: SamplingConfig) -> GenerationConfig:
+    def _generation_config(self, sampling: SamplingConfig, max_new_tokens: int) -> GenerationConfig:
         greedy = sampling.temperature == 0
         options = {} if greedy else {"temperature": sampling.temperature, "top_p": sampling.top_p}
         if not greedy:
             options["top_k"] = 0 if sampling.top_k == -1 else sampling.top_k
         return GenerationConfig(
             do_sample=not greedy,
-            max_new_tokens=sampling.max_new_tokens,
+            max_new_tokens=max_new_tokens,
             eos_token_id=list(self._facts.eos_ids) or None,
             pad_token_id=self._facts.pad_id,
             **options,
         )
 
-    def _samples(self, responses: np.ndarray, recorder: StepRecorder, version: int) -> list[SampleOutput]:
-        """Cut [B, T] padded responses into samples."""
+    def _samples(
+        self, responses: np.ndarray, max_new_tokens: np.ndarray, recorder: StepRecorder, version: int
+    ) -> list[SampleOutput]:
+        """Cut [B, T] padded responses into samples of at most [B] ``max_new_tokens``."""
         num_steps = responses.shape[1]
-        is_eos = np.isin(responses, self._facts.eos_ids)
+        is_eos = np.isin(responses, self._facts.eos_ids) & (np.arange(num_steps) < max_new_tokens[:, None])
         stopped = is_eos.any(1)
-        lengths = np.where(stopped, is_eos.argmax(1) + 1, num_steps)
+        lengths = np.where(stopped, is_eos.argmax(1) + 1, np.minimum(num_steps, max_new_tokens))
         kept = recorder.num_steps_kept
         aborted = kept < lengths
         stopped, lengths = stopped & ~aborted, np.minimum(lengths, kept)

@@ -15,11 +15,10 @@ from asyncrl.protocol.trajectory import TrajectoryGroup
 from asyncrl.protocol.types import FinishReason, Lease, Prompt, WeightSnapshot
 from buffer import BufferClient, BufferConfig, BufferProcess
 from rollout_fleet.config import RolloutFleetConfig, SaveProgress
-from rollout_fleet.engines.continuing import ContinuingEngine
 from rollout_fleet.engines.scripted import ScriptedAnswer, ScriptedEngine
 from rollout_fleet.loop import RolloutLoop
-from rollout_fleet.rewards.scorer import RewardScorer
-from rollout_fleet.types import GenerationRequest
+from rollout_fleet.rewards.reward_processes import RewardProcesses
+from rollout_fleet.types import SampleRequest
 from tests.support.trajectories import make_group
 
 pytestmark = pytest.mark.timeout(120)
@@ -34,21 +33,21 @@ asyncio.run(until_killed(sys.argv[1]))
 """
 
 
-def script(request: GenerationRequest, version: int) -> ScriptedAnswer:
+def script(request: SampleRequest, version: int) -> ScriptedAnswer:
     """Every sample has ``NUM_TOKENS`` tokens when it is finished, whoever wrote them."""
     num_left = NUM_TOKENS - int(np.count_nonzero(request.prompt_ids == WRITTEN))
-    return ScriptedAnswer(responses=[[WRITTEN] * num_left] * request.num_samples, token_delay_s=0.01)
+    return ScriptedAnswer(response=[WRITTEN] * num_left, token_delay_s=0.01)
 
 
 async def make_loop(buffer: BufferClient, *, version: int) -> RolloutLoop:
-    engine = ContinuingEngine(ScriptedEngine(script))
+    engine = ScriptedEngine(script)
     await engine.start()
     await engine.load_weights(WeightSnapshot(version=version, path=""))
     return RolloutLoop(
         RolloutFleetConfig(save_progress=SaveProgress.at_updates, groups_in_flight=1),
         engine=engine,
         buffer=buffer,
-        scorer=RewardScorer("exact_match", num_processes=1, timeout_s=5.0),
+        rewards=RewardProcesses("exact_match", num_processes=1, timeout_s=5.0),
         decode=str,
         samples_per_prompt=2,
     )

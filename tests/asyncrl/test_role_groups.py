@@ -226,7 +226,9 @@ def test_a_reward_model_scores_what_is_planned(start, tmp_path) -> None:
     classifier.eval()
     for summary in plan.groups:
         whole = group(summary.group_id, 1)
-        for reward, response in zip(summary.rewards, np.split(whole.response_ids, [5]), strict=True):
+        for reward, response in zip(
+            summary.rewards, np.split(whole.token_ids[len(whole.prompt_ids) :], [5]), strict=True
+        ):
             ids = torch.from_numpy(np.concatenate([whole.prompt_ids, response])).long()
             assert reward == pytest.approx(classifier(ids[None]).logits.item(), abs=2e-5)
     assert metrics["num_tokens"] == 4 * 7

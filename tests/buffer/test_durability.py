@@ -42,7 +42,7 @@ class Killable:
 async def test_acknowledged_work_survives_a_restart_exactly(tmp_path: Path):
     options = {"durability": Durability.disk, "directory": str(tmp_path), "max_lag": 1}
     async with running(**options) as run:
-        worker = run.client()
+        worker = BufferClient(run.server.address, request_timeout_s=5.0)
         await worker.enqueue([prompt(i) for i in range(8)])
         leases = await worker.lease(0, 4)
         for lease in leases[:3]:
@@ -55,34 +55,61 @@ async def test_acknowledged_work_survives_a_restart_exactly(tmp_path: Path):
     async with running(**options) as run:
         client = run.client()
         assert await client.stats() == before
-        await client.put(rollout(leases[3]))
+        await worker.put(rollout(leases[3]))
         plan = await client.plan(1)
         fetched = await client.fetch([group.group_id for group in plan.groups])
         assert [group.summary for group in fetched] == list(plan.groups)
         again = await client.lease(1, 9)
         assert again[0].prompt.extra == {"row": again[0].prompt.group_id}
         assert (await client.commit(1)).lag_histogram == {0: 2, 1: 2}
+        await worker.close()
 
 
-async def work(client: BufferClient, learner: dict[str, int]) -> None:
+class Learner:
+    """The version of the learner, and who waits for the next one."""
+
+    def __init__(self) -> None:
+        self.version = 0
+        self._advanced = asyncio.Event()
+
+    def advance(self) -> None:
+        self.version += 1
+        self._advanced.set()
+        self._advanced = asyncio.Event()
+
+    async def lease(self, client: BufferClient) -> list[Lease]:
+        """Leases at the newest version: a call that waits at an older one is cancelled."""
+        while True:
+            call = asyncio.ensure_future(client.lease(self.version, 2))
+            advanced = asyncio.ensure_future(self._advanced.wait())
+            try:
+                await asyncio.wait({call, advanced}, return_when=asyncio.FIRST_COMPLETED)
+                if call.done():
+                    return call.result()
+            finally:
+                advanced.cancel()
+                call.cancel()
+
+
+async def work(client: BufferClient, learner: Learner) -> None:
     """A rollout worker: leases at the learner's version, puts, and goes on whatever the buffer answers."""
     while True:
-        for lease in await client.lease(learner["version"], 2):
+        for lease in await learner.lease(client):
             with suppress(ReplayBufferError):
                 await client.put(rollout(lease, num_tokens=4 + lease.prompt.group_id % 7))
 
 
-async def train(control: BufferClient, learner: dict[str, int], *, num_steps: int) -> list[int]:
+async def train(control: BufferClient, learner: Learner, *, num_steps: int) -> list[int]:
     """A learner: returns the groups it consumed."""
     consumed: list[int] = []
-    while learner["version"] < num_steps:
-        plan = await control.plan(learner["version"])
+    while learner.version < num_steps:
+        plan = await control.plan(learner.version)
         ids = [group.group_id for group in plan.groups]
         fetched = await control.fetch(ids)
         assert [group.summary for group in fetched] == list(plan.groups)
         consumed += ids
-        await control.commit(learner["version"])
-        learner["version"] += 1
+        await control.commit(learner.version)
+        learner.advance()
         await asyncio.sleep(0.02)
     return consumed
 
@@ -91,7 +118,7 @@ async def train_through_kills(directory: Path, *, num_steps: int, kill_after: li
     """Workers and a controller run to the end while the server is killed at the times given."""
     server = Killable(directory, groups_per_step=4, max_lag=2, lease_s=1.0, queue_size=16, **options)
     *workers, control = (BufferClient(server.process.address, request_timeout_s=60.0) for _ in range(3))
-    learner = {"version": 0}
+    learner = Learner()
 
     async def kill() -> None:
         for seconds in kill_after:
@@ -144,13 +171,13 @@ async def test_a_full_disk_is_an_error_and_nothing_is_acknowledged_that_is_not_s
     options = {"durability": Durability.disk, "directory": str(tmp_path), "max_lag": 3}
     acknowledged = []
     async with running(groups_per_step=4, **options) as run:
-        client = run.client()
-        await client.enqueue([prompt(i) for i in range(12)])
-        leases = await client.lease(0, 12)
+        worker = BufferClient(run.server.address, request_timeout_s=5.0)
+        await worker.enqueue([prompt(i) for i in range(12)])
+        leases = await worker.lease(0, 12)
         with pytest.raises(ReplayBufferError, match=r"cannot be written.*full"):
-            await put_all(client, leases, acknowledged)
+            await put_all(worker, leases, acknowledged)
         assert acknowledged
-        stats = await client.stats()
+        stats = await worker.stats()
         assert stats.groups["stored"] == len(acknowledged)
         address = run.server.address
     async with running(groups_per_step=4, **options) as run:  # the disk is as full as before
@@ -162,7 +189,8 @@ async def test_a_full_disk_is_an_error_and_nothing_is_acknowledged_that_is_not_s
         client = run.client()
         fetched = await client.fetch(acknowledged)
         assert [group.group_id for group in fetched] == acknowledged
-        await client.put(rollout(leases[len(acknowledged)], num_tokens=1500))
+        await worker.put(rollout(leases[len(acknowledged)], num_tokens=1500))
+        await worker.close()
 
 
 def test_a_file_that_is_no_journal_is_refused_by_its_path(tmp_path: Path):
@@ -171,16 +199,47 @@ def test_a_file_that_is_no_journal_is_refused_by_its_path(tmp_path: Path):
         Journal(tmp_path / "journal.sqlite")
 
 
-async def test_a_journal_of_another_bound_is_refused_by_name(tmp_path: Path):
-    async with running(durability=Durability.disk, directory=str(tmp_path), max_lag=0) as run:
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"max_lag": 3}, "written with max_lag=2, this server has 3"),
+        ({"order": "fifo"}, "written with order='earliest_deadline', this server has 'fifo'"),
+        ({"filters": ["no_tokens"]}, r"written with filters=\[\], this server has \['no_tokens'\]"),
+        ({"groups_per_step": 3}, "written with groups_per_step=2, this server has 3"),
+        ({"epoch": "another run"}, "written with epoch='a run', this server has 'another run'"),
+    ],
+)
+async def test_a_journal_of_other_options_or_of_another_run_is_refused_by_name(tmp_path: Path, changed, message):
+    options = {"durability": Durability.disk, "directory": str(tmp_path), "epoch": "a run"}
+    async with running(**options) as run:
+        await run.client().enqueue([prompt(0)])
+    with pytest.raises(ValueError, match=message):
+        running(**{**options, **changed})
+
+
+async def test_a_batch_that_was_answered_is_the_same_after_a_restart(tmp_path: Path):
+    options = {"durability": Durability.disk, "directory": str(tmp_path), "order": "shortest_first"}
+    async with running(**options) as run:
         client = run.client()
-        await client.enqueue([prompt(i) for i in range(2)])
-        for lease in await client.lease(0, 2):
-            await client.put(rollout(lease))
-        await client.plan(0)
-        await client.commit(0)
-    with pytest.raises(ValueError, match="written with max_lag=0, this server has 3"):
-        running(durability=Durability.disk, directory=str(tmp_path), max_lag=3)
+        await client.enqueue([prompt(i) for i in range(4)])
+        for lease in await client.lease(0, 4):
+            await client.put(rollout(lease, num_tokens=9 - lease.prompt.group_id))
+        before = await client.plan(0)
+        assert [group.group_id for group in before.groups] == [3, 2]
+    async with running(**options) as run:
+        assert await run.client().plan(0) == before
+
+
+async def test_prompts_of_filtered_groups_do_not_come_back_with_a_restart(tmp_path: Path):
+    options = {"durability": Durability.disk, "directory": str(tmp_path), "filters": ["equal_rewards"]}
+    async with running(**options) as run:
+        client = run.client()
+        await client.enqueue([prompt(i) for i in range(6)])
+        for lease in await client.lease(0, 5):
+            await client.put(rollout(lease, rewards=(1.0, 1.0)))
+        held_bytes = (await client.stats()).held_bytes
+    async with running(**options) as run:
+        assert (await run.client().stats()).held_bytes == held_bytes
 
 
 def test_inspect_prints_what_the_server_holds(tmp_path: Path, capsys, monkeypatch):

@@ -1,15 +1,41 @@
 """The ledger and its parts, with numbers worked by hand."""
 
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.protocol.errors import ReplayBufferError, StalenessError, UnknownGroup, WireError
+from asyncrl.protocol.errors import (
+    LeaseExpired,
+    NotLeaseOwner,
+    ReplayBufferError,
+    StalenessError,
+    UnknownGroup,
+    VersionTooNew,
+    VersionTooOld,
+    WireError,
+)
+from buffer import account
 from buffer.account import IdSet
-from buffer.commands import Granted, GrantedLease, LeaseGroups, Progress, PutResult
+from buffer.commands import (
+    Commit,
+    Enqueue,
+    Expire,
+    Granted,
+    GrantedLease,
+    LeaseGroups,
+    PlanBatch,
+    Progress,
+    Put,
+    PutResult,
+    Release,
+    Renew,
+)
 from buffer.config import BufferConfig, Durability, OnStale
 from buffer.encoding import pack, unpack
 from buffer.rule import StalenessRule
@@ -45,6 +71,29 @@ def test_a_group_is_admitted_where_every_step_up_to_the_bound_has_a_seat_for_wha
 ):
     rule = StalenessRule(max_lag=1, groups_per_step=4)
     assert rule.admits(open_by_deadline, version=planned_next, engine_version=engine) is admitted
+
+
+def is_feasible(open_by_deadline: Mapping[int, int], *, version: int, groups_per_step: int) -> bool:
+    """Whether steps from ``version`` on, each of which takes the groups that are due first, miss no deadline."""
+    due_first = sorted(deadline for deadline, number in open_by_deadline.items() for _ in range(number))
+    return all(deadline >= version + place // groups_per_step for place, deadline in enumerate(due_first))
+
+
+@pytest.mark.parametrize(("max_lag", "groups_per_step"), [(0, 1), (0, 3), (1, 1), (1, 2), (2, 1), (2, 2), (3, 1)])
+def test_admission_refuses_exactly_what_would_miss_a_deadline(max_lag: int, groups_per_step: int):
+    rule = StalenessRule(max_lag=max_lag, groups_per_step=groups_per_step)
+    num_compared = 0
+    for counts in product(range((max_lag + 1) * groups_per_step + 1), repeat=max_lag + 1):
+        open_by_deadline = {10 + k: number for k, number in enumerate(counts)}
+        if not is_feasible(open_by_deadline, version=10, groups_per_step=groups_per_step):
+            continue
+        for engine_version in range(10 - max_lag - 2, 11):
+            deadline = engine_version + max_lag
+            after = {**open_by_deadline, deadline: open_by_deadline.get(deadline, 0) + 1}
+            expected = is_feasible(after, version=10, groups_per_step=groups_per_step)
+            assert rule.admits(open_by_deadline, version=10, engine_version=engine_version) is expected
+            num_compared += 1
+    assert num_compared > 5
 
 
 def test_a_batch_must_hold_what_the_steps_after_it_cannot_take():
@@ -151,7 +200,7 @@ def test_a_filtered_group_is_replaced_and_its_put_acknowledged_again():
 def test_a_saved_prefix_is_continued_at_its_own_version_and_its_tokens_count_once():
     of = ledger(2, 1, lease_s=10.0)
     [dead, other] = of.lease(0, 2, now=0.0)
-    of.save(dead, Progress(num_tokens=40, oldest_version=0))
+    of.save(dead, Progress(num_tokens=40, oldest_version=0, newest_version=0))
     of.put(summary_of(other))
     of.step()
     of.expire(now=11.0)
@@ -163,6 +212,18 @@ def test_a_saved_prefix_is_continued_at_its_own_version_and_its_tokens_count_onc
     stats = of.stats()
     assert (stats.tokens_buffered, stats.tokens_dropped) == (60, {"expired": 5})
     assert dead.engine_version == 0
+
+
+def test_a_group_that_is_released_to_be_dropped_is_finished_with_all_of_its_tokens():
+    of = ledger(2, 1, lease_s=10.0)
+    [lease] = of.lease(0, 1, now=0.0)
+    of.save(lease, Progress(num_tokens=40, oldest_version=0, newest_version=0))
+    for _ in range(2):
+        of.release(0, 0, num_tokens=45, reason="reward", drop=True)
+    stats = of.stats()
+    assert (stats.tokens_buffered, stats.tokens_dropped, stats.groups_dropped) == (0, {"reward": 45}, {"reward": 1})
+    assert of.finished() == [(0, 1)]
+    assert [each.group_id for each in of.lease(0, 1, now=0.0)] == [1]
 
 
 def test_a_commit_that_breaks_the_bound_is_refused_before_anything_changes():
@@ -282,7 +343,7 @@ def test_code_of_ones_own_that_fails_answers_the_put_and_changes_nothing(options
 def test_a_prefix_that_its_worker_did_not_take_counts_as_dropped_when_it_puts():
     of = ledger(2, 1)
     [lease] = of.lease(0, 1, now=0.0)
-    of.save(lease, Progress(num_tokens=40, oldest_version=0))
+    of.save(lease, Progress(num_tokens=40, oldest_version=0, newest_version=0))
     of.release(0, 0, num_tokens=45, reason="aborted")
     [again] = of.lease(0, 1, now=0.0)
     assert (again.num_inherited, of.stats().tokens_buffered) == (40, 40)
@@ -296,7 +357,7 @@ def test_a_prefix_that_its_worker_did_not_take_counts_as_dropped_when_it_puts():
 def test_what_a_given_up_straggler_had_saved_counts_as_dropped_though_its_worker_is_dead(on_stale):
     of = ledger(1, 1, on_stale=on_stale)
     [slow, quick] = of.lease(0, 2, now=0.0)
-    of.save(slow, Progress(num_tokens=30, oldest_version=0))
+    of.save(slow, Progress(num_tokens=30, oldest_version=0, newest_version=0))
     of.put(summary_of(quick))
     of.step()
     of.put(summary_of(of.lease(1, 1, now=0.0)[0]))
@@ -310,3 +371,73 @@ def test_a_snapshot_of_another_format_is_refused_by_name():
     of = ledger(1, 1)
     with pytest.raises(ValueError, match="snapshot has format=1, expected 4"):
         ledger(1, 1).restore({**of.snapshot(), "format": 1})
+
+
+def test_a_token_of_a_version_that_no_step_has_made_is_refused_and_nothing_changes():
+    of = ledger(1, 1)
+    [lease] = of.lease(0, 1, now=0.0)
+    before = of.snapshot()
+    with pytest.raises(VersionTooNew, match="holds a token of policy version 1, but the learner is at 0"):
+        of.put(replace(summary_of(lease), newest_version=1))
+    with pytest.raises(VersionTooNew, match="holds a token of policy version 1"):
+        of.save(lease, Progress(num_tokens=1, oldest_version=0, newest_version=1))
+    with pytest.raises(VersionTooNew, match="at policy version 1, but the learner has committed 0 steps"):
+        of.lease(1, 1)
+    assert of.snapshot() == before
+
+
+def test_only_the_owner_of_a_lease_reports_it_also_after_it_was_taken_back():
+    of = ledger(1, 1)
+    [lease] = of.lease(0, 1, owner=b"a", now=0.0)
+    put = Put(summary=summary_of(lease), owner=b"b")
+    release = Release(group_id=0, attempt=0, num_tokens=3, reason="theirs", owner=b"b")
+    of.take_back(b"a")
+    for command in (put, release):
+        with pytest.raises(NotLeaseOwner):
+            of.apply(command)
+    with pytest.raises(LeaseExpired):
+        of.apply(replace(put, owner=b"a"))
+    assert of.stats().tokens_dropped == {"expired": 5}
+
+
+def test_what_the_ledger_holds_does_not_grow_with_the_length_of_a_run(monkeypatch: pytest.MonkeyPatch):
+    """Groups end in every way: stored, filtered, given up, released, too old, expired and never heard of again."""
+    of = DrivenLedger(
+        StalenessRule(max_lag=2, groups_per_step=4), on_stale=OnStale.drop, filters=["equal_rewards"], lease_s=5.0
+    )
+    monkeypatch.setattr(account, "MAX_REMEMBERED", 256)
+    num_commands, next_id, now, held = 0, 0, 0.0, []
+
+    def apply(command: Any) -> Any:
+        nonlocal num_commands
+        num_commands += 1
+        with suppress(VersionTooOld, LeaseExpired):
+            return of.apply(command, now)
+
+    def end(lease: GrantedLease) -> None:
+        ending = (lease.group_id * 7 + lease.attempt) % 16
+        if ending == 0:
+            return  # its worker is never heard of again
+        if ending == 1:
+            apply(Release(group_id=lease.group_id, attempt=lease.attempt, num_tokens=3, reason="aborted"))
+            return
+        apply(Renew(group_id=lease.group_id, attempt=lease.attempt))
+        oldest = lease.engine_version - 1 if ending == 2 else None
+        apply(Put(summary=summary_of(lease, oldest=oldest, rewards=(0.0, float(ending != 3)))))
+
+    while num_commands < 150_000:
+        now += 1.0
+        if of.num_queued < 8:
+            apply(Enqueue(group_ids=tuple(range(next_id, next_id + 8))))
+            next_id += 8
+        for lease in apply(LeaseGroups(engine_version=of.learner_version, max_groups=12)).leases:
+            end(lease)
+        apply(Expire())
+        if apply(PlanBatch(version=of.learner_version)).group_ids:
+            apply(Commit(version=of.learner_version))
+        of.drain_finished()
+        of.drain_revocations()
+        held.append((num_commands, of.num_held))
+    assert of.learner_version > 5_000
+    first = max(number for commands, number in held if 25_000 < commands <= 50_000)
+    assert max(number for commands, number in held if commands > 125_000) <= first

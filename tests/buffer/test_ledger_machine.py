@@ -175,7 +175,9 @@ class LedgerMachine(RuleBasedStateMachine):
     def save_progress(self, data: st.DataObject, num_tokens: int) -> None:
         lease, _ = self.running[data.draw(st.sampled_from(sorted(self.running)))]
         oldest = data.draw(st.integers(lease.engine_version, self.version))
-        progress = Progress(num_tokens=num_tokens + self._least_tokens(lease), oldest_version=oldest)
+        progress = Progress(
+            num_tokens=num_tokens + self._least_tokens(lease), oldest_version=oldest, newest_version=self.version
+        )
         self._save(lease, progress)
 
     def _save(self, lease: GrantedLease, progress: Progress) -> None:
@@ -188,7 +190,9 @@ class LedgerMachine(RuleBasedStateMachine):
         for group_id in sorted(self.running):
             lease, _ = self.running[group_id]
             oldest = data.draw(st.integers(lease.engine_version, self.version))
-            progress = Progress(num_tokens=1 + self._least_tokens(lease), oldest_version=oldest)
+            progress = Progress(
+                num_tokens=1 + self._least_tokens(lease), oldest_version=oldest, newest_version=self.version
+            )
             self._save(lease, progress)
         self.time_passes(seconds=15.0)
 
@@ -220,7 +224,7 @@ class LedgerMachine(RuleBasedStateMachine):
         lease, _ = self.running.pop(data.draw(st.sampled_from(ids)))
         num_tokens += self._least_tokens(lease)
         summary = summary_of(lease, oldest=lease.engine_version - 1, num_tokens=num_tokens)
-        too_old = Progress(num_tokens=num_tokens, oldest_version=lease.engine_version - 1)
+        too_old = Progress(num_tokens=num_tokens, oldest_version=lease.engine_version - 1, newest_version=self.version)
         with pytest.raises(VersionTooOld):
             self.ledger.save(lease, too_old)
         for _ in range(2):

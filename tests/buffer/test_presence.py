@@ -2,14 +2,17 @@
 
 import asyncio
 import itertools
+import signal
 import time
+from pathlib import Path
 
 import pytest
 from groups import prompt, rollout, running
 
-from asyncrl.protocol.errors import LeaseExpired
-from buffer import BufferClient
+from asyncrl.protocol.errors import LeaseExpired, NotLeaseOwner
+from buffer import BufferClient, BufferConfig, BufferProcess
 from buffer.admission import FairQueue
+from buffer.clock import LoopClock
 
 
 def fall_silent(client: BufferClient) -> None:
@@ -59,7 +62,7 @@ async def test_nothing_is_granted_to_a_worker_that_fell_silent_while_it_waited()
 
 
 async def test_what_was_granted_at_the_moment_of_closing_goes_back_at_once():
-    async with running(groups_per_step=8, lease_s=600.0) as run:
+    async with running(groups_per_step=8, lease_s=600.0, heartbeat_s=0.1) as run:
         leaver, control = run.client(), run.client()
         for number in range(20):
             wait = asyncio.ensure_future(leaver.lease(0, 1))
@@ -73,9 +76,7 @@ async def test_what_was_granted_at_the_moment_of_closing_goes_back_at_once():
             num_known = len(answer) if isinstance(answer, list) else 0
             stats = await control.stats()
             assert stats.groups["leased"] == num_known
-            if num_known:
-                await control.release(answer[0], num_tokens=0, reason="test")
-            [lease] = await control.lease(0, 1)
+            [lease] = await control.lease(0, 1)  # where the leaver knew of it, as soon as the leaver is silent
             await control.put(rollout(lease))
             if number % 8 == 7:
                 version = number // 8
@@ -85,17 +86,25 @@ async def test_what_was_granted_at_the_moment_of_closing_goes_back_at_once():
             leaver = run.client()
 
 
-async def test_a_lease_that_its_caller_knows_outlives_the_connection():
+async def test_a_lease_outlives_the_connection_and_only_its_owner_may_report_it():
     async with running(lease_s=600.0) as run:
         first, second = run.client(), run.client()
         await first.enqueue([prompt(0)])
         [lease] = await first.lease(0, 1)
+        for report in (
+            second.put(rollout(lease)),
+            second.release(lease, num_tokens=3, reason="theirs"),
+            second.save_progress(lease, rollout(lease)),
+            second.renew([lease]),
+        ):
+            with pytest.raises(NotLeaseOwner, match=r"of group 0 attempt 0 came from client .*; only its owner"):
+                await report
         await first.close()
-        await second.put(rollout(lease))
-        assert (await second.stats()).groups["stored"] == 1
+        assert (await second.stats()).groups["leased"] == 1
+        assert (await second.stats()).tokens_dropped == {}
 
 
-async def test_a_worker_whose_engine_advances_cancels_its_call_and_is_granted_at_the_new_version():
+async def test_a_commit_answers_workers_whose_version_can_never_be_admitted_again():
     async with running(groups_per_step=1, max_lag=0, request_timeout_s=60.0) as run:
         worker, control = run.client(), run.client()
         await control.enqueue([prompt(i) for i in range(3)])
@@ -105,7 +114,21 @@ async def test_a_worker_whose_engine_advances_cancels_its_call_and_is_granted_at
         wait = asyncio.ensure_future(worker.lease(0, 1))
         await until_waiting(control, 1)
         await control.commit(0)
-        assert (await control.stats()).leases_waiting == 1, "at version 0 nothing can ever be admitted again"
+        assert await asyncio.wait_for(wait, 2) == []
+        assert [lease.engine_version for lease in await worker.lease(1, 1)] == [1]
+
+
+async def test_a_worker_whose_engine_advances_cancels_its_call_and_is_granted_at_the_new_version():
+    async with running(groups_per_step=1, max_lag=0, request_timeout_s=60.0) as run:
+        worker, control = run.client(), run.client()
+        await control.enqueue([prompt(i) for i in range(3)])
+        [lease] = await worker.lease(0, 1)
+        await worker.put(rollout(lease))
+        await control.plan(0)
+        await control.commit(0)
+        wait = asyncio.ensure_future(worker.lease(0, 1))
+        await until_waiting(control, 1)
+        assert (await control.stats()).leases_waiting == 1, "it waits, and does not ask again and again"
         wait.cancel()
         [lease] = await asyncio.wait_for(worker.lease(1, 1), 5)
         assert lease.engine_version == 1
@@ -143,3 +166,44 @@ def test_whoever_got_less_is_served_first_and_an_absence_is_not_paid_back():
         turns.take(b"b")
     assert turns.turn_of(b"a") < turns.turn_of(b"b")
     assert turns.turn_of(b"new") == turns.turn_of(b"b") - 1
+
+
+async def test_a_stall_of_the_servers_loop_takes_no_lease_back(tmp_path: Path):
+    """150 leases of a worker that beats: the server stands still for longer than silence and leases may last."""
+    config = BufferConfig(heartbeat_s=0.4, lease_s=2.0)
+    with BufferProcess(config, groups_per_step=150, log_path=tmp_path / "log") as process:
+        worker = BufferClient(process.address, request_timeout_s=10.0)
+        await worker.enqueue([prompt(i) for i in range(150)])
+        leases = await worker.lease(0, 150)
+        assert len(leases) == 150
+        process.process.send_signal(signal.SIGSTOP)
+        await asyncio.sleep(2.6)
+        process.process.send_signal(signal.SIGCONT)
+        await worker.renew(leases)
+        await asyncio.sleep(0.5)
+        stats = await worker.stats()
+        assert (stats.groups["leased"], stats.groups["queued"]) == (150, 0)
+        assert "the loop stood still for" in process.log_tail()
+        await worker.close()
+
+
+async def test_a_stall_of_the_clients_own_loop_fails_no_request():
+    async with running() as run:
+        control, worker = run.client(), run.client(request_timeout_s=1.0)
+        waiting = asyncio.ensure_future(worker.lease(0, 1))
+        await worker.stats()
+        await control.enqueue([prompt(0)])
+        time.sleep(1.5)  # noqa: ASYNC251 - the loop itself is to stand still
+        assert len(await waiting) == 1
+
+
+async def test_the_time_in_which_a_loop_stands_still_does_not_count():
+    now = 100.0
+    clock = LoopClock(lambda: now)
+    now += 0.3
+    assert clock.time() == pytest.approx(100.3)
+    now += 60.0
+    assert clock.time() == pytest.approx(100.3)
+    now += 0.2
+    assert clock.time() == pytest.approx(100.5)
+    clock.close()

@@ -2,8 +2,6 @@
 
 import pytest
 
-from tests.support.training_run import RunningTraining
-
 pytestmark = pytest.mark.e2e
 
 OPTIONS = [
@@ -13,19 +11,6 @@ OPTIONS = [
     "data.eval_max_prompts=16",
     "algorithm.groups_per_step=8",
 ]
-
-
-@pytest.fixture
-def start(tmp_path):
-    running = []
-
-    def start(*overrides):
-        running.append(RunningTraining(tmp_path, *OPTIONS, *overrides))
-        return running[-1]
-
-    yield start
-    for run in running:
-        run.end()
 
 
 @pytest.mark.parametrize(
@@ -38,6 +23,7 @@ def start(tmp_path):
 )
 def test_colocated_pools_train_within_the_bound_and_offload_at_every_turn(start, engine, max_lag):
     run = start(
+        *OPTIONS,
         f"rollout_fleet.engine={engine}",
         f"buffer.max_lag={max_lag}",
         "learner.offload_at_transition_only=true",

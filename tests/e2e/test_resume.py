@@ -7,7 +7,6 @@ import pyarrow.parquet as pq
 import pytest
 
 from learner.checkpoint_folder import newest_checkpoint, read_progress, whole_checkpoints
-from tests.support.training_run import RunningTraining
 
 pytestmark = pytest.mark.e2e
 
@@ -29,44 +28,38 @@ def consumed(run_dir, first, end):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)])
-def test_a_run_goes_on_where_the_newest_checkpoint_of_an_ended_one_stands(tmp_path, number):
-    ended = RunningTraining(tmp_path, *OPTIONS, "total_steps=100000")
-    resumed = None
-    try:
-        ended.wait_for_line("step 1/")
-        ended.wait_for_line("step ")  # lines come seconds apart: some checkpoints are written by now
-        ended.remember_family()
-        if number is signal.SIGKILL:
-            ended.kill("ray::ActorWorker")
-            ended.finish(60)
-        else:
-            ended.signal(number)
-            assert ended.finish(15) == 130
-            assert f"stopped by {number.name}" in ended.lines[-1]
-        assert ended.survivors() == []
-        assert not ended.left_in_shared_memory()
-        first_dir = ended.run_dir
-        newest = newest_checkpoint(first_dir / "checkpoints")
-        progress = read_progress(newest)
-        assert len(whole_checkpoints(first_dir / "checkpoints")) <= 2
-        assert progress.version % 4 == 0
+def test_a_run_goes_on_where_the_newest_checkpoint_of_an_ended_one_stands(start, tmp_path, number):
+    ended = start(*OPTIONS, "total_steps=100000")
+    ended.wait_for_line("step 1/")
+    ended.wait_for_line("step ")  # lines come seconds apart: some checkpoints are written by now
+    ended.remember_family()
+    if number is signal.SIGKILL:
+        ended.kill("ray::ActorWorker")
+        ended.finish(60)
+    else:
+        ended.signal(number)
+        assert ended.finish(15) == 130
+        assert f"stopped by {number.name}" in ended.lines[-1]
+    assert ended.survivors() == []
+    assert not ended.left_in_shared_memory()
+    first_dir = ended.run_dir
+    newest = newest_checkpoint(first_dir / "checkpoints")
+    progress = read_progress(newest)
+    assert len(whole_checkpoints(first_dir / "checkpoints")) <= 2
+    assert progress.version % 4 == 0
 
-        resumed = RunningTraining(tmp_path, *OPTIONS, f"total_steps={progress.version + 6}", "checkpoint.resume=auto")
-        line = resumed.wait_for_line("resuming ")
-        assert f"{newest}: {progress.version} steps done" in line
-        assert resumed.finish(240) == 0, resumed.output
-        (second_dir,) = {path.parent for path in tmp_path.glob("*/*/summary.json")}
-        steps = consumed(first_dir, 0, progress.version) + consumed(second_dir, progress.version, progress.version + 6)
-        ids = [group_id for step in steps for group_id in step]
-        assert len(ids) == len(set(ids)) == 8 * (progress.version + 6)  # nothing twice
-        assert max(ids) < len(ids) + 8 * 4  # and nothing left out: what is missing was in flight at the end
-        summary = json.loads((second_dir / "summary.json").read_text())
-        assert summary["policy_version"] == progress.version + 6
-        tokens = summary["tokens"]
-        assert tokens["generated"] == sum(tokens[name] for name in ("trained", "dropped", "buffered", "in_flight"))
-        assert tokens["trained"] > progress.run["tokens_trained"]
-        assert sum(summary["max_lag"]["histogram"].values()) == len(ids)
-    finally:
-        for run in (ended, resumed):
-            if run is not None:
-                run.end()
+    resumed = start(*OPTIONS, f"total_steps={progress.version + 6}", "checkpoint.resume=auto")
+    line = resumed.wait_for_line("resuming ")
+    assert f"{newest}: {progress.version} steps done" in line
+    assert resumed.finish(240) == 0, resumed.output
+    (second_dir,) = {path.parent for path in tmp_path.glob("*/*/summary.json")}
+    steps = consumed(first_dir, 0, progress.version) + consumed(second_dir, progress.version, progress.version + 6)
+    ids = [group_id for step in steps for group_id in step]
+    assert len(ids) == len(set(ids)) == 8 * (progress.version + 6)  # nothing twice
+    assert max(ids) < len(ids) + 8 * 4  # and nothing left out: what is missing was in flight at the end
+    summary = json.loads((second_dir / "summary.json").read_text())
+    assert summary["policy_version"] == progress.version + 6
+    tokens = summary["tokens"]
+    assert tokens["generated"] == sum(tokens[name] for name in ("trained", "dropped", "buffered", "in_flight"))
+    assert tokens["trained"] > progress.run["tokens_trained"]
+    assert sum(summary["max_lag"]["histogram"].values()) == len(ids)

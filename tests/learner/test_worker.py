@@ -114,7 +114,7 @@ def test_the_record_replays_under_the_weights_that_were_trained(directory: str) 
         (2, 2, 1),
         (2, 0, 0),
     ]
-    assert table[1]["response_ids"] == group(1).response_ids[3:].tolist()
+    assert table[1]["response_ids"] == group(1).token_ids[len(group(1).prompt_ids) :][3:].tolist()
     assert table[1]["versions"] == [7] * 5
     assert table[1]["advantage"] == pytest.approx(-(0.5**0.5))
 

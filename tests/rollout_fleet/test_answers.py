@@ -6,14 +6,13 @@ import pytest
 from asyncrl.protocol.errors import EngineError
 from asyncrl.protocol.types import FinishReason, Lease, Prompt
 from rollout_fleet.config import SamplingConfig
-from rollout_fleet.engines.base import check_output, check_prompt
-from rollout_fleet.trajectory import to_trajectory_group
-from rollout_fleet.types import GenerationRequest, GroupOutput, SampleOutput
+from rollout_fleet.engines.engine import check_output, check_prompt
+from rollout_fleet.trajectory_groups import to_trajectory_group
+from rollout_fleet.types import SampleOutput, SampleRequest
 
 
-def request_of(prompt_ids, num_samples=1):
-    ids = np.asarray(prompt_ids, dtype=np.int32)
-    return GenerationRequest(rid="r-0", prompt_ids=ids, num_samples=num_samples, sampling=SamplingConfig())
+def request_of(prompt_ids):
+    return SampleRequest(id="r-0", prompt_ids=np.asarray(prompt_ids, dtype=np.int32), sampling=SamplingConfig())
 
 
 def sample_of(token_ids=(3, 1), logprobs=(-0.5, -0.1), versions=(4, 4), finish_reason=FinishReason.stop):
@@ -25,13 +24,13 @@ def sample_of(token_ids=(3, 1), logprobs=(-0.5, -0.1), versions=(4, 4), finish_r
     )
 
 
-def check(*samples, num_samples=1):
-    output = GroupOutput(rid="r-0", samples=samples)
-    check_output(output, request_of([3], num_samples), vocab_size=10, published={4, 5})
+def check(sample):
+    check_output(sample, request_of([3]), vocab_size=10, loaded_versions={4, 5})
 
 
 def test_a_whole_answer_passes():
-    check(sample_of(), sample_of(versions=(4, 5)), num_samples=2)
+    check(sample_of())
+    check(sample_of(versions=(4, 5)))
 
 
 def test_an_aborted_answer_may_be_empty():
@@ -47,18 +46,13 @@ def test_an_aborted_answer_may_be_empty():
         (sample_of((-1, 3)), r"sampled ids must be in 0..9, got -1..3"),
         (sample_of(logprobs=(-0.5, 0.2)), "log-probs must be numbers <= 0"),
         (sample_of(logprobs=(-0.5, float("nan"))), "log-probs must be numbers <= 0"),
-        (sample_of(versions=(4, 6)), r"policy versions \[6\], never published"),
-        (sample_of(versions=(-1, 4)), r"policy versions \[-1\], never published"),
+        (sample_of(versions=(4, 6)), r"policy versions \[6\], which it never loaded and verified"),
+        (sample_of(versions=(-1, 4)), r"policy versions \[-1\], which it never loaded and verified"),
     ],
 )
 def test_an_answer_that_breaks_the_contract_is_refused(sample, message):
     with pytest.raises(EngineError, match=message):
         check(sample)
-
-
-def test_a_missing_sample_is_refused():
-    with pytest.raises(EngineError, match="asked for 2 samples, got 1"):
-        check(sample_of(), num_samples=2)
 
 
 @pytest.mark.parametrize(
@@ -73,9 +67,7 @@ def test_a_trajectory_lays_the_samples_end_to_end():
     prompt = Prompt(group_id=9, prompt_ids=np.asarray([3, 4], dtype=np.int32))
     lease = Lease(prompt=prompt, attempt=2, engine_version=4, deadline_version=6)
     long = sample_of((5, 6, 7), (-1.0, -2.0, -3.0), (4, 4, 5), FinishReason.length)
-    group = to_trajectory_group(
-        lease, GroupOutput(rid="r-0", samples=(sample_of(), long)), np.asarray([1.0, 0.0], dtype=np.float32)
-    )
+    group = to_trajectory_group(lease, (sample_of(), long), np.asarray([1.0, 0.0], dtype=np.float32))
     assert (group.group_id, group.attempt) == (9, 2)
     assert group.token_ids.tolist() == [3, 4, 3, 1, 5, 6, 7]
     assert group.summary.response_lengths == (2, 3)

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import asynccontextmanager
 
 import pytest
 
@@ -11,55 +10,21 @@ from rollout_fleet.config import RolloutFleetConfig
 from rollout_fleet.engines.scripted import ScriptedAnswer, ScriptedEngine
 from rollout_fleet.loop import RolloutLoop
 from rollout_fleet.rewards.registry import BUILT_IN_REWARDS
-from rollout_fleet.rewards.scorer import RewardScorer
+from rollout_fleet.rewards.reward_processes import RewardProcesses
+from tests.support.rollout import digits, running_loop, update, writes
 
 pytestmark = pytest.mark.timeout(60)
 
 
-def digits(token_ids):
-    return "".join(str(token - 3) for token in token_ids if 3 <= token <= 12)
-
-
-@asynccontextmanager
-async def running(buffer, script=None, *, samples_per_prompt=2, reward="exact_match", **options):
-    """A loop on a scripted engine, running; stopped at the end."""
-    engine = ScriptedEngine() if script is None else ScriptedEngine(script)
-    await engine.start()
-    config = RolloutFleetConfig(stop_timeout_s=2.0, **options)
-    scorer = RewardScorer(reward, num_processes=1, timeout_s=5.0)
-    loop = RolloutLoop(
-        config,
-        engine=engine,
-        buffer=buffer,
-        scorer=scorer,
-        decode=digits,
-        samples_per_prompt=samples_per_prompt,
-    )
-    run = asyncio.create_task(loop.run())
-    try:
-        yield loop, engine, run
-    finally:
-        await loop.stop()
-        await asyncio.gather(run, return_exceptions=True)
-        await engine.stop()
-
-
-def writes(num_tokens, token_delay_s=0.01):
-    """A script that answers every sample with ``num_tokens`` times token 5."""
-    return lambda request, version: ScriptedAnswer(
-        responses=[[5] * num_tokens] * request.num_samples, token_delay_s=token_delay_s
-    )
-
-
 async def test_every_leased_group_is_generated_scored_and_stored(make_buffer):
     buffer = make_buffer(20)
-    async with running(buffer, samples_per_prompt=3) as (loop, _, run):
+    async with running_loop(buffer, samples_per_prompt=3) as (loop, _, run):
         await buffer.stored(20)
         await loop.stop()
         counters = await run
     assert sorted(group.group_id for group in buffer.groups) == list(range(20))
     assert all(group.rewards.tolist() == [1.0, 1.0, 1.0] for group in buffer.groups)
-    assert all(group.response_lengths.tolist() == [1, 1, 1] for group in buffer.groups)
+    assert all(group.summary.response_lengths == (1, 1, 1) for group in buffer.groups)
     assert counters.groups_finished == 20
     assert counters.tokens_generated == 60 == buffer.num_tokens
     assert counters.tokens_in_flight == 0
@@ -67,17 +32,17 @@ async def test_every_leased_group_is_generated_scored_and_stored(make_buffer):
 
 async def test_no_more_groups_are_held_than_the_config_allows(make_buffer):
     buffer = make_buffer(30)
-    async with running(buffer, writes(2), groups_in_flight=4) as (_, engine, _):
+    async with running_loop(buffer, writes(2), groups_in_flight=4) as (_, engine, _):
         await buffer.stored(30)
-    assert engine.running_at_once == 4
+    assert engine.running_at_once == 4 * 2, "two samples per group"
     assert all(1 <= num_groups <= 4 for _, num_groups in buffer.leases_asked)
 
 
 async def test_groups_are_leased_at_the_version_of_the_engine_as_soon_as_it_changes(make_buffer):
     buffer = make_buffer(8, groups_per_step=4, max_lag=0)
-    async with running(buffer) as (loop, _, _):
+    async with running_loop(buffer) as (loop, _, _):
         await buffer.stored(4)
-        buffer.commit()
+        await buffer.commit()
         await asyncio.sleep(0.05)
         assert len(buffer.groups) == 4, "the engine still serves version 0, which the rule no longer admits"
         await loop.load_weights(WeightSnapshot(version=1, path=""))
@@ -86,10 +51,10 @@ async def test_groups_are_leased_at_the_version_of_the_engine_as_soon_as_it_chan
 
 
 async def test_tokens_written_after_a_load_carry_the_new_version(make_buffer):
-    buffer = make_buffer(1)
-    async with running(buffer, writes(20)) as (loop, _, _):
+    buffer = make_buffer(1, groups_per_step=1, max_lag=2)
+    async with running_loop(buffer, writes(20)) as (loop, _, _):
         await asyncio.sleep(0.08)
-        await loop.load_weights(WeightSnapshot(version=1, path=""))
+        await update(loop, buffer)
         await buffer.stored(1)
     versions = buffer.groups[0].versions[len(buffer.groups[0].prompt_ids) :][:20].tolist()
     assert versions == sorted(versions)
@@ -98,88 +63,157 @@ async def test_tokens_written_after_a_load_carry_the_new_version(make_buffer):
 
 async def test_stopping_gives_every_lease_back_with_its_tokens(make_buffer):
     buffer = make_buffer(40)
-    async with running(buffer, writes(50, 0.005), groups_in_flight=8) as (loop, _, run):
+    async with running_loop(buffer, writes(50, 0.005), groups_in_flight=8) as (loop, _, run):
         await asyncio.sleep(0.1)
         await loop.stop()
         counters = await run
-    assert buffer.held == {}
+    assert buffer.held == set()
     assert len(buffer.released) == 8
     assert {reason for _, _, reason in buffer.released} == {"stopped"}
     assert counters.tokens_generated > 0
-    assert counters.tokens_generated == buffer.tokens_dropped + buffer.num_tokens
+    assert counters.tokens_generated == buffer.num_accounted
     assert counters.tokens_in_flight == 0
 
 
 async def test_a_revoked_group_is_aborted_and_its_tokens_reported(make_buffer):
     buffer = make_buffer(2)
-    async with running(buffer, writes(40)) as (loop, _, run):
+    async with running_loop(buffer, writes(40)) as (loop, _, run):
         await asyncio.sleep(0.1)
-        buffer.revoke(1)
+        await buffer.revoke(1)
         await buffer.stored(1)
         await loop.stop()
         counters = await run
     (group_id, num_tokens, reason), *_ = buffer.released
     assert (group_id, reason) == (1, "revoked")
     assert 0 < num_tokens < 80
-    assert counters.tokens_generated == buffer.tokens_dropped + buffer.num_tokens
+    assert counters.tokens_generated == buffer.num_accounted
 
 
 async def test_a_refused_put_is_counted_and_does_not_end_the_loop(make_buffer):
     buffer = make_buffer(3)
-    async with running(buffer, writes(10)) as (loop, _, run):
+    async with running_loop(buffer, writes(10)) as (loop, _, run):
         await asyncio.sleep(0.03)
-        del buffer.held[0, 0]
-        await buffer.stored(2)
-        await asyncio.sleep(0.05)
+        await buffer.expire(0)
+        await buffer.stored(3)
         assert not run.done()
-        counters = loop.counters()
-    assert (counters.groups_refused, counters.groups_finished) == (1, 2)
+        await loop.stop()
+        counters = await run
+    assert (counters.groups_refused, counters.groups_finished) == (1, 3)
+    assert counters.tokens_generated == buffer.num_accounted
     assert counters.tokens_in_flight == 0
 
 
 async def test_leases_are_renewed_while_they_run(make_buffer):
     buffer = make_buffer(2)
-    async with running(buffer, writes(20), renew_every_s=0.02):
+    async with running_loop(buffer, writes(20), renew_every_s=0.02):
         await buffer.stored(2)
     assert buffer.renewals >= 4
 
 
 async def test_the_death_of_the_engine_ends_the_run_with_its_cause_and_gives_leases_back(make_buffer):
     buffer = make_buffer(6)
-    async with running(buffer, writes(500)) as (_, engine, run):
+    async with running_loop(buffer, writes(500)) as (_, engine, run):
         await asyncio.sleep(0.05)
         engine.die("killed")
         with pytest.raises(WorkerDiedError, match="killed"):
             await asyncio.wait_for(run, 2)
-    assert buffer.held == {}
+    assert buffer.held == set()
 
 
 async def test_a_refused_request_ends_the_run_and_gives_leases_back(make_buffer):
     buffer = make_buffer(6)
-    async with running(buffer, lambda request, version: ScriptedAnswer(error="too long")) as (_, _, run):
+    async with running_loop(buffer, lambda request, version: ScriptedAnswer(error="too long")) as (_, _, run):
         with pytest.raises(EngineError, match="too long"):
             await asyncio.wait_for(run, 2)
-    assert buffer.held == {}
+    assert buffer.held == set()
     assert buffer.num_tokens == 0
-
-
-async def test_a_failing_reward_ends_the_run_and_its_tokens_are_released(make_buffer, monkeypatch):
-    monkeypatch.setitem(BUILT_IN_REWARDS, "bad", nan_reward)
-    buffer = make_buffer(1)
-    async with running(buffer, reward="bad") as (loop, _, run):
-        with pytest.raises(RewardError, match="'bad' on prompt group 0 returned nan"):
-            await asyncio.wait_for(run, 2)
-        counters = loop.counters()
-    assert counters.tokens_generated == buffer.tokens_dropped == 2
 
 
 def nan_reward(prompt, response_text):
     return float("nan")
 
 
+def nan_for_the_first_prompt(prompt, response_text):
+    return float("nan") if prompt.group_id == 0 else 1.0
+
+
+async def test_a_reward_that_fails_costs_its_group_after_some_attempts_and_the_run_goes_on(make_buffer, monkeypatch):
+    monkeypatch.setitem(BUILT_IN_REWARDS, "bad", nan_for_the_first_prompt)
+    buffer = make_buffer(5)
+    async with running_loop(buffer, reward="bad", max_attempts=3) as (loop, _, run):
+        await buffer.stored(4)
+        await buffer.dropped(1)
+        await loop.stop()
+        counters = await run
+    assert sorted(group.group_id for group in buffer.groups) == [1, 2, 3, 4]
+    assert buffer.released == [(0, 2, "reward")] * 3
+    assert dict(buffer.ledger.account.groups_dropped) == {"reward": 1}
+    assert counters.groups_failed == {"reward": 3}
+    assert counters.tokens_generated == buffer.num_accounted == 14
+
+
+async def test_a_reward_that_fails_for_one_group_after_another_ends_the_run(make_buffer, monkeypatch):
+    monkeypatch.setitem(BUILT_IN_REWARDS, "bad", nan_reward)
+    buffer = make_buffer(20)
+    async with running_loop(buffer, reward="bad", max_failures_in_a_row=7) as (loop, _, run):
+        with pytest.raises(RewardError, match=r"returned nan; .*failure 7 in a row.*max_failures_in_a_row"):
+            await asyncio.wait_for(run, 5)
+        counters = loop.counters()
+    assert counters.tokens_generated == buffer.num_accounted
+    assert counters.tokens_in_flight == 0
+    assert buffer.held == set()
+
+
+async def test_a_group_that_the_engine_keeps_aborting_is_dropped_and_counted(make_buffer):
+    def script(request, version):
+        is_first = request.id.startswith("0-")
+        return ScriptedAnswer(response=[14] * 30, cut_off=2 if is_first else -1)
+
+    buffer = make_buffer(3)
+    async with running_loop(buffer, script, max_attempts=4) as (loop, _, run):
+        await buffer.stored(2)
+        await buffer.dropped(1)
+        await loop.stop()
+        counters = await run
+    assert sorted(group.group_id for group in buffer.groups) == [1, 2]
+    assert dict(buffer.ledger.account.groups_dropped) == {"aborted": 1}
+    assert buffer.ledger.account.tokens_dropped["aborted"] == 4 * 2 * 2
+    assert counters.tokens_generated == buffer.num_accounted
+
+
+async def test_one_renewal_that_fails_is_tried_again(make_buffer, monkeypatch):
+    buffer = make_buffer(1)
+    renew, num_failures = buffer.renew, 0
+
+    async def fail_twice(leases):
+        nonlocal num_failures
+        num_failures += 1
+        if num_failures <= 2:
+            raise DeadlineError("the buffer did not answer")
+        await renew(leases)
+
+    monkeypatch.setattr(buffer, "renew", fail_twice)
+    async with running_loop(buffer, writes(30), renew_every_s=0.02) as (_, _, run):
+        await buffer.stored(1)
+        assert not run.done()
+    assert buffer.renewals >= 1
+
+
+async def test_renewals_that_keep_failing_end_the_run(make_buffer, monkeypatch):
+    buffer = make_buffer(1)
+
+    async def fail(leases):
+        raise DeadlineError("the buffer did not answer")
+
+    monkeypatch.setattr(buffer, "renew", fail)
+    async with running_loop(buffer, writes(500), renew_every_s=0.02) as (_, _, run):
+        with pytest.raises(DeadlineError, match="did not answer"):
+            await asyncio.wait_for(run, 5)
+
+
 async def test_time_is_busy_or_waiting_but_never_both(make_buffer):
     buffer = make_buffer(2, groups_per_step=2, max_lag=0)
-    async with running(buffer, writes(10)) as (loop, _, _):
+    async with running_loop(buffer, writes(10)) as (loop, _, _):
         await buffer.stored(2)
         await asyncio.sleep(0.1)
         counters = loop.counters()
@@ -189,12 +223,12 @@ async def test_time_is_busy_or_waiting_but_never_both(make_buffer):
 
 async def test_a_released_device_runs_nothing_and_a_load_takes_it_back(make_buffer):
     buffer = make_buffer(20)
-    async with running(buffer, writes(3), groups_in_flight=4) as (loop, engine, _):
+    async with running_loop(buffer, writes(3), groups_in_flight=4) as (loop, engine, _):
         await buffer.stored(2)
         await loop.release_device()
         assert engine.released
-        assert buffer.held == {}  # what ran has ended, and nothing was aborted
-        assert buffer.released == [] or {reason for *_, reason in buffer.released} == {"cancelled"}
+        assert buffer.held == set()  # what ran has ended, and nothing was aborted
+        assert buffer.released == []
         stored, asked = len(buffer.groups), len(buffer.leases_asked)
         await asyncio.sleep(0.05)
         assert (len(buffer.groups), len(buffer.leases_asked)) == (stored, asked)
@@ -206,14 +240,18 @@ async def test_a_released_device_runs_nothing_and_a_load_takes_it_back(make_buff
         assert engine.released
 
 
-async def test_a_release_that_running_groups_outlive_names_the_option(make_buffer):
-    buffer = make_buffer(2)
-    options = {"generate_timeout_s": 0.1, "reward_timeout_s": 0.1}
-    async with running(buffer, writes(1000), **options) as (loop, engine, _):
+async def test_what_outlives_the_drain_deadline_is_cut_off_and_continued_after_the_next_load(make_buffer):
+    buffer = make_buffer(2, groups_per_step=1, max_lag=4)
+    async with running_loop(buffer, writes(60), drain_timeout_s=0.1) as (loop, engine, run):
         await asyncio.sleep(0.05)  # it has begun
-        with pytest.raises(DeadlineError, match="before the learner's turn"):
-            await loop.release_device()
-        assert not engine.released
+        await loop.release_device()
+        assert engine.released
+        assert not buffer.groups
+        await update(loop, buffer)
+        await buffer.stored(2)
+        assert not run.done()
+        assert buffer.released == []
+    assert buffer.num_tokens == 2 * 2 * 60
 
 
 async def test_leases_granted_at_the_very_moment_of_a_stop_are_given_back(make_buffer):
@@ -227,17 +265,16 @@ async def test_leases_granted_at_the_very_moment_of_a_stop_are_given_back(make_b
 
     buffer.lease = lease_while_being_stopped
     engine = ScriptedEngine()
-    scorer = RewardScorer("exact_match", num_processes=1, timeout_s=5.0)
     loop = RolloutLoop(
         RolloutFleetConfig(groups_in_flight=2),
         engine=engine,
         buffer=buffer,
-        scorer=scorer,
+        rewards=RewardProcesses("exact_match", num_processes=1, timeout_s=5.0),
         decode=digits,
         samples_per_prompt=2,
     )
-    asking = asyncio.create_task(loop._ask())
+    asking = asyncio.create_task(loop._keep_leasing())
     with pytest.raises(asyncio.CancelledError):
         await asking
     assert buffer.released == [(0, 0, "stopped"), (1, 0, "stopped")]
-    assert buffer.held == {}
+    assert buffer.held == set()

@@ -6,9 +6,8 @@ import pytest
 
 import rollout_fleet
 from rollout_fleet.config import EngineKind, RolloutFleetConfig, SamplingConfig, TransformersConfig
-from rollout_fleet.decoding import load_decoder
 from rollout_fleet.engines.factory import make_engine
-from rollout_fleet.engines.model_files import read_model_facts
+from rollout_fleet.engines.model_files import load_decoder, read_model_facts
 from rollout_fleet.engines.scripted import ScriptedEngine
 
 
@@ -57,6 +56,12 @@ def test_text_is_decoded_without_special_tokens(model_path):
     decode = load_decoder(model_path)
     assert decode([3, 4, 13, 5, 1]) == "01>2"
     assert decode([1]) == ""
+
+
+def test_stop_deadlines_nest():
+    config = RolloutFleetConfig(stop_timeout_s=3.0)
+    assert config.stop_timeout_s < config.server_stop_timeout_s < config.worker_stop_timeout_s
+    assert config.worker_stop_timeout_s > 2 * config.stop_timeout_s + config.server_stop_timeout_s
 
 
 @pytest.mark.parametrize(

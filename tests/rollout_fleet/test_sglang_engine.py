@@ -11,6 +11,7 @@ import sys
 import textwrap
 import time
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 
 import aiohttp
@@ -19,11 +20,12 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from asyncrl.protocol.errors import DeadlineError, EngineError, WorkerDiedError
+from asyncrl.protocol.errors import AsyncRLError, DeadlineError, EngineError, WorkerDiedError
 from asyncrl.protocol.types import FinishReason, WeightSnapshot
-from rollout_fleet.config import Device, RolloutFleetConfig
+from rollout_fleet.config import EngineDevice, RolloutFleetConfig, SamplingConfig, SGLangConfig
 from rollout_fleet.engines.sglang import SGLangEngine
-from tests.rollout_fleet.probes import answer, assert_continues, forward_logprobs, publish_weights, requests_of
+from rollout_fleet.types import SampleRequest
+from tests.support.engine_probes import answer, assert_continues, forward_logprobs, publish_weights, requests_of
 
 pytestmark = [
     pytest.mark.e2e,
@@ -36,8 +38,8 @@ pytestmark = [
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def engine(model_path, tmp_path_factory):
     log_dir = tmp_path_factory.mktemp("logs")
-    config = RolloutFleetConfig(groups_per_request=2, stop_timeout_s=1.0)
-    engine = SGLangEngine(config, model_path=model_path, device=Device.cpu, rank=0, log_dir=str(log_dir), seed=0)
+    config = RolloutFleetConfig(sglang=SGLangConfig(samples_per_request=8), stop_timeout_s=1.0)
+    engine = SGLangEngine(config, model_path=model_path, device=EngineDevice.cpu, rank=0, log_dir=str(log_dir), seed=0)
     try:
         await engine.start()
         yield engine
@@ -83,18 +85,15 @@ async def test_logprobs_equal_a_forward_pass_under_the_version_that_each_token_n
         assert await engine.load_weights(snapshot) < 10
         assert engine.version == snapshot.version
     num_checked, versions_in_one_response = 0, Counter()
-    for request, output in zip(requests, await running, strict=True):
-        for sample in output.samples:
-            versions = sample.versions
-            assert (np.diff(versions) >= 0).all()
-            versions_in_one_response[len(set(versions.tolist()))] += 1
-            for version in sorted(set(versions.tolist())):
-                expected = forward_logprobs(paths[version], request, sample)
-                np.testing.assert_allclose(
-                    sample.logprobs[versions == version], expected[versions == version], atol=1e-3
-                )
-                num_checked += int((versions == version).sum())
-    assert num_checked == sum(output.num_tokens for output in running.result())
+    for request, sample in zip(requests, await running, strict=True):
+        versions = sample.versions
+        assert (np.diff(versions) >= 0).all()
+        versions_in_one_response[len(set(versions.tolist()))] += 1
+        for version in sorted(set(versions.tolist())):
+            expected = forward_logprobs(paths[version], request, sample)
+            np.testing.assert_allclose(sample.logprobs[versions == version], expected[versions == version], atol=1e-3)
+            num_checked += int((versions == version).sum())
+    assert num_checked == sum(len(sample.token_ids) for sample in running.result())
     assert max(versions_in_one_response) >= 2, "no response survived an update; the test has checked nothing"
 
 
@@ -103,88 +102,222 @@ async def test_logprobs_are_those_of_the_sampling_temperature_before_truncation(
     snapshot = publish(1.2)
     await engine.load_weights(snapshot)
     requests = requests_of(3, **sampling)
-    for request, output in zip(requests, await answer(engine, requests), strict=True):
-        for sample in output.samples:
-            expected = forward_logprobs(snapshot.path, request, sample)
-            if sampling.get("temperature") == 0.0:
-                assert sample.logprobs.shape == expected.shape
-            else:
-                np.testing.assert_allclose(sample.logprobs, expected, atol=1e-3)
+    for request, sample in zip(requests, await answer(engine, requests), strict=True):
+        expected = forward_logprobs(snapshot.path, request, sample)
+        if sampling.get("temperature") == 0.0:
+            assert sample.logprobs.shape == expected.shape
+        else:
+            np.testing.assert_allclose(sample.logprobs, expected, atol=1e-3)
 
 
 async def test_a_response_ends_with_the_end_of_sequence_exactly_when_it_stopped(engine):
-    (output,) = await answer(engine, requests_of(1, num_samples=100))
-    reasons = Counter(sample.finish_reason for sample in output.samples)
+    samples = await answer(engine, requests_of(1, num_samples=100))
+    reasons = Counter(sample.finish_reason for sample in samples)
     assert min(reasons[FinishReason.stop], reasons[FinishReason.length]) > 5
-    for sample in output.samples:
+    for sample in samples:
         assert 1 not in sample.token_ids[:-1]
         assert (sample.token_ids[-1] == 1) == (sample.finish_reason is FinishReason.stop)
         assert len(sample.token_ids) == 12 or sample.finish_reason is FinishReason.stop
 
 
-async def test_an_aborted_group_is_cut_off_with_its_tokens_and_the_others_go_on(engine):
-    keep, cut = requests_of(2, num_samples=40, first=100, max_new_tokens=250)
-    running = asyncio.create_task(answer(engine, [keep, cut]))
+async def test_aborted_samples_are_cut_off_with_their_tokens_and_the_others_go_on(engine):
+    keep = requests_of(1, num_samples=40, name="keep", max_new_tokens=250)
+    cut = requests_of(1, num_samples=40, name="cut", max_new_tokens=250)
+    running = asyncio.create_task(answer(engine, [*keep, *cut]))
     await asyncio.sleep(0.25)
-    await engine.abort(cut.rid)
-    await engine.abort("no-such-request")
-    kept, aborted = await running
-    assert not kept.aborted
-    assert aborted.aborted
-    assert aborted.num_tokens > 0
-    assert max(len(sample.token_ids) for sample in aborted.samples) < 250
+    await engine.abort([*(request.id for request in cut), "no-such-request"])
+    samples = await running
+    assert None not in {sample.finish_reason for sample in samples[:40]}
+    aborted = [sample for sample in samples[40:] if sample.finish_reason is None]
+    assert aborted
+    assert sum(len(sample.token_ids) for sample in aborted) > 0
+    assert max(len(sample.token_ids) for sample in aborted) < 250
+
+
+async def test_an_abort_hits_no_id_that_begins_with_the_aborted_one(engine):
+    requests = [
+        SampleRequest(id=name, prompt_ids=np.array([3, 4], dtype=np.int32), sampling=SamplingConfig(max_new_tokens=100))
+        for name in ("7-1-1-0", "7-1-1-00", "7-1-1-0-1")
+    ]
+    running = asyncio.create_task(answer(engine, requests))
+    await asyncio.sleep(0.1)
+    await engine.abort(["7-1-1-0"])
+    _, second, third = await running
+    assert second.finish_reason is not None
+    assert third.finish_reason is not None
+
+
+async def test_a_finished_sample_does_not_wait_for_the_others_of_its_request(engine):
+    short = requests_of(1, num_samples=4, name="short", max_new_tokens=2)
+    long = requests_of(1, num_samples=4, name="long", max_new_tokens=400, top_k=3)
+    order = [request.id.split("-")[0] async for request, _ in engine.generate([*long, *short])]
+    assert sorted(order[:4]) == ["short"] * 4
 
 
 async def test_a_refused_request_says_why_and_the_server_lives(engine):
-    (request,) = requests_of(1, max_new_tokens=600)
-    with pytest.raises(EngineError, match=r"sglang-0 answered POST /generate with 400.*context length"):
+    (request,) = requests_of(1, num_samples=1, max_new_tokens=600)
+    with pytest.raises(EngineError, match=r"sglang-0 answered POST /generate with .*context length"):
         await answer(engine, [request])
     with pytest.raises(EngineError, match="tokenized with another model"):
-        await answer(
-            engine,
-            [type(request)(rid="x", prompt_ids=request.prompt_ids + 90, num_samples=1, sampling=request.sampling)],
-        )
-    assert (await answer(engine, requests_of(1)))[0].num_tokens > 0
+        await answer(engine, [replace(request, prompt_ids=request.prompt_ids + 90)])
+    assert len((await answer(engine, requests_of(1)))[0].token_ids) > 0
 
 
 def change_one_bit(tensors):
     return {**tensors, "model.norm.weight": tensors["model.norm.weight"] + 1e-6}
 
 
-async def test_other_weights_than_published_are_refused_and_generation_is_continued(engine, publish):
-    version = engine.version
-    running = asyncio.create_task(answer(engine, requests_of(2, max_new_tokens=100)))
+@pytest_asyncio.fixture(loop_scope="module")
+async def failing_engine(engine, model_path, tmp_path):
+    """An engine of its own on the shared server, to be failed; the shared engine loads weights again after it."""
+    failing = SGLangEngine(
+        RolloutFleetConfig(load_timeout_s=5.0),
+        model_path=model_path,
+        device=EngineDevice.cpu,
+        rank=0,
+        log_dir="",
+        seed=0,
+        server=RunningServer(engine._server),
+    )
+    await failing.start()
+    failing._version, failing._verified = engine.version, {engine.version}
+    yield failing
+    await failing.stop()
+    await engine.load_weights(publish_weights(model_path, tmp_path / "again", engine.version + 1))
+
+
+class RunningServer:
+    """A server that its engine neither starts nor stops."""
+
+    def __init__(self, server):
+        self._server = server
+
+    def __getattr__(self, name):
+        return getattr(self._server, name)
+
+    async def start(self):
+        pass
+
+    async def stop(self):
+        pass
+
+
+async def assert_failed(engine, running, match):
+    """Nothing that ran or is asked now is answered."""
+    for refused in (running, answer(engine, requests_of(1)), engine.wait_failed()):
+        with pytest.raises(AsyncRLError, match=match):
+            await asyncio.wait_for(refused, 5)
+
+
+async def test_an_engine_with_other_weights_than_published_never_answers_again(failing_engine, publish):
+    running = asyncio.create_task(answer(failing_engine, requests_of(2, name="failing", max_new_tokens=400)))
     await asyncio.sleep(0.05)
-    with pytest.raises(EngineError, match=r"1 of 18 tensors differ, first model.norm.weight"):
-        await engine.load_weights(publish(change=change_one_bit))
-    assert engine.version == version
-    await asyncio.wait_for(running, 20)
+    match = "1 of 18 tensors differ, first model.norm.weight"
+    with pytest.raises(EngineError, match=match):
+        await failing_engine.load_weights(publish(change=change_one_bit))
+    await assert_failed(failing_engine, running, match)
 
 
-async def test_a_snapshot_that_is_not_there_is_refused_and_generation_is_continued(engine, publish, tmp_path):
-    snapshot = WeightSnapshot(version=engine.version + 1, path=str(tmp_path / "nowhere"))
-    with pytest.raises(EngineError, match=r"sglang-0 answered POST /update_weights_from_disk with 400"):
-        await engine.load_weights(snapshot)
-    await engine.load_weights(publish())
-    await asyncio.wait_for(answer(engine, requests_of(1)), 20)
+async def test_an_engine_whose_load_fails_never_answers_again(failing_engine, tmp_path):
+    snapshot = WeightSnapshot(version=failing_engine.version + 1, path=str(tmp_path / "nowhere"))
+    running = asyncio.create_task(answer(failing_engine, requests_of(2, name="failing", max_new_tokens=400)))
+    await asyncio.sleep(0.05)
+    match = "sglang-0 answered POST /update_weights_from_disk with 400"
+    with pytest.raises(EngineError, match=match):
+        await failing_engine.load_weights(snapshot)
+    await assert_failed(failing_engine, running, match)
 
 
-async def test_a_load_that_takes_too_long_is_an_error_and_generation_is_continued(engine, publish, monkeypatch):
-    call, snapshot = engine._call, publish()
+async def test_an_engine_whose_load_takes_too_long_never_answers_again(failing_engine, publish, monkeypatch):
+    call = failing_engine._client.call
 
     async def hang_in_the_update(method, path, *args, **options):
         if path == "/update_weights_from_disk":
             await asyncio.sleep(60)
         return await call(method, path, *args, **options)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(engine, "_call", hang_in_the_update)
-        patch.setattr(engine, "_config", RolloutFleetConfig(load_timeout_s=0.3))
-        with pytest.raises(DeadlineError, match=r"load_timeout_s = 0.3"):
-            await engine.load_weights(snapshot)
-    assert engine.version == snapshot.version - 1
-    await asyncio.wait_for(answer(engine, requests_of(1)), 20)
-    await engine.load_weights(snapshot)
+    monkeypatch.setattr(failing_engine._client, "call", hang_in_the_update)
+    monkeypatch.setattr(failing_engine, "_config", RolloutFleetConfig(load_timeout_s=0.3))
+    running = asyncio.create_task(answer(failing_engine, requests_of(2, name="failing", max_new_tokens=400)))
+    await asyncio.sleep(0.05)
+    match = r"(?s)load_timeout_s = 0.3 s. Last lines of .*sglang-0.log"
+    with pytest.raises(DeadlineError, match=match):
+        await failing_engine.load_weights(publish())
+    await assert_failed(failing_engine, running, match)
+
+
+async def test_no_prefix_computed_under_old_weights_is_used_after_an_update(engine, publish_next):
+    """Groups that share a long prefix run across updates, and begin right after them; radix cache on."""
+    assert "--disable-radix-cache" not in " ".join(server_processes(engine)[0].cmdline())
+    await engine.load_weights(publish_next(1.0))
+    first = engine.version
+    shared = np.asarray([3 + position * 7 % 10 for position in range(150)], dtype=np.int32)
+
+    def requests(name):
+        options = SamplingConfig(max_new_tokens=120, temperature=1.2)
+        prompts = [np.append(shared, [3 + index]).astype(np.int32) for index in range(4) for _ in range(4)]
+        return [SampleRequest(id=f"{name}-{i}", prompt_ids=ids, sampling=options) for i, ids in enumerate(prompts)]
+
+    asked, paths = [], {first: publish_next.paths[first]}
+    for scale in (1.5, 0.6, 1.3):
+        asked.append((batch := requests(f"v{engine.version}"), asyncio.create_task(answer(engine, batch))))
+        await asyncio.sleep(0.1)
+        await engine.load_weights(publish_next(scale))
+        paths[engine.version] = publish_next.paths[engine.version]
+    asked.append((batch := requests("last"), asyncio.create_task(answer(engine, batch))))
+    num_versions = Counter()
+    for batch, running in asked:
+        for request, sample in zip(batch, await running, strict=True):
+            num_versions[len(set(sample.versions.tolist()))] += 1
+            for version in sorted(set(sample.versions.tolist())):
+                expected, of = forward_logprobs(paths[version], request, sample), sample.versions == version
+                np.testing.assert_allclose(sample.logprobs[of], expected[of], atol=1e-3)
+    assert max(num_versions) >= 2, "no response survived an update"
+
+
+@pytest.fixture
+def publish_next(engine, model_path, tmp_path):
+    """Return a publisher of the next version; its ``paths`` maps versions to snapshots."""
+
+    def publish(scale):
+        snapshot = publish_weights(model_path, tmp_path, engine.version + 1, scale)
+        publish.paths[snapshot.version] = snapshot.path
+        return snapshot
+
+    publish.paths = {}
+    return publish
+
+
+def signal_server(engine, signum):
+    for process in server_processes(engine):
+        process.send_signal(signum)
+
+
+async def test_a_server_that_stands_still_for_a_while_ends_nothing(engine):
+    running = asyncio.create_task(answer(engine, requests_of(2, name="paused", max_new_tokens=300)))
+    await asyncio.sleep(0.1)
+    signal_server(engine, signal.SIGSTOP)
+    aborting = asyncio.create_task(engine.abort(["paused-0-0"]))
+    await asyncio.sleep(5.0)
+    signal_server(engine, signal.SIGCONT)
+    await aborting
+    assert len(await running) == 8
+
+
+async def test_a_server_that_stands_still_for_good_is_found_within_the_deadline(engine, failing_engine, monkeypatch):
+    monkeypatch.setattr(failing_engine._silence, "_timeout_s", 2.0)
+    running = asyncio.create_task(answer(failing_engine, requests_of(2, name="silent", max_new_tokens=400)))
+    await asyncio.sleep(0.1)
+    signal_server(engine, signal.SIGSTOP)
+    began = time.monotonic()
+    try:
+        match = (
+            r"(?s)sglang-0 produced no token of its 8 running .*did not answer a probe.*Last lines of .*sglang-0.log"
+        )
+        await assert_failed(failing_engine, running, match)
+        assert time.monotonic() - began < 3.0
+    finally:
+        signal_server(engine, signal.SIGCONT)
 
 
 async def test_the_port_answers_only_who_holds_the_key(engine):
@@ -224,7 +357,7 @@ async def test_stopping_a_dead_engine_is_harmless(engine):
 async def test_a_server_that_does_not_come_up_shows_the_tail_of_its_log(model_path, tmp_path):
     config = RolloutFleetConfig(stop_timeout_s=1.0)
     config.sglang.extra_args.append("--no-such-option")
-    engine = SGLangEngine(config, model_path=model_path, device=Device.cpu, rank=3, log_dir=str(tmp_path), seed=0)
+    engine = SGLangEngine(config, model_path=model_path, device=EngineDevice.cpu, rank=3, log_dir=str(tmp_path), seed=0)
     with pytest.raises(WorkerDiedError, match=r"(?s)sglang-3 died with exit status 2.*sglang-3.log.*--no-such-option"):
         await engine.start()
     await engine.stop()
@@ -233,7 +366,7 @@ async def test_a_server_that_does_not_come_up_shows_the_tail_of_its_log(model_pa
 
 async def test_a_server_that_is_too_slow_is_stopped_and_named(model_path, tmp_path):
     config = RolloutFleetConfig(start_timeout_s=2.0, stop_timeout_s=0.5)
-    engine = SGLangEngine(config, model_path=model_path, device=Device.cpu, rank=4, log_dir=str(tmp_path), seed=0)
+    engine = SGLangEngine(config, model_path=model_path, device=EngineDevice.cpu, rank=4, log_dir=str(tmp_path), seed=0)
     with pytest.raises(DeadlineError, match=r"sglang-4 was not up within 2.0 s; raise rollout_fleet.start_timeout_s"):
         await engine.start()
     assert engine._server._guard.returncode is not None
@@ -241,12 +374,13 @@ async def test_a_server_that_is_too_slow_is_stopped_and_named(model_path, tmp_pa
 
 OWNER = """
     import asyncio, sys
-    from rollout_fleet.config import Device, RolloutFleetConfig
+    from rollout_fleet.config import EngineDevice, RolloutFleetConfig
     from rollout_fleet.engines.sglang import SGLangEngine
 
     async def main():
         config = RolloutFleetConfig(stop_timeout_s=60)
-        engine = SGLangEngine(config, model_path=sys.argv[1], device=Device.cpu, rank=5, log_dir=sys.argv[2], seed=0)
+        device, (model, logs) = EngineDevice.cpu, sys.argv[1:]
+        engine = SGLangEngine(config, model_path=model, device=device, rank=5, log_dir=logs, seed=0)
         start = asyncio.create_task(engine.start())
         while engine._server._guard is None:
             await asyncio.sleep(0)

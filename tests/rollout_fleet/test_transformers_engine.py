@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import threading
+import time
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -12,10 +14,10 @@ import torch
 
 from asyncrl.protocol.errors import DeadlineError, EngineError, WorkerDiedError
 from asyncrl.protocol.types import FinishReason, WeightSnapshot
-from rollout_fleet.config import Device, RolloutFleetConfig, TransformersConfig
+from rollout_fleet.config import EngineDevice, RolloutFleetConfig, TransformersConfig
 from rollout_fleet.engines.transformers import TransformersEngine
-from rollout_fleet.engines.transformers_model import AbortFlags, StepRecorder
-from tests.rollout_fleet.probes import answer, assert_continues, forward_logprobs, publish_weights, requests_of
+from rollout_fleet.engines.transformers_model import AbortFlag, StepRecorder
+from tests.support.engine_probes import answer, assert_continues, forward_logprobs, publish_weights, requests_of
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -33,7 +35,7 @@ async def start(model_path):
 
     async def make(seed=0, **options):
         config = RolloutFleetConfig(**options)
-        engine = TransformersEngine(config, model_path=model_path, device=Device.cpu, rank=0, seed=seed)
+        engine = TransformersEngine(config, model_path=model_path, device=EngineDevice.cpu, rank=0, seed=seed)
         engines.append(engine)
         await engine.start()
         return engine
@@ -49,10 +51,9 @@ async def start(model_path):
 async def test_logprobs_equal_a_forward_pass_under_the_sampling_temperature(start, model_path, sampling):
     engine = await start()
     requests = requests_of(4, **sampling)
-    for request, output in zip(requests, await answer(engine, requests), strict=True):
-        for sample in output.samples:
-            expected = forward_logprobs(model_path, request, sample)
-            np.testing.assert_allclose(sample.logprobs, expected, atol=1e-5)
+    for request, sample in zip(requests, await answer(engine, requests), strict=True):
+        expected = forward_logprobs(model_path, request, sample)
+        np.testing.assert_allclose(sample.logprobs, expected, atol=1e-5)
 
 
 async def test_after_a_load_tokens_carry_the_new_version_and_its_logprobs(start, publish):
@@ -61,31 +62,30 @@ async def test_after_a_load_tokens_carry_the_new_version_and_its_logprobs(start,
         snapshot = publish(version, scale)
         await engine.load_weights(snapshot)
         assert engine.version == version
-        (request,) = requests = requests_of(1)
-        (output,) = await answer(engine, requests)
-        for sample in output.samples:
+        requests = requests_of(1)
+        for request, sample in zip(requests, await answer(engine, requests), strict=True):
             assert set(sample.versions.tolist()) == {version}
             np.testing.assert_allclose(sample.logprobs, forward_logprobs(snapshot.path, request, sample), atol=1e-5)
 
 
 async def test_a_load_waits_for_the_running_batch_and_the_next_batch_has_the_new_version(start, publish):
     engine = await start(transformers=TransformersConfig(max_rows=4))
-    first, second = requests_of(2, max_new_tokens=200)
-    running = asyncio.create_task(answer(engine, [first]))
+    requests = requests_of(2, max_new_tokens=200)
+    running = asyncio.create_task(answer(engine, requests[:4]))
     await asyncio.sleep(0.05)
     load = asyncio.create_task(engine.load_weights(publish(1)))
-    waiting = asyncio.create_task(answer(engine, [second]))
-    (before,), _, (after,) = await asyncio.gather(running, load, waiting)
-    assert {version for sample in before.samples for version in sample.versions.tolist()} == {0}
-    assert {version for sample in after.samples for version in sample.versions.tolist()} == {1}
+    waiting = asyncio.create_task(answer(engine, requests[4:]))
+    before, _, after = await asyncio.gather(running, load, waiting)
+    assert {version for sample in before for version in sample.versions.tolist()} == {0}
+    assert {version for sample in after for version in sample.versions.tolist()} == {1}
 
 
 async def test_a_response_ends_with_the_end_of_sequence_exactly_when_it_stopped(start):
     engine = await start()
-    (output,) = await answer(engine, requests_of(1, num_samples=200))
-    reasons = Counter(sample.finish_reason for sample in output.samples)
+    samples = await answer(engine, requests_of(1, num_samples=200))
+    reasons = Counter(sample.finish_reason for sample in samples)
     assert min(reasons[FinishReason.stop], reasons[FinishReason.length]) > 10
-    for sample in output.samples:
+    for sample in samples:
         assert 1 not in sample.token_ids[:-1]
         assert (sample.token_ids[-1] == 1) == (sample.finish_reason is FinishReason.stop)
         assert len(sample.token_ids) == 12 or sample.finish_reason is FinishReason.stop
@@ -93,16 +93,14 @@ async def test_a_response_ends_with_the_end_of_sequence_exactly_when_it_stopped(
 
 async def test_a_sequence_that_ends_on_its_last_allowed_token_stopped(start):
     engine = await start()
-    (output,) = await answer(engine, requests_of(1, num_samples=200, max_new_tokens=1))
-    for sample in output.samples:
+    samples = await answer(engine, requests_of(1, num_samples=200, max_new_tokens=1))
+    for sample in samples:
         assert sample.finish_reason is (FinishReason.stop if sample.token_ids.tolist() == [1] else FinishReason.length)
 
 
 async def test_one_seed_gives_the_same_samples_and_another_seed_others(start):
     first, again, other = [await answer(await start(seed=seed), requests_of(2)) for seed in (5, 5, 6)]
-    tokens = [
-        [sample.token_ids.tolist() for output in run for sample in output.samples] for run in (first, again, other)
-    ]
+    tokens = [[sample.token_ids.tolist() for sample in run] for run in (first, again, other)]
     assert tokens[0] == tokens[1] != tokens[2]
 
 
@@ -111,38 +109,61 @@ async def test_sampling_defaults_that_come_with_a_model_are_not_applied(model_pa
     defaults = '{"eos_token_id": 1, "do_sample": true, "top_k": 1, "temperature": 0.1, "repetition_penalty": 3.0}'
     (tmp_path / "model" / "generation_config.json").write_text(defaults)
     engine = TransformersEngine(
-        RolloutFleetConfig(), model_path=str(tmp_path / "model"), device=Device.cpu, rank=0, seed=0
+        RolloutFleetConfig(), model_path=str(tmp_path / "model"), device=EngineDevice.cpu, rank=0, seed=0
     )
     await engine.start()
     try:
-        (output,) = await answer(engine, requests_of(1, num_samples=100, max_new_tokens=1))
+        samples = await answer(engine, requests_of(1, num_samples=100, max_new_tokens=1))
     finally:
         await engine.stop()
-    assert len({int(sample.token_ids[0]) for sample in output.samples}) > 5
+    assert len({int(sample.token_ids[0]) for sample in samples}) > 5
 
 
-async def test_an_aborted_group_is_cut_off_and_the_others_of_its_batch_go_on(start):
+async def test_aborted_samples_are_cut_off_and_the_others_of_their_batch_go_on(start):
     engine = await start()
     engine._facts = engine._model._facts = type(engine._facts)(vocab_size=19, eos_ids=(), pad_id=0)
-    keep, cut = requests_of(2, max_new_tokens=300)
-    running = asyncio.create_task(answer(engine, [keep, cut]))
+    requests = requests_of(2, max_new_tokens=300)
+    running = asyncio.create_task(answer(engine, requests))
     await asyncio.sleep(0.1)
-    await engine.abort(cut.rid)
-    kept, aborted = await running
-    assert not kept.aborted
-    assert aborted.aborted
-    assert {len(sample.token_ids) for sample in kept.samples} == {300}
-    assert all(0 < len(sample.token_ids) < 300 for sample in aborted.samples)
-    assert all(len(sample.token_ids) == len(sample.logprobs) == len(sample.versions) for sample in aborted.samples)
+    await engine.abort([request.id for request in requests[4:]])
+    samples = await running
+    assert {len(sample.token_ids) for sample in samples[:4]} == {300}
+    assert {sample.finish_reason for sample in samples[4:]} == {None}
+    assert all(0 < len(sample.token_ids) < 300 for sample in samples[4:])
+    assert all(len(sample.token_ids) == len(sample.logprobs) == len(sample.versions) for sample in samples[4:])
+
+
+async def test_rows_of_one_batch_end_at_their_own_lengths(start, monkeypatch):
+    engine = await start()
+    engine._facts = engine._model._facts = type(engine._facts)(vocab_size=19, eos_ids=(), pad_id=0)
+    sizes = record_batches(engine, monkeypatch)
+    requests = [request for length in (1, 7, 30) for request in requests_of(1, 2, f"n{length}", max_new_tokens=length)]
+    samples = await answer(engine, requests)
+    assert [len(sample.token_ids) for sample in samples] == [1, 1, 7, 7, 30, 30]
+    assert {sample.finish_reason for sample in samples} == {FinishReason.length}
+    assert sizes == [6]
+
+
+def record_batches(engine, monkeypatch):
+    sizes = []
+    generate = engine._model.generate
+
+    def record(requests, flags, version):
+        sizes.append(len(requests))
+        return generate(requests, flags, version)
+
+    monkeypatch.setattr(engine._model, "generate", record)
+    return sizes
 
 
 def test_an_aborted_row_keeps_the_tokens_up_to_the_step_that_saw_the_abort():
-    flags = [AbortFlags(), AbortFlags()]
-    recorder = StepRecorder(flags, rows=[1, 2], temperature=1.0)
+    flags = [AbortFlag(), AbortFlag(), AbortFlag()]
+    recorder = StepRecorder(flags, max_new_tokens=[9, 9, 9], temperature=1.0)
     stops = []
     for step in range(3):
         if step == 1:
             flags[1].set()
+            flags[2].set()
         recorder.before_sampling(torch.zeros(3, 5))
         stops.append(recorder.after_sampling(torch.zeros(3, 1, dtype=torch.int64)).tolist())
     assert stops == [[False, False, False], [False, True, True], [False, True, True]]
@@ -151,26 +172,18 @@ def test_an_aborted_row_keeps_the_tokens_up_to_the_step_that_saw_the_abort():
     np.testing.assert_allclose(recorder.logprobs, np.full((3, 3), -np.log(5)), atol=1e-6)
 
 
-async def test_batches_hold_no_more_rows_than_allowed_but_a_whole_group(start, monkeypatch):
+async def test_batches_hold_no_more_rows_than_allowed(start, monkeypatch):
     engine = await start(transformers=TransformersConfig(max_rows=8))
-    sizes = []
-    generate = engine._model.generate
-
-    def record(requests, flags, version):
-        sizes.append(sum(request.num_samples for request in requests))
-        return generate(requests, flags, version)
-
-    monkeypatch.setattr(engine._model, "generate", record)
-    await answer(engine, [*requests_of(5), *requests_of(7, num_samples=12)[5:]])
-    assert sizes == [8, 8, 4, 12, 12]
+    sizes = record_batches(engine, monkeypatch)
+    await answer(engine, requests_of(5))
+    assert sizes == [8, 8, 4]
 
 
-async def test_groups_that_are_sampled_otherwise_go_into_another_batch(start):
+async def test_samples_of_another_temperature_go_into_another_batch(start, monkeypatch):
     engine = await start()
-    short, long = requests_of(1, max_new_tokens=1)[0], requests_of(2, max_new_tokens=9, temperature=0.0)[1]
-    outputs = await answer(engine, [short, long])
-    assert [len(sample.token_ids) for sample in outputs[0].samples] == [1] * 4
-    assert len({tuple(sample.token_ids.tolist()) for sample in outputs[1].samples}) == 1
+    sizes = record_batches(engine, monkeypatch)
+    await answer(engine, [*requests_of(1, 3), *requests_of(1, 2, "greedy", temperature=0.0)])
+    assert sizes == [3, 2]
 
 
 def drop_one(tensors):
@@ -193,11 +206,15 @@ def change_one_bit(tensors):
         (change_one_bit, "1 of 18 tensors differ, first model.norm.weight"),
     ],
 )
-async def test_weights_that_are_not_the_published_ones_are_refused(start, publish, change, message):
+async def test_an_engine_with_other_weights_than_published_answers_nothing_any_more(start, publish, change, message):
     engine = await start()
     with pytest.raises(EngineError, match=message):
         await engine.load_weights(publish(1, change=change))
     assert engine.version == 0
+    with pytest.raises(EngineError, match=message):
+        await answer(engine, requests_of(1))
+    with pytest.raises(EngineError, match=message):
+        await engine.wait_failed()
 
 
 async def test_a_snapshot_without_a_model_is_refused(start, tmp_path):
@@ -213,18 +230,30 @@ async def test_a_failure_while_generating_ends_the_engine_by_name(start, monkeyp
         raise MemoryError("out of memory")
 
     monkeypatch.setattr(engine._model, "generate", fail)
-    with pytest.raises(WorkerDiedError, match=r"transformers-0 failed while generating 1 groups: MemoryError"):
+    with pytest.raises(WorkerDiedError, match=r"transformers-0 failed while generating 4 samples: MemoryError"):
         await answer(engine, requests_of(1))
     with pytest.raises(WorkerDiedError, match="out of memory"):
         await asyncio.wait_for(engine.wait_failed(), 1)
-    with pytest.raises(EngineError, match="not running"):
+    with pytest.raises(WorkerDiedError, match="out of memory"):
         await answer(engine, requests_of(1))
 
 
-async def test_an_answer_that_takes_too_long_is_an_error_that_names_its_option(start):
-    engine = await start(generate_timeout_s=0.05)
-    with pytest.raises(DeadlineError, match=r"rollout_fleet\.generate_timeout_s"):
-        await answer(engine, requests_of(1, num_samples=64, max_new_tokens=500, top_k=2))
+async def test_a_sample_may_take_longer_than_the_deadline_on_silence(start):
+    engine = await start(silence_timeout_s=0.2)
+    engine._facts = engine._model._facts = type(engine._facts)(vocab_size=19, eos_ids=(), pad_id=0)
+    began = time.monotonic()
+    while time.monotonic() - began < 0.5:
+        samples = await answer(engine, requests_of(1, num_samples=8, max_new_tokens=400))
+    assert {len(sample.token_ids) for sample in samples} == {400}
+
+
+async def test_an_engine_that_falls_silent_fails_and_names_the_option(start, monkeypatch):
+    engine = await start(silence_timeout_s=0.2)
+    stuck = threading.Event()
+    monkeypatch.setattr(engine._model, "generate", lambda *_: stuck.wait(20) and [])
+    with pytest.raises(DeadlineError, match=r"transformers-0 produced no token of its 4 .*silence_timeout_s = 0.2 s"):
+        await asyncio.wait_for(answer(engine, requests_of(1)), 5)
+    stuck.set()
 
 
 def test_the_model_directory_is_left_as_it_was(model_path):
@@ -234,7 +263,7 @@ def test_the_model_directory_is_left_as_it_was(model_path):
 async def test_no_requests_are_no_answers_and_the_engine_goes_on(start):
     engine = await start()
     assert [output async for output in engine.generate([])] == []
-    assert len(await answer(engine, requests_of(1))) == 1
+    assert len(await answer(engine, requests_of(1))) == 4
 
 
 async def test_released_weights_hold_no_memory_and_come_back_with_the_next_version(start, publish, model_path):
@@ -246,9 +275,8 @@ async def test_released_weights_hold_no_memory_and_come_back_with_the_next_versi
     snapshot = publish(1, 1.3)
     await engine.load_weights(snapshot)
     assert engine._model.device_bytes == held
-    (request,) = requests_of(1)
-    (output,) = await answer(engine, [request])
-    for sample in output.samples:
+    requests = requests_of(1)
+    for request, sample in zip(requests, await answer(engine, requests), strict=True):
         assert set(sample.versions.tolist()) == {1}
         np.testing.assert_allclose(sample.logprobs, forward_logprobs(snapshot.path, request, sample), atol=1e-5)
 
@@ -257,7 +285,7 @@ async def test_memory_is_not_released_under_a_running_request(start):
     engine = await start()
     running = asyncio.create_task(answer(engine, requests_of(4, max_new_tokens=30)))
     await asyncio.sleep(0)  # the task takes its requests in its first turn
-    with pytest.raises(EngineError, match="while it generates 4 groups"):
+    with pytest.raises(EngineError, match="while it generates 16 samples"):
         await engine.release_memory()
     await running
 

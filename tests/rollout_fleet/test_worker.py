@@ -10,7 +10,7 @@ from asyncrl.protocol.errors import AsyncRLError
 from asyncrl.protocol.types import WeightSnapshot
 from rollout_fleet.config import EngineKind, RolloutFleetConfig, SamplingConfig
 from rollout_fleet.worker import RolloutWorker
-from tests.rollout_fleet.probes import publish_weights
+from tests.support.engine_probes import publish_weights
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -43,14 +43,14 @@ async def test_a_worker_rolls_out_across_weight_loads_and_every_token_is_account
     run = asyncio.create_task(worker.run())
     for version in (1, 2):
         await buffer.stored(8 * version)
-        buffer.commit()
+        await buffer.commit()
         await worker.load_weights(publish_weights(model_path, tmp_path, version))
     await buffer.stored(24)
     counters = await worker.stop()
     assert await run == counters
     assert buffer.closed
     assert counters.groups_finished == 24
-    assert counters.tokens_generated == buffer.num_tokens + buffer.tokens_dropped
+    assert counters.tokens_generated == buffer.num_accounted
     assert counters.tokens_in_flight == 0
     assert len(counters.load_s) == 2
     for group in buffer.groups:

@@ -2,7 +2,6 @@
 
 import inspect
 import pickle
-import signal
 
 import pytest
 import torch
@@ -11,9 +10,8 @@ from tensordict import TensorDict
 from asyncrl.protocol import DataProto
 from asyncrl.single_controller import (
     DISPATCH_MODE_FN_REGISTRY,
+    MAGIC_ATTR,
     Dispatch,
-    DistGlobalInfo,
-    DistRankInfo,
     DynamicEnum,
     Execute,
     RayClassWithInitArgs,
@@ -23,19 +21,15 @@ from asyncrl.single_controller import (
     Role,
     UsageError,
     Worker,
-    check_workers_alive,
     get_predefined_dispatch_fn,
     get_predefined_execute_fn,
     get_random_string,
-    init_predefined_dispatch_mode,
-    init_predefined_execute_mode,
     parallel_put,
     register,
     register_dispatch_mode,
     split_resource_pool,
     update_dispatch_mode,
 )
-from asyncrl.single_controller.decorator import MAGIC_ATTR
 from asyncrl.single_controller.dispatch import (
     _padding_size_key,
     _split_args_kwargs_data_proto,
@@ -45,7 +39,7 @@ from asyncrl.single_controller.dispatch import (
     dispatch_one_to_all,
     dummy_direct_rollout_call,
 )
-from asyncrl.single_controller.packing import can_place
+from asyncrl.single_controller.resource_pool import can_place
 
 
 class Group:
@@ -244,37 +238,6 @@ def test_parts_of_a_pool_have_at_least_one_process(split_size):
 def test_a_group_on_a_pool_without_processes_is_refused():
     with pytest.raises(UsageError, match="'empty' has no processes"):
         RayWorkerGroup(RayResourcePool([], use_gpu=False, name_prefix="empty"), RayClassWithInitArgs(Worker))
-
-
-def test_the_predefined_modes_are_registered_once():
-    with pytest.raises(ValueError, match="RANK_ZERO"):
-        init_predefined_dispatch_mode()
-    with pytest.raises(ValueError, match="ALL"):
-        init_predefined_execute_mode()
-
-
-def test_ranks_are_told_along_the_axes_of_a_model():
-    assert DistRankInfo(tp_rank=0, dp_rank=1, pp_rank=2, cp_rank=3) == DistRankInfo(0, 1, 2, 3)
-    assert DistGlobalInfo(1, 2, 3, 4).pp_size == 3
-
-
-def test_a_dead_worker_among_those_asked_after_aborts():
-    asked = []
-
-    def is_alive(worker):
-        asked.append(worker)
-        return len(asked) < 4
-
-    def stop(number, frame):
-        raise InterruptedError(number)
-
-    before = signal.signal(signal.SIGABRT, stop)
-    try:
-        with pytest.raises(InterruptedError, match=str(int(signal.SIGABRT))):
-            check_workers_alive(["a", "b"], is_alive, gap_time=0.001)
-    finally:
-        signal.signal(signal.SIGABRT, before)
-    assert asked == ["a", "b", "a", "b"]
 
 
 def test_a_worker_takes_over_variables_of_its_own(monkeypatch):

@@ -4,12 +4,13 @@ import inspect
 import subprocess
 import sys
 
+import asyncrl
 import asyncrl.protocol
 import asyncrl.single_controller
 
 
 def test_public_names_are_sorted_and_exist():
-    for package in (asyncrl.protocol, asyncrl.single_controller):
+    for package in (asyncrl, asyncrl.protocol, asyncrl.single_controller):
         names = package.__all__
         assert sorted(names, key=lambda name: (not name.isupper(), not name[0].isupper(), name)) == list(names)
         assert all(hasattr(package, name) for name in names)
@@ -25,7 +26,7 @@ VERLS_NAMES = {
     "base": "Worker WorkerHelper WorkerGroup ResourcePool ClassWithInitArgs",
     "ray": "RayResourcePool SubRayResourcePool RayClassWithInitArgs RayWorkerGroup create_colocated_worker_cls "
     "create_colocated_worker_cls_fused create_colocated_worker_raw_cls FusedWorkerCLSName func_generator "
-    "get_random_string sort_placement_group_by_node_ip split_resource_pool merge_resource_pool extract_pg_from_exist",
+    "get_random_string sort_placement_group_by_node_ip split_resource_pool merge_resource_pool",
     "elsewhere": "ResourcePoolManager Role parallel_put ray_noset_visible_devices DynamicEnum",
 }
 
@@ -52,9 +53,13 @@ def test_verls_names_are_all_in_one_package():
 def test_the_protocol_loads_neither_torch_nor_ray_and_the_controller_no_torch():
     code = (
         "import sys\n"
-        "import asyncrl.protocol, asyncrl.protocol.codec\n"
+        "import asyncrl, asyncrl.protocol, asyncrl.protocol.codec, asyncrl.protocol.process_watch\n"
+        "from asyncrl import DataProtoFuture\n"
         "assert not {'torch', 'ray'} & sys.modules.keys()\n"
         "import asyncrl.single_controller\n"
+        "from asyncrl import Dispatch, RayWorkerGroup, Worker, register\n"
         "assert 'torch' not in sys.modules\n"
+        "from asyncrl import DataProto\n"
+        "assert DataProto.__module__ == 'asyncrl.protocol.data_proto'\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

@@ -62,6 +62,8 @@ class Probe(Worker):
 
     @register(Dispatch.ONE_TO_ALL)
     def reduce_rank(self):
+        import torch  # here, so that the other tests' workers start without it
+
         torch.distributed.init_process_group("gloo")
         total = torch.tensor([float(self.rank)])
         torch.distributed.all_reduce(total)

@@ -19,7 +19,6 @@ from asyncrl.single_controller import (
     ResourcePoolManager,
     Role,
     Worker,
-    extract_pg_from_exist,
     merge_resource_pool,
     parallel_put,
     register,
@@ -229,23 +228,6 @@ def test_a_reservation_is_kept_while_any_part_of_it_is_in_use(cluster):
     assert whole.pgs is None
     assert other.pgs is not None
     other.shutdown()
-
-
-def test_a_pool_may_take_placement_groups_of_others(cluster):
-    large, small = pool_of(3), pool_of(2)
-    asking = pool_of(1, 2)
-    asking.pgs = extract_pg_from_exist({"a": small, "b": large, "c": pool_of(4)}, ["a", "b"], asking)
-    assert [pg.bundle_count for pg in asking.pgs] == [2, 3]
-    group = group_on(asking, timeout_s=60)
-    assert sorted(group.env("RAY_LOCAL_WORLD_SIZE")) == ["1", "2", "2"]
-    group.shutdown()
-    assert large.pgs is not None
-    with pytest.raises(AssertionError, match="the largest left has 3"):
-        extract_pg_from_exist({"b": large}, ["b"], pool_of(4))
-    with pytest.raises(AssertionError, match="2 nodes"):
-        extract_pg_from_exist({"b": large}, ["b"], asking)
-    large.shutdown()
-    small.shutdown()
 
 
 def test_ranks_keep_their_nodes_when_a_job_starts_again(cluster):

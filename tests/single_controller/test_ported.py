@@ -84,6 +84,21 @@ class Counter(Worker):
 
 
 @ray.remote
+class Constant(Worker):
+    """Needs no torch, whose import takes longer than all else that a worker does to start."""
+
+    def __init__(self, value=0) -> None:
+        super().__init__()
+        self.value = value
+
+    def get(self):
+        return self.value
+
+    def getenv(self, key):
+        return os.environ.get(key)
+
+
+@ray.remote
 class PlainScorer:
     """Not a `Worker`: only its methods are registered."""
 
@@ -193,7 +208,7 @@ def test_tensordicts_with_ragged_columns_go_over_a_mesh(group):
 
 
 def test_workers_need_not_derive_from_the_base(group):
-    pool = RayResourcePool([4], use_gpu=False, max_colocate_count=1)
+    pool = RayResourcePool([2], use_gpu=False, max_colocate_count=1)
     scorers = NamedWorkerGroup(pool, RayClassWithInitArgs(cls=PlainScorer, scale=3))
     assert scorers.score(group.add_rank(rows(8))).batch["score"].tolist() == [0.0] * 8
     assert scorers.bound == ["score"]
@@ -202,8 +217,10 @@ def test_workers_need_not_derive_from_the_base(group):
 
 def test_several_groups_share_the_processes_of_a_pool_without_devices(cluster):
     pool = RayResourcePool([2], use_gpu=False, max_colocate_count=1)
-    groups = [RayWorkerGroup(pool, RayClassWithInitArgs(cls=Counter, start=start), timeout_s=60) for start in (1, 2, 3)]
-    assert [group.execute_all_sync("plain", 0) for group in groups] == [[1, 1], [2, 2], [3, 3]]
+    groups = [
+        RayWorkerGroup(pool, RayClassWithInitArgs(cls=Constant, value=value), timeout_s=60) for value in (1, 2, 3)
+    ]
+    assert [group.execute_all_sync("get") for group in groups] == [[1, 1], [2, 2], [3, 3]]
     for group in groups:
         group.shutdown()
     assert pool.pgs is None
@@ -211,14 +228,14 @@ def test_several_groups_share_the_processes_of_a_pool_without_devices(cluster):
 
 def test_a_worker_class_keeps_its_own_options(cluster):
     pool = RayResourcePool([1], use_gpu=False, max_colocate_count=4)
-    counter = RayClassWithInitArgs(cls=ray.remote(num_cpus=2)(Counter.__ray_actor_class__))
+    counter = RayClassWithInitArgs(cls=ray.remote(num_cpus=2)(Constant.__ray_actor_class__))
     counter.update_options({"max_concurrency": 3, "runtime_env": {"env_vars": {"MINE": "7", "RANK": "9"}}, "name": "x"})
     counter.set_additional_resource({"num_cpus": 3, "max_task_retries": 0})
     before = dict(counter._options)
     group = RayWorkerGroup(pool, counter, name_prefix="own")
     assert group.execute_all_sync("getenv", ["MINE"]) == ["7"]
     assert group.execute_all_sync("getenv", ["RANK"]) == ["0"]
-    assert group.worker_names == ["ownCounter_0:0"]
+    assert group.worker_names == ["ownConstant_0:0"]
     assert counter._options == before
     group.shutdown()
 

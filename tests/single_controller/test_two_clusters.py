@@ -6,6 +6,7 @@ import sys
 from contextlib import suppress
 
 import psutil
+import pytest
 
 _SCRIPT = """
 import gc, os, sys
@@ -135,6 +136,7 @@ def output_of(script):
     return output
 
 
+@pytest.mark.slow
 def test_a_second_cluster_serves_after_a_worker_died_in_the_first():
     output = output_of(_SCRIPT)
     assert output.endswith("both clusters served"), output

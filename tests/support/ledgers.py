@@ -64,9 +64,18 @@ class DrivenLedger(Ledger):
         return self.apply(Put(summary=summary, continued=continued)).result
 
     def release(
-        self, group_id: int, attempt: int, *, num_tokens: int, reason: str = "aborted", continued: bool = True
+        self,
+        group_id: int,
+        attempt: int,
+        *,
+        num_tokens: int,
+        reason: str = "aborted",
+        continued: bool = True,
+        drop: bool = False,
     ) -> None:
-        command = Release(group_id=group_id, attempt=attempt, num_tokens=num_tokens, reason=reason, continued=continued)
+        command = Release(
+            group_id=group_id, attempt=attempt, num_tokens=num_tokens, reason=reason, continued=continued, drop=drop
+        )
         self.apply(command)
 
     def expire(self, now: float) -> int:

@@ -17,7 +17,8 @@ from collections.abc import Iterator
 import psutil
 
 _VARIABLE = "ASYNCRL_TEST_SESSION"
-_GRACE_S = 15.0
+_GRACE_S = 5.0
+_STOP_S = 10.0
 
 
 def name_session() -> str:
@@ -44,7 +45,7 @@ def end_leftovers(name: str, *, grace_s: float = _GRACE_S) -> list[str]:
         with contextlib.suppress(psutil.NoSuchProcess):
             words.append(" ".join(process.cmdline()) or process.name())
             process.terminate()
-    psutil.wait_procs(alive, timeout=grace_s)
+    psutil.wait_procs(alive, timeout=_STOP_S)
     while alive := list(_processes_of(name)):  # again: what is killed may have started more
         for process in alive:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -58,8 +59,13 @@ def _processes_of(name: str) -> Iterator[psutil.Process]:
         with contextlib.suppress(psutil.Error, OSError):
             if process.pid == os.getpid() or process.status() == psutil.STATUS_ZOMBIE:
                 continue
-            if process.environ().get(_VARIABLE) == name:
+            if process.environ().get(_VARIABLE) == name and not _ends_with_us(process):
                 yield process
+
+
+def _ends_with_us(process: psutil.Process) -> bool:
+    """Whether this is a helper of Python's multiprocessing, which ends when the pipe to this process closes."""
+    return process.ppid() == os.getpid() and any("from multiprocessing." in word for word in process.cmdline())
 
 
 if __name__ == "__main__":

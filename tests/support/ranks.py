@@ -4,6 +4,7 @@ The ranks are forked from one server process that has imported torch and transfo
 takes milliseconds. The server starts with the first call of a test process and ends with it.
 """
 
+import contextlib
 import multiprocessing
 import os
 import socket
@@ -38,17 +39,19 @@ def run_on_ranks(num_ranks: int, function: Callable[..., Any], *args: Any, timeo
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_IMPORTED_ONCE)
     port = _free_port()
-    pipes = [context.Pipe(duplex=False) for _ in range(num_ranks)]
+    pipes = [context.Pipe() for _ in range(num_ranks)]
     processes = [
         context.Process(target=_entry, args=(rank, num_ranks, port, pipes[rank][1], function, args), daemon=True)
         for rank in range(num_ranks)
     ]
-    for process, (_, sender) in zip(processes, pipes, strict=True):
+    for process, (_, of_rank) in zip(processes, pipes, strict=True):
         process.start()
-        sender.close()  # then a rank that dies without a word ends its pipe
+        of_rank.close()  # then a rank that dies without a word ends its pipe
     try:
-        return _outcomes([receiver for receiver, _ in pipes], timeout_s)
+        return _outcomes([ours for ours, _ in pipes], timeout_s)
     finally:
+        for ours, _ in pipes:
+            ours.close()
         for process in processes:
             process.join(5.0)
             if process.is_alive():
@@ -69,7 +72,7 @@ def _outcomes(receivers: list[Connection], timeout_s: float) -> list[Any]:
     return [results[rank] for rank in range(len(receivers))]
 
 
-def _entry(rank: int, num_ranks: int, port: int, sender: Connection, function: Callable[..., Any], args: tuple) -> None:
+def _entry(rank: int, num_ranks: int, port: int, parent: Connection, function: Callable[..., Any], args: tuple) -> None:
     os.environ |= {
         "RANK": str(rank),
         "WORLD_SIZE": str(num_ranks),
@@ -81,11 +84,13 @@ def _entry(rank: int, num_ranks: int, port: int, sender: Connection, function: C
     try:
         outcome = function(*args)
     except BaseException:  # noqa: BLE001 - reported to the parent, which fails the test
-        sender.send((traceback.format_exc(), True))
+        parent.send((traceback.format_exc(), True))
         return
+    parent.send((outcome, False))
+    with contextlib.suppress(EOFError, OSError):
+        parent.recv()  # ends when all ranks are done: rank 0 holds the store through which the others still meet
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
-    sender.send((outcome, False))
 
 
 def _free_port() -> int:

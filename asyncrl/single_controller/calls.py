@@ -1,0 +1,229 @@
+"""One call through a group: its deadline, its route to each worker, the futures it takes and the references it returns.
+
+Futures among the arguments travel as references: Ray starts the call when their results are there, and passes on the
+error where one failed. A method that fetched them itself would block its process; in an asyncio actor, where calls run
+interleaved, it could wait for itself.
+"""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import ray
+
+from asyncrl.protocol.future import DataProtoFuture, _padding_size_key
+from asyncrl.protocol.remote import fetch, fetch_async
+
+from .dispatch import MAGIC_ATTR, collect_all_to_all, collect_dp_compute, silent_ranks
+
+_deadline_s: ContextVar[float | None] = ContextVar("call_deadline_s", default=None)
+
+
+@contextmanager
+def call_deadline(timeout_s: float) -> Iterator[None]:
+    """Give each blocking call inside the block ``timeout_s`` seconds, instead of its group's timeout.
+
+    A late call raises `DeadlineError`; the workers continue it.
+    """
+    if timeout_s <= 0:
+        raise ValueError(f"timeout_s must be > 0, got {timeout_s}")
+    token = _deadline_s.set(timeout_s)
+    try:
+        yield
+    finally:
+        _deadline_s.reset(token)
+
+
+def deadline_in_force(default_s: float | None) -> float | None:
+    """Seconds that a call made now may take; None is unlimited."""
+    return _deadline_s.get() or default_s
+
+
+class PendingResults(list[Any]):
+    """References to the results of all ranks: a list for ``ray.get``, and awaitable.
+
+    Attributes:
+        queued_s: When the call was made, by ``time.monotonic``.
+    """
+
+    def __init__(self, refs: Iterable[Any] = ()) -> None:
+        super().__init__(refs)
+        self.queued_s = time.monotonic()
+
+    def get(self, timeout_s: float | None = None) -> list[Any]:
+        """Wait for all results, in the order of the ranks.
+
+        Raises:
+            DeadlineError: they did not arrive within ``timeout_s`` seconds.
+            WorkerDiedError: a worker died.
+        """
+        return fetch(self, timeout_s)
+
+    def __await__(self) -> Generator[Any, None, list[Any]]:
+        return fetch_async(self).__await__()
+
+
+class PendingResult(ray.ObjectRef):
+    """A reference to one rank's result; unlike Ray's own, its errors name the worker."""
+
+    def __init__(self, ref: ray.ObjectRef) -> None:
+        super().__init__(ref.binary(), ref.owner_address(), ref.call_site())
+        self.ref = ref
+
+    def get(self, timeout_s: float | None = None) -> Any:
+        """Wait for the result. Raises as `PendingResults.get` does."""
+        return fetch([self.ref], timeout_s)[0]
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        return self._fetch().__await__()
+
+    async def _fetch(self) -> Any:
+        return (await fetch_async([self.ref]))[0]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _same, (self.ref,)
+
+
+def _same(ref: ray.ObjectRef) -> ray.ObjectRef:
+    return ref
+
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def holds_future(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether any argument is a `DataProtoFuture`."""
+    return any(isinstance(value, DataProtoFuture) for value in (*args, *kwargs.values()))
+
+
+def detach_references(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Arguments, list[Any]]:
+    """The arguments with the references of their futures blanked out, and these references in order."""
+    references: list[Any] = []
+
+    def blank(value: Any) -> Any:
+        if not isinstance(value, DataProtoFuture):
+            return value
+        references.extend(value.futures)
+        return replace(value, futures=[None] * len(value.futures))
+
+    return (tuple(map(blank, args)), {key: blank(value) for key, value in kwargs.items()}), references
+
+
+def attach_results(args: tuple[Any, ...], kwargs: dict[str, Any], results: tuple[Any, ...]) -> Arguments:
+    """The arguments with every future resolved; ``results`` are in the order of the references."""
+    remaining = iter(results)
+
+    def resolved(value: Any) -> Any:
+        if not isinstance(value, DataProtoFuture):
+            return value
+        return value.resolve([next(remaining) for _ in value.futures])
+
+    return tuple(map(resolved, args)), {key: resolved(value) for key, value in kwargs.items()}
+
+
+FUSED_METHOD_SEPARATOR = "_fwmn_"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Route:
+    """How calls of one method reach a worker: directly, or through the host that shares its process.
+
+    Attributes:
+        remote_name: The actor's method that is called.
+        role_method: Role and method, for a host of several roles; None if the worker is called directly.
+        is_worker: Whether the actor's class is a `Worker`, which accepts references and silent calls.
+        is_coroutine: Whether the method is a coroutine, which fetches futures itself without blocking others.
+        takes_results: Whether the method receives the results of futures rather than the futures.
+    """
+
+    remote_name: str
+    role_method: str | None = None
+    is_worker: bool = False
+    is_coroutine: bool = False
+    takes_results: bool = False
+
+    @classmethod
+    def of(cls, actor_class: Any, method_name: str, role: str) -> Route:
+        """The route to a method of a class, or of one role of a fused class; ``role`` is empty for others."""
+        owner = actor_class.raw_cls_dict[role] if role else actor_class
+        method = getattr(owner, method_name, None)
+        remote_name = "_fuw_execute" if role else method_name
+        return cls(
+            remote_name=remote_name,
+            role_method=f"{role}{FUSED_METHOD_SEPARATOR}{method_name}" if role else None,
+            is_worker=hasattr(actor_class, "_call_chained"),
+            is_coroutine=inspect.iscoroutinefunction(getattr(actor_class, remote_name, None)),
+            takes_results=bool(getattr(method, MAGIC_ATTR, {}).get("materialize_futures")),
+        )
+
+    def call(
+        self, worker: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_silent: bool = False
+    ) -> ray.ObjectRef:
+        """Call one worker; a silent call returns only errors."""
+        name = self.remote_name
+        if self.role_method is not None:
+            args = (self.role_method, *args)
+        if self.is_worker and not self.is_coroutine:
+            if self.takes_results and holds_future(args, kwargs):
+                (blank_args, blank_kwargs), references = detach_references(args, kwargs)
+                args, kwargs, name = (name, blank_args, blank_kwargs, *references), {}, "_call_chained"
+            if is_silent:
+                args, name = (name, *args), "_call_silently"
+        return getattr(worker, name).remote(*args, **kwargs)
+
+
+_SHARE_FROM_BYTES = 100_000
+# These return one entry per rank rather than per row: there is no padding to take off.
+_COLLECT_BY_RANK = (collect_all_to_all, collect_dp_compute)
+
+
+def func_generator(
+    group: Any,
+    method_name: str,
+    dispatch_fn: Callable[..., Any],
+    collect_fn: Callable[..., Any],
+    execute_fn: Callable[..., Any],
+    blocking: bool,
+) -> Callable[..., Any]:
+    """The group's side of a registered method: dispatch, execute, wait if it blocks, collect, unpad."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = dispatch_fn(group, *args, **kwargs)
+        padding_size = kwargs.pop(_padding_size_key, 0)
+        silent = silent_ranks(group, collect_fn)
+        if silent and execute_fn == group.execute_all:
+            output = group._execute_all(method_name, args, kwargs, silent)
+        else:
+            output = execute_fn(method_name, *args, **kwargs)
+        if blocking:
+            output = group._fetch(output)
+        output = collect_fn(group, output)
+        return output if not padding_size or collect_fn in _COLLECT_BY_RANK else _unpadded(output, padding_size)
+
+    call.__name__ = method_name
+    return call
+
+
+def _unpadded(output: Any, padding_size: int) -> Any:
+    """A batch, list of rows or future without its last rows; anything else unchanged."""
+    if isinstance(output, DataProtoFuture):
+        return output.then(partial(_unpadded, padding_size=padding_size))
+    if isinstance(output, list) or hasattr(output, "chunk"):
+        return output[:-padding_size]
+    return output
+
+
+def shared(values: list[Any]) -> list[Any]:
+    """Replace one large value repeated for every rank by references to one copy in the object store."""
+    if len(values) < 2 or getattr(values[0], "nbytes", 0) < _SHARE_FROM_BYTES:
+        return values
+    if any(value is not values[0] for value in values):
+        return values
+    return [ray.put(values[0])] * len(values)

@@ -1,0 +1,128 @@
+"""What exact admission keeps: saved prefixes that are continued, against the rule that counts every open group as due.
+
+A saturated simulation on the ledger, without sockets or clocks: workers keep every admitted place busy, one of them
+dies now and then after saving what it has, and the learner takes a batch whenever one is ready.
+"""
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from asyncrl.protocol.types import GroupSummary
+from buffer import Ledger, StalenessRule
+from buffer.commands import Commit, Enqueue, GrantedLease, LeaseGroups, PlanBatch, Progress, Put, SavePrefix, TakeBack
+
+_NUM_WORKERS = 4
+_TOKENS_PER_TICK = 50
+_DEATHS_PER_TICK = 0.1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FormerRule(StalenessRule):
+    """Admission as it was before it was exact: every open group counts as due by the new group's deadline."""
+
+    def admits(self, open_by_deadline: Mapping[int, int], *, version: int, engine_version: int) -> bool:
+        """See `StalenessRule.admits`."""
+        num_open = sum(open_by_deadline.values())
+        return num_open + (version - engine_version) * self.groups_per_step < (self.max_lag + 1) * self.groups_per_step
+
+
+@dataclass(kw_only=True)
+class _Rollout:
+    """A group being generated: its lease, its tokens so far, and how many it will have."""
+
+    lease: GrantedLease
+    num_tokens: int
+    length: int
+
+
+class SaturatedRun:
+    """Workers, a learner and a ledger.
+
+    Args:
+        rule: Admits.
+        seed: Of lengths and deaths.
+    """
+
+    def __init__(self, rule: StalenessRule, *, seed: int) -> None:
+        self.ledger = Ledger(rule, order="earliest_deadline")
+        self.num_saved_tokens = 0
+        self._random = random.Random(seed)
+        self._next_id = 0
+        self._running: dict[int, _Rollout] = {}
+        self._lengths: dict[int, int] = {}
+
+    def tick(self) -> None:
+        """Every running group grows, finished ones are stored, the learner steps, and free places are leased."""
+        for rollout in list(self._running.values()):
+            rollout.num_tokens = min(rollout.num_tokens + _TOKENS_PER_TICK, rollout.length)
+            if rollout.num_tokens == rollout.length:
+                self._put(rollout)
+        if self._random.random() < _DEATHS_PER_TICK:
+            self._kill(bytes([self._random.randrange(_NUM_WORKERS)]))
+        self._step()
+        self._lease()
+
+    def _put(self, rollout: _Rollout) -> None:
+        lease = self._running.pop(rollout.lease.group_id).lease
+        summary = GroupSummary(
+            group_id=lease.group_id,
+            attempt=lease.attempt,
+            num_prompt_tokens=16,
+            response_lengths=(rollout.length,),
+            num_tokens=rollout.length,
+            oldest_version=lease.engine_version,
+            newest_version=lease.engine_version,
+            rewards=(1.0,),
+        )
+        self.ledger.apply(Put(summary=summary))
+
+    def _kill(self, worker: bytes) -> None:
+        for group in self.ledger.leases_of(worker):
+            rollout = self._running.pop(group.group_id)
+            progress = Progress(
+                num_tokens=rollout.num_tokens,
+                oldest_version=rollout.lease.engine_version,
+                newest_version=self.ledger.learner_version,
+            )
+            self.ledger.apply(SavePrefix(group_id=group.group_id, attempt=group.attempt, progress=progress))
+            self.num_saved_tokens += rollout.num_tokens
+        self.ledger.apply(TakeBack(owner=worker))
+
+    def _step(self) -> None:
+        version = self.ledger.learner_version
+        if self.ledger.apply(PlanBatch(version=version)).group_ids:
+            self.ledger.apply(Commit(version=version))
+
+    def _lease(self) -> None:
+        rule = self.ledger.rule
+        if (num_short := 4 * rule.groups_per_step - self.ledger.num_queued) > 0:
+            self.ledger.apply(Enqueue(group_ids=tuple(range(self._next_id, self._next_id + num_short))))
+            self._next_id += num_short
+        worker = 0
+        while leases := self.ledger.apply(
+            LeaseGroups(engine_version=self.ledger.learner_version, max_groups=1, owner=bytes([worker]))
+        ).leases:
+            [lease] = leases
+            length = self._lengths.setdefault(lease.group_id, self._random.randint(100, 2000))
+            self._running[lease.group_id] = _Rollout(lease=lease, num_tokens=lease.num_inherited, length=length)
+            worker = (worker + 1) % _NUM_WORKERS
+
+
+def saved_tokens_kept(rule: StalenessRule, *, num_ticks: int = 3000, seed: int = 0) -> float:
+    """The share of saved tokens that was not dropped as too old to be continued."""
+    run = SaturatedRun(rule, seed=seed)
+    for _ in range(num_ticks):
+        run.tick()
+    return 1 - run.ledger.account.tokens_dropped["stale_prefix"] / run.num_saved_tokens
+
+
+def admission_figures(*, num_ticks: int) -> dict[str, float]:
+    """The shares kept by the exact rule and by the former one, for B = 16."""
+    figures = {}
+    for max_lag in (1, 2):
+        exact = saved_tokens_kept(StalenessRule(max_lag=max_lag, groups_per_step=16), num_ticks=num_ticks)
+        former = saved_tokens_kept(FormerRule(max_lag=max_lag, groups_per_step=16), num_ticks=num_ticks)
+        suffix = "" if max_lag == 2 else f"_lag_{max_lag}"
+        figures |= {f"saved_tokens_kept{suffix}": exact, f"saved_tokens_kept_formerly{suffix}": former}
+    return figures

@@ -1,0 +1,127 @@
+"""Calls one SGLang server over HTTP: single calls under a deadline, and streamed batches of samples."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator
+from typing import Any
+
+import aiohttp
+
+from asyncrl.protocol.errors import DeadlineError, EngineError
+
+from .sglang_server import SERVER_KEEP_ALIVE_S, SGLangServer
+
+logger = logging.getLogger(__name__)
+
+DEATH_GRACE_S = 2.0
+# The client must drop an idle connection first: a server that closes one while a request is on its way resets it.
+CLIENT_KEEP_ALIVE_S = SERVER_KEEP_ALIVE_S / 4
+_EVENT_END = b"\n\n"
+_EVENT_START = b"data: "
+_LAST_EVENT = b"[DONE]"
+
+
+class SGLangClient:
+    """A connection pool to one server; `open` it once the server is up."""
+
+    def __init__(self, server: SGLangServer) -> None:
+        """Take the server, which its owner starts and stops."""
+        self._server = server
+        self._session: aiohttp.ClientSession | None = None
+
+    async def open(self) -> None:
+        """Make the pool; connects on the first call."""
+        self._session = aiohttp.ClientSession(
+            self._server.url,
+            headers=self._server.headers,
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=CLIENT_KEEP_ALIVE_S),
+            timeout=aiohttp.ClientTimeout(total=None),
+        )
+
+    async def close(self) -> None:
+        """Close all connections. May be called more than once."""
+        if self._session is not None:
+            await self._session.close()
+
+    async def call(self, method: str, path: str, body: Any = None, *, timeout_s: float) -> Any:
+        """Call the server; returns its JSON answer, or None if it has none.
+
+        A call whose connection breaks is sent once more on another connection. Every call that goes through here may
+        be repeated: the second does what the first did, or finds it done.
+
+        Raises:
+            EngineError: the server refused, or cannot be reached although it lives.
+            DeadlineError: no answer within ``timeout_s``.
+            WorkerDiedError: it died.
+        """
+        session = self._opened(method, path)
+        try:
+            async with asyncio.timeout(timeout_s):
+                try:
+                    status, content = await _exchange(session, method, path, body)
+                except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
+                    await self._raise_if_dead()
+                    logger.warning("%s: %s %s is sent again after %r", self._server.name, method, path, error)
+                    status, content = await _exchange(session, method, path, body)
+        except TimeoutError:
+            raise DeadlineError(
+                f"{self._server.name} did not answer {method} {path} within {timeout_s:g} s. {self._server.log_tail()}"
+            ) from None
+        except aiohttp.ClientError as error:
+            raise await self._unreachable(method, path, error) from error
+        self._check_status(status, method, path, content)
+        return json.loads(content) if content else None
+
+    async def stream(self, path: str, body: Any) -> AsyncIterator[Any]:
+        """Post a request; yields the JSON of each server-sent event until the server ends the stream.
+
+        Not sent again when the connection breaks, and without a deadline: the caller watches for silence.
+
+        Raises:
+            EngineError: the server refused, or cannot be reached although it lives.
+            WorkerDiedError: it died.
+        """
+        session = self._opened("POST", path)
+        try:
+            async with session.post(path, json=body) as response:
+                if response.status != 200:
+                    self._check_status(response.status, "POST", path, await response.read())
+                unread = b""
+                async for data in response.content.iter_any():
+                    *events, unread = (unread + data).split(_EVENT_END)
+                    for event in events:
+                        content = event.removeprefix(_EVENT_START)
+                        if content != _LAST_EVENT:
+                            yield json.loads(content)
+        except aiohttp.ClientError as error:
+            raise await self._unreachable("POST", path, error) from error
+
+    def _opened(self, method: str, path: str) -> aiohttp.ClientSession:
+        if self._session is None or self._session.closed:
+            raise EngineError(f"{self._server.name} is not running; {method} {path} cannot be sent")
+        return self._session
+
+    def _check_status(self, status: int, method: str, path: str, content: bytes) -> None:
+        if status != 200:
+            raise EngineError(f"{self._server.name} answered {method} {path} with {status}: {content[:500]!r}")
+
+    async def _unreachable(self, method: str, path: str, error: Exception) -> EngineError:
+        await self._raise_if_dead()
+        return EngineError(f"{self._server.name} could not be reached for {method} {path}: {error!r}")
+
+    async def _raise_if_dead(self) -> None:
+        """Raise the server's death if it died; a connection breaks some time before the process is gone."""
+        try:
+            async with asyncio.timeout(DEATH_GRACE_S):
+                await self._server.wait_exit()
+        except TimeoutError:
+            return
+
+
+async def _exchange(session: aiohttp.ClientSession, method: str, path: str, body: Any) -> tuple[int, bytes]:
+    """Send one HTTP request; returns the status and the whole body of the answer."""
+    async with session.request(method, path, json=body) as response:
+        return response.status, await response.read()

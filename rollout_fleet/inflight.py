@@ -1,0 +1,156 @@
+"""A prompt group that a rollout worker holds: its lease, its phase, and its samples as far as they are written.
+
+Pure and synchronous; the rollout loop drives it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum, auto
+
+import numpy as np
+
+from asyncrl.protocol.types import FinishReason, Lease
+
+from .config import SamplingConfig
+from .types import SampleOutput, SampleRequest
+
+_NOTHING = SampleOutput(
+    token_ids=np.empty(0, dtype=np.int32),
+    logprobs=np.empty(0, dtype=np.float32),
+    versions=np.empty(0, dtype=np.int32),
+    finish_reason=None,
+)
+
+
+class GroupPhase(Enum):
+    """Where a prompt group is.
+
+    ::
+
+        generating ──▶ settling                        the last sample is in: score and store
+        generating ──▶ cutting ──▶ parked ──▶ generating   cut off for a weight update, continued after it
+        generating, cutting ──▶ ending ──▶ settling    revoked or stopped: cut off, and the lease given back
+    """
+
+    generating = auto()
+    cutting = auto()
+    parked = auto()
+    ending = auto()
+    settling = auto()
+
+
+ON_ENGINE = (GroupPhase.generating, GroupPhase.cutting, GroupPhase.ending)
+
+
+@dataclass(eq=False, kw_only=True)
+class InflightGroup:
+    """One lease that this worker holds.
+
+    Attributes:
+        lease: The lease.
+        samples: [G] what is written of each sample, and of the greedy baseline after them; empty before the first
+            token.
+        num_baselines: 1 with a greedy baseline (ReMax, arXiv 2310.10505), else 0. It is scored, never trained on, and
+            its tokens are in no account.
+        num_inherited: Tokens that an earlier attempt wrote.
+        phase: See `GroupPhase`.
+        end_reason: Why the group is given back; empty while it is not. Example: ``"revoked"``.
+    """
+
+    lease: Lease
+    samples: list[SampleOutput]
+    num_baselines: int = 0
+    num_inherited: int = 0
+    phase: GroupPhase = GroupPhase.generating
+    end_reason: str = ""
+    _outstanding: dict[str, int] = field(default_factory=dict)
+    _num_rounds: int = 0
+
+    @classmethod
+    def begin(
+        cls, lease: Lease, *, num_samples: int, prefixes: Sequence[SampleOutput] = (), greedy_baseline: bool = False
+    ) -> InflightGroup:
+        """Begin a group, or continue one from its saved ``prefixes`` (empty, or one per sample)."""
+        num_baselines = int(greedy_baseline)
+        return cls(
+            lease=lease,
+            samples=[*(prefixes or [_NOTHING] * num_samples), *[_NOTHING] * num_baselines],
+            num_baselines=num_baselines,
+            num_inherited=sum(len(prefix.token_ids) for prefix in prefixes),
+        )
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """Group id and attempt."""
+        return self.lease.prompt.group_id, self.lease.attempt
+
+    @property
+    def trained_samples(self) -> list[SampleOutput]:
+        """All samples except the baseline."""
+        return self.samples[: len(self.samples) - self.num_baselines]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens to be accounted for, including inherited ones."""
+        return sum(len(sample.token_ids) for sample in self.trained_samples)
+
+    @property
+    def num_own_tokens(self) -> int:
+        """Tokens that this worker's engine wrote."""
+        return self.num_tokens - self.num_inherited
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether every sample has ended by itself."""
+        return all(sample.finish_reason is not None for sample in self.samples)
+
+    @property
+    def outstanding(self) -> list[str]:
+        """Ids of the requests that the engine has not answered."""
+        return list(self._outstanding)
+
+    def next_requests(self, sampling: SamplingConfig) -> list[SampleRequest]:
+        """Return one request per unfinished sample, each of which `take` must be given the answer to.
+
+        Args:
+            sampling: How the group's samples are sampled; ``max_new_tokens`` bounds the whole response.
+        """
+        requests = []
+        for index, sample in enumerate(self.samples):
+            num_left = sampling.max_new_tokens - len(sample.token_ids)
+            if sample.finish_reason is None and num_left < 1:
+                self.samples[index] = replace(sample, finish_reason=FinishReason.length)
+            if self.samples[index].finish_reason is not None:
+                continue
+            options = replace(sampling, max_new_tokens=num_left)
+            if index >= len(self.samples) - self.num_baselines:
+                options = replace(options, temperature=0.0, top_p=1.0, top_k=-1)
+            group_id, attempt = self.key
+            request = SampleRequest(
+                id=f"{group_id}-{attempt}-{index}-{self._num_rounds}",
+                prompt_ids=np.concatenate([self.lease.prompt.prompt_ids, sample.token_ids]).astype(np.int32),
+                sampling=options,
+            )
+            self._outstanding[request.id] = index
+            requests.append(request)
+        self._num_rounds += 1
+        return requests
+
+    def take(self, request_id: str, output: SampleOutput) -> int:
+        """Add what the engine wrote to its sample.
+
+        Returns:
+            Tokens to be accounted for; 0 for a baseline.
+        """
+        index = self._outstanding.pop(request_id)
+        before = self.samples[index]
+        self.samples[index] = SampleOutput(
+            token_ids=np.concatenate([before.token_ids, output.token_ids]),
+            logprobs=np.concatenate([before.logprobs, output.logprobs]),
+            versions=np.concatenate([before.versions, output.versions]),
+            finish_reason=output.finish_reason,
+        )
+        is_baseline = index >= len(self.samples) - self.num_baselines
+        return 0 if is_baseline else len(output.token_ids)

@@ -1,0 +1,212 @@
+"""Scores finished prompt groups: built-ins in place, users' functions in processes that can be killed when they hang.
+
+A group waits for a free process; its deadline starts when it has one. A process that hangs or dies is replaced. The
+processes are plain children that speak over pipes, so that a killed worker leaves no semaphores behind; they end when
+their pipe closes.
+
+``python -m rollout_fleet.rewards.reward_processes NAME`` is one such process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+import pickle
+import signal
+import struct
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from asyncrl.protocol.errors import DeadlineError, RewardError, WorkerDiedError
+from asyncrl.protocol.types import Prompt
+from rollout_fleet.engines.process_guard import signal_at_parent_death
+
+from .registry import BUILT_IN_REWARDS, Reward, find_reward
+
+_LENGTH = struct.Struct("<Q")
+
+
+class RewardProcesses:
+    """Scores groups with the configured reward function."""
+
+    def __init__(self, name: str, *, num_processes: int, timeout_s: float, start_timeout_s: float = 60.0) -> None:
+        """Find the reward function.
+
+        Args:
+            name: A built-in's name or ``module:function``.
+            num_processes: Processes for a user's function.
+            timeout_s: Deadline for scoring one prompt group.
+            start_timeout_s: Deadline for one process to start.
+
+        Raises:
+            ValueError: there is no such function.
+        """
+        self._name = name
+        self._num_processes = num_processes
+        self._timeout_s = timeout_s
+        self._start_timeout_s = start_timeout_s
+        self._reward = find_reward(name)
+        self._free: asyncio.Queue[Process] = asyncio.Queue()
+        self._processes: set[Process] = set()
+
+    async def start(self) -> None:
+        """Start the scoring processes, if the function needs them.
+
+        Raises:
+            WorkerDiedError: a process ended before it could score.
+            DeadlineError: a process was not up in time.
+        """
+        if self._name not in BUILT_IN_REWARDS:
+            for process in await asyncio.gather(*(self._start_process() for _ in range(self._num_processes))):
+                self._free.put_nowait(process)
+
+    async def score(self, prompt: Prompt, texts: Sequence[str]) -> np.ndarray:
+        """Score a prompt group.
+
+        Returns:
+            [G] float32, one reward per text.
+
+        Raises:
+            RewardError: the function raised, hung, ended its process, or returned anything but one finite number per
+                text. Its process is replaced, and the next group is scored.
+            WorkerDiedError: a process could not be replaced.
+            DeadlineError: a process could not be replaced in time.
+        """
+        if self._name in BUILT_IN_REWARDS:
+            rewards = _score_group(self._reward, prompt, texts)
+        else:
+            rewards = await self._score_in_process(prompt, texts)
+        wrong = [reward for reward in rewards if not isinstance(reward, float) or not math.isfinite(reward)]
+        if wrong:
+            raise self._failure(prompt, f"returned {wrong[0]}", "it must return one finite number per response")
+        return np.asarray(rewards, dtype=np.float32)
+
+    async def close(self) -> None:
+        """Kill the scoring processes."""
+        for process in list(self._processes):
+            await self._kill(process)
+
+    async def _score_in_process(self, prompt: Prompt, texts: Sequence[str]) -> list[Any]:
+        process = await self._free.get()
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                answer = await _ask(process, (prompt, list(texts)))
+        except BaseException as error:
+            self._free.put_nowait(await self._replace(process))
+            if isinstance(error, TimeoutError):
+                what = f"did not score it within rollout_fleet.reward_timeout_s = {self._timeout_s:g} s"
+                raise self._failure(prompt, what, "make it faster or raise the option") from None
+            if isinstance(error, (asyncio.IncompleteReadError, ConnectionError)):
+                raise self._failure(prompt, "ended its process", "it must not exit or crash") from None
+            raise
+        self._free.put_nowait(process)
+        if isinstance(answer, str):
+            raise self._failure(prompt, f"raised {answer}", "fix it, or filter such prompts")
+        return answer
+
+    async def _start_process(self) -> Process:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "rollout_fleet.rewards.reward_processes",
+            self._name,
+            str(os.getpid()),
+            stdin=PIPE,
+            stdout=PIPE,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        )
+        self._processes.add(process)
+        try:
+            async with asyncio.timeout(self._start_timeout_s):
+                await _read(process)
+        except TimeoutError:
+            await self._kill(process)
+            raise DeadlineError(
+                f"a scoring process of reward {self._name!r} was not up within {self._start_timeout_s:g} s"
+            ) from None
+        except asyncio.IncompleteReadError:
+            await self._kill(process)
+            raise WorkerDiedError(
+                f"a scoring process of reward {self._name!r} ended with exit status {process.returncode} before it "
+                "could score; its traceback is in the worker's log"
+            ) from None
+        return process
+
+    async def _replace(self, process: Process) -> Process:
+        await self._kill(process)
+        return await self._start_process()
+
+    async def _kill(self, process: Process) -> None:
+        self._processes.discard(process)
+        with suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+
+    def _failure(self, prompt: Prompt, what: str, remedy: str) -> RewardError:
+        return RewardError(f"reward {self._name!r} on prompt group {prompt.group_id} {what}; {remedy}")
+
+
+async def _ask(process: Process, question: Any) -> Any:
+    """Send a question to a scoring process; returns its rewards, or how the function failed."""
+    assert process.stdin is not None
+    frame = pickle.dumps(question)
+    process.stdin.write(_LENGTH.pack(len(frame)) + frame)
+    await process.stdin.drain()
+    return await _read(process)
+
+
+async def _read(process: Process) -> Any:
+    assert process.stdout is not None
+    (length,) = _LENGTH.unpack(await process.stdout.readexactly(_LENGTH.size))
+    return json.loads(await process.stdout.readexactly(length))
+
+
+def _score_group(reward: Reward, prompt: Prompt, texts: Sequence[str]) -> list[Any]:
+    """Return one float per text, or a description of what is not a number."""
+    return [_to_number(reward(prompt, text)) for text in texts]
+
+
+def _to_number(value: Any) -> float | str:
+    """Convert a Python, numpy or torch scalar; anything else becomes its description."""
+    if isinstance(value, (str, bytes)) or getattr(value, "ndim", 0) != 0:
+        return repr(value)
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return repr(value)
+
+
+def main() -> None:
+    """Score groups from standard input until it ends."""
+    signal_at_parent_death(signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    name, parent_pid = sys.argv[1:]
+    if os.getppid() != int(parent_pid):
+        return
+    questions, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what the function prints goes to the log
+    reward = find_reward(name)
+    _write(answers, "ready")
+    while header := questions.read(_LENGTH.size):
+        prompt, texts = pickle.loads(questions.read(*_LENGTH.unpack(header)))
+        try:
+            _write(answers, _score_group(reward, prompt, texts))
+        except Exception as error:  # noqa: BLE001 - whatever a user's function raises costs this group only
+            _write(answers, repr(error))
+
+
+def _write(stream: BinaryIO, answer: Any) -> None:
+    frame = json.dumps(answer).encode()
+    stream.write(_LENGTH.pack(len(frame)) + frame)
+    stream.flush()
+
+
+if __name__ == "__main__":
+    main()

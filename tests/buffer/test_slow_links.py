@@ -1,0 +1,131 @@
+"""Clients behind a slow link: a proxy with a rate and a latency stands between them and the server."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+
+import pytest
+from groups import prompt, rollout, running
+
+from asyncrl.protocol.errors import DeadlineError
+from asyncrl.protocol.types import Lease
+from buffer import BufferClient
+from buffer.server import BufferServer
+
+_PIECE = 16 * 1024
+_BYTES_PER_TOKEN = 12
+
+
+class _Lane:
+    """One direction of the link: pieces pass first come first served, so a payload and a heartbeat share it fairly."""
+
+    def __init__(self, bytes_per_s: float) -> None:
+        self._bytes_per_s = bytes_per_s
+        self._free_at = 0.0
+
+    async def carry(self, num_bytes: int) -> None:
+        now = asyncio.get_running_loop().time()
+        self._free_at = max(self._free_at, now) + num_bytes / self._bytes_per_s
+        if self._free_at - now > 0.01:
+            await asyncio.sleep(self._free_at - now)
+
+
+class SlowLink:
+    """Forwards the ports of a server from 127.0.0.2, all connections of one direction at ``bytes_per_s`` together."""
+
+    def __init__(self, server: BufferServer, *, bytes_per_s: float, latency_s: float) -> None:
+        self._ports = [int(server.address.rpartition(":")[2]), server.bulk_port]
+        self._latency_s = latency_s
+        self._lanes = (_Lane(bytes_per_s), _Lane(bytes_per_s))
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._servers: list[asyncio.Server] = []
+        self.address = f"tcp://127.0.0.2:{self._ports[0]}"
+        self.is_cut = asyncio.Event()
+
+    async def __aenter__(self) -> "SlowLink":
+        for port in self._ports:
+            self._servers.append(await asyncio.start_server(self._forward(port), "127.0.0.2", port, limit=_PIECE))
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for server in self._servers:
+            server.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _forward(self, port: int) -> Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]:
+        async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            there, back = await asyncio.open_connection("127.0.0.1", port, limit=_PIECE)
+            for lane, source, sink in zip(self._lanes, (reader, there), (back, writer), strict=True):
+                task = asyncio.ensure_future(self._pump(lane, source, sink))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+
+        return forward
+
+    async def _pump(self, lane: "_Lane", source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+        loop = asyncio.get_running_loop()
+        with suppress(ConnectionError):
+            while piece := await source.read(_PIECE):
+                await lane.carry(len(piece))
+                if self.is_cut.is_set():
+                    await asyncio.Event().wait()
+                loop.call_later(self._latency_s, sink.write, piece)
+                if sink.transport.get_write_buffer_size() > 4 * _PIECE:
+                    await sink.drain()
+        loop.call_later(self._latency_s, sink.close)
+
+
+async def renewing(client: BufferClient, leases: list[Lease], every_s: float) -> None:
+    while True:
+        await asyncio.sleep(every_s)
+        await client.renew(leases)
+
+
+@pytest.mark.parametrize(("megabytes_per_s", "timeout_s"), [(4.0, 2.0), (1.2, 6.0)])
+async def test_a_large_put_over_a_slow_link_keeps_its_lease_and_finishes(megabytes_per_s: float, timeout_s: float):
+    options = {"lease_s": 1.5, "heartbeat_s": 0.3, "request_timeout_s": timeout_s}
+    rate = megabytes_per_s * 1e6
+    async with (
+        running(groups_per_step=1, **options) as run,
+        SlowLink(run.server, bytes_per_s=rate, latency_s=0.02) as link,
+    ):
+        worker = BufferClient(link.address, request_timeout_s=timeout_s)
+        await run.client().enqueue([prompt(0)])
+        [lease] = await worker.lease(0, 1)
+        renewal = asyncio.ensure_future(renewing(worker, [lease], 0.4))
+        began = asyncio.get_running_loop().time()
+        await worker.put(rollout(lease, num_tokens=9_000_000 // _BYTES_PER_TOKEN))
+        assert asyncio.get_running_loop().time() - began > timeout_s, "the link was not slow"
+        assert not renewal.done()
+        renewal.cancel()
+        stats = await worker.stats()
+        assert (stats.groups["stored"], stats.puts_refused) == (1, {})
+        await worker.close()
+
+
+async def test_a_large_put_that_makes_no_progress_ends_at_its_deadline():
+    async with running(groups_per_step=1) as run, SlowLink(run.server, bytes_per_s=50e6, latency_s=0.0) as link:
+        worker = BufferClient(link.address, request_timeout_s=0.7)
+        await run.client().enqueue([prompt(0)])
+        [lease] = await worker.lease(0, 1)
+        link.is_cut.set()
+        with pytest.raises(DeadlineError, match=r"no answer from .* within 0.7 s"):
+            await worker.put(rollout(lease, num_tokens=1_000_000))
+        await worker.close()
+
+
+async def test_a_large_fetch_over_a_slow_link_finishes_however_long_it_takes():
+    async with running(groups_per_step=2) as run:
+        local = run.client()
+        await local.enqueue([prompt(i) for i in range(2)])
+        for lease in await local.lease(0, 2):
+            await local.put(rollout(lease, num_tokens=330_000))
+        async with SlowLink(run.server, bytes_per_s=4e6, latency_s=0.0) as link:
+            rank = BufferClient(link.address, request_timeout_s=1.7)
+            began = asyncio.get_running_loop().time()
+            groups = await rank.fetch([0, 1])
+            assert asyncio.get_running_loop().time() - began > 1.7, "the link was not slow"
+            assert [len(group.token_ids) > 330_000 for group in groups] == [True, True]
+            await rank.close()

@@ -1,0 +1,19 @@
+"""Whole training runs, started as a user starts them and ended with their test."""
+
+import pytest
+
+from tests.support.training_run import RunningTraining
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Start ``python -m asyncrl.train`` with these overrides in a process of its own; what is left of it is ended."""
+    running = []
+
+    def start(*overrides, output_dir=tmp_path, **options):
+        running.append(RunningTraining(output_dir, *overrides, **options))
+        return running[-1]
+
+    yield start
+    for run in running:
+        run.end()

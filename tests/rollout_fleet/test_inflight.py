@@ -1,0 +1,117 @@
+"""What a group asks of the engine, and what it makes of the answers."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from asyncrl.protocol.errors import ReplayBufferError
+from asyncrl.protocol.types import FinishReason, Lease, Prompt
+from rollout_fleet.config import SamplingConfig
+from rollout_fleet.inflight import InflightGroup
+from rollout_fleet.trajectory_groups import to_prefixes, to_progress, to_trajectory_group
+from rollout_fleet.types import SampleOutput
+
+LEASE = Lease(
+    prompt=Prompt(group_id=7, prompt_ids=np.array([3, 4], dtype=np.int32)),
+    attempt=1,
+    engine_version=1,
+    deadline_version=2,
+)
+
+
+def written(num_tokens: int, version: int, finish_reason: FinishReason | None = None, token: int = 14) -> SampleOutput:
+    return SampleOutput(
+        token_ids=np.full(num_tokens, token, dtype=np.int32),
+        logprobs=np.full(num_tokens, -float(version), dtype=np.float32),
+        versions=np.full(num_tokens, version, dtype=np.int32),
+        finish_reason=finish_reason,
+    )
+
+
+def test_a_new_group_asks_for_one_sample_per_request_of_its_prompt():
+    group = InflightGroup.begin(LEASE, num_samples=3)
+    requests = group.next_requests(SamplingConfig(max_new_tokens=5, temperature=0.7))
+    assert [request.prompt_ids.tolist() for request in requests] == [[3, 4]] * 3
+    assert {request.sampling for request in requests} == {SamplingConfig(max_new_tokens=5, temperature=0.7)}
+    assert len({request.id for request in requests}) == 3
+    assert group.outstanding == [request.id for request in requests]
+
+
+def test_each_sample_goes_on_from_where_it_was_and_finished_ones_stay():
+    prefixes = (written(5, 1), written(0, 1), written(4, 2, FinishReason.stop))
+    group = InflightGroup.begin(LEASE, num_samples=3, prefixes=prefixes)
+    assert (group.num_tokens, group.num_own_tokens) == (9, 0)
+    first, second = group.next_requests(SamplingConfig(max_new_tokens=60))
+    assert first.prompt_ids.tolist() == [3, 4, *[14] * 5]
+    assert second.prompt_ids.tolist() == [3, 4]
+    assert [request.sampling.max_new_tokens for request in (first, second)] == [55, 60]
+    assert group.take(first.id, written(3, 3, FinishReason.stop)) == 3
+    assert group.take(second.id, written(8, 3, FinishReason.length)) == 8
+    assert [sample.versions.tolist() for sample in group.samples] == [[1] * 5 + [3] * 3, [3] * 8, [2] * 4]
+    assert [sample.logprobs.tolist() for sample in group.samples] == [[-1.0] * 5 + [-3.0] * 3, [-3.0] * 8, [-2.0] * 4]
+    assert group.is_finished
+    assert not group.outstanding
+    assert (group.num_tokens, group.num_own_tokens) == (20, 11)
+
+
+def test_what_has_nothing_left_to_write_is_not_asked_for():
+    group = InflightGroup.begin(LEASE, num_samples=2, prefixes=(written(6, 1), written(2, 1, FinishReason.stop)))
+    assert group.next_requests(SamplingConfig(max_new_tokens=6)) == []
+    assert [sample.finish_reason for sample in group.samples] == [FinishReason.length, FinishReason.stop]
+
+
+def test_a_group_that_was_cut_off_twice_asks_under_new_ids():
+    group = InflightGroup.begin(LEASE, num_samples=1)
+    ids = []
+    for _ in range(3):
+        (request,) = group.next_requests(SamplingConfig(max_new_tokens=60))
+        ids.append(request.id)
+        group.take(request.id, written(2, 1))
+    assert len(set(ids)) == 3
+    assert not group.is_finished
+    assert group.num_tokens == 6
+
+
+def test_ids_are_distinct_at_any_group_attempt_and_sample():
+    ids = set()
+    for group_id, attempt in [(1, 0), (1, 11), (11, 1), (10**12, 1000), (1, 1000), (1, 100)]:
+        lease = Lease(
+            prompt=Prompt(group_id=group_id, prompt_ids=np.array([3], dtype=np.int32)),
+            attempt=attempt,
+            engine_version=0,
+            deadline_version=0,
+        )
+        group = InflightGroup.begin(lease, num_samples=1100)
+        ids |= {request.id for request in group.next_requests(SamplingConfig())}
+    assert len(ids) == 6 * 1100
+
+
+def test_the_greedy_baseline_is_the_last_sample_and_in_no_account():
+    group = InflightGroup.begin(LEASE, num_samples=2, greedy_baseline=True)
+    sampling = SamplingConfig(temperature=0.7, top_p=0.9, top_k=5, max_new_tokens=9)
+    *sampled, greedy = group.next_requests(sampling)
+    assert {request.sampling for request in sampled} == {sampling}
+    assert greedy.sampling == SamplingConfig(temperature=0.0, top_p=1.0, top_k=-1, max_new_tokens=9)
+    assert [group.take(request.id, written(3, 1, FinishReason.stop)) for request in sampled] == [3, 3]
+    assert group.take(greedy.id, written(2, 1, FinishReason.stop, token=8)) == 0
+    assert group.num_tokens == 6
+    rewards = np.array([0.0, 1.0, 1.0], dtype=np.float32)
+    record = to_trajectory_group(LEASE, group.samples, rewards, num_baselines=group.num_baselines)
+    assert record.is_baseline.tolist() == [False, False, True]
+    assert record.summary.num_tokens == 6
+    assert record.summary.rewards == (0.0, 1.0, 1.0)
+    assert [record.trained_mask(branch).sum() for branch in record.branches] == [3, 3, 0]
+    assert to_progress(LEASE, group.trained_samples).num_trajectories == 2
+
+
+def test_progress_comes_back_as_the_samples_that_it_was_made_of():
+    samples = (written(3, 1), written(0, 1), written(2, 4, FinishReason.stop))
+    progress = to_progress(LEASE, samples)
+    assert progress.summary.num_tokens == 5
+    for before, after in zip(samples, to_prefixes(progress, num_samples=3), strict=True):
+        assert before.finish_reason is after.finish_reason
+        for column in ("token_ids", "logprobs", "versions"):
+            np.testing.assert_array_equal(getattr(before, column), getattr(after, column))
+    with pytest.raises(ReplayBufferError, match="group 7 has 3 samples, this run takes 4"):
+        to_prefixes(progress, num_samples=4)

@@ -1,0 +1,143 @@
+"""The guard on a pretended server: a parent and a child in one process group, which ignore SIGTERM and hold memory."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rollout_fleet.engines.sglang_server import GUARD
+
+pytestmark = pytest.mark.timeout(60)
+SERVER = """
+    import mmap, os, signal, sys, time
+    if "stubborn" in sys.argv:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    with open(sys.argv[1] + ".draft", "w+b") as file:
+        file.truncate(4096)
+        memory = mmap.mmap(file.fileno(), 4096)
+    os.link(sys.argv[1] + ".draft", sys.argv[1])
+    os.unlink(sys.argv[1] + ".draft")
+    if os.fork() == 0:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        os.write(1, f"child {os.getpid()}\\n".encode())
+        time.sleep(600)
+    os.write(1, f"server {os.getpid()}\\n".encode())
+    time.sleep(0.3 if "brief" in sys.argv else 600)
+    os._exit(7)
+"""
+OWNER = """
+    import subprocess, sys, time, os
+    command = [sys.executable, "-I", "-S", sys.argv[1], str(os.getpid()), *sys.argv[2:]]
+    os.write(1, f"guard {subprocess.Popen(command).pid}\\n".encode())
+    time.sleep(600)
+"""
+
+
+class Started:
+    """A guard with the pretended server under it, and everything it may leave."""
+
+    def __init__(self, tmp_path: Path, *words: str, grace_s: float = 0.5, owner: bool = False) -> None:
+        self.shared_memory = Path(f"/dev/shm/asyncrl-test-{os.getpid()}-{tmp_path.name}")
+        self.scratch = tmp_path / "scratch"
+        self.scratch.mkdir()
+        (self.scratch / "file").touch()
+        server = [sys.executable, "-c", textwrap.dedent(SERVER), str(self.shared_memory), *words]
+        if owner:
+            command = [sys.executable, "-c", textwrap.dedent(OWNER), str(GUARD)]
+        else:
+            command = [sys.executable, "-I", "-S", str(GUARD), str(os.getpid())]
+        self.process = subprocess.Popen([*command, str(grace_s), str(self.scratch), *server], stdout=subprocess.PIPE)
+        assert self.process.stdout is not None
+        lines = [self.process.stdout.readline().split() for _ in range(3 if owner else 2)]
+        self.pids = {name.decode(): int(pid) for name, pid in lines}
+        assert self.shared_memory.exists()
+
+    def nothing_is_left(self) -> bool:
+        processes = []
+        for pid in self.pids.values():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                processes.append(psutil.Process(pid))
+        psutil.wait_procs(processes, timeout=10)
+        alive = [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+        return not alive and not self.scratch.exists() and not self.shared_memory.exists()
+
+    def end(self) -> None:
+        self.process.kill()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+        self.process.wait(10)
+        self.shared_memory.unlink(missing_ok=True)
+
+
+@pytest.fixture
+def start(tmp_path):
+    started = []
+
+    def make(*words, **options):
+        started.append(Started(tmp_path, *words, **options))
+        return started[-1]
+
+    yield make
+    for one in started:
+        one.end()
+
+
+def test_the_death_of_the_owner_kills_the_whole_group_and_removes_what_it_left(start):
+    started = start("stubborn", owner=True)
+    os.kill(started.process.pid, signal.SIGKILL)
+    assert started.nothing_is_left()
+
+
+def test_a_server_that_ignores_sigterm_is_killed_after_its_grace(start):
+    started = start("stubborn", grace_s=0.5)
+    started.process.terminate()
+    assert started.process.wait(10) == 128 + signal.SIGKILL
+    assert started.nothing_is_left()
+
+
+def test_a_server_that_is_stopped_is_killed_after_its_grace_and_leaves_nothing(start):
+    started = start("stubborn", grace_s=0.3)
+    started.process.send_signal(signal.SIGUSR1)
+    for name in ("child", "server"):
+        os.kill(started.pids[name], signal.SIGSTOP)
+    started.process.terminate()
+    assert started.process.wait(10) == 128 + signal.SIGKILL
+    assert started.nothing_is_left()
+
+
+def test_a_server_that_obeys_sigterm_leaves_no_child_either(start):
+    started = start(grace_s=30)
+    started.process.terminate()
+    assert started.process.wait(10) == 128 + signal.SIGTERM
+    assert not any(psutil.pid_exists(pid) for pid in started.pids.values()), "not even a zombie"
+    assert started.nothing_is_left()
+
+
+def test_a_server_that_ends_by_itself_passes_its_exit_status_on(start):
+    started = start("brief")
+    assert started.process.wait(10) == 7
+    assert started.nothing_is_left() or not started.shared_memory.exists()
+
+
+def test_shared_memory_of_a_killed_server_is_remembered_from_when_it_was_up(start):
+    started = start()
+    started.process.send_signal(signal.SIGUSR1)
+    asyncio.run(asyncio.sleep(0.3))
+    for name in ("child", "server"):
+        os.kill(started.pids[name], signal.SIGKILL)
+    assert started.process.wait(10) == 128 + signal.SIGKILL
+    assert started.nothing_is_left()
+
+
+def test_a_guard_without_its_owner_starts_nothing(tmp_path):
+    mark = tmp_path / "mark"
+    command = [sys.executable, "-I", "-S", str(GUARD), "1", "1.0", str(tmp_path / "none"), "touch", str(mark)]
+    assert subprocess.run(command, timeout=10).returncode == 1
+    assert not mark.exists()

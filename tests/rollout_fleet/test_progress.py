@@ -1,0 +1,157 @@
+"""Groups that are cut off, saved with their leases, and continued: by another worker, or after a weight update."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from asyncrl.protocol.errors import EngineError, StoreFull
+from asyncrl.protocol.types import FinishReason, WeightSnapshot
+from rollout_fleet.config import SaveProgress
+from tests.support.rollout import running_loop, update, writes
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def writes_long_for_the_first_prompt(request, version):
+    """Responses of 40 tokens to the first prompt, begun or continued; of one token to the others."""
+    return writes(40 if request.id.startswith("0-") else 1)(request, version)
+
+
+async def test_what_a_stopped_worker_has_written_is_continued_by_the_next(make_buffer):
+    buffer = make_buffer(2, groups_per_step=1, max_lag=1)
+    async with running_loop(buffer, writes_long_for_the_first_prompt) as (loop, _, run):
+        await buffer.stored(1)
+        await buffer.commit()
+        await asyncio.sleep(0.1)
+        await loop.stop()
+        first = await run
+    assert 2 < first.tokens_generated < 82
+    assert first.tokens_in_flight == 0
+    assert buffer.progress[0].summary.num_tokens == first.tokens_generated - 2
+    assert {t.turns[1].finish_reason for t in buffer.progress[0].trajectories()} == {FinishReason.unfinished}
+    async with running_loop(buffer, writes_long_for_the_first_prompt, version=1) as (loop, _, run):
+        await buffer.stored(2)
+        await loop.stop()
+        second = await run
+    group = buffer.groups[1]
+    assert (group.group_id, group.attempt) == (0, 1)
+    assert group.summary.num_tokens == 80 == first.tokens_generated - 2 + second.tokens_generated
+    assert np.count_nonzero(group.versions == 0) == first.tokens_generated - 2
+    assert (second.groups_finished, second.tokens_in_flight) == (1, 0)
+    assert buffer.num_accounted == 82
+
+
+async def test_progress_is_dropped_where_the_config_says_so(make_buffer):
+    buffer = make_buffer(1)
+    async with running_loop(buffer, writes(40), save_progress=SaveProgress.never):
+        await asyncio.sleep(0.1)
+    assert buffer.progress == {}
+    assert buffer.ledger.account.tokens_dropped["stopped"] > 0
+
+
+async def test_at_an_update_what_runs_is_saved_and_goes_on_under_the_new_weights(make_buffer):
+    buffer = make_buffer(3, groups_per_step=1, max_lag=6)
+    async with running_loop(buffer, writes(60), save_progress=SaveProgress.at_updates) as (loop, engine, run):
+        saved = []
+        for _ in range(2):
+            await asyncio.sleep(0.1)
+            await update(loop, buffer)
+            await asyncio.sleep(0.02)
+            saved.append([buffer.progress[index].summary.num_tokens for index in range(3)])
+        await buffer.stored(3)
+        await loop.stop()
+        counters = await run
+    assert all(0 < before < after < 120 for before, after in zip(*saved, strict=True))
+    assert counters.tokens_generated == 360 == buffer.num_tokens
+    for group in buffer.groups:
+        for versions in np.split(group.versions[len(group.prompt_ids) :], 2):
+            assert versions.tolist() == sorted(versions)
+            assert set(versions.tolist()) == {0, 1, 2}
+    assert len(engine.requests) == 3 * 6, "each of the six samples once, and once more after each update"
+
+
+async def test_a_stop_or_a_revocation_while_weights_are_loaded_gives_cut_groups_back(make_buffer):
+    buffer = make_buffer(3)
+    async with running_loop(buffer, writes(60), save_progress=SaveProgress.at_updates) as (loop, engine, run):
+        await asyncio.sleep(0.1)
+        engine.load_delay_s = 2.0
+        loading = asyncio.create_task(loop.load_weights(WeightSnapshot(version=1, path="")))
+        await asyncio.sleep(0.1)
+        await buffer.revoke(1)
+        await asyncio.sleep(0.02)
+        assert not run.done()
+        await asyncio.wait_for(loop.stop(), 10)
+        await loading
+        counters = await run
+    assert buffer.held == set()
+    assert {group_id for group_id, _, _ in buffer.released} == {0, 1, 2}
+    assert counters.tokens_in_flight == 0
+    assert counters.tokens_generated == buffer.num_accounted
+
+
+async def test_an_abort_that_the_engine_ignored_is_repeated_until_the_group_is_cut_off(make_buffer, monkeypatch):
+    buffer = make_buffer(1)
+    options = {"save_progress": SaveProgress.at_updates, "stop_timeout_s": 0.4}
+    async with running_loop(buffer, writes(300), **options) as (loop, engine, _):
+        abort, asked = engine.abort, []
+
+        async def ignore_once(request_ids: list[str]) -> None:
+            asked.append(request_ids)
+            if len(asked) > 1:
+                await abort(request_ids)
+
+        monkeypatch.setattr(engine, "abort", ignore_once)
+        await asyncio.sleep(0.1)
+        await asyncio.wait_for(loop.load_weights(WeightSnapshot(version=1, path="")), 10)
+        assert len(asked) == 2
+        assert loop.counters().tokens_generated > 0
+
+
+async def test_a_group_that_finds_no_room_for_its_progress_goes_on_all_the_same(make_buffer):
+    buffer = make_buffer(2, groups_per_step=1, max_lag=6)
+
+    async def refuse(lease, group):
+        raise StoreFull("no room")
+
+    buffer.save_progress = refuse
+    async with running_loop(buffer, writes(30), save_progress=SaveProgress.at_updates) as (loop, _, run):
+        await asyncio.sleep(0.1)
+        await update(loop, buffer)
+        await buffer.stored(2)
+        assert not run.done()
+    assert buffer.num_tokens == 120
+
+
+async def test_a_greedy_baseline_is_continued_after_an_update_and_in_no_account(make_buffer):
+    buffer = make_buffer(1, groups_per_step=1, max_lag=6)
+    options = {"save_progress": SaveProgress.at_updates, "greedy_baseline": True}
+    async with running_loop(buffer, writes(40), **options) as (loop, engine, run):
+        await asyncio.sleep(0.1)
+        await update(loop, buffer)
+        await buffer.stored(1)
+        await loop.stop()
+        counters = await run
+    [group] = buffer.groups
+    assert group.summary.response_lengths == (40, 40, 40)
+    assert group.is_baseline.tolist() == [False, False, True]
+    assert counters.tokens_generated == 80 == buffer.num_tokens
+    assert {request.sampling.temperature for request in engine.requests if request.id.split("-")[2] == "2"} == {0.0}
+
+
+async def test_after_a_failed_update_nothing_is_continued_and_what_was_cut_off_is_given_back(make_buffer):
+    buffer = make_buffer(2)
+    async with running_loop(buffer, writes(60), save_progress=SaveProgress.at_updates) as (loop, engine, run):
+        await asyncio.sleep(0.1)
+        engine.load_error = "other weights"
+        with pytest.raises(EngineError, match="other weights"):
+            await loop.load_weights(WeightSnapshot(version=1, path=""))
+        with pytest.raises(EngineError, match="other weights"):
+            await run
+        num_asked = len(engine.requests)
+    assert num_asked == 4
+    assert buffer.held == set()
+    assert {reason for _, _, reason in buffer.released} == {"stopped"}
+    assert [buffer.progress[index].summary.num_tokens > 0 for index in range(2)] == [True, True]

@@ -1,0 +1,88 @@
+"""Connections to an SGLang server that break between two calls, against a server of the test's own."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import struct
+
+import pytest
+
+from asyncrl.protocol.errors import EngineError
+from rollout_fleet.config import EngineDevice, SGLangConfig
+from rollout_fleet.engines import sglang_client
+from rollout_fleet.engines.sglang_client import SGLangClient
+from rollout_fleet.engines.sglang_server import SERVER_KEEP_ALIVE_S, SGLangServer
+
+
+class ResettingServer:
+    """Answers the first request of every connection with ``{}``, and resets the connection at the second."""
+
+    def __init__(self) -> None:
+        self.requests: list[str] = []
+        self.server: asyncio.Server | None = None
+
+    async def start(self) -> str:
+        self.server = await asyncio.start_server(self.serve, "127.0.0.1", 0)
+        return f"http://127.0.0.1:{self.server.sockets[0].getsockname()[1]}"
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        for answered in (True, False):
+            head = await reader.readuntil(b"\r\n\r\n")
+            for line in head.split(b"\r\n"):
+                if line.lower().startswith(b"content-length:"):
+                    await reader.readexactly(int(line.split(b":")[1]))
+            self.requests.append(head.split(b" ")[1].decode())
+            if answered:
+                writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 2\r\n\r\n{}")
+                await writer.drain()
+        writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        writer.close()
+
+
+@pytest.fixture
+async def server():
+    server = ResettingServer()
+    yield server
+    if server.server is not None:
+        server.server.close()
+
+
+@pytest.fixture
+async def client(server, tmp_path, monkeypatch):
+    monkeypatch.setattr(sglang_client, "DEATH_GRACE_S", 0.1)
+    owner = SGLangServer(
+        SGLangConfig(),
+        model_path="",
+        device=EngineDevice.cpu,
+        name="sglang-0",
+        log_dir=str(tmp_path),
+        seed=0,
+        start_timeout_s=1.0,
+        stop_timeout_s=1.0,
+    )
+    monkeypatch.setattr(owner, "wait_exit", asyncio.Event().wait)  # the server lives
+    monkeypatch.setattr(SGLangServer, "url", await server.start())
+    client = SGLangClient(owner)
+    await client.open()
+    yield client
+    await client.close()
+
+
+@pytest.mark.parametrize("path", ["/update_weights_from_disk", "/weights_checker", "/pause_generation"])
+async def test_a_call_is_sent_again_when_an_idle_connection_was_reset(client, server, path):
+    assert await client.call("POST", "/continue_generation", {}, timeout_s=5) == {}
+    assert await client.call("POST", path, {}, timeout_s=5) == {}
+    assert server.requests == ["/continue_generation", path, path]
+
+
+async def test_generation_is_not_repeated_by_itself(client, server):
+    await client.call("POST", "/continue_generation", {}, timeout_s=5)
+    with pytest.raises(EngineError, match="sglang-0 could not be reached for POST /generate"):
+        await anext(client.stream("/generate", {}))
+    assert server.requests == ["/continue_generation", "/generate"]
+
+
+def test_the_client_drops_idle_connections_before_the_server_does(client, tmp_path):
+    assert client._server._environment(tmp_path)["SGLANG_TIMEOUT_KEEP_ALIVE"] == str(SERVER_KEEP_ALIVE_S)
+    assert sglang_client.CLIENT_KEEP_ALIVE_S < SERVER_KEEP_ALIVE_S / 2

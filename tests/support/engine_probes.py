@@ -1,0 +1,115 @@
+"""How the tests of the real engines ask, publish, and recompute what the engine should have answered."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from asyncrl.protocol.checksums import weight_checksums
+from asyncrl.protocol.types import WeightSnapshot
+from rollout_fleet.config import SamplingConfig
+from rollout_fleet.types import SampleOutput, SampleRequest
+from tests.support.rollout import VOCABULARY
+
+EOS_ID = VOCABULARY.index("<eos>")
+
+
+def write_model(directory: Path, *, seed: int) -> str:
+    """A random Qwen3 of 75k parameters with a character tokenizer."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(seed)
+    ids = {token: index for index, token in enumerate(VOCABULARY)}
+    characters = Tokenizer(models.WordLevel(ids, unk_token="<pad>"))
+    characters.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    characters.decoder = decoders.Fuse()
+    PreTrainedTokenizerFast(
+        tokenizer_object=characters, pad_token="<pad>", eos_token="<eos>", bos_token="<bos>"
+    ).save_pretrained(directory)
+    config = Qwen3Config(
+        vocab_size=len(VOCABULARY),
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        intermediate_size=128,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        eos_token_id=EOS_ID,
+        bos_token_id=2,
+        pad_token_id=0,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(directory)
+    return str(directory)
+
+
+def requests_of(num_prompts: int, num_samples: int = 4, name: str = "a", **sampling: Any) -> list[SampleRequest]:
+    """Samples of prompts with 2, 3, ... tokens, prompt by prompt."""
+    options = SamplingConfig(**{"max_new_tokens": 12, **sampling})
+    return [
+        SampleRequest(
+            id=f"{name}-{prompt}-{sample}",
+            prompt_ids=np.asarray([3 + (prompt + position) % 10 for position in range(2 + prompt)], dtype=np.int32),
+            sampling=options,
+        )
+        for prompt in range(num_prompts)
+        for sample in range(num_samples)
+    ]
+
+
+async def answer(engine: Any, requests: Sequence[SampleRequest]) -> list[SampleOutput]:
+    """The engine's answers, in the order of the requests."""
+    outputs = {request.id: output async for request, output in engine.generate(requests)}
+    return [outputs[request.id] for request in requests]
+
+
+@torch.inference_mode()
+def forward_logprobs(path: str, request: SampleRequest, sample: SampleOutput) -> np.ndarray:
+    """[R] log-probs of the sampled tokens by a plain forward pass in float32."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype="float32")
+    ids = torch.tensor([[*request.prompt_ids.tolist(), *sample.token_ids.tolist()]])
+    logits = model(ids).logits[0, len(request.prompt_ids) - 1 : -1] / (request.sampling.temperature or 1.0)
+    return logits.log_softmax(-1).gather(1, torch.tensor(sample.token_ids, dtype=torch.int64)[:, None])[:, 0].numpy()
+
+
+async def assert_continues(engine: Any, model_path: str, atol: float) -> None:
+    """What was cut off after two tokens is continued to what it would have been, greedily."""
+    requests = requests_of(3, temperature=0.0)
+    whole = await answer(engine, requests)
+    begun = [
+        replace(
+            request,
+            id=f"continued-{request.id}",
+            prompt_ids=np.concatenate([request.prompt_ids, output.token_ids[:2]]),
+            sampling=replace(request.sampling, max_new_tokens=request.sampling.max_new_tokens - 2),
+        )
+        for request, output in zip(requests, whole, strict=True)
+    ]
+    for request, before, after in zip(begun, whole, await answer(engine, begun), strict=True):
+        assert after.token_ids.tolist() == before.token_ids[2:].tolist()
+        assert after.finish_reason is before.finish_reason
+        np.testing.assert_allclose(after.logprobs, forward_logprobs(model_path, request, after), atol=atol)
+
+
+def publish_weights(
+    model_path: str, directory: str | Path, version: int, scale: float = 1.0, *, change: Any = None
+) -> WeightSnapshot:
+    """Write the model's tensors times ``scale`` as a snapshot; ``change`` spoils them after they were digested."""
+    target = Path(directory) / f"v{version}"
+    shutil.copytree(model_path, target)
+    tensors = {name: tensor * scale for name, tensor in load_file(target / "model.safetensors").items()}
+    checksums = weight_checksums(tensors)
+    if change is not None:
+        tensors = change(tensors)
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    return WeightSnapshot(version=version, path=str(target), checksums=checksums)

@@ -1,0 +1,246 @@
+"""A rollout loop on the scripted engine and a replay buffer in memory, for tests of the fleet."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import numpy as np
+
+from asyncrl.protocol.trajectory import TrajectoryGroup
+from asyncrl.protocol.types import GroupSummary, Lease, Prompt, WeightSnapshot
+from buffer.commands import Commit, Enqueue, Expire, LeaseGroups, PlanBatch, Progress, Put, Release, Renew, SavePrefix
+from buffer.ledger import Ledger
+from buffer.rule import StalenessRule
+from rollout_fleet.config import RolloutFleetConfig
+from rollout_fleet.engines.scripted import Script, ScriptedAnswer, ScriptedEngine, repeat_last_token
+from rollout_fleet.loop import RolloutLoop
+from rollout_fleet.metrics import FleetCounters
+from rollout_fleet.rewards.reward_processes import RewardProcesses
+
+VOCABULARY = ["<pad>", "<eos>", "<bos>", *"0123456789", *">+=- r"]
+LEASE_S = 60.0
+OTHERS = 1_000_000  # ids of groups that other workers write
+WRITTEN = 14
+"""A token that no prompt of `make_prompts` holds."""
+
+
+class InMemoryBuffer:
+    """Implements `RolloutBuffer` on the real ledger, without sockets; tests commit steps and revoke leases by hand.
+
+    Attributes:
+        groups: The groups that were put.
+        released: Group id, tokens and reason of every release.
+        progress: What was saved last, by group id.
+        leases_asked: Engine version and number of groups of every request for leases.
+        renewals: Leases renewed so far.
+    """
+
+    def __init__(self, prompts: Sequence[Prompt], *, groups_per_step: int = 1000, max_lag: int = 0) -> None:
+        self.ledger = Ledger(StalenessRule(max_lag=max_lag, groups_per_step=groups_per_step), lease_s=LEASE_S)
+        self.ledger.apply(Enqueue(group_ids=tuple(prompt.group_id for prompt in prompts)))
+        self.groups: list[TrajectoryGroup] = []
+        self.released: list[tuple[int, int, str]] = []
+        self.progress: dict[int, TrajectoryGroup] = {}
+        self.renewals = 0
+        self.leases_asked: list[tuple[int, int]] = []
+        self.closed = False
+        self._prompts = {prompt.group_id: prompt for prompt in prompts}
+        self._continued: set[tuple[int, int]] = set()
+        self._now = 0.0
+        self._num_others = 0
+        self._changed = asyncio.Condition()
+        self._revocations: asyncio.Queue[tuple[int, int]] = asyncio.Queue()
+
+    @property
+    def held(self) -> set[tuple[int, int]]:
+        """Group id and attempt of every lease."""
+        return {(lease.group_id, lease.attempt) for lease in self.ledger.leases()}
+
+    @property
+    def num_accounted(self) -> int:
+        """Tokens that are trained on, dropped, or buffered; those of other workers left out."""
+        account = self.ledger.account
+        return (
+            account.tokens_trained - self._num_others + sum(account.tokens_dropped.values()) + account.tokens_buffered
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the groups that were put."""
+        return sum(group.summary.num_tokens for group in self.groups)
+
+    async def commit(self) -> None:
+        """The learner consumes a batch: it is one version further."""
+        version = self.ledger.learner_version
+        self.ledger.apply(PlanBatch(version=version))
+        self.ledger.apply(Commit(version=version))
+        await self._notify()
+
+    async def advance(self) -> None:
+        """The learner consumes a batch of one group that another worker wrote; needs ``groups_per_step=1``."""
+        version = self.ledger.learner_version
+        self.ledger.apply(Enqueue(group_ids=(OTHERS + version,)))
+        (lease,) = self.ledger.apply(LeaseGroups(engine_version=version, max_groups=1), self._now).leases
+        assert lease.group_id == OTHERS + version, "prompts are queued that no worker has leased"
+        summary = GroupSummary(
+            group_id=lease.group_id,
+            attempt=0,
+            num_prompt_tokens=1,
+            response_lengths=(1,),
+            num_tokens=1,
+            oldest_version=version,
+            newest_version=version,
+            rewards=(0.0,),
+        )
+        self.ledger.apply(Put(summary=summary), self._now)
+        self._num_others += 1
+        await self.commit()
+
+    async def expire(self, group_id: int) -> None:
+        """One lease runs out, and its worker does not hear of it."""
+        self._now += 2 * LEASE_S
+        for lease in self.ledger.leases():
+            if lease.group_id != group_id:
+                self.ledger.apply(Renew(group_id=lease.group_id, attempt=lease.attempt), self._now)
+        self.ledger.apply(Expire(), self._now)
+        await self._notify()
+
+    async def revoke(self, group_id: int) -> None:
+        """One lease runs out, and its worker hears of it."""
+        await self.expire(group_id)
+        for revocation in self.ledger.drain_revocations():
+            self._revocations.put_nowait((revocation.group_id, revocation.attempt))
+
+    async def stored(self, num_groups: int) -> None:
+        """Wait until this many groups were put."""
+        async with asyncio.timeout(20), self._changed:
+            await self._changed.wait_for(lambda: len(self.groups) >= num_groups)
+
+    async def dropped(self, num_groups: int) -> None:
+        """Wait until this many groups were dropped."""
+        async with asyncio.timeout(20), self._changed:
+            await self._changed.wait_for(lambda: sum(self.ledger.account.groups_dropped.values()) >= num_groups)
+
+    async def lease(self, engine_version: int, max_groups: int) -> list[Lease]:
+        self.leases_asked.append((engine_version, max_groups))
+        command = LeaseGroups(engine_version=engine_version, max_groups=max_groups)
+        while not (granted := self.ledger.apply(command, self._now).leases):
+            async with self._changed:
+                await self._changed.wait()
+        self._continued |= {(lease.group_id, lease.attempt) for lease in granted if lease.progress is not None}
+        return [
+            Lease(
+                prompt=self._prompts[lease.group_id],
+                attempt=lease.attempt,
+                engine_version=lease.engine_version,
+                deadline_version=lease.deadline,
+            )
+            for lease in granted
+        ]
+
+    async def renew(self, leases: Sequence[Lease]) -> None:
+        self.renewals += len(leases)
+
+    async def put(self, group: TrajectoryGroup) -> None:
+        await asyncio.sleep(0)
+        self.ledger.apply(Put(summary=group.summary), self._now)
+        self.groups.append(group)
+        await self._notify()
+
+    async def release(self, lease: Lease, *, num_tokens: int, reason: str, drop: bool = False) -> None:
+        group_id, attempt = lease.prompt.group_id, lease.attempt
+        self.released.append((group_id, num_tokens, reason))
+        release = Release(group_id=group_id, attempt=attempt, num_tokens=num_tokens, reason=reason, drop=drop)
+        self.ledger.apply(release, self._now)
+        await self._notify()
+
+    def take_progress(self, lease: Lease) -> TrajectoryGroup | None:
+        key = lease.prompt.group_id, lease.attempt
+        return self.progress[key[0]] if key in self._continued else None
+
+    async def save_progress(self, lease: Lease, group: TrajectoryGroup) -> None:
+        await asyncio.sleep(0)
+        summary = group.summary
+        progress = Progress(
+            num_tokens=summary.num_tokens, oldest_version=summary.oldest_version, newest_version=summary.newest_version
+        )
+        save = SavePrefix(group_id=lease.prompt.group_id, attempt=lease.attempt, progress=progress)
+        self.ledger.apply(save, self._now)
+        self.progress[lease.prompt.group_id] = group
+
+    async def revocation(self) -> tuple[int, int]:
+        return await self._revocations.get()
+
+    async def close(self) -> None:
+        self.closed = True
+
+    async def _notify(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+
+def make_prompts(num_prompts: int) -> list[Prompt]:
+    """Prompts of different lengths: digits and ``>``; the ground truth is the last digit."""
+    prompts = []
+    for index in range(num_prompts):
+        digits = [(index + position) % 10 for position in range(3 + index % 4)]
+        ids = np.asarray([VOCABULARY.index(str(digit)) for digit in digits], dtype=np.int32)
+        prompts.append(Prompt(group_id=index, prompt_ids=ids, ground_truth=str(digits[-1]), data_source="last_digit"))
+    return prompts
+
+
+async def update(loop: RolloutLoop, buffer: InMemoryBuffer) -> None:
+    """The learner makes a step, and the worker loads its version."""
+    await buffer.advance()
+    await loop.load_weights(WeightSnapshot(version=buffer.ledger.learner_version, path=""))
+
+
+def writes(num_tokens: int, token_delay_s: float = 0.01) -> Script:
+    """A script whose responses have ``num_tokens`` tokens when they are finished, begun or continued."""
+
+    def script(request: Any, version: int) -> ScriptedAnswer:
+        num_left = num_tokens - int(np.count_nonzero(request.prompt_ids == WRITTEN))
+        assert request.sampling.max_new_tokens >= num_left
+        return ScriptedAnswer(response=[WRITTEN] * num_left, token_delay_s=token_delay_s)
+
+    return script
+
+
+def digits(token_ids: Sequence[int]) -> str:
+    return "".join(str(token - 3) for token in token_ids if 3 <= token <= 12)
+
+
+@asynccontextmanager
+async def running_loop(
+    buffer: Any,
+    script: Script = repeat_last_token,
+    *,
+    samples_per_prompt: int = 2,
+    reward: str = "exact_match",
+    greedy_baseline: bool = False,
+    version: int = 0,
+    **options: Any,
+) -> AsyncIterator[tuple[RolloutLoop, ScriptedEngine, asyncio.Task[FleetCounters]]]:
+    """A loop on a scripted engine, running; stopped at the end."""
+    engine = ScriptedEngine(script)
+    await engine.start()
+    await engine.load_weights(WeightSnapshot(version=version, path=""))
+    loop = RolloutLoop(
+        RolloutFleetConfig(**options),
+        engine=engine,
+        buffer=buffer,
+        rewards=RewardProcesses(reward, num_processes=1, timeout_s=5.0),
+        decode=digits,
+        samples_per_prompt=samples_per_prompt,
+        greedy_baseline=greedy_baseline,
+    )
+    run = asyncio.create_task(loop.run())
+    try:
+        yield loop, engine, run
+    finally:
+        await loop.stop()
+        await asyncio.gather(run, return_exceptions=True)
+        await engine.stop()
