@@ -252,7 +252,7 @@ def drop_gradients(model: nn.Module) -> None:
                 state._fsdp_param_group
             ]:  # the newer name first
                 for parameter in group.fsdp_params if group is not None else ():
-                    parameter.unsharded_accumulated_grad = None
+                    parameter.sharded_param.grad = parameter.unsharded_accumulated_grad = None
                     if hasattr(parameter, "_unsharded_param"):
                         parameter._unsharded_param.grad = None
 
