@@ -28,7 +28,10 @@ from learner.batching import rank_batches, sample_costs
 from learner.config import AlgorithmConfig, Device, LearnerConfig, OptimizerConfig
 from learner.logprobs import chunked_log_probs
 from learner.objectives import policy_objective
+from learner.packed_model import PackedModel
 from learner.packing import pack
+from learner.roles import REFERENCE
+from learner.selftest import SelfTest
 from learner.trainer import LearnerStep, Trainer
 from learner.types import TokenSequence
 
@@ -253,6 +256,8 @@ def measure(rounds: int, num_tokens: int, vocabulary: int) -> tuple[dict[str, st
             "packed_vs_padded": (tailed, padded_step(path, tailed)),
             "step_vs_trl": (batch, trl_step(path, batch)),
         }
+        figures["selftest_s"] = round(selftest_seconds(path, rounds), 4)
+        rows["selftest_s"] = f"{figures['selftest_s']} s for a model of 76 thousand parameters"
         for name, (sequences, theirs) in comparisons.items():
             detail = speed_ratio(our_step(path, sequences), theirs, rounds) if theirs else None
             figures[name] = detail["ratio"] if detail else None
@@ -267,9 +272,17 @@ def measure(rounds: int, num_tokens: int, vocabulary: int) -> tuple[dict[str, st
     return rows, figures
 
 
+def selftest_seconds(model_path: str, rounds: int) -> float:
+    """CPU seconds of the self-test of a loaded model; the median."""
+    model = PackedModel(LearnerConfig(device=Device.cpu), REFERENCE, model_path=model_path)
+    test = SelfTest(model.head, model.mesh, model.sharding, dtype=model.config.dtype, name=model_path)
+    return statistics.median(_seconds(test.run) for _ in range(rounds))
+
+
 TARGETS = {
     "balance_max_over_mean": Target(at_most=1.05),
     "gae_s": Target(at_most=0.05),
+    "selftest_s": Target(at_most=1.0),
     "step_vs_plain_loop": Target(at_least=0.95),
     "logprob_memory_vs_naive": Target(at_most=0.25),
     "packed_vs_padded": Target(at_least=1.8),

@@ -248,9 +248,8 @@ def drop_gradients(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             state: Any = module._get_fsdp_state()
-            for group in getattr(state, "_fsdp_param_groups", None) or [
-                state._fsdp_param_group
-            ]:  # the newer name first
+            groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # by torch's version
+            for group in groups:
                 for parameter in group.fsdp_params if group is not None else ():
                     parameter.sharded_param.grad = parameter.unsharded_accumulated_grad = None
                     if hasattr(parameter, "_unsharded_param"):

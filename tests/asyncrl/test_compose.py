@@ -55,10 +55,6 @@ def test_a_wrong_override_fails_with_the_option_and_the_value(override, words):
         (["rollout_fleet.sampling.temperature=0"], ["temperature must be > 0"]),
         (["algorithm.critic=true"], ["algorithm.critic=true", "algorithm.advantage=grpo does not read"]),
         (["algorithm.critic=true", "algorithm.advantage=reinforce_plus_plus"], ["reinforce_plus_plus does not read"]),
-        (
-            ["algorithm.advantage=remax", "rollout_fleet.save_progress=at_updates"],
-            ["rollout_fleet.save_progress must be at_stop or never", "remax", "at_updates"],
-        ),
     ],
 )
 def test_options_that_contradict_one_another_are_refused(overrides, words):

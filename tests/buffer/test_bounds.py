@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from groups import prompt, rollout, running
 
 from asyncrl.protocol.errors import ReplayBufferError, StoreFull, WireError
 from asyncrl.protocol.types import Prompt
@@ -18,6 +17,7 @@ from buffer import BufferConfig, BufferProcess
 from buffer.admission import PendingRequest, PendingRequests
 from buffer.client import BufferClient
 from buffer.sockets import ChunkSender
+from tests.support.buffer_groups import prompt, rollout, running
 
 
 async def test_prompts_wait_while_others_fill_their_bound_and_go_on_when_groups_are_finished():

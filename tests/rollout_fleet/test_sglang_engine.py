@@ -401,7 +401,8 @@ async def test_the_death_of_the_owner_leaves_nothing(model_path, tmp_path, momen
     if moment == "up":
         assert await owner.stdout.readline() == b"up\n"
     else:
-        await asyncio.sleep(8)
+        while len(guard.children(recursive=True)) < 3:  # noqa: ASYNC110 - nobody tells of the server's processes
+            await asyncio.sleep(0.05)
     processes = [guard, *guard.children(recursive=True)]
     assert len(processes) >= 2
     owner.kill()
