@@ -14,7 +14,7 @@ from asyncrl.data.config import DataConfig
 from asyncrl.sft.config import WarmStartConfig
 from buffer.config import BufferConfig
 from learner.config import GROUP_ADVANTAGES, AlgorithmConfig, LearnerConfig
-from rollout_fleet.config import EngineKind, RolloutFleetConfig, SaveProgress
+from rollout_fleet.config import EngineKind, RolloutFleetConfig
 
 LEARNER_POOL = "learner"
 """The pool of the actor, and of every role that is placed nowhere else."""
@@ -218,11 +218,6 @@ def check_options(config: RunConfig) -> None:
         raise ValueError(
             f"algorithm.groups_per_step must be >= the {dp_size} data-parallel learner ranks, "
             f"got {algorithm.groups_per_step}; raise it or lower learner.num_ranks"
-        )
-    if algorithm.greedy_baseline and config.rollout_fleet.save_progress is SaveProgress.at_updates:
-        raise ValueError(
-            f"rollout_fleet.save_progress must be at_stop or never with algorithm.advantage={algorithm.advantage}, got "
-            "at_updates: the greedy baseline would begin anew at every update; set rollout_fleet.save_progress=at_stop"
         )
     if config.rollout_fleet.sampling.temperature == 0 and algorithm.samples_per_prompt > 1:
         raise ValueError(

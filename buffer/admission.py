@@ -21,8 +21,7 @@ from .commands import Enqueue, Frames, GrantedLease, LeaseGroups, Release, Renew
 from .groups import Group
 from .heartbeats import Heartbeats
 from .ledger import Ledger
-from .mailbox import Mailbox
-from .messages import REVOKED, Message, integer, integers
+from .messages import REVOKED, Message, Replies, integer, integers
 from .stores import PayloadStore, size_of
 
 logger = logging.getLogger(__name__)
@@ -149,17 +148,17 @@ class PromptIntake:
     Args:
         ledger: Queues.
         store: Keeps the prompts.
-        mailbox: Answers.
+        replies: Answers.
         queue_size: Prompts queued at once.
         hold_s: A request is answered after this long, with how many of its prompts are queued.
     """
 
     def __init__(
-        self, ledger: Ledger, store: PayloadStore, mailbox: Mailbox, *, queue_size: int, hold_s: float
+        self, ledger: Ledger, store: PayloadStore, replies: Replies, *, queue_size: int, hold_s: float
     ) -> None:
         self._ledger = ledger
         self._store = store
-        self._mailbox = mailbox
+        self._replies = replies
         self._queue_size = queue_size
         self._hold_s = hold_s
         self._pending = PendingRequests()
@@ -193,7 +192,7 @@ class PromptIntake:
         self._pending.add(request, self._hold_s, self._answer)
 
     def _answer(self, request: PendingRequest) -> None:
-        self._mailbox.reply(request.client, request.request_id, {"queued": request.fields["queued"]})
+        self._replies.reply(request.client, request.request_id, {"queued": request.fields["queued"]})
 
     def fill(self) -> None:
         """Queue what the queue has room for, first come first."""
@@ -224,7 +223,7 @@ class Admission:
     Args:
         ledger: Admits.
         store: Holds the prompts, and says whether one more group fits.
-        mailbox: Answers.
+        replies: Answers.
         clock: What leases and heartbeats are measured by.
         hold_s: A request that nothing is granted to is answered after this long.
         silent_s: A producer not heard of for this long is gone.
@@ -234,7 +233,7 @@ class Admission:
         self,
         ledger: Ledger,
         store: PayloadStore,
-        mailbox: Mailbox,
+        replies: Replies,
         *,
         clock: LoopClock,
         hold_s: float,
@@ -242,7 +241,7 @@ class Admission:
     ) -> None:
         self._ledger = ledger
         self._store = store
-        self._mailbox = mailbox
+        self._replies = replies
         self._hold_s = hold_s
         self._clock = clock
         self._pending = PendingRequests()
@@ -303,7 +302,7 @@ class Admission:
         """Whether a group waits that the freshest engine may begin, and fits."""
         ledger = self._ledger
         is_admitted = ledger.num_queued > 0 and ledger.admits(ledger.learner_version)
-        return is_admitted and self._store.has_room_for_group(ledger.num_leased)
+        return is_admitted and ledger.has_room()
 
     def grant(self) -> None:
         """One lease at a time to the waiting worker whose turn it is, until nothing more is admitted."""
@@ -360,7 +359,7 @@ class Admission:
                 [lease.group_id, lease.attempt, lease.engine_version, lease.deadline, len(prompt), len(prefix)]
             )
             payload += [*prompt, *prefix]
-        self._mailbox.reply(client, request_id, {"leases": leases}, payload)
+        self._replies.reply(client, request_id, {"leases": leases}, payload)
 
     def _cancel(self, client: bytes, message: Message) -> None:
         """A lease that is no longer wanted; if it was granted meanwhile, its groups go back to the queue."""
@@ -368,7 +367,7 @@ class Admission:
         if self._pending.remove(client, cancelled) is None:
             for lease in self._granted.pop((client, cancelled), []):
                 self._give_back(lease, "cancelled")
-        self._mailbox.reply(client, message.request_id)
+        self._replies.reply(client, message.request_id)
 
     def _give_back(self, lease: GrantedLease | Group, reason: str) -> None:
         """A lease whose worker will report nothing of it."""
@@ -379,13 +378,13 @@ class Admission:
         for group_id, attempt in zip(*_groups_and_attempts(message), strict=True):
             renewed = self._ledger.apply(Renew(group_id=group_id, attempt=attempt, owner=client), self._clock.time())
             if renewed.expires_at is None:
-                self._mailbox.push(client, REVOKED, {"group_id": group_id, "attempt": attempt})
-        self._mailbox.reply(client, message.request_id)
+                self._replies.push(client, REVOKED, {"group_id": group_id, "attempt": attempt})
+        self._replies.reply(client, message.request_id)
 
     def _beat(self, client: bytes, message: Message) -> None:
         """A sign of life, which also makes a producer known that an earlier server knew."""
         self.heartbeats.enter(client, self._clock.time())
-        self._mailbox.reply(client, message.request_id)
+        self._replies.reply(client, message.request_id)
 
     def _leave(self, client: bytes, message: Message) -> None:
         """A goodbye, with the leases that the client knows of: all others, and what it waits for, are given back."""
@@ -396,7 +395,7 @@ class Admission:
                 self._give_back(lease, "undelivered")
         if not self._ledger.leases_of(client):
             self.heartbeats.leave(client)
-        self._mailbox.reply(client, message.request_id)
+        self._replies.reply(client, message.request_id)
 
     def take_from_silent(self) -> None:
         """Take the leases of producers that are gone, before they run out."""

@@ -13,8 +13,7 @@ from asyncrl.protocol.errors import AsyncRLError, ReplayBufferError, StoreFull, 
 from .admission import PendingRequest, PendingRequests
 from .commands import PlanBatch
 from .ledger import Ledger
-from .mailbox import Mailbox
-from .messages import Message, integer, integers
+from .messages import Message, Replies, integer, integers
 from .stores import FetchWindow, PayloadStore, size_of
 from .summaries import summary_fields
 
@@ -29,9 +28,9 @@ class BatchRequests:
     Args:
         ledger: Plans.
         store: Holds the trajectories.
-        mailbox: Answers.
+        replies: Answers.
         hold_s: A plan that cannot be made is answered after this long.
-        store_addresses: Where clients find the payloads, by group id modulo their number; empty if here.
+        store_addresses: Where clients find the payloads, in the order that the ledger counts stores by; empty if here.
         max_filtered: Plans fail when filters have dropped this many groups in a row; 0 never.
     """
 
@@ -39,7 +38,7 @@ class BatchRequests:
         self,
         ledger: Ledger,
         store: PayloadStore,
-        mailbox: Mailbox,
+        replies: Replies,
         *,
         hold_s: float,
         store_addresses: Sequence[str],
@@ -47,7 +46,7 @@ class BatchRequests:
     ) -> None:
         self._ledger = ledger
         self._store = store
-        self._mailbox = mailbox
+        self._replies = replies
         self._hold_s = hold_s
         self._store_addresses = list(store_addresses)
         self._max_filtered = max_filtered
@@ -75,12 +74,12 @@ class BatchRequests:
                 is_made = self._ledger.apply(PlanBatch(version=version)).group_ids
             except ReplayBufferError as error:
                 self._pending.remove(request.client, request.request_id)
-                self._mailbox.fail(request.client, request.request_id, error)
+                self._replies.fail(request.client, request.request_id, error)
                 continue
             if is_made:
                 self._pending.remove(request.client, request.request_id)
                 groups = [summary_fields(summary) for summary in self._ledger.batch(version).groups]
-                self._mailbox.reply(request.client, request.request_id, {"groups": groups})
+                self._replies.reply(request.client, request.request_id, {"groups": groups})
 
     def _answer_late(self, request: PendingRequest) -> None:
         """A plan has waited for as long as it may: ask again, unless nothing is left that could make it."""
@@ -88,10 +87,10 @@ class BatchRequests:
         is_idle = not (ledger.num_queued or ledger.num_leased or ledger.num_planned)
         if is_idle and ledger.account.groups_dropped and ledger.num_stored < ledger.rule.groups_per_step:
             text = f"{self._stored()}, no prompts are queued and nothing runs; {self._dropped()}. Enqueue more prompts"
-            self._mailbox.fail(request.client, request.request_id, ReplayBufferError(text))
+            self._replies.fail(request.client, request.request_id, ReplayBufferError(text))
             return
         is_starving = ledger.account.filtered_in_a_row >= ledger.rule.groups_per_step
-        self._mailbox.reply(request.client, request.request_id, {"warning": self._filtered()} if is_starving else {})
+        self._replies.reply(request.client, request.request_id, {"warning": self._filtered()} if is_starving else {})
 
     def note_filtered(self) -> None:
         """A group was dropped by a filter: say so where none is kept for long, and give up where that has no end."""
@@ -103,7 +102,7 @@ class BatchRequests:
             logger.warning(self._filtered())
             for request in self._pending.all():
                 self._pending.remove(request.client, request.request_id)
-                self._mailbox.reply(request.client, request.request_id, {"warning": self._filtered()})
+                self._replies.reply(request.client, request.request_id, {"warning": self._filtered()})
 
     def _is_filtered_away(self) -> bool:
         ledger = self._ledger
@@ -125,24 +124,6 @@ class BatchRequests:
         dropped = self._ledger.account.groups_dropped
         return "dropped in all: " + ", ".join(f"{number} for {reason}" for reason, number in dropped.items())
 
-    def fail_without_room(self) -> None:
-        """Nothing runs, nothing is under way, no lease fits, and a batch is not complete: nobody would ever wake it."""
-        ledger = self._ledger
-        if (
-            not self._pending
-            or ledger.num_leased
-            or ledger.num_planned
-            or ledger.num_stored >= ledger.rule.groups_per_step
-        ):
-            return
-        if not self._store.has_room_for_group(0):
-            self.fail(self._store.largest_bytes)
-
-    def fail_if_stuck(self, size: int) -> None:
-        """A put does not fit, and no batch is under way that could leave: plans would wait for it for ever."""
-        if self._ledger.num_planned == 0:
-            self.fail(size)
-
     def fail(self, size: int) -> None:
         """Tell everybody who waits for a batch that it does not fit."""
         ledger = self._ledger
@@ -155,7 +136,7 @@ class BatchRequests:
     def _fail_all(self, error: AsyncRLError) -> None:
         for request in self._pending.all():
             self._pending.remove(request.client, request.request_id)
-            self._mailbox.fail(request.client, request.request_id, error)
+            self._replies.fail(request.client, request.request_id, error)
 
     def _fetch(self, client: bytes, message: Message) -> None:
         """Payloads, or where they are: the store servers, and the attempts to ask them for."""
@@ -164,10 +145,11 @@ class BatchRequests:
             raise WireError("a fetch names each group once")
         if self._store_addresses:
             attempts = [self._ledger.stored_attempt(group_id) for group_id in group_ids]
-            fields = {"stores": self._store_addresses, "attempts": attempts}
-            self._mailbox.reply(client, message.request_id, fields)
+            places = [self._ledger.store_of(group_id) for group_id in group_ids]
+            fields = {"stores": self._store_addresses, "attempts": attempts, "places": places}
+            self._replies.reply(client, message.request_id, fields)
             return
         parts = [self._store.payloads.get(group_id) for group_id in group_ids]
         payload: list[Any] = [frame for frames in parts for frame in frames]
         self._unread.add(client, message.request_id, size_of(payload), read=integer(message.fields, "read"))
-        self._mailbox.reply(client, message.request_id, {"counts": [len(frames) for frames in parts]}, payload)
+        self._replies.reply(client, message.request_id, {"counts": [len(frames) for frames in parts]}, payload)

@@ -5,7 +5,7 @@ the operation; in a reply it is ``ok`` or the name of an error in `asyncrl.proto
 is a push. Payload frames are prompts and trajectories (`buffer.encoding`), which the server passes on unopened.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -61,6 +61,34 @@ class Message:
         """The message as it is sent by a member of the run ``epoch``."""
         header = msgpack.packb((PROTOCOL_VERSION, epoch, self.name, self.request_id, self.fields))
         return [header, *self.payload]
+
+
+Send = Callable[[bytes, "Message"], None]
+
+
+class Replies:
+    """Sends to clients.
+
+    Args:
+        send: Sends one message to one client.
+    """
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+
+    def reply(
+        self, client: bytes, request_id: int, fields: Mapping[str, Any] | None = None, payload: Sequence[Any] = ()
+    ) -> None:
+        """Answer a request."""
+        self._send(client, Message(name=OK, request_id=request_id, fields=fields or {}, payload=payload))
+
+    def fail(self, client: bytes, request_id: int, error: AsyncRLError) -> None:
+        """Answer a request with an error, which the client raises."""
+        self._send(client, Message.of_error(request_id, error))
+
+    def push(self, client: bytes, name: str, fields: Mapping[str, Any] | None = None) -> None:
+        """Tell a client something."""
+        self._send(client, Message(name=name, request_id=PUSH_ID, fields=fields or {}))
 
 
 def parse(frames: Sequence[Any], *, max_frames: int = MAX_FRAMES, max_header_bytes: int = MAX_HEADER_BYTES) -> Message:

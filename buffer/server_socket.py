@@ -73,6 +73,7 @@ class ServerSocket:
         self._outbox: dict[bytes, list[Message]] = {}
         self._flush_handle: asyncio.Handle | None = None
         self._peers: dict[bytes, _BulkPeer] = {}
+        self._swept_at = 0.0
         self._limit = RateLimit(config.max_requests_per_s)
         self.epoch = self._choose_epoch()
         keys = server_keys(Path(config.keys)) if config.keys else None
@@ -154,7 +155,7 @@ class ServerSocket:
     # What comes
 
     def _on_message(self, frames: list[zmq.Frame]) -> None:
-        self._receive(frames[0].bytes, self._role_of(frames[-1]), frames[1:])
+        self._receive(frames[0].bytes, self._role_of(frames[-1]), frames[1:], messages.MAX_FRAMES)
 
     def _on_chunk(self, frames: list[zmq.Frame]) -> None:
         """A chunk, its acknowledgement, or the greeting of a new bulk connection."""
@@ -171,7 +172,7 @@ class ServerSocket:
                 whole = peer.receiver.add(chunk)
                 self._send_bulk(client, Chunk(request_id=chunk.request_id, index=chunk.index).to_frames())
                 if whole is not None:
-                    self._receive(client, self._role_of(frames[-1]), whole)
+                    self._receive(client, self._role_of(frames[-1]), whole, messages.MAX_REPLY_FRAMES)
             else:
                 peer.sender.acknowledge(chunk)
         except WireError as error:
@@ -189,9 +190,11 @@ class ServerSocket:
 
     def _forget_idle_peers(self) -> None:
         """Forget peers with nothing on its way, and those that stopped in the middle for long."""
-        if len(self._peers) < 16:
+        now = time.monotonic()
+        if now - self._swept_at < 1.0:
             return
-        oldest = time.monotonic() - 4 * self._config.request_timeout_s
+        self._swept_at = now
+        oldest = now - 4 * self._config.request_timeout_s
         kept = {
             client: peer
             for client, peer in self._peers.items()
@@ -205,9 +208,9 @@ class ServerSocket:
             return None
         return str(frame.get("User-Id"))
 
-    def _receive(self, client: bytes, role: str | None, frames: list[Any]) -> None:
+    def _receive(self, client: bytes, role: str | None, frames: list[Any], max_frames: int) -> None:
         try:
-            message = messages.parse(frames, max_frames=messages.MAX_REPLY_FRAMES)
+            message = messages.parse(frames, max_frames=max_frames)
             requests = messages.unbatch(message)
         except WireError as error:
             self.num_malformed += 1

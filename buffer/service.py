@@ -7,20 +7,19 @@ clock on which stalls of the loop do not count; nothing polls.
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 
 from asyncrl.protocol.errors import AsyncRLError, ReplayBufferError, StoreFull, WireError
 from asyncrl.protocol.types import BufferStats
 
-from .admission import Admission, PromptIntake
+from .admission import Admission, PendingRequest, PendingRequests, PromptIntake
 from .batches import BatchRequests
 from .clock import Deadline, LoopClock
-from .commands import NO_FRAMES, Commit, Expire, Progress, Put, PutResult, Release, SavePrefix
+from .commands import NO_FRAMES, Commit, Expire, LoseGroups, Progress, Put, PutResult, Release, Reserve, SavePrefix
 from .config import BufferConfig
 from .journal import Journal
 from .ledger import Ledger
-from .mailbox import Mailbox, Send
-from .messages import REVOKED, SPACE, Message, flag, integer, text
+from .messages import REVOKED, SPACE, Message, Replies, Send, count, flag, integer, text
 from .rule import StalenessRule
 from .stores import MemoryStore, PayloadStore, Store, size_of
 from .summaries import stats_fields, summary_of
@@ -39,7 +38,7 @@ class BufferService:
         send: Sends one message to one client.
         counters: What the server counts, for `buffer.inspect`.
         store: Keeps the payloads; None keeps them in this process.
-        store_addresses: Where clients find the payloads, by group id modulo their number; empty if here.
+        store_addresses: Where clients find the payloads, in the order that the ledger counts stores by; empty if here.
         journal: What an earlier server left, and where this one writes; None keeps nothing.
         clock: What deadlines are measured by; the running loop's unless a test brings another.
     """
@@ -63,20 +62,24 @@ class BufferService:
             lease_s=config.lease_s,
             filters=config.filters,
             first_version=config.first_version,
+            max_bytes=config.max_stored_bytes,
+            num_stores=max(1, len(store_addresses)),
         )
         self._config = config
         self._counters = counters
         self._store_addresses = list(store_addresses)
         self._clock = LoopClock() if clock is None else clock
-        self._mailbox = Mailbox(send)
+        self._replies = Replies(send)
         max_bytes = config.max_stored_bytes * max(1, len(store_addresses))
         self._store = PayloadStore(max_bytes, config.max_prompt_bytes, MemoryStore() if store is None else store)
-        parts, hold_s = (self.ledger, self._store, self._mailbox), config.request_timeout_s / 2
+        parts, hold_s = (self.ledger, self._store, self._replies), config.request_timeout_s / 2
         silent_s = _BEATS_TO_SILENCE * config.heartbeat_s
         self._intake = PromptIntake(*parts, queue_size=config.queue_size, hold_s=hold_s)
         self._admission = Admission(*parts, clock=self._clock, hold_s=hold_s, silent_s=silent_s)
         max_filtered = config.max_filtered_steps * groups_per_step
         self._batches = BatchRequests(*parts, hold_s=hold_s, store_addresses=store_addresses, max_filtered=max_filtered)
+        self._reserving = PendingRequests()
+        self._hold_s = hold_s
         self._refused_for_space: set[bytes] = set()
         self._journal = journal
         self._forgettable: list[int] = []
@@ -87,6 +90,7 @@ class BufferService:
             **self._admission.operations,
             **self._batches.operations,
             "hello": self._hello,
+            "reserve": self._reserve,
             "put": self._put,
             "release": self._release,
             "save": self._save_progress,
@@ -108,7 +112,7 @@ class BufferService:
         except AsyncRLError as error:
             if isinstance(error, StoreFull):
                 self._refused_for_space.add(client)
-            self._mailbox.fail(client, request.request_id, error)
+            self._replies.fail(client, request.request_id, error)
 
     def settle(self) -> None:
         """Answer every pending request that can be answered, until none can."""
@@ -121,18 +125,26 @@ class BufferService:
                 self._forget_finished()
                 self._intake.fill()
                 self._admission.grant()
-                self._batches.fail_without_room()
+                self._grant_reservations()
         except ReplayBufferError as error:
             logger.error("nothing is granted while the journal cannot be written: %s", error)
         for revocation in self.ledger.drain_revocations():
             fields = {"group_id": revocation.group_id, "attempt": revocation.attempt}
-            self._mailbox.push(revocation.owner, REVOKED, fields)
+            self._replies.push(revocation.owner, REVOKED, fields)
         self._expiry.at(self.ledger.next_expiry())
         self._silence.at(self._admission.heartbeats.next_silence())
 
     def close(self) -> None:
         """Cancel every timer."""
-        for part in (self._intake, self._admission, self._batches, self._expiry, self._silence, self._clock):
+        for part in (
+            self._reserving,
+            self._intake,
+            self._admission,
+            self._batches,
+            self._expiry,
+            self._silence,
+            self._clock,
+        ):
             part.close()
 
     def _recover(self, journal: Journal) -> None:
@@ -148,10 +160,18 @@ class BufferService:
         ledger.drain_revocations()
         self._forgettable = ledger.drain_finished()
         ledger.log = journal
+        self._requeue_lost(recovered.frames.get("payload", {}))
         self._store.recover(recovered.frames, ledger)
         self._admission.recover(ledger.leases())
         self._expiry.at(ledger.next_expiry())
         self._silence.at(self._admission.heartbeats.next_silence())
+
+    def _requeue_lost(self, payloads: Container[int]) -> None:
+        """Groups whose trajectories did not survive with their record are generated again."""
+        lost = tuple(group_id for group_id in self.ledger.stored_groups() if group_id not in payloads)
+        if lost:
+            logger.warning("%d stored groups came back without their trajectories; their prompts are queued", len(lost))
+            self.ledger.apply(LoseGroups(group_ids=lost))
 
     def _forget_finished(self) -> None:
         """Drop the frames of finished groups, and tell those whose put or prompts did not fit."""
@@ -160,7 +180,7 @@ class BufferService:
             self._forgettable += finished
         if self._store.forget(finished):
             for client in self._refused_for_space:
-                self._mailbox.push(client, SPACE)
+                self._replies.push(client, SPACE)
             self._refused_for_space.clear()
 
     def _compact(self) -> None:
@@ -195,56 +215,96 @@ class BufferService:
 
     # Results
 
+    def _reserve(self, client: bytes, request: Message) -> None:
+        """Set bytes aside for a group before it is sent; the request waits until they fit, first come first."""
+        names = ("group_id", "attempt", "num_bytes")
+        fields = {name: integer(request.fields, name) for name in names}
+        pending = PendingRequest(client=client, request_id=request.request_id, fields=fields)
+        self._reserving.add(pending, self._hold_s, self._answer_no_room)
+
+    def _answer_no_room(self, pending: PendingRequest) -> None:
+        self._replies.reply(pending.client, pending.request_id)
+
+    def _grant_reservations(self) -> None:
+        for pending in self._reserving.all():
+            group_id, attempt, num_bytes = pending.fields.values()
+            is_held = self.ledger.holds(group_id, attempt)
+            try:
+                store = self._make_room(pending.client, group_id, attempt, num_bytes) if is_held else 0
+                fields = {"granted": True, "is_held": is_held, "store": store}
+                self._replies.reply(pending.client, pending.request_id, fields)
+            except StoreFull:
+                continue
+            except ReplayBufferError as error:
+                self._replies.fail(pending.client, pending.request_id, error)
+            self._reserving.remove(pending.client, pending.request_id)
+
+    def _make_room(self, client: bytes, group_id: int, attempt: int, num_bytes: int) -> int:
+        """Reserve room for a group; the store that takes it.
+
+        Raises:
+            StoreFull: there is none now. Plans that can then never be made fail.
+        """
+        command = Reserve(group_id=group_id, attempt=attempt, num_bytes=num_bytes, owner=client)
+        try:
+            reserved = self.ledger.apply(command)
+        except StoreFull:
+            if self.ledger.cannot_hold_batch(group_id):
+                self._batches.fail(num_bytes)
+            raise
+        if reserved.evicted:
+            logger.warning("%d groups gave way to group %d, which is due earlier", len(reserved.evicted), group_id)
+            self._store.evict(reserved.evicted)
+        return reserved.store
+
     def _put(self, client: bytes, request: Message) -> None:
         summary = summary_of(request.fields)
         size = self._store.payloads.measure(request.payload)
-        if self.ledger.holds(summary.group_id, summary.attempt):
-            self._check_space(size, size_of(self._store.prefixes.get(summary.group_id)))
         continued = flag(request.fields, "continued", default=True)
-        is_held = self.ledger.holds(summary.group_id, summary.attempt)
-        frames = {("payload", summary.group_id): request.payload} if is_held else NO_FRAMES
-        result = self.ledger.apply(Put(summary=summary, continued=continued, owner=client), frames=frames).result
+        command = Put(summary=summary, continued=continued, owner=client, num_bytes=size)
+        frames = NO_FRAMES
+        if self.ledger.holds(summary.group_id, summary.attempt):
+            self._make_room(client, summary.group_id, summary.attempt, size)
+            frames = {("payload", summary.group_id): request.payload}
+        result = self.ledger.apply(command, frames=frames).result
         if result is PutResult.filtered:
             self._batches.note_filtered()
         elif result is PutResult.stored:
             self._store.keep_payload(summary.group_id, request.payload, size)
             self._admission.heartbeats.count_put(client, summary.num_tokens)
-        self._mailbox.reply(client, request.request_id)
-
-    def _check_space(self, size: int, replaced: int) -> None:
-        try:
-            self._store.check_trajectory(size, replaced=replaced)
-        except StoreFull:
-            self._batches.fail_if_stuck(size)
-            raise
+        self._replies.reply(client, request.request_id)
 
     def _release(self, client: bytes, request: Message) -> None:
         fields = request.fields
         command = Release(
             group_id=integer(fields, "group_id"),
             attempt=integer(fields, "attempt"),
-            num_tokens=integer(fields, "num_tokens"),
+            num_tokens=count(fields, "num_tokens"),
             reason=text(fields, "reason"),
             continued=flag(fields, "continued", default=True),
             owner=client,
             drop=flag(fields, "drop", default=False),
         )
         self.ledger.apply(command)
-        self._mailbox.reply(client, request.request_id)
+        self._replies.reply(client, request.request_id)
 
     def _save_progress(self, client: bytes, request: Message) -> None:
         fields, frames = request.fields, request.payload
         group_id, attempt = integer(fields, "group_id"), integer(fields, "attempt")
         names = ("num_tokens", "oldest_version", "newest_version")
-        progress = Progress(**{name: integer(fields, name) for name in names})
-        if self.ledger.holds(group_id, attempt):
-            replaced = size_of(self._store.prefixes.get(group_id))
-            self._store.check_trajectory(size_of(frames), replaced=replaced)
+        progress = Progress(**{name: count(fields, name) for name in names})
         continued = flag(fields, "continued", default=True)
-        command = SavePrefix(group_id=group_id, attempt=attempt, progress=progress, continued=continued, owner=client)
+        command = SavePrefix(
+            group_id=group_id,
+            attempt=attempt,
+            progress=progress,
+            continued=continued,
+            owner=client,
+            num_bytes=size_of(frames),
+        )
         self.ledger.apply(command, frames={("progress", group_id): frames})
         self._store.prefixes.put(group_id, frames)
-        self._mailbox.reply(client, request.request_id)
+        self._replies.reply(client, request.request_id)
 
     def _commit(self, client: bytes, request: Message) -> None:
         committed = self.ledger.apply(Commit(version=integer(request.fields, "version")))
@@ -262,10 +322,10 @@ class BufferService:
             self._admission.heartbeats.enter(client, self._clock.time())
         rule = self.ledger.rule
         fields = {"max_lag": rule.max_lag, "groups_per_step": rule.groups_per_step, "stores": self._store_addresses}
-        self._mailbox.reply(client, request.request_id, {**fields, "heartbeat_s": self._config.heartbeat_s})
+        self._replies.reply(client, request.request_id, {**fields, "heartbeat_s": self._config.heartbeat_s})
 
     def _stats(self, client: bytes, request: Message) -> None:
-        self._mailbox.reply(client, request.request_id, stats_fields(self._totals()))
+        self._replies.reply(client, request.request_id, stats_fields(self._totals()))
 
     def _totals(self) -> BufferStats:
         return self.ledger.stats(
@@ -286,4 +346,4 @@ class BufferService:
             "groups": self.ledger.describe(self._clock.time()),
             "producers": self._admission.describe(),
         }
-        self._mailbox.reply(client, request.request_id, fields)
+        self._replies.reply(client, request.request_id, fields)

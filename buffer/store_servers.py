@@ -7,7 +7,6 @@ between, its payload leaves with the ledger's next removal, or at the end of the
 
 import asyncio
 import logging
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -21,14 +20,16 @@ from asyncrl.protocol.errors import (
     WireError,
     WorkerDiedError,
 )
+from asyncrl.protocol.process_watch import process_end
 
 from .account import IdSet
+from .admission import PendingRequest, PendingRequests
 from .client_socket import ClientSocket
 from .commands import Frames
 from .config import BufferConfig, Durability
 from .journal import Journal
 from .keys import BufferRole, client_keys
-from .messages import OK, PUSH_ID, SPACE, Message, integer, integers
+from .messages import OK, Message, flag, integer, integers
 from .process import BufferProcess
 from .stores import FetchWindow, size_of
 
@@ -54,7 +55,9 @@ class StoreService:
         self._unread = FetchWindow(self._limit)
         self._finished = IdSet()
         self._stored_bytes = 0
-        self._refused: set[bytes] = set()
+        self._reserved: dict[tuple[int, int], int] = {}
+        self._reserving = PendingRequests()
+        self._hold_s = config.request_timeout_s / 2
         self._operations = {"put_payload": self._put, "fetch": self._fetch, "remove": self._remove}
         if journal is not None:
             for key, payload in journal.recover().frames.get("payload", {}).items():
@@ -63,6 +66,9 @@ class StoreService:
     def handle(self, client: bytes, request: Message) -> None:
         """Answer one request; an error of this system becomes the reply."""
         try:
+            if request.name == "reserve":
+                self._reserve(client, request)
+                return
             operation = self._operations.get(request.name)
             if operation is None:
                 raise WireError(f"unknown operation {request.name!r:.40} of a store server")
@@ -72,10 +78,40 @@ class StoreService:
             self._send(client, Message.of_error(request.request_id, error))
 
     def settle(self) -> None:
-        """Nothing is left to do: each request is answered by itself."""
+        """Reserve bytes for those who wait, first come first."""
+        for pending in self._reserving.all():
+            group_id, attempt, size = pending.fields.values()
+            if self._held_bytes(group_id, attempt) + size > self._limit:
+                return
+            if group_id not in self._finished:
+                self._reserved[group_id, attempt] = size
+            self._reserving.remove(pending.client, pending.request_id)
+            fields = {"granted": True, "is_held": True}
+            self._send(pending.client, Message(name=OK, request_id=pending.request_id, fields=fields))
 
     def close(self) -> None:
-        """Nothing waits here."""
+        """Stop whatever waits."""
+        self._reserving.close()
+
+    def _held_bytes(self, group_id: int, attempt: int) -> int:
+        """Bytes stored and reserved, without what is reserved for this attempt."""
+        return self._stored_bytes + sum(self._reserved.values()) - self._reserved.get((group_id, attempt), 0)
+
+    def _reserve(self, client: bytes, request: Message) -> None:
+        names = ("group_id", "attempt", "num_bytes")
+        fields = {name: integer(request.fields, name) for name in names}
+        self._check_size(fields["num_bytes"])
+        pending = PendingRequest(client=client, request_id=request.request_id, fields=fields)
+        self._reserving.add(pending, self._hold_s, self._answer_no_room)
+
+    def _answer_no_room(self, pending: PendingRequest) -> None:
+        self._send(pending.client, Message(name=OK, request_id=pending.request_id))
+
+    def _check_size(self, size: int) -> None:
+        if size > self._limit:
+            raise ReplayBufferError(
+                f"a group of {size} bytes is larger than buffer.max_stored_bytes={self._limit}; raise it"
+            )
 
     def _put(self, client: bytes, request: Message) -> tuple[dict[str, Any], Frames]:
         group_id, attempt = integer(request.fields, "group_id"), integer(request.fields, "attempt")
@@ -84,17 +120,14 @@ class StoreService:
         if group_id in self._finished:
             return {}, ()  # nothing of it is kept; the ledger says what became of the put
         size = size_of(request.payload)
-        if size > self._limit:
-            raise ReplayBufferError(
-                f"a group of {size} bytes is larger than buffer.max_stored_bytes={self._limit}; raise it"
-            )
+        self._check_size(size)
         if attempt not in self._payloads.get(group_id, {}):
-            if self._stored_bytes + size > self._limit:
-                self._refused.add(client)
+            if self._held_bytes(group_id, attempt) + size > self._limit:
                 raise StoreFull(f"{size} bytes do not fit beside {self._stored_bytes}, the limit is {self._limit}")
             if self._journal is not None:
                 self._journal.keep("payload", group_id << 16 | attempt, request.payload)
             self._keep(group_id, attempt, request.payload)
+        self._reserved.pop((group_id, attempt), None)
         return {}, ()
 
     def _keep(self, group_id: int, attempt: int, payload: Frames) -> None:
@@ -117,15 +150,16 @@ class StoreService:
         return {"counts": counts}, payload
 
     def _remove(self, client: bytes, request: Message) -> tuple[dict[str, Any], Frames]:
+        is_finished = flag(request.fields, "finished", default=True)
         for group_id in integers(request.fields, "groups"):
-            self._finished.add(group_id)
+            if is_finished:
+                self._finished.add(group_id)
             for attempt, payload in self._payloads.pop(group_id, {}).items():
                 self._stored_bytes -= size_of(payload)
                 if self._journal is not None:
                     self._journal.discard("payload", group_id << 16 | attempt)
-        for waiting in self._refused:
-            self._send(waiting, Message(name=SPACE, request_id=PUSH_ID))
-        self._refused.clear()
+            for key in [key for key in self._reserved if key[0] == group_id]:
+                del self._reserved[key]
         return {}, ()
 
 
@@ -138,7 +172,7 @@ class StoreServers:
         on_lost: Called when one is dead for good, with its payloads.
 
     Attributes:
-        addresses: Where they listen; the one of a group is at its id modulo their number.
+        addresses: Where they listen, in the order that the ledger counts stores by.
 
     Raises:
         AsyncRLError: one did not come up.
@@ -150,17 +184,15 @@ class StoreServers:
         self._config = replace(config, port=0, bulk_port=0, num_store_servers=0)
         self._groups_per_step = groups_per_step
         self._on_lost = on_lost
-        self._loop = asyncio.get_running_loop()
         self._processes: list[BufferProcess] = []
-        self._descriptors: dict[int, int] = {}
-        self._restarts: set[asyncio.Task[None]] = set()
+        self._watches: list[asyncio.Task[None]] = []
         self._links: list[ClientSocket] = []
         try:
             for number in range(config.num_store_servers):
                 self._processes.append(self._launch(number))
             for number, process in enumerate(self._processes):
                 process.read_address()
-                self._watch(number)
+                self._watches.append(asyncio.get_running_loop().create_task(self._keep_up(number)))
         except BaseException:
             self.close()
             raise
@@ -170,18 +202,15 @@ class StoreServers:
             link = ClientSocket(address, timeout_s=config.request_timeout_s, keys=keys, on_push=lambda message: None)
             self._links.append(link)
 
-    def remove(self, group_id: int) -> None:
-        """Have the server of a group forget it."""
-        self._links[group_id % len(self._links)].post("remove", {"groups": [group_id]})
+    def remove(self, group_id: int, is_finished: bool) -> None:
+        """Have every server forget a group: attempts that were given up may have left it on others than its own."""
+        for link in self._links:
+            link.post("remove", {"groups": [group_id], "finished": is_finished})
 
     def close(self) -> None:
         """End them."""
-        for descriptor in self._descriptors.values():
-            self._loop.remove_reader(descriptor)
-            os.close(descriptor)
-        self._descriptors.clear()
-        for restart in self._restarts:
-            restart.cancel()
+        for watch in self._watches:
+            watch.cancel()
         for link in self._links:
             link.close()
         for process in self._processes:
@@ -192,30 +221,21 @@ class StoreServers:
             self._config, groups_per_step=self._groups_per_step, log_path=None, store=number, waits=False
         )
 
-    def _watch(self, number: int) -> None:
-        descriptor = self._descriptors[number] = os.pidfd_open(self._processes[number].process.pid)
-        self._loop.add_reader(descriptor, self._on_end, number)
-
-    def _on_end(self, number: int) -> None:
-        descriptor = self._descriptors.pop(number)
-        self._loop.remove_reader(descriptor)
-        os.close(descriptor)
-        dead = self._processes[number]
-        dead.stop()
-        what = f"store server {number} (pid {dead.process.pid}, {dead.address}) died, status {dead.process.returncode}"
-        if self._config.durability == Durability.memory:
-            self._on_lost(WorkerDiedError(f"{what}; its payloads are lost, buffer.durability=disk would keep them"))
-            return
-        logger.error("%s; it is started again where it was", what)
-        restart = self._loop.create_task(self._restart(number, what))
-        self._restarts.add(restart)
-        restart.add_done_callback(self._restarts.discard)
-
-    async def _restart(self, number: int, what: str) -> None:
-        """Start a server in the place of one that died; the ledger's server goes on meanwhile."""
-        try:
-            self._processes[number] = self._launch(number)
-            await asyncio.to_thread(self._processes[number].read_address)
-            self._watch(number)
-        except (AsyncRLError, OSError) as error:
-            self._on_lost(WorkerDiedError(f"{what}, and did not come up again: {error}"))
+    async def _keep_up(self, number: int) -> None:
+        """Start a server again as often as it dies, if its payloads are on disk; report the loss otherwise."""
+        while True:
+            dead = self._processes[number]
+            await process_end(dead.process.pid)
+            dead.stop()
+            status = dead.process.returncode
+            what = f"store server {number} (pid {dead.process.pid}, {dead.address}) died, status {status}"
+            if self._config.durability == Durability.memory:
+                self._on_lost(WorkerDiedError(f"{what}; its payloads are lost, buffer.durability=disk would keep them"))
+                return
+            logger.error("%s; it is started again where it was", what)
+            try:
+                self._processes[number] = self._launch(number)
+                await asyncio.to_thread(self._processes[number].read_address)
+            except (AsyncRLError, OSError) as error:
+                self._on_lost(WorkerDiedError(f"{what}, and did not come up again: {error}"))
+                return

@@ -7,7 +7,7 @@ from typing import Any
 from asyncrl.protocol.errors import WireError
 from asyncrl.protocol.types import BufferStats, GroupSummary
 
-from .messages import integer, integers
+from .messages import MAX_COUNT, integer, integers
 
 _INTEGERS = ("group_id", "attempt", "num_prompt_tokens", "num_tokens", "oldest_version", "newest_version")
 _NAMES = (*_INTEGERS, "response_lengths", "rewards")
@@ -32,6 +32,8 @@ def summary_of(fields: Any) -> GroupSummary:
         raise WireError("field 'rewards' must be a list of numbers")
     numbers = {name: integer(fields, name) for name in _INTEGERS}
     lengths = integers(fields, "response_lengths")
+    if max(numbers["num_tokens"], sum(lengths)) > MAX_COUNT:
+        raise WireError(f"a group has at most 2**40 tokens, got {max(numbers['num_tokens'], sum(lengths))}")
     return GroupSummary(response_lengths=tuple(lengths), rewards=tuple(rewards), **numbers)
 
 

@@ -50,13 +50,16 @@ class MicroBatch:
         return MicroBatch(**tensors, lengths=self.lengths, columns=columns, source=self.source)
 
 
-def num_micro_batches(sequences: Sequence[TokenSequence], max_tokens: int, *, whole: bool = True) -> int:
+def num_micro_batches(
+    sequences: Sequence[TokenSequence], max_tokens: int, *, whole: bool = True, together: bool = True
+) -> int:
     """Micro-batches that this rank needs; the ranks of a group agree on the largest.
 
     Args:
         sequences: In any order; may be empty.
         max_tokens: Most tokens of a micro-batch.
         whole: See `pack`.
+        together: See `pack`.
 
     Raises:
         ValueError: a sequence alone is over the budget.
@@ -67,10 +70,12 @@ def num_micro_batches(sequences: Sequence[TokenSequence], max_tokens: int, *, wh
             f"learner.max_tokens_per_micro_batch must hold the longest sequence, got {max_tokens} for a sequence of "
             f"{max(lengths)} tokens; raise it, or lower the longest prompt or response"
         )
-    return num_bins(lengths, max_tokens)
+    return num_bins(lengths, max_tokens) if together else len(lengths)
 
 
-def pack(sequences: Sequence[TokenSequence], *, max_tokens: int, count: int, whole: bool = True) -> list[MicroBatch]:
+def pack(
+    sequences: Sequence[TokenSequence], *, max_tokens: int, count: int, whole: bool = True, together: bool = True
+) -> list[MicroBatch]:
     """Fill ``count`` micro-batches, balanced by tokens.
 
     Args:
@@ -80,13 +85,17 @@ def pack(sequences: Sequence[TokenSequence], *, max_tokens: int, count: int, who
             micro-batches: one token that is in no loss, so that every rank takes part in every collective.
         whole: Pack every token. Otherwise each sequence ends before its last token in the loss: under causal attention
             no other prediction needs that token, or what follows it. One without such a token keeps its first.
+        together: Sequences share micro-batches. Otherwise each gets its own, for models that cannot tell them apart.
 
     Returns:
         ``count`` micro-batches that hold every sequence once.
     """
     lengths = _packed_lengths(sequences, whole)
     names = tuple(sequences[0].columns) if sequences else ()
-    parts = bin_lengths(lengths, max_tokens, count)
+    if together:
+        parts = bin_lengths(lengths, max_tokens, count)
+    else:
+        parts = [[index] if index < len(lengths) else [] for index in range(count)]
     ordered = [sorted(part, key=lambda i: -lengths[i]) for part in parts]
     return [_micro_batch(sequences, source, [lengths[i] for i in source] or [1], names) for source in ordered]
 

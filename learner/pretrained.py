@@ -6,6 +6,8 @@ The critic is a token classifier; the reward model is a sequence classifier.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -50,7 +52,7 @@ def load_causal_lm(model_path: str, dtype: torch.dtype, *, on_meta: bool = False
         if getattr(config, name, None) not in (None, 1, 1.0):
             raise ValueError(f"{model_path!r} sets {name}={getattr(config, name)}, which the learner does not compute")
     if on_meta:
-        with torch.device("meta"):
+        with torch.device("meta"), _refused_by_name(model_path):
             empty = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=ATTENTION_NAME)
         return cast("PreTrainedModel", empty).train()
     if getattr(config, "output_router_logits", False):
@@ -60,9 +62,10 @@ def load_causal_lm(model_path: str, dtype: torch.dtype, *, on_meta: bool = False
             model_path,
             getattr(config, "router_aux_loss_coef", None),
         )
-    model = AutoModelForCausalLM.from_pretrained(
-        model_path, config=config, dtype=dtype, attn_implementation=ATTENTION_NAME
-    )
+    with _refused_by_name(model_path):
+        model = AutoModelForCausalLM.from_pretrained(
+            model_path, config=config, dtype=dtype, attn_implementation=ATTENTION_NAME
+        )
     return _own_storage(cast("PreTrainedModel", model)).train()
 
 
@@ -115,12 +118,13 @@ def _load_classifier(
     _check_path(model_path)
     if on_meta:
         config = AutoConfig.from_pretrained(model_path, num_labels=1)
-        with torch.device("meta"):
+        with torch.device("meta"), _refused_by_name(model_path):
             return auto_class.from_config(config, dtype=dtype, attn_implementation=ATTENTION_NAME).train(), set()
     try:
-        model, found = auto_class.from_pretrained(
-            model_path, num_labels=1, dtype=dtype, attn_implementation=ATTENTION_NAME, output_loading_info=True
-        )
+        with _refused_by_name(model_path):
+            model, found = auto_class.from_pretrained(
+                model_path, num_labels=1, dtype=dtype, attn_implementation=ATTENTION_NAME, output_loading_info=True
+            )
     except RuntimeError as error:  # transformers refuses a head of another shape
         raise ValueError(f"a critic or reward model must have one label, got another at {model_path!r}") from error
     missing = {name for name in found["missing_keys"] if name.startswith(SCORE_HEAD)}
@@ -131,6 +135,28 @@ def _load_classifier(
             f"linear {SCORE_HEAD!r} head, which the learner needs"
         )
     return _own_storage(model).train(), missing
+
+
+@contextmanager
+def _refused_by_name(model_path: str) -> Iterator[None]:
+    """Inside, what transformers raises about families that it cannot load as asked becomes a message with a remedy."""
+    try:
+        yield
+    except KeyError as error:
+        if error.args != (ATTENTION_NAME,):
+            raise
+        raise ValueError(
+            f"the learner cannot train {model_path!r}: its attention does not go through transformers' "
+            "AttentionInterface, so it cannot keep packed sequences apart; use another model family"
+        ) from error
+    except ValueError as error:
+        if not str(error).startswith("Unrecognized configuration class"):
+            raise
+        kind = AutoConfig.from_pretrained(model_path).model_type
+        raise ValueError(
+            f"transformers has no model with the head that this role needs for the model type {kind!r} of "
+            f"{model_path!r}; use another model family for this role"
+        ) from error
 
 
 def _check_path(model_path: str) -> None:

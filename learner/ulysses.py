@@ -132,6 +132,21 @@ def gather_outputs_and_unpad(
     return gathered
 
 
+def gather_sequence(x: Tensor, dim: int, group: ProcessGroup | None = None) -> Tensor:
+    """Collect the tokens of all sp ranks on each of them, for a layer in which own tokens depend on those of others.
+
+    Args:
+        x: This rank's tokens along ``dim``, equally many on every rank.
+        dim: Dimension to put together.
+        group: Another group than the one in use.
+
+    Returns:
+        The tokens of all ranks, in their order. The gradient of a token is the sum of what the ranks send back.
+    """
+    group = _shared(group)
+    return x if group is None else _GatherSummed.apply(group, x, dim)  # type: ignore[return-value]
+
+
 def ulysses_pad(
     input_ids_rmpad: Tensor, position_ids_rmpad: Tensor | None = None, sp_size: int = 1, pad_value: int = 0
 ) -> tuple[Tensor, Tensor | None, int]:
@@ -335,3 +350,19 @@ class _GatherParts(torch.autograd.Function):
         num_ranks = dist.get_world_size(ctx.group)
         part = grad_outputs[0].chunk(num_ranks, dim=ctx.dim)[dist.get_rank(ctx.group)]
         return None, part * num_ranks if ctx.scale_gradient else part.contiguous(), None, None
+
+
+class _GatherSummed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, group: ProcessGroup, x: Tensor, dim: int) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, x.contiguous(), group=group)
+        return torch.cat(parts, dim=dim)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        sent = torch.stack(grad_outputs[0].chunk(dist.get_world_size(ctx.group), dim=ctx.dim))
+        received = torch.empty_like(sent, memory_format=torch.contiguous_format)
+        dist.all_to_all_single(received, sent.contiguous(), group=ctx.group)
+        return None, received.sum(0), None

@@ -15,7 +15,7 @@ class EngineKind(StrEnum):
     scripted = "scripted"
 
 
-class Device(StrEnum):
+class EngineDevice(StrEnum):
     """Where an engine computes; ``auto`` takes CUDA if there are an NVIDIA driver and a visible device."""
 
     auto = "auto"
@@ -143,7 +143,7 @@ class RolloutFleetConfig:
     """
 
     engine: EngineKind = EngineKind.sglang
-    device: Device = Device.auto
+    device: EngineDevice = EngineDevice.auto
     num_engines: int = 1
     groups_in_flight: int = 32
     reward: str = "exact_match"

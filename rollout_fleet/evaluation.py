@@ -11,7 +11,7 @@ from asyncrl.protocol.types import Prompt
 from .config import SamplingConfig
 from .engines.engine import Engine
 from .engines.model_files import Decode
-from .rewards.processes import RewardProcesses
+from .rewards.reward_processes import RewardProcesses
 from .types import EvaluationResult, SampleOutput, SampleRequest
 
 logger = logging.getLogger(__name__)

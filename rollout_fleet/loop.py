@@ -50,7 +50,7 @@ from .engines.engine import Engine
 from .engines.model_files import Decode
 from .inflight import ON_ENGINE, GroupPhase, InflightGroup
 from .metrics import FleetCounters, FleetMeter
-from .rewards.processes import RewardProcesses
+from .rewards.reward_processes import RewardProcesses
 from .trajectory_groups import to_prefixes, to_progress, to_trajectory_group
 from .types import SampleRequest
 

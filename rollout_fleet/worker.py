@@ -19,7 +19,7 @@ from .engines.model_files import load_decoder
 from .evaluation import evaluate_prompts
 from .loop import RolloutLoop
 from .metrics import FleetCounters
-from .rewards.processes import RewardProcesses
+from .rewards.reward_processes import RewardProcesses
 from .types import EvaluationResult
 
 logger = logging.getLogger(__name__)

@@ -58,8 +58,13 @@ def identity_of(actor_id: str) -> WorkerIdentity | None:
     return _identities.get(actor_id)
 
 
-def fetch(refs: Sequence[Any], timeout_s: float | None = None) -> list[Any]:
+def fetch(refs: Sequence[Any], timeout_s: float | None = None, what: str = "results") -> list[Any]:
     """Wait for all references; the first failure ends the wait.
+
+    Args:
+        refs: References to results of calls.
+        timeout_s: Seconds to wait; None is unlimited.
+        what: What is awaited, for the message.
 
     Raises:
         DeadlineError: they did not all arrive within ``timeout_s`` seconds; the message names the late workers.
@@ -71,7 +76,7 @@ def fetch(refs: Sequence[Any], timeout_s: float | None = None) -> list[Any]:
     try:
         return ray.get(list(refs), timeout=timeout_s)
     except GetTimeoutError as error:
-        raise DeadlineError(f"results did not arrive within {timeout_s:g} s: {late_workers(refs)}") from error
+        raise DeadlineError(f"{what} did not arrive within {timeout_s:g} s: {late_workers(refs)}") from error
     except RayError as error:
         raise translated(error) from None
 

@@ -17,7 +17,7 @@ from rollout_fleet.config import EngineKind
 from rollout_fleet.engines.factory import make_engine
 from rollout_fleet.engines.model_files import load_decoder
 from rollout_fleet.evaluation import evaluate_prompts
-from rollout_fleet.rewards.processes import RewardProcesses
+from rollout_fleet.rewards.reward_processes import RewardProcesses
 from rollout_fleet.types import EvaluationResult
 
 

@@ -23,7 +23,7 @@ from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from asyncrl.protocol.errors import ClusterDiedError
-from asyncrl.protocol.processes import last_lines, process_end, wait_for_first_end
+from asyncrl.protocol.process_watch import last_lines, process_end, wait_for_first_end
 from asyncrl.protocol.remote import fetch
 
 from .resource_pool import current_cluster
@@ -37,7 +37,7 @@ def wait_until_alive(workers: Sequence[Any], timeout_s: float) -> None:
         WorkerDiedError: one died.
     """
     starting = [worker for worker in workers if state_of(worker) != "ALIVE"]
-    fetch([worker.__ray_ready__.remote() for worker in starting], timeout_s)
+    fetch([worker.__ray_ready__.remote() for worker in starting], timeout_s, "the workers of the group")
 
 
 def state_of(worker: Any) -> str:

@@ -178,7 +178,8 @@ def master_address_port(slot: Slot, port_range: tuple[int, int] | None, timeout_
         strategy = PlacementGroupSchedulingStrategy(
             placement_group=slot.placement_group, placement_group_bundle_index=slot.bundle_index
         )
-        (port,) = fetch([_free_port_there.options(scheduling_strategy=strategy).remote(port_range)], timeout_s)
+        asking = _free_port_there.options(scheduling_strategy=strategy).remote(port_range)
+        (port,) = fetch([asking], timeout_s, f"a free port of node {slot.node_address}")
     return slot.node_address.strip("[]"), str(port)
 
 

@@ -13,7 +13,6 @@ from asyncrl.protocol.errors import UsageError, WorkerDiedError
 from asyncrl.protocol.remote import WorkerIdentity, death_of, forget, identity_of, introduce
 
 from .calls import PendingResult, PendingResults, Route, deadline_in_force, func_generator, shared
-from .dispatch import MAGIC_ATTR
 from .liveness import address_of, last_words_of
 from .placement import Launch, RayClassWithInitArgs, master_address_port, slots_of, unwrap
 from .resource_pool import RayResourcePool, current_cluster, get_random_string
@@ -199,19 +198,20 @@ class RayWorkerGroup(WorkerGroup):
         Raises:
             UsageError: the class has no such role.
         """
-        return self.spawn_fused(prefix_set) if self.fused_worker_used else self._spawn_colocated(prefix_set)
-
-    def spawn_fused(self, prefix_set: Iterable[str]) -> dict[str, RayWorkerGroup]:
-        """As `spawn`, for a class of `create_colocated_worker_cls_fused`."""
-        raw: Any = self._raw_class()
+        if self.ray_cls_with_init is None:
+            raise UsageError("this group does not know its workers' class; give it ray_cls_with_init")
+        raw = unwrap(self.ray_cls_with_init.cls)
+        classes = getattr(raw, "raw_cls_dict", {})
         groups = {}
         for role in prefix_set:
-            if role not in raw.raw_cls_dict:
-                raise UsageError(f"{raw.__name__} has no role {role!r}, only {list(raw.raw_cls_dict)}")
+            if role not in classes:
+                raise UsageError(f"{raw.__name__} has no role {role!r}, only {list(classes)}")
             groups[role] = self._over_the_same_workers()
             groups[role].sub_cls_name = role
-            groups[role]._bind_worker_method(raw.raw_cls_dict[role], func_generator)
+            groups[role]._bind_worker_method(classes[role], func_generator)
         return groups
+
+    spawn_fused = spawn  # verl's name for the same
 
     def fuse(self, prefix_set: Iterable[str]) -> None:
         """Give this group one attribute per role, each a group as `spawn` makes it."""
@@ -219,11 +219,6 @@ class RayWorkerGroup(WorkerGroup):
             self.wg_dict = self.spawn(prefix_set)
         for role, group in self.wg_dict.items():
             setattr(self, role, group)
-
-    def _raw_class(self) -> type:
-        if self.ray_cls_with_init is None:
-            raise UsageError("this group does not know its workers' class; give it ray_cls_with_init")
-        return unwrap(self.ray_cls_with_init.cls)
 
     def _over_the_same_workers(self) -> RayWorkerGroup:
         """A group of these workers, without methods."""
@@ -243,26 +238,6 @@ class RayWorkerGroup(WorkerGroup):
         )
         group.ray_cls_with_init = self.ray_cls_with_init
         return group
-
-    def _spawn_colocated(self, prefix_set: Iterable[str]) -> dict[str, RayWorkerGroup]:
-        raw, groups = self._raw_class(), {}
-        for role in prefix_set:
-            groups[role] = self._over_the_same_workers()
-            groups[role]._bind_worker_method(raw, func_generator)
-            groups[role]._rename_methods(raw, role)
-        return groups
-
-    def _rename_methods(self, raw: type, role: str) -> None:
-        """Reach the methods of a role by their own names."""
-        names = {
-            attrs["method_name"]: name
-            for name in dir(raw)
-            if (attrs := getattr(getattr(raw, name), MAGIC_ATTR, {})) and attrs.get("role") == role
-        }
-        if not names:
-            raise UsageError(f"{raw.__name__} has no role {role!r}")
-        for method_name, host_name in names.items():
-            setattr(self, method_name, getattr(self, host_name))
 
     def execute_rank_zero_async(self, method_name: str, *args: Any, **kwargs: Any) -> PendingResult:
         """Call a method of rank 0; returns a reference to the result."""

@@ -363,18 +363,18 @@ _TEXTS = {
 }
 
 
-class Role(DynamicEnum):
+class WorkerRole(DynamicEnum):
     """What a worker group is for. ``Role.register("MyRole")`` adds one."""
 
-    Actor: Role
-    Rollout: Role
-    ActorRollout: Role
-    Critic: Role
-    RefPolicy: Role
-    RewardModel: Role
-    ActorRolloutRef: Role
-    Env: Role
-    TeacherModel: Role
+    Actor: WorkerRole
+    Rollout: WorkerRole
+    ActorRollout: WorkerRole
+    Critic: WorkerRole
+    RefPolicy: WorkerRole
+    RewardModel: WorkerRole
+    ActorRolloutRef: WorkerRole
+    Env: WorkerRole
+    TeacherModel: WorkerRole
 
     keeps_case = True
 
@@ -382,7 +382,7 @@ class Role(DynamicEnum):
         return _TEXTS.get(self.name, self.name.lower())
 
     @classmethod
-    def from_string(cls, name: str) -> Role:
+    def from_string(cls, name: str) -> WorkerRole:
         """The role with this ``str(role)`` or name. Raises `ValueError` if there is none."""
         for role in cls:
             if name.lower() in (str(role), role.name.lower()):
@@ -390,6 +390,7 @@ class Role(DynamicEnum):
         raise ValueError(f"no role is written {name!r}, only {[str(role) for role in cls]}; add it with register()")
 
 
+Role = WorkerRole  # verl's name
 for _name in _TEXTS:
     Role.register(_name)
 

@@ -7,7 +7,7 @@ import os
 import pkgutil
 from pathlib import Path
 
-from rollout_fleet.config import Device, EngineKind, RolloutFleetConfig
+from rollout_fleet.config import EngineDevice, EngineKind, RolloutFleetConfig
 
 from .engine import Engine
 
@@ -55,9 +55,9 @@ def check_engine_installed(config: RolloutFleetConfig) -> None:
         )
 
 
-def resolve_device(device: Device) -> Device:
+def resolve_device(device: EngineDevice) -> EngineDevice:
     """Return ``cpu`` or ``cuda`` for the device asked for, without importing torch."""
-    if device is not Device.auto:
+    if device is not EngineDevice.auto:
         return device
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
-    return Device.cuda if NVIDIA_DRIVER.exists() and not hidden else Device.cpu
+    return EngineDevice.cuda if NVIDIA_DRIVER.exists() and not hidden else EngineDevice.cpu

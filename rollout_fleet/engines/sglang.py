@@ -20,7 +20,7 @@ import numpy as np
 
 from asyncrl.protocol.errors import AsyncRLError, DeadlineError, EngineError
 from asyncrl.protocol.types import FinishReason, WeightSnapshot
-from rollout_fleet.config import Device, RolloutFleetConfig, SamplingConfig
+from rollout_fleet.config import EngineDevice, RolloutFleetConfig, SamplingConfig
 from rollout_fleet.types import SampleOutput, SampleRequest
 
 from .engine import check_output, check_prompt
@@ -43,7 +43,7 @@ class SGLangEngine:
         config: RolloutFleetConfig,
         *,
         model_path: str,
-        device: Device,
+        device: EngineDevice,
         rank: int,
         log_dir: str,
         seed: int,
@@ -314,7 +314,7 @@ class SGLangEngine:
             raise EngineError(
                 f"{self._name} reports weight version {info.get('weight_version')!r} after loading {snapshot.version}"
             )
-        comparable = self._device is Device.cpu and self._config.sglang.tp_size == 1
+        comparable = self._device is EngineDevice.cpu and self._config.sglang.tp_size == 1
         if not (snapshot.checksums and comparable and _stored_dtype(snapshot.path) == self._server.dtype):
             return
         answer = await self._load_call("/weights_checker", {"action": "checksum"})

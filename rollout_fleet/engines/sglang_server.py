@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from asyncrl.protocol.errors import DeadlineError, WorkerDiedError
-from rollout_fleet.config import CLEANUP_S, Device, SGLangConfig
+from rollout_fleet.config import CLEANUP_S, EngineDevice, SGLangConfig
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class SGLangServer:
         config: SGLangConfig,
         *,
         model_path: str,
-        device: Device,
+        device: EngineDevice,
         name: str,
         log_dir: str,
         seed: int,
@@ -102,12 +102,12 @@ class SGLangServer:
     @property
     def saves_memory(self) -> bool:
         """Whether the server can give its device memory up and take it back."""
-        return self._config.memory_saver and self._device is Device.cuda
+        return self._config.memory_saver and self._device is EngineDevice.cuda
 
     @property
     def dtype(self) -> str:
         """The dtype that the server is launched with; on a CPU ``auto`` means float32."""
-        return "float32" if self._device is Device.cpu and self._config.dtype == "auto" else self._config.dtype
+        return "float32" if self._device is EngineDevice.cpu and self._config.dtype == "auto" else self._config.dtype
 
     async def start(self) -> None:
         """Start the server and wait until it listens; another port is tried when one is taken meanwhile.
@@ -217,7 +217,7 @@ class SGLangServer:
                     self._ready.set()
 
     def _arguments(self, scratch: Path) -> list[str]:
-        config, on_cpu = self._config, self._device is Device.cpu
+        config, on_cpu = self._config, self._device is EngineDevice.cpu
         arguments = {
             "--config": str(scratch / "server.yaml"),
             "--model-path": self._model_path,
@@ -250,7 +250,7 @@ class SGLangServer:
             "TQDM_DISABLE": "1",
             "SGLANG_TIMEOUT_KEEP_ALIVE": str(SERVER_KEEP_ALIVE_S),
         }
-        if self._device is Device.cpu:
+        if self._device is EngineDevice.cpu:
             environment["SGLANG_USE_CPU_ENGINE"] = "1"
             environment.setdefault("OMP_NUM_THREADS", "1")
             if self._config.tp_size > 1:

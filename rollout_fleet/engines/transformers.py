@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 
 from asyncrl.protocol.errors import AsyncRLError, DeadlineError, EngineError, WorkerDiedError
 from asyncrl.protocol.types import WeightSnapshot
-from rollout_fleet.config import Device, RolloutFleetConfig
+from rollout_fleet.config import EngineDevice, RolloutFleetConfig
 from rollout_fleet.types import SampleOutput, SampleRequest
 
 from .engine import check_output, check_prompt
@@ -39,7 +39,9 @@ class PendingSample:
 class TransformersEngine:
     """Implements `Engine` in this process."""
 
-    def __init__(self, config: RolloutFleetConfig, *, model_path: str, device: Device, rank: int, seed: int) -> None:
+    def __init__(
+        self, config: RolloutFleetConfig, *, model_path: str, device: EngineDevice, rank: int, seed: int
+    ) -> None:
         """Take the configuration; `start` loads the model."""
         self._config = config
         self._name = f"transformers-{rank}"

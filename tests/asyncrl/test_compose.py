@@ -56,10 +56,6 @@ def test_a_wrong_override_fails_with_the_option_and_the_value(override, words):
         (["stop_timeout_s=11"], ["stop_timeout_s must be at least", "rollout_fleet.stop_timeout_s=2", "got 11"]),
         (["algorithm.critic=true"], ["algorithm.critic=true", "algorithm.advantage=grpo does not read"]),
         (["algorithm.critic=true", "algorithm.advantage=reinforce_plus_plus"], ["reinforce_plus_plus does not read"]),
-        (
-            ["algorithm.advantage=remax", "rollout_fleet.save_progress=at_updates"],
-            ["rollout_fleet.save_progress must be at_stop or never", "remax", "at_updates"],
-        ),
     ],
 )
 def test_options_that_contradict_one_another_are_refused(overrides, words):

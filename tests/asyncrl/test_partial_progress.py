@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +16,7 @@ from buffer import BufferClient, BufferConfig, BufferProcess
 from rollout_fleet.config import RolloutFleetConfig, SaveProgress
 from rollout_fleet.engines.scripted import ScriptedAnswer, ScriptedEngine
 from rollout_fleet.loop import RolloutLoop
-from rollout_fleet.rewards.processes import RewardProcesses
+from rollout_fleet.rewards.reward_processes import RewardProcesses
 from rollout_fleet.types import SampleRequest
 from tests.support.trajectories import make_group
 
@@ -27,8 +26,7 @@ NUM_TOKENS = 400
 WRITTEN = 9
 WORKER = """
 import asyncio, sys
-sys.path.insert(0, sys.argv[2])
-from test_partial_progress import until_killed
+from tests.asyncrl.test_partial_progress import until_killed
 asyncio.run(until_killed(sys.argv[1]))
 """
 
@@ -139,9 +137,8 @@ async def test_a_worker_is_killed_in_the_middle_and_another_finishes_its_group_t
 
 
 def start_worker(address: str) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-c", WORKER, address, str(Path(__file__).parent)]
-    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
+    command = [sys.executable, "-c", WORKER, address]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
 
 def tell(process: subprocess.Popen[bytes], expected: str) -> None:

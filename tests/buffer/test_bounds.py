@@ -5,15 +5,19 @@ import os
 import signal
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
-from groups import prompt, rollout, running
 
 from asyncrl.protocol.errors import ReplayBufferError, StoreFull, WireError
+from asyncrl.protocol.types import Prompt
 from buffer import BufferConfig, BufferProcess
 from buffer.admission import PendingRequest, PendingRequests
 from buffer.client import BufferClient
+from buffer.sockets import ChunkSender
+from tests.support.buffer_groups import prompt, rollout, running
 
 
 async def test_prompts_wait_while_others_fill_their_bound_and_go_on_when_groups_are_finished():
@@ -89,6 +93,72 @@ async def test_waiting_requests_of_one_client_are_bounded():
     room.add(PendingRequest(client=b"b", request_id=0), 9.0, lambda request: None)
     room.close()
     assert len(room) == 0
+
+
+@pytest.mark.parametrize("num_store_servers", [0, 1])
+async def test_a_full_store_makes_nobody_send_a_payload_twice(monkeypatch: pytest.MonkeyPatch, num_store_servers: int):
+    """Eight producers wait for room that is there for three of their groups at a time: each group is sent once."""
+    num_sent = Counter()
+    push = ChunkSender.push
+
+    def sent(sender: ChunkSender, request_id: int, frames: list) -> None:
+        num_sent["bytes"] += sum(map(len, frames))
+        push(sender, request_id, frames)
+
+    monkeypatch.setattr(ChunkSender, "push", sent)
+    options = {"max_stored_bytes": 4_000_000, "num_store_servers": num_store_servers}
+    async with running(groups_per_step=1, max_lag=8, **options) as run:
+        control, producers = run.client(), [run.client() for _ in range(8)]
+        await control.enqueue([prompt(i) for i in range(8)])
+        leases = [(await producer.lease(0, 1))[0] for producer in producers]
+        puts = [
+            asyncio.ensure_future(producer.put(rollout(lease, num_tokens=100_000)))
+            for producer, lease in zip(producers, leases, strict=True)
+        ]
+        for version in range(8):
+            await control.plan(version)
+            await control.commit(version)
+        await asyncio.wait_for(asyncio.gather(*puts), 10)
+        assert 8 * 1_200_000 < num_sent["bytes"] < 9 * 1_200_000
+
+
+async def test_small_puts_that_meet_a_full_store_all_go_on_when_there_is_room():
+    async with running(groups_per_step=1, max_lag=8, max_stored_bytes=20_000, request_timeout_s=60.0) as run:
+        control, producer = run.client(), run.client()
+        await control.enqueue([prompt(i) for i in range(8)])
+        leases = await producer.lease(0, 8)
+        puts = asyncio.gather(*(producer.put(rollout(lease, num_tokens=500)) for lease in leases))
+        for version in range(8):
+            await asyncio.wait_for(control.plan(version), 10)  # none waits for a wake-up that was lost
+            await control.commit(version)
+        await asyncio.wait_for(puts, 10)
+
+
+async def test_prompts_with_many_images_pass_in_one_call():
+    def with_images(group_id: int) -> Prompt:
+        images = [np.full((70, 70, 3), group_id, dtype=np.uint8) for _ in range(32)]
+        return Prompt(group_id=group_id, prompt_ids=np.arange(3, dtype=np.int32), extra={"images": images})
+
+    async with running(groups_per_step=128, queue_size=128) as run:
+        client = run.client(request_timeout_s=20.0)
+        await client.enqueue([with_images(i) for i in range(128)])
+        leases = []
+        while len(leases) < 128:
+            leases += await client.lease(0, 128)
+        assert {int(lease.prompt.extra["images"][31][0, 0, 0]) for lease in leases} == set(range(128))
+
+
+async def test_counts_that_no_total_could_hold_are_refused_to_their_sender():
+    async with running(groups_per_step=1) as run:
+        client = run.client()
+        await client.enqueue([prompt(0)])
+        [lease] = await client.lease(0, 1)
+        with pytest.raises(WireError, match=r"'num_tokens' must be a count of at most 2\*\*40"):
+            await client.release(lease, num_tokens=1 << 62, reason="too many")
+        with pytest.raises(WireError, match=r"'num_tokens' must be an integer in \[0, 2\*\*63\)"):
+            await client.release(lease, num_tokens=(1 << 64) - 1, reason="too many")
+        await client.put(rollout(lease))
+        assert (await client.stats()).tokens_buffered == 5
 
 
 CONSUMER = """

@@ -7,10 +7,10 @@ import time
 from pathlib import Path
 
 import pytest
-from groups import prompt, rollout, running
 
 from asyncrl.protocol.errors import ReplayBufferError
 from buffer import BufferClient, BufferConfig, BufferProcess, SyncBufferClient
+from tests.support.buffer_groups import prompt, rollout, running
 
 NUM_BYTES = 1_000_000
 

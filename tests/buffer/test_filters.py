@@ -4,12 +4,12 @@ import asyncio
 import logging
 
 import pytest
-from groups import prompt, rollout, running
 
 from asyncrl.protocol.errors import ReplayBufferError
 from asyncrl.protocol.types import Lease
 from buffer import BufferClient
 from buffer.account import Account
+from tests.support.buffer_groups import prompt, rollout, running
 
 
 async def put_filtered(client: BufferClient, number: int) -> None:

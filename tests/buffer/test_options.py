@@ -6,16 +6,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from groups import prompt, rollout
 
 from asyncrl.cli.compose import compose_run
 from buffer import BufferClient, BufferConfig, BufferProcess
 from buffer.server import config_from_json
+from tests.support.buffer_groups import prompt, rollout
 
 
 def test_every_option_reaches_the_server_as_it_was_set():
     config = BufferConfig(
-        filters=["equal_rewards"], order="orders_of_mine:longest_first", on_stale="requeue", heartbeat_s=2.5
+        filters=["equal_rewards"],
+        order="tests.support.orders_of_mine:longest_first",
+        on_stale="requeue",
+        heartbeat_s=2.5,
     )
     assert config_from_json(json.loads(json.dumps(asdict(config)))) == config
     with pytest.raises(ValueError, match=r"unknown buffer options \['max_lagg'\]; known are"):

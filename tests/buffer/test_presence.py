@@ -7,12 +7,12 @@ import time
 from pathlib import Path
 
 import pytest
-from groups import prompt, rollout, running
 
 from asyncrl.protocol.errors import LeaseExpired, NotLeaseOwner
 from buffer import BufferClient, BufferConfig, BufferProcess
 from buffer.admission import FairQueue
 from buffer.clock import LoopClock
+from tests.support.buffer_groups import prompt, rollout, running
 
 
 def fall_silent(client: BufferClient) -> None:

@@ -10,7 +10,6 @@ from pathlib import Path
 import msgpack
 import pytest
 import zmq
-from groups import prompt, rollout, running
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -21,6 +20,7 @@ from buffer.keys import BufferRole
 from buffer.messages import PROTOCOL_VERSION, Message
 from buffer.server import BufferServer
 from buffer.service import BufferService
+from tests.support.buffer_groups import prompt, rollout, running
 
 CONTROLLER, ROLLOUT = BufferRole.controller, BufferRole.rollout
 

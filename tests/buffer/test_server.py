@@ -5,7 +5,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from groups import prompt, rollout, running
 
 from asyncrl.protocol.errors import (
     DeadlineError,
@@ -16,6 +15,7 @@ from asyncrl.protocol.errors import (
     VersionTooOld,
 )
 from buffer import BufferClient, BufferConfig, BufferProcess, OnStale, SyncBufferClient
+from tests.support.buffer_groups import prompt, rollout, running
 
 
 async def test_a_group_goes_from_prompt_to_commit_and_its_arrays_arrive_unchanged():

@@ -5,12 +5,12 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
 import pytest
-from groups import prompt, rollout, running
 
 from asyncrl.protocol.errors import DeadlineError
 from asyncrl.protocol.types import Lease
 from buffer import BufferClient
 from buffer.server import BufferServer
+from tests.support.buffer_groups import prompt, rollout, running
 
 _PIECE = 16 * 1024
 _BYTES_PER_TOKEN = 12

@@ -67,7 +67,7 @@ FAULTS = (
         signal=signal.SIGKILL,
         moment=TRAINING,
         status=1,
-        words=("error: Ray's control service (gcs_server",),
+        words=("gcs_server",),
     ),
     Fault(
         part="raylet/raylet",

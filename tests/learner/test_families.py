@@ -1,29 +1,21 @@
 """Model families on every mesh against transformers' own forward and a loop written out here."""
 
 import os
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
 from learner.config import AlgorithmConfig, Device, LearnerConfig, OptimizerConfig
 from learner.fsdp import whole_tensors
 from learner.trainer import Trainer
-from learner.types import TokenSequence
 from tests.support.policy_step import policy_step
 from tests.support.ranks import run_on_ranks
-from tests.support.tiny_models import FAMILIES, random_sequences, save_tiny_model
+from tests.support.tiny_models import FAMILIES, TRAINED_FAMILIES, plain_log_probs, random_sequences, save_tiny_model
 
 TEMPERATURE, CLIP, LR, EPS, DECAY, MAX_NORM = 0.7, 0.2, 1e-3, 1e-4, 0.1, 0.5
-
-
-def plain_log_probs(model: torch.nn.Module, sequence: TokenSequence) -> torch.Tensor:
-    """[tokens in the loss] by transformers' forward of one sequence, without packing."""
-    ids = torch.from_numpy(sequence.input_ids.astype(np.int64))
-    log_probs = F.log_softmax(model(ids[None]).logits[0, :-1] / TEMPERATURE, dim=-1)
-    return log_probs.gather(-1, ids[1:, None])[:, 0][torch.from_numpy(sequence.loss_mask[1:])]
 
 
 def plain_loop(model_path: str) -> tuple[list[np.ndarray], float, dict[str, np.ndarray]]:
@@ -36,7 +28,7 @@ def plain_loop(model_path: str) -> tuple[list[np.ndarray], float, dict[str, np.n
     optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95), eps=EPS)
     log_probs, losses = [], []
     for sequence in random_sequences(9):
-        own = plain_log_probs(model, sequence)
+        own = plain_log_probs(model, sequence, temperature=TEMPERATURE)
         column = {name: torch.from_numpy(value[sequence.loss_mask]) for name, value in sequence.columns.items()}
         ratio = (own - column["behavior_logprobs"]).exp()
         clipped = ratio.clamp(1 - CLIP, 1 + CLIP)
@@ -45,14 +37,21 @@ def plain_loop(model_path: str) -> tuple[list[np.ndarray], float, dict[str, np.n
     torch.cat(losses).mean().backward()
     norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM))
     optimizer.step()
-    return log_probs, norm, {name: value.numpy() for name, value in model.state_dict().items()}
+    return log_probs, norm, {name: value.detach().numpy() for name, value in model.named_parameters()}
 
 
-def packed(model_path: str, num_ranks: int, sp_size: int) -> tuple[list[np.ndarray], float, dict[str, np.ndarray]]:
+def packed(
+    model_path: str, num_ranks: int, sp_size: int, **options: Any
+) -> tuple[list[np.ndarray], float, dict[str, np.ndarray]]:
     """The same by the learner; log-probs of this rank's sequences, None of the others'."""
     optimizer = OptimizerConfig(lr=LR, eps=EPS, weight_decay=DECAY, clip_grad_norm=MAX_NORM)
     config = LearnerConfig(
-        num_ranks=num_ranks, sp_size=sp_size, device=Device.cpu, max_tokens_per_micro_batch=60, optimizer=optimizer
+        num_ranks=num_ranks,
+        sp_size=sp_size,
+        device=Device.cpu,
+        max_tokens_per_micro_batch=60,
+        optimizer=optimizer,
+        **options,
     )
     trainer = Trainer(config, model_path=model_path, total_updates=1, temperature=TEMPERATURE)
     dp, place = num_ranks // sp_size, trainer.mesh.dp_rank
@@ -75,8 +74,10 @@ def every_family(paths: list[str], sp_sizes: list[int]) -> list[list]:
 
 
 @pytest.fixture(scope="module")
-def paths(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    return [save_tiny_model(tmp_path_factory.mktemp(family) / "model", family) for family in FAMILIES]
+def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Random models by family. A leak, a missing sink or a window that is not kept changes log-probs by nats."""
+    root = tmp_path_factory.mktemp("families")
+    return {family: save_tiny_model(root / family, family, initializer_range=0.3) for family in TRAINED_FAMILIES}
 
 
 def assert_equal_to_the_plain_loop(path: str, ranks: list, dp: int, sp: int) -> None:
@@ -86,25 +87,45 @@ def assert_equal_to_the_plain_loop(path: str, ranks: list, dp: int, sp: int) -> 
             np.testing.assert_allclose(one, other, atol=3e-5)
         assert got_norm == pytest.approx(norm, rel=1e-4)
     first = ranks[0][2]
-    assert set(first) <= set(weights)
-    assert set(first) >= set(weights) - {"lm_head.weight"}  # where it is tied
+    assert set(first) == set(weights)
     for name, value in first.items():
         np.testing.assert_allclose(value, weights[name], atol=2e-5, err_msg=f"{path} {name}")
 
 
-@pytest.mark.parametrize("family", range(len(FAMILIES)), ids=FAMILIES)
-def test_one_process_equals_the_plain_loop(family: int, paths: list[str]) -> None:
+@pytest.mark.parametrize("family", TRAINED_FAMILIES)
+def test_one_process_equals_the_plain_loop(family: str, paths: dict[str, str]) -> None:
     assert_equal_to_the_plain_loop(paths[family], [packed(paths[family], 1, 1)], 1, 1)
 
 
-def test_two_ranks_equal_the_plain_loop_for_every_family(paths: list[str]) -> None:
-    results = run_on_ranks(2, every_family, paths, [1, 2])
-    for family, path in enumerate(paths):
-        assert_equal_to_the_plain_loop(path, [result[0][family] for result in results], 2, 1)
-        assert_equal_to_the_plain_loop(path, [result[1][family] for result in results], 1, 2)
+@pytest.mark.parametrize("family", ["qwen3_next", "lfm2"])
+def test_layers_that_carry_a_state_are_recomputed_on_the_same_sequences(family: str, paths: dict[str, str]) -> None:
+    recomputed = packed(paths[family], 1, 1, activation_checkpointing=True)
+    assert_equal_to_the_plain_loop(paths[family], [recomputed], 1, 1)
 
 
-def test_two_by_two_ranks_equal_the_plain_loop_for_every_family(paths: list[str]) -> None:
-    results = run_on_ranks(4, every_family, paths, [2])
-    for family, path in enumerate(paths):
-        assert_equal_to_the_plain_loop(path, [result[0][family] for result in results], 2, 2)
+@pytest.fixture(scope="module")
+def sequence_parallel(paths: dict[str, str]) -> dict[str, list]:
+    """Of each family, what two ranks compute that share the sequences."""
+    results = run_on_ranks(2, every_family, list(paths.values()), [2], timeout_s=400.0)
+    return {family: [result[0][index] for result in results] for index, family in enumerate(paths)}
+
+
+@pytest.mark.parametrize("family", TRAINED_FAMILIES)
+def test_sequence_parallel_ranks_equal_the_plain_loop(
+    family: str, paths: dict[str, str], sequence_parallel: dict[str, list]
+) -> None:
+    assert_equal_to_the_plain_loop(paths[family], sequence_parallel[family], 1, 2)
+
+
+def test_two_by_two_ranks_equal_the_plain_loop(paths: dict[str, str]) -> None:
+    chosen = [paths[family] for family in (*FAMILIES, "qwen3_next")]
+    results = run_on_ranks(4, every_family, chosen, [2], timeout_s=400.0)
+    for index, path in enumerate(chosen):
+        assert_equal_to_the_plain_loop(path, [result[0][index] for result in results], 2, 2)
+
+
+def test_two_data_parallel_ranks_equal_the_plain_loop(paths: dict[str, str]) -> None:
+    chosen = [paths[family] for family in FAMILIES]
+    results = run_on_ranks(2, every_family, chosen, [1], timeout_s=400.0)
+    for index, path in enumerate(chosen):
+        assert_equal_to_the_plain_loop(path, [result[0][index] for result in results], 2, 1)

@@ -1,16 +1,13 @@
 """Real process groups of gloo: every rank ends with the rows of all."""
 
-import os
-import socket
-
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from asyncrl.protocol import DataProto, all_gather_data_proto
 from asyncrl.protocol.rows import rows_of
+from tests.support.ranks import run_on_ranks
 
 NUM_RANKS = 3
 
@@ -27,13 +24,12 @@ def part_of(rank, *, num_rows=None):
     return data
 
 
-def gather(rank, port):
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    dist.init_process_group("gloo", rank=rank, world_size=NUM_RANKS)
+def gather():
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
     for case in (rows_of_all_ranks, rows_of_a_subgroup, arrays_alone, different_columns):
         case(rank)
         dist.barrier()
-    dist.destroy_process_group()
 
 
 def rows_of_all_ranks(rank):
@@ -70,9 +66,5 @@ def different_columns(rank):
         all_gather_data_proto(DataProto.from_dict({str(rank % 2): torch.zeros(1)}), None)
 
 
-@pytest.mark.timeout(120)
 def test_every_rank_ends_with_the_rows_of_all():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    mp.start_processes(gather, args=(port,), nprocs=NUM_RANKS, start_method="spawn")
+    run_on_ranks(NUM_RANKS, gather)

@@ -6,7 +6,7 @@ import pytest
 
 from asyncrl.protocol import remote
 from asyncrl.protocol.errors import DeadlineError
-from asyncrl.protocol.processes import process_end, wait_for_first_end
+from asyncrl.protocol.process_watch import process_end, wait_for_first_end
 from asyncrl.protocol.remote import StepDeadline, within
 
 

@@ -1,5 +1,7 @@
 import asyncio
 import os
+import subprocess
+import sys
 import time
 
 import numpy as np
@@ -8,13 +10,14 @@ import pytest
 
 from asyncrl.protocol.errors import RewardError
 from asyncrl.protocol.types import Prompt
-from rollout_fleet.rewards.processes import RewardProcesses
 from rollout_fleet.rewards.registry import find_reward
+from rollout_fleet.rewards.reward_processes import RewardProcesses
 
 pytestmark = pytest.mark.timeout(60)
 PROMPT = Prompt(group_id=7, prompt_ids=np.asarray([3, 4], dtype=np.int32), ground_truth="42")
 USER_REWARDS = """
 import os, time
+import numpy as np
 
 def length(prompt, response_text):
     return len(response_text) / 2
@@ -31,6 +34,14 @@ def by_kind(prompt, response_text):
 def own_pid(prompt, response_text):
     return float(os.getpid())
 
+def odd(prompt, response_text):
+    if response_text == "print":
+        print("a" * 100_000)
+    return {
+        "nan": float("nan"), "list": [1.0, 0.0], "array": np.array([1.0, 2.0]), "none": None,
+        "int": 2, "float32": np.float32(0.5), "bool": True, "print": 3.0,
+    }[response_text]
+
 not_callable = 3
 """
 
@@ -42,8 +53,8 @@ async def user_rewards(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     scorers = []
 
-    async def make(function, *, timeout_s=20.0):
-        scorer = RewardProcesses(f"user_rewards:{function}", num_processes=1, timeout_s=timeout_s)
+    async def make(function, *, timeout_s=20.0, num_processes=1):
+        scorer = RewardProcesses(f"user_rewards:{function}", num_processes=num_processes, timeout_s=timeout_s)
         scorers.append(scorer)
         await scorer.start()
         return scorer
@@ -74,7 +85,9 @@ async def test_a_reward_that_raises_is_named_with_group_and_remedy_and_the_next_
 
 async def test_a_reward_that_hangs_is_an_error_by_its_deadline_and_its_process_is_killed(user_rewards):
     scorer = await user_rewards("by_kind", timeout_s=0.5)
-    (child,) = [p for p in psutil.Process().children() if "rollout_fleet.rewards.processes" in " ".join(p.cmdline())]
+    (child,) = [
+        p for p in psutil.Process().children() if "rollout_fleet.rewards.reward_processes" in " ".join(p.cmdline())
+    ]
     started = time.monotonic()
     with pytest.raises(
         RewardError, match=r"group 7 did not score it within rollout_fleet.reward_timeout_s = 0.5 s; make it faster"
@@ -82,18 +95,71 @@ async def test_a_reward_that_hangs_is_an_error_by_its_deadline_and_its_process_i
         await scorer.score(PROMPT, ["hang"])
     assert time.monotonic() - started < 5
     assert await asyncio.to_thread(child.wait, 5) is not None or not child.is_running()
+    assert (await scorer.score(PROMPT, ["fine"])).tolist() == [1.0], "by another process"
 
 
 async def test_a_reward_that_ends_its_process_is_an_error(user_rewards):
     scorer = await user_rewards("by_kind")
-    with pytest.raises(RewardError, match="group 7 ended its process"):
-        await scorer.score(PROMPT, ["exit"])
+    for _ in range(2):
+        with pytest.raises(RewardError, match="group 7 ended its process"):
+            await scorer.score(PROMPT, ["exit"])
+    assert (await scorer.score(PROMPT, ["fine"])).tolist() == [1.0], "by another process"
 
 
 async def test_a_reward_that_is_no_number_is_an_error(user_rewards):
     scorer = await user_rewards("by_kind")
     with pytest.raises(RewardError, match="returned 'high'; it must return one finite number per response"):
         await scorer.score(PROMPT, ["text"])
+
+
+@pytest.mark.parametrize(
+    ("text", "what"), [("nan", "nan"), ("list", r"\[1.0, 0.0\]"), ("array", r"array\(\[1., 2.\]\)"), ("none", "None")]
+)
+async def test_anything_but_one_finite_number_per_response_is_an_error(user_rewards, text, what):
+    scorer = await user_rewards("odd")
+    with pytest.raises(RewardError, match=rf"group 7 returned {what}; it must return one finite number per response"):
+        await scorer.score(PROMPT, [text])
+
+
+async def test_numbers_of_every_kind_are_rewards_and_prints_do_no_harm(user_rewards):
+    scorer = await user_rewards("odd")
+    assert (await scorer.score(PROMPT, ["int", "float32", "bool", "print"])).tolist() == [2.0, 0.5, 1.0, 3.0]
+
+
+async def test_several_groups_are_scored_at_once_by_as_many_processes(user_rewards):
+    scorer = await user_rewards("own_pid", num_processes=2)
+    first, second = await asyncio.gather(scorer.score(PROMPT, ["x"]), scorer.score(PROMPT, ["x"]))
+    assert first[0] != second[0]
+
+
+OWNER = """
+import asyncio, sys
+from rollout_fleet.rewards.reward_processes import RewardProcesses
+
+async def main():
+    rewards = RewardProcesses("user_rewards:length", num_processes=2, timeout_s=5.0)
+    await rewards.start()
+    print(*(process.pid for process in rewards._processes), flush=True)
+    await asyncio.sleep(60)
+
+asyncio.run(main())
+"""
+
+
+def test_a_killed_worker_leaves_neither_processes_nor_semaphores(tmp_path):
+    (tmp_path / "user_rewards.py").write_text(USER_REWARDS)
+    before = set(os.listdir("/dev/shm"))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([os.getcwd(), str(tmp_path)])}
+    owner = subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, env=environment)
+    assert owner.stdout is not None
+    children = [psutil.Process(int(pid)) for pid in owner.stdout.readline().split()]
+    assert len(children) == 2
+    assert not {name for name in set(os.listdir("/dev/shm")) - before if name.startswith("sem.mp-")}
+    owner.kill()
+    owner.wait()
+    owner.stdout.close()
+    _, alive = psutil.wait_procs(children, timeout=5)
+    assert not [child for child in alive if child.status() != psutil.STATUS_ZOMBIE]
 
 
 async def test_closing_ends_the_scoring_processes(user_rewards):

@@ -9,7 +9,7 @@ import struct
 import pytest
 
 from asyncrl.protocol.errors import EngineError
-from rollout_fleet.config import Device, SGLangConfig
+from rollout_fleet.config import EngineDevice, SGLangConfig
 from rollout_fleet.engines import sglang_client
 from rollout_fleet.engines.sglang_client import SGLangClient
 from rollout_fleet.engines.sglang_server import SERVER_KEEP_ALIVE_S, SGLangServer
@@ -54,7 +54,7 @@ async def client(server, tmp_path, monkeypatch):
     owner = SGLangServer(
         SGLangConfig(),
         model_path="",
-        device=Device.cpu,
+        device=EngineDevice.cpu,
         name="sglang-0",
         log_dir=str(tmp_path),
         seed=0,

@@ -22,7 +22,7 @@ import pytest_asyncio
 
 from asyncrl.protocol.errors import AsyncRLError, DeadlineError, EngineError, WorkerDiedError
 from asyncrl.protocol.types import FinishReason, WeightSnapshot
-from rollout_fleet.config import Device, RolloutFleetConfig, SamplingConfig, SGLangConfig
+from rollout_fleet.config import EngineDevice, RolloutFleetConfig, SamplingConfig, SGLangConfig
 from rollout_fleet.engines.sglang import SGLangEngine
 from rollout_fleet.types import SampleRequest
 from tests.support.engine_probes import answer, assert_continues, forward_logprobs, publish_weights, requests_of
@@ -39,7 +39,7 @@ pytestmark = [
 async def engine(model_path, tmp_path_factory):
     log_dir = tmp_path_factory.mktemp("logs")
     config = RolloutFleetConfig(sglang=SGLangConfig(samples_per_request=8), stop_timeout_s=1.0)
-    engine = SGLangEngine(config, model_path=model_path, device=Device.cpu, rank=0, log_dir=str(log_dir), seed=0)
+    engine = SGLangEngine(config, model_path=model_path, device=EngineDevice.cpu, rank=0, log_dir=str(log_dir), seed=0)
     try:
         await engine.start()
         yield engine
@@ -173,7 +173,7 @@ async def failing_engine(engine, model_path, tmp_path):
     failing = SGLangEngine(
         RolloutFleetConfig(load_timeout_s=5.0),
         model_path=model_path,
-        device=Device.cpu,
+        device=EngineDevice.cpu,
         rank=0,
         log_dir="",
         seed=0,
@@ -357,7 +357,7 @@ async def test_stopping_a_dead_engine_is_harmless(engine):
 async def test_a_server_that_does_not_come_up_shows_the_tail_of_its_log(model_path, tmp_path):
     config = RolloutFleetConfig(stop_timeout_s=1.0)
     config.sglang.extra_args.append("--no-such-option")
-    engine = SGLangEngine(config, model_path=model_path, device=Device.cpu, rank=3, log_dir=str(tmp_path), seed=0)
+    engine = SGLangEngine(config, model_path=model_path, device=EngineDevice.cpu, rank=3, log_dir=str(tmp_path), seed=0)
     with pytest.raises(WorkerDiedError, match=r"(?s)sglang-3 died with exit status 2.*sglang-3.log.*--no-such-option"):
         await engine.start()
     await engine.stop()
@@ -366,7 +366,7 @@ async def test_a_server_that_does_not_come_up_shows_the_tail_of_its_log(model_pa
 
 async def test_a_server_that_is_too_slow_is_stopped_and_named(model_path, tmp_path):
     config = RolloutFleetConfig(start_timeout_s=2.0, stop_timeout_s=0.5)
-    engine = SGLangEngine(config, model_path=model_path, device=Device.cpu, rank=4, log_dir=str(tmp_path), seed=0)
+    engine = SGLangEngine(config, model_path=model_path, device=EngineDevice.cpu, rank=4, log_dir=str(tmp_path), seed=0)
     with pytest.raises(DeadlineError, match=r"sglang-4 was not up within 2.0 s; raise rollout_fleet.start_timeout_s"):
         await engine.start()
     assert engine._server._guard.returncode is not None
@@ -374,12 +374,13 @@ async def test_a_server_that_is_too_slow_is_stopped_and_named(model_path, tmp_pa
 
 OWNER = """
     import asyncio, sys
-    from rollout_fleet.config import Device, RolloutFleetConfig
+    from rollout_fleet.config import EngineDevice, RolloutFleetConfig
     from rollout_fleet.engines.sglang import SGLangEngine
 
     async def main():
         config = RolloutFleetConfig(stop_timeout_s=60)
-        engine = SGLangEngine(config, model_path=sys.argv[1], device=Device.cpu, rank=5, log_dir=sys.argv[2], seed=0)
+        device, (model, logs) = EngineDevice.cpu, sys.argv[1:]
+        engine = SGLangEngine(config, model_path=model, device=device, rank=5, log_dir=logs, seed=0)
         start = asyncio.create_task(engine.start())
         while engine._server._guard is None:
             await asyncio.sleep(0)
@@ -400,7 +401,8 @@ async def test_the_death_of_the_owner_leaves_nothing(model_path, tmp_path, momen
     if moment == "up":
         assert await owner.stdout.readline() == b"up\n"
     else:
-        await asyncio.sleep(8)
+        while len(guard.children(recursive=True)) < 3:  # noqa: ASYNC110 - nobody tells of the server's processes
+            await asyncio.sleep(0.05)
     processes = [guard, *guard.children(recursive=True)]
     assert len(processes) >= 2
     owner.kill()

@@ -14,7 +14,7 @@ import torch
 
 from asyncrl.protocol.errors import DeadlineError, EngineError, WorkerDiedError
 from asyncrl.protocol.types import FinishReason, WeightSnapshot
-from rollout_fleet.config import Device, RolloutFleetConfig, TransformersConfig
+from rollout_fleet.config import EngineDevice, RolloutFleetConfig, TransformersConfig
 from rollout_fleet.engines.transformers import TransformersEngine
 from rollout_fleet.engines.transformers_model import AbortFlag, StepRecorder
 from tests.support.engine_probes import answer, assert_continues, forward_logprobs, publish_weights, requests_of
@@ -35,7 +35,7 @@ async def start(model_path):
 
     async def make(seed=0, **options):
         config = RolloutFleetConfig(**options)
-        engine = TransformersEngine(config, model_path=model_path, device=Device.cpu, rank=0, seed=seed)
+        engine = TransformersEngine(config, model_path=model_path, device=EngineDevice.cpu, rank=0, seed=seed)
         engines.append(engine)
         await engine.start()
         return engine
@@ -109,7 +109,7 @@ async def test_sampling_defaults_that_come_with_a_model_are_not_applied(model_pa
     defaults = '{"eos_token_id": 1, "do_sample": true, "top_k": 1, "temperature": 0.1, "repetition_penalty": 3.0}'
     (tmp_path / "model" / "generation_config.json").write_text(defaults)
     engine = TransformersEngine(
-        RolloutFleetConfig(), model_path=str(tmp_path / "model"), device=Device.cpu, rank=0, seed=0
+        RolloutFleetConfig(), model_path=str(tmp_path / "model"), device=EngineDevice.cpu, rank=0, seed=0
     )
     await engine.start()
     try:

@@ -112,9 +112,9 @@ def zeros():
     return DataProto.from_dict({"a": torch.zeros(4)})
 
 
-@pytest.fixture(scope="module", params=[create_colocated_worker_cls, create_colocated_worker_cls_fused])
-def host(cluster, request):
-    group = RayWorkerGroup(small_pool(), request.param(ROLES))
+@pytest.fixture(scope="module")
+def host(cluster):
+    group = RayWorkerGroup(small_pool(), create_colocated_worker_cls_fused(ROLES))
     yield group
     group.shutdown()
 
@@ -172,6 +172,10 @@ def test_a_worker_may_hold_another(cluster):
     group = RayWorkerGroup(small_pool(), RayClassWithInitArgs(ray.remote(Outer), x=2))
     assert group.get() == [2, 3]
     group.shutdown()
+
+
+def test_both_names_of_verl_make_the_same_class():
+    assert create_colocated_worker_cls is create_colocated_worker_cls_fused
 
 
 def test_a_colocated_class_needs_roles():

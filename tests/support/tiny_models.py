@@ -5,7 +5,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+import torch.nn.functional as F
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from learner.types import TokenSequence
 
@@ -20,24 +21,113 @@ _SHAPE = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 256,
 }
-_FAMILIES = {
-    "qwen2": lambda: Qwen2Config(**_SHAPE, tie_word_embeddings=False),
-    "qwen3": lambda: Qwen3Config(**_SHAPE, head_dim=8, tie_word_embeddings=True),
-    "llama": lambda: LlamaConfig(**_SHAPE, tie_word_embeddings=False),
-    "qwen3_moe": lambda: Qwen3MoeConfig(
-        **_SHAPE, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16
-    ),
+_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+_DELTA_NET = {
+    "head_dim": 8,
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention"],
 }
-FAMILIES = sorted(_FAMILIES)
+_WINDOW = {"head_dim": 8, "sliding_window": 5}
+_WINDOW_THEN_ALL = {**_WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
+_LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
+_MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8}
+
+# Windows, chunks and query scales bite within the 24 tokens of a test's longest sequence.
+_FAMILIES: dict[str, dict] = {
+    "qwen2": {"tie_word_embeddings": False},
+    "qwen3": {"head_dim": 8, "tie_word_embeddings": True},
+    "llama": {"tie_word_embeddings": False},
+    "qwen3_moe": {"head_dim": 8, "num_experts": 4, **_EXPERTS},
+    "qwen3_next": {**_DELTA_NET, "num_experts": 4, "shared_expert_intermediate_size": 16, **_EXPERTS},
+    "qwen3_5_text": _DELTA_NET,
+    "gemma3_text": {**_WINDOW_THEN_ALL, "query_pre_attn_scalar": 8},
+    "mistral": _WINDOW,
+    "phi3": {"partial_rotary_factor": 0.5},
+    "gpt_oss": {**_WINDOW_THEN_ALL, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "deepseek_v3": {
+        **_LATENT,
+        **_EXPERTS,
+        "num_key_value_heads": 4,
+        "n_routed_experts": 4,
+        "n_group": 2,
+        "topk_group": 1,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+    },
+    "glm4": {"head_dim": 8, "partial_rotary_factor": 0.5},
+    "lfm2": {"layer_types": ["conv", "full_attention"], "block_ff_dim": 48, "block_auto_adjust_ff_dim": False},
+    "olmo2": {},
+    "llama4_text": {
+        "head_dim": 8,
+        "intermediate_size_mlp": 48,
+        "num_local_experts": 2,
+        "num_experts_per_tok": 1,
+        "interleave_moe_layer_step": 2,
+        "layer_types": ["chunked_attention", "full_attention"],
+        "no_rope_layers": [1, 0],
+        "attention_chunk_size": 5,
+        "floor_scale": 4,
+        "attn_scale": 0.3,
+    },
+    "qwen2_moe": {
+        **_EXPERTS,
+        "use_sliding_window": True,
+        "sliding_window": 5,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "num_experts": 4,
+        "shared_expert_intermediate_size": 16,
+    },
+    "granitemoehybrid": {
+        **_MAMBA,
+        "layer_types": ["mamba", "attention"],
+        "mamba_n_groups": 1,
+        "num_local_experts": 2,
+        "num_experts_per_tok": 1,
+        "shared_intermediate_size": 16,
+    },
+    "minimax": {
+        "head_dim": 8,
+        "num_local_experts": 2,
+        "num_experts_per_tok": 1,
+        "layer_types": ["linear_attention", "full_attention"],
+    },
+    "granite": {"logits_scaling": 8.0},
+    "gemma2": {**_WINDOW, "query_pre_attn_scalar": 8, "final_logit_softcapping": None},
+    "falcon_h1": {**_MAMBA, "head_dim": 8, "mamba_d_ssm": 64},
+    "bloom": {"n_head": 4, "n_layer": 2},
+    "rwkv": {"attention_hidden_size": 32, "context_length": 256},
+    "nemotron": {},
+}
+FAMILIES = ["llama", "qwen2", "qwen3", "qwen3_moe"]
+"""Families without anything unusual."""
+
+TRAINED_FAMILIES = [*list(_FAMILIES)[: list(_FAMILIES).index("minimax") + 1]]
+"""Families that the learner trains, with and without sequence parallelism; the others it refuses, or runs otherwise."""
 
 
-def save_tiny_model(directory: Path, family: str = "qwen3", seed: int = 0) -> str:
-    """Weights are spread out (0.2), so that a wrong mask or position is far from right."""
+def tiny_config(family: str, *, initializer_range: float) -> PreTrainedConfig:
+    """The configuration of a family's smallest model."""
+    special = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
+    own = {**_SHAPE, **special, "initializer_range": initializer_range, **_FAMILIES[family]}
+    return AutoConfig.for_model(family, **own)
+
+
+def save_tiny_model(directory: Path, family: str = "qwen3", seed: int = 0, *, initializer_range: float = 0.2) -> str:
+    """Weights are spread out, so that a wrong mask or position is far from right."""
     torch.manual_seed(seed)
-    config = _FAMILIES[family]()
-    config.initializer_range = 0.2
+    config = tiny_config(family, initializer_range=initializer_range)
     AutoModelForCausalLM.from_config(config).save_pretrained(directory)
     return str(directory)
+
+
+def plain_log_probs(model: torch.nn.Module, sequence: TokenSequence, *, temperature: float = 1.0) -> torch.Tensor:
+    """[tokens in the loss] by transformers' forward of one sequence, without packing."""
+    ids = torch.from_numpy(sequence.input_ids.astype(np.int64))
+    log_probs = F.log_softmax(model(ids[None]).logits[0, :-1] / temperature, dim=-1)
+    return log_probs.gather(-1, ids[1:, None])[:, 0][torch.from_numpy(sequence.loss_mask[1:])]
 
 
 def random_sequences(num: int, seed: int = 0, *, longest: int = 24) -> list[TokenSequence]:

@@ -4,7 +4,7 @@ A group waits for a free process; its deadline starts when it has one. A process
 processes are plain children that speak over pipes, so that a killed worker leaves no semaphores behind; they end when
 their pipe closes.
 
-``python -m rollout_fleet.rewards.processes NAME`` is one such process.
+``python -m rollout_fleet.rewards.reward_processes NAME`` is one such process.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class RewardProcesses:
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
-            "rollout_fleet.rewards.processes",
+            "rollout_fleet.rewards.reward_processes",
             self._name,
             str(os.getpid()),
             stdin=PIPE,

@@ -1,4 +1,4 @@
-"""A user's own selection order and filter, found as ``orders_of_mine:…``."""
+"""A user's own selection order and filter, found as ``tests.support.orders_of_mine:…``."""
 
 from asyncrl.protocol.types import GroupSummary
 

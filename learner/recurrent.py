@@ -1,0 +1,162 @@
+"""Layers that carry a state from token to token (linear attention, state spaces, convolutions) on packed sequences.
+
+Such a layer would carry the state of one sequence into the next, and under sequence parallelism it would see a part of
+the tokens only. Here each gets whole sequences: kernels that take boundaries (flash-linear-attention, causal-conv1d)
+get them with the packed tokens, any other implementation gets a batch of sequences padded on the right, which no real
+token sees.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .attention import PackedLayout, packed_layout
+from .ulysses import gather_sequence, get_ulysses_sequence_parallel_rank, get_ulysses_sequence_parallel_world_size
+
+_WITHOUT_CONVOLUTION = ("MiniMaxLightningAttention",)
+"""Layers with a state that hold no convolution, by which the others are known."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Region:
+    """The packed tokens that a rank's own tokens depend on.
+
+    Attributes:
+        first: Packed place of its first token, the start of a sequence.
+        last: Packed place after its last token.
+        own: Place of the rank's first own token within it.
+        layout: Its sequences; the last one ends with the rank's tokens.
+    """
+
+    first: int
+    last: int
+    own: int
+    layout: PackedLayout
+
+
+class RecurrentLayers:
+    """Makes the layers of a model that carry a state run on packed sequences, in place.
+
+    Args:
+        model: A Hugging Face model, before it is sharded.
+
+    Attributes:
+        layers: The layers, in order; empty for most models.
+        takes_boundaries: Their kernels are handed ``cu_seq_lens_q`` and ``seq_idx``; otherwise the layers run on
+            padded sequences.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.layers = [module for module in model.modules() if _carries_state(module)]
+        self.takes_boundaries = bool(self.layers) and all(_has_boundary_kernels(layer) for layer in self.layers)
+        self._layout: PackedLayout | None = None
+        self._planned: tuple[PackedLayout, _Region] | None = None
+        for layer in self.layers:
+            layer.forward = torch.compiler.disable(partial(self._forward, layer.forward))
+        for parent in model.modules() if self.layers else ():
+            if any(child in self.layers for child in parent.children()):
+                parent.register_forward_pre_hook(self._follow, with_kwargs=True)
+
+    @property
+    def types(self) -> list[str]:
+        """Names of the layers' classes."""
+        return sorted({type(layer).__name__ for layer in self.layers})
+
+    def use(self, layout: PackedLayout | None) -> None:
+        """Say where the sequences of the next forward lie; None runs the layers as they are."""
+        self._layout = layout
+
+    def _follow(self, _parent: nn.Module, _args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Take the layout that a decoder layer was called with: activation checkpointing calls it again, later."""
+        self._layout = kwargs.get("packed", self._layout)
+
+    def _forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Stands for a layer's ``forward``; its first argument is [1, n, h], this rank's part of the tokens."""
+        if self._layout is None:
+            return forward(*args, **kwargs)
+        hidden, others = (args[0], args[1:]) if args else (kwargs.pop("hidden_states"), ())
+        region = self._region(self._layout, hidden.size(1))
+        tokens = gather_sequence(hidden, dim=1)[0, region.first : region.last]
+
+        def run(x: Tensor, **told: Tensor) -> Any:
+            return forward(x, *others, **(kwargs | told))
+
+        if self.takes_boundaries:
+            out, rest = _with_boundaries(run, tokens, region.layout, forward)
+        else:
+            out, rest = _padded(run, tokens, region.layout)
+        out = out[region.own :].unsqueeze(0)
+        return out if rest is None else (out, *rest)
+
+    def _region(self, layout: PackedLayout, num_local: int) -> _Region:
+        """Which tokens this rank computes; the same for every layer of a forward."""
+        if self._planned is None or self._planned[0] is not layout:
+            self._planned = (layout, _region_of_rank(layout, num_local))
+        return self._planned[1]
+
+
+def _carries_state(module: nn.Module) -> bool:
+    if type(module).__name__ in _WITHOUT_CONVOLUTION:
+        return True
+    return any(isinstance(child, nn.Conv1d) for child in module.children())
+
+
+def _has_boundary_kernels(layer: nn.Module) -> bool:
+    """Whether the layer runs on kernels that keep packed sequences apart; transformers looks for them when imported."""
+    module = sys.modules[type(layer).__module__]
+    accepts = "seq_idx" in inspect.signature(type(layer).forward).parameters or hasattr(layer, "chunk_gated_delta_rule")
+    return accepts and bool(getattr(module, "is_fast_path_available", False))
+
+
+def _region_of_rank(layout: PackedLayout, num_local: int) -> _Region:
+    if get_ulysses_sequence_parallel_world_size() == 1:
+        return _Region(first=0, last=num_local, own=0, layout=layout)
+    first = get_ulysses_sequence_parallel_rank() * num_local
+    last, end, pieces, start_of_first = first + num_local, 0, [], None
+    for length in layout.lengths:
+        start, end = end, end + length
+        if end > first and start < last:
+            start_of_first = start if start_of_first is None else start_of_first
+            pieces.append(min(end, last) - start)
+    begin = start_of_first or 0
+    return _Region(first=begin, last=last, own=first - begin, layout=packed_layout(pieces, layout.cu_seqlens.device))
+
+
+def _with_boundaries(
+    run: Callable[..., Any], tokens: Tensor, layout: PackedLayout, forward: Callable[..., Any]
+) -> tuple[Tensor, tuple[Any, ...] | None]:
+    """[n, h] outputs by kernels that are told where each sequence starts, and what the layer returns besides."""
+    sizes = torch.tensor(layout.lengths, device=tokens.device)
+    index = torch.arange(len(layout.lengths), dtype=torch.int32, device=tokens.device).repeat_interleave(sizes)
+    said: dict[str, Tensor] = {"seq_idx": index.unsqueeze(0), "cu_seq_lens_q": layout.cu_seqlens}
+    known = inspect.signature(forward).parameters
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
+        said = {name: value for name, value in said.items() if name in known}
+    out, rest = _split(run(tokens.unsqueeze(0), **said))
+    return out[0], rest
+
+
+def _padded(run: Callable[..., Any], tokens: Tensor, layout: PackedLayout) -> tuple[Tensor, tuple[Any, ...] | None]:
+    """[n, h] outputs by one call per bucket of sequences, and what the layer returns besides."""
+    if layout.pad_index is not None:
+        tokens = tokens.index_select(0, layout.pad_index)
+    outputs, rest = [], None
+    sizes = [count * length for count, length in layout.buckets]
+    for (count, length), part in zip(layout.buckets, tokens.split(sizes), strict=True):
+        out, rest = _split(run(part.view(count, length, -1)))
+        outputs.append(out.reshape(count * length, -1))
+    merged = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    return (merged if layout.unpad_index is None else merged.index_select(0, layout.unpad_index)), rest
+
+
+def _split(output: Any) -> tuple[Tensor, tuple[Any, ...] | None]:
+    """A layer's output tensor, and the further entries where it returns a tuple."""
+    return (output[0], tuple(output[1:])) if isinstance(output, tuple) else (output, None)

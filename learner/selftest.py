@@ -1,0 +1,324 @@
+"""Self-test of a loaded model: random sequences packed as in training, against each in Hugging Face's own forward.
+
+It runs on the run's own mesh, dtype and attention path, once per model, before anything is trained. All ranks compute
+the same sequences and decide by the largest difference among them, so that every collective is entered by all.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from transformers import PreTrainedModel
+
+from .attention import ATTENTION_NAME
+from .fsdp import LearnerMesh, decoder_layers
+from .heads import LogProbHead, PackedHead
+from .packing import MicroBatch, pack
+from .pretrained import SCORE_HEAD
+from .types import TokenSequence
+from .ulysses import UlyssesShardingManager, gather_sequence
+
+log = logging.getLogger(__name__)
+
+LENGTHS = (23, 11, 11, 7, 3, 2)
+"""Tokens of the sequences: equal and unequal ones, so that some share a padded batch."""
+
+FIRST_TOKENS = 4
+"""A convolution leaks into the first tokens of a sequence only: they are averaged on their own."""
+
+TOLERANCE = {"float32": 2e-3, "float16": 0.03, "bfloat16": 0.12}
+"""Largest relative difference of hidden states that other kernels may cause, by the dtype of the run."""
+
+LEAK_TOLERANCE = {"float32": 2e-4, "float16": 3e-3, "bfloat16": 0.012}
+"""Largest relative change of a sequence when only its neighbours change: the kernels are the same."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SelfTestResult:
+    """What the self-test found.
+
+    Attributes:
+        packs: Sequences may share a micro-batch; otherwise each needs its own.
+        difference: Largest relative difference of hidden states to Hugging Face's forward.
+        seconds: Wall time.
+    """
+
+    packs: bool
+    difference: float
+    seconds: float
+
+
+class SelfTest:
+    """Compares the packed forward of a sharded model with Hugging Face's own.
+
+    Args:
+        head: The module that is sharded.
+        mesh: The group.
+        sharding: Context in which sequences are split over the sp ranks.
+        dtype: Name of the type in which the model computes.
+        name: The model's path, for messages.
+    """
+
+    def __init__(
+        self, head: PackedHead, mesh: LearnerMesh, sharding: UlyssesShardingManager, *, dtype: str, name: str
+    ) -> None:
+        self._head, self._mesh, self._sharding, self._name = head, mesh, sharding, name
+        self._tolerance, self._leak_tolerance, self._dtype = TOLERANCE[dtype], LEAK_TOLERANCE[dtype], dtype
+        embeddings = cast("nn.Embedding", head.pretrained.get_input_embeddings())
+        rng, self._vocabulary = np.random.default_rng(0), embeddings.num_embeddings
+        self._logit_difference = 0.0
+        # Low ids are often special, such as the padding, which some models treat differently.
+        self._tokens = [rng.integers(self._vocabulary // 2, self._vocabulary, length) for length in LENGTHS]
+
+    def run(self) -> SelfTestResult:
+        """Find out how the model can be run. Parameters, gradients and random state stay what they were.
+
+        Raises:
+            ValueError: training would compute the model wrongly; the message names the layer and what to do.
+        """
+        start, training = time.perf_counter(), self._head.training
+        devices = [self._mesh.device] if self._mesh.device.type == "cuda" else []
+        self._head.train(False)
+        try:
+            with torch.no_grad(), torch.random.fork_rng(devices):
+                packs, difference = self._decide()
+        finally:
+            self._head.recurrent.use(None)
+            self._head.train(training)
+            for unit in self._head.modules():
+                if isinstance(unit, FSDPModule):
+                    unit.reshard()  # the root stays whole after a forward: an optimizer would take its whole parameters
+        return SelfTestResult(packs=packs, difference=difference, seconds=time.perf_counter() - start)
+
+    def _decide(self) -> tuple[bool, float]:
+        """Whether sequences may share a micro-batch, and the difference; the fastest way that is right is taken."""
+        expected = self._attempted("Hugging Face's own forward", self._plain)
+        self._check_logits()
+        recurrent, difference = self._head.recurrent, float("inf")
+        for takes_boundaries in (True, False) if recurrent.takes_boundaries else (False,):
+            recurrent.takes_boundaries = takes_boundaries
+            together = self._attempted("the packed forward", self._together)
+            difference, leak = self._difference(together, expected), self._leak(together)
+            if difference <= self._tolerance and leak <= self._leak_tolerance:
+                self._report_recurrent()
+                return True, difference
+        alone = self._difference(self._attempted("the packed forward", self._one_by_one), expected)
+        culprit = self._culprit()
+        if alone <= self._tolerance:
+            log.warning(
+                "%s: %s lets packed sequences see one another; every sequence gets its own micro-batch",
+                self._name,
+                culprit,
+            )
+            return False, alone
+        raise ValueError(self._refusal(culprit, difference, expected))
+
+    def _check_logits(self) -> None:
+        """Check that the logits are what the learner computes: a linear map of the last hidden states."""
+        difference = self._largest([torch.tensor(self._logit_difference)])
+        if difference > self._tolerance:
+            raise ValueError(
+                self._message(
+                    f"its logits differ by {difference:.3g} (relative) from a linear map of the last hidden states, as "
+                    "with a soft cap or a scale, which the learner does not compute"
+                )
+            )
+
+    # The forwards. Each returns hidden states [N, h] float32, sequence after sequence.
+
+    def _plain(self) -> Tensor:
+        """Every sequence alone through transformers' eager attention, without sequence parallelism."""
+        return torch.cat([self._through_root(lambda ids=ids: self._plain_forward(ids)) for ids in self._tokens])
+
+    def _plain_forward(self, tokens: np.ndarray) -> Tensor:
+        """What reaches the output layer in transformers' own forward of one sequence."""
+        pretrained, reached = self._head.pretrained, []
+        output = _output_layer(self._head)
+        handle = output.register_forward_pre_hook(lambda _module, args: reached.append(args[0]))
+        self._head.recurrent.use(None)
+        try:
+            with _eager(pretrained):
+                ids = torch.from_numpy(tokens).to(self._mesh.device).unsqueeze(0)
+                logits = pretrained(input_ids=ids, use_cache=False).logits
+        finally:
+            handle.remove()
+        if not reached:
+            raise RuntimeError(f"{type(pretrained).__name__} does not call its output layer")
+        if isinstance(self._head, LogProbHead):
+            ours = F.linear(reached[0], output.weight, output.bias).float()
+            self._logit_difference = max(self._logit_difference, float(_relative(ours[0], logits[0].float()).max()))
+        return reached[0][0].float()
+
+    def _together(self, *, changed: bool = False) -> Tensor:
+        """All sequences in one micro-batch, on the run's own path; every second one with other tokens."""
+        middle = self._vocabulary // 2
+        tokens = [
+            middle + (ids - middle + 1) % (self._vocabulary - middle) if changed and index % 2 == 0 else ids
+            for index, ids in enumerate(self._tokens)
+        ]
+        return self._through_root(lambda: self._packed_forward(tokens))
+
+    def _one_by_one(self) -> Tensor:
+        """Each sequence in its own micro-batch, on the run's own path."""
+        return torch.cat([self._through_root(lambda ids=ids: self._packed_forward([ids])) for ids in self._tokens])
+
+    def _packed_forward(self, tokens: Sequence[np.ndarray]) -> Tensor:
+        batch = _micro_batch(tokens).to(self._mesh.device)
+        with self._sharding:
+            hidden = gather_sequence(self._head.hidden_states(batch), dim=0)
+        return hidden[: len(batch.input_ids)].float()
+
+    def _through_root(self, function: Callable[[], Tensor]) -> Tensor:
+        """Call a function inside the root's forward: FSDP gathers the parameters around it."""
+        self._head.forward = function  # pyright: ignore[reportAttributeAccessIssue]
+        try:
+            return self._head()
+        finally:
+            del self._head.forward
+
+    def _attempted(self, what: str, forward: Callable[[], Tensor]) -> Tensor:
+        """Run a forward; one that fails refuses the model by name."""
+        try:
+            return forward()
+        except Exception as error:
+            place = _raised_in(error)
+            raise ValueError(self._message(f"{what} raises in {place}: {type(error).__name__}: {error}")) from error
+
+    # Comparing.
+
+    def _difference(self, found: Tensor, expected: Tensor) -> float:
+        """Largest of the mean relative differences at the first tokens of the sequences and at all tokens."""
+        relative = _relative(found, expected)
+        return self._largest([relative[_places() < FIRST_TOKENS].mean(), relative.mean()])
+
+    def _leak(self, together: Tensor) -> float:
+        """The same for the unchanged sequences, between micro-batches whose other sequences differ."""
+        relative = _relative(self._together(changed=True), together)
+        sequence = torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS))
+        same, first = sequence % 2 == 1, _places() < FIRST_TOKENS
+        return self._largest([relative[same & first].mean(), relative[same].mean()])
+
+    def _largest(self, differences: list[Tensor]) -> float:
+        """The largest over this rank's and all ranks' differences; one that is not a number counts as infinite."""
+        worst = torch.stack(differences).max().nan_to_num(nan=torch.inf)
+        return float(self._mesh.largest(worst))
+
+    def _culprit(self) -> str:
+        """Name and type of the first layer whose output differs between the packed and the plain forward."""
+        expected = self._outputs(self._plain, gathered=False)
+        found = self._outputs(self._together, gathered=True)
+        for name, (kind, output) in found.items():
+            other = expected.get(name)
+            if other is None or other[1].shape != output.shape:
+                continue
+            if self._difference(output, other[1]) > self._tolerance:
+                return f"{kind} ({name})"
+        return type(self._head.pretrained).__name__
+
+    def _outputs(self, run: Callable[[], Tensor], *, gathered: bool) -> dict[str, tuple[str, Tensor]]:
+        """Type and [N, ...] output of every part of every decoder layer, by name, in the order of the computation."""
+        outputs: dict[str, tuple[str, list[Tensor]]] = {}
+        names = {module: name for name, module in self._head.pretrained.named_modules()}
+
+        def keep(module: nn.Module, _args: Any, output: Any) -> None:
+            tensor = output[0] if isinstance(output, tuple) else output
+            if isinstance(tensor, Tensor) and tensor.ndim == 3 and len(tensor) == 1:
+                if gathered:
+                    with self._sharding:
+                        tensor = gather_sequence(tensor, dim=1)
+                kept = outputs.setdefault(names[module], (type(module).__name__, []))[1]
+                kept.append(tensor[0].float())
+
+        layers = decoder_layers(self._head.pretrained)
+        parts = [part for layer in layers for part in (*layer.children(), layer)]
+        handles = [part.register_forward_hook(keep) for part in parts]
+        try:
+            run()
+        finally:
+            for handle in handles:
+                handle.remove()
+        num_tokens = sum(LENGTHS)
+        return {name: (kind, torch.cat(tensors)[:num_tokens]) for name, (kind, tensors) in outputs.items()}
+
+    # What is said.
+
+    def _report_recurrent(self) -> None:
+        recurrent = self._head.recurrent
+        if recurrent.layers and self._mesh.rank == 0:
+            how = "kernels that take sequence boundaries" if recurrent.takes_boundaries else "padded sequences"
+            log.info("%s: %d x %s runs on %s", self._name, len(recurrent.layers), "/".join(recurrent.types), how)
+
+    def _refusal(self, culprit: str, difference: float, expected: Tensor) -> str:
+        """Why the model is refused, and what would help: sequence parallelism is left out to see."""
+        remedy = "no way of running it that the learner has is right"
+        if self._mesh.sp_size > 1:
+            self._sharding = nullcontext()
+            if self._difference(self._one_by_one(), expected) <= self._tolerance:
+                remedy = "it is right without sequence parallelism: set learner.sp_size=1"
+        return self._message(
+            f"{culprit} computes other values for packed sequences than for each alone: hidden states differ by "
+            f"{difference:.3g} (relative) where {self._dtype} explains {self._tolerance:g}; {remedy}"
+        )
+
+    def _message(self, what: str) -> str:
+        return (
+            f"the learner cannot train {type(self._head.pretrained).__name__} from {self._name!r} with "
+            f"sp_size={self._mesh.sp_size}: {what}. To train it anyway, name the reason in learner.skip_selftest"
+        )
+
+
+def _output_layer(head: PackedHead) -> nn.Linear:
+    """The layer that the last hidden states go to."""
+    if isinstance(head, LogProbHead):
+        return cast("nn.Linear", head.pretrained.get_output_embeddings())
+    return cast("nn.Linear", getattr(head.pretrained, SCORE_HEAD))
+
+
+def _micro_batch(tokens: Sequence[np.ndarray]) -> MicroBatch:
+    sequences = [TokenSequence(input_ids=ids.astype(np.int32), loss_mask=np.arange(len(ids)) > 0) for ids in tokens]
+    return pack(sequences, max_tokens=sum(map(len, tokens)), count=1)[0]
+
+
+def _places() -> Tensor:
+    """[N] int64, place of every token in its sequence."""
+    return torch.cat([torch.arange(length) for length in LENGTHS])
+
+
+def _relative(found: Tensor, expected: Tensor) -> Tensor:
+    """[N] norms of the differences of rows, divided by the norms of what is expected."""
+    norms = expected.norm(dim=-1).clamp_min(torch.finfo(torch.float32).tiny)
+    return ((found - expected).norm(dim=-1) / norms).cpu()
+
+
+@contextmanager
+def _eager(pretrained: PreTrainedModel) -> Iterator[None]:
+    """Inside, the model runs transformers' own attention, uncompiled."""
+    # Not set_attn_implementation: it leaves models as they are whose attention does not go through the registry.
+    configs = [module.config for module in pretrained.modules() if isinstance(module, PreTrainedModel)]
+    for config in configs:
+        config._attn_implementation_internal = "eager"
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            yield
+    finally:
+        for config in configs:
+            config._attn_implementation_internal = ATTENTION_NAME
+
+
+def _raised_in(error: BaseException) -> str:
+    """The innermost module class of a model that an error came out of, or the function."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    modules = [frame.f_locals.get("self", frame.f_locals.get("module")) for frame in frames]
+    named = [type(module).__name__ for module in modules if isinstance(module, nn.Module)]
+    return named[-1] if named else frames[-1].f_code.co_name

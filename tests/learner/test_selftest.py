@@ -1,0 +1,207 @@
+"""The self-test of loaded models: what it refuses, what it finds a way for, and what it leaves behind."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers.models.qwen3_next import modeling_qwen3_next
+
+from learner import pretrained, recurrent
+from learner.attention import ATTENTION_NAME
+from learner.config import Device, LearnerConfig
+from learner.packed_model import PackedModel
+from learner.roles import ACTOR, CRITIC, REFERENCE
+from tests.support.ranks import run_on_ranks
+from tests.support.tiny_models import plain_log_probs, random_sequences, save_tiny_model
+
+CPU = LearnerConfig(device=Device.cpu, max_tokens_per_micro_batch=60)
+NAMED = "Qwen3NextGatedDeltaNet (model.layers.0.linear_attn)"
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_tiny_model(tmp_path_factory.mktemp("hybrid") / "model", "qwen3_next", initializer_range=0.3)
+
+
+def saved(tmp_path: Path, family: str) -> str:
+    return save_tiny_model(tmp_path / "model", family, initializer_range=0.3)
+
+
+def load(path: str, **options: Any) -> PackedModel:
+    return PackedModel(replace(CPU, **options), REFERENCE, model_path=path)
+
+
+def without_help(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The learner as it would be without knowing layers that carry a state."""
+    monkeypatch.setattr(recurrent, "_carries_state", lambda _module: False)
+
+
+def assert_right(model: PackedModel, path: str) -> None:
+    """Log-probs equal those of transformers' own forward."""
+    plain = pretrained.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    sequences = random_sequences(5)
+    for sequence, scores in zip(sequences, model.scores(sequences), strict=True):
+        expected = plain_log_probs(plain, sequence).detach().numpy()
+        np.testing.assert_allclose(scores[sequence.loss_mask], expected, atol=3e-5)
+
+
+def test_a_leak_between_packed_sequences_gives_each_its_own_micro_batch(
+    hybrid: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    without_help(monkeypatch)
+    model = load(hybrid)
+    assert model.selftest is not None
+    assert not model.selftest.packs
+    assert NAMED in caplog.text
+    assert_right(model, hybrid)
+
+
+@pytest.mark.parametrize("family", ["rwkv"])
+def test_layers_that_only_run_alone_get_a_micro_batch_per_sequence(family: str, tmp_path: Path) -> None:
+    path = saved(tmp_path, family)
+    model = load(path)
+    assert model.selftest is not None
+    assert not model.selftest.packs
+    assert_right(model, path)
+
+
+def refusal(path: str) -> str:
+    recurrent._carries_state = lambda _module: False  # in a process of its own
+    with pytest.raises(ValueError, match="learner cannot train") as refused:
+        load(path, num_ranks=2, sp_size=2)
+    return str(refused.value)
+
+
+def test_layers_that_see_a_part_of_the_tokens_are_refused_with_the_remedy(hybrid: str) -> None:
+    for message in run_on_ranks(2, refusal, hybrid):
+        assert NAMED in message
+        assert "set learner.sp_size=1" in message
+        assert "learner.skip_selftest" in message
+
+
+@pytest.mark.parametrize(
+    ("family", "culprit"),
+    [
+        ("bloom", "BloomAttention (transformer.h.0.self_attention)"),  # its biases come with a mask
+        ("falcon_h1", "FalconH1Attention"),  # does not pass on where sequences lie
+        ("gemma2", "Gemma2Attention"),  # a soft cap inside attention
+        ("nemotron", "AttentionInterface"),
+        ("granite", "logits_scaling"),
+    ],
+)
+def test_what_the_learner_would_compute_wrongly_is_refused_by_name(family: str, culprit: str, tmp_path: Path) -> None:
+    path = saved(tmp_path, family)
+    with pytest.raises(ValueError, match=r".") as refused:
+        load(path)
+    assert culprit in str(refused.value)
+
+
+def test_logits_that_are_not_linear_are_refused_whatever_the_option_is_called(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pretrained, "_CHANGES_LOGITS", ())
+    with pytest.raises(ValueError, match="linear map of the last hidden states"):
+        load(saved(tmp_path, "granite"))
+
+
+@pytest.mark.parametrize("leaks", [False, True])
+def test_the_tolerance_of_half_precision_tells_leaks_from_rounding(
+    hybrid: str, leaks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if leaks:
+        without_help(monkeypatch)
+    found = load(hybrid, dtype="bfloat16").selftest
+    assert found is not None
+    assert found.packs is not leaks
+
+
+def test_the_self_test_leaves_nothing_behind(hybrid: str) -> None:
+    states = []
+    for reason in ("compared with a load that tests", ""):
+        torch.manual_seed(7)
+        model = load(hybrid, dtype="bfloat16", skip_selftest=reason)
+        states.append(torch.random.get_rng_state())
+    assert torch.equal(*states)
+    head = model.head
+    assert head.training
+    assert "forward" not in vars(head)
+    assert head.pretrained.config._attn_implementation == ATTENTION_NAME
+    assert all(parameter.grad is None and isinstance(parameter, DTensor) for parameter in head.parameters())
+
+
+def test_it_is_skipped_for_a_named_reason(
+    hybrid: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    without_help(monkeypatch)
+    assert load(hybrid, skip_selftest="checked by hand").selftest is None
+    assert "checked by hand" in caplog.text
+
+
+def test_frozen_copies_of_one_model_are_tested_alike_whatever_their_role(hybrid: str) -> None:
+    for role in (ACTOR, CRITIC):
+        found = PackedModel(CPU, role, model_path=hybrid).selftest
+        assert found is not None
+        assert found.packs
+
+
+def test_a_family_without_a_classifier_is_refused_as_a_critic_by_name(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="'lfm2'"):
+        PackedModel(CPU, CRITIC, model_path=saved(tmp_path, "lfm2"))
+
+
+def delta_rule(query: Tensor, key: Tensor, value: Tensor, *, cu_seqlens: Tensor | None, **rest: Any) -> Any:
+    """Stands in for the kernel of flash-linear-attention: sequence by sequence, as its boundaries say."""
+    plain = modeling_qwen3_next.torch_chunk_gated_delta_rule
+    assert cu_seqlens is not None
+    g, beta = rest.pop("g"), rest.pop("beta")
+    spans = [slice(*span) for span in zip(cu_seqlens.tolist(), cu_seqlens.tolist()[1:], strict=False)]
+    parts = [plain(*(x[:, s] for x in (query, key, value)), g=g[:, s], beta=beta[:, s], **rest)[0] for s in spans]
+    return torch.cat(parts, dim=1), None
+
+
+def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, *, activation: str, seq_idx: Tensor | None) -> Tensor:
+    """Stands in for causal_conv1d_fn: [1, channels, N], sequence by sequence, as ``seq_idx`` says."""
+    assert activation == "silu"
+    assert seq_idx is not None
+    sizes, width = seq_idx[0].bincount().tolist(), weight.size(1)
+    padded = [torch.nn.functional.pad(part, (width - 1, 0)) for part in x.split(sizes, dim=2)]
+    parts = [torch.conv1d(part, weight[:, None], bias, groups=len(weight)) for part in padded]
+    return torch.nn.functional.silu(torch.cat(parts, dim=2))
+
+
+@pytest.mark.parametrize("honours", [True, False])
+def test_kernels_that_take_boundaries_are_handed_them_and_checked(
+    hybrid: str, honours: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def deaf(*args: Any, cu_seqlens: Tensor | None = None, **rest: Any) -> Any:
+        return modeling_qwen3_next.torch_chunk_gated_delta_rule(*args, **rest)
+
+    with_reference: Callable[..., Any] = lambda *args, cu_seqlens=None, **rest: (  # noqa: E731
+        deaf(*args, **rest) if cu_seqlens is None else delta_rule(*args, cu_seqlens=cu_seqlens, **rest)
+    )
+
+    def conv(*, seq_idx: Tensor | None, x: Tensor, **rest: Any) -> Tensor:
+        whole = torch.zeros(1, x.size(2), dtype=torch.int32)
+        outputs = [convolution(row[None], seq_idx=whole if seq_idx is None else seq_idx, **rest) for row in x]
+        return torch.cat(outputs)
+
+    monkeypatch.setattr(modeling_qwen3_next, "causal_conv1d_fn", conv)
+    monkeypatch.setattr(modeling_qwen3_next, "chunk_gated_delta_rule", with_reference if honours else deaf)
+    monkeypatch.setattr(modeling_qwen3_next, "is_fast_path_available", True)
+    model = load(hybrid)
+    assert model.selftest is not None
+    assert model.selftest.packs
+    assert model.head.recurrent.takes_boundaries is honours
+
+
+def test_what_the_layers_run_on_is_logged(hybrid: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        load(hybrid)
+    assert "1 x Qwen3NextGatedDeltaNet runs on padded sequences" in caplog.text

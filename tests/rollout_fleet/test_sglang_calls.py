@@ -1,0 +1,203 @@
+"""What the SGLang engine asks of its server, and in which order, against a server that only writes it down."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from asyncrl.protocol.errors import EngineError
+from asyncrl.protocol.types import FinishReason, WeightSnapshot
+from rollout_fleet.config import EngineDevice, RolloutFleetConfig, SamplingConfig, SGLangConfig
+from rollout_fleet.engines.sglang import SGLangEngine, _StreamedSample
+from rollout_fleet.types import SampleRequest
+
+pytestmark = pytest.mark.timeout(30)
+
+
+class RecordedServer:
+    """Stands in for `SGLangServer` and `SGLangClient`; answers every call at once."""
+
+    name = "sglang-0"
+    url = "http://127.0.0.1:1"
+    dtype = "float32"
+    saves_memory = True
+
+    def __init__(self):
+        self.calls = []
+        self.version = "0"
+        self.refused = ""
+        self.answers = asyncio.Event()
+        self.answers.set()
+
+    async def start(self): ...
+
+    async def stop(self): ...
+
+    async def open(self): ...
+
+    async def close(self): ...
+
+    async def wait_exit(self):
+        await asyncio.Event().wait()
+
+    def log_tail(self):
+        return ""
+
+    async def call(self, method, path, body=None, *, timeout_s):
+        self.calls.append((path, body))
+        await self.answers.wait()
+        if path == self.refused:
+            raise EngineError(f"{path} was refused")
+        if path == "/update_weights_from_disk":
+            self.version = body["weight_version"]
+        return {"weight_version": self.version}
+
+    async def stream(self, path, body):
+        self.calls.append((path, body))
+        await asyncio.Event().wait()
+        yield {}
+
+    @property
+    def paths(self):
+        return [path for path, _ in self.calls]
+
+
+@pytest.fixture
+async def server():
+    return RecordedServer()
+
+
+@pytest.fixture
+async def engine(server, tmp_path):
+    (tmp_path / "config.json").write_text('{"vocab_size": 50, "eos_token_id": 1}')
+    engine = SGLangEngine(
+        RolloutFleetConfig(sglang=SGLangConfig(samples_per_request=2)),
+        model_path=str(tmp_path),
+        device=EngineDevice.cuda,
+        rank=0,
+        log_dir="",
+        seed=0,
+        server=server,
+    )
+    engine._client = server
+    await engine.start()
+    server.calls.clear()
+    yield engine
+    await engine.stop()
+
+
+async def answers_of(engine, num_requests):
+    options = SamplingConfig(max_new_tokens=4)
+    requests = [
+        SampleRequest(id=f"7-0-{index}", prompt_ids=np.array([3, 4], dtype=np.int32), sampling=options)
+        for index in range(num_requests)
+    ]
+    return [answer async for answer in engine.generate(requests)]
+
+
+async def test_a_version_may_be_named_only_after_it_was_verified(engine, server):
+    server.refused = "/model_info"
+    with pytest.raises(EngineError, match="/model_info was refused"):
+        await engine.load_weights(WeightSnapshot(version=1, path="/v1"))
+    assert (engine.version, engine._verified) == (0, {0})
+    assert server.paths == ["/pause_generation", "/update_weights_from_disk", "/model_info"], "it is never continued"
+
+
+async def test_a_load_pauses_updates_verifies_and_continues(engine, server):
+    await engine.load_weights(WeightSnapshot(version=1, path="/v1"))
+    assert (engine.version, engine._verified) == (1, {0, 1})
+    assert server.paths == [
+        "/pause_generation",
+        "/update_weights_from_disk",
+        "/model_info",
+        "/continue_generation",
+    ]
+    assert server.calls[1][1]["flush_cache"]
+
+
+async def test_after_a_release_the_weights_come_back_before_the_kv_cache(engine, server):
+    await engine.release_memory()
+    server.calls.clear()
+    await engine.load_weights(WeightSnapshot(version=1, path="/v1"))
+    assert server.paths == [
+        "/pause_generation",
+        "/resume_memory_occupation",
+        "/update_weights_from_disk",
+        "/model_info",
+        "/resume_memory_occupation",
+        "/continue_generation",
+    ]
+    assert server.calls[1][1] == {"tags": ["weights"]}
+    assert "kv_cache" in server.calls[4][1]["tags"]
+
+
+async def test_aborting_everything_is_one_call(engine, server):
+    running = asyncio.create_task(answers_of(engine, 5))
+    await asyncio.sleep(0)
+    server.calls.clear()
+    await engine.abort([f"7-0-{index}" for index in range(5)])
+    assert [call for call in server.calls if call[0] == "/abort_request"] == [("/abort_request", {"abort_all": True})]
+    running.cancel()
+
+
+async def test_aborts_of_some_go_out_together(engine, server):
+    running = asyncio.create_task(answers_of(engine, 5))
+    await asyncio.sleep(0)
+    server.answers.clear()
+    aborting = asyncio.create_task(engine.abort(["7-0-1", "7-0-2", "unknown"]))
+    await asyncio.sleep(0.01)
+    bodies = [body["rid"] for path, body in server.calls if path == "/abort_request"]
+    assert sorted(bodies) == ["7-0-1/", "7-0-2/"], "no call waits for another, and no id is the beginning of another"
+    server.answers.set()
+    await aborting
+    running.cancel()
+
+
+async def test_samples_travel_in_requests_of_the_configured_size(engine, server):
+    running = asyncio.create_task(answers_of(engine, 5))
+    await asyncio.sleep(0.01)
+    assert [len(body["rid"]) for path, body in server.calls if path == "/generate"] == [2, 2, 1]
+    running.cancel()
+
+
+def chunk(token_ids, num_so_far, *, triples=None, reason=None, spans=()):
+    triples = [[-0.5, token, None] for token in token_ids] if triples is None else triples
+    return {
+        "output_ids": token_ids,
+        "meta_info": {
+            "output_token_logprobs": triples,
+            "completion_tokens": num_so_far,
+            "finish_reason": reason and {"type": reason},
+            "weight_versions": list(spans),
+        },
+    }
+
+
+def test_chunks_are_put_together_with_the_versions_of_the_last():
+    sample = _StreamedSample()
+    assert sample.add(chunk([5], 1)) is None
+    assert sample.add(chunk([6, 7], 3)) is None
+    spans = [{"version": "3", "start": 0, "end": 2}, {"version": "4", "start": 2, "end": 4}]
+    output = sample.add(chunk([8], 4, reason="stop", spans=spans))
+    assert output.token_ids.tolist() == [5, 6, 7, 8]
+    assert output.versions.tolist() == [3, 3, 4, 4]
+    assert output.finish_reason is FinishReason.stop
+
+
+def test_a_sample_that_is_aborted_in_the_queue_repeats_its_tokens_and_counts_them_once():
+    sample = _StreamedSample()
+    sample.add(chunk([5, 6], 2))
+    repeated = [[-0.5, 5, None], [-0.5, 6, None]]
+    spans = [{"version": "3", "start": 0, "end": 2}]
+    output = sample.add(chunk([6], 2, triples=repeated, reason="abort", spans=spans))
+    assert output.token_ids.tolist() == [5, 6]
+    assert output.versions.tolist() == [3, 3]
+    assert output.finish_reason is None
+
+
+@pytest.mark.parametrize("wrong", [chunk([5], 3), chunk([5], 1, triples=[[-0.5, 6, None]])])
+def test_a_chunk_that_lacks_tokens_or_names_others_is_refused(wrong):
+    with pytest.raises(ValueError, match=r"log-probs|output_ids"):
+        _StreamedSample().add(wrong)
