@@ -68,7 +68,7 @@ def test_the_saved_policy_is_plain_and_computes_what_the_adapters_do(family: str
 def test_with_adapters_off_the_model_is_the_one_it_came_from(tmp_path: Path) -> None:
     path, sequences = save_tiny_model(tmp_path), random_sequences(5)
     trainer = trainer_of(path)
-    start = trainer_of(path, replace(CONFIG, lora=LoraConfig())).log_probs(sequences)
+    start = trainer_of(path, replace(CONFIG, lora=LoraConfig())).scores(sequences)
     trained(trainer)
     adapted = trainer.scores(sequences)
     with trainer.adapters_off():
