@@ -515,3 +515,9 @@ def test_trajectories_that_are_lost_dissolve_their_batch_and_are_generated_again
     assert (stats.groups["queued"], stats.groups["stored"], stats.groups["planned"]) == (98, 2, 0)
     assert stats.tokens_dropped == {"store_lost": 5}
     assert len(of.step()) == 1
+
+
+@pytest.mark.parametrize(("length", "kept"), [(0, PutResult.filtered), (1, PutResult.stored)])
+def test_a_group_in_which_the_policy_wrote_nothing_is_filtered(length: int, kept: PutResult):
+    of = ledger(0, 1, filters=["no_tokens"])
+    assert of.put(summary_of(of.lease(0, 1)[0], lengths=(length,))) is kept
