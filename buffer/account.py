@@ -14,6 +14,8 @@ from asyncrl.protocol.types import BufferStats, GroupSummary
 
 DISCARDED_PREFIX = "discarded_prefix"
 STALE_PREFIX = "stale_prefix"
+NO_ROOM = "no_room"
+STORE_LOST = "store_lost"
 VERSION_TOO_OLD = "version_too_old"
 
 MAX_REMEMBERED = 4096
@@ -221,6 +223,12 @@ class Account:
     def hand_on(self, *, num_saved: int, num_inherited: int) -> None:
         """A running group ended with a prefix that its next attempt may continue."""
         self.tokens_buffered += num_saved - num_inherited
+
+    def evict(self, summary: GroupSummary, reason: str) -> None:
+        """A stored group gave way to one that is due earlier, or its trajectories were lost."""
+        self.tokens_buffered -= summary.num_tokens
+        self._drop_tokens(summary.num_tokens, reason)
+        self._drop_lengths(summary, reason)
 
     def drop_prefix(self, num_tokens: int, reason: str) -> None:
         """A prefix was too old to be continued, or its worker began afresh."""

@@ -302,7 +302,7 @@ class Admission:
         """Whether a group waits that the freshest engine may begin, and fits."""
         ledger = self._ledger
         is_admitted = ledger.num_queued > 0 and ledger.admits(ledger.learner_version)
-        return is_admitted and self._store.has_room_for_group(ledger.num_leased)
+        return is_admitted and ledger.has_room()
 
     def grant(self) -> None:
         """One lease at a time to the waiting worker whose turn it is, until nothing more is admitted."""

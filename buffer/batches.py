@@ -30,7 +30,7 @@ class BatchRequests:
         store: Holds the trajectories.
         replies: Answers.
         hold_s: A plan that cannot be made is answered after this long.
-        store_addresses: Where clients find the payloads, by group id modulo their number; empty if here.
+        store_addresses: Where clients find the payloads, in the order that the ledger counts stores by; empty if here.
         max_filtered: Plans fail when filters have dropped this many groups in a row; 0 never.
     """
 
@@ -124,26 +124,6 @@ class BatchRequests:
         dropped = self._ledger.account.groups_dropped
         return "dropped in all: " + ", ".join(f"{number} for {reason}" for reason, number in dropped.items())
 
-    def fail_without_room(self) -> None:
-        """Nothing runs, nothing is under way, no lease fits, and a batch is not complete: nobody would ever wake it."""
-        ledger = self._ledger
-        if (
-            not self._pending
-            or ledger.num_leased
-            or ledger.num_planned
-            or ledger.num_stored >= ledger.rule.groups_per_step
-        ):
-            return
-        if not self._store.has_room_for_group(0):
-            self.fail(self._store.largest_bytes)
-
-    def fail_if_stuck(self, size: int) -> None:
-        """A put does not fit, nothing is on its way and no batch could leave: plans would wait for it for ever."""
-        ledger = self._ledger
-        is_short = ledger.num_stored < ledger.rule.groups_per_step
-        if ledger.num_planned == 0 and is_short and not self._store.reserved_bytes:
-            self.fail(size)
-
     def fail(self, size: int) -> None:
         """Tell everybody who waits for a batch that it does not fit."""
         ledger = self._ledger
@@ -165,7 +145,8 @@ class BatchRequests:
             raise WireError("a fetch names each group once")
         if self._store_addresses:
             attempts = [self._ledger.stored_attempt(group_id) for group_id in group_ids]
-            fields = {"stores": self._store_addresses, "attempts": attempts}
+            places = [self._ledger.store_of(group_id) for group_id in group_ids]
+            fields = {"stores": self._store_addresses, "attempts": attempts, "places": places}
             self._replies.reply(client, message.request_id, fields)
             return
         parts = [self._store.payloads.get(group_id) for group_id in group_ids]

@@ -9,7 +9,7 @@ import logging
 import os
 import threading
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -142,9 +142,11 @@ class BufferClient:
             payload: Sequence[Any] = group_frames(group)
             stores = await self._stores("put")
             if stores:
-                store = stores[group.group_id % len(stores)]
                 fields = {"group_id": group.group_id, "attempt": group.attempt}
-                await self._put_reserved(store, "put_payload", fields, payload)
+                reserved = await self._wait_for_room(self._connect(), fields, payload)
+                if reserved["is_held"]:  # else the ledger says below what became of the lease
+                    store = stores[integer(reserved, "store")]
+                    await self._put_reserved(store, "put_payload", fields, payload)
                 payload = [size_frame(sum(map(len, payload)))]
             await self._report("put", (group.group_id, group.attempt), summary_fields(group.summary), payload)
 
@@ -225,9 +227,10 @@ class BufferClient:
         if "stores" not in reply.fields:
             return _groups_of(reply, group_ids)
         stores = await self._stores("fetch")
-        asked = _split_by_store(group_ids, integers(reply.fields, "attempts"), len(stores))
+        places = integers(reply.fields, "places")
+        asked = _split_by_store(group_ids, integers(reply.fields, "attempts"), places, len(stores))
         calls = (self._fetch_from(store, fields) for store, fields in zip(stores, asked, strict=True))
-        return _join_from_stores(await asyncio.gather(*calls), group_ids)
+        return _join_from_stores(await asyncio.gather(*calls), group_ids, places)
 
     async def _fetch_from(self, link: ClientSocket, fields: dict[str, Any]) -> Message:
         """A server that counts a reply as unread which nobody waited for is told, and asked again."""
@@ -343,10 +346,17 @@ class BufferClient:
 
     async def _reserve(self, link: ClientSocket, fields: dict[str, Any], payload: Sequence[Any]) -> Sequence[Any]:
         """Wait for room; returns what is to be sent, which is nothing where the lease is lost anyway."""
+        reserved = await self._wait_for_room(link, fields, payload)
+        return payload if reserved["is_held"] else ()
+
+    async def _wait_for_room(
+        self, link: ClientSocket, fields: Mapping[str, Any], payload: Sequence[Any]
+    ) -> Mapping[str, Any]:
+        """Ask a server to set bytes aside, until it has."""
         asked = {name: fields[name] for name in ("group_id", "attempt")} | {"num_bytes": sum(map(len, payload))}
         while not (reply := await link.request("reserve", asked, caller="put")).fields.get("granted"):
             pass
-        return payload if reply.fields["is_held"] else ()
+        return reply.fields
 
     def _on_push(self, message: Message) -> None:
         if message.name == REVOKED:
@@ -368,23 +378,27 @@ def _within_a_chunk(encoded: Sequence[Sequence[Any]]) -> list[Sequence[Any]]:
     return chosen
 
 
-def _split_by_store(group_ids: Sequence[int], attempts: Sequence[int], num_stores: int) -> list[dict[str, list[int]]]:
+def _split_by_store(
+    group_ids: Sequence[int], attempts: Sequence[int], places: Sequence[int], num_stores: int
+) -> list[dict[str, list[int]]]:
     """The fields of the fetch that each store server is asked for."""
     asked: list[dict[str, list[int]]] = [{"groups": [], "attempts": []} for _ in range(num_stores)]
-    for group_id, attempt in zip(group_ids, attempts, strict=True):
-        asked[group_id % num_stores]["groups"].append(group_id)
-        asked[group_id % num_stores]["attempts"].append(attempt)
+    for group_id, attempt, place in zip(group_ids, attempts, places, strict=True):
+        asked[place]["groups"].append(group_id)
+        asked[place]["attempts"].append(attempt)
     return asked
 
 
-def _join_from_stores(replies: Sequence[Message], group_ids: Sequence[int]) -> list[TrajectoryGroup]:
+def _join_from_stores(
+    replies: Sequence[Message], group_ids: Sequence[int], places: Sequence[int]
+) -> list[TrajectoryGroup]:
     """The groups in the replies of all store servers, in the order asked for.
 
     Raises:
         WireError: they are not the groups asked for.
     """
     streams = [iter(_groups_in(reply)) for reply in replies]
-    groups = [next(streams[group_id % len(streams)], None) for group_id in group_ids]
+    groups = [next(streams[place], None) for place in places]
     return _checked([group for group in groups if group is not None], group_ids)
 
 

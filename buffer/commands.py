@@ -97,6 +97,19 @@ class Saved:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Reserved:
+    """Where a group's trajectories go.
+
+    Attributes:
+        store: Which store.
+        evicted: Groups that give way: stored ones lose their trajectories, others their saved prefixes.
+    """
+
+    store: int
+    evicted: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PutOutcome:
     """What became of a put.
 
@@ -129,6 +142,14 @@ class TakenBack:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Lost:
+    """The groups that were lost; ``dissolved`` are the versions whose batches are planned anew."""
+
+    group_ids: tuple[int, ...]
+    dissolved: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Planned:
     """A batch.
 
@@ -153,7 +174,7 @@ class Committed:
     group_ids: tuple[int, ...]
 
 
-Outcome = Queued | Granted | Renewed | Saved | PutOutcome | Released | TakenBack | Planned | Committed
+Outcome = Queued | Granted | Renewed | Saved | Reserved | PutOutcome | Released | TakenBack | Lost | Planned | Committed
 """What was decided."""
 Result = TypeVar("Result", covariant=True)
 
@@ -200,6 +221,7 @@ class SavePrefix(Command[Saved]):
     Attributes:
         progress: All of it, including the prefix that it began with.
         continued: False if its worker did not take that prefix, and began afresh.
+        num_bytes: What its frames take.
     """
 
     group_id: int
@@ -207,15 +229,27 @@ class SavePrefix(Command[Saved]):
     progress: Progress
     continued: bool = True
     owner: bytes | None = None
+    num_bytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reserve(Command[Reserved]):
+    """Make room for the trajectories of a running group, before they are sent or put."""
+
+    group_id: int
+    attempt: int
+    num_bytes: int
+    owner: bytes | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Put(Command[PutOutcome]):
-    """Store a finished group, once however often it is sent; ``continued`` as in `SavePrefix`."""
+    """Store a finished group, once however often it is sent; ``continued`` and ``num_bytes`` as in `SavePrefix`."""
 
     summary: GroupSummary
     continued: bool = True
     owner: bytes | None = None
+    num_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -248,6 +282,13 @@ class TakeBack(Command[TakenBack]):
     """Take back every lease of an owner that is gone."""
 
     owner: bytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoseGroups(Command[Lost]):
+    """The trajectories of stored or planned groups are gone: their prompts are queued again."""
+
+    group_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,7 +4,7 @@ The table knows how to move a group from one state to the next. It decides nothi
 """
 
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from enum import StrEnum
 from heapq import heapify, heappop, heappush, heapreplace
@@ -47,6 +47,10 @@ class Group:
         summary: Its trajectories' metadata, once stored.
         rank: Its place in the selection order, once stored.
         planned_for: The version whose batch holds it; -1 while none does.
+        num_bytes: What its trajectories take, from their reservation on.
+        store: Which store they are in.
+        prefix_bytes: What its saved prefix takes.
+        is_evicted: Its saved prefix gave way to trajectories: it is counted, and cannot be continued.
     """
 
     group_id: int
@@ -63,6 +67,10 @@ class Group:
     summary: GroupSummary | None = None
     rank: float = 0.0
     planned_for: int = -1
+    num_bytes: int = 0
+    store: int = 0
+    prefix_bytes: int = 0
+    is_evicted: bool = False
 
     @property
     def attempt(self) -> int:
@@ -100,6 +108,7 @@ class Group:
         return cls(**{**values, "state": GroupState(values["state"])})
 
 
+_FORGETTING = 16
 _FIELDS = [field.name for field in fields(Group)]
 
 
@@ -129,9 +138,14 @@ class GroupTable:
     Attributes:
         open_by_deadline: Deadline to number of groups leased or stored, not yet planned.
         plans: Version to the group ids of its batch.
+        stored_bytes: Bytes of trajectories by store, reserved ones among them.
+        prefix_bytes: Bytes of saved prefixes.
+        expected_bytes: What a group's trajectories take: the largest seen, forgotten within some dozens of groups.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, num_stores: int = 1) -> None:
+        self.stored_bytes = [0] * num_stores
+        self.prefix_bytes = self.expected_bytes = 0
         self.open_by_deadline: dict[int, int] = {}
         self.plans: dict[int, tuple[int, ...]] = {}
         self._groups: dict[int, Group] = {}
@@ -250,12 +264,43 @@ class GroupTable:
     def requeue(self, group: Group, *, keeps_progress: bool) -> None:
         """End a lease; the group goes to the head of the queue."""
         self._leave(group)
+        self._to_head(group, keeps_progress=keeps_progress)
+
+    def _to_head(self, group: Group, *, keeps_progress: bool) -> None:
         self._queue.appendleft(group.group_id)
         group.state, group.place, group.owner = GroupState.queued, self._head_place, b""
         group.num_inherited = 0
+        self.set_bytes(group, 0)
         if not keeps_progress:
-            group.progress = None
+            self.set_progress(group, None, 0)
         self._head_place -= 1
+
+    def evict(self, group: Group) -> None:
+        """Take a stored group's trajectories; its prompt goes to the head of the queue."""
+        entries = [entry for entry in self._ready[group.deadline] if entry[2] != group.group_id]
+        self._set_or_delete(group.deadline, entries)
+        self.num_stored -= 1
+        self._count_open(group.deadline, -1)
+        group.summary, group.rank = None, 0.0
+        self._to_head(group, keeps_progress=False)
+
+    def set_bytes(self, group: Group, num_bytes: int, store: int | None = None) -> None:
+        """Note what a group's trajectories take, and where."""
+        self.stored_bytes[group.store] -= group.num_bytes
+        group.num_bytes = num_bytes
+        if store is not None:
+            group.store = store
+        self.stored_bytes[group.store] += num_bytes
+
+    def set_progress(self, group: Group, progress: Progress | None, num_bytes: int) -> None:
+        """Note what is saved of a group."""
+        self.prefix_bytes += num_bytes - group.prefix_bytes
+        group.progress, group.prefix_bytes, group.is_evicted = progress, num_bytes, False
+
+    def evict_prefix(self, group: Group) -> None:
+        """Take the bytes of a saved prefix, which stays counted."""
+        self.prefix_bytes -= group.prefix_bytes
+        group.prefix_bytes, group.is_evicted = 0, True
 
     def lease(self, group: Group, granted: GrantedLease) -> None:
         """Begin a lease on the group at the head of the queue."""
@@ -264,7 +309,9 @@ class GroupTable:
         group.num_attempts = granted.attempt + 1
         group.engine_version, group.deadline = granted.engine_version, granted.deadline
         group.owner, group.request_id = granted.owner, granted.request_id
-        group.progress, group.num_inherited = granted.progress, granted.num_inherited
+        group.num_inherited = granted.num_inherited
+        if granted.progress is None:
+            self.set_progress(group, None, 0)
         group.expires_at = granted.expires_at
         self._index_lease(group)
 
@@ -295,7 +342,10 @@ class GroupTable:
         self._leave_lease(group)
         group.state, group.place = GroupState.stored, self._place()
         group.summary, group.rank = summary, rank
-        group.progress, group.num_inherited, group.owner = None, 0, b""
+        group.num_inherited, group.owner = 0, b""
+        if group.progress is not None:
+            self.set_progress(group, None, 0)
+        self.expected_bytes = max(group.num_bytes, self.expected_bytes - self.expected_bytes // _FORGETTING)
         self._index_ready(group)
 
     def _index_ready(self, group: Group) -> None:
@@ -322,15 +372,28 @@ class GroupTable:
         else:
             del self._ready[deadline]
 
+    def dissolve(self, versions: Iterable[int]) -> None:
+        """Put the groups of batches back among the stored ones."""
+        for version in versions:
+            for group_id in self.plans.pop(version):
+                group = self._groups[group_id]
+                group.state, group.planned_for, group.place = GroupState.stored, -1, self._place()
+                self.num_planned -= 1
+                self._count_open(group.deadline, 1)
+                self._index_ready(group)
+
     def finish_batch(self, version: int) -> None:
         """Remove the groups of a batch."""
         for group_id in self.plans.pop(version):
-            del self._groups[group_id]
+            group = self._groups.pop(group_id)
+            self.stored_bytes[group.store] -= group.num_bytes
             self.num_planned -= 1
 
     def finish(self, group: Group) -> None:
         """Remove a leased group that was dropped."""
         self._leave(group)
+        self.set_bytes(group, 0)
+        self.set_progress(group, None, 0)
         del self._groups[group.group_id]
 
     def _leave(self, group: Group) -> None:
@@ -361,14 +424,18 @@ class GroupTable:
         """Every record, as plain values."""
         return {
             "places": [self._head_place, self._next_place],
+            "expected_bytes": self.expected_bytes,
             "rows": [group.to_row() for group in self._groups.values()],
         }
 
     def restore(self, values: Mapping[str, Any]) -> None:
         """Take up the records of a snapshot into this empty table, and derive the indexes."""
         self._head_place, self._next_place = values["places"]
+        self.expected_bytes = values["expected_bytes"]
         for group in map(Group.from_row, values["rows"]):
             self._groups[group.group_id] = group
+            self.stored_bytes[group.store] += group.num_bytes
+            self.prefix_bytes += group.prefix_bytes
         self._queue.extend(group.group_id for group in self.of_state(GroupState.queued))
         for group in self.of_state(GroupState.leased):
             self._index_lease(group)

@@ -32,6 +32,8 @@ from .commands import (
     Granted,
     GrantedLease,
     LeaseGroups,
+    LoseGroups,
+    Lost,
     Outcome,
     PlanBatch,
     Planned,
@@ -43,6 +45,8 @@ from .commands import (
     Released,
     Renew,
     Renewed,
+    Reserve,
+    Reserved,
     Result,
     Revocation,
     Saved,
@@ -53,6 +57,7 @@ from .commands import (
 from .config import OnStale
 from .groups import Group, GroupState
 from .ledger_state import LedgerState
+from .room import Room
 from .rule import StalenessRule
 from .selection import choose_batch, dropped_by, find_filters, find_order, rank_of
 
@@ -67,6 +72,8 @@ class Ledger:
         lease_s: A lease not renewed for this long is taken back.
         filters: Names from `buffer.selection`, or ``module:function``; a group that one drops is never stored.
         first_version: Learner version to begin at.
+        max_bytes: Bytes that each store may hold; 0 is no bound. Saved prefixes are held by the ledger's own server.
+        num_stores: Stores that trajectories are spread over.
 
     Attributes:
         options: What a journal must have been written under to be taken up.
@@ -82,6 +89,8 @@ class Ledger:
         lease_s: float = 60.0,
         filters: Sequence[str] = (),
         first_version: int = 0,
+        max_bytes: int = 0,
+        num_stores: int = 1,
     ) -> None:
         self.rule = rule
         self.log: CommandLog | None = None
@@ -91,8 +100,9 @@ class Ledger:
             "order": order,
             "filters": list(filters),
         }
-        self._state = LedgerState(first_version=first_version)
+        self._state = LedgerState(first_version=first_version, num_stores=num_stores)
         self._groups, self._history = self._state.groups, self._state.history
+        self._room = Room(self._groups, max_bytes=max_bytes, groups_per_step=rule.groups_per_step)
         self._prefer = find_order(order)
         self._on_stale = on_stale
         self._lease_s = lease_s
@@ -131,9 +141,11 @@ class Ledger:
                 return bool(outcome.leases)
             case Planned():
                 return bool(outcome.group_ids) and outcome.version not in self._groups.plans
+            case Reserved():
+                return bool(outcome.evicted) or len(self._groups.stored_bytes) > 1
             case Released():
                 return outcome.was_running or outcome.was_owed
-            case Queued() | TakenBack() | Committed():
+            case Queued() | TakenBack() | Lost() | Committed():
                 return bool(outcome.group_ids)
             case _:
                 return True
@@ -204,6 +216,18 @@ class Ledger:
         """
         return self._groups.stored(group_id).result.attempt
 
+    def store_of(self, group_id: int) -> int:
+        """Which store holds the trajectories of a group.
+
+        Raises:
+            UnknownGroup: none does.
+        """
+        return self._groups.stored(group_id).store
+
+    def stored_groups(self) -> list[int]:
+        """The groups whose trajectories are stored or planned."""
+        return [group.group_id for group in self._groups if group.summary is not None]
+
     def is_stored(self, group_id: int) -> bool:
         """Whether the trajectories of a group are stored or planned."""
         group = self._groups.get(group_id)
@@ -216,7 +240,7 @@ class Ledger:
     def has_prefix(self, group_id: int) -> bool:
         """Whether something is saved of a group that is queued or leased."""
         group = self._groups.get(group_id)
-        return group is not None and group.progress is not None
+        return group is not None and group.prefix_bytes > 0
 
     def knows(self, group_id: int) -> bool:
         """Whether a group was ever queued."""
@@ -298,6 +322,8 @@ class Ledger:
         due = dict(self._groups.open_by_deadline)
         leases: list[GrantedLease] = []
         for group in self._groups.head(command.max_groups):
+            if not self._room.has_room(len(leases)):
+                break
             oldest, progress = command.engine_version, group.progress
             if not admits(due, version=version, engine_version=oldest):
                 break
@@ -324,7 +350,26 @@ class Ledger:
 
     # Running leases
 
-    def _held(self, command: Renew | SavePrefix | Put | Release, group_id: int, attempt: int) -> Group | None:
+    def has_room(self) -> bool:
+        """Whether one more group fits; see `Room.has_room`."""
+        return self._room.has_room()
+
+    def _decide_reserve(self, command: Reserve, now: float) -> Reserved:
+        group = self._held(command, command.group_id, command.attempt)
+        if group is None:  # the put that follows says what became of it
+            return Reserved(store=0)
+        return self._room.reserve(group, command.num_bytes, may_evict=not self.num_planned and not self.can_plan())
+
+    def cannot_hold_batch(self, group_id: int) -> bool:
+        """Whether the groups that are due first, this refused one among them, are more than the stores can hold."""
+        group = self._groups.get(group_id)
+        others = [other for other in self.leases() if other is not group]
+        is_first = group is not None and all(
+            group.deadline <= other.deadline and not other.num_bytes for other in others
+        )
+        return is_first and not self._groups.num_planned and not self.can_plan()
+
+    def _held(self, command: Renew | SavePrefix | Reserve | Put | Release, group_id: int, attempt: int) -> Group | None:
         """The group, if this attempt of it runs.
 
         Raises:
@@ -358,6 +403,7 @@ class Ledger:
                 f"progress of group {group_id} attempt {attempt} holds a token of policy version "
                 f"{progress.oldest_version}, but its lease began at {group.engine_version}; nothing was saved"
             )
+        self._room.check_prefix(group, command.num_bytes)
         return Saved()
 
     def _check_newest(self, group_id: int, attempt: int, newest_version: int) -> None:
@@ -452,6 +498,13 @@ class Ledger:
             self._groups.open_by_deadline, self._groups.ready_by_deadline(), version=self.next_plan
         )
 
+    def _decide_lose(self, command: LoseGroups, now: float) -> Lost:
+        """A batch with a lost group, and those after it, are planned anew."""
+        group_ids = tuple(group_id for group_id in command.group_ids if self.is_stored(group_id))
+        planned = [group.planned_for for group in map(self._groups.stored, group_ids) if group.planned_for >= 0]
+        dissolved = tuple(version for version in self._groups.plans if planned and version >= min(planned))
+        return Lost(group_ids=group_ids, dissolved=dissolved)
+
     def _decide_plan(self, command: PlanBatch, now: float) -> Planned:
         """A batch once made stays as it is; no groups while it must wait."""
         version = command.version
@@ -507,11 +560,13 @@ _DECIDE: Mapping[type, Any] = {
     LeaseGroups: Ledger._decide_lease,
     Renew: Ledger._decide_renew,
     SavePrefix: Ledger._decide_save,
+    Reserve: Ledger._decide_reserve,
     Put: Ledger._decide_put,
     Release: Ledger._decide_release,
     Expire: Ledger._decide_expire,
     TakeBack: Ledger._decide_take_back,
     PlanBatch: Ledger._decide_plan,
+    LoseGroups: Ledger._decide_lose,
     Commit: Ledger._decide_commit,
 }
 """Command to what decides it; deciding changes nothing."""

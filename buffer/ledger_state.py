@@ -5,7 +5,16 @@ from typing import Any
 
 from asyncrl.protocol.types import BufferStats
 
-from .account import DISCARDED_PREFIX, STALE_PREFIX, VERSION_TOO_OLD, Account, AttemptHistory, EndedAttempt
+from .account import (
+    DISCARDED_PREFIX,
+    NO_ROOM,
+    STALE_PREFIX,
+    STORE_LOST,
+    VERSION_TOO_OLD,
+    Account,
+    AttemptHistory,
+    EndedAttempt,
+)
 from .commands import (
     Command,
     Commit,
@@ -14,6 +23,8 @@ from .commands import (
     Expire,
     Granted,
     LeaseGroups,
+    LoseGroups,
+    Lost,
     PlanBatch,
     Planned,
     Put,
@@ -24,6 +35,8 @@ from .commands import (
     Released,
     Renew,
     Renewed,
+    Reserve,
+    Reserved,
     Revocation,
     Saved,
     SavePrefix,
@@ -40,6 +53,7 @@ class LedgerState:
 
     Args:
         first_version: Learner version to begin at.
+        num_stores: Stores that trajectories are spread over.
 
     Attributes:
         learner_version: v, steps committed.
@@ -48,9 +62,9 @@ class LedgerState:
         account: Where every token went.
     """
 
-    def __init__(self, *, first_version: int) -> None:
+    def __init__(self, *, first_version: int, num_stores: int) -> None:
         self.learner_version = first_version
-        self.groups = GroupTable()
+        self.groups = GroupTable(num_stores=num_stores)
         self.history = AttemptHistory()
         self.account = Account()
         self._revocations: list[Revocation] = []
@@ -66,8 +80,7 @@ class LedgerState:
 
     def _grant(self, command: LeaseGroups, outcome: Granted) -> None:
         for granted in outcome.leases:
-            group = self.groups.get(granted.group_id)
-            assert group is not None
+            group = self._get(granted.group_id)
             if granted.progress is None and group.progress is not None:
                 self.account.drop_prefix(group.num_saved, STALE_PREFIX)
             self.groups.lease(group, granted)
@@ -81,7 +94,7 @@ class LedgerState:
         group = self.groups.running(command.group_id, command.attempt)
         assert group is not None
         self._settle_prefix(group, command.progress.num_tokens, command.continued)
-        group.progress = command.progress
+        self.groups.set_progress(group, command.progress, command.num_bytes)
 
     def _settle_prefix(self, group: Group, num_tokens: int, continued: bool) -> None:
         """A prefix that is not part of what its worker reports is gone: count it as dropped."""
@@ -92,15 +105,47 @@ class LedgerState:
 
     def _take_back(self, command: Expire | TakeBack, outcome: TakenBack) -> None:
         for group_id in outcome.group_ids:
-            group = self.groups.get(group_id)
-            assert group is not None
+            group = self._get(group_id)
             self._revoke(group, reason="expired")
             self._hand_on(group)
 
     def _hand_on(self, group: Group) -> None:
         """Queue the prompt of a lease that ended, with what was saved of it."""
-        self.account.hand_on(num_saved=group.num_saved, num_inherited=group.num_inherited)
-        self.groups.requeue(group, keeps_progress=True)
+        if group.is_evicted:
+            self.account.give_up(NO_ROOM, num_saved=group.num_saved, num_inherited=group.num_inherited)
+        else:
+            self.account.hand_on(num_saved=group.num_saved, num_inherited=group.num_inherited)
+        self.groups.requeue(group, keeps_progress=not group.is_evicted)
+
+    def _reserve(self, command: Reserve, outcome: Reserved) -> None:
+        for group_id in outcome.evicted:
+            self._evict(self._get(group_id))
+        group = self.groups.running(command.group_id, command.attempt)
+        if group is not None:
+            self.groups.set_bytes(group, command.num_bytes, outcome.store)
+
+    def _get(self, group_id: int) -> Group:
+        group = self.groups.get(group_id)
+        assert group is not None
+        return group
+
+    def _lose(self, command: LoseGroups, outcome: Lost) -> None:
+        self.groups.dissolve(outcome.dissolved)
+        for group_id in outcome.group_ids:
+            group = self._get(group_id)
+            self.account.evict(group.result, STORE_LOST)
+            self.groups.evict(group)
+
+    def _evict(self, group: Group) -> None:
+        """A group gives way: its trajectories, or its saved prefix."""
+        if group.summary is not None:
+            self.account.evict(group.summary, NO_ROOM)
+            self.groups.evict(group)
+        elif group.state is GroupState.queued:
+            self.account.drop_prefix(group.num_saved, NO_ROOM)
+            self.groups.set_progress(group, None, 0)
+        else:
+            self.groups.evict_prefix(group)
 
     def _revoke(self, group: Group, *, reason: str) -> None:
         ended = EndedAttempt(owner=group.owner, owes_report=True, num_counted=group.num_saved, reason=reason)
@@ -119,6 +164,7 @@ class LedgerState:
         self._settle_prefix(group, summary.num_tokens, command.continued)
         num_inherited = group.num_inherited
         if result is PutResult.stored:
+            self.groups.set_bytes(group, command.num_bytes)
             self.groups.store(group, summary, outcome.rank)
             self.account.store(summary, num_inherited=num_inherited)
         elif result is PutResult.filtered:
@@ -159,8 +205,7 @@ class LedgerState:
         if not outcome.group_ids or outcome.version in self.groups.plans:
             return
         for group_id in outcome.given_up:
-            group = self.groups.get(group_id)
-            assert group is not None
+            group = self._get(group_id)
             self._give_up(group, is_dropped=outcome.is_dropped)
         self.groups.plan(outcome.version, outcome.group_ids)
 
@@ -288,10 +333,12 @@ _ENACT: Mapping[type, Any] = {
     LeaseGroups: LedgerState._grant,
     Renew: LedgerState._renew,
     SavePrefix: LedgerState._save,
+    Reserve: LedgerState._reserve,
     Put: LedgerState._put,
     Release: LedgerState._release,
     Expire: LedgerState._take_back,
     TakeBack: LedgerState._take_back,
+    LoseGroups: LedgerState._lose,
     PlanBatch: LedgerState._plan,
     Commit: LedgerState._commit,
 }

@@ -7,7 +7,7 @@ clock on which stalls of the loop do not count; nothing polls.
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 
 from asyncrl.protocol.errors import AsyncRLError, ReplayBufferError, StoreFull, WireError
 from asyncrl.protocol.types import BufferStats
@@ -15,7 +15,7 @@ from asyncrl.protocol.types import BufferStats
 from .admission import Admission, PendingRequest, PendingRequests, PromptIntake
 from .batches import BatchRequests
 from .clock import Deadline, LoopClock
-from .commands import NO_FRAMES, Commit, Expire, Progress, Put, PutResult, Release, SavePrefix
+from .commands import NO_FRAMES, Commit, Expire, LoseGroups, Progress, Put, PutResult, Release, Reserve, SavePrefix
 from .config import BufferConfig
 from .journal import Journal
 from .ledger import Ledger
@@ -38,7 +38,7 @@ class BufferService:
         send: Sends one message to one client.
         counters: What the server counts, for `buffer.inspect`.
         store: Keeps the payloads; None keeps them in this process.
-        store_addresses: Where clients find the payloads, by group id modulo their number; empty if here.
+        store_addresses: Where clients find the payloads, in the order that the ledger counts stores by; empty if here.
         journal: What an earlier server left, and where this one writes; None keeps nothing.
         clock: What deadlines are measured by; the running loop's unless a test brings another.
     """
@@ -62,6 +62,8 @@ class BufferService:
             lease_s=config.lease_s,
             filters=config.filters,
             first_version=config.first_version,
+            max_bytes=config.max_stored_bytes,
+            num_stores=max(1, len(store_addresses)),
         )
         self._config = config
         self._counters = counters
@@ -83,7 +85,13 @@ class BufferService:
         self._forgettable: list[int] = []
         self._expiry = Deadline(self._expire, self._clock)
         self._silence = Deadline(self._take_from_silent, self._clock)
-        self._operations = {
+        self._operations = self._all_operations()
+        if journal is not None:
+            self._recover(journal)
+
+    def _all_operations(self) -> dict[str, Callable[[bytes, Message], None]]:
+        """What clients may ask, by name."""
+        return {
             **self._intake.operations,
             **self._admission.operations,
             **self._batches.operations,
@@ -96,8 +104,6 @@ class BufferService:
             "stats": self._stats,
             "inspect": self._inspect,
         }
-        if journal is not None:
-            self._recover(journal)
 
     def handle(self, client: bytes, request: Message) -> None:
         """Do what is asked; an error of this system becomes the reply. `settle` answers what is pending."""
@@ -124,11 +130,9 @@ class BufferService:
                 self._intake.fill()
                 self._admission.grant()
                 self._grant_reservations()
-                self._batches.fail_without_room()
         except ReplayBufferError as error:
             logger.error("nothing is granted while the journal cannot be written: %s", error)
         for revocation in self.ledger.drain_revocations():
-            self._store.free(revocation.group_id, revocation.attempt)
             fields = {"group_id": revocation.group_id, "attempt": revocation.attempt}
             self._replies.push(revocation.owner, REVOKED, fields)
         self._expiry.at(self.ledger.next_expiry())
@@ -160,10 +164,18 @@ class BufferService:
         ledger.drain_revocations()
         self._forgettable = ledger.drain_finished()
         ledger.log = journal
+        self._requeue_lost(recovered.frames.get("payload", {}))
         self._store.recover(recovered.frames, ledger)
         self._admission.recover(ledger.leases())
         self._expiry.at(ledger.next_expiry())
         self._silence.at(self._admission.heartbeats.next_silence())
+
+    def _requeue_lost(self, payloads: Container[int]) -> None:
+        """Groups whose trajectories did not survive with their record are generated again."""
+        lost = tuple(group_id for group_id in self.ledger.stored_groups() if group_id not in payloads)
+        if lost:
+            logger.warning("%d stored groups came back without their trajectories; their prompts are queued", len(lost))
+            self.ledger.apply(LoseGroups(group_ids=lost))
 
     def _forget_finished(self) -> None:
         """Drop the frames of finished groups, and tell those whose put or prompts did not fit."""
@@ -219,41 +231,52 @@ class BufferService:
 
     def _grant_reservations(self) -> None:
         for pending in self._reserving.all():
-            group_id, attempt, size = pending.fields.values()
+            group_id, attempt, num_bytes = pending.fields.values()
+            is_held = self.ledger.holds(group_id, attempt)
             try:
-                is_held = self.ledger.holds(group_id, attempt)
-                if is_held and not self._store.reserve(group_id, attempt, size):
-                    self._batches.fail_if_stuck(size)
-                    return
-                self._replies.reply(pending.client, pending.request_id, {"granted": True, "is_held": is_held})
+                store = self._make_room(pending.client, group_id, attempt, num_bytes) if is_held else 0
+                fields = {"granted": True, "is_held": is_held, "store": store}
+                self._replies.reply(pending.client, pending.request_id, fields)
+            except StoreFull:
+                continue
             except ReplayBufferError as error:
                 self._replies.fail(pending.client, pending.request_id, error)
             self._reserving.remove(pending.client, pending.request_id)
 
+    def _make_room(self, client: bytes, group_id: int, attempt: int, num_bytes: int) -> int:
+        """Reserve room for a group; the store that takes it.
+
+        Raises:
+            StoreFull: there is none now. Plans that can then never be made fail.
+        """
+        command = Reserve(group_id=group_id, attempt=attempt, num_bytes=num_bytes, owner=client)
+        try:
+            reserved = self.ledger.apply(command)
+        except StoreFull:
+            if self.ledger.cannot_hold_batch(group_id):
+                self._batches.fail(num_bytes)
+            raise
+        if reserved.evicted:
+            logger.warning("%d groups gave way to group %d, which is due earlier", len(reserved.evicted), group_id)
+            self._store.evict(reserved.evicted)
+        return reserved.store
+
     def _put(self, client: bytes, request: Message) -> None:
         summary = summary_of(request.fields)
         size = self._store.payloads.measure(request.payload)
-        if self.ledger.holds(summary.group_id, summary.attempt):
-            reserved = self._store.reserved(summary.group_id, summary.attempt)
-            self._check_space(size, reserved + size_of(self._store.prefixes.get(summary.group_id)))
         continued = flag(request.fields, "continued", default=True)
-        is_held = self.ledger.holds(summary.group_id, summary.attempt)
-        frames = {("payload", summary.group_id): request.payload} if is_held else NO_FRAMES
-        result = self.ledger.apply(Put(summary=summary, continued=continued, owner=client), frames=frames).result
+        command = Put(summary=summary, continued=continued, owner=client, num_bytes=size)
+        frames = NO_FRAMES
+        if self.ledger.holds(summary.group_id, summary.attempt):
+            self._make_room(client, summary.group_id, summary.attempt, size)
+            frames = {("payload", summary.group_id): request.payload}
+        result = self.ledger.apply(command, frames=frames).result
         if result is PutResult.filtered:
             self._batches.note_filtered()
         elif result is PutResult.stored:
             self._store.keep_payload(summary.group_id, request.payload, size)
             self._admission.heartbeats.count_put(client, summary.num_tokens)
-        self._store.free(summary.group_id, summary.attempt)
         self._replies.reply(client, request.request_id)
-
-    def _check_space(self, size: int, replaced: int) -> None:
-        try:
-            self._store.check_trajectory(size, replaced=replaced)
-        except StoreFull:
-            self._batches.fail_if_stuck(size)
-            raise
 
     def _release(self, client: bytes, request: Message) -> None:
         fields = request.fields
@@ -267,7 +290,6 @@ class BufferService:
             drop=flag(fields, "drop", default=False),
         )
         self.ledger.apply(command)
-        self._store.free(command.group_id, command.attempt)
         self._replies.reply(client, request.request_id)
 
     def _save_progress(self, client: bytes, request: Message) -> None:
@@ -275,11 +297,15 @@ class BufferService:
         group_id, attempt = integer(fields, "group_id"), integer(fields, "attempt")
         names = ("num_tokens", "oldest_version", "newest_version")
         progress = Progress(**{name: count(fields, name) for name in names})
-        if self.ledger.holds(group_id, attempt):
-            replaced = size_of(self._store.prefixes.get(group_id))
-            self._store.check_trajectory(size_of(frames), replaced=replaced)
         continued = flag(fields, "continued", default=True)
-        command = SavePrefix(group_id=group_id, attempt=attempt, progress=progress, continued=continued, owner=client)
+        command = SavePrefix(
+            group_id=group_id,
+            attempt=attempt,
+            progress=progress,
+            continued=continued,
+            owner=client,
+            num_bytes=size_of(frames),
+        )
         self.ledger.apply(command, frames={("progress", group_id): frames})
         self._store.prefixes.put(group_id, frames)
         self._replies.reply(client, request.request_id)

@@ -29,7 +29,7 @@ from .commands import Frames
 from .config import BufferConfig, Durability
 from .journal import Journal
 from .keys import BufferRole, client_keys
-from .messages import OK, Message, integer, integers
+from .messages import OK, Message, flag, integer, integers
 from .process import BufferProcess
 from .stores import FetchWindow, size_of
 
@@ -150,8 +150,10 @@ class StoreService:
         return {"counts": counts}, payload
 
     def _remove(self, client: bytes, request: Message) -> tuple[dict[str, Any], Frames]:
+        is_finished = flag(request.fields, "finished", default=True)
         for group_id in integers(request.fields, "groups"):
-            self._finished.add(group_id)
+            if is_finished:
+                self._finished.add(group_id)
             for attempt, payload in self._payloads.pop(group_id, {}).items():
                 self._stored_bytes -= size_of(payload)
                 if self._journal is not None:
@@ -170,7 +172,7 @@ class StoreServers:
         on_lost: Called when one is dead for good, with its payloads.
 
     Attributes:
-        addresses: Where they listen; the one of a group is at its id modulo their number.
+        addresses: Where they listen, in the order that the ledger counts stores by.
 
     Raises:
         AsyncRLError: one did not come up.
@@ -200,9 +202,10 @@ class StoreServers:
             link = ClientSocket(address, timeout_s=config.request_timeout_s, keys=keys, on_push=lambda message: None)
             self._links.append(link)
 
-    def remove(self, group_id: int) -> None:
-        """Have the server of a group forget it."""
-        self._links[group_id % len(self._links)].post("remove", {"groups": [group_id]})
+    def remove(self, group_id: int, is_finished: bool) -> None:
+        """Have every server forget a group: attempts that were given up may have left it on others than its own."""
+        for link in self._links:
+            link.post("remove", {"groups": [group_id], "finished": is_finished})
 
     def close(self) -> None:
         """End them."""

@@ -34,8 +34,12 @@ class Store(Protocol):
         """The payload's frames. Raises UnknownGroup if they are not here."""
         ...
 
+    def evict(self, group_id: int) -> None:
+        """Forget a payload, if it is there; a later attempt of the group may bring another."""
+        ...
+
     def remove(self, group_id: int) -> None:
-        """Forget a payload, if it is there."""
+        """Forget a payload, if it is there; its group is finished."""
         ...
 
 
@@ -64,6 +68,10 @@ class MemoryStore:
             )
         return self._payloads[group_id][0]
 
+    def evict(self, group_id: int) -> None:
+        """See `Store.evict`."""
+        self.remove(group_id)
+
     def remove(self, group_id: int) -> None:
         """See `Store.remove`."""
         _, size = self._payloads.pop(group_id, ((), 0))
@@ -79,10 +87,10 @@ class RemoteStore:
     """Sizes of payloads that store servers hold.
 
     Args:
-        remove: Tells the store server of a group to forget it.
+        remove: Tells the store servers to forget a group; its second argument says whether the group is finished.
     """
 
-    def __init__(self, remove: Callable[[int], None]) -> None:
+    def __init__(self, remove: Callable[[int, bool], None]) -> None:
         self._remove = remove
         self._sizes: dict[int, int] = {}
         self.stored_bytes = 0
@@ -102,10 +110,15 @@ class RemoteStore:
         """See `Store.get`."""
         raise UnknownGroup(f"the trajectories of group {group_id} are on a store server; ask that")
 
+    def evict(self, group_id: int) -> None:
+        """See `Store.evict`."""
+        self.stored_bytes -= self._sizes.pop(group_id, 0)
+        self._remove(group_id, False)
+
     def remove(self, group_id: int) -> None:
         """See `Store.remove`."""
         self.stored_bytes -= self._sizes.pop(group_id, 0)
-        self._remove(group_id)
+        self._remove(group_id, True)
 
 
 class FrameTable:
@@ -138,10 +151,6 @@ class PayloadStore:
         max_bytes: Bound on trajectories and prefixes.
         max_prompt_bytes: Bound on prompts, from before they are queued until their groups are finished.
         store: Keeps the trajectories.
-
-    Attributes:
-        largest_bytes: Size of the largest group so far.
-        reserved_bytes: Set aside for what is on its way.
     """
 
     def __init__(self, max_bytes: int, max_prompt_bytes: int, store: Store) -> None:
@@ -150,37 +159,11 @@ class PayloadStore:
         self.payloads = store
         self.max_bytes = max_bytes
         self.max_prompt_bytes = max_prompt_bytes
-        self.largest_bytes = 0
-        self._reserved: dict[tuple[int, int], int] = {}
-        self.reserved_bytes = 0
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of trajectories and prefixes, and those reserved for what is on its way."""
-        return self.prefixes.num_bytes + self.payloads.stored_bytes + self.reserved_bytes
-
-    def reserve(self, group_id: int, attempt: int, size: int) -> bool:
-        """Set bytes aside for a payload that is to be sent; False while they do not fit.
-
-        Raises:
-            ReplayBufferError: they never will.
-        """
-        self.free(group_id, attempt)
-        try:
-            self.check_trajectory(size, replaced=size_of(self.prefixes.get(group_id)))
-        except StoreFull:
-            return False
-        self._reserved[group_id, attempt] = size
-        self.reserved_bytes += size
-        return True
-
-    def reserved(self, group_id: int, attempt: int) -> int:
-        """Bytes set aside for a payload."""
-        return self._reserved.get((group_id, attempt), 0)
-
-    def free(self, group_id: int, attempt: int) -> None:
-        """Give back what was set aside: the payload is here, or will not come."""
-        self.reserved_bytes -= self._reserved.pop((group_id, attempt), 0)
+        """Bytes of trajectories and prefixes."""
+        return self.prefixes.num_bytes + self.payloads.stored_bytes
 
     def recover(self, frames: Mapping[str, Mapping[int, Frames]], ledger: Ledger) -> None:
         """Take up what a journal kept of unfinished groups."""
@@ -198,7 +181,12 @@ class PayloadStore:
         """Keep a stored group of ``size`` bytes; its prefix, if one was saved, is part of it."""
         self.payloads.put(group_id, payload, size)
         self.prefixes.remove(group_id)
-        self.largest_bytes = max(self.largest_bytes, size)
+
+    def evict(self, group_ids: Iterable[int]) -> None:
+        """Drop the trajectories and prefixes of groups that gave way; their prompts are leased again."""
+        for group_id in group_ids:
+            self.prefixes.remove(group_id)
+            self.payloads.evict(group_id)
 
     def forget(self, group_ids: Iterable[int]) -> bool:
         """Drop all frames of groups that are consumed or dropped; whether there were any such groups."""
@@ -209,32 +197,6 @@ class PayloadStore:
             self.prefixes.remove(group_id)
             self.payloads.remove(group_id)
         return is_any
-
-    def has_room_for_group(self, num_leased: int) -> bool:
-        """Whether one more group fits beside what is held and what the running leases may bring."""
-        held_bytes = self.held_bytes - self.reserved_bytes
-        return held_bytes + (num_leased + 1) * self.largest_bytes <= self.max_bytes
-
-    def check_trajectory(self, size: int, *, replaced: int = 0) -> None:
-        """Refuse a payload, or a prefix, that does not fit.
-
-        Args:
-            size: Its bytes.
-            replaced: Bytes that leave for it.
-
-        Raises:
-            StoreFull: it fits when something else has left.
-            ReplayBufferError: it never will.
-        """
-        if size > self.max_bytes:
-            raise ReplayBufferError(
-                f"a group of {size} bytes is larger than buffer.max_stored_bytes={self.max_bytes}; raise it"
-            )
-        if self.held_bytes - replaced + size > self.max_bytes:
-            raise StoreFull(
-                f"{size} bytes do not fit beside the {self.held_bytes} held, buffer.max_stored_bytes is "
-                f"{self.max_bytes}; the group is sent again when a batch has left"
-            )
 
     def check_prompts(self, size: int, *, num_waiting_bytes: int) -> None:
         """Refuse prompts that do not fit.

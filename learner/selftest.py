@@ -78,7 +78,7 @@ class SelfTest:
         embeddings = cast("nn.Embedding", head.pretrained.get_input_embeddings())
         rng, self._vocabulary = np.random.default_rng(0), embeddings.num_embeddings
         self._logit_difference = 0.0
-        # Low ids are often special. A classifier would take one that pads for the end of its sequence.
+        # Low ids are often special, such as the padding, which some models treat differently.
         self._tokens = [rng.integers(self._vocabulary // 2, self._vocabulary, length) for length in LENGTHS]
 
     def run(self) -> SelfTestResult:
@@ -88,9 +88,10 @@ class SelfTest:
             ValueError: training would compute the model wrongly; the message names the layer and what to do.
         """
         start, training = time.perf_counter(), self._head.training
+        devices = [self._mesh.device] if self._mesh.device.type == "cuda" else []
         self._head.train(False)
         try:
-            with torch.no_grad(), torch.random.fork_rng():
+            with torch.no_grad(), torch.random.fork_rng(devices):
                 packs, difference = self._decide()
         finally:
             self._head.recurrent.use(None)

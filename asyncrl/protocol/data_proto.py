@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
@@ -24,6 +24,7 @@ from .errors import BatchError
 from .rows import cat_rows, is_nested, stack_rows
 
 _log = logging.getLogger(__name__)
+_GIB = 1024**3
 
 
 class _CheckedSwitches(type):
@@ -354,7 +355,16 @@ class DataProto:
         Raises:
             BatchError: the batches have different columns, or different facts.
         """
-        return _concat_rows(data) if data else DataProto()
+        if not data:
+            return DataProto()
+        tensors = same_columns([part._columns() for part in data], "batch")
+        batch = None
+        if any(part._batch is not None for part in data):
+            joined = {key: cat_rows(parts) for key, parts in tensors.items()}
+            batch = UnbuiltBatch(joined, sum(map(len, data)))
+        array_parts = same_columns([part.non_tensor_batch for part in data], "non_tensor_batch")
+        arrays = {key: np.concatenate(parts, axis=0) for key, parts in array_parts.items()}
+        return data[0]._derived(batch, arrays, merge_meta_info([part.meta_info for part in data]))
 
     def make_iterator(
         self,
@@ -369,17 +379,49 @@ class DataProto:
             mini_batch_size: Rows of each; must divide B.
             epochs: How often each row comes.
             seed: Seeds the order where ``dataloader_kwargs`` has ``shuffle``.
-            dataloader_kwargs: Options of ``torch.utils.data.DataLoader``.
+            dataloader_kwargs: Options of ``torch.utils.data.DataLoader``, which chooses the rows.
+
+        Returns:
+            An iterator of batches whose arrays are object arrays, as by `collate_fn`; Python lists of one length
+            become a further dimension.
+
+        Raises:
+            BatchError: ``mini_batch_size`` does not divide the rows.
         """
-        return _mini_batches(self, mini_batch_size, epochs, seed, dataloader_kwargs or {})
+        if mini_batch_size < 1 or len(self) % mini_batch_size != 0:
+            raise BatchError(f"mini_batch_size must divide the {len(self)} rows, got {mini_batch_size}")
+        if not len(self):  # a DataLoader cannot shuffle an empty data set
+            return iter(())
+
+        def collate(rows: list[int]) -> DataProto:
+            mini_batch = self.select_idxs(rows)
+            arrays = mini_batch.non_tensor_batch
+            mini_batch.non_tensor_batch = {key: object_array(list(array)) for key, array in arrays.items()}
+            return mini_batch
+
+        generator = None if seed is None else torch.Generator().manual_seed(seed)
+        loader = DataLoader(
+            range(len(self)),  # type: ignore[arg-type]
+            batch_size=mini_batch_size,
+            collate_fn=collate,
+            generator=generator,
+            **(dataloader_kwargs or {}),
+        )
+        return (mini_batch for _ in range(epochs) for mini_batch in loader)
 
     def print_size(self, prefix: str = "") -> None:
-        """Write the sizes of tensors and arrays to stdout."""
-        _write_size(self._columns(), self.non_tensor_batch, prefix)
+        """Write the sizes of tensors and arrays to stdout, in GiB."""
+        tensor_gib = sum(tensor.nbytes for tensor in self._columns().values()) / _GIB
+        array_gib = sum(array.nbytes for array in self.non_tensor_batch.values()) / _GIB
+        message = f"Size of tensordict: {tensor_gib} GB, size of non_tensor_batch: {array_gib} GB"
+        sys.stdout.write(f"{prefix}, {message}\n" if prefix else f"{message}\n")
 
     def get_data_info(self) -> str:
         """One line for each entry: its name, shape, dtype and device, or its type."""
-        return _describe(self._columns(), self.non_tensor_batch, self.meta_info)
+        tensors = [f"  {key}: {_shape_of(t)} ({t.dtype}) {t.device}" for key, t in self._columns().items()]
+        arrays = [f"  {key}: ndarray{array.shape} ({array.dtype})" for key, array in self.non_tensor_batch.items()]
+        facts = [f"  {key}: {_type_name(value)}" for key, value in self.meta_info.items()]
+        return "\n".join(["batch", *tensors, "non_tensor_batch", *arrays, "meta_info", *facts])
 
     @property
     def nbytes(self) -> int:
@@ -516,64 +558,6 @@ def _dense(key: str, column: Any) -> Any:
     return column
 
 
-def _concat_rows(data: Sequence[DataProto]) -> DataProto:
-    """What `DataProto.concat` returns, of at least one batch."""
-    tensors = same_columns([part._columns() for part in data], "batch")
-    batch = None
-    if any(part._batch is not None for part in data):
-        joined = {key: cat_rows(parts) for key, parts in tensors.items()}
-        batch = UnbuiltBatch(joined, sum(map(len, data)))
-    array_parts = same_columns([part.non_tensor_batch for part in data], "non_tensor_batch")
-    arrays = {key: np.concatenate(parts, axis=0) for key, parts in array_parts.items()}
-    return data[0]._derived(batch, arrays, merge_meta_info([part.meta_info for part in data]))
-
-
-def _mini_batches(
-    data: DataProto, mini_batch_size: int, epochs: int, seed: int | None, dataloader_kwargs: dict[str, Any]
-) -> Iterator[DataProto]:
-    """See `DataProto.make_iterator`: a DataLoader chooses the positions, and their rows are taken in one selection.
-
-    All arrays become object arrays, as in `collate_fn`; Python lists of one length become a further dimension.
-
-    Raises:
-        BatchError: ``mini_batch_size`` does not divide the rows.
-    """
-    if mini_batch_size < 1 or len(data) % mini_batch_size != 0:
-        raise BatchError(f"mini_batch_size must divide the {len(data)} rows, got {mini_batch_size}")
-    if not len(data):  # a DataLoader cannot shuffle an empty data set
-        return iter(())
-
-    def collate(rows: list[int]) -> DataProto:
-        mini_batch = data.select_idxs(rows)
-        arrays = mini_batch.non_tensor_batch
-        mini_batch.non_tensor_batch = {key: object_array(list(array)) for key, array in arrays.items()}
-        return mini_batch
-
-    generator = None if seed is None else torch.Generator().manual_seed(seed)
-    loader = DataLoader(
-        range(len(data)),  # type: ignore[arg-type]
-        batch_size=mini_batch_size,
-        collate_fn=collate,
-        generator=generator,
-        **dataloader_kwargs,
-    )
-    return (mini_batch for _ in range(epochs) for mini_batch in loader)
-
-
-_GIB = 1024**3
-
-
-def _describe(tensors: Mapping[str, Any], arrays: Mapping[str, np.ndarray], meta_info: Mapping[str, Any]) -> str:
-    """Three headed lists of entries, one line each."""
-    lines = ["batch"]
-    lines += [f"  {key}: {_shape_of(value)} ({value.dtype}) {value.device}" for key, value in tensors.items()]
-    lines += ["non_tensor_batch"]
-    lines += [f"  {key}: ndarray{value.shape} ({value.dtype})" for key, value in arrays.items()]
-    lines += ["meta_info"]
-    lines += [f"  {key}: {_type_name(value)}" for key, value in meta_info.items()]
-    return "\n".join(lines)
-
-
 def _shape_of(tensor: Any) -> str:
     """The shape in words; of a nested tensor, its rows and layout."""
     if is_nested(tensor):
@@ -593,11 +577,3 @@ def _type_name(value: Any) -> str:
     if isinstance(value, np.ndarray):
         return f"ndarray{value.shape} ({value.dtype})"
     return type(value).__name__
-
-
-def _write_size(tensors: Mapping[str, torch.Tensor], arrays: Mapping[str, np.ndarray], prefix: str) -> None:
-    """Write both sizes to stdout, in GiB."""
-    tensor_gib = sum(tensor.nbytes for tensor in tensors.values()) / _GIB
-    array_gib = sum(array.nbytes for array in arrays.values()) / _GIB
-    message = f"Size of tensordict: {tensor_gib} GB, size of non_tensor_batch: {array_gib} GB"
-    sys.stdout.write(f"{prefix}, {message}\n" if prefix else f"{message}\n")

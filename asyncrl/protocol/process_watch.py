@@ -33,7 +33,14 @@ async def process_end(pid: int) -> None:
 
 
 def wait_for_first_end(pids: Sequence[int]) -> int:
-    """Block until one of these processes has ended, and return its id."""
+    """Block until one of these processes has ended.
+
+    Args:
+        pids: Process ids on this machine; they need not be children of this process.
+
+    Returns:
+        The id of one that has ended.
+    """
     with ExitStack() as opened:
         waiting = select.poll()
         pid_of = {}

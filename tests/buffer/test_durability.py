@@ -5,6 +5,7 @@ import json
 import os
 import random
 import signal
+import sqlite3
 from contextlib import suppress
 from pathlib import Path
 
@@ -264,3 +265,52 @@ def test_inspect_prints_what_the_server_holds(tmp_path: Path, capsys, monkeypatc
         monkeypatch.setattr("sys.argv", ["inspect", process.address, "--json"])
         inspect.main()
         assert json.loads(capsys.readouterr().out)["stats"]["groups"]["queued"] == 2
+
+
+async def test_after_a_power_failure_whatever_was_written_last_is_lost_as_a_whole(tmp_path: Path):
+    """Writes that were not synced are cut off at any byte of the write-ahead log."""
+    before = tmp_path / "before"
+    options = {"durability": Durability.disk, "max_lag": 3}
+    async with running(directory=str(before), **options) as run:
+        client = run.client()
+        await client.enqueue([prompt(i) for i in range(6)])
+        for lease in await client.lease(0, 6):
+            await client.put(rollout(lease))
+        await client.plan(0)
+        log = (before / "journal.sqlite-wal").read_bytes()
+        database = (before / "journal.sqlite").read_bytes()
+    num_stored = set()
+    for number, length in enumerate(range(0, len(log) + 1, len(log) // 12)):
+        after = tmp_path / f"after{number}"
+        after.mkdir()
+        (after / "journal.sqlite").write_bytes(database)
+        (after / "journal.sqlite-wal").write_bytes(log[:length])
+        async with running(directory=str(after), **options) as run:
+            client = run.client()
+            stats = await client.stats()
+            stored = [group["group_id"] for group in (await client.inspect())["groups"] if group["state"] != "leased"]
+            assert [group.group_id for group in await client.fetch(stored)] == stored
+            assert stats.tokens_dropped == {}
+            num_stored.add(len(stored))
+    assert {0, 6} < num_stored
+
+
+async def test_a_group_whose_trajectories_did_not_survive_is_generated_again_and_counted(tmp_path: Path):
+    options = {"durability": Durability.disk, "directory": str(tmp_path), "max_lag": 3}
+    async with running(**options) as run:
+        client = run.client()
+        await client.enqueue([prompt(i) for i in range(4)])
+        for lease in await client.lease(0, 4):
+            await client.put(rollout(lease))
+        await client.plan(0)
+    database = sqlite3.connect(tmp_path / "journal.sqlite")
+    with database:
+        database.execute("DELETE FROM frames WHERE kind = 'payload' AND group_id IN (0, 3)")
+    database.close()
+    async with running(**options) as run:
+        client = run.client()
+        stats = await client.stats()
+        assert (stats.groups["queued"], stats.groups["stored"], stats.groups["planned"]) == (2, 2, 0)
+        assert stats.tokens_dropped == {"store_lost": 10}
+        assert sorted(group.group_id for group in (await client.plan(0)).groups) == [1, 2]
+        assert {lease.attempt for lease in await client.lease(0, 2)} == {1}

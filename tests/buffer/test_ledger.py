@@ -15,6 +15,7 @@ from asyncrl.protocol.errors import (
     NotLeaseOwner,
     ReplayBufferError,
     StalenessError,
+    StoreFull,
     UnknownGroup,
     VersionTooNew,
     VersionTooOld,
@@ -444,3 +445,79 @@ def test_what_the_ledger_holds_does_not_grow_with_the_length_of_a_run(monkeypatc
     assert of.learner_version > 5_000
     first = max(number for commands, number in held if 25_000 < commands <= 50_000)
     assert max(number for commands, number in held if commands > 125_000) <= first
+
+
+def test_a_full_store_beside_an_empty_one_takes_nothing_and_nobody_waits():
+    of = ledger(0, 4, max_bytes=10, num_stores=2)
+    leases = of.lease(0, 4)
+    places = []
+    for lease in leases:
+        places.append(of.reserve(lease, 5).store)
+        of.put(summary_of(lease), num_bytes=5)
+    assert sorted(places) == [0, 0, 1, 1]
+    assert of.plan(0) is not None
+
+
+def test_one_huge_group_slows_admission_down_and_never_stops_it():
+    of = ledger(0, 2, max_bytes=1000)
+    running = []
+    for size in [900] + [10] * 40:
+        leases = of.lease(of.learner_version, 2)
+        running.append(len(leases))
+        for lease in leases:
+            of.reserve(lease, size if lease is leases[0] else 10)
+            of.put(summary_of(lease), num_bytes=size if lease is leases[0] else 10)
+        if of.plan(of.learner_version) is not None:
+            of.commit(of.learner_version)
+    assert running[1:4] == [1, 1, 1]
+    assert running[-10:] == [2] * 10
+
+
+def test_a_stored_group_that_is_due_later_gives_way_and_its_tokens_are_counted():
+    of = ledger(1, 1, max_bytes=10)
+    [slow, quick] = of.lease(0, 2)
+    of.reserve(quick, 4)
+    of.put(summary_of(quick), num_bytes=4)
+    of.step()
+    [later] = of.lease(1, 1)
+    of.reserve(later, 8)
+    of.put(summary_of(later, lengths=(8,)), num_bytes=8)
+    assert of.plan(1) is None, "group 0 is due now"
+    assert of.reserve(slow, 9).evicted == (later.group_id,)
+    of.put(summary_of(slow), num_bytes=9)
+    assert of.step() == [slow.group_id]
+    assert of.stats().tokens_dropped == {"no_room": 8}
+    [again] = of.lease(2, 1)
+    assert (again.group_id, again.attempt) == (later.group_id, 1)
+
+
+def test_a_batch_that_the_stores_cannot_hold_is_known_when_its_last_group_asks_for_room():
+    of = ledger(0, 2, max_bytes=10)
+    [first, second] = of.lease(0, 2)
+    of.reserve(first, 6)
+    of.put(summary_of(first), num_bytes=6)
+    with pytest.raises(StoreFull, match=r"6 bytes do not fit: 4 of buffer\.max_stored_bytes=10 are free"):
+        of.reserve(second, 6)
+    assert of.cannot_hold_batch(second.group_id)
+    with pytest.raises(ReplayBufferError, match=r"larger than buffer\.max_stored_bytes=10"):
+        of.reserve(second, 11)
+
+
+def test_trajectories_that_are_lost_dissolve_their_batch_and_are_generated_again():
+    of = ledger(2, 1)
+    for lease in of.lease(0, 3):
+        of.put(summary_of(lease))
+    before = of.plan(0)
+    of.plan(1)
+    assert before is not None
+    assert of.lose([before.groups[0].group_id]) == (0, 1)
+    stats = of.stats()
+    assert (stats.groups["queued"], stats.groups["stored"], stats.groups["planned"]) == (98, 2, 0)
+    assert stats.tokens_dropped == {"store_lost": 5}
+    assert len(of.step()) == 1
+
+
+@pytest.mark.parametrize(("length", "kept"), [(0, PutResult.filtered), (1, PutResult.stored)])
+def test_a_group_in_which_the_policy_wrote_nothing_is_filtered(length: int, kept: PutResult):
+    of = ledger(0, 1, filters=["no_tokens"])
+    assert of.put(summary_of(of.lease(0, 1)[0], lengths=(length,))) is kept

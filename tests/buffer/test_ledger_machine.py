@@ -19,9 +19,9 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from asyncrl.protocol.errors import LeaseExpired, ReplayBufferError, UnknownGroup, VersionTooOld
+from asyncrl.protocol.errors import LeaseExpired, ReplayBufferError, StoreFull, UnknownGroup, VersionTooOld
 from asyncrl.protocol.types import GroupSummary
-from buffer.commands import Frames, GrantedLease, Progress, PutResult
+from buffer.commands import Frames, GrantedLease, Progress, PutResult, Reserved
 from buffer.config import OnStale
 from buffer.journal import pack, unpack
 from buffer.rule import StalenessRule
@@ -63,11 +63,28 @@ class LedgerMachine(RuleBasedStateMachine):
         on_stale=st.sampled_from(OnStale),
         order=st.sampled_from(sorted(ORDERS)),
         filters=st.sampled_from([[], ["equal_rewards"]]),
+        max_bytes=st.sampled_from([0, 10, 20, 40]),
+        num_stores=st.integers(1, 2),
     )
-    def start(self, max_lag: int, groups_per_step: int, on_stale: OnStale, order: str, filters: list[str]) -> None:
+    def start(
+        self,
+        max_lag: int,
+        groups_per_step: int,
+        on_stale: OnStale,
+        order: str,
+        filters: list[str],
+        max_bytes: int,
+        num_stores: int,
+    ) -> None:
+        self.max_bytes, self.num_stores = max_bytes, num_stores
         self.max_lag, self.size, self.on_stale, self.filters = max_lag, groups_per_step, on_stale, filters
         rule = StalenessRule(max_lag=max_lag, groups_per_step=groups_per_step)
-        self.new_ledger = lambda: DrivenLedger(rule, on_stale=on_stale, order=order, lease_s=LEASE_S, filters=filters)
+        self.memory = {"max_bytes": max_bytes, "num_stores": num_stores}
+        self.new_ledger = lambda: DrivenLedger(
+            rule, on_stale=on_stale, order=order, lease_s=LEASE_S, filters=filters, **self.memory
+        )
+        self.places: dict[int, int] = {}
+        self.lost_prefixes: set[tuple[int, int]] = set()
         self.ledger = self.new_ledger()
         self.ledger.log = self.log = RecordedCommands()
         self.last_snapshot: bytes | None = None
@@ -117,7 +134,7 @@ class LedgerMachine(RuleBasedStateMachine):
             self.running[lease.group_id] = (lease, self.now + LEASE_S)
         assert len(granted) <= number
         if len(granted) < number:
-            assert self._num_queued() == 0 or not self._admits(version, deadlines)
+            assert self._num_queued() == 0 or not self._admits(version, deadlines) or not self.ledger.has_room()
 
     def _num_queued(self) -> int:
         ended = len(self.consumed) + self.num_dropped
@@ -131,8 +148,8 @@ class LedgerMachine(RuleBasedStateMachine):
             self.lease(behind=data.draw(st.integers(0, 2)), number=30, worker=0, continues=True)
             last = sorted(self.running, key=lambda group_id: self.running[group_id][0].deadline)
             for group_id in last[int(stragglers * self.max_lag * self.size) :]:
-                lease, _ = self.running.pop(group_id)
-                self._put(lease, lease.engine_version, num_tokens=1)
+                lease, expires_at = self.running.pop(group_id)
+                self._put(lease, expires_at, lease.engine_version, num_tokens=1)
             for _ in range(data.draw(st.integers(1, 2))):
                 if len(self.planned) < 2:
                     self.plan()
@@ -152,23 +169,64 @@ class LedgerMachine(RuleBasedStateMachine):
     def put_all_but(self, data: st.DataObject, num_running: int, num_tokens: int) -> None:
         """Workers finish in any order; a few stragglers stay behind."""
         for group_id in data.draw(st.permutations(sorted(self.running)))[num_running:]:
-            lease, _ = self.running.pop(group_id)
+            lease, expires_at = self.running.pop(group_id)
             oldest = data.draw(st.integers(lease.engine_version, self.version))
-            self._put(lease, oldest, num_tokens)
+            self._put(lease, expires_at, oldest, num_tokens)
 
-    def _put(self, lease: GrantedLease, oldest: int, num_tokens: int) -> None:
+    def _put(self, lease: GrantedLease, expires_at: float, oldest: int, num_tokens: int) -> None:
         num_tokens += self._least_tokens(lease)
         filtered = bool(self.filters) and num_tokens % 5 == 0
         summary = summary_of(lease, oldest=oldest, num_tokens=num_tokens, rewards=(0.0, 0.0 if filtered else 1.0))
         continued = self._continued(lease)
+        if not self._reserve(lease):
+            self.running[lease.group_id] = (lease, expires_at)
+            return
         self._report(lease, num_tokens)
         if filtered:
             assert self.ledger.put(summary, continued=continued) is PutResult.filtered
             assert self.ledger.put(summary) is PutResult.duplicate
             self.num_dropped += 1
         else:
-            assert self.ledger.put(summary, continued=continued) is PutResult.stored
+            put = self.ledger.put(summary, continued=continued, num_bytes=self._size(lease.group_id))
+            assert put is PutResult.stored
             self.stored[lease.group_id] = (summary, lease.deadline)
+
+    def _size(self, group_id: int) -> int:
+        return 1 + group_id * 7 % 9
+
+    def _reserve(self, lease: GrantedLease) -> bool:
+        """Ask for room; whether there is any now. Who gives way for it is due later, or only a saved prefix."""
+        size = self._size(lease.group_id)
+        may_move = bool(self.planned) or self.ledger.can_plan()
+        try:
+            reserved = self.ledger.reserve(lease, size)
+        except StoreFull:
+            due_first = [group_id for group_id, (_, deadline) in self.stored.items() if deadline <= lease.deadline]
+            held = [
+                sum(self._size(g) for g in due_first if self.places[g] == place) for place in range(self.num_stores)
+            ]
+            assert may_move or min(held) + size > self.max_bytes, "the groups that are due first would have fitted"
+            return False
+        assert not (may_move and reserved.evicted)
+        for group_id in reserved.evicted:
+            if group_id in self.running:
+                other, _ = self.running[group_id]
+                self.lost_prefixes.add((group_id, other.attempt))
+            elif group_id in self.prefixes:
+                del self.prefixes[group_id]
+            else:
+                assert self.stored.pop(group_id)[1] > lease.deadline
+        self.places[lease.group_id] = reserved.store
+        assert self.ledger.reserve(lease, size) == Reserved(store=reserved.store), "the bytes are on their way there"
+        return True
+
+    @invariant()
+    def no_store_holds_more_than_its_bound(self) -> None:
+        if not self.max_bytes:
+            return
+        for place in range(self.num_stores):
+            held = sum(self._size(group_id) for group_id in self.stored if self.places[group_id] == place)
+            assert held <= self.max_bytes
 
     @precondition(lambda self: self.running)
     @rule(data=st.data(), num_tokens=st.integers(0, 50))
@@ -181,8 +239,13 @@ class LedgerMachine(RuleBasedStateMachine):
         self._save(lease, progress)
 
     def _save(self, lease: GrantedLease, progress: Progress) -> None:
-        self.ledger.save(lease, progress, continued=self._continued(lease))
+        try:
+            self.ledger.save(lease, progress, continued=self._continued(lease), num_bytes=2)
+        except StoreFull:
+            assert self.max_bytes
+            return
         self.saved[lease.group_id, lease.attempt] = progress
+        self.lost_prefixes.discard((lease.group_id, lease.attempt))
 
     @precondition(lambda self: self.running)
     @rule(data=st.data())
@@ -200,7 +263,9 @@ class LedgerMachine(RuleBasedStateMachine):
     def the_server_restarts(self, compacts: bool, order: str, on_stale: OnStale) -> None:
         """From a snapshot and what was journaled since. A server with other options would come to the same state."""
         before = msgpack.packb(self.ledger.snapshot())
-        replayed = self._replayed(DrivenLedger(self.ledger.rule, on_stale=on_stale, order=order, lease_s=LEASE_S))
+        replayed = self._replayed(
+            DrivenLedger(self.ledger.rule, on_stale=on_stale, order=order, lease_s=LEASE_S, **self.memory)
+        )
         assert msgpack.packb(replayed.snapshot()) == before
         self.ledger = self._replayed(self.new_ledger())
         self.ledger.log = self.log
@@ -387,6 +452,19 @@ class LedgerMachine(RuleBasedStateMachine):
             assert self.ledger.commit(self.version) == []
         self.version += 1
 
+    @precondition(lambda self: self.stored)
+    @rule(data=st.data())
+    def trajectories_are_lost(self, data: st.DataObject) -> None:
+        """As after a power failure: their prompts are queued again, and batches that held them are planned anew."""
+        lost = data.draw(st.lists(st.sampled_from(sorted(self.stored)), min_size=1, max_size=2, unique=True))
+        first = min((version for version, ids in self.planned.items() if set(ids) & set(lost)), default=None)
+        dissolved = [version for version in self.planned if first is not None and version >= first]
+        assert sorted(self.ledger.lose(lost)) == sorted(dissolved)
+        for version in dissolved:
+            del self.planned[version]
+        for group_id in lost:
+            del self.stored[group_id]
+
     # What must hold
 
     def _open_deadlines(self) -> list[int]:
@@ -451,6 +529,7 @@ class LedgerMachine(RuleBasedStateMachine):
             assert len(self.planned) == 2 or self.ledger.can_plan()
         elif not self.planned:
             assert self.ledger.admits(self.version)
+            assert self.ledger.has_room()
 
     @invariant()
     def every_running_lease_has_a_timer(self) -> None:
@@ -514,6 +593,8 @@ class LedgerMachine(RuleBasedStateMachine):
         """An attempt ends early and leaves what is saved of it to the next."""
         key = lease.group_id, lease.attempt
         self._count_saved(lease)
+        if key in self.lost_prefixes:
+            return
         if (prefix := self.saved.get(key, self.inherited.get(key))) is not None:
             self.prefixes[lease.group_id] = prefix
 

@@ -123,7 +123,7 @@ def pid_listening_at(address: str) -> int:
 
 
 async def test_what_becomes_of_a_put_for_a_finished_group_is_the_ledgers_to_say():
-    async with running(groups_per_step=1, lease_s=0.2, num_store_servers=1) as run:
+    async with running(groups_per_step=1, lease_s=0.8, num_store_servers=1) as run:
         late, other = run.client(), run.client()
         await late.enqueue([prompt(0)])
         [lost] = await late.lease(0, 1)

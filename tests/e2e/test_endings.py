@@ -99,6 +99,7 @@ def test_a_second_signal_ends_a_run_without_its_supervisor_on_the_spot(start):
     assert run.survivors(END_TIMEOUT_S) == []
 
 
+@pytest.mark.slow
 def test_a_killed_sglang_server_ends_the_run_with_the_tail_of_its_log(start):
     run = start(*FAST, "rollout_fleet.engine=sglang")
     run.wait_for_line("step 1/")

@@ -1,6 +1,7 @@
 """Model families on every mesh against transformers' own forward and a loop written out here."""
 
 import os
+from typing import Any
 
 import numpy as np
 import pytest
@@ -39,11 +40,18 @@ def plain_loop(model_path: str) -> tuple[list[np.ndarray], float, dict[str, np.n
     return log_probs, norm, {name: value.detach().numpy() for name, value in model.named_parameters()}
 
 
-def packed(model_path: str, num_ranks: int, sp_size: int) -> tuple[list[np.ndarray], float, dict[str, np.ndarray]]:
+def packed(
+    model_path: str, num_ranks: int, sp_size: int, **options: Any
+) -> tuple[list[np.ndarray], float, dict[str, np.ndarray]]:
     """The same by the learner; log-probs of this rank's sequences, None of the others'."""
     optimizer = OptimizerConfig(lr=LR, eps=EPS, weight_decay=DECAY, clip_grad_norm=MAX_NORM)
     config = LearnerConfig(
-        num_ranks=num_ranks, sp_size=sp_size, device=Device.cpu, max_tokens_per_micro_batch=60, optimizer=optimizer
+        num_ranks=num_ranks,
+        sp_size=sp_size,
+        device=Device.cpu,
+        max_tokens_per_micro_batch=60,
+        optimizer=optimizer,
+        **options,
     )
     trainer = Trainer(config, model_path=model_path, total_updates=1, temperature=TEMPERATURE)
     dp, place = num_ranks // sp_size, trainer.mesh.dp_rank
@@ -87,6 +95,12 @@ def assert_equal_to_the_plain_loop(path: str, ranks: list, dp: int, sp: int) -> 
 @pytest.mark.parametrize("family", TRAINED_FAMILIES)
 def test_one_process_equals_the_plain_loop(family: str, paths: dict[str, str]) -> None:
     assert_equal_to_the_plain_loop(paths[family], [packed(paths[family], 1, 1)], 1, 1)
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "lfm2"])
+def test_layers_that_carry_a_state_are_recomputed_on_the_same_sequences(family: str, paths: dict[str, str]) -> None:
+    recomputed = packed(paths[family], 1, 1, activation_checkpointing=True)
+    assert_equal_to_the_plain_loop(paths[family], [recomputed], 1, 1)
 
 
 @pytest.fixture(scope="module")

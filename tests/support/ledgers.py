@@ -9,12 +9,15 @@ from buffer.commands import (
     Expire,
     GrantedLease,
     LeaseGroups,
+    LoseGroups,
     PlanBatch,
     Progress,
     Put,
     PutResult,
     Release,
     Renew,
+    Reserve,
+    Reserved,
     SavePrefix,
     TakeBack,
 )
@@ -57,11 +60,22 @@ class DrivenLedger(Ledger):
     def renew(self, group_id: int, attempt: int, *, now: float) -> bool:
         return self.apply(Renew(group_id=group_id, attempt=attempt), now).expires_at is not None
 
-    def save(self, lease: GrantedLease, progress: Progress, *, continued: bool = True) -> None:
-        self.apply(SavePrefix(group_id=lease.group_id, attempt=lease.attempt, progress=progress, continued=continued))
+    def reserve(self, lease: GrantedLease, num_bytes: int) -> Reserved:
+        return self.apply(Reserve(group_id=lease.group_id, attempt=lease.attempt, num_bytes=num_bytes))
 
-    def put(self, summary: GroupSummary, *, continued: bool = True) -> PutResult:
-        return self.apply(Put(summary=summary, continued=continued)).result
+    def save(self, lease: GrantedLease, progress: Progress, *, continued: bool = True, num_bytes: int = 0) -> None:
+        self.apply(
+            SavePrefix(
+                group_id=lease.group_id,
+                attempt=lease.attempt,
+                progress=progress,
+                continued=continued,
+                num_bytes=num_bytes,
+            )
+        )
+
+    def put(self, summary: GroupSummary, *, continued: bool = True, num_bytes: int = 0) -> PutResult:
+        return self.apply(Put(summary=summary, continued=continued, num_bytes=num_bytes)).result
 
     def release(
         self,
@@ -83,6 +97,9 @@ class DrivenLedger(Ledger):
 
     def take_back(self, owner: bytes) -> int:
         return len(self.apply(TakeBack(owner=owner)).group_ids)
+
+    def lose(self, group_ids: Iterable[int]) -> tuple[int, ...]:
+        return self.apply(LoseGroups(group_ids=tuple(group_ids))).dissolved
 
     def plan(self, version: int) -> Plan | None:
         return self.batch(version) if self.apply(PlanBatch(version=version)).group_ids else None

@@ -72,6 +72,14 @@ _FAMILIES: dict[str, dict] = {
         "floor_scale": 4,
         "attn_scale": 0.3,
     },
+    "qwen2_moe": {
+        **_EXPERTS,
+        "use_sliding_window": True,
+        "sliding_window": 5,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "num_experts": 4,
+        "shared_expert_intermediate_size": 16,
+    },
     "granitemoehybrid": {
         **_MAMBA,
         "layer_types": ["mamba", "attention"],

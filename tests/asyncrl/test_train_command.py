@@ -1,0 +1,129 @@
+"""How ``asyncrl train`` ends, on scripted runs: exit status, last words, processes. No torch, no Ray."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+
+import psutil
+import pytest
+
+PRELUDE = """
+import asyncio, logging, os, signal, sys
+from asyncrl.cli import train_command
+from asyncrl.protocol.errors import ClusterDiedError, DeadlineError, WorkerDiedError
+
+async def run(config, run_dir, overrides, view, on_fault):
+{body}
+
+train_command._run = run
+sys.exit(train_command.main(["output_dir=" + sys.argv[1], "stop_timeout_s=5"]))
+"""
+READY = """
+print("ready", os.getpid(), flush=True)
+try:
+    await asyncio.sleep(3600)
+finally:
+    print("stopping", flush=True)
+    await asyncio.sleep({seconds})
+"""
+
+
+class Command:
+    """The command in a process of its own, with its output in one stream."""
+
+    def __init__(self, body, output_dir):
+        script = PRELUDE.format(body=textwrap.indent(textwrap.dedent(body), "    "))
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", script, str(output_dir)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+
+    def line_with(self, words):
+        return next(line for line in self.process.stdout if words in line)
+
+    def end(self):
+        """Exit status and the output that was not read yet."""
+        output, _ = self.process.communicate(timeout=60)
+        return self.process.returncode, output.strip()
+
+
+@pytest.fixture
+def start(tmp_path):
+    commands = []
+
+    def start(body):
+        commands.append(Command(body, tmp_path))
+        return commands[-1]
+
+    yield start
+    for command in commands:
+        command.process.kill()
+        command.process.wait()
+
+
+def test_a_controller_that_is_killed_is_reported_with_the_end_of_its_log(start):
+    body = 'logging.getLogger().warning("about to die")\nos.kill(os.getpid(), signal.SIGKILL)'
+    status, output = start(body).end()
+    assert status == 1
+    assert "error: the controller died of SIGKILL" in output
+    assert "about to die" in output.splitlines()[-2]
+
+
+def test_the_last_line_is_the_first_of_the_cause_with_the_last_of_its_log(start):
+    body = (
+        'raise ExceptionGroup("all", [DeadlineError("late"), WorkerDiedError("sglang-0 died:\\nstarting\\nno memory")])'
+    )
+    status, output = start(body).end()
+    assert status == 1
+    assert output.splitlines()[-1] == "error: sglang-0 died: … no memory"
+    assert "sglang-0 died:\nstarting\nno memory" in output
+
+
+def test_a_fault_of_another_kind_is_named_with_its_kind(start):
+    status, output = start('raise KeyError("step")').end()
+    assert (status, output.splitlines()[-1]) == (1, "error: KeyError: 'step'")
+
+
+def test_the_death_of_ray_ends_the_run_without_stopping_through_ray(start):
+    body = """
+        try:
+            on_fault(ClusterDiedError("gcs died"))
+        finally:
+            print("stopping", flush=True)
+    """
+    status, output = start(body).end()
+    assert (status, output.splitlines()[-1]) == (1, "error: gcs died")
+    assert "stopping" not in output
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_stops_the_run_which_says_so(start, number):
+    command = start(READY.format(seconds=0))
+    command.line_with("ready")
+    command.process.send_signal(number)
+    status, output = command.end()
+    assert status == 130
+    assert "stopping" in output.splitlines()
+    assert f"stopped by {number.name}" in output.splitlines()[-1]
+
+
+def test_a_second_signal_ends_a_run_without_its_supervisor_on_the_spot(start):
+    command = start(READY.format(seconds=3600))
+    controller = psutil.Process(int(command.line_with("ready").split()[1]))
+    command.process.kill()
+    command.line_with("stopping")  # told by the death of its supervisor
+    os.kill(controller.pid, signal.SIGTERM)
+    controller.wait(4)
+
+
+def test_a_run_whose_supervisor_is_dead_gives_up_when_it_does_not_stop(start):
+    command = start(READY.format(seconds=3600))
+    controller = psutil.Process(int(command.line_with("ready").split()[1]))
+    command.process.kill()
+    assert "the supervisor of the run was killed (stopping took too long" in command.line_with("error: ")
+    controller.wait(10)
