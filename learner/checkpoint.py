@@ -43,7 +43,7 @@ from .trainer import Trainer
 from .weights import copy_tokenizer
 
 
-class Checkpointer:
+class ShardedCheckpointer:
     """Saves and loads one trainer. Every method is a collective: all ranks call it together.
 
     Args:
