@@ -153,7 +153,7 @@ class RunConfig:
     total_steps: int = 100
     quickstart: bool = False
     record_trajectories: bool = False
-    stop_timeout_s: float = 12.0
+    stop_timeout_s: float = 15.0
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
@@ -171,6 +171,32 @@ class RunConfig:
             raise ValueError(f"total_steps must be >= 1, got {self.total_steps}")
         if self.stop_timeout_s <= 0:
             raise ValueError(f"stop_timeout_s must be > 0, got {self.stop_timeout_s}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StopDeadlines:
+    """How long the parts of a run may take to stop, one after another.
+
+    Attributes:
+        fleet_s: The rollout workers: what runs, its aborts, the server's own grace, and cleaning up after it.
+        learner_s: The learner's ranks.
+        ray_s: Ray and the buffer.
+    """
+
+    fleet_s: float
+    learner_s: float
+    ray_s: float = 2.0
+
+    @property
+    def total_s(self) -> float:
+        """All of them."""
+        return self.fleet_s + self.learner_s + self.ray_s
+
+
+def stop_deadlines(config: RunConfig) -> StopDeadlines:
+    """The deadlines between an engine's ``rollout_fleet.stop_timeout_s``, from which they follow, and the run's own."""
+    fleet = config.rollout_fleet
+    return StopDeadlines(fleet_s=fleet.worker_stop_timeout_s, learner_s=fleet.stop_timeout_s)
 
 
 def check_options(config: RunConfig) -> None:
@@ -207,6 +233,12 @@ def check_options(config: RunConfig) -> None:
         raise ValueError(
             f"rollout_fleet.sglang.tp_size must be 1 on GPUs, got {config.rollout_fleet.sglang.tp_size}: an engine is "
             "placed with one GPU so far; raise rollout_fleet.num_engines instead"
+        )
+    if config.stop_timeout_s < (needed_s := stop_deadlines(config).total_s):
+        raise ValueError(
+            f"stop_timeout_s must be at least {needed_s:g} with rollout_fleet.stop_timeout_s="
+            f"{config.rollout_fleet.stop_timeout_s:g}, or engines are killed before they have cleaned up, got "
+            f"{config.stop_timeout_s:g}; raise the first or lower the second"
         )
     _check_colocation(config)
     if config.rollout_fleet.engine is EngineKind.scripted:

@@ -2,7 +2,7 @@
 
 import sys
 
-from asyncrl.cli.train_command import main
+from asyncrl.cli import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(["train", *sys.argv[1:]]))

@@ -5,8 +5,11 @@ any point; a power failure may lose the last ones, and leaves the file consisten
 effect, so that nothing is acknowledged that is not stored.
 """
 
+import logging
 import sqlite3
+import threading
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from inspect import isclass
 from pathlib import Path
@@ -21,6 +24,9 @@ from . import commands
 from .commands import Command, Frames, Outcome, PutOutcome, PutResult
 from .groups import record_from, values_of
 
+logger = logging.getLogger(__name__)
+
+_CHECKPOINT_BYTES = 64 * 1024**2
 FORMAT = 3
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value BLOB) WITHOUT ROWID;
@@ -86,6 +92,8 @@ class Journal:
 
     def __init__(self, path: Path, *, max_bytes: int = 0) -> None:
         self._path = path
+        self._unmoved_bytes = 0
+        self._checkpoint: threading.Thread | None = None
         try:
             self._database = self._open(max_bytes)
         except sqlite3.Error as error:
@@ -102,6 +110,7 @@ class Journal:
         database = sqlite3.connect(self._path, isolation_level=None)
         database.execute("PRAGMA journal_mode = WAL")
         database.execute("PRAGMA synchronous = NORMAL")
+        database.execute("PRAGMA wal_autocheckpoint = 0")  # done on a thread, because it waits for the disk
         if max_bytes:
             page_bytes = database.execute("PRAGMA page_size").fetchone()[0]
             database.execute(f"PRAGMA max_page_count = {max(1, max_bytes // page_bytes)}")
@@ -186,20 +195,41 @@ class Journal:
             self._keep(kind, key, parts)
 
     def _keep(self, kind: str, key: int, parts: Frames) -> None:
-        body = msgpack.packb([bytes(part) for part in parts])
+        body: Any = msgpack.packb([bytes(part) for part in parts])
         self._database.execute("INSERT OR REPLACE INTO frames VALUES (?, ?, ?)", [kind, key, body])
+        self._checkpoint_if_due(len(body))
 
     def discard(self, kind: str, key: int) -> None:
         """Drop frames."""
         with self._transaction():
             self._database.execute("DELETE FROM frames WHERE kind = ? AND group_id = ?", [kind, key])
 
+    def _checkpoint_if_due(self, num_bytes: int) -> None:
+        """Have what was written since the last checkpoint moved into the database, off the loop."""
+        self._unmoved_bytes += num_bytes
+        if self._unmoved_bytes < _CHECKPOINT_BYTES or (self._checkpoint is not None and self._checkpoint.is_alive()):
+            return
+        self._unmoved_bytes = 0
+        self._checkpoint = threading.Thread(target=_checkpoint, args=[self._path], name="checkpoint", daemon=True)
+        self._checkpoint.start()
+
     def close(self) -> None:
         """Close the file."""
+        if self._checkpoint is not None:
+            self._checkpoint.join()
         self._database.close()
 
     def _transaction(self) -> "_Transaction":
         return _Transaction(self._database, self._path)
+
+
+def _checkpoint(path: Path) -> None:
+    """Move committed pages into the database file; the writer goes on meanwhile."""
+    try:
+        with closing(sqlite3.connect(path)) as database:
+            database.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
+    except sqlite3.Error as error:
+        logger.warning("%s: a checkpoint failed (%s); the next one moves its pages", path, error)
 
 
 class _Transaction:

@@ -85,7 +85,13 @@ class BufferService:
         self._forgettable: list[int] = []
         self._expiry = Deadline(self._expire, self._clock)
         self._silence = Deadline(self._take_from_silent, self._clock)
-        self._operations = {
+        self._operations = self._all_operations()
+        if journal is not None:
+            self._recover(journal)
+
+    def _all_operations(self) -> dict[str, Callable[[bytes, Message], None]]:
+        """What clients may ask, by name."""
+        return {
             **self._intake.operations,
             **self._admission.operations,
             **self._batches.operations,
@@ -98,8 +104,6 @@ class BufferService:
             "stats": self._stats,
             "inspect": self._inspect,
         }
-        if journal is not None:
-            self._recover(journal)
 
     def handle(self, client: bytes, request: Message) -> None:
         """Do what is asked; an error of this system becomes the reply. `settle` answers what is pending."""

@@ -1,12 +1,13 @@
 """Causal attention over packed sequences, entered through transformers' attention registry.
 
-No token sees another sequence. On a GPU in half precision it is torch's variable-length kernel. Elsewhere sequences of
-equal or like length go through one SDPA call, padded on the right: under a causal mask no real token sees the
-padding, so the result is exact, and many short sequences cost one call instead of one each.
+No token sees another sequence. On a GPU in half precision a variable-length kernel does it, flash-attn's or torch's.
+Elsewhere sequences of equal or like length go through one SDPA call, padded on the right: under a causal mask no real
+token sees the padding, so the result is exact, and many short sequences cost one call instead of one each.
 """
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -17,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from .config import AttentionKernel
 from .ulysses import (
     gather_heads_scatter_seq,
     gather_seq_scatter_heads,
@@ -50,6 +52,7 @@ class PackedLayout:
         cu_seqlens: [number of sequences + 1] int32, starts and end of the sequences.
         max_length: Tokens of the longest sequence.
         lengths: Tokens of every sequence.
+        kernel: What computes attention; never ``auto``.
     """
 
     buckets: tuple[tuple[int, int], ...]
@@ -58,11 +61,12 @@ class PackedLayout:
     cu_seqlens: Tensor
     max_length: int
     lengths: tuple[int, ...]
+    kernel: AttentionKernel = AttentionKernel.sdpa
 
     def cut(self, chunk: int) -> PackedLayout:
         """The layout for attention within chunks: every sequence is cut into pieces of ``chunk`` tokens and a rest."""
         pieces = [min(chunk, length - start) for length in self.lengths for start in range(0, length, chunk)]
-        return packed_layout(pieces, self.cu_seqlens.device)
+        return packed_layout(pieces, self.cu_seqlens.device, self.kernel)
 
     def positions(self) -> Tensor:
         """[N] int64, place of every token in its sequence."""
@@ -71,12 +75,38 @@ class PackedLayout:
         return torch.arange(sum(self.lengths), device=device) - starts.repeat_interleave(sizes)
 
 
-def packed_layout(lengths: Sequence[int], device: torch.device) -> PackedLayout:
+def attention_kernel(asked: AttentionKernel, device: torch.device, dtype: torch.dtype) -> AttentionKernel:
+    """Resolve ``learner.attention`` for the device and the type that attention is computed in.
+
+    Raises:
+        ValueError: the kernel that is asked for cannot run there.
+    """
+    fits = device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
+    available = {
+        AttentionKernel.flash_attn: fits and importlib.util.find_spec("flash_attn") is not None,
+        AttentionKernel.torch_varlen: fits and importlib.util.find_spec("torch.nn.attention.varlen") is not None,
+        AttentionKernel.sdpa: True,
+    }
+    if asked is AttentionKernel.auto:
+        return next(kernel for kernel, is_there in available.items() if is_there)
+    if not available[asked]:
+        raise ValueError(
+            f"learner.attention={asked} needs CUDA, half precision and its package, got {device.type} and {dtype}, "
+            f"where {[str(kernel) for kernel, is_there in available.items() if is_there]} can run; use "
+            "learner.attention=auto"
+        )
+    return asked
+
+
+def packed_layout(
+    lengths: Sequence[int], device: torch.device, kernel: AttentionKernel = AttentionKernel.sdpa
+) -> PackedLayout:
     """Plan the attention calls for sequences laid end to end.
 
     Args:
         lengths: Tokens of every sequence, in packed order; longest first needs the fewest calls.
         device: Where the indices are needed.
+        kernel: What computes attention; not ``auto``.
 
     Returns:
         A layout whose padded batches waste at most a quarter of their places, or `FREE_PADDING_TOKENS`.
@@ -101,6 +131,7 @@ def packed_layout(lengths: Sequence[int], device: torch.device) -> PackedLayout:
         cu_seqlens=torch.from_numpy(np.append(starts, sizes.sum()).astype(np.int32)).to(device),
         max_length=int(sizes.max()),
         lengths=tuple(sizes.tolist()),
+        kernel=kernel,
     )
 
 
@@ -162,7 +193,9 @@ def packed_attention(
         sinks = sinks.chunk(get_ulysses_sequence_parallel_world_size())[get_ulysses_sequence_parallel_rank()]
     if chunk is not None and chunk < packed.max_length:
         packed = packed.cut(chunk)
-    if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and dropout == 0.0 and sinks is None:
+    if packed.kernel is AttentionKernel.flash_attn and sinks is None and q.size(2) == v.size(2):
+        out = _flash(q, k, v, packed, scaling, dropout, window)
+    elif packed.kernel is not AttentionKernel.sdpa and dropout == 0.0 and sinks is None and _has_varlen():
         out = _varlen(q, k, v, packed, scaling, window)
     else:
         out = _bucketed(q, k, v, packed, scaling, dropout, window, sinks)
@@ -266,6 +299,32 @@ def _band(length: int, window: int, device: torch.device) -> Tensor:
     """[length, length] bool, True where a token sees another: itself and the ``window - 1`` before it."""
     distance = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)[None]
     return (distance >= 0) & (distance < window)
+
+
+def _has_varlen() -> bool:
+    return importlib.util.find_spec("torch.nn.attention.varlen") is not None
+
+
+def _flash(
+    q: Tensor, k: Tensor, v: Tensor, packed: PackedLayout, scaling: float | None, dropout: float, window: int | None
+) -> Tensor:
+    """[N, H, D] attention by flash-attn's variable-length kernel."""
+    from flash_attn import flash_attn_varlen_func  # pyright: ignore[reportMissingImports]  # only with the gpu extra
+
+    starts, longest = packed.cu_seqlens, packed.max_length
+    return flash_attn_varlen_func(
+        q,
+        k,
+        v,
+        starts,
+        starts,
+        longest,
+        longest,
+        dropout_p=dropout,
+        softmax_scale=scaling,
+        causal=True,
+        window_size=(-1, -1) if window is None else (window - 1, 0),
+    )
 
 
 def _varlen(q: Tensor, k: Tensor, v: Tensor, packed: PackedLayout, scaling: float | None, window: int | None) -> Tensor:

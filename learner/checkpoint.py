@@ -43,7 +43,7 @@ from .trainer import Trainer
 from .weights import copy_tokenizer
 
 
-class Checkpointer:
+class ShardedCheckpointer:
     """Saves and loads one trainer. Every method is a collective: all ranks call it together.
 
     Args:
@@ -164,7 +164,7 @@ class Checkpointer:
             num_updates=trainer.optimizer.num_updates,
             num_ranks=trainer.config.num_ranks,
             sp_size=trainer.config.sp_size,
-            dtype=trainer.config.dtype,
+            dtype=str(trainer.compute_dtype).removeprefix("torch."),
             role=role,
             lora=asdict(trainer.config.lora) if has_adapters(trainer.head) else {},
             run=run,

@@ -13,6 +13,37 @@ class Device(StrEnum):
     cuda = "cuda"
 
 
+class Dtype(StrEnum):
+    """Type of parameters; ``auto`` takes bfloat16 on CUDA and float32 on the CPU."""
+
+    auto = "auto"
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+
+
+class AttentionKernel(StrEnum):
+    """What computes attention; see `learner.attention`."""
+
+    auto = "auto"
+    flash_attn = "flash_attn"
+    torch_varlen = "torch_varlen"
+    sdpa = "sdpa"
+
+
+class GradientSync(StrEnum):
+    """When the ranks sum their gradients."""
+
+    update = "update"
+    micro_batch = "micro_batch"
+
+
+class Resharding(StrEnum):
+    """When gathered parameters are given up."""
+
+    layer = "layer"
+    update = "update"
+
+
 class Schedule(StrEnum):
     """Learning rate after the warm-up."""
 
@@ -77,6 +108,8 @@ class AlgorithmConfig:
         correction_low: Importance weights below it are masked or rejected.
         correction_high: Importance weights above it are truncated, masked or rejected.
         entropy_coef: Weight of the entropy bonus.
+        report_entropy: Compute the policy's entropy for the metrics also where there is no bonus; it takes one more
+            pass over the logits.
         kl_coef: Weight of the KL penalty in the loss, to the reference policy, the model that the run starts from; 0
             has none.
         kl_estimator: How the KL penalty in the loss is estimated.
@@ -107,6 +140,7 @@ class AlgorithmConfig:
     correction_low: float = 0.5
     correction_high: float = 2.0
     entropy_coef: float = 0.0
+    report_entropy: bool = True
     kl_coef: float = 0.0
     kl_estimator: KLEstimator = KLEstimator.k3
     kl_reward_coef: float = 0.0
@@ -294,7 +328,12 @@ class LearnerConfig:
         num_ranks: Processes of the group, one device each.
         sp_size: Ulysses sequence-parallel ranks; dp = num_ranks ÷ sp_size.
         device: Where to compute.
-        dtype: Parameter type while computing (``float32`` or ``bfloat16``); gradients reduce in float32.
+        dtype: Parameter type while computing. Trained parameters are always held in float32, and their gradients are
+            reduced in float32.
+        frozen_dtype: Type that frozen parameters are held in: the reference, the reward model, and the weights below
+            adapters. ``auto``: that of ``dtype``.
+        attention: What computes attention. ``auto``: on CUDA in half precision flash-attn's variable-length kernel
+            where it is installed, else torch's; elsewhere torch's scaled dot product attention.
         max_tokens_per_micro_batch: Token budget of one forward-backward on one rank.
         logprob_chunk_tokens: Tokens whose logits are held in float32 at a time.
         activation_checkpointing: Recompute layers in the backward pass.
@@ -302,6 +341,11 @@ class LearnerConfig:
         skip_selftest: Why the self-test of loaded models is skipped; empty runs it. Example: ``checked by hand``.
         fsdp_size: Ranks that share one copy of the parameters; -1: all. Fewer is HSDP: num_ranks ÷ fsdp_size copies,
             gathered inside a node, say, and reduced across.
+        gradient_sync: ``update`` sums gradients over the ranks once per optimizer update and holds whole gradients in
+            float32 until then. ``micro_batch`` scatters them after each micro-batch, which needs less memory; the
+            copies of HSDP are summed once per update either way.
+        resharding: ``layer`` gives a layer's gathered parameters up after its forward and its backward pass;
+            ``update`` keeps them from the first micro-batch of an update to the last: faster, more memory.
         offload_policy: Keep parameters, gradients and optimizer state on the host all the time (FSDP's CPU offload
             policy); layers visit the device one by one. The three options below then have nothing to move, and a
             warning says so.
@@ -324,13 +368,17 @@ class LearnerConfig:
     num_ranks: int = 1
     sp_size: int = 1
     device: Device = Device.auto
-    dtype: str = "float32"
+    dtype: Dtype = Dtype.auto
+    frozen_dtype: Dtype = Dtype.auto
+    attention: AttentionKernel = AttentionKernel.auto
     max_tokens_per_micro_batch: int = 16384
     logprob_chunk_tokens: int = 1024
     activation_checkpointing: bool = False
     torch_compile: bool = False
     skip_selftest: str = ""
     fsdp_size: int = -1
+    gradient_sync: GradientSync = GradientSync.update
+    resharding: Resharding = Resharding.layer
     offload_policy: bool = False
     param_offload: bool = False
     optimizer_offload: bool = False
@@ -356,8 +404,6 @@ class LearnerConfig:
                 f"learner.fsdp_size must be -1 or divide learner.num_ranks, got fsdp_size={self.fsdp_size}, "
                 f"num_ranks={self.num_ranks}; -1 shards over all ranks"
             )
-        if self.dtype not in ("float32", "bfloat16"):
-            raise ValueError(f"learner.dtype must be float32 or bfloat16, got {self.dtype!r}")
         for name in ("max_tokens_per_micro_batch", "logprob_chunk_tokens", "start_timeout_s", "step_timeout_s"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"learner.{name} must be > 0, got {getattr(self, name)}")

@@ -25,7 +25,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from .config import Device, LearnerConfig
+from .config import Device, Dtype, GradientSync, LearnerConfig, Resharding
 
 MIN_UNIT_NUMEL = 1_000_000
 """A layer with fewer parameters than this joins the root unit: its own collectives would cost more than they hide."""
@@ -42,6 +42,38 @@ def choose_device(device: Device) -> torch.device:
     if device is Device.cpu or not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterTypes:
+    """Types of a model's parameters.
+
+    Attributes:
+        compute: While computing, and of published weights.
+        trained: In which trained parameters are held, and AdamW's moments.
+        frozen: In which frozen parameters are held.
+    """
+
+    compute: torch.dtype
+    trained: torch.dtype
+    frozen: torch.dtype
+
+
+def parameter_types(config: LearnerConfig, device: torch.device) -> ParameterTypes:
+    """Resolve ``learner.dtype`` and ``learner.frozen_dtype`` on a device.
+
+    Raises:
+        ValueError: bfloat16 is computed with on a GPU that has none.
+    """
+    usual = torch.bfloat16 if device.type == "cuda" else torch.float32
+    compute = usual if config.dtype is Dtype.auto else getattr(torch, config.dtype)
+    if device.type == "cuda" and compute is torch.bfloat16 and not torch.cuda.is_bf16_supported(False):
+        raise ValueError(
+            f"learner.dtype={config.dtype} needs a GPU that computes in bfloat16, got "
+            f"{torch.cuda.get_device_name(device)}; set learner.dtype=float32"
+        )
+    frozen = compute if config.frozen_dtype is Dtype.auto else getattr(torch, config.frozen_dtype)
+    return ParameterTypes(compute=compute, trained=torch.float32, frozen=frozen)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,21 +196,25 @@ def shard_model(model: nn.Module, mesh: LearnerMesh, config: LearnerConfig) -> N
     stays plain, which is what `fully_shard` would compute, without its hooks.
 
     Args:
-        model: The model with float32 parameters; on rank 0 on the CPU with its weights, on the others best on the
-            meta device: they receive their shards, and the buffers, from rank 0.
+        model: The model, its parameters in the types they are held in; on rank 0 on the CPU with its weights, on the
+            others best on the meta device: they receive their shards, and the buffers, from rank 0.
         mesh: The group.
-        config: ``dtype`` while computing (gradients are reduced in float32), ``offload_policy``, ``torch_compile``.
+        config: ``dtype`` while computing (gradients are reduced in float32), ``resharding``, ``offload_policy``,
+            ``torch_compile``.
     """
     layers = decoder_layers(model)
     if config.torch_compile:
         for layer in layers:
             layer.forward = torch.compile(layer.forward, dynamic=True)
-    if mesh.num_ranks == 1 and config.dtype == "float32" and not config.offload_policy:
+    compute = parameter_types(config, mesh.device).compute
+    held = {parameter.dtype for parameter in model.parameters()}
+    if mesh.num_ranks == 1 and held == {compute} and not config.offload_policy:
         model.to(mesh.device)
         return
     whole = model.state_dict() if mesh.rank == 0 else {}
     policies: dict[str, Any] = {
-        "mp_policy": MixedPrecisionPolicy(param_dtype=getattr(torch, config.dtype), reduce_dtype=torch.float32)
+        "mp_policy": MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32),
+        "reshard_after_forward": None if config.resharding is Resharding.layer else False,
     }
     if config.offload_policy:
         policies["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda")
@@ -188,6 +224,36 @@ def shard_model(model: nn.Module, mesh: LearnerMesh, config: LearnerConfig) -> N
     fully_shard(model, mesh=mesh.fsdp_mesh, **policies)
     if mesh.num_ranks > 1:
         _fill_from_first_rank(model, whole, mesh, config)
+
+
+def prepare_backward(model: nn.Module, config: LearnerConfig, *, is_last: bool) -> None:
+    """Say what the next backward pass does with gradients and gathered parameters; a plain model has neither.
+
+    Args:
+        model: Plain or sharded.
+        config: ``gradient_sync`` and ``resharding``.
+        is_last: The pass is that of the last micro-batch of an update.
+    """
+    if not isinstance(model, FSDPModule):
+        return
+    model.set_requires_gradient_sync(is_last or config.gradient_sync is GradientSync.micro_batch)
+    model.set_requires_all_reduce(is_last)
+    model.set_reshard_after_backward(is_last or config.resharding is Resharding.layer)
+
+
+def drop_gradients(model: nn.Module) -> None:
+    """Forget gradients that no update has used, also those that wait in FSDP to be summed over the ranks."""
+    for parameter in model.parameters():
+        parameter.grad = None
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            state: Any = module._get_fsdp_state()
+            groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # by torch's version
+            for group in groups:
+                for parameter in group.fsdp_params if group is not None else ():
+                    parameter.sharded_param.grad = parameter.unsharded_accumulated_grad = None
+                    if hasattr(parameter, "_unsharded_param"):
+                        parameter._unsharded_param.grad = None
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from .attention import packed_layout
+from .config import AttentionKernel
 from .logprobs import chunked_log_probs
 from .losses import LossInputs, TokenInputs, ValueInputs
 from .packing import MicroBatch
@@ -33,6 +34,7 @@ class PackedHead(nn.Module):
     """A Hugging Face model that runs on micro-batches, split over the sp ranks where there are several.
 
     Attributes:
+        attention: What computes attention; never ``auto``.
         recurrent: Those of the model's layers that carry a state from token to token.
         per_sequence: The head gives one number per sequence, not one per token in the loss; every token is packed.
 
@@ -41,6 +43,7 @@ class PackedHead(nn.Module):
     """
 
     per_sequence = False
+    attention = AttentionKernel.sdpa
 
     def __init__(self, pretrained: PreTrainedModel) -> None:
         super().__init__()
@@ -51,8 +54,8 @@ class PackedHead(nn.Module):
         """[M] float32 tensors at the tokens in the loss of a micro-batch on the model's device."""
         raise NotImplementedError
 
-    def inputs(self, batch: MicroBatch) -> TokenInputs:
-        """Run the model and hand an objective what it reads."""
+    def inputs(self, batch: MicroBatch, *, entropy: bool = False) -> TokenInputs:
+        """Run the model and hand an objective what it reads, with entropies where it asks for them."""
         raise NotImplementedError
 
     def hidden_states(self, batch: MicroBatch) -> Tensor:
@@ -61,7 +64,7 @@ class PackedHead(nn.Module):
         input_ids, position_ids, padding = ulysses_pad_and_slice_inputs(
             batch.input_ids[None], batch.position_ids[None], sp_size
         )
-        layout = packed_layout(batch.lengths + (1,) * padding, batch.input_ids.device)
+        layout = packed_layout(batch.lengths + (1,) * padding, batch.input_ids.device, self.attention)
         self.recurrent.use(layout)
         return _backbone(self.pretrained)(
             input_ids=input_ids,
@@ -91,28 +94,30 @@ class LogProbHead(PackedHead):
         self.temperature = temperature
         self.chunk_tokens = chunk_tokens
 
-    def forward(self, batch: MicroBatch) -> tuple[Tensor, ...]:
-        """Log-probs [M] float32 and entropies [M] float32 in nats."""
+    def forward(self, batch: MicroBatch, *, entropy: bool = False) -> tuple[Tensor, ...]:
+        """Log-probs [M] float32, and where asked for entropies [M] float32 in nats."""
         head = cast("nn.Linear", self.pretrained.get_output_embeddings())
 
-        def scores(hidden: Tensor, index: Tensor | slice) -> tuple[Tensor, Tensor]:
-            return chunked_log_probs(
+        def scores(hidden: Tensor, index: Tensor | slice) -> tuple[Tensor, ...]:
+            log_probs, entropies = chunked_log_probs(
                 hidden,
                 head.weight,
                 head.bias,
                 batch.targets[index],
                 temperature=self.temperature,
                 chunk_tokens=self.chunk_tokens,
+                entropy=entropy,
             )
+            return (log_probs,) if entropies is None else (log_probs, entropies)
 
         return at_places(self.hidden_states(batch), batch.predict_index, scores)
 
-    def inputs(self, batch: MicroBatch) -> LossInputs:
+    def inputs(self, batch: MicroBatch, *, entropy: bool = False) -> LossInputs:
         """What a policy loss reads."""
-        log_probs, entropy = self(batch)
+        log_probs, *entropies = self(batch, entropy=entropy)
         return LossInputs(
             log_probs=log_probs,
-            entropy=entropy,
+            entropy=entropies[0] if entropies else None,
             sequence_index=batch.sequence_index,
             loss_lengths=batch.loss_lengths,
             columns=_columns(batch, log_probs),
@@ -130,7 +135,7 @@ class ValueHead(PackedHead):
         """Values [M] float32."""
         return _scores_at(self, batch, batch.predict_index)
 
-    def inputs(self, batch: MicroBatch) -> ValueInputs:
+    def inputs(self, batch: MicroBatch, *, entropy: bool = False) -> ValueInputs:
         """What the critic's objective reads."""
         (values,) = self(batch)
         return ValueInputs(

@@ -22,12 +22,13 @@ _ADAPTER = "default"
 _ALL_LINEAR = "all-linear"
 
 
-def add_adapters(model: PreTrainedModel, config: LoraConfig) -> None:
+def add_adapters(model: PreTrainedModel, config: LoraConfig, *, dtype: torch.dtype = torch.float32) -> None:
     """Inject adapters that change nothing yet (B is 0), and freeze all else.
 
     Args:
         model: On the CPU or the meta device.
         config: ``rank`` > 0.
+        dtype: Type that the adapters are held in; the model's own weights keep theirs.
 
     Raises:
         ValueError: the model has no such modules.
@@ -39,6 +40,9 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig) -> None:
         inject_adapter_in_model(peft, model, adapter_name=_ADAPTER)
     except ValueError as error:
         raise ValueError(f"learner.lora.target_modules={targets} cannot be adapted: {error}") from error
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(dtype)
     strange = sorted({type(layer).__name__ for _, layer in _layers(model) if layer.get_base_layer().weight.ndim != 2})
     if strange:
         raise ValueError(f"learner.lora.target_modules must name linear layers, got {strange}; name projections")

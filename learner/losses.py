@@ -40,11 +40,11 @@ class LossInputs(TokenInputs):
 
     Attributes:
         log_probs: [M] float32, with gradient.
-        entropy: [M] float32, with gradient.
+        entropy: [M] float32, with gradient; None where neither ``entropy_coef`` nor ``report_entropy`` asks for it.
     """
 
     log_probs: Tensor
-    entropy: Tensor
+    entropy: Tensor | None = None
 
     @property
     def proximal_logprobs(self) -> Tensor:

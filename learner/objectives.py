@@ -25,6 +25,7 @@ class Objective:
         loss: Gives each token of a micro-batch its loss, from what the role's head computes.
         aggregation: How token losses become the loss of the batch.
         sequence_norm_tokens: See `learner.losses.token_weights`.
+        needs_entropy: Whether the loss or its metrics read the entropy.
         needs_proximal: Whether a step scores ``proximal_logprobs`` before its first update.
         summarize: Turns a step's mean metrics into those that are reported.
     """
@@ -32,6 +33,7 @@ class Objective:
     loss: Callable[[Any], LossTerms]
     aggregation: Aggregation = Aggregation.token_mean
     sequence_norm_tokens: int = 0
+    needs_entropy: bool = False
     needs_proximal: bool = False
     summarize: Callable[[dict[str, float]], dict[str, float]] = dict
 
@@ -50,7 +52,8 @@ def policy_objective(config: AlgorithmConfig) -> Objective:
     def loss(inputs: LossInputs) -> LossTerms:
         terms = policy_loss(inputs, config)
         per_token, metrics = terms.per_token, {**terms.metrics, **behavior_metrics(inputs)}
-        metrics["entropy"] = inputs.entropy.detach()
+        if inputs.entropy is not None:
+            metrics["entropy"] = inputs.entropy.detach()
         if config.correction is not Correction.none:
             log_weights = inputs.proximal_logprobs - inputs.columns["behavior_logprobs"]
             weights = importance_weights(log_weights, inputs.sequence_index, inputs.loss_lengths, config)
@@ -60,7 +63,7 @@ def policy_objective(config: AlgorithmConfig) -> Objective:
             divergence = kl_penalty(inputs.log_probs, inputs.columns["reference_logprobs"], config.kl_estimator)
             per_token = per_token + config.kl_coef * divergence
             metrics["reference_kl"] = divergence.detach()
-        if config.entropy_coef:
+        if config.entropy_coef and inputs.entropy is not None:
             per_token = per_token - config.entropy_coef * inputs.entropy
         return LossTerms(per_token=per_token, metrics=metrics)
 
@@ -68,6 +71,7 @@ def policy_objective(config: AlgorithmConfig) -> Objective:
         loss=loss,
         aggregation=config.aggregation,
         sequence_norm_tokens=config.sequence_norm_tokens,
+        needs_entropy=config.entropy_coef > 0 or config.report_entropy,
         needs_proximal=config.num_mini_batches > 1 and config.correction is not Correction.none,
         summarize=summarized,
     )

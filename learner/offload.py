@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,12 +21,15 @@ from .optimizer import ModelOptimizer
 
 log = logging.getLogger(__name__)
 
+_ALIGNMENT = 512
+"""Bytes at a multiple of which each copy begins in the slab."""
+
 
 class MovableTensors:
     """Tensors whose device memory can be given up and taken back in place.
 
-    A move that fails leaves everything where it was. On CUDA the host copies are pinned, the copies of one move run
-    at the same time, beside what the current stream computes, and the pinned memory is kept for the next move.
+    A move that fails leaves everything where it was. The host copies lie in one slab, which is kept for the next move;
+    on CUDA it is page-locked, and the copies of one move run at the same time, beside what the current stream computes.
 
     Args:
         tensors: Lists the tensors as they are now; called anew for every move.
@@ -34,7 +38,7 @@ class MovableTensors:
     def __init__(self, tensors: Callable[[], Iterable[Tensor]]) -> None:
         self._tensors = tensors
         self._on_host: list[tuple[torch.UntypedStorage, Tensor]] = []
-        self._pinned: dict[int, Tensor] = {}
+        self._slab = torch.empty(0, dtype=torch.uint8)
         self.offloaded = False
 
     def device_bytes(self) -> int:
@@ -46,8 +50,12 @@ class MovableTensors:
         if self.offloaded:
             return
         storages = self._storages()
+        places = self._places(storages)
         with _copy_stream(storages):
-            copies = [(storage, self._host_copy(storage)) for storage in storages]
+            copies = [
+                (storage, place.copy_(_bytes_of(storage), non_blocking=True))
+                for storage, place in zip(storages, places, strict=True)
+            ]
         for storage in storages:
             storage.resize_(0)
         self._on_host, self.offloaded = copies, True
@@ -70,15 +78,22 @@ class MovableTensors:
                 _bytes_of(storage).copy_(host, non_blocking=True)
         self._on_host, self.offloaded = [], False
 
-    def _host_copy(self, storage: torch.UntypedStorage) -> Tensor:
-        on_device = _bytes_of(storage)
-        if not on_device.is_cuda:
-            return on_device.clone()
-        host = self._pinned.get(storage._cdata)
-        if host is None or host.numel() != on_device.numel():
-            host = torch.empty(on_device.numel(), dtype=torch.uint8, pin_memory=True)
-            self._pinned[storage._cdata] = host
-        return host.copy_(on_device, non_blocking=True)
+    def _places(self, storages: Sequence[torch.UntypedStorage]) -> list[Tensor]:
+        """Where in the slab each storage is copied to; a slab that is too small is replaced."""
+        starts, total = [], 0
+        for storage in storages:
+            starts.append(total)
+            total += -(-storage.nbytes() // _ALIGNMENT) * _ALIGNMENT
+        if total > len(self._slab):
+            runtime: Any = torch.cuda.cudart() if any(s.device.type == "cuda" for s in storages) else None
+            if runtime is not None and len(self._slab):
+                runtime.cudaHostUnregister(self._slab.data_ptr())
+            self._slab = torch.empty(0, dtype=torch.uint8)  # the old one goes first
+            self._slab = torch.empty(total, dtype=torch.uint8)
+            if runtime is not None:
+                # Not pin_memory=True: torch's pinned allocator rounds up to a power of two.
+                torch.cuda.check_error(int(runtime.cudaHostRegister(self._slab.data_ptr(), total, 0)))
+        return [self._slab[start : start + s.nbytes()] for start, s in zip(starts, storages, strict=True)]
 
     def _storages(self) -> list[torch.UntypedStorage]:
         """Each storage once, however many tensors view it."""

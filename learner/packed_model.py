@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from .attention import attention_kernel
 from .config import LearnerConfig
-from .fsdp import LearnerMesh, open_mesh, shard_model
+from .fsdp import LearnerMesh, open_mesh, parameter_types, shard_model
 from .heads import LogProbHead, PackedHead
 from .lora import adapters_off, add_adapters
 from .packing import MicroBatch, num_micro_batches, pack
@@ -65,6 +66,7 @@ class PackedModel:
     Attributes:
         head: The module that is sharded: the Hugging Face model and what is computed from it.
         mesh: This rank's place in the group.
+        types: Types of the parameters: while computing, and as they are held.
         selftest: What the self-test found when the model was loaded; None where it was skipped.
 
     Raises:
@@ -79,10 +81,14 @@ class PackedModel:
         self.mesh: LearnerMesh = open_mesh(config)
         self.sharding = UlyssesShardingManager(self.mesh.device_mesh)
         # Ranks other than the first receive their weights from it.
-        pretrained = role.load(model_path, torch.float32, on_meta=self.mesh.rank > 0)
-        if role.adapters and config.lora.rank:
-            add_adapters(pretrained, config.lora)
+        self.types = parameter_types(config, self.mesh.device)
+        is_adapted = role.adapters and config.lora.rank > 0
+        held = self.types.trained if role.objective is not None and not is_adapted else self.types.frozen
+        pretrained = role.load(model_path, held, on_meta=self.mesh.rank > 0)
+        if is_adapted:
+            add_adapters(pretrained, config.lora, dtype=self.types.trained)
         self.head: PackedHead = role.head(pretrained, config, temperature)
+        self.head.attention = attention_kernel(config.attention, self.mesh.device, self.types.compute)
         validate_ulysses_config(getattr(pretrained.config, "num_attention_heads", config.sp_size), config.sp_size)
         if config.activation_checkpointing:
             pretrained.gradient_checkpointing_enable({"use_reentrant": False})
@@ -97,7 +103,7 @@ class PackedModel:
     @property
     def compute_dtype(self) -> torch.dtype:
         """Type of the parameters while computing, and of published weights."""
-        return getattr(torch, self.config.dtype)
+        return self.types.compute
 
     def scores(self, sequences: Sequence[TokenSequence]) -> list[np.ndarray]:
         """What the role's head says of this rank's sequences: log-probs, values or rewards.
@@ -110,7 +116,7 @@ class PackedModel:
 
     def log_probs_and_entropies(self, sequences: Sequence[TokenSequence]) -> tuple[list[np.ndarray], list[np.ndarray]]:
         """Log-probs as `scores` gives them, and the entropies in nats of the distributions, in the same layout."""
-        log_probs, entropies = self._run(sequences)
+        log_probs, entropies = self._run(sequences, entropy=True)
         return log_probs, entropies
 
     def _tested(self) -> SelfTestResult | None:
@@ -118,7 +124,13 @@ class PackedModel:
         if self.config.skip_selftest:
             log.warning("%s: the self-test is skipped: %s", self.model_path, self.config.skip_selftest)
             return None
-        return SelfTest(self.head, self.mesh, self.sharding, dtype=self.config.dtype, name=self.model_path).run()
+        return SelfTest(
+            self.head,
+            self.mesh,
+            self.sharding,
+            dtype=str(self.types.compute).removeprefix("torch."),
+            name=self.model_path,
+        ).run()
 
     @contextmanager
     def at_temperature(self, temperature: float) -> Iterator[None]:
@@ -145,13 +157,13 @@ class PackedModel:
             yield
 
     @torch.no_grad()
-    def _run(self, sequences: Sequence[TokenSequence]) -> list[list[np.ndarray]]:
+    def _run(self, sequences: Sequence[TokenSequence], **asked: bool) -> list[list[np.ndarray]]:
         """Each output of the head on this rank's sequences, as lists of [T] float32 arrays."""
         self._set_training(False)
         whole, results = self.head.per_sequence, []
         with self.sharding:
             for micro_batch in self._pack(sequences, whole=whole).micro_batches:
-                outputs = self.head(micro_batch.to(self.mesh.device))
+                outputs = self.head(micro_batch.to(self.mesh.device), **asked)
                 results = results or [
                     [np.zeros(len(s.input_ids), dtype=np.float32) for s in sequences] for _ in outputs
                 ]

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .batching import split_sequences
 from .config import LearnerConfig
+from .fsdp import drop_gradients, prepare_backward
 from .losses import token_weights
 from .objectives import Objective
 from .optimizer import ModelOptimizer
@@ -68,12 +69,13 @@ class Trainer(PackedModel):
         batch, rows = self._pack(sequences), []
         try:
             with self.sharding:
-                for micro_batch in batch.micro_batches:
+                for number, micro_batch in enumerate(batch.micro_batches, start=1):
+                    prepare_backward(self.head, self.config, is_last=number == len(batch.micro_batches))
                     share, row = self._share_of_loss(micro_batch, objective, batch)
                     (share * self.mesh.num_ranks).backward()  # FSDP averages gradients over ranks; their sum is meant
                     rows.append(row)
         except BaseException:
-            self.optimizer.adamw.zero_grad()  # half a gradient must not reach the next update
+            drop_gradients(self.head)  # half a gradient must not reach the next update
             raise
         return self._reduce(rows) | batch.counts() | self.optimizer.step()
 
@@ -90,7 +92,7 @@ class Trainer(PackedModel):
         self, micro_batch: MicroBatch, objective: Objective, batch: PackedBatch
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """What a micro-batch adds to the loss of the whole batch, with gradient, and to each metric."""
-        inputs = self.head.inputs(micro_batch.to(self.mesh.device))
+        inputs = self.head.inputs(micro_batch.to(self.mesh.device), entropy=objective.needs_entropy)
         terms = objective.loss(inputs)
         weights = token_weights(
             inputs,

@@ -27,7 +27,7 @@ from asyncrl.protocol.types import WeightSnapshot
 from asyncrl.single_controller import Dispatch, Worker, make_nd_compute_dataproto_dispatch_fn, register
 
 from .advantages import ADVANTAGES, BatchAdvantages, is_token_level
-from .checkpoint import Checkpointer
+from .checkpoint import ShardedCheckpointer
 from .checkpoint_folder import read_progress
 from .config import AlgorithmConfig, LearnerConfig
 from .offload import OffloadPolicy
@@ -144,7 +144,7 @@ class ModelWorker(Worker):
         self._connect_buffer = connect_buffer
         self._seed = seed
         self._source: TrajectorySource | None = None
-        self._checkpoints: dict[str, Checkpointer] = {}
+        self._checkpoints: dict[str, ShardedCheckpointer] = {}
         self._snapshots = (
             SnapshotWriter(snapshot_dir, keep=config.keep_snapshots, checksums=checksums) if snapshot_dir else None
         )
@@ -395,12 +395,14 @@ class ModelWorker(Worker):
             return assigned, metrics | self._step.measure(assigned)
         return assigned, metrics | self._step.run(assigned)
 
-    def _checkpoints_in(self, directory: str) -> Checkpointer:
+    def _checkpoints_in(self, directory: str) -> ShardedCheckpointer:
         if directory not in self._checkpoints:
             if not isinstance(self._model, Trainer):
                 name = self.role.name
                 raise ValueError(f"role {name!r} is frozen: it has no checkpoints; its model stays where it was")
-            self._checkpoints[directory] = Checkpointer(self._model, directory, keep=self._config.keep_checkpoints)
+            self._checkpoints[directory] = ShardedCheckpointer(
+                self._model, directory, keep=self._config.keep_checkpoints
+            )
         return self._checkpoints[directory]
 
     def _fetch(self, batch: RankBatch) -> dict[int, TrajectoryGroup]:

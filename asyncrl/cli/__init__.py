@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from types import FrameType
+from typing import NoReturn
 
 # A command's module is imported when it is called: some need torch, which takes seconds to load.
 _COMMANDS = {
@@ -26,8 +30,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"error: unknown command {name!r}, expected one of {', '.join(_COMMANDS)}\n")
         return 2
     sys.argv = [f"asyncrl {name}", *rest]  # a command's own argument parser shows it in messages
+    before = {number: signal.signal(number, stop_early) for number in (signal.SIGINT, signal.SIGTERM)}
     command: Callable[[], int | None] = import_module(_COMMANDS[name][0]).main
+    if name != "train":  # a training's supervisor takes them over, once there is something to stop
+        for number, handler in before.items():
+            signal.signal(number, handler)
     return command() or 0
+
+
+def exit_status(number: int) -> int:
+    """The exit status of a command that a signal stopped. Example: 143 for SIGTERM."""
+    return 128 + number
+
+
+def stop_early(number: int, _: FrameType | None) -> NoReturn:
+    """Handle a signal that comes before a command has started anything."""
+    os.write(2, f"stopped by {signal.Signals(number).name} before anything was started\n".encode())
+    os._exit(exit_status(number))
 
 
 def _usage() -> str:

@@ -1,9 +1,11 @@
 """The parent of a run: passes signals on, waits for the end, and leaves no process behind, whatever the run dies of.
 
-A run cannot clean up after itself when it is killed, or when Ray aborts it because its own daemon died. So it runs in
+A run cannot clean up after itself when it is killed, or when Ray ends it because its own daemon died. So it runs in
 a child, in a session of its own (a terminal's Ctrl-C reaches the parent only, once), and the parent adopts every
 orphan of the run (Linux child subreaper), so that it can end what is left. Should the parent itself be killed, the
 run is told by SIGHUP, stops, and ends what is left in its place.
+
+A pipe tells the parent how the child ended: the fault, as soon as there is one, and that the end was the child's own.
 """
 
 from __future__ import annotations
@@ -15,43 +17,78 @@ import os
 import signal
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any, NoReturn
 
 import psutil
 
+from asyncrl.cli import exit_status, stop_early
+
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# They clean up after others, by themselves, once those have ended: killed first, they leave semaphores, shared memory
+# and scratch folders behind.
+_CARETAKERS = ("multiprocessing.resource_tracker", "engines/guard.py", "engines/process_guard.py")
+_MAX_FAULT_BYTES = 32_000
+_OWN_END = b"\0"
 ORPHAN_GRACE_S = 3.0
-EXIT_INTERRUPTED = 130
+_KILL_AFTER_S = ORPHAN_GRACE_S + 2.0
+"""How much later than the run itself, which ends what is left, its supervisor gives up on it."""
+EXIT_FAILED = 1
+
+_report_fd: int | None = None
 
 
-def supervise(work: Callable[[], int], *, stop_timeout_s: float) -> int:
+@dataclass(frozen=True, kw_only=True)
+class Ending:
+    """How a run ended.
+
+    Attributes:
+        status: Its exit status, or minus the number of the signal that it died of. Example: -9.
+        own: The run ended by itself and has said what there is to say.
+        late: The supervisor killed it because it did not stop in time after a signal.
+        fault: The last words of a run that failed and did not get to say them.
+    """
+
+    status: int
+    own: bool
+    late: bool
+    fault: str
+
+
+def supervise(work: Callable[[], int], *, stop_timeout_s: float) -> Ending:
     """Run ``work`` in a child process and end everything that it leaves.
 
     Args:
         work: The run; called in the child, returns its exit status.
-        stop_timeout_s: After a signal, the run may take this long to stop; then it is killed.
-
-    Returns:
-        The run's exit status, or minus the number of the signal that it died of. Example: -9.
+        stop_timeout_s: After a signal, the run may take this long to stop; a moment later it is killed.
     """
+    global _report_fd
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     signal.pthread_sigmask(signal.SIG_BLOCK, _PASSED_ON)
-    parent = os.getpid()
-    child = os.fork()
+    reports, _report_fd = os.pipe()
+    os.set_blocking(reports, False)
+    parent, child = os.getpid(), os.fork()
     if child == 0:
-        os._exit(_run_in_child(work, parent))
+        os.close(reports)
+        status = _run_in_child(work, parent)
+        _report(_OWN_END)
+        os._exit(status)
+    os.close(_report_fd)
+    late = False
 
     def pass_on(number: int, _: FrameType | None) -> None:
         with contextlib.suppress(ProcessLookupError):  # it ends at this moment: nothing to pass on to
             os.kill(child, signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
-            signal.setitimer(signal.ITIMER_REAL, stop_timeout_s)
+            signal.setitimer(signal.ITIMER_REAL, stop_timeout_s + _KILL_AFTER_S)
 
     def kill(_: int, __: FrameType | None) -> None:
+        nonlocal late
         with contextlib.suppress(ProcessLookupError):  # it ends at this moment, as it should
             os.kill(child, signal.SIGKILL)
+            late = True
 
     signal.signal(signal.SIGALRM, kill)
     for number in _PASSED_ON:
@@ -59,8 +96,38 @@ def supervise(work: Callable[[], int], *, stop_timeout_s: float) -> int:
             signal.signal(number, pass_on)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _PASSED_ON)
     status = _wait_for(child)
-    _end_orphans(ORPHAN_GRACE_S if status >= 0 else 0.0)
-    return status
+    said = _read_reports(reports)
+    own = said.endswith(_OWN_END)
+    _end_orphans(ORPHAN_GRACE_S if own else 0.0)
+    fault = said.removesuffix(_OWN_END).decode(errors="replace")
+    return Ending(status=status, own=own, late=late and not own, fault="" if own else fault)
+
+
+def report_fault(last_words: str) -> None:
+    """Tell the supervisor what it is to say if the run does not get to say it: Ray may end the process at any time."""
+    _report(last_words.encode()[-_MAX_FAULT_BYTES:])
+
+
+def exit_at_once(status: int) -> NoReturn:
+    """End the run from within, without unwinding it, and everything that it started."""
+    _end_orphans(0.0)
+    _report(_OWN_END)
+    os._exit(status)
+
+
+def _report(said: bytes) -> None:
+    if _report_fd is not None:
+        with contextlib.suppress(OSError):  # the supervisor was killed: there is nobody to tell
+            os.write(_report_fd, said)
+
+
+def _read_reports(reports: int) -> bytes:
+    said = b""
+    with contextlib.suppress(BlockingIOError):  # an orphan may hold the other end: what is there is all there is
+        while part := os.read(reports, 65536):
+            said += part
+    os.close(reports)
+    return said
 
 
 def _run_in_child(work: Callable[[], int], parent: int) -> int:
@@ -69,22 +136,24 @@ def _run_in_child(work: Callable[[], int], parent: int) -> int:
     # Not SIGTERM: the kernel sends this once for each thread of a dying parent, and a second SIGTERM means hurry.
     _prctl(_PR_SET_PDEATHSIG, signal.SIGHUP)
     if os.getppid() != parent:
-        return 1
+        return EXIT_FAILED
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _stop_before_start)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _PASSED_ON)
     try:
         return work()
     except SystemExit as exit_:
-        return exit_.code if isinstance(exit_.code, int) else 1
+        return exit_.code if isinstance(exit_.code, int) else EXIT_FAILED
     finally:
         # The parent does this too; but it may have been killed.
         _end_orphans(ORPHAN_GRACE_S)
 
 
-def exit_at_once(status: int) -> NoReturn:
-    """End the run from within, without unwinding it, and everything that it started."""
-    _end_orphans(0.0)
-    os._exit(status)
+def _stop_before_start(number: int, frame: FrameType | None) -> NoReturn:
+    """Handle a signal that comes before `Stopping` listens, and so before the run has started anything."""
+    _report(_OWN_END)
+    stop_early(number, frame)
 
 
 def _wait_for(child: int) -> int:
@@ -96,15 +165,27 @@ def _wait_for(child: int) -> int:
 
 
 def _end_orphans(grace_s: float) -> None:
-    """Give what the run left a moment to end by itself, then kill it."""
+    """Give what the run left a moment to end by itself, then kill it: caretakers last, once they have cleaned up."""
     orphans = psutil.Process().children(recursive=True)
     _, alive = psutil.wait_procs(orphans, timeout=grace_s)
-    while alive:
-        for process in alive:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-        psutil.wait_procs(alive, timeout=5)
-        alive = [process for process in psutil.Process().children(recursive=True) if process.is_running()]
+    _kill([process for process in alive if not _is_caretaker(process)])
+    psutil.wait_procs(alive, timeout=ORPHAN_GRACE_S)
+    while alive := [process for process in psutil.Process().children(recursive=True) if process.is_running()]:
+        _kill(alive)
+
+
+def _kill(processes: list[psutil.Process]) -> None:
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(processes, timeout=5)
+
+
+def _is_caretaker(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.Error):
+        command = " ".join(process.cmdline())
+        return any(name in command for name in _CARETAKERS)
+    return False
 
 
 def _prctl(option: int, value: int) -> None:
@@ -112,7 +193,12 @@ def _prctl(option: int, value: int) -> None:
 
 
 class Stopping:
-    """Cancels the run at the first signal; a second one ends it on the spot."""
+    """Cancels the run at the first signal; a second one ends it on the spot.
+
+    Attributes:
+        cause: What stopped the run. Example: ``SIGTERM``.
+        status: The exit status that goes with it.
+    """
 
     def __init__(
         self,
@@ -127,10 +213,11 @@ class Stopping:
         Args:
             run: Cancelled; stops what it started while it unwinds.
             say: Writes a line to the terminal.
-            timeout_s: How long stopping may take. The supervisor sees to it; when it is dead, ``give_up`` does.
+            timeout_s: How long stopping may take; then ``give_up`` is called.
             give_up: Ends the process; called in a thread of its own.
         """
         self.cause = "cancellation"
+        self.status = EXIT_FAILED
         self._run = run
         self._say = say
         self._timeout_s = timeout_s
@@ -143,20 +230,27 @@ class Stopping:
             loop.add_signal_handler(number, self._on_signal, number)
         loop.add_signal_handler(signal.SIGHUP, self._on_supervisor_death)
 
+    def close(self) -> None:
+        """The run has ended: signals that come from now on change nothing."""
+        loop = asyncio.get_running_loop()
+        for number in _PASSED_ON:
+            loop.remove_signal_handler(number)
+            signal.signal(number, signal.SIG_IGN)
+
     def _on_signal(self, number: signal.Signals) -> None:
         if self._stopped:
-            exit_at_once(EXIT_INTERRUPTED)
-        self._stop(number.name)
+            exit_at_once(exit_status(number))
+        self._stop(number.name, exit_status(number))
         self._say(f"{number.name}: stopping, at most {self._timeout_s:g} s; once more ends the run on the spot")
 
     def _on_supervisor_death(self) -> None:
         if not self._stopped:
-            self._stop("the death of its supervisor")
-        give_up_after(self._timeout_s, self._give_up)
+            self._stop("the death of its supervisor", EXIT_FAILED)
 
-    def _stop(self, cause: str) -> None:
+    def _stop(self, cause: str, status: int) -> None:
         self._stopped = True
-        self.cause = cause
+        self.cause, self.status = cause, status
+        give_up_after(self._timeout_s, self._give_up)
         self._run.cancel()
 
 

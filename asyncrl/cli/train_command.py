@@ -14,14 +14,22 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 
 from asyncrl.cli.compose import CONFIG_DIR, compose_run, dump_yaml, help_text
 from asyncrl.cli.quickstart import with_quickstart_assets
-from asyncrl.cli.supervisor import EXIT_INTERRUPTED, Stopping, exit_at_once, give_up_after, supervise
+from asyncrl.cli.supervisor import (
+    EXIT_FAILED,
+    Ending,
+    Stopping,
+    exit_at_once,
+    give_up_after,
+    report_fault,
+    supervise,
+)
 from asyncrl.config import RunConfig, check_files, check_options, check_placement
+from asyncrl.controller.resume import check_beginning
 from asyncrl.controller.run_folder import make_run_dir, shared_folder
 from asyncrl.data.prompts import PromptStream, load_eval_prompts
 from asyncrl.data.tokenization import load_tokenizer
@@ -31,7 +39,6 @@ from asyncrl.protocol.process_watch import last_lines
 from asyncrl.protocol.types import Prompt
 from asyncrl.sft.warm_start import finished_warm_start, warm_start
 
-EXIT_FAILED = 1
 EXIT_USAGE = 2
 
 
@@ -46,6 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise ValueError(f"unknown flag {sorted(unknown)[0]}; options are OPTION=VALUE, --help lists them")
         config = compose_run(overrides)
         check_options(config)
+        check_beginning(config)
     except ValueError as error:
         sys.stderr.write(f"error: {error}\n")
         return EXIT_USAGE
@@ -64,16 +72,32 @@ def _page(config: RunConfig, flags: set[str]) -> str:
 
 def _train(config: RunConfig, overrides: Sequence[str]) -> int:
     run_dir = make_run_dir(config, dump_yaml(config))
-    status = supervise(lambda: _run_to_the_end(config, run_dir, overrides), stop_timeout_s=config.stop_timeout_s)
+    ending = supervise(lambda: _run_to_the_end(config, run_dir, overrides), stop_timeout_s=config.stop_timeout_s)
     shutil.rmtree(shared_folder(run_dir), ignore_errors=True)
-    if status >= 0:
-        return status
-    log = run_dir / "logs" / "controller.log"
-    sys.stderr.write(
-        f"error: the controller died of {signal.Signals(-status).name}: memory ran out, it was killed, or Ray's own "
-        f"daemon died and took it along; the end of {log}:\n{last_lines(str(log))}\nlogs: {log.parent}\n"
-    )
+    if ending.own:
+        return ending.status
+    sys.stderr.write(_account_of(ending, config, run_dir))
     return EXIT_FAILED
+
+
+def _account_of(ending: Ending, config: RunConfig, run_dir: Path) -> str:
+    """What the supervisor says of a controller that did not end by itself."""
+    if ending.fault:
+        return f"{ending.fault} (and the controller ended before everything was stopped: what was left was killed)\n"
+    if ending.late:
+        what = (
+            f"the controller did not stop within stop_timeout_s={config.stop_timeout_s:g} s after the signal, and was "
+            "killed; raise stop_timeout_s, or look into what it waited for"
+        )
+    elif ending.status < 0:
+        what = f"the controller died of {signal.Signals(-ending.status).name}: it was killed, or memory ran out"
+    else:
+        what = (
+            f"the controller was ended from within, with status {ending.status}: Ray does so when one of its daemons "
+            "(gcs_server, raylet) dies"
+        )
+    log = run_dir / "logs" / "controller.log"
+    return f"error: {what}; the end of {log}:\n{last_lines(str(log))}\n\nlogs: {log.parent}\nerror: {what}\n"
 
 
 def _run_to_the_end(config: RunConfig, run_dir: Path, overrides: Sequence[str]) -> int:
@@ -93,26 +117,32 @@ async def _until_done_or_stopped(
     config: RunConfig, run_dir: Path, overrides: Sequence[str], view: TerminalView
 ) -> tuple[int, str]:
     """Run; returns the exit status and the last words."""
+    timeout_s = config.stop_timeout_s
+    too_long = f"stopping took longer than stop_timeout_s={timeout_s:g} s: what was left was killed"
 
     def on_fault(fault: BaseException) -> None:
-        if isinstance(fault, ClusterDiedError):
-            _end_without_ray(fault, run_dir)
-        if not isinstance(fault, asyncio.CancelledError):  # the supervisor limits how long a signal may take
-            give_up_after(config.stop_timeout_s, partial(_give_up, fault, run_dir))
+        if not isinstance(fault, asyncio.CancelledError):  # a signal has its own deadline
+            last_words = _last_words(fault, run_dir)
+            report_fault(last_words)
+            if isinstance(fault, ClusterDiedError):  # stopping goes through Ray, which would end this process first
+                _give_up(last_words, run_dir, EXIT_FAILED)
+            give_up_after(timeout_s, lambda: _give_up(f"{last_words} ({too_long})", run_dir, EXIT_FAILED))
+
+    def give_up() -> None:
+        _give_up(f"stopped by {stopping.cause}; partial results in {run_dir} ({too_long})", run_dir, stopping.status)
 
     task = asyncio.ensure_future(_run(config, run_dir, overrides, view, on_fault))
-    unsupervised = AsyncRLError("the supervisor of the run was killed")
-    stopping = Stopping(
-        task, view.say, timeout_s=config.stop_timeout_s, give_up=partial(_give_up, unsupervised, run_dir)
-    )
+    stopping = Stopping(task, view.say, timeout_s=timeout_s, give_up=give_up)
     stopping.listen(asyncio.get_running_loop())
     try:
         await task
     except asyncio.CancelledError:
-        return EXIT_INTERRUPTED, f"stopped by {stopping.cause}; partial results in {run_dir}"
+        return stopping.status, f"stopped by {stopping.cause}; partial results in {run_dir}"
     except Exception as error:
         logging.getLogger(__name__).error("the run failed", exc_info=error)
         return EXIT_FAILED, _last_words(error, run_dir)
+    finally:
+        stopping.close()
     return 0, ""
 
 
@@ -129,19 +159,11 @@ def _headline(message: str) -> str:
     return f"{first} … {rest.splitlines()[-1]}" if first.endswith(":") and rest else first
 
 
-def _end_without_ray(error: BaseException, run_dir: Path) -> None:
-    """Report and end at once: stopping goes through Ray, which would end this process without a word."""
-    sys.stderr.write(_last_words(error, run_dir) + "\n")
+def _give_up(last_words: str, run_dir: Path, status: int) -> None:
+    sys.stderr.write(last_words + "\n")
     sys.stderr.flush()
     shutil.rmtree(shared_folder(run_dir), ignore_errors=True)
-    os._exit(EXIT_FAILED)  # the supervisor ends what is left
-
-
-def _give_up(error: BaseException, run_dir: Path) -> None:
-    sys.stderr.write(_last_words(error, run_dir) + " (stopping took too long: what was left was killed)\n")
-    sys.stderr.flush()
-    shutil.rmtree(shared_folder(run_dir), ignore_errors=True)
-    exit_at_once(EXIT_FAILED)
+    exit_at_once(status)
 
 
 async def _run(
@@ -187,8 +209,20 @@ def _rank(cause: BaseException) -> int:
     return 0 if isinstance(cause, AsyncRLError) else 1
 
 
+class _LogFile(logging.FileHandler):
+    """Says once, in one line, when the log cannot be written; the run goes on."""
+
+    _failed = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        del record
+        if not self._failed:
+            self._failed = True
+            sys.stderr.write(f"warning: the controller cannot write {self.baseFilename}: {sys.exc_info()[1]}\n")
+
+
 def _log_to(path: Path) -> None:
-    handler = logging.FileHandler(path)
+    handler = _LogFile(path)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
     logging.captureWarnings(True)

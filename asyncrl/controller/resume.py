@@ -20,6 +20,7 @@ from asyncrl.data.prompts import PromptStream
 from asyncrl.protocol.ports import ControlBuffer
 from asyncrl.protocol.types import BufferStats, Plan, Prompt
 from buffer.config import BufferConfig, Durability
+from buffer.keys import BufferRole, client_keys, server_keys
 from learner.checkpoint_folder import newest_checkpoint, read_progress, whole_checkpoints
 
 RESUME = "resume"
@@ -219,6 +220,43 @@ def find_checkpoint(config: RunConfig) -> Resumed | None:
             f"{config.total_steps}; raise it, or set checkpoint.resume=never"
         )
     return Resumed(checkpoint=path, state=RunState.from_dict(progress.run))
+
+
+def check_beginning(config: RunConfig) -> None:
+    """Check what a run begins with, before anything is made or started: its checkpoint, and the buffer's folder.
+
+    Raises:
+        ValueError: there is no checkpoint to resume, or none that has steps left; or the buffer would go on from what
+            another run left in its folder.
+    """
+    if config.buffer.keys:
+        check_keys(Path(config.buffer.keys))
+    if find_checkpoint(config) is not None or config.buffer.durability is not Durability.disk:
+        return
+    folder = Path(config.buffer.directory)
+    if folder.is_dir() and any(folder.iterdir()):
+        raise ValueError(
+            f"buffer.directory={folder} holds what another run left, and this run begins anew; name an empty "
+            "directory, remove this one, or go on from a checkpoint with checkpoint.resume=auto"
+        )
+
+
+def check_keys(folder: Path) -> None:
+    """Check that the buffer's keys belong together, where there are any: a wrong key is refused without an answer.
+
+    Raises:
+        ValueError: a role's keys are of another run than the server's.
+    """
+    if not (folder / "server.json").is_file():
+        return
+    server = server_keys(folder)
+    for role, public in server.role_publics.items():
+        keys = client_keys(folder, BufferRole(role))
+        if (server.public, public) != (keys.server_public, keys.public):
+            raise ValueError(
+                f"buffer.keys={folder} must hold the keys of one run, got a server.json and a {role}.json of different "
+                "runs; remove the folder to have new ones made, or name another one"
+            )
 
 
 def begin_buffer_at(options: BufferConfig, version: int) -> BufferConfig:

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
-from asyncrl.config import RunConfig
+from asyncrl.config import RunConfig, stop_deadlines
 from asyncrl.controller.cluster import ray_cluster
 from asyncrl.controller.colocated import ColocatedController
 from asyncrl.controller.controller import Controller
@@ -106,12 +106,12 @@ class Run:
                 with self._view.waiting_for("Ray"):
                     await stack.enter_async_context(ray_cluster(self._config))
                 work = self._run_parts(stack, server, prompts)
-                result, before, after = await _unless(work, [server.death(), ray_death()])
+                summary = await _unless(work, [server.death(), ray_death()])
             except BaseException as fault:
                 self._on_fault(fault)
                 raise
             self._view.say("stopping")
-        self._summarise(result, before, after)
+        self._view.summary(summary, self._run_dir)
 
     def _resume(self, resumed: Resumed) -> PromptSource:
         """The prompts that are left to a run that goes on from a checkpoint."""
@@ -141,9 +141,7 @@ class Run:
         self._view.say(f"to look into the buffer: python -m buffer.inspect {server.address}{keys}")
         return server
 
-    async def _run_parts(
-        self, stack: AsyncExitStack, server: BufferProcess, prompts: PromptSource
-    ) -> tuple[TrainingResult, Evaluation | None, Evaluation | None]:
+    async def _run_parts(self, stack: AsyncExitStack, server: BufferProcess, prompts: PromptSource) -> dict[str, Any]:
         buffer = server.connection.client()
         stack.push_async_callback(buffer.close)
         if self._config.placement.colocated:
@@ -183,7 +181,7 @@ class Run:
 
     async def _start_fleet(self, stack: AsyncExitStack, make: Starter[FleetGroup]) -> FleetGroup:
         fleet = await make(FleetGroup, self._config)
-        stack.push_async_callback(fleet.stop, self._config.rollout_fleet.worker_stop_timeout_s)
+        stack.push_async_callback(fleet.stop, stop_deadlines(self._config).fleet_s)
         count, engine = self._config.rollout_fleet.num_engines, self._config.rollout_fleet.engine
         await self._ready(f"rollout fleet ({count} {engine} engines)", fleet.start())
         return fleet
@@ -194,7 +192,7 @@ class Run:
             policy = await self._warming
         config = replace(self._config, model=replace(self._config.model, path=str(policy)))
         learner = await make(LearnerGroup, config)
-        stack.push_async_callback(learner.stop, self._config.rollout_fleet.stop_timeout_s)
+        stack.push_async_callback(learner.stop, stop_deadlines(self._config).learner_s)
         await self._ready(f"learner ({config.learner.num_ranks} ranks)", learner.init())
         if self._resumed is not None:
             with self._view.waiting_for("checkpoint"):
@@ -210,9 +208,7 @@ class Run:
         with self._view.waiting_for(part):
             await start
 
-    async def _train(
-        self, parts: _Parts, prompts: PromptSource
-    ) -> tuple[TrainingResult, Evaluation | None, Evaluation | None]:
+    async def _train(self, parts: _Parts, prompts: PromptSource) -> dict[str, Any]:
         before = await self._evaluate(parts, "before", self._state.version)
         self._start_s = self._view.elapsed_s
         writer = MetricsWriter(self._run_dir)
@@ -232,7 +228,7 @@ class Run:
         finally:
             writer.close()
         after = await self._evaluate(parts, "after", result.policy_version)
-        return result, before, after
+        return self._summarise(result, before, after)
 
     async def _train_and_save(self, controller: Controller | ColocatedController, learner: LearnerGroup) -> None:
         """Save the policy as soon as it is trained: whatever goes wrong later, it is there."""
@@ -251,7 +247,8 @@ class Run:
         writer.write(record)
         self._view.step(record)
 
-    def _summarise(self, result: TrainingResult, before: Evaluation | None, after: Evaluation | None) -> None:
+    def _summarise(self, result: TrainingResult, before: Evaluation | None, after: Evaluation | None) -> dict[str, Any]:
+        """Write the summary, at once after the last evaluation: a run that is stopped later keeps it."""
         summary = summary_document(
             experiment=self._config.experiment,
             seed=self._config.seed,
@@ -263,7 +260,7 @@ class Run:
         )
         write_json(self._run_dir / "summary.json", summary)
         plot_reward(self._run_dir / "reward.png", self._records, before, after)
-        self._view.summary(summary, self._run_dir)
+        return summary
 
 
 def _import_own_algorithm(algorithm: AlgorithmConfig) -> None:

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from asyncrl.protocol.errors import AsyncRLError
+
 from .records import Evaluation, StepRecord
+
+
+class DiskError(AsyncRLError):
+    """A file of the run cannot be written."""
 
 
 class MetricsWriter:
@@ -17,27 +24,50 @@ class MetricsWriter:
     def __init__(self, run_dir: Path) -> None:
         from torch.utils.tensorboard import SummaryWriter  # takes a second: only where a run begins
 
-        self._file = (run_dir / "metrics.jsonl").open("w", buffering=1)
+        self._path = run_dir / "metrics.jsonl"
+        self._file = self._path.open("w", buffering=1)
         self._events = SummaryWriter(log_dir=str(run_dir / "tensorboard"), flush_secs=10)
 
     def write(self, record: StepRecord) -> None:
-        """Write one step."""
+        """Write one step.
+
+        Raises:
+            DiskError: the file cannot be written; the message names the process and the path.
+        """
         numbers = record.flat()
-        self._file.write(json.dumps(numbers) + "\n")
+        with writing(self._path):
+            self._file.write(json.dumps(numbers) + "\n")
         for name, value in numbers.items():
             self._events.add_scalar(name.replace(".", "/"), value, record.step)
 
     def close(self) -> None:
         """Flush and close both files."""
-        self._file.close()
+        with suppress(OSError):  # `write` has said so before
+            self._file.close()
         self._events.close()
 
 
 def write_json(path: Path, document: dict[str, Any]) -> None:
     """Write a JSON file whole or not at all."""
     partial = path.with_suffix(path.suffix + ".partial")
-    partial.write_text(json.dumps(document, indent=2) + "\n")
-    os.replace(partial, path)
+    with writing(path):
+        partial.write_text(json.dumps(document, indent=2) + "\n")
+        os.replace(partial, path)
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Name the process and the path where the controller cannot write a file.
+
+    Raises:
+        DiskError: in place of the OSError.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise DiskError(
+            f"the controller cannot write {path}: {error.strerror}; free space there, or name another output_dir"
+        ) from error
 
 
 def plot_reward(path: Path, records: Sequence[StepRecord], before: Evaluation | None, after: Evaluation | None) -> None:

@@ -415,7 +415,7 @@ def check_depth(value: Any, max_depth: int) -> None:
 
 
 def path_to(target: Any, value: Any) -> str:
-    """Where ``target`` stands in ``value``, by identity. Example: ``value['meta_info']['paths'][0]``."""
+    """The path to ``target`` within ``value``, by identity. Example: ``value['meta_info']['paths'][0]``."""
     found = _search(target, value, "value")
     return "value" if found is None else found
 

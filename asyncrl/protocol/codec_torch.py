@@ -71,7 +71,7 @@ def _as_bytes(tensor: torch.Tensor) -> np.ndarray:
 def _describe_nested(tensor: Any) -> tuple[Description, list[memoryview]]:
     """Rows of a strided nested tensor; values, offsets, lengths and ragged dimension of a jagged one."""
     if tensor.layout is torch.jagged:
-        lengths = tensor.lengths()  # None where the rows leave no holes
+        lengths = tensor.lengths()  # None if the rows are contiguous
         dense = [tensor.values(), tensor.offsets(), *([] if lengths is None else [lengths])]
     else:
         dense = list(tensor.unbind())

@@ -314,7 +314,7 @@ def list_of_dict_to_dict_of_list(list_of_dict: Sequence[Mapping[Any, Any]]) -> d
     for record in list_of_dict:
         for key, value in record.items():
             if key not in columns:
-                raise BatchError(f"key {key!r} is not in the first record, which has {list(columns)}")
+                raise BatchError(f"key {key!r} is missing in the first record, which has {list(columns)}")
             columns[key].append(value)
     return columns
 

@@ -262,7 +262,7 @@ def deserialize_tensordict(arr: Any) -> TensorDict:
     tensors: dict[str, Any] = {}
     for key, parts in items.items():
         if len(parts) not in (2, 3):
-            raise ValueError(f"tensor {key!r} must have 3 parts, or 2 where it is nested, got {len(parts)}")
+            raise ValueError(f"tensor {key!r} must have 3 parts, or 2 if it is nested, got {len(parts)}")
         if len(parts) == 3:
             tensors[key] = deserialize_single_tensor(parts)
             continue

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
-from asyncrl.cli.compose import compose_run
+from asyncrl.cli.compose import compose_run, describe
 from asyncrl.cli.quickstart import with_quickstart_assets
 from asyncrl.config import check_model
 from asyncrl.sft import fine_tuning
@@ -22,11 +22,15 @@ from asyncrl.sft import fine_tuning
 
 def main(overrides: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
+    overrides = sys.argv[1:] if overrides is None else overrides
+    if {"-h", "--help"} & set(overrides):
+        sys.stdout.write(_help_page())
+        return 0
     logging.basicConfig(level=logging.INFO, format="sft: %(message)s", stream=sys.stdout)
     logging.getLogger().setLevel(logging.WARNING)
     fine_tuning.logger.setLevel(logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING)
     try:
-        config = with_quickstart_assets(compose_run(sys.argv[1:] if overrides is None else overrides))
+        config = with_quickstart_assets(compose_run(overrides))
         check_model(config)
         asyncio.run(fine_tuning.fine_tune(config))
     except ValueError as error:
@@ -36,6 +40,18 @@ def main(overrides: Sequence[str] | None = None) -> int:
         if dist.is_initialized():
             dist.destroy_process_group()
     return 0
+
+
+def _help_page() -> str:
+    lines = [
+        "usage: asyncrl sft [experiment=NAME] [OPTION=VALUE ...]",
+        "",
+        "options of fine-tuning, with their values:",
+    ]
+    for name, (meaning, value) in describe(compose_run([])).items():
+        if name.startswith("sft."):
+            lines += [f"  {name}={value}", f"      {meaning}"]
+    return "\n".join([*lines, "", "asyncrl train --help-all explains every other option.", ""])
 
 
 if __name__ == "__main__":

@@ -387,7 +387,7 @@ class WorkerRole(DynamicEnum):
         for role in cls:
             if name.lower() in (str(role), role.name.lower()):
                 return role
-        raise ValueError(f"no role is written {name!r}, only {[str(role) for role in cls]}; add it with register()")
+        raise ValueError(f"no role is called {name!r}, only {[str(role) for role in cls]}; add it with register()")
 
 
 Role = WorkerRole  # verl's name

@@ -6,7 +6,7 @@ from omegaconf import OmegaConf
 
 from asyncrl.cli.compose import COMMON_OPTIONS, compose_run, describe, dump_yaml, help_text, option_names
 from asyncrl.cli.train_command import root_cause
-from asyncrl.config import RunConfig, check_files, check_options, check_placement
+from asyncrl.config import RunConfig, check_files, check_options, check_placement, stop_deadlines
 from asyncrl.protocol.errors import DeadlineError, WorkerDiedError
 from buffer.config import OnStale
 
@@ -53,6 +53,7 @@ def test_a_wrong_override_fails_with_the_option_and_the_value(override, words):
         (["learner.num_ranks=64"], ["algorithm.groups_per_step must be >= the 64"]),
         (["rollout_fleet.engine=scripted"], ["rollout_fleet.engine", "scripted"]),
         (["rollout_fleet.sampling.temperature=0"], ["temperature must be > 0"]),
+        (["stop_timeout_s=11"], ["stop_timeout_s must be at least", "rollout_fleet.stop_timeout_s=2", "got 11"]),
         (["algorithm.critic=true"], ["algorithm.critic=true", "algorithm.advantage=grpo does not read"]),
         (["algorithm.critic=true", "algorithm.advantage=reinforce_plus_plus"], ["reinforce_plus_plus does not read"]),
     ],
@@ -115,3 +116,22 @@ def test_a_death_is_told_before_a_missed_deadline_whatever_came_first():
 def test_renewal_slower_than_the_lease_is_refused():
     with pytest.raises(ValueError, match=r"renew_every_s must be at most half of buffer\.lease_s.*20 and 15"):
         check_options(compose_run(["buffer.lease_s=15", "rollout_fleet.renew_every_s=20"]))
+
+
+def test_the_deadlines_of_stopping_nest():
+    config = compose_run([])
+    deadlines = stop_deadlines(config)
+    assert deadlines.fleet_s > config.rollout_fleet.server_stop_timeout_s > config.rollout_fleet.stop_timeout_s
+    assert deadlines.total_s < config.stop_timeout_s
+
+
+def test_a_log_on_a_full_disk_is_told_once_in_one_line():
+    code = (
+        "import logging; from pathlib import Path; from asyncrl.cli.train_command import _log_to\n"
+        "_log_to(Path('/dev/full')); logging.error('one'); logging.error('two')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stderr.splitlines()[0] == (
+        "warning: the controller cannot write /dev/full: [Errno 28] No space left on device"
+    )
+    assert "Logging error" not in done.stderr

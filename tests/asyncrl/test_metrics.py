@@ -1,3 +1,4 @@
+import dataclasses
 import io
 import json
 
@@ -15,6 +16,7 @@ from asyncrl.metrics import (
     summary_document,
     write_json,
 )
+from asyncrl.metrics.sinks import DiskError
 from asyncrl.protocol.types import TokenAccount
 
 
@@ -120,3 +122,21 @@ def test_on_a_terminal_the_live_view_shows_the_step_and_what_is_awaited():
     text = output.getvalue()
     assert "waiting for rollout fleet" in text
     assert "1/2" in text
+
+
+def test_a_resumed_run_tells_its_own_lag_from_that_of_the_runs_before(tmp_path):
+    result = dataclasses.replace(make_result(), max_lag_realised=0, max_lag_before=4)
+    summary = summary_document(
+        experiment="run", seed=0, max_lag=0, result=result, before=None, after=None, wall_s={"total": 1.0, "start": 0.5}
+    )
+    output = io.StringIO()
+    TerminalView(title="run", total_steps=2, console=Console(file=output, width=200)).summary(summary, tmp_path)
+    assert "lag       at most 0 of 0 learner steps (4 before resuming)" in output.getvalue()
+
+
+def test_a_full_disk_is_an_error_with_the_process_and_the_path(tmp_path):
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    writer = MetricsWriter(tmp_path)
+    with pytest.raises(DiskError, match=r"the controller cannot write .*metrics\.jsonl: No space left on device"):
+        writer.write(make_record(0))
+    writer.close()

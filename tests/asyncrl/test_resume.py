@@ -6,10 +6,11 @@ from dataclasses import asdict, replace
 import pytest
 
 from asyncrl.cli.compose import compose_run
-from asyncrl.controller.resume import ResumedPrompts, RunState, begin_buffer_at, find_checkpoint
+from asyncrl.controller.resume import ResumedPrompts, RunState, begin_buffer_at, check_beginning, find_checkpoint
 from asyncrl.data import PromptStream
 from asyncrl.data.config import DataConfig
 from buffer.config import BufferConfig, Durability
+from buffer.keys import make_keys
 from learner.checkpoint_folder import SavedProgress, write_progress
 
 STATE = RunState(version=4, prompts={"position": 12}, finished=((0, 5), (7, 9)), tokens_generated=70, tokens_trained=60)
@@ -122,3 +123,31 @@ def test_what_a_buffer_kept_on_disk_is_put_aside(tmp_path):
 def test_a_wrong_option_is_named(option, words):
     with pytest.raises(ValueError, match=words):
         compose_run([option])
+
+
+def test_a_new_run_on_a_used_buffer_folder_is_refused_before_anything_starts(tmp_path):
+    options = ["buffer.durability=disk", f"buffer.directory={tmp_path / 'buffer'}"]
+    check_beginning(config_of(tmp_path, *options))
+    (tmp_path / "buffer").mkdir()
+    check_beginning(config_of(tmp_path, *options))
+    (tmp_path / "buffer" / "journal.sqlite").touch()
+    with pytest.raises(ValueError, match=r"buffer\.directory=.* holds what another run left.*checkpoint\.resume=auto"):
+        check_beginning(config_of(tmp_path, *options))
+    save(tmp_path / "custom" / "2026-01-01_00-00-00" / "checkpoints", 30)
+    check_beginning(config_of(tmp_path, *options, "checkpoint.resume=auto"))
+
+
+def test_a_finished_run_is_refused_before_anything_starts(tmp_path):
+    save(tmp_path / "custom" / "2026-01-01_00-00-00" / "checkpoints", 50)
+    with pytest.raises(ValueError, match="total_steps must be above the 50 steps"):
+        check_beginning(config_of(tmp_path, "checkpoint.resume=auto"))
+
+
+def test_keys_of_two_runs_are_refused_before_anything_starts(tmp_path):
+    for name in ("one", "other"):
+        make_keys(tmp_path / name)
+    check_beginning(config_of(tmp_path, f"buffer.keys={tmp_path / 'one'}"))
+    check_beginning(config_of(tmp_path, f"buffer.keys={tmp_path / 'new'}"))
+    (tmp_path / "other" / "learner.json").replace(tmp_path / "one" / "learner.json")
+    with pytest.raises(ValueError, match=r"buffer\.keys=.* must hold the keys of one run.*learner\.json"):
+        check_beginning(config_of(tmp_path, f"buffer.keys={tmp_path / 'one'}"))

@@ -5,22 +5,25 @@ import subprocess
 import sys
 import textwrap
 import time
+from pathlib import Path
 
 import psutil
 import pytest
 
 PRELUDE = """
 import os, signal, subprocess, sys, time
+from asyncrl.cli import supervisor
 from asyncrl.cli.supervisor import supervise
+supervisor._KILL_AFTER_S = 0.2
 def work():
 {body}
 status = supervise(work, stop_timeout_s=1.0)
-print("status", status, flush=True)
+print("status", status.status, "own" if status.own else "late" if status.late else "other", flush=True)
 """
 
 
-def start(body, before=()):
-    script = PRELUDE.format(body=textwrap.indent(textwrap.dedent(body), "    "))
+def start(body, before=(), after=""):
+    script = PRELUDE.format(body=textwrap.indent(textwrap.dedent(body), "    ")) + after
     command = [*before, sys.executable, "-c", script]
     return subprocess.Popen(
         command,
@@ -33,7 +36,7 @@ def start(body, before=()):
 
 def test_the_status_of_the_work_is_returned():
     run = start("return 7")
-    assert run.communicate(timeout=30)[0] == "status 7\n"
+    assert run.communicate(timeout=30)[0] == "status 7 own\n"
 
 
 def test_a_signal_reaches_the_work_once_and_the_parent_waits_for_it():
@@ -50,15 +53,15 @@ def test_a_signal_reaches_the_work_once_and_the_parent_waits_for_it():
     )
     assert run.stdout.readline() == "ready\n"
     run.send_signal(signal.SIGINT)
-    assert run.communicate(timeout=30)[0] == "status 11\n"
+    assert run.communicate(timeout=30)[0] == "status 11 own\n"
 
 
-@pytest.mark.parametrize(("before", "status"), [((), "status -15\n"), (("nohup",), "status 0\n")])
+@pytest.mark.parametrize(("before", "status"), [((), "status 143 own\n"), (("nohup",), "status 0 own\n")])
 def test_a_hangup_of_the_terminal_ends_the_work_except_under_nohup(before, status):
     run = start(
         """
         print("ready", flush=True)
-        time.sleep(2)
+        time.sleep(1)
         return 0
         """,
         before,
@@ -77,7 +80,7 @@ def test_orphans_of_killed_work_are_ended():
         """
     )
     orphan = psutil.Process(int(run.stdout.readline()))
-    assert run.communicate(timeout=30)[0] == "status -9\n"
+    assert run.communicate(timeout=30)[0] == "status -9 other\n"
     psutil.wait_procs([orphan], timeout=5)
     assert not orphan.is_running()
 
@@ -109,4 +112,60 @@ def test_work_that_does_not_stop_in_time_is_killed():
     )
     assert run.stdout.readline() == "ready\n"
     run.send_signal(signal.SIGTERM)
-    assert run.communicate(timeout=10)[0] == "status -9\n"
+    assert run.communicate(timeout=10)[0] == "status -9 late\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_before_the_work_listens_is_a_clean_stop_with_the_signals_status(number):
+    run = start(
+        """
+        print("ready", flush=True)
+        time.sleep(30)
+        """
+    )
+    assert run.stdout.readline() == "ready\n"
+    run.send_signal(number)
+    assert run.communicate(timeout=30)[0] == f"status {128 + number} own\n"
+
+
+def test_what_is_written_last_is_known_when_something_else_ends_the_work():
+    run = start(
+        """
+        from asyncrl.cli.supervisor import report_fault
+        report_fault("the raylet died")
+        os._exit(1)  # as Ray does
+        """,
+        after="print(status.fault, flush=True)",
+    )
+    assert run.communicate(timeout=30)[0] == "status 1 other\nthe raylet died\n"
+
+
+def test_semaphores_of_killed_work_are_cleaned_up():
+    before = set(Path("/dev/shm").iterdir())
+    run = start(
+        """
+        import multiprocessing
+        from multiprocessing import resource_tracker
+        locks = [multiprocessing.get_context("spawn").Lock() for _ in range(5)]
+        print("ready", flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+        """
+    )
+    assert run.stdout.readline() == "ready\n"
+    assert run.communicate(timeout=30)[0] == "status -9 other\n"
+    left = [path.name for path in set(Path("/dev/shm").iterdir()) - before if path.name.startswith("sem.mp-")]
+    assert left == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_a_command_is_loaded_is_told_in_one_line(number):
+    script = (
+        "import os, sys, types; sys.modules['slow'] = types.ModuleType('slow')\n"
+        "from asyncrl import cli\n"
+        "cli._COMMANDS['train'] = ('slow', '')\n"
+        f"cli.import_module = lambda name: os.kill(os.getpid(), {int(number)})\n"
+        "cli.main(['train'])"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 128 + number
+    assert done.stderr == f"stopped by {number.name} before anything was started\n"

@@ -492,8 +492,8 @@ def test_a_stored_group_that_is_due_later_gives_way_and_its_tokens_are_counted()
 
 
 def test_a_batch_that_the_stores_cannot_hold_is_known_when_its_last_group_asks_for_room():
-    of = ledger(0, 2, max_bytes=10)
-    [first, second] = of.lease(0, 2)
+    of = ledger(0, 3, max_bytes=10)
+    first, second = of.lease(0, 3)[:2]  # the third is due as early, and has reserved nothing
     of.reserve(first, 6)
     of.put(summary_of(first), num_bytes=6)
     with pytest.raises(StoreFull, match=r"6 bytes do not fit: 4 of buffer\.max_stored_bytes=10 are free"):
@@ -515,3 +515,9 @@ def test_trajectories_that_are_lost_dissolve_their_batch_and_are_generated_again
     assert (stats.groups["queued"], stats.groups["stored"], stats.groups["planned"]) == (98, 2, 0)
     assert stats.tokens_dropped == {"store_lost": 5}
     assert len(of.step()) == 1
+
+
+@pytest.mark.parametrize(("length", "kept"), [(0, PutResult.filtered), (1, PutResult.stored)])
+def test_a_group_in_which_the_policy_wrote_nothing_is_filtered(length: int, kept: PutResult):
+    of = ledger(0, 1, filters=["no_tokens"])
+    assert of.put(summary_of(of.lease(0, 1)[0], lengths=(length,))) is kept

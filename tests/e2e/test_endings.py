@@ -28,7 +28,7 @@ def test_a_signal_ends_the_run_within_15_seconds_and_leaves_nothing(start, numbe
     run.wait_for_line("step 1/")
     run.remember_family()
     run.signal(number)
-    assert run.finish(END_TIMEOUT_S) == 130
+    assert run.finish(END_TIMEOUT_S) == 128 + number
     assert f"stopped by {number.name}" in run.lines[-1]
     assert_nothing_is_left(run)
 

@@ -88,3 +88,12 @@ def test_advantages_of_a_group_sum_to_zero(rewards: list[float]) -> None:
         got = group_advantages(torch.tensor(rewards), torch.zeros(len(rewards), dtype=torch.int64), scale=scale)
         assert torch.isfinite(got).all()
         assert abs(got.double().sum().item()) <= 1e-5 * max(1.0, got.abs().sum().item())
+
+
+@pytest.mark.parametrize("name", ["grpo", "reinforce_plus_plus_baseline"])
+def test_noise_in_equal_rewards_does_not_become_advantages(name: str) -> None:
+    rewards = torch.tensor([0.5, 0.5 + 1e-7, 0.5, 0.5 + 2e-7])
+    got = ADVANTAGES.get(name)(rewards, torch.zeros(4, dtype=torch.int64))
+    assert got.abs().max() < 2e-3
+    large = ADVANTAGES.get(name)(1e4 * rewards, torch.zeros(4, dtype=torch.int64))  # the noise is rounding here
+    assert large.abs().max() < 1.5

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 import learner.checkpoint
 from asyncrl.protocol.errors import CheckpointError
 from learner import export
-from learner.checkpoint import Checkpointer
+from learner.checkpoint import ShardedCheckpointer
 from learner.checkpoint_folder import newest_checkpoint, read_progress
 from learner.config import AlgorithmConfig, Device, LearnerConfig, OptimizerConfig, Schedule
 from learner.trainer import Trainer
@@ -57,12 +57,12 @@ def resumed_run(model_path: str, directory: str, num_ranks: int) -> tuple[dict, 
     trainer = trainer_of(model_path, num_ranks)
     for seed in (0, 1):
         step(trainer, seed)
-    path = Checkpointer(trainer, directory).save(2)
+    path = ShardedCheckpointer(trainer, directory).save(2)
     drawn = torch.rand(1).item()
     for seed in (2, 3):
         step(trainer, seed)
     resumed = trainer_of(model_path, num_ranks)
-    version = Checkpointer(resumed, directory).load(path)
+    version = ShardedCheckpointer(resumed, directory).load(path)
     assert torch.rand(1).item() == drawn
     for seed in (2, 3):
         step(resumed, seed)
@@ -79,7 +79,7 @@ def two_ranks(model_path: str, directory: str, alone: str) -> tuple:
     outcome = resumed_run(model_path, directory, 2)
     loaded = []
     for split in (trainer_of(model_path, 2, sp_size=2), trainer_of(model_path, 2, fsdp_size=1)):
-        Checkpointer(split, alone).load(Path(alone) / "v00000005")
+        ShardedCheckpointer(split, alone).load(Path(alone) / "v00000005")
         loaded.append(weights_of(split))
     return outcome, loaded
 
@@ -87,7 +87,7 @@ def two_ranks(model_path: str, directory: str, alone: str) -> tuple:
 def test_ranks_resume_bit_for_bit_and_load_what_another_layout_saved(model_path: str, tmp_path: Path) -> None:
     trainer = trainer_of(model_path)
     step(trainer, 7)
-    alone = Checkpointer(trainer, str(tmp_path / "alone"))
+    alone = ShardedCheckpointer(trainer, str(tmp_path / "alone"))
     alone.save(5)
     (straight, resumed, _), loaded = run_on_ranks(
         2, two_ranks, model_path, str(tmp_path / "two"), str(tmp_path / "alone")
@@ -97,7 +97,7 @@ def test_ranks_resume_bit_for_bit_and_load_what_another_layout_saved(model_path:
         assert_equal(weights, weights_of(trainer))
 
     single = trainer_of(model_path)  # and one process loads what two ranks saved
-    Checkpointer(single, str(tmp_path / "two")).load(tmp_path / "two" / "v00000002")
+    ShardedCheckpointer(single, str(tmp_path / "two")).load(tmp_path / "two" / "v00000002")
     for seed in (2, 3):
         step(single, seed)
     for name, value in weights_of(single).items():
@@ -108,12 +108,12 @@ def test_training_goes_on_while_a_checkpoint_is_written(model_path: str, tmp_pat
     trainer = trainer_of(model_path)
     step(trainer, 0)
     saved = weights_of(trainer)
-    checkpointer = Checkpointer(trainer, str(tmp_path / "c"))
+    checkpointer = ShardedCheckpointer(trainer, str(tmp_path / "c"))
     path = checkpointer.save(1, wait=False)
     step(trainer, 1)
     checkpointer.finish()
     other = trainer_of(model_path)
-    assert Checkpointer(other, str(tmp_path / "c")).load(path) == 1
+    assert ShardedCheckpointer(other, str(tmp_path / "c")).load(path) == 1
     assert_equal(weights_of(other), saved)
 
 
@@ -123,7 +123,7 @@ def test_a_crash_while_saving_leaves_the_checkpoint_before(
     trainer = trainer_of(model_path)
     step(trainer, 0)
     saved = weights_of(trainer)
-    checkpointer = Checkpointer(trainer, str(tmp_path / "c"))
+    checkpointer = ShardedCheckpointer(trainer, str(tmp_path / "c"))
     checkpointer.save(1)
     step(trainer, 1)
 
@@ -144,7 +144,7 @@ def test_a_crash_while_saving_leaves_the_checkpoint_before(
 
 
 def test_only_the_last_checkpoints_are_kept(model_path: str, tmp_path: Path) -> None:
-    checkpointer = Checkpointer(trainer_of(model_path), str(tmp_path / "c"), keep=2)
+    checkpointer = ShardedCheckpointer(trainer_of(model_path), str(tmp_path / "c"), keep=2)
     assert checkpointer.latest() is None
     for version in (9, 10, 11):
         checkpointer.save(version)
@@ -158,7 +158,7 @@ def test_dropout_goes_on_with_the_random_numbers_of_the_saved_run(tmp_path: Path
     straight, resumed, _ = resumed_run(str(path), str(tmp_path / "c"), 1)
     assert_equal(straight, resumed)
     other = trainer_of(str(path))
-    Checkpointer(other, str(tmp_path / "c")).load(tmp_path / "c" / "v00000002")
+    ShardedCheckpointer(other, str(tmp_path / "c")).load(tmp_path / "c" / "v00000002")
     torch.manual_seed(7)
     for seed in (2, 3):
         step(other, seed)
@@ -167,7 +167,7 @@ def test_dropout_goes_on_with_the_random_numbers_of_the_saved_run(tmp_path: Path
 
 def test_a_save_in_the_background_is_in_its_place_without_another_call(model_path: str, tmp_path: Path) -> None:
     trainer = trainer_of(model_path)
-    checkpointer = Checkpointer(trainer, str(tmp_path / "c"))
+    checkpointer = ShardedCheckpointer(trainer, str(tmp_path / "c"))
     checkpointer.save(3, wait=False, run={"prompts": {"position": 9}})
     pending = checkpointer._pending
     assert pending is not None
@@ -182,7 +182,7 @@ def test_a_save_in_the_background_is_in_its_place_without_another_call(model_pat
 def test_a_full_disk_in_the_background_is_an_error_of_the_next_call(
     model_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    checkpointer = Checkpointer(trainer_of(model_path), str(tmp_path / "c"))
+    checkpointer = ShardedCheckpointer(trainer_of(model_path), str(tmp_path / "c"))
     checkpointer.save(1)
 
     def full(*_: object) -> None:
@@ -198,7 +198,7 @@ def test_a_full_disk_in_the_background_is_an_error_of_the_next_call(
 def test_a_death_between_two_renames_or_while_removing_leaves_whole_checkpoints(
     model_path: str, tmp_path: Path
 ) -> None:
-    checkpointer = Checkpointer(trainer_of(model_path), str(tmp_path / "c"))
+    checkpointer = ShardedCheckpointer(trainer_of(model_path), str(tmp_path / "c"))
     final = checkpointer.save(4)
     final.rename(final.with_name(f".{final.name}.replaced"))
     assert newest_checkpoint(tmp_path / "c") == final
@@ -210,7 +210,7 @@ def test_a_death_between_two_renames_or_while_removing_leaves_whole_checkpoints(
 
 def kill_while_saving(model_path: str, directory: str) -> None:
     trainer = trainer_of(model_path)
-    Checkpointer(trainer, directory).save(1)
+    ShardedCheckpointer(trainer, directory).save(1)
     write = filesystem.FileSystemWriter.write_data
 
     def die(*args: object, **kwargs: object) -> None:
@@ -219,7 +219,7 @@ def kill_while_saving(model_path: str, directory: str) -> None:
 
     filesystem.FileSystemWriter.write_data = die
     step(trainer, 0)
-    Checkpointer(trainer, directory).save(2)
+    ShardedCheckpointer(trainer, directory).save(2)
 
 
 def test_a_process_killed_while_saving_leaves_the_checkpoint_before(model_path: str, tmp_path: Path) -> None:
@@ -228,7 +228,7 @@ def test_a_process_killed_while_saving_leaves_the_checkpoint_before(model_path: 
     newest = newest_checkpoint(tmp_path / "c")
     assert newest == tmp_path / "c" / "v00000001"
     trainer = trainer_of(model_path)
-    checkpointer = Checkpointer(trainer, str(tmp_path / "c"))
+    checkpointer = ShardedCheckpointer(trainer, str(tmp_path / "c"))
     assert checkpointer.load(newest) == 1
     assert_equal(weights_of(trainer), weights_of(trainer_of(model_path)))
     checkpointer.save(3)
@@ -241,7 +241,7 @@ def test_an_exported_checkpoint_is_the_policy_that_was_saved(family: str, tmp_pa
     path = save_tiny_model(tmp_path / "model", family)
     trainer = trainer_of(path)
     step(trainer, 0)
-    Checkpointer(trainer, str(tmp_path / "c")).save(1)
+    ShardedCheckpointer(trainer, str(tmp_path / "c")).save(1)
     assert export.main([str(tmp_path / "c"), str(tmp_path / "out")]) == 0
     save_policy(trainer, str(tmp_path / "policy"))
     exported, saved = (
@@ -262,15 +262,15 @@ def test_exporting_names_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFix
 
 def test_a_path_without_a_checkpoint_is_named(model_path: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no checkpoint at '.*nowhere'"):
-        Checkpointer(trainer_of(model_path), str(tmp_path)).load(tmp_path / "nowhere")
+        ShardedCheckpointer(trainer_of(model_path), str(tmp_path)).load(tmp_path / "nowhere")
 
 
 def test_saving_before_the_first_update_changes_nothing(model_path: str, tmp_path: Path) -> None:
     """As in the critic's warm-up, when the policy has made no update yet."""
     straight, saved = trainer_of(model_path), trainer_of(model_path)
-    Checkpointer(saved, str(tmp_path)).save(0)
+    ShardedCheckpointer(saved, str(tmp_path)).save(0)
     resumed = trainer_of(model_path)
-    Checkpointer(resumed, str(tmp_path)).load(tmp_path / "v00000000")
+    ShardedCheckpointer(resumed, str(tmp_path)).load(tmp_path / "v00000000")
     for trainer in (straight, saved, resumed):
         for seed in range(2):
             step(trainer, seed)
@@ -290,7 +290,7 @@ def test_saving_before_the_first_update_changes_nothing(model_path: str, tmp_pat
 def test_a_broken_part_is_named(
     part: str, content: bytes | None, words: str, model_path: str, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    checkpointer = Checkpointer(trainer_of(model_path), str(tmp_path))
+    checkpointer = ShardedCheckpointer(trainer_of(model_path), str(tmp_path))
     broken = checkpointer.save(1)
     (broken / part).unlink() if content is None else (broken / part).write_bytes(content)
     with pytest.raises(CheckpointError, match=rf"v00000001 could not be read: {words}.*; name an older checkpoint"):
@@ -303,14 +303,14 @@ def test_a_broken_part_is_named(
 def test_an_export_of_a_checkpoint_that_does_not_say_what_the_model_is_names_the_file(
     model_path: str, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    broken = Checkpointer(trainer_of(model_path), str(tmp_path)).save(1)
+    broken = ShardedCheckpointer(trainer_of(model_path), str(tmp_path)).save(1)
     shutil.rmtree(broken / "huggingface")
     assert export.main([str(broken), str(tmp_path / "out")]) == 2
     assert "v00000001 has no huggingface/config.json" in capsys.readouterr().err
 
 
 def test_a_record_of_another_kind_is_named(model_path: str, tmp_path: Path) -> None:
-    checkpointer = Checkpointer(trainer_of(model_path), str(tmp_path))
+    checkpointer = ShardedCheckpointer(trainer_of(model_path), str(tmp_path))
     broken = checkpointer.save(1)
     (broken / "progress.json").write_text('{"version": 1}')
     with pytest.raises(ValueError, match=r"progress.json is no record of a checkpoint of this version"):

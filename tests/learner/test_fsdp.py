@@ -1,5 +1,7 @@
 """What sharding options change: who reads the weights, where they live, what is compiled. Never the numbers."""
 
+import contextlib
+import itertools
 import os
 import shutil
 from dataclasses import replace
@@ -9,11 +11,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from learner import fsdp
-from learner.config import AlgorithmConfig, Device, LearnerConfig
-from learner.fsdp import decoder_layers
+from learner.config import AlgorithmConfig, Device, Dtype, GradientSync, LearnerConfig, LoraConfig, Resharding
+from learner.fsdp import decoder_layers, parameter_types
+from learner.losses import LossInputs, LossTerms
+from learner.objectives import Objective
+from learner.packed_model import PackedModel
+from learner.roles import REFERENCE
 from learner.trainer import Trainer
 from learner.weights import gather_weights
 from tests.support.policy_step import policy_step
@@ -120,3 +127,89 @@ def test_compiled_layers_compute_the_same(model_path: str, monkeypatch: pytest.M
 def test_a_size_that_does_not_divide_the_ranks_is_refused(size: int) -> None:
     with pytest.raises(ValueError, match=f"fsdp_size must be -1 or divide learner.num_ranks, got fsdp_size={size}"):
         LearnerConfig(num_ranks=4, fsdp_size=size)
+
+
+@pytest.mark.parametrize(
+    ("device", "options", "want"),
+    [
+        ("cpu", {}, ("float32", "float32", "float32")),
+        ("cuda", {}, ("bfloat16", "float32", "bfloat16")),
+        ("cuda", {"dtype": Dtype.float32}, ("float32", "float32", "float32")),
+        ("cuda", {"frozen_dtype": Dtype.float32}, ("bfloat16", "float32", "float32")),
+        ("cpu", {"dtype": Dtype.bfloat16}, ("bfloat16", "float32", "bfloat16")),
+    ],
+)
+def test_types_follow_from_the_device_and_the_options(
+    device: str, options: dict[str, Any], want: tuple[str, str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *_: True)
+    types = parameter_types(LearnerConfig(**options), torch.device(device))
+    assert (types.compute, types.trained, types.frozen) == tuple(getattr(torch, name) for name in want)
+
+
+def test_a_gpu_without_bfloat16_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *_: False)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "Old GPU")
+    with pytest.raises(ValueError, match=r"learner\.dtype=auto needs .* bfloat16, got Old GPU; set .*=float32"):
+        parameter_types(LearnerConfig(), torch.device("cuda"))
+
+
+def frozen_and_adapted(model_path: str, num_ranks: int) -> tuple[list[str], list[str], list[np.ndarray]]:
+    """Types of the parameters of a reference and of an adapted policy, and the reference's scores."""
+    config = replace(PLAIN, num_ranks=num_ranks, dtype=Dtype.bfloat16)
+    reference = PackedModel(config, REFERENCE, model_path=model_path)
+    adapted = Trainer(replace(config, lora=LoraConfig(rank=2)), model_path=model_path, total_updates=2)
+    policy_step(adapted, AlgorithmConfig()).run(random_sequences(4))
+    frozen = {str(p.dtype) for p in reference.head.parameters()}
+    held = {f"{p.requires_grad} {p.dtype}" for p in adapted.head.parameters()}
+    return sorted(frozen), sorted(held), reference.scores(random_sequences(4))
+
+
+def test_frozen_weights_are_held_in_the_computing_type_and_adapters_in_float32(model_path: str) -> None:
+    alone = frozen_and_adapted(model_path, 1)
+    assert alone[:2] == (["torch.bfloat16"], ["False torch.bfloat16", "True torch.float32"])
+    for frozen, held, scores in run_on_ranks(2, frozen_and_adapted, model_path, 2):
+        assert (frozen, held) == alone[:2]
+        for got, want in zip(scores, alone[2], strict=True):
+            np.testing.assert_allclose(got, want, atol=1e-5)
+
+
+def reductions(model_path: str) -> dict[str, tuple[int, dict[str, float]]]:
+    """Reductions of two updates of several micro-batches, and its metrics, for each way to synchronise."""
+    seen, reduce = {}, _fsdp_param_group.foreach_reduce
+    for sync, resharding in itertools.product(GradientSync, Resharding):
+        config = replace(PLAIN, num_ranks=2, max_tokens_per_micro_batch=40, gradient_sync=sync, resharding=resharding)
+        trainer, calls = Trainer(config, model_path=model_path, total_updates=2), []
+        _fsdp_param_group.foreach_reduce = lambda *a, _calls=calls, **k: _calls.append(1) or reduce(*a, **k)
+        step = policy_step(trainer, AlgorithmConfig())
+        metrics = step.run(random_sequences(12)[trainer.mesh.dp_rank :: 2])
+        fail_once(trainer, random_sequences(12)[trainer.mesh.dp_rank :: 2])
+        again = step.run(random_sequences(12)[trainer.mesh.dp_rank :: 2])
+        seen[f"{sync} {resharding}"] = (len(calls), {**metrics, "again": again["grad_norm"]})
+    return seen
+
+
+def fail_once(trainer: Trainer, sequences: list) -> None:
+    """An update that fails in its second micro-batch, on every rank."""
+    losses = iter([False, True])
+
+    def loss(inputs: LossInputs) -> LossTerms:
+        if next(losses):
+            raise RuntimeError("no memory")
+        return LossTerms(per_token=-100 * inputs.log_probs)
+
+    with contextlib.suppress(RuntimeError):
+        trainer.update(sequences, Objective(loss=loss))
+
+
+def test_gradients_are_summed_over_the_ranks_once_per_update(model_path: str) -> None:
+    alone = Trainer(PLAIN, model_path=model_path, total_updates=2)
+    step = policy_step(alone, AlgorithmConfig())
+    first, second = (step.run(random_sequences(12)) for _ in range(2))
+    seen = run_on_ranks(2, reductions, model_path)[0]
+    assert set(seen) == {"update layer", "update update", "micro_batch layer", "micro_batch update"}
+    for name, (count, metrics) in seen.items():
+        assert metrics["num_micro_batches"] >= 3
+        assert metrics["grad_norm"] == pytest.approx(first["grad_norm"], rel=1e-4), name
+        assert metrics["again"] == pytest.approx(second["grad_norm"], rel=1e-4), name
+        assert count == 2 if name.startswith("update") else count >= 6, (name, count)  # one FSDP unit, two updates

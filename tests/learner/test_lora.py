@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from learner.batching import karmarkar_karp
-from learner.checkpoint import Checkpointer
+from learner.checkpoint import ShardedCheckpointer
 from learner.config import AlgorithmConfig, Device, LearnerConfig, LoraConfig, OptimizerConfig
 from learner.export import export
 from learner.lora import adapters_off, add_adapters
@@ -68,7 +68,7 @@ def test_the_saved_policy_is_plain_and_computes_what_the_adapters_do(family: str
 def test_with_adapters_off_the_model_is_the_one_it_came_from(tmp_path: Path) -> None:
     path, sequences = save_tiny_model(tmp_path), random_sequences(5)
     trainer = trainer_of(path)
-    start = trainer_of(path, replace(CONFIG, lora=LoraConfig())).log_probs(sequences)
+    start = trainer_of(path, replace(CONFIG, lora=LoraConfig())).scores(sequences)
     trained(trainer)
     adapted = trainer.scores(sequences)
     with trainer.adapters_off():
@@ -124,11 +124,11 @@ def test_adapters_resume_bit_for_bit_and_are_exported_merged(tmp_path: Path) -> 
     path = save_tiny_model(tmp_path / "model")
     trainer = trainer_of(path)
     trained(trainer)
-    saved = Checkpointer(trainer, str(tmp_path / "checkpoints")).save(2)
+    saved = ShardedCheckpointer(trainer, str(tmp_path / "checkpoints")).save(2)
     save_policy(trainer, str(tmp_path / "policy"))
     expected = trained(trainer, 1)
     resumed = trainer_of(path)
-    assert Checkpointer(resumed, str(tmp_path / "checkpoints")).load(saved) == 2
+    assert ShardedCheckpointer(resumed, str(tmp_path / "checkpoints")).load(saved) == 2
     got = trained(resumed, 1)
     assert [m["loss"] for m in got] == [m["loss"] for m in expected]
     assert [m["grad_norm"] for m in got] == [m["grad_norm"] for m in expected]

@@ -64,7 +64,7 @@ def test_bfloat16_stays_near_float32(tmp_path: Path) -> None:
     exact = Trainer(CONFIG, model_path=path, total_updates=1)
     rounded = Trainer(replace(CONFIG, dtype="bfloat16"), model_path=path, total_updates=1)
     sequences = random_sequences(5)
-    for one, other in zip(exact.log_probs(sequences), rounded.log_probs(sequences), strict=True):
+    for one, other in zip(exact.scores(sequences), rounded.scores(sequences), strict=True):
         assert 0 < np.abs(one - other).max() < 0.3
 
 
@@ -118,4 +118,17 @@ def test_a_router_loss_that_is_asked_for_is_said_to_be_left_out(tmp_path: Path, 
     config = json.loads((tmp_path / "model" / "config.json").read_text())
     (tmp_path / "model" / "config.json").write_text(json.dumps(config | {"output_router_logits": True}))
     load_causal_lm(path, torch.float32)
-    assert "adds no router_aux_loss_coef=0.001" in caplog.text
+    assert "does not add router_aux_loss_coef=0.001" in caplog.text
+
+
+def test_bfloat16_logits_are_not_rounded_before_the_softmax() -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden = (4 * torch.randn(64, 32, generator=generator)).bfloat16()
+    weight = torch.randn(200, 32, generator=generator).bfloat16()
+    targets = torch.randint(0, 200, (64,), generator=generator)
+    got, entropy = chunked_log_probs(hidden, weight, None, targets, temperature=1.0, chunk_tokens=10, entropy=False)
+    exact = (hidden.double() @ weight.double().t()).log_softmax(-1).gather(-1, targets[:, None])[:, 0]
+    rounded = (hidden @ weight.t()).float().log_softmax(-1).gather(-1, targets[:, None])[:, 0]
+    assert (got - exact).abs().max() < 1e-4
+    assert (rounded - exact).abs().max() > 1e-2
+    assert entropy is None

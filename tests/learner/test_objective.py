@@ -64,7 +64,7 @@ def test_decoupled_ppo_weighs_the_clipped_ratio_by_proximal_over_behavior() -> N
         advantages=[1.0, -1.0],
     )
     config = AlgorithmConfig(correction=Correction.untruncated, correction_high=9.0)
-    terms = policy_objective(config)(given_inputs)
+    terms = policy_objective(config).loss(given_inputs)
     assert terms.per_token.tolist() == pytest.approx([-2 * 1.2, 2 * 1.5], abs=1e-5)  # ratio 1.5, weight 2
     assert terms.metrics["importance_weight"].tolist() == pytest.approx([2.0, 2.0])
     assert terms.metrics["ratio"].tolist() == pytest.approx([3.0, 3.0])
@@ -74,14 +74,14 @@ def test_decoupled_ppo_weighs_the_clipped_ratio_by_proximal_over_behavior() -> N
 
 def test_in_a_step_of_one_update_the_ratio_is_one_and_the_weight_is_all() -> None:
     given_inputs = inputs([math.log(0.6)], behavior_logprobs=[math.log(0.2)], advantages=[1.0])
-    terms = policy_objective(AlgorithmConfig(correction=Correction.token_truncated))(given_inputs)
+    terms = policy_objective(AlgorithmConfig(correction=Correction.token_truncated)).loss(given_inputs)
     assert terms.per_token.tolist() == pytest.approx([-2.0])  # min(3, 2) * 1
     assert torch.autograd.grad(terms.per_token.sum(), given_inputs.log_probs)[0].tolist() == pytest.approx([-2.0])
 
 
 def test_masked_tokens_are_counted_and_teach_nothing() -> None:
     given_inputs = inputs([-1.0, -1.0], behavior_logprobs=[-1.0, -4.0], advantages=[1.0, 1.0])
-    terms = policy_objective(AlgorithmConfig(correction=Correction.token_masked))(given_inputs)
+    terms = policy_objective(AlgorithmConfig(correction=Correction.token_masked)).loss(given_inputs)
     assert terms.metrics["masked_fraction"].tolist() == [0.0, 1.0]
     assert torch.autograd.grad(terms.per_token.sum(), given_inputs.log_probs)[0].tolist() == [-1.0, 0.0]
 
@@ -90,7 +90,7 @@ def test_entropy_bonus_and_kl_penalty_are_added() -> None:
     columns = {"behavior_logprobs": [-1.0], "advantages": [0.0], "reference_logprobs": [-2.0]}
     given_inputs = inputs([-1.0], **columns)
     config = AlgorithmConfig(entropy_coef=0.1, kl_coef=2.0, kl_estimator=KLEstimator.k2)
-    terms = policy_objective(config)(given_inputs)
+    terms = policy_objective(config).loss(given_inputs)
     assert terms.per_token.tolist() == pytest.approx([2.0 * 0.5 - 0.1 * 0.5])
     gradients = torch.autograd.grad(terms.per_token.sum(), [given_inputs.log_probs, given_inputs.entropy])
     assert [g.item() for g in gradients] == pytest.approx([2.0, -0.1])
@@ -99,7 +99,7 @@ def test_entropy_bonus_and_kl_penalty_are_added() -> None:
 
 def test_the_behavior_kl_is_k3_and_squares_become_sample_sizes() -> None:
     given_inputs = inputs([math.log(0.5), math.log(0.1)], behavior_logprobs=[math.log(0.25)] * 2, advantages=[1.0, 1.0])
-    metrics = policy_objective(AlgorithmConfig())(given_inputs).metrics
+    metrics = policy_objective(AlgorithmConfig()).loss(given_inputs).metrics
     assert metrics["behavior_kl"].tolist() == pytest.approx([1 - math.log(2), -0.6 + math.log(2.5)], abs=1e-6)
     means = summarized({name: value.mean().item() for name, value in metrics.items()})
     assert means["effective_sample_size"] == pytest.approx(1.2**2 / ((4 + 0.16) / 2), rel=1e-5)
@@ -144,7 +144,7 @@ def test_each_kl_estimator_has_its_own_gradient(estimator: KLEstimator, want: li
 def test_no_gradient_flows_through_a_correction() -> None:
     for correction in (Correction.untruncated, Correction.token_truncated, Correction.sequence_truncated):
         given_inputs = inputs([math.log(0.5)], behavior_logprobs=[math.log(0.4)], advantages=[1.0])
-        terms = policy_objective(AlgorithmConfig(correction=correction, loss="reinforce"))(given_inputs)
+        terms = policy_objective(AlgorithmConfig(correction=correction, loss="reinforce")).loss(given_inputs)
         (gradient,) = torch.autograd.grad(terms.per_token.sum(), given_inputs.log_probs)
         assert gradient.tolist() == pytest.approx([-1.25])  # the weight alone, not the weight's own slope
 
@@ -184,7 +184,7 @@ def test_the_adaptive_coefficient_follows_the_target() -> None:
         ({"num_mini_batches": 3, "groups_per_step": 2}, "num_mini_batches must be <= algorithm.groups_per_step"),
         ({"kl_target": 0.1}, "kl_target=0.1 adapts algorithm.kl_reward_coef, which is 0"),
         ({"kl_horizon": 0}, "kl_horizon must be >= 1"),
-        ({"trace": 1.5}, "trace must be in \\[0, 1\\], got 1.5"),
+        ({"gae_lambda": 1.5}, "gae_lambda must be in \\[0, 1\\], got 1.5"),
         ({"kl_coef": float("nan")}, "kl_coef must be >= 0, got nan"),
     ],
 )
@@ -196,6 +196,6 @@ def test_a_bad_option_is_named(options: dict, message: str) -> None:
 def test_the_example_of_a_users_own_loss_works(tmp_path: Path) -> None:
     page = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
     (tmp_path / "my_losses.py").write_text(page.split("```python\n")[1].split("```")[0])
-    objective = policy_objective(AlgorithmConfig(loss=f"{tmp_path}/my_losses.py:bounded_reinforce"))
+    objective = policy_objective(AlgorithmConfig(loss=f"{tmp_path}/my_losses.py:bounded_reinforce")).loss
     given_inputs = inputs([-2.0, -2.0], behavior_logprobs=[-2.0, -2.0], advantages=[5.0, -0.5])
     assert objective(given_inputs).per_token.tolist() == [2.0, -1.0]

@@ -176,16 +176,16 @@ def test_a_failed_update_adds_nothing_to_the_next_one(model_path: str) -> None:
 
 def test_a_move_that_fails_halfway_moves_nothing() -> None:
     tensors = [torch.arange(6.0), torch.arange(4.0)]
-    movable, clone = MovableTensors(lambda: tensors), torch.Tensor.clone
+    movable, copy = MovableTensors(lambda: tensors), torch.Tensor.copy_
     want = [tensor.tolist() for tensor in tensors]
 
-    def fail_on_the_second(self: torch.Tensor) -> torch.Tensor:
-        if self.numel() == 16:
+    def fail_on_the_second(self: torch.Tensor, source: torch.Tensor, **options: bool) -> torch.Tensor:
+        if source.numel() == 16:
             raise MemoryError
-        return clone(self)
+        return copy(self, source, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.Tensor, "clone", fail_on_the_second)
+        patch.setattr(torch.Tensor, "copy_", fail_on_the_second)
         with pytest.raises(MemoryError):
             movable.offload()
     assert (movable.offloaded, movable.device_bytes(), [t.tolist() for t in tensors]) == (False, 40, want)
@@ -230,3 +230,21 @@ def test_sharded_parameters_leave_and_return(model_path: str) -> None:
         assert moved[0] == still[0]
         assert moved[2] == still[2]
         assert moved[1] == 0 < still[1]
+
+
+def test_one_slab_holds_all_copies_and_is_used_again() -> None:
+    tensors = [torch.arange(count, dtype=torch.float32) for count in (3, 1000, 1)]
+    movable = MovableTensors(lambda: tensors)
+    for _ in range(2):
+        movable.offload()
+        slab = movable._slab
+        assert slab.untyped_storage().nbytes() == 512 + 4096 + 512
+        assert all(tensor.untyped_storage().nbytes() == 0 for tensor in tensors)
+        movable.load()
+        assert [tensor[-1].item() for tensor in tensors] == [2.0, 999.0, 0.0]
+        assert movable._slab is slab
+    tensors.append(torch.ones(2000))
+    movable.offload()
+    assert len(movable._slab) == 512 + 4096 + 512 + 8192
+    movable.load()
+    assert tensors[3].sum().item() == 2000.0

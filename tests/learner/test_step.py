@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from learner.config import AlgorithmConfig, Correction, Device, KLEstimator, LearnerConfig, OptimizerConfig
+from learner.heads import LogProbHead
 from learner.packed_model import PackedModel
 from learner.roles import REFERENCE
 from learner.trainer import Trainer
@@ -86,3 +87,16 @@ def test_training_towards_advantages_raises_what_was_good(model_path: str) -> No
     moved = [(a - b).sum() for a, b in zip(trainer.scores(sequences), behavior, strict=True)]
     assert np.dot(moved, signs) > 0.1
     assert torch.isfinite(torch.tensor(moved)).all()
+
+
+def test_the_entropy_is_computed_only_where_it_is_asked_for(model_path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer, sequences, asked = trainer_of(model_path), random_sequences(4), []
+    forward = LogProbHead.forward
+    monkeypatch.setattr(
+        LogProbHead, "forward", lambda self, batch, **options: asked.append(options) or forward(self, batch, **options)
+    )
+    assert "entropy" in policy_step(trainer, AlgorithmConfig()).run(sequences)
+    assert "entropy" not in policy_step(trainer, AlgorithmConfig(report_entropy=False)).run(sequences)
+    trainer.scores(sequences)
+    policy_step(trainer, AlgorithmConfig(report_entropy=False, entropy_coef=0.1)).run(sequences)
+    assert [options.get("entropy", False) for options in asked] == [True, False, False, True]

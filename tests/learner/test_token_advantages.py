@@ -122,3 +122,28 @@ def test_a_small_difference_beside_large_values_is_kept() -> None:
     assert got.tolist() == pytest.approx([-math.sqrt(0.5), math.sqrt(0.5)])
     assert standardized(torch.tensor([5.0], dtype=torch.float64), alone).tolist() == [0.0]
     assert standardized(torch.zeros(0, dtype=torch.float64), alone).tolist() == []
+
+
+def test_long_and_short_trajectories_sum_over_any_number_of_blocks() -> None:
+    lengths = torch.tensor([0, 1, 63, 64, 65, 500, 2, 128])
+    rewards = torch.randn(int(lengths.sum()), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    got = returns_to_go(rewards, lengths, gamma=0.97)
+    want = []
+    for part in rewards.split(lengths.tolist()):
+        total, sums = 0.0, []
+        for value in reversed(part.tolist()):
+            total = value + 0.97 * total
+            sums.append(total)
+        want += reversed(sums)
+    torch.testing.assert_close(got, torch.tensor(want, dtype=torch.float64))
+
+
+def test_noise_in_equal_tokens_is_not_whitened_to_size_one() -> None:
+    batch = TokenRewards(
+        rewards=torch.tensor([0.5, 0.5 + 1e-7], dtype=torch.float64),
+        lengths=torch.tensor([1, 1]),
+        group_ids=torch.tensor([0, 1]),
+        values=torch.zeros(2, dtype=torch.float64),
+    )
+    got = ADVANTAGES.get("reinforce_plus_plus")(batch, AlgorithmConfig(), lambda values: values)
+    assert got.advantages.abs().max() < 1e-3

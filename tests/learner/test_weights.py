@@ -1,6 +1,5 @@
 import json
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -9,7 +8,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from learner.config import AlgorithmConfig, Device, LearnerConfig, OptimizerConfig
-from learner.losses import LOSSES
+from learner.objectives import policy_objective
 from learner.trainer import Trainer
 from learner.weights import SnapshotWriter, save_policy
 from tests.support.tiny_models import FAMILIES, random_sequences, save_tiny_model
@@ -22,7 +21,7 @@ CONFIG = LearnerConfig(device=Device.cpu, optimizer=OptimizerConfig(lr=1e-2))
 def test_a_snapshot_loads_as_the_trained_model(family: str, dtype: str, tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path / "model", family)
     trainer = Trainer(replace(CONFIG, dtype=dtype), model_path=path, total_updates=1)
-    trainer.update(random_sequences(3), partial(LOSSES.get("ppo_clip"), config=AlgorithmConfig()))
+    trainer.update(random_sequences(3), policy_objective(AlgorithmConfig()))
     snapshot = SnapshotWriter(str(tmp_path / "snapshots"), keep=2).write(12, trainer)
     assert snapshot.version == 12
     assert snapshot.path.endswith("snapshots/v00000012")

@@ -1,0 +1,38 @@
+"""Every row of the table in `tests.e2e.faults`: the run ends as expected and leaves nothing behind."""
+
+import os
+import random
+import time
+
+import pytest
+
+from tests.e2e.faults import CONTROLLER, FAULTS, SUPERVISOR, Belongings, Fault
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
+
+OPTIONS = ["sft.enabled=false", "evaluation.enabled=false", "total_steps=100000"]
+ROWS = [pytest.param(fault, engine, id=f"{fault}-{engine}") for fault in FAULTS for engine in fault.engines]
+
+
+@pytest.mark.parametrize(("fault", "engine"), ROWS)
+def test_a_run_ends_as_the_table_says_and_leaves_nothing(start, fault: Fault, engine: str):
+    seed = int(os.environ.get("ASYNCRL_FAULT_SEED", random.randrange(10**6)))
+    print(f"ASYNCRL_FAULT_SEED={seed}")  # noqa: T201 - pytest shows it when the test fails
+    before = Belongings.now(set())
+    run = start(*OPTIONS, f"rollout_fleet.engine={engine}", *fault.options)
+    run.wait_for_line(fault.moment)
+    time.sleep(random.Random(seed).uniform(0.0, 0.5))
+    run.remember_family()
+    words = "asyncrl.train" if fault.part == CONTROLLER else fault.part
+    os.kill(run.process.pid if fault.part == SUPERVISOR else run.pid_of(words), fault.signal)
+    assert run.finish(fault.end_timeout_s) == fault.status, run.output
+    last_words = "\n".join(run.lines[-40:])
+    for words in fault.words:
+        assert words in last_words
+    assert "memory ran out" not in last_words or fault.part == CONTROLLER
+    assert "Traceback" not in "\n".join(run.lines[-5:])
+    assert run.survivors() == []
+    after = Belongings.now(set(run.family))
+    assert after.shared_memory <= before.shared_memory
+    assert after.scratch <= before.scratch
+    assert after.listening == frozenset()
