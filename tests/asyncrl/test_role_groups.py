@@ -128,7 +128,7 @@ def pids(learner: LearnerGroup) -> dict[str, int]:
 
 
 def assert_same(got: tuple, want: tuple) -> None:
-    times = ("fetch_s", "train_s", "started_at", "ended_at", "critic.train_s")
+    times = ("fetch_s", "train_s", "started_at", "ended_at", "critic.fetch_s", "critic.train_s")
     for one, other in zip(got[0], want[0], strict=True):
         assert one.keys() == other.keys()
         for name in other.keys() - {*times, "num_micro_batches", "critic.num_micro_batches"}:
