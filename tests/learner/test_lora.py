@@ -71,13 +71,13 @@ def test_with_adapters_off_the_model_is_the_one_it_came_from(tmp_path: Path) -> 
     start = trainer_of(path, replace(CONFIG, lora=LoraConfig())).scores(sequences)
     trained(trainer)
     adapted = trainer.scores(sequences)
-    with trainer.adapters_off():
+    with trainer.frozen():
         off = trainer.scores(sequences)
     for got, want, now, then in zip(off, start, adapted, trainer.scores(sequences), strict=True):
         np.testing.assert_array_equal(got, want)
         np.testing.assert_array_equal(now, then)
     assert max(np.abs(a - b).max() for a, b in zip(adapted, start, strict=True)) > 1e-3
-    with pytest.raises(RuntimeError, match="inside"), trainer.adapters_off():
+    with pytest.raises(RuntimeError, match="inside"), trainer.frozen():
         raise RuntimeError("inside")
     np.testing.assert_array_equal(trainer.scores(sequences)[0], adapted[0])
 
@@ -97,7 +97,7 @@ def test_modules_that_are_not_there_are_named(tmp_path: Path) -> None:
 def on_ranks(path: str, config: LearnerConfig) -> tuple[list[dict[str, float]], dict[str, np.ndarray]]:
     trainer = trainer_of(path, config)
     metrics = trained(trainer)
-    with trainer.adapters_off():
+    with trainer.frozen():
         trainer.scores(random_sequences(3))  # a forward with them off must not stop them from learning
     metrics += trained(trainer, 1)
     return metrics, {name: value.numpy() for name, value in (gather_weights(trainer) or {}).items()}
