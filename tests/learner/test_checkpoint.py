@@ -313,5 +313,5 @@ def test_a_record_of_another_kind_is_named(model_path: str, tmp_path: Path) -> N
     checkpointer = ShardedCheckpointer(trainer_of(model_path), str(tmp_path))
     broken = checkpointer.save(1)
     (broken / "progress.json").write_text('{"version": 1}')
-    with pytest.raises(ValueError, match=r"progress.json is no record of a checkpoint of this version"):
+    with pytest.raises(ValueError, match=r"progress.json is not the record of a checkpoint of this version"):
         checkpointer.load(broken)
