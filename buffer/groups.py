@@ -406,6 +406,7 @@ class GroupTable:
         self.num_leased -= 1
         _discard(self._leased, group.deadline, group.group_id)
         _discard(self._by_owner, group.owner, group.group_id)
+        group.expires_at = 0.0  # renewals are not journaled: a replayed table must not differ by what is over
 
     def _count_open(self, deadline: int, change: int) -> None:
         number = self.open_by_deadline.get(deadline, 0) + change
