@@ -1,7 +1,6 @@
 """The buffer over real sockets."""
 
 import asyncio
-from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -266,10 +265,10 @@ async def test_a_store_too_small_for_a_batch_is_an_error_of_the_plan_and_not_a_w
         worker, control = run.client(), run.client()
         await control.enqueue([prompt(i) for i in range(8)])
         plan = asyncio.ensure_future(control.plan(0))
-        for _ in range(3):
-            if not (leases := await worker.lease(0, 1)):
-                break
-            with suppress(LeaseExpired):  # the one for which there is no room is taken back
-                await worker.put(rollout(leases[0]))
+        [lease] = await worker.lease(0, 1)
+        await worker.put(rollout(lease))
+        [lease] = await worker.lease(0, 1)
+        put = asyncio.ensure_future(worker.put(rollout(lease)))  # waits for room, which only a batch could make
         with pytest.raises(StoreFull, match=r"buffer\.max_stored_bytes=600 cannot hold a batch"):
             await asyncio.wait_for(plan, 10)
+        put.cancel()
