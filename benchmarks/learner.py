@@ -26,7 +26,7 @@ from learner.advantages import generalized_advantages
 from learner.attention import ATTENTION_NAME, packed_layout
 from learner.batching import rank_batches, sample_costs
 from learner.config import AlgorithmConfig, Device, LearnerConfig, OptimizerConfig
-from learner.logprobs import chunked_log_probs
+from learner.heads import chunked_log_probs
 from learner.objectives import policy_objective
 from learner.packed_model import PackedModel
 from learner.packing import pack

@@ -23,8 +23,8 @@ from torch import Tensor
 from typing_extensions import TypeIs
 
 from .config import AlgorithmConfig
-from .divergence import kl_penalty
 from .fsdp import LearnerMesh
+from .losses import kl_penalty
 from .registry import Registry
 from .types import SampleKey, TokenSequence
 

@@ -10,8 +10,17 @@ import torch
 from torch import Tensor
 
 from .config import Aggregation, AlgorithmConfig, Correction
-from .divergence import bounded_exp, effective_sample_size, importance_weights, k3, kl_penalty
-from .losses import LOSSES, LossInputs, LossTerms, ValueInputs
+from .losses import (
+    LOSSES,
+    LossInputs,
+    LossTerms,
+    ValueInputs,
+    bounded_exp,
+    effective_sample_size,
+    importance_weights,
+    k3,
+    kl_penalty,
+)
 
 _SQUARE = "_squared"
 _WEIGHTS = {"ratio": "effective_sample_size", "importance_weight": "importance_sample_size"}

@@ -32,8 +32,7 @@ from .checkpoint_folder import read_progress
 from .config import AlgorithmConfig, LearnerConfig
 from .offload import OffloadPolicy
 from .packed_model import PackedModel
-from .remote_scores import pack_scores
-from .roles import CRITIC, Role, scored_by
+from .roles import CRITIC, Role, pack_scores, scored_by
 from .trainer import LearnerStep, Trainer
 from .trajectory_log import TrajectoryLog
 from .types import RankBatch, SampleKey, TokenSequence, group_sequences

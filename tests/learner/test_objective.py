@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from learner.advantages import AdaptiveKLCoefficient
 from learner.config import Aggregation, AlgorithmConfig, Correction, KLEstimator
-from learner.divergence import effective_sample_size, importance_weights, kl_penalty
-from learner.losses import LossInputs
+from learner.losses import LossInputs, effective_sample_size, importance_weights, kl_penalty
 from learner.objectives import policy_objective, summarized
 
 WEIGHTS = torch.tensor([0.25, 1.0, 4.0, 3.0])
