@@ -93,7 +93,7 @@ def our_step(model_path: str, sequences: list[TokenSequence]) -> Callable[[], ob
 def plain_step(model_path: str, sequences: list[TokenSequence]) -> Callable[[], object]:
     """A plain loop over the same tokens, packed before the clock starts, with the same attention."""
     model = AutoModelForCausalLM.from_pretrained(model_path, attn_implementation=ATTENTION_NAME, dtype=torch.float32)
-    (batch,) = pack(sequences, max_tokens=1_000_000, count=1)
+    (batch,) = pack(sequences, max_tokens=1_000_000)
     layout = packed_layout(batch.lengths, torch.device("cpu"))
 
     def forward() -> torch.Tensor:

@@ -316,4 +316,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     sys.stdout.write(f"wrote {source} to {options.out}\n")
     return 0
-

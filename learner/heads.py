@@ -118,8 +118,8 @@ class LogProbHead(PackedHead):
         return LossInputs(
             log_probs=log_probs,
             entropy=entropies[0] if entropies else None,
-            sequence_index=batch.sequence_index,
-            loss_lengths=batch.loss_lengths,
+            trajectory_index=batch.trajectory_index,
+            trajectory_lengths=batch.trajectory_lengths,
             columns=_columns(batch, log_probs),
         )
 
@@ -140,8 +140,8 @@ class ValueHead(PackedHead):
         (values,) = self(batch)
         return ValueInputs(
             values=values,
-            sequence_index=batch.sequence_index,
-            loss_lengths=batch.loss_lengths,
+            trajectory_index=batch.trajectory_index,
+            trajectory_lengths=batch.trajectory_lengths,
             columns=_columns(batch, values),
         )
 

@@ -24,14 +24,14 @@ class TokenInputs:
     """What every objective sees of a micro-batch.
 
     Attributes:
-        sequence_index: [M] int64, sequence of each token, counted within the micro-batch.
-        loss_lengths: [number of sequences] int64, tokens in the loss of each sequence.
+        trajectory_index: [M] int64, trajectory of each token, counted within the micro-batch.
+        trajectory_lengths: [number of trajectories] int64, tokens in the loss of each, on all its branches.
         columns: [M] float32 by name: ``behavior_logprobs`` and ``advantages`` in RL, ``proximal_logprobs`` where
             a step makes several updates, ``reference_logprobs`` where there is a KL penalty.
     """
 
-    sequence_index: Tensor
-    loss_lengths: Tensor
+    trajectory_index: Tensor
+    trajectory_lengths: Tensor
     columns: Mapping[str, Tensor]
 
 
@@ -87,6 +87,9 @@ class PolicyLoss(Protocol):
 
 LOSSES: Registry[PolicyLoss] = Registry("algorithm.loss")
 
+BY_TOKEN = frozenset({"ppo_clip", "cispo", "reinforce"})
+"""Losses of a token that read nothing of its trajectory's other tokens; of others, and of your own, none is known."""
+
 
 def anchor_log_probs(inputs: LossInputs, config: AlgorithmConfig) -> Tensor:
     """[M] log-probs that a ratio starts from: the behaviour's, or with an off-policy correction the proximal's."""
@@ -128,14 +131,14 @@ def _clipped(ratio: Tensor, advantages: Tensor, config: AlgorithmConfig) -> Loss
 def gspo(inputs: LossInputs, config: AlgorithmConfig) -> LossTerms:
     """Clipped surrogate of sequence ratios (GSPO-token, arXiv 2507.18071, equations 7 and 13 to 14).
 
-    The ratio of a sequence is the geometric mean of its tokens' ratios; a token's ratio has this value, and the
+    The ratio of a trajectory is the geometric mean of its tokens' ratios; a token's ratio has this value, and the
     gradient of its own log-prob. The paper means ``aggregation=sequence_mean`` and bounds near 3e-4 and 4e-4.
 
     Example: two tokens with ratios 4 and 1 both have ratio 2.
     """
     log_ratio = inputs.log_probs - anchor_log_probs(inputs, config)
-    of_sequence = sequence_means(log_ratio.detach(), inputs.sequence_index, inputs.loss_lengths)[inputs.sequence_index]
-    ratio = bounded_exp(of_sequence + inputs.log_probs - inputs.log_probs.detach())
+    mean = trajectory_means(log_ratio.detach(), inputs)[inputs.trajectory_index]
+    ratio = bounded_exp(mean + inputs.log_probs - inputs.log_probs.detach())
     return _clipped(ratio, inputs.columns["advantages"], config)
 
 
@@ -172,30 +175,30 @@ def token_weights(
     aggregation: Aggregation,
     *,
     num_tokens: int,
-    num_sequences: int,
+    num_trajectories: int,
     sequence_norm_tokens: int = 0,
 ) -> Tensor:
     """Share of each token in the loss of the whole batch.
 
     Args:
         inputs: A micro-batch.
-        aggregation: ``token_mean``: every token of the batch counts the same. ``sequence_mean``: every sequence
-            counts the same, and every token within it. ``sequence_sum_norm``: every token counts
-            1 / (sequences * ``sequence_norm_tokens``), whatever the length of its sequence (Dr. GRPO, arXiv
-            2503.20783, section 3.2).
+        aggregation: ``token_mean``: every token of the batch counts the same. ``sequence_mean``: every trajectory
+            counts the same, whatever its branches, and every token within it. ``sequence_sum_norm``: every token
+            counts 1 / (trajectories * ``sequence_norm_tokens``), whatever the length of its trajectory (Dr. GRPO,
+            arXiv 2503.20783, section 3.2).
         num_tokens: Tokens in the loss of the whole batch, over all micro-batches and ranks.
-        num_sequences: Its sequences with at least one such token.
+        num_trajectories: Its trajectories with at least one such token.
         sequence_norm_tokens: The constant L of ``sequence_sum_norm``, in tokens.
 
     Returns:
         [M] float32; for the two means they sum to 1 over the whole batch.
     """
     if aggregation is Aggregation.token_mean:
-        return torch.full_like(inputs.sequence_index, 1.0 / max(1, num_tokens), dtype=torch.float32)
+        return torch.full_like(inputs.trajectory_index, 1.0 / max(1, num_tokens), dtype=torch.float32)
     if aggregation is Aggregation.sequence_sum_norm:
-        share = 1.0 / (max(1, num_sequences) * sequence_norm_tokens)
-        return torch.full_like(inputs.sequence_index, share, dtype=torch.float32)
-    return 1.0 / (inputs.loss_lengths[inputs.sequence_index] * max(1, num_sequences)).float()
+        share = 1.0 / (max(1, num_trajectories) * sequence_norm_tokens)
+        return torch.full_like(inputs.trajectory_index, share, dtype=torch.float32)
+    return 1.0 / (inputs.trajectory_lengths[inputs.trajectory_index] * max(1, num_trajectories)).float()
 
 
 MAX_LOG_WEIGHT = 20.0
@@ -207,15 +210,12 @@ MAX_LOW_VARIANCE = 10.0
 _SERIES_UP_TO = 0.05
 
 
-def importance_weights(
-    log_weights: Tensor, sequence_index: Tensor, loss_lengths: Tensor, config: AlgorithmConfig
-) -> Tensor:
+def importance_weights(log_weights: Tensor, inputs: TokenInputs, config: AlgorithmConfig) -> Tensor:
     """Weights of the tokens of a micro-batch.
 
     Args:
         log_weights: [M] float32, proximal minus behaviour log-prob.
-        sequence_index: [M] int64, sequence of each token.
-        loss_lengths: [number of sequences] int64, tokens of each sequence.
+        inputs: Which trajectory each token belongs to; a sequence is a whole trajectory here.
         config: ``correction`` chooses; ``correction_low`` and ``correction_high`` are the bounds.
 
             - ``none``: 1.
@@ -236,11 +236,10 @@ def importance_weights(
     if config.correction is Correction.none:
         return torch.ones_like(log_weights)
     if config.correction is Correction.sequence_truncated:
-        total = sequence_sums(log_weights, sequence_index, len(loss_lengths))
-        return bounded_exp(total).clamp(max=high)[sequence_index]
+        return bounded_exp(_trajectory_sums(log_weights, inputs)).clamp(max=high)[inputs.trajectory_index]
     if config.correction is Correction.sequence_rejected:
-        mean = bounded_exp(sequence_means(log_weights, sequence_index, loss_lengths))
-        return ((mean >= low) & (mean <= high)).float()[sequence_index]
+        mean = bounded_exp(trajectory_means(log_weights, inputs))
+        return ((mean >= low) & (mean <= high)).float()[inputs.trajectory_index]
     weights = bounded_exp(log_weights)
     if config.correction is Correction.token_truncated:
         return weights.clamp(max=high)
@@ -249,14 +248,14 @@ def importance_weights(
     return weights
 
 
-def sequence_sums(values: Tensor, sequence_index: Tensor, num_sequences: int) -> Tensor:
-    """[number of sequences] sums of [M] values over each sequence; differentiable."""
-    return values.new_zeros(num_sequences).index_add(0, sequence_index, values)
+def _trajectory_sums(values: Tensor, inputs: TokenInputs) -> Tensor:
+    lengths = inputs.trajectory_lengths
+    return values.new_zeros(len(lengths)).index_add(0, inputs.trajectory_index, values)
 
 
-def sequence_means(values: Tensor, sequence_index: Tensor, loss_lengths: Tensor) -> Tensor:
-    """[number of sequences] means of [M] values over each sequence, 0 for one without tokens; differentiable."""
-    return sequence_sums(values, sequence_index, len(loss_lengths)) / loss_lengths.clamp(min=1)
+def trajectory_means(values: Tensor, inputs: TokenInputs) -> Tensor:
+    """[number of trajectories] means of [M] values over each, 0 for one without tokens; differentiable."""
+    return _trajectory_sums(values, inputs) / inputs.trajectory_lengths.clamp(min=1)
 
 
 def effective_sample_size(mean_weight: float, mean_square: float) -> float:
