@@ -5,9 +5,8 @@ from __future__ import annotations
 import copy
 import logging
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,10 +17,17 @@ from tensordict import TensorDict
 from torch.utils.data import DataLoader
 
 from . import columns, serialization
-from . import rows as row_ops
-from .columns import BUILT_WHEN_READ, BuiltWhenRead, UnbuiltBatch, merge_meta_info, object_array, same_columns
+from .columns import (
+    UnbuiltBatch,
+    cat_rows,
+    is_nested,
+    merge_meta_info,
+    object_array,
+    same_columns,
+    stack_rows,
+    take_rows,
+)
 from .errors import BatchError
-from .rows import cat_rows, is_nested, stack_rows
 
 _log = logging.getLogger(__name__)
 _GIB = 1024**3
@@ -46,6 +52,21 @@ class DataProtoConfig(metaclass=_CheckedSwitches):
 
     auto_padding: bool = False
     auto_padding_key: str = "_verl_auto_padding"
+
+
+class _BuiltWhenRead:
+    """The field ``batch``, built when it is first read. On the class it is None, which is the field's default."""
+
+    def __get__(self, data: Any, kind: Any = None) -> Any:
+        if data is not None and isinstance(data._batch, UnbuiltBatch):
+            data._batch = data._batch.build()
+        return None if data is None else data._batch
+
+    def __set__(self, data: Any, batch: Any) -> None:
+        data._batch = batch
+
+
+_BUILT_WHEN_READ: Any = _BuiltWhenRead()
 
 
 @dataclass
@@ -74,7 +95,7 @@ class DataProto:
         BatchError: the columns do not have the same number of rows.
     """
 
-    batch: BuiltWhenRead = BUILT_WHEN_READ
+    batch: TensorDict | None = _BUILT_WHEN_READ
     non_tensor_batch: dict[str, np.ndarray] = field(default_factory=dict)
     meta_info: dict[str, Any] = field(default_factory=dict)
 
@@ -150,8 +171,13 @@ class DataProto:
         """
         if num_batch_dims < 1 or (non_tensors and num_batch_dims != 1):
             raise BatchError(f"num_batch_dims must be positive, and 1 beside arrays; got {num_batch_dims}")
+        if not isinstance(non_tensors, Mapping | None):
+            raise BatchError(f"non_tensors must be a dict of arrays or lists, got {type(non_tensors).__name__}")
         batch = columns.tensors_together({} if tensors is None else tensors, num_batch_dims)
-        arrays = columns.arrays_of({} if non_tensors is None else non_tensors)
+        arrays = {
+            key: value if isinstance(value, np.ndarray) else object_array(value)
+            for key, value in (non_tensors or {}).items()
+        }
         meta_info = {} if meta_info is None else meta_info
         if auto_padding:
             meta_info[DataProtoConfig.auto_padding_key] = True
@@ -199,10 +225,7 @@ class DataProto:
         if positions.step < 0:
             return self.select_idxs(list(positions))
         is_borrowed = isinstance(self._batch, UnbuiltBatch) and self._batch.is_borrowed
-        take = partial(row_ops.take_rows, rows=rows)
-        tensors = self._map_tensors(lambda _, tensor: take(tensor), len(positions), is_borrowed=is_borrowed)
-        arrays = {key: array[rows] for key, array in self.non_tensor_batch.items()}
-        return self._derived(tensors, arrays, self.meta_info)
+        return self._mapped(lambda _, column: take_rows(column, rows), len(positions), is_borrowed=is_borrowed)
 
     def select_idxs(self, idxs: Any) -> DataProto:
         """The rows at these positions, or where the mask is True; copied.
@@ -211,10 +234,8 @@ class DataProto:
             TypeError: the index holds neither integers nor bools.
             IndexError: a position is outside the batch, or the mask has another length.
         """
-        index = row_ops.as_index(idxs, len(self))
-        tensors = self._map_tensors(lambda _, tensor: row_ops.take_rows(tensor, index), len(index))
-        arrays = {key: array[index] for key, array in self.non_tensor_batch.items()}
-        return self._derived(tensors, arrays, self.meta_info)
+        index = columns.as_index(idxs, len(self))
+        return self._mapped(lambda _, column: take_rows(column, index), len(index))
 
     def select(
         self,
@@ -256,7 +277,7 @@ class DataProto:
         """Give tensors new names, in place; arrays and meta information keep theirs."""
         if self.batch is None:
             raise BatchError("this DataProto holds no tensors to be renamed")
-        columns.rename_tensors(self.batch, columns.as_names(old_keys), columns.as_names(new_keys))
+        columns.rename_tensors(self.batch, old_keys, new_keys)
         return self
 
     def union(self, other: DataProto) -> DataProto:
@@ -282,19 +303,12 @@ class DataProto:
 
     def repeat(self, repeat_times: int = 2, interleave: bool = True) -> DataProto:
         """Repeat every row: ``a a b b`` interleaved, ``a b a b`` otherwise."""
-        tensors = self._map_tensors(
-            lambda _, tensor: row_ops.repeat_rows(tensor, repeat_times, interleave=interleave),
-            len(self) * repeat_times,
-        )
-        arrays = {
-            key: row_ops.repeat_array(array, repeat_times, interleave=interleave)
-            for key, array in self.non_tensor_batch.items()
-        }
-        return self._derived(tensors, arrays, self.meta_info)
+        rows = np.arange(len(self))
+        return self.select_idxs(np.repeat(rows, repeat_times) if interleave else np.tile(rows, repeat_times))
 
     def sample_level_repeat(self, repeat_times: Any) -> DataProto:
         """Repeat row i ``repeat_times[i]`` times in succession; a list, tuple, array or tensor of B counts."""
-        counts = row_ops.as_counts(repeat_times, len(self))
+        counts = columns.as_counts(repeat_times, len(self))
         return self.select_idxs(np.repeat(np.arange(len(self)), counts))
 
     def unfold_column_chunks(self, n_split: int, split_keys: list[str] | None = None) -> DataProto:
@@ -305,10 +319,12 @@ class DataProto:
         Raises:
             BatchError: ``n_split`` does not divide the second dimension, or there is none of one length.
         """
-        unfold = partial(row_ops.unfold_or_repeat, n_split=n_split, split_keys=set(split_keys or ()))
-        tensors = self._map_tensors(unfold, len(self) * n_split)
-        arrays = {key: unfold(key, array) for key, array in self.non_tensor_batch.items()}
-        return self._derived(tensors, arrays, self.meta_info)
+        repeated, split = np.repeat(np.arange(len(self)), n_split), set(split_keys or ())
+
+        def unfold(key: str, column: Any) -> Any:
+            return columns.unfold_columns(column, n_split, key) if key in split else take_rows(column, repeated)
+
+        return self._mapped(unfold, len(repeated))
 
     def to(self, device: Any) -> DataProto:
         """Move the tensors, in place."""
@@ -341,7 +357,10 @@ class DataProto:
         """
         if chunks < 1 or (len(self) % chunks != 0 and not self.is_padding_enabled()):
             raise BatchError(f"{len(self)} rows cannot be cut into {chunks} equal parts; pad them or enable padding")
-        ends = row_ops.chunk_ends(len(self), chunks, is_balanced=self._batch is None)
+        num_rows, size = len(self), -(-len(self) // chunks)
+        ends = [min((index + 1) * size, num_rows) for index in range(chunks)]
+        if self._batch is None:
+            ends = np.cumsum([len(part) for part in np.array_split(np.arange(num_rows), chunks)]).tolist()
         return [self.slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
 
     def split(self, split_size: int) -> list[DataProto]:
@@ -457,12 +476,14 @@ class DataProto:
     def _derived(self, batch: Any, arrays: dict[str, np.ndarray], meta_info: dict[str, Any]) -> DataProto:
         return type(self)(batch=batch, non_tensor_batch=arrays, meta_info=meta_info)
 
-    def _map_tensors(self, change: Any, num_rows: int, *, is_borrowed: bool = False) -> UnbuiltBatch | None:
-        """The tensors ``change(key, tensor)``."""
-        if self._batch is None:
-            return None
-        changed = {key: change(key, tensor) for key, tensor in self._batch.items()}
-        return UnbuiltBatch(changed, num_rows, self._batch.device, is_borrowed)
+    def _mapped(self, change: Callable[[str, Any], Any], num_rows: int, *, is_borrowed: bool = False) -> DataProto:
+        """The batch of the columns ``change(key, column)``, with the same facts."""
+        batch = None
+        if self._batch is not None:
+            tensors = {key: change(key, tensor) for key, tensor in self._batch.items()}
+            batch = UnbuiltBatch(tensors, num_rows, self._batch.device, is_borrowed)
+        arrays = {key: change(key, array) for key, array in self.non_tensor_batch.items()}
+        return self._derived(batch, arrays, self.meta_info)
 
     def _shared_batch(self) -> Any:
         """The tensors for another `DataProto` to share; borrowed ones are copied by each batch."""

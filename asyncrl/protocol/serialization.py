@@ -16,9 +16,8 @@ import torch.distributed as dist
 from tensordict import TensorDict
 
 from .codec import Columns, Frame, decode, encode
-from .columns import UnbuiltBatch
+from .columns import UnbuiltBatch, is_nested, rows_of
 from .errors import BatchError, WireError
-from .rows import is_nested, rows_of
 
 Message = tuple[Frame, Sequence[Any], Sequence[Any]]
 """Header, buffers and foreign values."""

@@ -19,8 +19,7 @@ from asyncrl.protocol import (
     unfold_batch_dim,
     unpad_dataproto,
 )
-from asyncrl.protocol.columns import deep_equal
-from asyncrl.protocol.rows import rows_of
+from asyncrl.protocol.columns import deep_equal, rows_of
 
 FACTS = {"temperature": 0.5}
 

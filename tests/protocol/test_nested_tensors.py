@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from asyncrl.protocol import BatchData, DataProto, DataProtoFuture
+from asyncrl.protocol.columns import cat_rows, rows_of, take_rows
 from asyncrl.protocol.errors import BatchError
-from asyncrl.protocol.rows import cat_rows, rows_of, take_rows
 
 
 def jagged():
