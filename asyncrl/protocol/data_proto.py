@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
+import pickle
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +19,7 @@ from tensordict import TensorDict
 from torch.utils.data import DataLoader
 
 from . import columns, serialization
+from .codec import decode, encode
 from .columns import (
     UnbuiltBatch,
     cat_rows,
@@ -30,7 +33,6 @@ from .columns import (
 from .errors import BatchError
 
 _log = logging.getLogger(__name__)
-_GIB = 1024**3
 
 
 class _CheckedSwitches(type):
@@ -165,9 +167,6 @@ class DataProto:
             meta_info: Facts about all rows.
             num_batch_dims: Leading dimensions that must agree; more than one only without arrays.
             auto_padding: Let dispatch pad the batch if its rows cannot be split evenly.
-
-        Raises:
-            BatchError: the columns do not have the same number of rows.
         """
         if num_batch_dims < 1 or (non_tensors and num_batch_dims != 1):
             raise BatchError(f"num_batch_dims must be positive, and 1 beside arrays; got {num_batch_dims}")
@@ -428,13 +427,6 @@ class DataProto:
         )
         return (mini_batch for _ in range(epochs) for mini_batch in loader)
 
-    def print_size(self, prefix: str = "") -> None:
-        """Write the sizes of tensors and arrays to stdout, in GiB."""
-        tensor_gib = sum(tensor.nbytes for tensor in self._columns().values()) / _GIB
-        array_gib = sum(array.nbytes for array in self.non_tensor_batch.values()) / _GIB
-        message = f"Size of tensordict: {tensor_gib} GB, size of non_tensor_batch: {array_gib} GB"
-        sys.stdout.write(f"{prefix}, {message}\n" if prefix else f"{message}\n")
-
     def get_data_info(self) -> str:
         """One line for each entry: its name, shape, dtype and device, or its type."""
         tensors = [f"  {key}: {_shape_of(t)} ({t.dtype}) {t.device}" for key, t in self._columns().items()]
@@ -448,19 +440,37 @@ class DataProto:
         return sum(value.nbytes for value in [*self._columns().values(), *self.non_tensor_batch.values()])
 
     def save_to_disk(self, filepath: str | Path) -> None:
-        """Write the batch to a file. Raises `WireError` naming what the codec does not carry."""
-        serialization.save(self, filepath)
+        """Write the batch to a file, which appears complete or not at all.
+
+        Raises:
+            WireError: the codec does not carry a value; the message says where it is.
+        """
+        frames = encode(serialization.parts_of(self))
+        partial = Path(f"{filepath}.partial")
+        with open(partial, "wb") as file:
+            serialization.write_frames(file, frames)
+        os.replace(partial, filepath)
 
     @classmethod
     def load_from_disk(cls, filepath: str | Path) -> DataProto:
         """Read a batch from a file. Raises `WireError` if `save_to_disk` did not write it."""
-        return serialization.load(cls, filepath)
+        frames = serialization.read_frames(memoryview(np.fromfile(filepath, dtype=np.uint8)))
+        parts = decode(frames, max_frames=sys.maxsize, max_bytes=sys.maxsize, writable=True)
+        return serialization.from_parts(cls, parts, is_borrowed=False)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return serialization.reduce(self, protocol)
+        """The codec's header and buffers, out of band from pickle protocol 5 on."""
+        header, buffers, foreign = self.__getstate__()
+        wrap = pickle.PickleBuffer if protocol >= 5 else bytearray
+        return serialization.rebuild, (type(self), header, [wrap(buffer) for buffer in buffers], foreign)
 
     def __getstate__(self) -> serialization.Message:
-        return serialization.message_of(self)
+        """The batch as a message; a received batch that was not decoded is passed on unchanged."""
+        if vars(self).keys() == {"_arrived"}:
+            return self._arrived
+        foreign: list[Any] = []  # values that the codec does not carry, which Ray pickles
+        header, *buffers = encode(serialization.parts_of(self), foreign=foreign, max_depth=None)
+        return header, buffers, foreign
 
     def __setstate__(self, message: serialization.Message) -> None:
         self.__dict__ = {"_arrived": message}
