@@ -223,8 +223,7 @@ class DataProto:
         positions = range(*rows.indices(len(self)))
         if positions.step < 0:
             return self.select_idxs(list(positions))
-        is_borrowed = isinstance(self._batch, UnbuiltBatch) and self._batch.is_borrowed
-        return self._mapped(lambda _, column: take_rows(column, rows), len(positions), is_borrowed=is_borrowed)
+        return self._mapped(lambda _, column: take_rows(column, rows), len(positions), shares_memory=True)
 
     def select_idxs(self, idxs: Any) -> DataProto:
         """The rows at these positions, or where the mask is True; copied.
@@ -323,7 +322,7 @@ class DataProto:
         def unfold(key: str, column: Any) -> Any:
             return columns.unfold_columns(column, n_split, key) if key in split else take_rows(column, repeated)
 
-        return self._mapped(unfold, len(repeated))
+        return self._mapped(unfold, len(repeated), shares_memory=True)
 
     def to(self, device: Any) -> DataProto:
         """Move the tensors, in place."""
@@ -486,10 +485,11 @@ class DataProto:
     def _derived(self, batch: Any, arrays: dict[str, np.ndarray], meta_info: dict[str, Any]) -> DataProto:
         return type(self)(batch=batch, non_tensor_batch=arrays, meta_info=meta_info)
 
-    def _mapped(self, change: Callable[[str, Any], Any], num_rows: int, *, is_borrowed: bool = False) -> DataProto:
+    def _mapped(self, change: Callable[[str, Any], Any], num_rows: int, *, shares_memory: bool = False) -> DataProto:
         """The batch of the columns ``change(key, column)``, with the same facts."""
         batch = None
         if self._batch is not None:
+            is_borrowed = shares_memory and isinstance(self._batch, UnbuiltBatch) and self._batch.is_borrowed
             tensors = {key: change(key, tensor) for key, tensor in self._batch.items()}
             batch = UnbuiltBatch(tensors, num_rows, self._batch.device, is_borrowed)
         arrays = {key: change(key, array) for key, array in self.non_tensor_batch.items()}
@@ -553,12 +553,11 @@ def fold_batch_dim(data: DataProto, new_batch_size: int) -> DataProto:
     if new_batch_size < 1 or len(data) % new_batch_size != 0:
         raise BatchError(f"new_batch_size must divide the {len(data)} rows, got {new_batch_size}")
     shape = (new_batch_size, len(data) // new_batch_size)
-    batch = None
-    if data.batch is not None:
-        tensors = {key: _dense(key, tensor).reshape(*shape, *tensor.shape[1:]) for key, tensor in data.batch.items()}
-        batch = TensorDict(tensors, batch_size=(new_batch_size,), device=data.batch.device)
-    arrays = {key: array.reshape(*shape, *array.shape[1:]) for key, array in data.non_tensor_batch.items()}
-    return type(data)(batch=batch, non_tensor_batch=arrays, meta_info=data.meta_info)
+
+    def fold(key: str, column: Any) -> Any:
+        return _dense(key, column).reshape(*shape, *column.shape[1:])
+
+    return data._mapped(fold, new_batch_size, shares_memory=True)
 
 
 def unfold_batch_dim(data: DataProto, batch_dims: int = 2) -> DataProto:
@@ -567,20 +566,15 @@ def unfold_batch_dim(data: DataProto, batch_dims: int = 2) -> DataProto:
     Raises:
         BatchError: a column has fewer dimensions, or is a nested tensor.
     """
-    for key, column in {**data._columns(), **data.non_tensor_batch}.items():
+
+    def unfold(key: str, column: Any) -> Any:
         if _dense(key, column).ndim < batch_dims:
             raise BatchError(f"{key!r} has {column.ndim} dimensions, of which {batch_dims} cannot be joined")
-    arrays = {key: _joined(array, batch_dims) for key, array in data.non_tensor_batch.items()}
-    batch = None
-    if data.batch is not None:
-        tensors = {key: tensor.flatten(0, batch_dims - 1) for key, tensor in data.batch.items()}
-        num_rows = next((len(column) for column in [*tensors.values(), *arrays.values()]), len(data))
-        batch = TensorDict(tensors, batch_size=(num_rows,), device=data.batch.device)
-    return type(data)(batch=batch, non_tensor_batch=arrays, meta_info=data.meta_info)
+        return column.reshape(prod(column.shape[:batch_dims]), *column.shape[batch_dims:])
 
-
-def _joined(array: Any, batch_dims: int) -> Any:
-    return array.reshape(prod(array.shape[:batch_dims]), *array.shape[batch_dims:])
+    columns_now = [*data._columns().items(), *data.non_tensor_batch.items()]
+    num_rows = len(unfold(*columns_now[0])) if columns_now else len(data)
+    return data._mapped(unfold, num_rows, shares_memory=True)
 
 
 def _dense(key: str, column: Any) -> Any:
