@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
@@ -80,7 +80,7 @@ class DataProtoItem:
     meta_info: dict[str, Any] = field(default_factory=dict)
 
 
-@dataclass(init=False, eq=False, repr=False)
+@dataclass(eq=False, repr=False)
 class DataProto:
     """B rows of named columns.
 
@@ -101,23 +101,17 @@ class DataProto:
     non_tensor_batch: dict[str, np.ndarray] = field(default_factory=dict)
     meta_info: dict[str, Any] = field(default_factory=dict)
 
-    def __init__(
-        self,
-        batch: TensorDict | None = None,
-        non_tensor_batch: dict[str, np.ndarray] | None = None,
-        meta_info: dict[str, Any] | None = None,
-    ) -> None:
-        self._batch: TensorDict | UnbuiltBatch | None = batch
-        self.non_tensor_batch = {} if non_tensor_batch is None else non_tensor_batch
-        self.meta_info = {} if meta_info is None else meta_info
-        self.__post_init__()
-
     def __post_init__(self) -> None:
         """Check the batch; the ``__init__`` of a subclass that is a dataclass calls this too."""
+        if self.non_tensor_batch is None:  # as verl's callers write it
+            self.non_tensor_batch = {}
+        if self.meta_info is None:
+            self.meta_info = {}
         self.check_consistency()
 
     if TYPE_CHECKING:
-        _arrived: serialization.Message  # until a received batch is decoded
+        _batch: ClassVar[Any]  # a TensorDict, an UnbuiltBatch or None
+        _arrived: ClassVar[serialization.Message]  # until a received batch is decoded
     else:
 
         def __getattr__(self, name: str) -> Any:
@@ -453,7 +447,7 @@ class DataProto:
     @classmethod
     def load_from_disk(cls, filepath: str | Path) -> DataProto:
         """Read a batch from a file. Raises `WireError` if `save_to_disk` did not write it."""
-        frames = serialization.read_frames(memoryview(np.fromfile(filepath, dtype=np.uint8)))
+        frames = serialization.read_frames(np.fromfile(filepath, dtype=np.uint8).data)
         parts = decode(frames, max_frames=sys.maxsize, max_bytes=sys.maxsize, writable=True)
         return serialization.from_parts(cls, parts, is_borrowed=False)
 

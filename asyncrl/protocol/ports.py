@@ -18,9 +18,11 @@ class RolloutBuffer(Protocol):
         Returns an empty list when nothing was admitted within the server's long-poll period: ask again, with the
         version that the engine serves by then.
         """
+        ...
 
     async def renew(self, leases: Sequence[Lease]) -> None:
         """Extend the leases that are still held; the others arrive through `revocation`."""
+        ...
 
     async def put(self, group: TrajectoryGroup) -> None:
         """Store a finished group; returns once it is stored. Sent again until acknowledged; stored once.
@@ -29,12 +31,14 @@ class RolloutBuffer(Protocol):
             LeaseExpired: the attempt is no longer the current one; its tokens are counted as dropped.
             VersionTooOld: the group holds a token older than its lease.
         """
+        ...
 
     async def release(self, lease: Lease, *, num_tokens: int, reason: str, drop: bool = False) -> None:
         """Give a lease back unfinished. Its ``num_tokens`` policy tokens count as dropped for ``reason``.
 
         The prompt is queued again, unless ``drop`` says that no further attempt is worth it.
         """
+        ...
 
     def take_progress(self, lease: Lease) -> TrajectoryGroup | None:
         """What an earlier attempt saved of this lease's group, to be continued; asked once, before it begins.
@@ -42,6 +46,7 @@ class RolloutBuffer(Protocol):
         Who takes it reports all tokens, those of the prefix among them, in its put or release. Who does not begins
         afresh, and the prefix counts as dropped when it puts.
         """
+        ...
 
     async def save_progress(self, lease: Lease, group: TrajectoryGroup) -> None:
         """Save a running group with its lease, so that another worker can continue it.
@@ -55,12 +60,15 @@ class RolloutBuffer(Protocol):
             VersionTooOld: the group holds a token older than its lease.
             StoreFull: there is no room for it now.
         """
+        ...
 
     async def revocation(self) -> tuple[int, int]:
         """Wait for the next (group_id, attempt) whose rollout is to be aborted."""
+        ...
 
     async def close(self) -> None:
         """Close the connection."""
+        ...
 
 
 class TrajectorySource(Protocol):
@@ -68,9 +76,11 @@ class TrajectorySource(Protocol):
 
     def fetch(self, group_ids: Sequence[int]) -> list[TrajectoryGroup]:
         """Return planned groups in the order asked for. Arrays are read-only views of the received bytes."""
+        ...
 
     def close(self) -> None:
         """Close the connection."""
+        ...
 
 
 class ControlBuffer(Protocol):
@@ -78,18 +88,24 @@ class ControlBuffer(Protocol):
 
     async def enqueue(self, prompts: Sequence[Prompt]) -> None:
         """Queue prompts; returns when they are queued, which waits while the queue is full."""
+        ...
 
     async def plan(self, version: int) -> Plan:
         """Wait for the batch that the learner consumes at ``version``; asking again gives the same plan."""
+        ...
 
     async def commit(self, version: int) -> BufferStats:
         """Mark the plan of ``version`` consumed: the learner is now at ``version + 1``. Idempotent."""
+        ...
 
     async def stats(self) -> BufferStats:
         """The ledger now."""
+        ...
 
     async def finished(self) -> list[tuple[int, int]]:
         """Ids of the groups that are consumed or dropped, as sorted ranges [start, end)."""
+        ...
 
     async def close(self) -> None:
         """Close the connection."""
+        ...

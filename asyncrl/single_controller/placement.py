@@ -188,4 +188,4 @@ def free_port(port_range: Sequence[int] | None = None) -> int:
     raise UsageError(f"no port of {port_range} is free; widen master_port_range")
 
 
-_free_port_there = ray.remote(num_cpus=0)(free_port)
+_free_port_there: Any = ray.remote(num_cpus=0)(free_port)
