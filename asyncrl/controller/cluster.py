@@ -17,8 +17,8 @@ from asyncrl.protocol.errors import ClusterDiedError, DeadlineError
 
 # Ray starts workers at nice 15 by default, which starves them beside any other load; idle workers started ahead of
 # need cost start-up time and memory that a run of a few actors never earns back; a control service that died on the
-# same machine does not come back, so nobody needs to wait a minute for it; and the children of a worker that died end by
-# themselves, after they have removed what it left.
+# same machine does not come back, so nobody needs to wait a minute for it; and the children of a worker that died end
+# by themselves, after they have removed what it left.
 _OWN_CLUSTER_ENV = {
     "RAY_worker_niceness": "0",
     "RAY_enable_worker_prestart": "0",
