@@ -16,10 +16,9 @@ from typing import Any
 
 from asyncrl.protocol.errors import ReplayBufferError, WireError
 
-from .clock import LoopClock
 from .commands import Enqueue, Frames, GrantedLease, LeaseGroups, Release, Renew, TakeBack
 from .groups import Group
-from .heartbeats import Heartbeats
+from .heartbeats import Heartbeats, LoopClock
 from .ledger import Ledger
 from .messages import REVOKED, Message, Replies, integer, integers
 from .stores import PayloadStore, size_of

@@ -30,9 +30,8 @@ from asyncrl.protocol.types import BufferStats, Lease, Plan, Prompt
 from .client_socket import ClientSocket
 from .encoding import CHUNK_BYTES, JOIN_BELOW_BYTES, group_frames, group_of, prompt_frames, prompt_of
 from .keys import BufferRole, ClientKeys, client_keys
-from .messages import REVOKED, SPACE, Message, integer, integers
+from .messages import REVOKED, SPACE, Message, integer, integers, stats_of, summary_fields, summary_of
 from .stores import size_frame
-from .summaries import stats_of, summary_fields, summary_of
 
 logger = logging.getLogger(__name__)
 

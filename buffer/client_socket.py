@@ -18,11 +18,11 @@ import zmq
 from asyncrl.protocol.errors import DeadlineError, ReplayBufferError, WireError
 
 from . import messages
-from .clock import Deadline, LoopClock
 from .encoding import JOIN_BELOW_BYTES
-from .keys import ClientKeys
+from .heartbeats import Deadline, LoopClock
+from .keys import ClientKeys, secure_client
 from .messages import ACKS, CONNECT, OK, PUSH_ID, PUSHES, Message
-from .sockets import Channel, Chunk, ChunkReceiver, ChunkSender, secure_client
+from .sockets import Channel, Chunk, ChunkReceiver, ChunkSender
 
 _RECONNECT_MS = 50
 _RECONNECT_MAX_MS = 2000

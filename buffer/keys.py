@@ -6,15 +6,23 @@ another key is refused, and a role is refused what is not its work.
 """
 
 import json
+import logging
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 import zmq
+from zmq.utils import z85
 
 from .messages import CONNECT
+from .sockets import Channel
 
+logger = logging.getLogger(__name__)
+
+_ZAP_DOMAIN = "buffer"
+_ZAP_ADDRESS = "inproc://zeromq.zap.01"
 _LOOPBACK = ("127.", "localhost", "::1", "[::1]")
 
 
@@ -131,3 +139,50 @@ def check_exposure(host: str, keys: str) -> None:
             f"buffer.host={host} is reachable from other machines and buffer.keys is empty; make keys with "
             "buffer.keys.make_keys, or bind 127.0.0.1"
         )
+
+
+def secure_server(socket: zmq.Socket[Any], keys: ServerKeys) -> None:
+    """Make a socket that is to be bound speak CURVE."""
+    socket.setsockopt(zmq.CURVE_SERVER, 1)
+    socket.setsockopt_string(zmq.CURVE_PUBLICKEY, keys.public)
+    socket.setsockopt_string(zmq.CURVE_SECRETKEY, keys.secret)
+    socket.setsockopt_string(zmq.ZAP_DOMAIN, _ZAP_DOMAIN)
+
+
+def secure_client(socket: zmq.Socket[Any], keys: ClientKeys) -> None:
+    """Make a socket that is to be connected speak CURVE."""
+    socket.setsockopt_string(zmq.CURVE_SERVERKEY, keys.server_public)
+    socket.setsockopt_string(zmq.CURVE_PUBLICKEY, keys.public)
+    socket.setsockopt_string(zmq.CURVE_SECRETKEY, keys.secret)
+
+
+class KeyGate:
+    """Answers ZMQ's question (ZAP, RFC 27) which role a key has; an unknown key does not enter.
+
+    Args:
+        context: Of the sockets to guard; make the gate before binding them.
+        keys: Whom to let in.
+        on_refused: Called for each key turned away.
+    """
+
+    def __init__(self, context: zmq.Context[Any], keys: ServerKeys, on_refused: Callable[[], None]) -> None:
+        self._roles = {z85.decode(public): role for role, public in keys.role_publics.items()}
+        self._on_refused = on_refused
+        socket = context.socket(zmq.ROUTER)
+        socket.bind(_ZAP_ADDRESS)
+        self._channel = Channel(socket, self._answer)
+
+    def close(self) -> None:
+        """Stop answering."""
+        self._channel.close()
+
+    def _answer(self, frames: list[zmq.Frame]) -> None:
+        parts = [frame.bytes for frame in frames]
+        sender, empty, version, request_id = parts[:4]
+        is_curve = len(parts) == 9 and parts[7] == b"CURVE"
+        role = self._roles.get(parts[8]) if is_curve else None
+        if role is None:
+            self._on_refused()
+            logger.warning("refused a client with an unknown key, from %s", parts[5].decode(errors="replace"))
+        status, text = (b"200", b"OK") if role is not None else (b"400", b"unknown key")
+        self._channel.send([sender, empty, version, request_id, status, text, (role or "").encode(), b""])

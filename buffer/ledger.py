@@ -57,8 +57,7 @@ from .commands import (
 from .config import OnStale
 from .groups import Group, GroupState
 from .ledger_state import LedgerState
-from .room import Room
-from .rule import StalenessRule
+from .rule import Room, StalenessRule
 from .selection import choose_batch, dropped_by, find_filters, find_order, rank_of
 
 

@@ -1,12 +1,17 @@
-"""The staleness rule as arithmetic: when a group is admitted, and which groups a batch must hold.
+"""When a group is admitted: the staleness rule in learner steps, and the room that is left in bytes.
 
-Nothing here keeps state or waits. ``docs/staleness.md`` proves that these two rules together keep every lag within
-``max_lag``. Letters: B groups per learner step, u engine version, w version that is planned next, k learner steps
-from w on.
+Nothing here waits. ``docs/staleness.md`` proves that admission and planning together keep every lag within ``max_lag``,
+and that a bound on bytes never makes everybody wait. Letters: B groups per learner step, u engine version, w version
+that is planned next, k learner steps from w on.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+
+from asyncrl.protocol.errors import ReplayBufferError, StoreFull
+
+from .commands import Reserved
+from .groups import Group, GroupState, GroupTable
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,3 +98,112 @@ class StalenessRule:
             missing.append(max(0, required - num_ready - num_missing))
             num_missing += missing[-1]
         return missing
+
+
+class Room:
+    """The bytes that the stores may still take.
+
+    Args:
+        groups: What is held.
+        max_bytes: Bytes that each store may hold; 0 is no bound. A single store shares its bound with the saved
+            prefixes; beside several stores the prefixes have a bound of the same size for themselves.
+        groups_per_step: B.
+    """
+
+    def __init__(self, groups: GroupTable, *, max_bytes: int, groups_per_step: int) -> None:
+        self._groups = groups
+        self._max_bytes = max_bytes
+        self._groups_per_step = groups_per_step
+        self._is_shared = len(groups.stored_bytes) == 1
+
+    def has_room(self, num_granted: int = 0) -> bool:
+        """Whether one more group fits beside what is held and what the running leases are expected to bring.
+
+        Where nothing runs and no batch is stored or planned, one group may always begin: nothing else would make room.
+
+        Args:
+            num_granted: Leases that are granted in the same breath.
+        """
+        groups = self._groups
+        if not self._max_bytes:
+            return True
+        is_idle = not (num_granted or groups.num_leased or groups.num_planned)
+        if is_idle and groups.num_stored < self._groups_per_step:
+            return True
+        num_bytes = sum(groups.stored_bytes) + groups.prefix_bytes
+        num_bytes += (groups.num_leased + num_granted + 1) * groups.expected_bytes
+        return num_bytes <= self._max_bytes * len(groups.stored_bytes)
+
+    def _num_free(self, store: int, group: Group) -> int:
+        """Bytes that a store may take for a group, in the place of what it holds of it."""
+        num_held = self._groups.stored_bytes[store] - (group.num_bytes if store == group.store else 0)
+        if self._is_shared:
+            num_held += self._groups.prefix_bytes - group.prefix_bytes
+        return self._max_bytes - num_held
+
+    def reserve(self, group: Group, num_bytes: int, *, may_evict: bool) -> Reserved:
+        """The store that takes a running group, and the groups that give way for it.
+
+        Args:
+            group: The group.
+            num_bytes: What its trajectories take.
+            may_evict: No batch is planned, and none can be made of what is stored.
+
+        Raises:
+            StoreFull: it fits when something else has left.
+            ReplayBufferError: it never will.
+        """
+        if not self._max_bytes or 0 < num_bytes <= group.num_bytes:  # reserved before
+            return Reserved(store=group.store)
+        if num_bytes > self._max_bytes:
+            raise ReplayBufferError(
+                f"a group of {num_bytes} bytes is larger than buffer.max_stored_bytes={self._max_bytes}; raise it"
+            )
+        stores = range(len(self._groups.stored_bytes))
+        emptiest_first = sorted(stores, key=lambda store: self._num_free(store, group), reverse=True)
+        num_free = self._num_free(emptiest_first[0], group)
+        if num_bytes <= num_free:
+            return Reserved(store=emptiest_first[0])
+        for store in emptiest_first if may_evict else ():
+            evicted = self._who_gives_way(group, store, num_bytes - self._num_free(store, group))
+            if evicted is not None:
+                return Reserved(store=store, evicted=evicted)
+        raise StoreFull(
+            f"{num_bytes} bytes do not fit: {num_free} of buffer.max_stored_bytes={self._max_bytes} are free; the "
+            "group is sent again when a batch has left"
+        )
+
+    def _who_gives_way(self, group: Group, store: int, num_bytes: int) -> tuple[int, ...] | None:
+        """Groups that hold ``num_bytes`` of a store and are needed later than ``group``; None if they hold less.
+
+        Saved prefixes go first, those of waiting prompts before those of running ones; then what is stored, the latest
+        deadline first.
+        """
+        prefixes = [other for other in self._groups if other.prefix_bytes and other is not group]
+        prefixes.sort(key=lambda other: (other.state is GroupState.leased, -other.place))
+        stored = [other for other in self._groups.of_state(GroupState.stored) if other.store == store]
+        later = [other for other in stored if other.deadline > group.deadline]
+        later.sort(key=lambda other: (-other.deadline, -other.place))
+        evicted: list[int] = []
+        for other in [*(prefixes if self._is_shared else ()), *later]:
+            evicted.append(other.group_id)
+            num_bytes -= other.prefix_bytes if other.summary is None else other.num_bytes
+            if num_bytes <= 0:
+                return tuple(evicted)
+        return None
+
+    def check_prefix(self, group: Group, num_bytes: int) -> None:
+        """Refuse progress of a running group that does not fit.
+
+        Raises:
+            StoreFull: it does not fit now.
+        """
+        if not self._max_bytes:
+            return
+        num_held = self._groups.prefix_bytes - group.prefix_bytes
+        num_held += self._groups.stored_bytes[0] if self._is_shared else 0
+        if num_held + num_bytes > self._max_bytes:
+            raise StoreFull(
+                f"{num_bytes} bytes of progress do not fit beside the {num_held} held, buffer.max_stored_bytes is "
+                f"{self._max_bytes}; nothing was saved"
+            )

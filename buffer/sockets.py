@@ -17,10 +17,8 @@ import zmq
 from asyncrl.protocol.errors import WireError
 
 from .encoding import CHUNK_BYTES
-from .keys import ClientKeys, ServerKeys
 
 WINDOW_BYTES = 4 * CHUNK_BYTES
-ZAP_DOMAIN = "buffer"
 _BURST = 64
 _COPY_BELOW_BYTES = 64 * 1024
 _MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
@@ -98,21 +96,6 @@ class Channel:
                 return num_read
             self._on_message(frames)
         return _BURST
-
-
-def secure_server(socket: zmq.Socket[Any], keys: ServerKeys) -> None:
-    """Make a socket that is to be bound speak CURVE."""
-    socket.setsockopt(zmq.CURVE_SERVER, 1)
-    socket.setsockopt_string(zmq.CURVE_PUBLICKEY, keys.public)
-    socket.setsockopt_string(zmq.CURVE_SECRETKEY, keys.secret)
-    socket.setsockopt_string(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
-
-
-def secure_client(socket: zmq.Socket[Any], keys: ClientKeys) -> None:
-    """Make a socket that is to be connected speak CURVE."""
-    socket.setsockopt_string(zmq.CURVE_SERVERKEY, keys.server_public)
-    socket.setsockopt_string(zmq.CURVE_PUBLICKEY, keys.public)
-    socket.setsockopt_string(zmq.CURVE_SECRETKEY, keys.secret)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

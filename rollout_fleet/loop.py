@@ -46,13 +46,11 @@ from asyncrl.protocol.ports import RolloutBuffer
 from asyncrl.protocol.types import Lease, WeightSnapshot
 
 from .config import RolloutFleetConfig, SaveProgress
-from .engines.engine import Engine
+from .engines.engine import Engine, SampleRequest
 from .engines.model_files import Decode
-from .inflight import ON_ENGINE, GroupPhase, InflightGroup
+from .inflight import ON_ENGINE, GroupPhase, InflightGroup, to_prefixes, to_progress, to_trajectory_group
 from .metrics import FleetCounters, FleetMeter
-from .rewards.reward_processes import RewardProcesses
-from .trajectory_groups import to_prefixes, to_progress, to_trajectory_group
-from .types import SampleRequest
+from .rewards import RewardProcesses
 
 logger = logging.getLogger(__name__)
 

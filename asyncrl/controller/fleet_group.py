@@ -14,9 +14,9 @@ import ray
 
 from asyncrl.config import RunConfig
 from asyncrl.controller.cluster import WORKER_ENV, stop_groups
-from asyncrl.controller.parts import FleetCounts
 from asyncrl.controller.run_folder import RunPaths
 from asyncrl.metrics import Evaluation
+from asyncrl.protocol.ports import FleetCounts
 from asyncrl.protocol.remote import within
 from asyncrl.protocol.types import Prompt, WeightSnapshot
 from asyncrl.single_controller import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup

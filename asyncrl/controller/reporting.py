@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from asyncrl.controller.parts import FleetCounts
 from asyncrl.controller.resume import RunState
 from asyncrl.metrics import Overlap, StepRecord, TrainingResult
 from asyncrl.protocol.errors import AccountError
+from asyncrl.protocol.ports import FleetCounts
 from asyncrl.protocol.types import BufferStats, Plan, TokenAccount
 
 _NOT_METRICS = ("started_at", "ended_at")

@@ -1,15 +1,53 @@
-"""The engine port: what a rollout worker needs from an inference engine, and the checks that every answer passes."""
+"""The engine port: what a rollout worker and its inference engine say to each other, and the checks of every answer."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Collection, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+
 from asyncrl.protocol.errors import EngineError
-from asyncrl.protocol.types import WeightSnapshot
-from rollout_fleet.types import SampleOutput, SampleRequest
+from asyncrl.protocol.types import FinishReason, WeightSnapshot
+from rollout_fleet.config import SamplingConfig
 
 LOGPROB_ROUNDING = 1e-4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SampleRequest:
+    """One response for the engine to sample.
+
+    A response that was begun before, by another worker or before a weight update, is continued by an ordinary request:
+    its prompt ends with the tokens written so far.
+
+    Attributes:
+        id: Unique among the engine's running requests; holds no ``/``. Example: ``"4711-0-3-0"``.
+        prompt_ids: [P] int32 token ids.
+        sampling: How to sample; behaviour log-probs are taken under its temperature.
+    """
+
+    id: str
+    prompt_ids: np.ndarray
+    sampling: SamplingConfig
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SampleOutput:
+    """One sampled response of R tokens; the end-of-sequence token, where sampled, is its last.
+
+    Attributes:
+        token_ids: [R] int32.
+        logprobs: [R] float32, log-prob under the sampling temperature, before top-p and top-k.
+        versions: [R] int32, policy version that the engine reported for each token.
+        finish_reason: None when the sample was aborted; then R may be 0.
+    """
+
+    token_ids: np.ndarray
+    logprobs: np.ndarray
+    versions: np.ndarray
+    finish_reason: FinishReason | None
 
 
 class Engine(Protocol):

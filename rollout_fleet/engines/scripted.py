@@ -14,7 +14,8 @@ import numpy as np
 
 from asyncrl.protocol.errors import EngineError, WorkerDiedError
 from asyncrl.protocol.types import FinishReason, WeightSnapshot
-from rollout_fleet.types import SampleOutput, SampleRequest
+
+from .engine import SampleOutput, SampleRequest
 
 
 @dataclass(frozen=True, kw_only=True)

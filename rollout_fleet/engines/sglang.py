@@ -21,9 +21,8 @@ import numpy as np
 from asyncrl.protocol.errors import AsyncRLError, DeadlineError, EngineError
 from asyncrl.protocol.types import FinishReason, WeightSnapshot
 from rollout_fleet.config import EngineDevice, RolloutFleetConfig, SamplingConfig
-from rollout_fleet.types import SampleOutput, SampleRequest
 
-from .engine import check_output, check_prompt
+from .engine import SampleOutput, SampleRequest, check_output, check_prompt
 from .model_files import ModelFacts, read_model_facts
 from .sglang_client import SGLangClient
 from .sglang_server import SGLangServer

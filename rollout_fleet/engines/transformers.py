@@ -17,9 +17,8 @@ from dataclasses import dataclass, field, replace
 from asyncrl.protocol.errors import AsyncRLError, DeadlineError, EngineError, WorkerDiedError
 from asyncrl.protocol.types import WeightSnapshot
 from rollout_fleet.config import EngineDevice, RolloutFleetConfig
-from rollout_fleet.types import SampleOutput, SampleRequest
 
-from .engine import check_output, check_prompt
+from .engine import SampleOutput, SampleRequest, check_output, check_prompt
 from .model_files import read_model_facts
 from .silence import SilenceWatch
 from .transformers_model import AbortFlag, GenerationModel

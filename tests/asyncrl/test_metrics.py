@@ -16,7 +16,7 @@ from asyncrl.metrics import (
     summary_document,
     write_json,
 )
-from asyncrl.metrics.sinks import DiskError
+from asyncrl.metrics.records import DiskError
 from asyncrl.protocol.types import TokenAccount
 
 

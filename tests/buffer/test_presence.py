@@ -11,7 +11,7 @@ import pytest
 from asyncrl.protocol.errors import LeaseExpired, NotLeaseOwner
 from buffer import BufferClient, BufferConfig, BufferProcess
 from buffer.admission import FairQueue
-from buffer.clock import LoopClock
+from buffer.heartbeats import LoopClock
 from tests.support.buffer_groups import prompt, rollout, running
 
 

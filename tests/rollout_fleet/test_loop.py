@@ -9,8 +9,7 @@ from asyncrl.protocol.types import WeightSnapshot
 from rollout_fleet.config import RolloutFleetConfig
 from rollout_fleet.engines.scripted import ScriptedAnswer, ScriptedEngine
 from rollout_fleet.loop import RolloutLoop
-from rollout_fleet.rewards.registry import BUILT_IN_REWARDS
-from rollout_fleet.rewards.reward_processes import RewardProcesses
+from rollout_fleet.rewards import BUILT_IN_REWARDS, RewardProcesses
 from tests.support.rollout import digits, running_loop, update, writes
 
 pytestmark = pytest.mark.timeout(60)

@@ -10,8 +10,8 @@ import pytest
 from asyncrl.protocol.errors import EngineError
 from asyncrl.protocol.types import FinishReason, WeightSnapshot
 from rollout_fleet.config import EngineDevice, RolloutFleetConfig, SamplingConfig, SGLangConfig
+from rollout_fleet.engines.engine import SampleRequest
 from rollout_fleet.engines.sglang import SGLangEngine, _StreamedSample
-from rollout_fleet.types import SampleRequest
 
 pytestmark = pytest.mark.timeout(30)
 
