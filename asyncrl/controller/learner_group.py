@@ -27,8 +27,7 @@ from buffer import BufferConnection, BufferRole
 from learner.advantages import ADVANTAGES, needs_whole_groups
 from learner.batching import rank_batches
 from learner.config import LearnerConfig
-from learner.remote_scores import RemoteScores
-from learner.roles import ROLES, scored_by
+from learner.roles import ROLES, RemoteScores, scored_by
 from learner.types import RankBatch
 from learner.verl_api import ActorWorker, CriticWorker, ReferenceWorker, RewardModelWorker
 

@@ -35,7 +35,7 @@ def test_every_mini_batch_is_an_update_and_all_tokens_are_trained_once(model_pat
     metrics = policy_step(trainer, AlgorithmConfig(num_mini_batches=4)).run(sequences)
     assert trainer.optimizer.num_updates == 4
     assert metrics["num_tokens"] == sum(s.loss_mask.sum() for s in sequences)
-    assert metrics["num_sequences"] == 12
+    assert metrics["num_trajectories"] == 12
 
 
 def test_the_proximal_policy_is_the_one_before_the_step(model_path: str) -> None:
