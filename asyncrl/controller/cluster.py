@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
@@ -104,12 +104,22 @@ async def stop_groups(groups: Sequence[Any], shutdown: Callable[[], None], timeo
     try:
         # Whatever a dying worker answers no longer matters: it is killed next.
         with contextlib.suppress(Exception):
-            await asyncio.wait_for(all_of([group.execute_all_async("stop") for group in groups]), timeout_s)
+            await asyncio.wait_for(AllOf([group.execute_all_async("stop") for group in groups]), timeout_s)
     finally:
         await asyncio.to_thread(shutdown)
 
 
-async def all_of(pending: Sequence[Awaitable[Any]]) -> None:
-    """Await calls that were made before, one after another."""
-    for result in pending:
-        await result
+class AllOf:
+    """Calls to several groups that were made before, awaited one after another.
+
+    Attributes:
+        futures: References to all results, so that a message can name the workers that are late.
+    """
+
+    def __init__(self, calls: Sequence[Awaitable[Any]]) -> None:
+        self._calls = calls
+        self.futures = [ref for call in calls if isinstance(call, list) for ref in call]
+
+    def __await__(self) -> Generator[Any, None, None]:
+        for call in self._calls:
+            yield from call.__await__()
