@@ -25,11 +25,11 @@ from learner.objectives import policy_objective
 from learner.trainer import LearnerStep, Trainer
 from learner.types import group_sequences
 from learner.weights import SnapshotWriter
+from rollout_fleet.engines.engine import SampleOutput, SampleRequest
 from rollout_fleet.engines.model_files import load_decoder, read_model_facts
 from rollout_fleet.engines.transformers_model import AbortFlag, GenerationModel
-from rollout_fleet.rewards.registry import find_reward
-from rollout_fleet.trajectory_groups import to_trajectory_group
-from rollout_fleet.types import SampleOutput, SampleRequest
+from rollout_fleet.inflight import to_trajectory_group
+from rollout_fleet.rewards import find_reward
 
 
 @dataclass(frozen=True, kw_only=True)

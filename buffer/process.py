@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import IO, NoReturn, Self
 
 from asyncrl.protocol.errors import DeadlineError, WorkerDiedError
-from asyncrl.protocol.process_watch import last_lines, process_end
+from asyncrl.protocol.remote import last_lines, process_end
 
 from .client import BufferConnection
 from .config import BufferConfig

@@ -21,7 +21,7 @@ from asyncrl.protocol.errors import (
     WireError,
     WorkerDiedError,
 )
-from asyncrl.protocol.process_watch import process_end
+from asyncrl.protocol.remote import process_end
 
 from .account import IdSet
 from .admission import PendingRequest, PendingRequests

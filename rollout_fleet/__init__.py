@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from .config import RolloutFleetConfig, SamplingConfig
-from .metrics import FleetCounters
-from .types import EvaluationResult
+from .metrics import EvaluationResult, FleetCounters
 
 if TYPE_CHECKING:
     from .worker import RolloutWorker

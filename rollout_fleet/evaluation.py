@@ -9,10 +9,10 @@ from asyncrl.protocol.errors import RewardError
 from asyncrl.protocol.types import Prompt
 
 from .config import SamplingConfig
-from .engines.engine import Engine
+from .engines.engine import Engine, SampleOutput, SampleRequest
 from .engines.model_files import Decode
-from .rewards.reward_processes import RewardProcesses
-from .types import EvaluationResult, SampleOutput, SampleRequest
+from .metrics import EvaluationResult
+from .rewards import RewardProcesses
 
 logger = logging.getLogger(__name__)
 

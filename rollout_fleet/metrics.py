@@ -1,4 +1,4 @@
-"""Counts what a rollout worker does and where its time goes. Pure except for the clock."""
+"""What a rollout worker has done, where its time went, and how its policy did on held-out prompts."""
 
 from __future__ import annotations
 
@@ -36,6 +36,21 @@ class FleetCounters:
     wait_s: float
     load_s: tuple[float, ...]
     reward_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvaluationResult:
+    """Rewards of held-out prompts.
+
+    Attributes:
+        rewards: One float per sample, prompt by prompt.
+        mean_length: Mean response length in tokens; 0 without prompts.
+        num_failed: Prompts whose reward failed; ``rewards`` leaves them out.
+    """
+
+    rewards: tuple[float, ...]
+    mean_length: float
+    num_failed: int = 0
 
 
 class FleetMeter:

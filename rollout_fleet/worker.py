@@ -14,13 +14,12 @@ from asyncrl.protocol.types import Prompt, WeightSnapshot
 from asyncrl.single_controller import Dispatch, Worker, register
 
 from .config import RolloutFleetConfig, SamplingConfig
-from .engines.factory import make_engine
+from .engines import make_engine
 from .engines.model_files import load_decoder
 from .evaluation import evaluate_prompts
 from .loop import RolloutLoop
-from .metrics import FleetCounters
-from .rewards.reward_processes import RewardProcesses
-from .types import EvaluationResult
+from .metrics import EvaluationResult, FleetCounters
+from .rewards import RewardProcesses
 
 logger = logging.getLogger(__name__)
 

@@ -35,7 +35,7 @@ from asyncrl.data.prompts import PromptStream, load_eval_prompts
 from asyncrl.data.tokenization import load_tokenizer
 from asyncrl.metrics import TerminalView
 from asyncrl.protocol.errors import AsyncRLError, ClusterDiedError, DeadlineError
-from asyncrl.protocol.process_watch import last_lines
+from asyncrl.protocol.remote import last_lines
 from asyncrl.protocol.types import Prompt
 from asyncrl.sft.warm_start import finished_warm_start, warm_start
 

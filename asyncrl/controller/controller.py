@@ -1,6 +1,6 @@
 """The training loops: one asyncio process that sees metadata only.
 
-Four loops, what each waits for, and who wakes it::
+The four loops of `Controller`, what each waits for, and who wakes it::
 
     feed      waits for room in the buffer's queue    ── woken by the buffer, when a lease is granted
     plan      waits for a place in the pipeline       ── woken by complete, when it commits a step
@@ -21,22 +21,44 @@ learner's version is admitted without any further commit (docs/staleness.md).
 
 The plan loop queues a checkpoint on the ranks between two updates, with what the run needs to go on
 (asyncrl/controller/resume.py); the ranks write it while they train on.
+
+`ColocatedController` has devices that both pools share. Beside feed it has one loop, in which each step waits for the
+one before::
+
+    buffer fills a batch ─▶ engines let what runs end, and release the device ─▶ learner takes it, and updates
+          ▲                                                                             │
+          └── engines take the device back, load the weights, go on ◀── learner publishes, and offloads
+
+The same ledger holds the staleness bound: what still runs when a batch is full ends under the old weights, is stored,
+and is trained on with a lag of one step or more.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 from asyncrl.config import RunConfig
-from asyncrl.controller.parts import FleetPort, LearnerPort, PromptSource
 from asyncrl.controller.reporting import Reporter
 from asyncrl.controller.resume import Checkpointer, RunState
 from asyncrl.metrics import StepRecord, TrainingResult
-from asyncrl.protocol.ports import ControlBuffer
+from asyncrl.protocol.ports import (
+    ColocatedFleetPort,
+    ColocatedLearnerPort,
+    ControlBuffer,
+    FleetPort,
+    LearnerPort,
+    PromptSource,
+)
 from asyncrl.protocol.types import Plan, WeightSnapshot
+
+LearnerT = TypeVar("LearnerT", bound=LearnerPort)
+FleetT = TypeVar("FleetT", bound=FleetPort)
+Loop = Callable[[], Coroutine[Any, Any, None]]
 
 # The step that the ranks compute, and one queued behind it: enough that they never wait for the controller.
 _PIPELINE_STEPS = 2
@@ -54,16 +76,16 @@ class _QueuedStep:
     checkpoint: Awaitable[str] | None
 
 
-class Controller:
-    """Drives buffer, learner and fleet through ``total_steps`` learner steps, or through what is left of them."""
+class _Training(ABC, Generic[LearnerT, FleetT]):
+    """What both controllers do: feed prompts, run their loops to the end, and close the account."""
 
     def __init__(
         self,
         config: RunConfig,
         *,
         buffer: ControlBuffer,
-        learner: LearnerPort,
-        fleet: FleetPort,
+        learner: LearnerT,
+        fleet: FleetT,
         prompts: PromptSource,
         on_step: Callable[[StepRecord], None],
         resumed: RunState | None = None,
@@ -82,13 +104,9 @@ class Controller:
         self._checkpointer = Checkpointer(
             config, buffer=buffer, learner=learner, fleet=fleet, prompts=prompts, resumed=resumed
         )
-        self._steps: asyncio.Queue[_QueuedStep] = asyncio.Queue()
-        self._places = asyncio.Semaphore(_PIPELINE_STEPS)
-        self._newest: WeightSnapshot | None = None
-        self._published = asyncio.Condition()
 
     async def train(self) -> None:
-        """Train to the last step and publish its weights.
+        """Train to the last step, or through what is left of them, and publish its weights.
 
         Raises:
             AsyncRLError: a part died or missed its deadline; the message names it.
@@ -96,10 +114,7 @@ class Controller:
         self._reporter.begin()
         async with asyncio.TaskGroup() as tasks:
             feed = tasks.create_task(self._feed(), name="feed")
-            plan = tasks.create_task(self._plan(), name="plan")
-            complete = tasks.create_task(self._complete(), name="complete")
-            publish = tasks.create_task(self._publish(), name="publish")
-            await asyncio.gather(plan, complete, publish)
+            await asyncio.gather(*(tasks.create_task(loop()) for loop in self._loops()))
             feed.cancel()
 
     async def account(self) -> TrainingResult:
@@ -111,17 +126,41 @@ class Controller:
         counts = await self._fleet.drain()
         return self._reporter.result(await self._buffer.stats(), counts)
 
+    @abstractmethod
+    def _loops(self) -> Sequence[Loop]:
+        """The loops that end with the last step."""
+
     async def _feed(self) -> None:
         while True:
             await self._buffer.enqueue(self._prompts.take(self._prompts_per_call))
 
+    async def _planned(self, version: int) -> tuple[Plan, float]:
+        """The batch of a step, and the seconds spent waiting for it."""
+        asked_s = time.monotonic()
+        plan = await self._buffer.plan(version)
+        waited_s = time.monotonic() - asked_s
+        self._checkpointer.planned(plan)
+        return plan, waited_s
+
+
+class Controller(_Training[LearnerPort, FleetPort]):
+    """Generates and trains at the same time."""
+
+    def __init__(self, config: RunConfig, **parts: Any) -> None:
+        """Take the parts of every controller."""
+        super().__init__(config, **parts)
+        self._steps: asyncio.Queue[_QueuedStep] = asyncio.Queue()
+        self._places = asyncio.Semaphore(_PIPELINE_STEPS)
+        self._newest: WeightSnapshot | None = None
+        self._published = asyncio.Condition()
+
+    def _loops(self) -> Sequence[Loop]:
+        return self._plan, self._complete, self._publish
+
     async def _plan(self) -> None:
         for version in self._versions:
             await self._places.acquire()
-            asked_s = time.monotonic()
-            plan = await self._buffer.plan(version)
-            waited_s = time.monotonic() - asked_s
-            self._checkpointer.planned(plan)
+            plan, waited_s = await self._planned(version)
             plan = await self._learner.scored(plan)
             step = _QueuedStep(
                 plan=plan,
@@ -167,3 +206,28 @@ class Controller:
 
     def _has_newer_weights(self) -> bool:
         return self._newest is not None and self._newest.version > self._reporter.engine_version
+
+
+class ColocatedController(_Training[ColocatedLearnerPort, ColocatedFleetPort]):
+    """Lets both pools take turns on the same devices, with the learner offloaded and the engines up when it begins."""
+
+    def _loops(self) -> Sequence[Loop]:
+        return (self._take_turns,)
+
+    async def _take_turns(self) -> None:
+        for version in self._versions:
+            plan, waited_s = await self._planned(version)
+            await self._fleet.release_device()
+            await self._learner.trainer_mode()
+            plan = await self._learner.scored(plan)
+            metrics = await self._learner.update(plan)
+            metrics = {**metrics, **await self._learner.update_critic(plan)}
+            checkpoint = await self._checkpointer.save_if_due(version + 1)
+            snapshot = await self._learner.rollout_mode(version + 1)
+            stats = await self._buffer.commit(version)
+            self._checkpointer.committed(version)
+            self._reporter.published(snapshot.version, await self._fleet.load(snapshot))
+            if checkpoint is not None:
+                await checkpoint
+            counts = await self._fleet.counters()
+            self._reporter.step(plan, plan_wait_s=waited_s, metrics=metrics, stats=stats, counts=counts)

@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from asyncrl.controller.parts import FleetCounts
 from asyncrl.controller.resume import RunState
 from asyncrl.metrics import Overlap, StepRecord, TrainingResult
 from asyncrl.protocol.errors import AccountError
+from asyncrl.protocol.ports import FleetCounts
 from asyncrl.protocol.types import BufferStats, Plan, TokenAccount
 
 _NOT_METRICS = ("started_at", "ended_at")
@@ -85,6 +85,7 @@ class Reporter:
                 buffer_groups=stats.groups["stored"],
                 leased_groups=stats.groups["leased"],
                 dropped_groups=stats.groups["dropped"],
+                failed_groups=sum(counts.groups_failed.values()),
                 kept_length=stats.mean_length_kept,
                 dropped_length=stats.mean_length_dropped,
                 engine_version=self.engine_version,
@@ -126,6 +127,7 @@ class Reporter:
             max_lag_before=max(before.lag_histogram, default=0),
             lag_histogram=dict(sorted(lags.items())),
             tokens_dropped=dict(dropped),
+            groups_failed=dict(counts.groups_failed),
         )
 
     def _batch_numbers(self, plan: Plan) -> dict[str, Any]:

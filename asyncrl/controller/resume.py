@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.config import RunConfig, learner_roles
-from asyncrl.controller.parts import FleetPort, LearnerPort, PromptSource
 from asyncrl.data.prompts import PromptStream
-from asyncrl.protocol.ports import ControlBuffer
+from asyncrl.protocol.ports import ControlBuffer, FleetPort, LearnerPort, PromptSource
 from asyncrl.protocol.types import BufferStats, Plan, Prompt
 from buffer.config import BufferConfig, Durability
 from buffer.keys import BufferRole, client_keys, server_keys

@@ -18,11 +18,9 @@ from typing import Any, TypeAlias, TypeVar
 
 from asyncrl.config import RunConfig, stop_deadlines
 from asyncrl.controller.cluster import ray_cluster
-from asyncrl.controller.colocated import ColocatedController
-from asyncrl.controller.controller import Controller
+from asyncrl.controller.controller import ColocatedController, Controller
 from asyncrl.controller.fleet_group import FleetGroup
 from asyncrl.controller.learner_group import LearnerGroup
-from asyncrl.controller.parts import PromptSource
 from asyncrl.controller.resume import Resumed, ResumedPrompts, RunState, begin_buffer_at, find_checkpoint
 from asyncrl.controller.run_folder import RunPaths, shared_folder
 from asyncrl.data.prompts import PromptStream
@@ -36,6 +34,7 @@ from asyncrl.metrics import (
     summary_document,
     write_json,
 )
+from asyncrl.protocol.ports import PromptSource
 from asyncrl.protocol.types import Prompt, WeightSnapshot
 from asyncrl.single_controller import ray_death
 from buffer import BufferClient, BufferConnection, BufferProcess

@@ -1,7 +1,15 @@
 """Metrics: typed records, the files they go to, and the view on the terminal."""
 
-from .records import Evaluation, Overlap, StepRecord, TrainingResult, summary_document
-from .sinks import MetricsWriter, plot_reward, write_json
+from .records import (
+    Evaluation,
+    MetricsWriter,
+    Overlap,
+    StepRecord,
+    TrainingResult,
+    plot_reward,
+    summary_document,
+    write_json,
+)
 from .terminal import TerminalView
 
 __all__ = [

@@ -1,11 +1,16 @@
-"""What a run measures, as typed records: one per learner step, one for the whole run."""
+"""What a run measures, as typed records, and where they go: ``metrics.jsonl``, TensorBoard events, ``reward.png``."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
+from asyncrl.protocol.errors import AsyncRLError
 from asyncrl.protocol.types import TokenAccount
 
 
@@ -27,6 +32,7 @@ class StepRecord:
         buffer_groups: Groups stored, waiting for a batch.
         leased_groups: Groups being generated.
         dropped_groups: Groups dropped since training began, by ``buffer.filters`` or ``buffer.on_stale``.
+        failed_groups: Attempts that failed since training began: the reward failed, or the engine aborted the group.
         kept_length: Mean response length of all samples trained on so far, in tokens.
         dropped_length: The same of all samples dropped so far; against ``kept_length`` it is the length bias.
         engine_version: Oldest policy version that an engine serves.
@@ -49,6 +55,7 @@ class StepRecord:
     buffer_groups: int
     leased_groups: int
     dropped_groups: int = 0
+    failed_groups: int = 0
     kept_length: float = 0.0
     dropped_length: float = 0.0
     engine_version: int
@@ -72,12 +79,14 @@ class Evaluation:
         sampled: Mean reward at the training temperature.
         greedy: Mean reward of greedy decoding.
         num_prompts: Prompts evaluated.
+        num_failed: Prompts whose reward failed, over both kinds of decoding; the means leave them out.
         policy_version: Version that the engines served.
     """
 
     sampled: float
     greedy: float
     num_prompts: int
+    num_failed: int = 0
     policy_version: int
 
 
@@ -114,6 +123,7 @@ class TrainingResult:
         max_lag_before: The same of the runs that it resumes; they may have had another bound. 0 where there were none.
         lag_histogram: Lag in learner steps to number of consumed groups.
         tokens_dropped: Dropped tokens by reason.
+        groups_failed: Failed attempts of this run by reason; see `StepRecord`.
     """
 
     policy_version: int
@@ -124,6 +134,7 @@ class TrainingResult:
     max_lag_before: int = 0
     lag_histogram: Mapping[int, int]
     tokens_dropped: Mapping[str, int]
+    groups_failed: Mapping[str, int] = field(default_factory=dict)
 
 
 def summary_document(
@@ -165,5 +176,98 @@ def summary_document(
             "histogram": {str(lag): count for lag, count in sorted(result.lag_histogram.items())},
         },
         "tokens": asdict(result.tokens) | {"dropped_by_reason": dict(result.tokens_dropped)},
+        "groups_failed": dict(result.groups_failed),
         "overlap": asdict(result.overlap) | {"efficiency": result.overlap.efficiency},
     }
+
+
+class DiskError(AsyncRLError):
+    """A file of the run cannot be written."""
+
+
+class MetricsWriter:
+    """Writes each record as a line of ``metrics.jsonl`` and as TensorBoard scalars."""
+
+    def __init__(self, run_dir: Path) -> None:
+        from torch.utils.tensorboard import SummaryWriter  # takes a second: only where a run begins
+
+        self._path = run_dir / "metrics.jsonl"
+        self._file = self._path.open("w", buffering=1)
+        self._events = SummaryWriter(log_dir=str(run_dir / "tensorboard"), flush_secs=10)
+
+    def write(self, record: StepRecord) -> None:
+        """Write one step.
+
+        Raises:
+            DiskError: the file cannot be written; the message names the process and the path.
+        """
+        numbers = record.flat()
+        with writing(self._path):
+            self._file.write(json.dumps(numbers) + "\n")
+        for name, value in numbers.items():
+            self._events.add_scalar(name.replace(".", "/"), value, record.step)
+
+    def close(self) -> None:
+        """Flush and close both files."""
+        with suppress(OSError):  # `write` has said so before
+            self._file.close()
+        self._events.close()
+
+
+def write_json(path: Path, document: dict[str, Any]) -> None:
+    """Write a JSON file whole or not at all."""
+    partial = path.with_suffix(path.suffix + ".partial")
+    with writing(path):
+        partial.write_text(json.dumps(document, indent=2) + "\n")
+        os.replace(partial, path)
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Name the process and the path where the controller cannot write a file.
+
+    Raises:
+        DiskError: in place of the OSError.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise DiskError(
+            f"the controller cannot write {path}: {error.strerror}; free space there, or name another output_dir"
+        ) from error
+
+
+def plot_reward(path: Path, records: Sequence[StepRecord], before: Evaluation | None, after: Evaluation | None) -> None:
+    """Draw reward and lag over the learner steps, with the held-out evaluations as marks."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, (top, bottom) = plt.subplots(2, 1, figsize=(8, 6), sharex=True, height_ratios=(3, 1), layout="constrained")
+    steps = [record.step for record in records]
+    top.plot(steps, [record.reward for record in records], linewidth=0.8, alpha=0.45, label="training batch")
+    top.plot(steps, _running_mean([record.reward for record in records], 10), label="training batch, mean of 10")
+    last = steps[-1] + 1 if steps else 0
+    for evaluation, step in ((before, 0), (after, last)):
+        if evaluation is not None:
+            top.plot(step, evaluation.sampled, "o", color="tab:green", label="held out, sampled" if step == 0 else None)
+            top.plot(step, evaluation.greedy, "^", color="tab:red", label="held out, greedy" if step == 0 else None)
+    top.set(ylabel="reward", ylim=(-0.02, 1.02))
+    top.grid(alpha=0.3)
+    top.legend(loc="lower right")
+    bottom.step(steps, [record.lag_max for record in records], where="mid", label="largest")
+    bottom.plot(steps, [record.lag_mean for record in records], label="mean")
+    bottom.set(xlabel="learner step", ylabel="lag (steps)")
+    bottom.grid(alpha=0.3)
+    bottom.legend(loc="upper right")
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def _running_mean(values: Sequence[float], width: int) -> list[float]:
+    means = []
+    for end in range(1, len(values) + 1):
+        window = values[max(0, end - width) : end]
+        means.append(sum(window) / len(window))
+    return means

@@ -72,8 +72,8 @@ def encode(value: Any, *, foreign: list[Any] | None = None, max_depth: int | Non
         value: None, bool, int, float, complex, str, bytes, aware datetimes; lists, tuples and dicts; numpy arrays and
             scalars of every dtype (object arrays of the types in this list; structured arrays with named fields); if
             torch is loaded, dense and nested tensors of any dtype of whole bytes. Subclasses are refused.
-        foreign: If given, values of any other type are appended to it and referred to by position. The transport
-            must carry this list itself and pass it to `decode`.
+        foreign: If given, values of any other type are appended to it; the transport carries it, and passes it to
+            `decode`.
         max_depth: Limit on nested containers; None leaves it to msgpack, which packs about 500.
 
     Returns:
@@ -81,8 +81,8 @@ def encode(value: Any, *, foreign: list[Any] | None = None, max_depth: int | Non
         must not be written to until the frames are sent.
 
     Raises:
-        WireError: the value holds something that is not listed above, nests deeper than ``max_depth``, or holds
-            itself; the message says where.
+        WireError: the value holds something else, nests deeper than ``max_depth``, or holds itself; the message says
+            where.
     """
     encoder = Encoder(foreign)
     try:
@@ -90,7 +90,7 @@ def encode(value: Any, *, foreign: list[Any] | None = None, max_depth: int | Non
             check_depth(value, max_depth)
         return [_PREFIX + encoder.pack(value), *encoder.buffers]
     except Unsupported as error:
-        raise WireError(f"{path_to(error.value, value)}: {error}") from error
+        raise WireError(f"{path_to(error.value, value) or 'value'}: {error}") from error
     except (ValueError, OverflowError) as error:
         raise WireError(f"the value does not travel: {error}") from error
 
@@ -159,12 +159,7 @@ def _checked_views(frames: Sequence[Frame], max_frames: int, max_bytes: int) -> 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Mark:
-    """First item of a list that encodes another container.
-
-    Attributes:
-        sent: What is written to the header.
-        build: ``(decoder, items after the mark)`` to the value.
-    """
+    """First item of a list that encodes another container, which ``build(decoder, items after the mark)`` makes."""
 
     sent: msgpack.ExtType
     build: Callable[[Any, list[Any]], Any]
@@ -414,20 +409,11 @@ def check_depth(value: Any, max_depth: int) -> None:
         raise ValueError(f"containers nest deeper than {max_depth}, or one holds itself")
 
 
-def path_to(target: Any, value: Any) -> str:
+def path_to(target: Any, value: Any, path: str = "value") -> str | None:
     """The path to ``target`` within ``value``, by identity. Example: ``value['meta_info']['paths'][0]``."""
-    found = _search(target, value, "value")
-    return "value" if found is None else found
-
-
-def _search(target: Any, value: Any, path: str) -> str | None:
     if value is target:
         return path
-    for step, item in _steps(value):
-        found = _search(target, item, path + step)
-        if found is not None:
-            return found
-    return None
+    return next(filter(None, (path_to(target, item, path + step) for step, item in _steps(value))), None)
 
 
 def _steps(value: Any) -> Iterator[tuple[str, Any]]:

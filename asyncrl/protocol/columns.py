@@ -1,17 +1,116 @@
-"""Named columns: checked against one another, renamed, merged by name, and built into a TensorDict when first read."""
+"""Columns by name and their rows: taken, joined, checked, merged and compared. Nested tensors too."""
 
 from __future__ import annotations
 
 from collections.abc import ItemsView, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 
 from .errors import BatchError
-from .rows import cat_rows, is_nested, leading_shape, take_rows
+
+
+def as_index(idxs: Any, num_rows: int) -> np.ndarray:
+    """Positions (int64, from 0) that an index of positions or a mask means.
+
+    Args:
+        idxs: A list, tuple, array or tensor, of one dimension: integers in [-B, B), or B bools.
+        num_rows: B.
+
+    Raises:
+        TypeError: they are neither integers nor bools.
+        IndexError: a position is outside the batch, or there are not B bools, or there are more dimensions.
+    """
+    index = np.asarray(idxs.detach().cpu() if isinstance(idxs, torch.Tensor) else idxs)
+    if index.ndim != 1:
+        raise IndexError(f"an index of rows must have one dimension, got shape {index.shape}")
+    if index.dtype == bool:
+        if len(index) != num_rows:
+            raise IndexError(f"a mask must have one bool for each of {num_rows} rows, got {len(index)}")
+        return index.nonzero()[0]
+    if not index.size:
+        return np.empty(0, dtype=np.int64)
+    if index.dtype.kind not in "iu":
+        raise TypeError(f"rows are indexed by integers or bools, got {index.dtype}")
+    index = index.astype(np.int64)
+    if index.min() < -num_rows or index.max() >= num_rows:
+        raise IndexError(f"rows {index.min()} to {index.max()} asked for, of a batch of {num_rows} rows")
+    return np.where(index < 0, index + num_rows, index)
+
+
+def as_counts(repeat_times: Any, num_rows: int) -> np.ndarray:
+    """One count (int64) for each row. Raises `BatchError` for anything else."""
+    counts = np.asarray(repeat_times.detach().cpu() if isinstance(repeat_times, torch.Tensor) else repeat_times)
+    if counts.shape != (num_rows,):
+        raise BatchError(f"repeat_times must have one count for each of {num_rows} rows, got shape {counts.shape}")
+    if num_rows and (counts.dtype.kind not in "iu" or counts.min() < 0):
+        raise BatchError(f"repeat_times must be integers >= 0, got {counts.dtype} from {counts.min()}")
+    return counts.astype(np.int64)
+
+
+def take_rows(column: Any, rows: slice | np.ndarray) -> Any:
+    """The rows of a slice with a positive step, which shares the memory of dense columns, or copies at positions."""
+    if isinstance(column, np.ndarray):
+        return column[rows]
+    if not is_nested(column):
+        return column[rows if isinstance(rows, slice) else torch.from_numpy(rows).to(column.device)]
+    parts = rows_of(column)
+    return nested_of(parts[rows] if isinstance(rows, slice) else [parts[row] for row in rows.tolist()], column)
+
+
+def cat_rows(tensors: Sequence[Any]) -> Any:
+    """Lay tensors end to end along the rows; nested ones by their rows."""
+    if not any(map(is_nested, tensors)):
+        return torch.cat(list(tensors), dim=0)
+    if not all(map(is_nested, tensors)):
+        raise BatchError("nested and dense tensors cannot be joined; make all of them nested")
+    return nested_of([row for tensor in tensors for row in rows_of(tensor)], tensors[0])
+
+
+def stack_rows(rows: Sequence[torch.Tensor]) -> torch.Tensor:
+    """One tensor of these rows: dense, or jagged where their first dimensions differ."""
+    if len({row.shape for row in rows}) == 1:
+        return torch.stack(list(rows))
+    return torch.nested.as_nested_tensor(list(rows), layout=torch.jagged)
+
+
+def unfold_columns(values: Any, n_split: int, key: str) -> Any:
+    """Cut the second dimension into ``n_split`` parts, each a row of its own."""
+    if is_nested(values) or values.ndim < 2:
+        raise BatchError(f"{key!r} has no second dimension of one length, which split_keys must have")
+    rows, columns = values.shape[:2]
+    if columns % n_split != 0:
+        raise BatchError(f"{key!r} has {columns} columns, which {n_split} does not divide")
+    return values.reshape(rows * n_split, columns // n_split, *values.shape[2:])
+
+
+def is_nested(tensor: Any) -> bool:
+    """Whether this is a nested tensor; a TensorDict within a batch is not."""
+    return isinstance(tensor, torch.Tensor) and tensor.is_nested
+
+
+def rows_of(nested: Any) -> list[torch.Tensor]:
+    """The rows of a nested tensor, as views."""
+    if nested.layout is not torch.jagged:
+        return list(nested.unbind())
+    offsets, lengths = nested.offsets(), nested.lengths()
+    starts, sizes = offsets[:-1].tolist(), (offsets.diff() if lengths is None else lengths).tolist()
+    values, dim = nested.values(), nested._ragged_idx - 1
+    return [values.narrow(dim, start, size) for start, size in zip(starts, sizes, strict=True)]
+
+
+def nested_of(rows: Sequence[torch.Tensor], like: Any) -> Any:
+    """A nested tensor of these rows, with the layout and the ragged dimension of another."""
+    if like.layout is not torch.jagged:
+        return torch.nested.as_nested_tensor(list(rows), layout=like.layout)
+    values, dim = like.values(), like._ragged_idx - 1
+    sizes = torch.tensor([0, *(row.shape[dim] for row in rows)], device=values.device)
+    offsets = sizes.cumsum(0).to(like.offsets().dtype)
+    joined = torch.cat(list(rows), dim=dim) if rows else values.narrow(dim, 0, 0)
+    return torch.nested.nested_tensor_from_jagged(joined, offsets, jagged_dim=dim + 1)
 
 
 def object_array(values: Any) -> np.ndarray:
@@ -27,20 +126,16 @@ def object_array(values: Any) -> np.ndarray:
 
 def tensors_together(tensors: Mapping[str, Any], num_batch_dims: int) -> TensorDict | None:
     """A TensorDict of the tensors, None of none. Raises `BatchError` unless their leading dimensions agree."""
-    sizes = {key: leading_shape(tensor, num_batch_dims) for key, tensor in tensors.items()}
+    sizes = {
+        key: (tensor.size(0),) if is_nested(tensor) else tuple(tensor.shape[:num_batch_dims])
+        for key, tensor in tensors.items()
+    }
     for key, size in sizes.items():
         if not size:
             raise BatchError(f"tensor {key!r} has no dimension, and needs one for the rows; put it into meta_info")
     if len(set(sizes.values())) > 1:
         raise BatchError(f"tensors must have the same first dimension, got {sizes}")
     return TensorDict(source=dict(tensors), batch_size=next(iter(sizes.values()))) if tensors else None
-
-
-def arrays_of(non_tensors: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """Arrays unchanged, anything else as object arrays."""
-    if not isinstance(non_tensors, Mapping):
-        raise BatchError(f"non_tensors must be a dict of arrays or lists, got {type(non_tensors).__name__}")
-    return {key: value if isinstance(value, np.ndarray) else object_array(value) for key, value in non_tensors.items()}
 
 
 def check_rows(batch: TensorDict | None, arrays: Mapping[str, Any], num_rows: int) -> None:
@@ -52,15 +147,6 @@ def check_rows(batch: TensorDict | None, arrays: Mapping[str, Any], num_rows: in
             raise BatchError(f"non_tensor_batch[{key!r}] must be a numpy array, got {type(array).__name__}")
         if array.ndim == 0 or len(array) != num_rows:
             raise BatchError(f"non_tensor_batch[{key!r}] has shape {array.shape}, the batch has {num_rows} rows")
-
-
-def as_names(keys: Any) -> list[str]:
-    """One name or several as a list."""
-    if isinstance(keys, str):
-        return [keys]
-    if not isinstance(keys, list | tuple):
-        raise TypeError(f"names must be a string or a list of strings, got {type(keys).__name__}")
-    return list(keys)
 
 
 def picked(entries: dict[str, Any], keys: Iterable[str] | None) -> dict[str, Any]:
@@ -81,13 +167,12 @@ def pop_all(parts: Mapping[str, Any], wanted: Sequence[list[str]]) -> list[dict[
     return [{key: part.pop(key) for key in keys} for keys, part in zip(wanted, parts.values(), strict=True)]
 
 
-def rename_tensors(batch: TensorDict, old: list[str], new: list[str]) -> None:
-    """Give tensors new names, in place; names may be exchanged.
-
-    Raises:
-        ValueError: there are not as many new names as old ones, or one stands twice.
-        BatchError: there is no such tensor.
-    """
+def rename_tensors(batch: TensorDict, old_keys: Any, new_keys: Any) -> None:
+    """Give tensors new names, in place; names may be exchanged."""
+    for keys in (old_keys, new_keys):
+        if not isinstance(keys, str | list | tuple):
+            raise TypeError(f"names must be a string or a list of strings, got {type(keys).__name__}")
+    old, new = ([keys] if isinstance(keys, str) else list(keys) for keys in (old_keys, new_keys))
     if len(old) != len(new) or len(set(old)) != len(old) or len(set(new)) != len(new):
         raise ValueError(f"rename needs as many new names as old ones, each once, got {old} and {new}")
     (tensors,) = pop_all({"batch": batch}, [old])
@@ -140,32 +225,6 @@ class UnbuiltBatch:
 
     def _build(self, tensors: dict[str, Any]) -> TensorDict:
         return TensorDict(tensors, batch_size=self.batch_size, device=self.device)
-
-
-class BuiltWhenRead:
-    """The attribute ``batch`` of a `DataProto`: a TensorDict or None, built when it is first read.
-
-    On the class itself it is None, which `dataclasses` takes for the field's default.
-    """
-
-    @overload
-    def __get__(self, data: None, kind: Any = None) -> None: ...
-
-    @overload
-    def __get__(self, data: object, kind: Any = None) -> TensorDict | None: ...
-
-    def __get__(self, data: Any, kind: Any = None) -> TensorDict | None:
-        if data is None:
-            return None
-        if isinstance(data._batch, UnbuiltBatch):
-            data._batch = data._batch.build()
-        return data._batch
-
-    def __set__(self, data: Any, batch: TensorDict | UnbuiltBatch | None) -> None:
-        data._batch = batch
-
-
-BUILT_WHEN_READ = BuiltWhenRead()
 
 
 def sort_tensordict(
@@ -249,6 +308,9 @@ def _together(rest: Any, nested: dict[str, Any]) -> TensorDictBase:
     return rest
 
 
+_DROP_ONE = "Drop or rename one of them"
+
+
 def union_tensor_dict(tensor_dict1: TensorDict | None, tensor_dict2: TensorDict | None) -> TensorDict | None:
     """Add the second's tensors to the first, in place. A tensor in both must be equal, NaN to NaN.
 
@@ -265,7 +327,7 @@ def union_tensor_dict(tensor_dict1: TensorDict | None, tensor_dict2: TensorDict 
     own = dict(tensor_dict1.items())
     added = {key: value for key, value in tensor_dict2.items() if key not in own}
     for key, value in tensor_dict2.items():
-        if key in own and not _entries_equal(own[key], value):
+        if key in own and not deep_equal(own[key], value):
             raise BatchError(f"`{key}` in tensor_dict1 and tensor_dict2 are not the same object. {_DROP_ONE}")
     for key, value in added.items():
         tensor_dict1[key] = value
@@ -352,18 +414,6 @@ def merge_meta_info(meta_infos: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return merged
 
 
-_DROP_ONE = "Drop or rename one of them"
-
-
-def _entries_equal(a: Any, b: Any) -> bool:
-    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-        return tensors_equal(a, b)
-    return type(a) is type(b) and bool((a == b).all())  # a TensorDict within the TensorDict
-
-
-_Pairs = frozenset[tuple[int, int]]
-
-
 def deep_equal(a: Any, b: Any) -> bool:
     """Equality of type and value that looks into arrays, tensors and containers; NaN equals NaN.
 
@@ -382,14 +432,16 @@ def facts_equal(a: Any, b: Any) -> bool:
         return False
 
 
-def _equal(a: Any, b: Any, open_pairs: _Pairs) -> bool:
+def _equal(a: Any, b: Any, open_pairs: frozenset[tuple[int, int]]) -> bool:
     """``open_pairs`` are the containers, by identity, that this comparison is inside of."""
     if a is b:
         return True
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return tensors_equal(a, b)
     if type(a) is not type(b):
         return False
-    if isinstance(a, torch.Tensor):
-        return tensors_equal(a, b)
+    if isinstance(a, TensorDictBase):
+        return bool((a == b).all())
     if isinstance(a, float | np.floating):
         return bool(a == b or (a != a and b != b))
     if not isinstance(a, np.ndarray | Mapping | list | tuple):
@@ -399,7 +451,7 @@ def _equal(a: Any, b: Any, open_pairs: _Pairs) -> bool:
     return _containers_equal(a, b, open_pairs | {(id(a), id(b))})
 
 
-def _containers_equal(a: Any, b: Any, open_pairs: _Pairs) -> bool:
+def _containers_equal(a: Any, b: Any, open_pairs: frozenset[tuple[int, int]]) -> bool:
     if isinstance(a, Mapping):
         return a.keys() == b.keys() and all(_equal(a[key], b[key], open_pairs) for key in a)
     if isinstance(a, list | tuple):

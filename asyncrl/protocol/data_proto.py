@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
+import pickle
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
@@ -18,13 +19,20 @@ from tensordict import TensorDict
 from torch.utils.data import DataLoader
 
 from . import columns, serialization
-from . import rows as row_ops
-from .columns import BUILT_WHEN_READ, BuiltWhenRead, UnbuiltBatch, merge_meta_info, object_array, same_columns
+from .codec import decode, encode
+from .columns import (
+    UnbuiltBatch,
+    cat_rows,
+    is_nested,
+    merge_meta_info,
+    object_array,
+    same_columns,
+    stack_rows,
+    take_rows,
+)
 from .errors import BatchError
-from .rows import cat_rows, is_nested, stack_rows
 
 _log = logging.getLogger(__name__)
-_GIB = 1024**3
 
 
 class _CheckedSwitches(type):
@@ -48,6 +56,21 @@ class DataProtoConfig(metaclass=_CheckedSwitches):
     auto_padding_key: str = "_verl_auto_padding"
 
 
+class _BuiltWhenRead:
+    """The field ``batch``, built when it is first read. On the class it is None, which is the field's default."""
+
+    def __get__(self, data: Any, kind: Any = None) -> Any:
+        if data is not None and isinstance(data._batch, UnbuiltBatch):
+            data._batch = data._batch.build()
+        return None if data is None else data._batch
+
+    def __set__(self, data: Any, batch: Any) -> None:
+        data._batch = batch
+
+
+_BUILT_WHEN_READ: Any = _BuiltWhenRead()
+
+
 @dataclass
 class DataProtoItem:
     """One row of a `DataProto`."""
@@ -57,7 +80,7 @@ class DataProtoItem:
     meta_info: dict[str, Any] = field(default_factory=dict)
 
 
-@dataclass(init=False, eq=False, repr=False)
+@dataclass(eq=False, repr=False)
 class DataProto:
     """B rows of named columns.
 
@@ -74,27 +97,21 @@ class DataProto:
         BatchError: the columns do not have the same number of rows.
     """
 
-    batch: BuiltWhenRead = BUILT_WHEN_READ
+    batch: TensorDict | None = _BUILT_WHEN_READ
     non_tensor_batch: dict[str, np.ndarray] = field(default_factory=dict)
     meta_info: dict[str, Any] = field(default_factory=dict)
 
-    def __init__(
-        self,
-        batch: TensorDict | None = None,
-        non_tensor_batch: dict[str, np.ndarray] | None = None,
-        meta_info: dict[str, Any] | None = None,
-    ) -> None:
-        self._batch: TensorDict | UnbuiltBatch | None = batch
-        self.non_tensor_batch = {} if non_tensor_batch is None else non_tensor_batch
-        self.meta_info = {} if meta_info is None else meta_info
-        self.__post_init__()
-
     def __post_init__(self) -> None:
         """Check the batch; the ``__init__`` of a subclass that is a dataclass calls this too."""
+        if self.non_tensor_batch is None:  # as verl's callers write it
+            self.non_tensor_batch = {}
+        if self.meta_info is None:
+            self.meta_info = {}
         self.check_consistency()
 
     if TYPE_CHECKING:
-        _arrived: serialization.Message  # until a received batch is decoded
+        _batch: ClassVar[Any]  # a TensorDict, an UnbuiltBatch or None
+        _arrived: ClassVar[serialization.Message]  # until a received batch is decoded
     else:
 
         def __getattr__(self, name: str) -> Any:
@@ -144,14 +161,16 @@ class DataProto:
             meta_info: Facts about all rows.
             num_batch_dims: Leading dimensions that must agree; more than one only without arrays.
             auto_padding: Let dispatch pad the batch if its rows cannot be split evenly.
-
-        Raises:
-            BatchError: the columns do not have the same number of rows.
         """
         if num_batch_dims < 1 or (non_tensors and num_batch_dims != 1):
             raise BatchError(f"num_batch_dims must be positive, and 1 beside arrays; got {num_batch_dims}")
+        if not isinstance(non_tensors, Mapping | None):
+            raise BatchError(f"non_tensors must be a dict of arrays or lists, got {type(non_tensors).__name__}")
         batch = columns.tensors_together({} if tensors is None else tensors, num_batch_dims)
-        arrays = columns.arrays_of({} if non_tensors is None else non_tensors)
+        arrays = {
+            key: value if isinstance(value, np.ndarray) else object_array(value)
+            for key, value in (non_tensors or {}).items()
+        }
         meta_info = {} if meta_info is None else meta_info
         if auto_padding:
             meta_info[DataProtoConfig.auto_padding_key] = True
@@ -198,11 +217,7 @@ class DataProto:
         positions = range(*rows.indices(len(self)))
         if positions.step < 0:
             return self.select_idxs(list(positions))
-        is_borrowed = isinstance(self._batch, UnbuiltBatch) and self._batch.is_borrowed
-        take = partial(row_ops.take_rows, rows=rows)
-        tensors = self._map_tensors(lambda _, tensor: take(tensor), len(positions), is_borrowed=is_borrowed)
-        arrays = {key: array[rows] for key, array in self.non_tensor_batch.items()}
-        return self._derived(tensors, arrays, self.meta_info)
+        return self._mapped(lambda _, column: take_rows(column, rows), len(positions), shares_memory=True)
 
     def select_idxs(self, idxs: Any) -> DataProto:
         """The rows at these positions, or where the mask is True; copied.
@@ -211,10 +226,8 @@ class DataProto:
             TypeError: the index holds neither integers nor bools.
             IndexError: a position is outside the batch, or the mask has another length.
         """
-        index = row_ops.as_index(idxs, len(self))
-        tensors = self._map_tensors(lambda _, tensor: row_ops.take_rows(tensor, index), len(index))
-        arrays = {key: array[index] for key, array in self.non_tensor_batch.items()}
-        return self._derived(tensors, arrays, self.meta_info)
+        index = columns.as_index(idxs, len(self))
+        return self._mapped(lambda _, column: take_rows(column, index), len(index))
 
     def select(
         self,
@@ -256,7 +269,7 @@ class DataProto:
         """Give tensors new names, in place; arrays and meta information keep theirs."""
         if self.batch is None:
             raise BatchError("this DataProto holds no tensors to be renamed")
-        columns.rename_tensors(self.batch, columns.as_names(old_keys), columns.as_names(new_keys))
+        columns.rename_tensors(self.batch, old_keys, new_keys)
         return self
 
     def union(self, other: DataProto) -> DataProto:
@@ -282,19 +295,12 @@ class DataProto:
 
     def repeat(self, repeat_times: int = 2, interleave: bool = True) -> DataProto:
         """Repeat every row: ``a a b b`` interleaved, ``a b a b`` otherwise."""
-        tensors = self._map_tensors(
-            lambda _, tensor: row_ops.repeat_rows(tensor, repeat_times, interleave=interleave),
-            len(self) * repeat_times,
-        )
-        arrays = {
-            key: row_ops.repeat_array(array, repeat_times, interleave=interleave)
-            for key, array in self.non_tensor_batch.items()
-        }
-        return self._derived(tensors, arrays, self.meta_info)
+        rows = np.arange(len(self))
+        return self.select_idxs(np.repeat(rows, repeat_times) if interleave else np.tile(rows, repeat_times))
 
     def sample_level_repeat(self, repeat_times: Any) -> DataProto:
         """Repeat row i ``repeat_times[i]`` times in succession; a list, tuple, array or tensor of B counts."""
-        counts = row_ops.as_counts(repeat_times, len(self))
+        counts = columns.as_counts(repeat_times, len(self))
         return self.select_idxs(np.repeat(np.arange(len(self)), counts))
 
     def unfold_column_chunks(self, n_split: int, split_keys: list[str] | None = None) -> DataProto:
@@ -305,10 +311,12 @@ class DataProto:
         Raises:
             BatchError: ``n_split`` does not divide the second dimension, or there is none of one length.
         """
-        unfold = partial(row_ops.unfold_or_repeat, n_split=n_split, split_keys=set(split_keys or ()))
-        tensors = self._map_tensors(unfold, len(self) * n_split)
-        arrays = {key: unfold(key, array) for key, array in self.non_tensor_batch.items()}
-        return self._derived(tensors, arrays, self.meta_info)
+        repeated, split = np.repeat(np.arange(len(self)), n_split), set(split_keys or ())
+
+        def unfold(key: str, column: Any) -> Any:
+            return columns.unfold_columns(column, n_split, key) if key in split else take_rows(column, repeated)
+
+        return self._mapped(unfold, len(repeated), shares_memory=True)
 
     def to(self, device: Any) -> DataProto:
         """Move the tensors, in place."""
@@ -341,7 +349,10 @@ class DataProto:
         """
         if chunks < 1 or (len(self) % chunks != 0 and not self.is_padding_enabled()):
             raise BatchError(f"{len(self)} rows cannot be cut into {chunks} equal parts; pad them or enable padding")
-        ends = row_ops.chunk_ends(len(self), chunks, is_balanced=self._batch is None)
+        num_rows, size = len(self), -(-len(self) // chunks)
+        ends = [min((index + 1) * size, num_rows) for index in range(chunks)]
+        if self._batch is None:
+            ends = np.cumsum([len(part) for part in np.array_split(np.arange(num_rows), chunks)]).tolist()
         return [self.slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
 
     def split(self, split_size: int) -> list[DataProto]:
@@ -409,13 +420,6 @@ class DataProto:
         )
         return (mini_batch for _ in range(epochs) for mini_batch in loader)
 
-    def print_size(self, prefix: str = "") -> None:
-        """Write the sizes of tensors and arrays to stdout, in GiB."""
-        tensor_gib = sum(tensor.nbytes for tensor in self._columns().values()) / _GIB
-        array_gib = sum(array.nbytes for array in self.non_tensor_batch.values()) / _GIB
-        message = f"Size of tensordict: {tensor_gib} GB, size of non_tensor_batch: {array_gib} GB"
-        sys.stdout.write(f"{prefix}, {message}\n" if prefix else f"{message}\n")
-
     def get_data_info(self) -> str:
         """One line for each entry: its name, shape, dtype and device, or its type."""
         tensors = [f"  {key}: {_shape_of(t)} ({t.dtype}) {t.device}" for key, t in self._columns().items()]
@@ -429,19 +433,37 @@ class DataProto:
         return sum(value.nbytes for value in [*self._columns().values(), *self.non_tensor_batch.values()])
 
     def save_to_disk(self, filepath: str | Path) -> None:
-        """Write the batch to a file. Raises `WireError` naming what the codec does not carry."""
-        serialization.save(self, filepath)
+        """Write the batch to a file, which appears complete or not at all.
+
+        Raises:
+            WireError: the codec does not carry a value; the message says where it is.
+        """
+        frames = encode(serialization.parts_of(self))
+        partial = Path(f"{filepath}.partial")
+        with open(partial, "wb") as file:
+            serialization.write_frames(file, frames)
+        os.replace(partial, filepath)
 
     @classmethod
     def load_from_disk(cls, filepath: str | Path) -> DataProto:
         """Read a batch from a file. Raises `WireError` if `save_to_disk` did not write it."""
-        return serialization.load(cls, filepath)
+        frames = serialization.read_frames(np.fromfile(filepath, dtype=np.uint8).data)
+        parts = decode(frames, max_frames=sys.maxsize, max_bytes=sys.maxsize, writable=True)
+        return serialization.from_parts(cls, parts, is_borrowed=False)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return serialization.reduce(self, protocol)
+        """The codec's header and buffers, out of band from pickle protocol 5 on."""
+        header, buffers, foreign = self.__getstate__()
+        wrap = pickle.PickleBuffer if protocol >= 5 else bytearray
+        return serialization.rebuild, (type(self), header, [wrap(buffer) for buffer in buffers], foreign)
 
     def __getstate__(self) -> serialization.Message:
-        return serialization.message_of(self)
+        """The batch as a message; a received batch that was not decoded is passed on unchanged."""
+        if vars(self).keys() == {"_arrived"}:
+            return self._arrived
+        foreign: list[Any] = []  # values that the codec does not carry, which Ray pickles
+        header, *buffers = encode(serialization.parts_of(self), foreign=foreign, max_depth=None)
+        return header, buffers, foreign
 
     def __setstate__(self, message: serialization.Message) -> None:
         self.__dict__ = {"_arrived": message}
@@ -457,12 +479,15 @@ class DataProto:
     def _derived(self, batch: Any, arrays: dict[str, np.ndarray], meta_info: dict[str, Any]) -> DataProto:
         return type(self)(batch=batch, non_tensor_batch=arrays, meta_info=meta_info)
 
-    def _map_tensors(self, change: Any, num_rows: int, *, is_borrowed: bool = False) -> UnbuiltBatch | None:
-        """The tensors ``change(key, tensor)``."""
-        if self._batch is None:
-            return None
-        changed = {key: change(key, tensor) for key, tensor in self._batch.items()}
-        return UnbuiltBatch(changed, num_rows, self._batch.device, is_borrowed)
+    def _mapped(self, change: Callable[[str, Any], Any], num_rows: int, *, shares_memory: bool = False) -> DataProto:
+        """The batch of the columns ``change(key, column)``, with the same facts."""
+        batch = None
+        if self._batch is not None:
+            is_borrowed = shares_memory and isinstance(self._batch, UnbuiltBatch) and self._batch.is_borrowed
+            tensors = {key: change(key, tensor) for key, tensor in self._batch.items()}
+            batch = UnbuiltBatch(tensors, num_rows, self._batch.device, is_borrowed)
+        arrays = {key: change(key, array) for key, array in self.non_tensor_batch.items()}
+        return self._derived(batch, arrays, self.meta_info)
 
     def _shared_batch(self) -> Any:
         """The tensors for another `DataProto` to share; borrowed ones are copied by each batch."""
@@ -522,12 +547,11 @@ def fold_batch_dim(data: DataProto, new_batch_size: int) -> DataProto:
     if new_batch_size < 1 or len(data) % new_batch_size != 0:
         raise BatchError(f"new_batch_size must divide the {len(data)} rows, got {new_batch_size}")
     shape = (new_batch_size, len(data) // new_batch_size)
-    batch = None
-    if data.batch is not None:
-        tensors = {key: _dense(key, tensor).reshape(*shape, *tensor.shape[1:]) for key, tensor in data.batch.items()}
-        batch = TensorDict(tensors, batch_size=(new_batch_size,), device=data.batch.device)
-    arrays = {key: array.reshape(*shape, *array.shape[1:]) for key, array in data.non_tensor_batch.items()}
-    return type(data)(batch=batch, non_tensor_batch=arrays, meta_info=data.meta_info)
+
+    def fold(key: str, column: Any) -> Any:
+        return _dense(key, column).reshape(*shape, *column.shape[1:])
+
+    return data._mapped(fold, new_batch_size, shares_memory=True)
 
 
 def unfold_batch_dim(data: DataProto, batch_dims: int = 2) -> DataProto:
@@ -536,20 +560,15 @@ def unfold_batch_dim(data: DataProto, batch_dims: int = 2) -> DataProto:
     Raises:
         BatchError: a column has fewer dimensions, or is a nested tensor.
     """
-    for key, column in {**data._columns(), **data.non_tensor_batch}.items():
+
+    def unfold(key: str, column: Any) -> Any:
         if _dense(key, column).ndim < batch_dims:
             raise BatchError(f"{key!r} has {column.ndim} dimensions, of which {batch_dims} cannot be joined")
-    arrays = {key: _joined(array, batch_dims) for key, array in data.non_tensor_batch.items()}
-    batch = None
-    if data.batch is not None:
-        tensors = {key: tensor.flatten(0, batch_dims - 1) for key, tensor in data.batch.items()}
-        num_rows = next((len(column) for column in [*tensors.values(), *arrays.values()]), len(data))
-        batch = TensorDict(tensors, batch_size=(num_rows,), device=data.batch.device)
-    return type(data)(batch=batch, non_tensor_batch=arrays, meta_info=data.meta_info)
+        return column.reshape(prod(column.shape[:batch_dims]), *column.shape[batch_dims:])
 
-
-def _joined(array: Any, batch_dims: int) -> Any:
-    return array.reshape(prod(array.shape[:batch_dims]), *array.shape[batch_dims:])
+    columns_now = [*data._columns().items(), *data.non_tensor_batch.items()]
+    num_rows = len(unfold(*columns_now[0])) if columns_now else len(data)
+    return data._mapped(unfold, num_rows, shares_memory=True)
 
 
 def _dense(key: str, column: Any) -> Any:

@@ -1,13 +1,16 @@
-"""Waiting for remote results: deadlines, and errors that name the worker and show the end of its log.
+"""Waiting for other processes: for remote results under a deadline, and for the end of a process on this machine.
 
-Ray is imported where there is something to wait for, so that the protocol itself does not load it.
+Errors name the worker and show the end of its log. Ray is imported only where there is a result to wait for.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
+import select
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -40,31 +43,12 @@ class WorkerIdentity:
         return "" if self.last_words is None else f"\nLast lines of {self.last_words()}"
 
 
-_identities: dict[str, WorkerIdentity] = {}
-
-
-def introduce(actor_id: str, identity: WorkerIdentity) -> None:
-    """Remember who an actor is, for later errors; an actor that is known keeps its identity."""
-    _identities.setdefault(actor_id, identity)
-
-
-def forget(actor_id: str) -> None:
-    """The actor was shut down on purpose."""
-    _identities.pop(actor_id, None)
-
-
-def identity_of(actor_id: str) -> WorkerIdentity | None:
-    """Who the actor is, if this process started it or attached to it."""
-    return _identities.get(actor_id)
+identities: dict[str, WorkerIdentity] = {}
+"""The workers that this process started or attached to and has not shut down, by actor id."""
 
 
 def fetch(refs: Sequence[Any], timeout_s: float | None = None, what: str = "results") -> list[Any]:
-    """Wait for all references; the first failure ends the wait.
-
-    Args:
-        refs: References to results of calls.
-        timeout_s: Seconds to wait; None is unlimited.
-        what: What is awaited, for the message.
+    """Wait for all references to results; the first failure ends the wait.
 
     Raises:
         DeadlineError: they did not all arrive within ``timeout_s`` seconds; the message names the late workers.
@@ -114,15 +98,14 @@ async def within(pending: Awaitable[T], timeout_s: float, what: str, option: str
 
 
 class StepDeadline:
-    """A deadline for calls that repeat: the limit at first, then a multiple of the longest call so far.
+    """A deadline for calls that repeat: ``limit_s`` at first, then a multiple of the longest call of its kind so far.
 
-    Calls of a training run take about as long as those before them. So a rank that hangs is noticed after ten times
-    the longest call of its kind (at least ``floor_s``) rather than after a limit that must fit the largest model.
+    So a rank that hangs is noticed sooner than after a limit that must fit the largest model.
 
     Args:
         limit_s: Seconds that the first call of a kind may take; no later call gets more.
-        floor_s: Seconds that every call may take.
-        factor: Multiple of the longest call so far.
+        floor_s: Seconds that every call may take, unless the limit is lower.
+        factor: The multiple.
     """
 
     def __init__(self, limit_s: float, *, floor_s: float = 120.0, factor: float = 10.0) -> None:
@@ -140,8 +123,8 @@ class StepDeadline:
     async def within(self, pending: Awaitable[T], kind: str, what: str, option: str) -> T:
         """As `within`, under the deadline of this kind of call.
 
-        The recorded duration begins when the call was queued, if ``pending`` knows that: a caller that starts to wait
-        late must not shorten the deadline of one that waits from the beginning.
+        The recorded duration begins when the call was queued, if ``pending`` knows that: who starts to wait late must
+        not shorten the deadline of the next call.
         """
         began_s = getattr(pending, "queued_s", time.monotonic())
         timeout_s = self.seconds(kind)
@@ -161,7 +144,7 @@ def translated(error: Exception) -> Exception:
         cause = cause.cause
     if not isinstance(cause, RayActorError):
         return error
-    identity = _identities.get(str(cause.actor_id))
+    identity = identities.get(str(cause.actor_id))
     return error if identity is None else death_of(identity, str(cause))
 
 
@@ -175,8 +158,55 @@ def late_workers(refs: Sequence[Any]) -> str:
     import ray
 
     late = set(ray.wait(list(refs), num_returns=len(refs), timeout=0, fetch_local=False)[1])
-    workers = {index: _identities.get(ref.task_id().actor_id().hex()) for index, ref in enumerate(refs) if ref in late}
+    workers = {index: identities.get(ref.task_id().actor_id().hex()) for index, ref in enumerate(refs) if ref in late}
     names = [f"group {who.group!r} rank {who.rank}" if who else f"result {index}" for index, who in workers.items()]
     known = [who for who in workers.values() if who is not None]
     tail = known[0].log_tail() if known else ""
     return f"{len(names)} of {len(refs)} are late: {', '.join(names)}{tail}"
+
+
+NUM_TAIL_LINES = 20
+_TAIL_BYTES = 16_384
+
+
+async def process_end(pid: int) -> None:
+    """Wait until a process of this machine, child or not, has ended; a zombie counts as ended, and is not reaped."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    ended = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    loop.add_reader(descriptor, ended.set)
+    try:
+        await ended.wait()
+    finally:
+        loop.remove_reader(descriptor)
+        os.close(descriptor)
+
+
+def wait_for_first_end(pids: Sequence[int]) -> int:
+    """Block until one of these processes of this machine, children or not, has ended; return its id."""
+    with ExitStack() as opened:
+        waiting = select.poll()
+        pid_of = {}
+        for pid in pids:
+            try:
+                descriptor = os.pidfd_open(pid)
+            except ProcessLookupError:
+                return pid
+            opened.callback(os.close, descriptor)
+            waiting.register(descriptor, select.POLLIN)
+            pid_of[descriptor] = pid
+        return pid_of[waiting.poll()[0][0]]
+
+
+def last_lines(path: str, num_lines: int = NUM_TAIL_LINES) -> str:
+    """The end of a log file, or a remark if the file cannot be read."""
+    try:
+        with open(path, "rb") as log:
+            log.seek(max(0, os.fstat(log.fileno()).st_size - _TAIL_BYTES))
+            text = log.read().decode("utf-8", "backslashreplace")
+    except OSError as error:
+        return f"(no log at {path}: {error.strerror})"
+    return "\n".join(text.splitlines()[-num_lines:]) or "(empty)"

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 import struct
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -15,39 +13,19 @@ import torch
 import torch.distributed as dist
 from tensordict import TensorDict
 
-from .codec import Columns, Frame, decode, encode
-from .columns import UnbuiltBatch
+from .codec import Columns, Frame, decode
+from .columns import UnbuiltBatch, is_nested, rows_of
 from .errors import BatchError, WireError
-from .rows import is_nested, rows_of
 
 Message = tuple[Frame, Sequence[Any], Sequence[Any]]
 """Header, buffers and foreign values."""
 
 
-def reduce(data: Any, protocol: int) -> tuple[Any, ...]:
-    """What pickle needs to rebuild the batch: the codec's header and buffers, out of band from protocol 5 on.
-
-    Values that the codec does not carry (functions, instances) are pickled beside them.
-    """
-    header, buffers, foreign = data.__getstate__()
-    wrap = pickle.PickleBuffer if protocol >= 5 else bytearray
-    return rebuild, (type(data), header, [wrap(buffer) for buffer in buffers], foreign)
-
-
 def rebuild(kind: Any, header: Frame, buffers: Sequence[Any], foreign: Sequence[Any]) -> Any:
-    """The inverse of `reduce`; `unfold` decodes the message when an attribute of the batch is first read."""
+    """Unpickle a batch; `unfold` decodes the message when an attribute of the batch is first read."""
     data = kind.__new__(kind)
     data.__setstate__((header, buffers, foreign))
     return data
-
-
-def message_of(data: Any) -> Message:
-    """The batch as a message; a received batch that was not decoded is passed on unchanged."""
-    if vars(data).keys() == {"_arrived"}:
-        return data._arrived
-    foreign: list[Any] = []
-    header, *buffers = encode(parts_of(data), foreign=foreign, max_depth=None)
-    return header, buffers, foreign
 
 
 def unfold(data: Any) -> None:
@@ -73,15 +51,9 @@ def parts_of(data: Any) -> dict[str, Any]:
 
 
 def from_parts(kind: type, parts: Any, *, is_borrowed: bool = True) -> Any:
-    """The inverse of `parts_of`.
+    """The inverse of `parts_of`, for `DataProto` or a subclass. Raises `WireError` if the value is not of that form.
 
-    Args:
-        kind: `DataProto`, or the subclass to make.
-        parts: The decoded value.
-        is_borrowed: Others may read the tensors' memory too, so ``batch`` gets copies.
-
-    Raises:
-        WireError: the value is not of that form.
+    Where the tensors' memory is borrowed, others may read it too, so ``batch`` gets copies.
     """
     try:
         batch, arrays, meta_info = parts["batch"], parts["non_tensor_batch"], parts["meta_info"]
@@ -102,25 +74,6 @@ def _batch_of(num_rows: Any, tensors: Any, *, is_borrowed: bool) -> UnbuiltBatch
         if tensor.size(0) != num_rows:
             raise ValueError(f"its batch has {num_rows} rows, and {name!r} has not")
     return UnbuiltBatch(tensors, num_rows, is_borrowed=is_borrowed)
-
-
-def save(data: Any, filepath: str | Path) -> None:
-    """Write the batch to a file atomically: it appears complete, or not at all."""
-    frames = encode(parts_of(data))
-    partial = Path(f"{filepath}.partial")
-    with open(partial, "wb") as file:
-        write_frames(file, frames)
-    os.replace(partial, filepath)
-
-
-def load(kind: type, filepath: str | Path) -> Any:
-    """Read a batch from a file."""
-    content = bytearray(os.path.getsize(filepath))
-    with open(filepath, "rb") as file:
-        num_read = file.readinto(content)
-    frames = read_frames(memoryview(content)[:num_read])
-    parts = decode(frames, max_frames=sys.maxsize, max_bytes=sys.maxsize, writable=True)
-    return from_parts(kind, parts, is_borrowed=False)
 
 
 _FILE_MAGIC = b"aRLfile\x01"

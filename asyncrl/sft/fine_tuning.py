@@ -1,6 +1,6 @@
 """Supervised fine-tuning: the updates, the evaluations between them, and when to stop.
 
-Training stops early at an accuracy or a validation loss; see `asyncrl.sft.config`.
+Training stops early at an accuracy or a validation loss; see `asyncrl.config.WarmStartConfig`.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import json
 import logging
 import math
 import os
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack
@@ -17,14 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch.distributed as dist
 from transformers import AutoTokenizer
 
-from asyncrl.config import RunConfig
+from asyncrl.config import RunConfig, StopMetric, WarmStartConfig
 from asyncrl.data.demonstrations import Demonstration, DemonstrationFormat, load_demonstrations
 from asyncrl.data.prompts import load_eval_prompts
 from asyncrl.protocol.types import Prompt
-from asyncrl.sft.config import StopMetric, WarmStartConfig
-from asyncrl.sft.held_out_evaluator import HeldOutEvaluator
 from asyncrl.sft.warm_start import finished_warm_start, warm_start_path, write_warm_start
 from learner.config import LearnerConfig, LoraConfig, Schedule
 from learner.fsdp import LearnerMesh
@@ -32,7 +32,12 @@ from learner.losses import negative_log_likelihood
 from learner.objectives import Objective
 from learner.trainer import Trainer
 from learner.types import TokenSequence
-from learner.weights import copy_tokenizer, gather_weights, write_model
+from learner.weights import SnapshotWriter, copy_tokenizer, gather_weights, write_model
+from rollout_fleet.config import EngineKind
+from rollout_fleet.engines import make_engine
+from rollout_fleet.engines.model_files import load_decoder
+from rollout_fleet.evaluation import evaluate_prompts
+from rollout_fleet.rewards import RewardProcesses
 
 logger = logging.getLogger(__name__)
 
@@ -257,3 +262,48 @@ def _batches(
             order += generator.permutation(len(sequences)).tolist()
         batch, order = order[:size], order[size:]
         yield _share([sequences[index] for index in batch], mesh)
+
+
+class HeldOutEvaluator:
+    """Answers held-out prompts greedily with the weights of the moment; on rank 0, the other ranks hear the result."""
+
+    def __init__(self, config: RunConfig, held_out: Sequence[Prompt]) -> None:
+        self._config = replace(config.rollout_fleet, engine=EngineKind.transformers)
+        self._model_path = config.model.path
+        self._held_out = held_out
+        self._is_first = int(os.environ.get("RANK", "0")) == 0
+        self._directory = tempfile.TemporaryDirectory(prefix="asyncrl-sft-")
+        self._writer = SnapshotWriter(self._directory.name, keep=2)
+        self._engine = make_engine(self._config, model_path=self._model_path, rank=0, log_dir="", seed=config.seed)
+        self._rewards = RewardProcesses(self._config.reward, num_processes=1, timeout_s=self._config.reward_timeout_s)
+        self._decode = load_decoder(self._model_path)
+
+    async def __aenter__(self) -> HeldOutEvaluator:
+        if self._is_first:
+            await self._engine.start()
+            await self._rewards.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._engine.stop()
+        await self._rewards.close()
+        self._directory.cleanup()
+
+    async def accuracy(self, trainer: Trainer, step: int) -> float:
+        """Mean greedy reward over the held-out prompts, on every rank; a collective."""
+        snapshot = self._writer.write(step, trainer)
+        result = [0.0]
+        if self._is_first:
+            await self._engine.load_weights(snapshot)
+            answers = await evaluate_prompts(
+                self._held_out,
+                engine=self._engine,
+                rewards=self._rewards,
+                decode=self._decode,
+                sampling=replace(self._config.sampling, temperature=0.0),
+                num_samples=1,
+            )
+            result = [sum(answers.rewards) / len(answers.rewards)]
+        if trainer.mesh.num_ranks > 1:
+            dist.broadcast_object_list(result, src=0)
+        return result[0]

@@ -2,8 +2,7 @@
 
 from asyncrl.protocol.errors import UsageError
 
-from .calls import PendingResult, PendingResults, call_deadline, func_generator
-from .devices import ray_noset_visible_devices
+from .calls import call_deadline, func_generator
 from .dispatch import (
     DISPATCH_MODE_FN_REGISTRY,
     MAGIC_ATTR,
@@ -32,15 +31,8 @@ from .dispatch import (
     register_dispatch_mode,
     update_dispatch_mode,
 )
-from .fused import (
-    FusedWorkerCLSName,
-    create_colocated_worker_cls,
-    create_colocated_worker_cls_fused,
-    create_colocated_worker_raw_cls,
-)
 from .liveness import ray_death
 from .placement import RayClassWithInitArgs
-from .ray_worker_group import RayWorkerGroup
 from .resource_pool import (
     ClassWithInitArgs,
     RayResourcePool,
@@ -53,8 +45,16 @@ from .resource_pool import (
     sort_placement_group_by_node_ip,
     split_resource_pool,
 )
-from .worker import Worker, WorkerHelper
-from .worker_group import WorkerGroup
+from .worker import (
+    FusedWorkerCLSName,
+    Worker,
+    WorkerHelper,
+    create_colocated_worker_cls,
+    create_colocated_worker_cls_fused,
+    create_colocated_worker_raw_cls,
+    ray_noset_visible_devices,
+)
+from .worker_group import RayWorkerGroup, WorkerGroup
 
 __all__ = [
     "DISPATCH_MODE_FN_REGISTRY",
@@ -64,8 +64,6 @@ __all__ = [
     "DynamicEnum",
     "Execute",
     "FusedWorkerCLSName",
-    "PendingResult",
-    "PendingResults",
     "RayClassWithInitArgs",
     "RayResourcePool",
     "RayWorkerGroup",

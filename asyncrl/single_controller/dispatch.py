@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial, wraps
 from types import FunctionType
 from typing import Any, ClassVar, TypeVar
@@ -63,11 +64,7 @@ class DynamicEnum(metaclass=_Members):
 
     @classmethod
     def register(cls, name: str) -> Any:
-        """Add a member and return it; ``cls.NAME`` finds it from then on.
-
-        Raises:
-            ValueError: there is such a member already.
-        """
+        """Add a member and return it, to be found as ``cls.NAME``. Raises `ValueError` if there is one."""
         if name.upper() in cls._registry:
             raise ValueError(f"{cls.__name__} has a member {name!r} already; choose another name")
         member = cls(name if cls.keeps_case else name.upper(), cls._next_value)
@@ -89,11 +86,6 @@ class DynamicEnum(metaclass=_Members):
     def names(cls) -> list[str]:
         """Names of all members, in the order of their registration."""
         return [member.name for member in cls]
-
-    @classmethod
-    def values(cls) -> list[Any]:
-        """All members, in the order of their registration."""
-        return list(cls)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _member, (type(self), self.name)
@@ -152,9 +144,6 @@ def register(
         blocking: Whether the group's caller waits for the results, or receives references or a `DataProtoFuture`.
         materialize_futures: Whether a `DataProtoFuture` among the arguments is fetched, in the worker, before the
             method runs.
-
-    Raises:
-        UsageError: ``dispatch_mode`` or ``execute_mode`` is something else, or the dict lacks a function.
     """
     _check_dispatch_mode(dispatch_mode)
     _check_execute_mode(execute_mode)
@@ -167,54 +156,37 @@ def register(
     }
 
     def decorate(method: Method) -> Method:
-        wrap = _wrapped_coroutine if inspect.iscoroutinefunction(method) else _wrapped
-        wrapped = wrap(method, materialize_futures)
+        @wraps(method)
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if materialize_futures:
+                args, kwargs = _materialize_futures(*args, **kwargs)
+            with _named(self, method.__name__):
+                return method(self, *args, **kwargs)
+
+        @wraps(method)
+        async def call_coroutine(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if materialize_futures:
+                args, kwargs = await materialize_async(args, kwargs)
+            with _named(self, method.__name__):
+                return await method(self, *args, **kwargs)
+
+        wrapped: Any = call_coroutine if inspect.iscoroutinefunction(method) else call
         setattr(wrapped, MAGIC_ATTR, attrs)
         return wrapped
 
     return decorate
 
 
-def _wrapped(method: Any, materialize_futures: bool) -> Any:
-    """The method as the worker runs it: futures are fetched first, and errors name the rank."""
-
-    @wraps(method)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if materialize_futures:
-            args, kwargs = _materialize_futures(*args, **kwargs)
-        with _named(self, method.__name__):
-            return method(self, *args, **kwargs)
-
-    return call
-
-
-def _wrapped_coroutine(method: Any, materialize_futures: bool) -> Any:
-    """As `_wrapped`, for a coroutine function."""
-
-    @wraps(method)
-    async def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if materialize_futures:
-            args, kwargs = await materialize_async(args, kwargs)
-        with _named(self, method.__name__):
-            return await method(self, *args, **kwargs)
-
-    return call
-
-
-class _named:
-    """Adds the worker's rank to an exception that leaves its method."""
-
-    def __init__(self, worker: Any, method_name: str) -> None:
-        self.worker = worker
-        self.method_name = method_name
-
-    def __enter__(self) -> None:
-        return
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        rank = getattr(self.worker, "_rank", None)
-        if error is not None and rank is not None:
-            error.add_note(f"in {type(self.worker).__name__}.{self.method_name} on rank {rank}")
+@contextmanager
+def _named(worker: Any, method_name: str) -> Iterator[None]:
+    """Add the worker's rank to an exception that leaves its method."""
+    try:
+        yield
+    except BaseException as error:
+        rank = getattr(worker, "_rank", None)
+        if rank is not None:
+            error.add_note(f"in {type(worker).__name__}.{method_name} on rank {rank}")
+        raise
 
 
 def _check_dispatch_mode(dispatch_mode: Any) -> None:
@@ -317,10 +289,10 @@ def dispatch_nd_compute(
 
     Args:
         dp_rank_mapping: The part that each rank of the group receives. Example: ``[0, 0, 1, 1]``.
-        dp_size: Number of parts of every argument.
+        dp_size: Number of parts of every argument, which is a list of them.
         worker_group: The group.
-        args: Lists of ``dp_size`` parts.
-        kwargs: The same, by name.
+        args: The arguments.
+        kwargs: The arguments by name.
     """
 
     def handed_out(name: Any, parts: Any) -> list[Any]:
@@ -393,20 +365,17 @@ def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> dict[str, Callable[
 
 
 DISPATCH_MODE_FN_REGISTRY: dict[Dispatch, dict[str, Callable[..., Any]]] = {
-    Dispatch.RANK_ZERO: {"dispatch_fn": dispatch_all_to_all, "collect_fn": collect_all_to_all},
-    Dispatch.ONE_TO_ALL: {"dispatch_fn": dispatch_one_to_all, "collect_fn": collect_all_to_all},
-    Dispatch.ALL_TO_ALL: {"dispatch_fn": dispatch_all_to_all, "collect_fn": collect_all_to_all},
-    Dispatch.DP_COMPUTE: {"dispatch_fn": dispatch_dp_compute, "collect_fn": collect_dp_compute},
-    Dispatch.DP_COMPUTE_PROTO: {
-        "dispatch_fn": dispatch_dp_compute_data_proto,
-        "collect_fn": collect_dp_compute_data_proto,
-    },
-    Dispatch.DP_COMPUTE_PROTO_WITH_FUNC: {
-        "dispatch_fn": dispatch_dp_compute_data_proto_with_func,
-        "collect_fn": collect_dp_compute_data_proto,
-    },
-    Dispatch.DP_COMPUTE_METRIC: {"dispatch_fn": dispatch_dp_compute_data_proto, "collect_fn": collect_dp_compute},
-    Dispatch.DIRECT_ROLLOUT_METHOD: {"dispatch_fn": dummy_direct_rollout_call, "collect_fn": dummy_direct_rollout_call},
+    mode: {"dispatch_fn": dispatch_fn, "collect_fn": collect_fn}
+    for mode, dispatch_fn, collect_fn in (
+        (Dispatch.RANK_ZERO, dispatch_all_to_all, collect_all_to_all),
+        (Dispatch.ONE_TO_ALL, dispatch_one_to_all, collect_all_to_all),
+        (Dispatch.ALL_TO_ALL, dispatch_all_to_all, collect_all_to_all),
+        (Dispatch.DP_COMPUTE, dispatch_dp_compute, collect_dp_compute),
+        (Dispatch.DP_COMPUTE_PROTO, dispatch_dp_compute_data_proto, collect_dp_compute_data_proto),
+        (Dispatch.DP_COMPUTE_PROTO_WITH_FUNC, dispatch_dp_compute_data_proto_with_func, collect_dp_compute_data_proto),
+        (Dispatch.DP_COMPUTE_METRIC, dispatch_dp_compute_data_proto, collect_dp_compute),
+        (Dispatch.DIRECT_ROLLOUT_METHOD, dummy_direct_rollout_call, dummy_direct_rollout_call),
+    )
 }
 
 _EXECUTE_FN_NAMES = {Execute.ALL: "execute_all", Execute.RANK_ZERO: "execute_rank_zero"}
@@ -427,15 +396,12 @@ def get_predefined_execute_fn(execute_mode: Execute) -> dict[str, str]:
 def register_dispatch_mode(
     dispatch_mode_name: str, dispatch_fn: Callable[..., Any], collect_fn: Callable[..., Any]
 ) -> Dispatch:
-    """Add a mode and return it; from then on it is ``Dispatch.NAME``.
+    """Add a mode and return it; from then on it is ``Dispatch.NAME``. Raises `ValueError` if it is there already.
 
     Args:
         dispatch_mode_name: Its name.
         dispatch_fn: ``(group, *args, **kwargs)`` to ``(args, kwargs)`` whose values are lists of one entry per rank.
         collect_fn: ``(group, results)`` to what the caller receives.
-
-    Raises:
-        ValueError: there is such a mode already.
     """
     dispatch_mode: Dispatch = Dispatch.register(dispatch_mode_name.upper())
     DISPATCH_MODE_FN_REGISTRY[dispatch_mode] = {"dispatch_fn": dispatch_fn, "collect_fn": collect_fn}
@@ -445,11 +411,7 @@ def register_dispatch_mode(
 def update_dispatch_mode(
     dispatch_mode: Dispatch, dispatch_fn: Callable[..., Any], collect_fn: Callable[..., Any]
 ) -> None:
-    """Replace the functions of a mode, for groups made from then on.
-
-    Raises:
-        UsageError: there is no such mode.
-    """
+    """Replace the functions of a mode, for groups made from then on. Raises `UsageError` for an unknown mode."""
     _check_dispatch_mode(dispatch_mode)
     get_predefined_dispatch_fn(dispatch_mode)
     DISPATCH_MODE_FN_REGISTRY[dispatch_mode] = {"dispatch_fn": dispatch_fn, "collect_fn": collect_fn}
@@ -501,9 +463,7 @@ def _chunked(name: Any, value: Any, chunks: int) -> list[Any]:
         )
     if isinstance(value, TensorDictBase) and len(value) % chunks:  # torch would cut it unevenly
         raise UsageError(f"argument {name!r} has {len(value)} rows, which {chunks} ranks cannot share evenly")
-    if isinstance(value, TensorDictBase):
-        return list(BatchData(value).chunk(chunks))
-    return list(value.chunk(chunks=chunks))
+    return list(BatchData(value).chunk(chunks) if isinstance(value, TensorDictBase) else value.chunk(chunks=chunks))
 
 
 def _concat_data_proto_or_future(output: list[Any]) -> Any:
@@ -516,17 +476,11 @@ _MAX_THREADS = 16
 
 
 def parallel_put(data_list: list[Any], max_workers: int | None = None) -> list[ray.ObjectRef]:
-    """Put every value into the object store.
+    """Put every value into the object store; returns references in their order.
 
     Args:
         data_list: The values; at least one.
         max_workers: Threads to use; by default one per value, at most 16.
-
-    Returns:
-        References in the order of the values.
-
-    Raises:
-        UsageError: ``data_list`` is empty.
     """
     if not data_list:
         raise UsageError("parallel_put needs at least one value, got an empty list")

@@ -23,21 +23,9 @@ from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from asyncrl.protocol.errors import ClusterDiedError
-from asyncrl.protocol.process_watch import last_lines, process_end, wait_for_first_end
-from asyncrl.protocol.remote import fetch
+from asyncrl.protocol.remote import last_lines, process_end, wait_for_first_end
 
 from .resource_pool import current_cluster
-
-
-def wait_until_alive(workers: Sequence[Any], timeout_s: float) -> None:
-    """Wait until every worker has been made.
-
-    Raises:
-        DeadlineError: not within ``timeout_s`` seconds; the message names who was late.
-        WorkerDiedError: one died.
-    """
-    starting = [worker for worker in workers if state_of(worker) != "ALIVE"]
-    fetch([worker.__ray_ready__.remote() for worker in starting], timeout_s, "the workers of the group")
 
 
 def state_of(worker: Any) -> str:

@@ -1,12 +1,12 @@
-"""Which rank runs where, and starting it there: slots in the order of the nodes' addresses, and the workers in them."""
+"""Worker classes with their arguments, and where each rank runs: slots in the order of the nodes' addresses."""
 
 from __future__ import annotations
 
 import socket
 from collections import Counter
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -14,9 +14,8 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from asyncrl.protocol.errors import UsageError
-from asyncrl.protocol.remote import WorkerIdentity, fetch, introduce
+from asyncrl.protocol.remote import fetch
 
-from .liveness import last_words_of
 from .resource_pool import (
     DEVICE_RESOURCES,
     ClassWithInitArgs,
@@ -25,7 +24,6 @@ from .resource_pool import (
     nodes_of,
     sort_placement_group_by_node_ip,
 )
-from .worker import WorkerHelper
 
 
 def unwrap(cls: Any) -> type:
@@ -160,13 +158,8 @@ def slots_of(pool: RayResourcePool, strategy: str, device_name: str) -> list[Slo
     return slots
 
 
-def master_address_port(slot: Slot, port_range: tuple[int, int] | None, timeout_s: float) -> tuple[str, str]:
-    """Address of the slot's node, and a free port there.
-
-    Args:
-        slot: Where rank 0 runs.
-        port_range: Half-open range of ports; None for any.
-        timeout_s: Seconds that the node may take to answer.
+def master_address_port(slot: Slot, port_range: Sequence[int] | None, timeout_s: float) -> tuple[str, str]:
+    """Address of the slot's node, and a free port there, within ``timeout_s`` seconds.
 
     Raises:
         UsageError: every port of the range is taken.
@@ -183,92 +176,16 @@ def master_address_port(slot: Slot, port_range: tuple[int, int] | None, timeout_
     return slot.node_address.strip("[]"), str(port)
 
 
-def free_port(port_range: tuple[int, int] | None) -> int:
-    """A free port of the range. Raises `UsageError` if all are taken."""
-    if port_range is None:
-        return WorkerHelper._get_free_port()
-    for port in range(*port_range):
+def free_port(port_range: Sequence[int] | None = None) -> int:
+    """A free port of this node, from a half-open range if one is given."""
+    for port in (0,) if port_range is None else range(*port_range):
         with socket.socket() as probe:
             try:
                 probe.bind(("", port))
             except OSError:
                 continue
-            return port
-    raise UsageError(f"no port from {port_range[0]} to {port_range[1] - 1} is free; widen master_port_range")
+            return probe.getsockname()[1]
+    raise UsageError(f"no port of {port_range} is free; widen master_port_range")
 
 
-_free_port_there = ray.remote(num_cpus=0)(free_port)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Launch:
-    """What the workers of a group have in common when they are started.
-
-    Attributes:
-        group: Name of the group.
-        ray_class: The workers' class and its arguments.
-        pool: Where they run.
-        use_gpu: Whether each takes its share of a device.
-        device_name: Kind of device. Example: ``cuda``.
-        master: Address and port at which rank 0 gathers the group.
-        worker_env: Further environment variables.
-        is_detached: Whether they outlive the driver.
-        log_dir: Directory of their logs; None leaves their output to Ray.
-        nsight: Options of NVIDIA Nsight Systems to run the workers under; None runs them without.
-    """
-
-    group: str
-    ray_class: RayClassWithInitArgs
-    pool: RayResourcePool
-    use_gpu: bool
-    device_name: str
-    master: tuple[str, str]
-    worker_env: dict[str, str]
-    is_detached: bool
-    log_dir: str | Path | None
-    nsight: dict[str, Any] | str | None
-
-    def start(self, slot: Slot, world_size: int) -> tuple[Any, str]:
-        """Start the worker of a slot. Returns its handle and its name.
-
-        Raises:
-            UsageError: ``worker_env`` sets a variable that describes the worker.
-        """
-        name = f"{self.group}{unwrap(self.ray_class.cls).__name__}_{slot.node_index}:{slot.local_rank}"
-        log_file = None if self.log_dir is None else str(Path(self.log_dir).resolve() / f"{self.group}-{slot.rank}.log")
-        options: dict[str, Any] = {
-            "name": name,
-            "runtime_env": {"env_vars": self._environment(slot, world_size, log_file)},
-        }
-        if self.nsight is not None:
-            options["runtime_env"]["nsight"] = self.nsight
-        if self.is_detached:
-            options["lifetime"] = "detached"
-        worker = self.ray_class.for_rank(options)(
-            placement_group=slot.placement_group,
-            placement_group_bundle_idx=slot.bundle_index,
-            use_gpu=self.use_gpu,
-            num_gpus=1 / self.pool.max_colocate_count,
-            device_name=self.device_name,
-        )
-        identity = WorkerIdentity(
-            group=self.group, rank=slot.rank, node=slot.node_address, last_words=last_words_of(worker, log_file)
-        )
-        introduce(worker._actor_id.hex(), identity)
-        return worker, name
-
-    def _environment(self, slot: Slot, world_size: int, log_file: str | None) -> dict[str, str]:
-        env = {
-            "WORLD_SIZE": str(world_size),
-            "RANK": str(slot.rank),
-            "WG_PREFIX": self.group,
-            "WG_BACKEND": "ray",
-            "RAY_LOCAL_WORLD_SIZE": str(slot.local_world_size),
-            "RAY_LOCAL_RANK": str(slot.local_rank),
-            "MASTER_ADDR": self.master[0],
-            "MASTER_PORT": self.master[1],
-        }
-        taken = sorted(env.keys() & self.worker_env.keys())
-        if taken:
-            raise UsageError(f"worker_env sets {taken}, which describe the worker and are the group's to set")
-        return env | self.worker_env | ({} if log_file is None else {"WG_LOG_FILE": log_file})
+_free_port_there: Any = ray.remote(num_cpus=0)(free_port)

@@ -122,8 +122,7 @@ class RayResourcePool(ResourcePool):
         self.accelerator_type = accelerator_type
         self.num_cpus_per_process = max_colocate_count if num_cpus_per_process is None else num_cpus_per_process
         self.timeout_s = timeout_s
-        self._num_groups = 0
-        self._num_parts = 0
+        self._num_users = 0  # groups that run here or on a part
         self._had_groups = False
 
     def options(self) -> dict[str, Any]:
@@ -185,21 +184,16 @@ class RayResourcePool(ResourcePool):
 
     def enter(self) -> None:
         """Count a group that starts its workers here."""
-        self._num_groups += 1
         self._had_groups = True
-        for whole in self._wholes:
-            whole._num_parts += 1
+        for pool in (self, *self._wholes):
+            pool._num_users += 1
 
     def leave(self) -> None:
-        """Count a group that has ended; the last one gives the reservation back.
-
-        A group on a part of the pool does not give it back, but keeps others from doing so while it runs.
-        """
-        self._num_groups -= 1
-        self._give_back_if_unused()
-        for whole in self._wholes:
-            whole._num_parts -= 1
-            whole._give_back_if_unused()
+        """Count a group that has ended; the pool's last one gives the reservation back, unless a part is in use."""
+        for pool in (self, *self._wholes):
+            pool._num_users -= 1
+            if pool._had_groups and pool._num_users == 0:
+                pool.shutdown()
 
     def shutdown(self) -> None:
         """Give the reservation back; workers in it are killed. A part of a pool leaves that to the whole.
@@ -227,7 +221,7 @@ class RayResourcePool(ResourcePool):
             raise UsageError(
                 f"pool {self.name_prefix!r} is made of pools of a Ray cluster that has ended; split or merge them again"
             )
-        self.pgs, self._reserved, self._had_groups, self._num_groups, self._num_parts = None, [], False, 0, 0
+        self.pgs, self._reserved, self._had_groups, self._num_users = None, [], False, 0
 
     def _has_ended(self) -> bool:
         """Whether the reservation is gone; a detached one outlives the job that made it."""
@@ -235,10 +229,6 @@ class RayResourcePool(ResourcePool):
         if self.detached and now is not None:
             return self._cluster[0] != now[0]
         return self._cluster != now
-
-    def _give_back_if_unused(self) -> None:
-        if self._had_groups and self._num_groups == 0 and self._num_parts == 0:
-            self.shutdown()
 
     def _not_granted(self, num_waiting: int, device_name: str) -> str:
         return (
@@ -306,14 +296,11 @@ class SubRayResourcePool(RayResourcePool):
 
 
 def split_resource_pool(resource_pool: RayResourcePool, split_size: int | list[int]) -> list[SubRayResourcePool]:
-    """Cut a pool, or a part of one, into parts.
+    """Cut a pool, or a part of one, into parts; it is reserved now, if it was not yet.
 
     Args:
-        resource_pool: The pool; it is reserved now, if it was not yet.
-        split_size: Processes of every part, or of each.
-
-    Raises:
-        UsageError: the sizes do not add up to the pool's processes.
+        resource_pool: The pool.
+        split_size: Processes of every part, or of each. They must add up to the pool's.
     """
     total = resource_pool.world_size
     sizes = [split_size] * (total // max(split_size, 1)) if isinstance(split_size, int) else list(split_size)
@@ -334,11 +321,7 @@ def split_resource_pool(resource_pool: RayResourcePool, split_size: int | list[i
 
 
 def merge_resource_pool(rp1: RayResourcePool, rp2: RayResourcePool) -> RayResourcePool:
-    """The processes of two pools as one pool. The reservations remain theirs.
-
-    Raises:
-        UsageError: the pools differ in more than their nodes.
-    """
+    """The processes of two pools, alike but for their nodes, as one pool. The reservations remain theirs."""
     ours, theirs = rp1.options(), rp2.options()
     different = sorted(key for key in ours if key != "process_on_nodes" and ours[key] != theirs[key])
     if different:
@@ -366,16 +349,6 @@ _TEXTS = {
 class WorkerRole(DynamicEnum):
     """What a worker group is for. ``Role.register("MyRole")`` adds one."""
 
-    Actor: WorkerRole
-    Rollout: WorkerRole
-    ActorRollout: WorkerRole
-    Critic: WorkerRole
-    RefPolicy: WorkerRole
-    RewardModel: WorkerRole
-    ActorRolloutRef: WorkerRole
-    Env: WorkerRole
-    TeacherModel: WorkerRole
-
     keeps_case = True
 
     def __str__(self) -> str:
@@ -383,11 +356,11 @@ class WorkerRole(DynamicEnum):
 
     @classmethod
     def from_string(cls, name: str) -> WorkerRole:
-        """The role with this ``str(role)`` or name. Raises `ValueError` if there is none."""
+        """The role that ``str(role)`` writes so, or of this name. Raises `ValueError` where there is none."""
         for role in cls:
             if name.lower() in (str(role), role.name.lower()):
                 return role
-        raise ValueError(f"no role is called {name!r}, only {[str(role) for role in cls]}; add it with register()")
+        raise ValueError(f"no role is written {name!r}, only {[str(role) for role in cls]}; add it with register()")
 
 
 Role = WorkerRole  # verl's name

@@ -1,19 +1,21 @@
-"""The base of every worker: who it is in its group, which devices it sees, and where it stands in each mesh."""
+"""Workers: who a process is in its group, its devices, its place in each mesh; several workers in one process."""
 
 from __future__ import annotations
 
+import inspect
 import os
-import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
 
+import ray
+
 from asyncrl.protocol.errors import UsageError
 
-from .calls import attach_results
-from .devices import ALL_DEVICES, set_up_visible_devices, visible_devices_name
-from .dispatch import Dispatch, Execute, register
+from .calls import FUSED_METHOD_SEPARATOR, attach_results
+from .dispatch import MAGIC_ATTR, Dispatch, Execute, materialize_async, register
+from .placement import RayClassWithInitArgs, free_port, unwrap
 
 
 class WorkerHelper:
@@ -21,22 +23,15 @@ class WorkerHelper:
 
     @staticmethod
     def _get_node_ip() -> str:
-        import ray
-
         return ray.util.get_node_ip_address()
-
-    @staticmethod
-    def _get_free_port() -> int:
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            return probe.getsockname()[1]
 
     def get_available_master_addr_port(self) -> tuple[str, str]:
         """This node's address, and a port that is free now."""
-        return self._get_node_ip().strip("[]"), str(self._get_free_port())
+        return self._get_node_ip().strip("[]"), str(free_port())
 
-    def _get_pid(self) -> int:
-        return os.getpid()
+
+ALL_DEVICES = "not set"
+"""What an unrestricted process reports as its visible devices."""
 
 
 class Worker(WorkerHelper):
@@ -135,8 +130,6 @@ class Worker(WorkerHelper):
 
     def get_node_id(self) -> str:
         """Ray's id of the node that this process runs on."""
-        import ray
-
         return ray.get_runtime_context().get_node_id()
 
     def _register_dispatch_collect_info(self, mesh_name: str, dp_rank: int, is_collect: bool) -> None:
@@ -145,10 +138,7 @@ class Worker(WorkerHelper):
         Args:
             mesh_name: Name under which methods refer to the mesh. Example: ``"train"``.
             dp_rank: Which part of the data this worker receives.
-            is_collect: Whether its answer counts; one worker of each dp rank should say True.
-
-        Raises:
-            UsageError: the mesh is registered already.
+            is_collect: Whether its result is collected; True on one worker per dp rank.
         """
         if mesh_name in self._dispatch_dp_rank:
             raise UsageError(f"mesh {mesh_name!r} is registered already on rank {self._rank}; register a mesh once")
@@ -164,7 +154,7 @@ class Worker(WorkerHelper):
         return self.query_collect_info(mesh_name)
 
     def query_collect_info(self, mesh_name: str) -> bool:
-        """Whether this worker's answer counts in a mesh. Raises `UsageError` if the mesh is not registered."""
+        """Whether this worker's result is collected in a mesh. Raises `UsageError` if the mesh is not registered."""
         return self._collect_dp_rank[self._known_mesh(mesh_name)]
 
     def get_dispatch_collect(self) -> dict[str, dict[str, Any]]:
@@ -174,16 +164,7 @@ class Worker(WorkerHelper):
     def set_dispatch_collect(
         self, mesh_name: str, dispatch_dp_rank: dict[str, int], collect_dp_rank: dict[str, bool]
     ) -> None:
-        """Take the same place in a mesh as another worker has, according to its `get_dispatch_collect`.
-
-        Args:
-            mesh_name: The mesh to be registered here.
-            dispatch_dp_rank: The other's dp rank in each of its meshes; the last one is taken.
-            collect_dp_rank: Likewise, whether its answer counts.
-
-        Raises:
-            UsageError: the mesh is registered already, or the other has none.
-        """
+        """Register a mesh with the place that another worker has in its last mesh, by its `get_dispatch_collect`."""
         if not dispatch_dp_rank or not collect_dp_rank:
             raise UsageError(f"mesh {mesh_name!r} cannot follow a worker that registered no mesh; register its first")
         dp_rank, is_collect = list(dispatch_dp_rank.values())[-1], list(collect_dp_rank.values())[-1]
@@ -226,3 +207,139 @@ def redirect_output(path: str) -> None:
     os.close(log)
     sys.stdout = open(1, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
+
+
+NOSET_VISIBLE_DEVICES = (
+    "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES",
+    "RAY_EXPERIMENTAL_NOSET_ROCR_VISIBLE_DEVICES",
+    "RAY_EXPERIMENTAL_NOSET_HIP_VISIBLE_DEVICES",
+    "RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES",
+    "RAY_EXPERIMENTAL_NOSET_HABANA_VISIBLE_MODULES",
+    "RAY_EXPERIMENTAL_NOSET_NEURON_RT_VISIBLE_CORES",
+    "RAY_EXPERIMENTAL_NOSET_TPU_VISIBLE_CHIPS",
+    "RAY_EXPERIMENTAL_NOSET_ONEAPI_DEVICE_SELECTOR",
+)
+
+
+def ray_noset_visible_devices(env_vars: Mapping[str, str] = os.environ) -> bool:
+    """True if Ray was told not to set the visible devices, so that a worker sees all devices of its node."""
+    return any(env_vars.get(name) for name in NOSET_VISIBLE_DEVICES)
+
+
+def visible_devices_name(env_vars: Mapping[str, str] = os.environ) -> str:
+    """Name of the variable that restricts this process's devices; torch is asked if it is loaded."""
+    is_npu = hasattr(sys.modules.get("torch"), "npu") or bool(env_vars.get("ASCEND_RT_VISIBLE_DEVICES"))
+    return "ASCEND_RT_VISIBLE_DEVICES" if is_npu else "CUDA_VISIBLE_DEVICES"
+
+
+def set_up_visible_devices(env_vars: MutableMapping[str, str] = os.environ) -> None:
+    """Settle the visible devices of this process before it touches an accelerator.
+
+    Raises:
+        UsageError: the ROCm variables contradict one another or CUDA's.
+    """
+    _unify_rocm(env_vars)
+    if ray_noset_visible_devices(env_vars):
+        _choose_device_within_node(env_vars)
+
+
+def _unify_rocm(env_vars: MutableMapping[str, str]) -> None:
+    """Move what ROCm's own variables say into CUDA_VISIBLE_DEVICES, which torch reads on ROCm too."""
+    hip = env_vars.pop("HIP_VISIBLE_DEVICES", None)
+    cuda = env_vars.get("CUDA_VISIBLE_DEVICES")
+    if hip and cuda and hip != cuda:
+        raise UsageError(f"HIP_VISIBLE_DEVICES is {hip!r} and CUDA_VISIBLE_DEVICES {cuda!r}; set one, or both alike")
+    if hip:
+        env_vars["CUDA_VISIBLE_DEVICES"] = cuda = hip
+    rocr = env_vars.get("ROCR_VISIBLE_DEVICES")
+    if rocr and cuda:
+        raise UsageError(f"ROCR_VISIBLE_DEVICES is {rocr!r} while CUDA or HIP devices are {cuda!r}; unset one of them")
+    if rocr:
+        env_vars["CUDA_VISIBLE_DEVICES"] = env_vars.pop("ROCR_VISIBLE_DEVICES")
+
+
+def _choose_device_within_node(env_vars: MutableMapping[str, str]) -> None:
+    """If a worker sees all devices of its node, its local rank is the device that Ray assigned to it."""
+    is_npu = visible_devices_name(env_vars) == "ASCEND_RT_VISIBLE_DEVICES"
+    assigned = ray.get_runtime_context().get_accelerator_ids()["NPU" if is_npu else "GPU"]
+    if not assigned:
+        return
+    env_vars["LOCAL_RANK"] = assigned[0]
+    device = _device_module(is_npu)
+    if device.is_available():
+        device.set_device(int(assigned[0]))
+
+
+def _device_module(is_npu: bool) -> Any:
+    import torch
+
+    return torch.npu if is_npu else torch.cuda  # type: ignore[attr-defined]
+
+
+FusedWorkerCLSName = "FusedWorker"
+
+
+def create_colocated_worker_raw_cls(class_dict: dict[str, RayClassWithInitArgs]) -> type[Worker]:
+    """A class that holds one instance of each role in an attribute of that name.
+
+    A subclass may have methods that use several roles: set ``fused_worker_used = True`` on its `RayClassWithInitArgs`,
+    and call ``fuse`` on its group to reach the roles.
+
+    Args:
+        class_dict: Role to class and arguments.
+    """
+    if not class_dict:
+        raise UsageError("class_dict must name at least one role and its class, got none")
+    members = {role: (unwrap(member.cls), member.args, member.kwargs) for role, member in class_dict.items()}
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        Worker.__init__(self, *args, **kwargs)
+        self.cls_names = list(members)  # this and the next two under verl's names, which subclasses read
+        self.init_args_dict = {role: init_args for role, (_, init_args, _) in members.items()}
+        self.init_kwargs_dict = {role: init_kwargs for role, (_, _, init_kwargs) in members.items()}
+        for role, (cls, init_args, init_kwargs) in members.items():
+            self.fused_worker_dict[role] = cls(*init_args, **init_kwargs)
+            setattr(self, role, self.fused_worker_dict[role])
+        for worker in self.fused_worker_dict.values():
+            setattr(worker, Worker.fused_worker_attr_name, self.fused_worker_dict)
+
+    name = "_".join([FusedWorkerCLSName, *class_dict])
+    raw: Any = type(name, (Worker,), {"__init__": __init__, "__module__": __name__})
+    raw.is_fused_worker = True
+    raw.raw_cls_dict = {role: cls for role, (cls, _, _) in members.items()}
+    methods = (getattr(cls, name, None) for cls in raw.raw_cls_dict.values() for name in dir(cls))
+    raw._fuw_execute = _route_async if any(map(inspect.iscoroutinefunction, methods)) else _route
+    return raw
+
+
+def create_colocated_worker_cls_fused(class_dict: dict[str, RayClassWithInitArgs]) -> RayClassWithInitArgs:
+    """One worker class out of several; `RayWorkerGroup.spawn` makes a group per role out of a group of this class.
+
+    Args:
+        class_dict: Role to class and arguments. Example: ``{"actor": ..., "critic": ...}``.
+    """
+    fused = RayClassWithInitArgs(ray.remote(create_colocated_worker_raw_cls(class_dict)))
+    fused.fused_worker_used = True
+    return fused
+
+
+create_colocated_worker_cls = create_colocated_worker_cls_fused  # verl's first name for it
+
+
+def _route(self: Any, method_name: str, *args: Any, **kwargs: Any) -> Any:
+    """Call ``role_fwmn_method`` on the role's worker."""
+    role, _, name = method_name.partition(FUSED_METHOD_SEPARATOR)
+    worker = self.fused_worker_dict.get(role)
+    if worker is None:
+        raise UsageError(f"there is no role {role!r} in this worker, only {list(self.fused_worker_dict)}")
+    return getattr(worker, name)(*args, **kwargs)
+
+
+async def _route_async(self: Any, method_name: str, *args: Any, **kwargs: Any) -> Any:
+    """As `_route`, for hosts with coroutines; futures are fetched here so that no method blocks the event loop."""
+    role, _, name = method_name.partition(FUSED_METHOD_SEPARATOR)
+    attrs = getattr(getattr(self.raw_cls_dict.get(role), name, None), MAGIC_ATTR, {})
+    if attrs.get("materialize_futures"):
+        args, kwargs = await materialize_async(args, kwargs)
+    result = _route(self, method_name, *args, **kwargs)
+    return await result if inspect.isawaitable(result) else result

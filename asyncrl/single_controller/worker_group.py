@@ -1,18 +1,25 @@
-"""A group of workers as one object: its members, their liveness, and the methods that it takes over from them."""
+"""Worker groups: many workers as one object, with their methods and their liveness; `RayWorkerGroup` starts them."""
 
 from __future__ import annotations
 
 import logging
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from copy import copy
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from asyncrl.protocol.errors import WorkerDiedError
+import ray
 
+from asyncrl.protocol.errors import UsageError, WorkerDiedError
+from asyncrl.protocol.remote import WorkerIdentity, death_of, fetch, identities
+
+from .calls import PendingResult, PendingResults, Route, deadline_in_force, func_generator, shared
 from .dispatch import MAGIC_ATTR, Dispatch, Execute, get_predefined_dispatch_fn, get_predefined_execute_fn
-from .liveness import DeathWatch, state_of, wait_until_alive
-from .resource_pool import ResourcePool
+from .liveness import DeathWatch, address_of, last_words_of, state_of
+from .placement import RayClassWithInitArgs, Slot, master_address_port, slots_of, unwrap
+from .resource_pool import RayResourcePool, ResourcePool, current_cluster, get_random_string
 
 _log = logging.getLogger(__name__)
 
@@ -25,6 +32,7 @@ class WorkerGroup:
     def __init__(self, resource_pool: ResourcePool | None) -> None:
         self._is_init_with_detached_workers = resource_pool is None
         self.fused_worker_used = False
+        self._bound: list[str] = []
         self._workers: list[Any] = []
         self._worker_names: list[str] = []
         self._dispatch_info: dict[str, list[int]] = {}
@@ -51,8 +59,14 @@ class WorkerGroup:
         return state_of(worker) == "ALIVE"
 
     def _block_until_all_workers_alive(self, timeout_s: float = 300.0) -> None:
-        """Wait until every worker is alive. Raises `DeadlineError` after ``timeout_s`` seconds."""
-        wait_until_alive(self._workers, timeout_s)
+        """Wait until every worker has been made.
+
+        Raises:
+            DeadlineError: not within ``timeout_s`` seconds; the message names who was late.
+            WorkerDiedError: one died.
+        """
+        starting = [worker for worker in self._workers if state_of(worker) != "ALIVE"]
+        fetch([worker.__ray_ready__.remote() for worker in starting], timeout_s, "the workers of the group")
 
     def start_worker_aliveness_check(
         self, every_n_seconds: float = 1, on_death: Callable[[WorkerDiedError], None] | None = None
@@ -79,7 +93,7 @@ class WorkerGroup:
         """End the watch, if there is one."""
         if self._watch is not None:
             self._watch.close()
-        if self._checker_thread is not None and self._checker_thread is not threading.current_thread():
+        if self._checker_thread not in (None, threading.current_thread()):
             self._checker_thread.join()
         self._watch = self._checker_thread = None
 
@@ -91,12 +105,7 @@ class WorkerGroup:
             on_death(self._death_of(rank))
 
     def _bind_worker_method(self, user_defined_cls: Any, func_generator: Callable[..., Any]) -> list[str]:
-        """Give the group each method that the class registered. Returns their names.
-
-        Args:
-            user_defined_cls: The workers' class.
-            func_generator: ``(group, method_name, *, dispatch_fn, collect_fn, execute_fn, blocking)`` to a callable.
-        """
+        """Give the group each method that the class registered, as `func_generator` makes it. Returns their names."""
         method_names = []
         for method_name in dir(user_defined_cls):
             attrs = getattr(getattr(user_defined_cls, method_name, None), MAGIC_ATTR, None)
@@ -124,3 +133,300 @@ class WorkerGroup:
 def _abort(error: WorkerDiedError) -> None:
     _log.critical("%s", error)
     signal.raise_signal(signal.SIGABRT)
+
+
+class RayWorkerGroup(WorkerGroup):
+    """The workers of one class on one pool.
+
+    Args:
+        resource_pool: Where to start them; None attaches to workers that are running already.
+        ray_cls_with_init: Their class and its arguments.
+        bin_pack: Whether the processes of one node of the pool must share a node of the cluster, or may spread.
+        name_prefix: Name of the group; begins its workers' names. Random by default.
+        detached: Whether the workers outlive the driver; their pool must be detached too.
+        worker_names: Names of running workers to attach to.
+        worker_handles: Handles of running workers to attach to.
+        ray_wait_register_center_timeout: Seconds that rank 0's node may take to name a free port.
+        worker_env: Further environment variables of the workers.
+        device_name: ``cuda`` or ``npu``.
+        use_gpu: Whether each worker takes its share of a device; by default as the pool says.
+        master_addr: Rendezvous address, given together with ``master_port``; chosen by default.
+        master_port: Rendezvous port.
+        master_port_range: Half-open range of ports to choose from; None for any.
+        profile_steps: Steps to profile. If there are any, CUDA workers run under Nsight Systems.
+        worker_nsight_options: Options of Nsight Systems. Example: ``{"trace": "cuda,nvtx"}``.
+        log_dir: Directory for the workers' output, one file per rank; None leaves it to Ray.
+        timeout_s: Seconds that a blocking call may take; None is unlimited.
+
+    Raises:
+        UsageError: an option contradicts the pool or another option.
+        DeadlineError: the cluster did not grant the pool in time.
+    """
+
+    def __init__(
+        self,
+        resource_pool: RayResourcePool | None = None,
+        ray_cls_with_init: RayClassWithInitArgs | None = None,
+        bin_pack: bool = True,
+        name_prefix: str | None = None,
+        detached: bool = False,
+        worker_names: list[str] | None = None,
+        worker_handles: list[Any] | None = None,
+        ray_wait_register_center_timeout: float = 300,
+        *,
+        worker_env: dict[str, str] | None = None,
+        device_name: str = "cuda",
+        use_gpu: bool | None = None,
+        master_addr: str | None = None,
+        master_port: str | None = None,
+        master_port_range: tuple[int, int] | list[int] | None = None,
+        profile_steps: list[int] | None = None,
+        worker_nsight_options: dict[str, Any] | str | None = None,
+        log_dir: str | Path | None = None,
+        timeout_s: float | None = None,
+    ) -> None:
+        super().__init__(resource_pool)
+        self.resource_pool = resource_pool
+        self.ray_cls_with_init = ray_cls_with_init
+        self.name_prefix = get_random_string(length=6) if name_prefix is None else name_prefix
+        self.device_name = device_name
+        if use_gpu and resource_pool is not None and not resource_pool.use_gpu:
+            raise UsageError("use_gpu is True, but the pool reserved no devices; make it with use_gpu=True")
+        self.use_gpu = use_gpu if use_gpu is not None else resource_pool is None or resource_pool.use_gpu
+        self.customized_worker_env = worker_env or {}
+        self.profile_steps = profile_steps
+        self.worker_nsight_options = worker_nsight_options
+        self.log_dir = log_dir
+        self.timeout_s = timeout_s
+        self.sub_cls_name = ""
+        self.fused_worker_used = ray_cls_with_init is not None and ray_cls_with_init.fused_worker_used
+        self.wg_dict: dict[str, RayWorkerGroup] | None = None
+        if (master_addr is None) != (master_port is None):
+            raise UsageError(
+                f"master_addr is {master_addr!r} and master_port {master_port!r}; give both, or neither, and they are "
+                "chosen"
+            )
+        self.master_address, self.master_port = master_addr, None if master_port is None else str(master_port)
+        if resource_pool is None:
+            self._attach(worker_names, worker_handles)
+        else:
+            self._start(resource_pool, bin_pack, detached, master_port_range, ray_wait_register_center_timeout)
+        if ray_cls_with_init is not None:
+            self._bound = self._bind_worker_method(unwrap(ray_cls_with_init.cls), func_generator)
+
+    @classmethod
+    def from_detached(
+        cls,
+        name_prefix: str | None = None,
+        worker_names: list[str] | None = None,
+        worker_handles: list[Any] | None = None,
+        ray_cls_with_init: RayClassWithInitArgs | None = None,
+        **kwargs: Any,
+    ) -> RayWorkerGroup:
+        """A group of workers that are running already, found by their names or handles."""
+        return cls(
+            resource_pool=None,
+            ray_cls_with_init=ray_cls_with_init,
+            name_prefix=name_prefix,
+            worker_names=worker_names,
+            worker_handles=worker_handles,
+            **kwargs,
+        )
+
+    @property
+    def worker_names(self) -> list[str]:
+        """Ray names of the workers, in the order of the ranks."""
+        return self._worker_names
+
+    @property
+    def workers(self) -> list[Any]:
+        """Actor handles, in the order of the ranks."""
+        return self._workers
+
+    def _attach(self, worker_names: list[str] | None, worker_handles: list[Any] | None) -> None:
+        if not worker_names and not worker_handles:
+            raise UsageError("a group needs a resource_pool to start workers in, or worker_names to attach to")
+        self._worker_names = list(worker_names or [])
+        self._workers = list(worker_handles or [ray.get_actor(name) for name in self._worker_names])
+        for rank, worker in enumerate(self._workers):
+            last_words = last_words_of(worker, None)
+            identity = WorkerIdentity(group=self.name_prefix, rank=rank, node=address_of(worker), last_words=last_words)
+            identities.setdefault(worker._actor_id.hex(), identity)
+
+    def _start(
+        self,
+        pool: RayResourcePool,
+        bin_pack: bool,
+        detached: bool,
+        master_ports: Sequence[int] | None,
+        port_timeout_s: float,
+    ) -> None:
+        if self.ray_cls_with_init is None:
+            raise UsageError("a group needs ray_cls_with_init, the class of its workers")
+        if pool.world_size < 1:
+            raise UsageError(f"pool {pool.name_prefix!r} has no processes; name some in process_on_nodes")
+        if detached and not pool.detached:
+            _log.warning(
+                "group %r is detached and its pool is not: the pool ends with this driver, and the workers with it; "
+                "pass detached=True to the pool",
+                self.name_prefix,
+            )
+        slots = slots_of(pool, "STRICT_PACK" if bin_pack else "PACK", self.device_name)
+        pool.enter()
+        try:
+            if self.master_address is None:
+                self.master_address, self.master_port = master_address_port(slots[0], master_ports, port_timeout_s)
+            for slot in slots:
+                self._start_worker(slot, len(slots), pool.max_colocate_count, detached)
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def _start_worker(self, slot: Slot, world_size: int, max_colocate_count: int, detached: bool) -> None:
+        ray_class: Any = self.ray_cls_with_init
+        name = f"{self.name_prefix}{unwrap(ray_class.cls).__name__}_{slot.node_index}:{slot.local_rank}"
+        log_file = None
+        if self.log_dir is not None:
+            log_file = str(Path(self.log_dir).resolve() / f"{self.name_prefix}-{slot.rank}.log")
+        runtime_env: dict[str, Any] = {"env_vars": self._environment(slot, world_size, log_file)}
+        if self.profile_steps and self.device_name == "cuda" and self.worker_nsight_options is not None:
+            runtime_env["nsight"] = self.worker_nsight_options
+        options = {"name": name, "runtime_env": runtime_env} | ({"lifetime": "detached"} if detached else {})
+        worker = ray_class.for_rank(options)(
+            placement_group=slot.placement_group,
+            placement_group_bundle_idx=slot.bundle_index,
+            use_gpu=self.use_gpu,
+            num_gpus=1 / max_colocate_count,
+            device_name=self.device_name,
+        )
+        last_words = last_words_of(worker, log_file)
+        identities[worker._actor_id.hex()] = WorkerIdentity(
+            group=self.name_prefix, rank=slot.rank, node=slot.node_address, last_words=last_words
+        )
+        self._workers.append(worker)
+        self._worker_names.append(name)
+
+    def _environment(self, slot: Slot, world_size: int, log_file: str | None) -> dict[str, str]:
+        """What describes a worker to itself, and the user's variables."""
+        env = {
+            "WORLD_SIZE": str(world_size),
+            "RANK": str(slot.rank),
+            "WG_PREFIX": self.name_prefix,
+            "WG_BACKEND": "ray",
+            "RAY_LOCAL_WORLD_SIZE": str(slot.local_world_size),
+            "RAY_LOCAL_RANK": str(slot.local_rank),
+            "MASTER_ADDR": str(self.master_address),
+            "MASTER_PORT": str(self.master_port),
+        }
+        taken = sorted(env.keys() & self.customized_worker_env.keys())
+        if taken:
+            raise UsageError(f"worker_env sets {taken}, which describe the worker and are the group's to set")
+        return env | self.customized_worker_env | ({} if log_file is None else {"WG_LOG_FILE": log_file})
+
+    def spawn(self, prefix_set: Iterable[str]) -> dict[str, RayWorkerGroup]:
+        """One group per role of a colocated class, over the same workers, with the role's methods.
+
+        Raises:
+            UsageError: the class has no such role.
+        """
+        if self.ray_cls_with_init is None:
+            raise UsageError("this group does not know its workers' class; give it ray_cls_with_init")
+        raw = unwrap(self.ray_cls_with_init.cls)
+        classes = getattr(raw, "raw_cls_dict", {})
+        groups = {}
+        for role in prefix_set:
+            if role not in classes:
+                raise UsageError(f"{raw.__name__} has no role {role!r}, only {list(classes)}")
+            group = groups[role] = copy(self)
+            group.resource_pool, group.sub_cls_name, group.wg_dict = None, role, None
+            group._dispatch_info, group._collect_info = {}, {}
+            group._watch = group._checker_thread = None
+            for name in self._bound:
+                delattr(group, name)
+            group._bound = group._bind_worker_method(classes[role], func_generator)
+        return groups
+
+    spawn_fused = spawn  # verl's name for the same
+
+    def fuse(self, prefix_set: Iterable[str]) -> None:
+        """Give this group one attribute per role, each a group as `spawn` makes it."""
+        if self.wg_dict is None:
+            self.wg_dict = self.spawn(prefix_set)
+        for role, group in self.wg_dict.items():
+            setattr(self, role, group)
+
+    def execute_rank_zero_async(self, method_name: str, *args: Any, **kwargs: Any) -> PendingResult:
+        """Call a method of rank 0; returns a reference to the result."""
+        return PendingResult(self._execute_remote_single_worker(self._workers[0], method_name, *args, **kwargs))
+
+    def execute_rank_zero_sync(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of rank 0 and wait for the result."""
+        return self._fetch(self.execute_rank_zero_async(method_name, *args, **kwargs))
+
+    execute_rank_zero = execute_rank_zero_async
+
+    def execute_all_async(self, method_name: str, *args: Any, **kwargs: Any) -> PendingResults:
+        """Call a method of every worker; returns references to the results.
+
+        Where every argument is a list of one entry per rank, each rank receives its entry; otherwise every rank
+        receives all arguments as they are.
+        """
+        return self._execute_all(method_name, args, kwargs)
+
+    def _execute_all(
+        self, method_name: str, args: Sequence[Any], kwargs: dict[str, Any], silent: frozenset[int] = frozenset()
+    ) -> PendingResults:
+        """As `execute_all_async`; the ranks in ``silent`` need not send their results."""
+        num_workers = len(self._workers)
+        if not all(isinstance(value, list) and len(value) == num_workers for value in (*args, *kwargs.values())):
+            args = [[arg] * num_workers for arg in args]
+            kwargs = {key: [value] * num_workers for key, value in kwargs.items()}
+        args = [shared(arg) for arg in args]
+        kwargs = {key: shared(value) for key, value in kwargs.items()}
+        pending = PendingResults()
+        for rank, worker in enumerate(self._workers):
+            own_args, own_kwargs = [arg[rank] for arg in args], {key: value[rank] for key, value in kwargs.items()}
+            if rank in silent:
+                pending.append(self._route_to(method_name).call(worker, tuple(own_args), own_kwargs, is_silent=True))
+            else:
+                pending.append(self._execute_remote_single_worker(worker, method_name, *own_args, **own_kwargs))
+        return pending
+
+    def _execute_remote_single_worker(self, worker: Any, method_name: str, /, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of one worker, as all calls do whose result is wanted; returns a reference to the result."""
+        return self._route_to(method_name).call(worker, args, kwargs)
+
+    def execute_all_sync(self, method_name: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """Call a method of every worker and wait for the results."""
+        return self._fetch(self.execute_all_async(method_name, *args, **kwargs))
+
+    execute_all = execute_all_async
+
+    def shutdown(self) -> None:
+        """Kill the workers; the last group of a pool to do so gives the pool's reservation back.
+
+        Groups that were spawned from this one, or that attached to its workers, end with it. After a shutdown of Ray
+        the workers have ended already, except detached ones: attach to those again by ``worker_names``.
+        """
+        self.stop_worker_aliveness_check()
+        has_ended = any(worker._ray_cluster_and_job != current_cluster() for worker in self._workers)
+        for worker in self._workers:
+            identities.pop(worker._actor_id.hex(), None)
+            if not has_ended:
+                ray.kill(worker)
+        self._workers = []
+        if self.resource_pool is not None and not has_ended:
+            self.resource_pool.leave()
+        self.resource_pool = None
+
+    def _route_to(self, method_name: str) -> Route:
+        """How calls of a method reach the workers."""
+        if self.ray_cls_with_init is None:
+            return Route(remote_name=method_name)
+        return Route.of(unwrap(self.ray_cls_with_init.cls), method_name, self.sub_cls_name)
+
+    def _fetch(self, pending: PendingResult | PendingResults) -> Any:
+        return pending.get(deadline_in_force(self.timeout_s))
+
+    def _death_of(self, rank: int) -> WorkerDiedError:
+        return death_of(identities[self._workers[rank]._actor_id.hex()], "Its process ended.")

@@ -1,1 +1,63 @@
-"""Inference engines behind one port."""
+"""Inference engines behind one port, and the function that makes the one that the configuration names."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import pkgutil
+from pathlib import Path
+
+from rollout_fleet.config import EngineDevice, EngineKind, RolloutFleetConfig
+
+from .engine import Engine
+
+NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
+
+
+def make_engine(config: RolloutFleetConfig, *, model_path: str, rank: int, log_dir: str, seed: int) -> Engine:
+    """Make the engine of one rollout worker; `Engine.start` brings it up.
+
+    Args:
+        config: The fleet's options.
+        model_path: Directory of the model in Hugging Face layout.
+        rank: Rank of the rollout worker.
+        log_dir: Where a server's log is written.
+        seed: Seed of the run; each rank samples with its own.
+
+    Raises:
+        ValueError: SGLang is asked for and not installed, or ``model_path`` holds no model.
+    """
+    if config.engine is EngineKind.scripted:
+        from .scripted import ScriptedEngine
+
+        return ScriptedEngine(pkgutil.resolve_name(config.script))
+    device = resolve_device(config.device)
+    if config.engine is EngineKind.transformers:
+        from .transformers import TransformersEngine
+
+        return TransformersEngine(config, model_path=model_path, device=device, rank=rank, seed=seed + rank)
+    check_engine_installed(config)
+    from .sglang import SGLangEngine
+
+    return SGLangEngine(config, model_path=model_path, device=device, rank=rank, log_dir=log_dir, seed=seed + rank)
+
+
+def check_engine_installed(config: RolloutFleetConfig) -> None:
+    """Fail before anything starts when the chosen engine is not installed.
+
+    Raises:
+        ValueError: SGLang is asked for and not importable.
+    """
+    if config.engine is EngineKind.sglang and importlib.util.find_spec("sglang") is None:
+        raise ValueError(
+            "rollout_fleet.engine is sglang, but SGLang is not installed in this environment; install it "
+            "(pip install 'asyncrl[sglang]'), or generate in process with rollout_fleet.engine=transformers"
+        )
+
+
+def resolve_device(device: EngineDevice) -> EngineDevice:
+    """Return ``cpu`` or ``cuda`` for the device asked for, without importing torch."""
+    if device is not EngineDevice.auto:
+        return device
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    return EngineDevice.cuda if NVIDIA_DRIVER.exists() and not hidden else EngineDevice.cpu

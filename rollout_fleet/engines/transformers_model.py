@@ -19,8 +19,8 @@ from asyncrl.protocol.checksums import weight_checksums
 from asyncrl.protocol.errors import EngineError
 from asyncrl.protocol.types import FinishReason, WeightSnapshot
 from rollout_fleet.config import SamplingConfig
-from rollout_fleet.types import SampleOutput, SampleRequest
 
+from .engine import SampleOutput, SampleRequest
 from .model_files import ModelFacts
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from asyncrl.cli.compose import compose_run
 from asyncrl.config import check_options
-from asyncrl.controller.colocated import ColocatedController
+from asyncrl.controller.controller import ColocatedController
 from tests.asyncrl.test_controller import Prompts, ScriptedBuffer, ScriptedFleet, ScriptedLearner
 
 

@@ -8,9 +8,9 @@ import pytest
 from asyncrl.cli.compose import compose_run
 from asyncrl.cli.train_command import root_cause
 from asyncrl.controller.controller import Controller
-from asyncrl.controller.parts import FleetCounts
 from asyncrl.controller.resume import RunState
 from asyncrl.protocol.errors import AccountError, CheckpointError, WorkerDiedError
+from asyncrl.protocol.ports import FleetCounts
 from asyncrl.protocol.types import BufferStats, GroupSummary, Plan, WeightSnapshot
 
 TOKENS_PER_STEP = 10

@@ -14,10 +14,10 @@ from asyncrl.protocol.trajectory import TrajectoryGroup
 from asyncrl.protocol.types import FinishReason, Lease, Prompt, WeightSnapshot
 from buffer import BufferClient, BufferConfig, BufferProcess
 from rollout_fleet.config import RolloutFleetConfig, SaveProgress
+from rollout_fleet.engines.engine import SampleRequest
 from rollout_fleet.engines.scripted import ScriptedAnswer, ScriptedEngine
 from rollout_fleet.loop import RolloutLoop
-from rollout_fleet.rewards.reward_processes import RewardProcesses
-from rollout_fleet.types import SampleRequest
+from rollout_fleet.rewards import RewardProcesses
 from tests.support.trajectories import make_group
 
 pytestmark = pytest.mark.timeout(120)

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from asyncrl.cli.compose import compose_run
 from asyncrl.cli.quickstart import with_quickstart_assets
-from asyncrl.sft.config import StopMetric, WarmStartConfig
+from asyncrl.config import StopMetric, WarmStartConfig
 from asyncrl.sft.fine_tuning import SftEvaluation, best_of, fine_tune, read_demonstrations, should_stop
 from tests.support.ranks import run_on_ranks
 

@@ -364,15 +364,13 @@ def test_tensordict_and_back():
         batch_of(2, a=1).to_tensordict()
 
 
-def test_data_info_and_size_in_words(capsys):
+def test_data_info_in_words():
     data = batch_of(2, names=["x"], table={"k": (1, "s")}, nothing={})
     assert data.get_data_info() == (
         "batch\n  a: (2,) (torch.int64) cpu\n"
         "non_tensor_batch\n  s: ndarray(2,) (object)\n  n: ndarray(2,) (int64)\n"
         "meta_info\n  names: list[str]\n  table: dict[str: tuple(int, str)]\n  nothing: dict"
     )
-    data.print_size("here")
-    assert capsys.readouterr().out.startswith("here, Size of tensordict: ")
 
 
 def test_to_moves_tensors_in_place():

@@ -1,9 +1,7 @@
 """Each method of DataProto on each shape that a batch can have: with and without tensors, arrays, rows."""
 
 import copy
-import io
 import pickle
-from contextlib import redirect_stdout
 
 import numpy as np
 import pytest
@@ -19,8 +17,7 @@ from asyncrl.protocol import (
     unfold_batch_dim,
     unpad_dataproto,
 )
-from asyncrl.protocol.columns import deep_equal
-from asyncrl.protocol.rows import rows_of
+from asyncrl.protocol.columns import deep_equal, rows_of
 
 FACTS = {"temperature": 0.5}
 
@@ -274,13 +271,6 @@ def test_folding_groups_rows(make, num_rows):
 @every_batch
 def test_words_about_a_batch(make, num_rows):
     data = make(num_rows)
-    out = io.StringIO()
-    with redirect_stdout(out):
-        data.print_size()
-        data.print_size("here")
-    plain, prefixed = out.getvalue().splitlines()
-    assert plain.startswith("Size of tensordict: ")
-    assert prefixed == f"here, {plain}"
     info = data.get_data_info().splitlines()
     headings = [line for line in info if not line.startswith("  ")]
     assert headings == ["batch", "non_tensor_batch", "meta_info"]

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from asyncrl.protocol import DataProto, all_gather_data_proto
-from asyncrl.protocol.rows import rows_of
+from asyncrl.protocol.columns import rows_of
 from tests.support.ranks import run_on_ranks
 
 NUM_RANKS = 3

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from asyncrl.protocol import BatchData, DataProto, DataProtoFuture
+from asyncrl.protocol.columns import cat_rows, rows_of, take_rows
 from asyncrl.protocol.errors import BatchError
-from asyncrl.protocol.rows import cat_rows, rows_of, take_rows
 
 
 def jagged():
@@ -77,13 +77,12 @@ def test_columns_to_unfold_must_not_be_ragged():
         cat_rows([jagged(), torch.zeros(2, 2)])
 
 
-def test_words_and_sizes_of_nested_tensors():
+def test_words_about_nested_tensors():
     data = DataProto.from_dict({"x": jagged(), "y": strided()})
     assert data.get_data_info().splitlines()[1:3] == [
         "  x: (4, jagged) (torch.float32) cpu",
         "  y: (4, strided) (torch.float32) cpu",
     ]
-    data.print_size()
 
 
 def test_dispatch_cuts_and_joins_tensordicts_with_nested_and_other_entries():

@@ -6,8 +6,7 @@ import pytest
 
 from asyncrl.protocol import remote
 from asyncrl.protocol.errors import DeadlineError
-from asyncrl.protocol.process_watch import process_end, wait_for_first_end
-from asyncrl.protocol.remote import StepDeadline, within
+from asyncrl.protocol.remote import StepDeadline, process_end, wait_for_first_end, within
 
 
 async def test_a_wait_that_is_late_names_what_it_awaited_and_the_option():

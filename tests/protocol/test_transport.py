@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from asyncrl.protocol import DataProto
+from asyncrl.protocol import DataProto, unfold_batch_dim
 from asyncrl.protocol.errors import BatchError, WireError
 
 
@@ -58,6 +58,14 @@ def test_pickle_5_copies_no_tensor_until_it_is_asked_for():
     loaded.batch["a"] += 1
     assert data.batch["a"].tolist() == [0, 10, 20, 30]
     assert kept.batch["a"].tolist() == [11, 21]
+
+
+def test_writing_to_unfolded_columns_of_a_received_batch_leaves_the_senders_memory_alone():
+    data, buffers = DataProto.from_dict({"a": torch.arange(8).reshape(2, 4)}), []
+    stream = pickle.dumps(data, protocol=5, buffer_callback=buffers.append)
+    for change in (lambda batch: batch.unfold_column_chunks(2, ["a"]), unfold_batch_dim):
+        change(pickle.loads(stream, buffers=[memoryview(buffer) for buffer in buffers])).batch["a"][:] = -1
+        assert data.batch["a"].tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
 def test_deep_and_shallow_copies():

@@ -6,9 +6,8 @@ import pytest
 from asyncrl.protocol.errors import EngineError
 from asyncrl.protocol.types import FinishReason, Lease, Prompt
 from rollout_fleet.config import SamplingConfig
-from rollout_fleet.engines.engine import check_output, check_prompt
-from rollout_fleet.trajectory_groups import to_trajectory_group
-from rollout_fleet.types import SampleOutput, SampleRequest
+from rollout_fleet.engines.engine import SampleOutput, SampleRequest, check_output, check_prompt
+from rollout_fleet.inflight import to_trajectory_group
 
 
 def request_of(prompt_ids):

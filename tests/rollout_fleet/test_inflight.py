@@ -8,9 +8,8 @@ import pytest
 from asyncrl.protocol.errors import ReplayBufferError
 from asyncrl.protocol.types import FinishReason, Lease, Prompt
 from rollout_fleet.config import SamplingConfig
-from rollout_fleet.inflight import InflightGroup
-from rollout_fleet.trajectory_groups import to_prefixes, to_progress, to_trajectory_group
-from rollout_fleet.types import SampleOutput
+from rollout_fleet.engines.engine import SampleOutput
+from rollout_fleet.inflight import InflightGroup, to_prefixes, to_progress, to_trajectory_group
 
 LEASE = Lease(
     prompt=Prompt(group_id=7, prompt_ids=np.array([3, 4], dtype=np.int32)),

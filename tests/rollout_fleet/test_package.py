@@ -6,14 +6,12 @@ import pytest
 
 import rollout_fleet
 from rollout_fleet.config import EngineKind, RolloutFleetConfig, SamplingConfig, TransformersConfig
-from rollout_fleet.engines.factory import make_engine
+from rollout_fleet.engines import make_engine
 from rollout_fleet.engines.model_files import load_decoder, read_model_facts
 from rollout_fleet.engines.scripted import ScriptedEngine
 
 
-@pytest.mark.parametrize(
-    "module", ["rollout_fleet", "rollout_fleet.config", "rollout_fleet.loop", "rollout_fleet.types"]
-)
+@pytest.mark.parametrize("module", ["rollout_fleet", "rollout_fleet.config", "rollout_fleet.loop"])
 def test_importing_the_fleet_loads_neither_torch_nor_ray_nor_sglang(module):
     check = f"import sys, {module}; print(sorted({{'torch', 'ray', 'sglang', 'transformers'}} & set(sys.modules)))"
     answer = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True, timeout=60)

@@ -10,8 +10,7 @@ import pytest
 
 from asyncrl.protocol.errors import RewardError
 from asyncrl.protocol.types import Prompt
-from rollout_fleet.rewards.registry import find_reward
-from rollout_fleet.rewards.reward_processes import RewardProcesses
+from rollout_fleet.rewards import RewardProcesses, find_reward
 
 pytestmark = pytest.mark.timeout(60)
 PROMPT = Prompt(group_id=7, prompt_ids=np.asarray([3, 4], dtype=np.int32), ground_truth="42")
@@ -85,9 +84,7 @@ async def test_a_reward_that_raises_is_named_with_group_and_remedy_and_the_next_
 
 async def test_a_reward_that_hangs_is_an_error_by_its_deadline_and_its_process_is_killed(user_rewards):
     scorer = await user_rewards("by_kind", timeout_s=0.5)
-    (child,) = [
-        p for p in psutil.Process().children() if "rollout_fleet.rewards.reward_processes" in " ".join(p.cmdline())
-    ]
+    (child,) = [p for p in psutil.Process().children() if "rollout_fleet.rewards" in " ".join(p.cmdline())]
     started = time.monotonic()
     with pytest.raises(
         RewardError, match=r"group 7 did not score it within rollout_fleet.reward_timeout_s = 0.5 s; make it faster"
@@ -134,7 +131,7 @@ async def test_several_groups_are_scored_at_once_by_as_many_processes(user_rewar
 
 OWNER = """
 import asyncio, sys
-from rollout_fleet.rewards.reward_processes import RewardProcesses
+from rollout_fleet.rewards import RewardProcesses
 
 async def main():
     rewards = RewardProcesses("user_rewards:length", num_processes=2, timeout_s=5.0)

@@ -23,8 +23,8 @@ import pytest_asyncio
 from asyncrl.protocol.errors import AsyncRLError, DeadlineError, EngineError, WorkerDiedError
 from asyncrl.protocol.types import FinishReason, WeightSnapshot
 from rollout_fleet.config import EngineDevice, RolloutFleetConfig, SamplingConfig, SGLangConfig
+from rollout_fleet.engines.engine import SampleRequest
 from rollout_fleet.engines.sglang import SGLangEngine
-from rollout_fleet.types import SampleRequest
 from tests.support.engine_probes import answer, assert_continues, forward_logprobs, publish_weights, requests_of
 
 pytestmark = [

@@ -1,34 +1,35 @@
 """Visible devices, on environments of several accelerators."""
 
+import sys
 from types import SimpleNamespace
 
 import pytest
 import ray
 
-from asyncrl.single_controller import Worker, devices, ray_noset_visible_devices
+from asyncrl.single_controller import Worker, ray_noset_visible_devices, worker
 
 
 @pytest.fixture
 def environment(monkeypatch):
-    monkeypatch.setattr(devices, "_loaded_torch", lambda: None)
+    monkeypatch.setitem(sys.modules, "torch", None)
     return {}
 
 
 def test_rocm_variables_become_cudas(environment):
     environment["HIP_VISIBLE_DEVICES"] = "0,1"
-    devices.set_up_visible_devices(environment)
+    worker.set_up_visible_devices(environment)
     assert environment == {"CUDA_VISIBLE_DEVICES": "0,1"}
 
 
 def test_rocr_becomes_cudas_where_it_is_alone(environment):
     environment["ROCR_VISIBLE_DEVICES"] = "2"
-    devices.set_up_visible_devices(environment)
+    worker.set_up_visible_devices(environment)
     assert environment == {"CUDA_VISIBLE_DEVICES": "2"}
 
 
 def test_hip_and_cuda_may_agree(environment):
     environment.update(HIP_VISIBLE_DEVICES="1", CUDA_VISIBLE_DEVICES="1")
-    devices.set_up_visible_devices(environment)
+    worker.set_up_visible_devices(environment)
     assert environment == {"CUDA_VISIBLE_DEVICES": "1"}
 
 
@@ -43,13 +44,13 @@ def test_hip_and_cuda_may_agree(environment):
 def test_variables_that_contradict_one_another_are_refused(environment, clash):
     environment.update(clash)
     with pytest.raises(ValueError, match="VISIBLE_DEVICES"):
-        devices.set_up_visible_devices(environment)
+        worker.set_up_visible_devices(environment)
 
 
 def test_npu_has_a_variable_of_its_own(environment):
-    assert devices.visible_devices_name(environment) == "CUDA_VISIBLE_DEVICES"
+    assert worker.visible_devices_name(environment) == "CUDA_VISIBLE_DEVICES"
     environment["ASCEND_RT_VISIBLE_DEVICES"] = "0"
-    assert devices.visible_devices_name(environment) == "ASCEND_RT_VISIBLE_DEVICES"
+    assert worker.visible_devices_name(environment) == "ASCEND_RT_VISIBLE_DEVICES"
 
 
 @pytest.mark.parametrize(("variable", "device"), [("CUDA", "GPU"), ("HIP", "GPU"), ("ASCEND_RT", "NPU")])
@@ -62,13 +63,13 @@ def test_told_to_leave_the_variables_alone_a_worker_takes_the_device_that_ray_as
 
     chosen = []
     runtime = SimpleNamespace(is_available=lambda: True, set_device=chosen.append)
-    monkeypatch.setattr(devices, "_device_module", lambda is_npu: runtime)
+    monkeypatch.setattr(worker, "_device_module", lambda is_npu: runtime)
     monkeypatch.setattr(ray, "get_runtime_context", Context)
     environment[f"RAY_EXPERIMENTAL_NOSET_{variable}_VISIBLE_DEVICES"] = "1"
     if device == "NPU":
         environment["ASCEND_RT_VISIBLE_DEVICES"] = "0,1,2,3,4,5"
     assert ray_noset_visible_devices(environment)
-    devices.set_up_visible_devices(environment)
+    worker.set_up_visible_devices(environment)
     assert environment["LOCAL_RANK"] == {"GPU": "3", "NPU": "5"}[device]
     assert chosen == [{"GPU": 3, "NPU": 5}[device]]
 
@@ -88,10 +89,10 @@ def test_a_worker_reads_its_place_from_the_environment(monkeypatch):
         monkeypatch.setenv(name, value)
     for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "CUDA_VISIBLE_DEVICES"):
         monkeypatch.delenv(name, raising=False)
-    worker = Worker(cuda_visible_devices="4")
-    assert (worker.rank, worker.world_size, worker.get_master_addr_port()) == (1, 2, ("host", "99"))
-    assert worker.get_cuda_visible_devices() == "4"
+    ours = Worker(cuda_visible_devices="4")
+    assert (ours.rank, ours.world_size, ours.get_master_addr_port()) == (1, 2, ("host", "99"))
+    assert ours.get_cuda_visible_devices() == "4"
     assert Worker.env_keys()[:2] == ["WORLD_SIZE", "RANK"]
-    worker._register_dispatch_collect_info("mesh", dp_rank=0, is_collect=False)
+    ours._register_dispatch_collect_info("mesh", dp_rank=0, is_collect=False)
     with pytest.raises(ValueError, match="registered already"):
-        worker._register_dispatch_collect_info("mesh", dp_rank=0, is_collect=False)
+        ours._register_dispatch_collect_info("mesh", dp_rank=0, is_collect=False)

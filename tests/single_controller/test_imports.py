@@ -53,7 +53,7 @@ def test_verls_names_are_all_in_one_package():
 def test_the_protocol_loads_neither_torch_nor_ray_and_the_controller_no_torch():
     code = (
         "import sys\n"
-        "import asyncrl, asyncrl.protocol, asyncrl.protocol.codec, asyncrl.protocol.process_watch\n"
+        "import asyncrl, asyncrl.protocol, asyncrl.protocol.codec, asyncrl.protocol.remote\n"
         "from asyncrl import DataProtoFuture\n"
         "assert not {'torch', 'ray'} & sys.modules.keys()\n"
         "import asyncrl.single_controller\n"

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from asyncrl.protocol.checksums import weight_checksums
 from asyncrl.protocol.types import WeightSnapshot
 from rollout_fleet.config import SamplingConfig
-from rollout_fleet.types import SampleOutput, SampleRequest
+from rollout_fleet.engines.engine import SampleOutput, SampleRequest
 from tests.support.rollout import VOCABULARY
 
 EOS_ID = VOCABULARY.index("<eos>")

@@ -18,7 +18,7 @@ from rollout_fleet.config import RolloutFleetConfig
 from rollout_fleet.engines.scripted import Script, ScriptedAnswer, ScriptedEngine, repeat_last_token
 from rollout_fleet.loop import RolloutLoop
 from rollout_fleet.metrics import FleetCounters
-from rollout_fleet.rewards.reward_processes import RewardProcesses
+from rollout_fleet.rewards import RewardProcesses
 
 VOCABULARY = ["<pad>", "<eos>", "<bos>", *"0123456789", *">+=- r"]
 LEASE_S = 60.0

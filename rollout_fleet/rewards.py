@@ -1,15 +1,14 @@
-"""Scores finished prompt groups: built-ins in place, users' functions in processes that can be killed when they hang.
+"""Reward functions, built in or a user's own, and the processes that score finished prompt groups with the latter.
 
 A group waits for a free process; its deadline starts when it has one. A process that hangs or dies is replaced. The
-processes are plain children that speak over pipes, so that a killed worker leaves no semaphores behind; they end when
-their pipe closes.
-
-``python -m rollout_fleet.rewards.reward_processes NAME`` is one such process.
+processes (``python -m rollout_fleet.rewards NAME PARENT_PID``) are plain children that speak over pipes, so that a
+killed worker leaves no semaphores behind; they end when their pipe closes.
 """
 
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
 import math
 import os
@@ -20,17 +19,65 @@ import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Protocol, cast
 
 import numpy as np
 
 from asyncrl.protocol.errors import DeadlineError, RewardError, WorkerDiedError
 from asyncrl.protocol.types import Prompt
-from rollout_fleet.engines.process_guard import signal_at_parent_death
 
-from .registry import BUILT_IN_REWARDS, Reward, find_reward
+from .engines.process_guard import signal_at_parent_death
 
 _LENGTH = struct.Struct("<Q")
+
+
+class Reward(Protocol):
+    """Scores one response. Called in a scoring process; a built-in in the rollout worker itself."""
+
+    def __call__(self, prompt: Prompt, response_text: str) -> float:
+        """Return the reward.
+
+        Args:
+            prompt: With its ground truth and extra columns.
+            response_text: The response, decoded, without special tokens.
+        """
+        ...
+
+
+def exact_match(prompt: Prompt, response_text: str) -> float:
+    """Return 1.0 if ``response_text`` (special tokens removed) equals the prompt's ground truth, else 0.0."""
+    return 1.0 if response_text == prompt.ground_truth else 0.0
+
+
+BUILT_IN_REWARDS: dict[str, Reward] = {"exact_match": exact_match}
+
+
+def find_reward(name: str) -> Reward:
+    """Return the built-in of this name, or import ``module:function``.
+
+    Args:
+        name: Example: ``"my_rewards:unit_tests"``.
+
+    Raises:
+        ValueError: it is neither, cannot be imported, or is not callable.
+    """
+    if name in BUILT_IN_REWARDS:
+        return BUILT_IN_REWARDS[name]
+    module_name, _, function_name = name.partition(":")
+    if not module_name or not function_name:
+        raise ValueError(
+            f"rollout_fleet.reward must be a built-in ({', '.join(sorted(BUILT_IN_REWARDS))}) or module:function, "
+            f"got {name!r}"
+        )
+    try:
+        function = getattr(importlib.import_module(module_name), function_name)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(
+            f"rollout_fleet.reward: {name!r} cannot be imported ({error}); is its folder on PYTHONPATH?"
+        ) from error
+    if not callable(function):
+        raise ValueError(f"rollout_fleet.reward: {name!r} must be callable, got {type(function).__name__}")
+    return cast(Reward, function)
 
 
 class RewardProcesses:
@@ -115,7 +162,7 @@ class RewardProcesses:
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
-            "rollout_fleet.rewards.reward_processes",
+            "rollout_fleet.rewards",
             self._name,
             str(os.getpid()),
             stdin=PIPE,

@@ -1,1 +1,0 @@
-"""Reward functions and how they are run."""
