@@ -36,7 +36,7 @@ async def test_payloads_spread_over_store_servers_come_back_in_order_and_leave_w
 
 
 async def test_a_late_put_does_not_replace_the_payload_of_the_newer_attempt():
-    async with running(groups_per_step=1, lease_s=0.2, num_store_servers=1) as run:
+    async with running(groups_per_step=1, lease_s=0.8, num_store_servers=1) as run:
         late, other = run.client(), run.client()
         await late.enqueue([prompt(0)])
         [lost] = await late.lease(0, 1)
