@@ -81,11 +81,7 @@ def _layout(data: bytes) -> tuple[np.dtype, tuple[int, ...], int]:
 
 
 def array_of(data: bytes, buffer: memoryview, *, writable: bool) -> np.ndarray:
-    """A view of a buffer, laid out as its descriptor says; read-only unless ``writable``, and the buffer is.
-
-    Raises:
-        WireError: the two do not fit.
-    """
+    """A view of a buffer, read-only unless ``writable``. Raises `WireError` if it does not fit its descriptor."""
     dtype, shape, nbytes = _layout(data)
     if nbytes != buffer.nbytes:
         raise WireError(f"array {dtype}{list(shape)} needs {nbytes} bytes, got {buffer.nbytes}")
@@ -175,11 +171,7 @@ def checked_shape(shape: Any) -> tuple[int, ...]:
 
 
 def checked_items(shape: Any, items: Any, *kinds: type) -> tuple[int, ...]:
-    """Check the shape of an array whose items are in the header, of the given types if there are any.
-
-    Raises:
-        WireError: there are not as many items as the shape has places, or one is of another type.
-    """
+    """Check a shape against its items in the header, and the types of these. Raises `WireError` if they do not fit."""
     shape = checked_shape(shape)
     if not isinstance(items, list) or prod(shape) != len(items):
         raise WireError(f"array of shape {shape} does not have its {prod(shape)} items")

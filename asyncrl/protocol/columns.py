@@ -269,11 +269,7 @@ def join_tensordict(
 
 
 def chunk_tensordict(data: TensorDictBase, chunks: int) -> list[TensorDictBase]:
-    """Cut a TensorDict into equal parts, its nested tensors and non-tensor entries too.
-
-    Raises:
-        BatchError: ``chunks`` does not divide the rows, or there are none to cut.
-    """
+    """Cut a TensorDict into equal parts, nested tensors and non-tensor entries too, or raise `BatchError`."""
     if not data.batch_size or chunks < 1 or data.batch_size[0] % chunks != 0:
         raise BatchError(f"a TensorDict of batch size {tuple(data.batch_size)} cannot be cut into {chunks} equal parts")
     nested, rest = _apart(data)
@@ -283,11 +279,7 @@ def chunk_tensordict(data: TensorDictBase, chunks: int) -> list[TensorDictBase]:
 
 
 def concat_tensordict(data: Sequence[TensorDictBase]) -> TensorDictBase:
-    """Lay TensorDicts end to end, their nested tensors too; of such without a batch dimension, the first.
-
-    Raises:
-        BatchError: they do not have the same entries.
-    """
+    """Lay TensorDicts of the same entries end to end; of such without a batch dimension, return the first."""
     if not data[0].batch_size:
         return data[0]
     same_columns([dict.fromkeys(map(str, part.keys())) for part in data], "a TensorDict")
@@ -312,11 +304,7 @@ _DROP_ONE = "Drop or rename one of them"
 
 
 def union_tensor_dict(tensor_dict1: TensorDict | None, tensor_dict2: TensorDict | None) -> TensorDict | None:
-    """Add the second's tensors to the first, in place. A tensor in both must be equal, NaN to NaN.
-
-    Raises:
-        BatchError: the batch sizes or a tensor differ; the first is unchanged.
-    """
+    """Add the second's tensors to the first, in place. Raises `BatchError` if one in both differs (NaN equals NaN)."""
     if tensor_dict1 is None or tensor_dict2 is None:
         return tensor_dict2 if tensor_dict1 is None else tensor_dict1
     if tensor_dict1.batch_size != tensor_dict2.batch_size:
@@ -335,11 +323,7 @@ def union_tensor_dict(tensor_dict1: TensorDict | None, tensor_dict2: TensorDict 
 
 
 def union_numpy_dict(tensor_dict1: dict[str, np.ndarray], tensor_dict2: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Add the second's arrays to the first, in place. An array in both must be equal, NaN to NaN.
-
-    Raises:
-        BatchError: an array differs, or a value in both is not an array; the first is unchanged.
-    """
+    """Add the second's arrays to the first, in place. Raises `BatchError` if one in both differs (NaN equals NaN)."""
     for key in tensor_dict1.keys() & tensor_dict2.keys():
         first, second = tensor_dict1[key], tensor_dict2[key]
         if not isinstance(first, np.ndarray) or not isinstance(second, np.ndarray) or not deep_equal(first, second):
@@ -349,11 +333,7 @@ def union_numpy_dict(tensor_dict1: dict[str, np.ndarray], tensor_dict2: dict[str
 
 
 def union_two_dict(dict1: dict[Any, Any], dict2: dict[Any, Any]) -> dict[Any, Any]:
-    """Add the second's entries to the first, in place. An entry in both must be equal.
-
-    Raises:
-        BatchError: an entry differs; the first is unchanged.
-    """
+    """Add the second's entries to the first, in place. Raises `BatchError` if an entry in both differs."""
     for key in dict1.keys() & dict2.keys():
         if not facts_equal(dict1[key], dict2[key]):
             raise BatchError(
@@ -365,11 +345,7 @@ def union_two_dict(dict1: dict[Any, Any], dict2: dict[Any, Any]) -> dict[Any, An
 
 
 def list_of_dict_to_dict_of_list(list_of_dict: Sequence[Mapping[Any, Any]]) -> dict[Any, list[Any]]:
-    """Turn records into columns, by the keys of the first. A record without a key is left out of that column.
-
-    Raises:
-        BatchError: a record has a key that the first does not have.
-    """
+    """Turn records into columns, by the keys of the first; other keys are refused, missing ones left out."""
     if not list_of_dict:
         return {}
     columns: dict[Any, list[Any]] = {key: [] for key in list_of_dict[0]}
@@ -392,11 +368,7 @@ def same_columns(records: Sequence[Mapping[Any, Any]], part: str) -> dict[Any, l
 
 
 def merge_meta_info(meta_infos: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Merge the meta information of parts; each entry of ``metrics`` becomes the list of what the parts have.
-
-    Raises:
-        BatchError: another entry differs between parts.
-    """
+    """Merge facts, which must be equal; each entry of ``metrics`` becomes the list of what the parts have."""
     merged: dict[str, Any] = {}
     metrics: list[Mapping[str, Any]] = []
     for meta_info in meta_infos:

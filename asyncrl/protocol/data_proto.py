@@ -188,11 +188,7 @@ class DataProto:
         return cls.from_dict(tensors, arrays, facts, num_batch_dims)
 
     def to_tensordict(self) -> TensorDict:
-        """One TensorDict of all three parts: tensors, per-row values and values for all rows.
-
-        Raises:
-            BatchError: a name stands in more than one part.
-        """
+        """One TensorDict of all three parts. Raises `BatchError` if a name stands in more than one."""
         batch_size = (len(self),) if self.batch is not None or self.non_tensor_batch else ()
         return columns.join_tensordict(self._columns(), self.non_tensor_batch, self.meta_info, batch_size)
 
@@ -255,11 +251,7 @@ class DataProto:
         non_tensor_batch_keys: Iterable[str] | None = None,
         meta_info_keys: Iterable[str] | None = None,
     ) -> DataProto:
-        """Take the columns named out of this batch, into a new one.
-
-        Raises:
-            BatchError: there is no such column; the batch is unchanged.
-        """
+        """Take the columns named out of this batch into a new one. Raises `BatchError` if one is missing."""
         parts = {"batch": self.batch, "non_tensor_batch": self.non_tensor_batch, "meta_info": self.meta_info}
         wanted = (batch_keys, non_tensor_batch_keys, meta_info_keys)
         tensors, arrays, meta_info = columns.pop_all(parts, [list(dict.fromkeys(keys or ())) for keys in wanted])
@@ -433,11 +425,7 @@ class DataProto:
         return sum(value.nbytes for value in [*self._columns().values(), *self.non_tensor_batch.values()])
 
     def save_to_disk(self, filepath: str | Path) -> None:
-        """Write the batch to a file, which appears complete or not at all.
-
-        Raises:
-            WireError: the codec does not carry a value; the message says where it is.
-        """
+        """Write the file, whole or not at all. Raises `WireError` with the place of a value that does not travel."""
         frames = encode(serialization.parts_of(self))
         partial = Path(f"{filepath}.partial")
         with open(partial, "wb") as file:
@@ -539,11 +527,7 @@ def unpad_dataproto(data: DataProto, pad_size: int) -> DataProto:
 
 
 def fold_batch_dim(data: DataProto, new_batch_size: int) -> DataProto:
-    """Columns ``[B, ...]`` become ``[new_batch_size, B // new_batch_size, ...]``, sharing memory.
-
-    Raises:
-        BatchError: ``new_batch_size`` does not divide B, or a column is a nested tensor.
-    """
+    """Columns ``[B, ...]`` become ``[new_batch_size, B // new_batch_size, ...]``, views. None may be nested."""
     if new_batch_size < 1 or len(data) % new_batch_size != 0:
         raise BatchError(f"new_batch_size must divide the {len(data)} rows, got {new_batch_size}")
     shape = (new_batch_size, len(data) // new_batch_size)
@@ -555,11 +539,7 @@ def fold_batch_dim(data: DataProto, new_batch_size: int) -> DataProto:
 
 
 def unfold_batch_dim(data: DataProto, batch_dims: int = 2) -> DataProto:
-    """Columns ``[A, B, ...]`` become ``[A * B, ...]``: the first ``batch_dims`` dimensions are joined.
-
-    Raises:
-        BatchError: a column has fewer dimensions, or is a nested tensor.
-    """
+    """Columns ``[A, B, ...]`` become ``[A * B, ...]``: ``batch_dims`` dimensions are joined. None may be nested."""
 
     def unfold(key: str, column: Any) -> Any:
         if _dense(key, column).ndim < batch_dims:

@@ -115,12 +115,7 @@ class BatchData:
         return self._data.chunk(chunks=chunks)
 
     def concat(self) -> Any:
-        """Concatenate the batches of the list; for references, return a future of the result.
-
-        Raises:
-            ValueError: the list is empty.
-            UsageError: it holds something else.
-        """
+        """Concatenate the batches of the list, at least one; for references, return a future of the result."""
         data = self._data
         if not data:
             raise ValueError("an empty list of batches cannot be concatenated")

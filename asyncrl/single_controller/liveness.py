@@ -11,7 +11,6 @@ import asyncio
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -164,17 +163,13 @@ _REMOTE_READ_TIMEOUT_S = 10.0
 _RAY_MARKS = (":job_id:", ":actor_name:", ":task_name:")
 
 
-def last_words_of(worker: Any, log_file: str | None) -> Callable[[], str]:
-    """A function that reads the end of an actor's output from the node it ran on, with the paths of the files.
+def last_words(actor_id: str, log_file: str | None) -> str:
+    """The end of an actor's output, from the node it ran on, with the paths of the files.
 
     Args:
-        worker: The actor's handle.
+        actor_id: Ray's id of the actor.
         log_file: Its log on its node; None if Ray keeps its output.
     """
-    return partial(_read_last_words, worker._actor_id.hex(), log_file)
-
-
-def _read_last_words(actor_id: str, log_file: str | None) -> str:
     if not ray.is_initialized():
         return f"{log_file}:\n{last_lines(log_file)}" if log_file else "its output: (Ray is shut down)"
     actor = ray_state.actors(actor_id)

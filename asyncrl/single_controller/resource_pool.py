@@ -127,15 +127,8 @@ class RayResourcePool(ResourcePool):
 
     def options(self) -> dict[str, Any]:
         """The constructor's arguments, but for the name."""
-        return {
-            "process_on_nodes": list(self._store),
-            "use_gpu": self.use_gpu,
-            "max_colocate_count": self.max_colocate_count,
-            "detached": self.detached,
-            "accelerator_type": self.accelerator_type,
-            "num_cpus_per_process": self.num_cpus_per_process,
-            "timeout_s": self.timeout_s,
-        }
+        names = ("use_gpu", "max_colocate_count", "detached", "accelerator_type", "num_cpus_per_process", "timeout_s")
+        return {"process_on_nodes": list(self._store)} | {name: getattr(self, name) for name in names}
 
     def bundle(self, device_name: str = "cuda") -> dict[str, float]:
         """What one process reserves."""
@@ -196,11 +189,7 @@ class RayResourcePool(ResourcePool):
                 pool.shutdown()
 
     def shutdown(self) -> None:
-        """Give the reservation back; workers in it are killed. A part of a pool leaves that to the whole.
-
-        Raises:
-            UsageError: the pool is detached, and Ray is not connected to the cluster that still reserves it.
-        """
+        """Give the reservation back; workers in it are killed. A part of a pool leaves that to the whole."""
         if not self._reserved:
             return
         if not self._has_ended():
@@ -385,11 +374,7 @@ class ResourcePoolManager:
     timeout_s: float = 300.0
 
     def create_resource_pool(self) -> None:
-        """Make the pools.
-
-        Raises:
-            ValueError: the cluster cannot grant them; the message names what is missing on which node.
-        """
+        """Make the pools. Raises `ValueError` naming what is missing on which node if the cluster cannot grant them."""
         for name, process_on_nodes in self.resource_pool_spec.items():
             self.resource_pool_dict[name] = RayResourcePool(
                 process_on_nodes=process_on_nodes,

@@ -233,11 +233,7 @@ def visible_devices_name(env_vars: Mapping[str, str] = os.environ) -> str:
 
 
 def set_up_visible_devices(env_vars: MutableMapping[str, str] = os.environ) -> None:
-    """Settle the visible devices of this process before it touches an accelerator.
-
-    Raises:
-        UsageError: the ROCm variables contradict one another or CUDA's.
-    """
+    """Settle the visible devices before an accelerator is touched. Raises `UsageError` if ROCm's variables clash."""
     _unify_rocm(env_vars)
     if ray_noset_visible_devices(env_vars):
         _choose_device_within_node(env_vars)
