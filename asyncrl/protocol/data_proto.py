@@ -326,9 +326,8 @@ class DataProto:
             return
         if not len(self):
             raise BatchError(f"an empty batch has no row to append {padding_size} times")
-        row = self.select_idxs([0 if padding_candidate == "first" else len(self) - 1])
-        padded = type(self).concat([self.select(meta_info_keys=()), row.repeat(padding_size).select(meta_info_keys=())])
-        self.batch, self.non_tensor_batch = padded._batch, padded.non_tensor_batch
+        row = 0 if padding_candidate == "first" else len(self) - 1
+        self.reorder([*range(len(self)), *[row] * padding_size])
 
     def chunk(self, chunks: int) -> list[DataProto]:
         """Cut the rows into equal parts, sharing memory with this batch.
@@ -503,12 +502,8 @@ def collate_fn(x: Sequence[DataProtoItem]) -> DataProto:
 def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataProto, int]:
     """Append rows from the beginning of the batch, over and over, until ``size_divisor`` divides their number.
 
-    Returns:
-        The padded batch (``data`` itself if nothing is missing) and the number of rows appended. An empty batch
-        stays empty.
-
-    Raises:
-        BatchError: ``data`` is not a `DataProto`, or ``size_divisor`` is not positive.
+    Returns the padded batch (``data`` itself if nothing is missing) and the number of rows appended. An empty batch
+    stays empty.
     """
     if not hasattr(data, "select_idxs") or size_divisor < 1:
         raise BatchError(f"a DataProto and a divisor >= 1 are needed, got {type(data).__name__} and {size_divisor}")
@@ -517,8 +512,7 @@ def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataPr
         _log.warning("an empty DataProto cannot be padded to a multiple of %d; it stays empty", size_divisor)
     if pad_size == 0:
         return data, 0
-    rows = [index % len(data) for index in range(len(data) + pad_size)]
-    return data.select_idxs(rows), pad_size
+    return data.select_idxs(np.resize(np.arange(len(data)), len(data) + pad_size)), pad_size
 
 
 def unpad_dataproto(data: DataProto, pad_size: int) -> DataProto:
