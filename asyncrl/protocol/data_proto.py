@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 
 
 class _CheckedSwitches(type):
-    """Refuses a switch that is not a bool when it is set rather than when a batch is split."""
+    """Checks a switch when it is set rather than when a batch is split."""
 
     def __setattr__(cls, name: str, value: Any) -> None:
         if name == "auto_padding" and not isinstance(value, bool):
@@ -130,8 +130,14 @@ class DataProto:
         return f"{type(self).__name__} of {len(self)} rows\n{self.get_data_info()}"
 
     def check_consistency(self) -> None:
-        """Raise `BatchError` unless all tensors and arrays have the same number of rows."""
-        columns.check_rows(self._batch, self.non_tensor_batch, len(self))
+        """Raise `BatchError` unless all columns have the same number of rows, and the tensors one batch dimension."""
+        if self._batch is not None and len(self._batch.batch_size) != 1:
+            raise BatchError(f"batch must have one batch dimension, got {tuple(self._batch.batch_size)}")
+        for key, array in self.non_tensor_batch.items():
+            if not isinstance(array, np.ndarray):
+                raise BatchError(f"non_tensor_batch[{key!r}] must be a numpy array, got {type(array).__name__}")
+            if array.ndim == 0 or len(array) != len(self):
+                raise BatchError(f"non_tensor_batch[{key!r}] has shape {array.shape}, the batch has {len(self)} rows")
 
     @classmethod
     def from_single_dict(
@@ -188,7 +194,7 @@ class DataProto:
         return cls.from_dict(tensors, arrays, facts, num_batch_dims)
 
     def to_tensordict(self) -> TensorDict:
-        """One TensorDict of all three parts. Raises `BatchError` if a name stands in more than one."""
+        """One TensorDict of all three parts. Raises `BatchError` if two of them share a name."""
         batch_size = (len(self),) if self.batch is not None or self.non_tensor_batch else ()
         return columns.join_tensordict(self._columns(), self.non_tensor_batch, self.meta_info, batch_size)
 
@@ -232,7 +238,7 @@ class DataProto:
         meta_info_keys: Iterable[str] | None = None,
         deepcopy: bool = False,
     ) -> DataProto:
-        """The columns named, sharing memory unless ``deepcopy``; None takes all of a part."""
+        """The named columns, sharing memory unless ``deepcopy``; None selects all of a part."""
         batch = self._shared_batch()
         if batch_keys is not None:
             keys = tuple(batch_keys)
@@ -251,7 +257,7 @@ class DataProto:
         non_tensor_batch_keys: Iterable[str] | None = None,
         meta_info_keys: Iterable[str] | None = None,
     ) -> DataProto:
-        """Take the columns named out of this batch into a new one. Raises `BatchError` if one is missing."""
+        """Move the named columns into a new batch. Raises `BatchError` if one is missing."""
         parts = {"batch": self.batch, "non_tensor_batch": self.non_tensor_batch, "meta_info": self.meta_info}
         wanted = (batch_keys, non_tensor_batch_keys, meta_info_keys)
         tensors, arrays, meta_info = columns.pop_all(parts, [list(dict.fromkeys(keys or ())) for keys in wanted])
@@ -296,7 +302,7 @@ class DataProto:
         return self.select_idxs(np.repeat(np.arange(len(self)), counts))
 
     def unfold_column_chunks(self, n_split: int, split_keys: list[str] | None = None) -> DataProto:
-        """Cut the columns named into ``n_split`` along their second dimension, each part a row; repeat the others.
+        """Cut the named columns into ``n_split`` rows along their second dimension; repeat the other columns.
 
         Example: ``[B, n * m]`` becomes ``[B * n, m]``, the parts of a row in succession.
 
@@ -424,7 +430,7 @@ class DataProto:
         return sum(value.nbytes for value in [*self._columns().values(), *self.non_tensor_batch.values()])
 
     def save_to_disk(self, filepath: str | Path) -> None:
-        """Write the file, whole or not at all. Raises `WireError` with the place of a value that does not travel."""
+        """Write the file atomically. Raises `WireError` naming the place of a value that the codec does not carry."""
         frames = encode(serialization.parts_of(self))
         partial = Path(f"{filepath}.partial")
         with open(partial, "wb") as file:
@@ -486,7 +492,7 @@ class DataProto:
 
 
 def collate_fn(x: Sequence[DataProtoItem]) -> DataProto:
-    """Stack rows to a batch; their values become object arrays.
+    """Stack rows into a batch; their values become object arrays.
 
     Tensors whose first dimensions differ, as the rows of a nested tensor do, become a jagged tensor.
     """

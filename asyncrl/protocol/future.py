@@ -81,7 +81,7 @@ def _both(data: Any, first: Callable[[Any], Any], second: Callable[[Any], Any]) 
 
 
 class BatchData:
-    """One batch, or a list of them, of any kind: `DataProto`, `DataProtoFuture`, TensorDict, or Ray's reference to one.
+    """One batch or a list of batches: `DataProto`, `DataProtoFuture`, TensorDict, or Ray references to them.
 
     Example: ``BatchData(argument).chunk(chunks=4)``, ``BatchData(results).concat()``.
 

@@ -28,7 +28,7 @@ from .resource_pool import current_cluster
 
 
 def state_of(worker: Any) -> str:
-    """Ray's word for an actor's state. Example: ``"ALIVE"``."""
+    """An actor's state, as Ray names it. Example: ``"ALIVE"``."""
     actor = ray_state.actors(worker._actor_id.hex())
     return actor["State"] if actor else "UNKNOWN"
 
@@ -138,7 +138,7 @@ class DeathWatch:
         return self._closed.is_set() or self._cluster != current_cluster()
 
     def _reported_by(self, task: Any) -> int | None:
-        """Who died, as reported by the task on their node; a task that was lost is started again."""
+        """The rank of the worker that died, as the task on its node reports; a lost task is started again."""
         node_id = self._nodes.pop(task)
         ranks = self._ranks[node_id]
         try:

@@ -261,7 +261,7 @@ def address_order(address: str) -> tuple[int, bytes, str]:
 
 
 class SubRayResourcePool(RayResourcePool):
-    """A range of the processes of a pool. The reservation stays the whole pool's, which gives it back.
+    """A range of a pool's processes. The whole pool owns the reservation and gives it back.
 
     Args:
         placement_groups: The whole pool's placement groups.
@@ -310,7 +310,7 @@ def split_resource_pool(resource_pool: RayResourcePool, split_size: int | list[i
 
 
 def merge_resource_pool(rp1: RayResourcePool, rp2: RayResourcePool) -> RayResourcePool:
-    """The processes of two pools, alike but for their nodes, as one pool. The reservations remain theirs."""
+    """One pool of the processes of two, which may differ in their nodes only. They keep their reservations."""
     ours, theirs = rp1.options(), rp2.options()
     different = sorted(key for key in ours if key != "process_on_nodes" and ours[key] != theirs[key])
     if different:
@@ -457,7 +457,7 @@ def take(needed: Resources, free: dict[str, float]) -> None:
 
 
 def can_place(needs: Sequence[Resources], nodes: Iterable[Resources]) -> bool:
-    """Whether every demand can be given room on one node.
+    """Whether every demand fits on one node.
 
     Args:
         needs: Resources of each demand, the largest first.

@@ -52,8 +52,8 @@ class WorkerGroup:
         return len(self._workers)
 
     def _death_of(self, rank: int) -> WorkerDiedError:
-        """The error for a worker's death; a subclass adds what it knows."""
-        return WorkerDiedError(f"worker of rank {rank} died")
+        """The error for a worker's death."""
+        return death_of(identities[self._workers[rank]._actor_id.hex()], "Its process ended.")
 
     def _is_worker_alive(self, worker: Any) -> bool:
         """Whether Ray considers a worker alive."""
@@ -253,7 +253,7 @@ class RayWorkerGroup(WorkerGroup):
             self._introduce(worker, rank, address_of(worker))
 
     def _introduce(self, worker: Any, rank: int, node: str, log_file: str | None = None) -> None:
-        """Let errors name a worker, as who started it does."""
+        """Let errors name a worker; one that is known keeps its description."""
         actor_id = worker._actor_id.hex()
         tail = partial(last_words, actor_id, log_file)
         identities.setdefault(actor_id, WorkerIdentity(group=self.name_prefix, rank=rank, node=node, last_words=tail))
@@ -309,7 +309,7 @@ class RayWorkerGroup(WorkerGroup):
         self._worker_names.append(name)
 
     def _environment(self, slot: Slot, world_size: int, log_file: str | None) -> dict[str, str]:
-        """What describes a worker to itself, and the user's variables."""
+        """The variables that tell a worker its place, and the user's own."""
         env = {
             "WORLD_SIZE": str(world_size),
             "RANK": str(slot.rank),
@@ -391,7 +391,7 @@ class RayWorkerGroup(WorkerGroup):
         return pending
 
     def _execute_remote_single_worker(self, worker: Any, method_name: str, /, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of one worker, as all calls do whose result is wanted; returns a reference to the result."""
+        """Call a method of one worker; returns a reference. Every call whose result is wanted goes through here."""
         return self._route_to(method_name).call(worker, args, kwargs)
 
     def execute_all_sync(self, method_name: str, *args: Any, **kwargs: Any) -> list[Any]:
@@ -425,6 +425,3 @@ class RayWorkerGroup(WorkerGroup):
 
     def _fetch(self, pending: PendingResult | PendingResults) -> Any:
         return pending.get(deadline_s.get() or self.timeout_s)
-
-    def _death_of(self, rank: int) -> WorkerDiedError:
-        return death_of(identities[self._workers[rank]._actor_id.hex()], "Its process ended.")
