@@ -39,12 +39,10 @@ class EvaluationConfig:
     Attributes:
         enabled: Evaluate at all; needs ``data.eval_files``.
         num_samples: Samples of each prompt at the training temperature; greedy decoding adds one more.
-        timeout_s: Deadline of one evaluation.
     """
 
     enabled: bool = True
     num_samples: int = 4
-    timeout_s: float = 1800.0
 
     def __post_init__(self) -> None:
         if self.num_samples < 1:

@@ -26,7 +26,7 @@ from learner.advantages import generalized_advantages
 from learner.attention import ATTENTION_NAME, packed_layout
 from learner.batching import rank_batches, sample_costs
 from learner.config import AlgorithmConfig, Device, LearnerConfig, OptimizerConfig
-from learner.logprobs import chunked_log_probs
+from learner.heads import chunked_log_probs
 from learner.objectives import policy_objective
 from learner.packed_model import PackedModel
 from learner.packing import pack
@@ -93,7 +93,7 @@ def our_step(model_path: str, sequences: list[TokenSequence]) -> Callable[[], ob
 def plain_step(model_path: str, sequences: list[TokenSequence]) -> Callable[[], object]:
     """A plain loop over the same tokens, packed before the clock starts, with the same attention."""
     model = AutoModelForCausalLM.from_pretrained(model_path, attn_implementation=ATTENTION_NAME, dtype=torch.float32)
-    (batch,) = pack(sequences, max_tokens=1_000_000, count=1)
+    (batch,) = pack(sequences, max_tokens=1_000_000)
     layout = packed_layout(batch.lengths, torch.device("cpu"))
 
     def forward() -> torch.Tensor:

@@ -31,7 +31,8 @@ PUSH_ID = 0
 CONNECT = "connect"
 MAX_COUNT = 1 << 40
 _INTEGERS = ("group_id", "attempt", "num_prompt_tokens", "num_tokens", "oldest_version", "newest_version")
-_NAMES = (*_INTEGERS, "response_lengths", "rewards")
+_LISTS = ("response_lengths", "branch_tokens", "num_branches")
+_NAMES = (*_INTEGERS, *_LISTS, "rewards")
 _NUMBERS = frozenset({int, float})
 _ERRORS = {
     kind.__name__: kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, AsyncRLError)
@@ -257,10 +258,11 @@ def summary_of(fields: Any) -> GroupSummary:
     if not isinstance(rewards, list) or not _NUMBERS.issuperset(map(type, rewards)):
         raise WireError("field 'rewards' must be a list of numbers")
     numbers = {name: integer(fields, name) for name in _INTEGERS}
-    lengths = integers(fields, "response_lengths")
-    if max(numbers["num_tokens"], sum(lengths)) > MAX_COUNT:
-        raise WireError(f"a group has at most 2**40 tokens, got {max(numbers['num_tokens'], sum(lengths))}")
-    return GroupSummary(response_lengths=tuple(lengths), rewards=tuple(rewards), **numbers)
+    lists: dict[str, Any] = {name: tuple(integers(fields, name)) for name in _LISTS}
+    num_tokens = max(numbers["num_tokens"], *map(sum, lists.values()))
+    if num_tokens > MAX_COUNT:
+        raise WireError(f"a group has at most 2**40 tokens, got {num_tokens}")
+    return GroupSummary(rewards=tuple(rewards), **numbers, **lists)
 
 
 def stats_fields(stats: BufferStats) -> dict[str, Any]:

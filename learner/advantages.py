@@ -23,8 +23,8 @@ from torch import Tensor
 from typing_extensions import TypeIs
 
 from .config import AlgorithmConfig
-from .divergence import kl_penalty
 from .fsdp import LearnerMesh
+from .losses import kl_penalty
 from .registry import Registry
 from .types import SampleKey, TokenSequence
 
@@ -43,7 +43,7 @@ _RELATIVE_DEVIATION = 2.0**-23
 """The same as a share of the largest value: float32 rewards differ by at least this share of their size."""
 
 _BLOCK = 64
-"""Tokens that one matrix product of a discounted sum covers."""
+"""Tokens of a block in a discounted sum."""
 
 
 class Scale(StrEnum):
@@ -67,8 +67,9 @@ class TokenRewards:
 
     Attributes:
         rewards: [M] float64, one reward per token; an outcome reward stands at its trajectory's last policy token.
-        lengths: [B] int64, policy tokens of each trajectory; they sum to M. May be 0.
-        group_ids: [B] int64, prompt group of each trajectory.
+        lengths: [B] int64, policy tokens of each; they sum to M. May be 0. A trajectory with several branches counts
+            as several here: the return of a token runs along the branch that trains it, to the outcome at its end.
+        group_ids: [B] int64, prompt group of each.
         values: [M] float64, the critic's value before each token; zeros without a critic (``algorithm.critic``).
     """
 
@@ -315,13 +316,13 @@ def generalized_advantages(
         Advantages [M] float64 and returns (advantages + values) [M] float64. Example: rewards 0, 1 and values
         0.5, 0.6 with gamma 1 and lambda 0.5 give advantages 0.3, 0.4, and with a last value of 1 they give 0.8, 1.4.
     """
-    values = values.double()
-    last = torch.zeros(len(lengths), dtype=torch.float64) if last_values is None else last_values.double()
-    following = torch.cat((values[1:], values.new_zeros(min(1, len(values)))))
-    some = lengths > 0
-    following[lengths.cumsum(0)[some] - 1] = last[some]
-    deltas = rewards.double() + gamma * following - values
-    advantages = discounted_sums(deltas, lengths, gamma * gae_lambda)
+    values, some = values.double(), lengths > 0
+    ends = lengths.cumsum(0)[some] - 1
+    deltas = torch.empty_like(values)
+    deltas[:-1] = values[1:]
+    deltas[ends] = 0.0 if last_values is None else last_values.double()[some]
+    deltas.mul_(gamma).sub_(values).add_(rewards)
+    advantages = _sum_backwards(deltas, ends, gamma * gae_lambda)
     return advantages, advantages + values
 
 
@@ -342,9 +343,6 @@ def returns_to_go(rewards: Tensor, lengths: Tensor, *, gamma: float) -> Tensor:
 def discounted_sums(values: Tensor, lengths: Tensor, factor: float) -> Tensor:
     """S_t = v_t + factor · S_(t+1) within each trajectory, 0 after its end.
 
-    Each trajectory is cut into blocks of tokens, counted from its end. One matrix product sums within all blocks; then
-    the blocks are joined, the k-th of every trajectory at once.
-
     Args:
         values: [M] float64, trajectories laid end to end.
         lengths: [B] int64, tokens of each trajectory; they sum to M.
@@ -353,21 +351,39 @@ def discounted_sums(values: Tensor, lengths: Tensor, factor: float) -> Tensor:
     Returns:
         [M] float64.
     """
-    if len(values) == 0:
-        return values.clone()
-    num_blocks = (lengths + _BLOCK - 1) // _BLOCK
-    first_block = num_blocks.cumsum(0) - num_blocks
-    place = torch.repeat_interleave(first_block * _BLOCK + lengths.cumsum(0) - 1, lengths) - torch.arange(len(values))
-    blocks = values.new_zeros(int(num_blocks.sum()) * _BLOCK).index_copy_(0, place, values).view(-1, _BLOCK)
-    powers = factor ** torch.arange(_BLOCK + 1, dtype=torch.float64)
-    distance = torch.arange(_BLOCK) - torch.arange(_BLOCK)[:, None]
-    sums = blocks @ torch.where(distance >= 0, powers[distance.clamp(min=0)], 0.0)
-    whole, before = sums[:, -1].contiguous(), torch.zeros(len(sums), dtype=torch.float64)
-    sizes, order = num_blocks.sort(descending=True)
-    for k in range(1, int(sizes[0])):
-        rows = first_block[order[: int(torch.count_nonzero(sizes > k))]] + k
-        before[rows] = whole[rows - 1] + powers[-1] * before[rows - 1]
-    return sums.addcmul_(before[:, None], powers[1:]).view(-1).index_select(0, place)
+    return _sum_backwards(values.clone(), lengths.cumsum(0)[lengths > 0] - 1, factor)
+
+
+def _sum_backwards(values: Tensor, ends: Tensor, factor: float) -> Tensor:
+    """S_t = v_t + factor · S_(t+1), with nothing after an end; in place.
+
+    The values are cut into blocks, whatever trajectory they are of. Each step adds one value to every block, from the
+    last place to the first. What the blocks hand on to one another is a sum of the same kind, `_BLOCK` times shorter.
+
+    Args:
+        values: [M] float64.
+        ends: Places of the trajectories' last tokens.
+        factor: In [0, 1].
+    """
+    whole = len(values) // _BLOCK
+    inside, rest = values[: whole * _BLOCK].view(whole, _BLOCK), values[whole * _BLOCK :]
+    table = values.new_zeros(_BLOCK, whole + min(1, len(rest)))
+    table[:, :whole], table[: len(rest), whole:] = inside.t(), rest[:, None]
+    rows, (block, place) = table.unbind(), (ends // _BLOCK, ends % _BLOCK)
+    blocks_ending = block[place.argsort()].split(torch.bincount(place, minlength=_BLOCK).tolist())
+    for i in range(_BLOCK - 2, -1, -1):
+        last = rows[i][blocks_ending[i]]
+        rows[i].add_(rows[i + 1], alpha=factor)
+        rows[i][blocks_ending[i]] = last
+    if len(rows[0]) > 1:
+        carried = rows[0].new_zeros(len(rows[0]))
+        carried[:-1] = _sum_backwards(rows[0].clone(), block.unique(), factor**_BLOCK)[1:]
+        last_end = torch.full((len(carried),), -1).scatter_reduce_(0, block, place, "amax")
+        for i, row in enumerate(rows):
+            row.add_(torch.where(last_end < i, carried, 0.0), alpha=factor ** (_BLOCK - i))
+    inside.copy_(table[:, :whole].t())
+    rest.copy_(table[: len(rest), whole:].view(-1))
+    return values
 
 
 def standardized(values: Tensor, total: SumOverRanks) -> Tensor:
@@ -457,16 +473,18 @@ class BatchAdvantages:
             ``kl_reward_coef``.
         """
         lengths = torch.tensor([int(np.count_nonzero(s.loss_mask)) for s in sequences], dtype=torch.int64)
-        penalties, metrics = self._penalties(sequences, lengths)
+        penalties, metrics = self._penalties(sequences, lengths, num_trajectories=len(rewards))
         places = {key: place for place, key in enumerate(rewards)}
         trajectory = torch.tensor([places[s.trajectory] for s in sequences], dtype=torch.int64)
         keys = torch.tensor(list(rewards), dtype=torch.int64).view(-1, 2)
         outcomes = torch.tensor(list(rewards.values()), dtype=torch.float64)
+        of_token = trajectory.repeat_interleave(lengths)
         if not is_token_level(self._estimator):
-            of_token = trajectory.repeat_interleave(lengths)
             each = self._over_the_batch(outcomes.index_add(0, of_token, penalties, alpha=-1), keys)
             return _with_column(sequences, "advantages", each[of_token]), metrics
-        token_rewards = -penalties
+        of_turns = _rewards_of_turns(sequences)
+        outcomes = outcomes.index_add(0, of_token, of_turns, alpha=-1)  # they are part of what a trajectory earned
+        token_rewards = of_turns - penalties
         ends = lengths.cumsum(0) - 1
         token_rewards[ends[lengths > 0]] += outcomes[trajectory[lengths > 0]]
         estimated = self._of_tokens(sequences, token_rewards, lengths, keys[trajectory, 0])
@@ -482,7 +500,9 @@ class BatchAdvantages:
         batch = TokenRewards(rewards=token_rewards, lengths=lengths, group_ids=groups, values=values)
         return self._estimator(batch, self._algorithm, self._total)
 
-    def _penalties(self, sequences: Sequence[TokenSequence], lengths: Tensor) -> tuple[Tensor, dict[str, float]]:
+    def _penalties(
+        self, sequences: Sequence[TokenSequence], lengths: Tensor, *, num_trajectories: int
+    ) -> tuple[Tensor, dict[str, float]]:
         """[M] float64 KL penalty of each policy token, and what it says about the batch."""
         if not self._algorithm.kl_reward_coef:
             return torch.zeros(int(lengths.sum()), dtype=torch.float64), {}
@@ -492,11 +512,11 @@ class BatchAdvantages:
             _policy_tokens(sequences, "reference_logprobs"),
             self._algorithm.kl_reward_estimator,
         )
-        sums = torch.tensor([float(divergence.sum()), len(divergence), len(sequences)], dtype=torch.float64)
-        total, num_tokens, num_sequences = self._total(sums).tolist()
+        sums = torch.tensor([float(divergence.sum()), len(divergence), num_trajectories], dtype=torch.float64)
+        total, num_tokens, num_samples = self._total(sums).tolist()
         mean = total / max(1.0, num_tokens)
         if self._algorithm.kl_target:
-            self.kl_coefficient.update(mean, int(num_sequences))
+            self.kl_coefficient.update(mean, int(num_samples))
         return coefficient * divergence, {"reward_kl": mean, "kl_reward_coef": coefficient}
 
     def _over_the_batch(self, outcomes: Tensor, keys: Tensor) -> Tensor:
@@ -520,6 +540,16 @@ class BatchAdvantages:
 
     def _total(self, values: Tensor) -> Tensor:
         return self._mesh.sum_over_dp(values.to(self._mesh.device)).cpu()
+
+
+def _rewards_of_turns(sequences: Sequence[TokenSequence]) -> Tensor:
+    """[M] float64, rewards of turns at the tokens in the loss."""
+    nothing = np.zeros(0, np.float32)
+    parts = [
+        np.zeros(np.count_nonzero(s.loss_mask), np.float32) if s.token_rewards is None else s.token_rewards[s.loss_mask]
+        for s in sequences
+    ]
+    return torch.from_numpy(np.concatenate([nothing, *parts])).double()
 
 
 def _policy_tokens(sequences: Sequence[TokenSequence], name: str) -> Tensor:

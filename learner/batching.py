@@ -6,6 +6,7 @@ Pure arithmetic on metadata; loads no torch.
 from __future__ import annotations
 
 import heapq
+import operator
 from collections.abc import Sequence
 
 import numpy as np
@@ -33,32 +34,35 @@ def karmarkar_karp(sizes: Sequence[float], num_parts: int) -> list[list[int]]:
         ``num_parts`` lists of item indices, each ascending, largest part first. Example: sizes 8, 7, 6, 5, 4 in two
         parts give parts of 16 and 14.
     """
-    if num_parts == 1:
-        return [list(range(len(sizes)))]
-    heap = [_singleton(index, size, num_parts) for index, size in enumerate(sizes)]
-    if not heap:
-        return [[] for _ in range(num_parts)]
+    # A partition: its spread (negated for the heap), a tie-break, and its parts without the empty ones, largest first.
+    heap = [(-size, index, [(size, [index])]) for index, size in enumerate(sizes)]
+    if num_parts == 1 or not heap:
+        return [list(range(len(sizes)))] + [[] for _ in range(num_parts - 1)]
     heapq.heapify(heap)
     while len(heap) > 1:
         _, first, left = heapq.heappop(heap)
-        _, second, right = heapq.heappop(heap)
-        heapq.heappush(heap, _difference(min(first, second), left, right))
-    return [sorted(items) for _, items in heap[0][2]]
+        _, second, right = heap[0]
+        parts = _joined_parts(left, right, num_parts)
+        spread = parts[0][0] - (parts[-1][0] if len(parts) == num_parts else 0)
+        heapq.heapreplace(heap, (-spread, min(first, second), parts))
+    parts = [sorted(items) for _, items in heap[0][2]]
+    return parts + [[] for _ in range(num_parts - len(parts))]
 
 
 _Parts = list[tuple[float, list[int]]]
 
 
-def _singleton(index: int, size: float, num_parts: int) -> tuple[float, int, _Parts]:
-    """A partition of one item: its spread (negated for the heap), a tie-break and the parts, largest first."""
-    return -size, index, [(size, [index]), *((0, []) for _ in range(num_parts - 1))]
+def _joined_parts(left: _Parts, right: _Parts, num_parts: int) -> _Parts:
+    """Join two partitions: the largest part of one with the smallest of the other; what is not there is empty."""
+    shared = max(0, len(left) + len(right) - num_parts)
+    kept, rest = len(left) - shared, right[: len(right) - shared]
+    pairs = zip(left[kept:], reversed(right[len(rest) :]), strict=True)
+    joined = left[:kept] + rest + [(a + b, x + y) for (a, x), (b, y) in pairs]
+    joined.sort(key=_size, reverse=True)
+    return joined
 
 
-def _difference(tie_break: int, left: _Parts, right: _Parts) -> tuple[float, int, _Parts]:
-    """Join two partitions: the largest part of one with the smallest of the other."""
-    joined = [(a + b, x + y) for (a, x), (b, y) in zip(left, reversed(right), strict=True)]
-    joined.sort(key=lambda part: -part[0])
-    return joined[-1][0] - joined[0][0], tie_break, joined
+_size = operator.itemgetter(0)
 
 
 def rank_batches(
@@ -105,9 +109,13 @@ def rank_batches(
 
 
 def sample_costs(group: GroupSummary) -> list[float]:
-    """What each sample of a group costs the learner: T + T² ÷ `QUADRATIC_TOKENS` for T tokens, prompt included."""
-    tokens = [group.num_prompt_tokens + length for length in group.response_lengths]
-    return [count + count**2 / QUADRATIC_TOKENS for count in tokens]
+    """What each sample of a group costs the learner: T + T² ÷ `QUADRATIC_TOKENS` for T tokens, prompt included.
+
+    The branches of a sample cost as much each, taken as equally long.
+    """
+    tokens = group.branch_tokens or [group.num_prompt_tokens + length for length in group.response_lengths]
+    branches = group.num_branches or [1] * len(tokens)
+    return [count + count**2 / (max(1, num) * QUADRATIC_TOKENS) for count, num in zip(tokens, branches, strict=True)]
 
 
 _Item = tuple[int, tuple[int, ...]]

@@ -3,14 +3,17 @@
 Each rank writes its shards (torch.distributed.checkpoint), so a checkpoint loads onto another dp × sp. It is written
 beside its final place and renamed when it is whole: a crash while saving leaves the one before. Saving may run in the
 background: the thread that writes puts the checkpoint in its place too. The next save, a load and `finish` wait for it.
+`export` turns a checkpoint into a Hugging Face model in one process, without a GPU or a process group.
 """
 
 from __future__ import annotations
 
+import argparse
 import pickle
 import random
 import shutil
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict
 from pathlib import Path
@@ -23,6 +26,8 @@ from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 
 from asyncrl.protocol.errors import CheckpointError
 
@@ -38,9 +43,10 @@ from .checkpoint_folder import (
     unfinished_checkpoints,
     write_progress,
 )
-from .lora import has_adapters
+from .config import LoraConfig
+from .lora import add_adapters, has_adapters, merged_weights
 from .trainer import Trainer
-from .weights import copy_tokenizer
+from .weights import copy_tokenizer, write_model
 
 
 class ShardedCheckpointer:
@@ -249,3 +255,64 @@ def _set_random_state(state: dict[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
     if state["cuda"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
+
+
+_PREFIX = "pretrained."
+
+
+def export(checkpoint: Path, out: Path, *, dtype: str = "") -> Path:
+    """Write the policy of a checkpoint in Hugging Face layout, adapters merged, with its tokenizer.
+
+    Args:
+        checkpoint: A checkpoint, or a folder of checkpoints, whose newest is taken.
+        out: Created or replaced.
+        dtype: Type of the weights written, such as ``bfloat16``; empty: the one that the learner computed in.
+
+    Returns:
+        The checkpoint that was written.
+
+    Raises:
+        ValueError: there is no checkpoint at the path, or a part of it is missing or broken.
+    """
+    source = newest_checkpoint(checkpoint) or checkpoint
+    progress = read_progress(source)
+    kind = getattr(torch, dtype or progress.dtype)
+    folder = source / HUGGING_FACE
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"{source} has no {HUGGING_FACE}/config.json, which says what the model is; name an older one")
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    if progress.lora:
+        add_adapters(model, LoraConfig(**progress.lora))
+    weights = merged_weights(model, _read(source, model))
+    converted = revert_weight_conversion(model, {name: tensor.to(kind) for name, tensor in weights.items()})
+    write_model(out, model, converted, kind)
+    copy_tokenizer(str(folder), out)
+    return source
+
+
+def _read(checkpoint: Path, model: PreTrainedModel) -> dict[str, Tensor]:
+    """The weights, tied ones once and adapters beside them, in the float32 that they are trained in."""
+    names = [name for name, _ in model.named_parameters()]
+    empty = {_PREFIX + name: torch.empty(model.get_parameter(name).shape, dtype=torch.float32) for name in names}
+    try:
+        state_dict_loader.load({"model": empty}, checkpoint_id=checkpoint, no_dist=True)
+    except CheckpointException as fault:
+        raise ValueError(f"{checkpoint} could not be read: {first_failure(fault)}; name an older checkpoint") from None
+    return {name.removeprefix(_PREFIX): tensor for name, tensor in empty.items()}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run ``asyncrl export``; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="asyncrl export", description="Export a checkpoint's policy.")
+    parser.add_argument("checkpoint", type=Path, help="such as .../checkpoints/v00000100, or the folder that holds it")
+    parser.add_argument("out", type=Path, help="directory to write: config.json, model.safetensors, tokenizer")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="", help="default: as trained")
+    options = parser.parse_args(arguments)
+    try:
+        source = export(options.checkpoint, options.out, dtype=options.dtype)
+    except ValueError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2
+    sys.stdout.write(f"wrote {source} to {options.out}\n")
+    return 0

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 HUGGING_FACE = "huggingface"
-"""Folder inside a checkpoint with configuration and tokenizer, for `learner.export`."""
+"""Folder inside a checkpoint with configuration and tokenizer, for ``asyncrl export``."""
 
 _NAME = re.compile(r"v(\d{8,})")
 _PROGRESS = "progress.json"

@@ -61,7 +61,7 @@ class Aggregation(StrEnum):
 
 
 class Correction(StrEnum):
-    """Off-policy correction between behaviour and proximal policy; see `learner.divergence`."""
+    """Off-policy correction between behaviour and proximal policy; see `learner.losses`."""
 
     none = "none"
     untruncated = "untruncated"
@@ -72,7 +72,7 @@ class Correction(StrEnum):
 
 
 class KLEstimator(StrEnum):
-    """Estimator of KL(policy ‖ reference) from one sampled token; see `learner.divergence`."""
+    """Estimator of KL(policy ‖ reference) from one sampled token; see `learner.losses`."""
 
     k1 = "k1"
     k2 = "k2"

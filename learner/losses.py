@@ -1,7 +1,9 @@
-"""Policy losses: one number per token of a micro-batch, and how the numbers become the loss of a whole batch.
+"""Policy losses, off-policy corrections and KL estimators: one number per token of a micro-batch.
 
-Letters: M tokens in the loss of a micro-batch. A loss knows nothing of micro-batches or ranks: `token_weights` give
-each token its share of the whole batch, so the sum is the same however the batch is split.
+A loss knows nothing of micro-batches or ranks: `token_weights` give each token its share of the whole batch, so the sum
+is the same however the batch is split. With w = proximal ÷ behaviour, a token's own importance weight is w, and its
+trajectory's weight is the product over the trajectory; no gradient flows through weights. The KL estimators follow
+http://joschu.net/blog/kl-approx.html. Letter: M tokens in the loss of a micro-batch.
 """
 
 from __future__ import annotations
@@ -13,8 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from .config import Aggregation, AlgorithmConfig, Correction
-from .divergence import bounded_exp, sequence_means
+from .config import Aggregation, AlgorithmConfig, Correction, KLEstimator
 from .registry import Registry
 
 
@@ -23,14 +24,14 @@ class TokenInputs:
     """What every objective sees of a micro-batch.
 
     Attributes:
-        sequence_index: [M] int64, sequence of each token, counted within the micro-batch.
-        loss_lengths: [number of sequences] int64, tokens in the loss of each sequence.
+        trajectory_index: [M] int64, trajectory of each token, counted within the micro-batch.
+        trajectory_lengths: [number of trajectories] int64, tokens in the loss of each, on all its branches.
         columns: [M] float32 by name: ``behavior_logprobs`` and ``advantages`` in RL, ``proximal_logprobs`` where
             a step makes several updates, ``reference_logprobs`` where there is a KL penalty.
     """
 
-    sequence_index: Tensor
-    loss_lengths: Tensor
+    trajectory_index: Tensor
+    trajectory_lengths: Tensor
     columns: Mapping[str, Tensor]
 
 
@@ -86,6 +87,9 @@ class PolicyLoss(Protocol):
 
 LOSSES: Registry[PolicyLoss] = Registry("algorithm.loss")
 
+BY_TOKEN = frozenset({"ppo_clip", "cispo", "reinforce"})
+"""Losses of a token that read nothing of its trajectory's other tokens; of others, and of your own, none is known."""
+
 
 def anchor_log_probs(inputs: LossInputs, config: AlgorithmConfig) -> Tensor:
     """[M] log-probs that a ratio starts from: the behaviour's, or with an off-policy correction the proximal's."""
@@ -127,14 +131,14 @@ def _clipped(ratio: Tensor, advantages: Tensor, config: AlgorithmConfig) -> Loss
 def gspo(inputs: LossInputs, config: AlgorithmConfig) -> LossTerms:
     """Clipped surrogate of sequence ratios (GSPO-token, arXiv 2507.18071, equations 7 and 13 to 14).
 
-    The ratio of a sequence is the geometric mean of its tokens' ratios; a token's ratio has this value, and the
+    The ratio of a trajectory is the geometric mean of its tokens' ratios; a token's ratio has this value, and the
     gradient of its own log-prob. The paper means ``aggregation=sequence_mean`` and bounds near 3e-4 and 4e-4.
 
     Example: two tokens with ratios 4 and 1 both have ratio 2.
     """
     log_ratio = inputs.log_probs - anchor_log_probs(inputs, config)
-    of_sequence = sequence_means(log_ratio.detach(), inputs.sequence_index, inputs.loss_lengths)[inputs.sequence_index]
-    ratio = bounded_exp(of_sequence + inputs.log_probs - inputs.log_probs.detach())
+    mean = trajectory_means(log_ratio.detach(), inputs)[inputs.trajectory_index]
+    ratio = bounded_exp(mean + inputs.log_probs - inputs.log_probs.detach())
     return _clipped(ratio, inputs.columns["advantages"], config)
 
 
@@ -171,27 +175,127 @@ def token_weights(
     aggregation: Aggregation,
     *,
     num_tokens: int,
-    num_sequences: int,
+    num_trajectories: int,
     sequence_norm_tokens: int = 0,
 ) -> Tensor:
     """Share of each token in the loss of the whole batch.
 
     Args:
         inputs: A micro-batch.
-        aggregation: ``token_mean``: every token of the batch counts the same. ``sequence_mean``: every sequence
-            counts the same, and every token within it. ``sequence_sum_norm``: every token counts
-            1 / (sequences * ``sequence_norm_tokens``), whatever the length of its sequence (Dr. GRPO, arXiv
-            2503.20783, section 3.2).
+        aggregation: ``token_mean``: every token of the batch counts the same. ``sequence_mean``: every trajectory
+            counts the same, whatever its branches, and every token within it. ``sequence_sum_norm``: every token
+            counts 1 / (trajectories * ``sequence_norm_tokens``), whatever the length of its trajectory (Dr. GRPO,
+            arXiv 2503.20783, section 3.2).
         num_tokens: Tokens in the loss of the whole batch, over all micro-batches and ranks.
-        num_sequences: Its sequences with at least one such token.
+        num_trajectories: Its trajectories with at least one such token.
         sequence_norm_tokens: The constant L of ``sequence_sum_norm``, in tokens.
 
     Returns:
         [M] float32; for the two means they sum to 1 over the whole batch.
     """
     if aggregation is Aggregation.token_mean:
-        return torch.full_like(inputs.sequence_index, 1.0 / max(1, num_tokens), dtype=torch.float32)
+        return torch.full_like(inputs.trajectory_index, 1.0 / max(1, num_tokens), dtype=torch.float32)
     if aggregation is Aggregation.sequence_sum_norm:
-        share = 1.0 / (max(1, num_sequences) * sequence_norm_tokens)
-        return torch.full_like(inputs.sequence_index, share, dtype=torch.float32)
-    return 1.0 / (inputs.loss_lengths[inputs.sequence_index] * max(1, num_sequences)).float()
+        share = 1.0 / (max(1, num_trajectories) * sequence_norm_tokens)
+        return torch.full_like(inputs.trajectory_index, share, dtype=torch.float32)
+    return 1.0 / (inputs.trajectory_lengths[inputs.trajectory_index] * max(1, num_trajectories)).float()
+
+
+MAX_LOG_WEIGHT = 20.0
+"""Logarithms of ratios and weights are cut here, so that they and their gradients stay finite (e^20 is 5e8)."""
+
+MAX_LOW_VARIANCE = 10.0
+"""Largest value, either way, of the ``low_variance`` estimator."""
+
+_SERIES_UP_TO = 0.05
+
+
+def importance_weights(log_weights: Tensor, inputs: TokenInputs, config: AlgorithmConfig) -> Tensor:
+    """Weights of the tokens of a micro-batch.
+
+    Args:
+        log_weights: [M] float32, proximal minus behaviour log-prob.
+        inputs: Which trajectory each token belongs to; a sequence is a whole trajectory here.
+        config: ``correction`` chooses; ``correction_low`` and ``correction_high`` are the bounds.
+
+            - ``none``: 1.
+            - ``untruncated``: w (decoupled PPO, arXiv 2505.24298).
+            - ``token_truncated``: min(w, high), truncated importance sampling by token (V-trace's rho, arXiv
+              1802.01561, equation 1).
+            - ``sequence_truncated``: min(weight of the sequence, high), the same for all its tokens.
+            - ``token_masked``: w inside [low, high], 0 outside (IcePop, in Ring-1T, arXiv 2510.18855).
+            - ``sequence_rejected``: 1 where the geometric mean of w over the sequence is inside [low, high], 0 for
+              the whole sequence elsewhere. Deviation from rejection by the product: the bounds do not depend on
+              the sequence's length.
+
+    Returns:
+        [M] float32. Example: w = 0.25, 1, 4 as one sequence with bounds 0.5 and 2 give, in this order of
+        corrections: 1, 1, 1 · 0.25, 1, 4 · 0.25, 1, 2 · 1, 1, 1 · 0, 1, 0 · 1, 1, 1.
+    """
+    low, high = config.correction_low, config.correction_high
+    if config.correction is Correction.none:
+        return torch.ones_like(log_weights)
+    if config.correction is Correction.sequence_truncated:
+        return bounded_exp(_trajectory_sums(log_weights, inputs)).clamp(max=high)[inputs.trajectory_index]
+    if config.correction is Correction.sequence_rejected:
+        mean = bounded_exp(trajectory_means(log_weights, inputs))
+        return ((mean >= low) & (mean <= high)).float()[inputs.trajectory_index]
+    weights = bounded_exp(log_weights)
+    if config.correction is Correction.token_truncated:
+        return weights.clamp(max=high)
+    if config.correction is Correction.token_masked:
+        return torch.where((weights >= low) & (weights <= high), weights, 0.0)
+    return weights
+
+
+def _trajectory_sums(values: Tensor, inputs: TokenInputs) -> Tensor:
+    lengths = inputs.trajectory_lengths
+    return values.new_zeros(len(lengths)).index_add(0, inputs.trajectory_index, values)
+
+
+def trajectory_means(values: Tensor, inputs: TokenInputs) -> Tensor:
+    """[number of trajectories] means of [M] values over each, 0 for one without tokens; differentiable."""
+    return _trajectory_sums(values, inputs) / inputs.trajectory_lengths.clamp(min=1)
+
+
+def effective_sample_size(mean_weight: float, mean_square: float) -> float:
+    """Share of the batch that weighted samples are worth, (E w)² ÷ E w² (Kong, 1992), in (0, 1].
+
+    Example: weights 1, 1, 1, 1 are worth 1.0 of the batch, weights 2, 0, 0, 0 are worth 0.25.
+    """
+    return mean_weight**2 / mean_square if mean_square > 0 else 0.0
+
+
+def bounded_exp(log_weights: Tensor) -> Tensor:
+    """Exponential of logarithms within ± `MAX_LOG_WEIGHT`; constant, without gradient, outside."""
+    return log_weights.clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT).exp()
+
+
+def kl_penalty(log_probs: Tensor, reference_logprobs: Tensor, estimator: KLEstimator) -> Tensor:
+    """Estimate the divergence at each token, differentiable in the policy's log-probs.
+
+    Args:
+        log_probs: [M] policy log-probs.
+        reference_logprobs: [M] reference log-probs of the same tokens.
+        estimator: With d = reference - policy: ``k1`` is -d (unbiased, may be negative), ``k2`` d² / 2, ``k3``
+            exp(d) - 1 - d (unbiased, never negative) with d within ±20, so that one token that the policy has all but
+            given up cannot give an infinite loss, ``low_variance`` is ``k3`` with the value within ±10 too. As a loss
+            only ``k2`` has the gradient of the divergence in expectation, on tokens that the policy itself sampled.
+
+    Returns:
+        [M] nats. Example: policy -1, reference -2 give 1, 0.5, 0.368, 0.368.
+    """
+    difference = reference_logprobs - log_probs
+    if estimator is KLEstimator.k1:
+        return -difference
+    if estimator is KLEstimator.k2:
+        return difference.square() / 2
+    estimate = k3(difference)
+    return estimate.clamp(max=MAX_LOW_VARIANCE) if estimator is KLEstimator.low_variance else estimate
+
+
+def k3(log_ratio: Tensor) -> Tensor:
+    """exp(d) - 1 - d, by its series where d is small and the difference would cancel; >= 0, d is cut at ±20."""
+    bounded = log_ratio.clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT)
+    series = bounded.square() / 2 * (1 + bounded / 3 * (1 + bounded / 4 * (1 + bounded / 5)))
+    return torch.where(bounded.abs() < _SERIES_UP_TO, series, bounded.expm1() - bounded)

@@ -10,10 +10,21 @@ import torch
 from torch import Tensor
 
 from .config import Aggregation, AlgorithmConfig, Correction
-from .divergence import bounded_exp, effective_sample_size, importance_weights, k3, kl_penalty
-from .losses import LOSSES, LossInputs, LossTerms, ValueInputs
+from .losses import (
+    BY_TOKEN,
+    LOSSES,
+    LossInputs,
+    LossTerms,
+    ValueInputs,
+    bounded_exp,
+    effective_sample_size,
+    importance_weights,
+    k3,
+    kl_penalty,
+)
 
 _SQUARE = "_squared"
+_OF_SEQUENCES = (Correction.sequence_truncated, Correction.sequence_rejected)
 _WEIGHTS = {"ratio": "effective_sample_size", "importance_weight": "importance_sample_size"}
 
 
@@ -27,6 +38,7 @@ class Objective:
         sequence_norm_tokens: See `learner.losses.token_weights`.
         needs_entropy: Whether the loss or its metrics read the entropy.
         needs_proximal: Whether a step scores ``proximal_logprobs`` before its first update.
+        needs_trajectories: Whether the loss of a token reads its trajectory's other tokens, on all branches.
         summarize: Turns a step's mean metrics into those that are reported.
     """
 
@@ -35,6 +47,7 @@ class Objective:
     sequence_norm_tokens: int = 0
     needs_entropy: bool = False
     needs_proximal: bool = False
+    needs_trajectories: bool = False
     summarize: Callable[[dict[str, float]], dict[str, float]] = dict
 
 
@@ -56,7 +69,7 @@ def policy_objective(config: AlgorithmConfig) -> Objective:
             metrics["entropy"] = inputs.entropy.detach()
         if config.correction is not Correction.none:
             log_weights = inputs.proximal_logprobs - inputs.columns["behavior_logprobs"]
-            weights = importance_weights(log_weights, inputs.sequence_index, inputs.loss_lengths, config)
+            weights = importance_weights(log_weights, inputs, config)
             per_token = weights * per_token
             metrics |= _with_square("importance_weight", weights) | {"masked_fraction": (weights == 0).float()}
         if config.kl_coef:
@@ -73,6 +86,7 @@ def policy_objective(config: AlgorithmConfig) -> Objective:
         sequence_norm_tokens=config.sequence_norm_tokens,
         needs_entropy=config.entropy_coef > 0 or config.report_entropy,
         needs_proximal=config.num_mini_batches > 1 and config.correction is not Correction.none,
+        needs_trajectories=config.loss not in BY_TOKEN or config.correction in _OF_SEQUENCES,
         summarize=summarized,
     )
 

@@ -22,7 +22,7 @@ from .config import LearnerConfig
 from .fsdp import LearnerMesh, open_mesh, parameter_types, shard_model
 from .heads import LogProbHead, PackedHead
 from .lora import adapters_off, add_adapters
-from .packing import MicroBatch, num_micro_batches, pack
+from .packing import MicroBatch, pack
 from .roles import Role
 from .selftest import SelfTest, SelfTestResult
 from .types import TokenSequence
@@ -38,18 +38,18 @@ class PackedBatch:
     Attributes:
         micro_batches: This rank's, as many as on every other rank.
         num_tokens: Tokens in the loss, over all ranks.
-        num_sequences: Sequences with at least one such token, over all ranks.
+        num_trajectories: Trajectories with at least one such token, over all ranks.
     """
 
     micro_batches: list[MicroBatch]
     num_tokens: int
-    num_sequences: int
+    num_trajectories: int
 
     def counts(self) -> dict[str, float]:
         """The counts as metrics."""
         return {
             "num_tokens": float(self.num_tokens),
-            "num_sequences": float(self.num_sequences),
+            "num_trajectories": float(self.num_trajectories),
             "num_micro_batches": float(len(self.micro_batches)),
         }
 
@@ -167,12 +167,12 @@ class PackedModel:
                 results = results or [
                     [np.zeros(len(s.input_ids), dtype=np.float32) for s in sequences] for _ in outputs
                 ]
-                sizes = [1] * len(micro_batch.lengths) if whole else micro_batch.loss_lengths.tolist()
+                places = [slice(-1, None) if whole else sequences[i].loss_mask for i in micro_batch.source]
                 for rows, values in zip(results, outputs, strict=True):
-                    parts = values.float().cpu().split(sizes)
-                    for source, part in zip(micro_batch.source, parts, strict=False):  # an empty one has no source
-                        places = slice(-1, None) if whole else sequences[source].loss_mask
-                        rows[source][places] = part.numpy()
+                    left = values.float().cpu().numpy()
+                    for source, place in zip(micro_batch.source, places, strict=True):
+                        count = len(rows[source][place])
+                        rows[source][place], left = left[:count], left[count:]
         return results
 
     def _set_training(self, training: bool) -> None:
@@ -180,17 +180,24 @@ class PackedModel:
         if self.head.training != training:
             self.head.train(training)
 
-    def _pack(self, sequences: Sequence[TokenSequence], *, whole: bool = False) -> PackedBatch:
-        """Micro-batches, as many on every rank; see `learner.packing.pack` for ``whole``."""
-        budget = self.config.max_tokens_per_micro_batch * self.mesh.sp_size
-        in_loss = [int(np.count_nonzero(sequence.loss_mask)) for sequence in sequences]
-        counts = torch.tensor([sum(in_loss), sum(map(bool, in_loss))], device=self.mesh.device)
-        num_tokens, num_sequences = self.mesh.sum_over_dp(counts).tolist()
-        together = self.selftest is None or self.selftest.packs
-        needed = num_micro_batches(sequences, budget, whole=whole, together=together)
-        count = max(1, int(self.mesh.largest(torch.tensor(needed))))
-        micro_batches = pack(sequences, max_tokens=budget, count=count, whole=whole, together=together)
-        return PackedBatch(micro_batches=micro_batches, num_tokens=num_tokens, num_sequences=num_sequences)
+    def _pack(
+        self, sequences: Sequence[TokenSequence], *, whole: bool = False, keep_branches: bool = False
+    ) -> PackedBatch:
+        """Micro-batches, as many on every rank; see `learner.packing.pack`."""
+        in_loss = {s.trajectory: 0 for s in sequences}
+        for sequence in sequences:
+            in_loss[sequence.trajectory] += int(np.count_nonzero(sequence.loss_mask))
+        counts = torch.tensor([sum(in_loss.values()), sum(map(bool, in_loss.values()))], device=self.mesh.device)
+        num_tokens, num_trajectories = self.mesh.sum_over_dp(counts).tolist()
+        micro_batches = pack(
+            sequences,
+            max_tokens=self.config.max_tokens_per_micro_batch * self.mesh.sp_size,
+            whole=whole,
+            together=self.selftest is None or self.selftest.packs,
+            keep_branches=keep_branches,
+            agree=lambda needed: int(self.mesh.largest(torch.tensor(needed))),
+        )
+        return PackedBatch(micro_batches=micro_batches, num_tokens=num_tokens, num_trajectories=num_trajectories)
 
     def _reduce(self, sums: Sequence[dict[str, Tensor]]) -> dict[str, float]:
         """Add this rank's micro-batches up, then the ranks, in one collective."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .batching import bin_lengths, num_bins
-from .types import TokenSequence
+from .types import SampleKey, TokenSequence
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,8 +23,9 @@ class MicroBatch:
         lengths: Tokens of every sequence; they sum to N.
         predict_index: [M] int64, packed position whose next token is in the loss.
         targets: [M] int64, that next token.
-        sequence_index: [M] int64, sequence (within this micro-batch) of each token in the loss.
-        loss_lengths: [number of sequences] int64, tokens in the loss of every sequence.
+        trajectory_index: [M] int64, trajectory (within this micro-batch) of each token in the loss.
+        trajectory_lengths: [number of trajectories] int64, tokens in the loss of each, on all its branches: also those
+            in other micro-batches.
         columns: [M] float32 by name, the sequences' columns at the tokens in the loss.
         source: Index of every sequence in the list that was packed.
     """
@@ -34,8 +35,8 @@ class MicroBatch:
     lengths: tuple[int, ...]
     predict_index: Tensor
     targets: Tensor
-    sequence_index: Tensor
-    loss_lengths: Tensor
+    trajectory_index: Tensor
+    trajectory_lengths: Tensor
     columns: dict[str, Tensor] = field(default_factory=dict)
     source: tuple[int, ...] = ()
 
@@ -50,19 +51,33 @@ class MicroBatch:
         return MicroBatch(**tensors, lengths=self.lengths, columns=columns, source=self.source)
 
 
-def num_micro_batches(
-    sequences: Sequence[TokenSequence], max_tokens: int, *, whole: bool = True, together: bool = True
-) -> int:
-    """Micro-batches that this rank needs; the ranks of a group agree on the largest.
+def pack(
+    sequences: Sequence[TokenSequence],
+    *,
+    max_tokens: int,
+    whole: bool = True,
+    together: bool = True,
+    keep_branches: bool = False,
+    agree: Callable[[int], int] = lambda needed: needed,
+) -> list[MicroBatch]:
+    """Fill micro-batches, balanced by tokens. Branches of one trajectory share one where they fit.
 
     Args:
         sequences: In any order; may be empty.
         max_tokens: Most tokens of a micro-batch.
-        whole: See `pack`.
-        together: See `pack`.
+        whole: Pack every token. Otherwise each sequence ends before its last token in the loss: under causal attention
+            no other prediction needs that token, or what follows it. One without such a token keeps its first.
+        together: Sequences share micro-batches. Otherwise each gets its own, for models that cannot tell them apart.
+        keep_branches: The loss reads whole trajectories: refuse those whose branches cannot share a micro-batch.
+        agree: Called once with the number of micro-batches that this rank needs; returns how many are made, at least
+            that. What is left over becomes empty micro-batches: one token that is in no loss, so that every rank takes
+            part in every collective.
+
+    Returns:
+        At least one micro-batch; they hold every sequence once.
 
     Raises:
-        ValueError: a sequence alone is over the budget.
+        ValueError: a sequence alone is over the budget, or ``keep_branches`` cannot be kept.
     """
     lengths = _packed_lengths(sequences, whole)
     if lengths and max(lengths) > max_tokens:
@@ -70,34 +85,44 @@ def num_micro_batches(
             f"learner.max_tokens_per_micro_batch must hold the longest sequence, got {max_tokens} for a sequence of "
             f"{max(lengths)} tokens; raise it, or lower the longest prompt or response"
         )
-    return num_bins(lengths, max_tokens) if together else len(lengths)
-
-
-def pack(
-    sequences: Sequence[TokenSequence], *, max_tokens: int, count: int, whole: bool = True, together: bool = True
-) -> list[MicroBatch]:
-    """Fill ``count`` micro-batches, balanced by tokens.
-
-    Args:
-        sequences: In any order; may be empty.
-        max_tokens: Most tokens of a micro-batch.
-        count: Number of micro-batches, at least `num_micro_batches`. What is left over becomes empty
-            micro-batches: one token that is in no loss, so that every rank takes part in every collective.
-        whole: Pack every token. Otherwise each sequence ends before its last token in the loss: under causal attention
-            no other prediction needs that token, or what follows it. One without such a token keeps its first.
-        together: Sequences share micro-batches. Otherwise each gets its own, for models that cannot tell them apart.
-
-    Returns:
-        ``count`` micro-batches that hold every sequence once.
-    """
-    lengths = _packed_lengths(sequences, whole)
-    names = tuple(sequences[0].columns) if sequences else ()
+    in_loss: dict[SampleKey, int] = {}
+    branches: dict[SampleKey, list[int]] = {}
+    for index, sequence in enumerate(sequences):
+        key = sequence.trajectory
+        in_loss[key] = in_loss.get(key, 0) + int(np.count_nonzero(sequence.loss_mask))
+        branches.setdefault(key, []).append(index)
+    units = list(branches.values())
+    if len(units) < len(sequences):
+        units = [part for unit in units for part in _kept_or_split(unit, lengths, max_tokens, together, keep_branches)]
+    sizes = [sum(lengths[index] for index in unit) for unit in units]
+    count = agree(max(1, num_bins(sizes, max_tokens) if together else len(units)))
     if together:
-        parts = bin_lengths(lengths, max_tokens, count)
+        parts = [[index for place in part for index in units[place]] for part in bin_lengths(sizes, max_tokens, count)]
     else:
-        parts = [[index] if index < len(lengths) else [] for index in range(count)]
+        parts = units + [[] for _ in range(count - len(units))]
     ordered = [sorted(part, key=lambda i: -lengths[i]) for part in parts]
-    return [_micro_batch(sequences, source, [lengths[i] for i in source] or [1], names) for source in ordered]
+    return [_micro_batch(sequences, source, [lengths[i] for i in source] or [1], in_loss) for source in ordered]
+
+
+def _kept_or_split(
+    unit: list[int], lengths: Sequence[int], max_tokens: int, together: bool, keep_branches: bool
+) -> list[list[int]]:
+    """The branches of a trajectory as one item to pack, or each alone where they cannot share a micro-batch."""
+    num_tokens = sum(lengths[index] for index in unit)
+    if len(unit) == 1 or (together and num_tokens <= max_tokens):
+        return [unit]
+    if keep_branches and not together:
+        raise ValueError(
+            f"algorithm.loss or algorithm.correction reads whole trajectories, and this model runs one sequence at a "
+            f"time, got a trajectory of {len(unit)} branches; choose a loss and a correction by token"
+        )
+    if keep_branches:
+        raise ValueError(
+            f"learner.max_tokens_per_micro_batch must hold a trajectory's {len(unit)} branches together, since "
+            f"algorithm.loss or algorithm.correction reads all of it, got {max_tokens} for {num_tokens} tokens; raise "
+            "it, or choose a loss and a correction by token"
+        )
+    return [[index] for index in unit]
 
 
 def _packed_lengths(sequences: Sequence[TokenSequence], whole: bool) -> list[int]:
@@ -109,9 +134,9 @@ def _packed_lengths(sequences: Sequence[TokenSequence], whole: bool) -> list[int
 
 
 def _micro_batch(
-    sequences: Sequence[TokenSequence], source: Sequence[int], packed: Sequence[int], names: tuple[str, ...]
+    sequences: Sequence[TokenSequence], source: Sequence[int], packed: Sequence[int], totals: Mapping[SampleKey, int]
 ) -> MicroBatch:
-    """Lay sequences end to end, the first ``packed`` tokens of each."""
+    """Lay sequences end to end, the first ``packed`` tokens of each; ``totals`` are the trajectories' tokens."""
     chosen = [sequences[index] for index in source] or [_BLANK]
     input_ids = np.concatenate([sequence.input_ids for sequence in chosen])
     loss_mask = np.concatenate([sequence.loss_mask for sequence in chosen])
@@ -120,6 +145,8 @@ def _micro_batch(
     in_loss = np.flatnonzero(loss_mask)
     of_sequence = np.repeat(np.arange(len(chosen)), lengths)
     positions = np.arange(len(input_ids)) - starts[of_sequence]
+    places: dict[SampleKey, int] = {}
+    trajectory = np.array([places.setdefault(sequence.trajectory, len(places)) for sequence in chosen])
     kept, ends = positions < np.asarray(packed)[of_sequence], np.cumsum(packed)
     moved = starts - (ends - packed)
     columns = {
@@ -128,7 +155,7 @@ def _micro_batch(
         )
         if source
         else torch.zeros(0)
-        for name in names
+        for name in (sequences[0].columns if sequences else ())
     }
     return MicroBatch(
         input_ids=torch.from_numpy(input_ids[kept].astype(np.int64)),
@@ -136,8 +163,8 @@ def _micro_batch(
         lengths=tuple(packed),
         predict_index=torch.from_numpy(in_loss - 1 - moved[of_sequence[in_loss]]),
         targets=torch.from_numpy(input_ids[in_loss].astype(np.int64)),
-        sequence_index=torch.from_numpy(of_sequence[in_loss]),
-        loss_lengths=torch.from_numpy(np.bincount(of_sequence[in_loss], minlength=len(chosen))),
+        trajectory_index=torch.from_numpy(trajectory[of_sequence[in_loss]]),
+        trajectory_lengths=torch.tensor([totals.get(key, 0) for key in places]),
         columns=columns,
         source=tuple(source),
     )

@@ -287,7 +287,7 @@ def _output_layer(head: PackedHead) -> nn.Linear:
 
 def _micro_batch(tokens: Sequence[np.ndarray]) -> MicroBatch:
     sequences = [TokenSequence(input_ids=ids.astype(np.int32), loss_mask=np.arange(len(ids)) > 0) for ids in tokens]
-    return pack(sequences, max_tokens=sum(map(len, tokens)), count=1)[0]
+    return pack(sequences, max_tokens=sum(map(len, tokens)))[0]
 
 
 def _places() -> Tensor:

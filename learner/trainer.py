@@ -62,11 +62,11 @@ class Trainer(PackedModel):
 
         Returns:
             The same on every rank: ``loss`` and the loss's own metrics (means over the batch's tokens, not
-            summarized), ``num_tokens`` (in the loss), ``num_sequences``, ``num_micro_batches``, ``grad_norm``, ``lr``,
-            ``skipped_updates``.
+            summarized), ``num_tokens`` (in the loss), ``num_trajectories``, ``num_micro_batches``, ``grad_norm``,
+            ``lr``, ``skipped_updates``.
         """
         self._set_training(True)
-        batch, rows = self._pack(sequences), []
+        batch, rows = self._pack(sequences, keep_branches=objective.needs_trajectories), []
         try:
             with self.sharding:
                 for number, micro_batch in enumerate(batch.micro_batches, start=1):
@@ -83,7 +83,7 @@ class Trainer(PackedModel):
     def evaluate(self, sequences: Sequence[TokenSequence], objective: Objective) -> dict[str, float]:
         """Loss and metrics of sequences without training on them; what `update` returns but for the optimizer's."""
         self._set_training(False)
-        batch = self._pack(sequences)
+        batch = self._pack(sequences, keep_branches=objective.needs_trajectories)
         with self.sharding:
             rows = [self._share_of_loss(micro_batch, objective, batch)[1] for micro_batch in batch.micro_batches]
         return self._reduce(rows) | batch.counts()
@@ -98,7 +98,7 @@ class Trainer(PackedModel):
             inputs,
             objective.aggregation,
             num_tokens=batch.num_tokens,
-            num_sequences=batch.num_sequences,
+            num_trajectories=batch.num_trajectories,
             sequence_norm_tokens=objective.sequence_norm_tokens,
         )
         share = (terms.per_token * weights).sum()

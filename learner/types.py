@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -11,6 +12,8 @@ from asyncrl.protocol.trajectory import Branch, TrajectoryGroup
 
 SampleKey = tuple[int, int]
 """A trajectory's group id, and its place in the group."""
+
+_UNNAMED = itertools.count()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,14 +75,17 @@ class TokenSequence:
         columns: Further [T] float32 arrays by name, aligned with ``input_ids`` and read where ``loss_mask`` is
             True. Example: ``behavior_logprobs``, ``advantages``.
         mini_batch: Which optimizer update of a learner step trains on it, counted from 0.
-        trajectory: The trajectory that it is a branch of.
+        trajectory: The trajectory that it is a branch of; by default one of its own.
+        token_rewards: [T] float32, rewards of turns at their last tokens; part of what the trajectory earned. None
+            where no turn has one.
     """
 
     input_ids: np.ndarray
     loss_mask: np.ndarray
     columns: Mapping[str, np.ndarray] = field(default_factory=dict)
     mini_batch: int = 0
-    trajectory: SampleKey = (0, 0)
+    trajectory: SampleKey = field(default_factory=lambda: (-1, next(_UNNAMED)))
+    token_rewards: np.ndarray | None = None
 
     def with_column(self, name: str, values: np.ndarray) -> TokenSequence:
         """The sequence with one more [T] float32 column."""
@@ -105,16 +111,18 @@ def group_sequences(
         group: G trajectories of one prompt.
         samples: Which of them; None takes all.
         mini_batch: Which optimizer update of the step trains on them.
-        mask_truncated: Leave branches that hit the length limit out of the loss.
+        mask_truncated: Leave trajectories whose last branch hit the length limit out of the loss.
 
     Returns:
         The branches of each trajectory in order, with the column ``behavior_logprobs``. Each sampled turn is in the
         loss of exactly one branch; prompts and what an environment wrote are in none.
     """
+    branches = branches_of(group, range(group.num_trajectories) if samples is None else samples)
+    is_cut = {branch.trajectory: mask_truncated and group.is_truncated(branch) for branch in branches}  # by the last
     sequences = []
-    for branch in branches_of(group, range(group.num_trajectories) if samples is None else samples):
+    for branch in branches:
         mask = group.trained_mask(branch)
-        if mask_truncated and group.is_truncated(branch):
+        if is_cut[branch.trajectory]:
             mask = np.zeros_like(mask)
         sequences.append(
             TokenSequence(
@@ -123,6 +131,7 @@ def group_sequences(
                 columns={"behavior_logprobs": group.along(branch, "logprobs")},
                 mini_batch=mini_batch,
                 trajectory=(group.group_id, branch.trajectory),
+                token_rewards=group.rewards_along(branch),
             )
         )
     return sequences

@@ -32,8 +32,7 @@ from .checkpoint_folder import read_progress
 from .config import AlgorithmConfig, LearnerConfig
 from .offload import OffloadPolicy
 from .packed_model import PackedModel
-from .remote_scores import pack_scores
-from .roles import CRITIC, Role, scored_by
+from .roles import CRITIC, Role, pack_scores, scored_by
 from .trainer import LearnerStep, Trainer
 from .trajectory_log import TrajectoryLog
 from .types import RankBatch, SampleKey, TokenSequence, group_sequences
@@ -186,11 +185,12 @@ class ModelWorker(Worker):
 
     @register(dispatch_mode=PER_DP_RANK, blocking=False)
     def rewards(self, batch: RankBatch) -> dict[SampleKey, float]:
-        """The reward model's score of each planned trajectory: that of its last branch."""
-        sequences = self._sequences(batch)
+        """What each planned trajectory earned: the reward model's score of its last branch, and its turns' rewards."""
+        sequences, groups = self._sequences(batch), self._fetch(batch)
         with self._offload.reading():
             scores = self._model.scores(sequences)
-        return {s.trajectory: float(score[-1]) for s, score in zip(sequences, scores, strict=True)}
+        earned = {s.trajectory: float(score[-1]) for s, score in zip(sequences, scores, strict=True)}
+        return {key: score + float(groups[key[0]].turn_sums[key[1]]) for key, score in earned.items()}
 
     @register(dispatch_mode=PER_DP_RANK, blocking=False)
     def step(self, batch: RankBatch, *sent: Scores | None) -> dict[str, float]:

@@ -55,6 +55,10 @@ from .rewards import RewardProcesses
 logger = logging.getLogger(__name__)
 
 MAX_RENEWAL_FAILURES = 3
+GATHER_S = 0.02
+"""How long a free place waits for others, so that what ends in the same moment is leased and sampled together."""
+MAX_FAILED_GROUPS = 4096
+"""How many groups with failed attempts are remembered; the oldest are forgotten."""
 
 
 class LoopState(Enum):
@@ -107,6 +111,7 @@ class RolloutLoop:
         self._has_device = True
         self._is_asking = False
         self._num_failures_in_a_row = 0
+        self._num_failures: dict[int, int] = {}
 
     async def run(self) -> FleetCounters:
         """Roll out until `stop`; then abort, give back what is held, and return the final counters.
@@ -218,6 +223,9 @@ class RolloutLoop:
         """
         while True:
             await self._until(lambda: self._has_device and self._num_free > 0)
+            await asyncio.sleep(GATHER_S)
+            if not self._has_device:
+                continue
             version = self._engine.version
             grant = asyncio.create_task(self._buffer.lease(version, self._num_free))
             outdated = asyncio.create_task(
@@ -353,7 +361,7 @@ class RolloutLoop:
         return rewards
 
     async def _fail_attempt(self, group: InflightGroup, reason: str, error: AsyncRLError) -> None:
-        """Give a group back whose attempt failed; drop it where it has been tried often enough.
+        """Give a group back whose attempt failed; drop it where that has happened often enough on this worker.
 
         Raises:
             AsyncRLError: ``error``, where one group after another fails: then the cause is not in the groups.
@@ -365,12 +373,19 @@ class RolloutLoop:
                 f"{error} (failure {self._num_failures_in_a_row} in a row, the limit of "
                 "rollout_fleet.max_failures_in_a_row)"
             )
-        attempt, is_last = group.lease.attempt, group.lease.attempt + 1 >= self._config.max_attempts
-        logger.warning("attempt %d failed, the group is %s: %s", attempt, "dropped" if is_last else "requeued", error)
+        group_id = group.lease.prompt.group_id
+        num_failures = self._num_failures.pop(group_id, 0) + 1
+        is_last = num_failures >= self._config.max_attempts
+        if not is_last:
+            self._num_failures[group_id] = num_failures
+            if len(self._num_failures) > MAX_FAILED_GROUPS:
+                del self._num_failures[next(iter(self._num_failures))]
+        logger.warning("failure %d, the group is %s: %s", num_failures, "dropped" if is_last else "requeued", error)
         await self._release(group, reason, drop=is_last)
 
     async def _store(self, group: InflightGroup, rewards: np.ndarray) -> None:
         self._num_failures_in_a_row = 0
+        self._num_failures.pop(group.lease.prompt.group_id, None)
         record = to_trajectory_group(group.lease, group.samples, rewards, num_baselines=group.num_baselines)
         try:
             await self._buffer.put(record)

@@ -15,7 +15,7 @@ _COMMANDS = {
     "train": ("asyncrl.cli.train_command", "train a policy asynchronously"),
     "sft": ("asyncrl.sft.__main__", "fine-tune a model on demonstrations"),
     "inspect": ("buffer.inspect", "look into the replay buffer of a running training"),
-    "export": ("learner.export", "turn a checkpoint into a model in Hugging Face layout"),
+    "export": ("learner.checkpoint", "turn a checkpoint into a model in Hugging Face layout"),
 }
 
 

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
@@ -16,18 +16,25 @@ from asyncrl.config import RunConfig, check_placement, requested_cpus
 from asyncrl.protocol.errors import ClusterDiedError, DeadlineError
 
 # Ray starts workers at nice 15 by default, which starves them beside any other load; idle workers started ahead of
-# need cost start-up time and memory that a run of a few actors never earns back; and a control service that died on
-# the same machine does not come back, so nobody needs to wait a minute for it.
+# need cost start-up time and memory that a run of a few actors never earns back; a control service that died on the
+# same machine does not come back, so nobody needs to wait a minute for it; and the children of a worker that died end
+# by themselves, after they have removed what it left.
 _OWN_CLUSTER_ENV = {
     "RAY_worker_niceness": "0",
     "RAY_enable_worker_prestart": "0",
     "RAY_prestart_worker_first_driver": "0",
     "RAY_gcs_rpc_server_reconnect_timeout_s": "5",
+    "RAY_process_group_cleanup_enabled": "0",
 }
 
-
-# One thread per process: on a machine with few cores, threads that compete for them stop every process.
-WORKER_ENV = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+# One thread per process: on a machine with few cores, threads that compete for them stop every process. The children of
+# a worker that exits end by themselves, as above; Ray would kill them first.
+WORKER_ENV = {
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "RAY_kill_child_processes_on_worker_exit": "0",
+}
 
 T = TypeVar("T")
 
@@ -97,12 +104,22 @@ async def stop_groups(groups: Sequence[Any], shutdown: Callable[[], None], timeo
     try:
         # Whatever a dying worker answers no longer matters: it is killed next.
         with contextlib.suppress(Exception):
-            await asyncio.wait_for(all_of([group.execute_all_async("stop") for group in groups]), timeout_s)
+            await asyncio.wait_for(AllOf([group.execute_all_async("stop") for group in groups]), timeout_s)
     finally:
         await asyncio.to_thread(shutdown)
 
 
-async def all_of(pending: Sequence[Awaitable[Any]]) -> None:
-    """Await calls that were made before, one after another."""
-    for result in pending:
-        await result
+class AllOf:
+    """Calls to several groups that were made before, awaited one after another.
+
+    Attributes:
+        futures: References to all results, so that a message can name the workers that are late.
+    """
+
+    def __init__(self, calls: Sequence[Awaitable[Any]]) -> None:
+        self._calls = calls
+        self.futures = [ref for call in calls if isinstance(call, list) for ref in call]
+
+    def __await__(self) -> Generator[Any, None, None]:
+        for call in self._calls:
+            yield from call.__await__()

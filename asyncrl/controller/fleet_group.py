@@ -6,9 +6,11 @@ Every wait is for the workers, under a deadline of `within`; Ray wakes it when t
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import time
+from collections import Counter
+from collections.abc import Awaitable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 
@@ -21,9 +23,11 @@ from asyncrl.protocol.remote import within
 from asyncrl.protocol.types import Prompt, WeightSnapshot
 from asyncrl.single_controller import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from buffer import BufferConnection, BufferRole
-from rollout_fleet.config import RolloutFleetConfig, SamplingConfig, SaveProgress
-from rollout_fleet.metrics import FleetCounters
+from rollout_fleet.config import RolloutFleetConfig, SamplingConfig
+from rollout_fleet.metrics import EvaluationResult, FleetCounters
 from rollout_fleet.worker import RolloutWorker
+
+T = TypeVar("T")
 
 
 class FleetGroup:
@@ -66,14 +70,10 @@ class FleetGroup:
 
     async def load(self, snapshot: WeightSnapshot) -> float:
         """See `FleetPort.load`."""
-        loop = asyncio.get_running_loop()
-        began_s = loop.time()
-        fleet = self._config.rollout_fleet
-        num_waits = 2 if fleet.save_progress is SaveProgress.at_updates else 1  # for what runs to be cut off, too
-        timeout_s = num_waits * fleet.load_timeout_s + 10
-        what = f"loading weights of version {snapshot.version}"
-        await within(self._group.load_weights(snapshot), timeout_s, what, "rollout_fleet.load_timeout_s")
-        return loop.time() - began_s
+        began_s = time.monotonic()
+        what = f"the rollout workers, which load the weights of version {snapshot.version}"
+        await self._while_answering(self._group.load_weights(snapshot), what)
+        return time.monotonic() - began_s
 
     async def release_device(self) -> None:
         """See `ColocatedFleetPort.release_device`."""
@@ -84,10 +84,7 @@ class FleetGroup:
 
     async def counters(self) -> FleetCounts:
         """See `FleetPort.counters`."""
-        timeout_s = self._config.buffer.request_timeout_s
-        return _total(
-            await within(self._group.counters(), timeout_s, "the fleet's counters", "buffer.request_timeout_s")
-        )
+        return await self._counters("the fleet's counters")
 
     async def drain(self) -> FleetCounts:
         """See `FleetPort.drain`."""
@@ -106,9 +103,10 @@ class FleetGroup:
         sampled = await self._answer(prompts, sampling, self._config.evaluation.num_samples)
         greedy = await self._answer(prompts, replace(sampling, temperature=0.0), 1)
         return Evaluation(
-            sampled=sum(sampled) / len(sampled),
-            greedy=sum(greedy) / len(greedy),
+            sampled=_mean_reward(sampled),
+            greedy=_mean_reward(greedy),
             num_prompts=len(prompts),
+            num_failed=sum(result.num_failed for result in (*sampled, *greedy)),
             policy_version=policy_version,
         )
 
@@ -116,13 +114,34 @@ class FleetGroup:
         """End engines and workers: ask, then kill."""
         await stop_groups([self._group], self._group.shutdown, timeout_s)
 
-    async def _answer(self, prompts: Sequence[Prompt], sampling: SamplingConfig, num_samples: int) -> list[float]:
-        """Rewards of ``num_samples`` answers to each prompt, in any order."""
+    async def _answer(
+        self, prompts: Sequence[Prompt], sampling: SamplingConfig, num_samples: int
+    ) -> list[EvaluationResult]:
+        """Rewards of ``num_samples`` answers to each prompt, one result per engine."""
         count = self._config.rollout_fleet.num_engines
         shares = [list(prompts[index::count]) for index in range(count)]
         pending = self._group.evaluate(shares, [sampling] * count, [num_samples] * count)
-        results = await within(pending, self._config.evaluation.timeout_s, "the evaluation", "evaluation.timeout_s")
-        return [reward for result in results for reward in result.rewards]
+        return await self._while_answering(pending, "the rollout workers, which answer held-out prompts")
+
+    async def _while_answering(self, pending: Awaitable[T], what: str) -> T:
+        """Await a call in which the workers keep the deadlines, as long as they answer other calls meanwhile.
+
+        Raises:
+            DeadlineError: a worker hangs.
+        """
+        call = asyncio.ensure_future(pending)
+        try:
+            while not call.done():
+                await asyncio.wait({call}, timeout=self._config.buffer.request_timeout_s)
+                if not call.done():
+                    await self._counters(what)
+            return call.result()
+        finally:
+            call.cancel()
+
+    async def _counters(self, what: str) -> FleetCounts:
+        timeout_s = self._config.buffer.request_timeout_s
+        return _total(await within(self._group.counters(), timeout_s, what, "buffer.request_timeout_s"))
 
 
 def _own_pool(config: RunConfig) -> RayResourcePool:
@@ -144,9 +163,15 @@ def _fleet_options(config: RunConfig) -> RolloutFleetConfig:
     return replace(fleet, sglang=replace(fleet.sglang, memory_saver=True)) if config.placement.colocated else fleet
 
 
+def _mean_reward(results: Sequence[EvaluationResult]) -> float:
+    rewards = [reward for result in results for reward in result.rewards]
+    return sum(rewards) / len(rewards)
+
+
 def _total(workers: Sequence[FleetCounters]) -> FleetCounts:
     return FleetCounts(
         tokens_generated=sum(worker.tokens_generated for worker in workers),
         tokens_in_flight=sum(worker.tokens_in_flight for worker in workers),
         busy_s=sum(worker.busy_s for worker in workers) / len(workers),
+        groups_failed=sum((Counter(worker.groups_failed) for worker in workers), Counter()),
     )

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from asyncrl.config import RunConfig, learner_pools, learner_roles
-from asyncrl.controller.cluster import WORKER_ENV, all_of, stop_groups
+from asyncrl.controller.cluster import WORKER_ENV, AllOf, stop_groups
 from asyncrl.controller.run_folder import RunPaths
 from asyncrl.protocol.remote import StepDeadline, within
 from asyncrl.protocol.types import Plan, WeightSnapshot
@@ -27,8 +27,7 @@ from buffer import BufferConnection, BufferRole
 from learner.advantages import ADVANTAGES, needs_whole_groups
 from learner.batching import rank_batches
 from learner.config import LearnerConfig
-from learner.remote_scores import RemoteScores
-from learner.roles import ROLES, scored_by
+from learner.roles import ROLES, RemoteScores, scored_by
 from learner.types import RankBatch
 from learner.verl_api import ActorWorker, CriticWorker, ReferenceWorker, RewardModelWorker
 
@@ -68,7 +67,7 @@ class LearnerGroup:
         """
         timeout_s = self._config.learner.start_timeout_s
         pending = [group.init_model() for group in self._roles]
-        await within(all_of(pending), timeout_s, "the learner's models", "learner.start_timeout_s")
+        await within(AllOf(pending), timeout_s, "the learner's models", "learner.start_timeout_s")
 
     async def scored(self, plan: Plan) -> Plan:
         """See `LearnerPort.scored`."""
@@ -110,7 +109,7 @@ class LearnerGroup:
 
     async def trainer_mode(self) -> None:
         """See `ColocatedLearnerPort.trainer_mode`."""
-        await self._in_time(all_of([group.trainer_mode() for _, group in self._on_shared_devices()]), "training's turn")
+        await self._in_time(AllOf([group.trainer_mode() for _, group in self._on_shared_devices()]), "training's turn")
 
     @property
     def pool(self) -> RayResourcePool:

@@ -85,6 +85,7 @@ class Reporter:
                 buffer_groups=stats.groups["stored"],
                 leased_groups=stats.groups["leased"],
                 dropped_groups=stats.groups["dropped"],
+                failed_groups=sum(counts.groups_failed.values()),
                 kept_length=stats.mean_length_kept,
                 dropped_length=stats.mean_length_dropped,
                 engine_version=self.engine_version,
@@ -126,6 +127,7 @@ class Reporter:
             max_lag_before=max(before.lag_histogram, default=0),
             lag_histogram=dict(sorted(lags.items())),
             tokens_dropped=dict(dropped),
+            groups_failed=dict(counts.groups_failed),
         )
 
     def _batch_numbers(self, plan: Plan) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ class StepRecord:
         buffer_groups: Groups stored, waiting for a batch.
         leased_groups: Groups being generated.
         dropped_groups: Groups dropped since training began, by ``buffer.filters`` or ``buffer.on_stale``.
+        failed_groups: Attempts that failed since training began: the reward failed, or the engine aborted the group.
         kept_length: Mean response length of all samples trained on so far, in tokens.
         dropped_length: The same of all samples dropped so far; against ``kept_length`` it is the length bias.
         engine_version: Oldest policy version that an engine serves.
@@ -54,6 +55,7 @@ class StepRecord:
     buffer_groups: int
     leased_groups: int
     dropped_groups: int = 0
+    failed_groups: int = 0
     kept_length: float = 0.0
     dropped_length: float = 0.0
     engine_version: int
@@ -77,12 +79,14 @@ class Evaluation:
         sampled: Mean reward at the training temperature.
         greedy: Mean reward of greedy decoding.
         num_prompts: Prompts evaluated.
+        num_failed: Prompts whose reward failed, over both kinds of decoding; the means leave them out.
         policy_version: Version that the engines served.
     """
 
     sampled: float
     greedy: float
     num_prompts: int
+    num_failed: int = 0
     policy_version: int
 
 
@@ -119,6 +123,7 @@ class TrainingResult:
         max_lag_before: The same of the runs that it resumes; they may have had another bound. 0 where there were none.
         lag_histogram: Lag in learner steps to number of consumed groups.
         tokens_dropped: Dropped tokens by reason.
+        groups_failed: Failed attempts of this run by reason; see `StepRecord`.
     """
 
     policy_version: int
@@ -129,6 +134,7 @@ class TrainingResult:
     max_lag_before: int = 0
     lag_histogram: Mapping[int, int]
     tokens_dropped: Mapping[str, int]
+    groups_failed: Mapping[str, int] = field(default_factory=dict)
 
 
 def summary_document(
@@ -170,6 +176,7 @@ def summary_document(
             "histogram": {str(lag): count for lag, count in sorted(result.lag_histogram.items())},
         },
         "tokens": asdict(result.tokens) | {"dropped_by_reason": dict(result.tokens_dropped)},
+        "groups_failed": dict(result.groups_failed),
         "overlap": asdict(result.overlap) | {"efficiency": result.overlap.efficiency},
     }
 

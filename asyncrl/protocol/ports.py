@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from .trajectory import TrajectoryGroup
@@ -156,11 +156,13 @@ class FleetCounts:
         tokens_generated: Policy tokens that the engines produced for training, including those of aborted requests.
         tokens_in_flight: Those of them that are not yet stored or given back.
         busy_s: Seconds with a request running, mean over the engines.
+        groups_failed: Attempts that failed, by reason: ``aborted`` by the engine, or ``reward``.
     """
 
     tokens_generated: int
     tokens_in_flight: int
     busy_s: float
+    groups_failed: Mapping[str, int] = field(default_factory=dict)
 
 
 class FleetPort(Protocol):

@@ -70,7 +70,7 @@ class Trajectory:
     Attributes:
         turns: Parents before children. The first is the prompt, which all trajectories of a group share.
         reward: Its outcome.
-        turn_rewards: Rewards of single turns, by index in ``turns``.
+        turn_rewards: Rewards of single turns beside the outcome, by index in ``turns``.
         metrics: Numbers to report, by name.
         baseline: It is compared with, and not trained on: the greedy answer of ReMax (arXiv 2310.10505).
     """
@@ -254,6 +254,26 @@ class TrajectoryGroup:
         lengths = [self._lengths[turn] for turn in branch.turns]
         return np.repeat([turn in branch.trained for turn in branch.turns], lengths)
 
+    @cached_property
+    def turn_sums(self) -> np.ndarray:
+        """[G] float32, the sum of the rewards of each trajectory's turns."""
+        sums = np.zeros(self.num_trajectories, dtype=np.float32)
+        if "turn_rewards" in self.turn_columns:
+            np.add.at(sums, self.turns["trajectory"][1:], np.nan_to_num(self.turn_columns["turn_rewards"][1:]))
+        return sums
+
+    def rewards_along(self, branch: Branch) -> np.ndarray | None:
+        """[T] float32, rewards of the turns that are trained on in a branch, at their last tokens; None without any."""
+        if "turn_rewards" not in self.turn_columns:
+            return None
+        earned = np.nan_to_num(self.turn_columns["turn_rewards"])
+        rewards, end = np.zeros(sum(self._lengths[turn] for turn in branch.turns), dtype=np.float32), 0
+        for turn in branch.turns:
+            end += self._lengths[turn]
+            if turn in branch.trained and self._lengths[turn]:
+                rewards[end - 1] = earned[turn]
+        return rewards
+
     def is_truncated(self, branch: Branch) -> bool:
         """Whether the branch ended because it was too long."""
         return self.turns["finish_reason"][branch.turns[-1]] == FINISH_REASONS.index(FinishReason.length)
@@ -315,6 +335,11 @@ class TrajectoryGroup:
         for trajectory, _, num_tokens, sampled, _ in self.turns.tolist()[1:]:
             lengths[trajectory] += num_tokens
             written += num_tokens if sampled and not self.is_baseline[trajectory] else 0
+        branch_tokens, num_branches = [0] * self.num_trajectories, [0] * self.num_trajectories
+        for branch in self.branches:
+            branch_tokens[branch.trajectory] += sum(self._lengths[turn] for turn in branch.turns)
+            num_branches[branch.trajectory] += 1
+        is_plain = branch_tokens == [self._lengths[0] + length for length in lengths] and set(num_branches) == {1}
         versions = self.versions
         sampled_versions = versions[versions != UNVERSIONED]
         return GroupSummary(
@@ -325,7 +350,9 @@ class TrajectoryGroup:
             num_tokens=written,
             oldest_version=int(sampled_versions.min()),
             newest_version=int(sampled_versions.max()),
-            rewards=tuple(self.rewards.tolist()),
+            rewards=tuple((self.rewards + self.turn_sums).tolist()),
+            branch_tokens=() if is_plain else tuple(branch_tokens),
+            num_branches=() if is_plain else tuple(num_branches),
         )
 
 

@@ -70,7 +70,10 @@ class GroupSummary:
         num_tokens: Tokens the policy wrote, over all samples; the unit of the token account.
         oldest_version: Version of the group's oldest token.
         newest_version: Version of its newest token.
-        rewards: [G] floats.
+        rewards: [G] floats, what each trajectory earned: its outcome and the rewards of its turns.
+        branch_tokens: [G] ints, tokens of all branches of each trajectory, prompts included; empty where each is one
+            branch below the prompt.
+        num_branches: [G] ints, likewise.
     """
 
     group_id: int
@@ -81,6 +84,8 @@ class GroupSummary:
     oldest_version: int
     newest_version: int
     rewards: tuple[float, ...]
+    branch_tokens: tuple[int, ...] = ()
+    num_branches: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -343,6 +343,14 @@ class WorkerRole(DynamicEnum):
     def __str__(self) -> str:
         return _TEXTS.get(self.name, self.name.lower())
 
+    @classmethod
+    def from_string(cls, name: str) -> WorkerRole:
+        """The role that ``str(role)`` writes so, or of this name. Raises `ValueError` where there is none."""
+        for role in cls:
+            if name.lower() in (str(role), role.name.lower()):
+                return role
+        raise ValueError(f"no role is written {name!r}, only {[str(role) for role in cls]}; add it with register()")
+
 
 Role = WorkerRole  # verl's name
 for _name in _TEXTS:

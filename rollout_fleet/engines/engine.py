@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Collection, Sequence
+import asyncio
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from asyncrl.protocol.errors import EngineError
+from asyncrl.protocol.errors import DeadlineError, EngineError
 from asyncrl.protocol.types import FinishReason, WeightSnapshot
 from rollout_fleet.config import SamplingConfig
 
 LOGPROB_ROUNDING = 1e-4
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,7 +93,8 @@ class Engine(Protocol):
 
         Raises:
             EngineError: the engine refused the weights, or holds others than were published. It has failed.
-            DeadlineError: the load took longer than ``load_timeout_s``. The engine has failed.
+            DeadlineError: the load took longer than ``load_timeout_s``, not counting what it waited for running
+                requests. The engine has failed.
         """
         ...
 
@@ -118,6 +122,99 @@ class Engine(Protocol):
     async def stop(self) -> None:
         """Stop the engine and free its process, port and memory. May be called at any time, more than once."""
         ...
+
+
+class EngineFailure:
+    """The failure of an engine: the first one, which all who wait for it or ask something later are given."""
+
+    def __init__(self, name: str, *, tell: Callable[[Exception], None], log_tail: Callable[[], str] = str) -> None:
+        """Begin with an engine that is not started.
+
+        Args:
+            name: The engine, for messages.
+            tell: Hands the failure to those who wait for answers.
+            log_tail: Returns the end of the engine's log, for messages.
+        """
+        self._name = name
+        self._tell = tell
+        self._log_tail = log_tail
+        self._future: asyncio.Future[None] | None = None
+
+    def begin(self) -> None:
+        """The engine is started."""
+        self._future = asyncio.get_running_loop().create_future()
+
+    def end(self) -> None:
+        """The engine is stopped."""
+        if self._future is not None:
+            self._future.cancel()
+
+    @property
+    def has_come(self) -> bool:
+        """Whether the engine has failed."""
+        return self._future is not None and self._future.done()
+
+    def fail(self, error: Exception) -> None:
+        """Fail for good, unless the engine has failed or was stopped before."""
+        assert self._future is not None
+        if not self._future.done():
+            self._future.set_exception(error)
+            self._future.exception()  # marks it as retrieved; not everyone waits for it
+            self._tell(error)
+
+    def check(self) -> None:
+        """Raise the failure, if there is one, or that the engine does not run."""
+        if self._future is None or self._future.cancelled():
+            raise EngineError(f"{self._name} is not running; start it before it is asked anything")
+        if self._future.done():
+            self._future.result()
+
+    async def wait(self) -> None:
+        """See `Engine.wait_failed`."""
+        if self._future is None:
+            raise EngineError(f"{self._name} was never started")
+        await asyncio.shield(self._future)
+
+    async def unless_failed(self, work: Coroutine[Any, Any, T]) -> T:
+        """Return what ``work`` returns; a failure of the engine cancels it and is raised instead."""
+        doing, failing = asyncio.create_task(work), asyncio.create_task(self.wait())
+        try:
+            await asyncio.wait({doing, failing}, return_when=asyncio.FIRST_COMPLETED)
+            if not doing.done():
+                self.check()
+            return await doing
+        finally:
+            for task in (doing, failing):
+                task.cancel()
+            await asyncio.gather(doing, failing, return_exceptions=True)
+
+    @asynccontextmanager
+    async def deadline(self, what: str, timeout_s: float, option: str) -> AsyncIterator[None]:
+        """Bound the block; a message says that the engine did not do ``what`` in time, and ends with its log.
+
+        Raises:
+            DeadlineError: the block took longer than ``timeout_s``, which ``rollout_fleet.<option>`` sets.
+        """
+        try:
+            async with asyncio.timeout(timeout_s):
+                yield
+        except TimeoutError:
+            message = f"{self._name} did not {what} within rollout_fleet.{option} = {timeout_s:g} s. {self._log_tail()}"
+            raise DeadlineError(message.rstrip()) from None
+
+    @asynccontextmanager
+    async def if_load_fails(self, snapshot: WeightSnapshot, timeout_s: float) -> AsyncIterator[None]:
+        """Load weights inside the block; whatever ends it early is the engine's failure."""
+        what = f"load policy version {snapshot.version}"
+        try:
+            async with self.deadline(f"{what} from {snapshot.path}", timeout_s, "load_timeout_s"):
+                yield
+        except Exception as error:
+            self.fail(error)
+            raise
+        except asyncio.CancelledError:
+            self.fail(EngineError(f"{self._name} was told to {what}, and the load was cancelled"))
+            raise
 
 
 def check_prompt(request: SampleRequest, vocab_size: int) -> None:

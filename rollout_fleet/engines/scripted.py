@@ -15,7 +15,7 @@ import numpy as np
 from asyncrl.protocol.errors import EngineError, WorkerDiedError
 from asyncrl.protocol.types import FinishReason, WeightSnapshot
 
-from .engine import SampleOutput, SampleRequest
+from .engine import EngineFailure, SampleOutput, SampleRequest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +64,7 @@ class ScriptedEngine:
         self._version = 0
         self._aborted: set[str] = set()
         self._running: set[str] = set()
-        self._failed: asyncio.Future[None] | None = None
+        self._failure = EngineFailure("the scripted engine", tell=lambda _: None)
         self.requests: list[SampleRequest] = []
         self.running_at_once = 0
         self.released = False
@@ -78,13 +78,13 @@ class ScriptedEngine:
 
     async def start(self) -> None:
         """See `Engine.start`."""
-        self._failed = asyncio.get_running_loop().create_future()
+        self._failure.begin()
 
     async def generate(self, requests: Sequence[SampleRequest]) -> AsyncIterator[tuple[SampleRequest, SampleOutput]]:
         """See `Engine.generate`."""
         if self.released:
             raise EngineError("requests came while the memory was released")
-        self._raise_if_failed()
+        self._failure.check()
         self.requests.extend(requests)
         tasks = [asyncio.create_task(self._answer(request)) for request in requests]
         try:
@@ -117,14 +117,11 @@ class ScriptedEngine:
 
     async def wait_failed(self) -> None:
         """See `Engine.wait_failed`."""
-        if self._failed is None:
-            raise WorkerDiedError("the scripted engine was never started")
-        await asyncio.shield(self._failed)
+        await self._failure.wait()
 
     async def stop(self) -> None:
         """See `Engine.stop`."""
-        if self._failed is not None:
-            self._failed.cancel()
+        self._failure.end()
 
     def die(self, cause: str) -> Exception:
         """Die now, as a killed server would."""
@@ -132,19 +129,8 @@ class ScriptedEngine:
 
     def fail(self, error: Exception) -> Exception:
         """Fail now, for good; returns the failure."""
-        if self._failed is not None and not self._failed.done():
-            self._failed.set_exception(error)
-            self._failed.exception()
+        self._failure.fail(error)
         return error
-
-    def _raise_if_failed(self) -> None:
-        if (
-            self._failed is not None
-            and self._failed.done()
-            and not self._failed.cancelled()
-            and (error := self._failed.exception()) is not None
-        ):
-            raise error
 
     async def _answer(self, request: SampleRequest) -> tuple[SampleRequest, SampleOutput]:
         answer = self._script(request, self._version)
@@ -161,7 +147,7 @@ class ScriptedEngine:
         versions: list[int] = []
         for _ in answer.response:
             await asyncio.sleep(answer.token_delay_s)
-            self._raise_if_failed()
+            self._failure.check()
             if request.id in self._aborted or len(versions) == answer.cut_off:
                 break
             versions.append(self._version)

@@ -18,11 +18,11 @@ from typing import Any
 
 import numpy as np
 
-from asyncrl.protocol.errors import AsyncRLError, DeadlineError, EngineError
+from asyncrl.protocol.errors import DeadlineError, EngineError
 from asyncrl.protocol.types import FinishReason, WeightSnapshot
 from rollout_fleet.config import EngineDevice, RolloutFleetConfig, SamplingConfig
 
-from .engine import SampleOutput, SampleRequest, check_output, check_prompt
+from .engine import EngineFailure, SampleOutput, SampleRequest, check_output, check_prompt
 from .model_files import ModelFacts, read_model_facts
 from .sglang_client import SGLangClient
 from .sglang_server import SGLangServer
@@ -31,6 +31,7 @@ from .silence import SilenceWatch
 logger = logging.getLogger(__name__)
 
 STREAM_INTERVAL = 32  # tokens between two chunks of a sample, after the chunk of the first token
+STREAM_END_S = 1.0  # longest wait for the end of a stream whose samples are all answered
 _Answers = asyncio.Queue[tuple[SampleRequest, SampleOutput] | Exception]
 
 
@@ -65,7 +66,7 @@ class SGLangEngine:
         self._name = self._server.name
         self._client = SGLangClient(self._server)
         self._silence = SilenceWatch(self._name, timeout_s=config.silence_timeout_s, probe=self._probe)
-        self._failed: asyncio.Future[None] | None = None
+        self._failure = EngineFailure(self._name, tell=self._tell, log_tail=self._server.log_tail)
         self._watching: asyncio.Task[None] | None = None
         self._version = 0
         self._verified = {0}
@@ -82,16 +83,17 @@ class SGLangEngine:
 
     async def start(self) -> None:
         """See `Engine.start`."""
-        self._failed = asyncio.get_running_loop().create_future()
+        self._failure.begin()
         await self._server.start()
         await self._client.open()
-        await self._client.call("GET", "/model_info", timeout_s=self._config.start_timeout_s)
+        async with self._failure.deadline("answer", self._config.start_timeout_s, "start_timeout_s"):
+            await self._client.call("GET", "/model_info")
         self._watching = asyncio.create_task(self._watch())
         logger.info("%s: up", self._name)
 
     async def generate(self, requests: Sequence[SampleRequest]) -> AsyncIterator[tuple[SampleRequest, SampleOutput]]:
         """See `Engine.generate`."""
-        self._raise_if_failed()
+        self._failure.check()
         for request in requests:
             check_prompt(request, self._facts.vocab_size)
         size = self._config.sglang.samples_per_request
@@ -110,6 +112,9 @@ class SGLangEngine:
                     ids.remove(answer[0].id)
                     self._running.discard(answer[0].id)
                     yield answer
+            # The server ends each stream at once; a connection that is closed before that cannot be used again.
+            if tasks:
+                await asyncio.wait(tasks, timeout=STREAM_END_S)
         finally:
             self._running -= ids
             self._waiting_for_answers.remove(answers)
@@ -119,13 +124,14 @@ class SGLangEngine:
 
     async def release_memory(self) -> None:
         """See `Engine.release_memory`. A server without a memory saver keeps its memory and stands still."""
-        self._raise_if_failed()
+        self._failure.check()
         if self._running:
             raise EngineError(f"{self._name} cannot release its memory while it generates {sorted(self._running)}")
-        async with self._loading:
-            await self._load_call("/pause_generation", {"mode": "retract"})
+        deadline = self._failure.deadline("release its memory", self._config.load_timeout_s, "load_timeout_s")
+        async with self._loading, deadline:
+            await self._post("/pause_generation", {"mode": "retract"})
             if self._server.saves_memory:
-                await self._load_call("/release_memory_occupation", {})
+                await self._post("/release_memory_occupation", {})
             elif not self._has_said_it_keeps:
                 logger.warning("%s: only stands still; it has no memory saver and keeps its memory", self._name)
                 self._has_said_it_keeps = True
@@ -134,48 +140,35 @@ class SGLangEngine:
     async def load_weights(self, snapshot: WeightSnapshot) -> float:
         """See `Engine.load_weights`."""
         async with self._loading:
-            self._raise_if_failed()
-            try:
-                with self._silence.paused():
-                    async with asyncio.timeout(self._config.load_timeout_s):
-                        return await self._transact(snapshot)
-            except TimeoutError:
-                error: AsyncRLError = DeadlineError(
-                    f"{self._name} did not load policy version {snapshot.version} from {snapshot.path} within "
-                    f"rollout_fleet.load_timeout_s = {self._config.load_timeout_s:g} s. {self._server.log_tail()}"
-                )
-            except AsyncRLError as caught:
-                error = caught
-            except asyncio.CancelledError:
-                self._fail(EngineError(f"{self._name}: loading policy version {snapshot.version} was cancelled"))
-                raise
-            self._fail(error)
-            raise error
+            self._failure.check()
+            with self._silence.paused():
+                async with self._failure.if_load_fails(snapshot, self._config.load_timeout_s):
+                    return await self._transact(snapshot)
 
     async def abort(self, request_ids: Collection[str]) -> None:
-        """See `Engine.abort`. All at once, in one call where everything that runs is aborted."""
+        """See `Engine.abort`. All at once, in one call where everything that runs is aborted.
+
+        Without a deadline of its own: a server that does not answer falls silent, or misses the deadline of a load.
+        """
         ids = self._running.intersection(request_ids)
-        timeout_s = self._config.silence_timeout_s
+        bodies: list[dict[str, Any]] = [{"rid": _server_id(request_id)} for request_id in ids]
         if ids and ids == self._running:
-            await self._client.call("POST", "/abort_request", {"abort_all": True}, timeout_s=timeout_s)
-            return
-        bodies = [{"rid": _server_id(request_id)} for request_id in ids]
-        await asyncio.gather(
-            *(self._client.call("POST", "/abort_request", body, timeout_s=timeout_s) for body in bodies)
-        )
+            bodies = [{"abort_all": True}]
+
+        async def send() -> None:
+            await asyncio.gather(*(self._post("/abort_request", body) for body in bodies))
+
+        await self._failure.unless_failed(send())
 
     async def wait_failed(self) -> None:
         """See `Engine.wait_failed`."""
-        if self._failed is None:
-            raise EngineError(f"{self._name} was never started")
-        await asyncio.shield(self._failed)
+        await self._failure.wait()
 
     async def stop(self) -> None:
         """See `Engine.stop`."""
         if self._watching is not None:
             self._watching.cancel()
-        if self._failed is not None:
-            self._failed.cancel()
+        self._failure.end()
         await self._client.close()
         await self._server.stop()
 
@@ -190,33 +183,19 @@ class SGLangEngine:
             if isinstance(error, DeadlineError):
                 error = DeadlineError(f"{error}. {self._server.log_tail()}")
             if isinstance(error, Exception):
-                self._fail(error)
+                self._failure.fail(error)
         finally:
             for watch in watches:
                 watch.cancel()
             await asyncio.gather(*watches, return_exceptions=True)
 
-    def _fail(self, error: Exception) -> None:
-        """Fail for good: nothing that is or will be asked is answered with anything but ``error``."""
-        assert self._failed is not None
-        if self._failed.done():
-            return
-        self._failed.set_exception(error)
-        self._failed.exception()  # marks it as retrieved; not everyone waits for it
+    def _tell(self, error: Exception) -> None:
         for answers in self._waiting_for_answers:
             answers.put_nowait(error)
 
-    def _raise_if_failed(self) -> None:
-        if self._failed is None:
-            raise EngineError(f"{self._name} is not running; start it first")
-        if self._failed.cancelled():
-            raise EngineError(f"{self._name} is stopped")
-        if self._failed.done() and (error := self._failed.exception()) is not None:
-            raise error
-
     async def _probe(self) -> None:
         """Return when the scheduler answers, which it does between two steps of the model."""
-        await self._client.call("GET", "/server_info", timeout_s=self._config.silence_timeout_s)
+        await self._client.call("GET", "/server_info")
 
     # Generation
 
@@ -224,7 +203,7 @@ class SGLangEngine:
         """Send samples as one HTTP request; put each answer, or what went wrong."""
         try:
             async for answer in self._stream_batch(requests):
-                if self._failed is not None and self._failed.done():
+                if self._failure.has_come:
                     return
                 answers.put_nowait(answer)
         except Exception as error:  # noqa: BLE001 - raised by whoever takes it
@@ -277,8 +256,8 @@ class SGLangEngine:
 
     # Weights
 
-    async def _load_call(self, path: str, body: Any) -> Any:
-        return await self._client.call("POST", path, body, timeout_s=self._config.load_timeout_s)
+    async def _post(self, path: str, body: Any) -> Any:
+        return await self._client.call("POST", path, body)
 
     async def _transact(self, snapshot: WeightSnapshot) -> float:
         """Pause, update, verify, continue; generation is continued only after the verification.
@@ -286,20 +265,20 @@ class SGLangEngine:
         Returns:
             Seconds from the server's word that it stands still to its word that it goes on.
         """
-        await self._load_call("/pause_generation", {"mode": "retract"})
+        await self._post("/pause_generation", {"mode": "retract"})
         paused_s = time.perf_counter()
         takes_memory_back = self._is_released and self._server.saves_memory
         if takes_memory_back:
-            await self._load_call("/resume_memory_occupation", {"tags": ["weights"]})
+            await self._post("/resume_memory_occupation", {"tags": ["weights"]})
         body = {"model_path": snapshot.path, "weight_version": str(snapshot.version), "flush_cache": True}
-        await self._load_call("/update_weights_from_disk", body)
+        await self._post("/update_weights_from_disk", body)
         await self._verify(snapshot)
         if takes_memory_back:  # after the weights, which may need more room while they are loaded
-            await self._load_call("/resume_memory_occupation", {"tags": ["kv_cache", "cuda_graph"]})
+            await self._post("/resume_memory_occupation", {"tags": ["kv_cache", "cuda_graph"]})
         self._is_released = False
         self._version = snapshot.version
         self._verified.add(snapshot.version)
-        await self._load_call("/continue_generation", {})
+        await self._post("/continue_generation", {})
         return time.perf_counter() - paused_s
 
     async def _verify(self, snapshot: WeightSnapshot) -> None:
@@ -308,7 +287,7 @@ class SGLangEngine:
         Exact for an unsharded server on a CPU that serves the dtype the snapshot is stored in. Elsewhere the engine
         hashes otherwise (GPU) or holds other bytes (shards, another dtype), and only its reported version is checked.
         """
-        info = await self._client.call("GET", "/model_info", timeout_s=self._config.load_timeout_s)
+        info = await self._client.call("GET", "/model_info")
         if info.get("weight_version") != str(snapshot.version):
             raise EngineError(
                 f"{self._name} reports weight version {info.get('weight_version')!r} after loading {snapshot.version}"
@@ -316,7 +295,7 @@ class SGLangEngine:
         comparable = self._device is EngineDevice.cpu and self._config.sglang.tp_size == 1
         if not (snapshot.checksums and comparable and _stored_dtype(snapshot.path) == self._server.dtype):
             return
-        answer = await self._load_call("/weights_checker", {"action": "checksum"})
+        answer = await self._post("/weights_checker", {"action": "checksum"})
         held = answer["ranks"][0]["checksums"]
         shared = held.keys() & snapshot.checksums.keys()
         wrong = sorted(name for name in shared if held[name] != snapshot.checksums[name])

@@ -1,4 +1,4 @@
-"""Calls one SGLang server over HTTP: single calls under a deadline, and streamed batches of samples."""
+"""Calls one SGLang server over HTTP: single calls, and streamed batches of samples. Callers set the deadlines."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import aiohttp
 
-from asyncrl.protocol.errors import DeadlineError, EngineError
+from asyncrl.protocol.errors import EngineError
 
 from .sglang_server import SERVER_KEEP_ALIVE_S, SGLangServer
 
@@ -46,7 +46,7 @@ class SGLangClient:
         if self._session is not None:
             await self._session.close()
 
-    async def call(self, method: str, path: str, body: Any = None, *, timeout_s: float) -> Any:
+    async def call(self, method: str, path: str, body: Any = None) -> Any:
         """Call the server; returns its JSON answer, or None if it has none.
 
         A call whose connection breaks is sent once more on another connection. Every call that goes through here may
@@ -54,22 +54,16 @@ class SGLangClient:
 
         Raises:
             EngineError: the server refused, or cannot be reached although it lives.
-            DeadlineError: no answer within ``timeout_s``.
             WorkerDiedError: it died.
         """
         session = self._opened(method, path)
         try:
-            async with asyncio.timeout(timeout_s):
-                try:
-                    status, content = await _exchange(session, method, path, body)
-                except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
-                    await self._raise_if_dead()
-                    logger.warning("%s: %s %s is sent again after %r", self._server.name, method, path, error)
-                    status, content = await _exchange(session, method, path, body)
-        except TimeoutError:
-            raise DeadlineError(
-                f"{self._server.name} did not answer {method} {path} within {timeout_s:g} s. {self._server.log_tail()}"
-            ) from None
+            try:
+                status, content = await _exchange(session, method, path, body)
+            except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
+                await self._raise_if_dead()
+                logger.warning("%s: %s %s is sent again after %r", self._server.name, method, path, error)
+                status, content = await _exchange(session, method, path, body)
         except aiohttp.ClientError as error:
             raise await self._unreachable(method, path, error) from error
         self._check_status(status, method, path, content)

@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import secrets
+import shutil
 import signal
 import socket
 import sys
@@ -174,14 +175,19 @@ class SGLangServer:
         guard = [sys.executable, "-I", "-S", str(GUARD), str(os.getpid()), str(self._stop_timeout_s), str(scratch)]
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         logger.info("%s: starting on port %d, log in %s", self.name, self._port, self.log_path)
-        self._guard = await asyncio.create_subprocess_exec(
-            *guard,
-            *command,
-            env=self._environment(scratch),
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=PIPE,
-            stderr=STDOUT,
-        )
+        try:
+            self._guard = await asyncio.create_subprocess_exec(
+                *guard,
+                *command,
+                env=self._environment(scratch),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=PIPE,
+                stderr=STDOUT,
+                start_new_session=True,  # Ray kills the process group of a worker that died, before it can clean up
+            )
+        except BaseException:
+            shutil.rmtree(scratch, ignore_errors=True)
+            raise
         self._log_task = asyncio.create_task(self._keep_log(self._guard))
 
     async def _came_up(self) -> bool:

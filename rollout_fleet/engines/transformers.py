@@ -14,11 +14,11 @@ from collections.abc import AsyncIterator, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
-from asyncrl.protocol.errors import AsyncRLError, DeadlineError, EngineError, WorkerDiedError
+from asyncrl.protocol.errors import DeadlineError, EngineError, WorkerDiedError
 from asyncrl.protocol.types import WeightSnapshot
 from rollout_fleet.config import EngineDevice, RolloutFleetConfig
 
-from .engine import SampleOutput, SampleRequest, check_output, check_prompt
+from .engine import EngineFailure, SampleOutput, SampleRequest, check_output, check_prompt
 from .model_files import read_model_facts
 from .silence import SilenceWatch
 from .transformers_model import AbortFlag, GenerationModel
@@ -60,7 +60,7 @@ class TransformersEngine:
         self._arrived = asyncio.Event()
         self._idle_model = asyncio.Lock()
         self._tasks: list[asyncio.Task[None]] = []
-        self._failed: asyncio.Future[None] | None = None
+        self._failure = EngineFailure(self._name, tell=self._tell)
         self._version = 0
 
     @property
@@ -70,22 +70,15 @@ class TransformersEngine:
 
     async def start(self) -> None:
         """See `Engine.start`."""
-        loop = asyncio.get_running_loop()
-        try:
-            async with asyncio.timeout(self._config.start_timeout_s):
-                await loop.run_in_executor(self._thread, self._model.load)
-        except TimeoutError:
-            raise DeadlineError(
-                f"{self._name} did not load its model within rollout_fleet.start_timeout_s = "
-                f"{self._config.start_timeout_s:g} s"
-            ) from None
-        self._failed = loop.create_future()
+        async with self._failure.deadline("load its model", self._config.start_timeout_s, "start_timeout_s"):
+            await asyncio.get_running_loop().run_in_executor(self._thread, self._model.load)
+        self._failure.begin()
         self._tasks = [asyncio.create_task(self._run_batches()), asyncio.create_task(self._watch_silence())]
         logger.info("%s: up", self._name)
 
     async def generate(self, requests: Sequence[SampleRequest]) -> AsyncIterator[tuple[SampleRequest, SampleOutput]]:
         """See `Engine.generate`."""
-        self._raise_if_failed()
+        self._failure.check()
         if not requests:
             return
         for request in requests:
@@ -114,27 +107,19 @@ class TransformersEngine:
         logger.info("%s: released its weights", self._name)
 
     async def load_weights(self, snapshot: WeightSnapshot) -> float:
-        """See `Engine.load_weights`."""
-        self._raise_if_failed()
-        try:
-            async with asyncio.timeout(self._config.load_timeout_s), self._idle_model:
-                started = time.perf_counter()
-                loop = asyncio.get_running_loop()
-                await loop.run_in_executor(self._thread, self._model.load_weights, snapshot)
-                self._version = snapshot.version
-                return time.perf_counter() - started
-        except TimeoutError:
-            error: AsyncRLError = DeadlineError(
-                f"{self._name} did not load policy version {snapshot.version} from {snapshot.path} within "
-                f"rollout_fleet.load_timeout_s = {self._config.load_timeout_s:g} s; the batch before it may be long"
-            )
-        except AsyncRLError as caught:
-            error = caught
-        except asyncio.CancelledError:
-            self._fail(EngineError(f"{self._name}: loading policy version {snapshot.version} was cancelled"))
-            raise
-        self._fail(error)
-        raise error
+        """See `Engine.load_weights`. It waits for the running batch, over which the deadline on silence watches."""
+        self._failure.check()
+        return await self._failure.unless_failed(self._load_when_idle(snapshot))
+
+    async def _load_when_idle(self, snapshot: WeightSnapshot) -> float:
+        async with self._idle_model:
+            started = time.perf_counter()
+            with self._silence.paused():
+                async with self._failure.if_load_fails(snapshot, self._config.load_timeout_s):
+                    loop = asyncio.get_running_loop()
+                    await loop.run_in_executor(self._thread, self._model.load_weights, snapshot)
+            self._version = snapshot.version
+            return time.perf_counter() - started
 
     async def abort(self, request_ids: Collection[str]) -> None:
         """See `Engine.abort`."""
@@ -144,9 +129,7 @@ class TransformersEngine:
 
     async def wait_failed(self) -> None:
         """See `Engine.wait_failed`."""
-        if self._failed is None:
-            raise WorkerDiedError(f"{self._name} was never started")
-        await asyncio.shield(self._failed)
+        await self._failure.wait()
 
     async def stop(self) -> None:
         """See `Engine.stop`."""
@@ -156,8 +139,7 @@ class TransformersEngine:
             task.cancel()
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=self._config.stop_timeout_s)
-        if self._failed is not None:
-            self._failed.cancel()
+        self._failure.end()
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def _run_batches(self) -> None:
@@ -179,7 +161,7 @@ class TransformersEngine:
                 except Exception as error:  # noqa: BLE001 - whatever generate raises is the engine's failure
                     death = WorkerDiedError(f"{self._name} failed while generating {len(batch)} samples: {error!r}")
                     death.__cause__ = error
-                    self._fail(death)
+                    self._failure.fail(death)
                     return
             for sample, output in zip(batch, outputs, strict=True):
                 self._resolve(sample, output, version)
@@ -216,27 +198,15 @@ class TransformersEngine:
         try:
             await self._silence.wait()
         except DeadlineError as error:
-            self._fail(error)
+            self._failure.fail(error)
 
     async def _probe(self) -> None:
         """Never returns: a thread that writes no token cannot be asked whether it will."""
         await asyncio.Event().wait()
 
-    def _fail(self, error: AsyncRLError) -> None:
-        """Fail for good: nothing that is or will be asked is answered with anything but ``error``."""
-        assert self._failed is not None
-        if self._failed.done():
-            return
-        self._failed.set_exception(error)
-        self._failed.exception()  # marks it as retrieved; not everyone waits for it
+    def _tell(self, error: Exception) -> None:
         for sample in self._pending.values():
             sample.flag.set()
             if not sample.output.done():
                 sample.output.set_exception(error)
                 sample.output.exception()
-
-    def _raise_if_failed(self) -> None:
-        if self._failed is None or self._failed.cancelled():
-            raise EngineError(f"{self._name} is not running; start it before it generates")
-        if self._failed.done() and (error := self._failed.exception()) is not None:
-            raise error

@@ -51,6 +51,7 @@ def make_result():
         max_lag_realised=2,
         lag_histogram={0: 1, 2: 3},
         tokens_dropped={"drained": 2},
+        groups_failed={"reward": 2},
     )
 
 
@@ -88,6 +89,7 @@ def test_the_summary_holds_every_promised_number(tmp_path):
     assert summary["eval"]["after"]["greedy"] == 1.0
     assert summary["max_lag"] == {"bound": 2, "realised": 2, "before_resume": 0, "histogram": {"0": 1, "2": 3}}
     assert summary["tokens"]["generated"] == 10
+    assert summary["groups_failed"] == {"reward": 2}
     assert summary["overlap"]["efficiency"] == pytest.approx(0.9)
     assert (summary["policy_version"], summary["wall_s"], summary["train_wall_s"]) == (4, 30.0, 10.0)
 

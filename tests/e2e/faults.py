@@ -1,13 +1,14 @@
 """The endings of a run as a table: who gets which signal at which moment, and how the run is expected to end.
 
-``pytest -m slow tests/e2e/test_faults.py`` runs every row on both engines. The moment within a phase is drawn from a
-seed, which is printed: ``ASYNCRL_FAULT_SEED=N`` repeats it.
+``pytest -m "slow or not slow" tests/e2e/test_faults.py`` runs every row on both engines. The moment within a phase is
+drawn from a seed, which is printed: ``ASYNCRL_FAULT_SEED=N`` repeats it.
 """
 
 import os
 import signal
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -27,6 +28,7 @@ class Fault:
         options: Further options of the run.
         engines: Engines that the row is about.
         end_timeout_s: How soon the run must have ended.
+        always: Engines with which the row is also run without ``-m slow``.
     """
 
     part: str
@@ -37,6 +39,7 @@ class Fault:
     options: tuple[str, ...] = ()
     engines: tuple[str, ...] = ("transformers", "sglang")
     end_timeout_s: float = 20.0
+    always: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         """For the test's name."""
@@ -46,41 +49,42 @@ class Fault:
 STARTED, TRAINING = "writing to", "step 1/"
 _SHORT_WAITS = ("buffer.request_timeout_s=6", "rollout_fleet.load_timeout_s=6")
 
+
+def _stopped(number: signal.Signals, moment: str) -> Fault:
+    """A run that is asked to stop says so, and its status is the one that shells give to this signal."""
+    return Fault(
+        part=SUPERVISOR, signal=number, moment=moment, status=128 + number, words=(f"stopped by {number.name}",)
+    )
+
+
+def _killed(part: str, *words: str, **changes: Any) -> Fault:
+    """A part that is killed while training ends the run with an error that names it."""
+    return Fault(**{"part": part, "signal": signal.SIGKILL, "moment": TRAINING, "status": 1, "words": words} | changes)
+
+
 FAULTS = (
-    Fault(part=SUPERVISOR, signal=signal.SIGTERM, moment=STARTED, status=143, words=("stopped by SIGTERM",)),
-    Fault(part=SUPERVISOR, signal=signal.SIGINT, moment=STARTED, status=130, words=("stopped by SIGINT",)),
-    Fault(part=SUPERVISOR, signal=signal.SIGTERM, moment="waiting for Ray", status=143, words=("stopped by SIGTERM",)),
-    Fault(
-        part=SUPERVISOR, signal=signal.SIGTERM, moment="waiting for learner", status=143, words=("stopped by SIGTERM",)
+    _stopped(signal.SIGTERM, STARTED),
+    _stopped(signal.SIGINT, STARTED),
+    _stopped(signal.SIGTERM, "waiting for Ray"),
+    _stopped(signal.SIGTERM, "waiting for learner"),
+    _stopped(signal.SIGINT, "waiting for learner"),
+    _stopped(signal.SIGTERM, TRAINING),
+    _stopped(signal.SIGINT, TRAINING),
+    _killed(SUPERVISOR, status=-signal.SIGKILL, always=("transformers",)),
+    _killed(CONTROLLER, "error: the controller died of SIGKILL"),
+    _killed("gcs/gcs_server", "error: Ray's control service"),
+    _killed("raylet/raylet", "error: Ray's node manager (raylet"),
+    _killed("buffer.server", "error: the buffer server (pid"),
+    _killed("ray::ActorWorker", "error: ", "learner"),
+    _killed("ray::RolloutWorker", "error: ", "rollout"),
+    _killed("sglang.launch_server", "error: sglang-0", "sglang-0.log", engines=("sglang",)),
+    _killed(
+        "asyncrl.sft",
+        "error: the warm start",
+        moment="warm start: step",
+        options=("sft.enabled=true", "sft.target_accuracy=1.01"),
+        engines=("transformers",),
     ),
-    Fault(part=SUPERVISOR, signal=signal.SIGTERM, moment=TRAINING, status=143, words=("stopped by SIGTERM",)),
-    Fault(part=SUPERVISOR, signal=signal.SIGINT, moment=TRAINING, status=130, words=("stopped by SIGINT",)),
-    Fault(
-        part=CONTROLLER,
-        signal=signal.SIGKILL,
-        moment=TRAINING,
-        status=1,
-        words=("error: the controller died of SIGKILL",),
-    ),
-    Fault(
-        part="gcs/gcs_server",
-        signal=signal.SIGKILL,
-        moment=TRAINING,
-        status=1,
-        words=("gcs_server",),
-    ),
-    Fault(
-        part="raylet/raylet",
-        signal=signal.SIGKILL,
-        moment=TRAINING,
-        status=1,
-        words=("error: Ray's node manager (raylet",),
-    ),
-    Fault(
-        part="buffer.server", signal=signal.SIGKILL, moment=TRAINING, status=1, words=("error: the buffer server (pid",)
-    ),
-    Fault(part="ray::ActorWorker", signal=signal.SIGKILL, moment=TRAINING, status=1, words=("error: ", "learner")),
-    Fault(part="ray::RolloutWorker", signal=signal.SIGKILL, moment=TRAINING, status=1, words=("error: ", "rollout")),
     Fault(
         part="ray::RolloutWorker",
         signal=signal.SIGSTOP,
@@ -89,14 +93,6 @@ FAULTS = (
         words=("error: waited", "group 'rollout' rank 0"),
         options=_SHORT_WAITS,
         end_timeout_s=60.0,
-    ),
-    Fault(
-        part="sglang.launch_server",
-        signal=signal.SIGKILL,
-        moment=TRAINING,
-        status=1,
-        words=("error: sglang-0", "sglang-0.log"),
-        engines=("sglang",),
     ),
 )
 

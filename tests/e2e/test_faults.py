@@ -8,10 +8,14 @@ import pytest
 
 from tests.e2e.faults import CONTROLLER, FAULTS, SUPERVISOR, Belongings, Fault
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 OPTIONS = ["sft.enabled=false", "evaluation.enabled=false", "total_steps=100000"]
-ROWS = [pytest.param(fault, engine, id=f"{fault}-{engine}") for fault in FAULTS for engine in fault.engines]
+ROWS = [
+    pytest.param(fault, engine, id=f"{fault}-{engine}", marks=() if engine in fault.always else pytest.mark.slow)
+    for fault in FAULTS
+    for engine in fault.engines
+]
 
 
 @pytest.mark.parametrize(("fault", "engine"), ROWS)

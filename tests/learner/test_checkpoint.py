@@ -12,8 +12,7 @@ from transformers import AutoModelForCausalLM
 
 import learner.checkpoint
 from asyncrl.protocol.errors import CheckpointError
-from learner import export
-from learner.checkpoint import ShardedCheckpointer
+from learner.checkpoint import ShardedCheckpointer, main
 from learner.checkpoint_folder import newest_checkpoint, read_progress
 from learner.config import AlgorithmConfig, Device, LearnerConfig, OptimizerConfig, Schedule
 from learner.trainer import Trainer
@@ -38,11 +37,6 @@ def step(trainer: Trainer, seed: int) -> None:
 
 def weights_of(trainer: Trainer) -> dict[str, np.ndarray]:
     return {name: value.numpy() for name, value in (gather_weights(trainer) or {}).items()}
-
-
-@pytest.fixture
-def model_path(tmp_path: Path) -> str:
-    return save_tiny_model(tmp_path / "model")
 
 
 def assert_equal(left: dict[str, np.ndarray], right: dict[str, np.ndarray]) -> None:
@@ -242,7 +236,7 @@ def test_an_exported_checkpoint_is_the_policy_that_was_saved(family: str, tmp_pa
     trainer = trainer_of(path)
     step(trainer, 0)
     ShardedCheckpointer(trainer, str(tmp_path / "c")).save(1)
-    assert export.main([str(tmp_path / "c"), str(tmp_path / "out")]) == 0
+    assert main([str(tmp_path / "c"), str(tmp_path / "out")]) == 0
     save_policy(trainer, str(tmp_path / "policy"))
     exported, saved = (
         AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype="auto").state_dict() for name in ("out", "policy")
@@ -251,12 +245,12 @@ def test_an_exported_checkpoint_is_the_policy_that_was_saved(family: str, tmp_pa
     for name, value in saved.items():
         assert value.dtype == exported[name].dtype
         assert torch.equal(value, exported[name]), name
-    assert export.main([str(tmp_path / "c"), str(tmp_path / "half"), "--dtype", "bfloat16"]) == 0
+    assert main([str(tmp_path / "c"), str(tmp_path / "half"), "--dtype", "bfloat16"]) == 0
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "half", dtype="auto").dtype == torch.bfloat16
 
 
 def test_exporting_names_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    assert export.main([str(tmp_path / "none"), str(tmp_path / "out")]) == 2
+    assert main([str(tmp_path / "none"), str(tmp_path / "out")]) == 2
     assert "no checkpoint at" in capsys.readouterr().err
 
 
@@ -296,7 +290,7 @@ def test_a_broken_part_is_named(
     with pytest.raises(CheckpointError, match=rf"v00000001 could not be read: {words}.*; name an older checkpoint"):
         checkpointer.load(broken)
     if part != "random_0.pickle":  # an exported model has no random state
-        assert export.main([str(broken), str(tmp_path / "out")]) == 2
+        assert main([str(broken), str(tmp_path / "out")]) == 2
         assert "v00000001 could not be read: rank 0: " in capsys.readouterr().err
 
 
@@ -305,7 +299,7 @@ def test_an_export_of_a_checkpoint_that_does_not_say_what_the_model_is_names_the
 ) -> None:
     broken = ShardedCheckpointer(trainer_of(model_path), str(tmp_path)).save(1)
     shutil.rmtree(broken / "huggingface")
-    assert export.main([str(broken), str(tmp_path / "out")]) == 2
+    assert main([str(broken), str(tmp_path / "out")]) == 2
     assert "v00000001 has no huggingface/config.json" in capsys.readouterr().err
 
 

@@ -10,9 +10,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from learner.batching import karmarkar_karp
-from learner.checkpoint import ShardedCheckpointer
+from learner.checkpoint import ShardedCheckpointer, export
 from learner.config import AlgorithmConfig, Device, LearnerConfig, LoraConfig, OptimizerConfig
-from learner.export import export
 from learner.lora import adapters_off, add_adapters
 from learner.trainer import Trainer
 from learner.weights import gather_weights, save_policy

@@ -15,8 +15,8 @@ def inputs(ratios: list[float], advantages: list[float], lengths: list[int] | No
     return LossInputs(
         log_probs=(torch.tensor(ratios).log() + behavior).requires_grad_(),
         entropy=torch.zeros(len(ratios)),
-        sequence_index=torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)),
-        loss_lengths=torch.tensor(lengths),
+        trajectory_index=torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)),
+        trajectory_lengths=torch.tensor(lengths),
         columns={"behavior_logprobs": behavior, "advantages": torch.tensor(advantages)},
     )
 
@@ -108,10 +108,10 @@ def test_supervised_loss_is_minus_the_log_prob() -> None:
 
 def test_each_aggregation_counts_what_it_says() -> None:
     given = inputs([1.0] * 4, [0.0] * 4, lengths=[1, 3])
-    tokens = token_weights(given, Aggregation.token_mean, num_tokens=8, num_sequences=4)
-    sequences = token_weights(given, Aggregation.sequence_mean, num_tokens=8, num_sequences=4)
+    tokens = token_weights(given, Aggregation.token_mean, num_tokens=8, num_trajectories=4)
+    sequences = token_weights(given, Aggregation.sequence_mean, num_tokens=8, num_trajectories=4)
     constant = token_weights(
-        given, Aggregation.sequence_sum_norm, num_tokens=8, num_sequences=4, sequence_norm_tokens=10
+        given, Aggregation.sequence_sum_norm, num_tokens=8, num_trajectories=4, sequence_norm_tokens=10
     )
     assert tokens.tolist() == [0.125] * 4
     assert constant.tolist() == pytest.approx([1 / 40] * 4)

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, MistralConfig
 
 from learner.attention import packed_layout
 from learner.config import Device, LearnerConfig
-from learner.logprobs import chunked_log_probs
+from learner.heads import chunked_log_probs
 from learner.pretrained import load_causal_lm
 from learner.trainer import Trainer
 from learner.types import TokenSequence

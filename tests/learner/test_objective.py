@@ -8,12 +8,15 @@ from hypothesis import strategies as st
 
 from learner.advantages import AdaptiveKLCoefficient
 from learner.config import Aggregation, AlgorithmConfig, Correction, KLEstimator
-from learner.divergence import effective_sample_size, importance_weights, kl_penalty
-from learner.losses import LossInputs
+from learner.losses import LossInputs, TokenInputs, effective_sample_size, importance_weights, kl_penalty
 from learner.objectives import policy_objective, summarized
 
 WEIGHTS = torch.tensor([0.25, 1.0, 4.0, 3.0])
-SEQUENCES, LENGTHS = torch.tensor([0, 0, 0, 1]), torch.tensor([3, 1])
+
+
+def trajectories(*lengths: int) -> TokenInputs:
+    index = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    return TokenInputs(trajectory_index=index, trajectory_lengths=torch.tensor(lengths), columns={})
 
 
 @pytest.mark.parametrize(
@@ -29,18 +32,13 @@ SEQUENCES, LENGTHS = torch.tensor([0, 0, 0, 1]), torch.tensor([3, 1])
 )
 def test_each_correction_gives_its_golden_weights(correction: Correction, want: list[float]) -> None:
     config = AlgorithmConfig(correction=correction, correction_low=0.5, correction_high=2.0)
-    assert importance_weights(WEIGHTS.log(), SEQUENCES, LENGTHS, config).tolist() == pytest.approx(want)
+    assert importance_weights(WEIGHTS.log(), trajectories(3, 1), config).tolist() == pytest.approx(want)
 
 
 @given(st.lists(st.floats(-300, 300), min_size=1, max_size=8), st.sampled_from(list(Correction)))
 def test_weights_stay_finite_however_far_the_policies_are(log_weights: list[float], correction: Correction) -> None:
     config = AlgorithmConfig(correction=correction)
-    weights = importance_weights(
-        torch.tensor(log_weights),
-        torch.zeros(len(log_weights), dtype=torch.int64),
-        torch.tensor([len(log_weights)]),
-        config,
-    )
+    weights = importance_weights(torch.tensor(log_weights), trajectories(len(log_weights)), config)
     assert torch.isfinite(weights).all()
     assert (weights >= 0).all()
 
@@ -50,8 +48,8 @@ def inputs(policy: list[float], **columns: list[float]) -> LossInputs:
     return LossInputs(
         log_probs=torch.tensor(policy, requires_grad=True),
         entropy=torch.full((size,), 0.5, requires_grad=True),
-        sequence_index=torch.zeros(size, dtype=torch.int64),
-        loss_lengths=torch.tensor([size]),
+        trajectory_index=torch.zeros(size, dtype=torch.int64),
+        trajectory_lengths=torch.tensor([size]),
         columns={name: torch.tensor(values) for name, values in columns.items()},
     )
 

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.protocol.types import FinishReason
-from learner.packing import num_micro_batches, pack
+from learner.packing import pack
 from learner.types import TokenSequence, group_sequences
 from tests.support.trajectories import make_group
 
@@ -27,9 +27,9 @@ def sequences_of(lengths: list[int]) -> list[TokenSequence]:
 @given(lengths=LENGTHS, budget=st.integers(40, 90), extra=st.integers(0, 3))
 def test_every_token_is_packed_once_within_the_budget(lengths: list[int], budget: int, extra: int) -> None:
     sequences = sequences_of(lengths)
-    count = num_micro_batches(sequences, budget) + extra
-    batches = pack(sequences, max_tokens=budget, count=count)
-    assert len(batches) == count
+    needed = len(pack(sequences, max_tokens=budget))
+    batches = pack(sequences, max_tokens=budget, agree=lambda own: own + extra)
+    assert len(batches) == needed + extra
     assert all(len(batch.input_ids) == sum(batch.lengths) <= budget for batch in batches)
     assert all(list(batch.lengths) == sorted(batch.lengths, reverse=True) for batch in batches)
     packed = sorted(index for batch in batches for index in batch.source)
@@ -46,11 +46,7 @@ def test_every_token_is_packed_once_within_the_budget(lengths: list[int], budget
 @given(lengths=LENGTHS, budget=st.integers(40, 90))
 def test_what_no_prediction_needs_can_be_left_out(lengths: list[int], budget: int) -> None:
     sequences = sequences_of(lengths)
-    counts = [num_micro_batches(sequences, budget, whole=whole) for whole in (True, False)]
-    batches = [
-        pack(sequences, max_tokens=budget, count=count, whole=whole)
-        for count, whole in zip(counts, (True, False), strict=True)
-    ]
+    batches = [pack(sequences, max_tokens=budget, whole=whole) for whole in (True, False)]
     whole, cut = (
         {
             (batch.source[owner], int(target)): (
@@ -59,7 +55,7 @@ def test_what_no_prediction_needs_can_be_left_out(lengths: list[int], budget: in
             )
             for batch in some
             for place, target, owner in zip(
-                batch.predict_index.tolist(), batch.targets.tolist(), batch.sequence_index.tolist(), strict=True
+                batch.predict_index.tolist(), batch.targets.tolist(), batch.trajectory_index.tolist(), strict=True
             )
         }
         for some in batches
@@ -76,26 +72,26 @@ def test_what_no_prediction_needs_can_be_left_out(lengths: list[int], budget: in
 @given(lengths=LENGTHS)
 def test_each_target_is_predicted_by_the_token_before_it(lengths: list[int]) -> None:
     sequences = sequences_of(lengths)
-    batches = pack(sequences, max_tokens=64, count=max(1, num_micro_batches(sequences, 64)))
+    batches = pack(sequences, max_tokens=64)
     in_loss = {int(i): index for index, s in enumerate(sequences) for i in s.input_ids[s.loss_mask]}
     seen = [int(target) for batch in batches for target in batch.targets]
     assert sorted(seen) == sorted(in_loss)
     for batch in batches:
         assert (batch.input_ids[batch.predict_index] + 1 == batch.targets).all()
         owners = [in_loss[int(target)] for target in batch.targets]
-        assert [batch.source[i] for i in batch.sequence_index] == owners
+        assert [batch.source[i] for i in batch.trajectory_index] == owners
         if owners:
             assert batch.columns["advantages"].tolist() == owners
-        assert int(batch.loss_lengths.sum()) == len(owners)
+        assert int(batch.trajectory_lengths.sum()) == len(owners)
 
 
 def test_a_sequence_over_the_budget_names_the_option() -> None:
     with pytest.raises(ValueError, match=r"max_tokens_per_micro_batch.*got 16 for a sequence of 17"):
-        num_micro_batches(sequences_of([17]), 16)
+        pack(sequences_of([17]), max_tokens=16)
 
 
 def test_an_empty_rank_still_gets_its_micro_batches() -> None:
-    batches = pack([], max_tokens=16, count=2)
+    batches = pack([], max_tokens=16, agree=lambda _: 2)
     assert [(len(b.input_ids), len(b.targets)) for b in batches] == [(1, 0), (1, 0)]
 
 

@@ -17,11 +17,6 @@ from tests.support.tiny_models import random_sequences, save_tiny_model
 CONFIG = LearnerConfig(device=Device.cpu, optimizer=OptimizerConfig(lr=5e-3, weight_decay=0.0))
 
 
-@pytest.fixture
-def model_path(tmp_path: Path) -> str:
-    return save_tiny_model(tmp_path / "model")
-
-
 def mini_batched(sequences: list[TokenSequence], count: int) -> list[TokenSequence]:
     return [replace(sequence, mini_batch=index % count) for index, sequence in enumerate(sequences)]
 
@@ -35,7 +30,7 @@ def test_every_mini_batch_is_an_update_and_all_tokens_are_trained_once(model_pat
     metrics = policy_step(trainer, AlgorithmConfig(num_mini_batches=4)).run(sequences)
     assert trainer.optimizer.num_updates == 4
     assert metrics["num_tokens"] == sum(s.loss_mask.sum() for s in sequences)
-    assert metrics["num_sequences"] == 12
+    assert metrics["num_trajectories"] == 12
 
 
 def test_the_proximal_policy_is_the_one_before_the_step(model_path: str) -> None:

@@ -10,7 +10,7 @@ from rollout_fleet.config import RolloutFleetConfig
 from rollout_fleet.engines.scripted import ScriptedAnswer, ScriptedEngine
 from rollout_fleet.loop import RolloutLoop
 from rollout_fleet.rewards import BUILT_IN_REWARDS, RewardProcesses
-from tests.support.rollout import digits, running_loop, update, writes
+from tests.support.rollout import WRITTEN, digits, running_loop, update, writes
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -149,6 +149,30 @@ async def test_a_reward_that_fails_costs_its_group_after_some_attempts_and_the_r
     assert dict(buffer.ledger.account.groups_dropped) == {"reward": 1}
     assert counters.groups_failed == {"reward": 3}
     assert counters.tokens_generated == buffer.num_accounted == 14
+
+
+async def test_evictions_do_not_count_as_failures(make_buffer, monkeypatch):
+    scores = iter([float("nan"), *[1.0] * 3])
+    monkeypatch.setitem(BUILT_IN_REWARDS, "bad once", lambda prompt, response_text: next(scores))
+    buffer = make_buffer(1)
+    for _ in range(5):
+        await buffer.lease(0, 1)
+        await buffer.expire(0)
+    async with running_loop(buffer, reward="bad once", max_attempts=2) as (loop, _, _):
+        await buffer.stored(1)
+        assert buffer.groups[0].attempt == 6
+        assert loop.counters().groups_failed == {"reward": 1}
+
+
+async def test_places_that_fall_free_in_one_moment_are_leased_together(make_buffer):
+    def script(request, version):
+        group_id = int(request.id.split("-")[0])
+        return ScriptedAnswer(response=[WRITTEN], token_delay_s=0.05 + 0.001 * (group_id % 8))
+
+    buffer = make_buffer(40)
+    async with running_loop(buffer, script, groups_in_flight=8):
+        await buffer.stored(40)
+    assert len(buffer.leases_asked) <= 15
 
 
 async def test_a_reward_that_fails_for_one_group_after_another_ends_the_run(make_buffer, monkeypatch):

@@ -7,7 +7,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from asyncrl.protocol.errors import EngineError
+from asyncrl.protocol.errors import DeadlineError, EngineError
 from asyncrl.protocol.types import FinishReason, WeightSnapshot
 from rollout_fleet.config import EngineDevice, RolloutFleetConfig, SamplingConfig, SGLangConfig
 from rollout_fleet.engines.engine import SampleRequest
@@ -43,9 +43,9 @@ class RecordedServer:
         await asyncio.Event().wait()
 
     def log_tail(self):
-        return ""
+        return "Last lines of sglang-0.log"
 
-    async def call(self, method, path, body=None, *, timeout_s):
+    async def call(self, method, path, body=None):
         self.calls.append((path, body))
         await self.answers.wait()
         if path == self.refused:
@@ -153,6 +153,35 @@ async def test_aborts_of_some_go_out_together(engine, server):
     server.answers.set()
     await aborting
     running.cancel()
+
+
+async def test_a_server_that_hangs_during_a_load_is_reported_with_the_deadline_of_the_load(engine, server):
+    engine._config = RolloutFleetConfig(silence_timeout_s=0.05, load_timeout_s=0.3)
+    engine._silence._timeout_s = 0.05
+    running = asyncio.create_task(answers_of(engine, 5))
+    await asyncio.sleep(0)
+    server.answers.clear()
+    loading = asyncio.create_task(engine.load_weights(WeightSnapshot(version=1, path="/v1")))
+    await asyncio.sleep(0)
+    aborting = asyncio.create_task(engine.abort(["7-0-1"]))
+    want = "sglang-0 did not load policy version 1 from /v1 within rollout_fleet.load_timeout_s = 0.3 s. Last lines of"
+    for failed in (aborting, loading, running, engine.wait_failed()):
+        with pytest.raises(DeadlineError, match=want):
+            await asyncio.wait_for(failed, 5)
+
+
+@pytest.mark.parametrize(
+    ("call", "want"),
+    [
+        ("start", r"did not answer within rollout_fleet.start_timeout_s = 0.05 s. Last lines of sglang-0.log"),
+        ("release_memory", r"did not release its memory within rollout_fleet.load_timeout_s = 0.05 s. Last lines of"),
+    ],
+)
+async def test_a_call_that_hangs_is_reported_with_the_option_that_bounds_it(engine, server, call, want):
+    engine._config = RolloutFleetConfig(start_timeout_s=0.05, load_timeout_s=0.05)
+    server.answers.clear()
+    with pytest.raises(DeadlineError, match=want):
+        await getattr(engine, call)()
 
 
 async def test_samples_travel_in_requests_of_the_configured_size(engine, server):

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 import struct
+from contextlib import suppress
 
+import numpy as np
 import pytest
 
 from asyncrl.protocol.errors import EngineError
-from rollout_fleet.config import EngineDevice, SGLangConfig
+from rollout_fleet.config import EngineDevice, RolloutFleetConfig, SamplingConfig, SGLangConfig
 from rollout_fleet.engines import sglang_client
+from rollout_fleet.engines.engine import SampleRequest
+from rollout_fleet.engines.sglang import SGLangEngine
 from rollout_fleet.engines.sglang_client import SGLangClient
 from rollout_fleet.engines.sglang_server import SERVER_KEEP_ALIVE_S, SGLangServer
 
@@ -71,16 +76,71 @@ async def client(server, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("path", ["/update_weights_from_disk", "/weights_checker", "/pause_generation"])
 async def test_a_call_is_sent_again_when_an_idle_connection_was_reset(client, server, path):
-    assert await client.call("POST", "/continue_generation", {}, timeout_s=5) == {}
-    assert await client.call("POST", path, {}, timeout_s=5) == {}
+    assert await client.call("POST", "/continue_generation", {}) == {}
+    assert await client.call("POST", path, {}) == {}
     assert server.requests == ["/continue_generation", path, path]
 
 
 async def test_generation_is_not_repeated_by_itself(client, server):
-    await client.call("POST", "/continue_generation", {}, timeout_s=5)
+    await client.call("POST", "/continue_generation", {})
     with pytest.raises(EngineError, match="sglang-0 could not be reached for POST /generate"):
         await anext(client.stream("/generate", {}))
     assert server.requests == ["/continue_generation", "/generate"]
+
+
+class StreamingServer:
+    """Answers every request with a stream of one event, whose end comes a moment later."""
+
+    def __init__(self) -> None:
+        self.num_connections = self.num_requests = 0
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.num_connections += 1
+        with suppress(asyncio.IncompleteReadError, ConnectionError):
+            while head := await reader.readuntil(b"\r\n\r\n"):
+                length = next(line for line in head.split(b"\r\n") if line.lower().startswith(b"content-length:"))
+                await reader.readexactly(int(length.split(b":")[1]))
+                self.num_requests += 1
+                writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
+                event = {
+                    "output_ids": [1],
+                    "meta_info": {
+                        "output_token_logprobs": [[-0.5, 1, None]],
+                        "completion_tokens": 1,
+                        "finish_reason": {"type": "stop"},
+                        "weight_versions": [{"version": "0", "start": 0, "end": 1}],
+                    },
+                }
+                for data in (json.dumps(event).encode(), b"[DONE]"):
+                    part = b"data: " + data + b"\n\n"
+                    writer.write(f"{len(part):x}\r\n".encode() + part + b"\r\n")
+                    await writer.drain()
+                    await asyncio.sleep(0.02)
+                writer.write(b"0\r\n\r\n")
+        writer.close()
+
+
+async def test_one_connection_carries_one_batch_of_samples_after_another(client, tmp_path, monkeypatch):
+    streaming = StreamingServer()
+    async with await asyncio.start_server(streaming.serve, "127.0.0.1", 0) as server:
+        monkeypatch.setattr(SGLangServer, "url", f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        (tmp_path / "config.json").write_text('{"vocab_size": 50, "eos_token_id": 1}')
+        engine = SGLangEngine(
+            RolloutFleetConfig(),
+            model_path=str(tmp_path),
+            device=EngineDevice.cpu,
+            rank=0,
+            log_dir="",
+            seed=0,
+            server=client._server,
+        )
+        engine._failure.begin()
+        await engine._client.open()
+        for index in range(5):
+            request = SampleRequest(id=str(index), prompt_ids=np.array([3]), sampling=SamplingConfig())
+            assert len([output async for _, output in engine.generate([request])]) == 1
+        await engine._client.close()
+    assert (streaming.num_requests, streaming.num_connections) == (5, 1)
 
 
 def test_the_client_drops_idle_connections_before_the_server_does(client, tmp_path):

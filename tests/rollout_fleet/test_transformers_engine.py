@@ -80,6 +80,40 @@ async def test_a_load_waits_for_the_running_batch_and_the_next_batch_has_the_new
     assert {version for sample in after for version in sample.versions.tolist()} == {1}
 
 
+async def test_a_load_waits_for_a_batch_that_outlasts_its_deadline(start, publish, monkeypatch):
+    engine = await start(load_timeout_s=0.2)
+    outputs = await answer(engine, requests_of(1))
+    monkeypatch.setattr(engine._model, "generate", lambda *_: time.sleep(0.6) or outputs)
+    running = asyncio.create_task(answer(engine, requests_of(1)))
+    await asyncio.sleep(0.05)
+    assert await engine.load_weights(publish(1)) < 0.2, "the wait for the batch is not part of the load"
+    assert await running == outputs
+    assert engine.version == 1
+
+
+async def test_a_load_that_waits_for_a_silent_batch_ends_with_the_silence(start, publish, monkeypatch):
+    engine = await start(silence_timeout_s=0.3)
+    stuck = threading.Event()
+    monkeypatch.setattr(engine._model, "generate", lambda *_: stuck.wait(20) and [])
+    running = asyncio.create_task(answer(engine, requests_of(1)))
+    await asyncio.sleep(0.05)
+    with pytest.raises(DeadlineError, match="produced no token"):
+        await asyncio.wait_for(engine.load_weights(publish(1)), 5)
+    stuck.set()
+    await asyncio.gather(running, return_exceptions=True)
+
+
+async def test_a_load_that_hangs_names_its_option_and_fails_the_engine(start, publish, monkeypatch):
+    engine = await start(load_timeout_s=0.1)
+    stuck = threading.Event()
+    monkeypatch.setattr(engine._model, "load_weights", lambda _: stuck.wait(20))
+    want = r"transformers-0 did not load policy version 1 from .* within rollout_fleet.load_timeout_s = 0.1 s"
+    for failed in (engine.load_weights(publish(1)), engine.wait_failed(), answer(engine, requests_of(1))):
+        with pytest.raises(DeadlineError, match=want):
+            await asyncio.wait_for(failed, 5)
+    stuck.set()
+
+
 async def test_a_response_ends_with_the_end_of_sequence_exactly_when_it_stopped(start):
     engine = await start()
     samples = await answer(engine, requests_of(1, num_samples=200))

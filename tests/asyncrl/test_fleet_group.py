@@ -1,0 +1,95 @@
+"""The fleet's group against scripted workers: how long it waits, for whom, and what it adds up."""
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from asyncrl.cli.compose import compose_run
+from asyncrl.controller import fleet_group
+from asyncrl.controller.cluster import AllOf
+from asyncrl.controller.fleet_group import FleetGroup
+from asyncrl.controller.run_folder import RunPaths
+from asyncrl.protocol import remote
+from asyncrl.protocol.errors import DeadlineError
+from asyncrl.protocol.types import WeightSnapshot
+from rollout_fleet.metrics import EvaluationResult, FleetMeter
+
+pytestmark = pytest.mark.timeout(30)
+
+
+class Workers:
+    """Stands in for the worker group; its calls take ``takes_s``, and `counters` never answers where it ``hangs``."""
+
+    def __init__(self, takes_s=0.5, hangs=False):
+        self.takes_s = takes_s
+        self.hangs = hangs
+
+    async def evaluate(self, shares, sampling, num_samples):
+        await asyncio.sleep(self.takes_s)
+        return [EvaluationResult(rewards=(1.0, 0.0), mean_length=3.0, num_failed=1) for _ in shares]
+
+    async def load_weights(self, snapshot):
+        await asyncio.sleep(self.takes_s)
+
+    async def counters(self):
+        await asyncio.sleep(60 if self.hangs else 0)
+        meters = FleetMeter(), FleetMeter()
+        for meter in meters:
+            meter.failed("reward")
+        meters[0].failed("aborted")
+        return [meter.counters() for meter in meters]
+
+
+@pytest.fixture
+def fleet_of(monkeypatch, tmp_path):
+    """Return a maker of a fleet with these workers."""
+
+    def make(workers):
+        monkeypatch.setattr(fleet_group, "RayWorkerGroup", lambda *_, **__: workers)
+        connection = SimpleNamespace(for_role=lambda role: SimpleNamespace(client=None))
+        paths = RunPaths(logs=tmp_path, snapshots=tmp_path, trajectories=None, checkpoints=tmp_path)
+        config = compose_run(["buffer.request_timeout_s=0.1", "rollout_fleet.load_timeout_s=0.1"])
+        return FleetGroup(config, buffer=connection, paths=paths, pool=object())
+
+    return make
+
+
+async def test_an_evaluation_takes_as_long_as_it_takes_while_its_workers_answer(fleet_of):
+    evaluation = await fleet_of(Workers()).evaluate([object()] * 3, policy_version=4)
+    assert (evaluation.sampled, evaluation.greedy, evaluation.num_prompts) == (0.5, 0.5, 3)
+    assert (evaluation.num_failed, evaluation.policy_version) == (2, 4)
+
+
+async def test_a_load_that_waits_for_running_samples_is_left_to_the_engines_own_deadlines(fleet_of):
+    assert await fleet_of(Workers()).load(WeightSnapshot(version=1, path="")) >= 0.5
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda fleet: fleet.evaluate([object()], policy_version=0), "which answer held-out prompts"),
+        (lambda fleet: fleet.load(WeightSnapshot(version=7, path="")), "which load the weights of version 7"),
+    ],
+)
+async def test_a_worker_that_hangs_is_found_by_its_silence(fleet_of, call, words):
+    with pytest.raises(DeadlineError, match=rf"waited 0.1 s for the rollout workers, {words}; raise buffer.request"):
+        await asyncio.wait_for(call(fleet_of(Workers(takes_s=60, hangs=True))), 5)
+
+
+async def test_failed_attempts_are_added_up_over_the_engines(fleet_of):
+    assert (await fleet_of(Workers()).counters()).groups_failed == {"reward": 2, "aborted": 1}
+
+
+class Call(list):
+    """References to results that never come."""
+
+    def __await__(self):
+        return asyncio.sleep(60).__await__()
+
+
+async def test_a_wait_for_several_groups_names_all_that_are_late(monkeypatch):
+    monkeypatch.setattr(remote, "late_workers", lambda refs: f"late: {refs}, last lines of {Path('actor.log')}")
+    with pytest.raises(DeadlineError, match=r"the learner's models; .*late: \['actor-0', 'critic-0'\], last lines of"):
+        await remote.within(AllOf([Call(["actor-0"]), Call(["critic-0"])]), 0.05, "the learner's models", "an.option")

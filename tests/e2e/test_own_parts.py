@@ -1,0 +1,128 @@
+"""A run with all that a user may bring: own loss and advantage, keys, store servers and a journal on disk."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.support.training_run import ROOT, RunningTraining
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+
+OWN = """
+from beside import SCALE
+from learner.losses import LossTerms
+from learner.losses import LOSSES
+from learner.advantages import TokenAdvantages, returns_to_go, token_level
+
+
+@LOSSES.register("my_name")
+def scaled(inputs, config):
+    per_token = -SCALE * inputs.columns["advantages"] * inputs.log_probs
+    return LossTerms(per_token=per_token, metrics={"advantage_seen": inputs.columns["advantages"]})
+
+
+@token_level
+def sevens(batch, config, total):
+    returns = returns_to_go(batch.rewards, batch.lengths, gamma=config.gamma)
+    return TokenAdvantages(advantages=0 * returns + 7, returns=returns)
+"""
+FAST = ["rollout_fleet.engine=transformers", "sft.enabled=false", "evaluation.enabled=false", "total_steps=100000"]
+
+
+@pytest.fixture(scope="module")
+def own_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("mine")
+    (folder / "own.py").write_text(OWN)
+    (folder / "beside.py").write_text("SCALE = 0.5\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(own_folder, tmp_path_factory):
+    root = tmp_path_factory.mktemp("run")
+    running = RunningTraining(
+        root / "out",
+        *FAST,
+        "algorithm.groups_per_step=4",
+        "algorithm.samples_per_prompt=2",
+        "algorithm.num_mini_batches=2",
+        "algorithm.loss=own.py:my_name",
+        "algorithm.advantage=own.py:sevens",
+        f"buffer.keys={root / 'keys'}",
+        "buffer.num_store_servers=2",
+        "buffer.durability=disk",
+        f"buffer.directory={root / 'journal'}",
+        cwd=own_folder,
+    )
+    try:
+        running.inspector = running.wait_for_line("python -m buffer.inspect").partition("buffer.inspect ")[2].split()
+        running.wait_for_line("step 1/")
+        yield running
+    finally:
+        running.end()
+
+
+def inspect(*arguments):
+    command = [sys.executable, "-m", "buffer.inspect", *arguments, "--timeout-s", "10"]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+
+
+def test_its_buffer_is_shown_to_the_holder_of_a_key_only(run):
+    shown = inspect(*run.inspector, "--json")
+    assert shown.returncode == 0, shown.stderr
+    report = json.loads(shown.stdout)
+    assert report["stats"]["learner_version"] >= 1
+    assert report["producers"]
+    refused = inspect(run.inspector[0])
+    assert refused.returncode == 1
+    assert "refuses this client's key" in refused.stderr
+    keys = run.output_dir.parent / "keys"
+    assert {path.stat().st_mode & 0o777 for path in keys.iterdir()} == {0o600}
+
+
+def test_it_trains_with_the_users_own_functions(run):
+    assert run.records
+    for record in run.records:
+        assert record["learner.advantage_seen"] == pytest.approx(7.0)
+        assert 0 < record["learner.effective_sample_size"] <= 1.0 + 1e-6
+        assert record["learner.behavior_kl"] >= -1e-6
+
+
+def test_a_killed_learner_rank_ends_all_of_it_with_its_name(run):
+    run.kill("ray::ActorWorker")
+    assert run.finish(20) == 1
+    last_words = "\n".join(run.lines[-30:])
+    assert "error:" in last_words
+    assert "learner" in last_words
+    assert run.survivors() == []
+    assert not run.left_in_shared_memory()
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("algorithm.loss=own.py:missing", "own.py has no 'missing', only"),
+        pytest.param("algorithm.advantage=absent.py:f", "there is no file", marks=pytest.mark.slow),
+        pytest.param(
+            "algorithm.loss=ppo",
+            "algorithm.loss must be one of ['cispo', 'gspo', 'ppo_clip', 'reinforce']",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_a_wrong_name_fails_before_any_process_starts(start, own_folder, tmp_path, override, message):
+    run = start(override, output_dir=tmp_path / "out", cwd=own_folder)
+    assert run.finish(timeout_s=120) in (1, 2)
+    assert message in run.lines[-1]
+    assert "waiting for learner" not in run.output
+    assert "warm start" not in run.output
+
+
+def test_a_prompt_that_is_too_long_fails_before_the_warm_start(start, own_folder, tmp_path):
+    run = start("data.max_prompt_tokens=6", output_dir=tmp_path / "out", cwd=own_folder)
+    assert run.finish(timeout_s=120) == 1
+    assert "data.max_prompt_tokens = 6" in run.lines[-1] + run.output
+    assert not (run.run_dir / "logs" / "sft.log").exists()
+    assert "warm start" not in run.output
