@@ -230,7 +230,7 @@ def test_a_group_that_is_released_to_be_dropped_is_finished_with_all_of_its_toke
 def test_a_commit_that_breaks_the_bound_is_refused_before_anything_changes():
     of = ledger(1, 1, first_version=5)
     old = GrantedLease(group_id=0, attempt=0, engine_version=0, deadline=1)
-    of.replay(LeaseGroups(engine_version=0, max_groups=1), Granted(leases=(old,)))
+    of.enact(LeaseGroups(engine_version=0, max_groups=1), Granted(leases=(old,)))
     of.put(summary_of(old))
     of.plan(5)
     with pytest.raises(StalenessError, match="lag 5, bound 1"):
