@@ -8,9 +8,9 @@ http://joschu.net/blog/kl-approx.html. Letter: M tokens in the loss of a micro-b
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -77,13 +77,8 @@ class LossTerms:
     metrics: Mapping[str, Tensor] = field(default_factory=dict)
 
 
-class PolicyLoss(Protocol):
-    """A loss by its options."""
-
-    def __call__(self, inputs: LossInputs, config: AlgorithmConfig) -> LossTerms:
-        """See `LossInputs` and `LossTerms`."""
-        ...
-
+PolicyLoss: TypeAlias = Callable[[LossInputs, AlgorithmConfig], LossTerms]
+"""A loss by its options."""
 
 LOSSES: Registry[PolicyLoss] = Registry("algorithm.loss")
 
