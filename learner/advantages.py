@@ -402,7 +402,7 @@ class AdaptiveKLCoefficient:
 
     Args:
         initial: First coefficient.
-        target: Divergence aimed at, nats a token.
+        target: Divergence aimed at, nats per token.
         horizon: Samples over which the coefficient follows.
     """
 
@@ -549,7 +549,4 @@ def _policy_tokens(sequences: Sequence[TokenSequence], name: str) -> Tensor:
 def _with_column(sequences: Sequence[TokenSequence], name: str, values: Tensor) -> list[TokenSequence]:
     """The sequences with a column that holds [M] values at the tokens in the loss, and 0 elsewhere."""
     parts = values.float().split([int(np.count_nonzero(s.loss_mask)) for s in sequences])
-    columns = [np.zeros(len(sequence.input_ids), dtype=np.float32) for sequence in sequences]
-    for column, sequence, part in zip(columns, sequences, parts, strict=True):
-        column[sequence.loss_mask] = part.numpy()
-    return [sequence.with_column(name, column) for sequence, column in zip(sequences, columns, strict=True)]
+    return [sequence.with_tokens(name, part.numpy()) for sequence, part in zip(sequences, parts, strict=True)]

@@ -91,6 +91,12 @@ class TokenSequence:
         """The sequence with one more [T] float32 column."""
         return replace(self, columns={**self.columns, name: values})
 
+    def with_tokens(self, name: str, values: np.ndarray) -> TokenSequence:
+        """The sequence with one more column, of values at the tokens in the loss and 0 elsewhere."""
+        column = np.zeros(len(self.input_ids), dtype=np.float32)
+        column[self.loss_mask] = values
+        return self.with_column(name, column)
+
     def __post_init__(self) -> None:
         length = len(self.input_ids)
         if length == 0:
@@ -139,7 +145,5 @@ def group_sequences(
 
 def branches_of(group: TrajectoryGroup, samples: Sequence[int]) -> list[Branch]:
     """The branches of some trajectories, trajectory by trajectory."""
-    by_trajectory: dict[int, list[Branch]] = {}
-    for branch in group.branches:
-        by_trajectory.setdefault(branch.trajectory, []).append(branch)
-    return [branch for sample in samples for branch in by_trajectory[sample]]
+    chosen = set(samples)
+    return [branch for branch in group.branches if branch.trajectory in chosen]

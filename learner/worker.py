@@ -417,11 +417,9 @@ def _with_scores(sequences: Sequence[TokenSequence], name: str, scores: Scores) 
     used = dict.fromkeys(scores, 0)
     scored = []
     for sequence in sequences:
-        column = np.zeros(len(sequence.input_ids), dtype=np.float32)
         start, count = used[sequence.trajectory], int(np.count_nonzero(sequence.loss_mask))
-        column[sequence.loss_mask] = scores[sequence.trajectory][start : start + count]
         used[sequence.trajectory] += count
-        scored.append(sequence.with_column(name, column))
+        scored.append(sequence.with_tokens(name, scores[sequence.trajectory][start : start + count]))
     return scored
 
 
