@@ -77,9 +77,7 @@ def test_a_thousand_ranks_share_eight_thousand_sequences_within_seconds() -> Non
     plan = long_tailed_plan(1024, 8, seed=0)
     start = time.process_time()
     table = loads(plan, split(plan, 1024))
-    assert (
-        time.process_time() - start < 10.0
-    )  # 0.6 s where this was written; minutes with a table of ranks per sequence
+    assert time.process_time() - start < 10.0  # 0.6 s where this was written
     assert table.max() <= max(1.05 * table.mean(), max(cost for group in plan.groups for cost in sample_costs(group)))
 
 
