@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 import numpy as np
 import torch
@@ -514,7 +514,7 @@ class BatchAdvantages:
             outcomes: [B] float64.
             keys: [B, 2] int64, prompt group and place in the group.
         """
-        assert not is_token_level(self._estimator)
+        estimator = cast("OutcomeEstimator", self._estimator)
         dp_size, own = dist.get_world_size(self._mesh.dp_group), self._mesh.dp_rank
         shares: list[tuple[Tensor, Tensor]] = [(outcomes, keys)] * dp_size
         if dp_size > 1:
@@ -523,7 +523,7 @@ class BatchAdvantages:
         # Each group together and its trajectories in order, whichever ranks hold them.
         order = torch.from_numpy(np.lexsort((all_keys[:, 1].numpy(), all_keys[:, 0].numpy())))
         everything = torch.empty(len(order), dtype=torch.float32)
-        everything[order] = self._estimator(all_outcomes[order], all_keys[order, 0])
+        everything[order] = estimator(all_outcomes[order], all_keys[order, 0])
         return everything.split([len(share[0]) for share in shares])[own]
 
     def _total(self, values: Tensor) -> Tensor:

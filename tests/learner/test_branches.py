@@ -112,7 +112,7 @@ def test_the_ratio_of_gspo_is_that_of_the_whole_trajectory(model_path: str) -> N
 
 def test_the_weight_of_a_sequence_is_that_of_the_whole_trajectory(model_path: str) -> None:
     _, trajectories = by_trajectory(model_path)
-    weights = [float((own - was).sum().exp().clamp(max=2.0)) for own, was, _ in trajectories]
+    weights = [float((own.detach() - was).sum().exp().clamp(max=2.0)) for own, was, _ in trajectories]
     expected = sum(w * len(own) for w, (own, _, _) in zip(weights, trajectories, strict=True)) / 16
     trainer = Trainer(CONFIG, model_path=model_path, total_updates=1)
     algorithm = AlgorithmConfig(correction=Correction.sequence_truncated)
