@@ -18,6 +18,14 @@ from torch import Tensor
 from .config import Aggregation, AlgorithmConfig, Correction, KLEstimator
 from .registry import Registry
 
+MAX_LOG_WEIGHT = 20.0
+"""Logarithms of ratios and weights are cut here, so that they and their gradients stay finite (e^20 is 5e8)."""
+
+MAX_LOW_VARIANCE = 10.0
+"""Largest value, either way, of the ``low_variance`` estimator."""
+
+_SERIES_UP_TO = 0.05
+
 
 @dataclass(frozen=True, kw_only=True)
 class TokenInputs:
@@ -83,7 +91,7 @@ PolicyLoss: TypeAlias = Callable[[LossInputs, AlgorithmConfig], LossTerms]
 LOSSES: Registry[PolicyLoss] = Registry("algorithm.loss")
 
 BY_TOKEN = frozenset({"ppo_clip", "cispo", "reinforce"})
-"""Losses of a token that read nothing of its trajectory's other tokens; of others, and of your own, none is known."""
+"""Losses whose value at a token depends on that token alone. Any other, your own too, gets whole trajectories."""
 
 
 def anchor_log_probs(inputs: LossInputs, config: AlgorithmConfig) -> Tensor:
@@ -194,15 +202,6 @@ def token_weights(
         share = 1.0 / (max(1, num_trajectories) * sequence_norm_tokens)
         return torch.full_like(inputs.trajectory_index, share, dtype=torch.float32)
     return 1.0 / (inputs.trajectory_lengths[inputs.trajectory_index] * max(1, num_trajectories)).float()
-
-
-MAX_LOG_WEIGHT = 20.0
-"""Logarithms of ratios and weights are cut here, so that they and their gradients stay finite (e^20 is 5e8)."""
-
-MAX_LOW_VARIANCE = 10.0
-"""Largest value, either way, of the ``low_variance`` estimator."""
-
-_SERIES_UP_TO = 0.05
 
 
 def importance_weights(log_weights: Tensor, inputs: TokenInputs, config: AlgorithmConfig) -> Tensor:

@@ -145,5 +145,7 @@ def group_sequences(
 
 def branches_of(group: TrajectoryGroup, samples: Sequence[int]) -> list[Branch]:
     """The branches of some trajectories, trajectory by trajectory."""
-    chosen = set(samples)
-    return [branch for branch in group.branches if branch.trajectory in chosen]
+    by_trajectory: dict[int, list[Branch]] = {}
+    for branch in group.branches:
+        by_trajectory.setdefault(branch.trajectory, []).append(branch)
+    return [branch for sample in samples for branch in by_trajectory[sample]]
