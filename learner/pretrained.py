@@ -1,6 +1,7 @@
 """Loads Hugging Face models with the packed attention: a causal language model, or a classifier with one label.
 
-The critic is a token classifier; the reward model is a sequence classifier.
+The critic is a token classifier, the reward model a sequence classifier: transformers' generic head on the family's
+backbone, the same for every family, and in the layout of the family's own classifier where transformers has one.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ import torch
 from torch import nn
 from transformers import (
     AutoConfig,
+    AutoModel,
     AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
+    PreTrainedConfig,
     PreTrainedModel,
 )
+from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification
 
 from .attention import ATTENTION_NAME
 
@@ -82,12 +84,11 @@ def load_critic(model_path: str, dtype: torch.dtype, *, on_meta: bool = False) -
     Raises:
         ValueError: there is no model at the path, or it has another number of labels.
     """
-    model, missing = _load_classifier(AutoModelForTokenClassification, model_path, dtype, on_meta)
+    model, missing = _load_classifier(GenericForTokenClassification, model_path, dtype, on_meta)
     if missing:
-        head = cast("nn.Linear", getattr(model, SCORE_HEAD))
-        log.info("%s has no value head: the critic starts with one of zeros", model_path)
-        nn.init.zeros_(head.weight)
-        nn.init.zeros_(head.bias)
+        log.info("%s lacks %s: the critic starts with zeros there", model_path, sorted(missing))
+    for name in missing:
+        nn.init.zeros_(model.get_parameter(name))
     return model
 
 
@@ -102,7 +103,7 @@ def load_reward_model(model_path: str, dtype: torch.dtype, *, on_meta: bool = Fa
     Raises:
         ValueError: there is no model at the path, it has another number of labels, or its head is missing.
     """
-    model, missing = _load_classifier(AutoModelForSequenceClassification, model_path, dtype, on_meta)
+    model, missing = _load_classifier(GenericForSequenceClassification, model_path, dtype, on_meta)
     if missing:
         raise ValueError(
             f"reward model path must hold a trained sequence classifier, got {model_path!r} without {sorted(missing)}; "
@@ -112,29 +113,40 @@ def load_reward_model(model_path: str, dtype: torch.dtype, *, on_meta: bool = Fa
 
 
 def _load_classifier(
-    auto_class: Any, model_path: str, dtype: torch.dtype, on_meta: bool
+    head: type, model_path: str, dtype: torch.dtype, on_meta: bool
 ) -> tuple[PreTrainedModel, set[str]]:
     """The classifier, and the names of the head's parameters that the path does not have."""
     _check_path(model_path)
-    if on_meta:
-        config = AutoConfig.from_pretrained(model_path, num_labels=1)
-        with torch.device("meta"), _refused_by_name(model_path):
-            return auto_class.from_config(config, dtype=dtype, attn_implementation=ATTENTION_NAME).train(), set()
-    try:
-        with _refused_by_name(model_path):
-            model, found = auto_class.from_pretrained(
-                model_path, num_labels=1, dtype=dtype, attn_implementation=ATTENTION_NAME, output_loading_info=True
+    config = AutoConfig.from_pretrained(model_path, num_labels=1)
+    classifier, options = _classifier_class(head, config, model_path), {"attn_implementation": ATTENTION_NAME}
+    with _refused_by_name(model_path):
+        if on_meta:
+            with torch.device("meta"):
+                return classifier._from_config(config, dtype=dtype, **options).train(), set()
+        try:
+            model, found = classifier.from_pretrained(
+                model_path, config=config, dtype=dtype, output_loading_info=True, **options
             )
-    except RuntimeError as error:  # transformers refuses a head of another shape
-        raise ValueError(f"a critic or reward model must have one label, got another at {model_path!r}") from error
+        except RuntimeError as error:  # transformers refuses a head of another shape
+            raise ValueError(f"a critic or reward model must have one label, got another at {model_path!r}") from error
     missing = {name for name in found["missing_keys"] if name.startswith(SCORE_HEAD)}
-    strange = set(found["missing_keys"]) - missing
-    if strange or not isinstance(getattr(model, SCORE_HEAD, None), nn.Linear):
+    if strange := set(found["missing_keys"]) - missing:
         raise ValueError(
-            f"{model_path!r} lacks {sorted(strange) or SCORE_HEAD}: {type(model).__name__} is not a backbone with a "
-            f"linear {SCORE_HEAD!r} head, which the learner needs"
+            f"{model_path!r} lacks {sorted(strange)}, which a {classifier.__name__} has; use another model"
         )
     return _own_storage(model).train(), missing
+
+
+def _classifier_class(head: type, config: PreTrainedConfig, model_path: str) -> Any:
+    """A generic head of transformers on the family's backbone, whose weights keep their names."""
+    mapping: Any = AutoModel._model_mapping
+    if type(config) not in mapping:
+        raise ValueError(_no_such_model(config, model_path))
+    backbone = mapping[type(config)]
+    family = next(base for base in backbone.__mro__[1:] if issubclass(base, PreTrainedModel))
+    name = backbone.__name__.removesuffix("Model") + head.__name__.removeprefix("Generic")
+    own = {"base_model_prefix": backbone.base_model_prefix, "config_class": type(config)}
+    return type(name, (head, family), own)
 
 
 @contextmanager
@@ -152,11 +164,14 @@ def _refused_by_name(model_path: str) -> Iterator[None]:
     except ValueError as error:
         if not str(error).startswith("Unrecognized configuration class"):
             raise
-        kind = AutoConfig.from_pretrained(model_path).model_type
-        raise ValueError(
-            f"transformers has no model with the head that this role needs for the model type {kind!r} of "
-            f"{model_path!r}; use another model family for this role"
-        ) from error
+        raise ValueError(_no_such_model(AutoConfig.from_pretrained(model_path), model_path)) from error
+
+
+def _no_such_model(config: PreTrainedConfig, model_path: str) -> str:
+    return (
+        f"transformers has no model with the head that this role needs for the model type {config.model_type!r} of "
+        f"{model_path!r}; use another model family for this role"
+    )
 
 
 def _check_path(model_path: str) -> None:

@@ -1,5 +1,6 @@
 """Trajectories with several branches: losses, advantages and balance count trajectories; each token counts once."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from asyncrl.protocol.trajectory import Trajectory, TrajectoryGroup, Turn
 from asyncrl.protocol.types import FinishReason, Plan
+from buffer.messages import summary_fields, summary_of
 from learner.advantages import BatchAdvantages
 from learner.batching import rank_batches, sample_costs
 from learner.config import Aggregation, AlgorithmConfig, Correction, Device, LearnerConfig, OptimizerConfig
@@ -52,11 +54,6 @@ def with_advantages(sequences: list[TokenSequence]) -> list[TokenSequence]:
     return [
         s.with_column("advantages", np.full(len(s.input_ids), ADVANTAGE[s.trajectory], np.float32)) for s in sequences
     ]
-
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_tiny_model(tmp_path_factory.mktemp("branches") / "model")
 
 
 def by_trajectory(model_path: str) -> tuple[torch.nn.Module, list[tuple[torch.Tensor, torch.Tensor, float]]]:
@@ -172,6 +169,16 @@ def test_the_balance_counts_every_branch_as_long_as_it_is_packed() -> None:
     plan = Plan(version=0, groups=[wide.summary, *(chain.summary for chain in chains)])
     first, second = rank_batches(plan, AlgorithmConfig(), num_shards=2, max_lag=0)
     assert {first.group_ids, second.group_ids} == {(7,), (8, 9)}  # 100 tokens each
+
+
+def test_a_summary_tells_the_branches_over_the_wire_and_says_nothing_of_chains() -> None:
+    summary = GROUP.summary
+    assert (summary.branch_tokens, summary.num_branches) == ((25, 7), (3, 1))
+    assert summary_of(json.loads(json.dumps(summary_fields(summary)))) == summary
+    chain = TrajectoryGroup.from_trajectories(
+        [Trajectory(turns=(PROMPT, sampled(2, 0), observed(1, 1), sampled(3, 2)), reward=0.0)], group_id=0, attempt=0
+    )
+    assert (chain.summary.branch_tokens, chain.summary.num_branches) == ((), ())
 
 
 def test_an_adaptive_coefficient_follows_trajectories_not_branches() -> None:

@@ -39,11 +39,6 @@ def weights_of(trainer: Trainer) -> dict[str, np.ndarray]:
     return {name: value.numpy() for name, value in (gather_weights(trainer) or {}).items()}
 
 
-@pytest.fixture
-def model_path(tmp_path: Path) -> str:
-    return save_tiny_model(tmp_path / "model")
-
-
 def assert_equal(left: dict[str, np.ndarray], right: dict[str, np.ndarray]) -> None:
     assert left.keys() == right.keys()
     assert left

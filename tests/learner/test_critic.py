@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
+from transformers import AutoModel, AutoModelForSequenceClassification, AutoModelForTokenClassification
 
 from learner import fsdp
 from learner.advantages import BatchAdvantages
@@ -19,7 +19,7 @@ from learner.trainer import LearnerStep, Trainer
 from learner.types import TokenSequence
 from learner.weights import gather_weights
 from tests.support.ranks import run_on_ranks
-from tests.support.tiny_models import FAMILIES, VOCABULARY, random_sequences, save_tiny_model
+from tests.support.tiny_models import FAMILIES, TRAINED_FAMILIES, VOCABULARY, random_sequences, save_tiny_model
 
 # A large eps: AdamW would blow rounding in vanishing gradients up to whole steps.
 CONFIG = LearnerConfig(
@@ -86,6 +86,35 @@ def test_scores_are_those_of_a_plain_forward_at_the_last_token(tmp_path: Path, f
         want = [plain(torch.from_numpy(s.input_ids)[None].long()).logits.item() for s in sequences]
     np.testing.assert_allclose(scores, want, atol=2e-5)
     assert np.std(want) > 0.1
+
+
+@pytest.mark.parametrize("family", [family for family in TRAINED_FAMILIES if family not in FAMILIES])
+def test_critic_and_reward_model_of_every_family_are_a_linear_head_on_its_backbone(tmp_path: Path, family: str) -> None:
+    path = save_tiny_model(tmp_path / "causal", family, initializer_range=0.3)
+    critic = PackedModel(CONFIG, CRITIC, model_path=path)
+    head = critic.pretrained.score
+    torch.nn.init.normal_(head.weight)
+    critic.pretrained.save_pretrained(tmp_path / "classifier")
+    rewards = PackedModel(CONFIG, REWARD_MODEL, model_path=str(tmp_path / "classifier"))
+    sequences = [replace(s, columns={}) for s in random_sequences(5)]
+    backbone = AutoModel.from_pretrained(path, attn_implementation="eager").eval()
+    for sequence, values, scores in zip(sequences, critic.scores(sequences), rewards.scores(sequences), strict=True):
+        with torch.no_grad():
+            hidden = backbone(torch.from_numpy(sequence.input_ids)[None].long()).last_hidden_state[0]
+            outputs = (hidden @ head.weight[0]).numpy()
+        np.testing.assert_allclose(values, np.where(sequence.loss_mask, np.roll(outputs, 1), 0.0), atol=1e-4)
+        assert scores[-1] == pytest.approx(outputs[-1], abs=1e-4)
+        assert len(outputs) == 2 or outputs.std() > 0.1
+
+
+def test_a_critic_keeps_the_part_of_its_head_that_the_path_has(tmp_path: Path) -> None:
+    critic = PackedModel(CONFIG, CRITIC, model_path=save_tiny_model(tmp_path / "causal")).pretrained
+    torch.nn.init.ones_(critic.score.weight)
+    critic.score.bias = None
+    critic.save_pretrained(tmp_path / "without_bias")
+    again = PackedModel(CONFIG, CRITIC, model_path=str(tmp_path / "without_bias")).pretrained
+    assert again.score.weight.detach().unique().tolist() == [1.0]
+    assert again.score.bias.tolist() == [0.0]
 
 
 def test_a_causal_model_becomes_a_critic_that_says_nothing_and_learns(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from learner.trainer import Trainer
 from learner.weights import gather_weights
 from tests.support.policy_step import policy_step
 from tests.support.ranks import run_on_ranks
-from tests.support.tiny_models import random_sequences, save_tiny_model
+from tests.support.tiny_models import random_sequences
 
 PLAIN = LearnerConfig(device=Device.cpu)
 
@@ -35,11 +35,6 @@ def trained(trainer: Trainer) -> tuple[float, dict[str, np.ndarray]]:
     dp = trainer.mesh.num_ranks // trainer.mesh.sp_size
     loss = policy_step(trainer, AlgorithmConfig()).run(random_sequences(8)[trainer.mesh.dp_rank :: dp])["loss"]
     return loss, {name: value.numpy() for name, value in (gather_weights(trainer) or {}).items()}
-
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_tiny_model(tmp_path_factory.mktemp("fsdp") / "model")
 
 
 def shards_without_weights(model_path: str) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from learner.trainer import Trainer
 from learner.weights import gather_weights
 from tests.support.policy_step import policy_step
 from tests.support.ranks import run_on_ranks
-from tests.support.tiny_models import random_sequences, save_tiny_model
+from tests.support.tiny_models import random_sequences
 
 PLAIN = LearnerConfig(device=Device.cpu)
 PARAM = replace(PLAIN, param_offload=True)
@@ -43,11 +43,6 @@ class Learner:
         with self.residence.reading():
             assert not self.residence.model_offloaded
             return self.trainer.scores(random_sequences(1))[0]
-
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_tiny_model(tmp_path_factory.mktemp("offload") / "model")
 
 
 def test_by_default_everything_stays_on_the_device(model_path: str) -> None:

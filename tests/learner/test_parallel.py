@@ -18,7 +18,7 @@ from learner.types import group_sequences
 from learner.weights import gather_weights
 from tests.support.policy_step import policy_step
 from tests.support.ranks import run_on_ranks
-from tests.support.tiny_models import VOCABULARY, awkward_sequences, random_sequences, save_tiny_model
+from tests.support.tiny_models import VOCABULARY, awkward_sequences, random_sequences
 from tests.support.trajectories import make_group
 
 NUM_UPDATES = 2
@@ -63,11 +63,6 @@ def train(model_path: str, learner: LearnerConfig, num_sequences: int) -> list[t
         weights = gather_weights(trainer)
         outcomes.append((metrics, {k: v.numpy() for k, v in (weights or {}).items()}, len(share)))
     return outcomes
-
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_tiny_model(tmp_path_factory.mktemp("model"))
 
 
 def assert_same(left: list, right: list) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from transformers import AutoConfig
 from transformers.models.qwen3_next import modeling_qwen3_next
 
 from learner import pretrained, recurrent
@@ -152,9 +153,21 @@ def test_frozen_copies_of_one_model_are_tested_alike_whatever_their_role(hybrid:
         assert found.packs
 
 
-def test_a_family_without_a_classifier_is_refused_as_a_critic_by_name(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="'lfm2'"):
-        PackedModel(CPU, CRITIC, model_path=saved(tmp_path, "lfm2"))
+@pytest.mark.parametrize(("family", "culprit"), [("bloom", "BloomAttention"), ("nemotron", "AttentionInterface")])
+def test_a_critic_that_would_be_wrong_is_refused_by_name(family: str, culprit: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=culprit):
+        PackedModel(CPU, CRITIC, model_path=saved(tmp_path, family))
+
+
+def test_a_model_type_without_the_head_is_refused_by_name(tmp_path: Path) -> None:
+    AutoConfig.for_model("t5").save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="no model with the head that this role needs for the model type 't5'"):
+        load(str(tmp_path))
+    AutoConfig.for_model(
+        "encoder-decoder", encoder={"model_type": "bert"}, decoder={"model_type": "bert"}
+    ).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="for the model type 'encoder-decoder'"):
+        PackedModel(CPU, CRITIC, model_path=str(tmp_path))
 
 
 def delta_rule(query: Tensor, key: Tensor, value: Tensor, *, cu_seqlens: Tensor | None, **rest: Any) -> Any:

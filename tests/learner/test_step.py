@@ -17,11 +17,6 @@ from tests.support.tiny_models import random_sequences, save_tiny_model
 CONFIG = LearnerConfig(device=Device.cpu, optimizer=OptimizerConfig(lr=5e-3, weight_decay=0.0))
 
 
-@pytest.fixture
-def model_path(tmp_path: Path) -> str:
-    return save_tiny_model(tmp_path / "model")
-
-
 def mini_batched(sequences: list[TokenSequence], count: int) -> list[TokenSequence]:
     return [replace(sequence, mini_batch=index % count) for index, sequence in enumerate(sequences)]
 

@@ -1,0 +1,9 @@
+import pytest
+
+from tests.support.tiny_models import save_tiny_model
+
+
+@pytest.fixture(scope="session")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A tiny Qwen3, which tests leave as it is."""
+    return save_tiny_model(tmp_path_factory.mktemp("tiny") / "model")
