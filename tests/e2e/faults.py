@@ -22,7 +22,7 @@ class Fault:
     """One row.
 
     Attributes:
-        part: Who gets the signal: ``supervisor``, ``controller``, or words of a process's name or command line.
+        part: Who gets the signal: ``supervisor``, ``controller``, or words of a process's name or command.
         signal: The signal.
         moment: The run is in this phase: a part of a line that it prints when it begins.
         status: The exit status that is expected.
@@ -80,6 +80,7 @@ FAULTS = (
     _killed("ray::ActorWorker", "error: ", "learner"),
     _killed("ray::RolloutWorker", "error: ", "rollout"),
     _killed("sglang.launch_server", "error: sglang-0", "sglang-0.log", engines=("sglang",)),
+    _killed("sglang::scheduler", "error: sglang-0", "sglang-0.log", engines=("sglang",)),
     _killed(
         "asyncrl.sft",
         "error: the warm start",
@@ -94,7 +95,7 @@ FAULTS = (
         status=1,
         words=("error: waited", "group 'rollout' rank 0"),
         options=_SHORT_WAITS,
-        end_timeout_s=60.0,
+        end_timeout_s=90.0,
     ),
 )
 

@@ -93,10 +93,10 @@ class RunningTraining:
             self.family[child.pid] = child
 
     def pid_of(self, words: str) -> int:
-        """Pid of the first process of the run whose name or command line holds ``words``."""
+        """Pid of the first process of the run whose name or command, not its further arguments, holds ``words``."""
         self.remember_family()
         for child in self.family.values():
-            if child.is_running() and words in child.name() + " " + " ".join(child.cmdline()):
+            if child.is_running() and words in child.name() + " " + " ".join(child.cmdline()[:4]):
                 return child.pid
         raise AssertionError(
             f"no process of the run is called {words!r}: {[c.cmdline() for c in self.family.values()]}"
