@@ -1,4 +1,4 @@
-"""The buffer's speed: ``python -m benchmarks.buffer [--quick]``; the last line is JSON.
+"""The buffer's speed: ``python -m benchmarks.buffer [--quick] [--only disk small]``; the last line is JSON.
 
 Everything is measured in one run, alternating with what it is compared to, and reported as the median of the rounds.
 TransferQueue needs the ``bench`` extra; where it is absent its figure is null, and a line says so.
@@ -10,7 +10,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,8 @@ from buffer.server import calm_collector
 _BYTES_PER_TOKEN = 12
 _WINDOW = 32
 _FETCHED_AT_ONCE = 64
+
+Figures = dict[str, float | None]
 
 
 def group_of(lease: Lease | None, num_bytes: int, *, num_samples: int = 8) -> TrajectoryGroup:
@@ -377,21 +379,65 @@ TARGETS = {
 }
 
 
-async def measure(*, quick: bool) -> dict[str, float | None]:
-    """Every figure."""
-    rounds = 3 if quick else 9
-    figures: dict[str, float | None] = {}
-    figures |= admission_figures(num_ticks=1000 if quick else 3000)
-    figures |= ledger_figures(100_000 if quick else 1_000_000, 3 if quick else 5)
-    ratio, group_s = await against_raw(2_000_000, 32, rounds)
-    figures |= {"payload_vs_raw_zmq": ratio, "payload_gb_per_s": 2 * 2_000_000 / group_s / 1e9}
-    ratio, group_s = await against_raw(35_000, 512, rounds)
-    figures |= {"small_vs_raw_zmq": ratio, "small_groups_per_s": 1 / group_s}
-    figures["rows_per_s"] = await rows_per_s(512, rounds, window=1)
-    figures["rows_windowed_per_s"] = await rows_per_s(512, rounds, window=_WINDOW)
-    figures["disk_vs_memory"] = await disk_vs_memory(512, rounds)
-    figures |= await slowest_producer_share(64, 8, 5.0 if quick else 15.0)
-    figures |= await against_peers(rounds)
+async def ledger_section(quick: bool) -> Figures:
+    """The ledger alone: what exact admission keeps, and its transitions per second."""
+    figures = admission_figures(num_ticks=1000 if quick else 3000)
+    return {**figures, **ledger_figures(100_000 if quick else 1_000_000, 3 if quick else 5)}
+
+
+async def large_section(quick: bool) -> Figures:
+    """Groups of 2 MB against bare sockets."""
+    ratio, group_s = await against_raw(2_000_000, 32, _rounds(quick))
+    return {"payload_vs_raw_zmq": ratio, "payload_gb_per_s": 2 * 2_000_000 / group_s / 1e9}
+
+
+async def small_section(quick: bool) -> Figures:
+    """Groups of 35 KB against bare sockets."""
+    ratio, group_s = await against_raw(35_000, 512, _rounds(quick))
+    return {"small_vs_raw_zmq": ratio, "small_groups_per_s": 1 / group_s}
+
+
+async def rows_section(quick: bool) -> Figures:
+    """Groups of 35 KB put one after another, and with the window."""
+    one = await rows_per_s(512, _rounds(quick), window=1)
+    return {"rows_per_s": one, "rows_windowed_per_s": await rows_per_s(512, _rounds(quick), window=_WINDOW)}
+
+
+async def disk_section(quick: bool) -> Figures:
+    """``durability=disk`` against ``memory``."""
+    return {"disk_vs_memory": await disk_vs_memory(512, _rounds(quick))}
+
+
+async def fairness_section(quick: bool) -> Figures:
+    """Many producers and consumers at once."""
+    return {**await slowest_producer_share(64, 8, 5.0 if quick else 15.0)}
+
+
+async def peers_section(quick: bool) -> Figures:
+    """Other data planes."""
+    return await against_peers(_rounds(quick))
+
+
+def _rounds(quick: bool) -> int:
+    return 3 if quick else 9
+
+
+SECTIONS = {
+    "ledger": ledger_section,
+    "large": large_section,
+    "small": small_section,
+    "rows": rows_section,
+    "disk": disk_section,
+    "fairness": fairness_section,
+    "peers": peers_section,
+}
+
+
+async def measure(names: Sequence[str], *, quick: bool) -> Figures:
+    """The figures of some sections."""
+    figures: Figures = {}
+    for name in names:
+        figures |= await SECTIONS[name](quick)
     return figures
 
 
@@ -399,10 +445,12 @@ def main() -> None:
     """Entry point."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.buffer", description="Measure the replay buffer.")
     parser.add_argument("--quick", action="store_true", help="fewer rounds, and the ledger at 10^5 groups")
+    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=[*SECTIONS], help="measure these sections only")
     args = parser.parse_args()
-    figures = asyncio.run(measure(quick=args.quick))
+    figures = asyncio.run(measure(args.only, quick=args.quick))
+    targets = {name: target for name, target in TARGETS.items() if name in figures}
     baseline = "bare ZMQ sockets; ray.util.queue; TransferQueue"
-    print_report("the replay buffer, put to fetch", {}, figures, TARGETS, baseline=baseline)
+    print_report("the replay buffer, put to fetch", {}, figures, targets, baseline=baseline)
 
 
 if __name__ == "__main__":

@@ -125,6 +125,7 @@ class ClientSocket:
         keys: CURVE keys, where the server has them.
         epoch: The run that this client belongs to; empty takes the one that the server names first.
         on_push: Called with each message that answers no request.
+        on_connected: Called when the server is reached, also after it was gone.
 
     Attributes:
         is_connected: Whether the server can be reached now.
@@ -139,6 +140,7 @@ class ClientSocket:
         timeout_s: float,
         keys: ClientKeys | None,
         on_push: Callable[[Message], None],
+        on_connected: Callable[[], None] = lambda: None,
         epoch: str = "",
     ) -> None:
         self.address = address
@@ -149,6 +151,7 @@ class ClientSocket:
         self._keys = keys
         self._epoch = epoch
         self._on_push = on_push
+        self._when_connected = on_connected
         self._identity = uuid.uuid4().bytes
         self._unanswered: dict[int, _UnansweredRequest] = {}
         self._outbox: list[Message] = []
@@ -335,6 +338,7 @@ class ClientSocket:
             return
         self._epoch = messages.text(reply.fields, "epoch")
         self.is_connected = True
+        self._when_connected()
         self._resend(needs_bulk=False)
         if self._bulk is None:
             port = messages.integer(reply.fields, "bulk_port")

@@ -286,7 +286,7 @@ class TakeBack(Command[TakenBack]):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoseGroups(Command[Lost]):
-    """The trajectories of stored or planned groups are gone: their prompts are queued again."""
+    """The trajectories of stored or planned groups are gone, and their prompts are queued again; or saved prefixes."""
 
     group_ids: tuple[int, ...]
 
@@ -316,12 +316,13 @@ class Revocation:
 
 Frames = Sequence[Any]
 """Bytes that the buffer passes on unopened: a prompt, a prefix, a trajectory group."""
-NO_FRAMES: Mapping[tuple[str, int], Frames] = {}
+LoggedFrames = Mapping[tuple[str, int], Frames | int]
+"""Kind and group id to the frames that belong to a command, or to their place in the journal; 0 takes them out."""
 
 
 class CommandLog(Protocol):
     """Where commands are written, with their outcomes, before they take effect."""
 
-    def record(self, command: Command[Any], outcome: Outcome, frames: Mapping[tuple[str, int], Frames]) -> None:
-        """Write one command, its outcome, and the frames that belong to it, by kind and group id."""
+    def record(self, command: Command[Any], outcome: Outcome, frames: LoggedFrames) -> None:
+        """Write one command, its outcome, and the frames that belong to it."""
         ...

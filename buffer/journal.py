@@ -1,19 +1,29 @@
 """What must survive the server: the ledger's last snapshot, the commands since with their outcomes, and frames.
 
-An SQLite file in WAL mode with ``synchronous = NORMAL``: a committed transaction survives the death of the process at
-any point; a power failure may lose the last ones, and leaves the file consistent. A command is written before it takes
-effect, so that nothing is acknowledged that is not stored.
+Two append-only files. ``NAME.N.log`` holds the commands in their order, with small frames; each is written on the loop,
+before it takes effect. ``NAME.N.frames`` holds large frames; they are written on a thread, all that came meanwhile in
+one call, and before the command that refers to them. What is written survives the death of the process at any point. A
+power failure may lose the last writes: every record has a checksum, and a file ends at its first broken record. When
+the files have grown enough, `Journal.compact` begins a new pair, and the old one is deleted once the new one is on the
+disk.
 """
 
+import asyncio
 import logging
-import sqlite3
+import mmap
+import os
+import struct
 import threading
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import closing
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import partial
 from inspect import isclass
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import msgpack
 
@@ -21,20 +31,18 @@ from asyncrl.protocol.errors import ReplayBufferError
 from asyncrl.protocol.types import GroupSummary
 
 from . import commands
-from .commands import Command, Frames, Outcome, PutOutcome, PutResult
+from .commands import Command, Frames, LoggedFrames, Outcome, PutResult
 from .groups import record_from, values_of
 
 logger = logging.getLogger(__name__)
 
-_CHECKPOINT_BYTES = 64 * 1024**2
-FORMAT = 3
-_SCHEMA = """
-CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value BLOB) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS commands (number INTEGER PRIMARY KEY AUTOINCREMENT, body BLOB NOT NULL);
-CREATE TABLE IF NOT EXISTS frames (kind TEXT, group_id INTEGER, body BLOB NOT NULL, PRIMARY KEY (kind, group_id));
-"""
+FORMAT = 4
+_MAGIC = b"asyncrl buffer journal %d\n" % FORMAT
+_COMPACT_BYTES = 64 * 1024**2
+_MAX_PARTS = 1024
+_HEADER = struct.Struct("<IIQ")
+"""Checksum of all that follows, bytes of the head, bytes of the frames."""
 
-_EXT_RECORD = 1
 _RECORDS = {
     name: kind for name, kind in vars(commands).items() if isclass(kind) and hasattr(kind, "__dataclass_fields__")
 }
@@ -42,25 +50,23 @@ _RECORDS["GroupSummary"] = GroupSummary
 
 
 def pack(value: Any) -> Any:
-    """Plain values and the records of `buffer.commands` as bytes."""
-    return msgpack.packb(value, default=_to_ext)
+    """Plain values, but for maps, and the records of `buffer.commands` as bytes."""
+    return msgpack.packb(value, default=_to_map)
 
 
-def _to_ext(record: Any) -> msgpack.ExtType:
-    return msgpack.ExtType(_EXT_RECORD, pack([type(record).__name__, *values_of(record)]))
+def _to_map(record: Any) -> dict[str, Any]:
+    return {type(record).__name__: values_of(record)}
 
 
 def unpack(data: bytes) -> Any:
     """What `pack` was given; lists come back as tuples."""
-    return msgpack.unpackb(data, strict_map_key=False, use_list=False, ext_hook=_from_ext)
+    return msgpack.unpackb(data, use_list=False, object_hook=_from_map)
 
 
-def _from_ext(code: int, data: bytes) -> Any:
-    name, *values = unpack(data)
-    kind = _RECORDS[name]
-    if kind is PutOutcome:
-        values[0] = PutResult(values[0])
-    return record_from(kind, values)
+def _from_map(named: dict[str, Any]) -> Any:
+    [(name, values)] = named.items()
+    record = record_from(_RECORDS[name], values)
+    return replace(record, result=PutResult(record.result)) if name == "PutOutcome" else record
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,54 +79,208 @@ class Recovered:
         frames: Kind (``prompt``, ``payload``, ``progress``) to group id to frames.
     """
 
-    snapshot: Mapping[str, Any] | None
-    commands: Sequence[tuple[Command[Any], Outcome]]
-    frames: Mapping[str, Mapping[int, Frames]] = field(default_factory=dict)
+    snapshot: Mapping[str, Any] | None = None
+    commands: Sequence[tuple[Command[Any], Outcome]] = ()
+    frames: Mapping[str, dict[int, Frames]] = field(default_factory=dict)
 
 
-class Journal:
-    """An SQLite file.
+class AppendOnlyFile:
+    """Records of a head (plain values) and frames, each with a checksum.
 
     Args:
         path: The file; made if missing.
-        max_bytes: Largest size of the file; 0 leaves it to the disk.
-
-    Raises:
-        ReplayBufferError: the file cannot be opened, or is none of SQLite's.
-        ValueError: it was written by another format of the journal.
     """
 
-    def __init__(self, path: Path, *, max_bytes: int = 0) -> None:
-        self._path = path
-        self._unmoved_bytes = 0
-        self._checkpoint: threading.Thread | None = None
-        try:
-            self._database = self._open(max_bytes)
-        except sqlite3.Error as error:
-            raise ReplayBufferError(
-                f"{path} cannot be opened: {error}; look at the disk and its permissions"
-            ) from error
-        found = self.read("format")
-        if found is None:
-            self.write("format", FORMAT)
-        elif found != FORMAT:
-            raise ValueError(f"{path} is a journal of format {found}, expected {FORMAT}; use the release that wrote it")
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._descriptor = os.open(path, os.O_CREAT | os.O_APPEND | os.O_RDWR, 0o600)
+        self.num_bytes = os.fstat(self._descriptor).st_size
 
-    def _open(self, max_bytes: int) -> sqlite3.Connection:
-        database = sqlite3.connect(self._path, isolation_level=None)
-        database.execute("PRAGMA journal_mode = WAL")
-        database.execute("PRAGMA synchronous = NORMAL")
-        database.execute("PRAGMA wal_autocheckpoint = 0")  # done on a thread, because it waits for the disk
-        if max_bytes:
-            page_bytes = database.execute("PRAGMA page_size").fetchone()[0]
-            database.execute(f"PRAGMA max_page_count = {max(1, max_bytes // page_bytes)}")
-        database.executescript(_SCHEMA)
-        return database
+    def read(self) -> Iterator[tuple[Any, bytes]]:
+        """Heads, and the frames of each end to end; what follows the last whole record is cut off.
+
+        Raises:
+            ValueError: the file is not a journal of this format.
+        """
+        end = 0
+        if self.num_bytes:
+            with mmap.mmap(self._descriptor, 0, access=mmap.ACCESS_READ) as data:
+                magic = data[: len(_MAGIC)]
+                if not _MAGIC.startswith(magic):
+                    raise ValueError(
+                        f"{self.path} is not a journal of format {FORMAT}: it begins with {magic!r}; use the release "
+                        "that wrote it, or another buffer.directory"
+                    )
+                end = len(_MAGIC) if magic == _MAGIC else 0
+                while end and (start := end + _HEADER.size) <= len(data):
+                    checksum, head_bytes, frames_bytes = _HEADER.unpack_from(data, end)
+                    body = data[start : start + head_bytes + frames_bytes]
+                    if len(body) < head_bytes + frames_bytes or crc32(body) != checksum:
+                        break
+                    end = start + len(body)
+                    yield msgpack.unpackb(body[:head_bytes], strict_map_key=False), body[head_bytes:]
+        self.cut(end)
+
+    def append(self, records: Iterable[tuple[Any, Frames]]) -> None:
+        """Write records one after another, or none of them.
+
+        Raises:
+            OSError: the disk is full.
+        """
+        parts: list[Any] = [] if self.num_bytes else [_MAGIC]
+        size = len(_MAGIC) * len(parts)
+        for head, frames in records:
+            packed: Any = msgpack.packb(head)
+            checksum, num_bytes = crc32(packed), 0
+            for frame in frames:
+                checksum = crc32(frame, checksum)
+                num_bytes += len(frame)
+            parts += [_HEADER.pack(checksum, len(packed), num_bytes), packed, *frames]
+            size += _HEADER.size + len(packed) + num_bytes
+        try:
+            write_all(self._descriptor, parts)
+        except OSError:
+            self.cut(self.num_bytes)
+            raise
+        self.num_bytes += size
+
+    def cut(self, num_bytes: int) -> None:
+        """Drop what follows the first ``num_bytes``."""
+        os.ftruncate(self._descriptor, num_bytes)
+        self.num_bytes = num_bytes
+
+    def sync(self) -> None:
+        """Wait until everything is on the disk."""
+        os.fsync(self._descriptor)
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._descriptor)
+
+    def delete(self) -> None:
+        """Close and remove the file."""
+        self.close()
+        self.path.unlink(missing_ok=True)
+
+
+def write_all(descriptor: int, parts: Sequence[Any]) -> None:
+    """Write buffers end to end, however few bytes the system takes at once.
+
+    Raises:
+        OSError: the disk is full; some bytes may have been written.
+    """
+    views = [memoryview(part).cast("B") for part in parts if len(part)]
+    first = 0
+    while first < len(views):
+        written = os.writev(descriptor, views[first : first + _MAX_PARTS])
+        while first < len(views) and written >= len(views[first]):
+            written -= len(views[first])
+            first += 1
+        if written:
+            views[first] = views[first][written:]
+
+
+@dataclass(kw_only=True, slots=True)
+class _Write:
+    """Frames on their way to the file, by place, and who is told when they are there, or why they are not."""
+
+    frames: Sequence[tuple[int, Frames]]
+    then: Callable[[ReplayBufferError | None], None]
+
+
+class Journal:
+    """The files of one server. Frames have a *place*, a number of their own, by which commands refer to them.
+
+    Args:
+        path: Where they are, without ``.N.log``. Example: ``outputs/buffer/journal``.
+
+    Attributes:
+        on_written: Called after the callbacks of frames that were written together.
+
+    Raises:
+        ReplayBufferError: the files cannot be opened.
+        ValueError: they are not those of a journal, or of another format.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.on_written: Callable[[], None] = lambda: None
+        self._values: dict[str, Any] = {}
+        self._places: dict[tuple[str, int], int] = {}
+        self._next_place = 1
+        self._pending: list[_Write] = []
+        self._writing: list[_Write] = []
+        self._start_handle: asyncio.Handle | None = None
+        self._retiring: threading.Thread | None = None
+        self._base_bytes = 0
+        self._is_compacting = self._closed = False
+        if (former := path.with_suffix(".sqlite")).exists():
+            raise ValueError(f"{former} is a journal of format 3; use the release that wrote it")
+        try:
+            self._recovered = self._open()
+        except OSError as error:
+            raise self._error("opened", error) from error
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="journal")
+
+    # What an earlier server left
+
+    def _open(self) -> Recovered:
+        """Read the newest log that was begun whole, and the frames of all files, for it may need older ones."""
+        paths = self._path.parent.glob(f"{self._path.name}.*.log")
+        numbers = sorted(int(path.name.split(".")[-2]) for path in paths)
+        by_place: dict[int, Frames] = {}
+        heads: list[Any] = []
+        self._former: list[AppendOnlyFile] = []
+        self._number = max(numbers, default=0)
+        for number in numbers:
+            log, payloads = self._pair(number)
+            found = [*_read_records(log, by_place)]
+            deque(_read_records(payloads, by_place), maxlen=0)
+            if found and found[0][0] == "begin":
+                self._former += [self._log, self._frames] if heads else []
+                self._log, self._frames, heads = log, payloads, found
+            else:
+                self._former += [log, payloads]
+        self._next_place = max(by_place, default=0) + 1
+        if not heads:
+            self._number += 1
+            self._log, self._frames = self._pair(self._number)
+            self._log.append([(["begin", [{}, None], []], ())])
+        return self._take_up(heads, by_place)
+
+    def _pair(self, number: int) -> tuple[AppendOnlyFile, AppendOnlyFile]:
+        return AppendOnlyFile(Path(f"{self._path}.{number}.log")), AppendOnlyFile(Path(f"{self._path}.{number}.frames"))
+
+    def _take_up(self, heads: Sequence[Any], by_place: Mapping[int, Frames]) -> Recovered:
+        snapshot, done = None, []
+        for kind, value, references in heads:
+            if kind == "begin":
+                self._values, snapshot = value
+            elif kind == "value":
+                self._values[value[0]] = value[1]
+            elif kind == "command":
+                done.append(unpack(value))
+            for name, key, place, _ in references:
+                if place:
+                    self._places[name, key] = place
+                else:
+                    self._places.pop((name, key), None)
+        frames: dict[str, dict[int, Frames]] = {}
+        for (name, key), place in self._places.items():
+            if place in by_place:
+                frames.setdefault(name, {})[key] = by_place[place]
+        return Recovered(snapshot=snapshot, commands=done, frames=frames)
+
+    def recover(self) -> Recovered:
+        """Everything that the files held when they were opened; the journal forgets it."""
+        recovered, self._recovered = self._recovered, Recovered()
+        return recovered
+
+    # What this server writes
 
     def read(self, name: str) -> Any:
         """A remembered value, or None."""
-        row = self._database.execute("SELECT value FROM meta WHERE name = ?", [name]).fetchone()
-        return None if row is None else msgpack.unpackb(row[0], strict_map_key=False)
+        return self._values.get(name)
 
     def write(self, name: str, value: Any) -> None:
         """Remember a value.
@@ -128,11 +288,8 @@ class Journal:
         Raises:
             ReplayBufferError: the disk is full.
         """
-        with self._transaction():
-            self._write(name, value)
-
-    def _write(self, name: str, value: Any) -> None:
-        self._database.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", [name, msgpack.packb(value)])
+        self._append("value", [name, value], {})
+        self._values[name] = value
 
     def claim(self, owner: Mapping[str, Any]) -> None:
         """Write down in a new journal whose it is; refuse one of another run or of other options.
@@ -154,109 +311,175 @@ class Journal:
                     "with what the journal was written under, or give a new run another buffer.directory"
                 )
 
-    def recover(self) -> Recovered:
-        """Everything the file holds."""
-        rows = self._database.execute("SELECT body FROM commands ORDER BY number")
-        done = [unpack(body) for (body,) in rows]
-        frames: dict[str, dict[int, Frames]] = {}
-        for kind, group_id, body in self._database.execute("SELECT kind, group_id, body FROM frames"):
-            frames.setdefault(kind, {})[group_id] = msgpack.unpackb(body)
-        return Recovered(snapshot=self.read("snapshot"), commands=done, frames=frames)
-
-    def record(self, command: Command[Any], outcome: Outcome, frames: Mapping[tuple[str, int], Frames]) -> None:
-        """Write one command, its outcome and the frames that belong to it, in one transaction.
+    def record(self, command: Command[Any], outcome: Outcome, frames: LoggedFrames) -> None:
+        """Write one command, its outcome and the frames that belong to it, as a whole.
 
         Raises:
             ReplayBufferError: the disk is full; nothing of it is written.
         """
-        with self._transaction():
-            for (kind, group_id), parts in frames.items():
-                self._keep(kind, group_id, parts)
-            self._database.execute("INSERT INTO commands (body) VALUES (?)", [pack((command, outcome))])
+        self._append("command", pack((command, outcome)), frames)
 
-    def compact(self, snapshot: Mapping[str, Any], *, forget: Iterable[int]) -> None:
-        """Put a snapshot in the place of all commands, and drop the frames of finished groups.
+    def note(self, frames: LoggedFrames) -> None:
+        """Write down that frames are held, or with the place 0 that they are not, without a command.
 
         Raises:
-            ReplayBufferError: the disk is full; the commands stand as they were.
+            ReplayBufferError: the disk is full.
         """
-        with self._transaction():
-            self._write("snapshot", snapshot)
-            self._database.execute("DELETE FROM commands")
-            self._database.executemany("DELETE FROM frames WHERE group_id = ?", [[group_id] for group_id in forget])
+        self._append("note", None, frames)
 
-    def keep(self, kind: str, key: int, parts: Frames) -> None:
-        """Write frames that belong to no command.
+    def _append(self, kind: str, value: Any, frames: LoggedFrames) -> None:
+        references: list[Any] = []
+        inline: list[Any] = []
+        for (name, key), parts in frames.items():
+            if isinstance(parts, int):
+                references.append([name, key, parts, []])
+            else:
+                references.append([name, key, self._place(), [*map(len, parts)]])
+                inline += parts
+        try:
+            self._log.append([([kind, value, references], inline)])
+        except OSError as error:
+            raise self._error("written", error) from error
+        for name, key, place, _ in references:
+            if place:
+                self._places[name, key] = place
+            else:
+                self._places.pop((name, key), None)
 
-        Raises:
-            ReplayBufferError: the disk is full; nothing is written.
+    def _place(self) -> int:
+        self._next_place += 1
+        return self._next_place - 1
+
+    def keep(self, frames: Frames, then: Callable[[int, ReplayBufferError | None], None]) -> None:
+        """Write frames on the thread, together with what else is there to write.
+
+        Args:
+            frames: They are not copied, and must not change.
+            then: Called on the loop with the frames' place, for a command to refer to, and with what went wrong.
         """
-        with self._transaction():
-            self._keep(kind, key, parts)
+        place = self._place()
+        self._pending.append(_Write(frames=[(place, frames)], then=partial(then, place)))
+        self._schedule()
 
-    def _keep(self, kind: str, key: int, parts: Frames) -> None:
-        body: Any = msgpack.packb([bytes(part) for part in parts])
-        self._database.execute("INSERT OR REPLACE INTO frames VALUES (?, ?, ?)", [kind, key, body])
-        self._checkpoint_if_due(len(body))
+    def _schedule(self) -> None:
+        if self._start_handle is None and not self._writing:
+            self._start_handle = asyncio.get_running_loop().call_soon(self._start)
 
-    def discard(self, kind: str, key: int) -> None:
-        """Drop frames."""
-        with self._transaction():
-            self._database.execute("DELETE FROM frames WHERE kind = ? AND group_id = ?", [kind, key])
+    def _start(self) -> None:
+        self._start_handle = None
+        if self._pending and not self._closed:
+            self._writing, self._pending = self._pending, []
+            written = asyncio.get_running_loop().run_in_executor(self._pool, _write, self._frames, self._writing)
+            written.add_done_callback(self._finish)
 
-    def _checkpoint_if_due(self, num_bytes: int) -> None:
-        """Have what was written since the last checkpoint moved into the database, off the loop."""
-        self._unmoved_bytes += num_bytes
-        if self._unmoved_bytes < _CHECKPOINT_BYTES or (self._checkpoint is not None and self._checkpoint.is_alive()):
+    def _finish(self, written: asyncio.Future[list[OSError | None]]) -> None:
+        writes, self._writing = self._writing, []
+        if self._closed:
             return
-        self._unmoved_bytes = 0
-        self._checkpoint = threading.Thread(target=_checkpoint, args=[self._path], name="checkpoint", daemon=True)
-        self._checkpoint.start()
+        self._start()
+        for write, error in zip(writes, written.result(), strict=True):
+            write.then(None if error is None else self._error("written", error))
+        self.on_written()
+
+    def _error(self, what: str, error: OSError) -> ReplayBufferError:
+        return ReplayBufferError(
+            f"{self._path} cannot be {what}: {error.strerror}; look at the disk and its permissions"
+        )
+
+    # A new pair of files
+
+    @property
+    def is_grown(self) -> bool:
+        """Whether it is time for `compact`."""
+        num_bytes = self._log.num_bytes + self._frames.num_bytes
+        is_busy = self._is_compacting or (self._retiring is not None and self._retiring.is_alive())
+        return not is_busy and num_bytes > 2 * self._base_bytes + _COMPACT_BYTES
+
+    def compact(self, snapshot: Mapping[str, Any] | None, frames: Iterable[tuple[str, int, Frames]]) -> None:
+        """Begin new files with a snapshot in the place of all commands, and with the frames that are still needed.
+
+        Frames are written behind what this call returns; until they are on the disk the old files stay.
+
+        Args:
+            snapshot: Plain values.
+            frames: Kind, key and frames of all that is held.
+
+        Raises:
+            ReplayBufferError: the disk is full; the journal goes on as it was.
+        """
+        held = {(kind, key): parts for kind, key, parts in frames}
+        pair: Sequence[AppendOnlyFile] = ()
+        try:
+            pair = self._pair(self._number + 1)
+            references = [[*key, self._places[key], []] for key in held]
+            pair[0].append([(["begin", [self._values, snapshot], references], ())])
+        except OSError as error:
+            for file in pair:
+                file.delete()
+            raise self._error("written", error) from error
+        base = [(self._places[key], parts) for key, parts in held.items()]
+        base += [kept for write in self._writing for kept in write.frames]  # they are on their way to the old file
+        self._former += [self._log, self._frames]
+        self._log, self._frames = pair
+        self._number += 1
+        self._places = {key: self._places[key] for key in held}
+        self._is_compacting = True
+        self._pending.insert(0, _Write(frames=base, then=self._retire))
+        self._schedule()
+
+    def _retire(self, error: ReplayBufferError | None) -> None:
+        """The new files are whole: delete the old ones when they are on the disk, which a thread waits for."""
+        self._is_compacting = False
+        self._base_bytes = self._log.num_bytes + self._frames.num_bytes
+        if error is not None:
+            logger.warning("the old files of the journal stay: %s", error)
+            return
+        former, self._former = self._former, []
+        self._retiring = threading.Thread(target=_replace, args=[former, (self._log, self._frames)], daemon=True)
+        self._retiring.start()
 
     def close(self) -> None:
-        """Close the file."""
-        if self._checkpoint is not None:
-            self._checkpoint.join()
-        self._database.close()
+        """Close the files; frames that are not written yet are dropped, and nobody is told."""
+        self._closed = True
+        self._pool.shutdown()
+        if self._retiring is not None:
+            self._retiring.join()
+        for file in (*self._former, self._log, self._frames):
+            file.close()
 
-    def _transaction(self) -> "_Transaction":
-        return _Transaction(self._database, self._path)
+
+def _read_records(file: AppendOnlyFile, by_place: dict[int, Frames]) -> Iterator[Any]:
+    """The heads of a file's records; their frames go into ``by_place``."""
+    for head, body in file.read():
+        end = 0
+        for _, _, place, lengths in head[2]:
+            if lengths:
+                ends = [*accumulate(lengths, initial=end)]
+                by_place[place] = [body[start:stop] for start, stop in pairwise(ends)]
+                end = ends[-1]
+        yield head
 
 
-def _checkpoint(path: Path) -> None:
-    """Move committed pages into the database file; the writer goes on meanwhile."""
+def _write(file: AppendOnlyFile, writes: Sequence[_Write]) -> list[OSError | None]:
+    """Write frames in one call, or those that fit where that fails; what became of each."""
+    records = (
+        (["frames", None, [["", 0, place, [*map(len, frames)]]]], frames)
+        for write in writes
+        for place, frames in write.frames
+    )
     try:
-        with closing(sqlite3.connect(path)) as database:
-            database.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
-    except sqlite3.Error as error:
-        logger.warning("%s: a checkpoint failed (%s); the next one moves its pages", path, error)
+        file.append(records)
+    except OSError as error:
+        return [error] if len(writes) == 1 else [result for write in writes for result in _write(file, [write])]
+    return [None] * len(writes)
 
 
-class _Transaction:
-    """BEGIN … COMMIT, undone as a whole where SQLite cannot write."""
-
-    def __init__(self, database: sqlite3.Connection, path: Path) -> None:
-        self._database = database
-        self._path = path
-
-    def __enter__(self) -> None:
-        try:
-            self._database.execute("BEGIN IMMEDIATE")
-        except sqlite3.OperationalError as failed:
-            raise self._error(failed) from failed
-
-    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
-        try:
-            if error is None:
-                self._database.execute("COMMIT")
-        except sqlite3.OperationalError as failed:
-            error = failed
-        if error is None:
-            return
-        if self._database.in_transaction:
-            self._database.execute("ROLLBACK")
-        if isinstance(error, sqlite3.OperationalError):
-            raise self._error(error) from error
-
-    def _error(self, failed: sqlite3.OperationalError) -> ReplayBufferError:
-        return ReplayBufferError(f"{self._path} cannot be written: {failed}; nothing was stored")
+def _replace(former: Sequence[AppendOnlyFile], new: Sequence[AppendOnlyFile]) -> None:
+    try:
+        for file in new:
+            file.sync()
+    except OSError as error:
+        logger.warning("the old files of the journal stay, the new ones cannot be synced: %s", error)
+        return
+    for file in former:
+        file.delete()

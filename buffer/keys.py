@@ -43,7 +43,7 @@ _ALLOWED = {
     BufferRole.learner: _COMMON | {"fetch"},
     BufferRole.controller: _COMMON | {"enqueue", "plan", "commit", "fetch", "inspect"},
     BufferRole.inspector: _COMMON | {"inspect"},
-    BufferRole.ledger: _COMMON | {"remove"},
+    BufferRole.ledger: _COMMON | {"remove", "missing"},
 }
 
 

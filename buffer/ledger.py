@@ -21,17 +21,16 @@ from asyncrl.protocol.types import BufferStats, GroupSummary, Plan
 
 from .account import Account
 from .commands import (
-    NO_FRAMES,
     Command,
     CommandLog,
     Commit,
     Committed,
     Enqueue,
     Expire,
-    Frames,
     Granted,
     GrantedLease,
     LeaseGroups,
+    LoggedFrames,
     LoseGroups,
     Lost,
     Outcome,
@@ -107,15 +106,13 @@ class Ledger:
         self._lease_s = lease_s
         self._filters = find_filters(filters)
 
-    def apply(
-        self, command: Command[Result], now: float = 0.0, *, frames: Mapping[tuple[str, int], Frames] = NO_FRAMES
-    ) -> Result:
+    def apply(self, command: Command[Result], now: float = 0.0, *, frames: LoggedFrames | None = None) -> Result:
         """Decide a command, write it down, and do what was decided.
 
         Args:
             command: What is asked.
             now: The time, in seconds on any clock that leases are measured by.
-            frames: What is written with the command, by kind and group id.
+            frames: What is written with the command.
 
         Returns:
             The outcome, of the type that belongs to the command.
@@ -126,7 +123,7 @@ class Ledger:
         """
         outcome: Any = _DECIDE[type(command)](self, command, now)
         if self.log is not None and self._has_effect(outcome):
-            self.log.record(command, outcome, frames)
+            self.log.record(command, outcome, frames or {})
         self._state.enact(command, outcome)
         if type(command) is Put and outcome.refusal:
             raise (VersionTooOld if outcome.result is PutResult.too_old else LeaseExpired)(outcome.refusal)
@@ -223,9 +220,14 @@ class Ledger:
         """
         return self._groups.stored(group_id).store
 
-    def stored_groups(self) -> list[int]:
-        """The groups whose trajectories are stored or planned."""
-        return [group.group_id for group in self._groups if group.summary is not None]
+    def stored_groups(self, store: int | None = None) -> list[tuple[int, int]]:
+        """The groups whose trajectories are stored or planned, in one store or in any, and their attempts."""
+        stored = (group for group in self._groups if group.summary is not None)
+        return [(group.group_id, group.result.attempt) for group in stored if store is None or group.store == store]
+
+    def groups_with_prefix(self) -> list[int]:
+        """The groups, queued or leased, of which something is saved."""
+        return [group.group_id for group in self._groups if group.prefix_bytes]
 
     def is_stored(self, group_id: int) -> bool:
         """Whether the trajectories of a group are stored or planned."""
@@ -235,11 +237,6 @@ class Ledger:
     def is_unfinished(self, group_id: int) -> bool:
         """Whether a group is queued, leased, stored or planned."""
         return group_id in self._groups
-
-    def has_prefix(self, group_id: int) -> bool:
-        """Whether something is saved of a group that is queued or leased."""
-        group = self._groups.get(group_id)
-        return group is not None and group.prefix_bytes > 0
 
     def knows(self, group_id: int) -> bool:
         """Whether a group was ever queued."""
@@ -499,8 +496,9 @@ class Ledger:
 
     def _decide_lose(self, command: LoseGroups, now: float) -> Lost:
         """A batch with a lost group, and those after it, are planned anew."""
-        group_ids = tuple(group_id for group_id in command.group_ids if self.is_stored(group_id))
-        planned = [group.planned_for for group in map(self._groups.stored, group_ids) if group.planned_for >= 0]
+        groups = [group for group_id in command.group_ids if (group := self._groups.get(group_id)) is not None]
+        group_ids = tuple(group.group_id for group in groups if group.summary is not None or group.prefix_bytes)
+        planned = [group.planned_for for group in groups if group.state is GroupState.planned]
         dissolved = tuple(version for version in self._groups.plans if planned and version >= min(planned))
         return Lost(group_ids=group_ids, dissolved=dissolved)
 

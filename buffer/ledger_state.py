@@ -119,7 +119,7 @@ class LedgerState:
 
     def _reserve(self, command: Reserve, outcome: Reserved) -> None:
         for group_id in outcome.evicted:
-            self._evict(self._get(group_id))
+            self._evict(self._get(group_id), NO_ROOM)
         group = self.groups.running(command.group_id, command.attempt)
         if group is not None:
             self.groups.set_bytes(group, command.num_bytes, outcome.store)
@@ -132,17 +132,15 @@ class LedgerState:
     def _lose(self, command: LoseGroups, outcome: Lost) -> None:
         self.groups.dissolve(outcome.dissolved)
         for group_id in outcome.group_ids:
-            group = self._get(group_id)
-            self.account.evict(group.result, STORE_LOST)
-            self.groups.evict(group)
+            self._evict(self._get(group_id), STORE_LOST)
 
-    def _evict(self, group: Group) -> None:
-        """A group gives way: its trajectories, or its saved prefix."""
+    def _evict(self, group: Group, reason: str) -> None:
+        """The trajectories of a group are gone, or its saved prefix."""
         if group.summary is not None:
-            self.account.evict(group.summary, NO_ROOM)
+            self.account.evict(group.summary, reason)
             self.groups.evict(group)
         elif group.state is GroupState.queued:
-            self.account.drop_prefix(group.num_saved, NO_ROOM)
+            self.account.drop_prefix(group.num_saved, reason)
             self.groups.set_progress(group, None, 0)
         else:
             self.groups.evict_prefix(group)

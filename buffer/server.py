@@ -42,7 +42,6 @@ from .messages import CONNECT, OK, PUSH_ID, Message
 from .service import BufferService
 from .sockets import Channel, Chunk, ChunkReceiver, ChunkSender
 from .store_servers import StoreServers, StoreService
-from .stores import MemoryStore, RemoteStore
 
 logger = logging.getLogger(__name__)
 
@@ -371,21 +370,27 @@ class BufferServer:
         lost: Gets the error for which this server cannot go on.
     """
 
+    _service: BufferService
+
     def __init__(self, config: BufferConfig, *, groups_per_step: int) -> None:
         self.lost: asyncio.Future[WorkerDiedError] = asyncio.get_running_loop().create_future()
-        self._stores = StoreServers(config, groups_per_step=groups_per_step, on_lost=self._lose)
+        self._checks: set[asyncio.Task[None]] = set()
+        self._stores = StoreServers(
+            config, groups_per_step=groups_per_step, on_lost=self._lose, on_connected=self._check_store
+        )
         journal = _open_journal(config, "journal")
 
         def make_service(endpoint: ServerSocket) -> BufferService:
-            return BufferService(
+            self._service = BufferService(
                 config,
                 groups_per_step=groups_per_step,
                 send=endpoint.send,
                 counters=endpoint.counters,
-                store=RemoteStore(self._stores.remove) if config.num_store_servers else MemoryStore(),
                 store_addresses=self._stores.addresses,
+                remove_elsewhere=self._stores.remove if config.num_store_servers else None,
                 journal=journal,
             )
+            return self._service
 
         try:
             self._endpoint = ServerSocket(config, make_service=make_service, journal=journal)
@@ -409,8 +414,23 @@ class BufferServer:
 
     def close(self) -> None:
         """Stop serving; held requests stay unanswered."""
+        for check in self._checks:
+            check.cancel()
         self._endpoint.close()
         self._stores.close()
+
+    def _check_store(self, number: int) -> None:
+        """A store server may have come back without what it acknowledged: after a loss of power, of its disk."""
+        check = asyncio.get_running_loop().create_task(self._requeue_missing(number))
+        self._checks.add(check)
+        check.add_done_callback(self._checks.discard)
+
+    async def _requeue_missing(self, number: int) -> None:
+        stored = self._service.ledger.stored_groups(number)
+        try:
+            self._service.lose_from_store(number, await self._stores.missing(number, stored), stored)
+        except AsyncRLError as error:
+            logger.warning("store server %d does not say what it holds: %s", number, error)
 
     def _lose(self, error: WorkerDiedError) -> None:
         if not self.lost.done():
@@ -443,7 +463,7 @@ def _open_journal(config: BufferConfig, name: str) -> Journal | None:
         return None
     directory = Path(config.directory)
     directory.mkdir(parents=True, exist_ok=True)
-    return Journal(directory / f"{name}.sqlite")
+    return Journal(directory / name)
 
 
 def config_from_json(values: dict[str, Any]) -> BufferConfig:

@@ -7,7 +7,8 @@ clock on which stalls of the loop do not count; nothing polls.
 """
 
 import logging
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 from asyncrl.protocol.errors import AsyncRLError, ReplayBufferError, StoreFull, WireError
@@ -15,9 +16,9 @@ from asyncrl.protocol.types import BufferStats
 
 from .admission import Admission, PendingRequest, PendingRequests, PromptIntake
 from .commands import (
-    NO_FRAMES,
     Commit,
     Expire,
+    Frames,
     LoseGroups,
     PlanBatch,
     Progress,
@@ -28,6 +29,7 @@ from .commands import (
     SavePrefix,
 )
 from .config import BufferConfig
+from .encoding import JOIN_BELOW_BYTES
 from .heartbeats import Deadline, LoopClock
 from .journal import Journal
 from .ledger import Ledger
@@ -47,7 +49,7 @@ from .messages import (
     text,
 )
 from .rule import StalenessRule
-from .stores import FetchWindow, MemoryStore, PayloadStore, Store, size_of
+from .stores import FetchWindow, PayloadStore, size_of
 
 logger = logging.getLogger(__name__)
 
@@ -63,8 +65,8 @@ class BufferService:
         groups_per_step: B.
         send: Sends one message to one client.
         counters: What the server counts, for `buffer.inspect`.
-        store: Keeps the payloads; None keeps them in this process.
         store_addresses: Where clients find the payloads, in the order that the ledger counts stores by; empty if here.
+        remove_elsewhere: See `PayloadStore`.
         journal: What an earlier server left, and where this one writes; None keeps nothing.
         clock: What deadlines are measured by; the running loop's unless a test brings another.
     """
@@ -76,8 +78,8 @@ class BufferService:
         groups_per_step: int,
         send: Send,
         counters: Callable[[], dict[str, int]] = dict,
-        store: Store | None = None,
         store_addresses: Sequence[str] = (),
+        remove_elsewhere: Callable[[int, bool], None] | None = None,
         journal: Journal | None = None,
         clock: LoopClock | None = None,
     ) -> None:
@@ -97,7 +99,7 @@ class BufferService:
         self._clock = LoopClock() if clock is None else clock
         self._replies = Replies(send)
         max_bytes = config.max_stored_bytes * max(1, len(store_addresses))
-        self._store = PayloadStore(max_bytes, config.max_prompt_bytes, MemoryStore() if store is None else store)
+        self._store = PayloadStore(max_bytes, config.max_prompt_bytes, remove_elsewhere)
         parts, hold_s = (self.ledger, self._store, self._replies), config.request_timeout_s / 2
         silent_s = _BEATS_TO_SILENCE * config.heartbeat_s
         self._intake = PromptIntake(*parts, queue_size=config.queue_size, hold_s=hold_s)
@@ -108,7 +110,6 @@ class BufferService:
         self._hold_s = hold_s
         self._refused_for_space: set[bytes] = set()
         self._journal = journal
-        self._forgettable: list[int] = []
         self._expiry = Deadline(self._expire, self._clock)
         self._silence = Deadline(self._take_from_silent, self._clock)
         self._operations = self._all_operations()
@@ -140,9 +141,31 @@ class BufferService:
                 raise WireError(f"unknown operation {request.name!r:.40}; known are {sorted(self._operations)}")
             operation(client, request)
         except AsyncRLError as error:
-            if isinstance(error, StoreFull):
-                self._refused_for_space.add(client)
-            self._replies.fail(client, request.request_id, error)
+            self._refuse(client, request, error)
+
+    def _refuse(self, client: bytes, request: Message, error: AsyncRLError) -> None:
+        if isinstance(error, StoreFull):
+            self._refused_for_space.add(client)
+        self._replies.fail(client, request.request_id, error)
+
+    def _when_kept(self, client: bytes, request: Message, store: Callable[[Frames | int], None]) -> None:
+        """Call ``store`` with small frames, or with the place of large ones once the journal has written them."""
+        if self._journal is None or size_of(request.payload) < JOIN_BELOW_BYTES:
+            store(request.payload)
+            return
+
+        def then(place: int, error: AsyncRLError | None) -> None:
+            try:
+                if error is not None:
+                    raise error
+                store(place)
+            except AsyncRLError as refusal:
+                self._refuse(client, request, refusal)
+            except Exception as failure:
+                logger.exception("%s failed", request.name)
+                self._refuse(client, request, ReplayBufferError(f"the buffer failed at {request.name}: {failure!r}"))
+
+        self._journal.keep(request.payload, then)
 
     def settle(self) -> None:
         """Answer every pending request that can be answered, until none can."""
@@ -163,6 +186,7 @@ class BufferService:
             self._replies.push(revocation.owner, REVOKED, fields)
         self._expiry.at(self.ledger.next_expiry())
         self._silence.at(self._admission.heartbeats.next_silence())
+        self._compact()
 
     def close(self) -> None:
         """Cancel every timer."""
@@ -188,40 +212,48 @@ class BufferService:
             ledger.replay(command, outcome)
         ledger.renew_all(self._clock.time())
         ledger.drain_revocations()
-        self._forgettable = ledger.drain_finished()
+        ledger.drain_finished()
         ledger.log = journal
-        self._requeue_lost(recovered.frames.get("payload", {}))
+        journal.on_written = self.settle
         self._store.recover(recovered.frames, ledger)
+        self._lose(group_id for group_id, _ in ledger.stored_groups() if group_id not in self._store.payloads)
+        self._lose(group_id for group_id in ledger.groups_with_prefix() if group_id not in self._store.prefixes)
         self._admission.recover(ledger.leases())
         self._expiry.at(ledger.next_expiry())
         self._silence.at(self._admission.heartbeats.next_silence())
 
-    def _requeue_lost(self, payloads: Container[int]) -> None:
-        """Groups whose trajectories did not survive with their record are generated again."""
-        lost = tuple(group_id for group_id in self.ledger.stored_groups() if group_id not in payloads)
-        if lost:
-            logger.warning("%d stored groups came back without their trajectories; their prompts are queued", len(lost))
-            self.ledger.apply(LoseGroups(group_ids=lost))
+    def _lose(self, group_ids: Iterable[int]) -> None:
+        """Groups whose frames did not survive with their record are generated again."""
+        if lost := self.ledger.apply(LoseGroups(group_ids=tuple(group_ids))).group_ids:
+            logger.warning("the trajectories or saved prefixes of %d groups are lost", len(lost))
+            self._store.evict(group_id for group_id in lost if group_id in self._store.payloads)
+
+    def lose_from_store(self, store: int, group_ids: Iterable[int], asked: Sequence[tuple[int, int]]) -> None:
+        """A store server does not hold these, of those that it was asked for: generate them again.
+
+        Args:
+            store: Its number.
+            group_ids: What it does not hold.
+            asked: Groups and attempts that it was asked for. What happened to a group since then is not its fault.
+        """
+        unchanged = dict(set(asked) & set(self.ledger.stored_groups(store)))
+        self._lose(group_id for group_id in group_ids if group_id in unchanged)
+        self.settle()
 
     def _forget_finished(self) -> None:
         """Drop the frames of finished groups, and tell those whose put or prompts did not fit."""
-        finished = self.ledger.drain_finished()
-        if self._journal is not None:
-            self._forgettable += finished
-        if self._store.forget(finished):
+        if self._store.forget(self.ledger.drain_finished()):
             for client in self._refused_for_space:
                 self._replies.push(client, SPACE)
             self._refused_for_space.clear()
 
     def _compact(self) -> None:
-        """Put a snapshot in the place of the journal's commands."""
-        if self._journal is None:
-            return
-        try:
-            self._journal.compact(self.ledger.snapshot(), forget=self._forgettable)
-            self._forgettable = []
-        except ReplayBufferError as error:
-            logger.warning("the journal keeps its commands: %s", error)
+        """Put a snapshot in the place of the journal's commands, when these have grown long."""
+        if self._journal is not None and self._journal.is_grown:
+            try:
+                self._journal.compact(self.ledger.snapshot(), self._store.frames())
+            except ReplayBufferError as error:
+                logger.warning("the journal keeps its commands: %s", error)
 
     # Events
 
@@ -289,19 +321,23 @@ class BufferService:
 
     def _put(self, client: bytes, request: Message) -> None:
         summary = summary_of(request.fields)
-        size = self._store.payloads.measure(request.payload)
+        size = self._store.measure(request.payload)
         continued = flag(request.fields, "continued", default=True)
         command = Put(summary=summary, continued=continued, owner=client, num_bytes=size)
-        frames = NO_FRAMES
         if self.ledger.holds(summary.group_id, summary.attempt):
             self._make_room(client, summary.group_id, summary.attempt, size)
-            frames = {("payload", summary.group_id): request.payload}
-        result = self.ledger.apply(command, frames=frames).result
+            self._when_kept(client, request, partial(self._store_group, client, request, command))
+        else:
+            self._store_group(client, request, command, 0)
+
+    def _store_group(self, client: bytes, request: Message, command: Put, kept: Frames | int) -> None:
+        group_id = command.summary.group_id
+        result = self.ledger.apply(command, frames={("payload", group_id): kept} if kept else None).result
         if result is PutResult.filtered:
             self._batches.note_filtered()
         elif result is PutResult.stored:
-            self._store.keep_payload(summary.group_id, request.payload, size)
-            self._admission.heartbeats.count_put(client, summary.num_tokens)
+            self._store.keep_payload(group_id, request.payload, command.num_bytes)
+            self._admission.heartbeats.count_put(client, command.summary.num_tokens)
         self._replies.reply(client, request.request_id)
 
     def _release(self, client: bytes, request: Message) -> None:
@@ -332,16 +368,19 @@ class BufferService:
             owner=client,
             num_bytes=size_of(frames),
         )
-        self.ledger.apply(command, frames={("progress", group_id): frames})
-        self._store.prefixes.put(group_id, frames)
-        self._replies.reply(client, request.request_id)
+
+        def save(kept: Frames | int) -> None:
+            self.ledger.apply(command, frames={("progress", group_id): kept})
+            self._store.prefixes.put(group_id, frames)
+            self._replies.reply(client, request.request_id)
+
+        self._when_kept(client, request, save)
 
     def _commit(self, client: bytes, request: Message) -> None:
         committed = self.ledger.apply(Commit(version=integer(request.fields, "version")))
         self._forget_finished()
         if committed.group_ids:
             self._admission.answer_outdated()
-            self._compact()
         self._stats(client, request)
 
     # What clients ask about the buffer
@@ -359,7 +398,7 @@ class BufferService:
 
     def _totals(self) -> BufferStats:
         return self.ledger.stats(
-            stored_bytes=self._store.payloads.stored_bytes,
+            stored_bytes=self._store.payloads.num_bytes,
             held_bytes=self._store.held_bytes + self._store.prompts.num_bytes + self._intake.num_waiting_bytes,
             leases_waiting=self._admission.num_waiting,
         )
@@ -506,7 +545,7 @@ class BatchRequests:
             fields = {"stores": self._store_addresses, "attempts": attempts, "places": places}
             self._replies.reply(client, message.request_id, fields)
             return
-        parts = [self._store.payloads.get(group_id) for group_id in group_ids]
+        parts = [self._store.trajectories(group_id) for group_id in group_ids]
         payload: list[Any] = [frame for frames in parts for frame in frames]
         self._unread.add(client, message.request_id, size_of(payload), read=integer(message.fields, "read"))
         self._replies.reply(client, message.request_id, {"counts": [len(frames) for frames in parts]}, payload)

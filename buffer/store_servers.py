@@ -7,8 +7,9 @@ between, its payload leaves with the ledger's next removal, or at the end of the
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,10 @@ from .admission import PendingRequest, PendingRequests
 from .client_socket import ClientSocket
 from .commands import Frames
 from .config import BufferConfig, Durability
+from .encoding import JOIN_BELOW_BYTES
 from .journal import Journal
 from .keys import BufferRole, client_keys
-from .messages import OK, Message, flag, integer, integers
+from .messages import Message, Replies, Send, flag, integer, integers
 from .process import BufferProcess
 from .stores import FetchWindow, size_of
 
@@ -45,11 +47,9 @@ class StoreService:
         journal: Where payloads survive the process; None keeps them in memory only.
     """
 
-    def __init__(
-        self, config: BufferConfig, *, send: Callable[[bytes, Message], None], journal: Journal | None = None
-    ) -> None:
+    def __init__(self, config: BufferConfig, *, send: Send, journal: Journal | None = None) -> None:
         self._limit = config.max_stored_bytes
-        self._send = send
+        self._replies = Replies(send)
         self._journal = journal
         self._payloads: dict[int, dict[int, Frames]] = {}
         self._unread = FetchWindow(self._limit)
@@ -58,27 +58,32 @@ class StoreService:
         self._reserved: dict[tuple[int, int], int] = {}
         self._reserving = PendingRequests()
         self._hold_s = config.request_timeout_s / 2
-        self._operations = {"put_payload": self._put, "fetch": self._fetch, "remove": self._remove}
+        self._operations = {
+            "reserve": self._reserve,
+            "put_payload": self._put,
+            "fetch": self._fetch,
+            "missing": self._missing,
+            "remove": self._remove,
+        }
         if journal is not None:
+            journal.on_written = self.settle
             for key, payload in journal.recover().frames.get("payload", {}).items():
                 self._keep(key >> 16, key & 0xFFFF, payload)
 
     def handle(self, client: bytes, request: Message) -> None:
         """Answer one request; an error of this system becomes the reply."""
+        operation = self._operations.get(request.name)
         try:
-            if request.name == "reserve":
-                self._reserve(client, request)
-                return
-            operation = self._operations.get(request.name)
             if operation is None:
                 raise WireError(f"unknown operation {request.name!r:.40} of a store server")
-            fields, payload = operation(client, request)
-            self._send(client, Message(name=OK, request_id=request.request_id, fields=fields, payload=payload))
+            operation(client, request)
         except AsyncRLError as error:
-            self._send(client, Message.of_error(request.request_id, error))
+            self._replies.fail(client, request.request_id, error)
 
     def settle(self) -> None:
         """Reserve bytes for those who wait, first come first."""
+        if self._journal is not None and self._journal.is_grown:
+            self._compact(self._journal)
         for pending in self._reserving.all():
             group_id, attempt, size = pending.fields.values()
             if self._held_bytes(group_id, attempt) + size > self._limit:
@@ -86,8 +91,18 @@ class StoreService:
             if group_id not in self._finished:
                 self._reserved[group_id, attempt] = size
             self._reserving.remove(pending.client, pending.request_id)
-            fields = {"granted": True, "is_held": True}
-            self._send(pending.client, Message(name=OK, request_id=pending.request_id, fields=fields))
+            self._replies.reply(pending.client, pending.request_id, {"granted": True, "is_held": True})
+
+    def _compact(self, journal: Journal) -> None:
+        held = (
+            ("payload", _key(group_id, attempt), frames)
+            for group_id, attempts in self._payloads.items()
+            for attempt, frames in attempts.items()
+        )
+        try:
+            journal.compact(None, held)
+        except ReplayBufferError as error:
+            logger.warning("the journal keeps what left: %s", error)
 
     def close(self) -> None:
         """Stop whatever waits."""
@@ -105,7 +120,7 @@ class StoreService:
         self._reserving.add(pending, self._hold_s, self._answer_no_room)
 
     def _answer_no_room(self, pending: PendingRequest) -> None:
-        self._send(pending.client, Message(name=OK, request_id=pending.request_id))
+        self._replies.reply(pending.client, pending.request_id)
 
     def _check_size(self, size: int) -> None:
         if size > self._limit:
@@ -113,54 +128,98 @@ class StoreService:
                 f"a group of {size} bytes is larger than buffer.max_stored_bytes={self._limit}; raise it"
             )
 
-    def _put(self, client: bytes, request: Message) -> tuple[dict[str, Any], Frames]:
+    def _put(self, client: bytes, request: Message) -> None:
         group_id, attempt = integer(request.fields, "group_id"), integer(request.fields, "attempt")
         if attempt > 0xFFFF or group_id >= 1 << 47:
             raise WireError(f"group {group_id} attempt {attempt} is out of range")
-        if group_id in self._finished:
-            return {}, ()  # nothing of it is kept; the ledger says what became of the put
         size = size_of(request.payload)
         self._check_size(size)
-        if attempt not in self._payloads.get(group_id, {}):
-            if self._held_bytes(group_id, attempt) + size > self._limit:
-                raise StoreFull(f"{size} bytes do not fit beside {self._stored_bytes}, the limit is {self._limit}")
-            if self._journal is not None:
-                self._journal.keep("payload", group_id << 16 | attempt, request.payload)
-            self._keep(group_id, attempt, request.payload)
+        if not self._is_wanted(group_id, attempt):
+            self._reserved.pop((group_id, attempt), None)
+            self._replies.reply(client, request.request_id)
+            return
+        if self._held_bytes(group_id, attempt) + size > self._limit:
+            raise StoreFull(f"{size} bytes do not fit beside {self._stored_bytes}, the limit is {self._limit}")
+        self._reserved[group_id, attempt] = size
+        then = partial(self._store, client, request, group_id, attempt)
+        if self._journal is None or size < JOIN_BELOW_BYTES:
+            then(request.payload, None)
+        else:
+            self._journal.keep(request.payload, then)
+
+    def _is_wanted(self, group_id: int, attempt: int) -> bool:
+        """False for what is stored, and for a finished group: the ledger says what became of the put."""
+        return group_id not in self._finished and attempt not in self._payloads.get(group_id, {})
+
+    def _store(
+        self,
+        client: bytes,
+        request: Message,
+        group_id: int,
+        attempt: int,
+        kept: Frames | int,
+        error: ReplayBufferError | None,
+    ) -> None:
+        """A large payload is written, where there is a journal; a small one goes with its note."""
         self._reserved.pop((group_id, attempt), None)
-        return {}, ()
+        try:
+            if error is not None:
+                raise error
+            if self._is_wanted(group_id, attempt):
+                if self._journal is not None:
+                    self._journal.note({("payload", _key(group_id, attempt)): kept})
+                self._keep(group_id, attempt, request.payload)
+            self._replies.reply(client, request.request_id)
+        except ReplayBufferError as failure:
+            self._replies.fail(client, request.request_id, failure)
 
     def _keep(self, group_id: int, attempt: int, payload: Frames) -> None:
         self._payloads.setdefault(group_id, {})[attempt] = payload
         self._stored_bytes += size_of(payload)
 
-    def _fetch(self, client: bytes, request: Message) -> tuple[dict[str, Any], Frames]:
-        group_ids, attempts = integers(request.fields, "groups"), integers(request.fields, "attempts")
-        if len(group_ids) != len(attempts) or len(set(group_ids)) != len(group_ids):
-            raise WireError("a fetch names each group once, and one attempt for each")
+    def _fetch(self, client: bytes, request: Message) -> None:
         counts: list[int] = []
         payload: list[Any] = []
-        for group_id, attempt in zip(group_ids, attempts, strict=True):
+        for group_id, attempt in _attempts(request):
             frames = self._payloads.get(group_id, {}).get(attempt)
             if frames is None:
                 raise UnknownGroup(f"no trajectories of group {group_id} attempt {attempt} are stored here")
             counts.append(len(frames))
             payload += frames
         self._unread.add(client, request.request_id, size_of(payload), read=integer(request.fields, "read"))
-        return {"counts": counts}, payload
+        self._replies.reply(client, request.request_id, {"counts": counts}, payload)
 
-    def _remove(self, client: bytes, request: Message) -> tuple[dict[str, Any], Frames]:
+    def _missing(self, client: bytes, request: Message) -> None:
+        """Which of the groups that the ledger believes to be here are not."""
+        missing = [
+            group_id for group_id, attempt in _attempts(request) if attempt not in self._payloads.get(group_id, {})
+        ]
+        self._replies.reply(client, request.request_id, {"groups": missing})
+
+    def _remove(self, client: bytes, request: Message) -> None:
         is_finished = flag(request.fields, "finished", default=True)
         for group_id in integers(request.fields, "groups"):
             if is_finished:
                 self._finished.add(group_id)
-            for attempt, payload in self._payloads.pop(group_id, {}).items():
-                self._stored_bytes -= size_of(payload)
-                if self._journal is not None:
-                    self._journal.discard("payload", group_id << 16 | attempt)
+            attempts = self._payloads.pop(group_id, {})
+            self._stored_bytes -= sum(map(size_of, attempts.values()))
+            if self._journal is not None and attempts:
+                self._journal.note({("payload", _key(group_id, attempt)): 0 for attempt in attempts})
             for key in [key for key in self._reserved if key[0] == group_id]:
                 del self._reserved[key]
-        return {}, ()
+        self._replies.reply(client, request.request_id)
+
+
+def _key(group_id: int, attempt: int) -> int:
+    return group_id << 16 | attempt
+
+
+def _attempts(request: Message) -> list[tuple[int, int]]:
+    """The groups that a request names, each once, and their attempts."""
+    group_ids, attempts = integers(request.fields, "groups"), integers(request.fields, "attempts")
+    if len(group_ids) != len(attempts) or len(set(group_ids)) != len(group_ids):
+        raise WireError(f"a {request.name} names each group once, and one attempt for each")
+    return list(zip(group_ids, attempts, strict=True))
 
 
 class StoreServers:
@@ -170,6 +229,7 @@ class StoreServers:
         config: Options of the ledger's server.
         groups_per_step: B.
         on_lost: Called when one is dead for good, with its payloads.
+        on_connected: Called with the number of one that is reached, also after it was started again.
 
     Attributes:
         addresses: Where they listen, in the order that the ledger counts stores by.
@@ -179,7 +239,12 @@ class StoreServers:
     """
 
     def __init__(
-        self, config: BufferConfig, *, groups_per_step: int, on_lost: Callable[[WorkerDiedError], None]
+        self,
+        config: BufferConfig,
+        *,
+        groups_per_step: int,
+        on_lost: Callable[[WorkerDiedError], None],
+        on_connected: Callable[[int], None],
     ) -> None:
         self._config = replace(config, port=0, bulk_port=0, num_store_servers=0)
         self._groups_per_step = groups_per_step
@@ -198,14 +263,30 @@ class StoreServers:
             raise
         self.addresses = [process.address for process in self._processes]
         keys = client_keys(Path(config.keys), BufferRole.ledger) if config.keys else None
-        for address in self.addresses:
-            link = ClientSocket(address, timeout_s=config.request_timeout_s, keys=keys, on_push=lambda message: None)
+        for number, address in enumerate(self.addresses):
+            link = ClientSocket(
+                address,
+                timeout_s=config.request_timeout_s,
+                keys=keys,
+                on_push=lambda message: None,
+                on_connected=partial(on_connected, number),
+            )
             self._links.append(link)
 
     def remove(self, group_id: int, is_finished: bool) -> None:
         """Have every server forget a group: attempts that were given up may have left it on others than its own."""
         for link in self._links:
             link.post("remove", {"groups": [group_id], "finished": is_finished})
+
+    async def missing(self, number: int, attempts: Sequence[tuple[int, int]]) -> list[int]:
+        """Which of these groups, named with their attempts, a server does not hold.
+
+        Raises:
+            AsyncRLError: it does not answer.
+        """
+        groups, numbers = zip(*attempts, strict=True) if attempts else ((), ())
+        reply = await self._links[number].request("missing", {"groups": groups, "attempts": numbers})
+        return integers(reply.fields, "groups")
 
     def close(self) -> None:
         """End them."""

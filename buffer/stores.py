@@ -1,12 +1,12 @@
 """Where frames are kept: prompts, saved prefixes and trajectories, under the buffer's byte bounds.
 
-Trajectories stand beside the ledger, as they came off the socket (`MemoryStore`), or on store servers by group id
-(`RemoteStore`).
+Trajectories stand beside the ledger, as they came off the socket, or on store servers by group id; then the ledger's
+server keeps their sizes.
 """
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 from asyncrl.protocol.errors import ReplayBufferError, StoreFull, UnknownGroup, WireError
 
@@ -17,131 +17,38 @@ _SIZE_BYTES = 8
 _MAX_CLIENTS = 4096
 
 
-class Store(Protocol):
-    """Payloads by group id."""
-
-    stored_bytes: int
-
-    def measure(self, payload: Sequence[Any]) -> int:
-        """Bytes that the payload of a put takes."""
-        ...
-
-    def put(self, group_id: int, payload: Sequence[Any], size: int) -> None:
-        """Keep a payload of ``size`` bytes until `remove`."""
-        ...
-
-    def get(self, group_id: int) -> Sequence[Any]:
-        """The payload's frames. Raises UnknownGroup if they are not here."""
-        ...
-
-    def evict(self, group_id: int) -> None:
-        """Forget a payload, if it is there; a later attempt of the group may bring another."""
-        ...
-
-    def remove(self, group_id: int) -> None:
-        """Forget a payload, if it is there; its group is finished."""
-        ...
-
-
-class MemoryStore:
-    """Payloads in this process's memory."""
-
-    def __init__(self) -> None:
-        self._payloads: dict[int, tuple[Sequence[Any], int]] = {}
-        self.stored_bytes = 0
-
-    def measure(self, payload: Sequence[Any]) -> int:
-        """See `Store.measure`."""
-        return sum(map(len, payload))
-
-    def put(self, group_id: int, payload: Sequence[Any], size: int) -> None:
-        """See `Store.put`; a payload that was there is replaced."""
-        self.remove(group_id)
-        self._payloads[group_id] = (payload, size)
-        self.stored_bytes += size
-
-    def get(self, group_id: int) -> Sequence[Any]:
-        """See `Store.get`."""
-        if group_id not in self._payloads:
-            raise UnknownGroup(
-                f"no trajectories of group {group_id} are stored; fetch what a plan names, before commit"
-            )
-        return self._payloads[group_id][0]
-
-    def evict(self, group_id: int) -> None:
-        """See `Store.evict`."""
-        self.remove(group_id)
-
-    def remove(self, group_id: int) -> None:
-        """See `Store.remove`."""
-        _, size = self._payloads.pop(group_id, ((), 0))
-        self.stored_bytes -= size
-
-
 def size_frame(size: int) -> bytes:
     """What a put carries to the ledger when its payload is on a store server: the payload's size."""
     return size.to_bytes(_SIZE_BYTES, "little")
-
-
-class RemoteStore:
-    """Sizes of payloads that store servers hold.
-
-    Args:
-        remove: Tells the store servers to forget a group; its second argument says whether the group is finished.
-    """
-
-    def __init__(self, remove: Callable[[int, bool], None]) -> None:
-        self._remove = remove
-        self._sizes: dict[int, int] = {}
-        self.stored_bytes = 0
-
-    def measure(self, payload: Sequence[Any]) -> int:
-        """See `Store.measure`."""
-        if len(payload) != 1 or len(payload[0]) != _SIZE_BYTES:
-            raise WireError("payloads are kept by store servers here; a put carries its size in 8 bytes")
-        return int.from_bytes(bytes(payload[0]), "little")
-
-    def put(self, group_id: int, payload: Sequence[Any], size: int) -> None:
-        """See `Store.put`; a payload that was there is replaced."""
-        self.stored_bytes += size - self._sizes.get(group_id, 0)
-        self._sizes[group_id] = size
-
-    def get(self, group_id: int) -> Sequence[Any]:
-        """See `Store.get`."""
-        raise UnknownGroup(f"the trajectories of group {group_id} are on a store server; ask that")
-
-    def evict(self, group_id: int) -> None:
-        """See `Store.evict`."""
-        self.stored_bytes -= self._sizes.pop(group_id, 0)
-        self._remove(group_id, False)
-
-    def remove(self, group_id: int) -> None:
-        """See `Store.remove`."""
-        self.stored_bytes -= self._sizes.pop(group_id, 0)
-        self._remove(group_id, True)
 
 
 class FrameTable:
     """Frames by group id, and their size."""
 
     def __init__(self) -> None:
-        self._frames: dict[int, Frames] = {}
+        self._frames: dict[int, tuple[Frames, int]] = {}
         self.num_bytes = 0
 
-    def put(self, group_id: int, frames: Frames) -> None:
-        """Keep frames in the place of those that were there."""
+    def __contains__(self, group_id: int) -> bool:
+        return group_id in self._frames
+
+    def __iter__(self) -> Iterator[tuple[int, Frames]]:
+        return ((group_id, frames) for group_id, (frames, _) in self._frames.items())
+
+    def put(self, group_id: int, frames: Frames, size: int | None = None) -> None:
+        """Keep frames in the place of those that were there; ``size`` is counted in the place of their own."""
         self.remove(group_id)
-        self._frames[group_id] = frames
-        self.num_bytes += size_of(frames)
+        size = size_of(frames) if size is None else size
+        self._frames[group_id] = (frames, size)
+        self.num_bytes += size
 
     def get(self, group_id: int) -> Frames:
         """The frames of a group; none if there are none."""
-        return self._frames.get(group_id, ())
+        return self._frames.get(group_id, ((), 0))[0]
 
     def remove(self, group_id: int) -> None:
         """Forget the frames of a group, if there are any."""
-        if frames := self._frames.pop(group_id, None):
-            self.num_bytes -= size_of(frames)
+        self.num_bytes -= self._frames.pop(group_id, ((), 0))[1]
 
 
 class PayloadStore:
@@ -150,31 +57,60 @@ class PayloadStore:
     Args:
         max_bytes: Bound on trajectories and prefixes.
         max_prompt_bytes: Bound on prompts, from before they are queued until their groups are finished.
-        store: Keeps the trajectories.
+        remove_elsewhere: Where store servers hold the trajectories: tells them to forget a group, and whether the group
+            is finished.
     """
 
-    def __init__(self, max_bytes: int, max_prompt_bytes: int, store: Store) -> None:
-        self.prompts = FrameTable()
-        self.prefixes = FrameTable()
-        self.payloads = store
+    def __init__(
+        self, max_bytes: int, max_prompt_bytes: int, remove_elsewhere: Callable[[int, bool], None] | None = None
+    ) -> None:
+        self.prompts, self.prefixes, self.payloads = FrameTable(), FrameTable(), FrameTable()
         self.max_bytes = max_bytes
         self.max_prompt_bytes = max_prompt_bytes
+        self._remove_elsewhere = remove_elsewhere
 
     @property
     def held_bytes(self) -> int:
         """Bytes of trajectories and prefixes."""
-        return self.prefixes.num_bytes + self.payloads.stored_bytes
+        return self.prefixes.num_bytes + self.payloads.num_bytes
+
+    def measure(self, payload: Frames) -> int:
+        """Bytes that the trajectories of a put take."""
+        if self._remove_elsewhere is None:
+            return size_of(payload)
+        if len(payload) != 1 or len(payload[0]) != _SIZE_BYTES:
+            raise WireError("payloads are kept by store servers here; a put carries its size in 8 bytes")
+        return int.from_bytes(bytes(payload[0]), "little")
+
+    def trajectories(self, group_id: int) -> Frames:
+        """The trajectories of a group.
+
+        Raises:
+            UnknownGroup: they are not here.
+        """
+        if group_id not in self.payloads:
+            raise UnknownGroup(
+                f"no trajectories of group {group_id} are stored; fetch what a plan names, before commit"
+            )
+        return self.payloads.get(group_id)
+
+    def frames(self) -> Iterator[tuple[str, int, Frames]]:
+        """Kind, group id and frames of all that is held, for a journal."""
+        for kind, table in (("prompt", self.prompts), ("progress", self.prefixes), ("payload", self.payloads)):
+            for group_id, frames in table:
+                yield kind, group_id, frames
 
     def recover(self, frames: Mapping[str, Mapping[int, Frames]], ledger: Ledger) -> None:
         """Take up what a journal kept of unfinished groups."""
         for group_id, parts in frames.get("payload", {}).items():
             if ledger.is_stored(group_id):
-                self.keep_payload(group_id, parts, self.payloads.measure(parts))
+                self.keep_payload(group_id, parts, self.measure(parts))
         for group_id, parts in frames.get("prompt", {}).items():
             if ledger.is_unfinished(group_id):
                 self.prompts.put(group_id, parts)
+        with_prefix = set(ledger.groups_with_prefix())
         for group_id, parts in frames.get("progress", {}).items():
-            if ledger.has_prefix(group_id):
+            if group_id in with_prefix:
                 self.prefixes.put(group_id, parts)
 
     def keep_payload(self, group_id: int, payload: Frames, size: int) -> None:
@@ -185,8 +121,7 @@ class PayloadStore:
     def evict(self, group_ids: Iterable[int]) -> None:
         """Drop the trajectories and prefixes of groups that gave way; their prompts are leased again."""
         for group_id in group_ids:
-            self.prefixes.remove(group_id)
-            self.payloads.evict(group_id)
+            self._remove(group_id, is_finished=False)
 
     def forget(self, group_ids: Iterable[int]) -> bool:
         """Drop all frames of groups that are consumed or dropped; whether there were any such groups."""
@@ -194,9 +129,14 @@ class PayloadStore:
         for group_id in group_ids:
             is_any = True
             self.prompts.remove(group_id)
-            self.prefixes.remove(group_id)
-            self.payloads.remove(group_id)
+            self._remove(group_id, is_finished=True)
         return is_any
+
+    def _remove(self, group_id: int, *, is_finished: bool) -> None:
+        self.prefixes.remove(group_id)
+        self.payloads.remove(group_id)
+        if self._remove_elsewhere is not None:
+            self._remove_elsewhere(group_id, is_finished)
 
     def check_prompts(self, size: int, *, num_waiting_bytes: int) -> None:
         """Refuse prompts that do not fit.

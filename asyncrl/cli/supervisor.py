@@ -18,6 +18,7 @@ import signal
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -28,9 +29,6 @@ from asyncrl.cli import exit_status, stop_early
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-# They clean up after others, by themselves, once those have ended: killed first, they leave semaphores, shared memory
-# and scratch folders behind.
-_CARETAKERS = ("multiprocessing.resource_tracker", "engines/guard.py", "engines/process_guard.py")
 _MAX_FAULT_BYTES = 32_000
 _OWN_END = b"\0"
 ORPHAN_GRACE_S = 3.0
@@ -165,7 +163,11 @@ def _wait_for(child: int) -> int:
 
 
 def _end_orphans(grace_s: float) -> None:
-    """Give what the run left a moment to end by itself, then kill it: caretakers last, once they have cleaned up."""
+    """Give what the run left a moment to end by itself, then kill it: caretakers last.
+
+    The guard of an SGLang server and Python's resource tracker remove what others leave, once those have ended. Killed
+    first, they would leave semaphores, shared memory and scratch folders behind.
+    """
     orphans = psutil.Process().children(recursive=True)
     _, alive = psutil.wait_procs(orphans, timeout=grace_s)
     _kill([process for process in alive if not _is_caretaker(process)])
@@ -182,9 +184,14 @@ def _kill(processes: list[psutil.Process]) -> None:
 
 
 def _is_caretaker(process: psutil.Process) -> bool:
-    with contextlib.suppress(psutil.Error):
-        command = " ".join(process.cmdline())
-        return any(name in command for name in _CARETAKERS)
+    """Whether it ignores Ctrl-C, as caretakers do, or blocks SIGTERM, as they do while they start."""
+    with contextlib.suppress(OSError):
+        lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
+        masks = {
+            name: int(value, 16)
+            for name, value in (line.split(":") for line in lines if line.startswith(("SigIgn", "SigBlk")))
+        }
+        return bool(masks["SigIgn"] >> (signal.SIGINT - 1) & 1 or masks["SigBlk"] >> (signal.SIGTERM - 1) & 1)
     return False
 
 

@@ -38,6 +38,8 @@ from asyncrl.protocol.errors import AsyncRLError, ClusterDiedError, DeadlineErro
 from asyncrl.protocol.remote import last_lines
 from asyncrl.protocol.types import Prompt
 from asyncrl.sft.warm_start import finished_warm_start, warm_start
+from learner.config import AlgorithmConfig
+from rollout_fleet.rewards import find_reward
 
 EXIT_USAGE = 2
 
@@ -184,6 +186,8 @@ async def _run(
         prompts = await asyncio.to_thread(read_prompts, config)
     if left_out := prompts[0].num_filtered:
         view.say(f"left {left_out} prompts out that are longer than data.max_prompt_tokens")
+    with view.waiting_for("own functions"):
+        await asyncio.to_thread(check_own_functions, config)
     warming = asyncio.create_task(warm_start(config, overrides, run_dir / "logs" / "sft.log", view.say))
     try:
         with view.waiting_for("torch and Ray to be imported"):
@@ -237,6 +241,23 @@ def read_prompts(config: RunConfig) -> tuple[PromptStream, list[Prompt]]:
     tokenizer = load_tokenizer(config.model.path, chat_template=config.data.chat_template)
     prompts = PromptStream(config.data, tokenizer, seed=config.seed)
     return prompts, load_eval_prompts(config.data, tokenizer) if config.evaluation.enabled else []
+
+
+def check_own_functions(config: RunConfig) -> None:
+    """Look the reward, the advantage and the loss up, and import a user's own, before any process starts.
+
+    Raises:
+        ValueError: there is no such name, file, module or function.
+    """
+    if not config.ray.address:  # a cluster that is joined may import from elsewhere
+        find_reward(config.rollout_fleet.reward)
+    algorithm, default = config.algorithm, AlgorithmConfig()
+    if (algorithm.advantage, algorithm.loss) != (default.advantage, default.loss):
+        from learner.advantages import ADVANTAGES  # with torch, which takes seconds
+        from learner.losses import LOSSES
+
+        ADVANTAGES.get(algorithm.advantage)
+        LOSSES.get(algorithm.loss)
 
 
 def visible_gpus() -> int:

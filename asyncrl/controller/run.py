@@ -38,9 +38,6 @@ from asyncrl.protocol.ports import PromptSource
 from asyncrl.protocol.types import Prompt, WeightSnapshot
 from asyncrl.single_controller import ray_death
 from buffer import BufferClient, BufferConnection, BufferProcess
-from learner.advantages import ADVANTAGES
-from learner.config import AlgorithmConfig
-from learner.losses import LOSSES
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -95,7 +92,6 @@ class Run:
             ValueError: an option or a file is wrong.
             AsyncRLError: a part died, missed a deadline, or the account does not balance.
         """
-        _import_own_algorithm(self._config.algorithm)
         self._resumed = find_checkpoint(self._config)
         prompts = self._prompts if self._resumed is None else self._resume(self._resumed)
         async with AsyncExitStack() as stack:
@@ -260,16 +256,6 @@ class Run:
         write_json(self._run_dir / "summary.json", summary)
         plot_reward(self._run_dir / "reward.png", self._records, before, after)
         return summary
-
-
-def _import_own_algorithm(algorithm: AlgorithmConfig) -> None:
-    """Look the advantage and the loss up, and import a user's own, before any part starts.
-
-    Raises:
-        ValueError: the import fails, or finds no function.
-    """
-    ADVANTAGES.get(algorithm.advantage)
-    LOSSES.get(algorithm.loss)
 
 
 async def _unless(work: Coroutine[Any, Any, T], watchers: Sequence[Coroutine[Any, Any, Any]]) -> T:

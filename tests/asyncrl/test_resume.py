@@ -106,11 +106,11 @@ def test_prompts_go_on_with_the_unfinished_ones_and_then_in_the_old_order(tmp_pa
 def test_what_a_buffer_kept_on_disk_is_put_aside(tmp_path):
     options = BufferConfig(durability=Durability.disk, directory=str(tmp_path / "buffer"))
     (tmp_path / "buffer").mkdir()
-    (tmp_path / "buffer" / "journal.sqlite").write_text("later")
+    (tmp_path / "buffer" / "journal.1.log").write_text("later")
     assert asdict(begin_buffer_at(options, 7)) == asdict(options) | {"first_version": 7}
     assert not (tmp_path / "buffer").exists()
     (aside,) = tmp_path.glob("buffer.before-resume-*")
-    assert (aside / "journal.sqlite").read_text() == "later"
+    assert (aside / "journal.1.log").read_text() == "later"
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_a_new_run_on_a_used_buffer_folder_is_refused_before_anything_starts(tmp
     check_beginning(config_of(tmp_path, *options))
     (tmp_path / "buffer").mkdir()
     check_beginning(config_of(tmp_path, *options))
-    (tmp_path / "buffer" / "journal.sqlite").touch()
+    (tmp_path / "buffer" / "journal.1.log").touch()
     with pytest.raises(ValueError, match=r"buffer\.directory=.* holds what another run left.*checkpoint\.resume=auto"):
         check_beginning(config_of(tmp_path, *options))
     save(tmp_path / "custom" / "2026-01-01_00-00-00" / "checkpoints", 30)

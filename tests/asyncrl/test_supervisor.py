@@ -10,6 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from asyncrl.cli.supervisor import ORPHAN_GRACE_S
+
 PRELUDE = """
 import os, signal, subprocess, sys, time
 from asyncrl.cli import supervisor
@@ -155,6 +157,27 @@ def test_semaphores_of_killed_work_are_cleaned_up():
     assert run.communicate(timeout=30)[0] == "status -9 other\n"
     left = [path.name for path in set(Path("/dev/shm").iterdir()) - before if path.name.startswith("sem.mp-")]
     assert left == []
+
+
+@pytest.mark.parametrize(("ignored", "is_last"), [(signal.SIGUSR2, False), (signal.SIGINT, True)])
+def test_what_ignores_interrupts_is_killed_last_whatever_its_name(ignored, is_last):
+    orphan = (
+        f"import signal; signal.signal(signal.{ignored.name}, signal.SIG_IGN); print('up', flush=True); signal.pause()"
+    )
+    run = start(
+        f"""
+        orphan = subprocess.Popen(
+            [sys.executable, "-c", {orphan!r}, "engines/process_guard.py"], stdout=subprocess.PIPE
+        )
+        orphan.stdout.readline()
+        print("ready", flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+        """
+    )
+    assert run.stdout.readline() == "ready\n"
+    began_s = time.monotonic()
+    assert run.communicate(timeout=30)[0] == "status -9 other\n"
+    assert (time.monotonic() - began_s > ORPHAN_GRACE_S) == is_last
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

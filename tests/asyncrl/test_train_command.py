@@ -128,3 +128,24 @@ def test_a_run_whose_supervisor_is_dead_gives_up_when_it_does_not_stop(start):
     command.process.kill()
     assert "stopping took longer than stop_timeout_s" in command.line_with("stopped by the death of its supervisor")
     controller.wait(10)
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ("rollout_fleet.reward=nowhere:reward", "error: rollout_fleet.reward: 'nowhere:reward' cannot be imported"),
+        ("algorithm.loss=/nowhere.py:loss", "error: algorithm.loss=/nowhere.py:loss: there is no file /nowhere.py"),
+        ("algorithm.advantage=grop", "error: algorithm.advantage must be one of"),
+    ],
+)
+def test_a_wrong_name_of_ones_own_function_ends_the_run_before_any_process_starts(tmp_path, option, words):
+    script = (
+        "import sys\nfrom asyncrl.cli import train_command\n"
+        "train_command.warm_start = lambda *_: print('a process was started')\n"
+        "sys.exit(train_command.main(sys.argv[1:]))"
+    )
+    command = [sys.executable, "-c", script, f"output_dir={tmp_path}", option]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert words in done.stderr.splitlines()[-1]
+    assert "a process was started" not in done.stdout

@@ -1,20 +1,21 @@
 """A server that is killed and started again from its journal: nothing lost, nothing twice."""
 
 import asyncio
+import errno
 import json
 import os
 import random
 import signal
-import sqlite3
 from contextlib import suppress
+from itertools import product
 from pathlib import Path
 
 import pytest
 
 from asyncrl.protocol.errors import ReplayBufferError
 from asyncrl.protocol.types import Lease
-from buffer import BufferClient, BufferConfig, BufferProcess, Durability
-from buffer.journal import Journal
+from buffer import BufferClient, BufferConfig, BufferProcess, Durability, journal, service
+from buffer.journal import AppendOnlyFile, Journal
 from tests.support.buffer_groups import prompt, rollout, running
 
 
@@ -167,15 +168,21 @@ async def put_all(client: BufferClient, leases: list[Lease], acknowledged: list[
 
 
 async def test_a_full_disk_is_an_error_and_nothing_is_acknowledged_that_is_not_stored(tmp_path: Path, monkeypatch):
-    original = Journal.__init__
-    monkeypatch.setattr(Journal, "__init__", lambda self, path: original(self, path, max_bytes=120_000))
+    def write_all(descriptor: int, parts: list) -> None:
+        if os.fstat(descriptor).st_size + sum(map(len, parts)) > 60_000:
+            os.write(descriptor, b"some of it")
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(descriptor, parts)
+
+    write = journal.write_all
+    monkeypatch.setattr(journal, "write_all", write_all)
     options = {"durability": Durability.disk, "directory": str(tmp_path), "max_lag": 3}
     acknowledged = []
     async with running(groups_per_step=4, **options) as run:
         worker = BufferClient(run.server.address, request_timeout_s=5.0)
         await worker.enqueue([prompt(i) for i in range(12)])
         leases = await worker.lease(0, 12)
-        with pytest.raises(ReplayBufferError, match=r"cannot be written.*full"):
+        with pytest.raises(ReplayBufferError, match=r"journal cannot be written: No space left on device"):
             await put_all(worker, leases, acknowledged)
         assert acknowledged
         stats = await worker.stats()
@@ -195,9 +202,21 @@ async def test_a_full_disk_is_an_error_and_nothing_is_acknowledged_that_is_not_s
 
 
 def test_a_file_that_is_no_journal_is_refused_by_its_path(tmp_path: Path):
-    (tmp_path / "journal.sqlite").write_text("something else, and long enough to be looked at" * 100)
-    with pytest.raises(ReplayBufferError, match=r"journal.sqlite cannot be opened: file is not a database"):
-        Journal(tmp_path / "journal.sqlite")
+    (tmp_path / "journal.1.log").write_text("something else, and long enough to be looked at" * 100)
+    with pytest.raises(ValueError, match=r"journal\.1\.log is not a journal of format 4: it begins with b'something"):
+        Journal(tmp_path / "journal")
+
+
+def test_a_journal_of_an_earlier_release_is_refused_by_its_path(tmp_path: Path):
+    (tmp_path / "journal.sqlite").touch()
+    with pytest.raises(ValueError, match=r"journal\.sqlite is a journal of format 3; use the release that wrote it"):
+        Journal(tmp_path / "journal")
+
+
+def test_a_journal_that_cannot_be_opened_is_an_error_with_its_path(tmp_path: Path):
+    (tmp_path / "journal.1.log").mkdir()
+    with pytest.raises(ReplayBufferError, match=r"journal cannot be opened: Is a directory; look at the disk"):
+        Journal(tmp_path / "journal")
 
 
 @pytest.mark.parametrize(
@@ -267,8 +286,27 @@ def test_inspect_prints_what_the_server_holds(tmp_path: Path, capsys, monkeypatc
         assert json.loads(capsys.readouterr().out)["stats"]["groups"]["queued"] == 2
 
 
+@pytest.fixture
+def no_frames_in_the_log(monkeypatch):
+    """Frames of any size are written as large ones are, on the journal's thread."""
+    monkeypatch.setattr(service, "JOIN_BELOW_BYTES", 0)
+
+
 async def test_after_a_power_failure_whatever_was_written_last_is_lost_as_a_whole(tmp_path: Path):
-    """Writes that were not synced are cut off at any byte of the write-ahead log."""
+    num_stored, num_lost = await outcomes_of_cut_files(tmp_path)
+    assert {0, 6} < num_stored
+    assert num_lost == {0}
+
+
+@pytest.mark.usefixtures("no_frames_in_the_log")
+async def test_after_a_power_failure_large_frames_that_were_written_last_are_lost_as_a_whole(tmp_path: Path):
+    num_stored, num_lost = await outcomes_of_cut_files(tmp_path)
+    assert {0, 6} < num_stored
+    assert {0, 6} < num_lost
+
+
+async def outcomes_of_cut_files(tmp_path: Path) -> tuple[set[int], set[int]]:
+    """Writes that were not synced are cut off at any byte of either file: how many groups are stored and lost then."""
     before = tmp_path / "before"
     options = {"durability": Durability.disk, "max_lag": 3}
     async with running(directory=str(before), **options) as run:
@@ -277,40 +315,107 @@ async def test_after_a_power_failure_whatever_was_written_last_is_lost_as_a_whol
         for lease in await client.lease(0, 6):
             await client.put(rollout(lease))
         await client.plan(0)
-        log = (before / "journal.sqlite-wal").read_bytes()
-        database = (before / "journal.sqlite").read_bytes()
-    num_stored = set()
-    for number, length in enumerate(range(0, len(log) + 1, len(log) // 12)):
-        after = tmp_path / f"after{number}"
+    files = {path.name: path.read_bytes() for path in before.iterdir()}
+    num_stored, num_lost = set(), set()
+    for name, part in product(files, range(13)):
+        after = tmp_path / f"{name} {part}"
         after.mkdir()
-        (after / "journal.sqlite").write_bytes(database)
-        (after / "journal.sqlite-wal").write_bytes(log[:length])
+        for other, data in files.items():
+            (after / other).write_bytes(data[: len(data) * part // 12] if other == name else data)
         async with running(directory=str(after), **options) as run:
             client = run.client()
             stats = await client.stats()
             stored = [group["group_id"] for group in (await client.inspect())["groups"] if group["state"] != "leased"]
-            assert [group.group_id for group in await client.fetch(stored)] == stored
-            assert stats.tokens_dropped == {}
+            fetched = await client.fetch(stored)
+            assert [(group.group_id, group.summary.num_tokens) for group in fetched] == [(i, 5) for i in stored]
             num_stored.add(len(stored))
-    assert {0, 6} < num_stored
+            num_lost.add(stats.tokens_dropped.get("store_lost", 0) // 5)
+    return num_stored, num_lost
 
 
+@pytest.mark.usefixtures("no_frames_in_the_log")
 async def test_a_group_whose_trajectories_did_not_survive_is_generated_again_and_counted(tmp_path: Path):
-    options = {"durability": Durability.disk, "directory": str(tmp_path), "max_lag": 3}
+    options = {"durability": Durability.disk, "directory": str(tmp_path), "max_lag": 3, "order": "shortest_first"}
     async with running(**options) as run:
         client = run.client()
         await client.enqueue([prompt(i) for i in range(4)])
         for lease in await client.lease(0, 4):
-            await client.put(rollout(lease))
-        await client.plan(0)
-    database = sqlite3.connect(tmp_path / "journal.sqlite")
-    with database:
-        database.execute("DELETE FROM frames WHERE kind = 'payload' AND group_id IN (0, 3)")
-    database.close()
+            await client.put(rollout(lease, num_tokens=9 - lease.prompt.group_id))
+        assert [group.group_id for group in (await client.plan(0)).groups] == [3, 2]
+    frames = tmp_path / "journal.1.frames"
+    frames.write_bytes(frames.read_bytes()[:-200])  # the last of four
     async with running(**options) as run:
         client = run.client()
         stats = await client.stats()
-        assert (stats.groups["queued"], stats.groups["stored"], stats.groups["planned"]) == (2, 2, 0)
-        assert stats.tokens_dropped == {"store_lost": 10}
-        assert sorted(group.group_id for group in (await client.plan(0)).groups) == [1, 2]
-        assert {lease.attempt for lease in await client.lease(0, 2)} == {1}
+        assert (stats.groups["queued"], stats.groups["stored"], stats.groups["planned"]) == (1, 3, 0)
+        assert stats.tokens_dropped == {"store_lost": 6}
+        assert [group.group_id for group in (await client.plan(0)).groups] == [2, 1]
+        assert [(lease.prompt.group_id, lease.attempt) for lease in await client.lease(0, 1)] == [(3, 1)]
+
+
+@pytest.mark.usefixtures("no_frames_in_the_log")
+async def test_a_saved_prefix_that_did_not_survive_is_dropped_and_counted(tmp_path: Path):
+    options = {"durability": Durability.disk, "directory": str(tmp_path)}
+    async with running(**options) as run:
+        client = run.client()
+        await client.enqueue([prompt(i) for i in range(2)])
+        for lease in await client.lease(0, 2):
+            await client.save_progress(lease, rollout(lease, num_tokens=4))
+        await client.release(lease, num_tokens=4, reason="stopped")
+    frames = tmp_path / "journal.1.frames"
+    frames.write_bytes(frames.read_bytes()[:40])
+    async with running(**options) as run:
+        client = run.client()
+        assert (await client.stats()).tokens_dropped == {"store_lost": 4}
+        [lease] = await client.lease(0, 1)
+        assert (lease.prompt.group_id, client.take_progress(lease)) == (1, None)
+        await client.put(rollout(lease))
+        stats = await client.stats()
+        assert (stats.tokens_buffered, stats.tokens_dropped) == (5, {"store_lost": 4})
+
+
+def test_frames_are_written_whole_though_the_system_takes_few_bytes_at_once(tmp_path: Path, monkeypatch):
+    """As it does above 2^31 bytes."""
+    written = os.writev
+    monkeypatch.setattr(os, "writev", lambda descriptor, parts: written(descriptor, [bytes(parts[0])[:7]]))
+    file = AppendOnlyFile(tmp_path / "file")
+    file.append([(["some", "head"], [b"a" * 20, b"", b"b" * 9]), (["more"], [b"c"])])
+    file.close()
+    monkeypatch.undo()
+    assert list(AppendOnlyFile(tmp_path / "file").read()) == [
+        (["some", "head"], b"a" * 20 + b"b" * 9),
+        (["more"], b"c"),
+    ]
+
+
+def size_of_files(directory: Path) -> int:
+    return sum(path.stat().st_size for path in directory.iterdir())
+
+
+@pytest.mark.parametrize("largest_in_log", [0, 256 * 1024])
+async def test_the_files_stay_small_while_groups_come_and_go_and_a_restart_finds_what_is_held(
+    tmp_path: Path, monkeypatch, largest_in_log: int
+):
+    monkeypatch.setattr(service, "JOIN_BELOW_BYTES", largest_in_log)
+    monkeypatch.setattr(journal, "_COMPACT_BYTES", 50_000)
+    options = {"durability": Durability.disk, "directory": str(tmp_path)}
+    async with running(groups_per_step=2, **options) as run:
+        client, largest = run.client(), 0
+        await client.enqueue([prompt(i) for i in range(64)])
+        for version in range(24):
+            for lease in await client.lease(version, 2):
+                await client.save_progress(lease, rollout(lease, num_tokens=200))
+                await client.put(rollout(lease, num_tokens=400))
+            await client.plan(version)
+            await client.commit(version)
+            largest = max(largest, size_of_files(tmp_path))
+        [lease, late] = await client.lease(24, 2)
+        await client.put(rollout(lease, num_tokens=400))
+        await client.save_progress(late, rollout(late, num_tokens=200))
+        before = await client.stats()
+        assert largest < 400_000, "of more than 800,000 bytes that were written"
+    async with running(groups_per_step=2, **options) as run:
+        client = run.client()
+        assert await client.stats() == before
+        assert [group.summary for group in await client.fetch([48])] == [rollout(lease, num_tokens=400).summary]
+        assert [lease.prompt.group_id for lease in await client.lease(24, 1)] == [50]
