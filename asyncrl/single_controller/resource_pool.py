@@ -310,7 +310,10 @@ def split_resource_pool(resource_pool: RayResourcePool, split_size: int | list[i
 
 
 def merge_resource_pool(rp1: RayResourcePool, rp2: RayResourcePool) -> RayResourcePool:
-    """One pool of the processes of two, which may differ in their nodes only. They keep their reservations."""
+    """One pool of the processes of two whole pools that differ in their nodes only. They keep their reservations."""
+    for pool in (rp1, rp2):
+        if isinstance(pool, SubRayResourcePool):
+            raise UsageError(f"pool {pool.name_prefix!r} is a part of a pool; merge whole pools, and split the result")
     ours, theirs = rp1.options(), rp2.options()
     different = sorted(key for key in ours if key != "process_on_nodes" and ours[key] != theirs[key])
     if different:
