@@ -358,7 +358,7 @@ class TrajectoryGroup:
         return tuple(self._lengths[1:]) if is_single else None
 
     def _counts(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-        """[G] tokens behind the prompt, of all branches, and how many these are; the last two empty without branching."""
+        """[G] tokens behind the prompt, of all branches, and their number; without branching the latter are empty."""
         lengths = [0] * self.num_trajectories
         for trajectory, num_tokens in zip(self.turns["trajectory"].tolist()[1:], self._lengths[1:], strict=True):
             lengths[trajectory] += num_tokens
