@@ -7,7 +7,7 @@ ended is bounded, so that the memory of a long run stays flat.
 from bisect import bisect_right
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from asyncrl.protocol.types import BufferStats, GroupSummary
@@ -135,10 +135,7 @@ class AttemptHistory:
         return {
             "finished": self.finished.ranges(),
             "unusual": [[group_id, *counts] for group_id, counts in self._unusual.items()],
-            "ended": [
-                [*key, ended.owner, ended.owes_report, ended.num_counted, ended.reason, ended.refusal]
-                for key, ended in self._ended.items()
-            ],
+            "ended": [[*key, asdict(ended)] for key, ended in self._ended.items()],
         }
 
     def restore(self, values: Mapping[str, Any]) -> None:
@@ -146,11 +143,7 @@ class AttemptHistory:
         self.finished = IdSet(values["finished"])
         self._unusual = OrderedDict((group_id, (number, stored)) for group_id, number, stored in values["unusual"])
         self._ended = OrderedDict(
-            (
-                (group_id, attempt),
-                EndedAttempt(owner=owner, owes_report=owes, num_counted=number, reason=reason, refusal=refusal),
-            )
-            for group_id, attempt, owner, owes, number, reason, refusal in values["ended"]
+            ((group_id, attempt), EndedAttempt(**ended)) for group_id, attempt, ended in values["ended"]
         )
 
 
