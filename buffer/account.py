@@ -7,10 +7,12 @@ ended is bounded, so that the memory of a long run stays flat.
 from bisect import bisect_right
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from asyncrl.protocol.types import BufferStats, GroupSummary
+
+from .groups import record_from, values_of
 
 DISCARDED_PREFIX = "discarded_prefix"
 STALE_PREFIX = "stale_prefix"
@@ -135,16 +137,14 @@ class AttemptHistory:
         return {
             "finished": self.finished.ranges(),
             "unusual": [[group_id, *counts] for group_id, counts in self._unusual.items()],
-            "ended": [[*key, asdict(ended)] for key, ended in self._ended.items()],
+            "ended": [[*key, *values_of(ended)] for key, ended in self._ended.items()],
         }
 
     def restore(self, values: Mapping[str, Any]) -> None:
         """Take up a snapshot."""
         self.finished = IdSet(values["finished"])
         self._unusual = OrderedDict((group_id, (number, stored)) for group_id, number, stored in values["unusual"])
-        self._ended = OrderedDict(
-            ((group_id, attempt), EndedAttempt(**ended)) for group_id, attempt, ended in values["ended"]
-        )
+        self._ended = OrderedDict(((row[0], row[1]), record_from(EndedAttempt, row[2:])) for row in values["ended"])
 
 
 class Account:
