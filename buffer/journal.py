@@ -397,12 +397,11 @@ class Journal:
 
     # A new pair of files
 
-    @property
-    def is_grown(self) -> bool:
-        """Whether it is time for `compact`."""
+    def is_grown(self, *, is_urgent: bool = True) -> bool:
+        """Whether it is time for `compact`; where it costs little now, is_urgent=False asks after half as much."""
         num_bytes = self._log.num_bytes + self._frames.num_bytes
         is_busy = self._is_compacting or (self._retiring is not None and self._retiring.is_alive())
-        return not is_busy and num_bytes > 2 * self._base_bytes + _COMPACT_BYTES
+        return not is_busy and num_bytes > (1 + is_urgent) * (2 * self._base_bytes + _COMPACT_BYTES)
 
     def compact(self, snapshot: Mapping[str, Any] | None, frames: Iterable[tuple[str, int, Frames]]) -> None:
         """Begin new files with a snapshot in the place of all commands, and with the frames that are still needed.
