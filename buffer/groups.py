@@ -7,6 +7,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from enum import StrEnum
+from functools import cache
 from heapq import heapify, heappop, heappush, heapreplace
 from itertools import islice
 from typing import Any
@@ -90,38 +91,39 @@ class Group:
 
     def to_row(self) -> list[Any]:
         """The record as plain values."""
-        row = [getattr(self, name) for name in _FIELDS]
-        row[_FIELDS.index("state")] = str(self.state)
+        values = {name: getattr(self, name) for name in _fields_of(Group)} | {"state": str(self.state)}
         for name in ("progress", "summary"):
-            value = getattr(self, name)
-            row[_FIELDS.index(name)] = None if value is None else values_of(value)
-        return row
+            if values[name] is not None:
+                values[name] = values_of(values[name])
+        return list(values.values())
 
     @classmethod
     def from_row(cls, row: Sequence[Any]) -> "Group":
         """The record in plain values."""
-        values = dict(zip(_FIELDS, row, strict=True))
-        if values["progress"] is not None:
-            values["progress"] = record_from(Progress, values["progress"])
-        if values["summary"] is not None:
-            values["summary"] = record_from(GroupSummary, values["summary"])
+        values = dict(zip(_fields_of(Group), row, strict=True))
+        for name, kind in (("progress", Progress), ("summary", GroupSummary)):
+            if values[name] is not None:
+                values[name] = record_from(kind, values[name])
         return cls(**{**values, "state": GroupState(values["state"])})
 
 
 _FORGETTING = 16
-_FIELDS = [field.name for field in fields(Group)]
+
+
+@cache
+def _fields_of(kind: type) -> tuple[str, ...]:
+    return tuple(field.name for field in fields(kind))
 
 
 def values_of(record: Any) -> list[Any]:
-    """The values of a record's fields, in order."""
-    return [getattr(record, field.name) for field in fields(record)]
+    """A record's fields in order."""
+    return [getattr(record, name) for name in _fields_of(type(record))]
 
 
 def record_from(kind: Any, values: Sequence[Any]) -> Any:
     """A record from its fields' plain values, in order; lists become tuples."""
-    names = (field.name for field in fields(kind))
     tuples = (tuple(value) if isinstance(value, list) else value for value in values)
-    return kind(**dict(zip(names, tuples, strict=True)))
+    return kind(**dict(zip(_fields_of(kind), tuples, strict=True)))
 
 
 def _discard(index: dict[Any, dict[int, None]], key: Any, group_id: int) -> None:

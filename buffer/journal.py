@@ -1,10 +1,11 @@
 """What must survive the server: the ledger's last snapshot, the commands since with their outcomes, and frames.
 
-Two append-only files. ``NAME.N.log`` holds the commands in their order; each is written on the loop, before it takes
-effect. ``NAME.N.frames`` holds payloads; they are written on a thread, all that came meanwhile in one call, and before
-the command that refers to them. What is written survives the death of the process at any point. A power failure may
-lose the last writes: every record has a checksum, and a file ends at its first broken record. When the files have grown
-enough, `Journal.compact` begins a new pair, and the old one is deleted once the new one is on the disk.
+Two append-only files. ``NAME.N.log`` holds the commands in their order, with small frames; each is written on the loop,
+before it takes effect. ``NAME.N.frames`` holds large frames; they are written on a thread, all that came meanwhile in
+one call, and before the command that refers to them. What is written survives the death of the process at any point. A
+power failure may lose the last writes: every record has a checksum, and a file ends at its first broken record. When
+the files have grown enough, `Journal.compact` begins a new pair, and the old one is deleted once the new one is on the
+disk.
 """
 
 import asyncio
@@ -16,7 +17,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from inspect import isclass
 from itertools import accumulate, pairwise
@@ -30,7 +31,7 @@ from asyncrl.protocol.errors import ReplayBufferError
 from asyncrl.protocol.types import GroupSummary
 
 from . import commands
-from .commands import Command, Frames, LoggedFrames, Outcome, PutOutcome, PutResult
+from .commands import Command, Frames, LoggedFrames, Outcome, PutResult
 from .groups import record_from, values_of
 
 logger = logging.getLogger(__name__)
@@ -42,7 +43,6 @@ _MAX_PARTS = 1024
 _HEADER = struct.Struct("<IIQ")
 """Checksum of all that follows, bytes of the head, bytes of the frames."""
 
-_EXT_RECORD = 1
 _RECORDS = {
     name: kind for name, kind in vars(commands).items() if isclass(kind) and hasattr(kind, "__dataclass_fields__")
 }
@@ -50,25 +50,23 @@ _RECORDS["GroupSummary"] = GroupSummary
 
 
 def pack(value: Any) -> Any:
-    """Plain values and the records of `buffer.commands` as bytes."""
-    return msgpack.packb(value, default=_to_ext)
+    """Plain values, but for maps, and the records of `buffer.commands` as bytes."""
+    return msgpack.packb(value, default=_to_map)
 
 
-def _to_ext(record: Any) -> msgpack.ExtType:
-    return msgpack.ExtType(_EXT_RECORD, pack([type(record).__name__, *values_of(record)]))
+def _to_map(record: Any) -> dict[str, Any]:
+    return {type(record).__name__: values_of(record)}
 
 
 def unpack(data: bytes) -> Any:
     """What `pack` was given; lists come back as tuples."""
-    return msgpack.unpackb(data, strict_map_key=False, use_list=False, ext_hook=_from_ext)
+    return msgpack.unpackb(data, use_list=False, object_hook=_from_map)
 
 
-def _from_ext(code: int, data: bytes) -> Any:
-    name, *values = unpack(data)
-    kind = _RECORDS[name]
-    if kind is PutOutcome:
-        values[0] = PutResult(values[0])
-    return record_from(kind, values)
+def _from_map(named: dict[str, Any]) -> Any:
+    [(name, values)] = named.items()
+    record = record_from(_RECORDS[name], values)
+    return replace(record, result=PutResult(record.result)) if name == "PutOutcome" else record
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,18 +128,21 @@ class AppendOnlyFile:
             OSError: the disk is full.
         """
         parts: list[Any] = [] if self.num_bytes else [_MAGIC]
+        size = len(_MAGIC) * len(parts)
         for head, frames in records:
             packed: Any = msgpack.packb(head)
-            checksum = crc32(packed)
+            checksum, num_bytes = crc32(packed), 0
             for frame in frames:
                 checksum = crc32(frame, checksum)
-            parts += [_HEADER.pack(checksum, len(packed), sum(map(len, frames))), packed, *frames]
+                num_bytes += len(frame)
+            parts += [_HEADER.pack(checksum, len(packed), num_bytes), packed, *frames]
+            size += _HEADER.size + len(packed) + num_bytes
         try:
             write_all(self._descriptor, parts)
         except OSError:
             self.cut(self.num_bytes)
             raise
-        self.num_bytes += sum(map(len, parts))
+        self.num_bytes += size
 
     def cut(self, num_bytes: int) -> None:
         """Drop what follows the first ``num_bytes``."""

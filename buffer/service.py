@@ -18,6 +18,7 @@ from .admission import Admission, PendingRequest, PendingRequests, PromptIntake
 from .commands import (
     Commit,
     Expire,
+    Frames,
     LoseGroups,
     PlanBatch,
     Progress,
@@ -28,6 +29,7 @@ from .commands import (
     SavePrefix,
 )
 from .config import BufferConfig
+from .encoding import JOIN_BELOW_BYTES
 from .heartbeats import Deadline, LoopClock
 from .journal import Journal
 from .ledger import Ledger
@@ -146,10 +148,10 @@ class BufferService:
             self._refused_for_space.add(client)
         self._replies.fail(client, request.request_id, error)
 
-    def _when_kept(self, client: bytes, request: Message, store: Callable[[int], None]) -> None:
-        """Call ``store`` with the place of the request's frames in the journal, when they are there."""
-        if self._journal is None:
-            store(0)
+    def _when_kept(self, client: bytes, request: Message, store: Callable[[Frames | int], None]) -> None:
+        """Call ``store`` with small frames, or with the place of large ones once the journal has written them."""
+        if self._journal is None or size_of(request.payload) < JOIN_BELOW_BYTES:
+            store(request.payload)
             return
 
         def then(place: int, error: AsyncRLError | None) -> None:
@@ -328,9 +330,9 @@ class BufferService:
         else:
             self._store_group(client, request, command, 0)
 
-    def _store_group(self, client: bytes, request: Message, command: Put, place: int) -> None:
+    def _store_group(self, client: bytes, request: Message, command: Put, kept: Frames | int) -> None:
         group_id = command.summary.group_id
-        result = self.ledger.apply(command, frames={("payload", group_id): place} if place else None).result
+        result = self.ledger.apply(command, frames={("payload", group_id): kept} if kept else None).result
         if result is PutResult.filtered:
             self._batches.note_filtered()
         elif result is PutResult.stored:
@@ -367,8 +369,8 @@ class BufferService:
             num_bytes=size_of(frames),
         )
 
-        def save(place: int) -> None:
-            self.ledger.apply(command, frames={("progress", group_id): place} if place else None)
+        def save(kept: Frames | int) -> None:
+            self.ledger.apply(command, frames={("progress", group_id): kept})
             self._store.prefixes.put(group_id, frames)
             self._replies.reply(client, request.request_id)
 

@@ -28,6 +28,7 @@ from .admission import PendingRequest, PendingRequests
 from .client_socket import ClientSocket
 from .commands import Frames
 from .config import BufferConfig, Durability
+from .encoding import JOIN_BELOW_BYTES
 from .journal import Journal
 from .keys import BufferRole, client_keys
 from .messages import Message, Replies, Send, flag, integer, integers
@@ -141,8 +142,8 @@ class StoreService:
             raise StoreFull(f"{size} bytes do not fit beside {self._stored_bytes}, the limit is {self._limit}")
         self._reserved[group_id, attempt] = size
         then = partial(self._store, client, request, group_id, attempt)
-        if self._journal is None:
-            then(0, None)
+        if self._journal is None or size < JOIN_BELOW_BYTES:
+            then(request.payload, None)
         else:
             self._journal.keep(request.payload, then)
 
@@ -156,17 +157,17 @@ class StoreService:
         request: Message,
         group_id: int,
         attempt: int,
-        place: int,
+        kept: Frames | int,
         error: ReplayBufferError | None,
     ) -> None:
-        """A payload is written, where there is a journal."""
+        """A large payload is written, where there is a journal; a small one goes with its note."""
         self._reserved.pop((group_id, attempt), None)
         try:
             if error is not None:
                 raise error
             if self._is_wanted(group_id, attempt):
                 if self._journal is not None:
-                    self._journal.note({("payload", _key(group_id, attempt)): place})
+                    self._journal.note({("payload", _key(group_id, attempt)): kept})
                 self._keep(group_id, attempt, request.payload)
             self._replies.reply(client, request.request_id)
         except ReplayBufferError as failure:

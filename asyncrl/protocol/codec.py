@@ -179,7 +179,7 @@ class Encoder:
         )
 
     def hook(self, value: Any) -> Any:
-        """Called by msgpack for whatever it has no type for."""
+        """Called by msgpack for values that it has no type for."""
         kind = type(value)
         if kind is Columns:
             return self.columns(value.tensors)
@@ -198,7 +198,7 @@ class Encoder:
         return self.left_out(value) if packed is None else packed
 
     def left_out(self, value: Any) -> msgpack.ExtType:
-        """A value that travels beside the message, if that is allowed."""
+        """Send a value beside the message, if that is allowed."""
         if self.foreign is None:
             kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
             detail = f" of dtype {value.dtype}" if isinstance(value, np.ndarray | np.generic) else ""
@@ -207,7 +207,7 @@ class Encoder:
         return msgpack.ExtType(_EXT_FOREIGN, b"")
 
     def array(self, array: np.ndarray) -> Any:
-        """A descriptor, and the array's memory as a buffer; what has no memory of its own goes into the tree."""
+        """A descriptor, with the array's memory as a buffer; arrays of pointers go into the header instead."""
         if codec_numpy.is_plain(array.dtype):
             self.buffers.append(codec_numpy.buffer_of(array))
             return msgpack.ExtType(_EXT_ARRAY, codec_numpy.describe(array.dtype, array.shape))
@@ -288,7 +288,7 @@ class Decoder:
         return reader(self, data)
 
     def sequence(self, items: list[Any]) -> Any:
-        """Called by msgpack for a list, when its items are there."""
+        """Called by msgpack for a list, after its items."""
         self.num_containers += 1
         if not items or type(items[0]) is not _Mark:
             return items
@@ -296,7 +296,7 @@ class Decoder:
         return items.pop(0).build(self, items)
 
     def mapping(self, items: dict[Any, Any]) -> dict[Any, Any]:
-        """Called by msgpack for a map, when its items are there."""
+        """Called by msgpack for a map, after its items."""
         self.num_containers += 1
         return items
 
@@ -370,7 +370,7 @@ _LEAF_READERS: dict[int, Callable[[Decoder, bytes], Any]] = {
 
 
 def _torch_side() -> Any:
-    """The part of the codec that needs torch; decoding never imports torch into a process without it."""
+    """The torch part of the codec. Decoding never imports torch into a process that has not loaded it."""
     if "torch" not in sys.modules:
         raise WireError("the message holds torch tensors, and this process has not imported torch; do that first")
     from . import codec_torch
@@ -379,7 +379,7 @@ def _torch_side() -> Any:
 
 
 def _check_complete(data: Any) -> None:
-    """Walk the header without building it, so that no length in it is trusted before its items are there."""
+    """Walk the header without building it, so that no length is trusted before its items have been seen."""
     walker = msgpack.Unpacker(max_buffer_size=max(len(data), 1), read_size=max(len(data), 1))
     walker.feed(data)
     try:
@@ -391,7 +391,7 @@ def _check_complete(data: Any) -> None:
 
 
 def check_depth(value: Any, max_depth: int) -> None:
-    """Raise `ValueError` where containers, object arrays among them, nest deeper than ``max_depth``."""
+    """Raise `ValueError` if containers (object arrays included) nest deeper than ``max_depth``."""
     level = [value] if _is_container(value) else []
     for _ in range(max_depth):
         if not level:

@@ -81,11 +81,7 @@ def _layout(data: bytes) -> tuple[np.dtype, tuple[int, ...], int]:
 
 
 def array_of(data: bytes, buffer: memoryview, *, writable: bool) -> np.ndarray:
-    """A view of a buffer, laid out as its descriptor says; read-only unless ``writable``, and the buffer is.
-
-    Raises:
-        WireError: the two do not fit.
-    """
+    """A view of a buffer, read-only unless ``writable``. Raises `WireError` if it does not fit its descriptor."""
     dtype, shape, nbytes = _layout(data)
     if nbytes != buffer.nbytes:
         raise WireError(f"array {dtype}{list(shape)} needs {nbytes} bytes, got {buffer.nbytes}")
@@ -99,7 +95,7 @@ def array_of(data: bytes, buffer: memoryview, *, writable: bool) -> np.ndarray:
 
 
 def _check_values(dtype: np.dtype, buffer: memoryview) -> None:
-    """Raise `WireError` for memory contents that numpy assumes cannot occur."""
+    """Raise `WireError` for contents that numpy does not check itself."""
     if dtype.kind == "U" and np.frombuffer(buffer, dtype=f"{dtype.byteorder}u4").max() > sys.maxunicode:
         raise WireError("array of strings holds a character that Unicode has not")
 
@@ -118,7 +114,7 @@ def scalar_of(data: bytes) -> Any:
 
 @lru_cache(maxsize=256)
 def dtype_of(name: bytes) -> np.dtype:
-    """The dtype that `describe` wrote; `WireError` for any other name, above all for those with pointers."""
+    """The dtype that `describe` wrote. Raises `WireError` for any other name, such as those of pointer types."""
     if _PLAIN_NAME.fullmatch(name) is None:
         raise WireError(f"dtype {name!r} does not travel")
     try:
@@ -131,7 +127,7 @@ def dtype_of(name: bytes) -> np.dtype:
 
 
 def record_parts(array: np.ndarray) -> list[Any] | None:
-    """Shape, alignment, field names and field columns of a structured array; None if they would not rebuild it."""
+    """Shape, alignment, field names and columns of a structured array; None if these would not rebuild it."""
     dtype = array.dtype
     if not dtype.names:
         return None
@@ -161,7 +157,7 @@ def record_of(parts: list[Any]) -> np.ndarray:
 
 
 def _record_dtype(fields: list[tuple[str, np.dtype, tuple[int, ...]]], is_aligned: bool) -> np.dtype | None:
-    """The dtype of these fields; None if padding would make it much larger than its fields."""
+    """The dtype of these fields; None if it would consist mostly of padding."""
     dtype = np.dtype(fields, align=is_aligned)
     size = sum(base.itemsize * prod(shape) for _, base, shape in fields)
     return dtype if 0 < dtype.itemsize <= _MAX_PADDING * size else None
@@ -175,11 +171,7 @@ def checked_shape(shape: Any) -> tuple[int, ...]:
 
 
 def checked_items(shape: Any, items: Any, *kinds: type) -> tuple[int, ...]:
-    """Check the shape of an array whose items are in the header, of the given types if there are any.
-
-    Raises:
-        WireError: there are not as many items as the shape has places, or one is of another type.
-    """
+    """Check a shape against its items in the header, and their types. Raises `WireError` if they do not fit."""
     shape = checked_shape(shape)
     if not isinstance(items, list) or prod(shape) != len(items):
         raise WireError(f"array of shape {shape} does not have its {prod(shape)} items")

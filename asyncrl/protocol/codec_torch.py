@@ -38,11 +38,7 @@ with warnings.catch_warnings():  # torch warns about read-only memory once per p
 
 
 def describe(tensor: Any) -> tuple[Description, list[memoryview]]:
-    """Description and memory of a tensor; copied only if it is not contiguous or not on the CPU.
-
-    Raises:
-        Unsupported: it is sparse, quantized, without memory, or of a subclass of Tensor.
-    """
+    """Description and memory of a tensor; copied only if not contiguous or not on the CPU. May raise `Unsupported`."""
     if not isinstance(tensor, torch.Tensor):
         raise Unsupported(tensor, f"the wire carries no {type(tensor).__name__} as a column of tensors")
     if tensor.is_nested:
@@ -93,16 +89,7 @@ def _layout(data: bytes) -> tuple[torch.dtype, np.dtype | None, tuple[int, ...],
 
 
 def tensor_of(description: Any, take: Callable[[], memoryview], *, copy: bool) -> torch.Tensor:
-    """Build a tensor from its description and the next buffers.
-
-    Args:
-        description: What `describe` made.
-        take: Gives the next buffer.
-        copy: Copy the tensor if its memory is read-only, which torch cannot express.
-
-    Raises:
-        WireError: description and buffers do not fit.
-    """
+    """The tensor of a description and the next buffers, copied from read-only ones if ``copy``. Raises `WireError`."""
     if type(description) is list:
         return _nested_of(description, take, copy=copy)
     dtype, numpy_dtype, shape, nbytes = _layout(description)
@@ -136,11 +123,7 @@ def _nested_of(description: list[Any], take: Callable[[], memoryview], *, copy: 
 
 
 def jagged_of(values: torch.Tensor, offsets: torch.Tensor, lengths: torch.Tensor | None, ragged_dim: Any) -> Any:
-    """Build a nested tensor, after a check that its rows lie within its values.
-
-    Raises:
-        WireError: they do not.
-    """
+    """A nested tensor. Raises `WireError` unless its rows lie within its values."""
     if values.is_nested or type(ragged_dim) is not int or not 1 <= ragged_dim <= values.ndim:
         raise WireError("nested tensor without values or with an impossible ragged dimension")
     _check_rows(values.shape[ragged_dim - 1], offsets, lengths)

@@ -14,7 +14,7 @@ from .errors import BatchError
 
 
 def as_index(idxs: Any, num_rows: int) -> np.ndarray:
-    """Positions (int64, from 0) that an index of positions or a mask means.
+    """Convert an index of positions, or a mask, to positions (int64, from 0).
 
     Args:
         idxs: A list, tuple, array or tensor, of one dimension: integers in [-B, B), or B bools.
@@ -42,7 +42,7 @@ def as_index(idxs: Any, num_rows: int) -> np.ndarray:
 
 
 def as_counts(repeat_times: Any, num_rows: int) -> np.ndarray:
-    """One count (int64) for each row. Raises `BatchError` for anything else."""
+    """One count (int64) per row. Raises `BatchError` for anything else."""
     counts = np.asarray(repeat_times.detach().cpu() if isinstance(repeat_times, torch.Tensor) else repeat_times)
     if counts.shape != (num_rows,):
         raise BatchError(f"repeat_times must have one count for each of {num_rows} rows, got shape {counts.shape}")
@@ -52,7 +52,7 @@ def as_counts(repeat_times: Any, num_rows: int) -> np.ndarray:
 
 
 def take_rows(column: Any, rows: slice | np.ndarray) -> Any:
-    """The rows of a slice with a positive step, which shares the memory of dense columns, or copies at positions."""
+    """Rows of a column: a slice (step > 0) shares the memory of dense columns, positions are copied."""
     if isinstance(column, np.ndarray):
         return column[rows]
     if not is_nested(column):
@@ -125,7 +125,7 @@ def object_array(values: Any) -> np.ndarray:
 
 
 def tensors_together(tensors: Mapping[str, Any], num_batch_dims: int) -> TensorDict | None:
-    """A TensorDict of the tensors, None of none. Raises `BatchError` unless their leading dimensions agree."""
+    """A TensorDict, or None without tensors. Raises `BatchError` unless their leading dimensions agree."""
     sizes = {
         key: (tensor.size(0),) if is_nested(tensor) else tuple(tensor.shape[:num_batch_dims])
         for key, tensor in tensors.items()
@@ -138,19 +138,8 @@ def tensors_together(tensors: Mapping[str, Any], num_batch_dims: int) -> TensorD
     return TensorDict(source=dict(tensors), batch_size=next(iter(sizes.values()))) if tensors else None
 
 
-def check_rows(batch: TensorDict | None, arrays: Mapping[str, Any], num_rows: int) -> None:
-    """Raise `BatchError` unless all arrays have ``num_rows`` rows, and the tensors one batch dimension."""
-    if batch is not None and len(batch.batch_size) != 1:
-        raise BatchError(f"batch must have one batch dimension, got {tuple(batch.batch_size)}")
-    for key, array in arrays.items():
-        if not isinstance(array, np.ndarray):
-            raise BatchError(f"non_tensor_batch[{key!r}] must be a numpy array, got {type(array).__name__}")
-        if array.ndim == 0 or len(array) != num_rows:
-            raise BatchError(f"non_tensor_batch[{key!r}] has shape {array.shape}, the batch has {num_rows} rows")
-
-
 def picked(entries: dict[str, Any], keys: Iterable[str] | None) -> dict[str, Any]:
-    """The entries named; None takes all, in the same dict."""
+    """The named entries; None returns the same dict."""
     if keys is None:
         return entries
     wanted = set(keys)
@@ -182,7 +171,7 @@ def rename_tensors(batch: TensorDict, old_keys: Any, new_keys: Any) -> None:
 
 @dataclass(slots=True)
 class UnbuiltBatch:
-    """The tensors of a `DataProto` that was cut, joined or received, before their TensorDict is needed.
+    """The tensors of a `DataProto` that was cut, joined or received, until their TensorDict is needed.
 
     Building a TensorDict takes longer than cutting one. Never written to, but not frozen: freezing doubles
     construction time.
@@ -191,7 +180,7 @@ class UnbuiltBatch:
         tensors: Tensors by name, all of ``num_rows`` rows.
         num_rows: B.
         device: Of the TensorDict to be built; None if it has none.
-        is_borrowed: Others may read the memory too, so the TensorDict gets copies.
+        is_borrowed: Other processes may read the memory too, so the TensorDict gets copies.
     """
 
     tensors: dict[str, Any]
@@ -269,11 +258,7 @@ def join_tensordict(
 
 
 def chunk_tensordict(data: TensorDictBase, chunks: int) -> list[TensorDictBase]:
-    """Cut a TensorDict into equal parts, its nested tensors and non-tensor entries too.
-
-    Raises:
-        BatchError: ``chunks`` does not divide the rows, or there are none to cut.
-    """
+    """Cut a TensorDict into equal parts, with its nested tensors and non-tensor entries, or raise `BatchError`."""
     if not data.batch_size or chunks < 1 or data.batch_size[0] % chunks != 0:
         raise BatchError(f"a TensorDict of batch size {tuple(data.batch_size)} cannot be cut into {chunks} equal parts")
     nested, rest = _apart(data)
@@ -283,11 +268,7 @@ def chunk_tensordict(data: TensorDictBase, chunks: int) -> list[TensorDictBase]:
 
 
 def concat_tensordict(data: Sequence[TensorDictBase]) -> TensorDictBase:
-    """Lay TensorDicts end to end, their nested tensors too; of such without a batch dimension, the first.
-
-    Raises:
-        BatchError: they do not have the same entries.
-    """
+    """Join TensorDicts of the same entries along the rows; without a batch dimension, return the first."""
     if not data[0].batch_size:
         return data[0]
     same_columns([dict.fromkeys(map(str, part.keys())) for part in data], "a TensorDict")
@@ -297,7 +278,7 @@ def concat_tensordict(data: Sequence[TensorDictBase]) -> TensorDictBase:
 
 
 def _apart(data: TensorDictBase) -> tuple[dict[str, Any], Any]:
-    """The nested tensors, which torch neither cuts nor joins, and a TensorDict of all else."""
+    """The nested tensors, which torch neither cuts nor joins, and a TensorDict of everything else."""
     nested = {key: tensor for key, tensor in data.items() if is_nested(tensor)}
     return nested, data.exclude(*nested)
 
@@ -312,11 +293,7 @@ _DROP_ONE = "Drop or rename one of them"
 
 
 def union_tensor_dict(tensor_dict1: TensorDict | None, tensor_dict2: TensorDict | None) -> TensorDict | None:
-    """Add the second's tensors to the first, in place. A tensor in both must be equal, NaN to NaN.
-
-    Raises:
-        BatchError: the batch sizes or a tensor differ; the first is unchanged.
-    """
+    """Add the second's tensors to the first, in place. Raises `BatchError` if one in both differs (NaN equals NaN)."""
     if tensor_dict1 is None or tensor_dict2 is None:
         return tensor_dict2 if tensor_dict1 is None else tensor_dict1
     if tensor_dict1.batch_size != tensor_dict2.batch_size:
@@ -335,11 +312,7 @@ def union_tensor_dict(tensor_dict1: TensorDict | None, tensor_dict2: TensorDict 
 
 
 def union_numpy_dict(tensor_dict1: dict[str, np.ndarray], tensor_dict2: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Add the second's arrays to the first, in place. An array in both must be equal, NaN to NaN.
-
-    Raises:
-        BatchError: an array differs, or a value in both is not an array; the first is unchanged.
-    """
+    """Add the second's arrays to the first, in place. Raises `BatchError` if one in both differs (NaN equals NaN)."""
     for key in tensor_dict1.keys() & tensor_dict2.keys():
         first, second = tensor_dict1[key], tensor_dict2[key]
         if not isinstance(first, np.ndarray) or not isinstance(second, np.ndarray) or not deep_equal(first, second):
@@ -349,11 +322,7 @@ def union_numpy_dict(tensor_dict1: dict[str, np.ndarray], tensor_dict2: dict[str
 
 
 def union_two_dict(dict1: dict[Any, Any], dict2: dict[Any, Any]) -> dict[Any, Any]:
-    """Add the second's entries to the first, in place. An entry in both must be equal.
-
-    Raises:
-        BatchError: an entry differs; the first is unchanged.
-    """
+    """Add the second's entries to the first, in place. Raises `BatchError` if an entry in both differs."""
     for key in dict1.keys() & dict2.keys():
         if not facts_equal(dict1[key], dict2[key]):
             raise BatchError(
@@ -365,11 +334,7 @@ def union_two_dict(dict1: dict[Any, Any], dict2: dict[Any, Any]) -> dict[Any, An
 
 
 def list_of_dict_to_dict_of_list(list_of_dict: Sequence[Mapping[Any, Any]]) -> dict[Any, list[Any]]:
-    """Turn records into columns, by the keys of the first. A record without a key is left out of that column.
-
-    Raises:
-        BatchError: a record has a key that the first does not have.
-    """
+    """Turn records into columns named by the first record's keys. Missing keys are skipped, others refused."""
     if not list_of_dict:
         return {}
     columns: dict[Any, list[Any]] = {key: [] for key in list_of_dict[0]}
@@ -392,11 +357,7 @@ def same_columns(records: Sequence[Mapping[Any, Any]], part: str) -> dict[Any, l
 
 
 def merge_meta_info(meta_infos: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Merge the meta information of parts; each entry of ``metrics`` becomes the list of what the parts have.
-
-    Raises:
-        BatchError: another entry differs between parts.
-    """
+    """Merge facts, which must be equal; each entry of ``metrics`` becomes the list of what the parts have."""
     merged: dict[str, Any] = {}
     metrics: list[Mapping[str, Any]] = []
     for meta_info in meta_infos:
@@ -423,7 +384,7 @@ def deep_equal(a: Any, b: Any) -> bool:
 
 
 def facts_equal(a: Any, b: Any) -> bool:
-    """As `deep_equal`, or equal by their own ``==``, as 1 and 1.0, or a dict and an OrderedDict."""
+    """Whether two values are `deep_equal`, or equal by ``==``: 1 and 1.0, a dict and an OrderedDict."""
     if deep_equal(a, b):
         return True
     try:
@@ -433,7 +394,7 @@ def facts_equal(a: Any, b: Any) -> bool:
 
 
 def _equal(a: Any, b: Any, open_pairs: frozenset[tuple[int, int]]) -> bool:
-    """``open_pairs`` are the containers, by identity, that this comparison is inside of."""
+    """As `deep_equal`; ``open_pairs`` holds the ids of the containers being compared."""
     if a is b:
         return True
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):

@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 
 
 class _CheckedSwitches(type):
-    """Refuses a switch that is not a bool when it is set rather than when a batch is split."""
+    """Checks a switch when it is set rather than when a batch is split."""
 
     def __setattr__(cls, name: str, value: Any) -> None:
         if name == "auto_padding" and not isinstance(value, bool):
@@ -130,8 +130,14 @@ class DataProto:
         return f"{type(self).__name__} of {len(self)} rows\n{self.get_data_info()}"
 
     def check_consistency(self) -> None:
-        """Raise `BatchError` unless all tensors and arrays have the same number of rows."""
-        columns.check_rows(self._batch, self.non_tensor_batch, len(self))
+        """Raise `BatchError` unless all columns have the same number of rows, and the tensors one batch dimension."""
+        if self._batch is not None and len(self._batch.batch_size) != 1:
+            raise BatchError(f"batch must have one batch dimension, got {tuple(self._batch.batch_size)}")
+        for key, array in self.non_tensor_batch.items():
+            if not isinstance(array, np.ndarray):
+                raise BatchError(f"non_tensor_batch[{key!r}] must be a numpy array, got {type(array).__name__}")
+            if array.ndim == 0 or len(array) != len(self):
+                raise BatchError(f"non_tensor_batch[{key!r}] has shape {array.shape}, the batch has {len(self)} rows")
 
     @classmethod
     def from_single_dict(
@@ -188,11 +194,7 @@ class DataProto:
         return cls.from_dict(tensors, arrays, facts, num_batch_dims)
 
     def to_tensordict(self) -> TensorDict:
-        """One TensorDict of all three parts: tensors, per-row values and values for all rows.
-
-        Raises:
-            BatchError: a name stands in more than one part.
-        """
+        """One TensorDict of all three parts. Raises `BatchError` if two of them share a name."""
         batch_size = (len(self),) if self.batch is not None or self.non_tensor_batch else ()
         return columns.join_tensordict(self._columns(), self.non_tensor_batch, self.meta_info, batch_size)
 
@@ -236,7 +238,7 @@ class DataProto:
         meta_info_keys: Iterable[str] | None = None,
         deepcopy: bool = False,
     ) -> DataProto:
-        """The columns named, sharing memory unless ``deepcopy``; None takes all of a part."""
+        """The named columns, sharing memory unless ``deepcopy``; None selects all of a part."""
         batch = self._shared_batch()
         if batch_keys is not None:
             keys = tuple(batch_keys)
@@ -255,11 +257,7 @@ class DataProto:
         non_tensor_batch_keys: Iterable[str] | None = None,
         meta_info_keys: Iterable[str] | None = None,
     ) -> DataProto:
-        """Take the columns named out of this batch, into a new one.
-
-        Raises:
-            BatchError: there is no such column; the batch is unchanged.
-        """
+        """Move the named columns into a new batch. Raises `BatchError` if one is missing."""
         parts = {"batch": self.batch, "non_tensor_batch": self.non_tensor_batch, "meta_info": self.meta_info}
         wanted = (batch_keys, non_tensor_batch_keys, meta_info_keys)
         tensors, arrays, meta_info = columns.pop_all(parts, [list(dict.fromkeys(keys or ())) for keys in wanted])
@@ -304,7 +302,7 @@ class DataProto:
         return self.select_idxs(np.repeat(np.arange(len(self)), counts))
 
     def unfold_column_chunks(self, n_split: int, split_keys: list[str] | None = None) -> DataProto:
-        """Cut the columns named into ``n_split`` along their second dimension, each part a row; repeat the others.
+        """Cut the named columns into ``n_split`` rows along their second dimension; repeat the other columns.
 
         Example: ``[B, n * m]`` becomes ``[B * n, m]``, the parts of a row in succession.
 
@@ -334,9 +332,8 @@ class DataProto:
             return
         if not len(self):
             raise BatchError(f"an empty batch has no row to append {padding_size} times")
-        row = self.select_idxs([0 if padding_candidate == "first" else len(self) - 1])
-        padded = type(self).concat([self.select(meta_info_keys=()), row.repeat(padding_size).select(meta_info_keys=())])
-        self.batch, self.non_tensor_batch = padded._batch, padded.non_tensor_batch
+        row = 0 if padding_candidate == "first" else len(self) - 1
+        self.reorder([*range(len(self)), *[row] * padding_size])
 
     def chunk(self, chunks: int) -> list[DataProto]:
         """Cut the rows into equal parts, sharing memory with this batch.
@@ -433,11 +430,7 @@ class DataProto:
         return sum(value.nbytes for value in [*self._columns().values(), *self.non_tensor_batch.values()])
 
     def save_to_disk(self, filepath: str | Path) -> None:
-        """Write the batch to a file, which appears complete or not at all.
-
-        Raises:
-            WireError: the codec does not carry a value; the message says where it is.
-        """
+        """Write the file atomically. Raises `WireError` naming the place of a value that the codec does not carry."""
         frames = encode(serialization.parts_of(self))
         partial = Path(f"{filepath}.partial")
         with open(partial, "wb") as file:
@@ -499,7 +492,7 @@ class DataProto:
 
 
 def collate_fn(x: Sequence[DataProtoItem]) -> DataProto:
-    """Stack rows to a batch; their values become object arrays.
+    """Stack rows into a batch; their values become object arrays.
 
     Tensors whose first dimensions differ, as the rows of a nested tensor do, become a jagged tensor.
     """
@@ -515,12 +508,8 @@ def collate_fn(x: Sequence[DataProtoItem]) -> DataProto:
 def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataProto, int]:
     """Append rows from the beginning of the batch, over and over, until ``size_divisor`` divides their number.
 
-    Returns:
-        The padded batch (``data`` itself if nothing is missing) and the number of rows appended. An empty batch
-        stays empty.
-
-    Raises:
-        BatchError: ``data`` is not a `DataProto`, or ``size_divisor`` is not positive.
+    Returns the padded batch (``data`` itself if nothing is missing) and the number of rows appended. An empty batch
+    stays empty.
     """
     if not hasattr(data, "select_idxs") or size_divisor < 1:
         raise BatchError(f"a DataProto and a divisor >= 1 are needed, got {type(data).__name__} and {size_divisor}")
@@ -529,8 +518,7 @@ def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataPr
         _log.warning("an empty DataProto cannot be padded to a multiple of %d; it stays empty", size_divisor)
     if pad_size == 0:
         return data, 0
-    rows = [index % len(data) for index in range(len(data) + pad_size)]
-    return data.select_idxs(rows), pad_size
+    return data.select_idxs(np.resize(np.arange(len(data)), len(data) + pad_size)), pad_size
 
 
 def unpad_dataproto(data: DataProto, pad_size: int) -> DataProto:
@@ -539,11 +527,7 @@ def unpad_dataproto(data: DataProto, pad_size: int) -> DataProto:
 
 
 def fold_batch_dim(data: DataProto, new_batch_size: int) -> DataProto:
-    """Columns ``[B, ...]`` become ``[new_batch_size, B // new_batch_size, ...]``, sharing memory.
-
-    Raises:
-        BatchError: ``new_batch_size`` does not divide B, or a column is a nested tensor.
-    """
+    """Columns ``[B, ...]`` become ``[new_batch_size, B // new_batch_size, ...]``, views. None may be nested."""
     if new_batch_size < 1 or len(data) % new_batch_size != 0:
         raise BatchError(f"new_batch_size must divide the {len(data)} rows, got {new_batch_size}")
     shape = (new_batch_size, len(data) // new_batch_size)
@@ -555,11 +539,7 @@ def fold_batch_dim(data: DataProto, new_batch_size: int) -> DataProto:
 
 
 def unfold_batch_dim(data: DataProto, batch_dims: int = 2) -> DataProto:
-    """Columns ``[A, B, ...]`` become ``[A * B, ...]``: the first ``batch_dims`` dimensions are joined.
-
-    Raises:
-        BatchError: a column has fewer dimensions, or is a nested tensor.
-    """
+    """Columns ``[A, B, ...]`` become ``[A * B, ...]``: ``batch_dims`` dimensions are joined. None may be nested."""
 
     def unfold(key: str, column: Any) -> Any:
         if _dense(key, column).ndim < batch_dims:

@@ -81,7 +81,7 @@ def _both(data: Any, first: Callable[[Any], Any], second: Callable[[Any], Any]) 
 
 
 class BatchData:
-    """One batch, or a list of them, of any kind: `DataProto`, `DataProtoFuture`, TensorDict, or Ray's reference to one.
+    """One batch or a list of batches: `DataProto`, `DataProtoFuture`, TensorDict, or Ray references to them.
 
     Example: ``BatchData(argument).chunk(chunks=4)``, ``BatchData(results).concat()``.
 
@@ -115,12 +115,7 @@ class BatchData:
         return self._data.chunk(chunks=chunks)
 
     def concat(self) -> Any:
-        """Concatenate the batches of the list; for references, return a future of the result.
-
-        Raises:
-            ValueError: the list is empty.
-            UsageError: it holds something else.
-        """
+        """Concatenate the batches of the list, at least one; for references, return a future of the result."""
         data = self._data
         if not data:
             raise ValueError("an empty list of batches cannot be concatenated")

@@ -91,11 +91,7 @@ def write_frames(file: BinaryIO, frames: Sequence[Frame]) -> None:
 
 
 def read_frames(data: bytes | memoryview) -> list[memoryview]:
-    """The frames in a file's bytes, as views of them.
-
-    Raises:
-        WireError: the bytes are not such a file, or a part of one.
-    """
+    """The frames in a file's bytes, as views. Raises `WireError` if these are not such a file, or a part of one."""
     view = memoryview(data)
     if bytes(view[: len(_FILE_MAGIC)]) != _FILE_MAGIC:
         raise WireError(f"not a file of this protocol: it begins with {bytes(view[: len(_FILE_MAGIC)])!r}")
@@ -170,11 +166,7 @@ def serialize_single_tensor(obj: torch.Tensor) -> TensorParts:
 
 
 def deserialize_single_tensor(arr: TensorParts) -> torch.Tensor:
-    """The inverse of `serialize_single_tensor`, in memory of its own.
-
-    Raises:
-        BatchError: torch has no such dtype, or the memory does not fill the shape.
-    """
+    """The inverse of `serialize_single_tensor`, in memory of its own. Raises `BatchError` if the parts do not fit."""
     name, shape, data = arr
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
@@ -206,11 +198,7 @@ def serialize_tensordict(
 
 
 def deserialize_tensordict(arr: Any) -> TensorDict:
-    """The inverse of `serialize_tensordict`.
-
-    Raises:
-        ValueError: a tensor has neither three parts nor two, or they do not fit together.
-    """
+    """The inverse of `serialize_tensordict`. Raises `ValueError` if the parts do not fit together."""
     batch_size, device, items = arr
     tensors: dict[str, Any] = {}
     for key, parts in items.items():

@@ -120,11 +120,7 @@ class TrajectoryGroup:
 
     @classmethod
     def from_trajectories(cls, trajectories: Sequence[Trajectory], *, group_id: int, attempt: int) -> TrajectoryGroup:
-        """Lay trajectories of one prompt out as columns.
-
-        Raises:
-            ValueError: there is none, they do not share their prompt, or a tree is not one.
-        """
+        """Lay trajectories of one prompt out as columns. Raises `ValueError` if they do not fit together."""
         if not trajectories:
             raise ValueError(f"prompt group {group_id} has no trajectories; it needs at least one")
         prompt = trajectories[0].turns[0]
@@ -157,11 +153,7 @@ class TrajectoryGroup:
         return group
 
     def check(self) -> None:
-        """Refuse columns that do not fit together.
-
-        Raises:
-            ValueError: which, and what was expected.
-        """
+        """Raise `ValueError` for columns that do not fit together, with which and what was expected."""
         where = f"prompt group {self.group_id}"
         for columns, needed in ((self.token_columns, _TOKEN_COLUMNS), (self.trajectory_columns, _TRAJECTORY_COLUMNS)):
             for name, dtype in needed.items():
@@ -376,9 +368,8 @@ def _skeleton_of(turn: Turn, trajectory: int, parent: int) -> tuple[int, int, in
 def _token_columns(turns: Sequence[Turn]) -> dict[str, np.ndarray]:
     """Every token column of the turns end to end; zeros where a turn lacks one."""
     columns = {
-        "token_ids": np.concatenate([turn.token_ids for turn in turns], dtype=np.int32),
-        "logprobs": np.concatenate([turn.logprobs for turn in turns], dtype=np.float32),
-        "versions": np.concatenate([turn.versions for turn in turns], dtype=np.int32),
+        name: np.concatenate([getattr(turn, name) for turn in turns], dtype=dtype)
+        for name, dtype in _TOKEN_COLUMNS.items()
     }
     samples = {name: values for turn in turns for name, values in turn.columns.items()}
     for name, sample in sorted(samples.items()):

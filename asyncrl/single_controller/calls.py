@@ -23,7 +23,8 @@ from asyncrl.protocol.remote import fetch, fetch_async
 
 from .dispatch import MAGIC_ATTR, collect_all_to_all, collect_dp_compute, silent_ranks
 
-_deadline_s: ContextVar[float | None] = ContextVar("call_deadline_s", default=None)
+deadline_s: ContextVar[float | None] = ContextVar("call_deadline_s", default=None)
+"""Seconds that a blocking call made now may take; None leaves that to its group."""
 
 
 @contextmanager
@@ -34,16 +35,11 @@ def call_deadline(timeout_s: float) -> Iterator[None]:
     """
     if timeout_s <= 0:
         raise ValueError(f"timeout_s must be > 0, got {timeout_s}")
-    token = _deadline_s.set(timeout_s)
+    token = deadline_s.set(timeout_s)
     try:
         yield
     finally:
-        _deadline_s.reset(token)
-
-
-def deadline_in_force(default_s: float | None) -> float | None:
-    """Seconds that a call made now may take; None is unlimited."""
-    return _deadline_s.get() or default_s
+        deadline_s.reset(token)
 
 
 class PendingResults(list[Any]):
@@ -58,12 +54,7 @@ class PendingResults(list[Any]):
         self.queued_s = time.monotonic()
 
     def get(self, timeout_s: float | None = None) -> list[Any]:
-        """Wait for all results, in the order of the ranks.
-
-        Raises:
-            DeadlineError: they did not arrive within ``timeout_s`` seconds.
-            WorkerDiedError: a worker died.
-        """
+        """Wait for all results, in the order of the ranks. Raises `DeadlineError` or `WorkerDiedError`."""
         return fetch(self, timeout_s)
 
     def __await__(self) -> Generator[Any, None, list[Any]]:
@@ -96,11 +87,6 @@ def _same(ref: ray.ObjectRef) -> ray.ObjectRef:
 
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-
-
-def holds_future(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether any argument is a `DataProtoFuture`."""
-    return any(isinstance(value, DataProtoFuture) for value in (*args, *kwargs.values()))
 
 
 def detach_references(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Arguments, list[Any]]:
@@ -171,8 +157,8 @@ class Route:
         if self.role_method is not None:
             args = (self.role_method, *args)
         if self.is_worker and not self.is_coroutine:
-            if self.takes_results and holds_future(args, kwargs):
-                (blank_args, blank_kwargs), references = detach_references(args, kwargs)
+            (blank_args, blank_kwargs), references = detach_references(args, kwargs)
+            if self.takes_results and references:
                 args, kwargs, name = (name, blank_args, blank_kwargs, *references), {}, "_call_chained"
             if is_silent:
                 args, name = (name, *args), "_call_silently"

@@ -179,7 +179,7 @@ def register(
 
 @contextmanager
 def _named(worker: Any, method_name: str) -> Iterator[None]:
-    """Add the worker's rank to an exception that leaves its method."""
+    """Add method and rank to an exception that leaves a worker's method."""
     try:
         yield
     except BaseException as error:
@@ -231,7 +231,7 @@ def dispatch_one_to_all(worker_group: Any, *args: Any, **kwargs: Any) -> Dispatc
 
 
 def dispatch_all_to_all(worker_group: Any, *args: Any, **kwargs: Any) -> Dispatched:
-    """Arguments unchanged: lists of one entry per rank are handed out, others go to every rank."""
+    """Arguments unchanged: lists with one entry per rank are split, other values go to every rank."""
     return args, kwargs
 
 
@@ -278,14 +278,14 @@ def collect_dp_compute_data_proto(worker_group: Any, output: Any) -> Any:
 
 
 def dummy_direct_rollout_call(worker_group: Any, *args: Any, **kwargs: Any) -> Any:
-    """Refuse: a direct rollout method is called on the worker by the engine, never through the group."""
+    """Refuse the call: the engine calls a direct rollout method on the worker, never through the group."""
     raise UsageError("a DIRECT_ROLLOUT_METHOD is called on the worker itself, not through the worker group")
 
 
 def dispatch_nd_compute(
     dp_rank_mapping: list[int], dp_size: int, worker_group: Any, *args: Any, **kwargs: Any
 ) -> Dispatched:
-    """Hand part ``dp_rank_mapping[rank]`` of every argument to each rank; each part is stored once for all readers.
+    """Give each rank part ``dp_rank_mapping[rank]`` of every argument; a part is stored once for all its readers.
 
     Args:
         dp_rank_mapping: The part that each rank of the group receives. Example: ``[0, 0, 1, 1]``.
@@ -357,7 +357,7 @@ def _collect_mask(mesh_name: str, worker_group: Any) -> list[bool]:
 
 
 def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> dict[str, Callable[..., Any]]:
-    """The dispatch mode of a mesh, for `register`; workers state their place by ``_register_dispatch_collect_info``."""
+    """The dispatch mode of a mesh, for `register`; workers call ``_register_dispatch_collect_info`` first."""
     return {
         "dispatch_fn": partial(dispatch_lazy_compute_data_proto, mesh_name),
         "collect_fn": partial(collect_lazy_compute_data_proto, mesh_name),
@@ -424,7 +424,7 @@ def _split_args_kwargs_data_proto(chunks: int, *args: Any, **kwargs: Any) -> Dis
 
 
 def _split_args_kwargs_data_proto_with_auto_padding(chunks: int, *args: Any, **kwargs: Any) -> Dispatched:
-    """As `_split_args_kwargs_data_proto`; arguments that ask for padding all get the same number of extra rows."""
+    """As `_split_args_kwargs_data_proto`; arguments that ask for padding get the same number of extra rows."""
     lengths = {len(value) for value in (*args, *kwargs.values()) if _asks_for_padding(value)}
     if not lengths:
         return _split_args_kwargs_data_proto(chunks, *args, **kwargs)

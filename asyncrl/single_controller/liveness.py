@@ -11,7 +11,6 @@ import asyncio
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -29,7 +28,7 @@ from .resource_pool import current_cluster
 
 
 def state_of(worker: Any) -> str:
-    """Ray's word for an actor's state. Example: ``"ALIVE"``."""
+    """An actor's state, as Ray names it. Example: ``"ALIVE"``."""
     actor = ray_state.actors(worker._actor_id.hex())
     return actor["State"] if actor else "UNKNOWN"
 
@@ -139,7 +138,7 @@ class DeathWatch:
         return self._closed.is_set() or self._cluster != current_cluster()
 
     def _reported_by(self, task: Any) -> int | None:
-        """Who died, as reported by the task on their node; a task that was lost is started again."""
+        """The rank of the worker that died, as the task on its node reports; a lost task is started again."""
         node_id = self._nodes.pop(task)
         ranks = self._ranks[node_id]
         try:
@@ -164,17 +163,13 @@ _REMOTE_READ_TIMEOUT_S = 10.0
 _RAY_MARKS = (":job_id:", ":actor_name:", ":task_name:")
 
 
-def last_words_of(worker: Any, log_file: str | None) -> Callable[[], str]:
-    """A function that reads the end of an actor's output from the node it ran on, with the paths of the files.
+def last_words(actor_id: str, log_file: str | None) -> str:
+    """The end of an actor's output, from the node it ran on, with the paths of the files.
 
     Args:
-        worker: The actor's handle.
+        actor_id: Ray's id of the actor.
         log_file: Its log on its node; None if Ray keeps its output.
     """
-    return partial(_read_last_words, worker._actor_id.hex(), log_file)
-
-
-def _read_last_words(actor_id: str, log_file: str | None) -> str:
     if not ray.is_initialized():
         return f"{log_file}:\n{last_lines(log_file)}" if log_file else "its output: (Ray is shut down)"
     actor = ray_state.actors(actor_id)

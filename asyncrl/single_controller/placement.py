@@ -70,15 +70,9 @@ class RayClassWithInitArgs(ClassWithInitArgs):
         sharing_with: Any = None,
         device_name: str = "cuda",
     ) -> Any:
-        """Start the actor.
+        """Start the actor in a bundle of a placement group, with a share of a device if it needs one.
 
-        Args:
-            placement_group: Where to run it.
-            placement_group_bundle_idx: Bundle of the placement group.
-            use_gpu: Whether it needs a device.
-            num_gpus: Share of a device.
-            sharing_with: An actor whose node and devices it shares; the placement group is ignored then.
-            device_name: ``cuda`` or ``npu``.
+        With ``sharing_with``, it runs on that actor's node and devices instead.
         """
         if sharing_with is not None:
             node_id, devices = ray.get(
@@ -105,17 +99,9 @@ class RayClassWithInitArgs(ClassWithInitArgs):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Slot:
-    """The place of one rank.
+    """The place of one rank: a bundle of a placement group, of which the pool has one per node.
 
-    Attributes:
-        rank: Rank in the group.
-        local_rank: Position among the group's processes of the same placement group.
-        local_world_size: Number of these.
-        node_index: Position of the placement group in the pool.
-        placement_group: Where it is reserved.
-        bundle_index: Its bundle there.
-        node_id: Ray's id of the node.
-        node_address: Address of the node.
+    Local ranks count the group's processes in the same placement group; ``node_index`` is its position in the pool.
     """
 
     rank: int

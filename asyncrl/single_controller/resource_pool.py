@@ -127,15 +127,8 @@ class RayResourcePool(ResourcePool):
 
     def options(self) -> dict[str, Any]:
         """The constructor's arguments, but for the name."""
-        return {
-            "process_on_nodes": list(self._store),
-            "use_gpu": self.use_gpu,
-            "max_colocate_count": self.max_colocate_count,
-            "detached": self.detached,
-            "accelerator_type": self.accelerator_type,
-            "num_cpus_per_process": self.num_cpus_per_process,
-            "timeout_s": self.timeout_s,
-        }
+        names = ("use_gpu", "max_colocate_count", "detached", "accelerator_type", "num_cpus_per_process", "timeout_s")
+        return {"process_on_nodes": list(self._store)} | {name: getattr(self, name) for name in names}
 
     def bundle(self, device_name: str = "cuda") -> dict[str, float]:
         """What one process reserves."""
@@ -196,11 +189,7 @@ class RayResourcePool(ResourcePool):
                 pool.shutdown()
 
     def shutdown(self) -> None:
-        """Give the reservation back; workers in it are killed. A part of a pool leaves that to the whole.
-
-        Raises:
-            UsageError: the pool is detached, and Ray is not connected to the cluster that still reserves it.
-        """
+        """Give the reservation back; workers in it are killed. A part of a pool leaves that to the whole."""
         if not self._reserved:
             return
         if not self._has_ended():
@@ -272,7 +261,7 @@ def address_order(address: str) -> tuple[int, bytes, str]:
 
 
 class SubRayResourcePool(RayResourcePool):
-    """A range of the processes of a pool. The reservation stays the whole pool's, which gives it back.
+    """A range of a pool's processes. The whole pool owns the reservation and gives it back.
 
     Args:
         placement_groups: The whole pool's placement groups.
@@ -321,7 +310,7 @@ def split_resource_pool(resource_pool: RayResourcePool, split_size: int | list[i
 
 
 def merge_resource_pool(rp1: RayResourcePool, rp2: RayResourcePool) -> RayResourcePool:
-    """The processes of two pools, alike but for their nodes, as one pool. The reservations remain theirs."""
+    """One pool of the processes of two, which may differ in their nodes only. They keep their reservations."""
     ours, theirs = rp1.options(), rp2.options()
     different = sorted(key for key in ours if key != "process_on_nodes" and ours[key] != theirs[key])
     if different:
@@ -393,11 +382,7 @@ class ResourcePoolManager:
     timeout_s: float = 300.0
 
     def create_resource_pool(self) -> None:
-        """Make the pools.
-
-        Raises:
-            ValueError: the cluster cannot grant them; the message names what is missing on which node.
-        """
+        """Make the pools. Raises `ValueError` naming what is missing on which node if the cluster cannot grant them."""
         for name, process_on_nodes in self.resource_pool_spec.items():
             self.resource_pool_dict[name] = RayResourcePool(
                 process_on_nodes=process_on_nodes,
@@ -480,7 +465,7 @@ def take(needed: Resources, free: dict[str, float]) -> None:
 
 
 def can_place(needs: Sequence[Resources], nodes: Iterable[Resources]) -> bool:
-    """Whether every demand can be given room on one node.
+    """Whether every demand fits on one node.
 
     Args:
         needs: Resources of each demand, the largest first.

@@ -177,7 +177,7 @@ class Worker(WorkerHelper):
         return mesh_name
 
     def _call_chained(self, method_name: str, args: tuple[Any, ...], kwargs: dict[str, Any], *results: Any) -> Any:
-        """Call a method with its futures replaced by their results, which Ray has fetched."""
+        """Call a method with its futures replaced by ``results``, which Ray has fetched."""
         args, kwargs = attach_results(args, kwargs, results)
         return getattr(self, method_name)(*args, **kwargs)
 
@@ -233,11 +233,7 @@ def visible_devices_name(env_vars: Mapping[str, str] = os.environ) -> str:
 
 
 def set_up_visible_devices(env_vars: MutableMapping[str, str] = os.environ) -> None:
-    """Settle the visible devices of this process before it touches an accelerator.
-
-    Raises:
-        UsageError: the ROCm variables contradict one another or CUDA's.
-    """
+    """Settle the visible devices before an accelerator is touched. Raises `UsageError` if ROCm's variables clash."""
     _unify_rocm(env_vars)
     if ray_noset_visible_devices(env_vars):
         _choose_device_within_node(env_vars)
@@ -280,7 +276,7 @@ FusedWorkerCLSName = "FusedWorker"
 
 
 def create_colocated_worker_raw_cls(class_dict: dict[str, RayClassWithInitArgs]) -> type[Worker]:
-    """A class that holds one instance of each role in an attribute of that name.
+    """A class that holds one instance per role, each in an attribute of the role's name.
 
     A subclass may have methods that use several roles: set ``fused_worker_used = True`` on its `RayClassWithInitArgs`,
     and call ``fuse`` on its group to reach the roles.

@@ -7,6 +7,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,9 +16,9 @@ import ray
 from asyncrl.protocol.errors import UsageError, WorkerDiedError
 from asyncrl.protocol.remote import WorkerIdentity, death_of, fetch, identities
 
-from .calls import PendingResult, PendingResults, Route, deadline_in_force, func_generator, shared
+from .calls import PendingResult, PendingResults, Route, deadline_s, func_generator, shared
 from .dispatch import MAGIC_ATTR, Dispatch, Execute, get_predefined_dispatch_fn, get_predefined_execute_fn
-from .liveness import DeathWatch, address_of, last_words_of, state_of
+from .liveness import DeathWatch, address_of, last_words, state_of
 from .placement import RayClassWithInitArgs, Slot, master_address_port, slots_of, unwrap
 from .resource_pool import RayResourcePool, ResourcePool, current_cluster, get_random_string
 
@@ -51,8 +52,8 @@ class WorkerGroup:
         return len(self._workers)
 
     def _death_of(self, rank: int) -> WorkerDiedError:
-        """The error for a worker's death; a subclass adds what it knows."""
-        return WorkerDiedError(f"worker of rank {rank} died")
+        """The error for a worker's death."""
+        return death_of(identities[self._workers[rank]._actor_id.hex()], "Its process ended.")
 
     def _is_worker_alive(self, worker: Any) -> bool:
         """Whether Ray considers a worker alive."""
@@ -249,9 +250,13 @@ class RayWorkerGroup(WorkerGroup):
         self._worker_names = list(worker_names or [])
         self._workers = list(worker_handles or [ray.get_actor(name) for name in self._worker_names])
         for rank, worker in enumerate(self._workers):
-            last_words = last_words_of(worker, None)
-            identity = WorkerIdentity(group=self.name_prefix, rank=rank, node=address_of(worker), last_words=last_words)
-            identities.setdefault(worker._actor_id.hex(), identity)
+            self._introduce(worker, rank, address_of(worker))
+
+    def _introduce(self, worker: Any, rank: int, node: str, log_file: str | None = None) -> None:
+        """Let errors name a worker; one that is known keeps its description."""
+        actor_id = worker._actor_id.hex()
+        tail = partial(last_words, actor_id, log_file)
+        identities.setdefault(actor_id, WorkerIdentity(group=self.name_prefix, rank=rank, node=node, last_words=tail))
 
     def _start(
         self,
@@ -299,15 +304,12 @@ class RayWorkerGroup(WorkerGroup):
             num_gpus=1 / max_colocate_count,
             device_name=self.device_name,
         )
-        last_words = last_words_of(worker, log_file)
-        identities[worker._actor_id.hex()] = WorkerIdentity(
-            group=self.name_prefix, rank=slot.rank, node=slot.node_address, last_words=last_words
-        )
+        self._introduce(worker, slot.rank, slot.node_address, log_file)
         self._workers.append(worker)
         self._worker_names.append(name)
 
     def _environment(self, slot: Slot, world_size: int, log_file: str | None) -> dict[str, str]:
-        """What describes a worker to itself, and the user's variables."""
+        """The variables that tell a worker its place, and the user's own."""
         env = {
             "WORLD_SIZE": str(world_size),
             "RANK": str(slot.rank),
@@ -324,11 +326,7 @@ class RayWorkerGroup(WorkerGroup):
         return env | self.customized_worker_env | ({} if log_file is None else {"WG_LOG_FILE": log_file})
 
     def spawn(self, prefix_set: Iterable[str]) -> dict[str, RayWorkerGroup]:
-        """One group per role of a colocated class, over the same workers, with the role's methods.
-
-        Raises:
-            UsageError: the class has no such role.
-        """
+        """One group per role of a colocated class, over the same workers. Raises `UsageError` for an unknown role."""
         if self.ray_cls_with_init is None:
             raise UsageError("this group does not know its workers' class; give it ray_cls_with_init")
         raw = unwrap(self.ray_cls_with_init.cls)
@@ -393,7 +391,7 @@ class RayWorkerGroup(WorkerGroup):
         return pending
 
     def _execute_remote_single_worker(self, worker: Any, method_name: str, /, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of one worker, as all calls do whose result is wanted; returns a reference to the result."""
+        """Call a method of one worker; returns a reference. Every call whose result is wanted goes through here."""
         return self._route_to(method_name).call(worker, args, kwargs)
 
     def execute_all_sync(self, method_name: str, *args: Any, **kwargs: Any) -> list[Any]:
@@ -426,7 +424,4 @@ class RayWorkerGroup(WorkerGroup):
         return Route.of(unwrap(self.ray_cls_with_init.cls), method_name, self.sub_cls_name)
 
     def _fetch(self, pending: PendingResult | PendingResults) -> Any:
-        return pending.get(deadline_in_force(self.timeout_s))
-
-    def _death_of(self, rank: int) -> WorkerDiedError:
-        return death_of(identities[self._workers[rank]._actor_id.hex()], "Its process ended.")
+        return pending.get(deadline_s.get() or self.timeout_s)

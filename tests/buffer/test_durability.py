@@ -14,7 +14,7 @@ import pytest
 
 from asyncrl.protocol.errors import ReplayBufferError
 from asyncrl.protocol.types import Lease
-from buffer import BufferClient, BufferConfig, BufferProcess, Durability, journal
+from buffer import BufferClient, BufferConfig, BufferProcess, Durability, journal, service
 from buffer.journal import AppendOnlyFile, Journal
 from tests.support.buffer_groups import prompt, rollout, running
 
@@ -286,8 +286,27 @@ def test_inspect_prints_what_the_server_holds(tmp_path: Path, capsys, monkeypatc
         assert json.loads(capsys.readouterr().out)["stats"]["groups"]["queued"] == 2
 
 
+@pytest.fixture
+def no_frames_in_the_log(monkeypatch):
+    """Frames of any size are written as large ones are, on the journal's thread."""
+    monkeypatch.setattr(service, "JOIN_BELOW_BYTES", 0)
+
+
 async def test_after_a_power_failure_whatever_was_written_last_is_lost_as_a_whole(tmp_path: Path):
-    """Writes that were not synced are cut off at any byte of either file."""
+    num_stored, num_lost = await outcomes_of_cut_files(tmp_path)
+    assert {0, 6} < num_stored
+    assert num_lost == {0}
+
+
+@pytest.mark.usefixtures("no_frames_in_the_log")
+async def test_after_a_power_failure_large_frames_that_were_written_last_are_lost_as_a_whole(tmp_path: Path):
+    num_stored, num_lost = await outcomes_of_cut_files(tmp_path)
+    assert {0, 6} < num_stored
+    assert {0, 6} < num_lost
+
+
+async def outcomes_of_cut_files(tmp_path: Path) -> tuple[set[int], set[int]]:
+    """Writes that were not synced are cut off at any byte of either file: how many groups are stored and lost then."""
     before = tmp_path / "before"
     options = {"durability": Durability.disk, "max_lag": 3}
     async with running(directory=str(before), **options) as run:
@@ -311,10 +330,10 @@ async def test_after_a_power_failure_whatever_was_written_last_is_lost_as_a_whol
             assert [(group.group_id, group.summary.num_tokens) for group in fetched] == [(i, 5) for i in stored]
             num_stored.add(len(stored))
             num_lost.add(stats.tokens_dropped.get("store_lost", 0) // 5)
-    assert {0, 6} < num_stored
-    assert {0, 6} < num_lost
+    return num_stored, num_lost
 
 
+@pytest.mark.usefixtures("no_frames_in_the_log")
 async def test_a_group_whose_trajectories_did_not_survive_is_generated_again_and_counted(tmp_path: Path):
     options = {"durability": Durability.disk, "directory": str(tmp_path), "max_lag": 3, "order": "shortest_first"}
     async with running(**options) as run:
@@ -334,6 +353,7 @@ async def test_a_group_whose_trajectories_did_not_survive_is_generated_again_and
         assert [(lease.prompt.group_id, lease.attempt) for lease in await client.lease(0, 1)] == [(3, 1)]
 
 
+@pytest.mark.usefixtures("no_frames_in_the_log")
 async def test_a_saved_prefix_that_did_not_survive_is_dropped_and_counted(tmp_path: Path):
     options = {"durability": Durability.disk, "directory": str(tmp_path)}
     async with running(**options) as run:
@@ -372,9 +392,11 @@ def size_of_files(directory: Path) -> int:
     return sum(path.stat().st_size for path in directory.iterdir())
 
 
+@pytest.mark.parametrize("largest_in_log", [0, 256 * 1024])
 async def test_the_files_stay_small_while_groups_come_and_go_and_a_restart_finds_what_is_held(
-    tmp_path: Path, monkeypatch
+    tmp_path: Path, monkeypatch, largest_in_log: int
 ):
+    monkeypatch.setattr(service, "JOIN_BELOW_BYTES", largest_in_log)
     monkeypatch.setattr(journal, "_COMPACT_BYTES", 50_000)
     options = {"durability": Durability.disk, "directory": str(tmp_path)}
     async with running(groups_per_step=2, **options) as run:

@@ -36,7 +36,7 @@ async def test_payloads_spread_over_store_servers_come_back_in_order_and_leave_w
 
 
 async def test_a_late_put_does_not_replace_the_payload_of_the_newer_attempt():
-    async with running(groups_per_step=1, lease_s=0.2, num_store_servers=1) as run:
+    async with running(groups_per_step=1, lease_s=0.8, num_store_servers=1) as run:
         late, other = run.client(), run.client()
         await late.enqueue([prompt(0)])
         [lost] = await late.lease(0, 1)
@@ -130,13 +130,13 @@ async def test_what_a_store_server_lost_is_generated_again_and_counted(tmp_path:
         client = run.client(request_timeout_s=40.0)
         await client.enqueue([prompt(i) for i in range(2)])
         for lease in await client.lease(0, 2):
-            await client.put(rollout(lease))
+            await client.put(rollout(lease, num_tokens=30_000))
         monkeypatch.setattr(StoreServers, "_launch", launch_after_a_loss_of_power)
         [store] = await client._stores("put")
         os.kill(pid_listening_at(store.address), signal.SIGKILL)
         [again] = await client.lease(0, 1)
         assert (again.prompt.group_id, again.attempt) == (1, 1)
-        assert (await client.stats()).tokens_dropped == {"store_lost": 5}
+        assert (await client.stats()).tokens_dropped == {"store_lost": 30_000}
         await client.put(rollout(again))
         assert [group.group_id for group in (await client.plan(0)).groups] == [0, 1]
         assert [(group.group_id, group.attempt) for group in await client.fetch([0, 1])] == [(0, 0), (1, 1)]

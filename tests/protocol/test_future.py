@@ -72,8 +72,7 @@ def test_a_future_can_be_awaited():
     assert numbers(asyncio.run(wait())) == [1, 2]
 
 
-def test_results_that_are_late_are_named():
-    gate = Gate.remote()
+def test_results_that_are_late_are_named(gate):
     future = DataProtoFuture.concat([ray.put(rows(1)), gate.rows.remote()])
     with pytest.raises(DeadlineError, match=r"results did not arrive within 0.2 s: 1 of 2 are late: result 1"):
         future.get(timeout_s=0.2)
@@ -81,9 +80,9 @@ def test_results_that_are_late_are_named():
     assert numbers(future.get(timeout_s=30)) == [1, 2]
 
 
-def test_an_error_keeps_its_type_and_the_traceback_of_where_it_arose():
+def test_an_error_keeps_its_type_and_the_traceback_of_where_it_arose(gate):
     with pytest.raises(KeyError) as caught:
-        DataProtoFuture.concat([ray.put(rows(1)), Gate.remote().fail.remote()]).get()
+        DataProtoFuture.concat([ray.put(rows(1)), gate.fail.remote()]).get()
     assert 'raise KeyError("here")' in str(caught.value)
 
 
@@ -113,3 +112,11 @@ class Gate:
 
     def fail(self):
         raise KeyError("here")
+
+
+@pytest.fixture(scope="module")
+def gate(cluster):
+    """One for all tests, because the import of torch takes longer than all that they do."""
+    gate = Gate.remote()
+    yield gate
+    ray.kill(gate)

@@ -52,6 +52,10 @@ class Probe(Worker):
             os._exit(1)
         return data
 
+    @register(Dispatch.ONE_TO_ALL, blocking=False)
+    def die_without_torch(self):
+        Probe.die_on_one.__wrapped__(self, None)
+
     @register(Dispatch.DP_COMPUTE_PROTO)
     def same(self, data):
         return data
@@ -147,7 +151,7 @@ def test_a_death_names_group_rank_node_and_last_log_lines(cluster, tmp_path):
 def test_a_death_shows_what_the_worker_wrote_though_nobody_asked_for_logs(cluster):
     group = group_on(pool_of(2), name_prefix="unlogged")
     with pytest.raises(WorkerDiedError) as caught:
-        group.die_on_one(rows()).get(60)
+        group.die_without_torch().get(60)
     message = str(caught.value)
     assert "group 'unlogged', rank 1, on node 127.0.0." in message
     assert "the child process speaks" in message
