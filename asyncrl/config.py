@@ -285,7 +285,7 @@ class RunConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class StopDeadlines:
-    """How long the parts of a run may take to stop, one after another: the fleet, the ranks, then Ray and the buffer."""
+    """How long the parts of a run may take to stop, in this order: the fleet, the ranks, then Ray and the buffer."""
 
     fleet_s: float
     learner_s: float
