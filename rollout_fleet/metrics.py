@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 
@@ -62,7 +62,7 @@ class FleetMeter:
         self._since = clock()
         self._running = 0
         self._asking = False
-        self._counters = FleetCounters()
+        self._counts: dict[str, Any] = asdict(FleetCounters())
 
     def running(self, num_groups: int) -> None:
         """This many groups are on the engine from now on."""
@@ -77,7 +77,7 @@ class FleetMeter:
     def loaded(self, seconds: float) -> None:
         """Generation stood still for ``seconds`` during a weight load; they do not count as busy."""
         self._pass_time()
-        not_busy_s = min(seconds, self._counters.busy_s) if self._running else 0.0
+        not_busy_s = min(seconds, self._counts["busy_s"]) if self._running else 0.0
         self._add(load_s=(seconds,), busy_s=-not_busy_s)
 
     def generated(self, num_tokens: int) -> None:
@@ -107,11 +107,11 @@ class FleetMeter:
     def counters(self) -> FleetCounters:
         """Everything up to now."""
         self._pass_time()
-        return self._counters
+        return FleetCounters(**self._counts)
 
     def _add(self, **changes: Any) -> None:
-        values = {name: getattr(self._counters, name) + change for name, change in changes.items()}
-        self._counters = replace(self._counters, **values)
+        for name, change in changes.items():
+            self._counts[name] = self._counts[name] + change
 
     def _pass_time(self) -> None:
         now = self._clock()
