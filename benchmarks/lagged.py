@@ -30,7 +30,7 @@ from rollout_fleet.engines.engine import SampleOutput, SampleRequest
 from rollout_fleet.engines.model_files import load_decoder, read_model_facts
 from rollout_fleet.engines.transformers_model import GenerationModel
 from rollout_fleet.inflight import to_trajectory_group
-from rollout_fleet.rewards import find_reward
+from rollout_fleet.rewards import REWARDS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +80,7 @@ class LaggedTraining:
         self._prompts = PromptStream(config.data, tokenizer, seed=config.seed)
         self._held_out = load_eval_prompts(config.data, tokenizer)
         self._decode = load_decoder(path)
-        self._reward = find_reward(config.rollout_fleet.reward)
+        self._reward = REWARDS.get(config.rollout_fleet.reward)
         self._engine = GenerationModel(
             path, facts=read_model_facts(path), dtype="float32", device="cpu", seed=config.seed
         )

@@ -22,29 +22,17 @@ if TYPE_CHECKING:
     from .worker import ModelWorker
 
 _HOMES = {
-    "ADVANTAGES": "advantages",
-    "ActorWorker": "verl_api",
-    "AlgorithmConfig": "config",
-    "CriticWorker": "verl_api",
-    "LOSSES": "losses",
-    "LearnerConfig": "config",
-    "LossInputs": "losses",
-    "LossTerms": "losses",
-    "ModelWorker": "worker",
-    "PackedModel": "packed_model",
-    "RankBatch": "types",
-    "ReferenceWorker": "verl_api",
-    "RewardModelWorker": "verl_api",
-    "Role": "roles",
-    "TokenAdvantages": "advantages",
-    "TokenRewards": "advantages",
-    "TokenSequence": "types",
-    "Trainer": "trainer",
-    "group_advantages": "advantages",
-    "negative_log_likelihood": "losses",
-    "rank_batches": "batching",
-    "save_policy": "weights",
-    "token_level": "advantages",
+    "advantages": ("ADVANTAGES", "TokenAdvantages", "TokenRewards", "group_advantages", "token_level"),
+    "batching": ("rank_batches",),
+    "config": ("AlgorithmConfig", "LearnerConfig"),
+    "losses": ("LOSSES", "LossInputs", "LossTerms", "negative_log_likelihood"),
+    "packed_model": ("PackedModel",),
+    "roles": ("Role",),
+    "trainer": ("Trainer",),
+    "types": ("RankBatch", "TokenSequence"),
+    "verl_api": ("ActorWorker", "CriticWorker", "ReferenceWorker", "RewardModelWorker"),
+    "weights": ("save_policy",),
+    "worker": ("ModelWorker",),
 }
 
 __all__ = [
@@ -75,6 +63,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'learner' has no attribute {name!r}")
-    return getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
+    for module, names in _HOMES.items():
+        if name in names:
+            return getattr(importlib.import_module(f".{module}", __name__), name)
+    raise AttributeError(f"module 'learner' has no attribute {name!r}")

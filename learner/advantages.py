@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol, TypeAlias
+from typing import TypeAlias, cast
 
 import numpy as np
 import torch
@@ -22,10 +22,11 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import TypeIs
 
+from asyncrl.protocol.registry import Registry
+
 from .config import AlgorithmConfig
 from .fsdp import LearnerMesh
 from .losses import kl_penalty
-from .registry import Registry
 from .types import SampleKey, TokenSequence
 
 SumOverRanks = Callable[[Tensor], Tensor]
@@ -53,12 +54,8 @@ class Scale(StrEnum):
     none = "none"
 
 
-class OutcomeEstimator(Protocol):
-    """Turns the rewards of a whole batch into advantages, one per trajectory."""
-
-    def __call__(self, rewards: Tensor, group_ids: Tensor) -> Tensor:
-        """[B] rewards and [B] int64 group ids, each group's samples in order, to [B] float32 advantages."""
-        ...
+OutcomeEstimator: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+"""[B] rewards and [B] int64 group ids of a whole batch, each group's samples in order, to [B] float32 advantages."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,15 +89,10 @@ class TokenAdvantages:
     returns: Tensor
 
 
-class TokenEstimator(Protocol):
-    """Turns token rewards into token advantages. A collective where it sums over ranks."""
+TokenEstimator: TypeAlias = Callable[[TokenRewards, AlgorithmConfig, SumOverRanks], TokenAdvantages]
+"""Token rewards to token advantages; a collective where it sums over ranks."""
 
-    def __call__(self, batch: TokenRewards, config: AlgorithmConfig, total: SumOverRanks) -> TokenAdvantages:
-        """See `TokenRewards`, `TokenAdvantages` and `SumOverRanks`."""
-        ...
-
-
-AdvantageEstimator: TypeAlias = "OutcomeEstimator | TokenEstimator"
+AdvantageEstimator: TypeAlias = OutcomeEstimator | TokenEstimator
 """What ``algorithm.advantage`` names."""
 
 ADVANTAGES: Registry[AdvantageEstimator] = Registry("algorithm.advantage")
@@ -150,7 +142,9 @@ def group_advantages(rewards: Tensor, group_ids: Tensor, *, scale: Scale) -> Ten
         return centered.to(torch.float32)
     _need_two(counts, "GRPO with std")
     variance = _group_sums(centered.square(), group, len(counts)) / (counts - 1)
-    deviation = torch.maximum(variance.sqrt(), _smallest_deviation(_largest(rewards, group, counts)))
+    deviation = torch.maximum(
+        variance.sqrt(), _smallest_deviation(_largest(rewards.double().abs(), group, len(counts)))
+    )
     return (centered / deviation[group]).to(torch.float32)
 
 
@@ -217,8 +211,7 @@ def remax(rewards: Tensor, group_ids: Tensor) -> Tensor:
         0, -1, 0.
     """
     group, counts = _members(group_ids)
-    last = torch.zeros(len(counts), dtype=torch.int64)
-    last.scatter_reduce_(0, group, torch.arange(len(group)), "amax", include_self=False)
+    last = _largest(torch.arange(len(group)), group, len(counts))
     return (rewards.double() - rewards.double()[last[group]]).float()
 
 
@@ -236,17 +229,13 @@ def _centered(rewards: Tensor, group: Tensor, counts: Tensor) -> Tensor:
     """[B] float64, less the group's mean; exactly 0 where the whole group is equal."""
     values = rewards.to(torch.float64)
     centered = values - (_group_sums(values, group, len(counts)) / counts)[group]
-    highest, lowest = (
-        torch.zeros(len(counts), dtype=torch.float64).scatter_reduce_(0, group, values, reduce, include_self=False)
-        for reduce in ("amax", "amin")
-    )
-    return centered.masked_fill((highest == lowest)[group], 0.0)
+    highest, lowest = (_largest(sign * values, group, len(counts)) for sign in (1, -1))
+    return centered.masked_fill((highest == -lowest)[group], 0.0)
 
 
-def _largest(rewards: Tensor, group: Tensor, counts: Tensor) -> Tensor:
-    """[number of groups] float64, the largest size of a reward in each group."""
-    largest = torch.zeros(len(counts), dtype=torch.float64)
-    return largest.scatter_reduce_(0, group, rewards.double().abs(), "amax")
+def _largest(values: Tensor, group: Tensor, num_groups: int) -> Tensor:
+    """[number of groups] largest of the [B] values in each."""
+    return values.new_zeros(num_groups).scatter_reduce_(0, group, values, "amax", include_self=False)
 
 
 def _smallest_deviation(largest: Tensor) -> Tensor:
@@ -414,7 +403,7 @@ class AdaptiveKLCoefficient:
 
     Args:
         initial: First coefficient.
-        target: Divergence aimed at, nats a token.
+        target: Divergence aimed at, nats per token.
         horizon: Samples over which the coefficient follows.
     """
 
@@ -526,7 +515,7 @@ class BatchAdvantages:
             outcomes: [B] float64.
             keys: [B, 2] int64, prompt group and place in the group.
         """
-        assert not is_token_level(self._estimator)
+        estimator = cast("OutcomeEstimator", self._estimator)
         dp_size, own = dist.get_world_size(self._mesh.dp_group), self._mesh.dp_rank
         shares: list[tuple[Tensor, Tensor]] = [(outcomes, keys)] * dp_size
         if dp_size > 1:
@@ -535,7 +524,7 @@ class BatchAdvantages:
         # Each group together and its trajectories in order, whichever ranks hold them.
         order = torch.from_numpy(np.lexsort((all_keys[:, 1].numpy(), all_keys[:, 0].numpy())))
         everything = torch.empty(len(order), dtype=torch.float32)
-        everything[order] = self._estimator(all_outcomes[order], all_keys[order, 0])
+        everything[order] = estimator(all_outcomes[order], all_keys[order, 0])
         return everything.split([len(share[0]) for share in shares])[own]
 
     def _total(self, values: Tensor) -> Tensor:
@@ -561,7 +550,4 @@ def _policy_tokens(sequences: Sequence[TokenSequence], name: str) -> Tensor:
 def _with_column(sequences: Sequence[TokenSequence], name: str, values: Tensor) -> list[TokenSequence]:
     """The sequences with a column that holds [M] values at the tokens in the loss, and 0 elsewhere."""
     parts = values.float().split([int(np.count_nonzero(s.loss_mask)) for s in sequences])
-    columns = [np.zeros(len(sequence.input_ids), dtype=np.float32) for sequence in sequences]
-    for column, sequence, part in zip(columns, sequences, parts, strict=True):
-        column[sequence.loss_mask] = part.numpy()
-    return [sequence.with_column(name, column) for sequence, column in zip(sequences, columns, strict=True)]
+    return [sequence.with_tokens(name, part.numpy()) for sequence, part in zip(sequences, parts, strict=True)]

@@ -48,6 +48,9 @@ from .lora import add_adapters, has_adapters, merged_weights
 from .trainer import Trainer
 from .weights import copy_tokenizer, write_model
 
+_PREFIX = "pretrained."
+"""What the head puts before the names of the model's parameters."""
+
 
 class ShardedCheckpointer:
     """Saves and loads one trainer. Every method is a collective: all ranks call it together.
@@ -255,9 +258,6 @@ def _set_random_state(state: dict[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
     if state["cuda"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
-
-
-_PREFIX = "pretrained."
 
 
 def export(checkpoint: Path, out: Path, *, dtype: str = "") -> Path:

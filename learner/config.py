@@ -167,57 +167,42 @@ class AlgorithmConfig:
         return self.advantage == "remax"
 
     def __post_init__(self) -> None:
-        self._check_batch()
-        self._check_loss()
-        self._check_kl()
-        if not 0 <= self.overlong_buffer_tokens <= self.overlong_max_tokens:
-            raise ValueError(
-                "algorithm.overlong_buffer_tokens must be in 0..algorithm.overlong_max_tokens, got "
-                f"{self.overlong_buffer_tokens} and {self.overlong_max_tokens}"
-            )
-        for name in ("gamma", "gae_lambda"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"algorithm.{name} must be in [0, 1], got {getattr(self, name)}; 1 is usual")
-
-    def _check_batch(self) -> None:
         for name in ("groups_per_step", "samples_per_prompt", "num_mini_batches"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"algorithm.{name} must be >= 1, got {getattr(self, name)}")
-        if self.num_mini_batches > self.groups_per_step:
-            raise ValueError(
-                "algorithm.num_mini_batches must be <= algorithm.groups_per_step, since one update trains on whole "
-                f"prompt groups, got {self.num_mini_batches} and {self.groups_per_step}; lower the one or raise the "
-                "other"
-            )
-
-    def _check_loss(self) -> None:
-        for name in ("clip_low", "clip_high", "entropy_coef"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"algorithm.{name} must be >= 0, got {getattr(self, name)}; 0.2 is usual for a clip")
-        if self.dual_clip and not self.dual_clip > 1:
-            raise ValueError(f"algorithm.dual_clip must be > 1, got {self.dual_clip}; 0 switches it off, 3 is usual")
-        if self.aggregation is Aggregation.sequence_sum_norm and self.sequence_norm_tokens < 1:
-            raise ValueError(
-                "algorithm.aggregation=sequence_sum_norm needs algorithm.sequence_norm_tokens >= 1, "
-                f"got {self.sequence_norm_tokens}; the longest response is usual"
-            )
-        if not 0 <= self.correction_low <= 1 <= self.correction_high:
-            raise ValueError(
-                "algorithm.correction_low and correction_high must lie on both sides of 1, "
-                f"got {self.correction_low} and {self.correction_high}"
-            )
-
-    def _check_kl(self) -> None:
-        for name in ("kl_coef", "kl_reward_coef", "kl_target"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"algorithm.{name} must be >= 0, got {getattr(self, name)}; 0 switches it off")
-        if self.kl_horizon < 1:
-            raise ValueError(f"algorithm.kl_horizon must be >= 1, got {self.kl_horizon}; 10000 is usual")
-        if self.kl_target and not self.kl_reward_coef:
-            raise ValueError(
-                f"algorithm.kl_target={self.kl_target} adapts algorithm.kl_reward_coef, which is 0 and would stay 0; "
-                "set the coefficient to begin with, 0.1 for one"
-            )
+            _at_least(self, "algorithm", name, 1)
+        _at_least(self, "algorithm", "kl_horizon", 1, remedy="; 10000 is usual")
+        for name in ("clip_low", "clip_high", "entropy_coef", "kl_coef", "kl_reward_coef", "kl_target"):
+            _at_least(self, "algorithm", name, 0, remedy="; 0 switches it off, 0.2 is usual for a clip")
+        _at_least(self, "algorithm", "gamma", 0, 1, remedy="; 1 is usual")
+        _at_least(self, "algorithm", "gae_lambda", 0, 1, remedy="; 1 is usual")
+        _require(
+            self.num_mini_batches <= self.groups_per_step,
+            "algorithm.num_mini_batches must be <= algorithm.groups_per_step, since one update trains on whole prompt "
+            f"groups, got {self.num_mini_batches} and {self.groups_per_step}; lower the one or raise the other",
+        )
+        _require(
+            not self.dual_clip or self.dual_clip > 1,
+            f"algorithm.dual_clip must be > 1, got {self.dual_clip}; 0 switches it off, 3 is usual",
+        )
+        _require(
+            self.aggregation is not Aggregation.sequence_sum_norm or self.sequence_norm_tokens >= 1,
+            "algorithm.aggregation=sequence_sum_norm needs algorithm.sequence_norm_tokens >= 1, "
+            f"got {self.sequence_norm_tokens}; the longest response is usual",
+        )
+        _require(
+            0 <= self.correction_low <= 1 <= self.correction_high,
+            "algorithm.correction_low and correction_high must lie on both sides of 1, "
+            f"got {self.correction_low} and {self.correction_high}",
+        )
+        _require(
+            not self.kl_target or self.kl_reward_coef > 0,
+            f"algorithm.kl_target={self.kl_target} adapts algorithm.kl_reward_coef, which is 0 and would stay 0; set "
+            "the coefficient to begin with, 0.1 for one",
+        )
+        _require(
+            0 <= self.overlong_buffer_tokens <= self.overlong_max_tokens,
+            "algorithm.overlong_buffer_tokens must be in 0..algorithm.overlong_max_tokens, got "
+            f"{self.overlong_buffer_tokens} and {self.overlong_max_tokens}",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,16 +230,10 @@ class OptimizerConfig:
     clip_grad_norm: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.warmup_steps < 0:
-            raise ValueError(f"learner.optimizer.warmup_steps must be >= 0, got {self.warmup_steps}")
-        if self.lr < 0:
-            raise ValueError(f"learner.optimizer.lr must be >= 0, got {self.lr}")
-        if self.clip_grad_norm < 0:
-            raise ValueError(
-                f"learner.optimizer.clip_grad_norm must be >= 0, got {self.clip_grad_norm}; 0: no clipping"
-            )
-        if not 0 <= self.min_lr_ratio <= 1:
-            raise ValueError(f"learner.optimizer.min_lr_ratio must be in [0, 1], got {self.min_lr_ratio}")
+        for name in ("warmup_steps", "lr"):
+            _at_least(self, "learner.optimizer", name, 0)
+        _at_least(self, "learner.optimizer", "clip_grad_norm", 0, remedy="; 0: no clipping")
+        _at_least(self, "learner.optimizer", "min_lr_ratio", 0, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -275,12 +254,12 @@ class LoraConfig:
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.rank < 0:
-            raise ValueError(f"learner.lora.rank must be >= 0, got {self.rank}; 0 has no adapters")
-        if not self.target_modules:
-            raise ValueError("learner.lora.target_modules must name at least one layer, got none; all-linear is usual")
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"learner.lora.dropout must be in [0, 1), got {self.dropout}")
+        _at_least(self, "learner.lora", "rank", 0, remedy="; 0 has no adapters")
+        _require(
+            bool(self.target_modules),
+            "learner.lora.target_modules must name at least one layer, got none; all-linear is usual",
+        )
+        _require(0 <= self.dropout < 1, f"learner.lora.dropout must be in [0, 1), got {self.dropout}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -302,10 +281,8 @@ class CriticConfig:
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5))
 
     def __post_init__(self) -> None:
-        if self.warmup_steps < 0:
-            raise ValueError(f"learner.critic.warmup_steps must be >= 0, got {self.warmup_steps}")
-        if self.value_clip < 0:
-            raise ValueError(f"learner.critic.value_clip must be >= 0, got {self.value_clip}; 0: no clipping")
+        _at_least(self, "learner.critic", "warmup_steps", 0)
+        _at_least(self, "learner.critic", "value_clip", 0, remedy="; 0: no clipping")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -393,24 +370,35 @@ class LearnerConfig:
     reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
 
     def __post_init__(self) -> None:
-        if self.num_ranks < 1:
-            raise ValueError(f"learner.num_ranks must be >= 1, got {self.num_ranks}")
-        if self.sp_size < 1 or self.num_ranks % self.sp_size:
-            raise ValueError(
-                f"learner.sp_size must divide learner.num_ranks, got sp_size={self.sp_size}, num_ranks={self.num_ranks}"
-            )
-        if self.fsdp_size != -1 and (self.fsdp_size < 1 or self.num_ranks % self.fsdp_size):
-            raise ValueError(
-                f"learner.fsdp_size must be -1 or divide learner.num_ranks, got fsdp_size={self.fsdp_size}, "
-                f"num_ranks={self.num_ranks}; -1 shards over all ranks"
-            )
+        _at_least(self, "learner", "num_ranks", 1)
+        _require(
+            self.sp_size >= 1 and self.num_ranks % self.sp_size == 0,
+            f"learner.sp_size must divide learner.num_ranks, got sp_size={self.sp_size}, num_ranks={self.num_ranks}",
+        )
+        _require(
+            self.fsdp_size == -1 or (self.fsdp_size >= 1 and self.num_ranks % self.fsdp_size == 0),
+            f"learner.fsdp_size must be -1 or divide learner.num_ranks, got fsdp_size={self.fsdp_size}, "
+            f"num_ranks={self.num_ranks}; -1 shards over all ranks",
+        )
         for name in ("max_tokens_per_micro_batch", "logprob_chunk_tokens", "start_timeout_s", "step_timeout_s"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"learner.{name} must be > 0, got {getattr(self, name)}")
-        if self.keep_checkpoints != -1 and self.keep_checkpoints < 1:
-            raise ValueError(f"learner.keep_checkpoints must be -1 or >= 1, got {self.keep_checkpoints}")
-        if self.keep_snapshots != -1 and self.keep_snapshots < 2:
-            raise ValueError(
-                f"learner.keep_snapshots must be -1 or >= 2, got {self.keep_snapshots}; an engine may still be loading "
-                "the version before the newest"
-            )
+            _require(getattr(self, name) > 0, f"learner.{name} must be > 0, got {getattr(self, name)}")
+        _require(
+            self.keep_checkpoints == -1 or self.keep_checkpoints >= 1,
+            f"learner.keep_checkpoints must be -1 or >= 1, got {self.keep_checkpoints}",
+        )
+        _require(
+            self.keep_snapshots == -1 or self.keep_snapshots >= 2,
+            f"learner.keep_snapshots must be -1 or >= 2, got {self.keep_snapshots}; an engine may still be loading the "
+            "version before the newest",
+        )
+
+
+def _require(holds: bool, message: str) -> None:
+    if not holds:
+        raise ValueError(message)
+
+
+def _at_least(config: object, section: str, name: str, low: int, high: float = math.inf, remedy: str = "") -> None:
+    """Require an option to be finite and within its bounds."""
+    value, bounds = getattr(config, name), f">= {low}" if high == math.inf else f"in [{low}, {high}]"
+    _require(low <= value <= high and value < math.inf, f"{section}.{name} must be {bounds}, got {value}{remedy}")

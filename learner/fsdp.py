@@ -264,14 +264,7 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def _fill_from_first_rank(model: nn.Module, whole: dict[str, Any], mesh: LearnerMesh, config: LearnerConfig) -> None:
-    """Give every rank its shards of rank 0's weights, tensor by tensor, and rank 0's buffers.
-
-    Args:
-        model: Sharded; on the ranks without weights on the meta device.
-        whole: Rank 0's weights before they were sharded; empty on the others.
-        mesh: The group.
-        config: See `shard_model`.
-    """
+    """Give every rank its shards of ``whole``, rank 0's weights, tensor by tensor, and rank 0's buffers."""
     if any(parameter.is_meta for parameter in model.parameters()):
         home = torch.device("cpu") if config.offload_policy else mesh.device
         before = torch.__future__.get_swap_module_params_on_conversion()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -30,8 +30,18 @@ from .ulysses import (
 )
 
 
+class TrainableHead(Protocol):
+    """A head that an objective can be minimised through."""
+
+    def inputs(self, batch: MicroBatch, *, entropy: bool = False) -> TokenInputs:
+        """Run the model and hand an objective what it reads, with entropies where it asks for them."""
+        ...
+
+
 class PackedHead(nn.Module):
     """A Hugging Face model that runs on micro-batches, split over the sp ranks where there are several.
+
+    The ``forward`` of a head takes a micro-batch on the model's device and returns [M] float32 tensors, one or more.
 
     Attributes:
         attention: What computes attention; never ``auto``.
@@ -49,14 +59,6 @@ class PackedHead(nn.Module):
         super().__init__()
         self.pretrained = pretrained
         self.recurrent = RecurrentLayers(pretrained)
-
-    def forward(self, batch: MicroBatch) -> tuple[Tensor, ...]:
-        """[M] float32 tensors at the tokens in the loss of a micro-batch on the model's device."""
-        raise NotImplementedError
-
-    def inputs(self, batch: MicroBatch, *, entropy: bool = False) -> TokenInputs:
-        """Run the model and hand an objective what it reads, with entropies where it asks for them."""
-        raise NotImplementedError
 
     def hidden_states(self, batch: MicroBatch) -> Tensor:
         """Last hidden states [N, h] of a micro-batch on the model's device; this rank's part of them under Ulysses."""

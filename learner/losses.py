@@ -8,15 +8,24 @@ http://joschu.net/blog/kl-approx.html. Letter: M tokens in the loss of a micro-b
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
+from asyncrl.protocol.registry import Registry
+
 from .config import Aggregation, AlgorithmConfig, Correction, KLEstimator
-from .registry import Registry
+
+MAX_LOG_WEIGHT = 20.0
+"""Logarithms of ratios and weights are cut here, so that they and their gradients stay finite (e^20 is 5e8)."""
+
+MAX_LOW_VARIANCE = 10.0
+"""Largest value, either way, of the ``low_variance`` estimator."""
+
+_SERIES_UP_TO = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,18 +86,13 @@ class LossTerms:
     metrics: Mapping[str, Tensor] = field(default_factory=dict)
 
 
-class PolicyLoss(Protocol):
-    """A loss by its options."""
-
-    def __call__(self, inputs: LossInputs, config: AlgorithmConfig) -> LossTerms:
-        """See `LossInputs` and `LossTerms`."""
-        ...
-
+PolicyLoss: TypeAlias = Callable[[LossInputs, AlgorithmConfig], LossTerms]
+"""A loss by its options."""
 
 LOSSES: Registry[PolicyLoss] = Registry("algorithm.loss")
 
 BY_TOKEN = frozenset({"ppo_clip", "cispo", "reinforce"})
-"""Losses of a token that read nothing of its trajectory's other tokens; of others, and of your own, none is known."""
+"""Losses whose value at a token depends on that token alone. Any other, your own too, gets whole trajectories."""
 
 
 def anchor_log_probs(inputs: LossInputs, config: AlgorithmConfig) -> Tensor:
@@ -199,15 +203,6 @@ def token_weights(
         share = 1.0 / (max(1, num_trajectories) * sequence_norm_tokens)
         return torch.full_like(inputs.trajectory_index, share, dtype=torch.float32)
     return 1.0 / (inputs.trajectory_lengths[inputs.trajectory_index] * max(1, num_trajectories)).float()
-
-
-MAX_LOG_WEIGHT = 20.0
-"""Logarithms of ratios and weights are cut here, so that they and their gradients stay finite (e^20 is 5e8)."""
-
-MAX_LOW_VARIANCE = 10.0
-"""Largest value, either way, of the ``low_variance`` estimator."""
-
-_SERIES_UP_TO = 0.05
 
 
 def importance_weights(log_weights: Tensor, inputs: TokenInputs, config: AlgorithmConfig) -> Tensor:

@@ -119,26 +119,23 @@ class OffloadPolicy:
     """
 
     def __init__(self, config: LearnerConfig, models: Sequence[nn.Module], optimizer: ModelOptimizer | None) -> None:
-        self._param_offload = config.param_offload
-        self._optimizer_offload = config.optimizer_offload
-        self._at_transition = config.offload_at_transition_only
-        if self._at_transition and (self._param_offload or self._optimizer_offload):
+        by_use, at_transition = (config.param_offload, config.optimizer_offload), config.offload_at_transition_only
+        if at_transition and any(by_use):
             log.warning(
                 "learner.offload_at_transition_only is ignored: param_offload=%s and optimizer_offload=%s offload "
                 "after every use; switch them off to offload at the transition only",
-                self._param_offload,
-                self._optimizer_offload,
+                *by_use,
             )
-            self._at_transition = False
-        if config.offload_policy and (self._param_offload or self._optimizer_offload or self._at_transition):
+            at_transition = False
+        if config.offload_policy and (any(by_use) or at_transition):
             log.warning(
                 "learner.param_offload=%s, optimizer_offload=%s and offload_at_transition_only=%s are ignored: "
                 "offload_policy keeps everything on the host already; switch it off to move by use or by transition",
-                self._param_offload,
-                self._optimizer_offload,
-                self._at_transition,
+                *by_use,
+                at_transition,
             )
-            self._param_offload = self._optimizer_offload = self._at_transition = False
+            by_use, at_transition = (False, False), False
+        (self._param_offload, self._optimizer_offload), self._at_transition = by_use, at_transition
         self._models = models
         self._device = next((p.device for model in models for p in model.parameters()), torch.device("cpu"))
         self._model = MovableTensors(lambda: (t for model in models for t in _model_tensors(model)))

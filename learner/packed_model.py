@@ -22,7 +22,7 @@ from .config import LearnerConfig
 from .fsdp import LearnerMesh, open_mesh, parameter_types, shard_model
 from .heads import LogProbHead, PackedHead
 from .lora import adapters_off, add_adapters
-from .packing import MicroBatch, pack
+from .packing import MicroBatch, pack, tokens_in_loss
 from .roles import Role
 from .selftest import SelfTest, SelfTestResult
 from .types import TokenSequence
@@ -184,10 +184,8 @@ class PackedModel:
         self, sequences: Sequence[TokenSequence], *, whole: bool = False, keep_branches: bool = False
     ) -> PackedBatch:
         """Micro-batches, as many on every rank; see `learner.packing.pack`."""
-        in_loss = {s.trajectory: 0 for s in sequences}
-        for sequence in sequences:
-            in_loss[sequence.trajectory] += int(np.count_nonzero(sequence.loss_mask))
-        counts = torch.tensor([sum(in_loss.values()), sum(map(bool, in_loss.values()))], device=self.mesh.device)
+        in_loss = tokens_in_loss(sequences).values()
+        counts = torch.tensor([sum(in_loss), sum(map(bool, in_loss))], device=self.mesh.device)
         num_tokens, num_trajectories = self.mesh.sum_over_dp(counts).tolist()
         micro_batches = pack(
             sequences,

@@ -51,6 +51,14 @@ class MicroBatch:
         return MicroBatch(**tensors, lengths=self.lengths, columns=columns, source=self.source)
 
 
+def tokens_in_loss(sequences: Sequence[TokenSequence]) -> dict[SampleKey, int]:
+    """Tokens in the loss of each trajectory, on all its branches."""
+    totals = dict.fromkeys((sequence.trajectory for sequence in sequences), 0)
+    for sequence in sequences:
+        totals[sequence.trajectory] += int(np.count_nonzero(sequence.loss_mask))
+    return totals
+
+
 def pack(
     sequences: Sequence[TokenSequence],
     *,
@@ -77,7 +85,7 @@ def pack(
         At least one micro-batch; they hold every sequence once.
 
     Raises:
-        ValueError: a sequence alone is over the budget, or ``keep_branches`` cannot be kept.
+        ValueError: a sequence alone is over the budget, or branches do not fit together under ``keep_branches``.
     """
     lengths = _packed_lengths(sequences, whole)
     if lengths and max(lengths) > max_tokens:
@@ -85,21 +93,21 @@ def pack(
             f"learner.max_tokens_per_micro_batch must hold the longest sequence, got {max_tokens} for a sequence of "
             f"{max(lengths)} tokens; raise it, or lower the longest prompt or response"
         )
-    in_loss: dict[SampleKey, int] = {}
     branches: dict[SampleKey, list[int]] = {}
     for index, sequence in enumerate(sequences):
-        key = sequence.trajectory
-        in_loss[key] = in_loss.get(key, 0) + int(np.count_nonzero(sequence.loss_mask))
-        branches.setdefault(key, []).append(index)
-    units = list(branches.values())
-    if len(units) < len(sequences):
-        units = [part for unit in units for part in _kept_or_split(unit, lengths, max_tokens, together, keep_branches)]
+        branches.setdefault(sequence.trajectory, []).append(index)
+    units = [
+        part
+        for unit in branches.values()
+        for part in _kept_or_split(unit, lengths, max_tokens, together, keep_branches)
+    ]
     sizes = [sum(lengths[index] for index in unit) for unit in units]
     count = agree(max(1, num_bins(sizes, max_tokens) if together else len(units)))
     if together:
         parts = [[index for place in part for index in units[place]] for part in bin_lengths(sizes, max_tokens, count)]
     else:
         parts = units + [[] for _ in range(count - len(units))]
+    in_loss = tokens_in_loss(sequences)
     ordered = [sorted(part, key=lambda i: -lengths[i]) for part in parts]
     return [_micro_batch(sequences, source, [lengths[i] for i in source] or [1], in_loss) for source in ordered]
 
@@ -108,8 +116,10 @@ def _kept_or_split(
     unit: list[int], lengths: Sequence[int], max_tokens: int, together: bool, keep_branches: bool
 ) -> list[list[int]]:
     """The branches of a trajectory as one item to pack, or each alone where they cannot share a micro-batch."""
+    if len(unit) == 1:
+        return [unit]
     num_tokens = sum(lengths[index] for index in unit)
-    if len(unit) == 1 or (together and num_tokens <= max_tokens):
+    if together and num_tokens <= max_tokens:
         return [unit]
     if keep_branches and not together:
         raise ValueError(

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from asyncrl.protocol.data_proto import DataProto
 from asyncrl.protocol.future import DataProtoFuture
 
 from .config import AlgorithmConfig, LearnerConfig, OptimizerConfig
@@ -21,6 +20,9 @@ from .heads import LogProbHead, PackedHead, RewardHead, ValueHead
 from .objectives import Objective, policy_objective, value_objective
 from .pretrained import load_causal_lm, load_critic, load_reward_model
 from .types import RankBatch, SampleKey
+
+Scores = Mapping[SampleKey, np.ndarray]
+"""[tokens in the loss] float32 per trajectory, branch after branch."""
 
 
 class Loader(Protocol):
@@ -109,9 +111,6 @@ def scored_by(column: str, config: LearnerConfig) -> Role:
     return next(role for role in ROLES.values() if role.column == column)
 
 
-_VALUES = "values"
-
-
 @dataclass(frozen=True, kw_only=True)
 class RemoteScores:
     """What a role computes of a batch, still under way.
@@ -135,45 +134,11 @@ class RemoteScores:
         Returns:
             One future per rank, of sample to scores; it refers only to the ranks that scored its samples.
         """
-        sp_size = len(self.results) // len(self.batches)
-        scored = [set(batch.sample_keys) for batch in self.batches]
-        return [
-            DataProtoFuture(
-                collect_fn=unpack_scores,
-                futures=[
-                    self.results[index * sp_size]
-                    for index, keys in enumerate(scored)
-                    if not keys.isdisjoint(batch.sample_keys)
-                ],
-            )
-            for batch in batches
-        ]
+        first_sp_ranks = self.results[:: len(self.results) // len(self.batches)]
+        scored = [(result, set(batch.sample_keys)) for result, batch in zip(first_sp_ranks, self.batches, strict=True)]
+        needed = [[result for result, keys in scored if not keys.isdisjoint(batch.sample_keys)] for batch in batches]
+        return [DataProtoFuture(collect_fn=_joined, futures=results) for results in needed]
 
 
-def pack_scores(scores: Mapping[SampleKey, np.ndarray]) -> DataProto:
-    """Scores as rows that travel.
-
-    Args:
-        scores: [tokens in the loss] float32 per sample.
-    """
-    longest = max(map(len, scores.values()), default=0)
-    rows = [np.pad(row, (0, longest - len(row))) for row in scores.values()]
-    columns = {
-        "group_ids": np.array([group_id for group_id, _ in scores], dtype=np.int64),
-        "samples": np.array([sample for _, sample in scores], dtype=np.int64),
-        "lengths": np.array([len(row) for row in scores.values()], dtype=np.int64),
-        _VALUES: np.stack(rows) if rows else np.zeros((0, 0), dtype=np.float32),
-    }
-    return DataProto.from_dict({name: torch.from_numpy(column) for name, column in columns.items()})
-
-
-def unpack_scores(parts: Sequence[DataProto]) -> dict[SampleKey, np.ndarray]:
-    """The inverse of `pack_scores`, of what several ranks packed."""
-    scores: dict[SampleKey, np.ndarray] = {}
-    for part in parts:
-        assert part.batch is not None
-        names = ("group_ids", "samples", "lengths", _VALUES)
-        group_ids, samples, lengths, rows = (part.batch[name].numpy() for name in names)
-        for group_id, sample, length, row in zip(group_ids, samples, lengths, rows, strict=True):
-            scores[int(group_id), int(sample)] = row[:length]
-    return scores
+def _joined(parts: Sequence[Scores]) -> Scores:
+    return {key: values for part in parts for key, values in part.items()}

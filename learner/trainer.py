@@ -6,6 +6,7 @@ RL workers and supervised fine-tuning train through the same `Trainer`. Everythi
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from torch import Tensor
 from .batching import split_sequences
 from .config import LearnerConfig
 from .fsdp import drop_gradients, prepare_backward
+from .heads import TrainableHead
 from .losses import token_weights
 from .objectives import Objective
 from .optimizer import ModelOptimizer
@@ -92,7 +94,8 @@ class Trainer(PackedModel):
         self, micro_batch: MicroBatch, objective: Objective, batch: PackedBatch
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """What a micro-batch adds to the loss of the whole batch, with gradient, and to each metric."""
-        inputs = self.head.inputs(micro_batch.to(self.mesh.device), entropy=objective.needs_entropy)
+        head = cast("TrainableHead", self.head)  # a role with an objective has one
+        inputs = head.inputs(micro_batch.to(self.mesh.device), entropy=objective.needs_entropy)
         terms = objective.loss(inputs)
         weights = token_weights(
             inputs,

@@ -91,6 +91,12 @@ class TokenSequence:
         """The sequence with one more [T] float32 column."""
         return replace(self, columns={**self.columns, name: values})
 
+    def with_tokens(self, name: str, values: np.ndarray) -> TokenSequence:
+        """The sequence with one more column, of values at the tokens in the loss and 0 elsewhere."""
+        column = np.zeros(len(self.input_ids), dtype=np.float32)
+        column[self.loss_mask] = values
+        return self.with_column(name, column)
+
     def __post_init__(self) -> None:
         length = len(self.input_ids)
         if length == 0:

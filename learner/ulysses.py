@@ -337,13 +337,17 @@ class _SeqAllToAll(torch.autograd.Function):
         return None, _all_to_all(grad_outputs[0], ctx.dims[0], ctx.dims[1], ctx.group), None, None
 
 
+def _gathered(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+    parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, x.contiguous(), group=group)
+    return torch.cat(parts, dim=dim)
+
+
 class _GatherParts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, group: ProcessGroup, x: Tensor, dim: int, scale_gradient: bool) -> Tensor:
         ctx.group, ctx.dim, ctx.scale_gradient = group, dim, scale_gradient
-        parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(parts, x.contiguous(), group=group)
-        return torch.cat(parts, dim=dim)
+        return _gathered(x, dim, group)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
@@ -356,9 +360,7 @@ class _GatherSummed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, group: ProcessGroup, x: Tensor, dim: int) -> Tensor:
         ctx.group, ctx.dim = group, dim
-        parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(parts, x.contiguous(), group=group)
-        return torch.cat(parts, dim=dim)
+        return _gathered(x, dim, group)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:

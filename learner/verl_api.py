@@ -1,12 +1,16 @@
 """verl's worker methods over the same trainer: a `DataProto` in, a `DataProto` out, and the caller waits.
 
 A row is a prompt padded on the left and a response padded on the right: ``input_ids``, ``attention_mask`` and
-``position_ids`` are [B, L]; ``responses`` and everything about single tokens are [B, R], R <= L, for the last R places.
+``position_ids`` are [B, L]; ``responses`` and everything about single tokens are [B, R], R <= L, for the last R places,
+0 where the response is padded. Every method takes these four. ``temperature`` of ``meta_info`` replaces that of the
+run. Micro-batches are packed by the worker's own token budget, whatever ``meta_info`` says about them. The classes take
+the options of `ModelWorker`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -26,29 +30,14 @@ _VERL_METRICS = {"value_loss": "vf_loss", "value_clip_fraction": "vf_clipfrac", 
 
 
 class ActorWorker(ModelWorker):
-    """One rank of the actor. With LoRA it is the reference too: the policy with its adapters off.
-
-    Args:
-        config: Options of the group it runs in.
-        algorithm: What is optimised.
-        options: Those of `ModelWorker`, by name.
-    """
+    """One rank of the actor. With LoRA it is the reference too: the policy with its adapters off."""
 
     def __init__(self, config: LearnerConfig, algorithm: AlgorithmConfig, **options: Any) -> None:
         super().__init__(ACTOR, config, algorithm, **options)
 
     @register(dispatch_mode=BY_ROWS)
     def compute_log_prob(self, data: DataProto) -> DataProto:
-        """Log-probs and entropies of responses under the policy as it is.
-
-        Args:
-            data: Rows of ``input_ids``, ``attention_mask``, ``position_ids``, ``responses``; ``temperature`` of
-                ``meta_info`` replaces that of the run. Micro-batches are packed by this worker's own token budget,
-                whatever ``meta_info`` says about them.
-
-        Returns:
-            ``old_log_probs`` and ``entropys``, [B, R] float32, 0 where the response is padded.
-        """
+        """``old_log_probs`` and ``entropys`` [B, R] float32 of responses under the policy as it is."""
         temperature = float(data.meta_info.get("temperature", self._temperature))
         with self._offload.reading(), self._model.at_temperature(temperature):
             log_probs, entropies = self._model.log_probs_and_entropies(scored_sequences(data))
@@ -72,10 +61,9 @@ class ActorWorker(ModelWorker):
         """Make the optimizer updates of one step.
 
         Args:
-            data: Rows as for `compute_log_prob`, with ``old_log_probs`` and ``advantages``, ``response_mask`` where
-                not all attended response tokens are the policy's, ``rollout_log_probs`` where an off-policy correction
-                is configured and the engine's log-probs are not the old ones, ``ref_log_prob`` under
-                ``algorithm.kl_coef``. ``temperature`` of ``meta_info`` replaces that of the run.
+            data: With ``old_log_probs`` and ``advantages``, ``response_mask`` where not all attended response tokens
+                are the policy's, ``rollout_log_probs`` where an off-policy correction is configured and the engine's
+                log-probs are not the old ones, ``ref_log_prob`` under ``algorithm.kl_coef``.
 
         Returns:
             ``meta_info["metrics"]``: the step's metrics as ``actor/<name>``, the same on every rank.
@@ -97,27 +85,14 @@ class ActorWorker(ModelWorker):
 
 
 class CriticWorker(ModelWorker):
-    """One rank of the critic.
-
-    Args:
-        config: Options of the group it runs in; ``config.critic`` is its own part.
-        algorithm: What is optimised.
-        options: Those of `ModelWorker`, by name.
-    """
+    """One rank of the critic."""
 
     def __init__(self, config: LearnerConfig, algorithm: AlgorithmConfig, **options: Any) -> None:
         super().__init__(CRITIC, config, algorithm, **options)
 
     @register(dispatch_mode=BY_ROWS)
     def compute_values(self, data: DataProto) -> DataProto:
-        """Values of the states before the tokens of responses.
-
-        Args:
-            data: Rows of ``input_ids``, ``attention_mask``, ``position_ids``, ``responses``.
-
-        Returns:
-            ``values`` [B, R] float32, 0 where the response is padded.
-        """
+        """``values`` [B, R] float32 of the states before the tokens of responses."""
         with self._offload.reading():
             values = self._model.scores(scored_sequences(data))
         return DataProto.from_dict({"values": response_rows(data, values)})
@@ -127,8 +102,8 @@ class CriticWorker(ModelWorker):
         """Make the optimizer updates of one step.
 
         Args:
-            data: Rows as for `compute_values`, with ``values`` and ``returns``, and ``response_mask`` where not all
-                attended response tokens are the policy's.
+            data: With ``values`` and ``returns``, and ``response_mask`` where not all attended response tokens are the
+                policy's.
 
         Returns:
             ``meta_info["metrics"]``: ``critic/vf_loss``, ``critic/vf_clipfrac``, ``critic/vpred_mean``,
@@ -143,55 +118,27 @@ class CriticWorker(ModelWorker):
 
 
 class ReferenceWorker(ModelWorker):
-    """One rank of the reference, a frozen copy of the policy that the run starts from.
-
-    Args:
-        config: Options of the group it runs in.
-        algorithm: What is optimised.
-        options: Those of `ModelWorker`, by name.
-    """
+    """One rank of the reference, a frozen copy of the policy that the run starts from."""
 
     def __init__(self, config: LearnerConfig, algorithm: AlgorithmConfig, **options: Any) -> None:
         super().__init__(REFERENCE, config, algorithm, **options)
 
     @register(dispatch_mode=BY_ROWS)
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
-        """Log-probs of responses under the reference.
-
-        Args:
-            data: Rows of ``input_ids``, ``attention_mask``, ``position_ids``, ``responses``; ``temperature`` of
-                ``meta_info`` replaces that of the run.
-
-        Returns:
-            ``ref_log_prob`` [B, R] float32, 0 where the response is padded.
-        """
+        """``ref_log_prob`` [B, R] float32 of responses under the reference."""
         with self._offload.reading():
             return _reference_rows(self._model, data, self._temperature)
 
 
 class RewardModelWorker(ModelWorker):
-    """One rank of the reward model; its model's tokens are the policy's.
-
-    Args:
-        config: Options of the group it runs in.
-        algorithm: What is optimised.
-        options: Those of `ModelWorker`, by name.
-    """
+    """One rank of the reward model; its model's tokens are the policy's."""
 
     def __init__(self, config: LearnerConfig, algorithm: AlgorithmConfig, **options: Any) -> None:
         super().__init__(REWARD_MODEL, config, algorithm, **options)
 
     @register(dispatch_mode=BY_ROWS)
     def compute_rm_score(self, data: DataProto) -> DataProto:
-        """Scores of whole rows, each at the last token of its response.
-
-        Args:
-            data: Rows of ``input_ids``, ``attention_mask``, ``position_ids``, ``responses``, in the reward model's own
-                tokens.
-
-        Returns:
-            ``rm_scores`` [B, R] float32, 0 but for the last attended token.
-        """
+        """``rm_scores`` [B, R] float32 of whole rows in the reward model's own tokens, at the last attended token."""
         with self._offload.reading():
             scores = self._model.scores(scored_sequences(data))
         return DataProto.from_dict({"rm_scores": response_rows(data, scores)})
@@ -246,15 +193,7 @@ def trained_sequences(data: DataProto, columns: Mapping[str, str], *, num_mini_b
     mask = _array(data, "response_mask").astype(bool) if "response_mask" in _names(data) else attended
     tensors = {name: _array(data, source).astype(np.float32) for name, source in columns.items()}
     sequences = _sequences(data, mask & attended, tensors)
-    return [
-        TokenSequence(
-            input_ids=s.input_ids,
-            loss_mask=s.loss_mask,
-            columns=s.columns,
-            mini_batch=index * num_mini_batches // len(sequences),
-        )
-        for index, s in enumerate(sequences)
-    ]
+    return [replace(s, mini_batch=i * num_mini_batches // len(sequences)) for i, s in enumerate(sequences)]
 
 
 def response_rows(data: DataProto, values: Sequence[np.ndarray]) -> Tensor:

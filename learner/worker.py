@@ -19,7 +19,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from asyncrl.protocol.data_proto import DataProto
 from asyncrl.protocol.errors import StalenessError
 from asyncrl.protocol.ports import TrajectorySource
 from asyncrl.protocol.trajectory import TrajectoryGroup
@@ -32,14 +31,11 @@ from .checkpoint_folder import read_progress
 from .config import AlgorithmConfig, LearnerConfig
 from .offload import OffloadPolicy
 from .packed_model import PackedModel
-from .roles import CRITIC, Role, pack_scores, scored_by
+from .roles import CRITIC, Role, Scores, scored_by
 from .trainer import LearnerStep, Trainer
 from .trajectory_log import TrajectoryLog
 from .types import RankBatch, SampleKey, TokenSequence, group_sequences
 from .weights import SnapshotWriter, save_policy
-
-Scores = Mapping[SampleKey, np.ndarray]
-"""[tokens in the loss] float32 per trajectory, branch after branch."""
 
 _MESH = "dp"
 
@@ -169,7 +165,7 @@ class ModelWorker(Worker):
         self.cache.open_roles.add(self.role.name)
 
     @register(dispatch_mode=PER_DP_RANK, blocking=False)
-    def score(self, batch: RankBatch, send: bool = True) -> DataProto | None:
+    def score(self, batch: RankBatch, send: bool = True) -> Scores | None:
         """Score the role's column for planned samples, under the weights that the run starts from where it is frozen.
 
         Args:
@@ -181,7 +177,7 @@ class ModelWorker(Worker):
         """
         scores = self._scored(batch)
         self.cache.keep_scores(batch.version, self.role.column, scores)
-        return pack_scores(scores) if send and self._model.mesh.sp_rank == 0 else None
+        return scores if send and self._model.mesh.sp_rank == 0 else None
 
     @register(dispatch_mode=PER_DP_RANK, blocking=False)
     def rewards(self, batch: RankBatch) -> dict[SampleKey, float]:
@@ -231,9 +227,6 @@ class ModelWorker(Worker):
     def publish_weights(self, version: int) -> WeightSnapshot:
         """Write the weights for the engines; the snapshot is there when rank 0 returns.
 
-        Args:
-            version: Learner steps contained in the weights.
-
         Raises:
             ValueError: the role publishes nothing.
         """
@@ -245,9 +238,6 @@ class ModelWorker(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def rollout_mode(self, version: int) -> WeightSnapshot | None:
         """Hand the devices over to colocated engines: publish the weights, then offload if the options say so.
-
-        Args:
-            version: Learner steps contained in the policy's weights.
 
         Returns:
             The published weights, where the role has some to publish.
@@ -271,16 +261,7 @@ class ModelWorker(Worker):
     def save_checkpoint(
         self, directory: str, version: int = 0, wait: bool = True, run: Mapping[str, Any] | None = None
     ) -> str:
-        """Save model, optimizer, schedule position and random state.
-
-        Args:
-            directory: Holds the checkpoints of this role.
-            version: Learner steps contained in the weights.
-            wait: Return when the checkpoint is whole; otherwise it is written while training goes on.
-            run: What the controller needs to go on, as plain values.
-
-        Returns:
-            Where the checkpoint is, or will be.
+        """Save model, optimizer, schedule position and random state; see `ShardedCheckpointer.save`.
 
         Raises:
             ValueError: the role is frozen.
@@ -292,10 +273,7 @@ class ModelWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def load_checkpoint(self, directory: str) -> int | None:
-        """Restore the newest whole checkpoint.
-
-        Args:
-            directory: Holds checkpoints, or is one itself.
+        """Restore the newest whole checkpoint of a folder, or one itself.
 
         Returns:
             The policy version in it; None when there is no checkpoint, and nothing changed.
@@ -439,11 +417,9 @@ def _with_scores(sequences: Sequence[TokenSequence], name: str, scores: Scores) 
     used = dict.fromkeys(scores, 0)
     scored = []
     for sequence in sequences:
-        column = np.zeros(len(sequence.input_ids), dtype=np.float32)
         start, count = used[sequence.trajectory], int(np.count_nonzero(sequence.loss_mask))
-        column[sequence.loss_mask] = scores[sequence.trajectory][start : start + count]
         used[sequence.trajectory] += count
-        scored.append(sequence.with_column(name, column))
+        scored.append(sequence.with_tokens(name, scores[sequence.trajectory][start : start + count]))
     return scored
 
 

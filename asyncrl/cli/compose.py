@@ -21,7 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from asyncrl.config import RunConfig
-from learner.registry import absolute_name
+from asyncrl.protocol.registry import absolute_name
 
 CONFIG_DIR = Path(__file__).resolve().parents[2] / "configs"
 
@@ -94,9 +94,13 @@ def dump_yaml(config: RunConfig) -> str:
 
 
 def _with_whole_paths(config: RunConfig) -> RunConfig:
-    """A user's own algorithms by the whole path of their file: the ranks may run in another directory."""
-    names = {"loss": absolute_name(config.algorithm.loss), "advantage": absolute_name(config.algorithm.advantage)}
-    return replace(config, algorithm=replace(config.algorithm, **names))
+    """A user's own functions by the whole path of their file: workers may run in another directory."""
+    algorithm, fleet = config.algorithm, config.rollout_fleet
+    return replace(
+        config,
+        algorithm=replace(algorithm, loss=absolute_name(algorithm.loss), advantage=absolute_name(algorithm.advantage)),
+        rollout_fleet=replace(fleet, reward=absolute_name(fleet.reward)),
+    )
 
 
 def _schema() -> DictConfig:

@@ -143,6 +143,8 @@ async def warm_start(config: RunConfig, overrides: Sequence[str], log_path: Path
 async def _fine_tune(
     overrides: Sequence[str], log_path: Path, progress_timeout_s: float, say: Callable[[str], None]
 ) -> None:
+    scratch = log_path.with_name("sft-scratch")  # removed here: what is killed removes nothing itself
+    scratch.mkdir(exist_ok=True)
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         *_COMMAND,
@@ -151,7 +153,7 @@ async def _fine_tune(
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
         start_new_session=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        env=os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(scratch)},
     )
     lines: deque[str] = deque(maxlen=20)
     assert process.stdout is not None
@@ -169,6 +171,7 @@ async def _fine_tune(
         with suppress(ProcessLookupError):  # it has ended, which is what is wanted
             process.kill()
         status = await process.wait()
+        shutil.rmtree(scratch, ignore_errors=True)
     if status != 0:
         raise WorkerDiedError(
             f"the warm start (python -m asyncrl.sft) ended with status {status}; its last lines, of {log_path}:\n"

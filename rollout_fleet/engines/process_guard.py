@@ -106,9 +106,9 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal_at_parent_death(signal.SIGHUP)
     adopt_orphans()
-    if os.getppid() != int(owner_pid):
-        return 1
     try:
+        if os.getppid() != int(owner_pid):
+            return 1
         return Guard(command, float(grace_s)).wait()
     finally:
         shutil.rmtree(scratch_dir, ignore_errors=True)

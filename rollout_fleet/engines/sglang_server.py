@@ -85,6 +85,7 @@ class SGLangServer:
         self._port = 0
         self._api_key = secrets.token_hex(24)  # no dash in front, which would read as an option
         self._guard: Process | None = None
+        self._scratch: Path | None = None
         self._log_task: asyncio.Task[None] | None = None
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
         self._ready = asyncio.Event()
@@ -159,6 +160,8 @@ class SGLangServer:
                 logger.error("%s: its guard did not end; killing it, the kernel kills the server with it", self.name)
                 guard.kill()
                 await guard.wait()
+        if self._scratch is not None:  # a guard that was stopped while it started has not removed it
+            shutil.rmtree(self._scratch, ignore_errors=True)
         if self._log_task is not None:
             await asyncio.wait([self._log_task], timeout=1.0)
             self._log_task.cancel()
@@ -168,7 +171,7 @@ class SGLangServer:
         self._port = _free_port()
         self._ready.clear()
         self._tail.clear()
-        scratch = Path(tempfile.mkdtemp(prefix="asyncrl-"))
+        self._scratch = scratch = Path(tempfile.mkdtemp(prefix="asyncrl-"))
         (scratch / "logging.json").write_text(json.dumps(_LOGGING))
         (scratch / "server.yaml").write_text(f"api-key: {self._api_key}\n")
         command = [sys.executable, "-m", "sglang.launch_server", *self._arguments(scratch)]

@@ -4,9 +4,11 @@
 drawn from a seed, which is printed: ``ASYNCRL_FAULT_SEED=N`` repeats it.
 """
 
+import contextlib
 import os
 import signal
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ class Fault:
     """One row.
 
     Attributes:
-        part: Who gets the signal: ``supervisor``, ``controller``, or words of a process's name or command line.
+        part: Who gets the signal: ``supervisor``, ``controller``, or words of a process's name or command.
         signal: The signal.
         moment: The run is in this phase: a part of a line that it prints when it begins.
         status: The exit status that is expected.
@@ -78,6 +80,7 @@ FAULTS = (
     _killed("ray::ActorWorker", "error: ", "learner"),
     _killed("ray::RolloutWorker", "error: ", "rollout"),
     _killed("sglang.launch_server", "error: sglang-0", "sglang-0.log", engines=("sglang",)),
+    _killed("sglang::scheduler", "error: sglang-0", "sglang-0.log", engines=("sglang",)),
     _killed(
         "asyncrl.sft",
         "error: the warm start",
@@ -92,36 +95,28 @@ FAULTS = (
         status=1,
         words=("error: waited", "group 'rollout' rank 0"),
         options=_SHORT_WAITS,
-        end_timeout_s=60.0,
+        end_timeout_s=90.0,
     ),
 )
 
 
-@dataclass(frozen=True)
-class Belongings:
-    """What a run could leave on this machine.
+def shared_memory_of(processes: Iterable[psutil.Process]) -> set[int]:
+    """Inodes of what these processes map in shared memory: a semaphore is not mapped under its own name."""
+    inodes = set()
+    for process in processes:
+        with contextlib.suppress(OSError):
+            for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines():
+                fields = line.split(maxsplit=5)
+                if fields[-1].startswith("/dev/shm/"):
+                    inodes.add(int(fields[4]))
+    return inodes
 
-    Attributes:
-        shared_memory: Names in ``/dev/shm``.
-        scratch: Folders of servers in the temporary directory.
-        listening: Ports that something listens on.
-    """
 
-    shared_memory: frozenset[str] = field(default_factory=frozenset)
-    scratch: frozenset[str] = field(default_factory=frozenset)
-    listening: frozenset[int] = field(default_factory=frozenset)
+def left_in_shared_memory(inodes: set[int]) -> list[str]:
+    """What of these inodes still has a name."""
+    return [entry.name for entry in os.scandir("/dev/shm") if entry.inode() in inodes]
 
-    @classmethod
-    def now(cls, family: set[int]) -> "Belongings":
-        """What there is now; ports count where a process of the run listens on them."""
-        ports = {c.laddr.port for c in psutil.net_connections("tcp") if c.status == "LISTEN" and c.pid in family}
-        temporary = Path(os.environ.get("TMPDIR", "/tmp"))
-        return cls(
-            shared_memory=frozenset(
-                path.name
-                for path in Path("/dev/shm").iterdir()
-                if path.name.startswith(("asyncrl-", "sglang_", "sem.mp-"))
-            ),
-            scratch=frozenset(path.name for path in temporary.glob("asyncrl-*")),
-            listening=frozenset(ports),
-        )
+
+def listening_ports(processes: Collection[int]) -> list[int]:
+    """Ports that these processes listen on."""
+    return [c.laddr.port for c in psutil.net_connections("tcp") if c.status == "LISTEN" and c.pid in processes]

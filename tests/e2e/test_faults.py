@@ -6,7 +6,15 @@ import time
 
 import pytest
 
-from tests.e2e.faults import CONTROLLER, FAULTS, SUPERVISOR, Belongings, Fault
+from tests.e2e.faults import (
+    CONTROLLER,
+    FAULTS,
+    SUPERVISOR,
+    Fault,
+    left_in_shared_memory,
+    listening_ports,
+    shared_memory_of,
+)
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
@@ -22,11 +30,11 @@ ROWS = [
 def test_a_run_ends_as_the_table_says_and_leaves_nothing(start, fault: Fault, engine: str):
     seed = int(os.environ.get("ASYNCRL_FAULT_SEED", random.randrange(10**6)))
     print(f"ASYNCRL_FAULT_SEED={seed}")  # noqa: T201 - pytest shows it when the test fails
-    before = Belongings.now(set())
     run = start(*OPTIONS, f"rollout_fleet.engine={engine}", *fault.options)
     run.wait_for_line(fault.moment)
     time.sleep(random.Random(seed).uniform(0.0, 0.5))
     run.remember_family()
+    shared_memory = shared_memory_of(run.family.values())
     words = "asyncrl.train" if fault.part == CONTROLLER else fault.part
     os.kill(run.process.pid if fault.part == SUPERVISOR else run.pid_of(words), fault.signal)
     assert run.finish(fault.end_timeout_s) == fault.status, run.output
@@ -36,7 +44,7 @@ def test_a_run_ends_as_the_table_says_and_leaves_nothing(start, fault: Fault, en
     assert "memory ran out" not in last_words or fault.part == CONTROLLER
     assert "Traceback" not in "\n".join(run.lines[-5:])
     assert run.survivors() == []
-    after = Belongings.now(set(run.family))
-    assert after.shared_memory <= before.shared_memory
-    assert after.scratch <= before.scratch
-    assert after.listening == frozenset()
+    assert left_in_shared_memory(shared_memory) == []
+    assert not run.left_in_shared_memory()
+    assert [path.name for path in run.scratch.glob("asyncrl-*")] == []
+    assert listening_ports(run.family) == []

@@ -1,5 +1,7 @@
 """Who trains on what: balance over ranks and mini-batches, whatever the ranks, and the rewards that travel along."""
 
+import time
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -68,6 +70,14 @@ def test_parts_hold_every_item_once_and_are_balanced(sizes: list[int], num_parts
 def test_no_rank_has_five_percent_more_than_the_mean_where_each_has_eight_sequences(num_shards: int, seed: int) -> None:
     plan = long_tailed_plan(32, 8, seed)
     table = loads(plan, split(plan, num_shards))
+    assert table.max() <= max(1.05 * table.mean(), max(cost for group in plan.groups for cost in sample_costs(group)))
+
+
+def test_a_thousand_ranks_share_eight_thousand_sequences_within_seconds() -> None:
+    plan = long_tailed_plan(1024, 8, seed=0)
+    start = time.process_time()
+    table = loads(plan, split(plan, 1024))
+    assert time.process_time() - start < 10.0  # 0.6 s where this was written
     assert table.max() <= max(1.05 * table.mean(), max(cost for group in plan.groups for cost in sample_costs(group)))
 
 

@@ -1,13 +1,15 @@
 """Trajectories with several branches: losses, advantages and balance count trajectories; each token counts once."""
 
 import json
+import os
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from asyncrl.protocol.trajectory import Trajectory, TrajectoryGroup, Turn
 from asyncrl.protocol.types import FinishReason, Plan
@@ -17,7 +19,8 @@ from learner.batching import rank_batches, sample_costs
 from learner.config import Aggregation, AlgorithmConfig, Correction, Device, LearnerConfig, OptimizerConfig
 from learner.fsdp import open_mesh
 from learner.trainer import Trainer
-from learner.types import TokenSequence, group_sequences
+from learner.types import GroupShare, RankBatch, TokenSequence, group_sequences
+from learner.verl_api import RewardModelWorker
 from tests.support.policy_step import policy_step
 from tests.support.tiny_models import VOCABULARY, plain_log_probs, save_tiny_model
 
@@ -109,7 +112,7 @@ def test_the_ratio_of_gspo_is_that_of_the_whole_trajectory(model_path: str) -> N
 
 def test_the_weight_of_a_sequence_is_that_of_the_whole_trajectory(model_path: str) -> None:
     _, trajectories = by_trajectory(model_path)
-    weights = [float((own - was).sum().exp().clamp(max=2.0)) for own, was, _ in trajectories]
+    weights = [float((own.detach() - was).sum().exp().clamp(max=2.0)) for own, was, _ in trajectories]
     expected = sum(w * len(own) for w, (own, _, _) in zip(weights, trajectories, strict=True)) / 16
     trainer = Trainer(CONFIG, model_path=model_path, total_updates=1)
     algorithm = AlgorithmConfig(correction=Correction.sequence_truncated)
@@ -221,3 +224,26 @@ def test_token_estimators_pay_each_turn_at_its_last_token_and_the_rest_at_the_en
     )
     assert second == pytest.approx([0.5 * outcome, outcome])
     assert third == pytest.approx([(outcome - 1.0) * d for d in (0.125, 0.25, 0.5, 1)])
+
+
+class Source:
+    def __init__(self, group: TrajectoryGroup) -> None:
+        self.fetch = lambda group_ids: [group for _ in group_ids]
+
+
+def test_a_reward_model_scores_the_outcome_beside_the_rewards_of_turns(model_path: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    AutoModelForSequenceClassification.from_pretrained(model_path, num_labels=1).save_pretrained(tmp_path)
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1"}
+    shares = (GroupShare(group_id=7, samples=(0,), rewards=np.zeros(1, np.float32), mini_batch=0),)
+    scores = []
+    for turn_rewards in ({}, {1: 0.25, 4: 0.5}):
+        worker = RewardModelWorker(
+            LearnerConfig(device=Device.cpu),
+            AlgorithmConfig(),
+            model_path=str(tmp_path),
+            connect_buffer=partial(Source, earning(turn_rewards)),
+        )
+        worker.init_model()
+        scores.append(worker.rewards(RankBatch(version=0, shares=shares, max_lag=0))[7, 0])
+    assert scores[1] == pytest.approx(scores[0] + 0.75)

@@ -136,8 +136,10 @@ def test_shared_memory_of_a_killed_server_is_remembered_from_when_it_was_up(star
     assert started.nothing_is_left()
 
 
-def test_a_guard_without_its_owner_starts_nothing(tmp_path):
-    mark = tmp_path / "mark"
-    command = [sys.executable, "-I", "-S", str(GUARD), "1", "1.0", str(tmp_path / "none"), "touch", str(mark)]
+def test_a_guard_without_its_owner_starts_nothing_and_removes_the_scratch_folder(tmp_path):
+    mark, scratch = tmp_path / "mark", tmp_path / "scratch"
+    scratch.mkdir()
+    command = [sys.executable, "-I", "-S", str(GUARD), "1", "1.0", str(scratch), "touch", str(mark)]
     assert subprocess.run(command, timeout=10).returncode == 1
     assert not mark.exists()
+    assert not scratch.exists()

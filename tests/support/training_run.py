@@ -3,9 +3,11 @@
 import json
 import os
 import queue
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -23,6 +25,7 @@ class RunningTraining:
 
     def __init__(self, output_dir: Path, *overrides: str, cwd: Path = ROOT) -> None:
         self.output_dir = output_dir
+        self.scratch = Path(tempfile.mkdtemp(prefix="run-"))  # short: sockets lie in it
         self.process = subprocess.Popen(
             [sys.executable, "-m", "asyncrl.train", f"output_dir={output_dir}", *overrides],
             cwd=cwd,
@@ -30,7 +33,8 @@ class RunningTraining:
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
-            env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            env=os.environ
+            | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TMPDIR": str(self.scratch), "RAY_TMPDIR": "/tmp"},
         )
         self.lines: list[str] = []
         self.family: dict[int, psutil.Process] = {}
@@ -59,7 +63,7 @@ class RunningTraining:
     def finish(self, timeout_s: float) -> int:
         """Wait for the end; returns the exit status."""
         self.process.wait(timeout_s)
-        while (line := self._fresh.get(timeout=10)) is not None:
+        while (line := self._fresh.get(timeout=timeout_s)) is not None:
             self.lines.append(line)
         return self.process.returncode
 
@@ -89,10 +93,10 @@ class RunningTraining:
             self.family[child.pid] = child
 
     def pid_of(self, words: str) -> int:
-        """Pid of the first process of the run whose name or command line holds ``words``."""
+        """Pid of the first process of the run whose name or command, not its further arguments, holds ``words``."""
         self.remember_family()
         for child in self.family.values():
-            if child.is_running() and words in child.name() + " " + " ".join(child.cmdline()):
+            if child.is_running() and words in child.name() + " " + " ".join(child.cmdline()[:4]):
                 return child.pid
         raise AssertionError(
             f"no process of the run is called {words!r}: {[c.cmdline() for c in self.family.values()]}"
@@ -123,3 +127,4 @@ class RunningTraining:
         for process in self.family.values():
             if process.is_running():
                 process.kill()
+        shutil.rmtree(self.scratch, ignore_errors=True)
