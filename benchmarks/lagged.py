@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from threading import Event
 
 import numpy as np
 import torch
@@ -27,9 +28,9 @@ from learner.types import group_sequences
 from learner.weights import SnapshotWriter
 from rollout_fleet.engines.engine import SampleOutput, SampleRequest
 from rollout_fleet.engines.model_files import load_decoder, read_model_facts
-from rollout_fleet.engines.transformers_model import AbortFlag, GenerationModel
+from rollout_fleet.engines.transformers_model import GenerationModel
 from rollout_fleet.inflight import to_trajectory_group
-from rollout_fleet.rewards import find_reward
+from rollout_fleet.rewards import REWARDS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +80,7 @@ class LaggedTraining:
         self._prompts = PromptStream(config.data, tokenizer, seed=config.seed)
         self._held_out = load_eval_prompts(config.data, tokenizer)
         self._decode = load_decoder(path)
-        self._reward = find_reward(config.rollout_fleet.reward)
+        self._reward = REWARDS.get(config.rollout_fleet.reward)
         self._engine = GenerationModel(
             path, facts=read_model_facts(path), dtype="float32", device="cpu", seed=config.seed
         )
@@ -158,7 +159,7 @@ class LaggedTraining:
             for prompt in prompts
             for index in range(num_samples)
         ]
-        outputs = self._engine.generate(requests, [AbortFlag() for _ in requests], version)
+        outputs = self._engine.generate(requests, [Event() for _ in requests], version)
         return [outputs[start : start + num_samples] for start in range(0, len(outputs), num_samples)]
 
     def _rewards(self, prompt: Prompt, samples: Sequence[SampleOutput]) -> np.ndarray:

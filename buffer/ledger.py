@@ -17,42 +17,9 @@ from asyncrl.protocol.errors import (
     VersionTooNew,
     VersionTooOld,
 )
-from asyncrl.protocol.types import BufferStats, GroupSummary, Plan
+from asyncrl.protocol.types import GroupSummary, Plan
 
-from .account import Account
-from .commands import (
-    Command,
-    CommandLog,
-    Commit,
-    Committed,
-    Enqueue,
-    Expire,
-    Granted,
-    GrantedLease,
-    LeaseGroups,
-    LoggedFrames,
-    LoseGroups,
-    Lost,
-    Outcome,
-    PlanBatch,
-    Planned,
-    Put,
-    PutOutcome,
-    PutResult,
-    Queued,
-    Release,
-    Released,
-    Renew,
-    Renewed,
-    Reserve,
-    Reserved,
-    Result,
-    Revocation,
-    Saved,
-    SavePrefix,
-    TakeBack,
-    TakenBack,
-)
+from . import commands
 from .config import OnStale
 from .groups import Group, GroupState
 from .ledger_state import LedgerState
@@ -60,7 +27,7 @@ from .rule import Room, StalenessRule
 from .selection import choose_batch, dropped_by, find_filters, find_order, rank_of
 
 
-class Ledger:
+class Ledger(LedgerState):
     """The account of prompt groups.
 
     Args:
@@ -91,22 +58,27 @@ class Ledger:
         num_stores: int = 1,
     ) -> None:
         self.rule = rule
-        self.log: CommandLog | None = None
+        self.log: commands.CommandLog | None = None
         self.options = {
             "max_lag": rule.max_lag,
             "groups_per_step": rule.groups_per_step,
             "order": order,
             "filters": list(filters),
         }
-        self._state = LedgerState(first_version=first_version, num_stores=num_stores)
-        self._groups, self._history = self._state.groups, self._state.history
+        super().__init__(first_version=first_version, num_stores=num_stores)
         self._room = Room(self._groups, max_bytes=max_bytes, groups_per_step=rule.groups_per_step)
         self._prefer = find_order(order)
         self._on_stale = on_stale
         self._lease_s = lease_s
         self._filters = find_filters(filters)
 
-    def apply(self, command: Command[Result], now: float = 0.0, *, frames: LoggedFrames | None = None) -> Result:
+    def apply(
+        self,
+        command: commands.Command[commands.Result],
+        now: float = 0.0,
+        *,
+        frames: commands.LoggedFrames | None = None,
+    ) -> commands.Result:
         """Decide a command, write it down, and do what was decided.
 
         Args:
@@ -124,39 +96,29 @@ class Ledger:
         outcome: Any = _DECIDE[type(command)](self, command, now)
         if self.log is not None and self._has_effect(outcome):
             self.log.record(command, outcome, frames or {})
-        self._state.enact(command, outcome)
-        if type(command) is Put and outcome.refusal:
-            raise (VersionTooOld if outcome.result is PutResult.too_old else LeaseExpired)(outcome.refusal)
+        self.enact(command, outcome)
+        if type(command) is commands.Put and outcome.refusal:
+            raise (VersionTooOld if outcome.result is commands.PutResult.too_old else LeaseExpired)(outcome.refusal)
         return outcome
 
-    def _has_effect(self, outcome: Outcome) -> bool:
+    def _has_effect(self, outcome: commands.Outcome) -> bool:
         match outcome:
-            case Renewed():
+            case commands.Renewed():
                 return False
-            case Granted():
+            case commands.Granted():
                 return bool(outcome.leases)
-            case Planned():
+            case commands.Planned():
                 return bool(outcome.group_ids) and outcome.version not in self._groups.plans
-            case Reserved():
+            case commands.Reserved():
                 return bool(outcome.evicted) or len(self._groups.stored_bytes) > 1
-            case Released():
+            case commands.Released():
                 return outcome.was_running or outcome.was_owed
-            case Queued() | TakenBack() | Lost() | Committed():
+            case commands.Queued() | commands.TakenBack() | commands.Lost() | commands.Committed():
                 return bool(outcome.group_ids)
             case _:
                 return True
 
     # What is known
-
-    @property
-    def learner_version(self) -> int:
-        """v, steps committed."""
-        return self._state.learner_version
-
-    @property
-    def account(self) -> Account:
-        """Where every token went."""
-        return self._state.account
 
     @property
     def num_queued(self) -> int:
@@ -256,49 +218,16 @@ class Ledger:
         group = self._groups.next_expiry()
         return None if group is None else group.expires_at
 
-    def stats(self, *, stored_bytes: int = 0, held_bytes: int = 0, leases_waiting: int = 0) -> BufferStats:
-        """The totals, with what the server adds."""
-        return self._state.stats(stored_bytes=stored_bytes, held_bytes=held_bytes, leases_waiting=leases_waiting)
-
-    def describe(self, now: float) -> list[dict[str, Any]]:
-        """What is known of every group that is leased, stored or planned, for people."""
-        return self._state.describe(now)
-
-    def drain_revocations(self) -> list[Revocation]:
-        """Leases taken away since the last call."""
-        return self._state.drain_revocations()
-
-    def drain_finished(self) -> list[int]:
-        """Groups consumed or dropped since the last call; nobody needs their prompts and trajectories."""
-        return self._state.drain_finished()
-
-    # After a restart
-
-    def snapshot(self) -> dict[str, Any]:
-        """The whole ledger as plain values, for `restore`."""
-        return self._state.snapshot()
-
-    def restore(self, values: Mapping[str, Any]) -> None:
-        """Take up a snapshot into this new ledger.
-
-        Raises:
-            ValueError: the snapshot has another format.
-        """
-        self._state.restore(values)
-
-    def replay(self, command: Command[Any], outcome: Any) -> None:
-        """Do what was decided when the command was applied; nothing is decided anew."""
-        self._state.enact(command, outcome)
-
     def renew_all(self, now: float) -> None:
         """Let every running lease start afresh: after a time in which nobody could renew."""
-        self._state.renew_all(now + self._lease_s)
+        for group in self.leases():
+            self._groups.extend(group, now + self._lease_s)
 
     # Admission
 
-    def _decide_enqueue(self, command: Enqueue, now: float) -> Queued:
+    def _decide_enqueue(self, command: commands.Enqueue, now: float) -> commands.Queued:
         new = dict.fromkeys(group_id for group_id in command.group_ids if not self.knows(group_id))
-        return Queued(group_ids=tuple(new))
+        return commands.Queued(group_ids=tuple(new))
 
     def check_engine_version(self, engine_version: int) -> None:
         """Refuse a version that no committed step has made.
@@ -312,11 +241,11 @@ class Ledger:
                 f"{self.learner_version} steps; an engine serves a version in 0..{self.learner_version}"
             )
 
-    def _decide_lease(self, command: LeaseGroups, now: float) -> Granted:
+    def _decide_lease(self, command: commands.LeaseGroups, now: float) -> commands.Granted:
         self.check_engine_version(command.engine_version)
         rule, version, admits = self.rule, self.next_plan, self.rule.admits
         due = dict(self._groups.open_by_deadline)
-        leases: list[GrantedLease] = []
+        leases: list[commands.GrantedLease] = []
         for group in self._groups.head(command.max_groups):
             if not self._room.has_room(len(leases)):
                 break
@@ -331,7 +260,7 @@ class Ledger:
             deadline = rule.deadline(oldest)
             due[deadline] = due.get(deadline, 0) + 1
             leases.append(
-                GrantedLease(
+                commands.GrantedLease(
                     group_id=group.group_id,
                     attempt=group.num_attempts,
                     engine_version=oldest,
@@ -342,7 +271,7 @@ class Ledger:
                     progress=progress,
                 )
             )
-        return Granted(leases=tuple(leases))
+        return commands.Granted(leases=tuple(leases))
 
     # Running leases
 
@@ -350,10 +279,10 @@ class Ledger:
         """Whether one more group fits; see `Room.has_room`."""
         return self._room.has_room()
 
-    def _decide_reserve(self, command: Reserve, now: float) -> Reserved:
+    def _decide_reserve(self, command: commands.Reserve, now: float) -> commands.Reserved:
         group = self._held(command, command.group_id, command.attempt)
         if group is None:  # the put that follows says what became of it
-            return Reserved(store=0)
+            return commands.Reserved(store=0)
         return self._room.reserve(group, command.num_bytes, may_evict=not self.num_planned and not self.can_plan())
 
     def cannot_hold_batch(self, group_id: int) -> bool:
@@ -365,7 +294,12 @@ class Ledger:
         )
         return is_first and not self._groups.num_planned and not self.can_plan()
 
-    def _held(self, command: Renew | SavePrefix | Reserve | Put | Release, group_id: int, attempt: int) -> Group | None:
+    def _held(
+        self,
+        command: commands.Renew | commands.SavePrefix | commands.Reserve | commands.Put | commands.Release,
+        group_id: int,
+        attempt: int,
+    ) -> Group | None:
         """The group, if this attempt of it runs.
 
         Raises:
@@ -384,11 +318,11 @@ class Ledger:
             )
         return group
 
-    def _decide_renew(self, command: Renew, now: float) -> Renewed:
+    def _decide_renew(self, command: commands.Renew, now: float) -> commands.Renewed:
         group = self._held(command, command.group_id, command.attempt)
-        return Renewed(expires_at=None if group is None else now + self._lease_s)
+        return commands.Renewed(expires_at=None if group is None else now + self._lease_s)
 
-    def _decide_save(self, command: SavePrefix, now: float) -> Saved:
+    def _decide_save(self, command: commands.SavePrefix, now: float) -> commands.Saved:
         group_id, attempt, progress = command.group_id, command.attempt, command.progress
         group = self._held(command, group_id, attempt)
         if group is None:
@@ -400,7 +334,7 @@ class Ledger:
                 f"{progress.oldest_version}, but its lease began at {group.engine_version}; nothing was saved"
             )
         self._room.check_prefix(group, command.num_bytes)
-        return Saved()
+        return commands.Saved()
 
     def _check_newest(self, group_id: int, attempt: int, newest_version: int) -> None:
         if newest_version > self.learner_version:
@@ -409,15 +343,15 @@ class Ledger:
                 f"is at {self.learner_version}; does its worker belong to another run?"
             )
 
-    def _decide_expire(self, command: Expire, now: float) -> TakenBack:
-        return TakenBack(group_ids=tuple(group.group_id for group in self._groups.expired(now)))
+    def _decide_expire(self, command: commands.Expire, now: float) -> commands.TakenBack:
+        return commands.TakenBack(group_ids=tuple(group.group_id for group in self._groups.expired(now)))
 
-    def _decide_take_back(self, command: TakeBack, now: float) -> TakenBack:
-        return TakenBack(group_ids=tuple(group.group_id for group in self.leases_of(command.owner)))
+    def _decide_take_back(self, command: commands.TakeBack, now: float) -> commands.TakenBack:
+        return commands.TakenBack(group_ids=tuple(group.group_id for group in self.leases_of(command.owner)))
 
     # Results
 
-    def _decide_put(self, command: Put, now: float) -> PutOutcome:
+    def _decide_put(self, command: commands.Put, now: float) -> commands.PutOutcome:
         summary = command.summary
         group = self._held(command, summary.group_id, summary.attempt)
         if group is None:
@@ -428,25 +362,27 @@ class Ledger:
                 f"group {summary.group_id} attempt {summary.attempt} holds a token of policy version "
                 f"{summary.oldest_version}, but its lease began at {group.engine_version}; its prompt is leased again"
             )
-            return PutOutcome(result=PutResult.too_old, refusal=message)
+            return commands.PutOutcome(result=commands.PutResult.too_old, refusal=message)
         if self._filters and (name := dropped_by(self._filters, summary)) is not None:
-            return PutOutcome(result=PutResult.filtered, reason=name)
-        return PutOutcome(result=PutResult.stored, rank=rank_of(self._prefer, summary, group.deadline))
+            return commands.PutOutcome(result=commands.PutResult.filtered, reason=name)
+        return commands.PutOutcome(
+            result=commands.PutResult.stored, rank=rank_of(self._prefer, summary, group.deadline)
+        )
 
-    def _decide_put_without_lease(self, summary: GroupSummary) -> PutOutcome:
+    def _decide_put_without_lease(self, summary: GroupSummary) -> commands.PutOutcome:
         """Acknowledge what was stored before; refuse what comes too late."""
         group_id, attempt = summary.group_id, summary.attempt
         self._check_was_leased(group_id, attempt, "put only what a lease asked for")
         if self._has_stored(group_id, attempt):
-            return PutOutcome(result=PutResult.duplicate)
+            return commands.PutOutcome(result=commands.PutResult.duplicate)
         ended = self._history.of(group_id, attempt)
         if ended is not None and ended.refusal:
-            return PutOutcome(result=PutResult.too_old, refusal=ended.refusal)
+            return commands.PutOutcome(result=commands.PutResult.too_old, refusal=ended.refusal)
         message = (
             f"the lease on group {group_id} attempt {attempt} is no longer held, and its {summary.num_tokens} tokens "
             "are dropped; renew leases well within buffer.lease_s and abort a rollout that is revoked"
         )
-        return PutOutcome(result=PutResult.late, refusal=message)
+        return commands.PutOutcome(result=commands.PutResult.late, refusal=message)
 
     def _check_was_leased(self, group_id: int, attempt: int, remedy: str) -> None:
         group = self._groups.get(group_id)
@@ -460,12 +396,12 @@ class Ledger:
             return self._history.was_stored(group_id, attempt)
         return group.summary is not None and group.summary.attempt == attempt
 
-    def _decide_release(self, command: Release, now: float) -> Released:
+    def _decide_release(self, command: commands.Release, now: float) -> commands.Released:
         group_id, attempt = command.group_id, command.attempt
         self._check_was_leased(group_id, attempt, "it cannot be released")
         group = self._held(command, group_id, attempt)
         ended = self._history.of(group_id, attempt)
-        return Released(was_running=group is not None, was_owed=ended is not None and ended.owes_report)
+        return commands.Released(was_running=group is not None, was_owed=ended is not None and ended.owes_report)
 
     # Batches
 
@@ -494,40 +430,40 @@ class Ledger:
             self._groups.open_by_deadline, self._groups.ready_by_deadline(), version=self.next_plan
         )
 
-    def _decide_lose(self, command: LoseGroups, now: float) -> Lost:
+    def _decide_lose(self, command: commands.LoseGroups, now: float) -> commands.Lost:
         """A batch with a lost group, and those after it, are planned anew."""
         groups = [group for group_id in command.group_ids if (group := self._groups.get(group_id)) is not None]
         group_ids = tuple(group.group_id for group in groups if group.summary is not None or group.prefix_bytes)
         planned = [group.planned_for for group in groups if group.state is GroupState.planned]
         dissolved = tuple(version for version in self._groups.plans if planned and version >= min(planned))
-        return Lost(group_ids=group_ids, dissolved=dissolved)
+        return commands.Lost(group_ids=group_ids, dissolved=dissolved)
 
-    def _decide_plan(self, command: PlanBatch, now: float) -> Planned:
+    def _decide_plan(self, command: commands.PlanBatch, now: float) -> commands.Planned:
         """A batch once made stays as it is; no groups while it must wait."""
         version = command.version
         self.check_plan(version)
         if version in self._groups.plans:
-            return Planned(version=version, group_ids=self._groups.plans[version])
+            return commands.Planned(version=version, group_ids=self._groups.plans[version])
         if not self.can_plan():
-            return Planned(version=version, group_ids=())
+            return commands.Planned(version=version, group_ids=())
         given_up = self._groups.last_leased(self._missing(), version=version)
         due = dict(self._groups.open_by_deadline)
         for group in given_up:
             due[group.deadline] -= 1
         required = self.rule.required(due, version=version)
         batch = choose_batch(self._groups.ready(), required, version=version, seats=self.rule.groups_per_step)
-        return Planned(
+        return commands.Planned(
             version=version,
             group_ids=tuple(batch),
             given_up=tuple(group.group_id for group in given_up),
             is_dropped=self._on_stale is OnStale.drop,
         )
 
-    def _decide_commit(self, command: Commit, now: float) -> Committed:
+    def _decide_commit(self, command: commands.Commit, now: float) -> commands.Committed:
         """No groups when the version was committed before."""
         version = command.version
         if 0 <= version < self.learner_version:
-            return Committed(version=version, group_ids=())
+            return commands.Committed(version=version, group_ids=())
         if version != self.learner_version or version not in self._groups.plans:
             raise ReplayBufferError(
                 f"commit({version}) was asked while the learner is at version {self.learner_version} and the "
@@ -536,7 +472,7 @@ class Ledger:
         group_ids = self._groups.plans[version]
         for group_id in group_ids:
             self._check_bound(self._groups.stored(group_id), version)
-        return Committed(version=version, group_ids=group_ids)
+        return commands.Committed(version=version, group_ids=group_ids)
 
     def _check_bound(self, group: Group, version: int) -> None:
         """Refuse to consume a group that breaks the bound.
@@ -553,17 +489,17 @@ class Ledger:
 
 
 _DECIDE: Mapping[type, Any] = {
-    Enqueue: Ledger._decide_enqueue,
-    LeaseGroups: Ledger._decide_lease,
-    Renew: Ledger._decide_renew,
-    SavePrefix: Ledger._decide_save,
-    Reserve: Ledger._decide_reserve,
-    Put: Ledger._decide_put,
-    Release: Ledger._decide_release,
-    Expire: Ledger._decide_expire,
-    TakeBack: Ledger._decide_take_back,
-    PlanBatch: Ledger._decide_plan,
-    LoseGroups: Ledger._decide_lose,
-    Commit: Ledger._decide_commit,
+    commands.Enqueue: Ledger._decide_enqueue,
+    commands.LeaseGroups: Ledger._decide_lease,
+    commands.Renew: Ledger._decide_renew,
+    commands.SavePrefix: Ledger._decide_save,
+    commands.Reserve: Ledger._decide_reserve,
+    commands.Put: Ledger._decide_put,
+    commands.Release: Ledger._decide_release,
+    commands.Expire: Ledger._decide_expire,
+    commands.TakeBack: Ledger._decide_take_back,
+    commands.PlanBatch: Ledger._decide_plan,
+    commands.LoseGroups: Ledger._decide_lose,
+    commands.Commit: Ledger._decide_commit,
 }
 """Command to what decides it; deciding changes nothing."""

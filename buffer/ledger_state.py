@@ -5,6 +5,7 @@ from typing import Any
 
 from asyncrl.protocol.types import BufferStats
 
+from . import commands
 from .account import (
     DISCARDED_PREFIX,
     NO_ROOM,
@@ -14,34 +15,6 @@ from .account import (
     Account,
     AttemptHistory,
     EndedAttempt,
-)
-from .commands import (
-    Command,
-    Commit,
-    Committed,
-    Enqueue,
-    Expire,
-    Granted,
-    LeaseGroups,
-    LoseGroups,
-    Lost,
-    PlanBatch,
-    Planned,
-    Put,
-    PutOutcome,
-    PutResult,
-    Queued,
-    Release,
-    Released,
-    Renew,
-    Renewed,
-    Reserve,
-    Reserved,
-    Revocation,
-    Saved,
-    SavePrefix,
-    TakeBack,
-    TakenBack,
 )
 from .groups import Group, GroupState, GroupTable
 
@@ -57,44 +30,42 @@ class LedgerState:
 
     Attributes:
         learner_version: v, steps committed.
-        groups: Unfinished groups.
-        history: What has ended.
         account: Where every token went.
     """
 
     def __init__(self, *, first_version: int, num_stores: int) -> None:
         self.learner_version = first_version
-        self.groups = GroupTable(num_stores=num_stores)
-        self.history = AttemptHistory()
+        self._groups = GroupTable(num_stores=num_stores)
+        self._history = AttemptHistory()
         self.account = Account()
-        self._revocations: list[Revocation] = []
+        self._revocations: list[commands.Revocation] = []
         self._finished: list[int] = []
 
-    def enact(self, command: Command[Any], outcome: Any) -> None:
+    def enact(self, command: commands.Command[Any], outcome: Any) -> None:
         """Do what was decided."""
         _ENACT[type(command)](self, command, outcome)
 
-    def _queue(self, command: Enqueue, outcome: Queued) -> None:
+    def _queue(self, command: commands.Enqueue, outcome: commands.Queued) -> None:
         for group_id in outcome.group_ids:
-            self.groups.enqueue(group_id)
+            self._groups.enqueue(group_id)
 
-    def _grant(self, command: LeaseGroups, outcome: Granted) -> None:
+    def _grant(self, command: commands.LeaseGroups, outcome: commands.Granted) -> None:
         for granted in outcome.leases:
             group = self._get(granted.group_id)
             if granted.progress is None and group.progress is not None:
                 self.account.drop_prefix(group.num_saved, STALE_PREFIX)
-            self.groups.lease(group, granted)
+            self._groups.lease(group, granted)
 
-    def _renew(self, command: Renew, outcome: Renewed) -> None:
-        group = self.groups.running(command.group_id, command.attempt)
+    def _renew(self, command: commands.Renew, outcome: commands.Renewed) -> None:
+        group = self._groups.running(command.group_id, command.attempt)
         if group is not None and outcome.expires_at is not None:
-            self.groups.extend(group, outcome.expires_at)
+            self._groups.extend(group, outcome.expires_at)
 
-    def _save(self, command: SavePrefix, outcome: Saved) -> None:
-        group = self.groups.running(command.group_id, command.attempt)
+    def _save(self, command: commands.SavePrefix, outcome: commands.Saved) -> None:
+        group = self._groups.running(command.group_id, command.attempt)
         assert group is not None
         self._settle_prefix(group, command.progress.num_tokens, command.continued)
-        self.groups.set_progress(group, command.progress, command.num_bytes)
+        self._groups.set_progress(group, command.progress, command.num_bytes)
 
     def _settle_prefix(self, group: Group, num_tokens: int, continued: bool) -> None:
         """A prefix that is not part of what its worker reports is gone: count it as dropped."""
@@ -103,7 +74,7 @@ class LedgerState:
         self.account.drop_prefix(group.num_inherited, DISCARDED_PREFIX)
         group.num_inherited = 0
 
-    def _take_back(self, command: Expire | TakeBack, outcome: TakenBack) -> None:
+    def _take_back(self, command: commands.Expire | commands.TakeBack, outcome: commands.TakenBack) -> None:
         for group_id in outcome.group_ids:
             group = self._get(group_id)
             self._revoke(group, reason="expired")
@@ -115,22 +86,22 @@ class LedgerState:
             self.account.give_up(NO_ROOM, num_saved=group.num_saved, num_inherited=group.num_inherited)
         else:
             self.account.hand_on(num_saved=group.num_saved, num_inherited=group.num_inherited)
-        self.groups.requeue(group, keeps_progress=not group.is_evicted)
+        self._groups.requeue(group, keeps_progress=not group.is_evicted)
 
-    def _reserve(self, command: Reserve, outcome: Reserved) -> None:
+    def _reserve(self, command: commands.Reserve, outcome: commands.Reserved) -> None:
         for group_id in outcome.evicted:
             self._evict(self._get(group_id), NO_ROOM)
-        group = self.groups.running(command.group_id, command.attempt)
+        group = self._groups.running(command.group_id, command.attempt)
         if group is not None:
-            self.groups.set_bytes(group, command.num_bytes, outcome.store)
+            self._groups.set_bytes(group, command.num_bytes, outcome.store)
 
     def _get(self, group_id: int) -> Group:
-        group = self.groups.get(group_id)
+        group = self._groups.get(group_id)
         assert group is not None
         return group
 
-    def _lose(self, command: LoseGroups, outcome: Lost) -> None:
-        self.groups.dissolve(outcome.dissolved)
+    def _lose(self, command: commands.LoseGroups, outcome: commands.Lost) -> None:
+        self._groups.dissolve(outcome.dissolved)
         for group_id in outcome.group_ids:
             self._evict(self._get(group_id), STORE_LOST)
 
@@ -138,53 +109,53 @@ class LedgerState:
         """The trajectories of a group are gone, or its saved prefix."""
         if group.summary is not None:
             self.account.evict(group.summary, reason)
-            self.groups.evict(group)
+            self._groups.evict(group)
         elif group.state is GroupState.queued:
             self.account.drop_prefix(group.num_saved, reason)
-            self.groups.set_progress(group, None, 0)
+            self._groups.set_progress(group, None, 0)
         else:
-            self.groups.evict_prefix(group)
+            self._groups.evict_prefix(group)
 
     def _revoke(self, group: Group, *, reason: str) -> None:
         ended = EndedAttempt(owner=group.owner, owes_report=True, num_counted=group.num_saved, reason=reason)
-        self.history.end(group.group_id, group.attempt, ended)
-        self._revocations.append(Revocation(owner=group.owner, group_id=group.group_id, attempt=group.attempt))
+        self._history.end(group.group_id, group.attempt, ended)
+        self._revocations.append(commands.Revocation(owner=group.owner, group_id=group.group_id, attempt=group.attempt))
 
-    def _put(self, command: Put, outcome: PutOutcome) -> None:
+    def _put(self, command: commands.Put, outcome: commands.PutOutcome) -> None:
         summary, result = command.summary, outcome.result
-        if result is PutResult.duplicate:
+        if result is commands.PutResult.duplicate:
             self.account.puts_refused["duplicate"] += 1
             return
-        group = self.groups.running(summary.group_id, summary.attempt)
+        group = self._groups.running(summary.group_id, summary.attempt)
         if group is None:
             self._count_late(command)
             return
         self._settle_prefix(group, summary.num_tokens, command.continued)
         num_inherited = group.num_inherited
-        if result is PutResult.stored:
-            self.groups.set_bytes(group, command.num_bytes)
-            self.groups.store(group, summary, outcome.rank)
+        if result is commands.PutResult.stored:
+            self._groups.set_bytes(group, command.num_bytes)
+            self._groups.store(group, summary, outcome.rank)
             self.account.store(summary, num_inherited=num_inherited)
-        elif result is PutResult.filtered:
+        elif result is commands.PutResult.filtered:
             self._drop(group, stored=True)
             self.account.filter(summary, outcome.reason, num_inherited=num_inherited)
         else:
             ended = EndedAttempt(owner=group.owner, refusal=outcome.refusal)
-            self.history.end(group.group_id, group.attempt, ended)
-            self.groups.requeue(group, keeps_progress=False)
+            self._history.end(group.group_id, group.attempt, ended)
+            self._groups.requeue(group, keeps_progress=False)
             self.account.give_up(VERSION_TOO_OLD, num_saved=0, num_inherited=num_inherited)
             self.account.refuse(summary, VERSION_TOO_OLD, num_counted=0)
 
-    def _count_late(self, command: Put) -> None:
+    def _count_late(self, command: commands.Put) -> None:
         """A put whose lease was taken away: its tokens are dropped, the first time that it comes."""
-        owed = self.history.settle(command.summary.group_id, command.summary.attempt)
+        owed = self._history.settle(command.summary.group_id, command.summary.attempt)
         if owed is not None:
             self.account.refuse(command.summary, owed.reason, num_counted=owed.num_counted if command.continued else 0)
 
-    def _release(self, command: Release, outcome: Released) -> None:
+    def _release(self, command: commands.Release, outcome: commands.Released) -> None:
         num_counted, reason = 0, command.reason
         if outcome.was_running:
-            group = self.groups.running(command.group_id, command.attempt)
+            group = self._groups.running(command.group_id, command.attempt)
             assert group is not None
             num_counted = group.num_saved
             if command.drop:
@@ -193,19 +164,19 @@ class LedgerState:
                 self._drop(group, stored=False)
             else:
                 self._hand_on(group)
-        elif outcome.was_owed and (owed := self.history.settle(command.group_id, command.attempt)) is not None:
+        elif outcome.was_owed and (owed := self._history.settle(command.group_id, command.attempt)) is not None:
             num_counted, reason = owed.num_counted, owed.reason
         else:
             return
         self.account.abandon(command.num_tokens, reason, num_counted=num_counted if command.continued else 0)
 
-    def _plan(self, command: PlanBatch, outcome: Planned) -> None:
-        if not outcome.group_ids or outcome.version in self.groups.plans:
+    def _plan(self, command: commands.PlanBatch, outcome: commands.Planned) -> None:
+        if not outcome.group_ids or outcome.version in self._groups.plans:
             return
         for group_id in outcome.given_up:
             group = self._get(group_id)
             self._give_up(group, is_dropped=outcome.is_dropped)
-        self.groups.plan(outcome.version, outcome.group_ids)
+        self._groups.plan(outcome.version, outcome.group_ids)
 
     def _give_up(self, group: Group, *, is_dropped: bool) -> None:
         """A straggler: revoke it, then lease its prompt again or drop it."""
@@ -215,25 +186,25 @@ class LedgerState:
             self._drop(group, stored=False)
             self.account.groups_dropped["stale"] += 1
         else:
-            self.groups.requeue(group, keeps_progress=False)
+            self._groups.requeue(group, keeps_progress=False)
 
     def _drop(self, group: Group, *, stored: bool) -> None:
         """Finish a group that runs."""
-        self.groups.finish(group)
+        self._groups.finish(group)
         self._finish(group, stored=stored)
 
     def _finish(self, group: Group, *, stored: bool) -> None:
-        self.history.finish(group.group_id, num_attempts=group.num_attempts, stored=stored)
+        self._history.finish(group.group_id, num_attempts=group.num_attempts, stored=stored)
         self._finished.append(group.group_id)
 
-    def _commit(self, command: Commit, outcome: Committed) -> None:
+    def _commit(self, command: commands.Commit, outcome: commands.Committed) -> None:
         if not outcome.group_ids:
             return
         for group_id in outcome.group_ids:
-            group = self.groups.stored(group_id)
+            group = self._groups.stored(group_id)
             self._finish(group, stored=True)
             self.account.consume(group.result, outcome.version)
-        self.groups.finish_batch(outcome.version)
+        self._groups.finish_batch(outcome.version)
         self.learner_version += 1
 
     # For people and for the server
@@ -264,11 +235,11 @@ class LedgerState:
 
     def describe(self, now: float) -> list[dict[str, Any]]:
         """What is known of every group that is leased, stored or planned, for people."""
-        leased = [self._describe_leased(group, now) for group in self.groups.of_state(GroupState.leased)]
-        stored = [group for group in self.groups if group.summary is not None]
+        leased = [self._describe_leased(group, now) for group in self._groups.of_state(GroupState.leased)]
+        stored = [group for group in self._groups if group.summary is not None]
         return leased + [self._describe_stored(group) for group in stored]
 
-    def drain_revocations(self) -> list[Revocation]:
+    def drain_revocations(self) -> list[commands.Revocation]:
         """Leases taken away since the last call."""
         revocations, self._revocations = self._revocations, []
         return revocations
@@ -278,18 +249,13 @@ class LedgerState:
         finished, self._finished = self._finished, []
         return finished
 
-    def renew_all(self, expires_at: float) -> None:
-        """Let every running lease start afresh: after a time in which nobody could renew."""
-        for group in self.groups.of_state(GroupState.leased):
-            self.groups.extend(group, expires_at)
-
     def stats(self, *, stored_bytes: int = 0, held_bytes: int = 0, leases_waiting: int = 0) -> BufferStats:
         """The totals, with what the server adds."""
         groups = {
-            "queued": self.groups.num_queued,
-            "leased": self.groups.num_leased,
-            "stored": self.groups.num_stored,
-            "planned": self.groups.num_planned,
+            "queued": self._groups.num_queued,
+            "leased": self._groups.num_leased,
+            "stored": self._groups.num_stored,
+            "planned": self._groups.num_planned,
         }
         return self.account.stats(
             learner_version=self.learner_version,
@@ -304,8 +270,8 @@ class LedgerState:
         return {
             "format": SNAPSHOT_FORMAT,
             "learner_version": self.learner_version,
-            "groups": self.groups.snapshot(),
-            "history": self.history.snapshot(),
+            "groups": self._groups.snapshot(),
+            "history": self._history.snapshot(),
             "account": self.account.snapshot(),
         }
 
@@ -321,22 +287,22 @@ class LedgerState:
                 "release that wrote it, or start without it"
             )
         self.learner_version = values["learner_version"]
-        self.groups.restore(values["groups"])
-        self.history.restore(values["history"])
+        self._groups.restore(values["groups"])
+        self._history.restore(values["history"])
         self.account.restore(values["account"])
 
 
 _ENACT: Mapping[type, Any] = {
-    Enqueue: LedgerState._queue,
-    LeaseGroups: LedgerState._grant,
-    Renew: LedgerState._renew,
-    SavePrefix: LedgerState._save,
-    Reserve: LedgerState._reserve,
-    Put: LedgerState._put,
-    Release: LedgerState._release,
-    Expire: LedgerState._take_back,
-    TakeBack: LedgerState._take_back,
-    LoseGroups: LedgerState._lose,
-    PlanBatch: LedgerState._plan,
-    Commit: LedgerState._commit,
+    commands.Enqueue: LedgerState._queue,
+    commands.LeaseGroups: LedgerState._grant,
+    commands.Renew: LedgerState._renew,
+    commands.SavePrefix: LedgerState._save,
+    commands.Reserve: LedgerState._reserve,
+    commands.Put: LedgerState._put,
+    commands.Release: LedgerState._release,
+    commands.Expire: LedgerState._take_back,
+    commands.TakeBack: LedgerState._take_back,
+    commands.LoseGroups: LedgerState._lose,
+    commands.PlanBatch: LedgerState._plan,
+    commands.Commit: LedgerState._commit,
 }

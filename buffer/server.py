@@ -185,27 +185,30 @@ class ServerSocket:
             self._peers.pop(client, None)
             self._send_bulk(client, [b""])
             return
+        request_id = PUSH_ID
         try:
             chunk = Chunk.parse(frames[1:])
             peer = self._peer(client)
             peer.last_heard = time.monotonic()
             if chunk.count:
+                request_id = chunk.request_id  # a refused message makes room in its sender's window, too
+                self._send_bulk(client, Chunk(request_id=request_id, index=chunk.index).to_frames())
                 whole = peer.receiver.add(chunk)
-                self._send_bulk(client, Chunk(request_id=chunk.request_id, index=chunk.index).to_frames())
                 if whole is not None:
                     self._receive(client, self._role_of(frames[-1]), whole, messages.MAX_REPLY_FRAMES)
             else:
                 peer.sender.acknowledge(chunk)
         except WireError as error:
             self.num_malformed += 1
-            self.send(client, Message.of_error(PUSH_ID, error))
+            self.send(client, Message.of_error(request_id, error))
         self._forget_idle_peers()
 
     def _peer(self, client: bytes) -> "_BulkPeer":
         peer = self._peers.get(client)
         if peer is None:
             sender = ChunkSender(lambda frames: self._send_bulk(client, frames))
-            peer = _BulkPeer(sender=sender, receiver=ChunkReceiver(self._config.max_stored_bytes))
+            max_bytes = max(self._config.max_stored_bytes, self._config.max_prompt_bytes)
+            peer = _BulkPeer(sender=sender, receiver=ChunkReceiver(max_bytes))
             self._peers[client] = peer
         return peer
 

@@ -209,7 +209,7 @@ class BufferService:
         if recovered.snapshot is not None:
             ledger.restore(recovered.snapshot)
         for command, outcome in recovered.commands:
-            ledger.replay(command, outcome)
+            ledger.enact(command, outcome)
         ledger.renew_all(self._clock.time())
         ledger.drain_revocations()
         ledger.drain_finished()

@@ -217,7 +217,8 @@ class ChunkReceiver:
         size += sum(map(len, chunk.frames))
         if size > self._max_bytes:
             raise WireError(
-                f"request {chunk.request_id} has more than {self._max_bytes} bytes (buffer.max_stored_bytes)"
+                f"request {chunk.request_id} has more than {self._max_bytes} bytes, the larger of "
+                "buffer.max_prompt_bytes and buffer.max_stored_bytes; raise it, or send less at once"
             )
         if chunk.index + 1 == chunk.count:
             return frames

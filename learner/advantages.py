@@ -22,10 +22,11 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import TypeIs
 
+from asyncrl.protocol.registry import Registry
+
 from .config import AlgorithmConfig
 from .fsdp import LearnerMesh
 from .losses import kl_penalty
-from .registry import Registry
 from .types import SampleKey, TokenSequence
 
 SumOverRanks = Callable[[Tensor], Tensor]

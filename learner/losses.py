@@ -15,8 +15,9 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from asyncrl.protocol.registry import Registry
+
 from .config import Aggregation, AlgorithmConfig, Correction, KLEstimator
-from .registry import Registry
 
 MAX_LOG_WEIGHT = 20.0
 """Logarithms of ratios and weights are cut here, so that they and their gradients stay finite (e^20 is 5e8)."""

@@ -116,7 +116,8 @@ class RolloutFleetConfig:
         device: Where the engines compute.
         num_engines: Rollout workers, one engine each.
         groups_in_flight: Prompt groups one worker generates at a time.
-        reward: ``module:function`` or the name of a built-in; called as reward(prompt, response_text) -> float.
+        reward: A built-in's name, ``file.py:function`` or ``module:function``; called as
+            reward(prompt, response_text) -> float.
         reward_processes: Scoring processes per worker; built-in rewards need none.
         reward_timeout_s: Deadline of scoring one prompt group.
         max_attempts: A prompt group whose reward fails, or which the engine aborts by itself, is tried again until that

@@ -8,7 +8,6 @@ killed worker leaves no semaphores behind; they end when their pipe closes.
 from __future__ import annotations
 
 import asyncio
-import importlib
 import json
 import math
 import os
@@ -19,11 +18,12 @@ import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any, BinaryIO, Protocol, cast
+from typing import Any, BinaryIO, Protocol
 
 import numpy as np
 
 from asyncrl.protocol.errors import DeadlineError, RewardError, WorkerDiedError
+from asyncrl.protocol.registry import Registry
 from asyncrl.protocol.types import Prompt
 
 from .engines.process_guard import signal_at_parent_death
@@ -44,40 +44,13 @@ class Reward(Protocol):
         ...
 
 
+REWARDS: Registry[Reward] = Registry("rollout_fleet.reward")
+
+
+@REWARDS.register("exact_match")
 def exact_match(prompt: Prompt, response_text: str) -> float:
     """Return 1.0 if ``response_text`` (special tokens removed) equals the prompt's ground truth, else 0.0."""
     return 1.0 if response_text == prompt.ground_truth else 0.0
-
-
-BUILT_IN_REWARDS: dict[str, Reward] = {"exact_match": exact_match}
-
-
-def find_reward(name: str) -> Reward:
-    """Return the built-in of this name, or import ``module:function``.
-
-    Args:
-        name: Example: ``"my_rewards:unit_tests"``.
-
-    Raises:
-        ValueError: it is neither, cannot be imported, or is not callable.
-    """
-    if name in BUILT_IN_REWARDS:
-        return BUILT_IN_REWARDS[name]
-    module_name, _, function_name = name.partition(":")
-    if not module_name or not function_name:
-        raise ValueError(
-            f"rollout_fleet.reward must be a built-in ({', '.join(sorted(BUILT_IN_REWARDS))}) or module:function, "
-            f"got {name!r}"
-        )
-    try:
-        function = getattr(importlib.import_module(module_name), function_name)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(
-            f"rollout_fleet.reward: {name!r} cannot be imported ({error}); is its folder on PYTHONPATH?"
-        ) from error
-    if not callable(function):
-        raise ValueError(f"rollout_fleet.reward: {name!r} must be callable, got {type(function).__name__}")
-    return cast(Reward, function)
 
 
 class RewardProcesses:
@@ -99,7 +72,7 @@ class RewardProcesses:
         self._num_processes = num_processes
         self._timeout_s = timeout_s
         self._start_timeout_s = start_timeout_s
-        self._reward = find_reward(name)
+        self._reward = REWARDS.get(name)
         self._free: asyncio.Queue[Process] = asyncio.Queue()
         self._processes: set[Process] = set()
 
@@ -110,7 +83,7 @@ class RewardProcesses:
             WorkerDiedError: a process ended before it could score.
             DeadlineError: a process was not up in time.
         """
-        if self._name not in BUILT_IN_REWARDS:
+        if self._name not in REWARDS.names():
             for process in await asyncio.gather(*(self._start_process() for _ in range(self._num_processes))):
                 self._free.put_nowait(process)
 
@@ -126,7 +99,7 @@ class RewardProcesses:
             WorkerDiedError: a process could not be replaced.
             DeadlineError: a process could not be replaced in time.
         """
-        if self._name in BUILT_IN_REWARDS:
+        if self._name in REWARDS.names():
             rewards = _score_group(self._reward, prompt, texts)
         else:
             rewards = await self._score_in_process(prompt, texts)
@@ -239,7 +212,7 @@ def main() -> None:
         return
     questions, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what the function prints goes to the log
-    reward = find_reward(name)
+    reward = REWARDS.get(name)
     _write(answers, "ready")
     while header := questions.read(_LENGTH.size):
         prompt, texts = pickle.loads(questions.read(*_LENGTH.unpack(header)))

@@ -39,7 +39,7 @@ from asyncrl.protocol.remote import last_lines
 from asyncrl.protocol.types import Prompt
 from asyncrl.sft.warm_start import finished_warm_start, warm_start
 from learner.config import AlgorithmConfig
-from rollout_fleet.rewards import find_reward
+from rollout_fleet.rewards import REWARDS
 
 EXIT_USAGE = 2
 
@@ -250,7 +250,7 @@ def check_own_functions(config: RunConfig) -> None:
         ValueError: there is no such name, file, module or function.
     """
     if not config.ray.address:  # a cluster that is joined may import from elsewhere
-        find_reward(config.rollout_fleet.reward)
+        REWARDS.get(config.rollout_fleet.reward)
     algorithm, default = config.algorithm, AlgorithmConfig()
     if (algorithm.advantage, algorithm.loss) != (default.advantage, default.loss):
         from learner.advantages import ADVANTAGES  # with torch, which takes seconds

@@ -331,29 +331,43 @@ class TrajectoryGroup:
     @cached_property
     def summary(self) -> GroupSummary:
         """The metadata that travels in the header of a put."""
-        lengths, written = [0] * self.num_trajectories, 0
-        for trajectory, _, num_tokens, sampled, _ in self.turns.tolist()[1:]:
+        lengths, branch_tokens, num_branches = self._single_turns, (), ()
+        if lengths is None:
+            lengths, branch_tokens, num_branches = self._counts()
+        sampled, trajectories = self.turns["sampled"], self.turns["trajectory"]
+        if "baseline" in self.trajectory_columns:
+            sampled = sampled & ~self.is_baseline[trajectories]
+        return GroupSummary(
+            group_id=self.group_id,
+            attempt=self.attempt,
+            num_prompt_tokens=self._lengths[0],
+            response_lengths=lengths,
+            num_tokens=int(self.turns["num_tokens"][1:] @ sampled[1:]),
+            oldest_version=int(self.versions.view(np.uint32).min()),  # in which UNVERSIONED is the largest
+            newest_version=int(self.versions.max()),
+            rewards=tuple((self.rewards + self.turn_sums).tolist()),
+            branch_tokens=branch_tokens,
+            num_branches=num_branches,
+        )
+
+    @property
+    def _single_turns(self) -> tuple[int, ...] | None:
+        """[G] tokens of the only turn of each trajectory; None where one has more."""
+        parents, trajectories = self.turns["parent"].tolist(), self.turns["trajectory"].tolist()
+        is_single = trajectories[1:] == [*range(self.num_trajectories)] and not any(parents[1:])
+        return tuple(self._lengths[1:]) if is_single else None
+
+    def _counts(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+        """[G] tokens behind the prompt, of all branches, and their number; without branching the latter are empty."""
+        lengths = [0] * self.num_trajectories
+        for trajectory, num_tokens in zip(self.turns["trajectory"].tolist()[1:], self._lengths[1:], strict=True):
             lengths[trajectory] += num_tokens
-            written += num_tokens if sampled and not self.is_baseline[trajectory] else 0
         branch_tokens, num_branches = [0] * self.num_trajectories, [0] * self.num_trajectories
         for branch in self.branches:
             branch_tokens[branch.trajectory] += sum(self._lengths[turn] for turn in branch.turns)
             num_branches[branch.trajectory] += 1
         is_plain = branch_tokens == [self._lengths[0] + length for length in lengths] and set(num_branches) == {1}
-        versions = self.versions
-        sampled_versions = versions[versions != UNVERSIONED]
-        return GroupSummary(
-            group_id=self.group_id,
-            attempt=self.attempt,
-            num_prompt_tokens=self._lengths[0],
-            response_lengths=tuple(lengths),
-            num_tokens=written,
-            oldest_version=int(sampled_versions.min()),
-            newest_version=int(sampled_versions.max()),
-            rewards=tuple((self.rewards + self.turn_sums).tolist()),
-            branch_tokens=() if is_plain else tuple(branch_tokens),
-            num_branches=() if is_plain else tuple(num_branches),
-        )
+        return tuple(lengths), *(((), ()) if is_plain else (tuple(branch_tokens), tuple(num_branches)))
 
 
 _TOKEN_COLUMNS = {"token_ids": np.dtype("<i4"), "logprobs": np.dtype("<f4"), "versions": np.dtype("<i4")}

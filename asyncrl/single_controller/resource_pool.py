@@ -310,7 +310,10 @@ def split_resource_pool(resource_pool: RayResourcePool, split_size: int | list[i
 
 
 def merge_resource_pool(rp1: RayResourcePool, rp2: RayResourcePool) -> RayResourcePool:
-    """One pool of the processes of two, which may differ in their nodes only. They keep their reservations."""
+    """One pool of the processes of two whole pools that differ in their nodes only. They keep their reservations."""
+    for pool in (rp1, rp2):
+        if isinstance(pool, SubRayResourcePool):
+            raise UsageError(f"pool {pool.name_prefix!r} is a part of a pool; merge whole pools, and split the result")
     ours, theirs = rp1.options(), rp2.options()
     different = sorted(key for key in ours if key != "process_on_nodes" and ours[key] != theirs[key])
     if different:
@@ -345,11 +348,11 @@ class WorkerRole(DynamicEnum):
 
     @classmethod
     def from_string(cls, name: str) -> WorkerRole:
-        """The role that ``str(role)`` writes so, or of this name. Raises `ValueError` where there is none."""
+        """The role with this ``str(role)`` or name. Raises `ValueError` if there is none."""
         for role in cls:
             if name.lower() in (str(role), role.name.lower()):
                 return role
-        raise ValueError(f"no role is written {name!r}, only {[str(role) for role in cls]}; add it with register()")
+        raise ValueError(f"no role is called {name!r}, only {[str(role) for role in cls]}; add it with register()")
 
 
 Role = WorkerRole  # verl's name

@@ -148,6 +148,41 @@ async def test_prompts_with_many_images_pass_in_one_call():
         assert {int(lease.prompt.extra["images"][31][0, 0, 0]) for lease in leases} == set(range(128))
 
 
+def with_image(group_id: int, num_bytes: int) -> Prompt:
+    image = np.full(num_bytes, group_id, dtype=np.uint8)
+    return Prompt(group_id=group_id, prompt_ids=np.arange(3, dtype=np.int32), extra={"image": image})
+
+
+async def test_prompts_saved_prefixes_and_leases_of_any_size_pass_without_a_reservation():
+    async with running(groups_per_step=1) as run:
+        first, second = run.client(), run.client()
+        await first.enqueue([with_image(7, 9_000_000)])
+        [lease] = await first.lease(0, 1)
+        await first.save_progress(lease, rollout(lease, num_tokens=100_000))
+        await first.release(lease, num_tokens=100_000, reason="stopped")
+        [again] = await second.lease(0, 1)
+        assert again.prompt.extra["image"].tobytes() == bytes([7]) * 9_000_000
+        saved = second.take_progress(again)
+        assert saved is not None
+        assert saved.summary == rollout(lease, num_tokens=100_000).summary
+
+
+async def test_a_message_over_every_bound_is_refused_to_its_caller_and_holds_up_no_other_call():
+    async with running(groups_per_step=1, max_stored_bytes=2_000_000, max_prompt_bytes=3_000_000) as run:
+        client = run.client()
+        waiting = asyncio.ensure_future(client.lease(0, 1))
+        with pytest.raises(WireError, match=r"more than 3000000 bytes.*buffer\.max_prompt_bytes"):
+            await client.enqueue([with_image(0, 30_000_000)])
+        assert not waiting.done()
+        await client.enqueue([with_image(1, 2_500_000)])
+        [lease] = await asyncio.wait_for(waiting, 5)
+        with pytest.raises(StoreFull, match=r"bytes of progress do not fit.*max_stored_bytes is 2000000"):
+            await client.save_progress(lease, rollout(lease, num_tokens=180_000))
+        await client.save_progress(lease, rollout(lease, num_tokens=100_000))
+        await client.put(rollout(lease, num_tokens=120_000))
+        assert (await client.stats()).groups["stored"] == 1
+
+
 async def test_counts_that_no_total_could_hold_are_refused_to_their_sender():
     async with running(groups_per_step=1) as run:
         client = run.client()

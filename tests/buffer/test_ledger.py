@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise, product
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -36,6 +37,7 @@ from buffer.commands import (
     PutResult,
     Release,
     Renew,
+    Reserve,
 )
 from buffer.config import BufferConfig, Durability, OnStale
 from buffer.encoding import pack, unpack
@@ -230,7 +232,7 @@ def test_a_group_that_is_released_to_be_dropped_is_finished_with_all_of_its_toke
 def test_a_commit_that_breaks_the_bound_is_refused_before_anything_changes():
     of = ledger(1, 1, first_version=5)
     old = GrantedLease(group_id=0, attempt=0, engine_version=0, deadline=1)
-    of.replay(LeaseGroups(engine_version=0, max_groups=1), Granted(leases=(old,)))
+    of.enact(LeaseGroups(engine_version=0, max_groups=1), Granted(leases=(old,)))
     of.put(summary_of(old))
     of.plan(5)
     with pytest.raises(StalenessError, match="lag 5, bound 1"):
@@ -521,3 +523,48 @@ def test_trajectories_that_are_lost_dissolve_their_batch_and_are_generated_again
 def test_a_group_in_which_the_policy_wrote_nothing_is_filtered(length: int, kept: PutResult):
     of = ledger(0, 1, filters=["no_tokens"])
     assert of.put(summary_of(of.lease(0, 1)[0], lengths=(length,))) is kept
+
+
+def test_a_full_store_with_a_batch_that_nobody_has_planned_yet_lets_no_group_begin():
+    ledger = DrivenLedger(StalenessRule(max_lag=1, groups_per_step=2), max_bytes=1000)
+    ledger.enqueue(range(4))
+    for lease in ledger.lease(0, 2):
+        ledger.reserve(lease, 500)
+        ledger.put(summary_of(lease), num_bytes=500)
+    assert (ledger.num_stored, ledger.num_leased, ledger.num_planned) == (2, 0, 0)
+    assert not ledger.has_room()
+    assert ledger.lease(0, 1) == []
+
+
+@pytest.mark.parametrize(("num_stores", "recorded"), [(1, []), (2, [Reserve])])
+def test_a_reservation_is_written_down_only_where_it_says_which_store_holds_the_group(num_stores: int, recorded: list):
+    ledger = DrivenLedger(StalenessRule(max_lag=1, groups_per_step=2), max_bytes=1000, num_stores=num_stores)
+    ledger.enqueue([0])
+    [lease] = ledger.lease(0, 1)
+    log: list[type] = []
+    ledger.log = SimpleNamespace(record=lambda command, outcome, frames: log.append(type(command)))
+    ledger.reserve(lease, 500)
+    assert log == recorded
+
+
+def test_the_stored_groups_of_one_store_are_those_that_were_reserved_there():
+    ledger = DrivenLedger(StalenessRule(max_lag=1, groups_per_step=2), max_bytes=1000, num_stores=2)
+    ledger.enqueue(range(2))
+    for lease in ledger.lease(0, 2):
+        ledger.reserve(lease, 900)
+        ledger.put(summary_of(lease), num_bytes=900)
+    assert ledger.stored_groups() == [(0, 0), (1, 0)]
+    assert [ledger.stored_groups(store) for store in range(2)] == [[(0, 0)], [(1, 0)]]
+
+
+def test_a_lost_prefix_is_dropped_and_its_group_begins_afresh():
+    ledger = DrivenLedger(StalenessRule(max_lag=1, groups_per_step=1))
+    ledger.enqueue([0])
+    [lease] = ledger.lease(0, 1)
+    ledger.save(lease, Progress(num_tokens=4, oldest_version=0, newest_version=0), num_bytes=10)
+    assert ledger.groups_with_prefix() == [0]
+    ledger.release(0, 0, num_tokens=4)
+    assert ledger.lose([0]) == ()
+    assert (ledger.account.tokens_buffered, ledger.account.tokens_dropped) == (0, {"store_lost": 4})
+    [again] = ledger.lease(0, 1)
+    assert (again.attempt, again.progress) == (1, None)

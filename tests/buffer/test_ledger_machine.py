@@ -276,7 +276,7 @@ class LedgerMachine(RuleBasedStateMachine):
         if self.last_snapshot is not None:
             ledger.restore(msgpack.unpackb(self.last_snapshot, strict_map_key=False))
         for row in self.log.rows:
-            ledger.replay(*unpack(row))
+            ledger.enact(*unpack(row))
         for lease, expires_at in self.running.values():
             ledger.renew(lease.group_id, lease.attempt, now=expires_at - LEASE_S)
         ledger.drain_revocations()

@@ -1,4 +1,4 @@
-"""A run with all that a user may bring: own loss and advantage, keys, store servers and a journal on disk."""
+"""A run with all that a user may bring: own reward, loss and advantage, keys, store servers and a journal on disk."""
 
 import json
 import subprocess
@@ -35,7 +35,7 @@ FAST = ["rollout_fleet.engine=transformers", "sft.enabled=false", "evaluation.en
 def own_folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("mine")
     (folder / "own.py").write_text(OWN)
-    (folder / "beside.py").write_text("SCALE = 0.5\n")
+    (folder / "beside.py").write_text("SCALE = 0.5\n\n\ndef parity(prompt, text):\n    return len(text) % 2 + 10\n")
     return folder
 
 
@@ -50,6 +50,7 @@ def run(own_folder, tmp_path_factory):
         "algorithm.num_mini_batches=2",
         "algorithm.loss=own.py:my_name",
         "algorithm.advantage=own.py:sevens",
+        "rollout_fleet.reward=beside.py:parity",
         f"buffer.keys={root / 'keys'}",
         "buffer.num_store_servers=2",
         "buffer.durability=disk",
@@ -86,6 +87,7 @@ def test_it_trains_with_the_users_own_functions(run):
     assert run.records
     for record in run.records:
         assert record["learner.advantage_seen"] == pytest.approx(7.0)
+        assert 10 <= record["reward"] <= 11
         assert 0 < record["learner.effective_sample_size"] <= 1.0 + 1e-6
         assert record["learner.behavior_kl"] >= -1e-6
 

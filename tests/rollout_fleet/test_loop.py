@@ -9,7 +9,7 @@ from asyncrl.protocol.types import WeightSnapshot
 from rollout_fleet.config import RolloutFleetConfig
 from rollout_fleet.engines.scripted import ScriptedAnswer, ScriptedEngine
 from rollout_fleet.loop import RolloutLoop
-from rollout_fleet.rewards import BUILT_IN_REWARDS, RewardProcesses
+from rollout_fleet.rewards import REWARDS, RewardProcesses
 from tests.support.rollout import WRITTEN, digits, running_loop, update, writes
 
 pytestmark = pytest.mark.timeout(60)
@@ -137,9 +137,9 @@ def nan_for_the_first_prompt(prompt, response_text):
 
 
 async def test_a_reward_that_fails_costs_its_group_after_some_attempts_and_the_run_goes_on(make_buffer, monkeypatch):
-    monkeypatch.setitem(BUILT_IN_REWARDS, "bad", nan_for_the_first_prompt)
+    monkeypatch.setitem(REWARDS._entries, "not a number for the first prompt", nan_for_the_first_prompt)
     buffer = make_buffer(5)
-    async with running_loop(buffer, reward="bad", max_attempts=3) as (loop, _, run):
+    async with running_loop(buffer, reward="not a number for the first prompt", max_attempts=3) as (loop, _, run):
         await buffer.stored(4)
         await buffer.dropped(1)
         await loop.stop()
@@ -153,7 +153,7 @@ async def test_a_reward_that_fails_costs_its_group_after_some_attempts_and_the_r
 
 async def test_evictions_do_not_count_as_failures(make_buffer, monkeypatch):
     scores = iter([float("nan"), *[1.0] * 3])
-    monkeypatch.setitem(BUILT_IN_REWARDS, "bad once", lambda prompt, response_text: next(scores))
+    monkeypatch.setitem(REWARDS._entries, "bad once", lambda prompt, response_text: next(scores))
     buffer = make_buffer(1)
     for _ in range(5):
         await buffer.lease(0, 1)
@@ -176,9 +176,9 @@ async def test_places_that_fall_free_in_one_moment_are_leased_together(make_buff
 
 
 async def test_a_reward_that_fails_for_one_group_after_another_ends_the_run(make_buffer, monkeypatch):
-    monkeypatch.setitem(BUILT_IN_REWARDS, "bad", nan_reward)
+    monkeypatch.setitem(REWARDS._entries, "never a number", nan_reward)
     buffer = make_buffer(20)
-    async with running_loop(buffer, reward="bad", max_failures_in_a_row=7) as (loop, _, run):
+    async with running_loop(buffer, reward="never a number", max_failures_in_a_row=7) as (loop, _, run):
         with pytest.raises(RewardError, match=r"returned nan; .*failure 7 in a row.*max_failures_in_a_row"):
             await asyncio.wait_for(run, 5)
         counters = loop.counters()

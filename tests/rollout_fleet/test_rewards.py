@@ -10,7 +10,7 @@ import pytest
 
 from asyncrl.protocol.errors import RewardError
 from asyncrl.protocol.types import Prompt
-from rollout_fleet.rewards import RewardProcesses, find_reward
+from rollout_fleet.rewards import REWARDS, RewardProcesses
 
 pytestmark = pytest.mark.timeout(60)
 PROMPT = Prompt(group_id=7, prompt_ids=np.asarray([3, 4], dtype=np.int32), ground_truth="42")
@@ -174,14 +174,15 @@ async def test_closing_ends_the_scoring_processes(user_rewards):
     [
         (
             "exakt_match",
-            r"rollout_fleet.reward must be a built-in \(exact_match\) or module:function, got 'exakt_match'",
+            r"rollout_fleet.reward must be one of \['exact_match'\], or file.py:function or module:function",
         ),
-        ("no_such_module:f", "'no_such_module:f' cannot be imported"),
-        ("math:no_such_function", "'math:no_such_function' cannot be imported"),
-        ("math:pi", "'math:pi' must be callable, got float"),
-        (":f", r"must be a built-in \(exact_match\) or module:function, got ':f'"),
+        ("no_such_module:f", "rollout_fleet.reward=no_such_module:f cannot be imported: ModuleNotFoundError"),
+        ("no_such_file.py:f", "there is no file .*no_such_file.py"),
+        ("math:no_such_function", "math has no 'no_such_function'"),
+        ("math:pi", "must name a function, got 3.14"),
+        (":f", r"must be one of \['exact_match'\], or file.py:function"),
     ],
 )
 def test_an_unknown_reward_fails_by_name(name, message):
     with pytest.raises(ValueError, match=message):
-        find_reward(name)
+        REWARDS.get(name)

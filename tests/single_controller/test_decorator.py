@@ -19,11 +19,13 @@ from asyncrl.single_controller import (
     RayWorkerGroup,
     ResourcePool,
     Role,
+    SubRayResourcePool,
     UsageError,
     Worker,
     get_predefined_dispatch_fn,
     get_predefined_execute_fn,
     get_random_string,
+    merge_resource_pool,
     parallel_put,
     register,
     register_dispatch_mode,
@@ -192,7 +194,11 @@ def test_an_enumeration_of_ones_own_counts_up_and_writes_in_capitals():
     assert Stage.names() == ["WARM_UP", "LATE"]
 
 
-def test_roles_are_numbered_as_verls():
+def test_a_role_is_found_by_what_it_writes():
+    assert Role.from_string("actor_rollout") is Role.from_string("ActorRollout") is Role.ActorRollout
+    assert str(Role.from_string("rm")) == "rm"
+    with pytest.raises(ValueError, match="critics"):
+        Role.from_string("critics")
     assert (Role.Actor.value, Role.Env.value, Role.TeacherModel.value) == (0, 7, 8)
 
 
@@ -229,6 +235,13 @@ def test_a_dispatch_function_may_use_the_splitting_of_the_others():
 def test_parts_of_a_pool_have_at_least_one_process(split_size):
     with pytest.raises(UsageError, match="do not add up to the pool's 2"):
         split_resource_pool(RayResourcePool([2], use_gpu=False), split_size)
+
+
+def test_a_part_of_a_pool_is_not_merged_as_if_it_were_the_whole():
+    half = SubRayResourcePool([], 0, 1, process_on_nodes=[2], use_gpu=False, name_prefix="half")
+    for pools in ((half, RayResourcePool([1], use_gpu=False)), (RayResourcePool([1], use_gpu=False), half)):
+        with pytest.raises(UsageError, match="'half' is a part of a pool"):
+            merge_resource_pool(*pools)
 
 
 def test_a_group_on_a_pool_without_processes_is_refused():

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl.protocol.registry import Registry, absolute_name
 from learner.advantages import ADVANTAGES
 from learner.losses import LOSSES
-from learner.registry import Registry, absolute_name
 
 OWN = '''
 """A user's file."""

@@ -1,7 +1,7 @@
-"""Names for algorithms: ours by a short name, a user's own by ``file.py:function`` or ``module:function``.
+"""Names for functions: ours by a short name, a user's own by ``file.py:function`` or ``module:function``.
 
-The registries themselves stand beside what they name: `learner.losses.LOSSES`, `learner.advantages.ADVANTAGES`. This
-file imports no torch.
+The registries themselves stand beside what they name: `learner.losses.LOSSES`, `learner.advantages.ADVANTAGES`,
+`rollout_fleet.rewards.REWARDS`.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Registry(Generic[T]):
         if name in self._entries:
             return self._entries[name]
         place, colon, attribute = name.rpartition(":")
-        if not colon:
+        if not (place and colon and attribute):
             raise ValueError(
                 f"{self._option} must be one of {self.names()}, or file.py:function or module:function of your own, "
                 f"got {name!r}"
