@@ -348,11 +348,11 @@ class WorkerRole(DynamicEnum):
 
     @classmethod
     def from_string(cls, name: str) -> WorkerRole:
-        """The role that ``str(role)`` writes so, or of this name. Raises `ValueError` where there is none."""
+        """The role with this ``str(role)`` or name. Raises `ValueError` if there is none."""
         for role in cls:
             if name.lower() in (str(role), role.name.lower()):
                 return role
-        raise ValueError(f"no role is written {name!r}, only {[str(role) for role in cls]}; add it with register()")
+        raise ValueError(f"no role is called {name!r}, only {[str(role) for role in cls]}; add it with register()")
 
 
 Role = WorkerRole  # verl's name

@@ -194,7 +194,11 @@ def test_an_enumeration_of_ones_own_counts_up_and_writes_in_capitals():
     assert Stage.names() == ["WARM_UP", "LATE"]
 
 
-def test_roles_are_numbered_as_verls():
+def test_a_role_is_found_by_what_it_writes():
+    assert Role.from_string("actor_rollout") is Role.from_string("ActorRollout") is Role.ActorRollout
+    assert str(Role.from_string("rm")) == "rm"
+    with pytest.raises(ValueError, match="critics"):
+        Role.from_string("critics")
     assert (Role.Actor.value, Role.Env.value, Role.TeacherModel.value) == (0, 7, 8)
 
 
