@@ -285,13 +285,7 @@ class RunConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class StopDeadlines:
-    """How long the parts of a run may take to stop, one after another.
-
-    Attributes:
-        fleet_s: The rollout workers: what runs, its aborts, the server's own grace, and cleaning up after it.
-        learner_s: The learner's ranks.
-        ray_s: Ray and the buffer.
-    """
+    """How long the parts of a run may take to stop, in this order: the fleet, the ranks, then Ray and the buffer."""
 
     fleet_s: float
     learner_s: float
@@ -310,11 +304,7 @@ def stop_deadlines(config: RunConfig) -> StopDeadlines:
 
 
 def check_options(config: RunConfig) -> None:
-    """Check what spans packages and needs no file, before anything is made or started.
-
-    Raises:
-        ValueError: names the option, its value, what is expected, and what to do.
-    """
+    """Check what spans packages and needs no file, before anything is made or started; see `check_files`."""
     algorithm = config.algorithm
     if algorithm.samples_per_prompt < 2 and algorithm.advantage in GROUP_ADVANTAGES:
         raise ValueError(
@@ -379,16 +369,7 @@ def check_files(config: RunConfig) -> None:
 
 
 def check_placement(config: RunConfig, *, num_cpus: int, num_gpus: int) -> None:
-    """Check that the run fits what the cluster offers.
-
-    Args:
-        config: The run.
-        num_cpus: CPUs of the cluster.
-        num_gpus: GPUs of the cluster.
-
-    Raises:
-        ValueError: names what is asked for, what there is, and what to lower.
-    """
+    """Check that the run fits the CPUs and GPUs of the cluster; see `check_files`."""
     gpus, cpus = requested_gpus(config), requested_cpus(config)
     if gpus > num_gpus:
         raise ValueError(
@@ -502,11 +483,7 @@ def _check_colocation(config: RunConfig) -> None:
 
 
 def check_model(config: RunConfig) -> None:
-    """Check that ``model.path`` holds a model and its tokenizer.
-
-    Raises:
-        ValueError: names the option, its value, what is expected, and what to do.
-    """
+    """Check that ``model.path`` holds a model and its tokenizer; see `check_files`."""
     path = Path(config.model.path)
     if not config.model.path:
         raise ValueError("model.path must name a directory in Hugging Face layout, got an empty string")

@@ -93,19 +93,6 @@ def dump_yaml(config: RunConfig) -> str:
     return OmegaConf.to_yaml(OmegaConf.structured(config))
 
 
-def option_names(kind: type = RunConfig, prefix: str = "") -> list[str]:
-    """Every option's dotted name, depth first. Example: ``buffer.max_lag``."""
-    names: list[str] = []
-    hints = get_type_hints(kind)
-    for entry in fields(kind):
-        nested = hints[entry.name]
-        if isinstance(nested, type) and is_dataclass(nested):
-            names += option_names(nested, f"{prefix}{entry.name}.")
-        else:
-            names.append(prefix + entry.name)
-    return names
-
-
 def _with_whole_paths(config: RunConfig) -> RunConfig:
     """A user's own functions by the whole path of their file: workers may run in another directory."""
     algorithm, fleet = config.algorithm, config.rollout_fleet
@@ -141,7 +128,7 @@ def _explain(error: Exception) -> str:
     reason = str(detail).split("Config search path")[0].split("full_key:")[0]
     reason = " ".join(reason.split())
     if isinstance(detail, ConfigAttributeError | ConfigKeyError) and option:
-        near = difflib.get_close_matches(option, option_names(), n=1, cutoff=0.7)
+        near = difflib.get_close_matches(option, describe(RunConfig()), n=1, cutoff=0.7)
         remedy = f"did you mean {near[0]}?" if near else "--help-all lists every option"
         return f"unknown option {option}; {remedy}"
     return f"{option}: {reason}" if option else reason

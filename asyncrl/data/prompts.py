@@ -56,16 +56,6 @@ class PromptStream:
         """Prompts left out because they are longer than ``max_prompt_tokens``."""
         return self._table.num_filtered
 
-    @property
-    def position(self) -> int:
-        """Prompts taken so far; the group id of the next one."""
-        return self._position
-
-    @property
-    def epoch(self) -> int:
-        """Whole passes over the files before the next prompt."""
-        return self._position // self.num_prompts
-
     def take(self, count: int) -> list[Prompt]:
         """The next ``count`` prompts.
 

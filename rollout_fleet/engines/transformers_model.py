@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from threading import Event
 from typing import Any, cast
 
 import numpy as np
@@ -24,26 +25,12 @@ from .engine import SampleOutput, SampleRequest
 from .model_files import ModelFacts
 
 
-class AbortFlag:
-    """Whether one sample is to be cut off; set by the event loop, read by the generating thread."""
-
-    def __init__(self) -> None:
-        self._set = False
-
-    def set(self) -> None:
-        """Cut the sample off at its next token."""
-        self._set = True
-
-    def __bool__(self) -> bool:
-        return self._set
-
-
 class StepRecorder:
     """Sees every step twice: the logits before sampling and the tokens after. Records log-probs, stops rows."""
 
     def __init__(
         self,
-        flags: Sequence[AbortFlag],
+        flags: Sequence[Event],
         *,
         max_new_tokens: Sequence[int],
         temperature: float,
@@ -52,7 +39,7 @@ class StepRecorder:
         """Begin a batch.
 
         Args:
-            flags: One per row.
+            flags: One per row; a row whose flag is set is cut off at its next token.
             max_new_tokens: Longest response, per row.
             temperature: Sampling temperature; under 0 (greedy) log-probs are those of temperature 1.
             on_step: Called after every step.
@@ -87,8 +74,8 @@ class StepRecorder:
         self._on_step()
         num_steps = len(self._sampled_logprobs)
         ends = self._max_new_tokens <= num_steps
-        if any(self._flags):
-            aborted = torch.tensor([bool(flag) for flag in self._flags])
+        aborted = torch.tensor([flag.is_set() for flag in self._flags])
+        if aborted.any():
             self._num_steps_kept[aborted] = self._num_steps_kept[aborted].clamp(max=num_steps)
             ends = ends | aborted
         return ends.to(token_ids.device)
@@ -202,9 +189,7 @@ class GenerationModel:
             )
 
     @torch.inference_mode()
-    def generate(
-        self, requests: Sequence[SampleRequest], flags: Sequence[AbortFlag], version: int
-    ) -> list[SampleOutput]:
+    def generate(self, requests: Sequence[SampleRequest], flags: Sequence[Event], version: int) -> list[SampleOutput]:
         """Sample all requests in one batch; their sampling options differ in ``max_new_tokens`` at most.
 
         Args:
