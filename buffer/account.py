@@ -12,6 +12,8 @@ from typing import Any
 
 from asyncrl.protocol.types import BufferStats, GroupSummary
 
+from .groups import record_from, values_of
+
 DISCARDED_PREFIX = "discarded_prefix"
 STALE_PREFIX = "stale_prefix"
 NO_ROOM = "no_room"
@@ -135,23 +137,14 @@ class AttemptHistory:
         return {
             "finished": self.finished.ranges(),
             "unusual": [[group_id, *counts] for group_id, counts in self._unusual.items()],
-            "ended": [
-                [*key, ended.owner, ended.owes_report, ended.num_counted, ended.reason, ended.refusal]
-                for key, ended in self._ended.items()
-            ],
+            "ended": [[*key, *values_of(ended)] for key, ended in self._ended.items()],
         }
 
     def restore(self, values: Mapping[str, Any]) -> None:
         """Take up a snapshot."""
         self.finished = IdSet(values["finished"])
         self._unusual = OrderedDict((group_id, (number, stored)) for group_id, number, stored in values["unusual"])
-        self._ended = OrderedDict(
-            (
-                (group_id, attempt),
-                EndedAttempt(owner=owner, owes_report=owes, num_counted=number, reason=reason, refusal=refusal),
-            )
-            for group_id, attempt, owner, owes, number, reason, refusal in values["ended"]
-        )
+        self._ended = OrderedDict(((row[0], row[1]), record_from(EndedAttempt, row[2:])) for row in values["ended"])
 
 
 class Account:

@@ -247,9 +247,9 @@ class BufferService:
                 self._replies.push(client, SPACE)
             self._refused_for_space.clear()
 
-    def _compact(self) -> None:
+    def _compact(self, *, is_urgent: bool = True) -> None:
         """Put a snapshot in the place of the journal's commands, when these have grown long."""
-        if self._journal is not None and self._journal.is_grown:
+        if self._journal is not None and self._journal.is_grown(is_urgent=is_urgent):
             try:
                 self._journal.compact(self.ledger.snapshot(), self._store.frames())
             except ReplayBufferError as error:
@@ -381,6 +381,7 @@ class BufferService:
         self._forget_finished()
         if committed.group_ids:
             self._admission.answer_outdated()
+            self._compact(is_urgent=False)  # little is held now
         self._stats(client, request)
 
     # What clients ask about the buffer
