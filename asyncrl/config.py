@@ -7,6 +7,7 @@ this module loads neither torch nor ray nor sglang.
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -495,10 +496,16 @@ def check_model(config: RunConfig) -> None:
         raise ValueError(f"model.path must hold a tokenizer, got {path} without tokenizer_config.json")
 
 
-def _check_positions(config: RunConfig) -> None:
+def num_positions(config: RunConfig) -> float:
+    """Longest sequence of the model, in tokens; infinite where it names none."""
     limit = json.loads(Path(config.model.path, "config.json").read_text()).get("max_position_embeddings")
+    return math.inf if limit is None else limit
+
+
+def _check_positions(config: RunConfig) -> None:
+    limit = num_positions(config)
     longest = config.data.max_prompt_tokens + config.rollout_fleet.sampling.max_new_tokens
-    if limit is not None and longest > limit:
+    if longest > limit:
         raise ValueError(
             f"data.max_prompt_tokens + rollout_fleet.sampling.max_new_tokens must be <= the model's {limit} positions, "
             f"got {config.data.max_prompt_tokens} + {config.rollout_fleet.sampling.max_new_tokens} = {longest}"

@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from threading import Event
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessor, StoppingCriteria
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from asyncrl.protocol.checksums import weight_checksums
 from asyncrl.protocol.errors import EngineError
@@ -62,10 +62,11 @@ class StepRecorder:
         """[B] int64 steps before a row was aborted; very large where it was not."""
         return self._num_steps_kept.numpy()
 
-    def before_sampling(self, logits: Tensor) -> None:
-        """Keep the [B, V] log-probs under the temperature until the tokens are sampled."""
+    def before_sampling(self, logits: Tensor) -> Tensor:
+        """Keep the log-probs under the temperature until the tokens are sampled; returns the [B, V] logits."""
         scaled = logits.float() if self._temperature == 1.0 else logits.float() / self._temperature
         self._step_logprobs = scaled.log_softmax(-1)
+        return logits
 
     def after_sampling(self, token_ids: Tensor) -> Tensor:
         """Record the log-probs of the [B, 1] tokens just sampled; return [B] bool, True where a row is to end."""
@@ -79,23 +80,6 @@ class StepRecorder:
             self._num_steps_kept[aborted] = self._num_steps_kept[aborted].clamp(max=num_steps)
             ends = ends | aborted
         return ends.to(token_ids.device)
-
-
-class _BeforeSampling(LogitsProcessor):
-    def __init__(self, recorder: StepRecorder) -> None:
-        self._recorder = recorder
-
-    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
-        self._recorder.before_sampling(scores)
-        return scores
-
-
-class _AfterSampling(StoppingCriteria):
-    def __init__(self, recorder: StepRecorder) -> None:
-        self._recorder = recorder
-
-    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **kwargs: Any) -> torch.BoolTensor:
-        return cast(torch.BoolTensor, self._recorder.after_sampling(input_ids[:, -1:]))
 
 
 class GenerationModel:
@@ -210,8 +194,8 @@ class GenerationModel:
             input_ids,
             attention_mask=attention_mask,
             generation_config=self._generation_config(sampling, max(max_new_tokens)),
-            logits_processor=[_BeforeSampling(recorder)],
-            stopping_criteria=[_AfterSampling(recorder)],
+            logits_processor=[lambda _, logits: recorder.before_sampling(logits)],
+            stopping_criteria=[lambda ids, _, **__: recorder.after_sampling(ids[:, -1:])],
         )
         responses = sequences[:, input_ids.shape[1] :].to("cpu", torch.int32).numpy()
         return self._samples(responses, np.asarray(max_new_tokens), recorder, version)

@@ -525,6 +525,16 @@ def test_a_group_in_which_the_policy_wrote_nothing_is_filtered(length: int, kept
     assert of.put(summary_of(of.lease(0, 1)[0], lengths=(length,))) is kept
 
 
+def test_a_group_that_just_fits_may_begin():
+    ledger = DrivenLedger(StalenessRule(max_lag=1, groups_per_step=1), max_bytes=1000)
+    ledger.enqueue(range(2))
+    [lease] = ledger.lease(0, 1)
+    ledger.reserve(lease, 500)
+    ledger.put(summary_of(lease), num_bytes=500)
+    assert len(ledger.lease(0, 1)) == 1
+    assert not ledger.has_room()
+
+
 def test_a_full_store_with_a_batch_that_nobody_has_planned_yet_lets_no_group_begin():
     ledger = DrivenLedger(StalenessRule(max_lag=1, groups_per_step=2), max_bytes=1000)
     ledger.enqueue(range(4))
@@ -537,7 +547,7 @@ def test_a_full_store_with_a_batch_that_nobody_has_planned_yet_lets_no_group_beg
 
 
 @pytest.mark.parametrize(("num_stores", "recorded"), [(1, []), (2, [Reserve])])
-def test_a_reservation_is_written_down_only_where_it_says_which_store_holds_the_group(num_stores: int, recorded: list):
+def test_a_reservation_is_recorded_only_where_it_says_which_store_holds_the_group(num_stores: int, recorded: list):
     ledger = DrivenLedger(StalenessRule(max_lag=1, groups_per_step=2), max_bytes=1000, num_stores=num_stores)
     ledger.enqueue([0])
     [lease] = ledger.lease(0, 1)
