@@ -246,31 +246,20 @@ class Account:
         self._dropped_lengths[reason] += sum(summary.response_lengths)
         self._dropped_samples[reason] += len(summary.response_lengths)
 
-    def stats(
-        self,
-        *,
-        learner_version: int,
-        groups: Mapping[str, int],
-        stored_bytes: int,
-        held_bytes: int,
-        leases_waiting: int,
-    ) -> BufferStats:
-        """The totals beside what the ledger and the server hold now."""
+    def stats(self, groups: Mapping[str, int], **held: int) -> BufferStats:
+        """The totals beside what the ledger and the server hold now, as `BufferStats` names it."""
         lengths, samples = self._dropped_lengths, self._dropped_samples
         return BufferStats(
-            learner_version=learner_version,
             groups={**groups, "consumed": self.groups_consumed, "dropped": self.groups_dropped.total()},
             tokens_trained=self.tokens_trained,
             tokens_dropped=dict(self.tokens_dropped),
             tokens_buffered=self.tokens_buffered,
             lag_histogram=dict(sorted(self.lags.items())),
             puts_refused=dict(self.puts_refused),
-            stored_bytes=stored_bytes,
-            leases_waiting=leases_waiting,
             mean_length_kept=self._kept_lengths / max(1, self._kept_samples),
             mean_length_dropped=lengths.total() / max(1, samples.total()),
             mean_length_dropped_by_reason={reason: lengths[reason] / samples[reason] for reason in lengths},
             groups_dropped=dict(self.groups_dropped),
             filtered_in_a_row=self.filtered_in_a_row,
-            held_bytes=held_bytes,
+            **held,
         )
