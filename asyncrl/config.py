@@ -74,20 +74,19 @@ class WarmStartConfig:
         chat_template_kwargs: Further arguments of the template. Example: ``{"enable_thinking": false}``.
         output_path: Where the fine-tuned policy is written, a new or empty directory, or one that the same settings
             wrote before; empty: ``<output_dir>/<experiment>/sft/<digest of the settings>``.
-        batch_size: Sequences of one optimizer update.
+        batch_size: Sequences per optimizer update.
         lr: Peak learning rate; linear decay to zero over ``max_steps``.
         weight_decay: Decoupled decay, on matrices only.
         warmup_steps: Updates of linear warm-up.
-        max_steps: Updates at most.
+        max_steps: Largest number of updates.
         eval_every: Updates between evaluations.
         eval_prompts: Held-out prompts of one evaluation, answered greedily; 0 measures no accuracy.
         stop_metric: What ``patience`` watches.
         target_accuracy: Stop at this greedy accuracy on ``data.eval_files``; above 1 never stops early.
-        target_val_loss: Stop at this validation loss, in nats a token; 0 never stops early.
+        target_val_loss: Stop at this validation loss, in nats per token; 0 never stops early.
         patience: Stop after this many evaluations in which ``stop_metric`` did not improve, and keep the best policy; 0
             never stops early and keeps the last one.
-        progress_timeout_s: As a warm start: longest time without a line of progress, of which there is one an
-            evaluation.
+        progress_timeout_s: As a warm start: longest time without a line of progress. Each evaluation writes one.
     """
 
     enabled: bool = False
@@ -166,15 +165,15 @@ class PlacementConfig:
     """What each worker takes of the cluster; a GPU learner rank takes one GPU, an engine ``tp_size`` of them.
 
     Attributes:
-        pools: Further pools of the learner, by name, and their processes, one device each; ``learner`` is there always,
-            with ``learner.num_ranks``. Example: ``{critic: 2}``.
+        pools: Further pools of the learner: name and number of processes, one device each. The pool ``learner`` always
+            exists, with ``learner.num_ranks``. Example: ``{critic: 2}``.
         critic: Pool of the critic. Roles of one pool share its processes; those of others compute at the same time.
         reference: Pool of the reference policy. With LoRA it is the actor with its adapters off, in ``learner``.
         reward_model: Pool of the reward model.
         cpus_per_learner_rank: Logical CPUs of one process of these pools.
         cpus_per_engine: Logical CPUs of one rollout worker with its engine.
-        oversubscribe: On a cluster of our own (``ray.address`` empty), offer as many logical CPUs as the run asks
-            for even where the machine has fewer cores; without it, that is an error.
+        oversubscribe: On a cluster of our own (``ray.address`` empty), offer as many logical CPUs as the run asks for,
+            even where the machine has fewer cores. If false, that is an error.
         colocated: Put a learner rank and an engine on each device, taking turns: the engines fill a batch and release
             the device, the learner updates, publishes and offloads as ``learner.offload_at_transition_only`` says.
     """
@@ -473,8 +472,8 @@ def _check_colocation(config: RunConfig) -> None:
     learner, fleet = config.learner, config.rollout_fleet
     if learner.num_ranks != fleet.num_engines:
         raise ValueError(
-            "learner.num_ranks must equal rollout_fleet.num_engines with placement.colocated=true, one of each a "
-            f"device, got {learner.num_ranks} and {fleet.num_engines}"
+            "learner.num_ranks must equal rollout_fleet.num_engines with placement.colocated=true, one of each "
+            f"per device, got {learner.num_ranks} and {fleet.num_engines}"
         )
     if {learner.device.value, fleet.device.value} == {"cpu", "cuda"}:
         raise ValueError(

@@ -50,7 +50,7 @@ class SftEvaluation:
     Attributes:
         step: Updates.
         accuracy: Greedy, on the held-out prompts; None where it is not measured.
-        val_loss: On held-back demonstrations, in nats a token; None where there are none.
+        val_loss: On held-back demonstrations, in nats per token; None where there are none.
     """
 
     step: int
