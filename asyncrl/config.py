@@ -7,6 +7,7 @@ this module loads neither torch nor ray nor sglang.
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -73,20 +74,19 @@ class WarmStartConfig:
         chat_template_kwargs: Further arguments of the template. Example: ``{"enable_thinking": false}``.
         output_path: Where the fine-tuned policy is written, a new or empty directory, or one that the same settings
             wrote before; empty: ``<output_dir>/<experiment>/sft/<digest of the settings>``.
-        batch_size: Sequences of one optimizer update.
+        batch_size: Sequences per optimizer update.
         lr: Peak learning rate; linear decay to zero over ``max_steps``.
         weight_decay: Decoupled decay, on matrices only.
         warmup_steps: Updates of linear warm-up.
-        max_steps: Updates at most.
+        max_steps: Largest number of updates.
         eval_every: Updates between evaluations.
         eval_prompts: Held-out prompts of one evaluation, answered greedily; 0 measures no accuracy.
         stop_metric: What ``patience`` watches.
         target_accuracy: Stop at this greedy accuracy on ``data.eval_files``; above 1 never stops early.
-        target_val_loss: Stop at this validation loss, in nats a token; 0 never stops early.
+        target_val_loss: Stop at this validation loss, in nats per token; 0 never stops early.
         patience: Stop after this many evaluations in which ``stop_metric`` did not improve, and keep the best policy; 0
             never stops early and keeps the last one.
-        progress_timeout_s: As a warm start: longest time without a line of progress, of which there is one an
-            evaluation.
+        progress_timeout_s: As a warm start: longest time without a line of progress. Each evaluation writes one.
     """
 
     enabled: bool = False
@@ -165,15 +165,15 @@ class PlacementConfig:
     """What each worker takes of the cluster; a GPU learner rank takes one GPU, an engine ``tp_size`` of them.
 
     Attributes:
-        pools: Further pools of the learner, by name, and their processes, one device each; ``learner`` is there always,
-            with ``learner.num_ranks``. Example: ``{critic: 2}``.
+        pools: Further pools of the learner: name and number of processes, one device each. The pool ``learner`` always
+            exists, with ``learner.num_ranks``. Example: ``{critic: 2}``.
         critic: Pool of the critic. Roles of one pool share its processes; those of others compute at the same time.
         reference: Pool of the reference policy. With LoRA it is the actor with its adapters off, in ``learner``.
         reward_model: Pool of the reward model.
         cpus_per_learner_rank: Logical CPUs of one process of these pools.
         cpus_per_engine: Logical CPUs of one rollout worker with its engine.
-        oversubscribe: On a cluster of our own (``ray.address`` empty), offer as many logical CPUs as the run asks
-            for even where the machine has fewer cores; without it, that is an error.
+        oversubscribe: On a cluster of our own (``ray.address`` empty), offer as many logical CPUs as the run asks for,
+            even where the machine has fewer cores. If false, that is an error.
         colocated: Put a learner rank and an engine on each device, taking turns: the engines fill a batch and release
             the device, the learner updates, publishes and offloads as ``learner.offload_at_transition_only`` says.
     """
@@ -285,13 +285,7 @@ class RunConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class StopDeadlines:
-    """How long the parts of a run may take to stop, one after another.
-
-    Attributes:
-        fleet_s: The rollout workers: what runs, its aborts, the server's own grace, and cleaning up after it.
-        learner_s: The learner's ranks.
-        ray_s: Ray and the buffer.
-    """
+    """How long the parts of a run may take to stop, in this order: the fleet, the ranks, then Ray and the buffer."""
 
     fleet_s: float
     learner_s: float
@@ -310,11 +304,7 @@ def stop_deadlines(config: RunConfig) -> StopDeadlines:
 
 
 def check_options(config: RunConfig) -> None:
-    """Check what spans packages and needs no file, before anything is made or started.
-
-    Raises:
-        ValueError: names the option, its value, what is expected, and what to do.
-    """
+    """Check what spans packages and needs no file, before anything is made or started; see `check_files`."""
     algorithm = config.algorithm
     if algorithm.samples_per_prompt < 2 and algorithm.advantage in GROUP_ADVANTAGES:
         raise ValueError(
@@ -379,16 +369,7 @@ def check_files(config: RunConfig) -> None:
 
 
 def check_placement(config: RunConfig, *, num_cpus: int, num_gpus: int) -> None:
-    """Check that the run fits what the cluster offers.
-
-    Args:
-        config: The run.
-        num_cpus: CPUs of the cluster.
-        num_gpus: GPUs of the cluster.
-
-    Raises:
-        ValueError: names what is asked for, what there is, and what to lower.
-    """
+    """Check that the run fits the CPUs and GPUs of the cluster; see `check_files`."""
     gpus, cpus = requested_gpus(config), requested_cpus(config)
     if gpus > num_gpus:
         raise ValueError(
@@ -491,8 +472,8 @@ def _check_colocation(config: RunConfig) -> None:
     learner, fleet = config.learner, config.rollout_fleet
     if learner.num_ranks != fleet.num_engines:
         raise ValueError(
-            "learner.num_ranks must equal rollout_fleet.num_engines with placement.colocated=true, one of each a "
-            f"device, got {learner.num_ranks} and {fleet.num_engines}"
+            "learner.num_ranks must equal rollout_fleet.num_engines with placement.colocated=true, one of each "
+            f"per device, got {learner.num_ranks} and {fleet.num_engines}"
         )
     if {learner.device.value, fleet.device.value} == {"cpu", "cuda"}:
         raise ValueError(
@@ -502,14 +483,15 @@ def _check_colocation(config: RunConfig) -> None:
 
 
 def check_model(config: RunConfig) -> None:
-    """Check that ``model.path`` holds a model and its tokenizer.
-
-    Raises:
-        ValueError: names the option, its value, what is expected, and what to do.
-    """
+    """Check that ``model.path`` holds a model and its tokenizer; see `check_files`."""
     path = Path(config.model.path)
     if not config.model.path:
         raise ValueError("model.path must name a directory in Hugging Face layout, got an empty string")
+    if not path.is_dir():
+        raise ValueError(
+            f"model.path must be a directory on this machine, got {path}; download a model of the Hugging Face hub "
+            f"first: hf download {path} --local-dir DIR, then model.path=DIR"
+        )
     if not (path / "config.json").is_file():
         raise ValueError(f"model.path must hold a Hugging Face model, got {path} without config.json; check the path")
     if not any(path.glob("*.safetensors")) and not any(path.glob("*.bin")):
@@ -518,10 +500,16 @@ def check_model(config: RunConfig) -> None:
         raise ValueError(f"model.path must hold a tokenizer, got {path} without tokenizer_config.json")
 
 
-def _check_positions(config: RunConfig) -> None:
+def num_positions(config: RunConfig) -> float:
+    """Longest sequence of the model, in tokens; infinite where it names none."""
     limit = json.loads(Path(config.model.path, "config.json").read_text()).get("max_position_embeddings")
+    return math.inf if limit is None else limit
+
+
+def _check_positions(config: RunConfig) -> None:
+    limit = num_positions(config)
     longest = config.data.max_prompt_tokens + config.rollout_fleet.sampling.max_new_tokens
-    if limit is not None and longest > limit:
+    if longest > limit:
         raise ValueError(
             f"data.max_prompt_tokens + rollout_fleet.sampling.max_new_tokens must be <= the model's {limit} positions, "
             f"got {config.data.max_prompt_tokens} + {config.rollout_fleet.sampling.max_new_tokens} = {longest}"

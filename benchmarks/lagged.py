@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from threading import Event
 
 import numpy as np
 import torch
@@ -27,7 +28,7 @@ from learner.types import group_sequences
 from learner.weights import SnapshotWriter
 from rollout_fleet.engines.engine import SampleOutput, SampleRequest
 from rollout_fleet.engines.model_files import load_decoder, read_model_facts
-from rollout_fleet.engines.transformers_model import AbortFlag, GenerationModel
+from rollout_fleet.engines.transformers_model import GenerationModel
 from rollout_fleet.inflight import to_trajectory_group
 from rollout_fleet.rewards import REWARDS
 
@@ -158,7 +159,7 @@ class LaggedTraining:
             for prompt in prompts
             for index in range(num_samples)
         ]
-        outputs = self._engine.generate(requests, [AbortFlag() for _ in requests], version)
+        outputs = self._engine.generate(requests, [Event() for _ in requests], version)
         return [outputs[start : start + num_samples] for start in range(0, len(outputs), num_samples)]
 
     def _rewards(self, prompt: Prompt, samples: Sequence[SampleOutput]) -> np.ndarray:

@@ -275,9 +275,7 @@ def measure(rounds: int, num_tokens: int, vocabulary: int) -> tuple[dict[str, st
 def selftest_seconds(model_path: str, rounds: int) -> float:
     """CPU seconds of the self-test of a loaded model; the median."""
     model = PackedModel(LearnerConfig(device=Device.cpu), REFERENCE, model_path=model_path)
-    test = SelfTest(
-        model.head, model.mesh, model.sharding, dtype=str(model.types.compute).removeprefix("torch."), name=model_path
-    )
+    test = SelfTest(model.head, model.mesh, model.sharding, dtype=model.types.compute, name=model_path)
     return statistics.median(_seconds(test.run) for _ in range(rounds))
 
 

@@ -12,6 +12,8 @@ from typing import Any
 
 from asyncrl.protocol.types import BufferStats, GroupSummary
 
+from .groups import record_from, values_of
+
 DISCARDED_PREFIX = "discarded_prefix"
 STALE_PREFIX = "stale_prefix"
 NO_ROOM = "no_room"
@@ -135,23 +137,14 @@ class AttemptHistory:
         return {
             "finished": self.finished.ranges(),
             "unusual": [[group_id, *counts] for group_id, counts in self._unusual.items()],
-            "ended": [
-                [*key, ended.owner, ended.owes_report, ended.num_counted, ended.reason, ended.refusal]
-                for key, ended in self._ended.items()
-            ],
+            "ended": [[*key, *values_of(ended)] for key, ended in self._ended.items()],
         }
 
     def restore(self, values: Mapping[str, Any]) -> None:
         """Take up a snapshot."""
         self.finished = IdSet(values["finished"])
         self._unusual = OrderedDict((group_id, (number, stored)) for group_id, number, stored in values["unusual"])
-        self._ended = OrderedDict(
-            (
-                (group_id, attempt),
-                EndedAttempt(owner=owner, owes_report=owes, num_counted=number, reason=reason, refusal=refusal),
-            )
-            for group_id, attempt, owner, owes, number, reason, refusal in values["ended"]
-        )
+        self._ended = OrderedDict(((row[0], row[1]), record_from(EndedAttempt, row[2:])) for row in values["ended"])
 
 
 class Account:
@@ -253,31 +246,20 @@ class Account:
         self._dropped_lengths[reason] += sum(summary.response_lengths)
         self._dropped_samples[reason] += len(summary.response_lengths)
 
-    def stats(
-        self,
-        *,
-        learner_version: int,
-        groups: Mapping[str, int],
-        stored_bytes: int,
-        held_bytes: int,
-        leases_waiting: int,
-    ) -> BufferStats:
-        """The totals beside what the ledger and the server hold now."""
+    def stats(self, groups: Mapping[str, int], **held: int) -> BufferStats:
+        """The totals beside what the ledger and the server hold now, as `BufferStats` names it."""
         lengths, samples = self._dropped_lengths, self._dropped_samples
         return BufferStats(
-            learner_version=learner_version,
             groups={**groups, "consumed": self.groups_consumed, "dropped": self.groups_dropped.total()},
             tokens_trained=self.tokens_trained,
             tokens_dropped=dict(self.tokens_dropped),
             tokens_buffered=self.tokens_buffered,
             lag_histogram=dict(sorted(self.lags.items())),
             puts_refused=dict(self.puts_refused),
-            stored_bytes=stored_bytes,
-            leases_waiting=leases_waiting,
             mean_length_kept=self._kept_lengths / max(1, self._kept_samples),
             mean_length_dropped=lengths.total() / max(1, samples.total()),
             mean_length_dropped_by_reason={reason: lengths[reason] / samples[reason] for reason in lengths},
             groups_dropped=dict(self.groups_dropped),
             filtered_in_a_row=self.filtered_in_a_row,
-            held_bytes=held_bytes,
+            **held,
         )

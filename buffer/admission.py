@@ -141,25 +141,35 @@ class FairQueue:
             self._next = {known: turn for known, turn in self._next.items() if turn > self._serving + 1}
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Collaborators:
+    """What each part of the service works with.
+
+    Attributes:
+        ledger: Decides.
+        store: Keeps prompts and trajectories.
+        replies: Answers.
+        hold_s: A request that cannot be granted is answered after this long, with what there is.
+    """
+
+    ledger: Ledger
+    store: PayloadStore
+    replies: Replies
+    hold_s: float
+
+
 class PromptIntake:
     """The operation ``enqueue``.
 
     Args:
-        ledger: Queues.
-        store: Keeps the prompts.
-        replies: Answers.
+        shared: What it works with.
         queue_size: Prompts queued at once.
-        hold_s: A request is answered after this long, with how many of its prompts are queued.
     """
 
-    def __init__(
-        self, ledger: Ledger, store: PayloadStore, replies: Replies, *, queue_size: int, hold_s: float
-    ) -> None:
-        self._ledger = ledger
-        self._store = store
-        self._replies = replies
+    def __init__(self, shared: Collaborators, *, queue_size: int) -> None:
+        self._ledger, self._store, self._replies = shared.ledger, shared.store, shared.replies
+        self._hold_s = shared.hold_s
         self._queue_size = queue_size
-        self._hold_s = hold_s
         self._pending = PendingRequests()
         self.operations = {"enqueue": self._enqueue}
 
@@ -220,28 +230,14 @@ class Admission:
     """The operations of workers on leases.
 
     Args:
-        ledger: Admits.
-        store: Holds the prompts, and says whether one more group fits.
-        replies: Answers.
+        shared: What it works with.
         clock: What leases and heartbeats are measured by.
-        hold_s: A request that nothing is granted to is answered after this long.
         silent_s: A producer not heard of for this long is gone.
     """
 
-    def __init__(
-        self,
-        ledger: Ledger,
-        store: PayloadStore,
-        replies: Replies,
-        *,
-        clock: LoopClock,
-        hold_s: float,
-        silent_s: float,
-    ) -> None:
-        self._ledger = ledger
-        self._store = store
-        self._replies = replies
-        self._hold_s = hold_s
+    def __init__(self, shared: Collaborators, *, clock: LoopClock, silent_s: float) -> None:
+        self._ledger, self._store, self._replies = shared.ledger, shared.store, shared.replies
+        self._hold_s = shared.hold_s
         self._clock = clock
         self._pending = PendingRequests()
         self._granted: OrderedDict[tuple[bytes, int], list[GrantedLease | Group]] = OrderedDict()

@@ -9,7 +9,7 @@ import logging
 import os
 import threading
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -224,12 +224,13 @@ class BufferClient:
     async def _fetch(self, group_ids: Sequence[int]) -> list[TrajectoryGroup]:
         reply = await self._fetch_from(self._connect(), {"groups": list(group_ids)})
         if "stores" not in reply.fields:
-            return _groups_of(reply, group_ids)
+            return _checked(_groups_in(reply), group_ids)
         stores = await self._stores("fetch")
         places = integers(reply.fields, "places")
         asked = _split_by_store(group_ids, integers(reply.fields, "attempts"), places, len(stores))
         calls = (self._fetch_from(store, fields) for store, fields in zip(stores, asked, strict=True))
-        return _join_from_stores(await asyncio.gather(*calls), group_ids, places)
+        streams = [iter(_groups_in(reply)) for reply in await asyncio.gather(*calls)]
+        return _checked((next(streams[place], None) for place in places), group_ids)
 
     async def _fetch_from(self, link: ClientSocket, fields: dict[str, Any]) -> Message:
         """A server that counts a reply as unread which nobody waited for is told, and asked again."""
@@ -333,20 +334,18 @@ class BufferClient:
     async def _put_reserved(
         self, link: ClientSocket, name: str, fields: dict[str, Any], payload: Sequence[Any]
     ) -> Message:
-        """Reserve the bytes of a large payload before it is sent, and those of a small one that was refused."""
-        size = sum(map(len, payload))
-        if size >= JOIN_BELOW_BYTES:
-            payload = await self._reserve(link, fields, payload)
+        """Reserve the bytes of a large payload before it is sent, and those of a small one that was refused.
+
+        Where the lease is lost, the request goes without its payload.
+        """
+        is_reserved = sum(map(len, payload)) < JOIN_BELOW_BYTES
         while True:
+            if not is_reserved and not (await self._wait_for_room(link, fields, payload))["is_held"]:
+                payload = ()
             try:
                 return await link.request(name, fields, payload)
             except StoreFull:
-                payload = await self._reserve(link, fields, payload)
-
-    async def _reserve(self, link: ClientSocket, fields: dict[str, Any], payload: Sequence[Any]) -> Sequence[Any]:
-        """Wait for room; returns what is to be sent, which is nothing where the lease is lost anyway."""
-        reserved = await self._wait_for_room(link, fields, payload)
-        return payload if reserved["is_held"] else ()
+                is_reserved = False
 
     async def _wait_for_room(
         self, link: ClientSocket, fields: Mapping[str, Any], payload: Sequence[Any]
@@ -388,29 +387,8 @@ def _split_by_store(
     return asked
 
 
-def _join_from_stores(
-    replies: Sequence[Message], group_ids: Sequence[int], places: Sequence[int]
-) -> list[TrajectoryGroup]:
-    """The groups in the replies of all store servers, in the order asked for.
-
-    Raises:
-        WireError: they are not the groups asked for.
-    """
-    streams = [iter(_groups_in(reply)) for reply in replies]
-    groups = [next(streams[place], None) for place in places]
-    return _checked([group for group in groups if group is not None], group_ids)
-
-
-def _groups_of(reply: Message, group_ids: Sequence[int]) -> list[TrajectoryGroup]:
-    """The groups in the reply to a fetch.
-
-    Raises:
-        WireError: they are not the groups asked for.
-    """
-    return _checked(_groups_in(reply), group_ids)
-
-
 def _groups_in(reply: Message) -> list[TrajectoryGroup]:
+    """The groups in the reply to a fetch."""
     frames = iter(reply.payload)
     counts = integers(reply.fields, "counts")
     if sum(counts) != len(reply.payload):
@@ -418,10 +396,12 @@ def _groups_in(reply: Message) -> list[TrajectoryGroup]:
     return [group_of([next(frames) for _ in range(number)]) for number in counts]
 
 
-def _checked(groups: list[TrajectoryGroup], group_ids: Sequence[int]) -> list[TrajectoryGroup]:
-    if (got := [group.group_id for group in groups]) != list(group_ids):
+def _checked(groups: Iterable[TrajectoryGroup | None], group_ids: Sequence[int]) -> list[TrajectoryGroup]:
+    """Refuse groups that are not those asked for."""
+    came = [group for group in groups if group is not None]
+    if (got := [group.group_id for group in came]) != list(group_ids):
         raise WireError(f"fetched groups {got[:5]}… instead of {list(group_ids)[:5]}…")
-    return groups
+    return came
 
 
 class SyncBufferClient:
@@ -514,15 +494,12 @@ class BufferConnection:
 
     def client(self) -> BufferClient:
         """A client of the running event loop. Raises ValueError if the keys are missing, or readable by others."""
-        return BufferClient(
-            self.address, request_timeout_s=self.request_timeout_s, keys=self._read_keys(), epoch=self.epoch
-        )
+        return BufferClient(self.address, **self._options())
 
     def sync_client(self) -> SyncBufferClient:
         """A client that blocks. Raises ValueError if the keys are missing, or readable by others."""
-        return SyncBufferClient(
-            self.address, request_timeout_s=self.request_timeout_s, keys=self._read_keys(), epoch=self.epoch
-        )
+        return SyncBufferClient(self.address, **self._options())
 
-    def _read_keys(self) -> ClientKeys | None:
-        return client_keys(Path(self.keys), self.role) if self.keys else None
+    def _options(self) -> dict[str, Any]:
+        keys = client_keys(Path(self.keys), self.role) if self.keys else None
+        return {"request_timeout_s": self.request_timeout_s, "keys": keys, "epoch": self.epoch}

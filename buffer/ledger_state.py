@@ -257,13 +257,8 @@ class LedgerState:
             "stored": self._groups.num_stored,
             "planned": self._groups.num_planned,
         }
-        return self.account.stats(
-            learner_version=self.learner_version,
-            groups=groups,
-            stored_bytes=stored_bytes,
-            held_bytes=held_bytes,
-            leases_waiting=leases_waiting,
-        )
+        held = {"stored_bytes": stored_bytes, "held_bytes": held_bytes, "leases_waiting": leases_waiting}
+        return self.account.stats(groups, learner_version=self.learner_version, **held)
 
     def snapshot(self) -> dict[str, Any]:
         """Everything as plain values, for `restore`."""

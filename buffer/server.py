@@ -18,6 +18,7 @@ import uuid
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -90,7 +91,7 @@ class ServerSocket:
         self._journal = journal
         self._context = zmq.Context()
         self._gate: KeyGate | None = None
-        self.num_malformed = self.num_unsent = self.num_unknown_keys = self.num_over_rate = self.num_failed = 0
+        self._counts: dict[str, int] = dict.fromkeys(("malformed", "unsent", "unknown_keys", "over_rate", "failed"), 0)
         self._outbox: dict[bytes, list[Message]] = {}
         self._flush_handle: asyncio.Handle | None = None
         self._peers: dict[bytes, _BulkPeer] = {}
@@ -99,7 +100,7 @@ class ServerSocket:
         self.epoch = self._choose_epoch()
         keys = server_keys(Path(config.keys)) if config.keys else None
         if keys is not None:
-            self._gate = KeyGate(self._context, keys, self._count_unknown_key)
+            self._gate = KeyGate(self._context, keys, partial(self._count, "unknown_keys"))
         control = self._router(keys, silent_s=4 * config.heartbeat_s)
         bulk = self._router(keys, silent_s=max(config.request_timeout_s, 4 * config.heartbeat_s))
         self._service = make_service(self)
@@ -149,16 +150,10 @@ class ServerSocket:
 
     def counters(self) -> dict[str, int]:
         """What was turned away, or could not be delivered."""
-        return {
-            "malformed": self.num_malformed,
-            "unsent": self.num_unsent,
-            "unknown_keys": self.num_unknown_keys,
-            "over_rate": self.num_over_rate,
-            "failed": self.num_failed,
-        }
+        return dict(self._counts)
 
-    def _count_unknown_key(self) -> None:
-        self.num_unknown_keys += 1
+    def _count(self, what: str) -> None:
+        self._counts[what] += 1
 
     def close(self) -> None:
         """Stop serving; held requests stay unanswered."""
@@ -199,7 +194,7 @@ class ServerSocket:
             else:
                 peer.sender.acknowledge(chunk)
         except WireError as error:
-            self.num_malformed += 1
+            self._count("malformed")
             self.send(client, Message.of_error(request_id, error))
         self._forget_idle_peers()
 
@@ -237,7 +232,7 @@ class ServerSocket:
             message = messages.parse(frames, max_frames=max_frames)
             requests = messages.unbatch(message)
         except WireError as error:
-            self.num_malformed += 1
+            self._count("malformed")
             self.send(client, Message.of_error(PUSH_ID, error))
             return
         for request in requests:
@@ -249,7 +244,7 @@ class ServerSocket:
         """Check what every request must satisfy, then have the service answer it."""
         try:
             if not self._limit.allows(client):
-                self.num_over_rate += 1
+                self._count("over_rate")
                 raise self._limit.error()
             if epoch != self.epoch and (epoch or request.name != CONNECT):
                 raise WrongEpoch(
@@ -269,7 +264,7 @@ class ServerSocket:
             self.send(client, Message.of_error(request.request_id, self._failure(f"{request.name!r:.40}", error)))
 
     def _failure(self, what: str, error: Exception) -> ReplayBufferError:
-        self.num_failed += 1
+        self._count("failed")
         logger.error("%s failed", what, exc_info=error)
         return ReplayBufferError(f"the buffer failed at {what}: {type(error).__name__}: {error}; its log says more")
 
@@ -321,7 +316,7 @@ class ServerSocket:
         except zmq.ZMQError as error:
             if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                 raise
-            self.num_unsent += 1
+            self._count("unsent")
 
 
 @dataclass(kw_only=True, slots=True)

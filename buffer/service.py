@@ -14,7 +14,7 @@ from typing import Any
 from asyncrl.protocol.errors import AsyncRLError, ReplayBufferError, StoreFull, WireError
 from asyncrl.protocol.types import BufferStats
 
-from .admission import Admission, PendingRequest, PendingRequests, PromptIntake
+from .admission import Admission, Collaborators, PendingRequest, PendingRequests, PromptIntake
 from .commands import (
     Commit,
     Expire,
@@ -100,14 +100,13 @@ class BufferService:
         self._replies = Replies(send)
         max_bytes = config.max_stored_bytes * max(1, len(store_addresses))
         self._store = PayloadStore(max_bytes, config.max_prompt_bytes, remove_elsewhere)
-        parts, hold_s = (self.ledger, self._store, self._replies), config.request_timeout_s / 2
-        silent_s = _BEATS_TO_SILENCE * config.heartbeat_s
-        self._intake = PromptIntake(*parts, queue_size=config.queue_size, hold_s=hold_s)
-        self._admission = Admission(*parts, clock=self._clock, hold_s=hold_s, silent_s=silent_s)
+        self._hold_s = config.request_timeout_s / 2
+        shared = Collaborators(ledger=self.ledger, store=self._store, replies=self._replies, hold_s=self._hold_s)
+        self._intake = PromptIntake(shared, queue_size=config.queue_size)
+        self._admission = Admission(shared, clock=self._clock, silent_s=_BEATS_TO_SILENCE * config.heartbeat_s)
         max_filtered = config.max_filtered_steps * groups_per_step
-        self._batches = BatchRequests(*parts, hold_s=hold_s, store_addresses=store_addresses, max_filtered=max_filtered)
+        self._batches = BatchRequests(shared, store_addresses=store_addresses, max_filtered=max_filtered)
         self._reserving = PendingRequests()
-        self._hold_s = hold_s
         self._refused_for_space: set[bytes] = set()
         self._journal = journal
         self._expiry = Deadline(self._expire, self._clock)
@@ -247,9 +246,9 @@ class BufferService:
                 self._replies.push(client, SPACE)
             self._refused_for_space.clear()
 
-    def _compact(self) -> None:
+    def _compact(self, *, is_urgent: bool = True) -> None:
         """Put a snapshot in the place of the journal's commands, when these have grown long."""
-        if self._journal is not None and self._journal.is_grown:
+        if self._journal is not None and self._journal.is_grown(is_urgent=is_urgent):
             try:
                 self._journal.compact(self.ledger.snapshot(), self._store.frames())
             except ReplayBufferError as error:
@@ -381,6 +380,7 @@ class BufferService:
         self._forget_finished()
         if committed.group_ids:
             self._admission.answer_outdated()
+            self._compact(is_urgent=False)  # little is held now
         self._stats(client, request)
 
     # What clients ask about the buffer
@@ -422,32 +422,18 @@ class BatchRequests:
     """The operations ``plan`` and ``fetch``.
 
     Args:
-        ledger: Plans.
-        store: Holds the trajectories.
-        replies: Answers.
-        hold_s: A plan that cannot be made is answered after this long.
+        shared: What it works with.
         store_addresses: Where clients find the payloads, in the order that the ledger counts stores by; empty if here.
         max_filtered: Plans fail when filters have dropped this many groups in a row; 0 never.
     """
 
-    def __init__(
-        self,
-        ledger: Ledger,
-        store: PayloadStore,
-        replies: Replies,
-        *,
-        hold_s: float,
-        store_addresses: Sequence[str],
-        max_filtered: int,
-    ) -> None:
-        self._ledger = ledger
-        self._store = store
-        self._replies = replies
-        self._hold_s = hold_s
+    def __init__(self, shared: Collaborators, *, store_addresses: Sequence[str], max_filtered: int) -> None:
+        self._ledger, self._store, self._replies = shared.ledger, shared.store, shared.replies
+        self._hold_s = shared.hold_s
         self._store_addresses = list(store_addresses)
         self._max_filtered = max_filtered
         self._pending = PendingRequests()
-        self._unread = FetchWindow(store.max_bytes)
+        self._unread = FetchWindow(shared.store.max_bytes)
         self.operations = {"plan": self._plan, "fetch": self._fetch}
 
     def close(self) -> None:

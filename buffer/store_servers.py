@@ -82,7 +82,7 @@ class StoreService:
 
     def settle(self) -> None:
         """Reserve bytes for those who wait, first come first."""
-        if self._journal is not None and self._journal.is_grown:
+        if self._journal is not None and self._journal.is_grown():
             self._compact(self._journal)
         for pending in self._reserving.all():
             group_id, attempt, size = pending.fields.values()

@@ -11,7 +11,7 @@ environment wrote are not among the M: in a multi-turn trajectory the next polic
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TypeAlias, cast
@@ -533,17 +533,16 @@ class BatchAdvantages:
 
 def _rewards_of_turns(sequences: Sequence[TokenSequence]) -> Tensor:
     """[M] float64, rewards of turns at the tokens in the loss."""
-    nothing = np.zeros(0, np.float32)
-    parts = [
-        np.zeros(np.count_nonzero(s.loss_mask), np.float32) if s.token_rewards is None else s.token_rewards[s.loss_mask]
-        for s in sequences
-    ]
-    return torch.from_numpy(np.concatenate([nothing, *parts])).double()
+    rewards = (np.zeros(len(s.input_ids)) if s.token_rewards is None else s.token_rewards for s in sequences)
+    return _end_to_end(values[s.loss_mask] for s, values in zip(sequences, rewards, strict=True))
 
 
 def _policy_tokens(sequences: Sequence[TokenSequence], name: str) -> Tensor:
     """[M] float64, a column at the tokens in the loss."""
-    parts = [sequence.columns[name][sequence.loss_mask] for sequence in sequences]
+    return _end_to_end(sequence.columns[name][sequence.loss_mask] for sequence in sequences)
+
+
+def _end_to_end(parts: Iterable[np.ndarray]) -> Tensor:
     return torch.from_numpy(np.concatenate([np.zeros(0, np.float32), *parts])).double()
 
 

@@ -6,17 +6,19 @@ ever merged in place: what is published is computed beside the weights that are 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
-from peft import LoraConfig as PeftConfig
-from peft import inject_adapter_in_model
-from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from .config import LoraConfig
+
+if TYPE_CHECKING:
+    from peft.tuners.lora import LoraLayer
 
 _ADAPTER = "default"
 _ALL_LINEAR = "all-linear"
@@ -33,6 +35,9 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig, *, dtype: torch.dty
     Raises:
         ValueError: the model has no such modules.
     """
+    from peft import LoraConfig as PeftConfig  # takes most of a second, which only adapters need
+    from peft import inject_adapter_in_model
+
     targets = list(config.target_modules)
     chosen = _linear_layers(model) if targets == [_ALL_LINEAR] else targets
     peft = PeftConfig(r=config.rank, lora_alpha=config.alpha, target_modules=chosen, lora_dropout=config.dropout)
@@ -96,7 +101,9 @@ def merged_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str,
 
 
 def _layers(model: nn.Module) -> list[tuple[str, LoraLayer]]:
-    return [(name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer)]
+    if (lora := sys.modules.get("peft.tuners.lora")) is None:  # then nothing has injected any
+        return []
+    return [(name, module) for name, module in model.named_modules() if isinstance(module, lora.LoraLayer)]
 
 
 def _linear_layers(model: PreTrainedModel) -> list[str]:

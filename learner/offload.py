@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -110,15 +110,15 @@ class OffloadPolicy:
 
     Args:
         config: Holds the three options.
-        models: The policy, and whatever else lives and leaves with it.
-        optimizer: The policy's; None where nothing is trained.
+        model: What is trained or scored with.
+        optimizer: Its optimizer; None where it is frozen.
 
     Attributes:
         metrics: Bytes on the device before and after the last turn to each mode, as
             ``rollout_device_bytes_before``, ``..._after``, ``trainer_device_bytes_before`` and ``..._after``.
     """
 
-    def __init__(self, config: LearnerConfig, models: Sequence[nn.Module], optimizer: ModelOptimizer | None) -> None:
+    def __init__(self, config: LearnerConfig, model: nn.Module, optimizer: ModelOptimizer | None) -> None:
         by_use, at_transition = (config.param_offload, config.optimizer_offload), config.offload_at_transition_only
         if at_transition and any(by_use):
             log.warning(
@@ -136,12 +136,11 @@ class OffloadPolicy:
             )
             by_use, at_transition = (False, False), False
         (self._param_offload, self._optimizer_offload), self._at_transition = by_use, at_transition
-        self._models = models
-        self._device = next((p.device for model in models for p in model.parameters()), torch.device("cpu"))
-        self._model = MovableTensors(lambda: (t for model in models for t in _model_tensors(model)))
+        self._module, self._device = model, next(model.parameters()).device
+        self._model = MovableTensors(lambda: _model_tensors(model))
         self._optimizer = MovableTensors(lambda: _optimizer_tensors(optimizer))
         self.metrics: dict[str, float] = {}
-        self._leave_after_use()
+        self._leave(*by_use)
 
     @property
     def model_offloaded(self) -> bool:
@@ -159,46 +158,23 @@ class OffloadPolicy:
             return torch.cuda.memory_allocated(self._device)
         return self._model.device_bytes() + self._optimizer.device_bytes()
 
-    @contextmanager
-    def updating(self) -> Iterator[None]:
+    def updating(self) -> AbstractContextManager[None]:
         """Both are on the device inside; each leaves afterwards if its own option says so."""
-        try:
-            self._model.load()
-            self._optimizer.load()
-            yield
-        finally:
-            self._leave_after_use()
+        return self._on_device(optimizer=True, then_leave=(self._param_offload, self._optimizer_offload))
 
-    @contextmanager
-    def reading(self) -> Iterator[None]:
+    def reading(self) -> AbstractContextManager[None]:
         """The model is on the device inside, to score or to gather weights; it leaves under ``param_offload``."""
-        try:
-            self._model.load()
-            yield
-        finally:
-            if self._param_offload:
-                self._offload_model()
+        return self._on_device(optimizer=False, then_leave=(self._param_offload, False))
 
-    @contextmanager
-    def persisting(self) -> Iterator[None]:
+    def persisting(self) -> AbstractContextManager[None]:
         """Both are on the device inside, and afterwards each is where it was before."""
-        model_was, optimizer_was = self._model.offloaded, self._optimizer.offloaded
-        try:
-            self._model.load()
-            self._optimizer.load()
-            yield
-        finally:
-            if model_was:
-                self._offload_model()
-            if optimizer_was:
-                self._optimizer.offload()
+        return self._on_device(optimizer=True, then_leave=(self.model_offloaded, self.optimizer_offloaded))
 
     def enter_rollout(self) -> None:
         """The weights are published and the pool turns to rollout."""
         before = self.device_bytes()
         if self._at_transition:
-            self._offload_model()
-            self._optimizer.offload()
+            self._leave(model=True, optimizer=True)
         self._note("rollout", before)
 
     def enter_training(self) -> None:
@@ -213,18 +189,25 @@ class OffloadPolicy:
         after = self.device_bytes()
         self.metrics |= {f"{mode}_device_bytes_before": float(before), f"{mode}_device_bytes_after": float(after)}
 
-    def _leave_after_use(self) -> None:
-        if self._param_offload:
-            self._offload_model()
-        if self._optimizer_offload:
-            self._optimizer.offload()
+    @contextmanager
+    def _on_device(self, *, optimizer: bool, then_leave: tuple[bool, bool]) -> Iterator[None]:
+        """Inside, the model is on the device, and where asked the optimizer state; then each leaves where asked."""
+        try:
+            self._model.load()
+            if optimizer:
+                self._optimizer.load()
+            yield
+        finally:
+            self._leave(*then_leave)
 
-    def _offload_model(self) -> None:
-        for model in self._models:
-            for module in model.modules():
+    def _leave(self, model: bool, optimizer: bool) -> None:
+        if model:
+            for module in self._module.modules():
                 if isinstance(module, FSDPModule):
                     module.reshard()  # a forward pass without a backward leaves the root unsharded
-        self._model.offload()
+            self._model.offload()
+        if optimizer:
+            self._optimizer.offload()
 
 
 def _model_tensors(model: nn.Module) -> Iterator[Tensor]:

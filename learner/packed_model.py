@@ -124,13 +124,7 @@ class PackedModel:
         if self.config.skip_selftest:
             log.warning("%s: the self-test is skipped: %s", self.model_path, self.config.skip_selftest)
             return None
-        return SelfTest(
-            self.head,
-            self.mesh,
-            self.sharding,
-            dtype=str(self.types.compute).removeprefix("torch."),
-            name=self.model_path,
-        ).run()
+        return SelfTest(self.head, self.mesh, self.sharding, dtype=self.types.compute, name=self.model_path).run()
 
     @contextmanager
     def at_temperature(self, temperature: float) -> Iterator[None]:

@@ -88,19 +88,7 @@ def pack(
         ValueError: a sequence alone is over the budget, or branches do not fit together under ``keep_branches``.
     """
     lengths = _packed_lengths(sequences, whole)
-    if lengths and max(lengths) > max_tokens:
-        raise ValueError(
-            f"learner.max_tokens_per_micro_batch must hold the longest sequence, got {max_tokens} for a sequence of "
-            f"{max(lengths)} tokens; raise it, or lower the longest prompt or response"
-        )
-    branches: dict[SampleKey, list[int]] = {}
-    for index, sequence in enumerate(sequences):
-        branches.setdefault(sequence.trajectory, []).append(index)
-    units = [
-        part
-        for unit in branches.values()
-        for part in _kept_or_split(unit, lengths, max_tokens, together, keep_branches)
-    ]
+    units = _units(sequences, lengths, max_tokens, together, keep_branches)
     sizes = [sum(lengths[index] for index in unit) for unit in units]
     count = agree(max(1, num_bins(sizes, max_tokens) if together else len(units)))
     if together:
@@ -112,10 +100,26 @@ def pack(
     return [_micro_batch(sequences, source, [lengths[i] for i in source] or [1], in_loss) for source in ordered]
 
 
+def _units(
+    sequences: Sequence[TokenSequence], lengths: Sequence[int], max_tokens: int, together: bool, keep_branches: bool
+) -> list[list[int]]:
+    """What is packed as one: the branches of a trajectory, or each alone where they cannot share a micro-batch."""
+    if lengths and max(lengths) > max_tokens:
+        raise ValueError(
+            f"learner.max_tokens_per_micro_batch must hold the longest sequence, got {max_tokens} for a sequence of "
+            f"{max(lengths)} tokens; raise it, or lower the longest prompt or response"
+        )
+    branches: dict[SampleKey, list[int]] = {}
+    for index, sequence in enumerate(sequences):
+        branches.setdefault(sequence.trajectory, []).append(index)
+    units = branches.values()
+    return [part for unit in units for part in _kept_or_split(unit, lengths, max_tokens, together, keep_branches)]
+
+
 def _kept_or_split(
     unit: list[int], lengths: Sequence[int], max_tokens: int, together: bool, keep_branches: bool
 ) -> list[list[int]]:
-    """The branches of a trajectory as one item to pack, or each alone where they cannot share a micro-batch."""
+    """See `_units`, of one trajectory."""
     if len(unit) == 1:
         return [unit]
     num_tokens = sum(lengths[index] for index in unit)

@@ -37,10 +37,10 @@ LENGTHS = (23, 11, 11, 7, 3, 2)
 FIRST_TOKENS = 4
 """A convolution leaks into the first tokens of a sequence only: they are averaged on their own."""
 
-TOLERANCE = {"float32": 2e-3, "float16": 0.03, "bfloat16": 0.12}
+TOLERANCE = {torch.float32: 2e-3, torch.float16: 0.03, torch.bfloat16: 0.12}
 """Largest relative difference of hidden states that other kernels may cause, by the dtype of the run."""
 
-LEAK_TOLERANCE = {"float32": 2e-4, "float16": 3e-3, "bfloat16": 0.012}
+LEAK_TOLERANCE = {torch.float32: 2e-4, torch.float16: 3e-3, torch.bfloat16: 0.012}
 """Largest relative change of a sequence when only its neighbours change: the kernels are the same."""
 
 
@@ -66,12 +66,12 @@ class SelfTest:
         head: The module that is sharded.
         mesh: The group.
         sharding: Context in which sequences are split over the sp ranks.
-        dtype: Name of the type in which the model computes.
+        dtype: Type in which the model computes.
         name: The model's path, for messages.
     """
 
     def __init__(
-        self, head: PackedHead, mesh: LearnerMesh, sharding: UlyssesShardingManager, *, dtype: str, name: str
+        self, head: PackedHead, mesh: LearnerMesh, sharding: UlyssesShardingManager, *, dtype: torch.dtype, name: str
     ) -> None:
         self._head, self._mesh, self._sharding, self._name = head, mesh, sharding, name
         self._tolerance, self._leak_tolerance, self._dtype = TOLERANCE[dtype], LEAK_TOLERANCE[dtype], dtype

@@ -158,7 +158,7 @@ class ModelWorker(Worker):
         if isinstance(self._model, Trainer):
             optimizer = self._model.optimizer
             self._advantages = BatchAdvantages(self._algorithm, self._model.mesh)
-        self._offload = OffloadPolicy(self._config, [self._model.head], optimizer)
+        self._offload = OffloadPolicy(self._config, self._model.head, optimizer)
         # One rank of a sequence-parallel group fetches; the others get the groups from it.
         if self._connect_buffer is not None and self._model.mesh.sp_rank == 0:
             self._source = self._connect_buffer()

@@ -124,15 +124,15 @@ class RolloutFleetConfig:
             has happened this often on one worker; then it is dropped and counted. Evictions do not count.
         max_failures_in_a_row: So many such failures on one worker, without a stored group between them, end the run.
         start_timeout_s: Deadline for an engine to come up.
-        load_timeout_s: Deadline of one weight update on one engine.
+        load_timeout_s: Deadline of one weight update on one engine, from the moment when it stands still.
         silence_timeout_s: How long an engine with running requests may produce no token at all. One that does not
             answer a probe by then has failed. A single slow sample is no failure.
         drain_timeout_s: How long running prompt groups may go on when the learner takes the device
-            (``placement.colocated``); what is not finished then is cut off and continued after the weight update.
+            (``placement.colocated``); then they are cut off, and continued after the weight update.
         verify_weights: Compare a digest of every tensor an engine holds with the published one, at every update.
             Reads all weights once; turn it off where that takes too long.
-        stop_timeout_s: Deadline of each step of stopping a worker: putting running groups down, giving leases back,
-            and the server between SIGTERM and SIGKILL. All deadlines around these are derived from it.
+        stop_timeout_s: Deadline of each step of stopping a worker: cutting running groups off, giving leases back, and
+            the server between SIGTERM and SIGKILL. All deadlines around these follow from it.
         renew_every_s: How often running leases are renewed; a third of ``buffer.lease_s`` is usual.
         save_progress: ``at_stop`` saves running groups when a worker stops, and another worker continues them.
             ``at_updates`` also cuts them off at each weight update, saves and continues them, so that a sudden death
@@ -179,14 +179,6 @@ class RolloutFleetConfig:
         for name in ("num_engines", "groups_in_flight", "reward_processes", "max_attempts", "max_failures_in_a_row"):
             if getattr(self, name) < 1:
                 raise ValueError(f"rollout_fleet.{name} must be >= 1, got {getattr(self, name)}")
-        for name in (
-            "reward_timeout_s",
-            "start_timeout_s",
-            "load_timeout_s",
-            "silence_timeout_s",
-            "drain_timeout_s",
-            "stop_timeout_s",
-            "renew_every_s",
-        ):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"rollout_fleet.{name} must be > 0 seconds, got {getattr(self, name)}")
+        for name, value in vars(self).items():
+            if name.endswith("_s") and value <= 0:
+                raise ValueError(f"rollout_fleet.{name} must be > 0 seconds, got {value}")

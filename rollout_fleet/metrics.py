@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,16 +27,16 @@ class FleetCounters:
         reward_s: Time spent waiting for rewards, summed over groups.
     """
 
-    tokens_generated: int
-    tokens_in_flight: int
-    groups_finished: int
-    groups_released: int
-    groups_refused: int
-    groups_failed: Mapping[str, int]
-    busy_s: float
-    wait_s: float
-    load_s: tuple[float, ...]
-    reward_s: float
+    tokens_generated: int = 0
+    tokens_in_flight: int = 0
+    groups_finished: int = 0
+    groups_released: int = 0
+    groups_refused: int = 0
+    groups_failed: Counter[str] = field(default_factory=Counter)
+    busy_s: float = 0.0
+    wait_s: float = 0.0
+    load_s: tuple[float, ...] = ()
+    reward_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,16 +62,7 @@ class FleetMeter:
         self._since = clock()
         self._running = 0
         self._asking = False
-        self._busy_s = 0.0
-        self._wait_s = 0.0
-        self._load_s: list[float] = []
-        self._reward_s = 0.0
-        self._generated = 0
-        self._in_flight = 0
-        self._finished = 0
-        self._released = 0
-        self._refused = 0
-        self._failed: Counter[str] = Counter()
+        self._counts: dict[str, Any] = asdict(FleetCounters())
 
     def running(self, num_groups: int) -> None:
         """This many groups are on the engine from now on."""
@@ -85,58 +77,46 @@ class FleetMeter:
     def loaded(self, seconds: float) -> None:
         """Generation stood still for ``seconds`` during a weight load; they do not count as busy."""
         self._pass_time()
-        self._load_s.append(seconds)
-        if self._running:
-            self._busy_s = max(0.0, self._busy_s - seconds)
+        not_busy_s = min(seconds, self._counts["busy_s"]) if self._running else 0.0
+        self._add(load_s=(seconds,), busy_s=-not_busy_s)
 
     def generated(self, num_tokens: int) -> None:
         """The engine answered with policy tokens; they are in flight from now on."""
-        self._generated += num_tokens
-        self._in_flight += num_tokens
+        self._add(tokens_generated=num_tokens, tokens_in_flight=num_tokens)
 
     def scored(self, seconds: float) -> None:
         """Scoring a group took ``seconds``."""
-        self._reward_s += seconds
+        self._add(reward_s=seconds)
 
     def stored(self, num_tokens: int) -> None:
         """A group was stored."""
-        self._in_flight -= num_tokens
-        self._finished += 1
+        self._add(tokens_in_flight=-num_tokens, groups_finished=1)
 
     def refused(self, num_tokens: int) -> None:
         """The buffer refused a finished group and counts its tokens as dropped."""
-        self._in_flight -= num_tokens
-        self._refused += 1
+        self._add(tokens_in_flight=-num_tokens, groups_refused=1)
 
     def released(self, num_tokens: int) -> None:
         """A group was given back unfinished."""
-        self._in_flight -= num_tokens
-        self._released += 1
+        self._add(tokens_in_flight=-num_tokens, groups_released=1)
 
     def failed(self, reason: str) -> None:
         """An attempt failed."""
-        self._failed[reason] += 1
+        self._add(groups_failed=Counter({reason: 1}))
 
     def counters(self) -> FleetCounters:
         """Everything up to now."""
         self._pass_time()
-        return FleetCounters(
-            tokens_generated=self._generated,
-            tokens_in_flight=self._in_flight,
-            groups_finished=self._finished,
-            groups_released=self._released,
-            groups_refused=self._refused,
-            groups_failed=dict(self._failed),
-            busy_s=self._busy_s,
-            wait_s=self._wait_s,
-            load_s=tuple(self._load_s),
-            reward_s=self._reward_s,
-        )
+        return FleetCounters(**self._counts)
+
+    def _add(self, **changes: Any) -> None:
+        for name, change in changes.items():
+            self._counts[name] = self._counts[name] + change
 
     def _pass_time(self) -> None:
         now = self._clock()
         if self._running:
-            self._busy_s += now - self._since
+            self._add(busy_s=now - self._since)
         elif self._asking:
-            self._wait_s += now - self._since
+            self._add(wait_s=now - self._since)
         self._since = now

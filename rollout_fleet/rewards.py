@@ -119,7 +119,8 @@ class RewardProcesses:
             async with asyncio.timeout(self._timeout_s):
                 answer = await _ask(process, (prompt, list(texts)))
         except BaseException as error:
-            self._free.put_nowait(await self._replace(process))
+            await self._kill(process)
+            self._free.put_nowait(await self._start_process())
             if isinstance(error, TimeoutError):
                 what = f"did not score it within rollout_fleet.reward_timeout_s = {self._timeout_s:g} s"
                 raise self._failure(prompt, what, "make it faster or raise the option") from None
@@ -158,10 +159,6 @@ class RewardProcesses:
                 "could score; its traceback is in the worker's log"
             ) from None
         return process
-
-    async def _replace(self, process: Process) -> Process:
-        await self._kill(process)
-        return await self._start_process()
 
     async def _kill(self, process: Process) -> None:
         self._processes.discard(process)

@@ -47,7 +47,7 @@ class RolloutWorker(Worker):
             connect_buffer: Connects to the replay buffer; called in `start`.
             log_dir: Where the engine's log is written.
             seed: Seed of the run.
-            greedy_baseline: Sample one more response per prompt greedily, as a baseline that is not trained on.
+            greedy_baseline: See `RolloutLoop`.
 
         Raises:
             ValueError: the engine is not installed, or there is no such model or reward function.

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import os
 import signal
 import threading
@@ -25,9 +24,8 @@ from typing import Any, NoReturn
 import psutil
 
 from asyncrl.cli import exit_status, stop_early
+from rollout_fleet.engines.process_guard import adopt_orphans, signal_at_parent_death
 
-_PR_SET_PDEATHSIG = 1
-_PR_SET_CHILD_SUBREAPER = 36
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _MAX_FAULT_BYTES = 32_000
 _OWN_END = b"\0"
@@ -64,7 +62,7 @@ def supervise(work: Callable[[], int], *, stop_timeout_s: float) -> Ending:
         stop_timeout_s: After a signal, the run may take this long to stop; a moment later it is killed.
     """
     global _report_fd
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    adopt_orphans()
     signal.pthread_sigmask(signal.SIG_BLOCK, _PASSED_ON)
     reports, _report_fd = os.pipe()
     os.set_blocking(reports, False)
@@ -132,10 +130,10 @@ def _run_in_child(work: Callable[[], int], parent: int) -> int:
     os.setsid()
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     # Not SIGTERM: the kernel sends this once for each thread of a dying parent, and a second SIGTERM means hurry.
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGHUP)
+    signal_at_parent_death(signal.SIGHUP)
     if os.getppid() != parent:
         return EXIT_FAILED
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    adopt_orphans()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _stop_before_start)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _PASSED_ON)
@@ -193,10 +191,6 @@ def _is_caretaker(process: psutil.Process) -> bool:
         }
         return bool(masks["SigIgn"] >> (signal.SIGINT - 1) & 1 or masks["SigBlk"] >> (signal.SIGTERM - 1) & 1)
     return False
-
-
-def _prctl(option: int, value: int) -> None:
-    ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
 
 
 class Stopping:

@@ -182,12 +182,11 @@ async def _run(
     check_files(config)
     if config.sft.enabled:
         finished_warm_start(config)  # refuses an output path that holds something else
-    with view.waiting_for("prompts"):
+    with view.waiting_for("prompts and functions"):
         prompts = await asyncio.to_thread(read_prompts, config)
+        await asyncio.to_thread(check_own_functions, config)
     if left_out := prompts[0].num_filtered:
         view.say(f"left {left_out} prompts out that are longer than data.max_prompt_tokens")
-    with view.waiting_for("own functions"):
-        await asyncio.to_thread(check_own_functions, config)
     warming = asyncio.create_task(warm_start(config, overrides, run_dir / "logs" / "sft.log", view.say))
     try:
         with view.waiting_for("torch and Ray to be imported"):

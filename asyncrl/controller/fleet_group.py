@@ -173,5 +173,5 @@ def _total(workers: Sequence[FleetCounters]) -> FleetCounts:
         tokens_generated=sum(worker.tokens_generated for worker in workers),
         tokens_in_flight=sum(worker.tokens_in_flight for worker in workers),
         busy_s=sum(worker.busy_s for worker in workers) / len(workers),
-        groups_failed=sum((Counter(worker.groups_failed) for worker in workers), Counter()),
+        groups_failed=sum((worker.groups_failed for worker in workers), Counter()),
     )

@@ -224,7 +224,7 @@ class RoleGroups:
     Args:
         config: The run.
         buffer: Where the ranks fetch what they work on.
-        log_dir: One log a process, ``<pool>-<rank>.log``.
+        log_dir: One log per process, ``<pool>-<rank>.log``.
         snapshots: Where the actor publishes weights.
         trajectories: Where the actor records what it consumed; None records nothing.
     """

@@ -130,13 +130,7 @@ class RunState:
 class Checkpointer:
     """Saves a checkpoint of learner and run where one is due; used by both controllers.
 
-    Args:
-        config: The run.
-        buffer: Asked which groups are finished.
-        learner: Saves; the call queues on the ranks right after the update that leads to the version.
-        fleet: Asked for its counters.
-        prompts: Asked where its order stands.
-        resumed: Where the run began.
+    The learner's save queues on the ranks right after the update that leads to the version.
     """
 
     def __init__(

@@ -73,7 +73,7 @@ class Run:
             prompts: Those to train on, and the held-out ones.
             warming: Ends in the directory of the policy to start from.
             view: The terminal.
-            on_fault: Told of a fault before the parts are stopped, so that stopping can be given a deadline.
+            on_fault: Hears of a fault before the parts are stopped, so that stopping can be given a deadline.
         """
         self._config = config
         self._run_dir = run_dir

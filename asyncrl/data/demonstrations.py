@@ -52,7 +52,7 @@ def load_demonstrations(files: Sequence[str], form: DemonstrationFormat, tokeniz
     """Read every row of parquet or jsonl files.
 
     A plain row is prompt, response and the end-of-sequence token. A conversation is rendered by the template up to each
-    assistant turn, and the text that the turn adds is learned; each stretch is tokenised by itself, as a prompt is in
+    assistant turn, and the text that the turn adds is learned. Each stretch is tokenised by itself, as a prompt is in
     generation.
 
     Args:
@@ -137,7 +137,7 @@ def _stretches(
         if not (asked.startswith(done) and answered.startswith(asked)):
             raise ValueError(
                 f"{where}: the chat template rewrites what it rendered before when message {turn} is added, so that "
-                "its tokens cannot be told apart; split the conversation into one row an answer, or change "
+                "its tokens cannot be told apart; split the conversation into one row per answer, or change "
                 "sft.chat_template_kwargs"
             )
         stretches += [(asked[len(done) :], False), (answered[len(asked) :], True)]

@@ -1,6 +1,6 @@
 """The run's prompts: a seeded, endless, resumable order over the training files, and the fixed held-out list.
 
-Nothing here waits. An epoch's order is drawn when the stream reaches it, so that the state is a position.
+An epoch's order is drawn when the stream reaches it, so the state is a position.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .tokenization import Tokenizer, encode_prompts, split_overlong
 
 
 class PromptStream:
-    """Prompts of the training files, shuffled anew every epoch, without end.
+    """An endless stream of the training files' prompts, shuffled anew every epoch.
 
     The group id of a prompt is its position in the run. The same seed, files and options give the same order on every
     machine, and a restored stream goes on with the prompt that the saved one would have given next.
@@ -31,7 +31,7 @@ class PromptStream:
         Args:
             config: See `DataConfig`.
             tokenizer: The policy's.
-            seed: Of the order; >= 0.
+            seed: Seed of the order; >= 0.
 
         Raises:
             ValueError: a file, row or column is not as the options say; the message names it.
@@ -55,16 +55,6 @@ class PromptStream:
     def num_filtered(self) -> int:
         """Prompts left out because they are longer than ``max_prompt_tokens``."""
         return self._table.num_filtered
-
-    @property
-    def position(self) -> int:
-        """Prompts taken so far; the group id of the next one."""
-        return self._position
-
-    @property
-    def epoch(self) -> int:
-        """Whole passes over the files before the next prompt."""
-        return self._position // self.num_prompts
 
     def take(self, count: int) -> list[Prompt]:
         """The next ``count`` prompts.

@@ -1,4 +1,4 @@
-"""Rows of a parquet or jsonl file. Whatever is wrong with one is said with the file, the row and the column."""
+"""Rows of a parquet or jsonl file. Every error names the file, the row and the column."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class Rows:
         path: The file, as the user wrote it.
         unit: ``row`` of a parquet file (counted from 0) or ``line`` of a jsonl file (counted from 1, as editors do).
         numbers: Row or line number of each entry of ``values``.
-        values: One mapping from column name to value a row.
+        values: One mapping from column name to value per row.
         digest: Hexadecimal digest of the file's bytes.
-        section: Of the options that name the file and its columns, for messages.
+        section: Section of the options that name the file and its columns, for messages.
     """
 
     path: str
@@ -93,7 +93,7 @@ def read_rows(path: str, keys: Iterable[str], *, section: str = "data") -> Rows:
     Args:
         path: Ends in ``.parquet`` or ``.jsonl``; ``~`` is the home directory.
         keys: Columns that will be asked for, dots reaching into nested ones.
-        section: Of the options that name the file and its columns, for messages.
+        section: Section of the options that name the file and its columns, for messages.
 
     Raises:
         ValueError: the file is missing, empty, of another kind or broken, or lacks a column.
@@ -147,12 +147,12 @@ def _read_jsonl(path: str, content: bytes, keys: Iterable[str], section: str) ->
             value = json.loads(line)
         except ValueError as error:
             raise ValueError(
-                f"{path}, line {number}: not JSON ({error}), expected one object a line; mend or drop the line"
+                f"{path}, line {number}: not JSON ({error}), expected one object per line; mend or drop the line"
             ) from error
         if not isinstance(value, dict):
             raise ValueError(
                 f"{path}, line {number}: a {type(value).__name__}, expected an object such as "
-                '{"prompt": …}; one object a line'
+                '{"prompt": …}; one object per line'
             )
         numbers.append(number)
         values.append(value)

@@ -53,7 +53,7 @@ def encode_prompts(rows: Rows, config: DataConfig, tokenizer: Tokenizer) -> list
     """Tokenise the prompt column of one file.
 
     Returns:
-        One [P] int32 array a row, of any length; see `split_overlong`.
+        One [P] int32 array per row, of any length; see `split_overlong`.
 
     Raises:
         ValueError: a prompt is not of the kind that ``chat_template`` asks for, or has no tokens.
@@ -127,8 +127,8 @@ def render_chat(
     """Render one conversation to text.
 
     Args:
-        messages: Of role and content each, as read from a file.
-        where: Names the place for messages of errors.
+        messages: Each with role and content, as read from a file.
+        where: Names the place in error messages.
         tokenizer: With a chat template.
         template_kwargs: Further arguments of the template.
         add_generation_prompt: End with the beginning of the assistant's turn.
@@ -165,7 +165,7 @@ def _short(value: Any) -> str:
 
 
 def _is_plain_fast(folder: Path) -> bool:
-    """A tokenizer class of its own may add tokens that the file does not name."""
+    """Whether the file says all: a tokenizer class of its own may add tokens."""
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     return settings.get("tokenizer_class") == _FAST and (folder / "tokenizer.json").is_file()
 

@@ -5,7 +5,6 @@ Training stops early at an accuracy or a validation loss; see `asyncrl.config.Wa
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import os
@@ -21,7 +20,7 @@ import numpy as np
 import torch.distributed as dist
 from transformers import AutoTokenizer
 
-from asyncrl.config import RunConfig, StopMetric, WarmStartConfig
+from asyncrl.config import RunConfig, StopMetric, WarmStartConfig, num_positions
 from asyncrl.data.demonstrations import Demonstration, DemonstrationFormat, load_demonstrations
 from asyncrl.data.prompts import load_eval_prompts
 from asyncrl.protocol.types import Prompt
@@ -51,7 +50,7 @@ class SftEvaluation:
     Attributes:
         step: Updates.
         accuracy: Greedy, on the held-out prompts; None where it is not measured.
-        val_loss: On held-back demonstrations, in nats a token; None where there are none.
+        val_loss: On held-back demonstrations, in nats per token; None where there are none.
     """
 
     step: int
@@ -190,7 +189,7 @@ def read_demonstrations(config: RunConfig, tokenizer: Any) -> tuple[list[TokenSe
         chat_template_kwargs=sft.chat_template_kwargs,
     )
     train, validation = (
-        _sequences(load_demonstrations(files, form, tokenizer), _num_positions(config))
+        _sequences(load_demonstrations(files, form, tokenizer), num_positions(config))
         for files in (sft.train_files, sft.val_files)
     )
     if sft.val_rows >= len(train):
@@ -200,11 +199,6 @@ def read_demonstrations(config: RunConfig, tokenizer: Any) -> tuple[list[TokenSe
     if sft.val_rows:
         train, validation = train[: -sft.val_rows], train[-sft.val_rows :]
     return train, validation
-
-
-def _num_positions(config: RunConfig) -> float:
-    limit = json.loads(Path(config.model.path, "config.json").read_text()).get("max_position_embeddings")
-    return math.inf if limit is None else limit
 
 
 def _sequences(demonstrations: Sequence[Demonstration], num_positions: float) -> list[TokenSequence]:

@@ -201,37 +201,37 @@ class SGLangEngine:
 
     async def _generate_batch(self, requests: Sequence[SampleRequest], answers: _Answers) -> None:
         """Send samples as one HTTP request; put each answer, or what went wrong."""
+        samples, num_left = [_StreamedSample() for _ in requests], len(requests)
         try:
-            async for answer in self._stream_batch(requests):
-                if self._failure.has_come:
-                    return
-                answers.put_nowait(answer)
+            async for events in self._client.stream("/generate", self._request_body(requests)):
+                self._silence.token()
+                for event in events:
+                    answer = self._take(event, requests, samples)
+                    if self._failure.has_come:
+                        return
+                    if answer is not None:
+                        num_left -= 1
+                        answers.put_nowait(answer)
+            if num_left:
+                raise EngineError(f"{self._name} left {num_left} of {len(requests)} samples unanswered")
         except Exception as error:  # noqa: BLE001 - raised by whoever takes it
             answers.put_nowait(error)
 
-    async def _stream_batch(
-        self, requests: Sequence[SampleRequest]
-    ) -> AsyncIterator[tuple[SampleRequest, SampleOutput]]:
-        samples = [_StreamedSample() for _ in requests]
-        num_left = len(requests)
-        async for event in self._client.stream("/generate", self._request_body(requests)):
-            self._silence.token()
-            if "error" in event:
-                raise EngineError(f"{self._name} answered POST /generate with {str(event['error'])[:500]}")
-            try:
-                index = event.get("index", 0)
-                output = samples[index].add(event)
-            except (KeyError, TypeError, ValueError, IndexError) as error:
-                raise EngineError(
-                    f"{self._name} answered against its contract: {error!r} in {str(event)[:500]}"
-                ) from error
-            if output is not None:
-                request = requests[index]
-                check_output(output, request, vocab_size=self._facts.vocab_size, loaded_versions=self._verified)
-                num_left -= 1
-                yield request, output
-        if num_left:
-            raise EngineError(f"{self._name} left {num_left} of {len(requests)} samples unanswered")
+    def _take(
+        self, event: Any, requests: Sequence[SampleRequest], samples: Sequence[_StreamedSample]
+    ) -> tuple[SampleRequest, SampleOutput] | None:
+        """Add an event to its sample; returns the sample with its request if it was the last."""
+        if "error" in event:
+            raise EngineError(f"{self._name} answered POST /generate with {str(event['error'])[:500]}")
+        try:
+            index = event.get("index", 0)
+            output = samples[index].add(event)
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            raise EngineError(f"{self._name} answered against its contract: {error!r} in {str(event)[:500]}") from error
+        if output is None:
+            return None
+        check_output(output, requests[index], vocab_size=self._facts.vocab_size, loaded_versions=self._verified)
+        return requests[index], output
 
     def _request_body(self, requests: Sequence[SampleRequest]) -> dict[str, Any]:
         return {

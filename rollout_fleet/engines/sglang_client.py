@@ -21,7 +21,7 @@ DEATH_GRACE_S = 2.0
 CLIENT_KEEP_ALIVE_S = SERVER_KEEP_ALIVE_S / 4
 _EVENT_END = b"\n\n"
 _EVENT_START = b"data: "
-_LAST_EVENT = b"[DONE]"
+_LAST_EVENT = "[DONE]"
 
 
 class SGLangClient:
@@ -69,8 +69,8 @@ class SGLangClient:
         self._check_status(status, method, path, content)
         return json.loads(content) if content else None
 
-    async def stream(self, path: str, body: Any) -> AsyncIterator[Any]:
-        """Post a request; yields the JSON of each server-sent event until the server ends the stream.
+    async def stream(self, path: str, body: Any) -> AsyncIterator[list[Any]]:
+        """Post a request; yields the JSON of the server-sent events as they come, until the server ends the stream.
 
         Not sent again when the connection breaks, and without a deadline: the caller watches for silence.
 
@@ -86,10 +86,9 @@ class SGLangClient:
                 unread = b""
                 async for data in response.content.iter_any():
                     *events, unread = (unread + data).split(_EVENT_END)
-                    for event in events:
-                        content = event.removeprefix(_EVENT_START)
-                        if content != _LAST_EVENT:
-                            yield json.loads(content)
+                    contents = [event.removeprefix(_EVENT_START).decode() for event in events]
+                    if found := [json.loads(content) for content in contents if content != _LAST_EVENT]:
+                        yield found
         except aiohttp.ClientError as error:
             raise await self._unreachable("POST", path, error) from error
 

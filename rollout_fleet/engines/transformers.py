@@ -13,6 +13,7 @@ import time
 from collections.abc import AsyncIterator, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from threading import Event
 
 from asyncrl.protocol.errors import DeadlineError, EngineError, WorkerDiedError
 from asyncrl.protocol.types import WeightSnapshot
@@ -21,7 +22,7 @@ from rollout_fleet.config import EngineDevice, RolloutFleetConfig
 from .engine import EngineFailure, SampleOutput, SampleRequest, check_output, check_prompt
 from .model_files import read_model_facts
 from .silence import SilenceWatch
-from .transformers_model import AbortFlag, GenerationModel
+from .transformers_model import GenerationModel
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +33,7 @@ class PendingSample:
 
     request: SampleRequest
     output: asyncio.Future[tuple[SampleRequest, SampleOutput]]
-    flag: AbortFlag = field(default_factory=AbortFlag)
+    flag: Event = field(default_factory=Event)
 
 
 class TransformersEngine:

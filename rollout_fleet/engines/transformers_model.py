@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, cast
+from threading import Event
+from typing import Any
 
 import numpy as np
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessor, StoppingCriteria
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from asyncrl.protocol.checksums import weight_checksums
 from asyncrl.protocol.errors import EngineError
@@ -24,26 +25,12 @@ from .engine import SampleOutput, SampleRequest
 from .model_files import ModelFacts
 
 
-class AbortFlag:
-    """Whether one sample is to be cut off; set by the event loop, read by the generating thread."""
-
-    def __init__(self) -> None:
-        self._set = False
-
-    def set(self) -> None:
-        """Cut the sample off at its next token."""
-        self._set = True
-
-    def __bool__(self) -> bool:
-        return self._set
-
-
 class StepRecorder:
     """Sees every step twice: the logits before sampling and the tokens after. Records log-probs, stops rows."""
 
     def __init__(
         self,
-        flags: Sequence[AbortFlag],
+        flags: Sequence[Event],
         *,
         max_new_tokens: Sequence[int],
         temperature: float,
@@ -52,7 +39,7 @@ class StepRecorder:
         """Begin a batch.
 
         Args:
-            flags: One per row.
+            flags: One per row; a row whose flag is set is cut off at its next token.
             max_new_tokens: Longest response, per row.
             temperature: Sampling temperature; under 0 (greedy) log-probs are those of temperature 1.
             on_step: Called after every step.
@@ -75,10 +62,11 @@ class StepRecorder:
         """[B] int64 steps before a row was aborted; very large where it was not."""
         return self._num_steps_kept.numpy()
 
-    def before_sampling(self, logits: Tensor) -> None:
-        """Keep the [B, V] log-probs under the temperature until the tokens are sampled."""
+    def before_sampling(self, logits: Tensor) -> Tensor:
+        """Keep the log-probs under the temperature until the tokens are sampled; returns the [B, V] logits."""
         scaled = logits.float() if self._temperature == 1.0 else logits.float() / self._temperature
         self._step_logprobs = scaled.log_softmax(-1)
+        return logits
 
     def after_sampling(self, token_ids: Tensor) -> Tensor:
         """Record the log-probs of the [B, 1] tokens just sampled; return [B] bool, True where a row is to end."""
@@ -87,28 +75,11 @@ class StepRecorder:
         self._on_step()
         num_steps = len(self._sampled_logprobs)
         ends = self._max_new_tokens <= num_steps
-        if any(self._flags):
-            aborted = torch.tensor([bool(flag) for flag in self._flags])
+        aborted = torch.tensor([flag.is_set() for flag in self._flags])
+        if aborted.any():
             self._num_steps_kept[aborted] = self._num_steps_kept[aborted].clamp(max=num_steps)
             ends = ends | aborted
         return ends.to(token_ids.device)
-
-
-class _BeforeSampling(LogitsProcessor):
-    def __init__(self, recorder: StepRecorder) -> None:
-        self._recorder = recorder
-
-    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
-        self._recorder.before_sampling(scores)
-        return scores
-
-
-class _AfterSampling(StoppingCriteria):
-    def __init__(self, recorder: StepRecorder) -> None:
-        self._recorder = recorder
-
-    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **kwargs: Any) -> torch.BoolTensor:
-        return cast(torch.BoolTensor, self._recorder.after_sampling(input_ids[:, -1:]))
 
 
 class GenerationModel:
@@ -202,9 +173,7 @@ class GenerationModel:
             )
 
     @torch.inference_mode()
-    def generate(
-        self, requests: Sequence[SampleRequest], flags: Sequence[AbortFlag], version: int
-    ) -> list[SampleOutput]:
+    def generate(self, requests: Sequence[SampleRequest], flags: Sequence[Event], version: int) -> list[SampleOutput]:
         """Sample all requests in one batch; their sampling options differ in ``max_new_tokens`` at most.
 
         Args:
@@ -225,8 +194,8 @@ class GenerationModel:
             input_ids,
             attention_mask=attention_mask,
             generation_config=self._generation_config(sampling, max(max_new_tokens)),
-            logits_processor=[_BeforeSampling(recorder)],
-            stopping_criteria=[_AfterSampling(recorder)],
+            logits_processor=[lambda _, logits: recorder.before_sampling(logits)],
+            stopping_criteria=[lambda ids, _, **__: recorder.after_sampling(ids[:, -1:])],
         )
         responses = sequences[:, input_ids.shape[1] :].to("cpu", torch.int32).numpy()
         return self._samples(responses, np.asarray(max_new_tokens), recorder, version)

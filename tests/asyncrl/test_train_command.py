@@ -133,7 +133,7 @@ def test_a_run_whose_supervisor_is_dead_gives_up_when_it_does_not_stop(start):
 @pytest.mark.parametrize(
     ("option", "words"),
     [
-        ("rollout_fleet.reward=nowhere:reward", "error: rollout_fleet.reward: 'nowhere:reward' cannot be imported"),
+        ("rollout_fleet.reward=nowhere:reward", "error: rollout_fleet.reward=nowhere:reward cannot be imported"),
         ("algorithm.loss=/nowhere.py:loss", "error: algorithm.loss=/nowhere.py:loss: there is no file /nowhere.py"),
         ("algorithm.advantage=grop", "error: algorithm.advantage must be one of"),
     ],

@@ -38,6 +38,7 @@ from buffer.commands import (
     Release,
     Renew,
     Reserve,
+    Reserved,
 )
 from buffer.config import BufferConfig, Durability, OnStale
 from buffer.encoding import pack, unpack
@@ -525,6 +526,16 @@ def test_a_group_in_which_the_policy_wrote_nothing_is_filtered(length: int, kept
     assert of.put(summary_of(of.lease(0, 1)[0], lengths=(length,))) is kept
 
 
+def test_a_group_that_just_fits_may_begin():
+    ledger = DrivenLedger(StalenessRule(max_lag=1, groups_per_step=1), max_bytes=1000)
+    ledger.enqueue(range(2))
+    [lease] = ledger.lease(0, 1)
+    ledger.reserve(lease, 500)
+    ledger.put(summary_of(lease), num_bytes=500)
+    assert len(ledger.lease(0, 1)) == 1
+    assert not ledger.has_room()
+
+
 def test_a_full_store_with_a_batch_that_nobody_has_planned_yet_lets_no_group_begin():
     ledger = DrivenLedger(StalenessRule(max_lag=1, groups_per_step=2), max_bytes=1000)
     ledger.enqueue(range(4))
@@ -537,7 +548,7 @@ def test_a_full_store_with_a_batch_that_nobody_has_planned_yet_lets_no_group_beg
 
 
 @pytest.mark.parametrize(("num_stores", "recorded"), [(1, []), (2, [Reserve])])
-def test_a_reservation_is_written_down_only_where_it_says_which_store_holds_the_group(num_stores: int, recorded: list):
+def test_a_reservation_is_recorded_only_where_it_says_which_store_holds_the_group(num_stores: int, recorded: list):
     ledger = DrivenLedger(StalenessRule(max_lag=1, groups_per_step=2), max_bytes=1000, num_stores=num_stores)
     ledger.enqueue([0])
     [lease] = ledger.lease(0, 1)
@@ -568,3 +579,22 @@ def test_a_lost_prefix_is_dropped_and_its_group_begins_afresh():
     assert (ledger.account.tokens_buffered, ledger.account.tokens_dropped) == (0, {"store_lost": 4})
     [again] = ledger.lease(0, 1)
     assert (again.attempt, again.progress) == (1, None)
+
+
+def test_a_reservation_that_is_made_again_stays_in_its_store():
+    ledger = DrivenLedger(StalenessRule(max_lag=1, groups_per_step=4), max_bytes=1000, num_stores=2)
+    ledger.enqueue(range(4))
+    leases = ledger.lease(0, 4)
+    sizes = (400, 100, 300, 500)
+    assert [ledger.reserve(lease, size).store for lease, size in zip(leases, sizes, strict=True)] == [0, 1, 1, 0]
+    assert [ledger.reserve(lease, size).store for lease, size in zip(leases, sizes, strict=True)] == [0, 1, 1, 0]
+
+
+def test_a_group_and_a_prefix_of_just_the_bound_fit():
+    ledger = DrivenLedger(StalenessRule(max_lag=1, groups_per_step=1), max_bytes=1000)
+    ledger.enqueue([0])
+    [lease] = ledger.lease(0, 1)
+    ledger.save(lease, Progress(num_tokens=4, oldest_version=0, newest_version=0), num_bytes=1000)
+    assert ledger.reserve(lease, 1000) == Reserved(store=0)
+    ledger.put(summary_of(lease), num_bytes=1000)
+    assert ledger.num_stored == 1

@@ -92,7 +92,7 @@ def test_the_offload_policy_leaves_nothing_to_move(model_path: str, caplog: pyte
 
     config = replace(PLAIN, offload_policy=True, param_offload=True)
     trainer = Trainer(config, model_path=model_path, total_updates=1)
-    residence = OffloadPolicy(config, [trainer.head], trainer.optimizer)
+    residence = OffloadPolicy(config, trainer.head, trainer.optimizer)
     assert "offload_policy keeps everything on the host already" in caplog.text
     residence.enter_rollout()
     assert not residence.model_offloaded

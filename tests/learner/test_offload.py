@@ -26,7 +26,7 @@ class Learner:
 
     def __init__(self, config: LearnerConfig, model_path: str) -> None:
         self.trainer = Trainer(config, model_path=model_path, total_updates=9)
-        self.residence = OffloadPolicy(config, [self.trainer.head], self.trainer.optimizer)
+        self.residence = OffloadPolicy(config, self.trainer.head, self.trainer.optimizer)
         self.step = policy_step(self.trainer, AlgorithmConfig())
         self.model_bytes = sum(p.numel() * 4 for p in self.trainer.head.parameters())
 

@@ -125,7 +125,7 @@ def test_a_small_difference_beside_large_values_is_kept() -> None:
 
 
 def test_long_and_short_trajectories_sum_over_any_number_of_blocks() -> None:
-    lengths = torch.tensor([0, 1, 63, 64, 65, 500, 2, 128])
+    lengths = torch.tensor([0, 1, 63, 64, 65, 500, 2, 128, 9000, 0, 3])  # blocks of blocks, too
     rewards = torch.randn(int(lengths.sum()), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     got = returns_to_go(rewards, lengths, gamma=0.97)
     want = []
@@ -136,6 +136,15 @@ def test_long_and_short_trajectories_sum_over_any_number_of_blocks() -> None:
             sums.append(total)
         want += reversed(sums)
     torch.testing.assert_close(got, torch.tensor(want, dtype=torch.float64))
+
+
+def test_what_is_not_a_number_stays_in_its_trajectory() -> None:
+    rewards = torch.ones(300, dtype=torch.float64)
+    rewards[150] = torch.nan
+    got = returns_to_go(rewards, torch.tensor([100, 100, 100]), gamma=1.0)
+    assert got[:100].tolist() == got[200:].tolist() == [float(left) for left in range(100, 0, -1)]
+    assert got[100:151].isnan().all()
+    assert got[151:200].isfinite().all()
 
 
 def test_noise_in_equal_tokens_is_not_whitened_to_size_one() -> None:

@@ -57,7 +57,7 @@ class RecordedServer:
     async def stream(self, path, body):
         self.calls.append((path, body))
         await asyncio.Event().wait()
-        yield {}
+        yield [{}]
 
     @property
     def paths(self):

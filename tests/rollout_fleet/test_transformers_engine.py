@@ -16,7 +16,7 @@ from asyncrl.protocol.errors import DeadlineError, EngineError, WorkerDiedError
 from asyncrl.protocol.types import FinishReason, WeightSnapshot
 from rollout_fleet.config import EngineDevice, RolloutFleetConfig, TransformersConfig
 from rollout_fleet.engines.transformers import TransformersEngine
-from rollout_fleet.engines.transformers_model import AbortFlag, StepRecorder
+from rollout_fleet.engines.transformers_model import StepRecorder
 from tests.support.engine_probes import answer, assert_continues, forward_logprobs, publish_weights, requests_of
 
 pytestmark = pytest.mark.timeout(60)
@@ -191,7 +191,7 @@ def record_batches(engine, monkeypatch):
 
 
 def test_an_aborted_row_keeps_the_tokens_up_to_the_step_that_saw_the_abort():
-    flags = [AbortFlag(), AbortFlag(), AbortFlag()]
+    flags = [threading.Event() for _ in range(3)]
     recorder = StepRecorder(flags, max_new_tokens=[9, 9, 9], temperature=1.0)
     stops = []
     for step in range(3):
