@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -142,13 +142,16 @@ def help_text(config: RunConfig, *, experiments: list[str], everything: bool) ->
         experiments: Names of the experiments to choose from.
         everything: List every option instead of `COMMON_OPTIONS`.
     """
+    usage = [_USAGE.format(experiments=", ".join(experiments)), "options, with their values in this experiment:"]
+    return "\n".join([*usage, *option_lines(config, describe(config) if everything else COMMON_OPTIONS)])
+
+
+def option_lines(config: RunConfig, names: Iterable[str]) -> list[str]:
+    """Two lines per option: its value, and its meaning."""
     documented = describe(config)
-    names = list(documented) if everything else COMMON_OPTIONS
-    lines = [_USAGE.format(experiments=", ".join(experiments)), "options, with their values in this experiment:"]
-    for name in names:
-        meaning, value = documented[name]
-        lines += [f"  {name}={_shown(value)}", f"      {meaning}"]
-    return "\n".join(lines)
+    return [
+        line for name in names for line in (f"  {name}={_shown(documented[name][1])}", f"      {documented[name][0]}")
+    ]
 
 
 def describe(config: Any, prefix: str = "") -> dict[str, tuple[str, Any]]:
