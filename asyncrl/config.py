@@ -487,6 +487,11 @@ def check_model(config: RunConfig) -> None:
     path = Path(config.model.path)
     if not config.model.path:
         raise ValueError("model.path must name a directory in Hugging Face layout, got an empty string")
+    if not path.is_dir():
+        raise ValueError(
+            f"model.path must be a directory on this machine, got {path}; download a model of the Hugging Face hub "
+            f"first: hf download {path} --local-dir DIR, then model.path=DIR"
+        )
     if not (path / "config.json").is_file():
         raise ValueError(f"model.path must hold a Hugging Face model, got {path} without config.json; check the path")
     if not any(path.glob("*.safetensors")) and not any(path.glob("*.bin")):

@@ -249,7 +249,6 @@ class Journal:
                 self._log, self._frames, heads = log, payloads, found
             else:
                 self._former += [log, payloads]
-        self._next_place = max(by_place, default=0) + 1
         if not heads:
             self._number += 1
             self._log, self._frames = self._pair(self._number)
@@ -261,7 +260,7 @@ class Journal:
         return AppendOnlyFile(log, number), AppendOnlyFile(frames, number)
 
     def _take_up(self, heads: Sequence[Any], by_place: Mapping[int, Frames]) -> Recovered:
-        snapshot, done = None, []
+        snapshot, done, places = None, [], [0, *by_place]
         for kind, value, references in heads:
             if kind == "begin":
                 self._values, snapshot = value
@@ -269,11 +268,8 @@ class Journal:
                 self._values[value[0]] = value[1]
             elif kind == "command":
                 done.append(unpack(value))
-            for name, key, place, _ in references:
-                if place:
-                    self._places[name, key] = place
-                else:
-                    self._places.pop((name, key), None)
+            places += self._refer(references)
+        self._next_place = max(places) + 1
         frames: dict[str, dict[int, Frames]] = {}
         for (name, key), place in self._places.items():
             if place in by_place:
@@ -349,11 +345,16 @@ class Journal:
             self._log.append([([kind, value, references], inline)])
         except OSError as error:
             raise self._error("written", error) from error
+        self._refer(references)
+
+    def _refer(self, references: Iterable[Any]) -> list[int]:
+        """Note where frames are, or with the place 0 that they are gone; the places."""
         for name, key, place, _ in references:
             if place:
                 self._places[name, key] = place
             else:
                 self._places.pop((name, key), None)
+        return [place for _, _, place, _ in references]
 
     def _place(self) -> int:
         self._next_place += 1

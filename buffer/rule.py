@@ -153,7 +153,7 @@ class Room:
             StoreFull: it fits when something else has left.
             ReplayBufferError: it never will.
         """
-        if not self._max_bytes or 0 < num_bytes <= group.num_bytes:  # reserved before
+        if not self._max_bytes or num_bytes <= group.num_bytes:  # reserved before
             return Reserved(store=group.store)
         if num_bytes > self._max_bytes:
             raise ReplayBufferError(

@@ -9,14 +9,16 @@ from __future__ import annotations
 import difflib
 import inspect
 import re
-from collections.abc import Iterable, Sequence
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
-from hydra.errors import HydraException
+from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
@@ -52,8 +54,8 @@ COMMON_OPTIONS = (
 )
 
 _USAGE = """\
-usage: bash scripts/run_async.sh [experiment=NAME] [OPTION=VALUE ...]
-       python -m asyncrl.train   [experiment=NAME] [OPTION=VALUE ...]
+usage: bash scripts/run_async.sh [experiment=NAME|FILE.yaml] [OPTION=VALUE ...]
+       python -m asyncrl.train   [experiment=NAME|FILE.yaml] [OPTION=VALUE ...]
 
 Trains a policy asynchronously: an SGLang rollout fleet, a ZMQ replay buffer and an FSDP learner group run at the same
 time. Options are Hydra overrides; results go to <output_dir>/<experiment>/<time>/.
@@ -68,21 +70,23 @@ def compose_run(overrides: Sequence[str]) -> RunConfig:
     """Compose a run from ``configs/run.yaml`` and Hydra overrides.
 
     Args:
-        overrides: Hydra's override grammar. Example: ``["experiment=quickstart", "buffer.max_lag=4"]``.
+        overrides: Hydra's override grammar. Example: ``["experiment=quickstart", "buffer.max_lag=4"]``. An experiment
+            is one of ours by its name, or a file of your own by its path.
 
     Raises:
         ValueError: an unknown option, a wrong type or a value out of range, by name.
     """
-    for override in overrides:
-        if override.startswith(("+", "~")):
-            raise ValueError(f"options are set as OPTION=VALUE, got {override}; options cannot be added or removed")
+    _check_form(overrides)
     ConfigStore.instance().store(name="schema", node=_schema())
     try:
-        with initialize_config_dir(config_dir=str(CONFIG_DIR), version_base="1.3", job_name="asyncrl"):
-            composed = compose(config_name="run", overrides=list(overrides))
+        with (
+            _own_experiments(overrides) as known,
+            initialize_config_dir(config_dir=str(CONFIG_DIR), version_base="1.3", job_name="asyncrl"),
+        ):
+            composed = compose(config_name="run", overrides=known)
         config = OmegaConf.to_object(composed)
     except (HydraException, OmegaConfBaseException) as error:
-        raise ValueError(_explain(error)) from error
+        raise ValueError(_explain(error, overrides)) from error
     if not isinstance(config, RunConfig):
         raise ValueError(f"configs/run.yaml must compose to a RunConfig, got {type(config).__name__}")
     return _with_whole_paths(config)
@@ -91,6 +95,44 @@ def compose_run(overrides: Sequence[str]) -> RunConfig:
 def dump_yaml(config: RunConfig) -> str:
     """Return the resolved configuration as YAML; composing it again gives the same run."""
     return OmegaConf.to_yaml(OmegaConf.structured(config))
+
+
+def _check_form(overrides: Sequence[str]) -> None:
+    for override in overrides:
+        name, equals, value = override.partition("=")
+        if override.startswith(("+", "~")):
+            raise ValueError(f"options are set as OPTION=VALUE, got {override}; options cannot be added or removed")
+        if (name + equals + value) != (tight := name.strip() + equals + value.strip()):
+            raise ValueError(
+                f"options are set as OPTION=VALUE without spaces around =, got {override!r}; write {tight}"
+            )
+
+
+@contextmanager
+def _own_experiments(overrides: Sequence[str]) -> Iterator[list[str]]:
+    """The overrides with experiments by name only: a user's file is shown to Hydra in a folder as it wants one."""
+    with tempfile.TemporaryDirectory(prefix="asyncrl-") as folder:
+        known = []
+        for override in overrides:
+            name, _, value = override.partition("=")
+            if name == "experiment" and value.endswith((".yaml", ".yml")):
+                path = Path(value).expanduser().resolve()
+                _check_experiment(path, override)
+                Path(folder, "experiment").mkdir(exist_ok=True)
+                Path(folder, "experiment", f"{path.stem}.yaml").write_text(path.read_text())
+                known.append(f"hydra.searchpath=[file://{folder}]")
+                override = f"experiment={path.stem}"
+            known.append(override)
+        yield known
+
+
+def _check_experiment(path: Path, override: str) -> None:
+    if not path.is_file():
+        raise ValueError(f"{override}: there is no file {path}; check the path")
+    if (CONFIG_DIR / "experiment" / f"{path.stem}.yaml").is_file():
+        raise ValueError(f"{override}: {path.stem} is the name of an experiment of ours; name the file otherwise")
+    if "@package _global_" not in path.read_text():
+        raise ValueError(f"{override}: {path} must hold a line '# @package _global_', as our experiments do; add it")
 
 
 def _with_whole_paths(config: RunConfig) -> RunConfig:
@@ -120,18 +162,34 @@ def _make_writable(node: DictConfig) -> None:
             _make_writable(child)
 
 
-def _explain(error: Exception) -> str:
+def _explain(error: Exception, overrides: Sequence[str]) -> str:
     """The one useful line of a chain of Hydra and OmegaConf errors, led by the option's name."""
+    if isinstance(error, OverrideParseException):
+        return (
+            f"cannot read {error.override!r}, expected OPTION=VALUE; quote a list or a text with spaces as a whole: "
+            "'data.train_files=[a.parquet,b.parquet]'"
+        )
     detail = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
     misspelt = re.search(r"Could not override '([\w.]+)'", str(error))
     option = misspelt[1] if misspelt else getattr(detail, "full_key", None)
     reason = str(detail).split("Config search path")[0].split("full_key:")[0]
     reason = " ".join(reason.split())
     if isinstance(detail, ConfigAttributeError | ConfigKeyError) and option:
-        near = difflib.get_close_matches(option, describe(RunConfig()), n=1, cutoff=0.7)
-        remedy = f"did you mean {near[0]}?" if near else "--help-all lists every option"
-        return f"unknown option {option}; {remedy}"
+        return f"unknown option {option}; {_nearest(option)}"
+    if option and "is not a ListConfig" in reason:
+        value = next((item.partition("=")[2] for item in overrides if item.startswith(f"{option}=")), "a single value")
+        return f"{option} must be a list, got {value}; write '{option}=[{value}]'"
     return f"{option}: {reason}" if option else reason
+
+
+def _nearest(option: str) -> str:
+    """Suggests options of the same last name first: learner.optimizer.lr for learner.lr, not learner.lora.rank."""
+    names = list(describe(RunConfig()))
+    namesakes = [name for name in names if name.rpartition(".")[2] == option.rpartition(".")[2]]
+    near = difflib.get_close_matches(option, namesakes, n=3, cutoff=0.5) or difflib.get_close_matches(
+        option, names, n=1, cutoff=0.7
+    )
+    return f"did you mean {' or '.join(near)}?" if near else "--help-all lists every option"
 
 
 def help_text(config: RunConfig, *, experiments: list[str], everything: bool) -> str:
@@ -149,9 +207,8 @@ def help_text(config: RunConfig, *, experiments: list[str], everything: bool) ->
 def option_lines(config: RunConfig, names: Iterable[str]) -> list[str]:
     """Two lines per option: its value, and its meaning."""
     documented = describe(config)
-    return [
-        line for name in names for line in (f"  {name}={_shown(documented[name][1])}", f"      {documented[name][0]}")
-    ]
+    shown = ((name, *documented[name]) for name in names)
+    return [line for name, meaning, value in shown for line in (f"  {name}={_shown(value)}", f"      {meaning}")]
 
 
 def describe(config: Any, prefix: str = "") -> dict[str, tuple[str, Any]]:

@@ -6,7 +6,7 @@ from omegaconf import OmegaConf
 
 from asyncrl.cli.compose import COMMON_OPTIONS, compose_run, describe, dump_yaml, help_text
 from asyncrl.cli.train_command import root_cause
-from asyncrl.config import RunConfig, check_files, check_options, check_placement, stop_deadlines
+from asyncrl.config import RunConfig, check_files, check_model, check_options, check_placement, stop_deadlines
 from asyncrl.protocol.errors import DeadlineError, WorkerDiedError
 from buffer.config import OnStale
 
@@ -37,6 +37,11 @@ def test_overrides_reach_nested_options_with_their_types():
         ("experiment=nothing", ["nothing", "experiment"]),
         ("rollout_fleet.sampling.top_p=0", ["top_p must be in (0, 1]", "0"]),
         ("buffer.max_lag", ["buffer.max_lag"]),
+        ("buffer.max_lag = 3", ["without spaces", "'buffer.max_lag = 3'", "write buffer.max_lag=3"]),
+        ("data.train_files=[a b", ["cannot read 'data.train_files=[a b'", "OPTION=VALUE"]),
+        ("data.train_files=x.parquet", ["data.train_files must be a list", "write 'data.train_files=[x.parquet]'"]),
+        ("learner.lr=1", ["unknown option learner.lr", "did you mean learner.optimizer.lr"]),
+        ("experiment=none/such.yaml", ["there is no file", "none/such.yaml"]),
     ],
 )
 def test_a_wrong_override_fails_with_the_option_and_the_value(override, words):
@@ -63,6 +68,22 @@ def test_options_that_contradict_one_another_are_refused(overrides, words):
         check_options(compose_run(overrides))
     for word in words:
         assert word in str(caught.value)
+
+
+def test_an_experiment_of_ones_own_is_named_by_its_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.yaml").write_text("# @package _global_\ndefaults: [quickstart, _self_]\ntotal_steps: 7\n")
+    config = compose_run(["experiment=mine.yaml", "seed=3"])
+    assert (config.total_steps, config.seed, config.quickstart) == (7, 3, True)
+    (tmp_path / "other.yaml").write_text("total_steps: 7\n")
+    with pytest.raises(ValueError, match="must hold a line '# @package _global_'"):
+        compose_run(["experiment=other.yaml"])
+
+
+def test_a_model_of_the_hub_has_to_be_downloaded_first():
+    config = compose_run(["experiment=custom", "model.path=Qwen/Qwen3-0.6B"])
+    with pytest.raises(ValueError, match=r"hf download Qwen/Qwen3-0\.6B --local-dir DIR"):
+        check_model(config)
 
 
 def test_a_model_path_without_a_model_is_refused_by_name(tmp_path):

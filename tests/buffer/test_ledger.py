@@ -38,6 +38,7 @@ from buffer.commands import (
     Release,
     Renew,
     Reserve,
+    Reserved,
 )
 from buffer.config import BufferConfig, Durability, OnStale
 from buffer.encoding import pack, unpack
@@ -578,3 +579,49 @@ def test_a_lost_prefix_is_dropped_and_its_group_begins_afresh():
     assert (ledger.account.tokens_buffered, ledger.account.tokens_dropped) == (0, {"store_lost": 4})
     [again] = ledger.lease(0, 1)
     assert (again.attempt, again.progress) == (1, None)
+
+
+def test_a_reservation_that_is_made_again_stays_in_its_store():
+    ledger = DrivenLedger(StalenessRule(max_lag=1, groups_per_step=4), max_bytes=1000, num_stores=2)
+    ledger.enqueue(range(4))
+    leases = ledger.lease(0, 4)
+    sizes = (400, 100, 300, 500)
+    assert [ledger.reserve(lease, size).store for lease, size in zip(leases, sizes, strict=True)] == [0, 1, 1, 0]
+    assert [ledger.reserve(lease, size).store for lease, size in zip(leases, sizes, strict=True)] == [0, 1, 1, 0]
+
+
+def test_a_group_and_a_prefix_of_just_the_bound_fit():
+    ledger = DrivenLedger(StalenessRule(max_lag=1, groups_per_step=1), max_bytes=1000)
+    ledger.enqueue([0])
+    [lease] = ledger.lease(0, 1)
+    ledger.save(lease, Progress(num_tokens=4, oldest_version=0, newest_version=0), num_bytes=1000)
+    assert ledger.reserve(lease, 1000) == Reserved(store=0)
+    ledger.put(summary_of(lease), num_bytes=1000)
+    assert ledger.num_stored == 1
+
+
+def test_no_more_gives_way_than_a_group_needs():
+    ledger = DrivenLedger(StalenessRule(max_lag=1, groups_per_step=2), max_bytes=1000)
+    ledger.enqueue(range(3))
+    first, second, third = ledger.lease(0, 3)
+    for lease in (first, second):
+        ledger.save(lease, Progress(num_tokens=4, oldest_version=0, newest_version=0), num_bytes=500)
+    assert ledger.reserve(third, 500) == Reserved(store=0, evicted=(1,))
+    assert ledger.groups_with_prefix() == [0]
+
+
+def test_a_stored_group_that_is_due_as_soon_as_another_does_not_give_way_to_it():
+    ledger = DrivenLedger(StalenessRule(max_lag=1, groups_per_step=2), max_bytes=1000)
+    ledger.enqueue(range(2))
+    first, second = ledger.lease(0, 2)
+    ledger.reserve(first, 600)
+    ledger.put(summary_of(first), num_bytes=600)
+    with pytest.raises(StoreFull):
+        ledger.reserve(second, 600)
+
+
+def test_a_group_that_has_grown_may_reserve_more_in_the_place_of_what_it_reserved():
+    ledger = DrivenLedger(StalenessRule(max_lag=1, groups_per_step=2), max_bytes=1000)
+    ledger.enqueue([0])
+    [lease] = ledger.lease(0, 1)
+    assert [ledger.reserve(lease, size) for size in (600, 900)] == [Reserved(store=0)] * 2

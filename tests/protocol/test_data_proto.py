@@ -377,3 +377,33 @@ def test_to_moves_tensors_in_place():
     data = batch_of()
     assert data.to("meta") is data
     assert data.batch["a"].device.type == "meta"
+
+
+@pytest.mark.parametrize(
+    ("index", "error", "words"),
+    [
+        ([[0, 1]], IndexError, r"one dimension, got shape \(1, 2\)"),
+        ([True, False], IndexError, "each of 4 rows, got 2"),
+        ([0.0, 1.0], TypeError, "float64"),
+        ([0, 4], IndexError, "rows 0 to 4 asked for, of a batch of 4 rows"),
+        ([-5], IndexError, "rows -5 to -5"),
+    ],
+)
+def test_an_index_that_does_not_fit_is_refused_with_what_was_wrong(index, error, words):
+    with pytest.raises(error, match=words):
+        batch_of(4).select_idxs(index)
+
+
+def test_counts_that_do_not_fit_are_refused():
+    for counts, words in (([1, 2], "each of 4 rows"), ([1, 1, 1, -1], "from -1"), ([1.0] * 4, "float64")):
+        with pytest.raises(BatchError, match=words):
+            batch_of(4).sample_level_repeat(counts)
+
+
+def test_a_tensordict_within_the_batch_is_compared_by_its_values():
+    def holding(value):
+        return DataProto(TensorDict({"inner": TensorDict({"a": torch.full((2,), value)}, [2])}, [2]))
+
+    assert len(holding(1.0).union(holding(1.0))) == 2
+    with pytest.raises(BatchError, match="`inner`"):
+        holding(1.0).union(holding(2.0))
