@@ -10,7 +10,7 @@ import difflib
 import inspect
 import re
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
@@ -200,13 +200,15 @@ def help_text(config: RunConfig, *, experiments: list[str], everything: bool) ->
         experiments: Names of the experiments to choose from.
         everything: List every option instead of `COMMON_OPTIONS`.
     """
+    usage = [_USAGE.format(experiments=", ".join(experiments)), "options, with their values in this experiment:"]
+    return "\n".join([*usage, *option_lines(config, describe(config) if everything else COMMON_OPTIONS)])
+
+
+def option_lines(config: RunConfig, names: Iterable[str]) -> list[str]:
+    """Two lines per option: its value, and its meaning."""
     documented = describe(config)
-    names = list(documented) if everything else COMMON_OPTIONS
-    lines = [_USAGE.format(experiments=", ".join(experiments)), "options, with their values in this experiment:"]
-    for name in names:
-        meaning, value = documented[name]
-        lines += [f"  {name}={_shown(value)}", f"      {meaning}"]
-    return "\n".join(lines)
+    shown = ((name, *documented[name]) for name in names)
+    return [line for name, meaning, value in shown for line in (f"  {name}={_shown(value)}", f"      {meaning}")]
 
 
 def describe(config: Any, prefix: str = "") -> dict[str, tuple[str, Any]]:

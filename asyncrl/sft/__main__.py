@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
-from asyncrl.cli.compose import compose_run, describe
+from asyncrl.cli.compose import compose_run, describe, option_lines
 from asyncrl.cli.quickstart import with_quickstart_assets
 from asyncrl.config import check_model
 from asyncrl.sft import fine_tuning
@@ -43,15 +43,14 @@ def main(overrides: Sequence[str] | None = None) -> int:
 
 
 def _help_page() -> str:
-    lines = [
+    config = compose_run([])
+    usage = [
         "usage: asyncrl sft [experiment=NAME] [OPTION=VALUE ...]",
         "",
         "options of fine-tuning, with their values:",
     ]
-    for name, (meaning, value) in describe(compose_run([])).items():
-        if name.startswith("sft."):
-            lines += [f"  {name}={value}", f"      {meaning}"]
-    return "\n".join([*lines, "", "asyncrl train --help-all explains every other option.", ""])
+    options = option_lines(config, [name for name in describe(config) if name.startswith("sft.")])
+    return "\n".join([*usage, *options, "", "asyncrl train --help-all explains every other option.", ""])
 
 
 if __name__ == "__main__":
