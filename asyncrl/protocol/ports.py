@@ -18,9 +18,11 @@ class RolloutBuffer(Protocol):
 
         Empty when nothing was admitted within the server's long-poll period: ask again, with the engine's version then.
         """
+        ...
 
     async def renew(self, leases: Sequence[Lease]) -> None:
         """Extend the leases that are still held; the others arrive through `revocation`."""
+        ...
 
     async def put(self, group: TrajectoryGroup) -> None:
         """Store a finished group; returns once it is stored. Sent again until acknowledged; stored once.
@@ -29,12 +31,14 @@ class RolloutBuffer(Protocol):
             LeaseExpired: the attempt is no longer the current one; its tokens are counted as dropped.
             VersionTooOld: the group holds a token older than its lease.
         """
+        ...
 
     async def release(self, lease: Lease, *, num_tokens: int, reason: str, drop: bool = False) -> None:
         """Give a lease back unfinished. Its ``num_tokens`` policy tokens count as dropped for ``reason``.
 
         The prompt is queued again, unless ``drop`` says that no further attempt is worth it.
         """
+        ...
 
     def take_progress(self, lease: Lease) -> TrajectoryGroup | None:
         """What an earlier attempt saved of this lease's group, to be continued; asked once, before it begins.
@@ -42,6 +46,7 @@ class RolloutBuffer(Protocol):
         Who takes it reports all tokens, those of the prefix among them, in its put or release. Who does not begins
         afresh, and the prefix counts as dropped when it puts.
         """
+        ...
 
     async def save_progress(self, lease: Lease, group: TrajectoryGroup) -> None:
         """Save a running group with its lease, so that another worker can continue it.
@@ -53,12 +58,15 @@ class RolloutBuffer(Protocol):
             VersionTooOld: the group holds a token older than its lease.
             StoreFull: there is no room for it now.
         """
+        ...
 
     async def revocation(self) -> tuple[int, int]:
         """Wait for the next (group_id, attempt) whose rollout is to be aborted."""
+        ...
 
     async def close(self) -> None:
         """Close the connection."""
+        ...
 
 
 class TrajectorySource(Protocol):
@@ -66,9 +74,11 @@ class TrajectorySource(Protocol):
 
     def fetch(self, group_ids: Sequence[int]) -> list[TrajectoryGroup]:
         """Return planned groups in the order asked for. Arrays are read-only views of the received bytes."""
+        ...
 
     def close(self) -> None:
         """Close the connection."""
+        ...
 
 
 class ControlBuffer(Protocol):
@@ -76,21 +86,27 @@ class ControlBuffer(Protocol):
 
     async def enqueue(self, prompts: Sequence[Prompt]) -> None:
         """Queue prompts; returns when they are queued, which waits while the queue is full."""
+        ...
 
     async def plan(self, version: int) -> Plan:
         """Wait for the batch that the learner consumes at ``version``; asking again gives the same plan."""
+        ...
 
     async def commit(self, version: int) -> BufferStats:
         """Mark the plan of ``version`` consumed: the learner is now at ``version + 1``. Idempotent."""
+        ...
 
     async def stats(self) -> BufferStats:
         """The ledger now."""
+        ...
 
     async def finished(self) -> list[tuple[int, int]]:
         """Ids of the groups that are consumed or dropped, as sorted ranges [start, end)."""
+        ...
 
     async def close(self) -> None:
         """Close the connection."""
+        ...
 
 
 class LearnerPort(Protocol):
@@ -98,18 +114,23 @@ class LearnerPort(Protocol):
 
     async def scored(self, plan: Plan) -> Plan:
         """Return the plan with the rewards of the reward model, where there is one."""
+        ...
 
     def update(self, plan: Plan) -> Awaitable[Mapping[str, float]]:
         """Start the update on a batch; its metrics come with ``started_at`` and ``ended_at`` (Unix seconds)."""
+        ...
 
     def publish(self, version: int) -> Awaitable[WeightSnapshot]:
         """Write the weights, as they are after the updates queued so far, as ``version``."""
+        ...
 
     def update_critic(self, plan: Plan) -> Awaitable[Mapping[str, float]]:
         """Let the critic learn from the batch of the last `update`; no metrics where there is no critic."""
+        ...
 
     def save(self, version: int, run: Mapping[str, Any], *, wait: bool) -> Awaitable[str]:
         """Save a checkpoint of ``version`` with the run's own state; with ``wait``, until it is complete."""
+        ...
 
 
 class ColocatedLearnerPort(LearnerPort, Protocol):
@@ -117,9 +138,11 @@ class ColocatedLearnerPort(LearnerPort, Protocol):
 
     def rollout_mode(self, version: int) -> Awaitable[WeightSnapshot]:
         """Publish the weights as ``version``, then offload as the options say."""
+        ...
 
     def trainer_mode(self) -> Awaitable[None]:
         """Bring back what `rollout_mode` moved away."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,12 +167,15 @@ class FleetPort(Protocol):
 
     async def load(self, snapshot: WeightSnapshot) -> float:
         """Put a snapshot on every engine; returns the seconds of the slowest."""
+        ...
 
     async def counters(self) -> FleetCounts:
         """Return the fleet's own counts since it began."""
+        ...
 
     async def drain(self) -> FleetCounts:
         """Stop all work: abort what runs, give the leases back; returns the final counts."""
+        ...
 
 
 class ColocatedFleetPort(FleetPort, Protocol):
@@ -157,6 +183,7 @@ class ColocatedFleetPort(FleetPort, Protocol):
 
     async def release_device(self) -> None:
         """Let what runs end, and give the devices up until `load`."""
+        ...
 
 
 class PromptSource(Protocol):
@@ -164,6 +191,8 @@ class PromptSource(Protocol):
 
     def take(self, count: int) -> Sequence[Prompt]:
         """Return the next ``count`` prompts of an endless order."""
+        ...
 
     def state(self) -> Mapping[str, Any]:
         """Return where the order stands, as values that JSON can hold."""
+        ...

@@ -361,7 +361,7 @@ class TrajectoryGroup:
             branch_tokens[branch.trajectory] += sum(self._lengths[turn] for turn in branch.turns)
             num_branches[branch.trajectory] += 1
         is_plain = branch_tokens == [self._lengths[0] + length for length in lengths] and set(num_branches) == {1}
-        return tuple(lengths), *(((), ()) if is_plain else (tuple(branch_tokens), tuple(num_branches)))
+        return (tuple(lengths), (), ()) if is_plain else (tuple(lengths), tuple(branch_tokens), tuple(num_branches))
 
 
 _TOKEN_COLUMNS = {"token_ids": np.dtype("<i4"), "logprobs": np.dtype("<f4"), "versions": np.dtype("<i4")}
