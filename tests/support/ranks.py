@@ -7,13 +7,13 @@ takes milliseconds. The server starts with the first call of a test process and 
 import contextlib
 import multiprocessing
 import os
-import socket
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
+from torch.distributed import TCPStore
 
 # Libraries only: what a test changes in the project itself is imported afresh by each rank.
 _IMPORTED_ONCE = [
@@ -38,10 +38,11 @@ def run_on_ranks(num_ranks: int, function: Callable[..., Any], *args: Any, timeo
     """Call ``function(*args)`` on every rank; return the results by rank. A rank that fails or dies fails the call."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_IMPORTED_ONCE)
-    port = _free_port()
+    # The ranks meet through a store of this process, on a port that it holds, as those of torchrun do.
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     pipes = [context.Pipe() for _ in range(num_ranks)]
     processes = [
-        context.Process(target=_entry, args=(rank, num_ranks, port, pipes[rank][1], function, args), daemon=True)
+        context.Process(target=_entry, args=(rank, num_ranks, store.port, pipes[rank][1], function, args), daemon=True)
         for rank in range(num_ranks)
     ]
     for process, (_, of_rank) in zip(processes, pipes, strict=True):
@@ -79,6 +80,7 @@ def _entry(rank: int, num_ranks: int, port: int, parent: Connection, function: C
         "LOCAL_RANK": str(rank),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
     torch.set_num_threads(1)
     try:
@@ -88,12 +90,6 @@ def _entry(rank: int, num_ranks: int, port: int, parent: Connection, function: C
         return
     parent.send((outcome, False))
     with contextlib.suppress(EOFError, OSError):
-        parent.recv()  # ends when all ranks are done: rank 0 holds the store through which the others still meet
+        parent.recv()  # ends when all ranks are done: some may still need this one
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
