@@ -121,7 +121,8 @@ class AppendOnlyFile:
                 while end and (start := end + _HEADER.size) <= len(data):
                     checksum, head_bytes, frames_bytes = _HEADER.unpack_from(data, end)
                     body = data[start : start + head_bytes + frames_bytes]
-                    if len(body) < head_bytes + frames_bytes or xxhash.xxh3_64_intdigest(body, self._number) != checksum:
+                    is_whole = len(body) == head_bytes + frames_bytes
+                    if not is_whole or xxhash.xxh3_64_intdigest(body, self._number) != checksum:
                         break
                     end = start + len(body)
                     yield msgpack.unpackb(body[:head_bytes], strict_map_key=False), body[head_bytes:]
