@@ -110,11 +110,7 @@ async def stop_groups(groups: Sequence[Any], shutdown: Callable[[], None], timeo
 
 
 class AllOf:
-    """Calls to several groups that were made before, awaited one after another.
-
-    Attributes:
-        futures: References to all results, so that a message can name the workers that are late.
-    """
+    """Calls made to several groups, awaited one after another; ``futures`` lets a message name the late workers."""
 
     def __init__(self, calls: Sequence[Awaitable[Any]]) -> None:
         self._calls = calls

@@ -106,11 +106,7 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
         )
 
     async def train(self) -> None:
-        """Train to the last step, or through what is left of them, and publish its weights.
-
-        Raises:
-            AsyncRLError: a part died or missed its deadline; the message names it.
-        """
+        """Train to the last step and publish its weights. Raises `AsyncRLError` if a part died or was late."""
         self._reporter.begin()
         async with asyncio.TaskGroup() as tasks:
             feed = tasks.create_task(self._feed(), name="feed")
@@ -118,11 +114,7 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
             feed.cancel()
 
     async def account(self) -> TrainingResult:
-        """Let the fleet stop all work, and close the token account.
-
-        Raises:
-            AccountError: the token account does not balance.
-        """
+        """Let the fleet stop all work, and close the account. Raises `AccountError` if it does not balance."""
         counts = await self._fleet.drain()
         return self._reporter.result(await self._buffer.stats(), counts)
 

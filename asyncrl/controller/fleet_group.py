@@ -54,12 +54,7 @@ class FleetGroup:
         )
 
     async def start(self) -> None:
-        """Bring every engine up.
-
-        Raises:
-            DeadlineError: not within ``rollout_fleet.start_timeout_s``.
-            WorkerDiedError: an engine or its worker died; the message ends with its log.
-        """
+        """Bring every engine up. Raises `DeadlineError`, or `WorkerDiedError`, which ends with the dead one's log."""
         # The worker keeps the deadline itself, with a better message; this one is for a worker that hangs.
         timeout_s = self._config.rollout_fleet.start_timeout_s + 30
         await within(self._group.start(), timeout_s, "the rollout engines", "rollout_fleet.start_timeout_s")
@@ -93,12 +88,7 @@ class FleetGroup:
         return _total(await within(pending, timeout_s, "the fleet to put down its work", "buffer.request_timeout_s"))
 
     async def evaluate(self, prompts: Sequence[Prompt], *, policy_version: int) -> Evaluation:
-        """Answer held-out prompts, sampled as in training and greedily.
-
-        Args:
-            prompts: Held-out prompts.
-            policy_version: Version that every engine serves; no training rollouts run.
-        """
+        """Answer held-out prompts, sampled as in training and greedily, while no training rollouts run."""
         sampling = self._config.rollout_fleet.sampling
         sampled = await self._answer(prompts, sampling, self._config.evaluation.num_samples)
         greedy = await self._answer(prompts, replace(sampling, temperature=0.0), 1)
@@ -124,11 +114,7 @@ class FleetGroup:
         return await self._while_answering(pending, "the rollout workers, which answer held-out prompts")
 
     async def _while_answering(self, pending: Awaitable[T], what: str) -> T:
-        """Await a call in which the workers keep the deadlines, as long as they answer other calls meanwhile.
-
-        Raises:
-            DeadlineError: a worker hangs.
-        """
+        """Await a call in which workers keep the deadlines. Raises `DeadlineError` if they answer no other calls."""
         call = asyncio.ensure_future(pending)
         try:
             while not call.done():

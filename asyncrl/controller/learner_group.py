@@ -59,12 +59,7 @@ class LearnerGroup:
         )
 
     async def init(self) -> None:
-        """Load the models on every rank.
-
-        Raises:
-            DeadlineError: not within ``learner.start_timeout_s``.
-            WorkerDiedError: a rank died.
-        """
+        """Load the models on every rank. Raises `DeadlineError` or `WorkerDiedError`."""
         timeout_s = self._config.learner.start_timeout_s
         pending = [group.init_model() for group in self._roles]
         await within(AllOf(pending), timeout_s, "the learner's models", "learner.start_timeout_s")
@@ -129,11 +124,7 @@ class LearnerGroup:
         return self._after(critic, actor, f"the checkpoint of version {version}")
 
     async def load(self, checkpoint: Path) -> int:
-        """Go on from a checkpoint; returns its version.
-
-        Raises:
-            ValueError: the run has a critic and the checkpoint has none of the same version.
-        """
+        """Go on from a checkpoint; returns its version. Raises `ValueError` if the run's critic is missing there."""
         if "critic" in self._roles:
             critic = checkpoint.parent / "critic" / checkpoint.name
             if not critic.is_dir():
@@ -218,15 +209,8 @@ class LearnerGroup:
 class RoleGroups:
     """A group for each role that the run needs; every group has the methods of its role's worker class.
 
-    Attributes:
-        actor_pool: The places of the actor's processes, which engines may share.
-
-    Args:
-        config: The run.
-        buffer: Where the ranks fetch what they work on.
-        log_dir: One log per process, ``<pool>-<rank>.log``.
-        snapshots: Where the actor publishes weights.
-        trajectories: Where the actor records what it consumed; None records nothing.
+    ``log_dir`` gets one log per process, ``<pool>-<rank>.log``. The actor publishes weights in ``snapshots``, and
+    records what it consumed in ``trajectories``, unless that is None. Engines may share ``actor_pool``.
     """
 
     def __init__(

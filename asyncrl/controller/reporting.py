@@ -23,13 +23,8 @@ _NOT_METRICS = ("started_at", "ended_at")
 class Reporter:
     """Turns finished steps into records, and keeps what the summary needs.
 
-    Attributes:
-        engine_version: Version that every engine serves.
-
-    Args:
-        samples_per_prompt: Samples that are trained on; a greedy baseline comes after them in a group.
-        on_step: Receives each record.
-        resumed: Where the run began.
+    Every engine serves ``engine_version``. The first ``samples_per_prompt`` samples of a group are trained on; a greedy
+    baseline comes after them. ``on_step`` receives each record; the run began at ``resumed``.
     """
 
     def __init__(self, *, samples_per_prompt: int, on_step: Callable[[StepRecord], None], resumed: RunState) -> None:
@@ -55,14 +50,10 @@ class Reporter:
     def step(
         self, plan: Plan, *, plan_wait_s: float, metrics: Mapping[str, float], stats: BufferStats, counts: FleetCounts
     ) -> None:
-        """Record a finished step.
+        """Record a finished step: its batch, and the ledger after its commit.
 
-        Args:
-            plan: Its batch.
-            plan_wait_s: Seconds that the controller waited for the batch.
-            metrics: The learner's, with ``started_at`` and ``ended_at`` in Unix seconds.
-            stats: The ledger after its commit.
-            counts: The fleet's counters now.
+        The controller waited ``plan_wait_s`` seconds for the batch. ``metrics`` are the learner's, with ``started_at``
+        and ``ended_at`` in Unix seconds.
         """
         now_s = time.time()
         update_s = metrics["ended_at"] - metrics["started_at"]
@@ -97,14 +88,9 @@ class Reporter:
         )
 
     def result(self, stats: BufferStats, counts: FleetCounts) -> TrainingResult:
-        """Close the token account.
+        """Close the token account with the ledger after the last commit and the fleet's final counters.
 
-        Args:
-            stats: The ledger after the last commit.
-            counts: The fleet's final counters.
-
-        Raises:
-            AccountError: the token account does not balance.
+        Raises `AccountError` if it does not balance.
         """
         tokens = balanced_account(stats, counts)
         before = self._resumed
@@ -146,11 +132,7 @@ class Reporter:
 
 
 def balanced_account(stats: BufferStats, counts: FleetCounts) -> TokenAccount:
-    """The token account of this life of the run.
-
-    Raises:
-        AccountError: a generated token is neither trained, dropped, buffered nor in flight.
-    """
+    """The token account of this life of the run. Raises `AccountError` if it does not balance."""
     tokens = TokenAccount(
         generated=counts.tokens_generated,
         trained=stats.tokens_trained,

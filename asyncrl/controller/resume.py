@@ -73,11 +73,7 @@ class RunState:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> RunState:
-        """Read what `to_dict` returned.
-
-        Raises:
-            ValueError: the checkpoint was not saved by a run.
-        """
+        """Read what `to_dict` returned. Raises `ValueError` if the checkpoint was not saved by a run."""
         names = set(cls.__dataclass_fields__)
         if set(values) != names:
             raise ValueError(
@@ -98,24 +94,15 @@ class RunState:
         tokens_generated: int,
         version: int,
     ) -> RunState:
-        """The state at a checkpoint of a run that began with this one.
+        """The state at the checkpoint of ``version`` of a run that began with this one.
 
-        Args:
-            prompts: The prompt stream's state now.
-            stats: The ledger now.
-            finished: Groups that the ledger has finished in this life, as ranges [start, end).
-            planned: The batches before ``version`` that the ledger had not committed yet, at ``stats`` or later.
-            tokens_generated: By the fleet in this life.
-            version: Version of the checkpoint.
+        ``finished`` and ``tokens_generated`` are of this life alone. ``planned`` are the batches before ``version``
+        that the ledger had not committed yet, at ``stats`` or later.
         """
-        groups = [group for plan in planned if plan.version >= stats.learner_version for group in plan.groups]
+        open_plans = [plan for plan in planned if plan.version >= stats.learner_version]
+        groups = [group for plan in open_plans for group in plan.groups]
         ids = [(group.group_id, group.group_id + 1) for plan in planned for group in plan.groups]
-        lags = Counter(
-            plan.version - group.oldest_version
-            for plan in planned
-            if plan.version >= stats.learner_version
-            for group in plan.groups
-        )
+        lags = Counter(plan.version - group.oldest_version for plan in open_plans for group in plan.groups)
         return RunState(
             version=version,
             prompts=prompts,
@@ -180,25 +167,16 @@ class Checkpointer:
 
 @dataclass(frozen=True, kw_only=True)
 class Resumed:
-    """A checkpoint to go on from.
-
-    Attributes:
-        checkpoint: Its folder.
-        state: Where the run stood.
-    """
+    """A checkpoint's folder, and where the run stood there."""
 
     checkpoint: Path
     state: RunState
 
 
 def find_checkpoint(config: RunConfig) -> Resumed | None:
-    """What ``checkpoint.resume`` names.
+    """What ``checkpoint.resume`` names; None for ``never``, and for ``auto`` where no run has saved a checkpoint.
 
-    Returns:
-        None for ``never``, and for ``auto`` where no run of the experiment has saved a checkpoint.
-
-    Raises:
-        ValueError: there is no checkpoint at the path, or it is at the run's last step already.
+    Raises `ValueError` if there is no checkpoint at the path, or it is at the run's last step already.
     """
     choice = config.checkpoint.resume
     if choice == "never":
@@ -218,9 +196,7 @@ def find_checkpoint(config: RunConfig) -> Resumed | None:
 def check_beginning(config: RunConfig) -> None:
     """Check what a run begins with, before anything is made or started: its checkpoint, and the buffer's folder.
 
-    Raises:
-        ValueError: there is no checkpoint to resume, or none that has steps left; or the buffer would go on from what
-            another run left in its folder.
+    Raises `ValueError` as `find_checkpoint` does, or if the buffer would go on from what another run left.
     """
     if config.buffer.keys:
         check_keys(Path(config.buffer.keys))
@@ -235,11 +211,7 @@ def check_beginning(config: RunConfig) -> None:
 
 
 def check_keys(folder: Path) -> None:
-    """Check that the buffer's keys belong together, where there are any: a wrong key is refused without an answer.
-
-    Raises:
-        ValueError: a role's keys are of another run than the server's.
-    """
+    """Raise `ValueError` if a role's keys are of another run than the server's: they are refused without an answer."""
     if not (folder / "server.json").is_file():
         return
     server = server_keys(folder)
@@ -282,12 +254,7 @@ def _newest(path: Path, config: RunConfig) -> Path | None:
 class ResumedPrompts:
     """The prompts of a run that goes on: first those that were handed out and not finished, then the stream's.
 
-    Args:
-        stream: Of the same files and options as the saved run's.
-        state: Where the run stood.
-
-    Raises:
-        ValueError: the stream is another one; the message names the difference.
+    Raises `ValueError`, naming the difference, if the stream has other files or options than the saved run's.
     """
 
     def __init__(self, stream: PromptStream, state: RunState) -> None:

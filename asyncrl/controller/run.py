@@ -65,15 +65,10 @@ class Run:
         view: TerminalView,
         on_fault: Callable[[BaseException], None],
     ) -> None:
-        """Take the run, checked.
+        """Take the run, checked, with its assets: ``prompts`` are those to train on, and the held-out ones.
 
-        Args:
-            config: The run, with its assets.
-            run_dir: Its folder.
-            prompts: Those to train on, and the held-out ones.
-            warming: Ends in the directory of the policy to start from.
-            view: The terminal.
-            on_fault: Hears of a fault before the parts are stopped, so that stopping can be given a deadline.
+        ``warming`` ends in the directory of the policy to start from. ``on_fault`` hears of a fault before the parts
+        are stopped, so that stopping can be given a deadline.
         """
         self._config = config
         self._run_dir = run_dir
@@ -86,12 +81,7 @@ class Run:
         self._resumed: Resumed | None = None
 
     async def run(self) -> None:
-        """Run to the end, and write the summary.
-
-        Raises:
-            ValueError: an option or a file is wrong.
-            AsyncRLError: a part died, missed a deadline, or the account does not balance.
-        """
+        """Run to the end, and write the summary. Raises `ValueError` for a wrong option or file, or `AsyncRLError`."""
         self._resumed = find_checkpoint(self._config)
         prompts = self._prompts if self._resumed is None else self._resume(self._resumed)
         async with AsyncExitStack() as stack:
@@ -259,10 +249,7 @@ class Run:
 
 
 async def _unless(work: Coroutine[Any, Any, T], watchers: Sequence[Coroutine[Any, Any, Any]]) -> T:
-    """Return what ``work`` returns; a watcher that raises first cancels it and is raised instead.
-
-    A watcher that ends without an error is no longer watched.
-    """
+    """Return what ``work`` returns; a watcher that raises first cancels it and is raised, one that ends is left."""
     task = asyncio.ensure_future(work)
     watching = {asyncio.ensure_future(watcher) for watcher in watchers}
     try:

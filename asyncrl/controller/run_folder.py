@@ -17,12 +17,7 @@ _SHARED_MEMORY = Path("/dev/shm")
 
 
 def make_run_dir(config: RunConfig, config_yaml: str) -> Path:
-    """Make ``<output_dir>/<experiment>/<time>/`` with its logs folder and ``config.yaml``; returns its path.
-
-    Args:
-        config: The run.
-        config_yaml: The resolved configuration, as written to ``config.yaml``.
-    """
+    """Make ``<output_dir>/<experiment>/<time>/`` with its logs and ``config.yaml``, the resolved configuration."""
     base = Path(config.output_dir, config.experiment).resolve()
     stamp = time.strftime("%Y-%m-%d_%H-%M-%S")
     for suffix in ("", *(f"-{count}" for count in range(2, 100))):

@@ -149,12 +149,8 @@ class DataProto:
     ) -> DataProto:
         """Build a batch from tensors, and arrays or lists of as many rows; the lists become object arrays.
 
-        Args:
-            tensors: Tensors of equal first dimension.
-            non_tensors: Arrays, or sequences, of as many rows.
-            meta_info: Facts about all rows.
-            num_batch_dims: Leading dimensions that must agree; more than one only without arrays.
-            auto_padding: Let dispatch pad the batch if its rows cannot be split evenly.
+        The tensors' first ``num_batch_dims`` dimensions must agree; more than one only without arrays. With
+        ``auto_padding``, dispatch pads the batch if its rows cannot be split evenly.
         """
         if num_batch_dims < 1 or (non_tensors and num_batch_dims != 1):
             raise BatchError(f"num_batch_dims must be positive, and 1 beside arrays; got {num_batch_dims}")

@@ -27,9 +27,8 @@ class RolloutBuffer(Protocol):
     async def put(self, group: TrajectoryGroup) -> None:
         """Store a finished group; returns once it is stored. Sent again until acknowledged; stored once.
 
-        Raises:
-            LeaseExpired: the attempt is no longer the current one; its tokens are counted as dropped.
-            VersionTooOld: the group holds a token older than its lease.
+        Raises `LeaseExpired` if the attempt is no longer the current one, which counts its tokens as dropped, and
+        `VersionTooOld` if the group holds a token older than its lease.
         """
         ...
 
@@ -51,12 +50,8 @@ class RolloutBuffer(Protocol):
     async def save_progress(self, lease: Lease, group: TrajectoryGroup) -> None:
         """Save a running group with its lease, so that another worker can continue it.
 
-        Samples that did not end have the finish reason ``unfinished``; the group has at least one token.
-
-        Raises:
-            LeaseExpired: the lease is no longer held.
-            VersionTooOld: the group holds a token older than its lease.
-            StoreFull: there is no room for it now.
+        Samples that did not end have the finish reason ``unfinished``; the group has at least one token. Raises as
+        `put` does, or `StoreFull` if there is no room for it now.
         """
         ...
 

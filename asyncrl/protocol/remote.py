@@ -48,9 +48,8 @@ identities: dict[str, WorkerIdentity] = {}
 def fetch(refs: Sequence[Any], timeout_s: float | None = None, what: str = "results") -> list[Any]:
     """Wait for all references to results; the first failure ends the wait.
 
-    Raises:
-        DeadlineError: they did not all arrive within ``timeout_s`` seconds; the message names the late workers.
-        WorkerDiedError: a worker died that was to compute one, or something that one waits for.
+    Raises `DeadlineError`, naming the late workers, if they do not all arrive within ``timeout_s`` seconds, and
+    `WorkerDiedError` if a worker died that was to compute one, or something that one waits for.
     """
     import ray
     from ray.exceptions import GetTimeoutError, RayError

@@ -196,10 +196,8 @@ class RayResourcePool(ResourcePool):
             for pg in self._reserved:
                 remove_placement_group(pg)
         elif self.detached and current_cluster() is None:
-            raise UsageError(
-                f"pool {self.name_prefix!r} is detached and outlives Ray's shutdown; connect to its cluster again to "
-                "give it back"
-            )
+            where = f"pool {self.name_prefix!r} is detached and outlives Ray's shutdown"
+            raise UsageError(f"{where}; connect to its cluster again to give it back")
         self.pgs, self._reserved, self._had_groups = None, [], False
 
     def _forget_earlier_cluster(self) -> None:
@@ -207,9 +205,8 @@ class RayResourcePool(ResourcePool):
         if self._cluster is None or not self._has_ended():
             return
         if self._wholes:
-            raise UsageError(
-                f"pool {self.name_prefix!r} is made of pools of a Ray cluster that has ended; split or merge them again"
-            )
+            what = f"pool {self.name_prefix!r} is made of pools of a Ray cluster that has ended"
+            raise UsageError(f"{what}; split or merge them again")
         self.pgs, self._reserved, self._had_groups, self._num_users = None, [], False, 0
 
     def _has_ended(self) -> bool:

@@ -151,9 +151,7 @@ class RayWorkerGroup(WorkerGroup):
         log_dir: Directory for the workers' output, one file per rank; None leaves it to Ray.
         timeout_s: Seconds that a blocking call may take; None is unlimited.
 
-    Raises:
-        UsageError: an option contradicts the pool or another option.
-        DeadlineError: the cluster did not grant the pool in time.
+    Raises `UsageError` if options contradict each other or the pool, `DeadlineError` as `slots_of` does.
     """
 
     def __init__(
@@ -195,10 +193,8 @@ class RayWorkerGroup(WorkerGroup):
         self.fused_worker_used = ray_cls_with_init is not None and ray_cls_with_init.fused_worker_used
         self.wg_dict: dict[str, RayWorkerGroup] | None = None
         if (master_addr is None) != (master_port is None):
-            raise UsageError(
-                f"master_addr is {master_addr!r} and master_port {master_port!r}; give both, or neither, and they are "
-                "chosen"
-            )
+            given = f"master_addr is {master_addr!r} and master_port {master_port!r}"
+            raise UsageError(f"{given}; give both, or neither, and they are chosen")
         self.master_address, self.master_port = master_addr, None if master_port is None else str(master_port)
         if resource_pool is None:
             self._attach(worker_names, worker_handles)
