@@ -101,12 +101,9 @@ def attention_kernel(asked: AttentionKernel, device: torch.device, dtype: torch.
 def packed_layout(
     lengths: Sequence[int], device: torch.device, kernel: AttentionKernel = AttentionKernel.sdpa
 ) -> PackedLayout:
-    """Plan the attention calls for sequences laid end to end.
+    """Plan the attention calls for sequences laid end to end; the indices are on ``device``.
 
-    Args:
-        lengths: Tokens of every sequence, in packed order; longest first needs the fewest calls.
-        device: Where the indices are needed.
-        kernel: What computes attention; not ``auto``.
+    ``lengths`` are in packed order; longest first needs the fewest calls. ``kernel`` is not ``auto``.
 
     Returns:
         A layout whose padded batches waste at most a quarter of their places, or `FREE_PADDING_TOKENS`.
@@ -279,14 +276,8 @@ def _with_sinks(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor, sinks: Tensor)
     """Add a key that every token sees: its score is the head's sink, its value zero.
 
     The sink stands in a further dimension of the queries, where only that key is not zero; eight dimensions are added,
-    since GPU kernels want a multiple.
-
-    Args:
-        q: [count, H, L, D].
-        k: [count, kv heads, L, D].
-        v: [count, kv heads, L, Dv].
-        mask: [L, L] bool.
-        sinks: [H], divided by the scale of the scores.
+    since GPU kernels want a multiple. q is [count, H, L, D], k and v have the key-value heads, the mask is [L, L] bool,
+    and the [H] sinks are divided by the scale of the scores.
     """
     count, _, length, _ = q.shape
     added = F.pad(sinks.to(q.dtype).view(1, -1, 1, 1).expand(count, -1, length, 1), (0, 7))

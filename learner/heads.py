@@ -44,12 +44,10 @@ class PackedHead(nn.Module):
     The ``forward`` of a head takes a micro-batch on the model's device and returns [M] float32 tensors, one or more.
 
     Attributes:
+        pretrained: The model; its parameters are this module's.
         attention: What computes attention; never ``auto``.
         recurrent: Those of the model's layers that carry a state from token to token.
         per_sequence: The head gives one number per sequence, not one per token in the loss; every token is packed.
-
-    Args:
-        pretrained: The model; its parameters are this module's.
     """
 
     per_sequence = False
@@ -68,12 +66,8 @@ class PackedHead(nn.Module):
         )
         layout = packed_layout(batch.lengths + (1,) * padding, batch.input_ids.device, self.attention)
         self.recurrent.use(layout)
-        return _backbone(self.pretrained)(
-            input_ids=input_ids,
-            position_ids=position_ids,
-            use_cache=False,
-            packed=layout,
-        ).last_hidden_state[0]
+        inputs = {"input_ids": input_ids, "position_ids": position_ids, "packed": layout}
+        return _backbone(self.pretrained)(**inputs, use_cache=False).last_hidden_state[0]
 
 
 def _backbone(pretrained: PreTrainedModel) -> nn.Module:
@@ -85,10 +79,8 @@ def _backbone(pretrained: PreTrainedModel) -> nn.Module:
 class LogProbHead(PackedHead):
     """Log-probs of the tokens in the loss, and the entropies of their distributions.
 
-    Args:
-        causal_lm: The model; its parameters are this module's.
-        temperature: Softmax temperature at sampling, > 0.
-        chunk_tokens: Tokens whose logits are held in float32 at a time.
+    The softmax ``temperature`` is that at sampling, > 0; logits of ``chunk_tokens`` tokens are held in float32 at a
+    time.
     """
 
     def __init__(self, causal_lm: PreTrainedModel, *, temperature: float, chunk_tokens: int) -> None:

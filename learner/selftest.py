@@ -62,12 +62,8 @@ class SelfTestResult:
 class SelfTest:
     """Compares the packed forward of a sharded model with Hugging Face's own.
 
-    Args:
-        head: The module that is sharded.
-        mesh: The group.
-        sharding: Context in which sequences are split over the sp ranks.
-        dtype: Type in which the model computes.
-        name: The model's path, for messages.
+    ``sharding`` splits sequences over the sp ranks, ``dtype`` is the type in which the model computes, and ``name`` is
+    its path, for messages.
     """
 
     def __init__(

@@ -2,7 +2,8 @@
 
 Outside attention each rank holds N/sp of the packed tokens and all heads; inside, all N tokens and H/sp heads. Two
 all-to-alls change between the layouts, both differentiable. The group is the one that the innermost
-`UlyssesShardingManager` has set; without a group, or alone in it, every function is the identity.
+`UlyssesShardingManager` has set, or the one given as ``group``; without a group, or alone in it, every function is the
+identity.
 """
 
 from __future__ import annotations
@@ -64,15 +65,8 @@ def gather_seq_scatter_heads(
 ) -> Tensor:
     """From a part of the tokens with all heads to all tokens with a part of the heads.
 
-    Args:
-        x: Dimension ``seq_dim`` holds N/sp tokens, ``head_dim`` H heads, a multiple of sp. Example: [1, N/sp, H, D].
-        seq_dim: Dimension of tokens.
-        head_dim: Dimension of heads.
-        unpadded_dim_size: Tokens before padding; what is beyond is cut off. 0 keeps all.
-        group: Another group than the one in use.
-
-    Returns:
-        The same shape with N tokens and H/sp heads. Example: [1, N, H/sp, D].
+    Example: [1, N/sp, H, D] with ``seq_dim`` 1 and ``head_dim`` 2 gives [1, N, H/sp, D]; H is a multiple of sp. Tokens
+    from ``unpadded_dim_size`` on are padding and are cut off; 0 keeps all.
     """
     group = _shared(group)
     if group is None:
@@ -86,14 +80,8 @@ def gather_seq_scatter_heads(
 def gather_heads_scatter_seq(x: Tensor, head_dim: int, seq_dim: int, group: ProcessGroup | None = None) -> Tensor:
     """From all tokens with a part of the heads back to a part of the tokens with all heads.
 
-    Args:
-        x: Dimension ``head_dim`` holds H/sp heads, ``seq_dim`` N tokens, padded at the end to a multiple of sp.
-        head_dim: Dimension of heads.
-        seq_dim: Dimension of tokens.
-        group: Another group than the one in use.
-
-    Returns:
-        The same shape with N/sp tokens and H heads.
+    Example: [1, N, H/sp, D] with ``seq_dim`` 1 and ``head_dim`` 2 gives [1, N/sp, H, D]; tokens are padded at the end
+    to a multiple of sp.
     """
     group = _shared(group)
     if group is None:
@@ -109,19 +97,16 @@ def gather_outputs_and_unpad(
     grad_scaler: bool = True,
     group: ProcessGroup | None = None,
 ) -> Tensor:
-    """Collect the tokens of all sp ranks on each of them.
+    """Collect the tokens of all sp ranks, in their order, on each of them.
 
     Args:
         x: This rank's tokens along ``gather_dim``, equally many on every rank.
         gather_dim: Dimension to put together.
         unpad_dim: Dimension from whose end ``padding_size`` entries are cut off; None cuts nothing.
         padding_size: See `ulysses_pad`.
-        grad_scaler: Multiply the gradient by sp, for a loss that is averaged over the sp ranks afterwards. Without
-            it every rank receives its part of the gradient as it is.
+        grad_scaler: Multiply the gradient by sp, for a loss that is averaged over the sp ranks afterwards. Without it
+            every rank receives its part of the gradient as it is.
         group: Another group than the one in use.
-
-    Returns:
-        The tokens of all ranks, in their order.
     """
     group = _shared(group)
     if group is None:
@@ -133,15 +118,10 @@ def gather_outputs_and_unpad(
 
 
 def gather_sequence(x: Tensor, dim: int, group: ProcessGroup | None = None) -> Tensor:
-    """Collect the tokens of all sp ranks on each of them, for a layer in which own tokens depend on those of others.
+    """Collect the tokens of all sp ranks, in their order, for a layer in which own tokens depend on those of others.
 
-    Args:
-        x: This rank's tokens along ``dim``, equally many on every rank.
-        dim: Dimension to put together.
-        group: Another group than the one in use.
-
-    Returns:
-        The tokens of all ranks, in their order. The gradient of a token is the sum of what the ranks send back.
+    ``x`` holds this rank's tokens along ``dim``, equally many on every rank. The gradient of a token is the sum of what
+    the ranks send back.
     """
     group = _shared(group)
     return x if group is None else _GatherSummed.apply(group, x, dim)  # type: ignore[return-value]
@@ -186,16 +166,11 @@ def ulysses_pad_and_slice_inputs(
     sp_size: int = 1,
     skip_position_ids_rmpad: bool = False,
 ) -> tuple[Tensor, Tensor | None, int]:
-    """Pad packed tokens to a multiple of sp and take this rank's part.
-
-    Args:
-        input_ids_rmpad: [1, N] int64.
-        position_ids_rmpad: [1, N] int64, or None.
-        sp_size: Ranks that share the tokens; those of the group in use.
-        skip_position_ids_rmpad: Pad the position ids, but return them whole.
+    """Pad packed tokens to a multiple of sp, as `ulysses_pad` does, and take this rank's part.
 
     Returns:
-        [1, ceil(N / sp)] input ids and position ids, and the number of tokens added.
+        [1, ceil(N / sp)] input ids and position ids, which ``skip_position_ids_rmpad`` leaves whole though padded, and
+        the number of tokens added.
     """
     input_ids, position_ids, padding = ulysses_pad(input_ids_rmpad, position_ids_rmpad, sp_size)
     if sp_size > 1:
@@ -206,16 +181,9 @@ def ulysses_pad_and_slice_inputs(
 
 
 def slice_input_tensor(x: Tensor, dim: int, padding: bool = True, group: ProcessGroup | None = None) -> Tensor:
-    """This rank's part of a dimension.
+    """This rank's part of a dimension of ``x``, which is the same on every rank; contiguous.
 
-    Args:
-        x: The same on every rank.
-        dim: Dimension to split.
-        padding: Fill the dimension up with zeros to a multiple of sp first; else it must be one.
-        group: Another group than the one in use.
-
-    Returns:
-        A contiguous tensor with ``x.size(dim)`` ÷ sp entries.
+    ``padding`` fills the dimension up with zeros to a multiple of sp first; else it must be one.
 
     Raises:
         ValueError: the dimension cannot be split, and ``padding`` is off.
@@ -231,11 +199,7 @@ def slice_input_tensor(x: Tensor, dim: int, padding: bool = True, group: Process
 def replicate_kv_heads(x: Tensor, head_dim: int, num_heads: int, sp_size: int) -> Tensor:
     """Repeat key or value heads until they can be split over sp ranks, each with the query heads that read it.
 
-    Args:
-        x: Dimension ``head_dim`` holds the key-value heads.
-        head_dim: Dimension of heads.
-        num_heads: Query heads, a multiple of both the key-value heads and ``sp_size``.
-        sp_size: Ranks that share a sequence.
+    ``num_heads`` counts the query heads, a multiple of both the key-value heads and ``sp_size``.
 
     Returns:
         The same shape with the fewest heads that a multiple of sp and a divisor of ``num_heads`` allow.
@@ -277,25 +241,14 @@ class UlyssesShardingManager:
             set_ulysses_sequence_parallel_group(self._before.pop())
 
     def preprocess_data(self, data: DataProto) -> DataProto:
-        """Put the batches of all sp ranks together, in the order of the ranks, on each of them.
-
-        Args:
-            data: This rank's rows; changed in place.
-
-        Returns:
-            The same batch, with the rows of all ranks.
-        """
+        """Put the rows of all sp ranks together in place, in the order of the ranks, on each of them."""
         if self._mesh is None or self._mesh.size() == 1:
             return data
         all_gather_data_proto(data, self._group)
         return data
 
     def postprocess_data(self, data: DataProto) -> DataProto:
-        """Keep this rank's part of a batch that all sp ranks hold; the inverse of `preprocess_data`.
-
-        Args:
-            data: Its rows are a multiple of sp.
-        """
+        """Keep this rank's rows, of a multiple of sp that all sp ranks hold; the inverse of `preprocess_data`."""
         if self._mesh is None or self._mesh.size() == 1:
             return data
         return data.chunk(chunks=self._mesh.size())[self._mesh.get_local_rank()]
