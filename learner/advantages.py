@@ -439,18 +439,12 @@ class BatchAdvantages:
         token_rewards = of_turns - penalties
         ends = lengths.cumsum(0) - 1
         token_rewards[ends[lengths > 0]] += outcomes[trajectory[lengths > 0]]
-        estimated = self._of_tokens(sequences, token_rewards, lengths, keys[trajectory, 0])
-        assigned = _with_column(sequences, "advantages", estimated.advantages)
-        return _with_column(assigned, "returns", estimated.returns), metrics
-
-    def _of_tokens(
-        self, sequences: Sequence[TokenSequence], token_rewards: Tensor, lengths: Tensor, groups: Tensor
-    ) -> TokenAdvantages:
-        assert is_token_level(self._estimator)
         has_values = all("values" in sequence.columns for sequence in sequences)
         values = _policy_tokens(sequences, "values") if has_values else torch.zeros_like(token_rewards)
-        batch = TokenRewards(rewards=token_rewards, lengths=lengths, group_ids=groups, values=values)
-        return self._estimator(batch, self._algorithm, self._total)
+        batch = TokenRewards(rewards=token_rewards, lengths=lengths, group_ids=keys[trajectory, 0], values=values)
+        estimated = self._estimator(batch, self._algorithm, self._total)
+        assigned = _with_column(sequences, "advantages", estimated.advantages)
+        return _with_column(assigned, "returns", estimated.returns), metrics
 
     def _penalties(
         self, sequences: Sequence[TokenSequence], lengths: Tensor, *, num_trajectories: int

@@ -276,8 +276,8 @@ def _with_sinks(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor, sinks: Tensor)
     """Add a key that every token sees: its score is the head's sink, its value zero.
 
     The sink stands in a further dimension of the queries, where only that key is not zero; eight dimensions are added,
-    since GPU kernels want a multiple. q is [count, H, L, D], k and v have the key-value heads, the mask is [L, L] bool,
-    and the [H] sinks are divided by the scale of the scores.
+    since GPU kernels want a multiple. q is [count, H, L, D], k [count, kv heads, L, D], v [count, kv heads, L, Dv], the
+    mask [L, L] bool, and sinks [H], divided by the scale of the scores.
     """
     count, _, length, _ = q.shape
     added = F.pad(sinks.to(q.dtype).view(1, -1, 1, 1).expand(count, -1, length, 1), (0, 7))
@@ -303,19 +303,9 @@ def _flash(
     from flash_attn import flash_attn_varlen_func  # pyright: ignore[reportMissingImports]  # only with the gpu extra
 
     starts, longest = packed.cu_seqlens, packed.max_length
-    return flash_attn_varlen_func(
-        q,
-        k,
-        v,
-        starts,
-        starts,
-        longest,
-        longest,
-        dropout_p=dropout,
-        softmax_scale=scaling,
-        causal=True,
-        window_size=(-1, -1) if window is None else (window - 1, 0),
-    )
+    span = (-1, -1) if window is None else (window - 1, 0)
+    options = {"dropout_p": dropout, "softmax_scale": scaling, "causal": True, "window_size": span}
+    return flash_attn_varlen_func(q, k, v, starts, starts, longest, longest, **options)
 
 
 def _varlen(q: Tensor, k: Tensor, v: Tensor, packed: PackedLayout, scaling: float | None, window: int | None) -> Tensor:

@@ -27,8 +27,8 @@ def karmarkar_karp(sizes: Sequence[float], num_parts: int) -> list[list[int]]:
     """Partition items so that the largest part is small (largest differencing method, Karmarkar and Karp 1982).
 
     Returns:
-        ``num_parts`` lists of indices into ``sizes`` (each >= 0), each ascending, largest part first; some may be
-        empty. Example: sizes 8, 7, 6, 5, 4 in two parts give parts of 16 and 14.
+        ``num_parts`` (>= 1) lists of indices into ``sizes`` (each >= 0), each ascending, largest part first; some may
+        be empty. Example: sizes 8, 7, 6, 5, 4 in two parts give parts of 16 and 14.
     """
     # A partition: its spread (negated for the heap), a tie-break, and its parts without the empty ones, largest first.
     heap = [(-size, index, [(size, [index])]) for index, size in enumerate(sizes)]
@@ -54,11 +54,8 @@ def _joined_parts(left: _Parts, right: _Parts, num_parts: int) -> _Parts:
     kept, rest = len(left) - shared, right[: len(right) - shared]
     pairs = zip(left[kept:], reversed(right[len(rest) :]), strict=True)
     joined = left[:kept] + rest + [(a + b, x + y) for (a, x), (b, y) in pairs]
-    joined.sort(key=_size, reverse=True)
+    joined.sort(key=operator.itemgetter(0), reverse=True)
     return joined
-
-
-_size = operator.itemgetter(0)
 
 
 def rank_batches(

@@ -193,9 +193,11 @@ def shard_model(model: nn.Module, mesh: LearnerMesh, config: LearnerConfig) -> N
     """Shard the parameters over the ranks of the mesh, in place, and move the model to its device.
 
     The parameters are in the types they are held in: on rank 0 on the CPU with their weights, on the others best on the
-    meta device, as these receive their shards, and the buffers, from rank 0. Gradients are reduced in float32. A single
-    rank that computes in the type of its parameters has nothing to shard and nothing to cast: the model stays plain,
-    which is what `fully_shard` would compute, without its hooks.
+    meta device, since they receive their shards, and the buffers, from rank 0. The options are ``dtype`` while
+    computing (gradients are reduced in float32), ``resharding``, ``offload_policy`` and ``torch_compile``.
+
+    A single rank that computes in the type of its parameters has nothing to shard and nothing to cast: the model stays
+    plain, which is what `fully_shard` would compute, without its hooks.
     """
     layers = decoder_layers(model)
     if config.torch_compile:
@@ -222,7 +224,7 @@ def shard_model(model: nn.Module, mesh: LearnerMesh, config: LearnerConfig) -> N
 
 
 def prepare_backward(model: nn.Module, config: LearnerConfig, *, is_last: bool) -> None:
-    """Say what the next backward pass does with gradients and gathered parameters; a plain model has neither.
+    """Apply ``gradient_sync`` and ``resharding`` to the next backward pass; they change nothing in a plain model.
 
     ``is_last``: the pass is that of the last micro-batch of an update.
     """
@@ -277,7 +279,7 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 
 def whole_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield every parameter whole, unsharding one FSDP unit at a time. Every rank must iterate to the end.
+    """Yield every parameter of a plain or sharded model whole, one FSDP unit at a time; every rank iterates to the end.
 
     Yields:
         Name and tensor, each parameter once (tied ones under their first name). The tensor is valid until the next step

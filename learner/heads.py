@@ -109,13 +109,7 @@ class LogProbHead(PackedHead):
     def inputs(self, batch: MicroBatch, *, entropy: bool = False) -> LossInputs:
         """What a policy loss reads."""
         log_probs, *entropies = self(batch, entropy=entropy)
-        return LossInputs(
-            log_probs=log_probs,
-            entropy=entropies[0] if entropies else None,
-            trajectory_index=batch.trajectory_index,
-            trajectory_lengths=batch.trajectory_lengths,
-            columns=_columns(batch, log_probs),
-        )
+        return LossInputs(log_probs=log_probs, entropy=next(iter(entropies), None), **_token_inputs(batch, log_probs))
 
 
 class ValueHead(PackedHead):
@@ -132,12 +126,7 @@ class ValueHead(PackedHead):
     def inputs(self, batch: MicroBatch, *, entropy: bool = False) -> ValueInputs:
         """What the critic's objective reads."""
         (values,) = self(batch)
-        return ValueInputs(
-            values=values,
-            trajectory_index=batch.trajectory_index,
-            trajectory_lengths=batch.trajectory_lengths,
-            columns=_columns(batch, values),
-        )
+        return ValueInputs(values=values, **_token_inputs(batch, values))
 
 
 class RewardHead(PackedHead):
@@ -160,9 +149,11 @@ def _scores_at(head: PackedHead, batch: MicroBatch, places: Tensor) -> tuple[Ten
     return at_places(head.hidden_states(batch), places, scores)
 
 
-def _columns(batch: MicroBatch, values: Tensor) -> dict[str, Tensor]:
-    """The batch's columns. An empty micro-batch does not know their names: it has every column, with no entries."""
-    return batch.columns if len(values) else defaultdict(values.detach)
+def _token_inputs(batch: MicroBatch, values: Tensor) -> dict[str, Any]:
+    """The fields of `TokenInputs`. An empty micro-batch knows no names of columns: it has all, without entries."""
+    columns = batch.columns if len(values) else defaultdict(values.detach)
+    lengths = batch.trajectory_lengths
+    return {"trajectory_index": batch.trajectory_index, "trajectory_lengths": lengths, "columns": columns}
 
 
 def at_places(
@@ -170,10 +161,8 @@ def at_places(
 ) -> tuple[Tensor, ...]:
     """Compute something from the hidden states at chosen packed places, each on the rank where it lies.
 
-    Args:
-        hidden: [N, h]; under Ulysses this rank's part of it.
-        places: [M] int64 packed places, the same on all sp ranks.
-        compute: Gives some [m] tensors from [m, h] hidden states and their index into ``places``.
+    ``hidden`` is [N, h], under Ulysses this rank's part of it; the [M] int64 ``places`` are the same on all sp ranks.
+    ``compute`` gives some [m] tensors from [m, h] hidden states and their index into ``places``.
 
     Returns:
         These tensors at all places, [M], on every sp rank.

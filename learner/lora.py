@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from peft.tuners.lora import LoraLayer
 
 _ADAPTER = "default"
-_ALL_LINEAR = "all-linear"
 
 
 def add_adapters(model: PreTrainedModel, config: LoraConfig, *, dtype: torch.dtype = torch.float32) -> None:
@@ -37,7 +36,7 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig, *, dtype: torch.dty
     from peft import inject_adapter_in_model
 
     targets = list(config.target_modules)
-    chosen = _linear_layers(model) if targets == [_ALL_LINEAR] else targets
+    chosen = _linear_layers(model) if targets == ["all-linear"] else targets
     peft = PeftConfig(r=config.rank, lora_alpha=config.alpha, target_modules=chosen, lora_dropout=config.dropout)
     try:
         inject_adapter_in_model(peft, model, adapter_name=_ADAPTER)

@@ -142,13 +142,8 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: flo
     """Squared error of the values, with PPO's clipping (the loss of OpenAI's ``baselines`` ppo2; arXiv 2005.12729, 3).
 
     half of max((v - R)², (clip(v, old - c, old + c) - R)²): a value that has left the interval towards the return gets
-    no gradient.
-
-    Args:
-        values: [M] float32, with gradient.
-        old_values: [M] float32, the values before the step.
-        returns: [M] float32.
-        clip: c, > 0; 0 does not clip.
+    no gradient. All are [M] float32: ``values`` v with gradient, ``old_values`` before the step, ``returns`` R.
+    ``clip`` is c > 0; 0 does not clip.
 
     Returns:
         [M] float32 losses, and [M] bool where the clipped error is the larger one. Example: value 1, old value 0,

@@ -16,10 +16,10 @@ from .fsdp import local_tensor
 
 
 def learning_rate(config: OptimizerConfig, update: int, total_updates: int) -> float:
-    """Learning rate of the optimizer update that ``update`` others came before, the first being 0.
+    """Learning rate of one optimizer update; ``update`` is the number of updates before it.
 
     Linear warm-up that reaches the peak at update ``warmup_steps``, then the schedule's shape down to ``min_lr_ratio``
-    of the peak. It is there at update ``total_updates``, those of the whole run, and stays there.
+    of the peak, which is reached at ``total_updates``, the updates of the whole run, and kept.
     """
     if update < config.warmup_steps:
         return config.lr * (update + 1) / (config.warmup_steps + 1)
@@ -68,8 +68,9 @@ class ModelOptimizer:
         finite = math.isfinite(norm)
         if finite:
             limit = self.config.clip_grad_norm
-            for gradient in _local_gradients(self._parameters) if limit and norm > limit else ():
-                gradient.mul_(limit / norm)
+            if limit and norm > limit:
+                for gradient in _local_gradients(self._parameters):
+                    gradient.mul_(limit / norm)
             for group in self.adamw.param_groups:
                 group["lr"] = lr
             self.adamw.step()

@@ -123,9 +123,7 @@ def group_sequences(
     is_cut = {branch.trajectory: mask_truncated and group.is_truncated(branch) for branch in branches}  # by the last
     sequences = []
     for branch in branches:
-        mask = group.trained_mask(branch)
-        if is_cut[branch.trajectory]:
-            mask = np.zeros_like(mask)
+        mask = group.trained_mask(branch) & (not is_cut[branch.trajectory])
         sequences.append(
             TokenSequence(
                 input_ids=group.along(branch, "token_ids"),

@@ -9,6 +9,7 @@ identity.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
@@ -111,7 +112,7 @@ def gather_outputs_and_unpad(
     group = _shared(group)
     if group is None:
         return x
-    gathered: Any = _GatherParts.apply(group, x, gather_dim, grad_scaler)
+    gathered: Any = _Gather.apply(group, x, gather_dim, "scaled" if grad_scaler else "part")
     if unpad_dim is not None and padding_size:
         gathered = gathered.narrow(unpad_dim, 0, gathered.size(unpad_dim) - padding_size)
     return gathered
@@ -124,7 +125,7 @@ def gather_sequence(x: Tensor, dim: int, group: ProcessGroup | None = None) -> T
     the ranks send back.
     """
     group = _shared(group)
-    return x if group is None else _GatherSummed.apply(group, x, dim)  # type: ignore[return-value]
+    return x if group is None else _Gather.apply(group, x, dim, "sum")  # type: ignore[return-value]
 
 
 def ulysses_pad(
@@ -248,7 +249,7 @@ class UlyssesShardingManager:
         return data
 
     def postprocess_data(self, data: DataProto) -> DataProto:
-        """Keep this rank's rows, of a multiple of sp that all sp ranks hold; the inverse of `preprocess_data`."""
+        """Keep this rank's part of the rows, which all sp ranks hold and sp divides; undoes `preprocess_data`."""
         if self._mesh is None or self._mesh.size() == 1:
             return data
         return data.chunk(chunks=self._mesh.size())[self._mesh.get_local_rank()]
@@ -266,17 +267,22 @@ def _pad_end(x: Tensor, dim: int, multiple: int) -> Tensor:
 
 
 def _all_to_all(x: Tensor, scatter_dim: int, gather_dim: int, group: ProcessGroup) -> Tensor:
-    """Split ``scatter_dim`` over the ranks and put ``gather_dim`` together.
-
-    Both buffers are made contiguous here: gloo fills a non-contiguous output wrongly, without an error.
-    """
+    """Split ``scatter_dim`` over the ranks and put ``gather_dim`` together."""
     num_ranks = dist.get_world_size(group)
     if x.size(scatter_dim) % num_ranks:
         raise ValueError(f"dimension {scatter_dim} of {tuple(x.shape)} cannot be split over {num_ranks} ranks")
-    sent = torch.stack(x.chunk(num_ranks, dim=scatter_dim))
+    return torch.cat(_exchanged(x.chunk(num_ranks, dim=scatter_dim), group).unbind(), dim=gather_dim)
+
+
+def _exchanged(parts: Sequence[Tensor], group: ProcessGroup) -> Tensor:
+    """Send each rank its part; returns what each sent, stacked.
+
+    Both buffers are made contiguous here: gloo fills a non-contiguous output wrongly, without an error.
+    """
+    sent = torch.stack(tuple(parts)).contiguous()
     received = torch.empty_like(sent, memory_format=torch.contiguous_format)
-    dist.all_to_all_single(received, sent.contiguous(), group=group)
-    return torch.cat(received.unbind(), dim=gather_dim)
+    dist.all_to_all_single(received, sent, group=group)
+    return received
 
 
 class _SeqAllToAll(torch.autograd.Function):
@@ -290,34 +296,20 @@ class _SeqAllToAll(torch.autograd.Function):
         return None, _all_to_all(grad_outputs[0], ctx.dims[0], ctx.dims[1], ctx.group), None, None
 
 
-def _gathered(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-    parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(parts, x.contiguous(), group=group)
-    return torch.cat(parts, dim=dim)
+class _Gather(torch.autograd.Function):
+    """The parts of all ranks; the gradient is this rank's ``part``, times sp (``scaled``), or the ``sum`` of all."""
 
-
-class _GatherParts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, group: ProcessGroup, x: Tensor, dim: int, scale_gradient: bool) -> Tensor:
-        ctx.group, ctx.dim, ctx.scale_gradient = group, dim, scale_gradient
-        return _gathered(x, dim, group)
+    def forward(ctx: Any, group: ProcessGroup, x: Tensor, dim: int, gradient: str) -> Tensor:
+        ctx.group, ctx.dim, ctx.gradient = group, dim, gradient
+        parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, x.contiguous(), group=group)
+        return torch.cat(parts, dim=dim)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        num_ranks = dist.get_world_size(ctx.group)
-        part = grad_outputs[0].chunk(num_ranks, dim=ctx.dim)[dist.get_rank(ctx.group)]
-        return None, part * num_ranks if ctx.scale_gradient else part.contiguous(), None, None
-
-
-class _GatherSummed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, group: ProcessGroup, x: Tensor, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return _gathered(x, dim, group)
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        sent = torch.stack(grad_outputs[0].chunk(dist.get_world_size(ctx.group), dim=ctx.dim))
-        received = torch.empty_like(sent, memory_format=torch.contiguous_format)
-        dist.all_to_all_single(received, sent.contiguous(), group=ctx.group)
-        return None, received.sum(0), None
+        parts = grad_outputs[0].chunk(dist.get_world_size(ctx.group), dim=ctx.dim)
+        if ctx.gradient == "sum":
+            return None, _exchanged(parts, ctx.group).sum(0), None, None
+        part = parts[dist.get_rank(ctx.group)]
+        return None, part * len(parts) if ctx.gradient == "scaled" else part.contiguous(), None, None

@@ -108,12 +108,8 @@ class SnapshotWriter:
         if weights is None:
             return WeightSnapshot(version=version, path=str(path))
         write_model(path, trainer.pretrained, weights, trainer.compute_dtype)
-        self._remove_old()
+        snapshots = sorted(path for path in self._directory.iterdir() if _SNAPSHOT.fullmatch(path.name))
+        for old in snapshots[: -self._keep] if self._keep > 0 else []:
+            shutil.rmtree(old)
         checksums = weight_checksums(weights) if self._checksums else {}
         return WeightSnapshot(version=version, path=str(path), checksums=checksums)
-
-    def _remove_old(self) -> None:
-        snapshots = sorted(path for path in self._directory.iterdir() if _SNAPSHOT.fullmatch(path.name))
-        if self._keep > 0:
-            for path in snapshots[: -self._keep]:
-                shutil.rmtree(path)

@@ -57,11 +57,7 @@ def _share_of_each_rank(group: Any, *shares: Sequence[Any], **options: Any) -> t
     return spread, {name: [value] * group.world_size for name, value in options.items()}
 
 
-def _all_results(_group: Any, results: Any) -> Any:
-    return results
-
-
-PER_DP_RANK = {"dispatch_fn": _share_of_each_rank, "collect_fn": _all_results}
+PER_DP_RANK = {"dispatch_fn": _share_of_each_rank, "collect_fn": lambda _group, results: results}
 """Dispatch of a run's methods: lists of one entry per data-parallel rank; options by name go to everyone."""
 
 
@@ -364,9 +360,8 @@ class ModelWorker(Worker):
             if not isinstance(self._model, Trainer):
                 name = self.role.name
                 raise ValueError(f"role {name!r} is frozen: it has no checkpoints; its model stays where it was")
-            self._checkpoints[directory] = ShardedCheckpointer(
-                self._model, directory, keep=self._config.keep_checkpoints
-            )
+            keep = self._config.keep_checkpoints
+            self._checkpoints[directory] = ShardedCheckpointer(self._model, directory, keep=keep)
         return self._checkpoints[directory]
 
     def _fetch(self, batch: RankBatch) -> dict[int, TrajectoryGroup]:
