@@ -24,9 +24,9 @@ from inspect import isclass
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
-from zlib import crc32
 
 import msgpack
+import xxhash
 
 from asyncrl.protocol.errors import ReplayBufferError
 from asyncrl.protocol.types import GroupSummary
@@ -43,8 +43,8 @@ _BEGINNING = struct.Struct(f"<{len(_MAGIC)}sI")
 """The magic and the number of the file; what an earlier use of the file left has another."""
 _COMPACT_BYTES = 64 * 1024**2
 _MAX_PARTS = 1024
-_HEADER = struct.Struct("<IIQ")
-"""Checksum of all that follows, begun with the file's number, bytes of the head, bytes of the frames."""
+_HEADER = struct.Struct("<QIQ")
+"""Checksum (xxh3, seeded with the file's number) of head and frames, bytes of the head, bytes of the frames."""
 
 _RECORDS = {
     name: kind for name, kind in vars(commands).items() if isclass(kind) and hasattr(kind, "__dataclass_fields__")
@@ -121,7 +121,8 @@ class AppendOnlyFile:
                 while end and (start := end + _HEADER.size) <= len(data):
                     checksum, head_bytes, frames_bytes = _HEADER.unpack_from(data, end)
                     body = data[start : start + head_bytes + frames_bytes]
-                    if len(body) < head_bytes + frames_bytes or crc32(body, self._number) != checksum:
+                    is_whole = len(body) == head_bytes + frames_bytes
+                    if not is_whole or xxhash.xxh3_64_intdigest(body, self._number) != checksum:
                         break
                     end = start + len(body)
                     yield msgpack.unpackb(body[:head_bytes], strict_map_key=False), body[head_bytes:]
@@ -137,11 +138,11 @@ class AppendOnlyFile:
         size = sum(map(len, parts))
         for head, frames in records:
             packed: Any = msgpack.packb(head)
-            checksum, num_bytes = crc32(packed, self._number), 0
+            checksum, num_bytes = xxhash.xxh3_64(packed, seed=self._number), 0
             for frame in frames:
-                checksum = crc32(frame, checksum)
+                checksum.update(frame)
                 num_bytes += len(frame)
-            parts += [_HEADER.pack(checksum, len(packed), num_bytes), packed, *frames]
+            parts += [_HEADER.pack(checksum.intdigest(), len(packed), num_bytes), packed, *frames]
             size += _HEADER.size + len(packed) + num_bytes
         try:
             write_all(self._descriptor, parts, self.num_bytes)

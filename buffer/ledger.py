@@ -246,8 +246,9 @@ class Ledger(LedgerState):
         rule, version, admits = self.rule, self.next_plan, self.rule.admits
         due = dict(self._groups.open_by_deadline)
         leases: list[commands.GrantedLease] = []
+        num_freed_bytes = 0
         for group in self._groups.head(command.max_groups):
-            if not self._room.has_room(len(leases)):
+            if not self._room.has_room(len(leases), num_freed_bytes):
                 break
             oldest, progress = command.engine_version, group.progress
             if not admits(due, version=version, engine_version=oldest):
@@ -257,6 +258,7 @@ class Ledger(LedgerState):
                     oldest = min(oldest, progress.oldest_version)
                 else:
                     progress = None
+                    num_freed_bytes += group.prefix_bytes
             deadline = rule.deadline(oldest)
             due[deadline] = due.get(deadline, 0) + 1
             leases.append(

@@ -116,13 +116,14 @@ class Room:
         self._groups_per_step = groups_per_step
         self._is_shared = len(groups.stored_bytes) == 1
 
-    def has_room(self, num_granted: int = 0) -> bool:
+    def has_room(self, num_granted: int = 0, num_freed_bytes: int = 0) -> bool:
         """Whether one more group fits beside what is held and what the running leases are expected to bring.
 
         Where nothing runs and no batch is stored or planned, one group may always begin: nothing else would make room.
 
         Args:
             num_granted: Leases that are granted in the same breath.
+            num_freed_bytes: Saved prefixes that these drop.
         """
         groups = self._groups
         if not self._max_bytes:
@@ -130,7 +131,7 @@ class Room:
         is_idle = not (num_granted or groups.num_leased or groups.num_planned)
         if is_idle and groups.num_stored < self._groups_per_step:
             return True
-        num_bytes = sum(groups.stored_bytes) + groups.prefix_bytes
+        num_bytes = sum(groups.stored_bytes) + groups.prefix_bytes - num_freed_bytes
         num_bytes += (groups.num_leased + num_granted + 1) * groups.expected_bytes
         return num_bytes <= self._max_bytes * len(groups.stored_bytes)
 

@@ -30,41 +30,29 @@ def weight_checksums(tensors: Mapping[str, Tensor]) -> dict[str, str]:
         ``qkv_proj`` (laid end to end along dim 0), ``gate_proj`` and ``up_proj`` as ``gate_up_proj``; embedding and
         head are zero-padded to a multiple of 64 rows. Example: ``{"model.norm.weight": "2f20cd03c9cd392a"}``.
     """
-    checksums = {}
-    for name, members in _fused_names(tensors).items():
-        parts = [tensors[member] for member in members]
-        checksums[name] = _digest(parts, zero_bytes=_padding_bytes(name, parts[0]))
-    return checksums
+    return {name: _digest(name, [tensors[part] for part in parts]) for name, parts in _fused_names(tensors).items()}
 
 
 def _fused_names(tensors: Mapping[str, Tensor]) -> dict[str, Sequence[str]]:
     """Engine parameter name to the Hugging Face names it is made of, in order."""
     names: dict[str, Sequence[str]] = {}
     for name in tensors:
-        match = _PART.match(name)
-        if match is None:
-            names[name] = (name,)
-            continue
-        fused = next(fused for fused, parts in _FUSED.items() if match["part"] in parts)
-        members = tuple(f"{match['module']}{part}{match['suffix']}" for part in _FUSED[fused])
-        if all(member in tensors for member in members):
-            names[f"{match['module']}{fused}{match['suffix']}"] = members
-        else:
-            names[name] = (name,)
+        fused, members = name, (name,)
+        if match := _PART.match(name):
+            fused = next(fused for fused, parts in _FUSED.items() if match["part"] in parts)
+            members = tuple(f"{match['module']}{part}{match['suffix']}" for part in _FUSED[fused])
+            fused = f"{match['module']}{fused}{match['suffix']}"
+        is_whole = all(member in tensors for member in members)
+        names[fused if is_whole else name] = members if is_whole else (name,)
     return names
 
 
-def _padding_bytes(name: str, tensor: Tensor) -> int:
-    if _VOCABULARY.search(name) is None:
-        return 0
-    missing_rows = -tensor.shape[0] % VOCABULARY_ROWS
-    return missing_rows * (tensor.nbytes // tensor.shape[0])
-
-
-def _digest(parts: Sequence[Tensor], *, zero_bytes: int) -> str:
+def _digest(name: str, parts: Sequence[Tensor]) -> str:
     digest = hashlib.sha256()
     for part in parts:
         raw_bytes = part.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
         digest.update(raw_bytes.data)
-    digest.update(bytes(zero_bytes))
+    if _VOCABULARY.search(name) is not None:
+        num_rows = parts[0].shape[0]
+        digest.update(bytes(-num_rows % VOCABULARY_ROWS * (parts[0].nbytes // num_rows)))
     return digest.hexdigest()[:16]

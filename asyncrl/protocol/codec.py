@@ -72,8 +72,7 @@ def encode(value: Any, *, foreign: list[Any] | None = None, max_depth: int | Non
         value: None, bool, int, float, complex, str, bytes, aware datetimes; lists, tuples and dicts; numpy arrays and
             scalars of every dtype (object arrays of the types in this list; structured arrays with named fields); if
             torch is loaded, dense and nested tensors of any dtype of whole bytes. Subclasses are refused.
-        foreign: If given, values of any other type are appended to it; the transport carries it, and passes it to
-            `decode`.
+        foreign: If given, values of any other type are appended to it; the transport passes it to `decode`.
         max_depth: Limit on nested containers; None leaves it to msgpack, which packs about 500.
 
     Returns:
@@ -81,8 +80,7 @@ def encode(value: Any, *, foreign: list[Any] | None = None, max_depth: int | Non
         must not be written to until the frames are sent.
 
     Raises:
-        WireError: the value holds something else, nests deeper than ``max_depth``, or holds itself; the message says
-            where.
+        WireError: the value holds something else, nests too deep, or holds itself; the message says where.
     """
     encoder = Encoder(foreign)
     try:
@@ -109,8 +107,8 @@ def decode(
     Args:
         frames: What `encode` returned, as any objects with a buffer.
         foreign: The list that `encode` filled.
-        max_frames: Frames allowed, the header among them.
-        max_bytes: Bytes allowed over all frames.
+        max_frames: Limit on frames, the header among them.
+        max_bytes: Limit over all frames.
         max_depth: Limit on nested containers; None leaves it to msgpack, which reads about 1000.
         writable: Make arrays over writable frames writable.
 
@@ -150,9 +148,8 @@ def _checked_views(frames: Sequence[Frame], max_frames: int, max_bytes: int) -> 
     prefix = bytes(views[0][: len(_PREFIX)])
     if prefix != _PREFIX:
         if prefix[: len(_MAGIC)] == _MAGIC and len(prefix) == len(_PREFIX):
-            raise WireError(
-                f"message is of version {prefix[-1]}, this side speaks version {VERSION}; upgrade the older"
-            )
+            versions = f"version {prefix[-1]}, this side speaks version {VERSION}"
+            raise WireError(f"message is of {versions}; upgrade the older")
         raise WireError(f"not a message of this protocol: it begins with {prefix!r}")
     return views
 
@@ -316,7 +313,7 @@ class Decoder:
 
     def objects(self, parts: list[Any]) -> np.ndarray:
         """An array of Python values."""
-        items, dims = parts[0], parts[1:]
+        items, *dims = parts
         shape = codec_numpy.checked_items(dims, items)
         array = np.empty(len(items), dtype=object)
         if _ATOMS.issuperset(map(type, items)):
@@ -328,7 +325,7 @@ class Decoder:
 
     def strings(self, parts: list[Any]) -> np.ndarray:
         """An array of strings of any length."""
-        items, dims = parts[0], parts[1:]
+        items, *dims = parts
         shape = codec_numpy.checked_items(dims, items, str)
         return np.array(items, dtype=np.dtypes.StringDType()).reshape(shape)
 
@@ -342,11 +339,8 @@ class Decoder:
     def columns(self, parts: list[Any]) -> dict[str, Any]:
         """Tensors by name, over the next buffers."""
         tensor_of = _torch_side().tensor_of
-        names, descriptions = parts[::2], parts[1::2]
-        return {
-            name: tensor_of(description, self.take, copy=False)
-            for name, description in zip(names, descriptions, strict=True)
-        }
+        described = zip(parts[::2], parts[1::2], strict=True)
+        return {name: tensor_of(description, self.take, copy=False) for name, description in described}
 
 
 def _mark(code: bytes, build: Callable[[Any, list[Any]], Any]) -> _Mark:
@@ -401,9 +395,7 @@ def check_depth(value: Any, max_depth: int) -> None:
             items = _items_of(container)
             if len(items) > _MANY and _ATOMS.issuperset(map(type, items)):
                 continue
-            for item in items:
-                if type(item) in _CONTAINERS and _is_container(item):
-                    inner.append(item)
+            inner.extend(item for item in items if type(item) in _CONTAINERS and _is_container(item))
         level = inner
     if level:
         raise ValueError(f"containers nest deeper than {max_depth}, or one holds itself")

@@ -20,11 +20,7 @@ _PLAIN_NAME = re.compile(rb"[<>|][biufcmMSU]\d{1,10}(\[\d{0,19}[a-zA-Z]{1,2}\])?
 
 
 class Unsupported(Exception):
-    """The wire does not carry this value.
-
-    Attributes:
-        value: The value.
-    """
+    """The wire does not carry ``value``."""
 
     def __init__(self, value: Any, reason: str) -> None:
         super().__init__(reason)

@@ -14,15 +14,9 @@ from .errors import BatchError
 
 
 def as_index(idxs: Any, num_rows: int) -> np.ndarray:
-    """Convert an index of positions, or a mask, to positions (int64, from 0).
+    """Convert an index of positions, integers in [-B, B), or a mask of B bools, to positions (int64, from 0).
 
-    Args:
-        idxs: A list, tuple, array or tensor, of one dimension: integers in [-B, B), or B bools.
-        num_rows: B.
-
-    Raises:
-        TypeError: they are neither integers nor bools.
-        IndexError: a position is outside the batch, or there are not B bools, or there are more dimensions.
+    Raises `TypeError` for other values, `IndexError` for a position outside the batch or an index of another shape.
     """
     index = np.asarray(idxs.detach().cpu() if isinstance(idxs, torch.Tensor) else idxs)
     if index.ndim != 1:
@@ -178,7 +172,6 @@ class UnbuiltBatch:
 
     Attributes:
         tensors: Tensors by name, all of ``num_rows`` rows.
-        num_rows: B.
         device: Of the TensorDict to be built; None if it has none.
         is_borrowed: Other processes may read the memory too, so the TensorDict gets copies.
     """
@@ -216,11 +209,9 @@ class UnbuiltBatch:
         return TensorDict(tensors, batch_size=self.batch_size, device=self.device)
 
 
-def sort_tensordict(
-    tensor_dict: TensorDict,
-) -> tuple[dict[str, torch.Tensor], dict[str, np.ndarray], dict[str, Any]]:
+def sort_tensordict(tensor_dict: TensorDict) -> tuple[dict[str, Any], dict[str, np.ndarray], dict[str, Any]]:
     """Tensors, per-row values and values for all rows of a TensorDict."""
-    tensors: dict[str, torch.Tensor] = {}
+    tensors: dict[str, Any] = {}
     arrays: dict[str, np.ndarray] = {}
     facts: dict[str, Any] = {}
     for key in map(str, tensor_dict.keys()):
@@ -302,12 +293,12 @@ def union_tensor_dict(tensor_dict1: TensorDict | None, tensor_dict2: TensorDict 
             f"got {tuple(tensor_dict1.batch_size)} and {tuple(tensor_dict2.batch_size)}"
         )
     own = dict(tensor_dict1.items())
-    added = {key: value for key, value in tensor_dict2.items() if key not in own}
     for key, value in tensor_dict2.items():
         if key in own and not deep_equal(own[key], value):
             raise BatchError(f"`{key}` in tensor_dict1 and tensor_dict2 are not the same object. {_DROP_ONE}")
-    for key, value in added.items():
-        tensor_dict1[key] = value
+    for key, value in tensor_dict2.items():
+        if key not in own:
+            tensor_dict1[key] = value
     return tensor_dict1
 
 
@@ -376,10 +367,7 @@ def merge_meta_info(meta_infos: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def deep_equal(a: Any, b: Any) -> bool:
-    """Equality of type and value that looks into arrays, tensors and containers; NaN equals NaN.
-
-    Containers that contain themselves are equal if they do so in the same way.
-    """
+    """Equality of type and value that looks into arrays, tensors and containers, cyclic ones too; NaN equals NaN."""
     return _equal(a, b, frozenset())
 
 
@@ -419,10 +407,10 @@ def _containers_equal(a: Any, b: Any, open_pairs: frozenset[tuple[int, int]]) ->
         return len(a) == len(b) and all(_equal(x, y, open_pairs) for x, y in zip(a, b, strict=True))
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
-    if a.dtype.hasobject and not a.dtype.names:
-        return all(_equal(x, y, open_pairs) for x, y in zip(a.flat, b.flat, strict=True))
     if a.dtype.names:
         return all(_equal(a[name], b[name], open_pairs) for name in a.dtype.names)
+    if a.dtype.hasobject:
+        return all(_equal(x, y, open_pairs) for x, y in zip(a.flat, b.flat, strict=True))
     return bool(np.array_equal(a, b, equal_nan=a.dtype.kind in "fcmM"))
 
 

@@ -20,16 +20,7 @@ from torch.utils.data import DataLoader
 
 from . import columns, serialization
 from .codec import decode, encode
-from .columns import (
-    UnbuiltBatch,
-    cat_rows,
-    is_nested,
-    merge_meta_info,
-    object_array,
-    same_columns,
-    stack_rows,
-    take_rows,
-)
+from .columns import UnbuiltBatch, is_nested, object_array, same_columns, take_rows
 from .errors import BatchError
 
 _log = logging.getLogger(__name__)
@@ -82,7 +73,7 @@ class DataProtoItem:
 
 @dataclass(eq=False, repr=False)
 class DataProto:
-    """B rows of named columns.
+    """B rows of named columns. Raises `BatchError` unless all columns have the same number of rows.
 
     The tensors of a received batch stay in the memory they arrived in, which other processes may read too. They are
     copied when ``batch`` is first read, so that the reader may write to them. A batch that came through Ray is not
@@ -92,9 +83,6 @@ class DataProto:
         batch: Tensors whose first dimension is B; None without tensors.
         non_tensor_batch: Numpy arrays whose first dimension is B; of dtype object for Python values.
         meta_info: Facts about all rows.
-
-    Raises:
-        BatchError: the columns do not have the same number of rows.
     """
 
     batch: TensorDict | None = _BUILT_WHEN_READ
@@ -159,7 +147,7 @@ class DataProto:
         num_batch_dims: int = 1,
         auto_padding: bool = False,
     ) -> DataProto:
-        """Build a batch from tensors and arrays; lists among the arrays become object arrays.
+        """Build a batch from tensors, and arrays or lists of as many rows; the lists become object arrays.
 
         Args:
             tensors: Tensors of equal first dimension.
@@ -222,12 +210,7 @@ class DataProto:
         return self._mapped(lambda _, column: take_rows(column, rows), len(positions), shares_memory=True)
 
     def select_idxs(self, idxs: Any) -> DataProto:
-        """The rows at these positions, or where the mask is True; copied.
-
-        Raises:
-            TypeError: the index holds neither integers nor bools.
-            IndexError: a position is outside the batch, or the mask has another length.
-        """
+        """The rows at these positions, or where the mask is True; copied. Raises as `columns.as_index` does."""
         index = columns.as_index(idxs, len(self))
         return self._mapped(lambda _, column: take_rows(column, index), len(index))
 
@@ -273,8 +256,7 @@ class DataProto:
     def union(self, other: DataProto) -> DataProto:
         """Add the other's columns and facts to this batch, in place.
 
-        Raises:
-            BatchError: a column or fact in both differs, or the numbers of rows do; the batch is unchanged.
+        Raises `BatchError` if a column or fact in both differs, or the numbers of rows do; the batch is unchanged.
         """
         sizes = [len(data) for data in (self, other) if data._batch is not None or data.non_tensor_batch]
         if len(set(sizes)) > 1:
@@ -304,10 +286,8 @@ class DataProto:
     def unfold_column_chunks(self, n_split: int, split_keys: list[str] | None = None) -> DataProto:
         """Cut the named columns into ``n_split`` rows along their second dimension; repeat the other columns.
 
-        Example: ``[B, n * m]`` becomes ``[B * n, m]``, the parts of a row in succession.
-
-        Raises:
-            BatchError: ``n_split`` does not divide the second dimension, or there is none of one length.
+        Example: ``[B, n * m]`` becomes ``[B * n, m]``, the parts of a row in succession. Raises `BatchError` if
+        ``n_split`` does not divide the second dimension, or there is none of one length.
         """
         repeated, split = np.repeat(np.arange(len(self)), n_split), set(split_keys or ())
 
@@ -339,10 +319,8 @@ class DataProto:
         """Cut the rows into equal parts, sharing memory with this batch.
 
         With padding enabled the parts may differ in size: a batch with tensors is cut as by ``torch.chunk``, with
-        empty parts at the end; a batch of arrays alone as by ``numpy.array_split``.
-
-        Raises:
-            BatchError: the rows cannot be cut evenly, and padding is not enabled.
+        empty parts at the end; a batch of arrays alone as by ``numpy.array_split``. Raises `BatchError` if the rows
+        cannot be cut evenly, and padding is not enabled.
         """
         if chunks < 1 or (len(self) % chunks != 0 and not self.is_padding_enabled()):
             raise BatchError(f"{len(self)} rows cannot be cut into {chunks} equal parts; pad them or enable padding")
@@ -358,21 +336,20 @@ class DataProto:
 
     @staticmethod
     def concat(data: Sequence[DataProto]) -> DataProto:
-        """Concatenate batches. ``metrics`` in meta_info become lists over the batches; all other facts must be equal.
+        """Concatenate batches. ``metrics`` in meta_info become lists over the batches.
 
-        Raises:
-            BatchError: the batches have different columns, or different facts.
+        Raises `BatchError` if the batches have different columns, or other facts that differ.
         """
         if not data:
             return DataProto()
         tensors = same_columns([part._columns() for part in data], "batch")
         batch = None
         if any(part._batch is not None for part in data):
-            joined = {key: cat_rows(parts) for key, parts in tensors.items()}
+            joined = {key: columns.cat_rows(parts) for key, parts in tensors.items()}
             batch = UnbuiltBatch(joined, sum(map(len, data)))
         array_parts = same_columns([part.non_tensor_batch for part in data], "non_tensor_batch")
         arrays = {key: np.concatenate(parts, axis=0) for key, parts in array_parts.items()}
-        return data[0]._derived(batch, arrays, merge_meta_info([part.meta_info for part in data]))
+        return data[0]._derived(batch, arrays, columns.merge_meta_info([part.meta_info for part in data]))
 
     def make_iterator(
         self,
@@ -381,20 +358,15 @@ class DataProto:
         seed: int | None = None,
         dataloader_kwargs: dict[str, Any] | None = None,
     ) -> Iterator[DataProto]:
-        """Mini-batches of equal size, ``epochs`` times over.
+        """Mini-batches of equal size, ``epochs`` times over; raises `BatchError` unless the size divides B.
+
+        Their arrays are object arrays, as by `collate_fn`; Python lists of one length become a further dimension.
 
         Args:
-            mini_batch_size: Rows of each; must divide B.
+            mini_batch_size: Rows of each.
             epochs: How often each row comes.
             seed: Seeds the order where ``dataloader_kwargs`` has ``shuffle``.
             dataloader_kwargs: Options of ``torch.utils.data.DataLoader``, which chooses the rows.
-
-        Returns:
-            An iterator of batches whose arrays are object arrays, as by `collate_fn`; Python lists of one length
-            become a further dimension.
-
-        Raises:
-            BatchError: ``mini_batch_size`` does not divide the rows.
         """
         if mini_batch_size < 1 or len(self) % mini_batch_size != 0:
             raise BatchError(f"mini_batch_size must divide the {len(self)} rows, got {mini_batch_size}")
@@ -492,24 +464,20 @@ class DataProto:
 
 
 def collate_fn(x: Sequence[DataProtoItem]) -> DataProto:
-    """Stack rows into a batch; their values become object arrays.
-
-    Tensors whose first dimensions differ, as the rows of a nested tensor do, become a jagged tensor.
-    """
+    """Stack rows into a batch; values become object arrays, tensors of different first dimensions a jagged tensor."""
     tensors = [item.batch for item in x if item.batch is not None]
     batch = None
     if tensors:
         parts = same_columns([dict(row.items()) for row in tensors], "batch")
-        batch = TensorDict({key: stack_rows(rows) for key, rows in parts.items()}, batch_size=(len(tensors),))
+        batch = TensorDict({key: columns.stack_rows(rows) for key, rows in parts.items()}, batch_size=(len(tensors),))
     values = same_columns([item.non_tensor_batch for item in x], "non_tensor_batch")
     return DataProto(batch=batch, non_tensor_batch={key: object_array(column) for key, column in values.items()})
 
 
 def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataProto, int]:
-    """Append rows from the beginning of the batch, over and over, until ``size_divisor`` divides their number.
+    """Append rows from the beginning, over and over, until ``size_divisor`` divides their number; none to no rows.
 
-    Returns the padded batch (``data`` itself if nothing is missing) and the number of rows appended. An empty batch
-    stays empty.
+    Returns the padded batch (``data`` itself if nothing is missing) and the number of rows appended.
     """
     if not hasattr(data, "select_idxs") or size_divisor < 1:
         raise BatchError(f"a DataProto and a divisor >= 1 are needed, got {type(data).__name__} and {size_divisor}")

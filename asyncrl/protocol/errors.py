@@ -93,7 +93,4 @@ class UsageError(TypeError, ValueError, AssertionError):
 
 
 class BatchError(ValueError, AssertionError):
-    """The parts of a `DataProto` do not fit together, or do not fit the request.
-
-    It is an AssertionError too, so that code written against verl, which raises that, catches it.
-    """
+    """The parts of a `DataProto` do not fit together, or not the request; an AssertionError as `UsageError` is."""

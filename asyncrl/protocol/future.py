@@ -52,12 +52,7 @@ class DataProtoFuture:
         return replace(self, dispatch_fn=select if first is None else partial(_both, first=first, second=select))
 
     def get(self, timeout_s: float | None = None) -> Any:
-        """Wait for the results and join them.
-
-        Raises:
-            DeadlineError: they did not arrive within ``timeout_s`` seconds.
-            WorkerDiedError: a worker that was to compute them died.
-        """
+        """Wait for the results, at most ``timeout_s`` seconds, and join them. Raises as `fetch` does."""
         return self.resolve(fetch(self.futures, timeout_s))
 
     def __await__(self) -> Generator[Any, None, Any]:
@@ -84,9 +79,6 @@ class BatchData:
     """One batch or a list of batches: `DataProto`, `DataProtoFuture`, TensorDict, or Ray references to them.
 
     Example: ``BatchData(argument).chunk(chunks=4)``, ``BatchData(results).concat()``.
-
-    Args:
-        data: The batch to cut, or the list to concatenate.
     """
 
     def __init__(self, data: Any) -> None:
@@ -104,12 +96,12 @@ class BatchData:
     def chunk(self, chunks: int) -> Sequence[Any]:
         """Cut it into parts of its own kind, as `DataProto.chunk` does; a TensorDict only evenly.
 
-        Raises:
-            BatchError: the rows cannot be cut evenly.
-            UsageError: it is of none of these kinds.
+        Raises `BatchError` if the rows cannot be cut evenly, `UsageError` if it is of none of these kinds.
         """
         if _is_tensordict(self._data):
-            return _columns().chunk_tensordict(self._data, chunks)
+            from . import columns  # this process has loaded torch already
+
+            return columns.chunk_tensordict(self._data, chunks)
         if not self.is_chunkable():
             raise UsageError(f"a {type(self._data).__name__} cannot be cut into parts; give a DataProto or TensorDict")
         return self._data.chunk(chunks=chunks)
@@ -122,7 +114,9 @@ class BatchData:
         if _is_reference(data[0]):
             return DataProtoFuture.concat(list(data))
         if _is_tensordict(data[0]):
-            return _columns().concat_tensordict(data)
+            from . import columns
+
+            return columns.concat_tensordict(data)
         if not _is_batch(data[0]):
             raise UsageError(f"results must be DataProto or TensorDict to be joined, got {type(data[0]).__name__}")
         return type(data[0]).concat(data)
@@ -142,10 +136,3 @@ def _is_tensordict(data: Any) -> bool:
 def _is_reference(data: Any) -> bool:
     ray = sys.modules.get("ray")
     return ray is not None and isinstance(data, ray.ObjectRef)
-
-
-def _columns() -> Any:
-    """The TensorDict operations, imported only by a process that holds a TensorDict already."""
-    from . import columns
-
-    return columns

@@ -16,8 +16,7 @@ class RolloutBuffer(Protocol):
     async def lease(self, engine_version: int, max_groups: int) -> list[Lease]:
         """Wait until at least one group is admitted at ``engine_version``; return up to ``max_groups`` leases.
 
-        Returns an empty list when nothing was admitted within the server's long-poll period: ask again, with the
-        version that the engine serves by then.
+        Empty when nothing was admitted within the server's long-poll period: ask again, with the engine's version then.
         """
         ...
 
@@ -52,9 +51,7 @@ class RolloutBuffer(Protocol):
     async def save_progress(self, lease: Lease, group: TrajectoryGroup) -> None:
         """Save a running group with its lease, so that another worker can continue it.
 
-        Args:
-            lease: The lease that it runs under.
-            group: Its samples so far; those that did not end have the finish reason ``unfinished``. At least one token.
+        Samples that did not end have the finish reason ``unfinished``; the group has at least one token.
 
         Raises:
             LeaseExpired: the lease is no longer held.

@@ -20,22 +20,14 @@ E = TypeVar("E")
 
 
 class Registry(Generic[T]):
-    """Named implementations of one kind.
-
-    Args:
-        option: The option that names an entry, for messages. Example: ``algorithm.loss``.
-    """
+    """Named implementations of one kind; ``option`` names an entry, for messages. Example: ``algorithm.loss``."""
 
     def __init__(self, option: str) -> None:
         self._option = option
         self._entries: dict[str, T] = {}
 
     def register(self, name: str) -> Callable[[E], E]:
-        """Decorator that enters an implementation under a name.
-
-        Raises:
-            ValueError: the name is taken.
-        """
+        """Decorator that enters an implementation under a name. Raises `ValueError` if the name is taken."""
 
         def enter(entry: E) -> E:
             if name in self._entries:
@@ -52,12 +44,8 @@ class Registry(Generic[T]):
     def get(self, name: str) -> T:
         """Look an implementation up; a user's own file or module is imported.
 
-        Args:
-            name: A registered name, or ``file.py:name`` or ``module:name`` of a function, or of a name that the
-                module registers.
-
-        Raises:
-            ValueError: there is no such name, file, module or function.
+        ``name`` is registered, or ``file.py:name`` or ``module:name`` of a function, or of a name that the module
+        registers. Raises `ValueError` if there is no such name, file, module or function.
         """
         if name in self._entries:
             return self._entries[name]
@@ -86,10 +74,8 @@ class Registry(Generic[T]):
                 f"{self._option}={name}: {error.filename}, line {error.lineno}: {error.msg}; mend the file"
             ) from error
         except Exception as error:
-            raise ValueError(
-                f"{self._option}={name} cannot be imported: {type(error).__name__}: {error}; mend the module, or name "
-                "another one"
-            ) from error
+            reason = f"{type(error).__name__}: {error}; mend the module, or name another one"
+            raise ValueError(f"{self._option}={name} cannot be imported: {reason}") from error
 
 
 def absolute_name(name: str) -> str:

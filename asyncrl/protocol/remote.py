@@ -24,8 +24,6 @@ class WorkerIdentity:
     """What an error says about a worker.
 
     Attributes:
-        group: Name of its group.
-        rank: Its rank in the group.
         node: Address of the node that it was placed on.
         last_words: Reads the path and the end of its log; None if there is no log.
     """
@@ -76,16 +74,10 @@ async def fetch_async(refs: Sequence[Any]) -> list[Any]:
 
 
 async def within(pending: Awaitable[T], timeout_s: float, what: str, option: str) -> T:
-    """Await a group's call under a deadline.
+    """Await what a group's call returned, for at most ``timeout_s`` seconds, which ``option`` sets.
 
-    Args:
-        pending: What a call returned; for lists of references and futures the error names the late workers.
-        timeout_s: Seconds it may take.
-        what: What is awaited, for the message. Example: ``"the update of step 7"``.
-        option: The option that sets the deadline.
-
-    Raises:
-        DeadlineError: the deadline passed; the message ends with the log of the first late worker.
+    Raises `DeadlineError` after that, which says ``what`` was awaited. Example: ``"the update of step 7"``. For lists
+    of references and futures it names the late workers, and ends with the log of the first.
     """
     try:
         async with asyncio.timeout(timeout_s):
@@ -100,12 +92,8 @@ async def within(pending: Awaitable[T], timeout_s: float, what: str, option: str
 class StepDeadline:
     """A deadline for calls that repeat: ``limit_s`` at first, then a multiple of the longest call of its kind so far.
 
-    So a rank that hangs is noticed sooner than after a limit that must fit the largest model.
-
-    Args:
-        limit_s: Seconds that the first call of a kind may take; no later call gets more.
-        floor_s: Seconds that every call may take, unless the limit is lower.
-        factor: The multiple.
+    So a rank that hangs is noticed sooner than after a limit that must fit the largest model. No call gets more than
+    ``limit_s``; each gets ``floor_s`` unless the limit is lower. ``factor`` is the multiple.
     """
 
     def __init__(self, limit_s: float, *, floor_s: float = 120.0, factor: float = 10.0) -> None:
@@ -142,9 +130,7 @@ def translated(error: Exception) -> Exception:
     cause: Any = error
     while isinstance(cause, RayTaskError):
         cause = cause.cause
-    if not isinstance(cause, RayActorError):
-        return error
-    identity = identities.get(str(cause.actor_id))
+    identity = identities.get(str(cause.actor_id)) if isinstance(cause, RayActorError) else None
     return error if identity is None else death_of(identity, str(cause))
 
 

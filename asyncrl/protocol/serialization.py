@@ -51,10 +51,7 @@ def parts_of(data: Any) -> dict[str, Any]:
 
 
 def from_parts(kind: type, parts: Any, *, is_borrowed: bool = True) -> Any:
-    """The inverse of `parts_of`, for `DataProto` or a subclass. Raises `WireError` if the value is not of that form.
-
-    Where the tensors' memory is borrowed, others may read it too, so ``batch`` gets copies.
-    """
+    """The inverse of `parts_of`, for `DataProto` or a subclass. Raises `WireError` if the value is not of that form."""
     try:
         batch, arrays, meta_info = parts["batch"], parts["non_tensor_batch"], parts["meta_info"]
         if type(arrays) is not dict or type(meta_info) is not dict:
@@ -119,15 +116,9 @@ def _aligned(size: int) -> int:
 def all_gather_data_proto(data: Any, process_group: Any) -> None:
     """Concatenate the parts of all ranks on every rank, in the order of the ranks, in place.
 
-    The ranks must have the same columns; their numbers of rows may differ, and may be zero. Tensors end up on the
-    device that this rank's tensors were on; ``meta_info`` is unchanged.
-
-    Args:
-        data: This rank's part.
-        process_group: The group, whose timeout bounds the wait; None is the default group.
-
-    Raises:
-        BatchError: the ranks have different columns; raised on all of them.
+    The ranks' numbers of rows may differ, and may be zero; all ranks raise `BatchError` if their columns differ. The
+    tensors end up on the device that this rank's were on; ``meta_info`` is unchanged. The timeout of ``process_group``
+    bounds the wait; None is the default group.
     """
     tensors = data._columns()
     part = pickle.dumps(data.select(meta_info_keys=()), protocol=5)
@@ -182,10 +173,7 @@ def deserialize_single_tensor(arr: TensorParts) -> torch.Tensor:
 def serialize_tensordict(
     batch: TensorDict,
 ) -> tuple[tuple[int, ...], str | None, dict[str, TensorParts | tuple[str, list[TensorParts]]]]:
-    """Batch size, device (None if the tensors share none), and each tensor's parts by name.
-
-    A nested tensor's are the name of its layout and the parts of its rows.
-    """
+    """Batch size, device (None if none is shared), and by name each tensor's parts; of nested ones layout and rows."""
     items: dict[str, Any] = {}
     tensor: Any
     for key, tensor in batch.items():

@@ -102,8 +102,7 @@ class TrajectoryGroup:
     """G trajectories of one prompt as columns: M turns, the prompt first, and N tokens, turn after turn.
 
     Attributes:
-        group_id: See `Prompt`.
-        attempt: See `Lease`.
+        group_id: See `Prompt`; ``attempt``: see `Lease`.
         turns: [M] of `TURN_DTYPE`, the skeleton; the turns of a trajectory follow one another, parents before children.
         token_columns: [N, …] arrays by name. Always ``token_ids`` int32, ``logprobs`` float32 (0 where not sampled) and
             ``versions`` int32 (-1 where not sampled).
@@ -128,9 +127,8 @@ class TrajectoryGroup:
         turns = [prompt]
         for index, trajectory in enumerate(trajectories):
             if not np.array_equal(trajectory.turns[0].token_ids, prompt.token_ids):
-                raise ValueError(
-                    f"trajectory {index} of prompt group {group_id} begins with another prompt than the first"
-                )
+                which = f"trajectory {index} of prompt group {group_id}"
+                raise ValueError(f"{which} begins with another prompt than the first")
             offset = len(turns) - 1
             for turn in trajectory.turns[1:]:
                 skeleton.append(_skeleton_of(turn, index, turn.parent + offset if turn.parent > 0 else turn.parent))
@@ -160,11 +158,10 @@ class TrajectoryGroup:
                 if name not in columns or columns[name].dtype != dtype or columns[name].ndim != 1:
                     got = columns[name].dtype if name in columns else "none"
                     raise ValueError(f"{where}: column {name!r} must be one-dimensional {dtype}, got {got}")
-        num_turns, num_tokens, num_trajectories = len(self.turns), len(self.token_ids), self.num_trajectories
         for scope, columns, length in (
-            ("token", self.token_columns, num_tokens),
-            ("turn", self.turn_columns, num_turns),
-            ("trajectory", self.trajectory_columns, num_trajectories),
+            ("token", self.token_columns, len(self.token_ids)),
+            ("turn", self.turn_columns, len(self.turns)),
+            ("trajectory", self.trajectory_columns, self.num_trajectories),
         ):
             for name, values in columns.items():
                 if values.ndim == 0 or len(values) != length:
@@ -226,10 +223,7 @@ class TrajectoryGroup:
 
     @cached_property
     def branches(self) -> tuple[Branch, ...]:
-        """Every path from a root to a leaf, trajectory by trajectory; each sampled turn is trained on exactly once.
-
-        Turns of a baseline are trained on nowhere.
-        """
+        """Every path from root to leaf; each sampled turn is trained on exactly once, those of a baseline nowhere."""
         parents, sampled = self.turns["parent"].tolist(), self.turns["sampled"].tolist()
         inner, seen, branches = set(parents), set[int](), []
         for leaf, trajectory in enumerate(self.turns["trajectory"].tolist()):
@@ -367,7 +361,7 @@ class TrajectoryGroup:
             branch_tokens[branch.trajectory] += sum(self._lengths[turn] for turn in branch.turns)
             num_branches[branch.trajectory] += 1
         is_plain = branch_tokens == [self._lengths[0] + length for length in lengths] and set(num_branches) == {1}
-        return tuple(lengths), *(((), ()) if is_plain else (tuple(branch_tokens), tuple(num_branches)))
+        return (tuple(lengths), (), ()) if is_plain else (tuple(lengths), tuple(branch_tokens), tuple(num_branches))
 
 
 _TOKEN_COLUMNS = {"token_ids": np.dtype("<i4"), "logprobs": np.dtype("<f4"), "versions": np.dtype("<i4")}

@@ -63,13 +63,11 @@ class GroupSummary:
     """What ledger and controller know of a stored group: metadata, never tokens.
 
     Attributes:
-        group_id: See `Prompt`.
-        attempt: See `Lease`.
+        group_id: See `Prompt`; ``attempt``: see `Lease`.
         num_prompt_tokens: P.
         response_lengths: [G] ints, tokens after the prompt (policy's and environment's).
         num_tokens: Tokens the policy wrote, over all samples; the unit of the token account.
-        oldest_version: Version of the group's oldest token.
-        newest_version: Version of its newest token.
+        oldest_version: Version of the group's oldest token; ``newest_version``: of its newest.
         rewards: [G] floats, what each trajectory earned: its outcome and the rewards of its turns.
         branch_tokens: [G] ints, tokens of all branches of each trajectory, prompts included; empty where each is one
             branch below the prompt.

@@ -29,10 +29,7 @@ deadline_s: ContextVar[float | None] = ContextVar("call_deadline_s", default=Non
 
 @contextmanager
 def call_deadline(timeout_s: float) -> Iterator[None]:
-    """Give each blocking call inside the block ``timeout_s`` seconds, instead of its group's timeout.
-
-    A late call raises `DeadlineError`; the workers continue it.
-    """
+    """Give each blocking call inside the block its own timeout; a late one raises `DeadlineError`, and goes on."""
     if timeout_s <= 0:
         raise ValueError(f"timeout_s must be > 0, got {timeout_s}")
     token = deadline_s.set(timeout_s)
@@ -43,11 +40,7 @@ def call_deadline(timeout_s: float) -> Iterator[None]:
 
 
 class PendingResults(list[Any]):
-    """References to the results of all ranks: a list for ``ray.get``, and awaitable.
-
-    Attributes:
-        queued_s: When the call was made, by ``time.monotonic``.
-    """
+    """References to the results of all ranks: a list for ``ray.get``, and awaitable."""
 
     def __init__(self, refs: Iterable[Any] = ()) -> None:
         super().__init__(refs)
@@ -73,10 +66,7 @@ class PendingResult(ray.ObjectRef):
         return fetch([self.ref], timeout_s)[0]
 
     def __await__(self) -> Generator[Any, None, Any]:
-        return self._fetch().__await__()
-
-    async def _fetch(self) -> Any:
-        return (await fetch_async([self.ref]))[0]
+        return (yield from fetch_async([self.ref]).__await__())[0]
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _same, (self.ref,)

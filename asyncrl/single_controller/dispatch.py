@@ -44,13 +44,9 @@ class _Members(type):
 
 
 class DynamicEnum(metaclass=_Members):
-    """Base of a growing enumeration. Names are unique without regard to case; members compare by identity.
+    """Base of a growing enumeration. Names are unique without regard to case; members compare by identity."""
 
-    Attributes:
-        keeps_case: Whether members keep their names as written; by default names are in capitals.
-    """
-
-    keeps_case: ClassVar[bool] = False
+    keeps_case: ClassVar[bool] = False  # whether members keep their names as written, not in capitals
     _registry: ClassVar[dict[str, Any]] = {}
     _next_value: ClassVar[int] = 0
 
@@ -142,12 +138,10 @@ def register(
         dispatch_mode: A member of `Dispatch`, or a dict with ``dispatch_fn`` and ``collect_fn``.
         execute_mode: Whether all workers run the method, or rank 0 alone.
         blocking: Whether the group's caller waits for the results, or receives references or a `DataProtoFuture`.
-        materialize_futures: Whether a `DataProtoFuture` among the arguments is fetched, in the worker, before the
-            method runs.
+        materialize_futures: Whether the worker fetches each `DataProtoFuture` among the arguments first.
     """
     _check_dispatch_mode(dispatch_mode)
     _check_execute_mode(execute_mode)
-
     attrs = {
         "dispatch_mode": dispatch_mode,
         "execute_mode": execute_mode,
@@ -287,12 +281,7 @@ def dispatch_nd_compute(
 ) -> Dispatched:
     """Give each rank part ``dp_rank_mapping[rank]`` of every argument; a part is stored once for all its readers.
 
-    Args:
-        dp_rank_mapping: The part that each rank of the group receives. Example: ``[0, 0, 1, 1]``.
-        dp_size: Number of parts of every argument, which is a list of them.
-        worker_group: The group.
-        args: The arguments.
-        kwargs: The arguments by name.
+    Every argument is a list of ``dp_size`` parts. Example of a mapping: ``[0, 0, 1, 1]``.
     """
 
     def handed_out(name: Any, parts: Any) -> list[Any]:
@@ -398,10 +387,8 @@ def register_dispatch_mode(
 ) -> Dispatch:
     """Add a mode and return it; from then on it is ``Dispatch.NAME``. Raises `ValueError` if it is there already.
 
-    Args:
-        dispatch_mode_name: Its name.
-        dispatch_fn: ``(group, *args, **kwargs)`` to ``(args, kwargs)`` whose values are lists of one entry per rank.
-        collect_fn: ``(group, results)`` to what the caller receives.
+    ``dispatch_fn`` turns ``(group, *args, **kwargs)`` into ``(args, kwargs)`` whose values are lists of one entry per
+    rank; ``collect_fn`` turns ``(group, results)`` into what the caller receives.
     """
     dispatch_mode: Dispatch = Dispatch.register(dispatch_mode_name.upper())
     DISPATCH_MODE_FN_REGISTRY[dispatch_mode] = {"dispatch_fn": dispatch_fn, "collect_fn": collect_fn}
@@ -476,11 +463,9 @@ _MAX_THREADS = 16
 
 
 def parallel_put(data_list: list[Any], max_workers: int | None = None) -> list[ray.ObjectRef]:
-    """Put every value into the object store; returns references in their order.
+    """Put every value, at least one, into the object store; returns references in their order.
 
-    Args:
-        data_list: The values; at least one.
-        max_workers: Threads to use; by default one per value, at most 16.
+    ``max_workers`` is the number of threads; by default one per value, at most 16.
     """
     if not data_list:
         raise UsageError("parallel_put needs at least one value, got an empty list")

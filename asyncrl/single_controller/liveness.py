@@ -42,11 +42,8 @@ def address_of(worker: Any) -> str:
 async def ray_death() -> NoReturn:
     """Wait until one of Ray's own processes on this machine has died: the raylet, or the control service (gcs_server).
 
-    Ray itself reports a dead raylet as the death of its workers after some 15 s, and ends this process without an
-    error some seconds after the control service died.
-
-    Raises:
-        ClusterDiedError: one died; the message names it and ends with its log.
+    Raises `ClusterDiedError`, which names it and ends with its log. Ray itself reports a dead raylet as its workers'
+    death after some 15 s, and ends this process without an error some seconds after the control service died.
     """
     node: Any = ray_worker._global_node
     daemons = await asyncio.to_thread(_ray_daemons, node)
@@ -84,12 +81,7 @@ def _ray_daemons(node: Any) -> dict[int, str]:
 
 
 class DeathWatch:
-    """Waits for the first death among some workers, all of which are alive.
-
-    Args:
-        workers: Actor handles, by rank.
-        is_alive: Whether one of them is alive, as far as Ray knows.
-    """
+    """Waits for the first death among some workers, by rank, all of which are alive as far as Ray knows."""
 
     def __init__(self, workers: Sequence[Any], is_alive: Callable[[Any], bool]) -> None:
         self._workers = list(workers)
@@ -105,8 +97,7 @@ class DeathWatch:
     def wait(self, every_s: float) -> int | None:
         """The rank of a worker that died; None if the watch was closed or Ray was shut down.
 
-        Args:
-            every_s: Seconds after which Ray is asked for the workers' states, even if no process ended.
+        Every ``every_s`` seconds Ray is asked for the workers' states, even if no process ended.
         """
         while not self._is_over():
             try:
@@ -160,15 +151,13 @@ _first_to_end = ray.remote(num_cpus=0, max_retries=0)(wait_for_first_end)
 
 
 _REMOTE_READ_TIMEOUT_S = 10.0
-_RAY_MARKS = (":job_id:", ":actor_name:", ":task_name:")
+_RAY_MARKS = (":job_id:", ":actor_name:", ":task_name:")  # begin the lines in which Ray names job and actor
 
 
 def last_words(actor_id: str, log_file: str | None) -> str:
     """The end of an actor's output, from the node it ran on, with the paths of the files.
 
-    Args:
-        actor_id: Ray's id of the actor.
-        log_file: Its log on its node; None if Ray keeps its output.
+    ``log_file`` is its log on that node; None if Ray keeps its output.
     """
     if not ray.is_initialized():
         return f"{log_file}:\n{last_lines(log_file)}" if log_file else "its output: (Ray is shut down)"
@@ -195,10 +184,9 @@ def tail_of(log_file: str | None, pid: int) -> str:
         return f"{log_file}:\n{last_lines(log_file)}"
     node: Any = ray_worker._global_node
     logs = Path(node.get_logs_dir_path())
-    tails = {path: _without_marks(last_lines(str(path))) for path in sorted(logs.glob(f"worker-*-{pid}.*"))}
-    return "\n".join(f"{path}:\n{tail}" for path, tail in tails.items() if tail) or f"{logs}: (nothing of pid {pid})"
-
-
-def _without_marks(text: str) -> str:
-    """The worker's own lines, without those in which Ray names job and actor."""
-    return "\n".join(line for line in text.splitlines() if line.strip() and not line.startswith(_RAY_MARKS))
+    tails = []
+    for path in sorted(logs.glob(f"worker-*-{pid}.*")):
+        lines = last_lines(str(path)).splitlines()
+        if own := [line for line in lines if line.strip() and not line.startswith(_RAY_MARKS)]:
+            tails += [f"{path}:", *own]
+    return "\n".join(tails) or f"{logs}: (nothing of pid {pid})"

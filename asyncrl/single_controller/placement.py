@@ -145,11 +145,9 @@ def slots_of(pool: RayResourcePool, strategy: str, device_name: str) -> list[Slo
 
 
 def master_address_port(slot: Slot, port_range: Sequence[int] | None, timeout_s: float) -> tuple[str, str]:
-    """Address of the slot's node, and a free port there, within ``timeout_s`` seconds.
+    """Address of the slot's node, and a free port there.
 
-    Raises:
-        UsageError: every port of the range is taken.
-        DeadlineError: the node did not answer in time.
+    Raises `UsageError` if every port of the range is taken, `DeadlineError` if the node does not answer in time.
     """
     if slot.node_id == ray.get_runtime_context().get_node_id():
         port = free_port(port_range)

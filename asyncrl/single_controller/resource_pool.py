@@ -21,12 +21,9 @@ from .dispatch import DynamicEnum
 
 
 class ResourcePool:
-    """How many processes a group has on each node.
+    """How many processes a group has on each node. Example: ``[8, 8]`` for two nodes of eight.
 
-    Args:
-        process_on_nodes: Number of processes on each node. Example: ``[8, 8]`` for two nodes of eight.
-        max_colocate_count: Groups that may share the pool at the same time.
-        n_gpus_per_node: Devices of a node.
+    ``max_colocate_count`` groups may share the pool at the same time.
     """
 
     def __init__(
@@ -40,13 +37,13 @@ class ResourcePool:
         """Add a node with this many processes."""
         self._store.append(process_count)
 
-    def __call__(self) -> list[int]:
-        """Number of processes on each node."""
-        return self._store
-
     @property
     def store(self) -> list[int]:
         """Number of processes on each node."""
+        return self._store
+
+    def __call__(self) -> list[int]:
+        """As ``store``."""
         return self._store
 
     @property
@@ -144,9 +141,8 @@ class RayResourcePool(ResourcePool):
     ) -> list[PlacementGroup]:
         """The reservation, made at the first call, and again in a new cluster: a placement group for each node.
 
-        Raises:
-            DeadlineError: the cluster did not grant it in time; nothing remains reserved.
-            UsageError: this is a part of a pool in a cluster that has ended.
+        Raises `DeadlineError` if the cluster does not grant it in time, and leaves nothing reserved; `UsageError` if
+        this is a part of a pool in a cluster that has ended.
         """
         self._forget_earlier_cluster()
         if self.pgs is not None:
@@ -165,7 +161,11 @@ class RayResourcePool(ResourcePool):
         if waiting:
             for pg in pgs:
                 remove_placement_group(pg)
-            raise DeadlineError(self._not_granted(len(waiting), device_name))
+            raise DeadlineError(
+                f"the cluster did not grant {len(waiting)} of {len(self._store)} placement groups of pool "
+                f"{self.name_prefix!r} (processes {self._store}, each {self.bundle(device_name)}) in "
+                f"{self.timeout_s} s; free now: {ray.available_resources()}"
+            )
         self.pgs = self._reserved = pgs
         self._cluster = current_cluster()
         return pgs
@@ -219,13 +219,6 @@ class RayResourcePool(ResourcePool):
             return self._cluster[0] != now[0]
         return self._cluster != now
 
-    def _not_granted(self, num_waiting: int, device_name: str) -> str:
-        return (
-            f"the cluster did not grant {num_waiting} of {len(self._store)} placement groups of pool "
-            f"{self.name_prefix!r} (processes {self._store}, each {self.bundle(device_name)}) in {self.timeout_s} s; "
-            f"free now: {ray.available_resources()}"
-        )
-
 
 def current_cluster() -> Any:
     """Ids of the cluster this process is connected to and of its job there; None if it is not connected."""
@@ -261,13 +254,10 @@ def address_order(address: str) -> tuple[int, bytes, str]:
 
 
 class SubRayResourcePool(RayResourcePool):
-    """A range of a pool's processes. The whole pool owns the reservation and gives it back.
+    """A range of a pool's processes. The whole pool owns the placement groups and gives them back.
 
-    Args:
-        placement_groups: The whole pool's placement groups.
-        start_bundle_index: First process of the range, counted over the nodes in the order of their addresses.
-        subgroup_world_size: Processes in the range.
-        kwargs: As the whole pool's.
+    The range has ``subgroup_world_size`` processes, and begins at ``start_bundle_index``, counted over the nodes in the
+    order of their addresses.
     """
 
     def __init__(
@@ -287,9 +277,7 @@ class SubRayResourcePool(RayResourcePool):
 def split_resource_pool(resource_pool: RayResourcePool, split_size: int | list[int]) -> list[SubRayResourcePool]:
     """Cut a pool, or a part of one, into parts; it is reserved now, if it was not yet.
 
-    Args:
-        resource_pool: The pool.
-        split_size: Processes of every part, or of each. They must add up to the pool's.
+    ``split_size`` is the number of processes of every part, or of each; they must add up to the pool's.
     """
     total = resource_pool.world_size
     sizes = [split_size] * (total // max(split_size, 1)) if isinstance(split_size, int) else list(split_size)
@@ -406,10 +394,7 @@ class ResourcePoolManager:
         return sum(count for process_on_nodes in self.resource_pool_spec.values() for count in process_on_nodes)
 
     def _check_resource_available(self) -> None:
-        """Check that the pools fit on the free resources of the nodes.
-
-        For the error message, pools are placed largest first, each on the fullest node with room.
-        """
+        """Check that the pools fit on the nodes; for the message, the largest first, on the fullest node with room."""
         free = {node: dict(resources) for node, resources in ray_state.available_resources_per_node().items()}
         demands = [(count, name) for name, counts in self.resource_pool_spec.items() for count in counts]
         demands.sort(reverse=True)
@@ -468,14 +453,9 @@ def take(needed: Resources, free: dict[str, float]) -> None:
 
 
 def can_place(needs: Sequence[Resources], nodes: Iterable[Resources]) -> bool:
-    """Whether every demand fits on one node.
+    """Whether every demand, the largest first, fits on one node, by the nodes' free resources.
 
-    Args:
-        needs: Resources of each demand, the largest first.
-        nodes: Free resources of each node.
-
-    Returns:
-        False if there is no way; True also if the search gave up after 10,000 steps, which leaves it to the cluster.
+    True also if the search gave up after 10,000 steps, which leaves it to the cluster.
     """
     steps = 0
 

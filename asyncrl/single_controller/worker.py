@@ -63,9 +63,7 @@ class Worker(WorkerHelper):
         if cuda_visible_devices not in (None, ALL_DEVICES):
             os.environ[visible_devices_name()] = cuda_visible_devices
         if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
-            raise ValueError(
-                "RANK and WORLD_SIZE are not set; a Worker is started by a RayWorkerGroup, which sets them"
-            )
+            raise ValueError("RANK and WORLD_SIZE are not set; start the Worker by a RayWorkerGroup, which sets them")
         store: dict[str, Any] = {f"_{key.lower()}": os.environ.get(key) for key in self.env_keys()}
         store |= {
             "_rank": int(os.environ["RANK"]),
@@ -88,19 +86,9 @@ class Worker(WorkerHelper):
 
     @classmethod
     def env_keys(cls) -> list[str]:
-        """Names of the environment variables that describe a worker; each is an attribute too, RANK as ``_rank``.
-
-        A subclass may add its own.
-        """
-        return [
-            "WORLD_SIZE",
-            "RANK",
-            "LOCAL_WORLD_SIZE",
-            "LOCAL_RANK",
-            "MASTER_ADDR",
-            "MASTER_PORT",
-            visible_devices_name(),
-        ]
+        """Variables that describe a worker; each is an attribute too, RANK as ``_rank``. A subclass may add its own."""
+        place = ["WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE", "LOCAL_RANK"]
+        return [*place, "MASTER_ADDR", "MASTER_PORT", visible_devices_name()]
 
     def _setup_env_cuda_visible_devices(self) -> None:
         """Set which devices the process sees; a subclass for another accelerator overrides it."""
@@ -133,12 +121,9 @@ class Worker(WorkerHelper):
         return ray.get_runtime_context().get_node_id()
 
     def _register_dispatch_collect_info(self, mesh_name: str, dp_rank: int, is_collect: bool) -> None:
-        """Register this worker's place in a mesh, for `make_nd_compute_dataproto_dispatch_fn`.
+        """Register this worker's place in a mesh, for `make_nd_compute_dataproto_dispatch_fn`. Example: ``"train"``.
 
-        Args:
-            mesh_name: Name under which methods refer to the mesh. Example: ``"train"``.
-            dp_rank: Which part of the data this worker receives.
-            is_collect: Whether its result is collected; True on one worker per dp rank.
+        It receives part ``dp_rank`` of the data; ``is_collect`` is True on the one worker per dp rank that answers.
         """
         if mesh_name in self._dispatch_dp_rank:
             raise UsageError(f"mesh {mesh_name!r} is registered already on rank {self._rank}; register a mesh once")
@@ -280,9 +265,6 @@ def create_colocated_worker_raw_cls(class_dict: dict[str, RayClassWithInitArgs])
 
     A subclass may have methods that use several roles: set ``fused_worker_used = True`` on its `RayClassWithInitArgs`,
     and call ``fuse`` on its group to reach the roles.
-
-    Args:
-        class_dict: Role to class and arguments.
     """
     if not class_dict:
         raise UsageError("class_dict must name at least one role and its class, got none")
@@ -309,11 +291,7 @@ def create_colocated_worker_raw_cls(class_dict: dict[str, RayClassWithInitArgs])
 
 
 def create_colocated_worker_cls_fused(class_dict: dict[str, RayClassWithInitArgs]) -> RayClassWithInitArgs:
-    """One worker class out of several; `RayWorkerGroup.spawn` makes a group per role out of a group of this class.
-
-    Args:
-        class_dict: Role to class and arguments. Example: ``{"actor": ..., "critic": ...}``.
-    """
+    """One worker class out of several, by role; `RayWorkerGroup.spawn` makes a group per role out of its group."""
     fused = RayClassWithInitArgs(ray.remote(create_colocated_worker_raw_cls(class_dict)))
     fused.fused_worker_used = True
     return fused

@@ -52,7 +52,6 @@ class WorkerGroup:
         return len(self._workers)
 
     def _death_of(self, rank: int) -> WorkerDiedError:
-        """The error for a worker's death."""
         return death_of(identities[self._workers[rank]._actor_id.hex()], "Its process ended.")
 
     def _is_worker_alive(self, worker: Any) -> bool:
@@ -60,12 +59,7 @@ class WorkerGroup:
         return state_of(worker) == "ALIVE"
 
     def _block_until_all_workers_alive(self, timeout_s: float = 300.0) -> None:
-        """Wait until every worker has been made.
-
-        Raises:
-            DeadlineError: not within ``timeout_s`` seconds; the message names who was late.
-            WorkerDiedError: one died.
-        """
+        """Wait until every worker has been made. Raises as `fetch` does."""
         starting = [worker for worker in self._workers if state_of(worker) != "ALIVE"]
         fetch([worker.__ray_ready__.remote() for worker in starting], timeout_s, "the workers of the group")
 
@@ -74,10 +68,8 @@ class WorkerGroup:
     ) -> None:
         """Watch the workers from a thread, once all of them are alive. The end of a worker's process wakes it.
 
-        Args:
-            every_n_seconds: Seconds between checks of Ray's own view, even if no process ended.
-            on_death: Called once, from that thread, with the error that names the worker. By default the error is
-                logged and SIGABRT raised, which ends the driver.
+        Ray's own view is checked ``every_n_seconds`` too. ``on_death`` is called once, from that thread, with the error
+        that names the worker; by default the error is logged and SIGABRT raised, which ends the driver.
         """
         self.stop_worker_aliveness_check()
         self._block_until_all_workers_alive()
@@ -225,14 +217,8 @@ class RayWorkerGroup(WorkerGroup):
         **kwargs: Any,
     ) -> RayWorkerGroup:
         """A group of workers that are running already, found by their names or handles."""
-        return cls(
-            resource_pool=None,
-            ray_cls_with_init=ray_cls_with_init,
-            name_prefix=name_prefix,
-            worker_names=worker_names,
-            worker_handles=worker_handles,
-            **kwargs,
-        )
+        found = {"worker_names": worker_names, "worker_handles": worker_handles}
+        return cls(None, ray_cls_with_init, name_prefix=name_prefix, **found, **kwargs)
 
     @property
     def worker_names(self) -> list[str]:

@@ -625,3 +625,40 @@ def test_a_group_that_has_grown_may_reserve_more_in_the_place_of_what_it_reserve
     ledger.enqueue([0])
     [lease] = ledger.lease(0, 1)
     assert [ledger.reserve(lease, size) for size in (600, 900)] == [Reserved(store=0)] * 2
+
+
+def test_a_commit_that_is_sent_again_changes_nothing_also_the_first():
+    ledger = DrivenLedger(StalenessRule(max_lag=1, groups_per_step=1))
+    ledger.enqueue([0])
+    [lease] = ledger.lease(0, 1)
+    ledger.put(summary_of(lease))
+    assert ledger.step() == [0]
+    before = ledger.snapshot()
+    assert ledger.commit(0) == []
+    assert ledger.snapshot() == before
+
+
+def test_only_the_groups_that_are_due_first_can_be_the_ones_that_the_stores_cannot_hold():
+    ledger = DrivenLedger(StalenessRule(max_lag=1, groups_per_step=1), max_bytes=1000)
+    ledger.enqueue(range(4))
+    first, second = ledger.lease(0, 2)
+    ledger.put(summary_of(first))
+    assert ledger.step() == [0]
+    [third] = ledger.lease(1, 1)
+    assert (second.deadline, third.deadline) == (1, 2)
+    assert [ledger.cannot_hold_batch(lease.group_id) for lease in (second, third)] == [True, False]
+    ledger.release(second.group_id, 0, num_tokens=0)
+    [again] = ledger.lease(1, 1)
+    assert again.deadline == third.deadline
+    assert [ledger.cannot_hold_batch(lease.group_id) for lease in (again, third)] == [True, True]
+
+
+def test_of_a_stored_group_only_the_attempt_that_is_stored_is_acknowledged_again():
+    ledger = DrivenLedger(StalenessRule(max_lag=1, groups_per_step=2))
+    ledger.enqueue([0])
+    [lost] = ledger.lease(0, 1)
+    ledger.release(0, 0, num_tokens=0)
+    [again] = ledger.lease(0, 1)
+    assert [ledger.put(summary_of(again)) for _ in range(2)] == [PutResult.stored, PutResult.duplicate]
+    with pytest.raises(LeaseExpired):
+        ledger.put(summary_of(lost))

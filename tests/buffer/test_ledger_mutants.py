@@ -41,7 +41,8 @@ class Mutant(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
 
 sys.meta_path.insert(0, Mutant())
 import pytest
-if pytest.main(["-x", "-q", "--noconftest", "-p", "no:cacheprovider", "-k", "not grow and not own", unit_tests]):
+without_long_ones = ["-k", "not does_not_grow and not ones_own"]
+if pytest.main(["-x", "-q", "--noconftest", "-p", "no:cacheprovider", *without_long_ones, unit_tests]):
     sys.exit(1)
 
 from hypothesis import HealthCheck, Phase, settings

@@ -14,6 +14,8 @@ from typing import Any
 
 import psutil
 
+from tests.support.training_run import ROOT
+
 SUPERVISOR, CONTROLLER = "supervisor", "controller"
 
 
@@ -45,10 +47,12 @@ class Fault:
 
     def __str__(self) -> str:
         """For the test's name."""
-        return f"{self.part}-{self.signal.name}-{self.moment.strip().replace(' ', '_')}"
+        options = "-".join(option.partition("=")[0] for option in self.options)
+        return f"{self.part}-{self.signal.name}-{self.moment.strip().replace(' ', '_')}" + f"-{options}" * bool(options)
 
 
 STARTED, TRAINING = "writing to", "step 1/"
+_OWN_REWARD = f"{ROOT / 'scripts/examples/sorting/sorting_reward.py'}:leading_numbers"
 _SHORT_WAITS = ("buffer.request_timeout_s=6", "rollout_fleet.load_timeout_s=6")
 
 
@@ -74,6 +78,12 @@ FAULTS = (
     _stopped(signal.SIGINT, TRAINING),
     _killed(SUPERVISOR, status=-signal.SIGKILL, always=("transformers",)),
     _killed(CONTROLLER, "error: the controller died of SIGKILL"),
+    _killed(
+        CONTROLLER,
+        "error: the controller died of SIGKILL",
+        options=(f"rollout_fleet.reward={_OWN_REWARD}",),
+        engines=("transformers",),
+    ),
     _killed("gcs/gcs_server", "error: Ray's control service"),
     _killed("raylet/raylet", "error: Ray's node manager (raylet"),
     _killed("buffer.server", "error: the buffer server (pid"),
