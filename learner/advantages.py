@@ -202,13 +202,8 @@ def reinforce_plus_plus_baseline(rewards: Tensor, group_ids: Tensor) -> Tensor:
 def remax(rewards: Tensor, group_ids: Tensor) -> Tensor:
     """Each reward less that of the greedy response to the same prompt (ReMax, arXiv 2310.10505, equation 6).
 
-    Args:
-        rewards: [B] float32; the last trajectory of each group is the greedy one.
-        group_ids: [B] int64.
-
-    Returns:
-        [B] float32, 0 for the greedy ones, which are not trained on. Example: rewards 1, 0 and greedy 1 give
-        0, -1, 0.
+    The last trajectory of each group is the greedy one. Its advantage is 0, and it is not trained on. Example: rewards
+    1, 0 and greedy 1 give 0, -1, 0.
     """
     group, counts = _members(group_ids)
     last = _largest(torch.arange(len(group)), group, len(counts))
@@ -319,40 +314,21 @@ def returns_to_go(rewards: Tensor, lengths: Tensor, *, gamma: float) -> Tensor:
     """Discounted sum of the rewards from each token to its trajectory's end.
 
     Args:
-        rewards: [M] float.
+        rewards: [M] float, trajectories laid end to end.
         lengths: [B] int64, tokens of each trajectory; they sum to M.
         gamma: In [0, 1].
 
     Returns:
         [M] float64. Example: rewards 1, 0, 4 of one trajectory with gamma 0.5 give 2, 2, 4.
     """
-    return discounted_sums(rewards.double(), lengths, gamma)
-
-
-def discounted_sums(values: Tensor, lengths: Tensor, factor: float) -> Tensor:
-    """S_t = v_t + factor · S_(t+1) within each trajectory, 0 after its end.
-
-    Args:
-        values: [M] float64, trajectories laid end to end.
-        lengths: [B] int64, tokens of each trajectory; they sum to M.
-        factor: In [0, 1].
-
-    Returns:
-        [M] float64.
-    """
-    return _sum_backwards(values.clone(), lengths.cumsum(0)[lengths > 0] - 1, factor)
+    return _sum_backwards(rewards.to(torch.float64, copy=True), lengths.cumsum(0)[lengths > 0] - 1, gamma)
 
 
 def _sum_backwards(values: Tensor, ends: Tensor, factor: float) -> Tensor:
-    """S_t = v_t + factor · S_(t+1), with nothing after an end; in place.
+    """S_t = v_t + factor · S_(t+1) of [M] float64 values, with nothing after the ``ends`` of trajectories; in place.
 
     The values are cut into blocks, whatever trajectory they are of. Each step adds one value to every block, from the
     last place to the first. What the blocks hand on to one another is a sum of the same kind, `_BLOCK` times shorter.
-
-    Args:
-        values: [M] float64.
-        ends: Places of the trajectories' last tokens.
-        factor: In [0, 1].
     """
     whole = len(values) // _BLOCK
     inside, rest = values[: whole * _BLOCK].view(whole, _BLOCK), values[whole * _BLOCK :]
@@ -378,12 +354,7 @@ def _sum_backwards(values: Tensor, ends: Tensor, factor: float) -> Tensor:
 def standardized(values: Tensor, total: SumOverRanks) -> Tensor:
     """Less the mean, divided by the sample deviation (n - 1, at least `MIN_DEVIATION`), over the tokens of all ranks.
 
-    Args:
-        values: [M] float64, this rank's.
-        total: Adds up over the ranks.
-
-    Returns:
-        [M] float64; zeros where all values are equal.
+    This rank's ``values`` are [M] float64, and so is the result: zeros where all values are equal.
     """
     count, sums = total(torch.tensor([len(values), float(values.sum())], dtype=torch.float64)).tolist()
     centered = values - sums / max(1.0, count)
@@ -398,13 +369,9 @@ def standardized(values: Tensor, total: SumOverRanks) -> Tensor:
 class AdaptiveKLCoefficient:
     """Coefficient that steers a divergence towards a target (arXiv 1909.08593, section 2.2).
 
-    Deviation: the divergence is the mean over a batch's tokens; the paper's is of whole continuations, and verl's is
-    the mean over sequences of their means.
-
-    Args:
-        initial: First coefficient.
-        target: Divergence aimed at, nats per token.
-        horizon: Samples over which the coefficient follows.
+    It starts at ``initial``; ``target`` is in nats per token, ``horizon`` in samples over which the coefficient
+    follows. Deviation: the divergence is the mean over a batch's tokens; the paper's is of whole continuations, and
+    verl's is the mean over sequences of their means.
     """
 
     def __init__(self, *, initial: float, target: float, horizon: int) -> None:
@@ -428,10 +395,6 @@ class BatchAdvantages:
     A KL penalty in the rewards is that of the behaviour policy (deviation from InstructGPT, arXiv 2203.02155, and verl,
     which take the policy before the update; AReaL's decoupled loss does as we do): it is on the distribution that the
     tokens were drawn from, needs no forward, and is the same on-policy.
-
-    Args:
-        algorithm: What is optimised.
-        mesh: The ranks.
 
     Attributes:
         kl_coefficient: The coefficient of the KL penalty in the rewards; it follows the divergence where
@@ -476,18 +439,12 @@ class BatchAdvantages:
         token_rewards = of_turns - penalties
         ends = lengths.cumsum(0) - 1
         token_rewards[ends[lengths > 0]] += outcomes[trajectory[lengths > 0]]
-        estimated = self._of_tokens(sequences, token_rewards, lengths, keys[trajectory, 0])
-        assigned = _with_column(sequences, "advantages", estimated.advantages)
-        return _with_column(assigned, "returns", estimated.returns), metrics
-
-    def _of_tokens(
-        self, sequences: Sequence[TokenSequence], token_rewards: Tensor, lengths: Tensor, groups: Tensor
-    ) -> TokenAdvantages:
-        assert is_token_level(self._estimator)
         has_values = all("values" in sequence.columns for sequence in sequences)
         values = _policy_tokens(sequences, "values") if has_values else torch.zeros_like(token_rewards)
-        batch = TokenRewards(rewards=token_rewards, lengths=lengths, group_ids=groups, values=values)
-        return self._estimator(batch, self._algorithm, self._total)
+        batch = TokenRewards(rewards=token_rewards, lengths=lengths, group_ids=keys[trajectory, 0], values=values)
+        estimated = self._estimator(batch, self._algorithm, self._total)
+        assigned = _with_column(sequences, "advantages", estimated.advantages)
+        return _with_column(assigned, "returns", estimated.returns), metrics
 
     def _penalties(
         self, sequences: Sequence[TokenSequence], lengths: Tensor, *, num_trajectories: int
@@ -511,9 +468,7 @@ class BatchAdvantages:
     def _over_the_batch(self, outcomes: Tensor, keys: Tensor) -> Tensor:
         """[B] float32 advantages of this rank's trajectories, estimated on those of all ranks.
 
-        Args:
-            outcomes: [B] float64.
-            keys: [B, 2] int64, prompt group and place in the group.
+        ``outcomes`` are [B] float64, ``keys`` [B, 2] int64: prompt group and place in the group.
         """
         estimator = cast("OutcomeEstimator", self._estimator)
         dp_size, own = dist.get_world_size(self._mesh.dp_group), self._mesh.dp_rank

@@ -101,12 +101,9 @@ def attention_kernel(asked: AttentionKernel, device: torch.device, dtype: torch.
 def packed_layout(
     lengths: Sequence[int], device: torch.device, kernel: AttentionKernel = AttentionKernel.sdpa
 ) -> PackedLayout:
-    """Plan the attention calls for sequences laid end to end.
+    """Plan the attention calls for sequences laid end to end; the indices are on ``device``.
 
-    Args:
-        lengths: Tokens of every sequence, in packed order; longest first needs the fewest calls.
-        device: Where the indices are needed.
-        kernel: What computes attention; not ``auto``.
+    ``lengths`` are in packed order; longest first needs the fewest calls. ``kernel`` is not ``auto``.
 
     Returns:
         A layout whose padded batches waste at most a quarter of their places, or `FREE_PADDING_TOKENS`.
@@ -279,14 +276,8 @@ def _with_sinks(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor, sinks: Tensor)
     """Add a key that every token sees: its score is the head's sink, its value zero.
 
     The sink stands in a further dimension of the queries, where only that key is not zero; eight dimensions are added,
-    since GPU kernels want a multiple.
-
-    Args:
-        q: [count, H, L, D].
-        k: [count, kv heads, L, D].
-        v: [count, kv heads, L, Dv].
-        mask: [L, L] bool.
-        sinks: [H], divided by the scale of the scores.
+    since GPU kernels want a multiple. q is [count, H, L, D], k [count, kv heads, L, D], v [count, kv heads, L, Dv], the
+    mask [L, L] bool, and sinks [H], divided by the scale of the scores.
     """
     count, _, length, _ = q.shape
     added = F.pad(sinks.to(q.dtype).view(1, -1, 1, 1).expand(count, -1, length, 1), (0, 7))
@@ -312,19 +303,9 @@ def _flash(
     from flash_attn import flash_attn_varlen_func  # pyright: ignore[reportMissingImports]  # only with the gpu extra
 
     starts, longest = packed.cu_seqlens, packed.max_length
-    return flash_attn_varlen_func(
-        q,
-        k,
-        v,
-        starts,
-        starts,
-        longest,
-        longest,
-        dropout_p=dropout,
-        softmax_scale=scaling,
-        causal=True,
-        window_size=(-1, -1) if window is None else (window - 1, 0),
-    )
+    span = (-1, -1) if window is None else (window - 1, 0)
+    options = {"dropout_p": dropout, "softmax_scale": scaling, "causal": True, "window_size": span}
+    return flash_attn_varlen_func(q, k, v, starts, starts, longest, longest, **options)
 
 
 def _varlen(q: Tensor, k: Tensor, v: Tensor, packed: PackedLayout, scaling: float | None, window: int | None) -> Tensor:

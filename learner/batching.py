@@ -26,13 +26,9 @@ QUADRATIC_TOKENS = 32_768
 def karmarkar_karp(sizes: Sequence[float], num_parts: int) -> list[list[int]]:
     """Partition items so that the largest part is small (largest differencing method, Karmarkar and Karp 1982).
 
-    Args:
-        sizes: Size of every item, >= 0.
-        num_parts: Number of parts, >= 1; parts may stay empty.
-
     Returns:
-        ``num_parts`` lists of item indices, each ascending, largest part first. Example: sizes 8, 7, 6, 5, 4 in two
-        parts give parts of 16 and 14.
+        ``num_parts`` (>= 1) lists of indices into ``sizes`` (each >= 0), each ascending, largest part first; some may
+        be empty. Example: sizes 8, 7, 6, 5, 4 in two parts give parts of 16 and 14.
     """
     # A partition: its spread (negated for the heap), a tie-break, and its parts without the empty ones, largest first.
     heap = [(-size, index, [(size, [index])]) for index, size in enumerate(sizes)]
@@ -58,11 +54,8 @@ def _joined_parts(left: _Parts, right: _Parts, num_parts: int) -> _Parts:
     kept, rest = len(left) - shared, right[: len(right) - shared]
     pairs = zip(left[kept:], reversed(right[len(rest) :]), strict=True)
     joined = left[:kept] + rest + [(a + b, x + y) for (a, x), (b, y) in pairs]
-    joined.sort(key=_size, reverse=True)
+    joined.sort(key=operator.itemgetter(0), reverse=True)
     return joined
-
-
-_size = operator.itemgetter(0)
 
 
 def rank_batches(
@@ -70,19 +63,14 @@ def rank_batches(
 ) -> list[RankBatch]:
     """Share a planned batch out: its samples over mini-batches, then each mini-batch over data-parallel ranks.
 
-    Both are balanced by cost; a prompt group is split only where whole groups are not balanced. Advantages do not
-    depend on who holds a sample, since the ranks compute them together. Which samples an optimizer update trains on
-    follows from the plan alone, so the weights after the step do not depend on the number of ranks.
-
-    Args:
-        plan: The batch of one learner step.
-        algorithm: What is optimised.
-        num_shards: Data-parallel ranks.
-        max_lag: Staleness bound in learner steps.
-        whole_groups: Never split a group; see `learner.advantages.needs_whole_groups`.
+    Both are balanced by cost; a prompt group is split only where whole groups are not balanced, and never under
+    ``whole_groups`` (see `learner.advantages.needs_whole_groups`). Advantages do not depend on who holds a sample,
+    since the ranks compute them together. Which samples an optimizer update trains on follows from the plan alone, so
+    the weights after the step do not depend on the number of ranks.
 
     Returns:
-        One batch per data-parallel rank; some are empty when there are fewer samples than ranks.
+        ``num_shards`` batches, one per data-parallel rank, each with the staleness bound ``max_lag`` in learner steps;
+        some are empty when there are fewer samples than ranks.
     """
     rewards = [plan_rewards(group, algorithm) for group in plan.groups]
     costs = [sample_costs(group) for group in plan.groups]
@@ -166,14 +154,12 @@ def plan_rewards(group: GroupSummary, algorithm: AlgorithmConfig) -> np.ndarray:
 def overlong_penalty(lengths: np.ndarray, *, max_tokens: int, buffer_tokens: int) -> np.ndarray:
     """Soft penalty of long responses (DAPO, arXiv 2503.14476, equation 13).
 
-    Args:
-        lengths: [B] response lengths in tokens.
-        max_tokens: Length from which the penalty is 1.
-        buffer_tokens: Tokens before it over which the penalty grows from 0, linearly; 0 makes it a step.
+    The penalty of the [B] ``lengths``, in tokens, is 1 from ``max_tokens`` on. It grows from 0, linearly, over the
+    ``buffer_tokens`` before it; 0 makes it a step.
 
     Returns:
-        [B] float32 in [-1, 0], to be added to the rewards. Example: with 10 and 4, lengths 6, 7, 10, 12 give
-        0, -0.25, -1, -1.
+        [B] float32 in [-1, 0], to be added to the rewards. Example: with 10 and 4, lengths 6, 7, 10, 12 give 0, -0.25,
+        -1, -1.
     """
     over = lengths.astype(np.float64) - (max_tokens - buffer_tokens)
     penalty = (over >= 0) if buffer_tokens == 0 else (over / buffer_tokens).clip(0.0, 1.0)
@@ -203,15 +189,10 @@ def num_bins(lengths: Sequence[int], budget: int) -> int:
 
 
 def bin_lengths(lengths: Sequence[int], budget: int, count: int) -> list[list[int]]:
-    """Fill ``count`` micro-batches with sequences, balanced, none over the budget.
-
-    Args:
-        lengths: Tokens of every sequence; none above ``budget``.
-        budget: Most tokens of a micro-batch.
-        count: Number of micro-batches, at least `num_bins`; some may stay empty.
+    """Fill ``count`` micro-batches, at least `num_bins`, with sequences: balanced, and none over the budget.
 
     Returns:
-        ``count`` lists of sequence indices.
+        ``count`` lists of indices into ``lengths``, which are in tokens and none above ``budget``; some may stay empty.
     """
     balanced = karmarkar_karp(lengths, count)
     if all(sum(lengths[index] for index in part) <= budget for part in balanced):

@@ -68,6 +68,8 @@ class ShardedCheckpointer:
         # Collectives of a save in the background must not meet those of training: they have their own group.
         self._group = cast("dist.ProcessGroup", dist.new_group(backend="gloo", timeout=trainer.mesh.timeout))
         self._pending: Future[None] | None = None
+        what = f"a checkpoint under {self._directory} could not be written"
+        self._unwritten = (what, "free space or mend the folder; the checkpoint before it is whole")
 
     def save(
         self,
@@ -77,7 +79,7 @@ class ShardedCheckpointer:
         role: Mapping[str, Any] | None = None,
         run: Mapping[str, Any] | None = None,
     ) -> Path:
-        """Save the trainer as it is now.
+        """Save the trainer as it is now; returns where the checkpoint is, or will be.
 
         Args:
             version: Learner steps contained in the weights.
@@ -85,18 +87,15 @@ class ShardedCheckpointer:
             role: What the role needs to go on beside its model, as plain values.
             run: What the controller needs to go on, as plain values; see `learner.checkpoint_folder.SavedProgress`.
 
-        Returns:
-            Where the checkpoint is, or will be.
-
         Raises:
             CheckpointError: this save, or the one before in the background, could not be written.
         """
         self.finish()
         final = checkpoint_path(self._directory, version)
-        self._together(lambda: self._begin(final, version, role or {}, run or {}), *self._unwritten())
+        self._together(lambda: self._begin(final, version, role or {}, run or {}), *self._unwritten)
         partial = partial_path(final)
         random_state = partial / f"random_{dist.get_rank()}.pickle"
-        self._together(lambda: random_state.write_bytes(pickle.dumps(_random_state())), *self._unwritten())
+        self._together(lambda: random_state.write_bytes(pickle.dumps(_random_state())), *self._unwritten)
         written = state_dict_saver.async_save(_copied(self._state()), checkpoint_id=partial, process_group=self._group)
         assert isinstance(written, Future)
         pending = self._pending = Future()
@@ -114,7 +113,7 @@ class ShardedCheckpointer:
         if self._pending is None:
             return
         pending, self._pending = self._pending, None
-        self._together(pending.result, *self._unwritten())
+        self._together(pending.result, *self._unwritten)
 
     def latest(self) -> Path | None:
         """The newest whole checkpoint, or None."""
@@ -122,15 +121,9 @@ class ShardedCheckpointer:
         return newest_checkpoint(self._directory)
 
     def load(self, path: Path) -> int:
-        """Restore the trainer, whatever dp × sp the checkpoint was saved from.
+        """Restore the trainer, whatever dp × sp the checkpoint was saved from; returns the policy version in it.
 
         On the layout it was saved from, a run continues bit for bit; on another one the random state starts anew.
-
-        Args:
-            path: A checkpoint's directory.
-
-        Returns:
-            The policy version in it.
 
         Raises:
             ValueError: there is no checkpoint at the path.
@@ -191,11 +184,6 @@ class ShardedCheckpointer:
             pending.set_exception(error)
         else:
             pending.set_result(None)
-
-    def _unwritten(self) -> tuple[str, str]:
-        """What is said of a save that failed, and what to do."""
-        what = f"a checkpoint under {self._directory} could not be written"
-        return what, "free space or mend the folder; the checkpoint before it is whole"
 
     def _together(self, action: Callable[[], Any], what: str, remedy: str) -> None:
         """Do something on every rank, and fail on all of them where it fails on one."""
@@ -264,12 +252,9 @@ def export(checkpoint: Path, out: Path, *, dtype: str = "") -> Path:
     """Write the policy of a checkpoint in Hugging Face layout, adapters merged, with its tokenizer.
 
     Args:
-        checkpoint: A checkpoint, or a folder of checkpoints, whose newest is taken.
+        checkpoint: A checkpoint, or a folder of checkpoints, whose newest is taken and returned.
         out: Created or replaced.
         dtype: Type of the weights written, such as ``bfloat16``; empty: the one that the learner computed in.
-
-    Returns:
-        The checkpoint that was written.
 
     Raises:
         ValueError: there is no checkpoint at the path, or a part of it is missing or broken.

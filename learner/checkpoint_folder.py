@@ -87,11 +87,7 @@ def read_progress(checkpoint: Path) -> SavedProgress:
 
 
 def newest_checkpoint(path: Path) -> Path | None:
-    """The newest whole checkpoint of a folder, or None.
-
-    Args:
-        path: Holds checkpoints, or is one itself.
-    """
+    """The newest whole checkpoint of a folder, the path itself where it is one, or None."""
     if (path / _PROGRESS).is_file():
         return path
     whole = whole_checkpoints(path)

@@ -172,8 +172,8 @@ class AlgorithmConfig:
         _at_least(self, "algorithm", "kl_horizon", 1, remedy="; 10000 is usual")
         for name in ("clip_low", "clip_high", "entropy_coef", "kl_coef", "kl_reward_coef", "kl_target"):
             _at_least(self, "algorithm", name, 0, remedy="; 0 switches it off, 0.2 is usual for a clip")
-        _at_least(self, "algorithm", "gamma", 0, 1, remedy="; 1 is usual")
-        _at_least(self, "algorithm", "gae_lambda", 0, 1, remedy="; 1 is usual")
+        for name in ("gamma", "gae_lambda"):
+            _at_least(self, "algorithm", name, 0, 1, remedy="; 1 is usual")
         _require(
             self.num_mini_batches <= self.groups_per_step,
             "algorithm.num_mini_batches must be <= algorithm.groups_per_step, since one update trains on whole prompt "
@@ -382,15 +382,10 @@ class LearnerConfig:
         )
         for name in ("max_tokens_per_micro_batch", "logprob_chunk_tokens", "start_timeout_s", "step_timeout_s"):
             _require(getattr(self, name) > 0, f"learner.{name} must be > 0, got {getattr(self, name)}")
-        _require(
-            self.keep_checkpoints == -1 or self.keep_checkpoints >= 1,
-            f"learner.keep_checkpoints must be -1 or >= 1, got {self.keep_checkpoints}",
-        )
-        _require(
-            self.keep_snapshots == -1 or self.keep_snapshots >= 2,
-            f"learner.keep_snapshots must be -1 or >= 2, got {self.keep_snapshots}; an engine may still be loading the "
-            "version before the newest",
-        )
+        loading = "; an engine may still be loading the version before the newest"
+        for name, low, reason in (("keep_checkpoints", 1, ""), ("keep_snapshots", 2, loading)):
+            kept = getattr(self, name)
+            _require(kept == -1 or kept >= low, f"learner.{name} must be -1 or >= {low}, got {kept}{reason}")
 
 
 def _require(holds: bool, message: str) -> None:

@@ -192,15 +192,12 @@ def _bounded(mesh: DeviceMesh, timeout: timedelta) -> DeviceMesh:
 def shard_model(model: nn.Module, mesh: LearnerMesh, config: LearnerConfig) -> None:
     """Shard the parameters over the ranks of the mesh, in place, and move the model to its device.
 
-    A single rank that computes in the type of its parameters has nothing to shard and nothing to cast: the model
-    stays plain, which is what `fully_shard` would compute, without its hooks.
+    The parameters are in the types they are held in: on rank 0 on the CPU with their weights, on the others best on the
+    meta device, since they receive their shards, and the buffers, from rank 0. The options are ``dtype`` while
+    computing (gradients are reduced in float32), ``resharding``, ``offload_policy`` and ``torch_compile``.
 
-    Args:
-        model: The model, its parameters in the types they are held in; on rank 0 on the CPU with its weights, on the
-            others best on the meta device: they receive their shards, and the buffers, from rank 0.
-        mesh: The group.
-        config: ``dtype`` while computing (gradients are reduced in float32), ``resharding``, ``offload_policy``,
-            ``torch_compile``.
+    A single rank that computes in the type of its parameters has nothing to shard and nothing to cast: the model stays
+    plain, which is what `fully_shard` would compute, without its hooks.
     """
     layers = decoder_layers(model)
     if config.torch_compile:
@@ -227,12 +224,9 @@ def shard_model(model: nn.Module, mesh: LearnerMesh, config: LearnerConfig) -> N
 
 
 def prepare_backward(model: nn.Module, config: LearnerConfig, *, is_last: bool) -> None:
-    """Say what the next backward pass does with gradients and gathered parameters; a plain model has neither.
+    """Apply ``gradient_sync`` and ``resharding`` to the next backward pass; they change nothing in a plain model.
 
-    Args:
-        model: Plain or sharded.
-        config: ``gradient_sync`` and ``resharding``.
-        is_last: The pass is that of the last micro-batch of an update.
+    ``is_last``: the pass is that of the last micro-batch of an update.
     """
     if not isinstance(model, FSDPModule):
         return
@@ -285,14 +279,11 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 
 def whole_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield every parameter whole, unsharding one FSDP unit at a time. Every rank must iterate to the end.
-
-    Args:
-        model: Sharded or plain.
+    """Yield every parameter of a plain or sharded model whole, one FSDP unit at a time; every rank iterates to the end.
 
     Yields:
-        Name and tensor, each parameter once (tied ones under their first name). The tensor is valid until the next
-        step of the iteration.
+        Name and tensor, each parameter once (tied ones under their first name). The tensor is valid until the next step
+        of the iteration.
     """
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if not units:

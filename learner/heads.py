@@ -44,12 +44,10 @@ class PackedHead(nn.Module):
     The ``forward`` of a head takes a micro-batch on the model's device and returns [M] float32 tensors, one or more.
 
     Attributes:
+        pretrained: The model; its parameters are this module's.
         attention: What computes attention; never ``auto``.
         recurrent: Those of the model's layers that carry a state from token to token.
         per_sequence: The head gives one number per sequence, not one per token in the loss; every token is packed.
-
-    Args:
-        pretrained: The model; its parameters are this module's.
     """
 
     per_sequence = False
@@ -68,12 +66,8 @@ class PackedHead(nn.Module):
         )
         layout = packed_layout(batch.lengths + (1,) * padding, batch.input_ids.device, self.attention)
         self.recurrent.use(layout)
-        return _backbone(self.pretrained)(
-            input_ids=input_ids,
-            position_ids=position_ids,
-            use_cache=False,
-            packed=layout,
-        ).last_hidden_state[0]
+        inputs = {"input_ids": input_ids, "position_ids": position_ids, "packed": layout}
+        return _backbone(self.pretrained)(**inputs, use_cache=False).last_hidden_state[0]
 
 
 def _backbone(pretrained: PreTrainedModel) -> nn.Module:
@@ -85,10 +79,8 @@ def _backbone(pretrained: PreTrainedModel) -> nn.Module:
 class LogProbHead(PackedHead):
     """Log-probs of the tokens in the loss, and the entropies of their distributions.
 
-    Args:
-        causal_lm: The model; its parameters are this module's.
-        temperature: Softmax temperature at sampling, > 0.
-        chunk_tokens: Tokens whose logits are held in float32 at a time.
+    The softmax ``temperature`` is that at sampling, > 0; logits of ``chunk_tokens`` tokens are held in float32 at a
+    time.
     """
 
     def __init__(self, causal_lm: PreTrainedModel, *, temperature: float, chunk_tokens: int) -> None:
@@ -117,13 +109,7 @@ class LogProbHead(PackedHead):
     def inputs(self, batch: MicroBatch, *, entropy: bool = False) -> LossInputs:
         """What a policy loss reads."""
         log_probs, *entropies = self(batch, entropy=entropy)
-        return LossInputs(
-            log_probs=log_probs,
-            entropy=entropies[0] if entropies else None,
-            trajectory_index=batch.trajectory_index,
-            trajectory_lengths=batch.trajectory_lengths,
-            columns=_columns(batch, log_probs),
-        )
+        return LossInputs(log_probs=log_probs, entropy=next(iter(entropies), None), **_token_inputs(batch, log_probs))
 
 
 class ValueHead(PackedHead):
@@ -140,12 +126,7 @@ class ValueHead(PackedHead):
     def inputs(self, batch: MicroBatch, *, entropy: bool = False) -> ValueInputs:
         """What the critic's objective reads."""
         (values,) = self(batch)
-        return ValueInputs(
-            values=values,
-            trajectory_index=batch.trajectory_index,
-            trajectory_lengths=batch.trajectory_lengths,
-            columns=_columns(batch, values),
-        )
+        return ValueInputs(values=values, **_token_inputs(batch, values))
 
 
 class RewardHead(PackedHead):
@@ -168,9 +149,11 @@ def _scores_at(head: PackedHead, batch: MicroBatch, places: Tensor) -> tuple[Ten
     return at_places(head.hidden_states(batch), places, scores)
 
 
-def _columns(batch: MicroBatch, values: Tensor) -> dict[str, Tensor]:
-    """The batch's columns. An empty micro-batch does not know their names: it has every column, with no entries."""
-    return batch.columns if len(values) else defaultdict(values.detach)
+def _token_inputs(batch: MicroBatch, values: Tensor) -> dict[str, Any]:
+    """The fields of `TokenInputs`. An empty micro-batch knows no names of columns: it has all, without entries."""
+    columns = batch.columns if len(values) else defaultdict(values.detach)
+    lengths = batch.trajectory_lengths
+    return {"trajectory_index": batch.trajectory_index, "trajectory_lengths": lengths, "columns": columns}
 
 
 def at_places(
@@ -178,10 +161,8 @@ def at_places(
 ) -> tuple[Tensor, ...]:
     """Compute something from the hidden states at chosen packed places, each on the rank where it lies.
 
-    Args:
-        hidden: [N, h]; under Ulysses this rank's part of it.
-        places: [M] int64 packed places, the same on all sp ranks.
-        compute: Gives some [m] tensors from [m, h] hidden states and their index into ``places``.
+    ``hidden`` is [N, h], under Ulysses this rank's part of it; the [M] int64 ``places`` are the same on all sp ranks.
+    ``compute`` gives some [m] tensors from [m, h] hidden states and their index into ``places``.
 
     Returns:
         These tensors at all places, [M], on every sp rank.

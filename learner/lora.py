@@ -21,16 +21,13 @@ if TYPE_CHECKING:
     from peft.tuners.lora import LoraLayer
 
 _ADAPTER = "default"
-_ALL_LINEAR = "all-linear"
 
 
 def add_adapters(model: PreTrainedModel, config: LoraConfig, *, dtype: torch.dtype = torch.float32) -> None:
     """Inject adapters that change nothing yet (B is 0), and freeze all else.
 
-    Args:
-        model: On the CPU or the meta device.
-        config: ``rank`` > 0.
-        dtype: Type that the adapters are held in; the model's own weights keep theirs.
+    The model is on the CPU or the meta device. The adapters are held in ``dtype``; the model's own weights keep their
+    types. The rank is > 0.
 
     Raises:
         ValueError: the model has no such modules.
@@ -39,7 +36,7 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig, *, dtype: torch.dty
     from peft import inject_adapter_in_model
 
     targets = list(config.target_modules)
-    chosen = _linear_layers(model) if targets == [_ALL_LINEAR] else targets
+    chosen = _linear_layers(model) if targets == ["all-linear"] else targets
     peft = PeftConfig(r=config.rank, lora_alpha=config.alpha, target_modules=chosen, lora_dropout=config.dropout)
     try:
         inject_adapter_in_model(peft, model, adapter_name=_ADAPTER)
@@ -82,9 +79,8 @@ def has_adapters(model: nn.Module) -> bool:
 def merged_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Plain weights W + scale · B A under the names of a model without adapters.
 
-    Args:
-        model: Tells the layers that have adapters, and their scales.
-        weights: Whole tensors by the model's parameter names; none is changed.
+    ``weights`` holds whole tensors by the parameter names of the model, which tells the layers with adapters and their
+    scales; none is changed.
 
     Returns:
         Name to tensor, each in its own type; the product is computed in float32.

@@ -52,10 +52,7 @@ class Objective:
 
 
 def policy_objective(config: AlgorithmConfig) -> Objective:
-    """Compose the policy's objective.
-
-    Args:
-        config: Names the loss and the terms around it.
+    """Compose the policy's objective: the loss that ``config`` names, and the terms around it.
 
     Raises:
         ValueError: there is no such loss.
@@ -103,10 +100,7 @@ def behavior_metrics(inputs: LossInputs) -> dict[str, Tensor]:
 
 
 def summarized(metrics: dict[str, float]) -> dict[str, float]:
-    """Turn the means of squared weights into effective sample sizes.
-
-    Args:
-        metrics: Means over the batch's tokens, from an objective of this module.
+    """Turn the means of squared weights, over the batch's tokens, into effective sample sizes.
 
     Returns:
         The metrics, with ``effective_sample_size`` (of policy ÷ behaviour) and, under a correction,
@@ -125,11 +119,7 @@ def _with_square(name: str, values: Tensor) -> dict[str, Tensor]:
 
 
 def value_objective(clip: float) -> Objective:
-    """The critic's objective: `value_loss`, every token of the batch counting the same.
-
-    Args:
-        clip: See `value_loss`.
-    """
+    """The critic's objective: `value_loss` with this ``clip``, every token of the batch counting the same."""
 
     def loss(inputs: ValueInputs) -> LossTerms:
         values, returns = inputs.values, inputs.columns["returns"]
@@ -152,13 +142,8 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: flo
     """Squared error of the values, with PPO's clipping (the loss of OpenAI's ``baselines`` ppo2; arXiv 2005.12729, 3).
 
     half of max((v - R)², (clip(v, old - c, old + c) - R)²): a value that has left the interval towards the return gets
-    no gradient.
-
-    Args:
-        values: [M] float32, with gradient.
-        old_values: [M] float32, the values before the step.
-        returns: [M] float32.
-        clip: c, > 0; 0 does not clip.
+    no gradient. All are [M] float32: ``values`` v with gradient, ``old_values`` before the step, ``returns`` R.
+    ``clip`` is c > 0; 0 does not clip.
 
     Returns:
         [M] float32 losses, and [M] bool where the clipped error is the larger one. Example: value 1, old value 0,

@@ -26,13 +26,10 @@ _ALIGNMENT = 512
 
 
 class MovableTensors:
-    """Tensors whose device memory can be given up and taken back in place.
+    """Tensors whose device memory can be given up and taken back in place; ``tensors`` lists them anew for every move.
 
     A move that fails leaves everything where it was. The host copies lie in one slab, which is kept for the next move;
     on CUDA it is page-locked, and the copies of one move run at the same time, beside what the current stream computes.
-
-    Args:
-        tensors: Lists the tensors as they are now; called anew for every move.
     """
 
     def __init__(self, tensors: Callable[[], Iterable[Tensor]]) -> None:
@@ -105,17 +102,12 @@ class OffloadPolicy:
     """Decides when the model and the optimizer state are on the device, also when what used them failed.
 
     ``param_offload`` and ``optimizer_offload`` move them to the host after every use. ``offload_at_transition_only``
-    leaves them on the device while training and moves both when the pool turns to rollout; with either of the others
-    it is ignored, and a warning says so. What is on the host is loaded when it is needed.
-
-    Args:
-        config: Holds the three options.
-        model: What is trained or scored with.
-        optimizer: Its optimizer; None where it is frozen.
+    leaves them on the device while training and moves both when the pool turns to rollout; with either of the others it
+    is ignored, and a warning says so. What is on the host is loaded when it is needed. A frozen model has no optimizer.
 
     Attributes:
-        metrics: Bytes on the device before and after the last turn to each mode, as
-            ``rollout_device_bytes_before``, ``..._after``, ``trainer_device_bytes_before`` and ``..._after``.
+        metrics: Bytes on the device before and after the last turn to each mode, as ``rollout_device_bytes_before``,
+            ``..._after``, ``trainer_device_bytes_before`` and ``..._after``.
     """
 
     def __init__(self, config: LearnerConfig, model: nn.Module, optimizer: ModelOptimizer | None) -> None:

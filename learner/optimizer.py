@@ -16,16 +16,10 @@ from .fsdp import local_tensor
 
 
 def learning_rate(config: OptimizerConfig, update: int, total_updates: int) -> float:
-    """Learning rate of one optimizer update.
+    """Learning rate of one optimizer update; ``update`` is the number of updates before it.
 
-    Args:
-        config: Peak, warm-up and shape.
-        update: Updates made before this one; the first is 0.
-        total_updates: Updates of the whole run; at the last one, and after it, the schedule is at its end.
-
-    Returns:
-        Linear warm-up that reaches the peak at update ``warmup_steps``, then the schedule's shape down to
-        ``min_lr_ratio`` of the peak.
+    Linear warm-up that reaches the peak at update ``warmup_steps``, then the schedule's shape down to ``min_lr_ratio``
+    of the peak, which is reached at ``total_updates``, the updates of the whole run, and kept.
     """
     if update < config.warmup_steps:
         return config.lr * (update + 1) / (config.warmup_steps + 1)
@@ -41,12 +35,9 @@ def learning_rate(config: OptimizerConfig, update: int, total_updates: int) -> f
 
 
 class ModelOptimizer:
-    """Steps the parameters of one model.
+    """Steps those parameters of a plain or sharded model that ask for a gradient.
 
-    Args:
-        model: Plain or sharded; every parameter that asks for a gradient is stepped.
-        config: AdamW and its schedule.
-        total_updates: Optimizer updates of the whole run.
+    ``total_updates`` are the optimizer updates of the whole run, for the schedule.
     """
 
     def __init__(self, model: nn.Module, config: OptimizerConfig, *, total_updates: int) -> None:
@@ -76,7 +67,10 @@ class ModelOptimizer:
         lr = learning_rate(self.config, self.num_updates, self.total_updates)
         finite = math.isfinite(norm)
         if finite:
-            self._clip(norm)
+            limit = self.config.clip_grad_norm
+            if limit and norm > limit:
+                for gradient in _local_gradients(self._parameters):
+                    gradient.mul_(limit / norm)
             for group in self.adamw.param_groups:
                 group["lr"] = lr
             self.adamw.step()
@@ -84,19 +78,11 @@ class ModelOptimizer:
         self.adamw.zero_grad()
         return {"grad_norm": norm, "lr": lr, "skipped_updates": float(not finite)}
 
-    def _clip(self, norm: float) -> None:
-        limit = self.config.clip_grad_norm
-        if limit and norm > limit:
-            for gradient in _local_gradients(self._parameters):
-                gradient.mul_(limit / norm)
-
 
 def global_grad_norm(parameters: Iterable[nn.Parameter], shards: DeviceMesh | None) -> float:
-    """Euclidean norm of all gradients, over the ranks that hold the shards of one copy.
+    """Euclidean norm of all gradients, over the ranks that hold the shards of one copy; see `shard_mesh`.
 
-    Args:
-        parameters: All of them sharded alike, or all plain.
-        shards: See `shard_mesh`.
+    The parameters are all sharded alike, or all plain.
     """
     gradients = _local_gradients(parameters)
     if not gradients:

@@ -87,7 +87,8 @@ def pack(
     Raises:
         ValueError: a sequence alone is over the budget, or branches do not fit together under ``keep_branches``.
     """
-    lengths = _packed_lengths(sequences, whole)
+    # The last True is found in bytes: an array function costs more than the row is long.
+    lengths = [len(s.input_ids) if whole else max(1, s.loss_mask.tobytes().rfind(1)) for s in sequences]
     units = _units(sequences, lengths, max_tokens, together, keep_branches)
     sizes = [sum(lengths[index] for index in unit) for unit in units]
     count = agree(max(1, num_bins(sizes, max_tokens) if together else len(units)))
@@ -137,14 +138,6 @@ def _kept_or_split(
             "it, or choose a loss and a correction by token"
         )
     return [[index] for index in unit]
-
-
-def _packed_lengths(sequences: Sequence[TokenSequence], whole: bool) -> list[int]:
-    """Tokens of each sequence that are packed."""
-    if whole:
-        return [len(sequence.input_ids) for sequence in sequences]
-    # The last True is found in bytes: an array function costs more than the row is long.
-    return [max(1, sequence.loss_mask.tobytes().rfind(1)) for sequence in sequences]
 
 
 def _micro_batch(

@@ -14,13 +14,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from transformers import (
-    AutoConfig,
-    AutoModel,
-    AutoModelForCausalLM,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification
 
 from .attention import ATTENTION_NAME
@@ -35,15 +29,13 @@ _CHANGES_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 
 
 def load_causal_lm(model_path: str, dtype: torch.dtype, *, on_meta: bool = False) -> PreTrainedModel:
-    """Load a causal language model.
+    """Load a causal language model, in training mode.
 
     Args:
         model_path: Directory in Hugging Face layout.
         dtype: Type of the parameters.
-        on_meta: Build the model without its weights, on the meta device; `learner.fsdp.shard_model` fills it.
-
-    Returns:
-        The model on the CPU or the meta device, in training mode.
+        on_meta: Build the model without its weights, on the meta device, not the CPU; `learner.fsdp.shard_model` fills
+            it.
 
     Raises:
         ValueError: there is no model at the path, or packed training would compute it wrongly.
@@ -72,14 +64,10 @@ def load_causal_lm(model_path: str, dtype: torch.dtype, *, on_meta: bool = False
 
 
 def load_critic(model_path: str, dtype: torch.dtype, *, on_meta: bool = False) -> PreTrainedModel:
-    """Load a token classifier with one label; a model without such a head gets one of zeros.
+    """Load a token classifier with one label, or give a causal language model to start from a head of zeros.
 
-    A new critic then predicts 0 for every state, so its first advantages are the returns themselves.
-
-    Args:
-        model_path: Directory in Hugging Face layout: a classifier, or a causal language model to start from.
-        dtype: Type of the parameters.
-        on_meta: See `load_causal_lm`.
+    A new critic then predicts 0 for every state, so its first advantages are the returns themselves. Arguments are
+    those of `load_causal_lm`.
 
     Raises:
         ValueError: there is no model at the path, or it has another number of labels.
@@ -93,12 +81,7 @@ def load_critic(model_path: str, dtype: torch.dtype, *, on_meta: bool = False) -
 
 
 def load_reward_model(model_path: str, dtype: torch.dtype, *, on_meta: bool = False) -> PreTrainedModel:
-    """Load a sequence classifier with one label.
-
-    Args:
-        model_path: Directory in Hugging Face layout.
-        dtype: Type of the parameters.
-        on_meta: See `load_causal_lm`.
+    """Load a sequence classifier with one label; arguments are those of `load_causal_lm`.
 
     Raises:
         ValueError: there is no model at the path, it has another number of labels, or its head is missing.

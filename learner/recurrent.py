@@ -43,15 +43,12 @@ class _Region:
 
 
 class RecurrentLayers:
-    """Makes the layers of a model that carry a state run on packed sequences, in place.
-
-    Args:
-        model: A Hugging Face model, before it is sharded.
+    """Makes the layers of a Hugging Face model that carry a state run on packed sequences, in place, before sharding.
 
     Attributes:
         layers: The layers, in order; empty for most models.
-        takes_boundaries: Their kernels are handed ``cu_seq_lens_q`` and ``seq_idx``; otherwise the layers run on
-            padded sequences.
+        takes_boundaries: Their kernels are handed ``cu_seq_lens_q`` and ``seq_idx``; otherwise the layers run on padded
+            sequences.
     """
 
     def __init__(self, model: nn.Module) -> None:

@@ -64,14 +64,6 @@ def _log_prob_head(model: PreTrainedModel, config: LearnerConfig, temperature: f
     return LogProbHead(model, temperature=temperature, chunk_tokens=config.logprob_chunk_tokens)
 
 
-def _read_by_actor(algorithm: AlgorithmConfig) -> tuple[str, ...]:
-    return ("values",) * algorithm.needs_critic + ("reference_logprobs",) * algorithm.needs_reference
-
-
-def _read_by_critic(algorithm: AlgorithmConfig) -> tuple[str, ...]:
-    return ("values", *(("reference_logprobs",) * (algorithm.kl_reward_coef > 0)))
-
-
 ACTOR = Role(
     name="actor",
     load=load_causal_lm,
@@ -79,7 +71,7 @@ ACTOR = Role(
     column="reference_logprobs",  # with its adapters off
     objective=lambda _config, algorithm: policy_objective(algorithm),
     optimizer=lambda config: config.optimizer,
-    reads=_read_by_actor,
+    reads=lambda algorithm: ("values",) * algorithm.needs_critic + ("reference_logprobs",) * algorithm.needs_reference,
     measured_steps=lambda config, algorithm: config.critic.warmup_steps if algorithm.needs_critic else 0,
     adapters=True,
 )
@@ -90,7 +82,7 @@ CRITIC = Role(
     column="values",
     objective=lambda config, _algorithm: value_objective(config.critic.value_clip),
     optimizer=lambda config: config.critic.optimizer,
-    reads=_read_by_critic,
+    reads=lambda algorithm: ("values",) + ("reference_logprobs",) * (algorithm.kl_reward_coef > 0),
 )
 REFERENCE = Role(name="ref", load=load_causal_lm, head=_log_prob_head, column="reference_logprobs")
 REWARD_MODEL = Role(
@@ -128,8 +120,7 @@ class RemoteScores:
     def needed_by(self, batches: Sequence[RankBatch]) -> list[DataProtoFuture]:
         """The scores of the samples that each data-parallel rank of another role was given.
 
-        Args:
-            batches: The same plan, shared out over any number of ranks.
+        ``batches`` are the same plan, shared out over any number of ranks.
 
         Returns:
             One future per rank, of sample to scores; it refers only to the ranks that scored its samples.

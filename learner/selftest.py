@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from .attention import ATTENTION_NAME
 from .fsdp import LearnerMesh, decoder_layers
 from .heads import LogProbHead, PackedHead
-from .packing import MicroBatch, pack
+from .packing import pack
 from .pretrained import SCORE_HEAD
 from .types import TokenSequence
 from .ulysses import UlyssesShardingManager, gather_sequence
@@ -62,12 +62,8 @@ class SelfTestResult:
 class SelfTest:
     """Compares the packed forward of a sharded model with Hugging Face's own.
 
-    Args:
-        head: The module that is sharded.
-        mesh: The group.
-        sharding: Context in which sequences are split over the sp ranks.
-        dtype: Type in which the model computes.
-        name: The model's path, for messages.
+    ``sharding`` splits sequences over the sp ranks, ``dtype`` is the type in which the model computes, and ``name`` is
+    its path, for messages.
     """
 
     def __init__(
@@ -174,7 +170,8 @@ class SelfTest:
         return torch.cat([self._through_root(lambda ids=ids: self._packed_forward([ids])) for ids in self._tokens])
 
     def _packed_forward(self, tokens: Sequence[np.ndarray]) -> Tensor:
-        batch = _micro_batch(tokens).to(self._mesh.device)
+        sequences = [TokenSequence(input_ids=ids.astype(np.int32), loss_mask=np.arange(len(ids)) > 0) for ids in tokens]
+        batch = pack(sequences, max_tokens=sum(map(len, tokens)))[0].to(self._mesh.device)
         with self._sharding:
             hidden = gather_sequence(self._head.hidden_states(batch), dim=0)
         return hidden[: len(batch.input_ids)].float()
@@ -283,11 +280,6 @@ def _output_layer(head: PackedHead) -> nn.Linear:
     if isinstance(head, LogProbHead):
         return cast("nn.Linear", head.pretrained.get_output_embeddings())
     return cast("nn.Linear", getattr(head.pretrained, SCORE_HEAD))
-
-
-def _micro_batch(tokens: Sequence[np.ndarray]) -> MicroBatch:
-    sequences = [TokenSequence(input_ids=ids.astype(np.int32), loss_mask=np.arange(len(ids)) > 0) for ids in tokens]
-    return pack(sequences, max_tokens=sum(map(len, tokens)))[0]
 
 
 def _places() -> Tensor:

@@ -28,11 +28,9 @@ class Trainer(PackedModel):
     """Trains a model, besides scoring with it.
 
     Args:
-        config: The learner group's options.
+        config, model_path, temperature: See `PackedModel`.
         role: What is trained: the policy, unless another role is named.
-        model_path: Directory in Hugging Face layout.
         total_updates: Optimizer updates of the whole run, for the schedule.
-        temperature: Softmax temperature of log-probs; that of sampling in RL, 1.0 for supervised training. > 0.
         seed: Seeds dropout, where the model has any, and adapters.
 
     Raises:
@@ -56,16 +54,12 @@ class Trainer(PackedModel):
         self.optimizer = ModelOptimizer(self.head, role.optimizer(config), total_updates=total_updates)
 
     def update(self, sequences: Sequence[TokenSequence], objective: Objective) -> dict[str, float]:
-        """Make one optimizer update on the sequences of all ranks.
-
-        Args:
-            sequences: This rank's share; the sp ranks of a group pass the same.
-            objective: What is minimised.
+        """Make one optimizer update on the sequences of all ranks; the sp ranks of a group pass the same share.
 
         Returns:
-            The same on every rank: ``loss`` and the loss's own metrics (means over the batch's tokens, not
-            summarized), ``num_tokens`` (in the loss), ``num_trajectories``, ``num_micro_batches``, ``grad_norm``,
-            ``lr``, ``skipped_updates``.
+            The same on every rank: ``loss`` and the loss's own metrics (means over the batch's tokens, not summarized),
+            ``num_tokens`` (in the loss), ``num_trajectories``, ``num_micro_batches``, ``grad_norm``, ``lr``,
+            ``skipped_updates``.
         """
         self._set_training(True)
         batch, rows = self._pack(sequences, keep_branches=objective.needs_trajectories), []
@@ -110,13 +104,7 @@ class Trainer(PackedModel):
 
 
 class LearnerStep:
-    """One learner step: score the batch where the objective needs it, then one optimizer update per mini-batch.
-
-    Args:
-        trainer: Holds the model.
-        objective: What is minimised.
-        num_mini_batches: Optimizer updates of the step.
-    """
+    """One learner step: score the batch where the objective needs it, then one optimizer update per mini-batch."""
 
     def __init__(self, trainer: Trainer, objective: Objective, *, num_mini_batches: int = 1) -> None:
         self._trainer = trainer
@@ -124,14 +112,10 @@ class LearnerStep:
         self._num_mini_batches = num_mini_batches
 
     def run(self, sequences: Sequence[TokenSequence]) -> dict[str, float]:
-        """Make one learner step.
+        """Make one learner step on this rank's share of the batch, and return what `update` does.
 
-        Args:
-            sequences: This rank's share of the batch, with the columns that the objective reads;
-                ``proximal_logprobs`` are scored here where it needs them.
-
-        Returns:
-            See `update`.
+        The sequences have the columns that the objective reads; ``proximal_logprobs`` are scored here where it needs
+        them.
         """
         if self._objective.needs_proximal:
             scores = self._trainer.scores(sequences)
@@ -139,14 +123,11 @@ class LearnerStep:
         return self.update(sequences)
 
     def update(self, sequences: Sequence[TokenSequence]) -> dict[str, float]:
-        """Make one optimizer update per mini-batch.
-
-        Args:
-            sequences: As for `run`, with every column.
+        """Make one optimizer update per mini-batch, on this rank's sequences with every column.
 
         Returns:
-            The trainer's metrics, summarized, the same on every rank; over mini-batches counts are summed and all
-            else is averaged.
+            The trainer's metrics, summarized, the same on every rank; over mini-batches counts are summed and all else
+            is averaged.
         """
         trained = [sequence for sequence in sequences if sequence.loss_mask.any()]
         parts = split_sequences(trained, self._num_mini_batches)
@@ -160,8 +141,5 @@ class LearnerStep:
 def _merged(updates: Sequence[dict[str, float]]) -> dict[str, float]:
     """One step's metrics from those of its updates: counts are summed, all else is averaged."""
     sums = {name: sum(update[name] for update in updates) for name in updates[0]}
-    return {name: value if _is_count(name) else value / len(updates) for name, value in sums.items()}
-
-
-def _is_count(name: str) -> bool:
-    return name.startswith("num_") or name == "skipped_updates"
+    counts = {name for name in sums if name.startswith("num_") or name == "skipped_updates"}
+    return {name: value if name in counts else value / len(updates) for name, value in sums.items()}

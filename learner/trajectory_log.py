@@ -30,11 +30,7 @@ SCHEMA = pa.schema(
 
 
 class TrajectoryLog:
-    """Writes consumed trajectories.
-
-    Args:
-        directory: Holds ``step_00000012_rank0.parquet`` for the step that version 12 consumed on rank 0.
-    """
+    """Writes consumed trajectories: ``step_00000012_rank0.parquet`` holds what version 12 consumed on rank 0."""
 
     def __init__(self, directory: str) -> None:
         self._directory = Path(directory)
@@ -48,16 +44,13 @@ class TrajectoryLog:
         *,
         rank: int,
     ) -> Path:
-        """Write one rank's samples of one step.
+        """Write one data-parallel rank's samples of one step; returns the file.
 
         Args:
             batch: This rank's share; its rewards are those that were trained on, a reward model's for one.
             groups: Its groups by id.
             sequences: One per branch, in the order of the batch's shares, with ``advantages``.
             rank: Data-parallel rank.
-
-        Returns:
-            The file.
         """
         branches = [
             (groups[share.group_id], branch)

@@ -111,13 +111,9 @@ class TokenSequence:
 def group_sequences(
     group: TrajectoryGroup, *, samples: Sequence[int] | None = None, mini_batch: int = 0, mask_truncated: bool = False
 ) -> list[TokenSequence]:
-    """Lay trajectories of a prompt group out as sequences, one per branch.
+    """Lay trajectories of a prompt group out as sequences, one per branch: ``samples``, or all of them.
 
-    Args:
-        group: G trajectories of one prompt.
-        samples: Which of them; None takes all.
-        mini_batch: Which optimizer update of the step trains on them.
-        mask_truncated: Leave trajectories whose last branch hit the length limit out of the loss.
+    ``mask_truncated`` leaves trajectories whose last branch hit the length limit out of the loss.
 
     Returns:
         The branches of each trajectory in order, with the column ``behavior_logprobs``. Each sampled turn is in the
@@ -127,9 +123,7 @@ def group_sequences(
     is_cut = {branch.trajectory: mask_truncated and group.is_truncated(branch) for branch in branches}  # by the last
     sequences = []
     for branch in branches:
-        mask = group.trained_mask(branch)
-        if is_cut[branch.trajectory]:
-            mask = np.zeros_like(mask)
+        mask = group.trained_mask(branch) & (not is_cut[branch.trajectory])
         sequences.append(
             TokenSequence(
                 input_ids=group.along(branch, "token_ids"),

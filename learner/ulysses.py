@@ -2,12 +2,14 @@
 
 Outside attention each rank holds N/sp of the packed tokens and all heads; inside, all N tokens and H/sp heads. Two
 all-to-alls change between the layouts, both differentiable. The group is the one that the innermost
-`UlyssesShardingManager` has set; without a group, or alone in it, every function is the identity.
+`UlyssesShardingManager` has set, or the one given as ``group``; without a group, or alone in it, every function is the
+identity.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
@@ -64,15 +66,8 @@ def gather_seq_scatter_heads(
 ) -> Tensor:
     """From a part of the tokens with all heads to all tokens with a part of the heads.
 
-    Args:
-        x: Dimension ``seq_dim`` holds N/sp tokens, ``head_dim`` H heads, a multiple of sp. Example: [1, N/sp, H, D].
-        seq_dim: Dimension of tokens.
-        head_dim: Dimension of heads.
-        unpadded_dim_size: Tokens before padding; what is beyond is cut off. 0 keeps all.
-        group: Another group than the one in use.
-
-    Returns:
-        The same shape with N tokens and H/sp heads. Example: [1, N, H/sp, D].
+    Example: [1, N/sp, H, D] with ``seq_dim`` 1 and ``head_dim`` 2 gives [1, N, H/sp, D]; H is a multiple of sp. Tokens
+    from ``unpadded_dim_size`` on are padding and are cut off; 0 keeps all.
     """
     group = _shared(group)
     if group is None:
@@ -86,14 +81,8 @@ def gather_seq_scatter_heads(
 def gather_heads_scatter_seq(x: Tensor, head_dim: int, seq_dim: int, group: ProcessGroup | None = None) -> Tensor:
     """From all tokens with a part of the heads back to a part of the tokens with all heads.
 
-    Args:
-        x: Dimension ``head_dim`` holds H/sp heads, ``seq_dim`` N tokens, padded at the end to a multiple of sp.
-        head_dim: Dimension of heads.
-        seq_dim: Dimension of tokens.
-        group: Another group than the one in use.
-
-    Returns:
-        The same shape with N/sp tokens and H heads.
+    Example: [1, N, H/sp, D] with ``seq_dim`` 1 and ``head_dim`` 2 gives [1, N/sp, H, D]; tokens are padded at the end
+    to a multiple of sp.
     """
     group = _shared(group)
     if group is None:
@@ -109,42 +98,34 @@ def gather_outputs_and_unpad(
     grad_scaler: bool = True,
     group: ProcessGroup | None = None,
 ) -> Tensor:
-    """Collect the tokens of all sp ranks on each of them.
+    """Collect the tokens of all sp ranks, in their order, on each of them.
 
     Args:
         x: This rank's tokens along ``gather_dim``, equally many on every rank.
         gather_dim: Dimension to put together.
         unpad_dim: Dimension from whose end ``padding_size`` entries are cut off; None cuts nothing.
         padding_size: See `ulysses_pad`.
-        grad_scaler: Multiply the gradient by sp, for a loss that is averaged over the sp ranks afterwards. Without
-            it every rank receives its part of the gradient as it is.
+        grad_scaler: Multiply the gradient by sp, for a loss that is averaged over the sp ranks afterwards. Without it
+            every rank receives its part of the gradient as it is.
         group: Another group than the one in use.
-
-    Returns:
-        The tokens of all ranks, in their order.
     """
     group = _shared(group)
     if group is None:
         return x
-    gathered: Any = _GatherParts.apply(group, x, gather_dim, grad_scaler)
+    gathered: Any = _Gather.apply(group, x, gather_dim, "scaled" if grad_scaler else "part")
     if unpad_dim is not None and padding_size:
         gathered = gathered.narrow(unpad_dim, 0, gathered.size(unpad_dim) - padding_size)
     return gathered
 
 
 def gather_sequence(x: Tensor, dim: int, group: ProcessGroup | None = None) -> Tensor:
-    """Collect the tokens of all sp ranks on each of them, for a layer in which own tokens depend on those of others.
+    """Collect the tokens of all sp ranks, in their order, for a layer in which own tokens depend on those of others.
 
-    Args:
-        x: This rank's tokens along ``dim``, equally many on every rank.
-        dim: Dimension to put together.
-        group: Another group than the one in use.
-
-    Returns:
-        The tokens of all ranks, in their order. The gradient of a token is the sum of what the ranks send back.
+    ``x`` holds this rank's tokens along ``dim``, equally many on every rank. The gradient of a token is the sum of what
+    the ranks send back.
     """
     group = _shared(group)
-    return x if group is None else _GatherSummed.apply(group, x, dim)  # type: ignore[return-value]
+    return x if group is None else _Gather.apply(group, x, dim, "sum")  # type: ignore[return-value]
 
 
 def ulysses_pad(
@@ -186,16 +167,11 @@ def ulysses_pad_and_slice_inputs(
     sp_size: int = 1,
     skip_position_ids_rmpad: bool = False,
 ) -> tuple[Tensor, Tensor | None, int]:
-    """Pad packed tokens to a multiple of sp and take this rank's part.
-
-    Args:
-        input_ids_rmpad: [1, N] int64.
-        position_ids_rmpad: [1, N] int64, or None.
-        sp_size: Ranks that share the tokens; those of the group in use.
-        skip_position_ids_rmpad: Pad the position ids, but return them whole.
+    """Pad packed tokens to a multiple of sp, as `ulysses_pad` does, and take this rank's part.
 
     Returns:
-        [1, ceil(N / sp)] input ids and position ids, and the number of tokens added.
+        [1, ceil(N / sp)] input ids and position ids, which ``skip_position_ids_rmpad`` leaves whole though padded, and
+        the number of tokens added.
     """
     input_ids, position_ids, padding = ulysses_pad(input_ids_rmpad, position_ids_rmpad, sp_size)
     if sp_size > 1:
@@ -206,16 +182,9 @@ def ulysses_pad_and_slice_inputs(
 
 
 def slice_input_tensor(x: Tensor, dim: int, padding: bool = True, group: ProcessGroup | None = None) -> Tensor:
-    """This rank's part of a dimension.
+    """This rank's part of a dimension of ``x``, which is the same on every rank; contiguous.
 
-    Args:
-        x: The same on every rank.
-        dim: Dimension to split.
-        padding: Fill the dimension up with zeros to a multiple of sp first; else it must be one.
-        group: Another group than the one in use.
-
-    Returns:
-        A contiguous tensor with ``x.size(dim)`` ÷ sp entries.
+    ``padding`` fills the dimension up with zeros to a multiple of sp first; else it must be one.
 
     Raises:
         ValueError: the dimension cannot be split, and ``padding`` is off.
@@ -231,11 +200,7 @@ def slice_input_tensor(x: Tensor, dim: int, padding: bool = True, group: Process
 def replicate_kv_heads(x: Tensor, head_dim: int, num_heads: int, sp_size: int) -> Tensor:
     """Repeat key or value heads until they can be split over sp ranks, each with the query heads that read it.
 
-    Args:
-        x: Dimension ``head_dim`` holds the key-value heads.
-        head_dim: Dimension of heads.
-        num_heads: Query heads, a multiple of both the key-value heads and ``sp_size``.
-        sp_size: Ranks that share a sequence.
+    ``num_heads`` counts the query heads, a multiple of both the key-value heads and ``sp_size``.
 
     Returns:
         The same shape with the fewest heads that a multiple of sp and a divisor of ``num_heads`` allow.
@@ -277,25 +242,14 @@ class UlyssesShardingManager:
             set_ulysses_sequence_parallel_group(self._before.pop())
 
     def preprocess_data(self, data: DataProto) -> DataProto:
-        """Put the batches of all sp ranks together, in the order of the ranks, on each of them.
-
-        Args:
-            data: This rank's rows; changed in place.
-
-        Returns:
-            The same batch, with the rows of all ranks.
-        """
+        """Put the rows of all sp ranks together in place, in the order of the ranks, on each of them."""
         if self._mesh is None or self._mesh.size() == 1:
             return data
         all_gather_data_proto(data, self._group)
         return data
 
     def postprocess_data(self, data: DataProto) -> DataProto:
-        """Keep this rank's part of a batch that all sp ranks hold; the inverse of `preprocess_data`.
-
-        Args:
-            data: Its rows are a multiple of sp.
-        """
+        """Keep this rank's part of the rows, which all sp ranks hold and sp divides; undoes `preprocess_data`."""
         if self._mesh is None or self._mesh.size() == 1:
             return data
         return data.chunk(chunks=self._mesh.size())[self._mesh.get_local_rank()]
@@ -313,17 +267,22 @@ def _pad_end(x: Tensor, dim: int, multiple: int) -> Tensor:
 
 
 def _all_to_all(x: Tensor, scatter_dim: int, gather_dim: int, group: ProcessGroup) -> Tensor:
-    """Split ``scatter_dim`` over the ranks and put ``gather_dim`` together.
-
-    Both buffers are made contiguous here: gloo fills a non-contiguous output wrongly, without an error.
-    """
+    """Split ``scatter_dim`` over the ranks and put ``gather_dim`` together."""
     num_ranks = dist.get_world_size(group)
     if x.size(scatter_dim) % num_ranks:
         raise ValueError(f"dimension {scatter_dim} of {tuple(x.shape)} cannot be split over {num_ranks} ranks")
-    sent = torch.stack(x.chunk(num_ranks, dim=scatter_dim))
+    return torch.cat(_exchanged(x.chunk(num_ranks, dim=scatter_dim), group).unbind(), dim=gather_dim)
+
+
+def _exchanged(parts: Sequence[Tensor], group: ProcessGroup) -> Tensor:
+    """Send each rank its part; returns what each sent, stacked.
+
+    Both buffers are made contiguous here: gloo fills a non-contiguous output wrongly, without an error.
+    """
+    sent = torch.stack(tuple(parts)).contiguous()
     received = torch.empty_like(sent, memory_format=torch.contiguous_format)
-    dist.all_to_all_single(received, sent.contiguous(), group=group)
-    return torch.cat(received.unbind(), dim=gather_dim)
+    dist.all_to_all_single(received, sent, group=group)
+    return received
 
 
 class _SeqAllToAll(torch.autograd.Function):
@@ -337,34 +296,20 @@ class _SeqAllToAll(torch.autograd.Function):
         return None, _all_to_all(grad_outputs[0], ctx.dims[0], ctx.dims[1], ctx.group), None, None
 
 
-def _gathered(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-    parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(parts, x.contiguous(), group=group)
-    return torch.cat(parts, dim=dim)
+class _Gather(torch.autograd.Function):
+    """The parts of all ranks; the gradient is this rank's ``part``, times sp (``scaled``), or the ``sum`` of all."""
 
-
-class _GatherParts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, group: ProcessGroup, x: Tensor, dim: int, scale_gradient: bool) -> Tensor:
-        ctx.group, ctx.dim, ctx.scale_gradient = group, dim, scale_gradient
-        return _gathered(x, dim, group)
+    def forward(ctx: Any, group: ProcessGroup, x: Tensor, dim: int, gradient: str) -> Tensor:
+        ctx.group, ctx.dim, ctx.gradient = group, dim, gradient
+        parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, x.contiguous(), group=group)
+        return torch.cat(parts, dim=dim)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        num_ranks = dist.get_world_size(ctx.group)
-        part = grad_outputs[0].chunk(num_ranks, dim=ctx.dim)[dist.get_rank(ctx.group)]
-        return None, part * num_ranks if ctx.scale_gradient else part.contiguous(), None, None
-
-
-class _GatherSummed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, group: ProcessGroup, x: Tensor, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return _gathered(x, dim, group)
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        sent = torch.stack(grad_outputs[0].chunk(dist.get_world_size(ctx.group), dim=ctx.dim))
-        received = torch.empty_like(sent, memory_format=torch.contiguous_format)
-        dist.all_to_all_single(received, sent.contiguous(), group=ctx.group)
-        return None, received.sum(0), None
+        parts = grad_outputs[0].chunk(dist.get_world_size(ctx.group), dim=ctx.dim)
+        if ctx.gradient == "sum":
+            return None, _exchanged(parts, ctx.group).sum(0), None, None
+        part = parts[dist.get_rank(ctx.group)]
+        return None, part * len(parts) if ctx.gradient == "scaled" else part.contiguous(), None, None

@@ -169,9 +169,6 @@ _NEEDED = ("input_ids", "attention_mask", "responses")
 def scored_sequences(data: DataProto) -> list[TokenSequence]:
     """Sequences to score: every token of the responses that is attended to, environment's included.
 
-    Args:
-        data: B rows.
-
     Raises:
         ValueError: a column is missing, or positions do not count the attended tokens from 0.
     """
@@ -181,10 +178,8 @@ def scored_sequences(data: DataProto) -> list[TokenSequence]:
 def trained_sequences(data: DataProto, columns: Mapping[str, str], *, num_mini_batches: int) -> list[TokenSequence]:
     """Sequences to train on: the tokens of ``response_mask``, or where it is missing those that are attended to.
 
-    Args:
-        data: B rows.
-        columns: Name of a sequence's column to name of the [B, R] tensor that it is read from.
-        num_mini_batches: Optimizer updates; each trains on equally many neighbouring rows.
+    ``columns`` maps a sequence's column to the [B, R] tensor that it is read from. Each of the ``num_mini_batches``
+    optimizer updates trains on equally many neighbouring rows.
 
     Raises:
         ValueError: as `scored_sequences`.

@@ -24,10 +24,7 @@ _SNAPSHOT = re.compile(r"v(\d{8})")
 
 
 def gather_weights(trainer: PackedModel) -> dict[str, Tensor] | None:
-    """Collect the model's whole weights. A collective: every rank calls it.
-
-    Args:
-        trainer: Plain or sharded.
+    """Collect the whole weights of a plain or sharded model. A collective: every rank calls it.
 
     Returns:
         On rank 0, checkpoint name to CPU tensor in the computing type, tied tensors once and adapters merged; None on
@@ -39,19 +36,16 @@ def gather_weights(trainer: PackedModel) -> dict[str, Tensor] | None:
         if is_first:
             whole = tensor.to(device="cpu", dtype=trainer.compute_dtype, copy=True)
             weights[name.removeprefix("pretrained.")] = whole
-    return (
-        revert_weight_conversion(trainer.pretrained, merged_weights(trainer.pretrained, weights)) if is_first else None
-    )
+    if not is_first:
+        return None
+    return revert_weight_conversion(trainer.pretrained, merged_weights(trainer.pretrained, weights))
 
 
 def write_model(directory: Path, model: PreTrainedModel, weights: dict[str, Tensor], dtype: torch.dtype) -> None:
     """Write a model that `from_pretrained` and the engines load; the directory appears whole or not at all.
 
-    Args:
-        directory: Created; one that is there already is replaced.
-        model: Supplies the configuration.
-        weights: Checkpoint name to CPU tensor.
-        dtype: Type named in the configuration.
+    A directory that is there already is replaced. ``weights`` maps checkpoint names to CPU tensors; ``dtype`` is the
+    type named in the configuration, which is the model's.
     """
     directory.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
@@ -81,9 +75,7 @@ def copy_tokenizer(source: str, directory: Path) -> None:
 def save_policy(trainer: PackedModel, directory: str) -> None:
     """Write model and tokenizer so that ``from_pretrained`` loads both. A collective: every rank calls it.
 
-    Args:
-        trainer: Holds the weights; the tokenizer comes from the directory it was loaded from.
-        directory: Created or replaced.
+    The directory is created or replaced; the tokenizer comes from the one that the model was loaded from.
     """
     weights = gather_weights(trainer)
     if weights is not None:
@@ -107,23 +99,17 @@ class SnapshotWriter:
         self._checksums = checksums
 
     def write(self, version: int, trainer: PackedModel) -> WeightSnapshot:
-        """Gather and write one version. A collective; returns the snapshot; only rank 0's has checksums.
+        """Gather and write one version, the learner steps contained in the weights; returns the snapshot.
 
-        Args:
-            version: Learner steps contained in the weights.
-            trainer: Holds the weights.
+        A collective; only rank 0's snapshot has checksums.
         """
         path = self._directory / f"v{version:08d}"
         weights = gather_weights(trainer)
         if weights is None:
             return WeightSnapshot(version=version, path=str(path))
         write_model(path, trainer.pretrained, weights, trainer.compute_dtype)
-        self._remove_old()
+        snapshots = sorted(path for path in self._directory.iterdir() if _SNAPSHOT.fullmatch(path.name))
+        for old in snapshots[: -self._keep] if self._keep > 0 else []:
+            shutil.rmtree(old)
         checksums = weight_checksums(weights) if self._checksums else {}
         return WeightSnapshot(version=version, path=str(path), checksums=checksums)
-
-    def _remove_old(self) -> None:
-        snapshots = sorted(path for path in self._directory.iterdir() if _SNAPSHOT.fullmatch(path.name))
-        if self._keep > 0:
-            for path in snapshots[: -self._keep]:
-                shutil.rmtree(path)

@@ -57,11 +57,7 @@ def _share_of_each_rank(group: Any, *shares: Sequence[Any], **options: Any) -> t
     return spread, {name: [value] * group.world_size for name, value in options.items()}
 
 
-def _all_results(_group: Any, results: Any) -> Any:
-    return results
-
-
-PER_DP_RANK = {"dispatch_fn": _share_of_each_rank, "collect_fn": _all_results}
+PER_DP_RANK = {"dispatch_fn": _share_of_each_rank, "collect_fn": lambda _group, results: results}
 """Dispatch of a run's methods: lists of one entry per data-parallel rank; options by name go to everyone."""
 
 
@@ -168,9 +164,7 @@ class ModelWorker(Worker):
     def score(self, batch: RankBatch, send: bool = True) -> Scores | None:
         """Score the role's column for planned samples, under the weights that the run starts from where it is frozen.
 
-        Args:
-            batch: This rank's share; the sp ranks of a group have the same.
-            send: Return the scores, on the first sp rank; otherwise they stay in this process, for its other roles.
+        Under ``send`` the first sp rank returns the scores; otherwise they stay in this process, for its other roles.
 
         Raises:
             ValueError: the actor has no adapters to switch off.
@@ -212,7 +206,9 @@ class ModelWorker(Worker):
         fetched_at = time.time()
         sequences = self._with_columns(batch, self._sequences(batch), sent)
         with self._offload.updating():
-            sequences, metrics = self._learn(batch, sequences)
+            sequences, metrics = self._advantages.assign(sequences, batch.rewards)
+            learn = self._step.measure if batch.version < self._measured_steps else self._step.run
+            metrics |= learn(sequences)
         ended_at = time.time()
         if self._log is not None and self._model.mesh.sp_rank == 0:
             self._log.write(batch, groups, sequences, rank=self._model.mesh.dp_rank)
@@ -239,8 +235,7 @@ class ModelWorker(Worker):
     def rollout_mode(self, version: int) -> WeightSnapshot | None:
         """Hand the devices over to colocated engines: publish the weights, then offload if the options say so.
 
-        Returns:
-            The published weights, where the role has some to publish.
+        Returns the published weights, where the role has some to publish.
         """
         snapshot = None if self._snapshots is None else self.publish_weights(version)
         self._offload.enter_rollout()
@@ -273,11 +268,7 @@ class ModelWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def load_checkpoint(self, directory: str) -> int | None:
-        """Restore the newest whole checkpoint of a folder, or one itself.
-
-        Returns:
-            The policy version in it; None when there is no checkpoint, and nothing changed.
-        """
+        """Restore the newest whole checkpoint of a folder, or one itself; returns its version, or None without any."""
         checkpoints = self._checkpoints_in(directory)
         newest = checkpoints.latest()
         if newest is None:
@@ -364,23 +355,13 @@ class ModelWorker(Worker):
             sequences = _with_scores(sequences, name, scores)
         return sequences
 
-    def _learn(
-        self, batch: RankBatch, sequences: Sequence[TokenSequence]
-    ) -> tuple[list[TokenSequence], dict[str, float]]:
-        """Give the tokens their advantages and update the model; returns the sequences and the metrics."""
-        assigned, metrics = self._advantages.assign(sequences, batch.rewards)
-        if batch.version < self._measured_steps:
-            return assigned, metrics | self._step.measure(assigned)
-        return assigned, metrics | self._step.run(assigned)
-
     def _checkpoints_in(self, directory: str) -> ShardedCheckpointer:
         if directory not in self._checkpoints:
             if not isinstance(self._model, Trainer):
                 name = self.role.name
                 raise ValueError(f"role {name!r} is frozen: it has no checkpoints; its model stays where it was")
-            self._checkpoints[directory] = ShardedCheckpointer(
-                self._model, directory, keep=self._config.keep_checkpoints
-            )
+            keep = self._config.keep_checkpoints
+            self._checkpoints[directory] = ShardedCheckpointer(self._model, directory, keep=keep)
         return self._checkpoints[directory]
 
     def _fetch(self, batch: RankBatch) -> dict[int, TrajectoryGroup]:
@@ -424,11 +405,7 @@ def _with_scores(sequences: Sequence[TokenSequence], name: str, scores: Scores) 
 
 
 def _largest_lag(batch: RankBatch, groups: Mapping[int, TrajectoryGroup]) -> int:
-    """Largest lag of the batch's groups, 0 when there is none.
-
-    Raises:
-        StalenessError: a lag is outside the bound.
-    """
+    """Largest lag of the batch's groups, 0 when there is none; one outside the bound is a `StalenessError`."""
     lags = {group_id: batch.version - group.summary.oldest_version for group_id, group in groups.items()}
     for group_id, lag in lags.items():
         if not 0 <= lag <= batch.max_lag:
