@@ -97,9 +97,11 @@ def merged_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str,
 
 
 def _layers(model: nn.Module) -> list[tuple[str, LoraLayer]]:
-    if (lora := sys.modules.get("peft.tuners.lora")) is None:  # then nothing has injected any
+    if "peft.tuners.lora" not in sys.modules:  # then nothing has injected any
         return []
-    return [(name, module) for name, module in model.named_modules() if isinstance(module, lora.LoraLayer)]
+    from peft.tuners.lora import LoraLayer
+
+    return [(name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer)]
 
 
 def _linear_layers(model: PreTrainedModel) -> list[str]:
