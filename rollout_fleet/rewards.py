@@ -73,7 +73,7 @@ class RewardProcesses:
         self._timeout_s = timeout_s
         self._start_timeout_s = start_timeout_s
         self._reward = REWARDS.get(name)
-        self._free: asyncio.Queue[Process] = asyncio.Queue()
+        self._free: asyncio.Queue[Process | None] = asyncio.Queue()  # None: one is to be started
         self._processes: set[Process] = set()
 
     async def start(self) -> None:
@@ -115,19 +115,23 @@ class RewardProcesses:
 
     async def _score_in_process(self, prompt: Prompt, texts: Sequence[str]) -> list[Any]:
         process = await self._free.get()
+        back: Process | None = None
         try:
+            process = process or await self._start_process()
             async with asyncio.timeout(self._timeout_s):
                 answer = await _ask(process, (prompt, list(texts)))
+            back = process
         except BaseException as error:
-            await self._kill(process)
-            self._free.put_nowait(await self._start_process())
+            if process is not None:
+                await self._kill(process)
             if isinstance(error, TimeoutError):
                 what = f"did not score it within rollout_fleet.reward_timeout_s = {self._timeout_s:g} s"
                 raise self._failure(prompt, what, "make it faster or raise the option") from None
             if isinstance(error, (asyncio.IncompleteReadError, ConnectionError)):
                 raise self._failure(prompt, "ended its process", "it must not exit or crash") from None
             raise
-        self._free.put_nowait(process)
+        finally:
+            self._free.put_nowait(back)
         if isinstance(answer, str):
             raise self._failure(prompt, f"raised {answer}", "fix it, or filter such prompts")
         return answer
@@ -153,6 +157,8 @@ class RewardProcesses:
                 f"a scoring process of reward {self._name!r} was not up within {self._start_timeout_s:g} s"
             ) from None
         except asyncio.IncompleteReadError:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(process.wait(), 1.0)  # its pipe is closed: it is about to end
             await self._kill(process)
             raise WorkerDiedError(
                 f"a scoring process of reward {self._name!r} ended with exit status {process.returncode} before it "
@@ -226,4 +232,7 @@ def _write(stream: BinaryIO, answer: Any) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    # By its own name: what a user's module registers is to be found in the registry that it imports.
+    from rollout_fleet import rewards
+
+    rewards.main()

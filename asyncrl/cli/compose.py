@@ -115,13 +115,13 @@ def _own_experiments(overrides: Sequence[str]) -> Iterator[list[str]]:
         known = []
         for override in overrides:
             name, _, value = override.partition("=")
-            if name == "experiment" and value.endswith((".yaml", ".yml")):
+            if name == "experiment" and (value := value.strip("'\"")).endswith((".yaml", ".yml")):
                 path = Path(value).expanduser().resolve()
                 _check_experiment(path, override)
                 Path(folder, "experiment").mkdir(exist_ok=True)
                 Path(folder, "experiment", f"{path.stem}.yaml").write_text(path.read_text())
-                known.append(f"hydra.searchpath=[file://{folder}]")
-                override = f"experiment={path.stem}"
+                known.append(f"hydra.searchpath=['file://{folder}']")
+                override = f"experiment='{path.stem}'"
             known.append(override)
         yield known
 
@@ -133,6 +133,10 @@ def _check_experiment(path: Path, override: str) -> None:
         raise ValueError(f"{override}: {path.stem} is the name of an experiment of ours; name the file otherwise")
     if "@package _global_" not in path.read_text():
         raise ValueError(f"{override}: {path} must hold a line '# @package _global_', as our experiments do; add it")
+    if not re.search(r"^experiment: *\S", path.read_text(), flags=re.MULTILINE):
+        raise ValueError(
+            f"{override}: {path} must name itself, for its runs to be found again; add a line 'experiment: {path.stem}'"
+        )
 
 
 def _with_whole_paths(config: RunConfig) -> RunConfig:

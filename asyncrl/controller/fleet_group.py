@@ -83,9 +83,8 @@ class FleetGroup:
 
     async def drain(self) -> FleetCounts:
         """See `FleetPort.drain`."""
-        timeout_s = 2 * self._config.buffer.request_timeout_s
-        pending = self._group.drain()
-        return _total(await within(pending, timeout_s, "the fleet to put down its work", "buffer.request_timeout_s"))
+        what = "the rollout workers, which put down their work"
+        return _total(await self._while_answering(self._group.drain(), what))
 
     async def evaluate(self, prompts: Sequence[Prompt], *, policy_version: int) -> Evaluation:
         """Answer held-out prompts, sampled as in training and greedily, while no training rollouts run."""

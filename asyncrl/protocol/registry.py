@@ -73,7 +73,7 @@ class Registry(Generic[T]):
             raise ValueError(
                 f"{self._option}={name}: {error.filename}, line {error.lineno}: {error.msg}; mend the file"
             ) from error
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             reason = f"{type(error).__name__}: {error}; mend the module, or name another one"
             raise ValueError(f"{self._option}={name} cannot be imported: {reason}") from error
 

@@ -129,6 +129,11 @@ class TrajectoryGroup:
             if not np.array_equal(trajectory.turns[0].token_ids, prompt.token_ids):
                 which = f"trajectory {index} of prompt group {group_id}"
                 raise ValueError(f"{which} begins with another prompt than the first")
+            if strange := {*trajectory.turn_rewards} - {*range(1, len(trajectory.turns))}:
+                raise ValueError(
+                    f"trajectory {index} of prompt group {group_id} has rewards of turns {sorted(strange)}, expected "
+                    f"turns from 1 to {len(trajectory.turns) - 1}; the prompt, turn 0, earns none"
+                )
             offset = len(turns) - 1
             for turn in trajectory.turns[1:]:
                 skeleton.append(_skeleton_of(turn, index, turn.parent + offset if turn.parent > 0 else turn.parent))
@@ -183,6 +188,8 @@ class TrajectoryGroup:
             last = trajectory
         if total != len(self.token_ids):
             raise ValueError(f"{where}: the turns have {total} tokens, the columns {len(self.token_ids)}")
+        if missing := {*range(self.num_trajectories)} - {row[0] for row in rows}:
+            raise ValueError(f"{where}: trajectory {min(missing)} has no turn behind the prompt; leave it out")
         if not any(row[3] and row[2] for row in rows):
             raise ValueError(f"{where}: the policy wrote no token of it; a group needs at least one sampled token")
 

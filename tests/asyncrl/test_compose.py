@@ -72,9 +72,14 @@ def test_options_that_contradict_one_another_are_refused(overrides, words):
 
 def test_an_experiment_of_ones_own_is_named_by_its_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "mine.yaml").write_text("# @package _global_\ndefaults: [quickstart, _self_]\ntotal_steps: 7\n")
-    config = compose_run(["experiment=mine.yaml", "seed=3"])
-    assert (config.total_steps, config.seed, config.quickstart) == (7, 3, True)
+    own = "# @package _global_\nexperiment: mine\ndefaults: [quickstart, _self_]\ntotal_steps: 7\n"
+    for name in ("mine.yaml", "2024.yaml", "true.yaml", "run,1.yaml", "a=b.yaml"):
+        (tmp_path / name).write_text(own)
+        config = compose_run([f"experiment={name}", "seed=3"])
+        assert (config.experiment, config.total_steps, config.seed, config.quickstart) == ("mine", 7, 3, True)
+    (tmp_path / "nameless.yaml").write_text("# @package _global_\ntotal_steps: 7\n")
+    with pytest.raises(ValueError, match="add a line 'experiment: nameless'"):
+        compose_run(["experiment=nameless.yaml"])
     (tmp_path / "other.yaml").write_text("total_steps: 7\n")
     with pytest.raises(ValueError, match="must hold a line '# @package _global_'"):
         compose_run(["experiment=other.yaml"])

@@ -80,6 +80,9 @@ def test_a_missing_or_broken_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "needs.py").write_text("import no_such_package\ndef f(): ...\n")
     with pytest.raises(ValueError, match="No module named 'no_such_package'"):
         LOSSES.get(f"{tmp_path}/needs.py:f")
+    (tmp_path / "script.py").write_text("def f(): ...\nraise SystemExit(0)\n")
+    with pytest.raises(ValueError, match="cannot be imported: SystemExit"):
+        LOSSES.get(f"{tmp_path}/script.py:f")
 
 
 def test_files_get_their_whole_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -141,7 +141,15 @@ def test_a_further_column_comes_along_and_is_zero_where_a_turn_has_none() -> Non
     ("trees", "message"),
     [
         ((), "has no trajectories"),
-        ((Trajectory(turns=(PROMPT,), reward=0.0),), "wrote no token"),
+        ((Trajectory(turns=(PROMPT, observed(10, 1, 0)), reward=0.0),), "wrote no token"),
+        (
+            (Trajectory(turns=(PROMPT, sampled(10, 1, 0)), reward=0.0), Trajectory(turns=(PROMPT,), reward=0.0)),
+            "trajectory 1 has no turn behind the prompt",
+        ),
+        (
+            (Trajectory(turns=(PROMPT, sampled(10, 1, 0)), reward=0.0, turn_rewards={0: 3.0, 1: 0.5, 2: 1.0}),),
+            r"trajectory 0 .* has rewards of turns \[0, 2\], expected turns from 1 to 1",
+        ),
         ((Trajectory(turns=(PROMPT, sampled(10, 1, 2), sampled(11, 1, 0)), reward=0.0),), "turn 1 has no place"),
         ((Trajectory(turns=(PROMPT, sampled(10, 1, -1)), reward=0.0),), "turn 1 is sampled from nothing"),
         ((Trajectory(turns=(sampled(1, 2, -1), sampled(10, 1, 0)), reward=0.0),), "shared prompt"),

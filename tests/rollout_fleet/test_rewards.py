@@ -8,7 +8,7 @@ import numpy as np
 import psutil
 import pytest
 
-from asyncrl.protocol.errors import RewardError
+from asyncrl.protocol.errors import RewardError, WorkerDiedError
 from asyncrl.protocol.types import Prompt
 from rollout_fleet.rewards import REWARDS, RewardProcesses
 
@@ -42,6 +42,9 @@ def odd(prompt, response_text):
     }[response_text]
 
 not_callable = 3
+
+from rollout_fleet.rewards import REWARDS
+REWARDS.register("by another name")(length)
 """
 
 
@@ -101,6 +104,28 @@ async def test_a_reward_that_ends_its_process_is_an_error(user_rewards):
         with pytest.raises(RewardError, match="group 7 ended its process"):
             await scorer.score(PROMPT, ["exit"])
     assert (await scorer.score(PROMPT, ["fine"])).tolist() == [1.0], "by another process"
+
+
+async def test_a_score_that_is_cancelled_ends_at_once_and_a_process_that_does_not_come_back_is_an_error(
+    user_rewards, tmp_path
+):
+    scorer = await user_rewards("by_kind")
+    (tmp_path / "user_rewards.py").write_text("raise RuntimeError('half saved')")
+    scoring = asyncio.create_task(scorer.score(PROMPT, ["hang"]))
+    await asyncio.sleep(0)
+    scoring.cancel()
+    began_s = time.monotonic()
+    with pytest.raises(asyncio.CancelledError):
+        await scoring
+    assert time.monotonic() - began_s < 0.5, "nothing was started meanwhile"
+    for _ in range(2):
+        with pytest.raises(WorkerDiedError, match="exit status 1 before it could score"):
+            await scorer.score(PROMPT, ["fine"])
+
+
+async def test_a_name_that_a_module_registers_is_known_to_its_process_too(user_rewards):
+    scorer = await user_rewards("by another name")
+    np.testing.assert_array_equal(await scorer.score(PROMPT, ["four"]), [2.0])
 
 
 async def test_a_reward_that_is_no_number_is_an_error(user_rewards):
@@ -174,13 +199,13 @@ async def test_closing_ends_the_scoring_processes(user_rewards):
     [
         (
             "exakt_match",
-            r"rollout_fleet.reward must be one of \['exact_match'\], or file.py:function or module:function",
+            r"rollout_fleet.reward must be one of \[.*'exact_match'\], or file.py:function or module:function",
         ),
         ("no_such_module:f", "rollout_fleet.reward=no_such_module:f cannot be imported: ModuleNotFoundError"),
         ("no_such_file.py:f", "there is no file .*no_such_file.py"),
         ("math:no_such_function", "math has no 'no_such_function'"),
         ("math:pi", "must name a function, got 3.14"),
-        (":f", r"must be one of \['exact_match'\], or file.py:function"),
+        (":f", r"must be one of \[.*'exact_match'\], or file.py:function"),
     ],
 )
 def test_an_unknown_reward_fails_by_name(name, message):
