@@ -210,17 +210,18 @@ async def assert_failed(engine, running, match):
 
 
 async def test_an_engine_with_other_weights_than_published_never_answers_again(failing_engine, publish):
-    running = asyncio.create_task(answer(failing_engine, requests_of(2, name="failing", max_new_tokens=400)))
+    snapshot = publish(change=change_one_bit)
+    running = asyncio.create_task(answer(failing_engine, requests_of(2, name="failing", max_new_tokens=400, top_k=3)))
     await asyncio.sleep(0.05)
     match = "1 of 18 tensors differ, first model.norm.weight"
     with pytest.raises(EngineError, match=match):
-        await failing_engine.load_weights(publish(change=change_one_bit))
+        await failing_engine.load_weights(snapshot)
     await assert_failed(failing_engine, running, match)
 
 
 async def test_an_engine_whose_load_fails_never_answers_again(failing_engine, tmp_path):
     snapshot = WeightSnapshot(version=failing_engine.version + 1, path=str(tmp_path / "nowhere"))
-    running = asyncio.create_task(answer(failing_engine, requests_of(2, name="failing", max_new_tokens=400)))
+    running = asyncio.create_task(answer(failing_engine, requests_of(2, name="failing", max_new_tokens=400, top_k=3)))
     await asyncio.sleep(0.05)
     match = "sglang-0 answered POST /update_weights_from_disk with 400"
     with pytest.raises(EngineError, match=match):
@@ -238,11 +239,12 @@ async def test_an_engine_whose_load_takes_too_long_never_answers_again(failing_e
 
     monkeypatch.setattr(failing_engine._client, "call", hang_in_the_update)
     monkeypatch.setattr(failing_engine, "_config", RolloutFleetConfig(load_timeout_s=0.3))
-    running = asyncio.create_task(answer(failing_engine, requests_of(2, name="failing", max_new_tokens=400)))
+    snapshot = publish()
+    running = asyncio.create_task(answer(failing_engine, requests_of(2, name="failing", max_new_tokens=400, top_k=3)))
     await asyncio.sleep(0.05)
     match = r"(?s)load_timeout_s = 0.3 s. Last lines of .*sglang-0.log"
     with pytest.raises(DeadlineError, match=match):
-        await failing_engine.load_weights(publish())
+        await failing_engine.load_weights(snapshot)
     await assert_failed(failing_engine, running, match)
 
 
