@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from types import FrameType
@@ -29,6 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if name not in _COMMANDS:
         sys.stderr.write(f"error: unknown command {name!r}, expected one of {', '.join(_COMMANDS)}\n")
         return 2
+    _ignore_missing_codecs()
     sys.argv = [f"asyncrl {name}", *rest]  # a command's own argument parser shows it in messages
     before = {number: signal.signal(number, stop_early) for number in (signal.SIGINT, signal.SIGTERM)}
     command: Callable[[], int | None] = import_module(_COMMANDS[name][0]).main
@@ -47,6 +49,14 @@ def stop_early(number: int, _: FrameType | None) -> NoReturn:
     """Handle a signal that comes before a command has started anything."""
     os.write(2, f"stopped by {signal.Signals(number).name} before anything was started\n".encode())
     os._exit(exit_status(number))
+
+
+def _ignore_missing_codecs() -> None:
+    """Keep torchvision's first words out of every log, here and in child processes: nothing here reads images."""
+    message = "Failed to load image Python extension"
+    warnings.filterwarnings("ignore", message=message)
+    former = os.environ.get("PYTHONWARNINGS")
+    os.environ["PYTHONWARNINGS"] = ",".join(filter(None, [former, f"ignore:{message}:UserWarning"]))
 
 
 def _usage() -> str:

@@ -92,6 +92,12 @@ def test_it_trains_with_the_users_own_functions(run):
         assert record["learner.behavior_kl"] >= -1e-6
 
 
+def test_its_logs_do_not_begin_with_what_torchvision_lacks(run):
+    logs = {path.name: path.read_text() for path in (run.run_dir / "logs").glob("*.log")}
+    assert {"controller.log", "learner-0.log", "rollout-0.log"} <= logs.keys()
+    assert [name for name, text in logs.items() if "Failed to load image Python extension" in text] == []
+
+
 def test_a_killed_learner_rank_ends_all_of_it_with_its_name(run):
     run.kill("ray::ActorWorker")
     assert run.finish(20) == 1
