@@ -10,7 +10,7 @@ import asyncio
 import shutil
 import uuid
 from collections.abc import Callable, Coroutine, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -173,7 +173,7 @@ class Run:
 
     async def _start_learner(self, stack: AsyncExitStack, make: Starter[LearnerGroup]) -> LearnerGroup:
         """Start the learner on the warm-started policy, or where the checkpoint stands."""
-        with self._view.waiting_for("warm start"):
+        with self._view.waiting_for("warm start") if self._config.sft.enabled else nullcontext():
             policy = await self._warming
         config = replace(self._config, model=replace(self._config.model, path=str(policy)))
         learner = await make(LearnerGroup, config)

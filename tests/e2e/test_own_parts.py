@@ -85,6 +85,7 @@ def test_its_buffer_is_shown_to_the_holder_of_a_key_only(run):
 
 def test_it_trains_with_the_users_own_functions(run):
     assert run.records
+    assert "warm start" not in run.output, "there is none"
     for record in run.records:
         assert record["learner.advantage_seen"] == pytest.approx(7.0)
         assert 10 <= record["reward"] <= 11
