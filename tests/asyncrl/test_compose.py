@@ -1,3 +1,4 @@
+import shutil
 import subprocess
 import sys
 
@@ -5,6 +6,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from asyncrl.cli.compose import COMMON_OPTIONS, compose_run, describe, dump_yaml, help_text
+from asyncrl.cli.quickstart import make_assets
 from asyncrl.cli.train_command import root_cause
 from asyncrl.config import RunConfig, check_files, check_model, check_options, check_placement, stop_deadlines
 from asyncrl.protocol.errors import DeadlineError, WorkerDiedError
@@ -42,6 +44,14 @@ def test_overrides_reach_nested_options_with_their_types():
         ("data.train_files=x.parquet", ["data.train_files must be a list", "write 'data.train_files=[x.parquet]'"]),
         ("learner.lr=1", ["unknown option learner.lr", "did you mean learner.optimizer.lr"]),
         ("experiment=none/such.yaml", ["there is no file", "none/such.yaml"]),
+        ("evaluation.num_samples=0", ["evaluation.num_samples must be >= 1", "got 0"]),
+        ("sft.batch_size=0", ["sft.batch_size must be >= 1", "got 0"]),
+        ("sft.patience=-1", ["sft.patience must be >= 0", "got -1"]),
+        ("sft.lr=0", ["sft.lr must be > 0", "got 0"]),
+        ("sft.prompt_key=''", ["sft.prompt_key must name a column"]),
+        ("placement.cpus_per_engine=0", ["placement.cpus_per_engine must be > 0", "got 0"]),
+        ("total_steps=0", ["total_steps must be >= 1", "got 0"]),
+        ("stop_timeout_s=0", ["stop_timeout_s must be > 0", "got 0"]),
     ],
 )
 def test_a_wrong_override_fails_with_the_option_and_the_value(override, words):
@@ -56,6 +66,10 @@ def test_a_wrong_override_fails_with_the_option_and_the_value(override, words):
     [
         (["algorithm.samples_per_prompt=1"], ["algorithm.samples_per_prompt must be >= 2", "grpo"]),
         (["learner.num_ranks=64"], ["algorithm.groups_per_step must be >= the 64"]),
+        (
+            ["learner.device=cuda", "rollout_fleet.sglang.tp_size=2"],
+            ["tp_size must be 1 on GPUs", "got 2", "num_engines"],
+        ),
         (["rollout_fleet.engine=scripted"], ["rollout_fleet.engine", "scripted"]),
         (["rollout_fleet.sampling.temperature=0"], ["temperature must be > 0"]),
         (["stop_timeout_s=11"], ["stop_timeout_s must be at least", "rollout_fleet.stop_timeout_s=2", "got 11"]),
@@ -83,6 +97,51 @@ def test_an_experiment_of_ones_own_is_named_by_its_path(tmp_path, monkeypatch):
     (tmp_path / "other.yaml").write_text("total_steps: 7\n")
     with pytest.raises(ValueError, match="must hold a line '# @package _global_'"):
         compose_run(["experiment=other.yaml"])
+
+
+@pytest.fixture(scope="module")
+def assets(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("quickstart") / "assets"
+    return make_assets(folder, seed=0, num_train=4, num_held_out=4, num_demonstrations=4)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ([], "data.train_files must name at least one"),
+        (["data.train_files=[{train}]"], "data.eval_files must name at least one"),
+        (
+            ["data.train_files=[{train}]", "evaluation.enabled=false", "data.max_prompt_tokens=200"],
+            r"must be <= the model's 128 positions, got 200 \+ 512",
+        ),
+        (
+            [
+                "data.train_files=[{train}]",
+                "data.eval_files=[{held_out}]",
+                "data.max_prompt_tokens=9",
+                "rollout_fleet.sampling.max_new_tokens=12",
+                "learner.critic.path=nowhere",
+            ],
+            "learner.critic.path must hold a Hugging Face model, got nowhere",
+        ),
+    ],
+)
+def test_files_that_do_not_fit_together_are_refused_by_name(assets, overrides, words):
+    overrides = [override.format(train=assets.train, held_out=assets.held_out) for override in overrides]
+    config = compose_run(["experiment=custom", f"model.path={assets.model}", *overrides])
+    with pytest.raises(ValueError, match=words):
+        check_files(config)
+
+
+@pytest.mark.parametrize(
+    ("missing", "words"),
+    [("model.safetensors", "must hold weights"), ("tokenizer_config.json", "must hold a tokenizer")],
+)
+def test_a_model_that_is_not_whole_is_refused_by_name(assets, tmp_path, missing, words):
+    shutil.copytree(assets.model, tmp_path / "model")
+    (tmp_path / "model" / missing).unlink()
+    with pytest.raises(ValueError, match=words):
+        check_model(compose_run(["experiment=custom", f"model.path={tmp_path / 'model'}"]))
 
 
 def test_a_model_of_the_hub_has_to_be_downloaded_first():

@@ -9,6 +9,9 @@ import textwrap
 import psutil
 import pytest
 
+import asyncrl.cli
+from asyncrl.cli import train_command
+
 PRELUDE = """
 import asyncio, logging, os, signal, sys
 from asyncrl.cli import train_command
@@ -149,3 +152,26 @@ def test_a_wrong_name_of_ones_own_function_ends_the_run_before_any_process_start
     assert done.returncode == 1
     assert words in done.stderr.splitlines()[-1]
     assert "a process was started" not in done.stdout
+
+
+def test_the_command_lists_what_it_can_do_and_refuses_all_else(capsys):
+    assert asyncrl.cli.main([]) == 0
+    assert "train" in capsys.readouterr().out
+    assert asyncrl.cli.main(["trian"]) == 2
+    assert "unknown command 'trian', expected one of train, sft" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "words"),
+    [
+        (["--nope"], 2, "unknown flag --nope; options are OPTION=VALUE"),
+        (["buffer.max_lag=-1"], 2, "buffer.max_lag must be >= 0"),
+        (["--help"], 0, "buffer.max_lag=2"),
+        (["--help-all"], 0, "learner.optimizer.clip_grad_norm=1.0"),
+        (["--print-config", "seed=7"], 0, "seed: 7"),
+    ],
+)
+def test_a_page_is_shown_or_a_mistake_named_before_anything_is_started(capsys, arguments, status, words):
+    assert train_command.main(arguments) == status
+    shown = capsys.readouterr()
+    assert words in (shown.err if status else shown.out)
