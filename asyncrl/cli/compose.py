@@ -11,7 +11,7 @@ import inspect
 import re
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -111,32 +111,35 @@ def _check_form(overrides: Sequence[str]) -> None:
 @contextmanager
 def _own_experiments(overrides: Sequence[str]) -> Iterator[list[str]]:
     """The overrides with experiments by name only: a user's file is shown to Hydra in a folder as it wants one."""
-    with tempfile.TemporaryDirectory(prefix="asyncrl-") as folder:
+    with ExitStack() as stack:
         known = []
         for override in overrides:
             name, _, value = override.partition("=")
             if name == "experiment" and (value := value.strip("'\"")).endswith((".yaml", ".yml")):
                 path = Path(value).expanduser().resolve()
-                _check_experiment(path, override)
-                Path(folder, "experiment").mkdir(exist_ok=True)
-                Path(folder, "experiment", f"{path.stem}.yaml").write_text(path.read_text())
+                folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="asyncrl-"))
+                Path(folder, "experiment").mkdir()
+                Path(folder, "experiment", f"{path.stem}.yaml").write_text(_read_experiment(path, override))
                 known.append(f"hydra.searchpath=['file://{folder}']")
                 override = f"experiment='{path.stem}'"
             known.append(override)
         yield known
 
 
-def _check_experiment(path: Path, override: str) -> None:
+def _read_experiment(path: Path, override: str) -> str:
+    """The text of a user's experiment, checked for what ours have too."""
     if not path.is_file():
         raise ValueError(f"{override}: there is no file {path}; check the path")
     if (CONFIG_DIR / "experiment" / f"{path.stem}.yaml").is_file():
         raise ValueError(f"{override}: {path.stem} is the name of an experiment of ours; name the file otherwise")
-    if "@package _global_" not in path.read_text():
+    text = path.read_text()
+    if "@package _global_" not in text:
         raise ValueError(f"{override}: {path} must hold a line '# @package _global_', as our experiments do; add it")
-    if not re.search(r"^experiment: *\S", path.read_text(), flags=re.MULTILINE):
+    if not re.search(r"^experiment: *\S", text, flags=re.MULTILINE):
         raise ValueError(
             f"{override}: {path} must name itself, for its runs to be found again; add a line 'experiment: {path.stem}'"
         )
+    return text
 
 
 def _with_whole_paths(config: RunConfig) -> RunConfig:
