@@ -4,12 +4,9 @@
 drawn from a seed, which is printed: ``ASYNCRL_FAULT_SEED=N`` repeats it.
 """
 
-import contextlib
-import os
 import signal
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -108,23 +105,6 @@ FAULTS = (
         end_timeout_s=90.0,
     ),
 )
-
-
-def shared_memory_of(processes: Iterable[psutil.Process]) -> set[int]:
-    """Inodes of what these processes map in shared memory: a semaphore is not mapped under its own name."""
-    inodes = set()
-    for process in processes:
-        with contextlib.suppress(OSError):
-            for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines():
-                fields = line.split(maxsplit=5)
-                if fields[-1].startswith("/dev/shm/"):
-                    inodes.add(int(fields[4]))
-    return inodes
-
-
-def left_in_shared_memory(inodes: set[int]) -> list[str]:
-    """What of these inodes still has a name."""
-    return [entry.name for entry in os.scandir("/dev/shm") if entry.inode() in inodes]
 
 
 def listening_ports(processes: Collection[int]) -> list[int]:

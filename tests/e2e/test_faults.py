@@ -11,10 +11,9 @@ from tests.e2e.faults import (
     FAULTS,
     SUPERVISOR,
     Fault,
-    left_in_shared_memory,
     listening_ports,
-    shared_memory_of,
 )
+from tests.support.leftovers import left_in_shared_memory, shared_memory_of
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 

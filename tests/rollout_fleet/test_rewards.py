@@ -11,6 +11,7 @@ import pytest
 from asyncrl.protocol.errors import RewardError, WorkerDiedError
 from asyncrl.protocol.types import Prompt
 from rollout_fleet.rewards import REWARDS, RewardProcesses
+from tests.support.leftovers import left_in_shared_memory, shared_memory_of
 
 pytestmark = pytest.mark.timeout(60)
 PROMPT = Prompt(group_id=7, prompt_ids=np.asarray([3, 4], dtype=np.int32), ground_truth="42")
@@ -170,18 +171,18 @@ asyncio.run(main())
 
 def test_a_killed_worker_leaves_neither_processes_nor_semaphores(tmp_path):
     (tmp_path / "user_rewards.py").write_text(USER_REWARDS)
-    before = set(os.listdir("/dev/shm"))
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([os.getcwd(), str(tmp_path)])}
     owner = subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, env=environment)
     assert owner.stdout is not None
     children = [psutil.Process(int(pid)) for pid in owner.stdout.readline().split()]
     assert len(children) == 2
-    assert not {name for name in set(os.listdir("/dev/shm")) - before if name.startswith("sem.mp-")}
+    shared_memory = shared_memory_of([psutil.Process(owner.pid), *children])
     owner.kill()
     owner.wait()
     owner.stdout.close()
     _, alive = psutil.wait_procs(children, timeout=5)
     assert not [child for child in alive if child.status() != psutil.STATUS_ZOMBIE]
+    assert left_in_shared_memory(shared_memory) == []
 
 
 async def test_closing_ends_the_scoring_processes(user_rewards):

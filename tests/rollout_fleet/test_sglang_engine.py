@@ -26,6 +26,7 @@ from rollout_fleet.config import EngineDevice, RolloutFleetConfig, SamplingConfi
 from rollout_fleet.engines.engine import SampleRequest
 from rollout_fleet.engines.sglang import SGLangEngine
 from tests.support.engine_probes import answer, assert_continues, forward_logprobs, publish_weights, requests_of
+from tests.support.leftovers import left_in_shared_memory, shared_memory_of
 
 pytestmark = [
     pytest.mark.e2e,
@@ -60,15 +61,6 @@ def server_processes(engine):
 def still_alive(processes, timeout=5):
     _, alive = psutil.wait_procs(processes, timeout=timeout)
     return [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
-
-
-def memory_maps(process):
-    with open(f"/proc/{process.pid}/maps") as maps:
-        return maps.read().splitlines()
-
-
-def left_behind(paths):
-    return [path for path in paths if os.path.exists(path)]
 
 
 async def test_what_was_cut_off_is_continued_to_what_it_would_have_been(engine, model_path):
@@ -330,9 +322,8 @@ async def test_the_port_answers_only_who_holds_the_key(engine):
 async def test_a_killed_server_is_noticed_at_once_and_nothing_of_it_is_left(engine):
     processes = server_processes(engine)
     scratch = re.search(r"--config (\S+)/server.yaml", " ".join(processes[0].cmdline())).group(1)
-    inodes = {line.split()[4] for process in processes for line in memory_maps(process) if "/dev/shm/" in line}
-    shared_memory = [entry.path for entry in os.scandir("/dev/shm") if str(entry.inode()) in inodes]
-    assert len(shared_memory) >= 2, "a table of loads and a semaphore"
+    shared_memory = shared_memory_of(processes)
+    assert len(left_in_shared_memory(shared_memory)) >= 2, "a table of loads and a semaphore"
     port = int(engine._server.url.rsplit(":", 1)[1])
     running = asyncio.create_task(answer(engine, requests_of(4, max_new_tokens=200)))
     await asyncio.sleep(0.1)
@@ -348,7 +339,8 @@ async def test_a_killed_server_is_noticed_at_once_and_nothing_of_it_is_left(engi
     assert still_alive(processes) == []
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", port))
-    assert left_behind([scratch, *shared_memory]) == []
+    assert not await asyncio.to_thread(os.path.exists, scratch)
+    assert left_in_shared_memory(shared_memory) == []
 
 
 async def test_stopping_a_dead_engine_is_harmless(engine):

@@ -1,4 +1,4 @@
-"""Ends the processes that a session of tests leaves behind, also when the session itself is killed.
+"""What processes leave behind; ends those that a session of tests leaves, also when the session itself is killed.
 
 Every process of a session inherits an environment variable with the session's name, however often it forks or changes
 its parent. At the end of the session, `end_leftovers` ends what still carries it. A watcher process, started by
@@ -12,7 +12,8 @@ import os
 import subprocess
 import sys
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 import psutil
 
@@ -52,6 +53,23 @@ def end_leftovers(name: str, *, grace_s: float = _GRACE_S) -> list[str]:
                 process.kill()
         psutil.wait_procs(alive, timeout=5.0)
     return words
+
+
+def shared_memory_of(processes: Iterable[psutil.Process]) -> set[int]:
+    """Inodes of what these processes map in shared memory: a semaphore is not mapped under its own name."""
+    inodes = set()
+    for process in processes:
+        with contextlib.suppress(OSError):
+            for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines():
+                fields = line.split(maxsplit=5)
+                if fields[-1].startswith("/dev/shm/"):
+                    inodes.add(int(fields[4]))
+    return inodes
+
+
+def left_in_shared_memory(inodes: set[int]) -> list[str]:
+    """What of these inodes still has a name."""
+    return [entry.name for entry in os.scandir("/dev/shm") if entry.inode() in inodes]
 
 
 def _processes_of(name: str) -> Iterator[psutil.Process]:
