@@ -141,6 +141,7 @@ def summary_document(
     *,
     experiment: str,
     seed: int,
+    total_steps: int,
     max_lag: int,
     result: TrainingResult,
     before: Evaluation | None,
@@ -152,6 +153,7 @@ def summary_document(
     Args:
         experiment: Name of the run.
         seed: Its seed.
+        total_steps: Steps that it was to take; a run that a signal stopped has fewer.
         max_lag: The bound.
         result: What training left behind.
         before: Evaluation at version 0; None where evaluation is off.
@@ -162,6 +164,7 @@ def summary_document(
         "experiment": experiment,
         "seed": seed,
         "policy_version": result.policy_version,
+        "total_steps": total_steps,
         "wall_s": wall_s["total"],
         "start_wall_s": wall_s["start"],
         "train_wall_s": result.train_wall_s,

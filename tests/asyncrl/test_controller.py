@@ -122,6 +122,7 @@ class ScriptedFleet:
     """Loads weights slowly, so that versions are skipped."""
 
     def __init__(self, load_s=0.03):
+        self.tokens_generated = 60
         self.loaded = []
         self.load_s = load_s
 
@@ -131,7 +132,7 @@ class ScriptedFleet:
         return self.load_s
 
     async def counters(self):
-        return FleetCounts(tokens_generated=60, tokens_in_flight=0, busy_s=1.0)
+        return FleetCounts(tokens_generated=self.tokens_generated, tokens_in_flight=0, busy_s=1.0)
 
     async def drain(self):
         return await self.counters()
@@ -258,6 +259,21 @@ async def test_a_run_goes_on_at_the_version_and_the_account_of_its_checkpoint():
     again = RunState.from_dict(saved[-1][1])
     assert (again.tokens_generated, again.tokens_dropped) == (110, {"stale": 4, "resume": 16})
     assert again.finished[0] == (0, 6)
+
+
+async def test_a_training_that_is_cancelled_commits_what_the_ranks_had_been_given_and_its_account_balances():
+    controller, buffer, fleet, records = make_controller(steps=1000)
+    training = asyncio.ensure_future(controller.train())
+    async with buffer.committed:
+        await buffer.committed.wait_for(lambda: buffer.version == 3)
+    training.cancel()
+    await asyncio.gather(training, return_exceptions=True)
+    await controller.settle()
+    fleet.tokens_generated = buffer.version * TOKENS_PER_STEP
+    queued = [version for what, version in buffer.events if what == "update queued"]
+    assert [version for what, version in buffer.events if what == "commit"] == queued
+    result = await controller.account()
+    assert result.policy_version == len(queued) > len(records) > 0
 
 
 async def test_a_checkpoint_that_cannot_be_written_ends_the_run():

@@ -77,6 +77,7 @@ def test_the_summary_holds_every_promised_number(tmp_path):
     document = summary_document(
         experiment="quickstart",
         seed=0,
+        total_steps=4,
         max_lag=2,
         result=make_result(),
         before=before,
@@ -129,7 +130,14 @@ def test_on_a_terminal_the_live_view_shows_the_step_and_what_is_awaited():
 def test_a_resumed_run_tells_its_own_lag_from_that_of_the_runs_before(tmp_path):
     result = dataclasses.replace(make_result(), max_lag_realised=0, max_lag_before=4)
     summary = summary_document(
-        experiment="run", seed=0, max_lag=0, result=result, before=None, after=None, wall_s={"total": 1.0, "start": 0.5}
+        experiment="run",
+        seed=0,
+        total_steps=2,
+        max_lag=0,
+        result=result,
+        before=None,
+        after=None,
+        wall_s={"total": 1.0, "start": 0.5},
     )
     output = io.StringIO()
     TerminalView(title="run", total_steps=2, console=Console(file=output, width=200)).summary(summary, tmp_path)
