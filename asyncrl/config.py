@@ -502,8 +502,14 @@ def check_model(config: RunConfig) -> None:
 
 def num_positions(config: RunConfig) -> float:
     """Longest sequence of the model, in tokens; infinite where it names none."""
-    limit = json.loads(Path(config.model.path, "config.json").read_text()).get("max_position_embeddings")
+    limit = model_settings(config.model.path).get("max_position_embeddings")
     return math.inf if limit is None else limit
+
+
+def model_settings(path: str) -> dict[str, Any]:
+    """The ``config.json`` of a model; what a model of text and images says of its text stands at the top."""
+    settings = json.loads(Path(path, "config.json").read_text())
+    return {**settings, **settings.get("text_config", {})}
 
 
 def _check_positions(config: RunConfig) -> None:
