@@ -147,8 +147,7 @@ class ModelWorker(Worker):
     def init_model(self) -> None:
         """Join the group, load the model and connect to the buffer.
 
-        Raises:
-            ValueError: an option does not fit the role or its model.
+        Raises `ValueError` if an option does not fit the role or its model.
         """
         self._model, optimizer = self._load(), None
         if isinstance(self._model, Trainer):
@@ -165,9 +164,7 @@ class ModelWorker(Worker):
         """Score the role's column for planned samples, under the weights that the run starts from where it is frozen.
 
         Under ``send`` the first sp rank returns the scores; otherwise they stay in this process, for its other roles.
-
-        Raises:
-            ValueError: the actor has no adapters to switch off.
+        Raises `ValueError` if the role is the actor, and has no adapters to switch off.
         """
         scores = self._scored(batch)
         self.cache.keep_scores(batch.version, self.role.column, scores)
@@ -196,9 +193,8 @@ class ModelWorker(Worker):
             ``started_at`` of the first and ``ended_at`` of the last (seconds since the epoch), and ``lag_max``
             (learner steps).
 
-        Raises:
-            StalenessError: a group is older than the staleness bound allows.
-            ValueError: a column was neither sent nor scored in this process.
+        Raises `StalenessError` if a group is older than the staleness bound allows, `ValueError` if a column was
+        neither sent nor scored in this process.
         """
         started_at = time.time()
         groups = self._fetch(batch)
@@ -256,11 +252,7 @@ class ModelWorker(Worker):
     def save_checkpoint(
         self, directory: str, version: int = 0, wait: bool = True, run: Mapping[str, Any] | None = None
     ) -> str:
-        """Save model, optimizer, schedule position and random state; see `ShardedCheckpointer.save`.
-
-        Raises:
-            ValueError: the role is frozen.
-        """
+        """See `ShardedCheckpointer.save`. Raises `ValueError` if the role is frozen."""
         checkpoints = self._checkpoints_in(directory)
         state = {"kl_reward_coef": self._advantages.kl_coefficient.value}
         with self._offload.persisting():
@@ -295,14 +287,6 @@ class ModelWorker(Worker):
         """The cache of this process: that of the first role in it."""
         sharing = (worker for worker in self.fused_worker_dict.values() if isinstance(worker, ModelWorker))
         return next(sharing, self).own_cache
-
-    @property
-    def _model_offloaded(self) -> bool:
-        return self._offload.model_offloaded
-
-    @property
-    def _optimizer_offloaded(self) -> bool:
-        return self._offload.optimizer_offloaded
 
     def _load(self) -> PackedModel:
         """The role's model, with an optimizer where it is trained."""

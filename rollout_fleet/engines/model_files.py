@@ -30,11 +30,7 @@ class ModelFacts:
 
 
 def read_model_facts(model_path: str) -> ModelFacts:
-    """Read `ModelFacts`.
-
-    Raises:
-        ValueError: ``model_path`` holds no model.
-    """
+    """Read `ModelFacts`. Raises `ValueError` if ``model_path`` holds no model."""
     config_file = Path(model_path) / "config.json"
     if not config_file.is_file():
         raise ValueError(f"model path must hold a config.json in Hugging Face layout, got {model_path!r}")

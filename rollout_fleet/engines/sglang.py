@@ -22,11 +22,10 @@ from asyncrl.protocol.errors import DeadlineError, EngineError
 from asyncrl.protocol.types import FinishReason, WeightSnapshot
 from rollout_fleet.config import EngineDevice, RolloutFleetConfig, SamplingConfig
 
-from .engine import EngineFailure, SampleOutput, SampleRequest, check_output, check_prompt
+from .engine import EngineFailure, SampleOutput, SampleRequest, SilenceWatch, check_output, check_prompt
 from .model_files import ModelFacts, read_model_facts
 from .sglang_client import SGLangClient
 from .sglang_server import SGLangServer
-from .silence import SilenceWatch
 
 logger = logging.getLogger(__name__)
 

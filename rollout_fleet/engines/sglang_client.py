@@ -25,10 +25,13 @@ _LAST_EVENT = "[DONE]"
 
 
 class SGLangClient:
-    """A connection pool to one server; `open` it once the server is up."""
+    """A connection pool to one server, which its owner starts and stops; `open` it once the server is up.
+
+    Every call raises `EngineError` if the server refuses it, or cannot be reached although it lives, and
+    `WorkerDiedError` if it died.
+    """
 
     def __init__(self, server: SGLangServer) -> None:
-        """Take the server, which its owner starts and stops."""
         self._server = server
         self._session: aiohttp.ClientSession | None = None
 
@@ -51,10 +54,6 @@ class SGLangClient:
 
         A call whose connection breaks is sent once more on another connection. Every call that goes through here may
         be repeated: the second does what the first did, or finds it done.
-
-        Raises:
-            EngineError: the server refused, or cannot be reached although it lives.
-            WorkerDiedError: it died.
         """
         session = self._opened(method, path)
         try:
@@ -73,10 +72,6 @@ class SGLangClient:
         """Post a request; yields the JSON of the server-sent events as they come, until the server ends the stream.
 
         Not sent again when the connection breaks, and without a deadline: the caller watches for silence.
-
-        Raises:
-            EngineError: the server refused, or cannot be reached although it lives.
-            WorkerDiedError: it died.
         """
         session = self._opened("POST", path)
         try:
