@@ -13,7 +13,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any
+from functools import wraps
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -37,6 +38,8 @@ from .trajectory_log import TrajectoryLog
 from .types import RankBatch, SampleKey, TokenSequence, group_sequences
 from .weights import SnapshotWriter, save_policy
 
+T = TypeVar("T")
+
 _MESH = "dp"
 
 BY_ROWS = make_nd_compute_dataproto_dispatch_fn(_MESH)
@@ -59,6 +62,19 @@ def _share_of_each_rank(group: Any, *shares: Sequence[Any], **options: Any) -> t
 
 PER_DP_RANK = {"dispatch_fn": _share_of_each_rank, "collect_fn": lambda _group, results: results}
 """Dispatch of a run's methods: lists of one entry per data-parallel rank; options by name go to everyone."""
+
+
+def _timed(method: Callable[..., T]) -> Callable[..., T]:
+    """Note for `ModelWorker.busy` when a method worked on a batch."""
+
+    @wraps(method)
+    def timed(self: ModelWorker, *arguments: Any, **options: Any) -> T:
+        began_at = time.time()
+        result = method(self, *arguments, **options)
+        self.own_times.append((began_at, time.time()))
+        return result
+
+    return timed
 
 
 class BatchCache:
@@ -107,6 +123,7 @@ class ModelWorker(Worker):
 
     Attributes:
         own_cache: The cache of this worker, which the first role of a process shares with the others.
+        own_times: When it worked on batches.
     """
 
     def __init__(
@@ -127,6 +144,7 @@ class ModelWorker(Worker):
         super().__init__()
         self.role = role
         self.own_cache = BatchCache()
+        self.own_times: list[tuple[float, float]] = []
         self._config = config
         self._algorithm = algorithm
         self._model_path = model_path
@@ -160,6 +178,7 @@ class ModelWorker(Worker):
         self.cache.open_roles.add(self.role.name)
 
     @register(dispatch_mode=PER_DP_RANK, blocking=False)
+    @_timed
     def score(self, batch: RankBatch, send: bool = True) -> Scores | None:
         """Score the role's column for planned samples, under the weights that the run starts from where it is frozen.
 
@@ -171,6 +190,7 @@ class ModelWorker(Worker):
         return scores if send and self._model.mesh.sp_rank == 0 else None
 
     @register(dispatch_mode=PER_DP_RANK, blocking=False)
+    @_timed
     def rewards(self, batch: RankBatch) -> dict[SampleKey, float]:
         """What each planned trajectory earned: the reward model's score of its last branch, and its turns' rewards."""
         sequences, groups = self._sequences(batch), self._fetch(batch)
@@ -180,6 +200,7 @@ class ModelWorker(Worker):
         return {key: score + float(groups[key[0]].turn_sums[key[1]]) for key, score in earned.items()}
 
     @register(dispatch_mode=PER_DP_RANK, blocking=False)
+    @_timed
     def step(self, batch: RankBatch, *sent: Scores | None) -> dict[str, float]:
         """Make one learner step; in its measured steps the role is only measured.
 
@@ -214,6 +235,11 @@ class ModelWorker(Worker):
         ).tolist()
         times = {"fetch_s": fetch_s, "train_s": train_s, "started_at": -minus_start, "ended_at": ended_at}
         return metrics | self._offload.metrics | times | {"lag_max": lag}
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def busy(self) -> list[tuple[float, float]]:
+        """When this rank scored or trained, as spans in seconds since the epoch."""
+        return self.own_times
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def publish_weights(self, version: int) -> WeightSnapshot:

@@ -171,9 +171,9 @@ class RolloutLoop:
                 ) from None
         await self._engine.release_memory()
 
-    def counters(self) -> FleetCounters:
+    def counters(self, *, final: bool = False) -> FleetCounters:
         """What has been done up to now."""
-        return self._meter.counters()
+        return self._meter.counters(final=final)
 
     # Tasks
 

@@ -104,7 +104,7 @@ class RolloutWorker(Worker):
     async def drain(self) -> FleetCounters:
         """End `run`, give all leases back; the engine stays up for `evaluate`. Returns the final counters."""
         await self._started().stop()
-        return self._started().counters()
+        return self._started().counters(final=True)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     async def stop(self) -> FleetCounters | None:

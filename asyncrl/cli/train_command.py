@@ -1,7 +1,7 @@
 """``asyncrl train``: train a policy asynchronously. ``--help`` explains the options.
 
-Ctrl-C or SIGTERM cancels the run, which stops what it started; a second signal ends it and what it started on the
-spot. Whatever else it dies of, its supervisor (`asyncrl.cli.supervisor`) ends what is left.
+Ctrl-C or SIGTERM cancels the run, which writes the policy that it has and stops what it started; a second signal ends
+all of it on the spot. Whatever else it dies of, its supervisor (`asyncrl.cli.supervisor`) ends what is left.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from asyncrl.cli.supervisor import (
 )
 from asyncrl.config import RunConfig, check_options
 from asyncrl.controller.resume import check_beginning
-from asyncrl.controller.run_folder import make_run_dir, shared_folder
+from asyncrl.controller.run_folder import has_trained, make_run_dir, shared_folder
 from asyncrl.metrics import TerminalView
 from asyncrl.protocol.errors import AsyncRLError, ClusterDiedError, DeadlineError
 from asyncrl.protocol.remote import last_lines
@@ -70,7 +70,8 @@ def _page(config: RunConfig, flags: set[str]) -> str:
 
 def _train(config: RunConfig, overrides: Sequence[str]) -> int:
     run_dir = make_run_dir(config, dump_yaml(config))
-    ending = supervise(lambda: _run_to_the_end(config, run_dir, overrides), stop_timeout_s=config.stop_timeout_s)
+    stop_timeout_s = config.save_timeout_s + config.stop_timeout_s
+    ending = supervise(lambda: _run_to_the_end(config, run_dir, overrides), stop_timeout_s=stop_timeout_s)
     shutil.rmtree(shared_folder(run_dir), ignore_errors=True)
     if ending.own:
         return ending.status
@@ -84,8 +85,8 @@ def _account_of(ending: Ending, config: RunConfig, run_dir: Path) -> str:
         return f"{ending.fault} (and the controller ended before everything was stopped: what was left was killed)\n"
     if ending.late:
         what = (
-            f"the controller did not stop within stop_timeout_s={config.stop_timeout_s:g} s after the signal, and was "
-            "killed; raise stop_timeout_s, or look into what it waited for"
+            f"the controller did not stop within save_timeout_s={config.save_timeout_s:g} and stop_timeout_s="
+            f"{config.stop_timeout_s:g} s after the signal, and was killed; raise them, or look into what it waited for"
         )
     elif ending.status < 0:
         what = f"the controller died of {signal.Signals(-ending.status).name}: it was killed, or memory ran out"
@@ -127,10 +128,13 @@ async def _until_done_or_stopped(
             give_up_after(timeout_s, lambda: _give_up(f"{last_words} ({too_long})", run_dir, EXIT_FAILED))
 
     def give_up() -> None:
-        _give_up(f"stopped by {stopping.cause}; partial results in {run_dir} ({too_long})", run_dir, stopping.status)
+        _give_up(f"stopped by {stopping.cause}; {_results_in(run_dir)} ({too_long})", run_dir, stopping.status)
+
+    def time_to_stop_s() -> float:
+        return timeout_s + config.save_timeout_s * has_trained(run_dir)
 
     task = asyncio.ensure_future(_run(config, run_dir, overrides, view, on_fault))
-    stopping = Stopping(task, view.say, timeout_s=timeout_s, give_up=give_up)
+    stopping = Stopping(task, view.say, timeout_s=time_to_stop_s, give_up=give_up)
     stopping.listen(asyncio.get_running_loop())
     try:
         await task
@@ -145,7 +149,9 @@ async def _until_done_or_stopped(
 
 
 def _results_in(run_dir: Path) -> str:
-    return f"partial results in {run_dir}" if run_dir.exists() else "nothing was started"
+    names = ("policy", "summary.json", "reward.png", "checkpoints", "logs")
+    found = [name for name in names if (run_dir / name).exists()]
+    return f"{', '.join(found)} in {run_dir}" if found else "nothing was started"
 
 
 def _last_words(error: BaseException, run_dir: Path) -> str:

@@ -59,6 +59,12 @@ class RunPaths:
         )
 
 
+def has_trained(run_dir: Path) -> bool:
+    """Whether a learner step is done, so that there is a policy to keep."""
+    metrics = run_dir / "metrics.jsonl"
+    return metrics.is_file() and metrics.stat().st_size > 0
+
+
 def shared_folder(run_dir: Path) -> Path:
     """Where a run publishes its weights in memory; follows from ``run_dir``, so that anyone can remove it."""
     return SHARED_MEMORY / f"asyncrl-{hashlib.sha256(str(run_dir).encode()).hexdigest()[:16]}"
