@@ -30,6 +30,11 @@ def signal_at_parent_death(signum: int) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signum)
 
 
+def adopt_orphans() -> None:
+    """Become the parent of descendants whose own parent dies, so that none is left as a zombie."""
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
 class Guard:
     """One server process group and what it leaves behind."""
 
@@ -100,7 +105,7 @@ def main() -> int:
     owner_pid, grace_s, scratch_dir, *command = sys.argv[1:]
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal_at_parent_death(signal.SIGHUP)
-    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphans come to this process: none is left as a zombie
+    adopt_orphans()
     try:
         if os.getppid() != int(owner_pid):
             return 1
