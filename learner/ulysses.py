@@ -96,14 +96,9 @@ def gather_outputs_and_unpad(
 ) -> Tensor:
     """Collect the tokens of all sp ranks, in their order, on each of them.
 
-    Args:
-        x: This rank's tokens along ``gather_dim``, equally many on every rank.
-        gather_dim: Dimension to put together.
-        unpad_dim: Dimension from whose end ``padding_size`` entries are cut off; None cuts nothing.
-        padding_size: See `ulysses_pad`.
-        grad_scaler: Multiply the gradient by sp, for a loss that is averaged over the sp ranks afterwards. Without it
-            every rank receives its part of the gradient as it is.
-        group: Another group than the one in use.
+    ``x`` holds this rank's tokens along ``gather_dim``, equally many on every rank. ``padding_size`` entries are cut
+    off from the end of ``unpad_dim``, if that is given. ``grad_scaler`` multiplies the gradient by sp, for a loss that
+    is averaged over the sp ranks afterwards; without it every rank receives its part of the gradient as it is.
     """
     group = _shared(group)
     if group is None:
@@ -127,17 +122,13 @@ def gather_sequence(x: Tensor, dim: int, group: ProcessGroup | None = None) -> T
 def ulysses_pad(
     input_ids_rmpad: Tensor, position_ids_rmpad: Tensor | None = None, sp_size: int = 1, pad_value: int = 0
 ) -> tuple[Tensor, Tensor | None, int]:
-    """Pad packed tokens at the end to a multiple of sp.
+    """Pad packed tokens [1, N] at the end with ``pad_value``, to a multiple of sp.
 
-    Args:
-        input_ids_rmpad: [1, N] int64.
-        position_ids_rmpad: [1, N] int64, or None. Rotary embeddings of several axes are [axes, 1, N].
-        sp_size: Ranks that share the tokens.
-        pad_value: Token id of the padding.
+    Position ids are [1, N], or [axes, 1, N] for rotary embeddings of several axes; others raise `ValueError`.
 
     Returns:
         [1, ceil(N / sp) * sp] input ids and position ids, those of the padding counted from 0, and the number of
-        tokens added. Raises `ValueError` if the position ids are not those of the tokens.
+        tokens added.
     """
     if position_ids_rmpad is not None and position_ids_rmpad.shape[-2:] != (1, input_ids_rmpad.size(-1)):
         raise ValueError(

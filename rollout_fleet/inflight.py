@@ -125,15 +125,15 @@ class InflightGroup:
                 self.samples[index] = replace(sample, finish_reason=FinishReason.length)
             if self.samples[index].finish_reason is not None:
                 continue
-            options = replace(sampling, max_new_tokens=num_left)
+            options = sampling if sample is _NOTHING else replace(sampling, max_new_tokens=num_left)
             if index >= len(self.samples) - self.num_baselines:
                 options = replace(options, temperature=0.0, top_p=1.0, top_k=-1)
+            prompt_ids = self.lease.prompt.prompt_ids
+            if sample is not _NOTHING:
+                prompt_ids = np.concatenate([prompt_ids, sample.token_ids], dtype=np.int32)
             group_id, attempt = self.key
-            request = SampleRequest(
-                id=f"{group_id}-{attempt}-{index}-{self._num_rounds}",
-                prompt_ids=np.concatenate([self.lease.prompt.prompt_ids, sample.token_ids]).astype(np.int32),
-                sampling=options,
-            )
+            request_id = f"{group_id}-{attempt}-{index}-{self._num_rounds}"
+            request = SampleRequest(id=request_id, prompt_ids=prompt_ids, sampling=options)
             self._outstanding[request.id] = index
             requests.append(request)
         self._num_rounds += 1
@@ -143,12 +143,15 @@ class InflightGroup:
         """Add what the engine wrote to its sample; returns the tokens to be accounted for, 0 for a baseline."""
         index = self._outstanding.pop(request_id)
         before = self.samples[index]
-        self.samples[index] = SampleOutput(
-            token_ids=np.concatenate([before.token_ids, output.token_ids]),
-            logprobs=np.concatenate([before.logprobs, output.logprobs]),
-            versions=np.concatenate([before.versions, output.versions]),
-            finish_reason=output.finish_reason,
-        )
+        if before is _NOTHING:
+            self.samples[index] = output
+        else:
+            self.samples[index] = SampleOutput(
+                token_ids=np.concatenate([before.token_ids, output.token_ids]),
+                logprobs=np.concatenate([before.logprobs, output.logprobs]),
+                versions=np.concatenate([before.versions, output.versions]),
+                finish_reason=output.finish_reason,
+            )
         is_baseline = index >= len(self.samples) - self.num_baselines
         return 0 if is_baseline else len(output.token_ids)
 

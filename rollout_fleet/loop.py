@@ -71,16 +71,8 @@ class LoopState(Enum):
 class RolloutLoop:
     """Rolls prompt groups out on one engine. Call `run` once; the other methods may be called while it runs.
 
-    The collaborators are started; the loop closes none of them.
-
-    Args:
-        config: The fleet's options.
-        engine: Generates.
-        buffer: Where leases come from and groups go.
-        rewards: Scores finished groups.
-        decode: Turns response tokens into the text that rewards read.
-        samples_per_prompt: G.
-        greedy_baseline: Sample one more response per prompt greedily, as a baseline that is not trained on.
+    The collaborators are started, and the loop closes none of them. ``decode`` turns response tokens into the text that
+    rewards read; ``greedy_baseline`` samples one more response per prompt greedily, which is not trained on.
     """
 
     def __init__(

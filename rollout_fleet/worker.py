@@ -25,16 +25,9 @@ from .rewards import WeightedRewards
 class RolloutWorker(Worker):
     """Generates training rollouts on its own engine, whose rank is the worker's; `start` brings everything up.
 
-    Args:
-        config: The fleet's options.
-        model_path: Directory of the policy of version 0, tokenizer included.
-        samples_per_prompt: G.
-        connect_buffer: Connects to the replay buffer; called in `start`.
-        log_dir: Where the engine's log is written.
-        seed: Seed of the run.
-        greedy_baseline: See `RolloutLoop`.
-
-    Raises `ValueError` if the engine is not installed, or there is no such model or reward function.
+    ``model_path`` holds the policy of version 0, tokenizer included; ``connect_buffer`` is called in `start`; the
+    engine's log goes to ``log_dir``; ``seed`` is the run's; for the rest see `RolloutLoop`. Raises `ValueError` if
+    the engine is not installed, or there is no such model or reward function.
     """
 
     def __init__(

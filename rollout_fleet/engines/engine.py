@@ -84,23 +84,17 @@ class Engine(Protocol):
     def generate(self, requests: Sequence[SampleRequest]) -> AsyncIterator[tuple[SampleRequest, SampleOutput]]:
         """Sample responses; yields each request with its answer when the sample is finished or aborted, in any order.
 
-        Raises:
-            EngineError: a request was refused, or an answer broke the contract.
-            DeadlineError: no running request received a token within ``silence_timeout_s``.
-            WorkerDiedError: the engine died.
+        Raises `EngineError` if a request is refused or an answer breaks the contract, `DeadlineError` if no running
+        request received a token within ``silence_timeout_s``, `WorkerDiedError` if the engine died.
         """
         ...
 
     async def load_weights(self, snapshot: WeightSnapshot) -> float:
         """Serve ``snapshot`` from the next token on; running requests go on under it where the engine can.
 
-        Returns:
-            Seconds for which generation stood still.
-
-        Raises:
-            EngineError: the engine refused the weights, or holds others than were published. It has failed.
-            DeadlineError: the load took longer than ``load_timeout_s``, not counting what it waited for running
-                requests. The engine has failed.
+        Returns the seconds for which generation stood still. Raises `EngineError` if the engine refuses the weights or
+        holds others than were published, `DeadlineError` after ``load_timeout_s``, not counting what it waited for
+        running requests. In both cases it has failed.
         """
         ...
 
@@ -243,8 +237,9 @@ def check_output(
     low, high = int(output.token_ids.min()), int(output.token_ids.max())
     if low < 0 or high >= vocab_size:
         raise EngineError(f"{where}: sampled ids must be in 0..{vocab_size - 1}, got {low}..{high}")
-    if not (output.logprobs <= LOGPROB_ROUNDING).all():
-        raise EngineError(f"{where}: log-probs must be numbers <= 0, got a largest of {output.logprobs.max()}")
+    largest = float(output.logprobs.max())  # not a number where one of them is not
+    if not largest <= LOGPROB_ROUNDING:
+        raise EngineError(f"{where}: log-probs must be numbers <= 0, got a largest of {largest}")
     unknown = set(output.versions.tolist()).difference(loaded_versions)
     if unknown:
         raise EngineError(

@@ -50,15 +50,8 @@ _LOGGING = {
 class SGLangServer:
     """One server process group, reachable at `url` with `headers` once `start` returned.
 
-    Args:
-        config: Launch options.
-        model_path: Directory of the model in Hugging Face layout.
-        device: ``cpu`` or ``cuda``.
-        name: Names the server in messages and its log file, ``<name>.log`` in ``log_dir``. Example: ``"sglang-0"``.
-        log_dir: Created where it is missing.
-        seed: Seeds the server's sampling.
-        start_timeout_s: Deadline of `start`.
-        stop_timeout_s: Grace between SIGTERM and SIGKILL.
+    ``device`` is ``cpu`` or ``cuda``. ``name`` names the server in messages and its log, ``<name>.log`` in ``log_dir``.
+    ``start_timeout_s`` bounds `start`; ``stop_timeout_s`` is the grace between SIGTERM and SIGKILL.
     """
 
     def __init__(

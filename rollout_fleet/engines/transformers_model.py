@@ -28,11 +28,8 @@ from .model_files import ModelFacts
 class StepRecorder:
     """Sees every step twice: the logits before sampling and the tokens after. Records log-probs, stops rows.
 
-    Args:
-        flags: One per row; a row whose flag is set is cut off at its next token.
-        max_new_tokens: Longest response, per row.
-        temperature: Sampling temperature; under 0 (greedy) log-probs are those of temperature 1.
-        on_step: Called after every step.
+    A row ends at its ``max_new_tokens``, or at its next token once its flag is set. Under ``temperature`` 0 (greedy)
+    log-probs are those of temperature 1. ``on_step`` is called after every step.
     """
 
     def __init__(
@@ -84,13 +81,8 @@ class StepRecorder:
 class GenerationModel:
     """The model, its weights in place, and batches of samples; `load` reads the model.
 
-    Args:
-        model_path: Directory in Hugging Face layout.
-        facts: What its JSON files say.
-        dtype: A torch dtype's name, or ``auto`` for the stored one.
-        device: ``cpu`` or ``cuda``.
-        seed: Seeds torch's sampling in this process.
-        on_step: Called by the generating thread after every token of a batch.
+    ``dtype`` is a torch dtype's name, or ``auto`` for the stored one; ``device`` is ``cpu`` or ``cuda``. ``seed`` seeds
+    torch in this process. The generating thread calls ``on_step`` after every token of a batch.
     """
 
     def __init__(

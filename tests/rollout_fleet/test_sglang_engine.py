@@ -67,13 +67,20 @@ async def test_what_was_cut_off_is_continued_to_what_it_would_have_been(engine, 
     await assert_continues(engine, model_path, atol=1e-3)
 
 
-async def test_logprobs_equal_a_forward_pass_under_the_version_that_each_token_names(engine, model_path, tmp_path):
+async def test_logprobs_equal_a_forward_pass_under_the_version_that_each_token_names(
+    engine, model_path, tmp_path, monkeypatch
+):
     snapshots = [publish_weights(model_path, tmp_path, engine.version + 1 + k, 1.0 + 0.15 * k) for k in range(5)]
     paths = {0: model_path, **{snapshot.version: snapshot.path for snapshot in snapshots}}
     requests = requests_of(6, max_new_tokens=150, temperature=1.3)
+    wrote = asyncio.Event()
+    monkeypatch.setattr(engine._silence, "token", wrote.set)
     running = asyncio.create_task(answer(engine, requests))
+    running.add_done_callback(lambda _: wrote.set())
     for snapshot in snapshots:
-        await asyncio.sleep(0.05)
+        if not running.done():
+            wrote.clear()
+            await asyncio.wait_for(wrote.wait(), 60)
         assert await engine.load_weights(snapshot) < 10
         assert engine.version == snapshot.version
     num_checked, versions_in_one_response = 0, Counter()
