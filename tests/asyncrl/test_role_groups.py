@@ -92,7 +92,11 @@ def start(cluster, tmp_path):
         config = replace(config, model=replace(config.model, path=str(tmp_path / "model")))
         folder = tmp_path / f"run{len(started)}"
         paths = RunPaths(
-            logs=folder / "logs", snapshots=folder / "s", trajectories=None, checkpoints=folder / "checkpoints"
+            logs=folder / "logs",
+            snapshots=folder / "s",
+            samples=folder / "samples",
+            trajectories=None,
+            checkpoints=folder / "checkpoints",
         )
         paths.logs.mkdir(parents=True)
         started.append(LearnerGroup(config, buffer=ScriptedConnection(address=""), paths=paths))
