@@ -31,9 +31,7 @@ asyncio.run(until_killed(sys.argv[1]))
 """
 
 
-async def make_loop(
-    buffer: BufferClient, *, version: int, token_delay_s: float
-) -> tuple[RolloutLoop, ScriptedEngine]:
+async def make_loop(buffer: BufferClient, *, version: int, token_delay_s: float) -> tuple[RolloutLoop, ScriptedEngine]:
     """A worker each of whose samples has ``NUM_TOKENS`` tokens when it is finished, whoever wrote them."""
 
     def script(request: SampleRequest, version: int) -> ScriptedAnswer:
