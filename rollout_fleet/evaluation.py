@@ -28,8 +28,7 @@ async def evaluate_prompts(
 ) -> EvaluationResult:
     """Sample ``num_samples`` responses per prompt and score them.
 
-    Raises:
-        AsyncRLError: the engine failed, or the reward of every prompt did.
+    Raises `AsyncRLError` if the engine fails, or the reward of every prompt does.
     """
     requests = {
         (prompt, sample): SampleRequest(

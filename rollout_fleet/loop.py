@@ -71,7 +71,11 @@ class LoopState(Enum):
 
 
 class RolloutLoop:
-    """Rolls prompt groups out on one engine. Call `run` once; the other methods may be called while it runs."""
+    """Rolls prompt groups out on one engine. Call `run` once; the other methods may be called while it runs.
+
+    The collaborators are started, and the loop closes none of them. ``decode`` turns response tokens into the text that
+    rewards read; ``greedy_baseline`` samples one more response per prompt greedily, which is not trained on.
+    """
 
     def __init__(
         self,
@@ -84,17 +88,6 @@ class RolloutLoop:
         samples_per_prompt: int,
         greedy_baseline: bool = False,
     ) -> None:
-        """Take the collaborators, all started; the loop closes none of them.
-
-        Args:
-            config: The fleet's options.
-            engine: Generates.
-            buffer: Where leases come from and groups go.
-            rewards: Scores finished groups.
-            decode: Turns response tokens into the text that rewards read.
-            samples_per_prompt: G.
-            greedy_baseline: Sample one more response per prompt greedily, as a baseline that is not trained on.
-        """
         self._config = config
         self._engine = engine
         self._buffer = buffer
@@ -116,9 +109,8 @@ class RolloutLoop:
     async def run(self) -> FleetCounters:
         """Roll out until `stop`; then abort, give back what is held, and return the final counters.
 
-        Raises:
-            AsyncRLError: the engine failed, or the buffer did; all leases are given back first, as far as the buffer
-                still answers.
+        Raises `AsyncRLError` if the engine or the buffer fails; all leases are given back first, as far as the buffer
+        still answers.
         """
         if self._state is LoopState.idle:
             self._state = LoopState.running
@@ -149,8 +141,7 @@ class RolloutLoop:
     async def load_weights(self, snapshot: WeightSnapshot) -> None:
         """Load new weights into the engine; new leases are asked for at their version from then on.
 
-        Raises:
-            AsyncRLError: see `Engine.load_weights`. The engine has failed; what was cut off is given back.
+        Raises as `Engine.load_weights` does: the engine has failed then, and what was cut off is given back.
         """
         if self._config.save_progress is SaveProgress.at_updates:
             await self._park(self._config.load_timeout_s)
@@ -162,10 +153,8 @@ class RolloutLoop:
     async def release_device(self) -> None:
         """Ask for no more work, let what runs end, and have the engine give up its device until `load_weights`.
 
-        What does not end within ``drain_timeout_s`` is cut off, and continued after the next `load_weights`.
-
-        Raises:
-            DeadlineError: what runs could not be cut off.
+        What does not end within ``drain_timeout_s`` is cut off, and continued after the next `load_weights`. Raises
+        `DeadlineError` if it cannot be cut off.
         """
         self._has_device = False
         await self._notify()
@@ -182,9 +171,9 @@ class RolloutLoop:
                 ) from None
         await self._engine.release_memory()
 
-    def counters(self) -> FleetCounters:
+    def counters(self, *, final: bool = False) -> FleetCounters:
         """What has been done up to now."""
-        return self._meter.counters()
+        return self._meter.counters(final=final)
 
     # Tasks
 
@@ -363,8 +352,7 @@ class RolloutLoop:
     async def _fail_attempt(self, group: InflightGroup, reason: str, error: AsyncRLError) -> None:
         """Give a group back whose attempt failed; drop it where that has happened often enough on this worker.
 
-        Raises:
-            AsyncRLError: ``error``, where one group after another fails: then the cause is not in the groups.
+        Raises ``error`` where one group after another fails: then the cause is not in the groups.
         """
         self._meter.failed(reason)
         self._num_failures_in_a_row += 1

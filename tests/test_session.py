@@ -9,7 +9,6 @@ import pytest
 
 from tests.support.leftovers import end_leftovers, watch_session
 
-
 MINE = uuid.uuid4().hex  # a name that no session beside this one has
 WAIT = "echo up; read line"
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from asyncrl.protocol.errors import AccountError
 from asyncrl.protocol.ports import FleetCounts
 from asyncrl.protocol.types import BufferStats, Plan, TokenAccount
 
-_NOT_METRICS = ("started_at", "ended_at")
+_TIMES = ("started_at", "ended_at")
 
 
 class Reporter:
@@ -34,7 +34,6 @@ class Reporter:
         self._resumed = resumed
         self._began_s = self._ended_s = self._last_record_s = 0.0
         self._last_tokens = 0
-        self._learner_busy_s = self._rollout_busy_s = 0.0
         self._publish_s = 0.0
         self._max_lag = 0
 
@@ -59,9 +58,7 @@ class Reporter:
         update_s = metrics["ended_at"] - metrics["started_at"]
         elapsed_s = now_s - self._last_record_s
         new_tokens = counts.tokens_generated - self._last_tokens
-        self._learner_busy_s += update_s
-        self._rollout_busy_s = counts.busy_s
-        self._ended_s = metrics["ended_at"]
+        self._ended_s = max(value for name, value in metrics.items() if name.endswith("ended_at"))
         self._last_record_s, self._last_tokens = now_s, counts.tokens_generated
         batch = self._batch_numbers(plan)
         self._max_lag = max(self._max_lag, batch["lag_max"])
@@ -83,26 +80,26 @@ class Reporter:
                 plan_wait_s=plan_wait_s,
                 update_s=update_s,
                 publish_s=self._publish_s,
-                learner={name: value for name, value in metrics.items() if name not in _NOT_METRICS},
+                learner={name: value for name, value in metrics.items() if not name.endswith(_TIMES)},
             )
         )
 
-    def result(self, stats: BufferStats, counts: FleetCounts) -> TrainingResult:
+    def result(
+        self, stats: BufferStats, counts: FleetCounts, *, learner_busy: Sequence[tuple[float, float]]
+    ) -> TrainingResult:
         """Close the token account with the ledger after the last commit and the fleet's final counters.
 
-        Raises `AccountError` if it does not balance.
+        ``learner_busy`` is what `LearnerPort.busy` returns. Raises `AccountError` if it does not balance.
         """
         tokens = balanced_account(stats, counts)
         before = self._resumed
         dropped = Counter(before.all_dropped()) + Counter(stats.tokens_dropped)
         lags = Counter(before.lag_histogram) + Counter(stats.lag_histogram)
-        measured_s = self._ended_s - self._began_s
+        span = (self._began_s, self._ended_s)
         return TrainingResult(
             policy_version=stats.learner_version,
-            train_wall_s=measured_s,
-            overlap=Overlap(
-                rollout_busy_s=self._rollout_busy_s, learner_busy_s=self._learner_busy_s, measured_s=measured_s
-            ),
+            train_wall_s=self._ended_s - self._began_s,
+            overlap=Overlap.within(span, engines=counts.busy, learner=learner_busy),
             tokens=replace(
                 tokens,
                 generated=before.tokens_generated + tokens.generated,

@@ -13,6 +13,8 @@ from typing import Any
 from asyncrl.protocol.errors import AsyncRLError
 from asyncrl.protocol.types import TokenAccount
 
+from .overlap import Overlap
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
@@ -91,33 +93,13 @@ class Evaluation:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Overlap:
-    """How well generation and training ran at the same time.
-
-    Attributes:
-        rollout_busy_s: Mean over engines of the time with a request running.
-        learner_busy_s: Time inside updates, on the slowest rank.
-        measured_s: Training time.
-    """
-
-    rollout_busy_s: float
-    learner_busy_s: float
-    measured_s: float
-
-    @property
-    def efficiency(self) -> float:
-        """Busier pool ÷ measured time: 1.0 is the ideal, where the busier pool never waits."""
-        return max(self.rollout_busy_s, self.learner_busy_s) / self.measured_s if self.measured_s > 0 else 0.0
-
-
-@dataclass(frozen=True, kw_only=True)
 class TrainingResult:
     """What training left behind, before the final evaluation.
 
     Attributes:
         policy_version: Learner version at the end.
         train_wall_s: Seconds from the first admission to the last update.
-        overlap: Rollout and learner time.
+        overlap: Its parts, which add up to ``train_wall_s``.
         tokens: The token account, after the fleet has put down its work.
         max_lag_realised: Largest lag of any group that this run consumed.
         max_lag_before: The same of the runs that it resumes; they may have had another bound. 0 where there were none.
@@ -141,6 +123,7 @@ def summary_document(
     *,
     experiment: str,
     seed: int,
+    total_steps: int,
     max_lag: int,
     result: TrainingResult,
     before: Evaluation | None,
@@ -152,6 +135,7 @@ def summary_document(
     Args:
         experiment: Name of the run.
         seed: Its seed.
+        total_steps: Steps that it was to take; a run that a signal stopped has fewer.
         max_lag: The bound.
         result: What training left behind.
         before: Evaluation at version 0; None where evaluation is off.
@@ -162,6 +146,7 @@ def summary_document(
         "experiment": experiment,
         "seed": seed,
         "policy_version": result.policy_version,
+        "total_steps": total_steps,
         "wall_s": wall_s["total"],
         "start_wall_s": wall_s["start"],
         "train_wall_s": result.train_wall_s,
@@ -177,7 +162,7 @@ def summary_document(
         },
         "tokens": asdict(result.tokens) | {"dropped_by_reason": dict(result.tokens_dropped)},
         "groups_failed": dict(result.groups_failed),
-        "overlap": asdict(result.overlap) | {"efficiency": result.overlap.efficiency},
+        "overlap": asdict(result.overlap),
     }
 
 

@@ -126,7 +126,8 @@ class TrajectoryGroup:
         skeleton = [_skeleton_of(prompt, SHARED, ROOT)]
         turns = [prompt]
         for index, trajectory in enumerate(trajectories):
-            if not np.array_equal(trajectory.turns[0].token_ids, prompt.token_ids):
+            own = trajectory.turns[0]
+            if own is not prompt and not np.array_equal(own.token_ids, prompt.token_ids):
                 which = f"trajectory {index} of prompt group {group_id}"
                 raise ValueError(f"{which} begins with another prompt than the first")
             if strange := {*trajectory.turn_rewards} - {*range(1, len(trajectory.turns))}:

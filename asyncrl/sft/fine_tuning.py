@@ -27,8 +27,7 @@ from asyncrl.protocol.types import Prompt
 from asyncrl.sft.warm_start import finished_warm_start, warm_start_path, write_warm_start
 from learner.config import LearnerConfig, LoraConfig, Schedule
 from learner.fsdp import LearnerMesh
-from learner.losses import negative_log_likelihood
-from learner.objectives import Objective
+from learner.losses import Objective, negative_log_likelihood
 from learner.trainer import Trainer
 from learner.types import TokenSequence
 from learner.weights import SnapshotWriter, copy_tokenizer, gather_weights, write_model
