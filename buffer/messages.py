@@ -30,9 +30,17 @@ PUSHES = frozenset({REVOKED, SPACE})
 PUSH_ID = 0
 CONNECT = "connect"
 MAX_COUNT = 1 << 40
-_INTEGERS = ("group_id", "attempt", "num_prompt_tokens", "num_tokens", "oldest_version", "newest_version")
+_INTEGERS = (
+    "group_id",
+    "attempt",
+    "num_prompt_tokens",
+    "num_tokens",
+    "oldest_version",
+    "newest_version",
+    "num_truncated",
+)
 _LISTS = ("response_lengths", "branch_tokens", "num_branches")
-_NAMES = (*_INTEGERS, *_LISTS, "rewards")
+_NAMES = (*_INTEGERS, *_LISTS, "rewards", "metrics")
 _NUMBERS = frozenset({int, float})
 _ERRORS = {
     kind.__name__: kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, AsyncRLError)
@@ -262,7 +270,14 @@ def summary_of(fields: Any) -> GroupSummary:
     num_tokens = max(numbers["num_tokens"], *map(sum, lists.values()))
     if num_tokens > MAX_COUNT:
         raise WireError(f"a group has at most 2**40 tokens, got {num_tokens}")
-    return GroupSummary(rewards=tuple(rewards), **numbers, **lists)
+    metrics = fields.get("metrics")
+    if not isinstance(metrics, list) or not all(map(_is_metric, metrics)):
+        raise WireError("field 'metrics' must be a list of pairs of a name and a number")
+    return GroupSummary(rewards=tuple(rewards), metrics=tuple(map(tuple, metrics)), **numbers, **lists)
+
+
+def _is_metric(pair: Any) -> bool:
+    return isinstance(pair, list) and list(map(type, pair)) == [str, float]
 
 
 def stats_fields(stats: BufferStats) -> dict[str, Any]:

@@ -31,8 +31,6 @@ from contextlib import suppress
 from enum import Enum, auto
 from typing import Any
 
-import numpy as np
-
 from asyncrl.protocol.errors import (
     AsyncRLError,
     DeadlineError,
@@ -50,7 +48,7 @@ from .engines.engine import Engine, SampleRequest
 from .engines.model_files import Decode
 from .inflight import ON_ENGINE, GroupPhase, InflightGroup, to_prefixes, to_progress, to_trajectory_group
 from .metrics import FleetCounters, FleetMeter
-from .rewards import RewardProcesses
+from .rewards import Scores, WeightedRewards
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +81,7 @@ class RolloutLoop:
         *,
         engine: Engine,
         buffer: RolloutBuffer,
-        rewards: RewardProcesses,
+        rewards: WeightedRewards,
         decode: Decode,
         samples_per_prompt: int,
         greedy_baseline: bool = False,
@@ -336,18 +334,18 @@ class RolloutLoop:
                 await self._fail_attempt(group, "aborted", EngineError(f"the engine aborted prompt group {group.key}"))
         else:
             try:
-                rewards = await self._score(group)
+                scores = await self._score(group)
             except RewardError as error:
                 await self._fail_attempt(group, "reward", error)
             else:
-                await self._store(group, rewards)
+                await self._store(group, scores)
 
-    async def _score(self, group: InflightGroup) -> np.ndarray:
+    async def _score(self, group: InflightGroup) -> Scores:
         started = time.perf_counter()
         texts = [self._decode(sample.token_ids.tolist()) for sample in group.samples]
-        rewards = await self._rewards.score(group.lease.prompt, texts)
+        scores = await self._rewards.score(group.lease.prompt, texts)
         self._meter.scored(time.perf_counter() - started)
-        return rewards
+        return scores
 
     async def _fail_attempt(self, group: InflightGroup, reason: str, error: AsyncRLError) -> None:
         """Give a group back whose attempt failed; drop it where that has happened often enough on this worker.
@@ -371,10 +369,12 @@ class RolloutLoop:
         logger.warning("failure %d, the group is %s: %s", num_failures, "dropped" if is_last else "requeued", error)
         await self._release(group, reason, drop=is_last)
 
-    async def _store(self, group: InflightGroup, rewards: np.ndarray) -> None:
+    async def _store(self, group: InflightGroup, scores: Scores) -> None:
         self._num_failures_in_a_row = 0
         self._num_failures.pop(group.lease.prompt.group_id, None)
-        record = to_trajectory_group(group.lease, group.samples, rewards, num_baselines=group.num_baselines)
+        record = to_trajectory_group(
+            group.lease, group.samples, scores.total, parts=scores.parts, num_baselines=group.num_baselines
+        )
         try:
             await self._buffer.put(record)
         except (LeaseExpired, VersionTooOld) as error:

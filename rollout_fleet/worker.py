@@ -19,7 +19,7 @@ from .engines.model_files import load_decoder
 from .evaluation import evaluate_prompts
 from .loop import RolloutLoop
 from .metrics import EvaluationResult, FleetCounters
-from .rewards import RewardProcesses
+from .rewards import WeightedRewards
 
 
 class RolloutWorker(Worker):
@@ -43,9 +43,7 @@ class RolloutWorker(Worker):
     ) -> None:
         super().__init__()
         self._connect_buffer = connect_buffer
-        self._rewards = RewardProcesses(
-            config.reward, num_processes=config.reward_processes, timeout_s=config.reward_timeout_s
-        )
+        self._rewards = WeightedRewards(config)
         self._decode = load_decoder(model_path)
         self._engine = make_engine(config, model_path=model_path, rank=self.rank, log_dir=log_dir, seed=seed)
         self._buffer: RolloutBuffer | None = None

@@ -24,7 +24,9 @@ class StepRecord:
         step: Learner version that consumed the batch; the weights are at ``step + 1`` afterwards.
         time_s: Seconds since training began, at the end of the update.
         reward: Mean reward over the batch's samples.
-        solved_groups: Share of groups with equal rewards, which carry no signal for a group advantage.
+        reward_std: Standard deviation of the rewards over the batch's samples.
+        equal_reward_groups: Share of groups with equal rewards, which carry no signal for a group advantage.
+        truncated_samples: Share of samples that hit the length limit.
         response_length: Mean response length, in tokens.
         lag_mean: Mean lag of the batch's groups, in learner steps.
         lag_max: Largest lag of the batch.
@@ -42,12 +44,16 @@ class StepRecord:
         update_s: Time of the update on the slowest rank.
         publish_s: Time of the last weight publish, on the slowest engine.
         learner: The learner's own metrics, by name (loss, grad_norm, clip_fraction, …).
+        metrics: Mean over the batch's groups of what their trajectories carry, such as ``reward.NAME`` of each of
+            several rewards.
     """
 
     step: int
     time_s: float
     reward: float
-    solved_groups: float
+    reward_std: float
+    equal_reward_groups: float
+    truncated_samples: float
     response_length: float
     lag_mean: float
     lag_max: int
@@ -65,12 +71,13 @@ class StepRecord:
     update_s: float
     publish_s: float
     learner: Mapping[str, float]
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
     def flat(self) -> dict[str, float]:
         """Return every number under a dotted name. Example: ``learner.loss``."""
         numbers = asdict(self)
-        learner = numbers.pop("learner")
-        return numbers | {f"learner.{name}": value for name, value in learner.items()}
+        learner, metrics = numbers.pop("learner"), numbers.pop("metrics")
+        return numbers | metrics | {f"learner.{name}": value for name, value in learner.items()}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -44,6 +44,8 @@ class ScriptedBuffer:
             oldest_version=max(0, version - 1),
             newest_version=version,
             rewards=(0.0, 1.0),
+            num_truncated=1,
+            metrics=(("reward.format", 0.5 * (version % 2)),),
         )
         return Plan(version=version, groups=[group])
 
@@ -220,6 +222,8 @@ async def test_a_record_carries_the_batchs_numbers():
     await asyncio.wait_for(controller.train(), 10)
     record = records[3]
     assert (record.reward, record.lag_mean, record.lag_max, record.response_length) == (0.5, 1.0, 1, 5.0)
+    assert (record.reward_std, record.equal_reward_groups, record.truncated_samples) == (0.5, 0.0, 0.5)
+    assert (record.flat()["reward.format"], records[2].flat()["reward.format"]) == (0.5, 0.0)
     assert record.learner_tokens_per_s == pytest.approx(10 / 0.5, rel=1e-3)
     assert record.flat()["learner.loss"] == 0.25
     assert record.flat()["learner.critic.value_loss"] == 0.5

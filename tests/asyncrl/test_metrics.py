@@ -27,7 +27,9 @@ def make_record(step):
         step=step,
         time_s=0.5 * (step + 1),
         reward=0.25,
-        solved_groups=0.5,
+        reward_std=0.5,
+        equal_reward_groups=0.5,
+        truncated_samples=0.0,
         response_length=7.5,
         lag_mean=1.0,
         lag_max=2,
@@ -41,6 +43,7 @@ def make_record(step):
         update_s=0.1,
         publish_s=0.02,
         learner={"loss": -0.5},
+        metrics={"reward.format": 0.125},
     )
 
 
@@ -85,7 +88,7 @@ def test_a_step_is_one_line_of_json_and_tensorboard_events(tmp_path):
     writer.close()
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [0, 1]
-    assert lines[0]["learner.loss"] == -0.5
+    assert (lines[0]["learner.loss"], lines[0]["reward.format"]) == (-0.5, 0.125)
     assert any((tmp_path / "tensorboard").iterdir())
 
 

@@ -17,7 +17,7 @@ from rollout_fleet.config import RolloutFleetConfig, SaveProgress
 from rollout_fleet.engines.engine import SampleRequest
 from rollout_fleet.engines.scripted import ScriptedAnswer, ScriptedEngine
 from rollout_fleet.loop import RolloutLoop
-from rollout_fleet.rewards import RewardProcesses
+from rollout_fleet.rewards import WeightedRewards
 from tests.support.trajectories import make_group
 
 pytestmark = pytest.mark.timeout(120)
@@ -45,7 +45,7 @@ async def make_loop(buffer: BufferClient, *, version: int, token_delay_s: float)
         RolloutFleetConfig(save_progress=SaveProgress.at_updates, groups_in_flight=1),
         engine=engine,
         buffer=buffer,
-        rewards=RewardProcesses("exact_match", num_processes=1, timeout_s=5.0),
+        rewards=WeightedRewards(RolloutFleetConfig()),
         decode=str,
         samples_per_prompt=2,
     )

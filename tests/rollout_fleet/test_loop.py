@@ -12,7 +12,7 @@ from rollout_fleet.config import RolloutFleetConfig
 from rollout_fleet.engines.scripted import ScriptedAnswer, ScriptedEngine
 from rollout_fleet.loop import RolloutLoop
 from rollout_fleet.metrics import FleetMeter
-from rollout_fleet.rewards import REWARDS, RewardProcesses
+from rollout_fleet.rewards import REWARDS, WeightedRewards
 from tests.support.rollout import WRITTEN, digits, running_loop, update, writes
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("virtual_time")]
@@ -295,7 +295,7 @@ async def test_leases_granted_at_the_very_moment_of_a_stop_are_given_back(make_b
         RolloutFleetConfig(groups_in_flight=2),
         engine=engine,
         buffer=buffer,
-        rewards=RewardProcesses("exact_match", num_processes=1, timeout_s=5.0),
+        rewards=WeightedRewards(RolloutFleetConfig()),
         decode=digits,
         samples_per_prompt=2,
     )

@@ -9,7 +9,8 @@ import pytest
 
 from asyncrl.protocol.errors import RewardError, WorkerDiedError
 from asyncrl.protocol.types import Prompt
-from rollout_fleet.rewards import REWARDS, RewardProcesses
+from rollout_fleet.config import RolloutFleetConfig
+from rollout_fleet.rewards import REWARDS, RewardProcesses, WeightedRewards
 from tests.support.leftovers import left_in_shared_memory, shared_memory_of
 
 pytestmark = pytest.mark.timeout(60)
@@ -143,6 +144,32 @@ async def test_anything_but_one_finite_number_per_response_is_an_error(user_rewa
 async def test_numbers_of_every_kind_are_rewards_and_prints_do_no_harm(user_rewards):
     scorer = await user_rewards("odd")
     assert (await scorer.score(PROMPT, ["int", "float32", "bool", "print"])).tolist() == [2.0, 0.5, 1.0, 3.0]
+
+
+async def test_several_rewards_add_up_by_their_weights_and_each_is_told(user_rewards):
+    await user_rewards("length")  # makes the module
+    rewards = WeightedRewards(RolloutFleetConfig(rewards=["exact_match", "0.5*user_rewards:length"]))
+    await rewards.start()
+    try:
+        scores = await rewards.score(PROMPT, ["42", "four"])
+    finally:
+        await rewards.close()
+    assert scores.total.tolist() == [1.5, 1.0]
+    assert {name: part.tolist() for name, part in scores.parts.items()} == {"exact_match": [1, 0], "length": [1, 2]}
+
+
+@pytest.mark.parametrize(
+    ("rewards", "words"),
+    [
+        (["much*exact_match"], "must hold NAME or WEIGHT"),
+        (["0.5*"], "must hold NAME or WEIGHT"),
+        (["inf*exact_match"], "must hold NAME or WEIGHT"),
+        (["a.py:f", "2*b.py:f"], r"must have different names, got \['f', 'f'\]"),
+    ],
+)
+def test_rewards_that_cannot_be_weighed_are_refused(rewards, words):
+    with pytest.raises(ValueError, match=rf"rollout_fleet\.rewards {words}"):
+        RolloutFleetConfig(rewards=rewards)
 
 
 async def test_several_groups_are_scored_at_once_by_as_many_processes(user_rewards):
