@@ -22,7 +22,7 @@ from asyncrl.protocol.trajectory import TrajectoryGroup
 from asyncrl.protocol.types import Lease, Plan, Prompt, WeightSnapshot
 from learner.advantages import BatchAdvantages
 from learner.batching import rank_batches
-from learner.objectives import policy_objective
+from learner.losses import policy_objective
 from learner.trainer import LearnerStep, Trainer
 from learner.types import group_sequences
 from learner.weights import SnapshotWriter

@@ -31,9 +31,17 @@ PUSHES = frozenset({REVOKED, SPACE})
 PUSH_ID = 0
 CONNECT = "connect"
 MAX_COUNT = 1 << 40
-_INTEGERS = ("group_id", "attempt", "num_prompt_tokens", "num_tokens", "oldest_version", "newest_version")
+_INTEGERS = (
+    "group_id",
+    "attempt",
+    "num_prompt_tokens",
+    "num_tokens",
+    "oldest_version",
+    "newest_version",
+    "num_truncated",
+)
 _LISTS = ("response_lengths", "branch_tokens", "num_branches")
-_NAMES = (*_INTEGERS, *_LISTS, "rewards")
+_NAMES = (*_INTEGERS, *_LISTS, "rewards", "metrics")
 _values_of = attrgetter(*_NAMES)
 _NUMBERS = frozenset({int, float})
 _ERRORS = {
@@ -261,25 +269,21 @@ def summary_of(fields: Any) -> GroupSummary:
     rewards = fields.get("rewards")
     if not isinstance(rewards, list) or not _NUMBERS.issuperset(map(type, rewards)):
         raise WireError("field 'rewards' must be a list of numbers")
+    metrics = fields.get("metrics")
+    if not isinstance(metrics, list) or not all(map(_is_metric, metrics)):
+        raise WireError("field 'metrics' must be a list of pairs of a name and a number")
     numbers = [*map(fields.get, _INTEGERS)]
     if not _are_int64(numbers):
         numbers = [integer(fields, name) for name in _INTEGERS]  # which says which is wrong
-    lengths, branch_tokens, num_branches = [tuple(integers(fields, name)) for name in _LISTS]
-    group_id, attempt, num_prompt_tokens, num_tokens, oldest_version, newest_version = numbers
-    if (most := max(num_tokens, sum(lengths), sum(branch_tokens), sum(num_branches))) > MAX_COUNT:
+    lists: list[Any] = [tuple(integers(fields, name)) for name in _LISTS]
+    if (most := max(fields["num_tokens"], *map(sum, lists))) > MAX_COUNT:
         raise WireError(f"a group has at most 2**40 tokens, got {most}")
-    return GroupSummary(
-        group_id=group_id,
-        attempt=attempt,
-        num_prompt_tokens=num_prompt_tokens,
-        response_lengths=lengths,
-        num_tokens=num_tokens,
-        oldest_version=oldest_version,
-        newest_version=newest_version,
-        rewards=tuple(rewards),
-        branch_tokens=branch_tokens,
-        num_branches=num_branches,
-    )
+    counted = dict(zip(_INTEGERS + _LISTS, numbers + lists, strict=True))
+    return GroupSummary(rewards=tuple(rewards), metrics=tuple(map(tuple, metrics)), **counted)
+
+
+def _is_metric(pair: Any) -> bool:
+    return isinstance(pair, list) and list(map(type, pair)) == [str, float]
 
 
 def stats_fields(stats: BufferStats) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from .config import SamplingConfig
 from .engines.engine import Engine, SampleOutput, SampleRequest
 from .engines.model_files import Decode
 from .metrics import EvaluationResult
-from .rewards import RewardProcesses
+from .rewards import WeightedRewards
 
 logger = logging.getLogger(__name__)
 
@@ -21,15 +21,14 @@ async def evaluate_prompts(
     prompts: Sequence[Prompt],
     *,
     engine: Engine,
-    rewards: RewardProcesses,
+    rewards: WeightedRewards,
     decode: Decode,
     sampling: SamplingConfig,
     num_samples: int,
 ) -> EvaluationResult:
     """Sample ``num_samples`` responses per prompt and score them.
 
-    Raises:
-        AsyncRLError: the engine failed, or the reward of every prompt did.
+    Raises `AsyncRLError` if the engine fails, or the reward of every prompt does.
     """
     requests = {
         (prompt, sample): SampleRequest(
@@ -47,7 +46,7 @@ async def evaluate_prompts(
         samples = [outputs[requests[index, sample].id] for sample in range(num_samples)]
         texts = [decode(sample.token_ids.tolist()) for sample in samples]
         try:
-            scores += (await rewards.score(prompt, texts)).tolist()
+            scores += (await rewards.score(prompt, texts)).total.tolist()
         except RewardError as error:
             failures.append(error)
             logger.warning("a held-out prompt is left out: %s", error)

@@ -93,6 +93,7 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
         """Take the parts, all started, with learner, buffer and engines at the version of ``resumed``."""
         resumed = resumed or RunState()
         self._versions = range(resumed.version, config.total_steps)
+        self._queued_version = resumed.version
         self._prompts_per_call = config.algorithm.groups_per_step
         self._buffer = buffer
         self._learner = learner
@@ -113,10 +114,15 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
             await asyncio.gather(*(tasks.create_task(loop()) for loop in self._loops()))
             feed.cancel()
 
+    async def settle(self) -> None:
+        """Commit the steps that a cancelled `train` left queued on the ranks; call it when they are done with them."""
+        for version in range((await self._buffer.stats()).learner_version, self._queued_version):
+            await self._buffer.commit(version)
+
     async def account(self) -> TrainingResult:
         """Let the fleet stop all work, and close the account. Raises `AccountError` if it does not balance."""
         counts = await self._fleet.drain()
-        return self._reporter.result(await self._buffer.stats(), counts)
+        return self._reporter.result(await self._buffer.stats(), counts, learner_busy=await self._learner.busy())
 
     @abstractmethod
     def _loops(self) -> Sequence[Loop]:
@@ -154,6 +160,7 @@ class Controller(_Training[LearnerPort, FleetPort]):
             await self._places.acquire()
             plan, waited_s = await self._planned(version)
             plan = await self._learner.scored(plan)
+            self._queued_version = version + 1
             step = _QueuedStep(
                 plan=plan,
                 plan_wait_s=waited_s,
@@ -212,6 +219,7 @@ class ColocatedController(_Training[ColocatedLearnerPort, ColocatedFleetPort]):
             await self._fleet.release_device()
             await self._learner.trainer_mode()
             plan = await self._learner.scored(plan)
+            self._queued_version = version + 1
             metrics = await self._learner.update(plan)
             metrics = {**metrics, **await self._learner.update_critic(plan)}
             checkpoint = await self._checkpointer.save_if_due(version + 1)

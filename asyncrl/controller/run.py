@@ -34,6 +34,7 @@ from asyncrl.metrics import (
     summary_document,
     write_json,
 )
+from asyncrl.protocol.errors import AsyncRLError
 from asyncrl.protocol.ports import PromptSource
 from asyncrl.protocol.types import Prompt, WeightSnapshot
 from asyncrl.single_controller import ray_death
@@ -41,6 +42,7 @@ from buffer import BufferClient, BufferConnection, BufferProcess
 
 T = TypeVar("T")
 U = TypeVar("U")
+AnyController: TypeAlias = Controller | ColocatedController
 Starter: TypeAlias = Callable[..., Coroutine[Any, Any, T]]
 
 
@@ -210,15 +212,43 @@ class Run:
         try:
             await _unless(self._train_and_save(controller, parts.learner), [parts.fleet.run()])
             result = await controller.account()
+            after = await self._evaluate(parts, "after", result.policy_version)
+        except asyncio.CancelledError:
+            if self._records:
+                await self._keep(controller, parts.learner, before)
+            raise
         finally:
             writer.close()
-        after = await self._evaluate(parts, "after", result.policy_version)
         return self._summarise(result, before, after)
 
-    async def _train_and_save(self, controller: Controller | ColocatedController, learner: LearnerGroup) -> None:
+    async def _train_and_save(self, controller: AnyController, learner: LearnerGroup) -> None:
         """Save the policy as soon as it is trained: whatever goes wrong later, it is there."""
         await controller.train()
-        await learner.save_policy(self._run_dir / "policy")
+        await self._save_policy(learner)
+
+    async def _save_policy(self, learner: LearnerGroup) -> None:
+        """Write ``policy/``, whole or not at all."""
+        partial, policy = self._run_dir / ".policy.partial", self._run_dir / "policy"
+        await learner.save_policy(partial)
+        partial.rename(policy)
+
+    async def _keep(self, controller: AnyController, learner: LearnerGroup, before: Evaluation | None) -> None:
+        """Write what a run that is stopped by a signal has learned until then."""
+        timeout_s = self._config.save_timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                if not (self._run_dir / "policy").exists():
+                    await self._save_policy(learner)
+                await controller.settle()
+                result = await controller.account()
+        except TimeoutError:
+            self._view.say(
+                f"writing policy and summary took longer than save_timeout_s={self._config.save_timeout_s:g}"
+            )
+        except AsyncRLError as error:
+            self._view.say(f"policy and summary could not be written: {error}")
+        else:
+            self._summarise(result, before, None)
 
     async def _evaluate(self, parts: _Parts, when: str, version: int) -> Evaluation | None:
         if not self._config.evaluation.enabled:
@@ -237,6 +267,7 @@ class Run:
         summary = summary_document(
             experiment=self._config.experiment,
             seed=self._config.seed,
+            total_steps=self._config.total_steps,
             max_lag=self._config.buffer.max_lag,
             result=result,
             before=before,

@@ -13,6 +13,8 @@ from typing import Any
 from asyncrl.protocol.errors import AsyncRLError
 from asyncrl.protocol.types import TokenAccount
 
+from .overlap import Overlap
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
@@ -22,7 +24,9 @@ class StepRecord:
         step: Learner version that consumed the batch; the weights are at ``step + 1`` afterwards.
         time_s: Seconds since training began, at the end of the update.
         reward: Mean reward over the batch's samples.
-        solved_groups: Share of groups with equal rewards, which carry no signal for a group advantage.
+        reward_std: Standard deviation of the rewards over the batch's samples.
+        equal_reward_groups: Share of groups with equal rewards, which carry no signal for a group advantage.
+        truncated_samples: Share of samples that hit the length limit.
         response_length: Mean response length, in tokens.
         lag_mean: Mean lag of the batch's groups, in learner steps.
         lag_max: Largest lag of the batch.
@@ -40,12 +44,16 @@ class StepRecord:
         update_s: Time of the update on the slowest rank.
         publish_s: Time of the last weight publish, on the slowest engine.
         learner: The learner's own metrics, by name (loss, grad_norm, clip_fraction, …).
+        metrics: Mean over the batch's groups of what their trajectories carry, such as ``reward.NAME`` of each of
+            several rewards.
     """
 
     step: int
     time_s: float
     reward: float
-    solved_groups: float
+    reward_std: float
+    equal_reward_groups: float
+    truncated_samples: float
     response_length: float
     lag_mean: float
     lag_max: int
@@ -63,12 +71,13 @@ class StepRecord:
     update_s: float
     publish_s: float
     learner: Mapping[str, float]
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
     def flat(self) -> dict[str, float]:
         """Return every number under a dotted name. Example: ``learner.loss``."""
         numbers = asdict(self)
-        learner = numbers.pop("learner")
-        return numbers | {f"learner.{name}": value for name, value in learner.items()}
+        learner, metrics = numbers.pop("learner"), numbers.pop("metrics")
+        return numbers | metrics | {f"learner.{name}": value for name, value in learner.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,33 +100,13 @@ class Evaluation:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Overlap:
-    """How well generation and training ran at the same time.
-
-    Attributes:
-        rollout_busy_s: Mean over engines of the time with a request running.
-        learner_busy_s: Time inside updates, on the slowest rank.
-        measured_s: Training time.
-    """
-
-    rollout_busy_s: float
-    learner_busy_s: float
-    measured_s: float
-
-    @property
-    def efficiency(self) -> float:
-        """Busier pool ÷ measured time: 1.0 is the ideal, where the busier pool never waits."""
-        return max(self.rollout_busy_s, self.learner_busy_s) / self.measured_s if self.measured_s > 0 else 0.0
-
-
-@dataclass(frozen=True, kw_only=True)
 class TrainingResult:
     """What training left behind, before the final evaluation.
 
     Attributes:
         policy_version: Learner version at the end.
         train_wall_s: Seconds from the first admission to the last update.
-        overlap: Rollout and learner time.
+        overlap: Its parts, which add up to ``train_wall_s``.
         tokens: The token account, after the fleet has put down its work.
         max_lag_realised: Largest lag of any group that this run consumed.
         max_lag_before: The same of the runs that it resumes; they may have had another bound. 0 where there were none.
@@ -141,6 +130,7 @@ def summary_document(
     *,
     experiment: str,
     seed: int,
+    total_steps: int,
     max_lag: int,
     result: TrainingResult,
     before: Evaluation | None,
@@ -152,6 +142,7 @@ def summary_document(
     Args:
         experiment: Name of the run.
         seed: Its seed.
+        total_steps: Steps that it was to take; a run that a signal stopped has fewer.
         max_lag: The bound.
         result: What training left behind.
         before: Evaluation at version 0; None where evaluation is off.
@@ -162,6 +153,7 @@ def summary_document(
         "experiment": experiment,
         "seed": seed,
         "policy_version": result.policy_version,
+        "total_steps": total_steps,
         "wall_s": wall_s["total"],
         "start_wall_s": wall_s["start"],
         "train_wall_s": result.train_wall_s,
@@ -177,7 +169,7 @@ def summary_document(
         },
         "tokens": asdict(result.tokens) | {"dropped_by_reason": dict(result.tokens_dropped)},
         "groups_failed": dict(result.groups_failed),
-        "overlap": asdict(result.overlap) | {"efficiency": result.overlap.efficiency},
+        "overlap": asdict(result.overlap),
     }
 
 

@@ -126,7 +126,8 @@ class TrajectoryGroup:
         skeleton = [_skeleton_of(prompt, SHARED, ROOT)]
         turns = [prompt]
         for index, trajectory in enumerate(trajectories):
-            if not np.array_equal(trajectory.turns[0].token_ids, prompt.token_ids):
+            own = trajectory.turns[0]
+            if own is not prompt and not np.array_equal(own.token_ids, prompt.token_ids):
                 which = f"trajectory {index} of prompt group {group_id}"
                 raise ValueError(f"{which} begins with another prompt than the first")
             if strange := {*trajectory.turn_rewards} - {*range(1, len(trajectory.turns))}:
@@ -143,7 +144,7 @@ class TrajectoryGroup:
             trajectory_columns["baseline"] = np.array([each.baseline for each in trajectories])
         for name in sorted({name for each in trajectories for name in each.metrics}):
             values = [each.metrics.get(name, np.nan) for each in trajectories]
-            trajectory_columns[f"metrics/{name}"] = np.array(values, dtype=np.float32)
+            trajectory_columns[_METRICS + name] = np.array(values, dtype=np.float32)
         group = cls(
             group_id=group_id,
             attempt=attempt,
@@ -278,7 +279,7 @@ class TrajectoryGroup:
 
     def is_truncated(self, branch: Branch) -> bool:
         """Whether the branch ended because it was too long."""
-        return self.turns["finish_reason"][branch.turns[-1]] == FINISH_REASONS.index(FinishReason.length)
+        return self.turns["finish_reason"][branch.turns[-1]] == _TRUNCATED
 
     def trajectories(self) -> list[Trajectory]:
         """The trees that `from_trajectories` was given."""
@@ -288,8 +289,7 @@ class TrajectoryGroup:
             offset = first.setdefault(trajectory, index) - 1
             turns[trajectory].append(self._turn(index, parent - offset if parent > 0 else parent))
         earned = self.turn_columns.get("turn_rewards", np.full(len(rows), np.nan, dtype=np.float32))
-        prefix = "metrics/"
-        reported = {name: column for name, column in self.trajectory_columns.items() if name.startswith(prefix)}
+        reported = {name: column for name, column in self.trajectory_columns.items() if name.startswith(_METRICS)}
         return [
             Trajectory(
                 turns=tuple(turns[index]),
@@ -300,7 +300,7 @@ class TrajectoryGroup:
                     if not np.isnan(earned[first[index] + place - 1])
                 },
                 metrics={
-                    name.removeprefix(prefix): float(column[index])
+                    name.removeprefix(_METRICS): float(column[index])
                     for name, column in reported.items()
                     if not np.isnan(column[index])
                 },
@@ -356,7 +356,21 @@ class TrajectoryGroup:
             rewards=tuple(rewards.tolist()),
             branch_tokens=branch_tokens,
             num_branches=num_branches,
+            num_truncated=self._num_truncated(),
+            metrics=self._mean_metrics(),
         )
+
+    def _num_truncated(self) -> int:
+        cut = {row[0] for row in self._rows if row[4] == _TRUNCATED}
+        return len(cut) - sum(self.is_baseline[[*cut]]) if cut and "baseline" in self.trajectory_columns else len(cut)
+
+    def _mean_metrics(self) -> tuple[tuple[str, float], ...]:
+        means = {}
+        for name, values in sorted(self.trajectory_columns.items()):
+            if name.startswith(_METRICS):
+                known = values[~self.is_baseline & ~np.isnan(values)]
+                means |= {name.removeprefix(_METRICS): float(known.mean())} if len(known) else {}
+        return tuple(means.items())
 
     @property
     def _single_turns(self) -> tuple[int, ...] | None:
@@ -378,6 +392,8 @@ class TrajectoryGroup:
         return (tuple(lengths), (), ()) if is_plain else (tuple(lengths), tuple(branch_tokens), tuple(num_branches))
 
 
+_METRICS = "metrics/"
+_TRUNCATED = FINISH_REASONS.index(FinishReason.length)
 _TOKEN_COLUMNS = {"token_ids": np.dtype("<i4"), "logprobs": np.dtype("<f4"), "versions": np.dtype("<i4")}
 _TRAJECTORY_COLUMNS = {"rewards": np.dtype("<f4")}
 

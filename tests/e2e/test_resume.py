@@ -5,6 +5,7 @@ import signal
 
 import pyarrow.parquet as pq
 import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from learner.checkpoint_folder import newest_checkpoint, read_progress, whole_checkpoints
 
@@ -27,6 +28,16 @@ def consumed(run_dir, first, end):
     return [sorted(set(pq.read_table(file)["group_id"].to_pylist())) for file in files]
 
 
+def check_what_is_kept(run):
+    assert f"policy, summary.json, reward.png, checkpoints, logs in {run.run_dir}" in run.lines[-1]
+    assert run.summary["policy_version"] >= run.records[-1]["step"] + 1
+    assert run.summary["total_steps"] == 100000
+    tokens = run.summary["tokens"]
+    assert tokens["generated"] == sum(tokens[name] for name in ("trained", "dropped", "buffered", "in_flight"))
+    AutoModelForCausalLM.from_pretrained(run.run_dir / "policy")
+    AutoTokenizer.from_pretrained(run.run_dir / "policy")
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)])
 def test_a_run_goes_on_where_the_newest_checkpoint_of_an_ended_one_stands(start, tmp_path, number):
     ended = start(*OPTIONS, "total_steps=100000")
@@ -43,6 +54,8 @@ def test_a_run_goes_on_where_the_newest_checkpoint_of_an_ended_one_stands(start,
     assert ended.survivors() == []
     assert not ended.left_in_shared_memory()
     first_dir = ended.run_dir
+    if number is signal.SIGINT:
+        check_what_is_kept(ended)
     newest = newest_checkpoint(first_dir / "checkpoints")
     progress = read_progress(newest)
     assert len(whole_checkpoints(first_dir / "checkpoints")) <= 2
@@ -52,7 +65,7 @@ def test_a_run_goes_on_where_the_newest_checkpoint_of_an_ended_one_stands(start,
     line = resumed.wait_for_line("resuming ")
     assert f"{newest}: {progress.version} steps done" in line
     assert resumed.finish(240) == 0, resumed.output
-    (second_dir,) = {path.parent for path in tmp_path.glob("*/*/summary.json")}
+    (second_dir,) = {path.parent for path in tmp_path.glob("*/*/summary.json")} - {first_dir}
     steps = consumed(first_dir, 0, progress.version) + consumed(second_dir, progress.version, progress.version + 6)
     ids = [group_id for step in steps for group_id in step]
     assert len(ids) == len(set(ids)) == 8 * (progress.version + 6)  # nothing twice

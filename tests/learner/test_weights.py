@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from learner.config import AlgorithmConfig, Device, LearnerConfig, OptimizerConfig
-from learner.objectives import policy_objective
+from learner.losses import policy_objective
 from learner.trainer import Trainer
 from learner.weights import SnapshotWriter, save_policy
 from tests.support.tiny_models import FAMILIES, random_sequences, save_tiny_model
