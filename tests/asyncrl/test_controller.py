@@ -15,6 +15,7 @@ from asyncrl.protocol.errors import AccountError, CheckpointError, WorkerDiedErr
 from asyncrl.protocol.ports import FleetCounts
 from asyncrl.protocol.types import BufferStats, GroupSummary, Plan, WeightSnapshot
 
+pytestmark = pytest.mark.usefixtures("virtual_time")
 TOKENS_PER_STEP = 10
 
 

@@ -16,7 +16,7 @@ from asyncrl.protocol.errors import DeadlineError
 from asyncrl.protocol.types import WeightSnapshot
 from rollout_fleet.metrics import EvaluationResult, FleetMeter
 
-pytestmark = pytest.mark.timeout(30)
+pytestmark = [pytest.mark.timeout(30), pytest.mark.usefixtures("virtual_time")]
 
 
 class Workers:
@@ -63,7 +63,7 @@ async def test_an_evaluation_takes_as_long_as_it_takes_while_its_workers_answer(
 
 
 async def test_a_load_that_waits_for_running_samples_is_left_to_the_engines_own_deadlines(fleet_of):
-    assert await fleet_of(Workers()).load(WeightSnapshot(version=1, path="")) >= 0.5
+    assert await fleet_of(Workers()).load(WeightSnapshot(version=1, path="")) == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize(

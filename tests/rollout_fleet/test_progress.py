@@ -12,7 +12,7 @@ from asyncrl.protocol.types import FinishReason, WeightSnapshot
 from rollout_fleet.config import SaveProgress
 from tests.support.rollout import running_loop, update, writes
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("virtual_time")]
 
 
 def writes_long_for_the_first_prompt(request, version):

@@ -13,7 +13,7 @@ from rollout_fleet.config import EngineDevice, RolloutFleetConfig, SamplingConfi
 from rollout_fleet.engines.engine import SampleRequest
 from rollout_fleet.engines.sglang import SGLangEngine, _StreamedSample
 
-pytestmark = pytest.mark.timeout(30)
+pytestmark = [pytest.mark.timeout(30), pytest.mark.usefixtures("virtual_time")]
 
 
 class RecordedServer:
