@@ -11,10 +11,12 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from asyncrl.protocol.errors import DeadlineError, EngineError
-from asyncrl.protocol.types import FinishReason, WeightSnapshot
+from asyncrl.protocol.types import FinishReason
+from asyncrl.protocol.weights import WeightOffer
 from rollout_fleet.config import SamplingConfig
 
 LOGPROB_ROUNDING = 1e-4
+SLOWEST_LOAD = 1e8  # bytes per second of a load, on top of which its deadline stands
 T = TypeVar("T")
 
 
@@ -85,16 +87,16 @@ class Engine(Protocol):
         """
         ...
 
-    async def load_weights(self, snapshot: WeightSnapshot) -> float:
-        """Serve ``snapshot`` from the next token on; running requests go on under it where the engine can.
+    async def load_weights(self, offer: WeightOffer) -> float:
+        """Serve the offered weights from the next token on; running requests go on under them where the engine can.
 
         Returns:
             Seconds for which generation stood still.
 
         Raises:
             EngineError: the engine refused the weights, or holds others than were published. It has failed.
-            DeadlineError: the load took longer than ``load_timeout_s``, not counting what it waited for running
-                requests. The engine has failed.
+            DeadlineError: the load took longer than ``load_timeout_s`` and a second per 100 MB, not counting what it
+                waited for running requests. The engine has failed.
         """
         ...
 
@@ -203,11 +205,15 @@ class EngineFailure:
             raise DeadlineError(message.rstrip()) from None
 
     @asynccontextmanager
-    async def if_load_fails(self, snapshot: WeightSnapshot, timeout_s: float) -> AsyncIterator[None]:
-        """Load weights inside the block; whatever ends it early is the engine's failure."""
-        what = f"load policy version {snapshot.version}"
+    async def if_load_fails(self, offer: WeightOffer, timeout_s: float) -> AsyncIterator[None]:
+        """Load weights inside the block; whatever ends it early is the engine's failure.
+
+        The block may take ``timeout_s`` and a second per 100 MB of weights.
+        """
+        what = f"load policy version {offer.version}"
         try:
-            async with self.deadline(f"{what} from {snapshot.path}", timeout_s, "load_timeout_s"):
+            seconds = timeout_s + offer.num_bytes / SLOWEST_LOAD
+            async with self.deadline(f"{what} ({offer.manifest})", seconds, "load_timeout_s"):
                 yield
         except Exception as error:
             self.fail(error)
