@@ -191,18 +191,22 @@ class EngineFailure:
             await asyncio.gather(doing, failing, return_exceptions=True)
 
     @asynccontextmanager
-    async def deadline(self, what: str, timeout_s: float, option: str) -> AsyncIterator[None]:
+    async def deadline(self, what: str, timeout_s: float, option: str, *, num_bytes: int = 0) -> AsyncIterator[None]:
         """Bound the block; a message says that the engine did not do ``what`` in time, and ends with its log.
 
         Raises:
-            DeadlineError: the block took longer than ``timeout_s``, which ``rollout_fleet.<option>`` sets.
+            DeadlineError: the block took longer than ``timeout_s``, which ``rollout_fleet.<option>`` sets, and the time
+                that ``num_bytes`` may take.
         """
+        seconds = timeout_s + num_bytes / SLOWEST_LOAD
         try:
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(seconds):
                 yield
         except TimeoutError:
-            message = f"{self._name} did not {what} within rollout_fleet.{option} = {timeout_s:g} s. {self._log_tail()}"
-            raise DeadlineError(message.rstrip()) from None
+            limit = f"rollout_fleet.{option} = {timeout_s:g} s"
+            if num_bytes > SLOWEST_LOAD:
+                limit += f" and {seconds - timeout_s:.0f} s for {num_bytes / 1e6:.0f} MB"
+            raise DeadlineError(f"{self._name} did not {what} within {limit}. {self._log_tail()}".rstrip()) from None
 
     @asynccontextmanager
     async def if_load_fails(self, offer: WeightOffer, timeout_s: float) -> AsyncIterator[None]:
@@ -212,8 +216,8 @@ class EngineFailure:
         """
         what = f"load policy version {offer.version}"
         try:
-            seconds = timeout_s + offer.num_bytes / SLOWEST_LOAD
-            async with self.deadline(f"{what} ({offer.manifest})", seconds, "load_timeout_s"):
+            what_from = f"{what} from {offer.manifest}"
+            async with self.deadline(what_from, timeout_s, "load_timeout_s", num_bytes=offer.num_bytes):
                 yield
         except Exception as error:
             self.fail(error)

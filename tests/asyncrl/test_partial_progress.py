@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 
 from asyncrl.protocol.trajectory import TrajectoryGroup
-from asyncrl.protocol.types import FinishReason, Lease, Prompt, WeightSnapshot
+from asyncrl.protocol.types import FinishReason, Lease, Prompt
 from buffer import BufferClient, BufferConfig, BufferProcess
 from rollout_fleet.config import RolloutFleetConfig, SaveProgress
 from rollout_fleet.engines.engine import SampleRequest
 from rollout_fleet.engines.scripted import ScriptedAnswer, ScriptedEngine
 from rollout_fleet.loop import RolloutLoop
 from rollout_fleet.rewards import RewardProcesses
+from tests.support.offers import bare_offer
 from tests.support.trajectories import make_group
 
 pytestmark = pytest.mark.timeout(120)
@@ -40,7 +41,7 @@ def script(request: SampleRequest, version: int) -> ScriptedAnswer:
 async def make_loop(buffer: BufferClient, *, version: int) -> RolloutLoop:
     engine = ScriptedEngine(script)
     await engine.start()
-    await engine.load_weights(WeightSnapshot(version=version, path=""))
+    await engine.load_weights(bare_offer(version))
     return RolloutLoop(
         RolloutFleetConfig(save_progress=SaveProgress.at_updates, groups_in_flight=1),
         engine=engine,
@@ -57,7 +58,7 @@ async def until_killed(address: str) -> None:
     run = asyncio.create_task(loop.run())
     for version in (1, 2):
         await asyncio.to_thread(sys.stdin.readline)
-        await loop.load_weights(WeightSnapshot(version=version, path=""))
+        await loop.load_weights(bare_offer(version))
         await asyncio.sleep(0.1)
         sys.stdout.write(f"loaded {version}\n")
         sys.stdout.flush()
