@@ -9,6 +9,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from threading import Event
 
@@ -102,11 +103,11 @@ class LaggedTraining:
         self._engine.load()
         with tempfile.TemporaryDirectory(prefix="asyncrl-lagged-") as folder:
             publisher = WeightPublisher(self._trainer, folder, keep=self._lag + 2)
-            snapshots = [publisher.publish(0).result()]
+            snapshots = [_alone(publisher.publish(0))]
             curve = {0: self._accuracy(snapshots[0])}
             for version in range(self._config.total_steps):
                 metrics = self._one_step(version, snapshots[max(0, version - self._lag)])
-                snapshots.append(publisher.publish(version + 1).result())
+                snapshots.append(_alone(publisher.publish(version + 1)))
                 if (version + 1) % self._eval_every == 0 or version + 1 == self._config.total_steps:
                     curve[version + 1] = self._accuracy(snapshots[-1])
         return LaggedOutcome(curve=curve, metrics=metrics, seconds=time.monotonic() - began_s)
@@ -166,3 +167,10 @@ class LaggedTraining:
     def _rewards(self, prompt: Prompt, samples: Sequence[SampleOutput]) -> np.ndarray:
         texts = [self._decode(sample.token_ids.tolist()) for sample in samples]
         return np.asarray([self._reward(prompt, text) for text in texts], dtype=np.float32)
+
+
+def _alone(pending: Future[WeightOffer | None]) -> WeightOffer:
+    """The offer of the one rank."""
+    offer = pending.result()
+    assert offer is not None
+    return offer

@@ -21,7 +21,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -127,7 +127,7 @@ class ModelLayout:
             if source is None or not tensor.is_contiguous():
                 computed.append(stored)
             else:
-                begin = tensor.storage_offset()
+                begin = int(tensor.storage_offset())
                 self.regions += self._regions(source, begin, tensor.numel(), stored.start, tensor.dtype)
         written = {published[t.name].untyped_storage()._cdata for t in self.tensors if t not in computed}
         self._plan_computed(computed, [name for storage, name in sources.items() if storage not in written])
@@ -317,7 +317,9 @@ class WeightPublisher:
         self._layout = ModelLayout(model)
         self._is_first, self._num_ranks = model.mesh.rank == 0, model.mesh.num_ranks
         # In the background, beside the collectives of the next update.
-        self._group = dist.new_group(backend="gloo", timeout=model.mesh.timeout) if self._num_ranks > 1 else None
+        self._group: dist.ProcessGroup | None = None
+        if self._num_ranks > 1:
+            self._group = cast("dist.ProcessGroup", dist.new_group(backend="gloo", timeout=model.mesh.timeout))
         self._check_alike()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="publish")
         self._count = 0
@@ -420,7 +422,11 @@ class ModelFiles:
             )
         data = self._data.data.numpy()
         with ThreadPoolExecutor(DIGEST_THREADS) as threads:
-            return [piece for pieces in threads.map(lambda part: pieces_of(0, *part, data), parts) for piece in pieces]
+            return [
+                piece
+                for pieces in threads.map(lambda part: pieces_of(0, part[0], part[1], data), parts)
+                for piece in pieces
+            ]
 
     def close(self) -> None:
         """Unmap the files."""

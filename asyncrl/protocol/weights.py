@@ -15,9 +15,11 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import xxhash
+from typing_extensions import Buffer
 
 from .errors import WeightsError
 
@@ -138,7 +140,7 @@ class Manifest:
                 at = ends[tensor.file, at]
 
 
-def digest_of(content: bytes | memoryview | np.ndarray) -> str:
+def digest_of(content: Buffer) -> str:
     """XXH3 of 128 bits, in hexadecimal; computed without the interpreter's lock."""
     return xxhash.xxh3_128_hexdigest(content)
 
@@ -247,7 +249,8 @@ def safetensors_header(tensors: Sequence[tuple[str, str, Sequence[int], int]]) -
     Returns:
         The bytes before the data, and where in the file each tensor starts.
     """
-    entries, offsets = {"__metadata__": {"format": "pt"}}, [0]
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offsets = [0]
     for name, dtype, shape, num_bytes in tensors:
         offsets.append(offsets[-1] + num_bytes)
         entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": offsets[-2:]}
