@@ -35,17 +35,22 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationConfig:
-    """Held-out evaluation on the fleet, before and after training.
+    """Held-out evaluation on the fleet, before and after training, and between.
 
     Attributes:
         enabled: Evaluate at all; needs ``data.eval_files``.
+        every_steps: Learner steps between evaluations while training goes on; 0 has none. No weights are loaded while
+            one runs, so that its answers are of one version; training goes on as far as ``buffer.max_lag`` lets it.
         num_samples: Samples of each prompt at the training temperature; greedy decoding adds one more.
     """
 
     enabled: bool = True
+    every_steps: int = 0
     num_samples: int = 4
 
     def __post_init__(self) -> None:
+        if self.every_steps < 0:
+            raise ValueError(f"evaluation.every_steps must be >= 0, got {self.every_steps}; 0 has none between")
         if self.num_samples < 1:
             raise ValueError(f"evaluation.num_samples must be >= 1, got {self.num_samples}; 4 gives a steady mean")
 
@@ -254,6 +259,8 @@ class RunConfig:
         total_steps: Learner steps of the run.
         quickstart: Make the quickstart's model, tokenizer and data first, under ``<output_dir>/<experiment>/assets``.
         record_trajectories: Write every consumed trajectory to ``trajectories/``, for inspection.
+        save_timeout_s: After a signal, once a step is done: how long writing the policy and the summary may take before
+            the run stops.
         stop_timeout_s: How long stopping may take before processes are killed.
     """
 
@@ -263,6 +270,7 @@ class RunConfig:
     total_steps: int = 100
     quickstart: bool = False
     record_trajectories: bool = False
+    save_timeout_s: float = 60.0
     stop_timeout_s: float = 15.0
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -279,8 +287,9 @@ class RunConfig:
     def __post_init__(self) -> None:
         if self.total_steps < 1:
             raise ValueError(f"total_steps must be >= 1, got {self.total_steps}")
-        if self.stop_timeout_s <= 0:
-            raise ValueError(f"stop_timeout_s must be > 0, got {self.stop_timeout_s}")
+        for name in ("save_timeout_s", "stop_timeout_s"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} must be > 0, got {getattr(self, name)}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -502,8 +511,14 @@ def check_model(config: RunConfig) -> None:
 
 def num_positions(config: RunConfig) -> float:
     """Longest sequence of the model, in tokens; infinite where it names none."""
-    limit = json.loads(Path(config.model.path, "config.json").read_text()).get("max_position_embeddings")
+    limit = model_settings(config.model.path).get("max_position_embeddings")
     return math.inf if limit is None else limit
+
+
+def model_settings(path: str) -> dict[str, Any]:
+    """The ``config.json`` of a model; what a model of text and images says of its text stands at the top."""
+    settings = json.loads(Path(path, "config.json").read_text())
+    return {**settings, **settings.get("text_config", {})}
 
 
 def _check_positions(config: RunConfig) -> None:

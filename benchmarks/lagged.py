@@ -24,7 +24,7 @@ from asyncrl.protocol.types import Lease, Plan, Prompt
 from asyncrl.protocol.weights import WeightOffer
 from learner.advantages import BatchAdvantages
 from learner.batching import rank_batches
-from learner.objectives import policy_objective
+from learner.losses import policy_objective
 from learner.trainer import LearnerStep, Trainer
 from learner.types import group_sequences
 from learner.weights import WeightPublisher

@@ -27,7 +27,7 @@ from learner.attention import ATTENTION_NAME, packed_layout
 from learner.batching import rank_batches, sample_costs
 from learner.config import AlgorithmConfig, Device, LearnerConfig, OptimizerConfig
 from learner.heads import chunked_log_probs
-from learner.objectives import policy_objective
+from learner.losses import policy_objective
 from learner.packed_model import PackedModel
 from learner.packing import pack
 from learner.roles import REFERENCE

@@ -21,19 +21,7 @@ if TYPE_CHECKING:
     from .weights import save_policy
     from .worker import ModelWorker
 
-_HOMES = {
-    "advantages": ("ADVANTAGES", "TokenAdvantages", "TokenRewards", "group_advantages", "token_level"),
-    "batching": ("rank_batches",),
-    "config": ("AlgorithmConfig", "LearnerConfig"),
-    "losses": ("LOSSES", "LossInputs", "LossTerms", "negative_log_likelihood"),
-    "packed_model": ("PackedModel",),
-    "roles": ("Role",),
-    "trainer": ("Trainer",),
-    "types": ("RankBatch", "TokenSequence"),
-    "verl_api": ("ActorWorker", "CriticWorker", "ReferenceWorker", "RewardModelWorker"),
-    "weights": ("save_policy",),
-    "worker": ("ModelWorker",),
-}
+_HOMES = ("config", "types", "batching", "losses", "advantages", "weights", "trainer", "verl_api")  # each loads more
 
 __all__ = [
     "ADVANTAGES",
@@ -63,7 +51,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    for module, names in _HOMES.items():
-        if name in names:
-            return getattr(importlib.import_module(f".{module}", __name__), name)
-    raise AttributeError(f"module 'learner' has no attribute {name!r}")
+    if name not in __all__:
+        raise AttributeError(f"module 'learner' has no attribute {name!r}")
+    homes = (importlib.import_module(f".{home}", __name__) for home in _HOMES)
+    return next(getattr(home, name) for home in homes if hasattr(home, name))

@@ -311,15 +311,9 @@ def generalized_advantages(
 
 
 def returns_to_go(rewards: Tensor, lengths: Tensor, *, gamma: float) -> Tensor:
-    """Discounted sum of the rewards from each token to its trajectory's end.
+    """Discounted sum of the rewards from each token to its trajectory's end, [M] float64; see `generalized_advantages`.
 
-    Args:
-        rewards: [M] float, trajectories laid end to end.
-        lengths: [B] int64, tokens of each trajectory; they sum to M.
-        gamma: In [0, 1].
-
-    Returns:
-        [M] float64. Example: rewards 1, 0, 4 of one trajectory with gamma 0.5 give 2, 2, 4.
+    Example: rewards 1, 0, 4 of one trajectory with gamma 0.5 give 2, 2, 4.
     """
     return _sum_backwards(rewards.to(torch.float64, copy=True), lengths.cumsum(0)[lengths > 0] - 1, gamma)
 

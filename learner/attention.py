@@ -76,10 +76,9 @@ class PackedLayout:
 
 
 def attention_kernel(asked: AttentionKernel, device: torch.device, dtype: torch.dtype) -> AttentionKernel:
-    """Resolve ``learner.attention`` for the device and the type that attention is computed in.
+    """Resolve ``learner.attention`` for a device and the type that attention is computed in there.
 
-    Raises:
-        ValueError: the kernel that is asked for cannot run there.
+    Raises `ValueError` if the kernel that is asked for cannot run there.
     """
     fits = device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
     available = {
@@ -103,10 +102,8 @@ def packed_layout(
 ) -> PackedLayout:
     """Plan the attention calls for sequences laid end to end; the indices are on ``device``.
 
-    ``lengths`` are in packed order; longest first needs the fewest calls. ``kernel`` is not ``auto``.
-
-    Returns:
-        A layout whose padded batches waste at most a quarter of their places, or `FREE_PADDING_TOKENS`.
+    ``lengths`` are in packed order; longest first needs the fewest calls. ``kernel`` is not ``auto``. Padded batches
+    waste at most a quarter of their places, or `FREE_PADDING_TOKENS`.
     """
     sizes = np.asarray(lengths)
     starts = np.cumsum(sizes) - sizes
@@ -172,13 +169,10 @@ def packed_attention(
         scaling: Factor on the scores; None is D ** -0.5.
         dropout: Dropout of the attention weights.
         sliding_window: A token sees this many tokens, itself included; None sees all before it.
-        extra: What the model passes besides. ``s_aux`` [H] are attention sinks (GPT-OSS); ``softcap`` is refused.
+        extra: What the model passes besides. ``s_aux`` [H] are attention sinks (GPT-OSS).
 
     Returns:
-        [1, N, H, Dv], and None for the weights.
-
-    Raises:
-        ValueError: the model needs an attention that this one is not.
+        [1, N, H, Dv], and None for the weights. Raises `ValueError` for ``softcap``, which is not computed here.
     """
     if extra.get("softcap") is not None:
         raise ValueError(f"packed attention does not know softcap, which {type(module).__name__} needs")

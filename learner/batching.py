@@ -169,8 +169,7 @@ def overlong_penalty(lengths: np.ndarray, *, max_tokens: int, buffer_tokens: int
 def split_sequences(sequences: Sequence[TokenSequence], count: int) -> list[list[TokenSequence]]:
     """Sort a rank's sequences by the optimizer update that trains on them; some updates may have none here.
 
-    Raises:
-        ValueError: a sequence's ``mini_batch`` is outside 0..count - 1.
+    Raises `ValueError` if a sequence's ``mini_batch`` is outside 0..count - 1.
     """
     parts: list[list[TokenSequence]] = [[] for _ in range(count)]
     for sequence in sequences:
@@ -191,8 +190,7 @@ def num_bins(lengths: Sequence[int], budget: int) -> int:
 def bin_lengths(lengths: Sequence[int], budget: int, count: int) -> list[list[int]]:
     """Fill ``count`` micro-batches, at least `num_bins`, with sequences: balanced, and none over the budget.
 
-    Returns:
-        ``count`` lists of indices into ``lengths``, which are in tokens and none above ``budget``; some may stay empty.
+    Returns lists of indices into ``lengths``, which are in tokens and none above ``budget``; some may stay empty.
     """
     balanced = karmarkar_karp(lengths, count)
     if all(sum(lengths[index] for index in part) <= budget for part in balanced):

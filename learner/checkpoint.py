@@ -81,14 +81,9 @@ class ShardedCheckpointer:
     ) -> Path:
         """Save the trainer as it is now; returns where the checkpoint is, or will be.
 
-        Args:
-            version: Learner steps contained in the weights.
-            wait: Return when the checkpoint is whole; otherwise when its content is copied to the host.
-            role: What the role needs to go on beside its model, as plain values.
-            run: What the controller needs to go on, as plain values; see `learner.checkpoint_folder.SavedProgress`.
-
-        Raises:
-            CheckpointError: this save, or the one before in the background, could not be written.
+        With ``wait`` that is when it is whole, otherwise when its content is copied to the host. The other arguments
+        are fields of `SavedProgress`. Raises `CheckpointError` if this save, or the one before in the background, could
+        not be written.
         """
         self.finish()
         final = checkpoint_path(self._directory, version)
@@ -105,11 +100,7 @@ class ShardedCheckpointer:
         return final
 
     def finish(self) -> None:
-        """Wait until the save in the background is in its place.
-
-        Raises:
-            CheckpointError: it could not be written; the checkpoint before it is whole.
-        """
+        """Wait until the save in the background is in its place; `CheckpointError` if it could not be written."""
         if self._pending is None:
             return
         pending, self._pending = self._pending, None
@@ -124,10 +115,8 @@ class ShardedCheckpointer:
         """Restore the trainer, whatever dp × sp the checkpoint was saved from; returns the policy version in it.
 
         On the layout it was saved from, a run continues bit for bit; on another one the random state starts anew.
-
-        Raises:
-            ValueError: there is no checkpoint at the path.
-            CheckpointError: a part is missing or broken, or of another model; the trainer may hold some of the others.
+        Raises `ValueError` if there is no checkpoint, `CheckpointError` if a part of it is missing, broken, or of
+        another model: then the trainer may hold some of the other parts.
         """
         self.finish()
         progress, state, random_state = read_progress(path), self._state(), {}
@@ -249,15 +238,11 @@ def _set_random_state(state: dict[str, Any]) -> None:
 
 
 def export(checkpoint: Path, out: Path, *, dtype: str = "") -> Path:
-    """Write the policy of a checkpoint in Hugging Face layout, adapters merged, with its tokenizer.
+    """Write the policy of a checkpoint in Hugging Face layout, adapters merged, with its tokenizer, to ``out``.
 
-    Args:
-        checkpoint: A checkpoint, or a folder of checkpoints, whose newest is taken and returned.
-        out: Created or replaced.
-        dtype: Type of the weights written, such as ``bfloat16``; empty: the one that the learner computed in.
-
-    Raises:
-        ValueError: there is no checkpoint at the path, or a part of it is missing or broken.
+    Of a folder of checkpoints the newest is taken; returns which. ``dtype`` is the type of the weights written, such as
+    ``bfloat16``; empty: the one that the learner computed in. Raises `ValueError` if there is no checkpoint, or a part
+    of it is missing or broken.
     """
     source = newest_checkpoint(checkpoint) or checkpoint
     progress = read_progress(source)

@@ -69,8 +69,7 @@ def write_progress(checkpoint: Path, progress: SavedProgress) -> None:
 def read_progress(checkpoint: Path) -> SavedProgress:
     """Read what a checkpoint says of itself.
 
-    Raises:
-        ValueError: there is no checkpoint at the path, or one that is broken or of another version of this program.
+    Raises `ValueError` if there is none at the path, or one that is broken or of another version of this program.
     """
     if not (checkpoint / _PROGRESS).is_file():
         raise ValueError(

@@ -32,11 +32,7 @@ MIN_UNIT_NUMEL = 1_000_000
 
 
 def choose_device(device: Device) -> torch.device:
-    """The device this rank computes on.
-
-    Raises:
-        ValueError: CUDA is asked for where torch sees none.
-    """
+    """The device this rank computes on. Raises `ValueError` if CUDA is asked for where torch sees none."""
     if device is Device.cuda and not torch.cuda.is_available():
         raise ValueError("learner.device=cuda needs a GPU that torch can see, got none; use learner.device=cpu")
     if device is Device.cpu or not torch.cuda.is_available():
@@ -60,11 +56,7 @@ class ParameterTypes:
 
 
 def parameter_types(config: LearnerConfig, device: torch.device) -> ParameterTypes:
-    """Resolve ``learner.dtype`` and ``learner.frozen_dtype`` on a device.
-
-    Raises:
-        ValueError: bfloat16 is computed with on a GPU that has none.
-    """
+    """Resolve ``learner.dtype`` and ``learner.frozen_dtype``. Raises `ValueError` for bfloat16 on a GPU without it."""
     usual = torch.bfloat16 if device.type == "cuda" else torch.float32
     compute = usual if config.dtype is Dtype.auto else getattr(torch, config.dtype)
     if device.type == "cuda" and compute is torch.bfloat16 and not torch.cuda.is_bf16_supported(False):
@@ -155,10 +147,8 @@ def open_mesh(config: LearnerConfig) -> LearnerMesh:
     """Join the group and build its mesh.
 
     The group is the process's default one if there is one already; else it comes from the environment (``RANK``,
-    ``WORLD_SIZE``, ``MASTER_ADDR``, ``MASTER_PORT``), and a single rank needs no environment at all.
-
-    Raises:
-        ValueError: the group has another size than ``learner.num_ranks``.
+    ``WORLD_SIZE``, ``MASTER_ADDR``, ``MASTER_PORT``), and a single rank needs no environment at all. Raises
+    `ValueError` if the group has another size than ``learner.num_ranks``.
     """
     device = choose_device(config.device)
     if device.type == "cuda":
@@ -291,9 +281,7 @@ def stored_buffers(model: nn.Module) -> dict[str, Tensor]:
 def whole_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield every parameter of a plain or sharded model whole, one FSDP unit at a time; every rank iterates to the end.
 
-    Yields:
-        Name and tensor, each parameter once (tied ones under their first name). The tensor is valid until the next step
-        of the iteration.
+    Each comes once, tied ones under their first name. A tensor is valid until the next step of the iteration.
     """
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if not units:

@@ -194,14 +194,9 @@ def chunked_log_probs(
     chunk by chunk and again in the backward pass; differentiable in hidden, weight and bias. They are summed in float32
     and never rounded to a half precision, which would move log-probs by up to 0.06 nats.
 
-    Args:
-        hidden: [M, h], the states that predict the targets; any float type.
-        weight: [V, h], the output embedding.
-        bias: [V], or None.
-        targets: [M] int64 in 0..V-1.
-        temperature: Softmax temperature, > 0.
-        chunk_tokens: Tokens whose logits are held in float32 at a time.
-        entropy: Compute the entropies, which takes one more pass over the logits.
+    The targets [M] int64 are predicted by the states ``hidden`` [M, h] of any float type, and ``weight`` [V, h] and
+    ``bias`` [V] or None are the output embedding. Logits of ``chunk_tokens`` tokens are held in float32 at a time;
+    ``entropy`` takes one more pass over them.
 
     Returns:
         Log-probs [M] float32, each <= 0, and entropies [M] float32 in nats, or None.

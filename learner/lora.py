@@ -27,10 +27,7 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig, *, dtype: torch.dty
     """Inject adapters that change nothing yet (B is 0), and freeze all else.
 
     The model is on the CPU or the meta device. The adapters are held in ``dtype``; the model's own weights keep their
-    types. The rank is > 0.
-
-    Raises:
-        ValueError: the model has no such modules.
+    types. The rank is > 0. Raises `ValueError` if the model has no such modules.
     """
     from peft import LoraConfig as PeftConfig  # takes most of a second, which only adapters need
     from peft import inject_adapter_in_model
@@ -52,11 +49,7 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig, *, dtype: torch.dty
 
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """Inside, the model computes what it did without adapters.
-
-    Raises:
-        ValueError: it has none.
-    """
+    """Inside, the model computes what it did without adapters. Raises `ValueError` if it has none."""
     layers = [layer for _, layer in _layers(model)]
     if not layers:
         raise ValueError("the policy has no adapters to switch off; set learner.lora.rank, or use a reference role")

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from .config import LearnerConfig
 from .fsdp import local_tensor
-from .optimizer import ModelOptimizer
+from .trainer import ModelOptimizer
 
 log = logging.getLogger(__name__)
 

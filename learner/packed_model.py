@@ -69,8 +69,7 @@ class PackedModel:
         types: Types of the parameters: while computing, and as they are held.
         selftest: What the self-test found when the model was loaded; None where it was skipped.
 
-    Raises:
-        ValueError: training would compute this model wrongly.
+    Raises `ValueError` if training would compute this model wrongly.
     """
 
     def __init__(self, config: LearnerConfig, role: Role, *, model_path: str, temperature: float = 1.0) -> None:
@@ -108,9 +107,8 @@ class PackedModel:
     def scores(self, sequences: Sequence[TokenSequence]) -> list[np.ndarray]:
         """What the role's head says of this rank's sequences: log-probs, values or rewards.
 
-        Returns:
-            [T] float32 per sequence, 0 where the token is not in the loss. A head that scores whole sequences has its
-            number at the last token.
+        [T] float32 each, 0 where the token is not in the loss. A head that scores whole sequences has its number at the
+        last token.
         """
         return self._run(sequences)[0]
 
@@ -141,8 +139,7 @@ class PackedModel:
     def frozen(self) -> Iterator[None]:
         """Inside, the model computes what it did before any training: a role that is trained has its adapters off.
 
-        Raises:
-            ValueError: the role is trained and has no adapters.
+        Raises `ValueError` if the role is trained and has no adapters.
         """
         if self.role.objective is None:
             yield

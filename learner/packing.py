@@ -82,10 +82,8 @@ def pack(
             part in every collective.
 
     Returns:
-        At least one micro-batch; they hold every sequence once.
-
-    Raises:
-        ValueError: a sequence alone is over the budget, or branches do not fit together under ``keep_branches``.
+        At least one micro-batch; they hold every sequence once. Raises `ValueError` if a sequence alone is over the
+        budget, or branches do not fit together under ``keep_branches``.
     """
     # The last True is found in bytes: an array function costs more than the row is long.
     lengths = [len(s.input_ids) if whole else max(1, s.loss_mask.tobytes().rfind(1)) for s in sequences]

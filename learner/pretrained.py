@@ -29,16 +29,10 @@ _CHANGES_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 
 
 def load_causal_lm(model_path: str, dtype: torch.dtype, *, on_meta: bool = False) -> PreTrainedModel:
-    """Load a causal language model, in training mode.
+    """Load a causal language model in Hugging Face layout, in training mode, with parameters of type ``dtype``.
 
-    Args:
-        model_path: Directory in Hugging Face layout.
-        dtype: Type of the parameters.
-        on_meta: Build the model without its weights, on the meta device, not the CPU; `learner.fsdp.shard_model` fills
-            it.
-
-    Raises:
-        ValueError: there is no model at the path, or packed training would compute it wrongly.
+    With ``on_meta`` it is built without its weights, on the meta device, not the CPU; `learner.fsdp.shard_model` fills
+    it. Raises `ValueError` if there is no model at the path, or packed training would compute it wrongly.
     """
     _check_path(model_path)
     config = AutoConfig.from_pretrained(model_path)
@@ -67,10 +61,7 @@ def load_critic(model_path: str, dtype: torch.dtype, *, on_meta: bool = False) -
     """Load a token classifier with one label, or give a causal language model to start from a head of zeros.
 
     A new critic then predicts 0 for every state, so its first advantages are the returns themselves. Arguments are
-    those of `load_causal_lm`.
-
-    Raises:
-        ValueError: there is no model at the path, or it has another number of labels.
+    those of `load_causal_lm`. Raises `ValueError` if there is no model, or one with another number of labels.
     """
     model, missing = _load_classifier(GenericForTokenClassification, model_path, dtype, on_meta)
     if missing:
@@ -83,8 +74,7 @@ def load_critic(model_path: str, dtype: torch.dtype, *, on_meta: bool = False) -
 def load_reward_model(model_path: str, dtype: torch.dtype, *, on_meta: bool = False) -> PreTrainedModel:
     """Load a sequence classifier with one label; arguments are those of `load_causal_lm`.
 
-    Raises:
-        ValueError: there is no model at the path, it has another number of labels, or its head is missing.
+    Raises `ValueError` if there is no model, or one with another number of labels or without a head.
     """
     model, missing = _load_classifier(GenericForSequenceClassification, model_path, dtype, on_meta)
     if missing:

@@ -17,7 +17,7 @@ from asyncrl.protocol.future import DataProtoFuture
 
 from .config import AlgorithmConfig, LearnerConfig, OptimizerConfig
 from .heads import LogProbHead, PackedHead, RewardHead, ValueHead
-from .objectives import Objective, policy_objective, value_objective
+from .losses import Objective, policy_objective, value_objective
 from .pretrained import load_causal_lm, load_critic, load_reward_model
 from .types import RankBatch, SampleKey
 
@@ -120,10 +120,8 @@ class RemoteScores:
     def needed_by(self, batches: Sequence[RankBatch]) -> list[DataProtoFuture]:
         """The scores of the samples that each data-parallel rank of another role was given.
 
-        ``batches`` are the same plan, shared out over any number of ranks.
-
-        Returns:
-            One future per rank, of sample to scores; it refers only to the ranks that scored its samples.
+        ``batches`` are the same plan, shared out over any number of ranks. Each rank gets a future of sample to scores,
+        which refers only to the ranks that scored its samples.
         """
         first_sp_ranks = self.results[:: len(self.results) // len(self.batches)]
         scored = [(result, set(batch.sample_keys)) for result, batch in zip(first_sp_ranks, self.batches, strict=True)]

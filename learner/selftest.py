@@ -80,8 +80,7 @@ class SelfTest:
     def run(self) -> SelfTestResult:
         """Find out how the model can be run. Parameters, gradients and random state stay what they were.
 
-        Raises:
-            ValueError: training would compute the model wrongly; the message names the layer and what to do.
+        Raises `ValueError` if training would compute it wrongly; the message names the layer and what to do.
         """
         start, training = time.perf_counter(), self._head.training
         devices = [self._mesh.device] if self._mesh.device.type == "cuda" else []

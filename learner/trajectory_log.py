@@ -44,13 +44,10 @@ class TrajectoryLog:
         *,
         rank: int,
     ) -> Path:
-        """Write one data-parallel rank's samples of one step; returns the file.
+        """Write the samples of one step and data-parallel rank; returns the file.
 
-        Args:
-            batch: This rank's share; its rewards are those that were trained on, a reward model's for one.
-            groups: Its groups by id.
-            sequences: One per branch, in the order of the batch's shares, with ``advantages``.
-            rank: Data-parallel rank.
+        The rewards of ``batch`` are those that were trained on, a reward model's for one. ``sequences`` are one per
+        branch, in the order of the batch's shares, with ``advantages``.
         """
         branches = [
             (groups[share.group_id], branch)

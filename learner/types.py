@@ -113,11 +113,9 @@ def group_sequences(
 ) -> list[TokenSequence]:
     """Lay trajectories of a prompt group out as sequences, one per branch: ``samples``, or all of them.
 
-    ``mask_truncated`` leaves trajectories whose last branch hit the length limit out of the loss.
-
-    Returns:
-        The branches of each trajectory in order, with the column ``behavior_logprobs``. Each sampled turn is in the
-        loss of exactly one branch; prompts and what an environment wrote are in none.
+    ``mask_truncated`` leaves trajectories whose last branch hit the length limit out of the loss. The branches of each
+    trajectory come in order, with the column ``behavior_logprobs``. Each sampled turn is in the loss of exactly one
+    branch; prompts and what an environment wrote are in none.
     """
     branches = branches_of(group, range(group.num_trajectories) if samples is None else samples)
     is_cut = {branch.trajectory: mask_truncated and group.is_truncated(branch) for branch in branches}  # by the last

@@ -49,11 +49,7 @@ def get_ulysses_sequence_parallel_rank(group: ProcessGroup | None = None) -> int
 
 
 def validate_ulysses_config(num_heads: int, ulysses_sequence_size: int) -> None:
-    """Check that the heads can be split.
-
-    Raises:
-        ValueError: ``num_heads`` is not a multiple of ``ulysses_sequence_size``.
-    """
+    """Raise `ValueError` if ``num_heads`` is not a multiple of ``ulysses_sequence_size``."""
     if ulysses_sequence_size < 1 or num_heads % ulysses_sequence_size:
         raise ValueError(
             f"learner.sp_size must divide the model's attention heads, got sp_size={ulysses_sequence_size} "
@@ -100,14 +96,9 @@ def gather_outputs_and_unpad(
 ) -> Tensor:
     """Collect the tokens of all sp ranks, in their order, on each of them.
 
-    Args:
-        x: This rank's tokens along ``gather_dim``, equally many on every rank.
-        gather_dim: Dimension to put together.
-        unpad_dim: Dimension from whose end ``padding_size`` entries are cut off; None cuts nothing.
-        padding_size: See `ulysses_pad`.
-        grad_scaler: Multiply the gradient by sp, for a loss that is averaged over the sp ranks afterwards. Without it
-            every rank receives its part of the gradient as it is.
-        group: Another group than the one in use.
+    ``x`` holds this rank's tokens along ``gather_dim``, equally many on every rank. ``padding_size`` entries are cut
+    off from the end of ``unpad_dim``, if that is given. ``grad_scaler`` multiplies the gradient by sp, for a loss that
+    is averaged over the sp ranks afterwards; without it every rank receives its part of the gradient as it is.
     """
     group = _shared(group)
     if group is None:
@@ -131,20 +122,13 @@ def gather_sequence(x: Tensor, dim: int, group: ProcessGroup | None = None) -> T
 def ulysses_pad(
     input_ids_rmpad: Tensor, position_ids_rmpad: Tensor | None = None, sp_size: int = 1, pad_value: int = 0
 ) -> tuple[Tensor, Tensor | None, int]:
-    """Pad packed tokens at the end to a multiple of sp.
+    """Pad packed tokens [1, N] at the end with ``pad_value``, to a multiple of sp.
 
-    Args:
-        input_ids_rmpad: [1, N] int64.
-        position_ids_rmpad: [1, N] int64, or None. Rotary embeddings of several axes are [axes, 1, N].
-        sp_size: Ranks that share the tokens.
-        pad_value: Token id of the padding.
+    Position ids are [1, N], or [axes, 1, N] for rotary embeddings of several axes; others raise `ValueError`.
 
     Returns:
         [1, ceil(N / sp) * sp] input ids and position ids, those of the padding counted from 0, and the number of
         tokens added.
-
-    Raises:
-        ValueError: the position ids are not those of the tokens.
     """
     if position_ids_rmpad is not None and position_ids_rmpad.shape[-2:] != (1, input_ids_rmpad.size(-1)):
         raise ValueError(
@@ -184,10 +168,7 @@ def ulysses_pad_and_slice_inputs(
 def slice_input_tensor(x: Tensor, dim: int, padding: bool = True, group: ProcessGroup | None = None) -> Tensor:
     """This rank's part of a dimension of ``x``, which is the same on every rank; contiguous.
 
-    ``padding`` fills the dimension up with zeros to a multiple of sp first; else it must be one.
-
-    Raises:
-        ValueError: the dimension cannot be split, and ``padding`` is off.
+    ``padding`` fills the dimension up with zeros to a multiple of sp first; without it others raise `ValueError`.
     """
     num_ranks = get_ulysses_sequence_parallel_world_size(group)
     if padding:
@@ -200,10 +181,8 @@ def slice_input_tensor(x: Tensor, dim: int, padding: bool = True, group: Process
 def replicate_kv_heads(x: Tensor, head_dim: int, num_heads: int, sp_size: int) -> Tensor:
     """Repeat key or value heads until they can be split over sp ranks, each with the query heads that read it.
 
-    ``num_heads`` counts the query heads, a multiple of both the key-value heads and ``sp_size``.
-
-    Returns:
-        The same shape with the fewest heads that a multiple of sp and a divisor of ``num_heads`` allow.
+    ``num_heads`` counts the query heads, a multiple of both the key-value heads and ``sp_size``. The result has the
+    fewest heads that a multiple of sp and a divisor of ``num_heads`` allow.
     """
     num_kv_heads = x.size(head_dim)
     wanted = math.lcm(num_kv_heads, sp_size)

@@ -48,11 +48,7 @@ class ActorWorker(ModelWorker):
 
     @register(dispatch_mode=BY_ROWS)
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
-        """Log-probs of responses under the policy with its adapters off; see `ReferenceWorker`.
-
-        Raises:
-            ValueError: the policy has no adapters.
-        """
+        """As `ReferenceWorker`, under the policy with its adapters off. Raises `ValueError` if it has none."""
         with self._offload.reading():
             return _reference_rows(self._model, data, self._temperature)
 
@@ -77,11 +73,11 @@ class ActorWorker(ModelWorker):
 
     @property
     def _actor_model_offloaded(self) -> bool:
-        return self._model_offloaded
+        return self._offload.model_offloaded
 
     @property
     def _actor_optimizer_offloaded(self) -> bool:
-        return self._optimizer_offloaded
+        return self._offload.optimizer_offloaded
 
 
 class CriticWorker(ModelWorker):
@@ -169,8 +165,7 @@ _NEEDED = ("input_ids", "attention_mask", "responses")
 def scored_sequences(data: DataProto) -> list[TokenSequence]:
     """Sequences to score: every token of the responses that is attended to, environment's included.
 
-    Raises:
-        ValueError: a column is missing, or positions do not count the attended tokens from 0.
+    Raises `ValueError` if a column is missing, or positions do not count the attended tokens from 0.
     """
     return _sequences(data, _attended_responses(data), {})
 
@@ -179,10 +174,7 @@ def trained_sequences(data: DataProto, columns: Mapping[str, str], *, num_mini_b
     """Sequences to train on: the tokens of ``response_mask``, or where it is missing those that are attended to.
 
     ``columns`` maps a sequence's column to the [B, R] tensor that it is read from. Each of the ``num_mini_batches``
-    optimizer updates trains on equally many neighbouring rows.
-
-    Raises:
-        ValueError: as `scored_sequences`.
+    optimizer updates trains on equally many neighbouring rows. Raises as `scored_sequences`.
     """
     attended = _attended_responses(data)
     mask = _array(data, "response_mask").astype(bool) if "response_mask" in _names(data) else attended

@@ -13,7 +13,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any
+from functools import wraps
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -37,6 +38,8 @@ from .trajectory_log import TrajectoryLog
 from .types import RankBatch, SampleKey, TokenSequence, group_sequences
 from .weights import WeightPublisher, save_policy
 
+T = TypeVar("T")
+
 _MESH = "dp"
 
 BY_ROWS = make_nd_compute_dataproto_dispatch_fn(_MESH)
@@ -59,6 +62,19 @@ def _share_of_each_rank(group: Any, *shares: Sequence[Any], **options: Any) -> t
 
 PER_DP_RANK = {"dispatch_fn": _share_of_each_rank, "collect_fn": lambda _group, results: results}
 """Dispatch of a run's methods: lists of one entry per data-parallel rank; options by name go to everyone."""
+
+
+def _timed(method: Callable[..., T]) -> Callable[..., T]:
+    """Note for `ModelWorker.busy` when a method worked on a batch."""
+
+    @wraps(method)
+    def timed(self: ModelWorker, *arguments: Any, **options: Any) -> T:
+        began_at = time.time()
+        result = method(self, *arguments, **options)
+        self.own_times.append((began_at, time.time()))
+        return result
+
+    return timed
 
 
 class BatchCache:
@@ -106,6 +122,7 @@ class ModelWorker(Worker):
 
     Attributes:
         own_cache: The cache of this worker, which the first role of a process shares with the others.
+        own_times: When it worked on batches.
     """
 
     def __init__(
@@ -125,6 +142,7 @@ class ModelWorker(Worker):
         super().__init__()
         self.role = role
         self.own_cache = BatchCache()
+        self.own_times: list[tuple[float, float]] = []
         self._config = config
         self._algorithm = algorithm
         self._model_path = model_path
@@ -144,8 +162,7 @@ class ModelWorker(Worker):
     def init_model(self) -> None:
         """Join the group, load the model and connect to the buffer.
 
-        Raises:
-            ValueError: an option does not fit the role or its model.
+        Raises `ValueError` if an option does not fit the role or its model.
         """
         self._model, optimizer = self._load(), None
         if isinstance(self._model, Trainer):
@@ -160,19 +177,19 @@ class ModelWorker(Worker):
         self.cache.open_roles.add(self.role.name)
 
     @register(dispatch_mode=PER_DP_RANK, blocking=False)
+    @_timed
     def score(self, batch: RankBatch, send: bool = True) -> Scores | None:
         """Score the role's column for planned samples, under the weights that the run starts from where it is frozen.
 
         Under ``send`` the first sp rank returns the scores; otherwise they stay in this process, for its other roles.
-
-        Raises:
-            ValueError: the actor has no adapters to switch off.
+        Raises `ValueError` if the role is the actor, and has no adapters to switch off.
         """
         scores = self._scored(batch)
         self.cache.keep_scores(batch.version, self.role.column, scores)
         return scores if send and self._model.mesh.sp_rank == 0 else None
 
     @register(dispatch_mode=PER_DP_RANK, blocking=False)
+    @_timed
     def rewards(self, batch: RankBatch) -> dict[SampleKey, float]:
         """What each planned trajectory earned: the reward model's score of its last branch, and its turns' rewards."""
         sequences, groups = self._sequences(batch), self._fetch(batch)
@@ -182,6 +199,7 @@ class ModelWorker(Worker):
         return {key: score + float(groups[key[0]].turn_sums[key[1]]) for key, score in earned.items()}
 
     @register(dispatch_mode=PER_DP_RANK, blocking=False)
+    @_timed
     def step(self, batch: RankBatch, *sent: Scores | None) -> dict[str, float]:
         """Make one learner step; in its measured steps the role is only measured.
 
@@ -195,9 +213,8 @@ class ModelWorker(Worker):
             ``started_at`` of the first and ``ended_at`` of the last (seconds since the epoch), and ``lag_max``
             (learner steps).
 
-        Raises:
-            StalenessError: a group is older than the staleness bound allows.
-            ValueError: a column was neither sent nor scored in this process.
+        Raises `StalenessError` if a group is older than the staleness bound allows, `ValueError` if a column was
+        neither sent nor scored in this process.
         """
         started_at = time.time()
         groups = self._fetch(batch)
@@ -217,6 +234,11 @@ class ModelWorker(Worker):
         ).tolist()
         times = {"fetch_s": fetch_s, "train_s": train_s, "started_at": -minus_start, "ended_at": ended_at}
         return metrics | self._offload.metrics | times | {"lag_max": lag}
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def busy(self) -> list[tuple[float, float]]:
+        """When this rank scored or trained, as spans in seconds since the epoch."""
+        return self.own_times
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def publish_weights(self, version: int) -> WeightOffer | None:
@@ -256,11 +278,7 @@ class ModelWorker(Worker):
     def save_checkpoint(
         self, directory: str, version: int = 0, wait: bool = True, run: Mapping[str, Any] | None = None
     ) -> str:
-        """Save model, optimizer, schedule position and random state; see `ShardedCheckpointer.save`.
-
-        Raises:
-            ValueError: the role is frozen.
-        """
+        """See `ShardedCheckpointer.save`. Raises `ValueError` if the role is frozen."""
         checkpoints = self._checkpoints_in(directory)
         state = {"kl_reward_coef": self._advantages.kl_coefficient.value}
         with self._offload.persisting():
@@ -297,14 +315,6 @@ class ModelWorker(Worker):
         """The cache of this process: that of the first role in it."""
         sharing = (worker for worker in self.fused_worker_dict.values() if isinstance(worker, ModelWorker))
         return next(sharing, self).own_cache
-
-    @property
-    def _model_offloaded(self) -> bool:
-        return self._offload.model_offloaded
-
-    @property
-    def _optimizer_offloaded(self) -> bool:
-        return self._offload.optimizer_offloaded
 
     def _load(self) -> PackedModel:
         """The role's model, with an optimizer where it is trained."""

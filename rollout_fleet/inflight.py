@@ -5,7 +5,7 @@ Pure and synchronous; the rollout loop drives it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 
@@ -116,8 +116,7 @@ class InflightGroup:
     def next_requests(self, sampling: SamplingConfig) -> list[SampleRequest]:
         """Return one request per unfinished sample, each of which `take` must be given the answer to.
 
-        Args:
-            sampling: How the group's samples are sampled; ``max_new_tokens`` bounds the whole response.
+        ``sampling.max_new_tokens`` bounds the whole response.
         """
         requests = []
         for index, sample in enumerate(self.samples):
@@ -126,52 +125,57 @@ class InflightGroup:
                 self.samples[index] = replace(sample, finish_reason=FinishReason.length)
             if self.samples[index].finish_reason is not None:
                 continue
-            options = replace(sampling, max_new_tokens=num_left)
+            options = sampling if sample is _NOTHING else replace(sampling, max_new_tokens=num_left)
             if index >= len(self.samples) - self.num_baselines:
                 options = replace(options, temperature=0.0, top_p=1.0, top_k=-1)
+            prompt_ids = self.lease.prompt.prompt_ids
+            if sample is not _NOTHING:
+                prompt_ids = np.concatenate([prompt_ids, sample.token_ids], dtype=np.int32)
             group_id, attempt = self.key
-            request = SampleRequest(
-                id=f"{group_id}-{attempt}-{index}-{self._num_rounds}",
-                prompt_ids=np.concatenate([self.lease.prompt.prompt_ids, sample.token_ids]).astype(np.int32),
-                sampling=options,
-            )
+            request_id = f"{group_id}-{attempt}-{index}-{self._num_rounds}"
+            request = SampleRequest(id=request_id, prompt_ids=prompt_ids, sampling=options)
             self._outstanding[request.id] = index
             requests.append(request)
         self._num_rounds += 1
         return requests
 
     def take(self, request_id: str, output: SampleOutput) -> int:
-        """Add what the engine wrote to its sample.
-
-        Returns:
-            Tokens to be accounted for; 0 for a baseline.
-        """
+        """Add what the engine wrote to its sample; returns the tokens to be accounted for, 0 for a baseline."""
         index = self._outstanding.pop(request_id)
         before = self.samples[index]
-        self.samples[index] = SampleOutput(
-            token_ids=np.concatenate([before.token_ids, output.token_ids]),
-            logprobs=np.concatenate([before.logprobs, output.logprobs]),
-            versions=np.concatenate([before.versions, output.versions]),
-            finish_reason=output.finish_reason,
-        )
+        if before is _NOTHING:
+            self.samples[index] = output
+        else:
+            self.samples[index] = SampleOutput(
+                token_ids=np.concatenate([before.token_ids, output.token_ids]),
+                logprobs=np.concatenate([before.logprobs, output.logprobs]),
+                versions=np.concatenate([before.versions, output.versions]),
+                finish_reason=output.finish_reason,
+            )
         is_baseline = index >= len(self.samples) - self.num_baselines
         return 0 if is_baseline else len(output.token_ids)
 
 
 def to_trajectory_group(
-    lease: Lease, samples: Sequence[SampleOutput], rewards: np.ndarray, *, num_baselines: int = 0
+    lease: Lease,
+    samples: Sequence[SampleOutput],
+    rewards: np.ndarray,
+    *,
+    parts: Mapping[str, np.ndarray] | None = None,
+    num_baselines: int = 0,
 ) -> TrajectoryGroup:
-    """Return the record of a group.
+    """Return the record of a group with [G] float32 rewards; the last ``num_baselines`` samples are baselines.
 
-    Args:
-        lease: The lease that the group was rolled out under.
-        samples: Its samples, baselines last.
-        rewards: [G] float32, one per sample.
-        num_baselines: How many of the last samples are baselines.
+    Where several rewards add up, ``parts`` are they by name; they become the metrics ``reward.NAME``.
     """
     prompt, num_trained = Turn.given(lease.prompt.prompt_ids), len(samples) - num_baselines
     trajectories = [
-        Trajectory(turns=(prompt, _response(sample)), reward=reward, baseline=index >= num_trained)
+        Trajectory(
+            turns=(prompt, _response(sample)),
+            reward=reward,
+            metrics={f"reward.{name}": float(values[index]) for name, values in (parts or {}).items()},
+            baseline=index >= num_trained,
+        )
         for index, (sample, reward) in enumerate(zip(samples, rewards.tolist(), strict=True))
     ]
     return TrajectoryGroup.from_trajectories(trajectories, group_id=lease.prompt.group_id, attempt=lease.attempt)
@@ -183,11 +187,7 @@ def to_progress(lease: Lease, samples: Sequence[SampleOutput]) -> TrajectoryGrou
 
 
 def to_prefixes(progress: TrajectoryGroup, *, num_samples: int) -> tuple[SampleOutput, ...]:
-    """Return the samples of a record that `to_progress` made.
-
-    Raises:
-        ReplayBufferError: the record's number of samples differs from ``num_samples``.
-    """
+    """Return the samples of a record that `to_progress` made; `ReplayBufferError` unless they are ``num_samples``."""
     if progress.num_trajectories != num_samples:
         raise ReplayBufferError(
             f"the saved progress of prompt group {progress.group_id} has {progress.num_trajectories} samples, this run "

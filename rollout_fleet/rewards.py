@@ -16,8 +16,9 @@ import signal
 import struct
 import sys
 from asyncio.subprocess import PIPE, Process
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any, BinaryIO, Protocol
 
 import numpy as np
@@ -26,6 +27,7 @@ from asyncrl.protocol.errors import DeadlineError, RewardError, WorkerDiedError
 from asyncrl.protocol.registry import Registry
 from asyncrl.protocol.types import Prompt
 
+from .config import RolloutFleetConfig, reward_label
 from .engines.process_guard import signal_at_parent_death
 
 _LENGTH = struct.Struct("<Q")
@@ -35,12 +37,7 @@ class Reward(Protocol):
     """Scores one response. Called in a scoring process; a built-in in the rollout worker itself."""
 
     def __call__(self, prompt: Prompt, response_text: str) -> float:
-        """Return the reward.
-
-        Args:
-            prompt: With its ground truth and extra columns.
-            response_text: The response, decoded, without special tokens.
-        """
+        """Return the reward of a response, decoded without special tokens, to a prompt with its ground truth."""
         ...
 
 
@@ -54,20 +51,13 @@ def exact_match(prompt: Prompt, response_text: str) -> float:
 
 
 class RewardProcesses:
-    """Scores groups with the configured reward function."""
+    """Scores groups with the configured reward function, which is a built-in's name or ``module:function``.
+
+    A user's function gets ``num_processes``, each of which starts within ``start_timeout_s`` and scores a prompt group
+    within ``timeout_s``. Raises `ValueError` if there is no such function.
+    """
 
     def __init__(self, name: str, *, num_processes: int, timeout_s: float, start_timeout_s: float = 60.0) -> None:
-        """Find the reward function.
-
-        Args:
-            name: A built-in's name or ``module:function``.
-            num_processes: Processes for a user's function.
-            timeout_s: Deadline for scoring one prompt group.
-            start_timeout_s: Deadline for one process to start.
-
-        Raises:
-            ValueError: there is no such function.
-        """
         self._name = name
         self._num_processes = num_processes
         self._timeout_s = timeout_s
@@ -79,25 +69,17 @@ class RewardProcesses:
     async def start(self) -> None:
         """Start the scoring processes, if the function needs them.
 
-        Raises:
-            WorkerDiedError: a process ended before it could score.
-            DeadlineError: a process was not up in time.
+        Raises `WorkerDiedError` if one ends before it can score, `DeadlineError` if one is not up in time.
         """
         if self._name not in REWARDS.names():
             for process in await asyncio.gather(*(self._start_process() for _ in range(self._num_processes))):
                 self._free.put_nowait(process)
 
     async def score(self, prompt: Prompt, texts: Sequence[str]) -> np.ndarray:
-        """Score a prompt group.
+        """Score a prompt group; returns [G] float32, one reward per text.
 
-        Returns:
-            [G] float32, one reward per text.
-
-        Raises:
-            RewardError: the function raised, hung, ended its process, or returned anything but one finite number per
-                text. Its process is replaced, and the next group is scored.
-            WorkerDiedError: a process could not be replaced.
-            DeadlineError: a process could not be replaced in time.
+        Raises `RewardError` if the function raises, hangs, ends its process, or returns anything but one finite number
+        per text. Its process is replaced for the next group; where that fails, that group's call raises as `start`.
         """
         if self._name in REWARDS.names():
             rewards = _score_group(self._reward, prompt, texts)
@@ -174,6 +156,49 @@ class RewardProcesses:
 
     def _failure(self, prompt: Prompt, what: str, remedy: str) -> RewardError:
         return RewardError(f"reward {self._name!r} on prompt group {prompt.group_id} {what}; {remedy}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scores:
+    """What the samples of a prompt group earned.
+
+    Attributes:
+        total: [G] float32, the weighted sum.
+        parts: [G] float32 per reward by its label; empty where there is one reward only.
+    """
+
+    total: np.ndarray
+    parts: Mapping[str, np.ndarray] = field(default_factory=dict)
+
+
+class WeightedRewards:
+    """All rewards of a fleet's options, each in processes of its own, and their weighted sum.
+
+    Raises `ValueError` if there is no such function.
+    """
+
+    def __init__(self, config: RolloutFleetConfig) -> None:
+        self._weights = list(config.reward_weights.values())
+        self._labels = [reward_label(name) for name in config.reward_weights]
+        self._rewards = [
+            RewardProcesses(name, num_processes=config.reward_processes, timeout_s=config.reward_timeout_s)
+            for name in config.reward_weights
+        ]
+
+    async def start(self) -> None:
+        """Start the scoring processes; raises as `RewardProcesses.start` does."""
+        await asyncio.gather(*(reward.start() for reward in self._rewards))
+
+    async def score(self, prompt: Prompt, texts: Sequence[str]) -> Scores:
+        """Score a prompt group by every reward; raises as `RewardProcesses.score` does."""
+        parts = await asyncio.gather(*(reward.score(prompt, texts) for reward in self._rewards))
+        total = sum(weight * part for weight, part in zip(self._weights, parts, strict=True))
+        named = dict(zip(self._labels, parts, strict=True)) if len(parts) > 1 else {}
+        return Scores(total=np.asarray(total, dtype=np.float32), parts=named)
+
+    async def close(self) -> None:
+        """Kill the scoring processes."""
+        await asyncio.gather(*(reward.close() for reward in self._rewards))
 
 
 async def _ask(process: Process, question: Any) -> Any:

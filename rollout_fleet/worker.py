@@ -5,8 +5,9 @@ Its methods are asynchronous and overlap: weights are loaded and counters are re
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
 
 from asyncrl.protocol.errors import AsyncRLError
 from asyncrl.protocol.ports import RolloutBuffer
@@ -20,13 +21,18 @@ from .engines.model_files import load_decoder
 from .evaluation import evaluate_prompts
 from .loop import RolloutLoop
 from .metrics import EvaluationResult, FleetCounters
-from .rewards import RewardProcesses
-
-logger = logging.getLogger(__name__)
+from .rewards import WeightedRewards
+from .samples import SampleLog
 
 
 class RolloutWorker(Worker):
-    """Generates training rollouts on its own engine. The group's rank 0..num_engines-1 is the engine's rank."""
+    """Generates training rollouts on its own engine, whose rank is the worker's; `start` brings everything up.
+
+    ``model_path`` holds the policy of version 0, tokenizer included; ``connect_buffer`` is called in `start`; the
+    engine's log goes to ``log_dir``, and decoded samples to ``sample_dir``, unless that is empty; ``seed`` is the
+    run's; for the rest see `RolloutLoop`. Raises `ValueError` if the engine is not installed, or there is no such model
+    or reward function.
+    """
 
     def __init__(
         self,
@@ -38,53 +44,36 @@ class RolloutWorker(Worker):
         log_dir: str,
         seed: int,
         greedy_baseline: bool = False,
+        sample_dir: str = "",
     ) -> None:
-        """Take the configuration; `start` brings everything up.
-
-        Args:
-            config: The fleet's options.
-            model_path: Directory of the policy of version 0, tokenizer included.
-            samples_per_prompt: G.
-            connect_buffer: Connects to the replay buffer; called in `start`.
-            log_dir: Where the engine's log is written.
-            seed: Seed of the run.
-            greedy_baseline: See `RolloutLoop`.
-
-        Raises:
-            ValueError: the engine is not installed, or there is no such model or reward function.
-        """
         super().__init__()
-        self._config = config
-        self._samples_per_prompt = samples_per_prompt
-        self._greedy_baseline = greedy_baseline
         self._connect_buffer = connect_buffer
-        self._rewards = RewardProcesses(
-            config.reward, num_processes=config.reward_processes, timeout_s=config.reward_timeout_s
-        )
+        self._rewards = WeightedRewards(config)
         self._decode = load_decoder(model_path)
         self._engine = make_engine(config, model_path=model_path, rank=self.rank, log_dir=log_dir, seed=seed)
+        self._samples = None
+        if sample_dir:
+            self._samples = SampleLog(Path(sample_dir), rank=self.rank, config=config.samples, decode=self._decode)
         self._buffer: RolloutBuffer | None = None
+        self._make_loop = partial(
+            RolloutLoop,
+            config,
+            engine=self._engine,
+            rewards=self._rewards,
+            decode=self._decode,
+            samples_per_prompt=samples_per_prompt,
+            greedy_baseline=greedy_baseline,
+            samples=self._samples,
+        )
         self._loop: RolloutLoop | None = None
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     async def start(self) -> None:
-        """Bring up the engine and connect to the buffer.
-
-        Raises:
-            AsyncRLError: the engine did not come up.
-        """
+        """Bring up the engine and connect to the buffer. Raises as `Engine.start` does."""
         await self._engine.start()
         await self._rewards.start()
         self._buffer = self._connect_buffer()
-        self._loop = RolloutLoop(
-            self._config,
-            engine=self._engine,
-            buffer=self._buffer,
-            rewards=self._rewards,
-            decode=self._decode,
-            samples_per_prompt=self._samples_per_prompt,
-            greedy_baseline=self._greedy_baseline,
-        )
+        self._loop = self._make_loop(buffer=self._buffer)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     async def run(self) -> FleetCounters:
@@ -111,6 +100,7 @@ class RolloutWorker(Worker):
             decode=self._decode,
             sampling=sampling,
             num_samples=num_samples,
+            log=self._samples,
         )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
@@ -122,14 +112,13 @@ class RolloutWorker(Worker):
     async def drain(self) -> FleetCounters:
         """End `run`, give all leases back; the engine stays up for `evaluate`. Returns the final counters."""
         await self._started().stop()
-        return self._started().counters()
+        return self._started().counters(final=True)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     async def stop(self) -> FleetCounters | None:
         """End `run`, give all leases back, stop the engine, close the connection.
 
-        Returns:
-            The final counters; None if the worker was never started.
+        Returns the final counters; None if the worker was never started.
         """
         try:
             if self._loop is not None:
@@ -139,7 +128,7 @@ class RolloutWorker(Worker):
             await self._rewards.close()
             if self._buffer is not None:
                 await self._buffer.close()
-        return self._loop.counters() if self._loop is not None else None
+        return self._loop.counters(final=True) if self._loop is not None else None
 
     def _started(self) -> RolloutLoop:
         if self._loop is None:

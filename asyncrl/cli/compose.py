@@ -148,8 +148,15 @@ def _with_whole_paths(config: RunConfig) -> RunConfig:
     return replace(
         config,
         algorithm=replace(algorithm, loss=absolute_name(algorithm.loss), advantage=absolute_name(algorithm.advantage)),
-        rollout_fleet=replace(fleet, reward=absolute_name(fleet.reward)),
+        rollout_fleet=replace(
+            fleet, reward=absolute_name(fleet.reward), rewards=[_with_whole_path(entry) for entry in fleet.rewards]
+        ),
     )
+
+
+def _with_whole_path(entry: str) -> str:
+    weight, star, name = entry.rpartition("*")
+    return f"{weight}{star}{absolute_name(name)}"
 
 
 def _schema() -> DictConfig:

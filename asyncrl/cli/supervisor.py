@@ -206,7 +206,7 @@ class Stopping:
         run: asyncio.Future[Any],
         say: Callable[[str], None],
         *,
-        timeout_s: float,
+        timeout_s: Callable[[], float],
         give_up: Callable[[], None],
     ) -> None:
         """Take what is stopped.
@@ -214,7 +214,7 @@ class Stopping:
         Args:
             run: Cancelled; stops what it started while it unwinds.
             say: Writes a line to the terminal.
-            timeout_s: How long stopping may take; then ``give_up`` is called.
+            timeout_s: How long stopping may take from now on; then ``give_up`` is called.
             give_up: Ends the process; called in a thread of its own.
         """
         self.cause = "cancellation"
@@ -241,18 +241,20 @@ class Stopping:
     def _on_signal(self, number: signal.Signals) -> None:
         if self._stopped:
             exit_at_once(exit_status(number))
-        self._stop(number.name, exit_status(number))
-        self._say(f"{number.name}: stopping, at most {self._timeout_s:g} s; once more ends the run on the spot")
+        timeout_s = self._stop(number.name, exit_status(number))
+        self._say(f"{number.name}: stopping, at most {timeout_s:g} s; once more ends the run on the spot")
 
     def _on_supervisor_death(self) -> None:
         if not self._stopped:
             self._stop("the death of its supervisor", EXIT_FAILED)
 
-    def _stop(self, cause: str, status: int) -> None:
+    def _stop(self, cause: str, status: int) -> float:
         self._stopped = True
         self.cause, self.status = cause, status
-        give_up_after(self._timeout_s, self._give_up)
+        timeout_s = self._timeout_s()
+        give_up_after(timeout_s, self._give_up)
         self._run.cancel()
+        return timeout_s
 
 
 def give_up_after(timeout_s: float, give_up: Callable[[], None]) -> None:

@@ -1,23 +1,22 @@
 """``asyncrl train``: train a policy asynchronously. ``--help`` explains the options.
 
-Ctrl-C or SIGTERM cancels the run, which stops what it started; a second signal ends it and what it started on the
-spot. Whatever else it dies of, its supervisor (`asyncrl.cli.supervisor`) ends what is left.
+Ctrl-C or SIGTERM cancels the run, which writes the policy that it has and stops what it started; a second signal ends
+all of it on the spot. Whatever else it dies of, its supervisor (`asyncrl.cli.supervisor`) ends what is left.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import shutil
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
 
 from asyncrl.cli.compose import CONFIG_DIR, compose_run, dump_yaml, help_text
+from asyncrl.cli.preflight import check_folders, preflight
 from asyncrl.cli.quickstart import with_quickstart_assets
 from asyncrl.cli.supervisor import (
     EXIT_FAILED,
@@ -28,18 +27,13 @@ from asyncrl.cli.supervisor import (
     report_fault,
     supervise,
 )
-from asyncrl.config import RunConfig, check_files, check_options, check_placement
+from asyncrl.config import RunConfig, check_options
 from asyncrl.controller.resume import check_beginning
-from asyncrl.controller.run_folder import make_run_dir, shared_folder
-from asyncrl.data.prompts import PromptStream, load_eval_prompts
-from asyncrl.data.tokenization import load_tokenizer
+from asyncrl.controller.run_folder import has_trained, make_run_dir, shared_folder
 from asyncrl.metrics import TerminalView
 from asyncrl.protocol.errors import AsyncRLError, ClusterDiedError, DeadlineError
 from asyncrl.protocol.remote import last_lines
-from asyncrl.protocol.types import Prompt
-from asyncrl.sft.warm_start import finished_warm_start, warm_start
-from learner.config import AlgorithmConfig
-from rollout_fleet.rewards import REWARDS
+from asyncrl.sft.warm_start import warm_start
 
 EXIT_USAGE = 2
 
@@ -56,6 +50,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config = compose_run(overrides)
         check_options(config)
         check_beginning(config)
+        if not flags:
+            check_folders(config)
     except ValueError as error:
         sys.stderr.write(f"error: {error}\n")
         return EXIT_USAGE
@@ -74,7 +70,8 @@ def _page(config: RunConfig, flags: set[str]) -> str:
 
 def _train(config: RunConfig, overrides: Sequence[str]) -> int:
     run_dir = make_run_dir(config, dump_yaml(config))
-    ending = supervise(lambda: _run_to_the_end(config, run_dir, overrides), stop_timeout_s=config.stop_timeout_s)
+    stop_timeout_s = config.save_timeout_s + config.stop_timeout_s
+    ending = supervise(lambda: _run_to_the_end(config, run_dir, overrides), stop_timeout_s=stop_timeout_s)
     shutil.rmtree(shared_folder(run_dir), ignore_errors=True)
     if ending.own:
         return ending.status
@@ -88,8 +85,8 @@ def _account_of(ending: Ending, config: RunConfig, run_dir: Path) -> str:
         return f"{ending.fault} (and the controller ended before everything was stopped: what was left was killed)\n"
     if ending.late:
         what = (
-            f"the controller did not stop within stop_timeout_s={config.stop_timeout_s:g} s after the signal, and was "
-            "killed; raise stop_timeout_s, or look into what it waited for"
+            f"the controller did not stop within save_timeout_s={config.save_timeout_s:g} and stop_timeout_s="
+            f"{config.stop_timeout_s:g} s after the signal, and was killed; raise them, or look into what it waited for"
         )
     elif ending.status < 0:
         what = f"the controller died of {signal.Signals(-ending.status).name}: it was killed, or memory ran out"
@@ -131,15 +128,18 @@ async def _until_done_or_stopped(
             give_up_after(timeout_s, lambda: _give_up(f"{last_words} ({too_long})", run_dir, EXIT_FAILED))
 
     def give_up() -> None:
-        _give_up(f"stopped by {stopping.cause}; partial results in {run_dir} ({too_long})", run_dir, stopping.status)
+        _give_up(f"stopped by {stopping.cause}; {_results_in(run_dir)} ({too_long})", run_dir, stopping.status)
+
+    def time_to_stop_s() -> float:
+        return timeout_s + config.save_timeout_s * has_trained(run_dir)
 
     task = asyncio.ensure_future(_run(config, run_dir, overrides, view, on_fault))
-    stopping = Stopping(task, view.say, timeout_s=timeout_s, give_up=give_up)
+    stopping = Stopping(task, view.say, timeout_s=time_to_stop_s, give_up=give_up)
     stopping.listen(asyncio.get_running_loop())
     try:
         await task
     except asyncio.CancelledError:
-        return stopping.status, f"stopped by {stopping.cause}; partial results in {run_dir}"
+        return stopping.status, f"stopped by {stopping.cause}; {_results_in(run_dir)}"
     except Exception as error:
         logging.getLogger(__name__).error("the run failed", exc_info=error)
         return EXIT_FAILED, _last_words(error, run_dir)
@@ -148,11 +148,20 @@ async def _until_done_or_stopped(
     return 0, ""
 
 
+def _results_in(run_dir: Path) -> str:
+    names = ("policy", "summary.json", "reward.png", "checkpoints", "logs")
+    found = [name for name in names if (run_dir / name).exists()]
+    return f"{', '.join(found)} in {run_dir}" if found else "nothing was started"
+
+
 def _last_words(error: BaseException, run_dir: Path) -> str:
     """The whole message of the cause, and its first line again at the very end."""
     cause = root_cause(error)
     kind = "" if isinstance(cause, AsyncRLError | ValueError) else f"{type(cause).__name__}: "
-    return f"{kind}{cause}\n\nlogs: {run_dir / 'logs'}\nerror: {kind}{_headline(str(cause).strip())}"
+    headline = f"error: {kind}{_headline(str(cause).strip())}"
+    if not run_dir.exists():  # nothing was started
+        return headline if "\n" not in str(cause).strip() else f"{kind}{cause}\n{headline}"
+    return f"{kind}{cause}\n\nlogs: {run_dir / 'logs'}\n{headline}"
 
 
 def _headline(message: str) -> str:
@@ -176,17 +185,13 @@ async def _run(
     on_fault: Callable[[BaseException], None],
 ) -> None:
     """Warm-start the policy while torch and Ray are imported and the parts start that do not need it."""
-    if not config.ray.address:
-        check_placement(config, num_cpus=os.cpu_count() or 1, num_gpus=visible_gpus())
-    config = await asyncio.to_thread(with_quickstart_assets, config)
-    check_files(config)
-    if config.sft.enabled:
-        finished_warm_start(config)  # refuses an output path that holds something else
-    with view.waiting_for("prompts and functions"):
-        prompts = await asyncio.to_thread(read_prompts, config)
-        await asyncio.to_thread(check_own_functions, config)
-    if left_out := prompts[0].num_filtered:
-        view.say(f"left {left_out} prompts out that are longer than data.max_prompt_tokens")
+    try:
+        config = await asyncio.to_thread(with_quickstart_assets, config)
+        with view.waiting_for("preflight"):
+            prompts = await preflight(config, view.say)
+    except (ValueError, asyncio.CancelledError):
+        shutil.rmtree(run_dir, ignore_errors=True)  # nothing was started: there is nothing to look into
+        raise
     warming = asyncio.create_task(warm_start(config, overrides, run_dir / "logs" / "sft.log", view.say))
     try:
         with view.waiting_for("torch and Ray to be imported"):
@@ -229,40 +234,3 @@ def _log_to(path: Path) -> None:
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
     logging.captureWarnings(True)
-
-
-def read_prompts(config: RunConfig) -> tuple[PromptStream, list[Prompt]]:
-    """The prompts to train on, and the held-out ones, before anything is started for them.
-
-    Raises:
-        ValueError: a file, row or column is not as the options say, or a prompt is too long; the message names it.
-    """
-    tokenizer = load_tokenizer(config.model.path, chat_template=config.data.chat_template)
-    prompts = PromptStream(config.data, tokenizer, seed=config.seed)
-    return prompts, load_eval_prompts(config.data, tokenizer) if config.evaluation.enabled else []
-
-
-def check_own_functions(config: RunConfig) -> None:
-    """Look the reward, the advantage and the loss up, and import a user's own, before any process starts.
-
-    Raises:
-        ValueError: there is no such name, file, module or function.
-    """
-    if not config.ray.address:  # a cluster that is joined may import from elsewhere
-        REWARDS.get(config.rollout_fleet.reward)
-    algorithm, default = config.algorithm, AlgorithmConfig()
-    if (algorithm.advantage, algorithm.loss) != (default.advantage, default.loss):
-        from learner.advantages import ADVANTAGES  # with torch, which takes seconds
-        from learner.losses import LOSSES
-
-        ADVANTAGES.get(algorithm.advantage)
-        LOSSES.get(algorithm.loss)
-
-
-def visible_gpus() -> int:
-    """GPUs that the NVIDIA driver lists on this machine; 0 without a driver. Loads no torch."""
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return 0
-    listed = subprocess.run([tool, "-L"], capture_output=True, text=True, timeout=30, check=False)
-    return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())

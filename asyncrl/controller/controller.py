@@ -12,7 +12,8 @@ The four loops of `Controller`, what each waits for, and who wakes it::
 
 While the learner computes step v, the fleet generates, the plan of v + 1 is made and queued behind it on the ranks,
 and the weights of v travel to the engines. Publishing takes the newest weights only: where publishing is slower than
-training, versions are skipped, and admission, which goes by the engine's version, slows generation down.
+training, versions are skipped, and admission, which goes by the engine's version, slows generation down. An evaluation
+between is part of publishing: no newer weights are loaded until it is done.
 
 A deadlock would need a loop that waits for one that waits for it. feed and plan wait for the buffer only; complete for
 the learner only; publish for complete and the fleet. Admission waits for commits (complete) and newer engines
@@ -89,11 +90,19 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
         fleet: FleetT,
         prompts: PromptSource,
         on_step: Callable[[StepRecord], None],
+        evaluate: Callable[[int], Awaitable[Any]] | None = None,
         resumed: RunState | None = None,
     ) -> None:
-        """Take the parts, all started, with learner, buffer and engines at the version of ``resumed``."""
+        """Take the parts, all started, with learner, buffer and engines at the version of ``resumed``.
+
+        ``evaluate`` is called with the version that the engines serve, every ``evaluation.every_steps``.
+        """
         resumed = resumed or RunState()
+        self._evaluate = evaluate
+        self._evaluation_steps = config.evaluation.every_steps
+        self._evaluated_version = resumed.version
         self._versions = range(resumed.version, config.total_steps)
+        self._queued_version = resumed.version
         self._prompts_per_call = config.algorithm.groups_per_step
         self._buffer = buffer
         self._learner = learner
@@ -114,14 +123,28 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
             await asyncio.gather(*(tasks.create_task(loop()) for loop in self._loops()))
             feed.cancel()
 
+    async def settle(self) -> None:
+        """Commit the steps that a cancelled `train` left queued on the ranks; call it when they are done with them."""
+        for version in range((await self._buffer.stats()).learner_version, self._queued_version):
+            await self._buffer.commit(version)
+
     async def account(self) -> TrainingResult:
         """Let the fleet stop all work, and close the account. Raises `AccountError` if it does not balance."""
         counts = await self._fleet.drain()
-        return self._reporter.result(await self._buffer.stats(), counts)
+        return self._reporter.result(await self._buffer.stats(), counts, learner_busy=await self._learner.busy())
 
     @abstractmethod
     def _loops(self) -> Sequence[Loop]:
         """The loops that end with the last step."""
+
+    async def _load(self, offer: WeightOffer) -> None:
+        """Put weights on the engines, and evaluate them there where that is due; the next ones wait for it."""
+        version, steps = offer.version, self._evaluation_steps
+        self._reporter.published(version, await self._fleet.load(offer))
+        is_due = steps and version // steps > self._evaluated_version // steps and version < self._versions.stop
+        if is_due and self._evaluate is not None:
+            self._evaluated_version = version
+            await self._evaluate(version)
 
     async def _feed(self) -> None:
         while True:
@@ -155,6 +178,7 @@ class Controller(_Training[LearnerPort, FleetPort]):
             await self._places.acquire()
             plan, waited_s = await self._planned(version)
             plan = await self._learner.scored(plan)
+            self._queued_version = version + 1
             step = _QueuedStep(
                 plan=plan,
                 plan_wait_s=waited_s,
@@ -195,7 +219,7 @@ class Controller(_Training[LearnerPort, FleetPort]):
                 await self._published.wait_for(self._has_newer_weights)
                 offer = self._newest
             if offer is not None:
-                self._reporter.published(offer.version, await self._fleet.load(offer))
+                await self._load(offer)
 
     def _has_newer_weights(self) -> bool:
         return self._newest is not None and self._newest.version > self._reporter.engine_version
@@ -213,13 +237,14 @@ class ColocatedController(_Training[ColocatedLearnerPort, ColocatedFleetPort]):
             await self._fleet.release_device()
             await self._learner.trainer_mode()
             plan = await self._learner.scored(plan)
+            self._queued_version = version + 1
             metrics = await self._learner.update(plan)
             metrics = {**metrics, **await self._learner.update_critic(plan)}
             checkpoint = await self._checkpointer.save_if_due(version + 1)
             offer = await self._learner.rollout_mode(version + 1)
             stats = await self._buffer.commit(version)
             self._checkpointer.committed(version)
-            self._reporter.published(offer.version, await self._fleet.load(offer))
+            await self._load(offer)
             if checkpoint is not None:
                 await checkpoint
             counts = await self._fleet.counters()

@@ -48,6 +48,7 @@ class FleetGroup:
             log_dir=str(paths.logs),
             seed=config.seed,
             greedy_baseline=config.algorithm.greedy_baseline,
+            sample_dir=str(paths.samples),
         )
         # Typed Any, because the group's methods are bound from the worker class when it is made.
         self._group: Any = RayWorkerGroup(
@@ -158,6 +159,6 @@ def _total(workers: Sequence[FleetCounters]) -> FleetCounts:
     return FleetCounts(
         tokens_generated=sum(worker.tokens_generated for worker in workers),
         tokens_in_flight=sum(worker.tokens_in_flight for worker in workers),
-        busy_s=sum(worker.busy_s for worker in workers) / len(workers),
         groups_failed=sum((worker.groups_failed for worker in workers), Counter()),
+        busy=[worker.busy for worker in workers],
     )

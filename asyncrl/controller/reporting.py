@@ -5,9 +5,10 @@ Nothing here waits. Both controllers hand a `Reporter` what happened; it makes n
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,9 +16,9 @@ from asyncrl.controller.resume import RunState
 from asyncrl.metrics import Overlap, StepRecord, TrainingResult
 from asyncrl.protocol.errors import AccountError
 from asyncrl.protocol.ports import FleetCounts
-from asyncrl.protocol.types import BufferStats, Plan, TokenAccount
+from asyncrl.protocol.types import BufferStats, GroupSummary, Plan, TokenAccount
 
-_NOT_METRICS = ("started_at", "ended_at")
+_TIMES = ("started_at", "ended_at")
 
 
 class Reporter:
@@ -34,7 +35,6 @@ class Reporter:
         self._resumed = resumed
         self._began_s = self._ended_s = self._last_record_s = 0.0
         self._last_tokens = 0
-        self._learner_busy_s = self._rollout_busy_s = 0.0
         self._publish_s = 0.0
         self._max_lag = 0
 
@@ -59,9 +59,7 @@ class Reporter:
         update_s = metrics["ended_at"] - metrics["started_at"]
         elapsed_s = now_s - self._last_record_s
         new_tokens = counts.tokens_generated - self._last_tokens
-        self._learner_busy_s += update_s
-        self._rollout_busy_s = counts.busy_s
-        self._ended_s = metrics["ended_at"]
+        self._ended_s = max(value for name, value in metrics.items() if name.endswith("ended_at"))
         self._last_record_s, self._last_tokens = now_s, counts.tokens_generated
         batch = self._batch_numbers(plan)
         self._max_lag = max(self._max_lag, batch["lag_max"])
@@ -83,26 +81,26 @@ class Reporter:
                 plan_wait_s=plan_wait_s,
                 update_s=update_s,
                 publish_s=self._publish_s,
-                learner={name: value for name, value in metrics.items() if name not in _NOT_METRICS},
+                learner={name: value for name, value in metrics.items() if not name.endswith(_TIMES)},
             )
         )
 
-    def result(self, stats: BufferStats, counts: FleetCounts) -> TrainingResult:
+    def result(
+        self, stats: BufferStats, counts: FleetCounts, *, learner_busy: Sequence[tuple[float, float]]
+    ) -> TrainingResult:
         """Close the token account with the ledger after the last commit and the fleet's final counters.
 
-        Raises `AccountError` if it does not balance.
+        ``learner_busy`` is what `LearnerPort.busy` returns. Raises `AccountError` if it does not balance.
         """
         tokens = balanced_account(stats, counts)
         before = self._resumed
         dropped = Counter(before.all_dropped()) + Counter(stats.tokens_dropped)
         lags = Counter(before.lag_histogram) + Counter(stats.lag_histogram)
-        measured_s = self._ended_s - self._began_s
+        span = (self._began_s, self._ended_s)
         return TrainingResult(
             policy_version=stats.learner_version,
-            train_wall_s=measured_s,
-            overlap=Overlap(
-                rollout_busy_s=self._rollout_busy_s, learner_busy_s=self._learner_busy_s, measured_s=measured_s
-            ),
+            train_wall_s=self._ended_s - self._began_s,
+            overlap=Overlap.within(span, engines=counts.busy, learner=learner_busy),
             tokens=replace(
                 tokens,
                 generated=before.tokens_generated + tokens.generated,
@@ -123,12 +121,23 @@ class Reporter:
         rewards = [reward for group in groups for reward in group.rewards[self._trained]]
         lengths = [length for group in groups for length in group.response_lengths[self._trained]]
         return {
-            "reward": sum(rewards) / len(rewards),
-            "solved_groups": sum(len(set(group.rewards)) == 1 for group in groups) / len(groups),
-            "response_length": sum(lengths) / len(lengths),
-            "lag_mean": sum(lags) / len(lags),
+            "reward": statistics.fmean(rewards),
+            "reward_std": statistics.pstdev(rewards),
+            "equal_reward_groups": statistics.mean(len(set(group.rewards[self._trained])) == 1 for group in groups),
+            "truncated_samples": sum(group.num_truncated for group in groups) / len(rewards),
+            "metrics": _means(groups),
+            "response_length": statistics.fmean(lengths),
+            "lag_mean": statistics.fmean(lags),
             "lag_max": max(lags),
         }
+
+
+def _means(groups: Sequence[GroupSummary]) -> dict[str, float]:
+    """Mean over the groups of each metric of their trajectories."""
+    values: dict[str, list[float]] = {}
+    for name, value in (metric for group in groups for metric in group.metrics):
+        values.setdefault(name, []).append(value)
+    return {name: statistics.fmean(found) for name, found in values.items()}
 
 
 def balanced_account(stats: BufferStats, counts: FleetCounts) -> TokenAccount:

@@ -16,6 +16,7 @@ from typing import Any
 
 from asyncrl.config import RunConfig, learner_roles
 from asyncrl.data.prompts import PromptStream
+from asyncrl.metrics.overlap import joined
 from asyncrl.protocol.ports import ControlBuffer, FleetPort, LearnerPort, PromptSource
 from asyncrl.protocol.types import BufferStats, Plan, Prompt
 from buffer.config import BufferConfig, Durability
@@ -106,7 +107,7 @@ class RunState:
         return RunState(
             version=version,
             prompts=prompts,
-            finished=_joined([*self.finished, *finished, *ids]),
+            finished=joined([*self.finished, *finished, *ids]),
             tokens_generated=self.tokens_generated + tokens_generated,
             tokens_trained=self.tokens_trained + stats.tokens_trained + sum(group.num_tokens for group in groups),
             tokens_dropped=dict(Counter(self.all_dropped()) + Counter(stats.tokens_dropped)),
@@ -270,14 +271,3 @@ class ResumedPrompts:
     def state(self) -> dict[str, Any]:
         """The stream's state."""
         return self._stream.state()
-
-
-def _joined(ranges: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """Sorted, disjoint ranges. Example: [(2, 3), (0, 2), (5, 6)] gives ((0, 3), (5, 6))."""
-    joined: list[tuple[int, int]] = []
-    for start, end in sorted(ranges):
-        if joined and start <= joined[-1][1]:
-            joined[-1] = (joined[-1][0], max(joined[-1][1], end))
-        else:
-            joined.append((start, end))
-    return tuple(joined)

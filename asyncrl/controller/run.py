@@ -34,14 +34,17 @@ from asyncrl.metrics import (
     summary_document,
     write_json,
 )
+from asyncrl.protocol.errors import AsyncRLError
 from asyncrl.protocol.ports import PromptSource
 from asyncrl.protocol.types import Prompt
 from asyncrl.protocol.weights import describe_model
+from asyncrl.samples import NewSamples, sample_line
 from asyncrl.single_controller import ray_death
 from buffer import BufferClient, BufferConnection, BufferProcess
 
 T = TypeVar("T")
 U = TypeVar("U")
+AnyController: TypeAlias = Controller | ColocatedController
 Starter: TypeAlias = Callable[..., Coroutine[Any, Any, T]]
 
 
@@ -78,6 +81,8 @@ class Run:
         self._view = view
         self._on_fault = on_fault
         self._records: list[StepRecord] = []
+        self._evaluations: list[Evaluation] = []
+        self._samples = NewSamples(run_dir)
         self._start_s = 0.0
         self._resumed: Resumed | None = None
 
@@ -197,9 +202,10 @@ class Run:
             await start
 
     async def _train(self, parts: _Parts, prompts: PromptSource) -> dict[str, Any]:
-        before = await self._evaluate(parts, "before", self._state.version)
-        self._start_s = self._view.elapsed_s
         writer = MetricsWriter(self._run_dir)
+        evaluate = partial(self._evaluate, parts, writer)
+        before = await evaluate(self._state.version)
+        self._start_s = self._view.elapsed_s
         kind = ColocatedController if self._config.placement.colocated else Controller
         controller = kind(
             self._config,
@@ -208,46 +214,83 @@ class Run:
             fleet=parts.fleet,
             prompts=prompts,
             on_step=lambda record: self._on_step(writer, record),
+            evaluate=evaluate,
             resumed=self._state,
         )
         try:
             await _unless(self._train_and_save(controller, parts.learner), [parts.fleet.run()])
             result = await controller.account()
+            after = await evaluate(result.policy_version)
+        except asyncio.CancelledError:
+            if self._records:
+                await self._keep(controller, parts.learner, before)
+            raise
         finally:
             writer.close()
-        after = await self._evaluate(parts, "after", result.policy_version)
         return self._summarise(result, before, after)
 
-    async def _train_and_save(self, controller: Controller | ColocatedController, learner: LearnerGroup) -> None:
+    async def _train_and_save(self, controller: AnyController, learner: LearnerGroup) -> None:
         """Save the policy as soon as it is trained: whatever goes wrong later, it is there."""
         await controller.train()
-        await learner.save_policy(self._run_dir / "policy")
+        await self._save_policy(learner)
 
-    async def _evaluate(self, parts: _Parts, when: str, version: int) -> Evaluation | None:
+    async def _save_policy(self, learner: LearnerGroup) -> None:
+        """Write ``policy/``, whole or not at all."""
+        partial, policy = self._run_dir / ".policy.partial", self._run_dir / "policy"
+        await learner.save_policy(partial)
+        partial.rename(policy)
+
+    async def _keep(self, controller: AnyController, learner: LearnerGroup, before: Evaluation | None) -> None:
+        """Write what a run that is stopped by a signal has learned until then."""
+        timeout_s = self._config.save_timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                if not (self._run_dir / "policy").exists():
+                    await self._save_policy(learner)
+                await controller.settle()
+                result = await controller.account()
+        except TimeoutError:
+            self._view.say(
+                f"writing policy and summary took longer than save_timeout_s={self._config.save_timeout_s:g}"
+            )
+        except AsyncRLError as error:
+            self._view.say(f"policy and summary could not be written: {error}")
+        else:
+            self._summarise(result, before, None)
+
+    async def _evaluate(self, parts: _Parts, writer: MetricsWriter, version: int) -> Evaluation | None:
         if not self._config.evaluation.enabled:
             return None
         evaluation = await parts.fleet.evaluate(self._held_out, policy_version=version)
-        self._view.evaluation(when, evaluation)
+        self._evaluations.append(evaluation)
+        writer.evaluation(evaluation)
+        self._view.evaluation(evaluation)
         return evaluation
 
     def _on_step(self, writer: MetricsWriter, record: StepRecord) -> None:
         self._records.append(record)
         writer.write(record)
         self._view.step(record)
+        kept = self._config.rollout_fleet.samples
+        if kept.every_steps and kept.num_shown and (record.step + 1) % kept.every_steps == 0:
+            for sample in self._samples.extremes(kept.num_shown):
+                self._view.say(sample_line(sample))
 
     def _summarise(self, result: TrainingResult, before: Evaluation | None, after: Evaluation | None) -> dict[str, Any]:
         """Write the summary, at once after the last evaluation: a run that is stopped later keeps it."""
         summary = summary_document(
             experiment=self._config.experiment,
             seed=self._config.seed,
+            total_steps=self._config.total_steps,
             max_lag=self._config.buffer.max_lag,
             result=result,
             before=before,
             after=after,
+            evaluations=self._evaluations,
             wall_s={"total": self._view.elapsed_s, "start": self._start_s},
         )
         write_json(self._run_dir / "summary.json", summary)
-        plot_reward(self._run_dir / "reward.png", self._records, before, after)
+        plot_reward(self._run_dir / "reward.png", self._records, self._evaluations)
         return summary
 
 

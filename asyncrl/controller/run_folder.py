@@ -13,7 +13,7 @@ from pathlib import Path
 
 from asyncrl.config import RunConfig
 
-_SHARED_MEMORY = Path("/dev/shm")
+SHARED_MEMORY = Path("/dev/shm")
 
 
 def make_run_dir(config: RunConfig, config_yaml: str) -> Path:
@@ -38,12 +38,14 @@ class RunPaths:
     Attributes:
         logs: One log per process.
         snapshots: Published weights; readable by every engine of the host.
+        samples: Decoded samples for reading.
         trajectories: Consumed trajectories; None records none.
         checkpoints: Checkpoints of the learner.
     """
 
     logs: Path
     snapshots: Path
+    samples: Path
     trajectories: Path | None
     checkpoints: Path
 
@@ -54,14 +56,21 @@ class RunPaths:
         return cls(
             logs=run_dir / "logs",
             snapshots=_make_snapshot_folder(config, run_dir),
+            samples=run_dir / "samples",
             trajectories=run_dir / "trajectories" if config.record_trajectories else None,
             checkpoints=Path(directory).resolve() if directory else run_dir / "checkpoints",
         )
 
 
+def has_trained(run_dir: Path) -> bool:
+    """Whether a learner step is done, so that there is a policy to keep."""
+    metrics = run_dir / "metrics.jsonl"
+    return metrics.is_file() and metrics.stat().st_size > 0
+
+
 def shared_folder(run_dir: Path) -> Path:
     """Where a run publishes its weights in memory; follows from ``run_dir``, so that anyone can remove it."""
-    return _SHARED_MEMORY / f"asyncrl-{hashlib.sha256(str(run_dir).encode()).hexdigest()[:16]}"
+    return SHARED_MEMORY / f"asyncrl-{hashlib.sha256(str(run_dir).encode()).hexdigest()[:16]}"
 
 
 def _make_snapshot_folder(config: RunConfig, run_dir: Path) -> Path:
@@ -69,7 +78,7 @@ def _make_snapshot_folder(config: RunConfig, run_dir: Path) -> Path:
 
     The run removes the one in memory, and its supervisor does where the run cannot.
     """
-    in_memory = config.learner.keep_snapshots != -1 and _SHARED_MEMORY.is_dir() and _fits_in_memory(config)
+    in_memory = config.learner.keep_snapshots != -1 and SHARED_MEMORY.is_dir() and _fits_in_memory(config)
     folder = shared_folder(run_dir) if in_memory else run_dir / "snapshots"
     folder.mkdir(mode=0o700)
     return folder
@@ -78,4 +87,4 @@ def _make_snapshot_folder(config: RunConfig, run_dir: Path) -> Path:
 def _fits_in_memory(config: RunConfig) -> bool:
     snapshot_bytes = sum(file.stat().st_size for file in Path(config.model.path).glob("*.safetensors"))
     num_kept = max(config.learner.keep_snapshots, config.buffer.max_lag + 2) + 1
-    return shutil.disk_usage(_SHARED_MEMORY).free > 2 * num_kept * snapshot_bytes
+    return shutil.disk_usage(SHARED_MEMORY).free > 2 * num_kept * snapshot_bytes

@@ -31,6 +31,10 @@ class Tokenizer(Protocol):
         """Render one conversation."""
         ...
 
+    def get_vocab(self) -> Mapping[str, int]:
+        """Every token with its id, added ones too."""
+        ...
+
 
 def load_tokenizer(model_path: str, *, chat_template: bool) -> Tokenizer:
     """Return the tokenizer of a model directory.
@@ -186,6 +190,10 @@ class _FastTokenizer:
     def __call__(self, text: list[str], *, add_special_tokens: bool) -> Mapping[str, Any]:
         """See `Tokenizer`."""
         return {"input_ids": [e.ids for e in self._rust.encode_batch(text, add_special_tokens=add_special_tokens)]}
+
+    def get_vocab(self) -> Mapping[str, int]:
+        """See `Tokenizer`."""
+        return self._rust.get_vocab()
 
     def apply_chat_template(self, conversation: Any, **kwargs: Any) -> Any:
         """See `Tokenizer`; never called, since this tokenizer has no template."""

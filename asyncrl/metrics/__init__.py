@@ -1,9 +1,9 @@
 """Metrics: typed records, the files they go to, and the view on the terminal."""
 
+from .overlap import Overlap
 from .records import (
     Evaluation,
     MetricsWriter,
-    Overlap,
     StepRecord,
     TrainingResult,
     plot_reward,

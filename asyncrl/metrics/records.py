@@ -13,6 +13,8 @@ from typing import Any
 from asyncrl.protocol.errors import AsyncRLError
 from asyncrl.protocol.types import TokenAccount
 
+from .overlap import Overlap
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
@@ -22,7 +24,9 @@ class StepRecord:
         step: Learner version that consumed the batch; the weights are at ``step + 1`` afterwards.
         time_s: Seconds since training began, at the end of the update.
         reward: Mean reward over the batch's samples.
-        solved_groups: Share of groups with equal rewards, which carry no signal for a group advantage.
+        reward_std: Standard deviation of the rewards over the batch's samples.
+        equal_reward_groups: Share of groups with equal rewards, which carry no signal for a group advantage.
+        truncated_samples: Share of samples that hit the length limit.
         response_length: Mean response length, in tokens.
         lag_mean: Mean lag of the batch's groups, in learner steps.
         lag_max: Largest lag of the batch.
@@ -40,12 +44,16 @@ class StepRecord:
         update_s: Time of the update on the slowest rank.
         publish_s: Time of the last weight publish, on the slowest engine.
         learner: The learner's own metrics, by name (loss, grad_norm, clip_fraction, …).
+        metrics: Mean over the batch's groups of what their trajectories carry, such as ``reward.NAME`` of each of
+            several rewards.
     """
 
     step: int
     time_s: float
     reward: float
-    solved_groups: float
+    reward_std: float
+    equal_reward_groups: float
+    truncated_samples: float
     response_length: float
     lag_mean: float
     lag_max: int
@@ -63,12 +71,13 @@ class StepRecord:
     update_s: float
     publish_s: float
     learner: Mapping[str, float]
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
     def flat(self) -> dict[str, float]:
         """Return every number under a dotted name. Example: ``learner.loss``."""
         numbers = asdict(self)
-        learner = numbers.pop("learner")
-        return numbers | {f"learner.{name}": value for name, value in learner.items()}
+        learner, metrics = numbers.pop("learner"), numbers.pop("metrics")
+        return numbers | metrics | {f"learner.{name}": value for name, value in learner.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,33 +100,13 @@ class Evaluation:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Overlap:
-    """How well generation and training ran at the same time.
-
-    Attributes:
-        rollout_busy_s: Mean over engines of the time with a request running.
-        learner_busy_s: Time inside updates, on the slowest rank.
-        measured_s: Training time.
-    """
-
-    rollout_busy_s: float
-    learner_busy_s: float
-    measured_s: float
-
-    @property
-    def efficiency(self) -> float:
-        """Busier pool ÷ measured time: 1.0 is the ideal, where the busier pool never waits."""
-        return max(self.rollout_busy_s, self.learner_busy_s) / self.measured_s if self.measured_s > 0 else 0.0
-
-
-@dataclass(frozen=True, kw_only=True)
 class TrainingResult:
     """What training left behind, before the final evaluation.
 
     Attributes:
         policy_version: Learner version at the end.
         train_wall_s: Seconds from the first admission to the last update.
-        overlap: Rollout and learner time.
+        overlap: Its parts, which add up to ``train_wall_s``.
         tokens: The token account, after the fleet has put down its work.
         max_lag_realised: Largest lag of any group that this run consumed.
         max_lag_before: The same of the runs that it resumes; they may have had another bound. 0 where there were none.
@@ -141,10 +130,12 @@ def summary_document(
     *,
     experiment: str,
     seed: int,
+    total_steps: int,
     max_lag: int,
     result: TrainingResult,
     before: Evaluation | None,
     after: Evaluation | None,
+    evaluations: Sequence[Evaluation] = (),
     wall_s: Mapping[str, float],
 ) -> dict[str, Any]:
     """Return ``summary.json``.
@@ -152,23 +143,27 @@ def summary_document(
     Args:
         experiment: Name of the run.
         seed: Its seed.
+        total_steps: Steps that it was to take; a run that a signal stopped has fewer.
         max_lag: The bound.
         result: What training left behind.
         before: Evaluation at version 0; None where evaluation is off.
         after: Evaluation at the final version.
+        evaluations: All, in their order.
         wall_s: Seconds by part of the run: ``total``, ``start`` (until the first step could begin), …
     """
     return {
         "experiment": experiment,
         "seed": seed,
         "policy_version": result.policy_version,
+        "total_steps": total_steps,
         "wall_s": wall_s["total"],
         "start_wall_s": wall_s["start"],
         "train_wall_s": result.train_wall_s,
         "eval": {
             name: None if evaluation is None else asdict(evaluation)
             for name, evaluation in (("before", before), ("after", after))
-        },
+        }
+        | {"all": [asdict(evaluation) for evaluation in evaluations]},
         "max_lag": {
             "bound": max_lag,
             "realised": result.max_lag_realised,
@@ -177,7 +172,7 @@ def summary_document(
         },
         "tokens": asdict(result.tokens) | {"dropped_by_reason": dict(result.tokens_dropped)},
         "groups_failed": dict(result.groups_failed),
-        "overlap": asdict(result.overlap) | {"efficiency": result.overlap.efficiency},
+        "overlap": asdict(result.overlap),
     }
 
 
@@ -206,6 +201,15 @@ class MetricsWriter:
             self._file.write(json.dumps(numbers) + "\n")
         for name, value in numbers.items():
             self._events.add_scalar(name.replace(".", "/"), value, record.step)
+
+    def evaluation(self, evaluation: Evaluation) -> None:
+        """Write an evaluation as a line of ``evaluations.jsonl``, and as scalars at its version; raises as `write`."""
+        numbers = asdict(evaluation)
+        path = self._path.with_name("evaluations.jsonl")
+        with writing(path), path.open("a") as file:
+            file.write(json.dumps(numbers) + "\n")
+        for name in ("sampled", "greedy"):
+            self._events.add_scalar(f"evaluation/{name}", numbers[name], evaluation.policy_version)
 
     def close(self) -> None:
         """Flush and close both files."""
@@ -237,7 +241,7 @@ def writing(path: Path) -> Iterator[None]:
         ) from error
 
 
-def plot_reward(path: Path, records: Sequence[StepRecord], before: Evaluation | None, after: Evaluation | None) -> None:
+def plot_reward(path: Path, records: Sequence[StepRecord], evaluations: Sequence[Evaluation]) -> None:
     """Draw reward and lag over the learner steps, with the held-out evaluations as marks."""
     import matplotlib as mpl
 
@@ -248,12 +252,11 @@ def plot_reward(path: Path, records: Sequence[StepRecord], before: Evaluation | 
     steps = [record.step for record in records]
     top.plot(steps, [record.reward for record in records], linewidth=0.8, alpha=0.45, label="training batch")
     top.plot(steps, _running_mean([record.reward for record in records], 10), label="training batch, mean of 10")
-    last = steps[-1] + 1 if steps else 0
-    for evaluation, step in ((before, 0), (after, last)):
-        if evaluation is not None:
-            top.plot(step, evaluation.sampled, "o", color="tab:green", label="held out, sampled" if step == 0 else None)
-            top.plot(step, evaluation.greedy, "^", color="tab:red", label="held out, greedy" if step == 0 else None)
-    top.set(ylabel="reward", ylim=(-0.02, 1.02))
+    versions = [evaluation.policy_version for evaluation in evaluations]
+    for kind, marks, color in (("sampled", "o--", "tab:green"), ("greedy", "^--", "tab:red")):
+        rewards = [getattr(evaluation, kind) for evaluation in evaluations]
+        top.plot(versions, rewards, marks, color=color, linewidth=0.8, label=f"held out, {kind}")
+    top.set(ylabel="reward")
     top.grid(alpha=0.3)
     top.legend(loc="lower right")
     bottom.step(steps, [record.lag_max for record in records], where="mid", label="largest")

@@ -78,11 +78,11 @@ class TerminalView:
             self._last_line_s = now
             self.say(self._line(record))
 
-    def evaluation(self, when: str, evaluation: Evaluation) -> None:
+    def evaluation(self, evaluation: Evaluation) -> None:
         """Show a held-out evaluation."""
         self.say(
-            f"held out {when} training: sampled {evaluation.sampled:.3f}, greedy {evaluation.greedy:.3f} "
-            f"({evaluation.num_prompts} prompts, policy version {evaluation.policy_version})"
+            f"held out, policy version {evaluation.policy_version}: sampled {evaluation.sampled:.3f}, greedy "
+            f"{evaluation.greedy:.3f} ({evaluation.num_prompts} prompts)"
         )
 
     def summary(self, summary: dict[str, Any], run_dir: Path) -> None:
@@ -101,8 +101,8 @@ class TerminalView:
             f"dropped + {tokens['buffered']:,} buffered + {tokens['in_flight']:,} in flight"
         )
         self._console.print(
-            f"  overlap   {overlap['efficiency']:.2f}: rollout busy {overlap['rollout_busy_s']:.1f} s, learner busy "
-            f"{overlap['learner_busy_s']:.1f} s of {overlap['measured_s']:.1f} s"
+            f"  busy      fleet and learner {overlap['both_s']:.1f} s, learner alone {overlap['learner_alone_s']:.1f} "
+            f"s, fleet alone {overlap['fleet_alone_s']:.1f} s, neither {overlap['neither_s']:.1f} s"
         )
         self._console.print(
             f"  time      {_duration(summary['wall_s'])}, of which training {_duration(summary['train_wall_s'])}"

@@ -72,6 +72,8 @@ class GroupSummary:
         branch_tokens: [G] ints, tokens of all branches of each trajectory, prompts included; empty where each is one
             branch below the prompt.
         num_branches: [G] ints, likewise.
+        num_truncated: Trajectories with a turn that hit the length limit; baselines are not counted.
+        metrics: Name and mean of each of the trajectories' metrics, sorted; baselines are left out.
     """
 
     group_id: int
@@ -84,6 +86,8 @@ class GroupSummary:
     rewards: tuple[float, ...]
     branch_tokens: tuple[int, ...] = ()
     num_branches: tuple[int, ...] = ()
+    num_truncated: int = 0
+    metrics: tuple[tuple[str, float], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

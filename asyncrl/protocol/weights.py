@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import xxhash
@@ -140,9 +140,9 @@ class Manifest:
                 at = ends[tensor.file, at]
 
 
-def digest_of(content: Buffer) -> str:
+def digest_of(content: Buffer | np.ndarray) -> str:
     """XXH3 of 128 bits, in hexadecimal; computed without the interpreter's lock."""
-    return xxhash.xxh3_128_hexdigest(content)
+    return xxhash.xxh3_128_hexdigest(cast("Buffer", content))
 
 
 def pieces_of(file: int, start: int, num_bytes: int, data: np.ndarray) -> list[Piece]:

@@ -27,8 +27,7 @@ from asyncrl.protocol.types import Prompt
 from asyncrl.sft.warm_start import finished_warm_start, warm_start_path, write_warm_start
 from learner.config import LearnerConfig, LoraConfig, Schedule
 from learner.fsdp import LearnerMesh
-from learner.losses import negative_log_likelihood
-from learner.objectives import Objective
+from learner.losses import Objective, negative_log_likelihood
 from learner.trainer import Trainer
 from learner.types import TokenSequence
 from learner.weights import WeightPublisher, copy_tokenizer, gather_weights, write_model
@@ -36,7 +35,7 @@ from rollout_fleet.config import EngineKind
 from rollout_fleet.engines import make_engine
 from rollout_fleet.engines.model_files import load_decoder
 from rollout_fleet.evaluation import evaluate_prompts
-from rollout_fleet.rewards import RewardProcesses
+from rollout_fleet.rewards import WeightedRewards
 
 logger = logging.getLogger(__name__)
 
@@ -269,7 +268,7 @@ class HeldOutEvaluator:
         self._directory = tempfile.TemporaryDirectory(prefix="asyncrl-sft-")
         self._publisher: WeightPublisher | None = None
         self._engine = make_engine(self._config, model_path=self._model_path, rank=0, log_dir="", seed=config.seed)
-        self._rewards = RewardProcesses(self._config.reward, num_processes=1, timeout_s=self._config.reward_timeout_s)
+        self._rewards = WeightedRewards(replace(self._config, reward_processes=1))
         self._decode = load_decoder(self._model_path)
 
     async def __aenter__(self) -> HeldOutEvaluator:

@@ -28,8 +28,6 @@ _log = logging.getLogger(__name__)
 class WorkerGroup:
     """Base of groups; a subclass starts the workers and knows how to call them."""
 
-    fused_worker_execute_fn_name = "_fuw_execute"
-
     def __init__(self, resource_pool: ResourcePool | None) -> None:
         self._is_init_with_detached_workers = resource_pool is None
         self.fused_worker_used = False
@@ -50,9 +48,6 @@ class WorkerGroup:
     def world_size(self) -> int:
         """Number of workers."""
         return len(self._workers)
-
-    def _death_of(self, rank: int) -> WorkerDiedError:
-        return death_of(identities[self._workers[rank]._actor_id.hex()], "Its process ended.")
 
     def _is_worker_alive(self, worker: Any) -> bool:
         """Whether Ray considers a worker alive."""
@@ -95,7 +90,7 @@ class WorkerGroup:
     ) -> None:
         rank = watch.wait(every_n_seconds)
         if rank is not None:
-            on_death(self._death_of(rank))
+            on_death(death_of(identities[self._workers[rank]._actor_id.hex()], "Its process ended."))
 
     def _bind_worker_method(self, user_defined_cls: Any, func_generator: Callable[..., Any]) -> list[str]:
         """Give the group each method that the class registered, as `func_generator` makes it. Returns their names."""

@@ -15,17 +15,10 @@ NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def make_engine(config: RolloutFleetConfig, *, model_path: str, rank: int, log_dir: str, seed: int) -> Engine:
-    """Make the engine of one rollout worker; `Engine.start` brings it up.
+    """Make the engine of the rollout worker ``rank``; `Engine.start` brings it up.
 
-    Args:
-        config: The fleet's options.
-        model_path: Directory of the model in Hugging Face layout.
-        rank: Rank of the rollout worker.
-        log_dir: Where a server's log is written.
-        seed: Seed of the run; each rank samples with its own.
-
-    Raises:
-        ValueError: SGLang is asked for and not installed, or ``model_path`` holds no model.
+    A server's log goes to ``log_dir``; each rank samples with its own seed, made of the run's ``seed``. Raises
+    `ValueError` if SGLang is asked for and not installed, or ``model_path`` holds no model in Hugging Face layout.
     """
     if config.engine is EngineKind.scripted:
         from .scripted import ScriptedEngine
@@ -43,11 +36,7 @@ def make_engine(config: RolloutFleetConfig, *, model_path: str, rank: int, log_d
 
 
 def check_engine_installed(config: RolloutFleetConfig) -> None:
-    """Fail before anything starts when the chosen engine is not installed.
-
-    Raises:
-        ValueError: SGLang is asked for and not importable.
-    """
+    """Raise `ValueError`, before anything starts, if the chosen engine is not installed."""
     if config.engine is EngineKind.sglang and importlib.util.find_spec("sglang") is None:
         raise ValueError(
             "rollout_fleet.engine is sglang, but SGLang is not installed in this environment; install it "

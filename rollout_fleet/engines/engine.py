@@ -1,23 +1,31 @@
-"""The engine port: what a rollout worker and its inference engine say to each other, and the checks of every answer."""
+"""The engine port: what a rollout worker and its inference engine say to each other, and what all engines share.
+
+That is the checks of every prompt and answer, an engine's failure, and the watch for silence.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Sequence
-from contextlib import asynccontextmanager
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import numpy as np
 
-from asyncrl.protocol.errors import DeadlineError, EngineError
+from asyncrl.protocol.errors import AsyncRLError, DeadlineError, EngineError
 from asyncrl.protocol.types import FinishReason
 from asyncrl.protocol.weights import WeightOffer
 from rollout_fleet.config import SamplingConfig
 
 LOGPROB_ROUNDING = 1e-4
 SLOWEST_LOAD = 1e8  # bytes per second of a load, on top of which its deadline stands
+PROBE_SHARE = 0.25  # of the deadline on silence
+MAX_SILENT_PERIODS = 3
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,41 +79,31 @@ class Engine(Protocol):
     async def start(self) -> None:
         """Bring the engine up on the weights of version 0; returns when it can generate.
 
-        Raises:
-            DeadlineError: it was not up in time.
-            WorkerDiedError: it ended while starting; the message ends with its log.
+        Raises `DeadlineError` if it is not up in time, `WorkerDiedError` with the end of its log if it ends meanwhile.
         """
         ...
 
     def generate(self, requests: Sequence[SampleRequest]) -> AsyncIterator[tuple[SampleRequest, SampleOutput]]:
         """Sample responses; yields each request with its answer when the sample is finished or aborted, in any order.
 
-        Raises:
-            EngineError: a request was refused, or an answer broke the contract.
-            DeadlineError: no running request received a token within ``silence_timeout_s``.
-            WorkerDiedError: the engine died.
+        Raises `EngineError` if a request is refused or an answer breaks the contract, `DeadlineError` if no running
+        request received a token within ``silence_timeout_s``, `WorkerDiedError` if the engine died.
         """
         ...
 
     async def load_weights(self, offer: WeightOffer) -> float:
         """Serve the offered weights from the next token on; running requests go on under them where the engine can.
 
-        Returns:
-            Seconds for which generation stood still.
-
-        Raises:
-            EngineError: the engine refused the weights, or holds others than were published. It has failed.
-            DeadlineError: the load took longer than ``load_timeout_s`` and a second per 100 MB, not counting what it
-                waited for running requests. The engine has failed.
+        Returns the seconds for which generation stood still. Raises `EngineError` if the engine refuses the weights or
+        holds others than were published, `DeadlineError` after ``load_timeout_s`` and a second per 100 MB, not counting
+        what it waited for running requests. In both cases it has failed.
         """
         ...
 
     async def release_memory(self) -> None:
-        """Give the device up to whoever shares it; nothing may be running. The next `load_weights` takes it back.
+        """Give the device up to whoever shares it; the next `load_weights` takes it back.
 
-        Raises:
-            EngineError: the engine refused, or is generating.
-            DeadlineError: it took longer than ``load_timeout_s``.
+        Raises `EngineError` if the engine refuses or is generating, `DeadlineError` after ``load_timeout_s``.
         """
         ...
 
@@ -114,11 +112,7 @@ class Engine(Protocol):
         ...
 
     async def wait_failed(self) -> None:
-        """Wait for the engine to fail; never returns.
-
-        Raises:
-            AsyncRLError: its failure; the message ends with the last lines of its log where it has one.
-        """
+        """Wait for the engine to fail; raises its failure, which ends with the last lines of its log if it has one."""
         ...
 
     async def stop(self) -> None:
@@ -127,16 +121,12 @@ class Engine(Protocol):
 
 
 class EngineFailure:
-    """The failure of an engine: the first one, which all who wait for it or ask something later are given."""
+    """The failure of an engine: the first one, which all who wait for it or ask something later are given.
+
+    ``tell`` hands it to those who wait for answers; ``name`` and ``log_tail`` are for messages.
+    """
 
     def __init__(self, name: str, *, tell: Callable[[Exception], None], log_tail: Callable[[], str] = str) -> None:
-        """Begin with an engine that is not started.
-
-        Args:
-            name: The engine, for messages.
-            tell: Hands the failure to those who wait for answers.
-            log_tail: Returns the end of the engine's log, for messages.
-        """
         self._name = name
         self._tell = tell
         self._log_tail = log_tail
@@ -192,11 +182,9 @@ class EngineFailure:
 
     @asynccontextmanager
     async def deadline(self, what: str, timeout_s: float, option: str, *, num_bytes: int = 0) -> AsyncIterator[None]:
-        """Bound the block; a message says that the engine did not do ``what`` in time, and ends with its log.
+        """Bound the block by ``timeout_s``, which ``rollout_fleet.<option>`` sets, and what ``num_bytes`` may take.
 
-        Raises:
-            DeadlineError: the block took longer than ``timeout_s``, which ``rollout_fleet.<option>`` sets, and the time
-                that ``num_bytes`` may take.
+        After that raises `DeadlineError`, which says that the engine did not do ``what``, and ends with its log.
         """
         seconds = timeout_s + num_bytes / SLOWEST_LOAD
         try:
@@ -228,11 +216,7 @@ class EngineFailure:
 
 
 def check_prompt(request: SampleRequest, vocab_size: int) -> None:
-    """Refuse a prompt that would kill an engine.
-
-    Raises:
-        EngineError: the prompt is empty, or holds a token id outside the vocabulary.
-    """
+    """Raise `EngineError` for a prompt that would kill an engine: empty, or with a token id outside the vocabulary."""
     if len(request.prompt_ids) == 0:
         raise EngineError(f"request {request.id} has an empty prompt; a prompt needs at least one token")
     low, high = int(request.prompt_ids.min()), int(request.prompt_ids.max())
@@ -246,17 +230,10 @@ def check_prompt(request: SampleRequest, vocab_size: int) -> None:
 def check_output(
     output: SampleOutput, request: SampleRequest, *, vocab_size: int, loaded_versions: Collection[int]
 ) -> None:
-    """Refuse an answer that breaks the engine's contract.
+    """Raise `EngineError` for an answer that breaks the engine's contract.
 
-    Args:
-        output: The answer.
-        request: What was asked.
-        vocab_size: Token ids are below it.
-        loaded_versions: Versions that the engine has loaded and verified.
-
-    Raises:
-        EngineError: lengths disagree, a finished response is empty, an id is outside the vocabulary, a log-prob is not
-            a number <= 0, or a token names a version that was never loaded and verified.
+    Lengths must agree, a finished response holds a token, ids are below ``vocab_size``, log-probs are numbers <= 0, and
+    every token names one of ``loaded_versions``, which the engine has loaded and verified.
     """
     where = f"request {request.id}"
     lengths = (len(output.token_ids), len(output.logprobs), len(output.versions))
@@ -269,10 +246,103 @@ def check_output(
     low, high = int(output.token_ids.min()), int(output.token_ids.max())
     if low < 0 or high >= vocab_size:
         raise EngineError(f"{where}: sampled ids must be in 0..{vocab_size - 1}, got {low}..{high}")
-    if not (output.logprobs <= LOGPROB_ROUNDING).all():
-        raise EngineError(f"{where}: log-probs must be numbers <= 0, got a largest of {output.logprobs.max()}")
+    largest = float(output.logprobs.max())  # not a number where one of them is not
+    if not largest <= LOGPROB_ROUNDING:
+        raise EngineError(f"{where}: log-probs must be numbers <= 0, got a largest of {largest}")
     unknown = set(output.versions.tolist()).difference(loaded_versions)
     if unknown:
         raise EngineError(
             f"{where}: the engine reports policy versions {sorted(unknown)}, which it never loaded and verified"
         )
+
+
+class SilenceWatch:
+    """Notices an engine that has stopped producing tokens, at first with nothing running.
+
+    A slow sample is not a failure: queueing, other requests and weight updates all count as its time. What counts is
+    silence, which is *no* token of *any* running request for a while. After three quarters of the deadline
+    ``timeout_s`` the engine is probed. One that does not answer by the deadline has failed. One that answers is alive
+    and gets the deadline anew, three times in a row at most. ``probe`` returns when the engine shows that it is alive;
+    it may raise or hang. ``name`` is the engine's, for messages.
+    """
+
+    def __init__(self, name: str, *, timeout_s: float, probe: Callable[[], Awaitable[None]]) -> None:
+        self._name = name
+        self._timeout_s = timeout_s
+        self._probe = probe
+        self._num_running = 0
+        self._is_paused = False
+        self._heard_s = time.monotonic()
+        self._listening = asyncio.Event()
+
+    def token(self) -> None:
+        """A token arrived. May be called from any thread."""
+        self._heard_s = time.monotonic()
+
+    @contextmanager
+    def running(self, num_requests: int) -> Iterator[None]:
+        """Requests run inside the block."""
+        self._change(num_requests, is_paused=self._is_paused)
+        try:
+            yield
+        finally:
+            self._change(-num_requests, is_paused=self._is_paused)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Generation stands still on purpose inside the block, under another deadline."""
+        self._change(0, is_paused=True)
+        try:
+            yield
+        finally:
+            self._change(0, is_paused=False)
+
+    async def wait(self) -> NoReturn:
+        """Wait for silence; raises `DeadlineError` for it."""
+        num_silent_periods = 0
+        while True:
+            await self._listening.wait()
+            heard_s = self._heard_s
+            left_s = heard_s + (1 - PROBE_SHARE) * self._timeout_s - time.monotonic()
+            if left_s > 0:
+                await asyncio.sleep(left_s)
+                num_silent_periods = num_silent_periods if heard_s == self._heard_s else 0
+                continue
+            error = await self._probe_error()
+            if heard_s != self._heard_s or not self._listening.is_set():
+                num_silent_periods = 0
+                continue
+            num_silent_periods += 1
+            if error is not None or num_silent_periods == MAX_SILENT_PERIODS:
+                raise self._failure(error, num_silent_periods)
+            logger.warning("%s: no token for %g s, but it answers a probe", self._name, self._timeout_s)
+            self.token()
+
+    async def _probe_error(self) -> str | None:
+        """Probe the engine; returns what is wrong with it."""
+        try:
+            async with asyncio.timeout(PROBE_SHARE * self._timeout_s):
+                await self._probe()
+        except TimeoutError:
+            return f"it did not answer a probe within {PROBE_SHARE * self._timeout_s:g} s"
+        except AsyncRLError as error:
+            return f"the probe failed: {error}"
+        return None
+
+    def _failure(self, error: str | None, num_periods: int) -> DeadlineError:
+        error = error or f"it answered {num_periods} probes, but produced no token"
+        return DeadlineError(
+            f"{self._name} produced no token of its {self._num_running} running requests within "
+            f"rollout_fleet.silence_timeout_s = {self._timeout_s:g} s, and {error}"
+        )
+
+    def _change(self, num_requests: int, *, is_paused: bool) -> None:
+        was_listening = self._listening.is_set()
+        self._num_running += num_requests
+        self._is_paused = is_paused
+        if self._num_running and not is_paused:
+            if not was_listening:
+                self.token()
+            self._listening.set()
+        else:
+            self._listening.clear()

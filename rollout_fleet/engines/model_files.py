@@ -30,11 +30,7 @@ class ModelFacts:
 
 
 def read_model_facts(model_path: str) -> ModelFacts:
-    """Read `ModelFacts`.
-
-    Raises:
-        ValueError: ``model_path`` holds no model.
-    """
+    """Read `ModelFacts`. Raises `ValueError` if ``model_path`` holds no model."""
     config_file = Path(model_path) / "config.json"
     if not config_file.is_file():
         raise ValueError(f"model path must hold a config.json in Hugging Face layout, got {model_path!r}")
@@ -49,8 +45,8 @@ def read_model_facts(model_path: str) -> ModelFacts:
     return ModelFacts(vocab_size=config["vocab_size"], eos_ids=eos_ids, pad_id=(*pad_ids, *eos_ids, 0)[0])
 
 
-def load_decoder(model_path: str) -> Decode:
-    """Return a function from token ids to text without special tokens.
+def load_decoder(model_path: str, *, special_tokens: bool = False) -> Decode:
+    """Return a function from token ids to text, without special tokens unless they are asked for.
 
     A ``tokenizer.json`` is read with the tokenizers library alone, so that the worker loads neither transformers nor
     torch.
@@ -60,11 +56,11 @@ def load_decoder(model_path: str) -> Decode:
         from tokenizers import Tokenizer
 
         fast = Tokenizer.from_file(str(tokenizer_file))
-        return lambda token_ids: fast.decode(list(token_ids), skip_special_tokens=True)
+        return lambda token_ids: fast.decode(list(token_ids), skip_special_tokens=not special_tokens)
     from transformers import AutoTokenizer
 
     slow = AutoTokenizer.from_pretrained(model_path)
-    return lambda token_ids: slow.decode(list(token_ids), skip_special_tokens=True)
+    return lambda token_ids: slow.decode(list(token_ids), skip_special_tokens=not special_tokens)
 
 
 def _as_ids(value: Any) -> tuple[int, ...]:

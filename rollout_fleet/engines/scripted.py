@@ -49,7 +49,7 @@ def repeat_last_token(request: SampleRequest, version: int) -> ScriptedAnswer:
 
 
 class ScriptedEngine:
-    """Implements `Engine` by a script.
+    """Implements `Engine` by a script, which is called with each request and the version served when it arrives.
 
     Attributes:
         requests: All requests so far.
@@ -60,7 +60,6 @@ class ScriptedEngine:
     """
 
     def __init__(self, script: Script = repeat_last_token) -> None:
-        """Take the script, which is called with each request and the version served when it arrives."""
         self._script = script
         self._version = 0
         self._aborted: set[str] = set()

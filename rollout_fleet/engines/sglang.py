@@ -26,17 +26,16 @@ from asyncrl.protocol.types import FinishReason
 from asyncrl.protocol.weights import WeightOffer
 from rollout_fleet.config import EngineDevice, RolloutFleetConfig, SamplingConfig
 
-from .engine import EngineFailure, SampleOutput, SampleRequest, check_output, check_prompt
+from .engine import EngineFailure, SampleOutput, SampleRequest, SilenceWatch, check_output, check_prompt
 from .model_files import ModelFacts, read_model_facts
 from .sglang_client import SGLangClient
 from .sglang_server import WEIGHT_LOADER, SGLangServer, report_path
-from .silence import SilenceWatch
 
 logger = logging.getLogger(__name__)
 
 STREAM_INTERVAL = 32  # tokens between two chunks of a sample, after the chunk of the first token
 STREAM_END_S = 1.0  # longest wait for the end of a stream whose samples are all answered
-_Answers = asyncio.Queue[tuple[SampleRequest, SampleOutput] | Exception]
+_Answers = asyncio.Queue[list[tuple[SampleRequest, SampleOutput]] | Exception]
 
 
 class SGLangEngine:
@@ -98,7 +97,7 @@ class SGLangEngine:
     async def generate(self, requests: Sequence[SampleRequest]) -> AsyncIterator[tuple[SampleRequest, SampleOutput]]:
         """See `Engine.generate`."""
         self._failure.check()
-        for request in requests:
+        for request in {id(request.prompt_ids): request for request in requests}.values():  # each prompt once
             check_prompt(request, self._facts.vocab_size)
         size = self._config.sglang.samples_per_request
         batches = [requests[start : start + size] for start in range(0, len(requests), size)]
@@ -109,13 +108,14 @@ class SGLangEngine:
         tasks = [asyncio.create_task(self._generate_batch(batch, answers)) for batch in batches]
         try:
             with self._silence.running(len(requests)):
-                for _ in requests:
-                    answer = await answers.get()
-                    if isinstance(answer, Exception):
-                        raise answer
-                    ids.remove(answer[0].id)
-                    self._running.discard(answer[0].id)
-                    yield answer
+                while ids:
+                    finished = await answers.get()
+                    if isinstance(finished, Exception):
+                        raise finished
+                    for request, output in finished:
+                        ids.remove(request.id)
+                        self._running.discard(request.id)
+                        yield request, output
             # The server ends each stream at once; a connection that is closed before that cannot be used again.
             if tasks:
                 await asyncio.wait(tasks, timeout=STREAM_END_S)
@@ -209,13 +209,12 @@ class SGLangEngine:
         try:
             async for events in self._client.stream("/generate", self._request_body(requests)):
                 self._silence.token()
-                for event in events:
-                    answer = self._take(event, requests, samples)
-                    if self._failure.has_come:
-                        return
-                    if answer is not None:
-                        num_left -= 1
-                        answers.put_nowait(answer)
+                if self._failure.has_come:
+                    return
+                taken = [self._take(event, requests, samples) for event in events]
+                if finished := [answer for answer in taken if answer is not None]:
+                    num_left -= len(finished)
+                    answers.put_nowait(finished)
             if num_left:
                 raise EngineError(f"{self._name} left {num_left} of {len(requests)} samples unanswered")
         except Exception as error:  # noqa: BLE001 - raised by whoever takes it
@@ -238,10 +237,11 @@ class SGLangEngine:
         return requests[index], output
 
     def _request_body(self, requests: Sequence[SampleRequest]) -> dict[str, Any]:
+        options = {sampling: self._sampling_parameters(sampling) for sampling in {r.sampling for r in requests}}
         return {
             "rid": [_server_id(request.id) for request in requests],
-            "input_ids": [request.prompt_ids.tolist() for request in requests],
-            "sampling_params": [self._sampling_parameters(request.sampling) for request in requests],
+            "input_ids": [np.ascontiguousarray(request.prompt_ids) for request in requests],
+            "sampling_params": [options[request.sampling] for request in requests],
             "return_logprob": True,
             "stream": True,
         }

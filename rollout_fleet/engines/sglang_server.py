@@ -51,7 +51,11 @@ _LOGGING = {
 
 
 class SGLangServer:
-    """One server process group, reachable at `url` with `headers` once `start` returned."""
+    """One server process group, reachable at `url` with `headers` once `start` returned.
+
+    ``device`` is ``cpu`` or ``cuda``. ``name`` names the server in messages and its log, ``<name>.log`` in ``log_dir``.
+    ``start_timeout_s`` bounds `start`; ``stop_timeout_s`` is the grace between SIGTERM and SIGKILL.
+    """
 
     def __init__(
         self,
@@ -65,18 +69,6 @@ class SGLangServer:
         start_timeout_s: float,
         stop_timeout_s: float,
     ) -> None:
-        """Take the configuration; nothing starts yet.
-
-        Args:
-            config: Launch options.
-            model_path: Directory of the model in Hugging Face layout.
-            device: ``cpu`` or ``cuda``.
-            name: Names the server in messages and its log file. Example: ``"sglang-0"``.
-            log_dir: Where ``<name>.log`` is written.
-            seed: Seeds the server's sampling.
-            start_timeout_s: Deadline of `start`.
-            stop_timeout_s: Grace between SIGTERM and SIGKILL.
-        """
         self.name = name
         self.log_path = Path(log_dir) / f"{name}.log"
         self._config = config
@@ -128,9 +120,7 @@ class SGLangServer:
     async def start(self) -> None:
         """Start the server and wait until it listens; another port is tried when one is taken meanwhile.
 
-        Raises:
-            DeadlineError: it was not up within ``start_timeout_s``.
-            WorkerDiedError: it ended while starting.
+        Raises `DeadlineError` after ``start_timeout_s``, `WorkerDiedError` if the server ends.
         """
         try:
             async with asyncio.timeout(self._start_timeout_s):
@@ -149,11 +139,7 @@ class SGLangServer:
             ) from None
 
     async def wait_exit(self) -> NoReturn:
-        """Wait for the server to end.
-
-        Raises:
-            WorkerDiedError: it ended.
-        """
+        """Wait for the server to end; raises `WorkerDiedError` then."""
         if self._guard is None or self._log_task is None:
             raise WorkerDiedError(f"{self.name} was never started")
         await self._guard.wait()

@@ -19,9 +19,8 @@ from asyncrl.protocol.errors import DeadlineError, EngineError, WorkerDiedError
 from asyncrl.protocol.weights import WeightOffer
 from rollout_fleet.config import EngineDevice, RolloutFleetConfig
 
-from .engine import EngineFailure, SampleOutput, SampleRequest, check_output, check_prompt
+from .engine import EngineFailure, SampleOutput, SampleRequest, SilenceWatch, check_output, check_prompt
 from .model_files import read_model_facts
-from .silence import SilenceWatch
 from .transformers_model import GenerationModel
 
 logger = logging.getLogger(__name__)
@@ -37,12 +36,11 @@ class PendingSample:
 
 
 class TransformersEngine:
-    """Implements `Engine` in this process."""
+    """Implements `Engine` in this process; `start` loads the model."""
 
     def __init__(
         self, config: RolloutFleetConfig, *, model_path: str, device: EngineDevice, rank: int, seed: int
     ) -> None:
-        """Take the configuration; `start` loads the model."""
         self._config = config
         self._name = f"transformers-{rank}"
         self._facts = read_model_facts(model_path)

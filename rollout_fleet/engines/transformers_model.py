@@ -26,7 +26,11 @@ from .weight_loader import ComparedWrites, torch_tensors
 
 
 class StepRecorder:
-    """Sees every step twice: the logits before sampling and the tokens after. Records log-probs, stops rows."""
+    """Sees every step twice: the logits before sampling and the tokens after. Records log-probs, stops rows.
+
+    A row ends at its ``max_new_tokens``, or at its next token once its flag is set. Under ``temperature`` 0 (greedy)
+    log-probs are those of temperature 1. ``on_step`` is called after every step.
+    """
 
     def __init__(
         self,
@@ -36,14 +40,6 @@ class StepRecorder:
         temperature: float,
         on_step: Callable[[], None] = lambda: None,
     ) -> None:
-        """Begin a batch.
-
-        Args:
-            flags: One per row; a row whose flag is set is cut off at its next token.
-            max_new_tokens: Longest response, per row.
-            temperature: Sampling temperature; under 0 (greedy) log-probs are those of temperature 1.
-            on_step: Called after every step.
-        """
         self._flags = flags
         self._max_new_tokens = torch.tensor(max_new_tokens)
         self._temperature = temperature or 1.0
@@ -83,7 +79,11 @@ class StepRecorder:
 
 
 class GenerationModel:
-    """The model, its weights in place, and batches of samples."""
+    """The model, its weights in place, and batches of samples; `load` reads the model.
+
+    ``dtype`` is a torch dtype's name, or ``auto`` for the stored one; ``device`` is ``cpu`` or ``cuda``. ``seed`` seeds
+    torch in this process. The generating thread calls ``on_step`` after every token of a batch.
+    """
 
     def __init__(
         self,
@@ -95,16 +95,6 @@ class GenerationModel:
         seed: int,
         on_step: Callable[[], None] = lambda: None,
     ) -> None:
-        """Take the configuration; `load` reads the model.
-
-        Args:
-            model_path: Directory in Hugging Face layout.
-            facts: What its JSON files say.
-            dtype: A torch dtype's name, or ``auto`` for the stored one.
-            device: ``cpu`` or ``cuda``.
-            seed: Seeds torch's sampling in this process.
-            on_step: Called by the generating thread after every token of a batch.
-        """
         self._model_path = model_path
         self._facts = facts
         self._dtype = dtype
@@ -167,13 +157,8 @@ class GenerationModel:
     def generate(self, requests: Sequence[SampleRequest], flags: Sequence[Event], version: int) -> list[SampleOutput]:
         """Sample all requests in one batch; their sampling options differ in ``max_new_tokens`` at most.
 
-        Args:
-            requests: One per row.
-            flags: One per row.
-            version: Policy version of the weights, which every token carries.
-
-        Returns:
-            One answer per request, in order.
+        Each request has its flag in ``flags``, and its answer at its place in the result. Every token carries
+        ``version``, the policy version of the weights.
         """
         sampling = requests[0].sampling
         max_new_tokens = [request.sampling.max_new_tokens for request in requests]

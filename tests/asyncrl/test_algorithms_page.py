@@ -10,8 +10,7 @@ from asyncrl.cli.compose import compose_run
 from asyncrl.config import check_options
 from learner.advantages import ADVANTAGES, TokenRewards, is_token_level
 from learner.config import Aggregation, AlgorithmConfig, Correction, KLEstimator
-from learner.losses import LOSSES
-from learner.objectives import policy_objective
+from learner.losses import LOSSES, policy_objective
 
 PAGE = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
 RECIPES = [line for line in PAGE.split("```text\n")[1].split("```")[0].splitlines() if line]

@@ -84,6 +84,15 @@ def test_options_that_contradict_one_another_are_refused(overrides, words):
         assert word in str(caught.value)
 
 
+def test_rewards_with_weights_are_named_on_the_command_line_with_their_files_whole_paths(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    fleet = compose_run(["rollout_fleet.rewards=[exact_match,0.2*mine.py:format]"]).rollout_fleet
+    assert fleet.reward_weights == {"exact_match": 1.0, f"{tmp_path}/mine.py:format": 0.2}
+    assert compose_run(["rollout_fleet.reward=mine.py:f"]).rollout_fleet.reward_weights == {
+        f"{tmp_path}/mine.py:f": 1.0
+    }
+
+
 def test_an_experiment_of_ones_own_is_named_by_its_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     own = "# @package _global_\nexperiment: mine\ndefaults: [quickstart, _self_]\ntotal_steps: 7\n"

@@ -1,7 +1,9 @@
 """The loops against scripted parts: who waits for whom, what overlaps, and what ends a run."""
 
 import asyncio
+import time
 from collections import Counter
+from dataclasses import asdict
 
 import pytest
 
@@ -14,6 +16,7 @@ from asyncrl.protocol.ports import FleetCounts
 from asyncrl.protocol.types import BufferStats, GroupSummary, Plan
 from tests.support.offers import bare_offer
 
+pytestmark = pytest.mark.usefixtures("virtual_time")
 TOKENS_PER_STEP = 10
 
 
@@ -42,6 +45,8 @@ class ScriptedBuffer:
             oldest_version=max(0, version - 1),
             newest_version=version,
             rewards=(0.0, 1.0),
+            num_truncated=1,
+            metrics=(("reward.format", 0.5 * (version % 2)),),
         )
         return Plan(version=version, groups=[group])
 
@@ -81,6 +86,7 @@ class ScriptedLearner:
         self.full_at = full_at
         self.dies_at = dies_at
         self.turn = asyncio.Lock()
+        self.spans = []
 
     async def scored(self, plan):
         return plan
@@ -100,7 +106,8 @@ class ScriptedLearner:
             if version == self.dies_at:
                 raise WorkerDiedError("learner rank 0 on node 127.0.0.1 died")
             self.events.append(("updated", version))
-            return {"started_at": float(version), "ended_at": version + 0.5, "loss": 0.25}
+            self.spans.append((time.time() - 0.5, time.time()))
+            return {"started_at": self.spans[-1][0], "ended_at": self.spans[-1][1], "loss": 0.25}
 
     def publish(self, version):
         return asyncio.ensure_future(self._publish(version))
@@ -115,6 +122,9 @@ class ScriptedLearner:
             raise CheckpointError("no space left on device")
         return f"/checkpoints/{version}"
 
+    async def busy(self):
+        return self.spans
+
     async def _publish(self, version):
         return bare_offer(version)
 
@@ -123,6 +133,7 @@ class ScriptedFleet:
     """Loads weights slowly, so that versions are skipped."""
 
     def __init__(self, load_s=0.03):
+        self.tokens_generated = 60
         self.loaded = []
         self.load_s = load_s
 
@@ -132,7 +143,7 @@ class ScriptedFleet:
         return self.load_s
 
     async def counters(self):
-        return FleetCounts(tokens_generated=60, tokens_in_flight=0, busy_s=1.0)
+        return FleetCounts(tokens_generated=self.tokens_generated, tokens_in_flight=0)
 
     async def drain(self):
         return await self.counters()
@@ -147,7 +158,16 @@ class Prompts:
 
 
 def make_controller(
-    *, buffer=None, dies_at=None, full_at=None, load_s=0.03, steps=6, overrides=(), resumed=None, saved=None
+    *,
+    buffer=None,
+    dies_at=None,
+    full_at=None,
+    load_s=0.03,
+    steps=6,
+    overrides=(),
+    resumed=None,
+    saved=None,
+    evaluate=None,
 ):
     buffer = buffer or ScriptedBuffer(version=resumed.version if resumed else 0)
     fleet = ScriptedFleet(load_s)
@@ -159,6 +179,7 @@ def make_controller(
         fleet=fleet,
         prompts=Prompts(),
         on_step=records.append,
+        evaluate=evaluate,
         resumed=resumed,
     )
     return controller, buffer, fleet, records
@@ -174,7 +195,8 @@ async def test_training_consumes_every_version_once_and_ends_with_the_last_weigh
     assert fleet.loaded[-1] == 6
     assert result.tokens.balance == 0
     assert result.max_lag_realised == 1
-    assert result.overlap.learner_busy_s == pytest.approx(6 * 0.5)
+    assert sum(asdict(result.overlap).values()) == pytest.approx(result.train_wall_s)
+    assert result.overlap.learner_alone_s > 0
 
 
 async def test_the_next_update_is_queued_on_the_ranks_before_the_running_one_is_committed():
@@ -211,9 +233,29 @@ async def test_a_record_carries_the_batchs_numbers():
     await asyncio.wait_for(controller.train(), 10)
     record = records[3]
     assert (record.reward, record.lag_mean, record.lag_max, record.response_length) == (0.5, 1.0, 1, 5.0)
-    assert record.learner_tokens_per_s == pytest.approx(10 / 0.5)
+    assert (record.reward_std, record.equal_reward_groups, record.truncated_samples) == (0.5, 0.0, 0.5)
+    assert (record.flat()["reward.format"], records[2].flat()["reward.format"]) == (0.5, 0.0)
+    assert record.learner_tokens_per_s == pytest.approx(10 / 0.5, rel=1e-3)
     assert record.flat()["learner.loss"] == 0.25
     assert record.flat()["learner.critic.value_loss"] == 0.5
+
+
+async def test_evaluations_between_are_of_one_version_each_and_hold_the_next_weights_back():
+    evaluated = []
+
+    async def evaluate(version):
+        loaded = list(fleet.loaded)
+        await asyncio.sleep(0.05)
+        assert fleet.loaded == loaded, "weights were loaded while an evaluation ran"
+        evaluated.append(version)
+
+    controller, _, fleet, _ = make_controller(
+        load_s=0.0, steps=9, overrides=["evaluation.every_steps=3"], evaluate=evaluate
+    )
+    await asyncio.wait_for(controller.train(), 10)
+    assert evaluated
+    assert [version // 3 for version in evaluated] == sorted({version // 3 for version in evaluated})
+    assert set(evaluated) <= set(fleet.loaded) - {9}, "the last version is evaluated after training"
 
 
 async def test_checkpoints_are_queued_between_two_updates_with_what_their_version_has_consumed():
@@ -259,6 +301,21 @@ async def test_a_run_goes_on_at_the_version_and_the_account_of_its_checkpoint():
     again = RunState.from_dict(saved[-1][1])
     assert (again.tokens_generated, again.tokens_dropped) == (110, {"stale": 4, "resume": 16})
     assert again.finished[0] == (0, 6)
+
+
+async def test_a_training_that_is_cancelled_commits_what_the_ranks_had_been_given_and_its_account_balances():
+    controller, buffer, fleet, records = make_controller(steps=1000)
+    training = asyncio.ensure_future(controller.train())
+    async with buffer.committed:
+        await buffer.committed.wait_for(lambda: buffer.version == 3)
+    training.cancel()
+    await asyncio.gather(training, return_exceptions=True)
+    await controller.settle()
+    fleet.tokens_generated = buffer.version * TOKENS_PER_STEP
+    queued = [version for what, version in buffer.events if what == "update queued"]
+    assert [version for what, version in buffer.events if what == "commit"] == queued
+    result = await controller.account()
+    assert result.policy_version == len(queued) > len(records) > 0
 
 
 async def test_a_checkpoint_that_cannot_be_written_ends_the_run():

@@ -16,7 +16,7 @@ from asyncrl.protocol.errors import DeadlineError
 from rollout_fleet.metrics import EvaluationResult, FleetMeter
 from tests.support.offers import bare_offer
 
-pytestmark = pytest.mark.timeout(30)
+pytestmark = [pytest.mark.timeout(30), pytest.mark.usefixtures("virtual_time")]
 
 
 class Workers:
@@ -49,7 +49,7 @@ def fleet_of(monkeypatch, tmp_path):
     def make(workers):
         monkeypatch.setattr(fleet_group, "RayWorkerGroup", lambda *_, **__: workers)
         connection = SimpleNamespace(for_role=lambda role: SimpleNamespace(client=None))
-        paths = RunPaths(logs=tmp_path, snapshots=tmp_path, trajectories=None, checkpoints=tmp_path)
+        paths = RunPaths(logs=tmp_path, snapshots=tmp_path, samples=tmp_path, trajectories=None, checkpoints=tmp_path)
         config = compose_run(["buffer.request_timeout_s=0.1", "rollout_fleet.load_timeout_s=0.1"])
         return FleetGroup(config, buffer=connection, paths=paths, pool=object())
 
@@ -63,7 +63,7 @@ async def test_an_evaluation_takes_as_long_as_it_takes_while_its_workers_answer(
 
 
 async def test_a_load_that_waits_for_running_samples_is_left_to_the_engines_own_deadlines(fleet_of):
-    assert await fleet_of(Workers()).load(bare_offer(1)) >= 0.5
+    assert await fleet_of(Workers()).load(bare_offer(1)) == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize(

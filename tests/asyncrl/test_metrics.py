@@ -3,7 +3,10 @@ import io
 import json
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from rich.console import Console
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from asyncrl.metrics import (
     Evaluation,
@@ -25,7 +28,9 @@ def make_record(step):
         step=step,
         time_s=0.5 * (step + 1),
         reward=0.25,
-        solved_groups=0.5,
+        reward_std=0.5,
+        equal_reward_groups=0.5,
+        truncated_samples=0.0,
         response_length=7.5,
         lag_mean=1.0,
         lag_max=2,
@@ -39,6 +44,7 @@ def make_record(step):
         update_s=0.1,
         publish_s=0.02,
         learner={"loss": -0.5},
+        metrics={"reward.format": 0.125},
     )
 
 
@@ -46,7 +52,7 @@ def make_result():
     return TrainingResult(
         policy_version=4,
         train_wall_s=10.0,
-        overlap=Overlap(rollout_busy_s=9.0, learner_busy_s=6.0, measured_s=10.0),
+        overlap=Overlap(both_s=5.0, learner_alone_s=1.0, fleet_alone_s=4.0, neither_s=0.0),
         tokens=TokenAccount(generated=10, trained=6, dropped=2, buffered=1, in_flight=1),
         max_lag_realised=2,
         lag_histogram={0: 1, 2: 3},
@@ -55,9 +61,25 @@ def make_result():
     )
 
 
-def test_efficiency_is_the_busier_pool_over_the_measured_time():
-    assert Overlap(rollout_busy_s=9.0, learner_busy_s=6.0, measured_s=10.0).efficiency == pytest.approx(0.9)
-    assert Overlap(rollout_busy_s=2.0, learner_busy_s=6.0, measured_s=10.0).efficiency == pytest.approx(0.6)
+def test_busy_time_is_told_by_who_was_busy():
+    learner = [(4.0, 6.0), (5.0, 7.0), (9.0, 12.0)]  # roles compute at the same time; the last ends after training
+    one = Overlap.within((0.0, 10.0), engines=[[(-1.0, 3.0), (5.0, 8.0)]], learner=learner)
+    assert one == Overlap(both_s=2.0, learner_alone_s=2.0, fleet_alone_s=4.0, neither_s=2.0)
+    two = Overlap.within((0.0, 10.0), engines=[[(0.0, 10.0)], []], learner=learner)
+    assert two == Overlap(both_s=2.0, learner_alone_s=2.0, fleet_alone_s=3.0, neither_s=3.0)
+    serial = Overlap.within((0.0, 4.0), engines=[[(0.0, 1.0), (2.0, 3.0)]], learner=[(1.0, 2.0), (3.0, 4.0)])
+    assert serial == Overlap(both_s=0.0, learner_alone_s=2.0, fleet_alone_s=2.0, neither_s=0.0)
+    assert Overlap.within((3.0, 5.0), engines=[], learner=[]).neither_s == 2.0
+
+
+spans = st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50)).map(sorted).map(tuple), max_size=8)
+
+
+@given(st.lists(spans, max_size=3), spans)
+def test_the_parts_of_busy_time_add_up_to_the_training_time(engines, learner):
+    parts = dataclasses.asdict(Overlap.within((5.0, 45.0), engines=engines, learner=learner))
+    assert sum(parts.values()) == pytest.approx(40.0)
+    assert min(parts.values()) >= -1e-9
 
 
 def test_a_step_is_one_line_of_json_and_tensorboard_events(tmp_path):
@@ -67,8 +89,19 @@ def test_a_step_is_one_line_of_json_and_tensorboard_events(tmp_path):
     writer.close()
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [0, 1]
-    assert lines[0]["learner.loss"] == -0.5
+    assert (lines[0]["learner.loss"], lines[0]["reward.format"]) == (-0.5, 0.125)
     assert any((tmp_path / "tensorboard").iterdir())
+
+
+def test_an_evaluation_is_one_line_of_json_and_a_point_at_its_version(tmp_path):
+    writer = MetricsWriter(tmp_path)
+    for version in (0, 20):
+        writer.evaluation(Evaluation(sampled=0.25, greedy=0.75, num_prompts=256, policy_version=version))
+    writer.close()
+    lines = [json.loads(line) for line in (tmp_path / "evaluations.jsonl").read_text().splitlines()]
+    assert [(line["policy_version"], line["greedy"]) for line in lines] == [(0, 0.75), (20, 0.75)]
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(point.step, point.value) for point in events.Scalars("evaluation/sampled")] == [(0, 0.25), (20, 0.25)]
 
 
 def test_the_summary_holds_every_promised_number(tmp_path):
@@ -77,6 +110,7 @@ def test_the_summary_holds_every_promised_number(tmp_path):
     document = summary_document(
         experiment="quickstart",
         seed=0,
+        total_steps=4,
         max_lag=2,
         result=make_result(),
         before=before,
@@ -90,12 +124,12 @@ def test_the_summary_holds_every_promised_number(tmp_path):
     assert summary["max_lag"] == {"bound": 2, "realised": 2, "before_resume": 0, "histogram": {"0": 1, "2": 3}}
     assert summary["tokens"]["generated"] == 10
     assert summary["groups_failed"] == {"reward": 2}
-    assert summary["overlap"]["efficiency"] == pytest.approx(0.9)
+    assert sum(summary["overlap"].values()) == summary["train_wall_s"]
     assert (summary["policy_version"], summary["wall_s"], summary["train_wall_s"]) == (4, 30.0, 10.0)
 
 
 def test_the_plot_is_a_picture_even_of_a_single_step(tmp_path):
-    plot_reward(tmp_path / "reward.png", [make_record(0)], None, None)
+    plot_reward(tmp_path / "reward.png", [make_record(0)], [])
     assert (tmp_path / "reward.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -129,11 +163,20 @@ def test_on_a_terminal_the_live_view_shows_the_step_and_what_is_awaited():
 def test_a_resumed_run_tells_its_own_lag_from_that_of_the_runs_before(tmp_path):
     result = dataclasses.replace(make_result(), max_lag_realised=0, max_lag_before=4)
     summary = summary_document(
-        experiment="run", seed=0, max_lag=0, result=result, before=None, after=None, wall_s={"total": 1.0, "start": 0.5}
+        experiment="run",
+        seed=0,
+        total_steps=2,
+        max_lag=0,
+        result=result,
+        before=None,
+        after=None,
+        wall_s={"total": 1.0, "start": 0.5},
     )
     output = io.StringIO()
     TerminalView(title="run", total_steps=2, console=Console(file=output, width=200)).summary(summary, tmp_path)
     assert "lag       at most 0 of 0 learner steps (4 before resuming)" in output.getvalue()
+    words = "busy      fleet and learner 5.0 s, learner alone 1.0 s, fleet alone 4.0 s, neither 0.0 s"
+    assert words in output.getvalue()
 
 
 def test_a_full_disk_is_an_error_with_the_process_and_the_path(tmp_path):

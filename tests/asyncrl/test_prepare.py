@@ -9,8 +9,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from asyncrl.cli.compose import compose_run
+from asyncrl.cli.preflight import read_prompts
 from asyncrl.cli.quickstart import with_quickstart_assets
-from asyncrl.cli.train_command import read_prompts
 from asyncrl.data.prompts import PromptStream
 from asyncrl.protocol.errors import DeadlineError, WorkerDiedError
 from asyncrl.sft.warm_start import (
@@ -99,7 +99,7 @@ def test_prompts_are_checked_without_torch_and_as_transformers_reads_them(config
     code = (
         "import sys; from asyncrl.cli.compose import compose_run\n"
         "from asyncrl.cli.quickstart import with_quickstart_assets\n"
-        "from asyncrl.cli.train_command import read_prompts\n"
+        "from asyncrl.cli.preflight import read_prompts\n"
         f"config = with_quickstart_assets(compose_run(['output_dir={config.output_dir}']))\n"
         "prompts, held_out = read_prompts(config)\n"
         "assert 'torch' not in sys.modules and 'transformers' not in sys.modules\n"

@@ -203,7 +203,7 @@ async def test_a_full_disk_is_an_error_and_nothing_is_acknowledged_that_is_not_s
 
 def test_a_file_that_is_no_journal_is_refused_by_its_path(tmp_path: Path):
     (tmp_path / "journal.1.log").write_text("something else, and long enough to be looked at" * 100)
-    with pytest.raises(ValueError, match=r"journal\.1\.log is not a journal of format 4: it begins with b'something"):
+    with pytest.raises(ValueError, match=r"journal\.1\.log is not a journal of format 5: it begins with b'something"):
         Journal(tmp_path / "journal")
 
 
@@ -248,6 +248,22 @@ async def test_a_batch_that_was_answered_is_the_same_after_a_restart(tmp_path: P
         assert [group.group_id for group in before.groups] == [3, 2]
     async with running(**options) as run:
         assert await run.client().plan(0) == before
+
+
+async def test_a_put_that_comes_again_with_other_frames_changes_nothing_after_a_restart_either(tmp_path: Path):
+    options = {"durability": Durability.disk, "directory": str(tmp_path)}
+    async with running(**options) as run:
+        client = run.client()
+        await client.enqueue([prompt(0)])
+        [lease] = await client.lease(0, 1)
+        first = rollout(lease, num_tokens=4)
+        await client.put(first)
+        num_bytes = size_of_files(tmp_path)
+        await client.put(rollout(lease, num_tokens=4000))
+        assert size_of_files(tmp_path) < num_bytes + 1000
+    async with running(**options) as run:
+        [fetched] = await run.client().fetch([0])
+        assert fetched.summary == first.summary
 
 
 async def test_prompts_of_filtered_groups_do_not_come_back_with_a_restart(tmp_path: Path):

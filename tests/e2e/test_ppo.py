@@ -44,6 +44,11 @@ def test_ppo_learns_with_a_critic_and_accounts_for_every_token(start):
     parts = tokens["trained"] + tokens["dropped"] + tokens["buffered"] + tokens["in_flight"]
     assert tokens["generated"] == parts
     assert run.summary["max_lag"]["realised"] <= run.summary["max_lag"]["bound"]
+    overlap = run.summary["overlap"]
+    assert sum(overlap.values()) == pytest.approx(run.summary["train_wall_s"])
+    # The learner's time has the critic's, the reference's and the values' in it, beside the policy's updates.
+    assert overlap["both_s"] + overlap["learner_alone_s"] > 1.5 * sum(record["update_s"] for record in records)
+    assert not [name for name in records[-1] if name.endswith(("started_at", "ended_at"))]
 
 
 @pytest.mark.slow

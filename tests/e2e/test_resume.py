@@ -5,6 +5,7 @@ import signal
 
 import pyarrow.parquet as pq
 import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from learner.checkpoint_folder import newest_checkpoint, read_progress, whole_checkpoints
 
@@ -18,6 +19,8 @@ OPTIONS = [
     "algorithm.groups_per_step=8",
     "checkpoint.every_steps=4",
     "record_trajectories=true",
+    "evaluation.every_steps=3",
+    "rollout_fleet.samples.every_steps=2",
 ]
 
 
@@ -25,6 +28,16 @@ def consumed(run_dir, first, end):
     """Group ids by step, for the steps of ``first`` to ``end - 1``."""
     files = [run_dir / "trajectories" / f"step_{step:08d}_rank0.parquet" for step in range(first, end)]
     return [sorted(set(pq.read_table(file)["group_id"].to_pylist())) for file in files]
+
+
+def check_what_is_kept(run):
+    assert f"policy, summary.json, reward.png, checkpoints, logs in {run.run_dir}" in run.lines[-1]
+    assert run.summary["policy_version"] >= run.records[-1]["step"] + 1
+    assert run.summary["total_steps"] == 100000
+    tokens = run.summary["tokens"]
+    assert tokens["generated"] == sum(tokens[name] for name in ("trained", "dropped", "buffered", "in_flight"))
+    AutoModelForCausalLM.from_pretrained(run.run_dir / "policy")
+    AutoTokenizer.from_pretrained(run.run_dir / "policy")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)])
@@ -43,6 +56,8 @@ def test_a_run_goes_on_where_the_newest_checkpoint_of_an_ended_one_stands(start,
     assert ended.survivors() == []
     assert not ended.left_in_shared_memory()
     first_dir = ended.run_dir
+    if number is signal.SIGINT:
+        check_what_is_kept(ended)
     newest = newest_checkpoint(first_dir / "checkpoints")
     progress = read_progress(newest)
     assert len(whole_checkpoints(first_dir / "checkpoints")) <= 2
@@ -52,13 +67,22 @@ def test_a_run_goes_on_where_the_newest_checkpoint_of_an_ended_one_stands(start,
     line = resumed.wait_for_line("resuming ")
     assert f"{newest}: {progress.version} steps done" in line
     assert resumed.finish(240) == 0, resumed.output
-    (second_dir,) = {path.parent for path in tmp_path.glob("*/*/summary.json")}
+    (second_dir,) = {path.parent for path in tmp_path.glob("*/*/summary.json")} - {first_dir}
     steps = consumed(first_dir, 0, progress.version) + consumed(second_dir, progress.version, progress.version + 6)
     ids = [group_id for step in steps for group_id in step]
     assert len(ids) == len(set(ids)) == 8 * (progress.version + 6)  # nothing twice
     assert max(ids) < len(ids) + 8 * 4  # and nothing left out: what is missing was in flight at the end
     summary = json.loads((second_dir / "summary.json").read_text())
     assert summary["policy_version"] == progress.version + 6
+    evaluations = [json.loads(line) for line in (second_dir / "evaluations.jsonl").read_text().splitlines()]
+    versions = [evaluation["policy_version"] for evaluation in evaluations]
+    assert versions == sorted(set(versions))
+    assert (versions[0], versions[-1]) == (progress.version, progress.version + 6)
+    assert len(versions) >= 3, "one between"
+    kept = {file.name.split("-rollout")[0] for file in (second_dir / "samples").iterdir()}
+    assert {f"{kind}-v{version:08d}" for kind in ("sampled", "greedy") for version in versions} <= kept
+    assert any(name.startswith("train-") for name in kept)
+    assert "train sample of group" in resumed.output
     tokens = summary["tokens"]
     assert tokens["generated"] == sum(tokens[name] for name in ("trained", "dropped", "buffered", "in_flight"))
     assert tokens["trained"] > progress.run["tokens_trained"]

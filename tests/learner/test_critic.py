@@ -12,7 +12,7 @@ from learner import fsdp
 from learner.advantages import BatchAdvantages
 from learner.batching import karmarkar_karp
 from learner.config import AlgorithmConfig, CriticConfig, Device, LearnerConfig, OptimizerConfig
-from learner.objectives import value_loss, value_objective
+from learner.losses import value_loss, value_objective
 from learner.packed_model import PackedModel
 from learner.roles import CRITIC, REWARD_MODEL
 from learner.trainer import LearnerStep, Trainer

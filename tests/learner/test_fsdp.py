@@ -17,8 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from learner import fsdp
 from learner.config import AlgorithmConfig, Device, Dtype, GradientSync, LearnerConfig, LoraConfig, Resharding
 from learner.fsdp import decoder_layers, parameter_types
-from learner.losses import LossInputs, LossTerms
-from learner.objectives import Objective
+from learner.losses import LossInputs, LossTerms, Objective
 from learner.packed_model import PackedModel
 from learner.roles import REFERENCE
 from learner.trainer import Trainer

@@ -1,14 +1,17 @@
 import subprocess
 import sys
 
+import pytest
+
 import learner
 
 
 def test_the_public_names_are_there() -> None:
     assert len(learner.__all__) == len(set(learner.__all__))
-    assert sorted(learner.__all__) == sorted(name for names in learner._HOMES.values() for name in names)
     for name in learner.__all__:
         assert getattr(learner, name) is not None
+    with pytest.raises(AttributeError, match="module 'learner' has no attribute 'torch'"):
+        _ = learner.torch
 
 
 def test_the_config_and_the_batching_load_no_torch() -> None:

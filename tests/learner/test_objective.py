@@ -8,8 +8,15 @@ from hypothesis import strategies as st
 
 from learner.advantages import AdaptiveKLCoefficient
 from learner.config import Aggregation, AlgorithmConfig, Correction, KLEstimator
-from learner.losses import LossInputs, TokenInputs, effective_sample_size, importance_weights, kl_penalty
-from learner.objectives import policy_objective, summarized
+from learner.losses import (
+    LossInputs,
+    TokenInputs,
+    effective_sample_size,
+    importance_weights,
+    kl_penalty,
+    policy_objective,
+    summarized,
+)
 
 WEIGHTS = torch.tensor([0.25, 1.0, 4.0, 3.0])
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from learner.config import OptimizerConfig, Schedule
-from learner.optimizer import ModelOptimizer, learning_rate
+from learner.trainer import ModelOptimizer, learning_rate
 
 
 @pytest.mark.parametrize(

@@ -231,10 +231,10 @@ def test_the_critic_leaves_the_device_and_comes_back_as_the_options_say(models: 
     data.batch["values"], data.batch["returns"] = before, torch.ones(4, RESPONSE)
     worker.update_critic(data)
     assert worker.rollout_mode(1) is None
-    assert (worker._model_offloaded, worker._optimizer_offloaded) == (True, True)
+    assert (worker._offload.model_offloaded, worker._offload.optimizer_offloaded) == (True, True)
     assert worker._offload.metrics["rollout_device_bytes_after"] == 0
     values = worker.compute_values(data).batch["values"]
-    assert (worker._model_offloaded, worker._optimizer_offloaded) == (False, True)
+    assert (worker._offload.model_offloaded, worker._offload.optimizer_offloaded) == (False, True)
     assert not torch.equal(values, before)
     worker.trainer_mode()
-    assert (worker._model_offloaded, worker._optimizer_offloaded) == (False, False)
+    assert (worker._offload.model_offloaded, worker._offload.optimizer_offloaded) == (False, False)

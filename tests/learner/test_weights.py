@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from asyncrl.protocol.errors import WeightsError
 from asyncrl.protocol.weights import VerifiedWeights, read_manifest
 from learner.config import AlgorithmConfig, Device, LearnerConfig, LoraConfig, OptimizerConfig
-from learner.objectives import policy_objective
+from learner.losses import policy_objective
 from learner.trainer import Trainer
 from learner.weights import ModelLayout, WeightPublisher, gather_weights, save_policy
 from tests.support.ranks import run_on_ranks

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from functools import partial
 
 import pytest
 
@@ -8,11 +10,12 @@ from asyncrl.protocol.errors import DeadlineError, EngineError, RewardError, Wor
 from rollout_fleet.config import RolloutFleetConfig
 from rollout_fleet.engines.scripted import ScriptedAnswer, ScriptedEngine
 from rollout_fleet.loop import RolloutLoop
-from rollout_fleet.rewards import REWARDS, RewardProcesses
+from rollout_fleet.metrics import FleetMeter
+from rollout_fleet.rewards import REWARDS, WeightedRewards
 from tests.support.offers import bare_offer
 from tests.support.rollout import WRITTEN, digits, running_loop, update, writes
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("virtual_time")]
 
 
 async def test_every_leased_group_is_generated_scored_and_stored(make_buffer):
@@ -234,14 +237,14 @@ async def test_renewals_that_keep_failing_end_the_run(make_buffer, monkeypatch):
             await asyncio.wait_for(run, 5)
 
 
-async def test_time_is_busy_or_waiting_but_never_both(make_buffer):
+async def test_time_is_busy_or_waiting_but_never_both(make_buffer, monkeypatch):
+    monkeypatch.setattr("rollout_fleet.loop.FleetMeter", partial(FleetMeter, time.monotonic))
     buffer = make_buffer(2, groups_per_step=2, max_lag=0)
     async with running_loop(buffer, writes(10)) as (loop, _, _):
         await buffer.stored(2)
         await asyncio.sleep(0.1)
         counters = loop.counters()
-    assert 0.1 <= counters.busy_s < 0.25
-    assert 0.1 <= counters.wait_s < 0.25
+    assert (counters.busy_s, counters.wait_s) == (pytest.approx(0.1), pytest.approx(0.1))
 
 
 async def test_a_released_device_runs_nothing_and_a_load_takes_it_back(make_buffer):
@@ -292,7 +295,7 @@ async def test_leases_granted_at_the_very_moment_of_a_stop_are_given_back(make_b
         RolloutFleetConfig(groups_in_flight=2),
         engine=engine,
         buffer=buffer,
-        rewards=RewardProcesses("exact_match", num_processes=1, timeout_s=5.0),
+        rewards=WeightedRewards(RolloutFleetConfig()),
         decode=digits,
         samples_per_prompt=2,
     )

@@ -13,7 +13,7 @@ from rollout_fleet.config import SaveProgress
 from tests.support.offers import bare_offer
 from tests.support.rollout import running_loop, update, writes
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("virtual_time")]
 
 
 def writes_long_for_the_first_prompt(request, version):

@@ -16,7 +16,7 @@ from rollout_fleet.engines.sglang import SGLangEngine, _StreamedSample
 from rollout_fleet.engines.sglang_server import report_path
 from tests.support.offers import bare_offer
 
-pytestmark = pytest.mark.timeout(30)
+pytestmark = [pytest.mark.timeout(30), pytest.mark.usefixtures("virtual_time")]
 LOAD = ["/begin_weight_update", "/update_weights_from_tensor", "/end_weight_update", "/update_weight_version"]
 
 

@@ -11,7 +11,7 @@ from contextlib import suppress
 import numpy as np
 import pytest
 
-from asyncrl.protocol.errors import EngineError
+from asyncrl.protocol.errors import EngineError, WorkerDiedError
 from rollout_fleet.config import EngineDevice, RolloutFleetConfig, SamplingConfig, SGLangConfig
 from rollout_fleet.engines import sglang_client
 from rollout_fleet.engines.engine import SampleRequest
@@ -146,3 +146,83 @@ async def test_one_connection_carries_one_batch_of_samples_after_another(client,
 def test_the_client_drops_idle_connections_before_the_server_does(client, tmp_path):
     assert client._server._environment(tmp_path)["SGLANG_TIMEOUT_KEEP_ALIVE"] == str(SERVER_KEEP_ALIVE_S)
     assert sglang_client.CLIENT_KEEP_ALIVE_S < SERVER_KEEP_ALIVE_S / 2
+
+
+class AnsweringServer:
+    """Answers every request with one status and body, in parts of a few bytes, and closes the connection."""
+
+    def __init__(self, body: bytes, *, status: int = 200, part_bytes: int = 1 << 20) -> None:
+        self.body, self.status, self.part_bytes = body, status, part_bytes
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        length = next((line for line in head.split(b"\r\n") if line.lower().startswith(b"content-length:")), b":0")
+        await reader.readexactly(int(length.split(b":")[1]))
+        writer.write(f"HTTP/1.1 {self.status} Said\r\nConnection: close\r\n\r\n".encode())
+        for start in range(0, len(self.body), self.part_bytes):
+            writer.write(self.body[start : start + self.part_bytes])
+            await writer.drain()
+            await asyncio.sleep(0)
+        writer.close()
+
+
+@pytest.fixture
+async def answering(client, monkeypatch):
+    """Makes the client's server give this answer to everything."""
+    servers = []
+
+    async def answer(body: bytes, **options: int) -> SGLangClient:
+        servers.append(await asyncio.start_server(AnsweringServer(body, **options).serve, "127.0.0.1", 0))
+        monkeypatch.setattr(SGLangServer, "url", f"http://127.0.0.1:{servers[-1].sockets[0].getsockname()[1]}")
+        await client.close()
+        await client.open()
+        return client
+
+    yield answer
+    for server in servers:
+        server.close()
+
+
+async def test_a_refused_call_is_an_error_with_status_and_text(answering):
+    client = await answering(b"too long", status=400)
+    with pytest.raises(EngineError, match=r"sglang-0 answered POST /generate with 400: b'too long'"):
+        await anext(client.stream("/generate", {}))
+    with pytest.raises(EngineError, match=r"sglang-0 answered POST /pause_generation with 400: b'too long'"):
+        await client.call("POST", "/pause_generation", {})
+
+
+async def test_an_answer_that_is_not_json_is_an_error_of_the_engine(answering):
+    client = await answering(b"data: {oh no}\n\n")
+    with pytest.raises(EngineError, match=r"answered POST /generate with what is not JSON .*oh no"):
+        await anext(client.stream("/generate", {}))
+    with pytest.raises(EngineError, match=r"answered GET /model_info with what is not JSON .*oh no"):
+        await client.call("GET", "/model_info")
+
+
+async def test_an_empty_answer_is_none(answering):
+    client = await answering(b"")
+    assert await client.call("POST", "/continue_generation", {}) is None
+
+
+@pytest.mark.parametrize("part_bytes", [1, 7, 1 << 20])
+async def test_events_are_whole_however_the_network_cuts_them(answering, part_bytes):
+    client = await answering(b'data: {"a": 1}\n\ndata: {"b": [2]}\n\ndata: [DONE]\n\n', part_bytes=part_bytes)
+    events = [event async for together in client.stream("/generate", {}) for event in together]
+    assert events == [{"a": 1}, {"b": [2]}]
+
+
+async def test_a_client_that_was_closed_says_which_call_was_not_sent(client):
+    await client.close()
+    with pytest.raises(EngineError, match="sglang-0 is not running; POST /pause_generation cannot be sent"):
+        await client.call("POST", "/pause_generation", {})
+
+
+async def test_the_death_of_the_server_is_raised_instead_of_a_broken_connection(client, server, monkeypatch):
+    async def died() -> None:
+        raise WorkerDiedError("sglang-0 died with exit status 9")
+
+    monkeypatch.setattr(client._server, "wait_exit", died)
+    await client.call("POST", "/continue_generation", {})
+    with pytest.raises(WorkerDiedError, match="exit status 9"):
+        await client.call("POST", "/weights_checker", {})
+    assert server.requests == ["/continue_generation", "/weights_checker"], "it is not sent again"

@@ -1,7 +1,7 @@
 """A learner step of the policy, as an algorithm describes it."""
 
 from learner.config import AlgorithmConfig
-from learner.objectives import policy_objective
+from learner.losses import policy_objective
 from learner.trainer import LearnerStep, Trainer
 
 

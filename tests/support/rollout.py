@@ -18,7 +18,7 @@ from rollout_fleet.config import RolloutFleetConfig
 from rollout_fleet.engines.scripted import Script, ScriptedAnswer, ScriptedEngine, repeat_last_token
 from rollout_fleet.loop import RolloutLoop
 from rollout_fleet.metrics import FleetCounters
-from rollout_fleet.rewards import RewardProcesses
+from rollout_fleet.rewards import WeightedRewards
 from tests.support.offers import bare_offer
 
 VOCABULARY = ["<pad>", "<eos>", "<bos>", *"0123456789", *">+=- r"]
@@ -233,7 +233,7 @@ async def running_loop(
         RolloutFleetConfig(**options),
         engine=engine,
         buffer=buffer,
-        rewards=RewardProcesses(reward, num_processes=1, timeout_s=5.0),
+        rewards=WeightedRewards(RolloutFleetConfig(reward=reward, reward_timeout_s=5.0)),
         decode=digits,
         samples_per_prompt=samples_per_prompt,
         greedy_baseline=greedy_baseline,

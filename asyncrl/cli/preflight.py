@@ -1,0 +1,185 @@
+"""What a run reads, writes and calls, tried within a second or two, before any of its processes starts.
+
+Each mistake is a ValueError that names the option, its value, what is expected, and what to do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from operator import itemgetter
+from pathlib import Path
+
+from asyncrl.config import RunConfig, check_files, check_placement, model_settings
+from asyncrl.controller.run_folder import SHARED_MEMORY
+from asyncrl.data.prompts import PromptStream, load_eval_prompts
+from asyncrl.data.tokenization import Tokenizer, load_tokenizer
+from asyncrl.protocol.errors import AsyncRLError
+from asyncrl.protocol.types import Prompt
+from asyncrl.sft.warm_start import finished_warm_start
+from buffer.config import Durability
+from learner.config import AlgorithmConfig
+from rollout_fleet.engines import check_engine_installed
+from rollout_fleet.engines.model_files import load_decoder
+from rollout_fleet.rewards import REWARDS, WeightedRewards
+
+_SHOWN_CHARACTERS = 160
+
+
+async def preflight(config: RunConfig, say: Callable[[str], None]) -> tuple[PromptStream, list[Prompt]]:
+    """Try everything but the folders, which `check_folders` tries before the run has one of its own.
+
+    Args:
+        config: The run, with its assets.
+        say: Shows the user a line.
+
+    Returns:
+        The prompts to train on, and the held-out ones.
+
+    Raises:
+        ValueError: something does not fit.
+    """
+    if not config.ray.address:  # a cluster that is joined may have other devices and packages
+        check_placement(config, num_cpus=os.cpu_count() or 1, num_gpus=visible_gpus())
+        check_engine_installed(config.rollout_fleet)
+    check_files(config)
+    check_heads(config)
+    if config.sft.enabled:
+        finished_warm_start(config)  # refuses an output path that holds something else
+    prompts, held_out = await asyncio.to_thread(read_prompts, config)
+    await asyncio.to_thread(check_own_functions, config)
+    first = prompts.at([0])[0]
+    shown = load_decoder(config.model.path, special_tokens=True)(first.prompt_ids.tolist())
+    say(f"first prompt ({len(first.prompt_ids)} tokens): {_shortened(shown)!r}")
+    if left_out := prompts.num_filtered:
+        say(f"left {left_out} prompts out that are longer than data.max_prompt_tokens")
+    if not config.ray.address:
+        await try_reward(config, first)
+    return prompts, held_out
+
+
+def check_folders(config: RunConfig) -> None:
+    """Check that every folder that the run writes to can be written, or made; makes none."""
+    own_disk = config.buffer.durability is Durability.disk
+    folders = {
+        "output_dir": config.output_dir,
+        "checkpoint.directory": config.checkpoint.directory,
+        "buffer.directory": config.buffer.directory if own_disk else "",
+        "buffer.keys": config.buffer.keys,
+        "sft.output_path": config.sft.output_path if config.sft.enabled else "",
+    }
+    for option, folder in folders.items():
+        if folder and (reason := _why_not_writable(Path(folder).resolve())):
+            raise ValueError(
+                f"{option}={folder} must be a folder that this run can write, or make: {reason}; name another one, or "
+                "mend its permissions"
+            )
+    if config.learner.keep_snapshots != -1 and SHARED_MEMORY.is_dir() and (reason := _why_not_writable(SHARED_MEMORY)):
+        raise ValueError(
+            f"learner.keep_snapshots={config.learner.keep_snapshots} publishes weights in shared memory, which must be "
+            f"writable: {reason}; mend its permissions, or publish in the run's folder with learner.keep_snapshots=-1"
+        )
+
+
+def _why_not_writable(folder: Path) -> str:
+    """Why no file can be made in a folder, or in the one that it would be made in; empty where one can."""
+    try:
+        place = next(place for place in (folder, *folder.parents) if place.exists())
+        with tempfile.TemporaryFile(dir=place):
+            return ""
+    except OSError as error:
+        return f"{error.strerror} ({error.filename or folder})"
+
+
+def check_heads(config: RunConfig) -> None:
+    """Check that the attention heads can be shared out over sequence-parallel and tensor-parallel ranks."""
+    heads = model_settings(config.model.path).get("num_attention_heads")
+    tp_size = config.rollout_fleet.sglang.tp_size
+    for option, size in (("learner.sp_size", config.learner.sp_size), ("rollout_fleet.sglang.tp_size", tp_size)):
+        if heads and heads % size:
+            raise ValueError(
+                f"{option} must divide the {heads} attention heads of model.path={config.model.path}, got {size}; "
+                "1 fits every model"
+            )
+
+
+def read_prompts(config: RunConfig) -> tuple[PromptStream, list[Prompt]]:
+    """The prompts to train on, and the held-out ones, in tokens that the model has.
+
+    Raises:
+        ValueError: a file, row or column is not as the options say, or a prompt is too long; the message names it.
+    """
+    tokenizer = load_tokenizer(config.model.path, chat_template=config.data.chat_template)
+    check_vocabulary(config, tokenizer)
+    prompts = PromptStream(config.data, tokenizer, seed=config.seed)
+    return prompts, load_eval_prompts(config.data, tokenizer) if config.evaluation.enabled else []
+
+
+def check_vocabulary(config: RunConfig, tokenizer: Tokenizer) -> None:
+    """Check that the model has an embedding for every token of its tokenizer."""
+    size = model_settings(config.model.path).get("vocab_size")
+    token, last = max(tokenizer.get_vocab().items(), key=itemgetter(1))
+    if size is not None and last >= size:
+        raise ValueError(
+            f"model.path={config.model.path}: the tokenizer has ids up to {last} ({token!r}), expected ids below the "
+            f"model's vocab_size={size}; use the model's own tokenizer, or resize the model's embeddings"
+        )
+
+
+def check_own_functions(config: RunConfig) -> None:
+    """Look the reward, the advantage and the loss up, and import a user's own.
+
+    Raises:
+        ValueError: there is no such name, file, module or function.
+    """
+    if not config.ray.address:  # a cluster that is joined may import from elsewhere
+        for name in config.rollout_fleet.reward_weights:
+            REWARDS.get(name)
+    algorithm, default = config.algorithm, AlgorithmConfig()
+    if (algorithm.advantage, algorithm.loss) != (default.advantage, default.loss):
+        from learner.advantages import ADVANTAGES  # with torch, which takes seconds
+        from learner.losses import LOSSES
+
+        ADVANTAGES.get(algorithm.advantage)
+        LOSSES.get(algorithm.loss)
+
+
+async def try_reward(config: RunConfig, prompt: Prompt) -> None:
+    """Score one response to a prompt: its ground truth, or no text where that is none.
+
+    Raises:
+        ValueError: the reward fails on it, or cannot be started.
+    """
+    fleet, truth = config.rollout_fleet, prompt.ground_truth
+    text = truth if isinstance(truth, str) else ""
+    option = f"rollout_fleet.rewards={fleet.rewards}" if fleet.rewards else f"rollout_fleet.reward={fleet.reward}"
+    rewards = WeightedRewards(replace(fleet, reward_processes=1))
+    try:
+        await rewards.start()
+        await rewards.score(prompt, [text])
+    except AsyncRLError as error:
+        raise ValueError(
+            f"{option} must return one finite number for the first prompt and the response {_shortened(text)!r}: "
+            f"{error}"
+        ) from error
+    finally:
+        await rewards.close()
+
+
+def visible_gpus() -> int:
+    """GPUs that the NVIDIA driver lists on this machine; 0 without a driver. Loads no torch."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return 0
+    listed = subprocess.run([tool, "-L"], capture_output=True, text=True, timeout=30, check=False)
+    return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
+
+
+def _shortened(text: str) -> str:
+    half = _SHOWN_CHARACTERS // 2
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:half]} … {text[-half:]}"

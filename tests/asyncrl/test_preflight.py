@@ -1,0 +1,132 @@
+"""What is tried before a run starts anything: each mistake is named with its option, and leaves nothing behind."""
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+
+from asyncrl.cli.compose import compose_run
+from asyncrl.cli.preflight import check_folders, preflight
+from asyncrl.cli.quickstart import make_assets
+
+REWARDS = """
+import os, time
+def right(prompt, text):
+    return float(text == prompt.ground_truth)
+def raises(prompt, text):
+    raise KeyError("units")
+def no_number(prompt, text):
+    return "high"
+def exits(prompt, text):
+    os._exit(3)
+def hangs(prompt, text):
+    time.sleep(60)
+"""
+
+
+@pytest.fixture(scope="module")
+def assets(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("quickstart") / "assets"
+    return make_assets(folder, seed=0, num_train=4, num_held_out=4, num_demonstrations=4)
+
+
+@pytest.fixture
+def run(assets, tmp_path):
+    (tmp_path / "rewards.py").write_text(REWARDS)
+
+    def compose(*overrides):
+        own = [f"output_dir={tmp_path}", "experiment=custom", f"model.path={assets.model}"]
+        files = [f"data.train_files=[{assets.train}]", f"data.eval_files=[{assets.held_out}]"]
+        limits = ["data.max_prompt_tokens=9", "rollout_fleet.sampling.max_new_tokens=12"]
+        return compose_run([*own, *files, *limits, "rollout_fleet.engine=transformers", *overrides])
+
+    return compose
+
+
+async def test_a_run_that_fits_gets_its_prompts_and_shows_the_first(run, tmp_path):
+    said = []
+    prompts, held_out = await preflight(run(f"rollout_fleet.reward={tmp_path}/rewards.py:right"), said.append)
+    assert (prompts.num_prompts, len(held_out)) == (4, 4)
+    assert re.fullmatch(r"first prompt \(\d tokens\): '\d+='", said[0])
+
+
+@pytest.mark.parametrize("option", ["output_dir", "checkpoint.directory", "buffer.directory", "buffer.keys"])
+def test_a_folder_that_cannot_be_written_is_named_and_none_is_made(run, tmp_path, option):
+    (tmp_path / "file").touch()
+    config = run("buffer.durability=disk", f"buffer.directory={tmp_path}/buffer", f"{option}={tmp_path}/file/below")
+    with pytest.raises(ValueError, match=rf"{option}=.*/file/below must be a folder.*Not a directory"):
+        check_folders(config)
+    check_folders(run("checkpoint.directory=" + str(tmp_path / "not" / "yet")))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "rewards.py"]
+
+
+def test_shared_memory_that_cannot_be_written_is_named_with_a_way_around_it(run, tmp_path, monkeypatch):
+    read_only = tmp_path / "shm"
+    read_only.mkdir()
+    monkeypatch.setattr("asyncrl.cli.preflight.SHARED_MEMORY", read_only)
+
+    def refuse(*, dir):
+        if dir == read_only:
+            raise PermissionError(13, "Permission denied", str(dir))
+        return open("/dev/null")
+
+    monkeypatch.setattr("tempfile.TemporaryFile", refuse)
+    with pytest.raises(ValueError, match=r"shared memory.*Permission denied.*learner\.keep_snapshots=-1"):
+        check_folders(run())
+    check_folders(run("learner.keep_snapshots=-1"))
+
+
+async def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(run, assets, tmp_path):
+    small = tmp_path / "small"
+    small.mkdir()
+    for file in assets.model.iterdir():
+        (small / file.name).write_bytes(file.read_bytes())
+    settings = json.loads((small / "config.json").read_text())
+    (small / "config.json").write_text(json.dumps(settings | {"vocab_size": 12}))
+    with pytest.raises(ValueError, match=r"model\.path=.*ids up to 13 \('9'\).*vocab_size=12.*resize"):
+        await preflight(run(f"model.path={small}"), print)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["learner.num_ranks=3", "learner.sp_size=3"], r"learner\.sp_size must divide the 4 attention heads.*got 3"),
+        (["rollout_fleet.sglang.tp_size=3"], r"rollout_fleet\.sglang\.tp_size must divide the 4 attention heads"),
+    ],
+)
+async def test_ranks_that_cannot_share_the_heads_are_refused(run, overrides, words):
+    with pytest.raises(ValueError, match=words):
+        await preflight(run(*overrides), print)
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        ("raises", r"raised KeyError\('units'\)"),
+        ("no_number", "returned 'high'"),
+        ("exits", "ended its process"),
+        ("hangs", r"did not score it within rollout_fleet\.reward_timeout_s = 0\.3 s"),
+    ],
+)
+async def test_a_reward_that_fails_on_the_first_row_is_refused(run, tmp_path, function, words):
+    name = f"{tmp_path}/rewards.py:{function}"
+    config = run(f"rollout_fleet.reward={name}", "rollout_fleet.reward_timeout_s=0.3")
+    with pytest.raises(ValueError, match=rf"rollout_fleet\.reward={name} must return one finite number.*{words}"):
+        await preflight(config, print)
+
+
+def test_a_start_that_fails_leaves_no_folder_and_ends_with_its_cause(assets, tmp_path):
+    options = [f"model.path={assets.model}", f"data.train_files=[{tmp_path}/none.parquet]", "evaluation.enabled=false"]
+    command = [sys.executable, "-m", "asyncrl.train", "experiment=custom", f"output_dir={tmp_path}", *options]
+    limits = [
+        "rollout_fleet.sampling.max_new_tokens=12",
+        "data.max_prompt_tokens=9",
+        "rollout_fleet.engine=transformers",
+    ]
+    done = subprocess.run([*command, *limits], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert re.match(r"error: .*none\.parquet: no such file", done.stderr.splitlines()[-1])
+    assert "logs:" not in done.stderr
+    assert not list(tmp_path.glob("custom/*"))
