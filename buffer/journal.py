@@ -41,7 +41,7 @@ FORMAT = 5
 _MAGIC = b"asyncrl buffer journal %d\n" % FORMAT
 _BEGINNING = struct.Struct(f"<{len(_MAGIC)}sI")
 """The magic and the number of the file; what an earlier use of the file left has another."""
-_COMPACT_BYTES = 64 * 1024**2
+_COMPACT_BYTES = 16 * 1024**2
 _MAX_PARTS = 1024
 _HEADER = struct.Struct("<QIQ")
 """Checksum (xxh3, seeded with the file's number) of head and frames, bytes of the head, bytes of the frames."""
@@ -142,7 +142,7 @@ class AppendOnlyFile:
             for frame in frames:
                 checksum.update(frame)
                 num_bytes += len(frame)
-            parts += [_HEADER.pack(checksum.intdigest(), len(packed), num_bytes), packed, *frames]
+            parts += (_HEADER.pack(checksum.intdigest(), len(packed), num_bytes), packed, *frames)
             size += _HEADER.size + len(packed) + num_bytes
         try:
             write_all(self._descriptor, parts, self.num_bytes)
@@ -170,22 +170,21 @@ class AppendOnlyFile:
         self.path.unlink(missing_ok=True)
 
 
-def write_all(descriptor: int, parts: Sequence[Any], offset: int) -> None:
-    """Write buffers end to end from ``offset`` on, however few bytes the system takes at once.
+def write_all(descriptor: int, parts: list[Any], offset: int) -> None:
+    """Write bytes and views of bytes end to end from ``offset`` on, however few the system takes at once.
 
     Raises:
         OSError: the disk is full; some bytes may have been written.
     """
-    views = [memoryview(part).cast("B") for part in parts if len(part)]
     first = 0
-    while first < len(views):
-        written = os.pwritev(descriptor, views[first : first + _MAX_PARTS], offset)
+    while first < len(parts):
+        written = os.pwritev(descriptor, parts[first : first + _MAX_PARTS], offset)
         offset += written
-        while first < len(views) and written >= len(views[first]):
-            written -= len(views[first])
+        while first < len(parts) and written >= len(parts[first]):
+            written -= len(parts[first])
             first += 1
         if written:
-            views[first] = views[first][written:]
+            parts[first] = memoryview(parts[first])[written:]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -337,11 +336,9 @@ class Journal:
         references: list[Any] = []
         inline: list[Any] = []
         for (name, key), parts in frames.items():
-            if isinstance(parts, int):
-                references.append([name, key, parts, []])
-            else:
-                references.append([name, key, self._place(), [*map(len, parts)]])
-                inline += parts
+            place, views = (parts, []) if isinstance(parts, int) else (self._place(), [*map(memoryview, parts)])
+            references.append((name, key, place, [*map(len, views)]))
+            inline += views
         try:
             self._log.append([([kind, value, references], inline)])
         except OSError as error:
@@ -369,7 +366,8 @@ class Journal:
             then: Called on the loop with the frames' place, for a command to refer to, and with what went wrong.
         """
         place = self._place()
-        self._pending.append(_Write(frames=[(place, frames)], then=partial(then, place)))
+        views = [memoryview(frame) for frame in frames]
+        self._pending.append(_Write(frames=[(place, views)], then=partial(then, place)))
         self._schedule()
 
     def _schedule(self) -> None:
@@ -417,7 +415,7 @@ class Journal:
         Raises:
             ReplayBufferError: the disk is full; the journal goes on as it was.
         """
-        held = {(kind, key): parts for kind, key, parts in frames}
+        held = {(kind, key): [memoryview(part) for part in parts] for kind, key, parts in frames}
         pair: Sequence[AppendOnlyFile] = ()
         try:
             with suppress(FileNotFoundError):

@@ -109,6 +109,26 @@ class TransformersConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SamplesConfig:
+    """Decoded samples for reading, in the run's ``samples/``; ``asyncrl samples RUN`` shows them.
+
+    Attributes:
+        every_steps: Learner steps between two sets of training samples; 0 keeps none. Evaluations keep all of theirs.
+        num_groups: Prompt groups of one set, per engine.
+        num_shown: Samples of a set that the terminal shows, half of them the worst, half of them the best.
+    """
+
+    every_steps: int = 10
+    num_groups: int = 4
+    num_shown: int = 2
+
+    def __post_init__(self) -> None:
+        for name, low in (("every_steps", 0), ("num_groups", 1), ("num_shown", 0)):
+            if getattr(self, name) < low:
+                raise ValueError(f"rollout_fleet.samples.{name} must be >= {low}, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True, kw_only=True)
 class RolloutFleetConfig:
     """The rollout fleet.
 
@@ -141,6 +161,7 @@ class RolloutFleetConfig:
             ``at_updates`` also cuts them off at each weight update, saves and continues them, so that a sudden death
             loses only what was written since; worth it where a rollout outlasts many updates. ``never`` saves nothing.
         sampling: How training rollouts are sampled.
+        samples: Which samples are kept for reading.
         sglang: How SGLang servers are launched.
         transformers: How the in-process engine generates.
         script: ``module:function`` that the scripted engine answers with; see `rollout_fleet.engines.scripted`.
@@ -165,6 +186,7 @@ class RolloutFleetConfig:
     renew_every_s: float = 20.0
     save_progress: SaveProgress = SaveProgress.at_stop
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    samples: SamplesConfig = field(default_factory=SamplesConfig)
     sglang: SGLangConfig = field(default_factory=SGLangConfig)
     transformers: TransformersConfig = field(default_factory=TransformersConfig)
     script: str = "rollout_fleet.engines.scripted:repeat_last_token"

@@ -49,6 +49,7 @@ from .engines.model_files import Decode
 from .inflight import ON_ENGINE, GroupPhase, InflightGroup, to_prefixes, to_progress, to_trajectory_group
 from .metrics import FleetCounters, FleetMeter
 from .rewards import Scores, WeightedRewards
+from .samples import SampleLog
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +73,8 @@ class RolloutLoop:
     """Rolls prompt groups out on one engine. Call `run` once; the other methods may be called while it runs.
 
     The collaborators are started, and the loop closes none of them. ``decode`` turns response tokens into the text that
-    rewards read; ``greedy_baseline`` samples one more response per prompt greedily, which is not trained on.
+    rewards read; ``greedy_baseline`` samples one more response per prompt greedily, which is not trained on;
+    ``samples`` keeps some of what is scored.
     """
 
     def __init__(
@@ -85,6 +87,7 @@ class RolloutLoop:
         decode: Decode,
         samples_per_prompt: int,
         greedy_baseline: bool = False,
+        samples: SampleLog | None = None,
     ) -> None:
         self._config = config
         self._engine = engine
@@ -93,6 +96,7 @@ class RolloutLoop:
         self._decode = decode
         self._samples_per_prompt = samples_per_prompt
         self._greedy_baseline = greedy_baseline
+        self._samples = samples
         self._meter = FleetMeter()
         self._groups: dict[tuple[int, int], InflightGroup] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -125,7 +129,7 @@ class RolloutLoop:
             await self._release_all()
             self._state = LoopState.ended
             await self._notify()
-        return self._meter.counters()
+        return self._meter.counters(final=True)
 
     async def stop(self) -> None:
         """End `run`; returns when it has given everything back. May be called more than once, or before `run`."""
@@ -345,6 +349,8 @@ class RolloutLoop:
         texts = [self._decode(sample.token_ids.tolist()) for sample in group.samples]
         scores = await self._rewards.score(group.lease.prompt, texts)
         self._meter.scored(time.perf_counter() - started)
+        if self._samples is not None:
+            await self._samples.add(group.lease.prompt, group.samples, texts, scores)
         return scores
 
     async def _fail_attempt(self, group: InflightGroup, reason: str, error: AsyncRLError) -> None:

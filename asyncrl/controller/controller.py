@@ -12,7 +12,8 @@ The four loops of `Controller`, what each waits for, and who wakes it::
 
 While the learner computes step v, the fleet generates, the plan of v + 1 is made and queued behind it on the ranks,
 and the weights of v travel to the engines. Publishing takes the newest snapshot only: where publishing is slower than
-training, versions are skipped, and admission, which goes by the engine's version, slows generation down.
+training, versions are skipped, and admission, which goes by the engine's version, slows generation down. An evaluation
+between is part of publishing: no newer weights are loaded until it is done.
 
 A deadlock would need a loop that waits for one that waits for it. feed and plan wait for the buffer only; complete for
 the learner only; publish for complete and the fleet. Admission waits for commits (complete) and newer engines
@@ -88,10 +89,17 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
         fleet: FleetT,
         prompts: PromptSource,
         on_step: Callable[[StepRecord], None],
+        evaluate: Callable[[int], Awaitable[Any]] | None = None,
         resumed: RunState | None = None,
     ) -> None:
-        """Take the parts, all started, with learner, buffer and engines at the version of ``resumed``."""
+        """Take the parts, all started, with learner, buffer and engines at the version of ``resumed``.
+
+        ``evaluate`` is called with the version that the engines serve, every ``evaluation.every_steps``.
+        """
         resumed = resumed or RunState()
+        self._evaluate = evaluate
+        self._evaluation_steps = config.evaluation.every_steps
+        self._evaluated_version = resumed.version
         self._versions = range(resumed.version, config.total_steps)
         self._queued_version = resumed.version
         self._prompts_per_call = config.algorithm.groups_per_step
@@ -127,6 +135,15 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
     @abstractmethod
     def _loops(self) -> Sequence[Loop]:
         """The loops that end with the last step."""
+
+    async def _load(self, snapshot: WeightSnapshot) -> None:
+        """Put weights on the engines, and evaluate them there where that is due; the next ones wait for it."""
+        version, steps = snapshot.version, self._evaluation_steps
+        self._reporter.published(version, await self._fleet.load(snapshot))
+        is_due = steps and version // steps > self._evaluated_version // steps and version < self._versions.stop
+        if is_due and self._evaluate is not None:
+            self._evaluated_version = version
+            await self._evaluate(version)
 
     async def _feed(self) -> None:
         while True:
@@ -201,7 +218,7 @@ class Controller(_Training[LearnerPort, FleetPort]):
                 await self._published.wait_for(self._has_newer_weights)
                 snapshot = self._newest
             if snapshot is not None:
-                self._reporter.published(snapshot.version, await self._fleet.load(snapshot))
+                await self._load(snapshot)
 
     def _has_newer_weights(self) -> bool:
         return self._newest is not None and self._newest.version > self._reporter.engine_version
@@ -226,7 +243,7 @@ class ColocatedController(_Training[ColocatedLearnerPort, ColocatedFleetPort]):
             snapshot = await self._learner.rollout_mode(version + 1)
             stats = await self._buffer.commit(version)
             self._checkpointer.committed(version)
-            self._reporter.published(snapshot.version, await self._fleet.load(snapshot))
+            await self._load(snapshot)
             if checkpoint is not None:
                 await checkpoint
             counts = await self._fleet.counters()

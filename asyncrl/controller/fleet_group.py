@@ -47,6 +47,7 @@ class FleetGroup:
             log_dir=str(paths.logs),
             seed=config.seed,
             greedy_baseline=config.algorithm.greedy_baseline,
+            sample_dir=str(paths.samples),
         )
         # Typed Any, because the group's methods are bound from the worker class when it is made.
         self._group: Any = RayWorkerGroup(

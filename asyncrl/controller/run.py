@@ -37,6 +37,7 @@ from asyncrl.metrics import (
 from asyncrl.protocol.errors import AsyncRLError
 from asyncrl.protocol.ports import PromptSource
 from asyncrl.protocol.types import Prompt, WeightSnapshot
+from asyncrl.samples import NewSamples, sample_line
 from asyncrl.single_controller import ray_death
 from buffer import BufferClient, BufferConnection, BufferProcess
 
@@ -79,6 +80,8 @@ class Run:
         self._view = view
         self._on_fault = on_fault
         self._records: list[StepRecord] = []
+        self._evaluations: list[Evaluation] = []
+        self._samples = NewSamples(run_dir)
         self._start_s = 0.0
         self._resumed: Resumed | None = None
 
@@ -196,9 +199,10 @@ class Run:
             await start
 
     async def _train(self, parts: _Parts, prompts: PromptSource) -> dict[str, Any]:
-        before = await self._evaluate(parts, "before", self._state.version)
-        self._start_s = self._view.elapsed_s
         writer = MetricsWriter(self._run_dir)
+        evaluate = partial(self._evaluate, parts, writer)
+        before = await evaluate(self._state.version)
+        self._start_s = self._view.elapsed_s
         kind = ColocatedController if self._config.placement.colocated else Controller
         controller = kind(
             self._config,
@@ -207,12 +211,13 @@ class Run:
             fleet=parts.fleet,
             prompts=prompts,
             on_step=lambda record: self._on_step(writer, record),
+            evaluate=evaluate,
             resumed=self._state,
         )
         try:
             await _unless(self._train_and_save(controller, parts.learner), [parts.fleet.run()])
             result = await controller.account()
-            after = await self._evaluate(parts, "after", result.policy_version)
+            after = await evaluate(result.policy_version)
         except asyncio.CancelledError:
             if self._records:
                 await self._keep(controller, parts.learner, before)
@@ -250,17 +255,23 @@ class Run:
         else:
             self._summarise(result, before, None)
 
-    async def _evaluate(self, parts: _Parts, when: str, version: int) -> Evaluation | None:
+    async def _evaluate(self, parts: _Parts, writer: MetricsWriter, version: int) -> Evaluation | None:
         if not self._config.evaluation.enabled:
             return None
         evaluation = await parts.fleet.evaluate(self._held_out, policy_version=version)
-        self._view.evaluation(when, evaluation)
+        self._evaluations.append(evaluation)
+        writer.evaluation(evaluation)
+        self._view.evaluation(evaluation)
         return evaluation
 
     def _on_step(self, writer: MetricsWriter, record: StepRecord) -> None:
         self._records.append(record)
         writer.write(record)
         self._view.step(record)
+        kept = self._config.rollout_fleet.samples
+        if kept.every_steps and kept.num_shown and (record.step + 1) % kept.every_steps == 0:
+            for sample in self._samples.extremes(kept.num_shown):
+                self._view.say(sample_line(sample))
 
     def _summarise(self, result: TrainingResult, before: Evaluation | None, after: Evaluation | None) -> dict[str, Any]:
         """Write the summary, at once after the last evaluation: a run that is stopped later keeps it."""
@@ -272,10 +283,11 @@ class Run:
             result=result,
             before=before,
             after=after,
+            evaluations=self._evaluations,
             wall_s={"total": self._view.elapsed_s, "start": self._start_s},
         )
         write_json(self._run_dir / "summary.json", summary)
-        plot_reward(self._run_dir / "reward.png", self._records, before, after)
+        plot_reward(self._run_dir / "reward.png", self._records, self._evaluations)
         return summary
 
 

@@ -78,11 +78,11 @@ class TerminalView:
             self._last_line_s = now
             self.say(self._line(record))
 
-    def evaluation(self, when: str, evaluation: Evaluation) -> None:
+    def evaluation(self, evaluation: Evaluation) -> None:
         """Show a held-out evaluation."""
         self.say(
-            f"held out {when} training: sampled {evaluation.sampled:.3f}, greedy {evaluation.greedy:.3f} "
-            f"({evaluation.num_prompts} prompts, policy version {evaluation.policy_version})"
+            f"held out, policy version {evaluation.policy_version}: sampled {evaluation.sampled:.3f}, greedy "
+            f"{evaluation.greedy:.3f} ({evaluation.num_prompts} prompts)"
         )
 
     def summary(self, summary: dict[str, Any], run_dir: Path) -> None:

@@ -157,7 +157,16 @@ class Prompts:
 
 
 def make_controller(
-    *, buffer=None, dies_at=None, full_at=None, load_s=0.03, steps=6, overrides=(), resumed=None, saved=None
+    *,
+    buffer=None,
+    dies_at=None,
+    full_at=None,
+    load_s=0.03,
+    steps=6,
+    overrides=(),
+    resumed=None,
+    saved=None,
+    evaluate=None,
 ):
     buffer = buffer or ScriptedBuffer(version=resumed.version if resumed else 0)
     fleet = ScriptedFleet(load_s)
@@ -169,6 +178,7 @@ def make_controller(
         fleet=fleet,
         prompts=Prompts(),
         on_step=records.append,
+        evaluate=evaluate,
         resumed=resumed,
     )
     return controller, buffer, fleet, records
@@ -227,6 +237,24 @@ async def test_a_record_carries_the_batchs_numbers():
     assert record.learner_tokens_per_s == pytest.approx(10 / 0.5, rel=1e-3)
     assert record.flat()["learner.loss"] == 0.25
     assert record.flat()["learner.critic.value_loss"] == 0.5
+
+
+async def test_evaluations_between_are_of_one_version_each_and_hold_the_next_weights_back():
+    evaluated = []
+
+    async def evaluate(version):
+        loaded = list(fleet.loaded)
+        await asyncio.sleep(0.05)
+        assert fleet.loaded == loaded, "weights were loaded while an evaluation ran"
+        evaluated.append(version)
+
+    controller, _, fleet, _ = make_controller(
+        load_s=0.0, steps=9, overrides=["evaluation.every_steps=3"], evaluate=evaluate
+    )
+    await asyncio.wait_for(controller.train(), 10)
+    assert evaluated
+    assert [version // 3 for version in evaluated] == sorted({version // 3 for version in evaluated})
+    assert set(evaluated) <= set(fleet.loaded) - {9}, "the last version is evaluated after training"
 
 
 async def test_checkpoints_are_queued_between_two_updates_with_what_their_version_has_consumed():

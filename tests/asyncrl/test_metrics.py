@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from asyncrl.metrics import (
     Evaluation,
@@ -92,6 +93,17 @@ def test_a_step_is_one_line_of_json_and_tensorboard_events(tmp_path):
     assert any((tmp_path / "tensorboard").iterdir())
 
 
+def test_an_evaluation_is_one_line_of_json_and_a_point_at_its_version(tmp_path):
+    writer = MetricsWriter(tmp_path)
+    for version in (0, 20):
+        writer.evaluation(Evaluation(sampled=0.25, greedy=0.75, num_prompts=256, policy_version=version))
+    writer.close()
+    lines = [json.loads(line) for line in (tmp_path / "evaluations.jsonl").read_text().splitlines()]
+    assert [(line["policy_version"], line["greedy"]) for line in lines] == [(0, 0.75), (20, 0.75)]
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(point.step, point.value) for point in events.Scalars("evaluation/sampled")] == [(0, 0.25), (20, 0.25)]
+
+
 def test_the_summary_holds_every_promised_number(tmp_path):
     before = Evaluation(sampled=0.25, greedy=0.75, num_prompts=256, policy_version=0)
     after = Evaluation(sampled=0.95, greedy=1.0, num_prompts=256, policy_version=4)
@@ -117,7 +129,7 @@ def test_the_summary_holds_every_promised_number(tmp_path):
 
 
 def test_the_plot_is_a_picture_even_of_a_single_step(tmp_path):
-    plot_reward(tmp_path / "reward.png", [make_record(0)], None, None)
+    plot_reward(tmp_path / "reward.png", [make_record(0)], [])
     assert (tmp_path / "reward.png").read_bytes().startswith(b"\x89PNG")
 
 

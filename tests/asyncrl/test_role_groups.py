@@ -95,7 +95,11 @@ class Learners:
         config = replace(config, model=replace(config.model, path=self.model))
         folder = self._folder / f"run{len(self._started)}"
         paths = RunPaths(
-            logs=folder / "logs", snapshots=folder / "s", trajectories=None, checkpoints=folder / "checkpoints"
+            logs=folder / "logs",
+            snapshots=folder / "s",
+            samples=folder / "samples",
+            trajectories=None,
+            checkpoints=folder / "checkpoints",
         )
         paths.logs.mkdir(parents=True)
         self._started.append(LearnerGroup(config, buffer=ScriptedConnection(address=""), paths=paths))

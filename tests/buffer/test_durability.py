@@ -250,6 +250,22 @@ async def test_a_batch_that_was_answered_is_the_same_after_a_restart(tmp_path: P
         assert await run.client().plan(0) == before
 
 
+async def test_a_put_that_comes_again_with_other_frames_changes_nothing_after_a_restart_either(tmp_path: Path):
+    options = {"durability": Durability.disk, "directory": str(tmp_path)}
+    async with running(**options) as run:
+        client = run.client()
+        await client.enqueue([prompt(0)])
+        [lease] = await client.lease(0, 1)
+        first = rollout(lease, num_tokens=4)
+        await client.put(first)
+        num_bytes = size_of_files(tmp_path)
+        await client.put(rollout(lease, num_tokens=4000))
+        assert size_of_files(tmp_path) < num_bytes + 1000
+    async with running(**options) as run:
+        [fetched] = await run.client().fetch([0])
+        assert fetched.summary == first.summary
+
+
 async def test_prompts_of_filtered_groups_do_not_come_back_with_a_restart(tmp_path: Path):
     options = {"durability": Durability.disk, "directory": str(tmp_path), "filters": ["equal_rewards"]}
     async with running(**options) as run:
