@@ -110,6 +110,8 @@ class Run:
             f"resuming {resumed.checkpoint}: {state.version} steps done, {len(state.unfinished)} prompts are "
             f"handed out again, {state.tokens_lost} tokens written for them are dropped"
         )
+        if changed := state.changed_options(self._config):
+            self._view.say(f"resuming with other options than the checkpoint's: {'; '.join(changed)}")
         return ResumedPrompts(self._prompts, state)
 
     def _start_buffer(self, stack: AsyncExitStack) -> BufferProcess:
