@@ -1,6 +1,6 @@
 """``asyncrl samples RUN``, ``python -m asyncrl.samples RUN``: read the decoded samples that a run has kept.
 
-They lie in the run's ``samples/`` as parquet files, which the rollout workers write (`rollout_fleet.samples`).
+They lie in the run's ``samples/`` as parquet files, which the rollout workers write (`rollout_fleet.sample_log`).
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from .engines.engine import Engine, SampleOutput, SampleRequest
 from .engines.model_files import Decode
 from .metrics import EvaluationResult
 from .rewards import WeightedRewards
-from .samples import SampleKind, SampleLog
+from .sample_log import SampleKind, SampleLog
 
 logger = logging.getLogger(__name__)
 

@@ -50,7 +50,7 @@ from .engines.model_files import Decode
 from .inflight import ON_ENGINE, GroupPhase, InflightGroup, to_prefixes, to_progress, to_trajectory_group
 from .metrics import FleetCounters, FleetMeter
 from .rewards import Scores, WeightedRewards
-from .samples import SampleLog
+from .sample_log import SampleLog
 
 logger = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from .evaluation import evaluate_prompts
 from .loop import RolloutLoop
 from .metrics import EvaluationResult, FleetCounters
 from .rewards import WeightedRewards
-from .samples import SampleLog
+from .sample_log import SampleLog
 
 
 class RolloutWorker(Worker):

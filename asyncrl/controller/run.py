@@ -111,6 +111,8 @@ class Run:
             f"resuming {resumed.checkpoint}: {state.version} steps done, {len(state.unfinished)} prompts are "
             f"handed out again, {state.tokens_lost} tokens written for them are dropped"
         )
+        if changed := state.changed_options(self._config):
+            self._view.say(f"resuming with other options than the checkpoint's: {'; '.join(changed)}")
         return ResumedPrompts(self._prompts, state)
 
     def _start_buffer(self, stack: AsyncExitStack) -> BufferProcess:
@@ -221,8 +223,8 @@ class Run:
             await _unless(self._train_and_save(controller, parts.learner), [parts.fleet.run()])
             result = await controller.account()
             after = await evaluate(result.policy_version)
-        except asyncio.CancelledError:
-            if self._records:
+        except asyncio.CancelledError as end:
+            if self._records and not is_death(end):  # what is left of the run could not answer
                 await self._keep(controller, parts.learner, before)
             raise
         finally:
@@ -294,6 +296,14 @@ class Run:
         return summary
 
 
+_A_PART_DIED = "a part of the run died"
+
+
+def is_death(end: asyncio.CancelledError) -> bool:
+    """Whether work is cancelled because a part of the run died, and not by a signal."""
+    return _A_PART_DIED in end.args
+
+
 async def _unless(work: Coroutine[Any, Any, T], watchers: Sequence[Coroutine[Any, Any, Any]]) -> T:
     """Return what ``work`` returns; a watcher that raises first cancels it and is raised, one that ends is left."""
     task = asyncio.ensure_future(work)
@@ -302,6 +312,8 @@ async def _unless(work: Coroutine[Any, Any, T], watchers: Sequence[Coroutine[Any
         while not task.done():
             done, _ = await asyncio.wait({task, *watching}, return_when=asyncio.FIRST_COMPLETED)
             for watcher in done & watching:
+                if watcher.exception() is not None:
+                    task.cancel(_A_PART_DIED)
                 watcher.result()
                 watching.discard(watcher)
         return task.result()

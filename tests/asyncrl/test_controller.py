@@ -273,6 +273,7 @@ async def test_checkpoints_are_queued_between_two_updates_with_what_their_versio
         assert state.tokens_trained == version * TOKENS_PER_STEP
         assert state.unfinished == list(range(version, 99))
         assert sum(state.lag_histogram.values()) == version
+        assert state.options["algorithm.groups_per_step"] == "32"
 
 
 async def test_a_run_goes_on_at_the_version_and_the_account_of_its_checkpoint():

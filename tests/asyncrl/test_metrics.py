@@ -34,7 +34,7 @@ def make_record(step):
         response_length=7.5,
         lag_mean=1.0,
         lag_max=2,
-        generated_tokens=100,
+        generated_tokens=100 * (step + 1),
         rollout_tokens_per_s=4000.0,
         learner_tokens_per_s=20000.0,
         buffer_groups=3,
@@ -145,7 +145,8 @@ def test_without_a_terminal_plain_lines_tell_the_story():
     assert "waiting for buffer" in text
     assert "buffer: ready" in text
     assert "step 1/2" in text
-    assert "step 2/2  reward 0.250  lag 1.00 (max 2)  rollout 4,000 tok/s  learner 20,000 tok/s" in text
+    # Of the fleet over both steps, 100 tokens in 0.5 s, and not the 4,000 of the last step alone.
+    assert "step 2/2  reward 0.250  lag 1.00 (max 2)  rollout 200 tok/s  learner 20,000 tok/s" in text
     assert "\x1b" not in text
 
 

@@ -9,7 +9,7 @@ from asyncrl.protocol.types import FinishReason, Prompt
 from rollout_fleet.config import SamplesConfig
 from rollout_fleet.engines.engine import SampleOutput
 from rollout_fleet.rewards import Scores
-from rollout_fleet.samples import SampleLog
+from rollout_fleet.sample_log import SampleLog
 
 
 def log_in(folder, **options):
