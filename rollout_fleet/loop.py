@@ -41,7 +41,8 @@ from asyncrl.protocol.errors import (
     VersionTooOld,
 )
 from asyncrl.protocol.ports import RolloutBuffer
-from asyncrl.protocol.types import Lease, WeightSnapshot
+from asyncrl.protocol.types import Lease
+from asyncrl.protocol.weights import WeightOffer
 
 from .config import RolloutFleetConfig, SaveProgress
 from .engines.engine import Engine, SampleRequest
@@ -49,6 +50,7 @@ from .engines.model_files import Decode
 from .inflight import ON_ENGINE, GroupPhase, InflightGroup, to_prefixes, to_progress, to_trajectory_group
 from .metrics import FleetCounters, FleetMeter
 from .rewards import Scores, WeightedRewards
+from .sample_log import SampleLog
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +74,8 @@ class RolloutLoop:
     """Rolls prompt groups out on one engine. Call `run` once; the other methods may be called while it runs.
 
     The collaborators are started, and the loop closes none of them. ``decode`` turns response tokens into the text that
-    rewards read; ``greedy_baseline`` samples one more response per prompt greedily, which is not trained on.
+    rewards read; ``greedy_baseline`` samples one more response per prompt greedily, which is not trained on;
+    ``samples`` keeps some of what is scored.
     """
 
     def __init__(
@@ -85,6 +88,7 @@ class RolloutLoop:
         decode: Decode,
         samples_per_prompt: int,
         greedy_baseline: bool = False,
+        samples: SampleLog | None = None,
     ) -> None:
         self._config = config
         self._engine = engine
@@ -93,6 +97,7 @@ class RolloutLoop:
         self._decode = decode
         self._samples_per_prompt = samples_per_prompt
         self._greedy_baseline = greedy_baseline
+        self._samples = samples
         self._meter = FleetMeter()
         self._groups: dict[tuple[int, int], InflightGroup] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -125,7 +130,7 @@ class RolloutLoop:
             await self._release_all()
             self._state = LoopState.ended
             await self._notify()
-        return self._meter.counters()
+        return self._meter.counters(final=True)
 
     async def stop(self) -> None:
         """End `run`; returns when it has given everything back. May be called more than once, or before `run`."""
@@ -136,14 +141,14 @@ class RolloutLoop:
         if not never_ran:
             await self._until(lambda: self._state is LoopState.ended)
 
-    async def load_weights(self, snapshot: WeightSnapshot) -> None:
+    async def load_weights(self, offer: WeightOffer) -> None:
         """Load new weights into the engine; new leases are asked for at their version from then on.
 
         Raises as `Engine.load_weights` does: the engine has failed then, and what was cut off is given back.
         """
         if self._config.save_progress is SaveProgress.at_updates:
             await self._park(self._config.load_timeout_s)
-        self._meter.loaded(await self._engine.load_weights(snapshot))
+        self._meter.loaded(await self._engine.load_weights(offer))
         self._has_device = True
         self._continue_parked()
         await self._notify()
@@ -345,6 +350,8 @@ class RolloutLoop:
         texts = [self._decode(sample.token_ids.tolist()) for sample in group.samples]
         scores = await self._rewards.score(group.lease.prompt, texts)
         self._meter.scored(time.perf_counter() - started)
+        if self._samples is not None:
+            await self._samples.add(group.lease.prompt, group.samples, texts, scores)
         return scores
 
     async def _fail_attempt(self, group: InflightGroup, reason: str, error: AsyncRLError) -> None:

@@ -363,7 +363,7 @@ class TrajectoryGroup:
 
     def _num_truncated(self) -> int:
         cut = {row[0] for row in self._rows if row[4] == _TRUNCATED}
-        return len(cut) - sum(self.is_baseline[[*cut]]) if cut and "baseline" in self.trajectory_columns else len(cut)
+        return sum(not self.is_baseline[trajectory] for trajectory in cut)
 
     def _mean_metrics(self) -> tuple[tuple[str, float], ...]:
         means = {}

@@ -200,6 +200,10 @@ def test_every_option_is_documented_and_the_common_ones_exist():
     page = help_text(compose_run([]), experiments=["quickstart"], everything=False)
     assert "buffer.max_lag=" in page
     assert "Staleness bound in learner steps" in page
+    assert "One of: wait, requeue, drop." in page
+    everything = help_text(compose_run([]), experiments=["quickstart"], everything=True)
+    assert "One of: token_mean, sequence_mean, sequence_sum_norm." in everything
+    assert "placement.colocated=false" in everything
 
 
 def test_importing_the_configuration_loads_no_heavy_package():

@@ -13,7 +13,8 @@ from asyncrl.controller.controller import Controller
 from asyncrl.controller.resume import RunState
 from asyncrl.protocol.errors import AccountError, CheckpointError, WorkerDiedError
 from asyncrl.protocol.ports import FleetCounts
-from asyncrl.protocol.types import BufferStats, GroupSummary, Plan, WeightSnapshot
+from asyncrl.protocol.types import BufferStats, GroupSummary, Plan
+from tests.support.offers import bare_offer
 
 pytestmark = pytest.mark.usefixtures("virtual_time")
 TOKENS_PER_STEP = 10
@@ -125,7 +126,7 @@ class ScriptedLearner:
         return self.spans
 
     async def _publish(self, version):
-        return WeightSnapshot(version=version, path=f"/snapshots/{version}")
+        return bare_offer(version)
 
 
 class ScriptedFleet:
@@ -157,7 +158,16 @@ class Prompts:
 
 
 def make_controller(
-    *, buffer=None, dies_at=None, full_at=None, load_s=0.03, steps=6, overrides=(), resumed=None, saved=None
+    *,
+    buffer=None,
+    dies_at=None,
+    full_at=None,
+    load_s=0.03,
+    steps=6,
+    overrides=(),
+    resumed=None,
+    saved=None,
+    evaluate=None,
 ):
     buffer = buffer or ScriptedBuffer(version=resumed.version if resumed else 0)
     fleet = ScriptedFleet(load_s)
@@ -169,6 +179,7 @@ def make_controller(
         fleet=fleet,
         prompts=Prompts(),
         on_step=records.append,
+        evaluate=evaluate,
         resumed=resumed,
     )
     return controller, buffer, fleet, records
@@ -229,6 +240,24 @@ async def test_a_record_carries_the_batchs_numbers():
     assert record.flat()["learner.critic.value_loss"] == 0.5
 
 
+async def test_evaluations_between_are_of_one_version_each_and_hold_the_next_weights_back():
+    evaluated = []
+
+    async def evaluate(version):
+        loaded = list(fleet.loaded)
+        await asyncio.sleep(0.05)
+        assert fleet.loaded == loaded, "weights were loaded while an evaluation ran"
+        evaluated.append(version)
+
+    controller, _, fleet, _ = make_controller(
+        load_s=0.0, steps=9, overrides=["evaluation.every_steps=3"], evaluate=evaluate
+    )
+    await asyncio.wait_for(controller.train(), 10)
+    assert evaluated
+    assert [version // 3 for version in evaluated] == sorted({version // 3 for version in evaluated})
+    assert set(evaluated) <= set(fleet.loaded) - {9}, "the last version is evaluated after training"
+
+
 async def test_checkpoints_are_queued_between_two_updates_with_what_their_version_has_consumed():
     saved = []
     controller, buffer, _, _ = make_controller(overrides=["checkpoint.every_steps=2"], steps=5, saved=saved)
@@ -244,6 +273,7 @@ async def test_checkpoints_are_queued_between_two_updates_with_what_their_versio
         assert state.tokens_trained == version * TOKENS_PER_STEP
         assert state.unfinished == list(range(version, 99))
         assert sum(state.lag_histogram.values()) == version
+        assert state.options["algorithm.groups_per_step"] == "32"
 
 
 async def test_a_run_goes_on_at_the_version_and_the_account_of_its_checkpoint():

@@ -21,6 +21,7 @@ from asyncrl.controller.learner_group import LearnerGroup
 from asyncrl.controller.run_folder import RunPaths
 from asyncrl.protocol.trajectory import TrajectoryGroup
 from asyncrl.protocol.types import FinishReason, Plan
+from asyncrl.protocol.weights import read_manifest
 from buffer import BufferConnection
 from tests.support.tiny_models import VOCABULARY, save_tiny_model
 from tests.support.trajectories import make_group
@@ -95,7 +96,11 @@ class Learners:
         config = replace(config, model=replace(config.model, path=self.model))
         folder = self._folder / f"run{len(self._started)}"
         paths = RunPaths(
-            logs=folder / "logs", snapshots=folder / "s", trajectories=None, checkpoints=folder / "checkpoints"
+            logs=folder / "logs",
+            snapshots=folder / "s",
+            samples=folder / "samples",
+            trajectories=None,
+            checkpoints=folder / "checkpoints",
         )
         paths.logs.mkdir(parents=True)
         self._started.append(LearnerGroup(config, buffer=ScriptedConnection(address=""), paths=paths))
@@ -135,8 +140,8 @@ async def run_steps(
     metrics = []
     for update, weights, critic in queued:
         metrics.append({**await update, **await critic})
-        snapshot = await weights
-    return metrics, load_file(f"{snapshot.path}/model.safetensors")
+        offer = await weights
+    return metrics, load_file(f"{read_manifest(offer).directory}/model.safetensors")
 
 
 def pids(learner: LearnerGroup) -> dict[str, int]:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 
+import numpy as np
+import pyarrow.parquet as pq
 import pytest
 
 from asyncrl.protocol.errors import AsyncRLError
-from asyncrl.protocol.types import WeightSnapshot
 from rollout_fleet.config import EngineKind, RolloutFleetConfig, SamplingConfig
 from rollout_fleet.worker import RolloutWorker
 from tests.support.engine_probes import publish_weights
+from tests.support.offers import bare_offer
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -28,6 +30,7 @@ def make_worker(model_path, tmp_path, monkeypatch):
             samples_per_prompt=4,
             connect_buffer=lambda: buffer,
             log_dir=str(tmp_path),
+            sample_dir=str(tmp_path / "samples"),
             seed=0,
         )
 
@@ -58,7 +61,9 @@ async def test_a_worker_rolls_out_across_weight_loads_and_every_token_is_account
         assert group.summary.oldest_version >= 0
 
 
-async def test_after_a_drain_the_engine_still_evaluates(make_worker, make_buffer, make_prompts):
+async def test_after_a_drain_the_engine_still_evaluates_and_keeps_the_answers(
+    make_worker, make_buffer, make_prompts, tmp_path
+):
     worker = make_worker(make_buffer(4))
     await worker.start()
     run = asyncio.create_task(worker.run())
@@ -69,6 +74,9 @@ async def test_after_a_drain_the_engine_still_evaluates(make_worker, make_buffer
     again = await worker.evaluate(make_prompts(6), greedy, 2)
     await worker.stop()
     assert len(result.rewards) == 12
+    kept = pq.read_table(tmp_path / "samples" / "greedy-v00000000-rollout0.parquet")
+    np.testing.assert_allclose(kept["reward"].to_pylist(), result.rewards)
+    assert kept["response"].to_pylist()[0] == kept["response"].to_pylist()[1]
     assert result == again
     assert 1 <= result.mean_length <= 5
     assert (await worker.counters()).tokens_generated == drained.tokens_generated
@@ -97,5 +105,5 @@ async def test_evaluating_nothing_gives_nothing(make_worker, make_buffer):
 async def test_a_worker_that_was_never_started_says_so_and_stops_cleanly(make_worker, make_buffer):
     worker = make_worker(make_buffer(1))
     with pytest.raises(AsyncRLError, match=r"rollout worker 0 is not started; await start\(\) first"):
-        await worker.load_weights(WeightSnapshot(version=1, path=""))
+        await worker.load_weights(bare_offer(1))
     assert await worker.stop() is None
