@@ -74,7 +74,7 @@ def group_frames(group: TrajectoryGroup) -> list[Any]:
     Raises:
         TypeError: a column is not an array of numbers.
     """
-    buffers: list[Any] = [group.turns.view(np.uint8).data]
+    buffers: list[Any] = [group.turns.tobytes()]
     schema = []
     for scope in (group.token_columns, group.trajectory_columns, group.turn_columns):
         described = []
@@ -163,11 +163,11 @@ def pack(frames: Sequence[Any]) -> list[Any]:
     lengths = [*map(len, frames)]
     header = struct.pack(f"<4sI{len(lengths)}Q", _PACKED, len(lengths), *lengths)
     if sum(lengths) < JOIN_BELOW_BYTES:
-        return [_joined(header, frames)]
+        return [_joined(header, frames, lengths)]
     parts: list[Any] = [header]
     for start, stop in _runs(lengths):
         if lengths[start] < _SMALL_BYTES:
-            parts.append(_joined(b"", frames[start:stop]))
+            parts.append(_joined(b"", frames[start:stop], lengths[start:stop]))
         else:
             view = memoryview(frames[start])
             parts += [view[i : i + CHUNK_BYTES] for i in range(0, lengths[start], CHUNK_BYTES)]
@@ -216,14 +216,13 @@ def _runs(lengths: Sequence[int]) -> Iterator[tuple[int, int]]:
         start = stop
 
 
-def _joined(header: bytes, frames: Sequence[Any]) -> bytes:
+def _joined(header: bytes, frames: Sequence[Any], lengths: Sequence[int]) -> bytes:
     parts: list[Any] = [header]
     position = len(header)
-    for frame in frames:
+    for frame, length in zip(frames, lengths, strict=True):
         padding = -position % _ALIGN
-        parts.append(_PADDING[padding])
-        parts.append(frame)
-        position += padding + len(frame)
+        parts += (_PADDING[padding], frame)
+        position += padding + length
     return b"".join(parts)
 
 

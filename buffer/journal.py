@@ -9,6 +9,7 @@ disk. One old log is kept to be written over, which takes a third of the time of
 """
 
 import asyncio
+import fcntl
 import logging
 import mmap
 import os
@@ -118,15 +119,25 @@ class AppendOnlyFile:
                         "that wrote it, or another buffer.directory"
                     )
                 end = _BEGINNING.size if beginning == _BEGINNING.pack(_MAGIC, self._number) else 0
-                while end and (start := end + _HEADER.size) <= len(data):
-                    checksum, head_bytes, frames_bytes = _HEADER.unpack_from(data, end)
-                    body = data[start : start + head_bytes + frames_bytes]
-                    is_whole = len(body) == head_bytes + frames_bytes
-                    if not is_whole or xxhash.xxh3_64_intdigest(body, self._number) != checksum:
-                        break
-                    end = start + len(body)
-                    yield msgpack.unpackb(body[:head_bytes], strict_map_key=False), body[head_bytes:]
+                while end and (record := self._record_at(data, end)) is not None:
+                    head, frames, end = record
+                    yield head, frames
+                if end and end + _HEADER.size <= len(data):
+                    _, head_bytes, frames_bytes = _HEADER.unpack_from(data, end)
+                    if self._record_at(data, end + _HEADER.size + head_bytes + frames_bytes) is not None:
+                        logger.warning("%s is damaged at byte %d; what stands behind it is lost", self.path, end)
         self.cut(end)
+
+    def _record_at(self, data: mmap.mmap, start: int) -> tuple[Any, bytes, int] | None:
+        """Head, frames and end of the record that starts there; None where there is none, or not all of it."""
+        if start + _HEADER.size > len(data):
+            return None
+        checksum, head_bytes, frames_bytes = _HEADER.unpack_from(data, start)
+        end = start + _HEADER.size + head_bytes + frames_bytes
+        body = data[start + _HEADER.size : end]
+        if end > len(data) or xxhash.xxh3_64_intdigest(body, self._number) != checksum:
+            return None
+        return msgpack.unpackb(body[:head_bytes], strict_map_key=False), body[head_bytes:], end
 
     def append(self, records: Iterable[tuple[Any, Frames]]) -> None:
         """Write records one after another, or none of them.
@@ -165,9 +176,9 @@ class AppendOnlyFile:
         os.close(self._descriptor)
 
     def delete(self) -> None:
-        """Close and remove the file."""
-        self.close()
+        """Remove and close the file."""
         self.path.unlink(missing_ok=True)
+        self.close()
 
 
 def write_all(descriptor: int, parts: list[Any], offset: int) -> None:
@@ -205,7 +216,7 @@ class Journal:
         on_written: Called after the callbacks of frames that were written together.
 
     Raises:
-        ReplayBufferError: the files cannot be opened.
+        ReplayBufferError: the files cannot be opened, or another server has them open.
         ValueError: they are not those of a journal, or of another format.
     """
 
@@ -220,12 +231,22 @@ class Journal:
         self._writing: list[_Write] = []
         self._start_handle: asyncio.Handle | None = None
         self._retiring: threading.Thread | None = None
-        self._base_bytes = 0
+        self._base_bytes = self._retry_above = 0
         self._is_compacting = self._closed = False
         if (former := path.with_suffix(".sqlite")).exists():
             raise ValueError(f"{former} is a journal of format 3; use the release that wrote it")
         try:
-            self._recovered = self._open()
+            self._lock = os.open(f"{path}.lock", os.O_CREAT | os.O_RDWR, 0o600)
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self._recovered = self._open()
+            except BaseException:
+                os.close(self._lock)
+                raise
+        except BlockingIOError as error:
+            raise ReplayBufferError(
+                f"{path} is held by another server; end it, or give this run another buffer.directory"
+            ) from error
         except OSError as error:
             raise self._error("opened", error) from error
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="journal")
@@ -250,6 +271,7 @@ class Journal:
             else:
                 self._former += [log, payloads]
         if not heads:
+            self._spare.unlink(missing_ok=True)  # it may be of an earlier journal, whose numbers come again
             self._number += 1
             self._log, self._frames = self._pair(self._number)
             self._log.append([(["begin", [{}, None], []], ())])
@@ -401,7 +423,8 @@ class Journal:
         """Whether it is time for `compact`; where it costs little now, is_urgent=False asks after half as much."""
         num_bytes = self._log.num_bytes + self._frames.num_bytes
         is_busy = self._is_compacting or (self._retiring is not None and self._retiring.is_alive())
-        return not is_busy and num_bytes > (1 + is_urgent) * (2 * self._base_bytes + _COMPACT_BYTES)
+        limit = (1 + is_urgent) * (2 * self._base_bytes + _COMPACT_BYTES)
+        return num_bytes > max(limit, self._retry_above) and not is_busy
 
     def compact(self, snapshot: Mapping[str, Any] | None, frames: Iterable[tuple[str, int, Frames]]) -> None:
         """Begin new files with a snapshot in the place of all commands, and with the frames that are still needed.
@@ -424,9 +447,11 @@ class Journal:
             references = [[*key, self._places[key], []] for key in held]
             pair[0].append([(["begin", [self._values, snapshot], references], ())])
         except OSError as error:
+            self._retry_above = self._log.num_bytes + self._frames.num_bytes + _COMPACT_BYTES // 4
             for file in pair:
                 file.delete()
             raise self._error("written", error) from error
+        self._retry_above = 0
         base = [(self._places[key], parts) for key, parts in held.items()]
         base += [kept for write in self._writing for kept in write.frames]  # they are on their way to the old file
         self._former += [self._log, self._frames]
@@ -444,20 +469,24 @@ class Journal:
         if error is not None:
             logger.warning("the old files of the journal stay: %s", error)
             return
-        former, self._former = self._former, []
-        self._retiring = threading.Thread(target=self._replace, args=[former, (self._log, self._frames)], daemon=True)
+        self._retiring = threading.Thread(target=self._replace, args=[(self._log, self._frames)], daemon=True)
         self._retiring.start()
 
-    def _replace(self, former: Sequence[AppendOnlyFile], new: Sequence[AppendOnlyFile]) -> None:
+    def _replace(self, new: Sequence[AppendOnlyFile]) -> None:
+        """A log goes after its frames: where this is cut short it leads the next server to both."""
         try:
             for file in new:
                 file.sync()
-            for file in former:
+            _sync_directory(self._path.parent)
+            while self._former:
+                file = self._former[-1]
                 if file.path.suffix == ".log" and file.num_bytes <= 2 * _COMPACT_BYTES:
-                    file.path.rename(self._spare)
+                    with suppress(FileNotFoundError):
+                        file.path.rename(self._spare)
                 file.delete()
+                self._former.pop()
         except OSError as error:
-            logger.warning("the old files of the journal stay: %s", error)
+            logger.warning("the old files of the journal stay for now: %s", error)
 
     def close(self) -> None:
         """Close the files; frames that are not written yet are dropped, and nobody is told."""
@@ -467,6 +496,16 @@ class Journal:
             self._retiring.join()
         for file in (*self._former, self._log, self._frames):
             file.close()
+        os.close(self._lock)
+
+
+def _sync_directory(path: Path) -> None:
+    """Wait until the names of new files are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _read_records(file: AppendOnlyFile, by_place: dict[int, Frames]) -> Iterator[Any]:

@@ -147,13 +147,12 @@ class RolloutFleetConfig:
             has happened this often on one worker; then it is dropped and counted. Evictions do not count.
         max_failures_in_a_row: So many such failures on one worker, without a stored group between them, end the run.
         start_timeout_s: Deadline for an engine to come up.
-        load_timeout_s: Deadline of one weight update on one engine, from the moment when it stands still.
+        load_timeout_s: Deadline of one weight update on one engine, from the moment when it stands still; weights may
+            take a second per 100 MB on top.
         silence_timeout_s: How long an engine with running requests may produce no token at all. One that does not
             answer a probe by then has failed. A single slow sample is no failure.
         drain_timeout_s: How long running prompt groups may go on when the learner takes the device
             (``placement.colocated``); then they are cut off, and continued after the weight update.
-        verify_weights: Compare a digest of every tensor an engine holds with the published one, at every update.
-            Reads all weights once; turn it off where that takes too long.
         stop_timeout_s: Deadline of each step of stopping a worker: cutting running groups off, giving leases back, and
             the server between SIGTERM and SIGKILL. All deadlines around these follow from it.
         renew_every_s: How often running leases are renewed; a third of ``buffer.lease_s`` is usual.
@@ -182,7 +181,6 @@ class RolloutFleetConfig:
     silence_timeout_s: float = 60.0
     drain_timeout_s: float = 600.0
     stop_timeout_s: float = 2.0
-    verify_weights: bool = True
     renew_every_s: float = 20.0
     save_progress: SaveProgress = SaveProgress.at_stop
     sampling: SamplingConfig = field(default_factory=SamplingConfig)

@@ -41,7 +41,8 @@ from asyncrl.protocol.errors import (
     VersionTooOld,
 )
 from asyncrl.protocol.ports import RolloutBuffer
-from asyncrl.protocol.types import Lease, WeightSnapshot
+from asyncrl.protocol.types import Lease
+from asyncrl.protocol.weights import WeightOffer
 
 from .config import RolloutFleetConfig, SaveProgress
 from .engines.engine import Engine, SampleRequest
@@ -140,14 +141,14 @@ class RolloutLoop:
         if not never_ran:
             await self._until(lambda: self._state is LoopState.ended)
 
-    async def load_weights(self, snapshot: WeightSnapshot) -> None:
+    async def load_weights(self, offer: WeightOffer) -> None:
         """Load new weights into the engine; new leases are asked for at their version from then on.
 
         Raises as `Engine.load_weights` does: the engine has failed then, and what was cut off is given back.
         """
         if self._config.save_progress is SaveProgress.at_updates:
             await self._park(self._config.load_timeout_s)
-        self._meter.loaded(await self._engine.load_weights(snapshot))
+        self._meter.loaded(await self._engine.load_weights(offer))
         self._has_device = True
         self._continue_parked()
         await self._notify()

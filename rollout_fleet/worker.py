@@ -11,7 +11,8 @@ from pathlib import Path
 
 from asyncrl.protocol.errors import AsyncRLError
 from asyncrl.protocol.ports import RolloutBuffer
-from asyncrl.protocol.types import Prompt, WeightSnapshot
+from asyncrl.protocol.types import Prompt
+from asyncrl.protocol.weights import WeightOffer
 from asyncrl.single_controller import Dispatch, Worker, register
 
 from .config import RolloutFleetConfig, SamplingConfig
@@ -80,9 +81,9 @@ class RolloutWorker(Worker):
         return await self._started().run()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
-    async def load_weights(self, snapshot: WeightSnapshot) -> None:
+    async def load_weights(self, offer: WeightOffer) -> None:
         """Load a published snapshot while rollouts go on; see `Engine.load_weights`."""
-        await self._started().load_weights(snapshot)
+        await self._started().load_weights(offer)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     async def release_device(self) -> None:

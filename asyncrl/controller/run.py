@@ -36,7 +36,8 @@ from asyncrl.metrics import (
 )
 from asyncrl.protocol.errors import AsyncRLError
 from asyncrl.protocol.ports import PromptSource
-from asyncrl.protocol.types import Prompt, WeightSnapshot
+from asyncrl.protocol.types import Prompt
+from asyncrl.protocol.weights import describe_model
 from asyncrl.samples import NewSamples, sample_line
 from asyncrl.single_controller import ray_death
 from buffer import BufferClient, BufferConnection, BufferProcess
@@ -148,13 +149,15 @@ class Run:
         Engines take longest to come up: they start on ``model.path``, which has the policy's shape, and load the
         warm-started weights as version 0 by the same transaction as every later version.
         """
-        make = partial(_made, buffer=buffer, paths=RunPaths.of(self._config, self._run_dir))
+        paths = RunPaths.of(self._config, self._run_dir)
+        make = partial(_made, buffer=buffer, paths=paths)
 
         async def start_fleet() -> FleetGroup:
             fleet = await self._start_fleet(stack, make)
             policy = await self._warming
-            if self._resumed is None and policy != Path(self._config.model.path):
-                await fleet.load(WeightSnapshot(version=0, path=str(policy)))
+            if self._resumed is None:
+                described = await asyncio.to_thread(describe_model, str(policy))
+                await fleet.load(described.offer(paths.snapshots / "v00000000.json", 0))
             return fleet
 
         learner, fleet = await _together(self._start_learner(stack, make), start_fleet())
@@ -166,9 +169,9 @@ class Run:
         """Start both groups in the same places: the learner first, which leaves the devices to the engines."""
         make = partial(_made, buffer=buffer, paths=RunPaths.of(self._config, self._run_dir))
         learner = await self._start_learner(stack, make)
-        snapshot = await learner.rollout_mode(self._state.version)
+        offer = await learner.rollout_mode(self._state.version)
         fleet = await self._start_fleet(stack, partial(make, pool=learner.pool))
-        await fleet.load(snapshot)
+        await fleet.load(offer)
         return learner, fleet
 
     async def _start_fleet(self, stack: AsyncExitStack, make: Starter[FleetGroup]) -> FleetGroup:

@@ -177,13 +177,14 @@ class TrajectoryGroup:
 
     def _check_tree(self, where: str) -> None:
         rows, num_trajectories, total, last = self._rows, self.num_trajectories, 0, SHARED
+        num_reasons = len(FINISH_REASONS)
         if not rows or rows[0][0] != SHARED or rows[0][3]:
             raise ValueError(f"{where}: the first turn must be the shared prompt, which is not sampled")
         for index, (trajectory, parent, num_tokens, sampled, reason) in enumerate(rows):
             total += num_tokens
             is_same_tree = parent == ROOT or (0 <= parent < index and rows[parent][0] in (SHARED, trajectory))
             in_order = last <= trajectory < num_trajectories and (trajectory != SHARED or index == 0)
-            if not (is_same_tree and in_order) or num_tokens < 0 or not -1 <= reason < len(FINISH_REASONS):
+            if not (is_same_tree and in_order) or num_tokens < 0 or not -1 <= reason < num_reasons:
                 raise ValueError(f"{where}: turn {index} has no place in the tree: {self.turns[index]}")
             if sampled not in (0, 1) or (sampled and parent == ROOT):
                 raise ValueError(f"{where}: turn {index} is sampled from nothing; a sampled turn needs a parent")

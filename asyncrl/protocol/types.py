@@ -104,22 +104,6 @@ class Plan:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class WeightSnapshot:
-    """Weights of one policy version, published by the learner and loaded by engines.
-
-    Attributes:
-        version: Learner steps contained in the weights.
-        path: Directory in Hugging Face layout (``config.json``, ``model.safetensors``), readable on this host.
-        checksums: Tensor name to hexadecimal digest, as the engine's own weight checker computes it; empty where
-            the engine has none.
-    """
-
-    version: int
-    path: str
-    checksums: Mapping[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class TokenAccount:
     """Every token the policy wrote is somewhere: generated = trained + dropped + buffered + in_flight."""
 

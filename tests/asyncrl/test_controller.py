@@ -13,7 +13,8 @@ from asyncrl.controller.controller import Controller
 from asyncrl.controller.resume import RunState
 from asyncrl.protocol.errors import AccountError, CheckpointError, WorkerDiedError
 from asyncrl.protocol.ports import FleetCounts
-from asyncrl.protocol.types import BufferStats, GroupSummary, Plan, WeightSnapshot
+from asyncrl.protocol.types import BufferStats, GroupSummary, Plan
+from tests.support.offers import bare_offer
 
 pytestmark = pytest.mark.usefixtures("virtual_time")
 TOKENS_PER_STEP = 10
@@ -125,7 +126,7 @@ class ScriptedLearner:
         return self.spans
 
     async def _publish(self, version):
-        return WeightSnapshot(version=version, path=f"/snapshots/{version}")
+        return bare_offer(version)
 
 
 class ScriptedFleet:

@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 
 from asyncrl.protocol.trajectory import TrajectoryGroup
-from asyncrl.protocol.types import FinishReason, Lease, Prompt, WeightSnapshot
+from asyncrl.protocol.types import FinishReason, Lease, Prompt
 from buffer import BufferClient, BufferConfig, BufferProcess
 from rollout_fleet.config import RolloutFleetConfig, SaveProgress
 from rollout_fleet.engines.engine import SampleRequest
 from rollout_fleet.engines.scripted import ScriptedAnswer, ScriptedEngine
 from rollout_fleet.loop import RolloutLoop
 from rollout_fleet.rewards import WeightedRewards
+from tests.support.offers import bare_offer
 from tests.support.trajectories import make_group
 
 pytestmark = pytest.mark.timeout(120)
@@ -40,7 +41,7 @@ async def make_loop(buffer: BufferClient, *, version: int, token_delay_s: float)
 
     engine = ScriptedEngine(script)
     await engine.start()
-    await engine.load_weights(WeightSnapshot(version=version, path=""))
+    await engine.load_weights(bare_offer(version))
     loop = RolloutLoop(
         RolloutFleetConfig(save_progress=SaveProgress.at_updates, groups_in_flight=1),
         engine=engine,
@@ -61,7 +62,7 @@ async def until_killed(address: str) -> None:
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.25)  # two tokens of each
         await asyncio.to_thread(sys.stdin.readline)
-        await loop.load_weights(WeightSnapshot(version=version, path=""))
+        await loop.load_weights(bare_offer(version))
         sys.stdout.write(f"loaded {version}\n")
         sys.stdout.flush()
     await run

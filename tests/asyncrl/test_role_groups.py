@@ -21,6 +21,7 @@ from asyncrl.controller.learner_group import LearnerGroup
 from asyncrl.controller.run_folder import RunPaths
 from asyncrl.protocol.trajectory import TrajectoryGroup
 from asyncrl.protocol.types import FinishReason, Plan
+from asyncrl.protocol.weights import read_manifest
 from buffer import BufferConnection
 from tests.support.tiny_models import VOCABULARY, save_tiny_model
 from tests.support.trajectories import make_group
@@ -139,8 +140,8 @@ async def run_steps(
     metrics = []
     for update, weights, critic in queued:
         metrics.append({**await update, **await critic})
-        snapshot = await weights
-    return metrics, load_file(f"{snapshot.path}/model.safetensors")
+        offer = await weights
+    return metrics, load_file(f"{read_manifest(offer).directory}/model.safetensors")
 
 
 def pids(learner: LearnerGroup) -> dict[str, int]:

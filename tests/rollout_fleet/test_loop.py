@@ -7,12 +7,12 @@ from functools import partial
 import pytest
 
 from asyncrl.protocol.errors import DeadlineError, EngineError, RewardError, WorkerDiedError
-from asyncrl.protocol.types import WeightSnapshot
 from rollout_fleet.config import RolloutFleetConfig
 from rollout_fleet.engines.scripted import ScriptedAnswer, ScriptedEngine
 from rollout_fleet.loop import RolloutLoop
 from rollout_fleet.metrics import FleetMeter
 from rollout_fleet.rewards import REWARDS, WeightedRewards
+from tests.support.offers import bare_offer
 from tests.support.rollout import WRITTEN, digits, running_loop, update, writes
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("virtual_time")]
@@ -47,7 +47,7 @@ async def test_groups_are_leased_at_the_version_of_the_engine_as_soon_as_it_chan
         await buffer.commit()
         await asyncio.sleep(0.05)
         assert len(buffer.groups) == 4, "the engine still serves version 0, which the rule no longer admits"
-        await loop.load_weights(WeightSnapshot(version=1, path=""))
+        await loop.load_weights(bare_offer(1))
         await buffer.stored(8)
     assert [group.summary.oldest_version for group in buffer.groups] == [0] * 4 + [1] * 4
 
@@ -258,10 +258,10 @@ async def test_a_released_device_runs_nothing_and_a_load_takes_it_back(make_buff
         stored, asked = len(buffer.groups), len(buffer.leases_asked)
         await asyncio.sleep(0.05)
         assert (len(buffer.groups), len(buffer.leases_asked)) == (stored, asked)
-        await loop.load_weights(WeightSnapshot(version=0, path=""))
+        await loop.load_weights(bare_offer(0))
         await buffer.stored(20)
         for _ in range(3):  # at once after a load: before anything was asked for
-            await loop.load_weights(WeightSnapshot(version=0, path=""))
+            await loop.load_weights(bare_offer(0))
             await loop.release_device()
         assert engine.released
 

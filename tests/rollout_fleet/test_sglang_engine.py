@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import re
 import signal
@@ -20,13 +21,21 @@ import pytest
 import pytest_asyncio
 
 from asyncrl.protocol.errors import AsyncRLError, DeadlineError, EngineError, WorkerDiedError
-from asyncrl.protocol.types import FinishReason, WeightSnapshot
+from asyncrl.protocol.types import FinishReason
 from rollout_fleet.config import EngineDevice, RolloutFleetConfig, SamplingConfig, SGLangConfig
 from rollout_fleet.engines.engine import SampleRequest
 from rollout_fleet.engines.sglang import SGLangEngine
 from rollout_fleet.engines.sglang_client import DEATH_GRACE_S
-from tests.support.engine_probes import answer, assert_continues, forward_logprobs, publish_weights, requests_of
+from tests.support.engine_probes import (
+    answer,
+    assert_continues,
+    folder_of,
+    forward_logprobs,
+    publish_weights,
+    requests_of,
+)
 from tests.support.leftovers import left_in_shared_memory, shared_memory_of
+from tests.support.offers import bare_offer
 
 pytestmark = [
     pytest.mark.e2e,
@@ -76,14 +85,14 @@ async def test_what_was_cut_off_is_continued_to_what_it_would_have_been(engine, 
 
 
 async def test_logprobs_equal_a_forward_pass_under_the_version_that_each_token_names(engine, model_path, tmp_path):
-    snapshots = [publish_weights(model_path, tmp_path, engine.version + 1 + k, 1.0 + 0.15 * k) for k in range(5)]
-    paths = {0: model_path, **{snapshot.version: snapshot.path for snapshot in snapshots}}
+    offers = [publish_weights(model_path, tmp_path, engine.version + 1 + k, 1.0 + 0.15 * k) for k in range(5)]
+    paths = {0: model_path, **{offer.version: folder_of(offer) for offer in offers}}
     requests = requests_of(6, max_new_tokens=150, temperature=1.3, top_k=3)
     running = asyncio.create_task(answer(engine, requests))
     await until_writing(engine)
-    for snapshot in snapshots:
-        await engine.load_weights(snapshot)
-        assert engine.version == snapshot.version
+    for offer in offers:
+        await engine.load_weights(offer)
+        assert engine.version == offer.version
         await asyncio.sleep(0.05)  # some tokens of this version
     num_checked, versions_in_one_response = 0, Counter()
     for request, sample in zip(requests, await running, strict=True):
@@ -100,11 +109,11 @@ async def test_logprobs_equal_a_forward_pass_under_the_version_that_each_token_n
 
 @pytest.mark.parametrize("sampling", [{"temperature": 0.6, "top_p": 0.8}, {"top_k": 3}, {"temperature": 0.0}], ids=str)
 async def test_logprobs_are_those_of_the_sampling_temperature_before_truncation(engine, publish, sampling):
-    snapshot = publish(1.2)
-    await engine.load_weights(snapshot)
+    offer = publish(1.2)
+    await engine.load_weights(offer)
     requests = requests_of(3, **sampling)
     for request, sample in zip(requests, await answer(engine, requests), strict=True):
-        expected = forward_logprobs(snapshot.path, request, sample)
+        expected = forward_logprobs(folder_of(offer), request, sample)
         if sampling.get("temperature") == 0.0:
             assert sample.logprobs.shape == expected.shape
         else:
@@ -183,6 +192,8 @@ async def failing_engine(engine, model_path, tmp_path):
     await failing.start()
     failing._version, failing._verified = engine.version, {engine.version}
     yield failing
+    with contextlib.suppress(AsyncRLError):  # the session that the failed load left open
+        await failing._client.call("POST", "/end_weight_update", {})
     await failing.stop()
     await engine.load_weights(publish_weights(model_path, tmp_path / "again", engine.version + 1))
 
@@ -211,22 +222,22 @@ async def assert_failed(engine, running, match):
 
 
 async def test_an_engine_with_other_weights_than_published_never_answers_again(failing_engine, publish):
-    snapshot = publish(change=change_one_bit)
+    offer = publish(change=change_one_bit)
     running = asyncio.create_task(answer(failing_engine, requests_of(2, name="failing", max_new_tokens=400, top_k=3)))
     await until_writing(failing_engine)
-    match = "1 of 18 tensors differ, first model.norm.weight"
+    match = "1 of 24 tensors differ, first model.norm.weight"
     with pytest.raises(EngineError, match=match):
-        await failing_engine.load_weights(snapshot)
+        await failing_engine.load_weights(offer)
     await assert_failed(failing_engine, running, match)
 
 
 async def test_an_engine_whose_load_fails_never_answers_again(failing_engine, tmp_path):
-    snapshot = WeightSnapshot(version=failing_engine.version + 1, path=str(tmp_path / "nowhere"))
+    offer = bare_offer(failing_engine.version + 1)
     running = asyncio.create_task(answer(failing_engine, requests_of(2, name="failing", max_new_tokens=400, top_k=3)))
     await until_writing(failing_engine)
-    match = "sglang-0 answered POST /update_weights_from_disk with 400"
+    match = "rank 0 did not load .*FileNotFoundError"
     with pytest.raises(EngineError, match=match):
-        await failing_engine.load_weights(snapshot)
+        await failing_engine.load_weights(offer)
     await assert_failed(failing_engine, running, match)
 
 
@@ -234,18 +245,18 @@ async def test_an_engine_whose_load_takes_too_long_never_answers_again(failing_e
     call = failing_engine._client.call
 
     async def hang_in_the_update(method, path, *args, **options):
-        if path == "/update_weights_from_disk":
+        if path == "/update_weights_from_tensor":
             await asyncio.sleep(60)
         return await call(method, path, *args, **options)
 
     monkeypatch.setattr(failing_engine._client, "call", hang_in_the_update)
     monkeypatch.setattr(failing_engine, "_config", RolloutFleetConfig(load_timeout_s=0.3))
-    snapshot = publish()
+    offer = publish()
     running = asyncio.create_task(answer(failing_engine, requests_of(2, name="failing", max_new_tokens=400, top_k=3)))
     await until_writing(failing_engine)
     match = r"(?s)load_timeout_s = 0.3 s. Last lines of .*sglang-0.log"
     with pytest.raises(DeadlineError, match=match):
-        await failing_engine.load_weights(snapshot)
+        await failing_engine.load_weights(offer)
     await assert_failed(failing_engine, running, match)
 
 
@@ -280,12 +291,12 @@ async def test_no_prefix_computed_under_old_weights_is_used_after_an_update(engi
 
 @pytest.fixture
 def publish_next(engine, model_path, tmp_path):
-    """Return a publisher of the next version; its ``paths`` maps versions to snapshots."""
+    """Return a publisher of the next version; its ``paths`` maps versions to offers."""
 
     def publish(scale):
-        snapshot = publish_weights(model_path, tmp_path, engine.version + 1, scale)
-        publish.paths[snapshot.version] = snapshot.path
-        return snapshot
+        offer = publish_weights(model_path, tmp_path, engine.version + 1, scale)
+        publish.paths[offer.version] = folder_of(offer)
+        return offer
 
     publish.paths = {}
     return publish

@@ -9,10 +9,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from asyncrl.protocol.errors import AsyncRLError
-from asyncrl.protocol.types import WeightSnapshot
 from rollout_fleet.config import EngineKind, RolloutFleetConfig, SamplingConfig
 from rollout_fleet.worker import RolloutWorker
 from tests.support.engine_probes import publish_weights
+from tests.support.offers import bare_offer
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -105,5 +105,5 @@ async def test_evaluating_nothing_gives_nothing(make_worker, make_buffer):
 async def test_a_worker_that_was_never_started_says_so_and_stops_cleanly(make_worker, make_buffer):
     worker = make_worker(make_buffer(1))
     with pytest.raises(AsyncRLError, match=r"rollout worker 0 is not started; await start\(\) first"):
-        await worker.load_weights(WeightSnapshot(version=1, path=""))
+        await worker.load_weights(bare_offer(1))
     assert await worker.stop() is None
