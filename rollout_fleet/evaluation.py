@@ -26,10 +26,7 @@ async def evaluate_prompts(
     sampling: SamplingConfig,
     num_samples: int,
 ) -> EvaluationResult:
-    """Sample ``num_samples`` responses per prompt and score them.
-
-    Raises `AsyncRLError` if the engine fails, or the reward of every prompt does.
-    """
+    """Score ``num_samples`` responses per prompt. Raises `AsyncRLError` if the engine fails, or every reward does."""
     requests = {
         (prompt, sample): SampleRequest(
             id=f"evaluation-{prompt}-{sample}", prompt_ids=prompts[prompt].prompt_ids, sampling=sampling
