@@ -35,17 +35,22 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationConfig:
-    """Held-out evaluation on the fleet, before and after training.
+    """Held-out evaluation on the fleet, before and after training, and between.
 
     Attributes:
         enabled: Evaluate at all; needs ``data.eval_files``.
+        every_steps: Learner steps between evaluations while training goes on; 0 has none. No weights are loaded while
+            one runs, so that its answers are of one version; training goes on as far as ``buffer.max_lag`` lets it.
         num_samples: Samples of each prompt at the training temperature; greedy decoding adds one more.
     """
 
     enabled: bool = True
+    every_steps: int = 0
     num_samples: int = 4
 
     def __post_init__(self) -> None:
+        if self.every_steps < 0:
+            raise ValueError(f"evaluation.every_steps must be >= 0, got {self.every_steps}; 0 has none between")
         if self.num_samples < 1:
             raise ValueError(f"evaluation.num_samples must be >= 1, got {self.num_samples}; 4 gives a steady mean")
 

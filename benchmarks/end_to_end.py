@@ -175,7 +175,7 @@ def _median_step_ratio(mine: list[Outcome], others: list[Outcome]) -> float:
 def _first_hit(snapshots: Path, held_out: HeldOut, eval_every: int) -> int | None:
     """First evaluated version whose sampled accuracy reaches the target."""
     torch.set_num_threads(2)
-    for path in sorted(snapshots.iterdir()):
+    for path in sorted(snapshots.glob("v????????")):
         version = int(path.name.removeprefix("v"))
         if version % eval_every:
             continue

@@ -9,6 +9,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from threading import Event
 
@@ -19,13 +20,14 @@ from transformers import AutoTokenizer
 from asyncrl.config import RunConfig
 from asyncrl.data.prompts import PromptStream, load_eval_prompts
 from asyncrl.protocol.trajectory import TrajectoryGroup
-from asyncrl.protocol.types import Lease, Plan, Prompt, WeightSnapshot
+from asyncrl.protocol.types import Lease, Plan, Prompt
+from asyncrl.protocol.weights import WeightOffer
 from learner.advantages import BatchAdvantages
 from learner.batching import rank_batches
 from learner.losses import policy_objective
 from learner.trainer import LearnerStep, Trainer
 from learner.types import group_sequences
-from learner.weights import SnapshotWriter
+from learner.weights import WeightPublisher
 from rollout_fleet.engines.engine import SampleOutput, SampleRequest
 from rollout_fleet.engines.model_files import load_decoder, read_model_facts
 from rollout_fleet.engines.transformers_model import GenerationModel
@@ -100,17 +102,17 @@ class LaggedTraining:
         began_s, metrics = time.monotonic(), {}
         self._engine.load()
         with tempfile.TemporaryDirectory(prefix="asyncrl-lagged-") as folder:
-            writer = SnapshotWriter(folder, keep=self._lag + 2)
-            snapshots = [writer.write(0, self._trainer)]
+            publisher = WeightPublisher(self._trainer, folder, keep=self._lag + 2)
+            snapshots = [_alone(publisher.publish(0))]
             curve = {0: self._accuracy(snapshots[0])}
             for version in range(self._config.total_steps):
                 metrics = self._one_step(version, snapshots[max(0, version - self._lag)])
-                snapshots.append(writer.write(version + 1, self._trainer))
+                snapshots.append(_alone(publisher.publish(version + 1)))
                 if (version + 1) % self._eval_every == 0 or version + 1 == self._config.total_steps:
                     curve[version + 1] = self._accuracy(snapshots[-1])
         return LaggedOutcome(curve=curve, metrics=metrics, seconds=time.monotonic() - began_s)
 
-    def _one_step(self, version: int, behavior: WeightSnapshot) -> dict[str, float]:
+    def _one_step(self, version: int, behavior: WeightOffer) -> dict[str, float]:
         algorithm = self._config.algorithm
         self._engine.load_weights(behavior)
         groups = self._roll_out(self._prompts.take(algorithm.groups_per_step), behavior.version)
@@ -136,7 +138,7 @@ class LaggedTraining:
             for prompt, samples in zip(prompts, outputs, strict=True)
         ]
 
-    def _accuracy(self, snapshot: WeightSnapshot) -> float:
+    def _accuracy(self, snapshot: WeightOffer) -> float:
         """Mean reward of held-out prompts, sampled as in training; leaves torch's random state as it was."""
         self._engine.load_weights(snapshot)
         with torch.random.fork_rng(devices=[]):
@@ -165,3 +167,10 @@ class LaggedTraining:
     def _rewards(self, prompt: Prompt, samples: Sequence[SampleOutput]) -> np.ndarray:
         texts = [self._decode(sample.token_ids.tolist()) for sample in samples]
         return np.asarray([self._reward(prompt, text) for text in texts], dtype=np.float32)
+
+
+def _alone(pending: Future[WeightOffer | None]) -> WeightOffer:
+    """The offer of the one rank."""
+    offer = pending.result()
+    assert offer is not None
+    return offer

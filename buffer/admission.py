@@ -307,14 +307,16 @@ class Admission:
         line = [(self._turns.turn_of(request.client), place, request) for place, request in enumerate(waiting)]
         heapify(line)
         served: list[PendingRequest] = []
-        while line and self._can_grant():
-            turn, place, request = heappop(line)
-            if self._grant_one(request, served):
-                heappush(line, (turn + 1, place, request))
-        for request in served:
-            self._pending.remove(request.client, request.request_id)
-            self._remember(request)
-            self._answer(request.client, request.request_id, request.fields["granted"])
+        try:
+            while line and self._can_grant():
+                turn, place, request = heappop(line)
+                if self._grant_one(request, served):
+                    heappush(line, (turn + 1, place, request))
+        finally:  # also where the journal could not be written for one more
+            for request in served:
+                self._pending.remove(request.client, request.request_id)
+                self._remember(request)
+                self._answer(request.client, request.request_id, request.fields["granted"])
 
     def _grant_one(self, request: PendingRequest, served: list[PendingRequest]) -> bool:
         """Grant a group if its engine is admitted; whether the worker wants more and may get it."""

@@ -399,8 +399,9 @@ class ClientSocket:
             self.fail_all(error)
             return
         if message.name == ACKS:
+            plain = Message(name=OK, request_id=PUSH_ID)
             for request_id in messages.integers(message.fields, "ids"):
-                self._resolve(request_id, Message(name=OK, request_id=request_id))
+                self._resolve(request_id, plain)
         elif message.request_id == PUSH_ID and message.name in PUSHES:
             self._on_push(message)
         elif message.request_id == PUSH_ID:

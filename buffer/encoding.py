@@ -10,7 +10,7 @@ part exceeds ``CHUNK_BYTES``, so a large payload can be sent piece by piece. The
 """
 
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from math import prod
 from typing import Any
@@ -74,13 +74,19 @@ def group_frames(group: TrajectoryGroup) -> list[Any]:
     Raises:
         TypeError: a column is not an array of numbers.
     """
-    columns = [column for scope in _scopes(group) for column in scope.values()]
-    schema = tuple(
-        tuple((name, _dtype_of(name, column), column.shape[1:]) for name, column in scope.items())
-        for scope in _scopes(group)
-    )
-    head = _GROUP + _IDS.pack(group.group_id, group.attempt) + _schema_bytes(schema)
-    return pack([head, group.turns.view(np.uint8).data, *map(buffer_of, columns)])
+    buffers: list[Any] = [group.turns.tobytes()]
+    schema = []
+    for scope in (group.token_columns, group.trajectory_columns, group.turn_columns):
+        described = []
+        for name, column in scope.items():
+            if not isinstance(column, np.ndarray) or column.dtype.kind not in _NUMERIC:
+                raise TypeError(
+                    f"column {name!r} of a TrajectoryGroup must be a numpy array of numbers, got {column!r:.40}"
+                )
+            described.append((name, column.dtype, column.shape[1:]))
+            buffers.append(buffer_of(column))
+        schema.append(tuple(described))
+    return pack([_GROUP + _IDS.pack(group.group_id, group.attempt) + _schema_bytes(tuple(schema)), *buffers])
 
 
 def group_of(frames: Sequence[Any]) -> TrajectoryGroup:
@@ -89,15 +95,16 @@ def group_of(frames: Sequence[Any]) -> TrajectoryGroup:
     Raises:
         WireError: there is none.
     """
-    head, *buffers = map(memoryview, unpack(frames))
+    head, *buffers = unpack(frames)
     if head[: len(_GROUP)] != _GROUP:
         raise WireError(f"payload is not a TrajectoryGroup of this release: it begins with {bytes(head[:4])!r}")
     try:
         group_id, attempt = _IDS.unpack_from(head, len(_GROUP))
         schema = _schema_of(bytes(head[len(_GROUP) + _IDS.size :]))
-        turns, rest = _array(TURN_DTYPE, (), buffers[0]), iter(buffers[1:])
+        turns, rest = _array(TURN_DTYPE, (), TURN_DTYPE.itemsize, buffers[0]), iter(buffers[1:])
         token, trajectory, turn = (
-            {name: _array(dtype, shape, next(rest)) for name, dtype, shape in scope} for scope in schema
+            {name: _array(dtype, shape, row_bytes, next(rest)) for name, dtype, shape, row_bytes in scope}
+            for scope in schema
         )
         group = TrajectoryGroup(
             group_id=group_id,
@@ -115,16 +122,6 @@ def group_of(frames: Sequence[Any]) -> TrajectoryGroup:
     return group
 
 
-def _scopes(group: TrajectoryGroup) -> tuple[Mapping[str, np.ndarray], ...]:
-    return group.token_columns, group.trajectory_columns, group.turn_columns
-
-
-def _dtype_of(name: str, column: np.ndarray) -> np.dtype:
-    if not isinstance(column, np.ndarray) or column.dtype.kind not in _NUMERIC:
-        raise TypeError(f"column {name!r} of a TrajectoryGroup must be a numpy array of numbers, got {column!r:.40}")
-    return column.dtype
-
-
 @lru_cache(maxsize=256)
 def _schema_bytes(schema: tuple[tuple[tuple[str, np.dtype, tuple[int, ...]], ...], ...]) -> bytes:
     named = [[(name, dtype.str, shape) for name, dtype, shape in scope] for scope in schema]
@@ -133,26 +130,27 @@ def _schema_bytes(schema: tuple[tuple[tuple[str, np.dtype, tuple[int, ...]], ...
 
 
 @lru_cache(maxsize=256)
-def _schema_of(data: bytes) -> list[list[tuple[str, np.dtype, tuple[int, ...]]]]:
-    """Names, dtypes and trailing shapes of the columns in each scope."""
-    schema = [
-        [(str(name), dtype_of(dtype.encode()), checked_shape(shape)) for name, dtype, shape in scope]
-        for scope in msgpack.unpackb(data, max_ext_len=0)
-    ]
-    if any(dtype.kind not in _NUMERIC for scope in schema for _, dtype, _ in scope):
+def _schema_of(data: bytes) -> list[list[tuple[str, np.dtype, tuple[int, ...], int]]]:
+    """Names, dtypes, trailing shapes and bytes per row of the columns in each scope."""
+    schema = []
+    for scope in msgpack.unpackb(data, max_ext_len=0):
+        columns = [(str(name), dtype_of(dtype.encode()), checked_shape(shape)) for name, dtype, shape in scope]
+        schema.append([(name, dtype, shape, dtype.itemsize * prod(shape)) for name, dtype, shape in columns])
+    if any(dtype.kind not in _NUMERIC or not row_bytes for scope in schema for _, dtype, _, row_bytes in scope):
         raise WireError(f"columns hold numbers, got {schema}")
     return schema
 
 
-def _array(dtype: np.dtype, shape: tuple[int, ...], buffer: memoryview) -> np.ndarray:
+def _array(dtype: np.dtype, shape: tuple[int, ...], row_bytes: int, buffer: memoryview) -> np.ndarray:
     """[rows, …] view of a buffer, read-only; as many rows as its bytes make."""
-    row_bytes = dtype.itemsize * prod(shape)
-    if row_bytes == 0 or buffer.nbytes % row_bytes:
-        raise WireError(f"a column of {dtype}{list(shape)} does not fit {buffer.nbytes} bytes")
-    if buffer.nbytes == 0:
+    num_rows, rest = divmod(len(buffer), row_bytes)
+    if rest:
+        raise WireError(f"a column of {dtype}{list(shape)} does not fit {len(buffer)} bytes")
+    if not num_rows:
         return np.empty((0, *shape), dtype=dtype)
-    array = np.ndarray((buffer.nbytes // row_bytes, *shape), dtype, buffer)
-    array.flags.writeable = False
+    array = np.ndarray((num_rows, *shape), dtype, buffer)
+    if not buffer.readonly:
+        array.flags.writeable = False
     return array
 
 
@@ -165,11 +163,11 @@ def pack(frames: Sequence[Any]) -> list[Any]:
     lengths = [*map(len, frames)]
     header = struct.pack(f"<4sI{len(lengths)}Q", _PACKED, len(lengths), *lengths)
     if sum(lengths) < JOIN_BELOW_BYTES:
-        return [_joined(header, frames)]
+        return [_joined(header, frames, lengths)]
     parts: list[Any] = [header]
     for start, stop in _runs(lengths):
         if lengths[start] < _SMALL_BYTES:
-            parts.append(_joined(b"", frames[start:stop]))
+            parts.append(_joined(b"", frames[start:stop], lengths[start:stop]))
         else:
             view = memoryview(frames[start])
             parts += [view[i : i + CHUNK_BYTES] for i in range(0, lengths[start], CHUNK_BYTES)]
@@ -218,14 +216,13 @@ def _runs(lengths: Sequence[int]) -> Iterator[tuple[int, int]]:
         start = stop
 
 
-def _joined(header: bytes, frames: Sequence[Any]) -> bytes:
+def _joined(header: bytes, frames: Sequence[Any], lengths: Sequence[int]) -> bytes:
     parts: list[Any] = [header]
     position = len(header)
-    for frame in frames:
+    for frame, length in zip(frames, lengths, strict=True):
         padding = -position % _ALIGN
-        parts.append(_PADDING[padding])
-        parts.append(frame)
-        position += padding + len(frame)
+        parts += (_PADDING[padding], frame)
+        position += padding + length
     return b"".join(parts)
 
 

@@ -4,12 +4,13 @@ The table knows how to move a group from one state to the next. It decides nothi
 """
 
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from enum import StrEnum
 from functools import cache
 from heapq import heapify, heappop, heappush, heapreplace
 from itertools import islice
+from operator import attrgetter
 from typing import Any
 
 from asyncrl.protocol.errors import UnknownGroup
@@ -91,11 +92,8 @@ class Group:
 
     def to_row(self) -> list[Any]:
         """The record as plain values."""
-        values = {name: getattr(self, name) for name in _fields_of(Group)} | {"state": str(self.state)}
-        for name in ("progress", "summary"):
-            if values[name] is not None:
-                values[name] = values_of(values[name])
-        return list(values.values())
+        row = values_of(self)
+        return [values_of(value) if isinstance(value, Progress | GroupSummary) else value for value in row]
 
     @classmethod
     def from_row(cls, row: Sequence[Any]) -> "Group":
@@ -115,9 +113,15 @@ def _fields_of(kind: type) -> tuple[str, ...]:
     return tuple(field.name for field in fields(kind))
 
 
-def values_of(record: Any) -> list[Any]:
+@cache
+def _reader_of(kind: type) -> Callable[[Any], tuple[Any, ...]]:
+    names = _fields_of(kind)
+    return attrgetter(*names) if len(names) > 1 else lambda record: tuple(getattr(record, name) for name in names)
+
+
+def values_of(record: Any) -> tuple[Any, ...]:
     """A record's fields in order."""
-    return [getattr(record, name) for name in _fields_of(type(record))]
+    return _reader_of(type(record))(record)
 
 
 def record_from(kind: Any, values: Sequence[Any]) -> Any:

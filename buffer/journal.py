@@ -9,6 +9,7 @@ disk. One old log is kept to be written over, which takes a third of the time of
 """
 
 import asyncio
+import fcntl
 import logging
 import mmap
 import os
@@ -37,11 +38,11 @@ from .groups import record_from, values_of
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 4
+FORMAT = 5
 _MAGIC = b"asyncrl buffer journal %d\n" % FORMAT
 _BEGINNING = struct.Struct(f"<{len(_MAGIC)}sI")
 """The magic and the number of the file; what an earlier use of the file left has another."""
-_COMPACT_BYTES = 64 * 1024**2
+_COMPACT_BYTES = 16 * 1024**2
 _MAX_PARTS = 1024
 _HEADER = struct.Struct("<QIQ")
 """Checksum (xxh3, seeded with the file's number) of head and frames, bytes of the head, bytes of the frames."""
@@ -118,15 +119,25 @@ class AppendOnlyFile:
                         "that wrote it, or another buffer.directory"
                     )
                 end = _BEGINNING.size if beginning == _BEGINNING.pack(_MAGIC, self._number) else 0
-                while end and (start := end + _HEADER.size) <= len(data):
-                    checksum, head_bytes, frames_bytes = _HEADER.unpack_from(data, end)
-                    body = data[start : start + head_bytes + frames_bytes]
-                    is_whole = len(body) == head_bytes + frames_bytes
-                    if not is_whole or xxhash.xxh3_64_intdigest(body, self._number) != checksum:
-                        break
-                    end = start + len(body)
-                    yield msgpack.unpackb(body[:head_bytes], strict_map_key=False), body[head_bytes:]
+                while end and (record := self._record_at(data, end)) is not None:
+                    head, frames, end = record
+                    yield head, frames
+                if end and end + _HEADER.size <= len(data):
+                    _, head_bytes, frames_bytes = _HEADER.unpack_from(data, end)
+                    if self._record_at(data, end + _HEADER.size + head_bytes + frames_bytes) is not None:
+                        logger.warning("%s is damaged at byte %d; what stands behind it is lost", self.path, end)
         self.cut(end)
+
+    def _record_at(self, data: mmap.mmap, start: int) -> tuple[Any, bytes, int] | None:
+        """Head, frames and end of the record that starts there; None where there is none, or not all of it."""
+        if start + _HEADER.size > len(data):
+            return None
+        checksum, head_bytes, frames_bytes = _HEADER.unpack_from(data, start)
+        end = start + _HEADER.size + head_bytes + frames_bytes
+        body = data[start + _HEADER.size : end]
+        if end > len(data) or xxhash.xxh3_64_intdigest(body, self._number) != checksum:
+            return None
+        return msgpack.unpackb(body[:head_bytes], strict_map_key=False), body[head_bytes:], end
 
     def append(self, records: Iterable[tuple[Any, Frames]]) -> None:
         """Write records one after another, or none of them.
@@ -142,7 +153,7 @@ class AppendOnlyFile:
             for frame in frames:
                 checksum.update(frame)
                 num_bytes += len(frame)
-            parts += [_HEADER.pack(checksum.intdigest(), len(packed), num_bytes), packed, *frames]
+            parts += (_HEADER.pack(checksum.intdigest(), len(packed), num_bytes), packed, *frames)
             size += _HEADER.size + len(packed) + num_bytes
         try:
             write_all(self._descriptor, parts, self.num_bytes)
@@ -165,27 +176,26 @@ class AppendOnlyFile:
         os.close(self._descriptor)
 
     def delete(self) -> None:
-        """Close and remove the file."""
-        self.close()
+        """Remove and close the file."""
         self.path.unlink(missing_ok=True)
+        self.close()
 
 
-def write_all(descriptor: int, parts: Sequence[Any], offset: int) -> None:
-    """Write buffers end to end from ``offset`` on, however few bytes the system takes at once.
+def write_all(descriptor: int, parts: list[Any], offset: int) -> None:
+    """Write bytes and views of bytes end to end from ``offset`` on, however few the system takes at once.
 
     Raises:
         OSError: the disk is full; some bytes may have been written.
     """
-    views = [memoryview(part).cast("B") for part in parts if len(part)]
     first = 0
-    while first < len(views):
-        written = os.pwritev(descriptor, views[first : first + _MAX_PARTS], offset)
+    while first < len(parts):
+        written = os.pwritev(descriptor, parts[first : first + _MAX_PARTS], offset)
         offset += written
-        while first < len(views) and written >= len(views[first]):
-            written -= len(views[first])
+        while first < len(parts) and written >= len(parts[first]):
+            written -= len(parts[first])
             first += 1
         if written:
-            views[first] = views[first][written:]
+            parts[first] = memoryview(parts[first])[written:]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -206,7 +216,7 @@ class Journal:
         on_written: Called after the callbacks of frames that were written together.
 
     Raises:
-        ReplayBufferError: the files cannot be opened.
+        ReplayBufferError: the files cannot be opened, or another server has them open.
         ValueError: they are not those of a journal, or of another format.
     """
 
@@ -221,12 +231,22 @@ class Journal:
         self._writing: list[_Write] = []
         self._start_handle: asyncio.Handle | None = None
         self._retiring: threading.Thread | None = None
-        self._base_bytes = 0
+        self._base_bytes = self._retry_above = 0
         self._is_compacting = self._closed = False
         if (former := path.with_suffix(".sqlite")).exists():
             raise ValueError(f"{former} is a journal of format 3; use the release that wrote it")
         try:
-            self._recovered = self._open()
+            self._lock = os.open(f"{path}.lock", os.O_CREAT | os.O_RDWR, 0o600)
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self._recovered = self._open()
+            except BaseException:
+                os.close(self._lock)
+                raise
+        except BlockingIOError as error:
+            raise ReplayBufferError(
+                f"{path} is held by another server; end it, or give this run another buffer.directory"
+            ) from error
         except OSError as error:
             raise self._error("opened", error) from error
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="journal")
@@ -251,6 +271,7 @@ class Journal:
             else:
                 self._former += [log, payloads]
         if not heads:
+            self._spare.unlink(missing_ok=True)  # it may be of an earlier journal, whose numbers come again
             self._number += 1
             self._log, self._frames = self._pair(self._number)
             self._log.append([(["begin", [{}, None], []], ())])
@@ -337,11 +358,9 @@ class Journal:
         references: list[Any] = []
         inline: list[Any] = []
         for (name, key), parts in frames.items():
-            if isinstance(parts, int):
-                references.append([name, key, parts, []])
-            else:
-                references.append([name, key, self._place(), [*map(len, parts)]])
-                inline += parts
+            place, views = (parts, []) if isinstance(parts, int) else (self._place(), [*map(memoryview, parts)])
+            references.append((name, key, place, [*map(len, views)]))
+            inline += views
         try:
             self._log.append([([kind, value, references], inline)])
         except OSError as error:
@@ -369,7 +388,8 @@ class Journal:
             then: Called on the loop with the frames' place, for a command to refer to, and with what went wrong.
         """
         place = self._place()
-        self._pending.append(_Write(frames=[(place, frames)], then=partial(then, place)))
+        views = [memoryview(frame) for frame in frames]
+        self._pending.append(_Write(frames=[(place, views)], then=partial(then, place)))
         self._schedule()
 
     def _schedule(self) -> None:
@@ -403,7 +423,8 @@ class Journal:
         """Whether it is time for `compact`; where it costs little now, is_urgent=False asks after half as much."""
         num_bytes = self._log.num_bytes + self._frames.num_bytes
         is_busy = self._is_compacting or (self._retiring is not None and self._retiring.is_alive())
-        return not is_busy and num_bytes > (1 + is_urgent) * (2 * self._base_bytes + _COMPACT_BYTES)
+        limit = (1 + is_urgent) * (2 * self._base_bytes + _COMPACT_BYTES)
+        return num_bytes > max(limit, self._retry_above) and not is_busy
 
     def compact(self, snapshot: Mapping[str, Any] | None, frames: Iterable[tuple[str, int, Frames]]) -> None:
         """Begin new files with a snapshot in the place of all commands, and with the frames that are still needed.
@@ -417,7 +438,7 @@ class Journal:
         Raises:
             ReplayBufferError: the disk is full; the journal goes on as it was.
         """
-        held = {(kind, key): parts for kind, key, parts in frames}
+        held = {(kind, key): [memoryview(part) for part in parts] for kind, key, parts in frames}
         pair: Sequence[AppendOnlyFile] = ()
         try:
             with suppress(FileNotFoundError):
@@ -426,9 +447,11 @@ class Journal:
             references = [[*key, self._places[key], []] for key in held]
             pair[0].append([(["begin", [self._values, snapshot], references], ())])
         except OSError as error:
+            self._retry_above = self._log.num_bytes + self._frames.num_bytes + _COMPACT_BYTES // 4
             for file in pair:
                 file.delete()
             raise self._error("written", error) from error
+        self._retry_above = 0
         base = [(self._places[key], parts) for key, parts in held.items()]
         base += [kept for write in self._writing for kept in write.frames]  # they are on their way to the old file
         self._former += [self._log, self._frames]
@@ -446,20 +469,24 @@ class Journal:
         if error is not None:
             logger.warning("the old files of the journal stay: %s", error)
             return
-        former, self._former = self._former, []
-        self._retiring = threading.Thread(target=self._replace, args=[former, (self._log, self._frames)], daemon=True)
+        self._retiring = threading.Thread(target=self._replace, args=[(self._log, self._frames)], daemon=True)
         self._retiring.start()
 
-    def _replace(self, former: Sequence[AppendOnlyFile], new: Sequence[AppendOnlyFile]) -> None:
+    def _replace(self, new: Sequence[AppendOnlyFile]) -> None:
+        """A log goes after its frames: where this is cut short it leads the next server to both."""
         try:
             for file in new:
                 file.sync()
-            for file in former:
+            _sync_directory(self._path.parent)
+            while self._former:
+                file = self._former[-1]
                 if file.path.suffix == ".log" and file.num_bytes <= 2 * _COMPACT_BYTES:
-                    file.path.rename(self._spare)
+                    with suppress(FileNotFoundError):
+                        file.path.rename(self._spare)
                 file.delete()
+                self._former.pop()
         except OSError as error:
-            logger.warning("the old files of the journal stay: %s", error)
+            logger.warning("the old files of the journal stay for now: %s", error)
 
     def close(self) -> None:
         """Close the files; frames that are not written yet are dropped, and nobody is told."""
@@ -469,6 +496,16 @@ class Journal:
             self._retiring.join()
         for file in (*self._former, self._log, self._frames):
             file.close()
+        os.close(self._lock)
+
+
+def _sync_directory(path: Path) -> None:
+    """Wait until the names of new files are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _read_records(file: AppendOnlyFile, by_place: dict[int, Frames]) -> Iterator[Any]:

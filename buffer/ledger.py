@@ -84,7 +84,7 @@ class Ledger(LedgerState):
         Args:
             command: What is asked.
             now: The time, in seconds on any clock that leases are measured by.
-            frames: What is written with the command.
+            frames: What is written with the command, unless that is a put which is not stored.
 
         Returns:
             The outcome, of the type that belongs to the command.
@@ -93,16 +93,20 @@ class Ledger(LedgerState):
             ReplayBufferError: the command is refused; nothing has changed, unless it was a put: its tokens are
                 counted (`LeaseExpired`, `VersionTooOld`).
         """
+        is_put = type(command) is commands.Put
         outcome: Any = _DECIDE[type(command)](self, command, now)
         if self.log is not None and self._has_effect(outcome):
-            self.log.record(command, outcome, frames or {})
+            is_kept = frames is not None and (not is_put or outcome.result is commands.PutResult.stored)
+            self.log.record(command, outcome, frames if is_kept else {})
         self.enact(command, outcome)
-        if type(command) is commands.Put and outcome.refusal:
+        if is_put and outcome.refusal:
             raise (VersionTooOld if outcome.result is commands.PutResult.too_old else LeaseExpired)(outcome.refusal)
         return outcome
 
     def _has_effect(self, outcome: commands.Outcome) -> bool:
         match outcome:
+            case commands.PutOutcome() | commands.Saved():
+                return True
             case commands.Renewed():
                 return False
             case commands.Granted():
@@ -113,10 +117,8 @@ class Ledger(LedgerState):
                 return bool(outcome.evicted) or len(self._groups.stored_bytes) > 1
             case commands.Released():
                 return outcome.was_running or outcome.was_owed
-            case commands.Queued() | commands.TakenBack() | commands.Lost() | commands.Committed():
-                return bool(outcome.group_ids)
             case _:
-                return True
+                return bool(outcome.group_ids)
 
     # What is known
 
@@ -280,6 +282,10 @@ class Ledger(LedgerState):
     def has_room(self) -> bool:
         """Whether one more group fits; see `Room.has_room`."""
         return self._room.has_room()
+
+    def fits(self, num_bytes: int) -> bool:
+        """See `Room.fits`."""
+        return self._room.fits(num_bytes)
 
     def _decide_reserve(self, command: commands.Reserve, now: float) -> commands.Reserved:
         group = self._held(command, command.group_id, command.attempt)

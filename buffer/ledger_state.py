@@ -18,7 +18,7 @@ from .account import (
 )
 from .groups import Group, GroupState, GroupTable
 
-SNAPSHOT_FORMAT = 4
+SNAPSHOT_FORMAT = 5
 
 
 class LedgerState:

@@ -7,6 +7,7 @@ is a push. Payload frames are prompts and trajectories (`buffer.encoding`), whic
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from operator import attrgetter
 from typing import Any
 
 import msgpack
@@ -30,18 +31,27 @@ PUSHES = frozenset({REVOKED, SPACE})
 PUSH_ID = 0
 CONNECT = "connect"
 MAX_COUNT = 1 << 40
-_INTEGERS = ("group_id", "attempt", "num_prompt_tokens", "num_tokens", "oldest_version", "newest_version")
+_INTEGERS = (
+    "group_id",
+    "attempt",
+    "num_prompt_tokens",
+    "num_tokens",
+    "oldest_version",
+    "newest_version",
+    "num_truncated",
+)
 _LISTS = ("response_lengths", "branch_tokens", "num_branches")
-_NAMES = (*_INTEGERS, *_LISTS, "rewards")
+_NAMES = (*_INTEGERS, *_LISTS, "rewards", "metrics")
+_values_of = attrgetter(*_NAMES)
 _NUMBERS = frozenset({int, float})
 _ERRORS = {
     kind.__name__: kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, AsyncRLError)
 }
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class Message:
-    """One message, in either direction.
+    """One message, in either direction. Not frozen: freezing doubles construction time.
 
     Attributes:
         name: Operation, ``ok``, an error's name, or the name of a push.
@@ -233,17 +243,19 @@ def integers(fields: Mapping[str, Any], name: str) -> list[int]:
         WireError: it is missing, or something else.
     """
     values = fields.get(name)
-    if isinstance(values, list):
-        if not values:
-            return values
-        if {*map(type, values)} == {int} and min(values) >= 0 and max(values) < 1 << 63:
-            return values
+    if isinstance(values, list) and (not values or _are_int64(values)):
+        return values
     raise WireError(f"field {name!r} must be a list of integers in [0, 2**63)")
+
+
+def _are_int64(values: list[Any]) -> bool:
+    """Whether these are integers in [0, 2**63); all at once, for one by one takes four times as long."""
+    return {*map(type, values)} == {int} and min(values) >= 0 and max(values) < 1 << 63
 
 
 def summary_fields(summary: GroupSummary) -> dict[str, Any]:
     """A summary as header fields."""
-    return {name: getattr(summary, name) for name in _NAMES}
+    return dict(zip(_NAMES, _values_of(summary), strict=True))
 
 
 def summary_of(fields: Any) -> GroupSummary:
@@ -257,12 +269,21 @@ def summary_of(fields: Any) -> GroupSummary:
     rewards = fields.get("rewards")
     if not isinstance(rewards, list) or not _NUMBERS.issuperset(map(type, rewards)):
         raise WireError("field 'rewards' must be a list of numbers")
-    numbers = {name: integer(fields, name) for name in _INTEGERS}
-    lists: dict[str, Any] = {name: tuple(integers(fields, name)) for name in _LISTS}
-    num_tokens = max(numbers["num_tokens"], *map(sum, lists.values()))
-    if num_tokens > MAX_COUNT:
-        raise WireError(f"a group has at most 2**40 tokens, got {num_tokens}")
-    return GroupSummary(rewards=tuple(rewards), **numbers, **lists)
+    metrics = fields.get("metrics")
+    if not isinstance(metrics, list) or not all(map(_is_metric, metrics)):
+        raise WireError("field 'metrics' must be a list of pairs of a name and a number")
+    numbers = [*map(fields.get, _INTEGERS)]
+    if not _are_int64(numbers):
+        numbers = [integer(fields, name) for name in _INTEGERS]  # which says which is wrong
+    lists: list[Any] = [tuple(integers(fields, name)) for name in _LISTS]
+    if (most := max(fields["num_tokens"], *map(sum, lists))) > MAX_COUNT:
+        raise WireError(f"a group has at most 2**40 tokens, got {most}")
+    counted = dict(zip(_INTEGERS + _LISTS, numbers + lists, strict=True))
+    return GroupSummary(rewards=tuple(rewards), metrics=tuple(map(tuple, metrics)), **counted)
+
+
+def _is_metric(pair: Any) -> bool:
+    return isinstance(pair, list) and list(map(type, pair)) == [str, float]
 
 
 def stats_fields(stats: BufferStats) -> dict[str, Any]:

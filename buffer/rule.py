@@ -135,6 +135,11 @@ class Room:
         num_bytes += (groups.num_leased + num_granted + 1) * groups.expected_bytes
         return num_bytes <= self._max_bytes * len(groups.stored_bytes)
 
+    def fits(self, num_bytes: int) -> bool:
+        """Whether a group may come without a reservation: there is one store, and it has so many bytes to spare."""
+        groups = self._groups
+        return self._is_shared and groups.stored_bytes[0] + groups.prefix_bytes + num_bytes <= self._max_bytes
+
     def _num_free(self, store: int, group: Group) -> int:
         """Bytes that a store may take for a group, in the place of what it holds of it."""
         num_held = self._groups.stored_bytes[store] - (group.num_bytes if store == group.store else 0)

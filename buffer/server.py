@@ -394,6 +394,8 @@ class BufferServer:
             self._endpoint = ServerSocket(config, make_service=make_service, journal=journal)
         except BaseException:
             self._stores.close()
+            if journal is not None:
+                journal.close()
             raise
 
     @property

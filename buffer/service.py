@@ -323,15 +323,17 @@ class BufferService:
         size = self._store.measure(request.payload)
         continued = flag(request.fields, "continued", default=True)
         command = Put(summary=summary, continued=continued, owner=client, num_bytes=size)
-        if self.ledger.holds(summary.group_id, summary.attempt):
+        is_written_at_once = self._journal is None or size < JOIN_BELOW_BYTES
+        is_easy = is_written_at_once and self.ledger.fits(size)
+        if is_easy or not self.ledger.holds(summary.group_id, summary.attempt):
+            self._store_group(client, request, command, request.payload)
+        else:
             self._make_room(client, summary.group_id, summary.attempt, size)
             self._when_kept(client, request, partial(self._store_group, client, request, command))
-        else:
-            self._store_group(client, request, command, 0)
 
     def _store_group(self, client: bytes, request: Message, command: Put, kept: Frames | int) -> None:
         group_id = command.summary.group_id
-        result = self.ledger.apply(command, frames={("payload", group_id): kept} if kept else None).result
+        result = self.ledger.apply(command, frames={("payload", group_id): kept}).result
         if result is PutResult.filtered:
             self._batches.note_filtered()
         elif result is PutResult.stored:

@@ -265,6 +265,16 @@ def local_tensor(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def stored_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Name to buffer, of those that a checkpoint holds; every rank has them whole, and nothing trains them."""
+    return {
+        f"{prefix}.{name}" if prefix else name: buffer
+        for prefix, module in model.named_modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name not in module._non_persistent_buffers_set
+    }
+
+
 def whole_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield every parameter of a plain or sharded model whole, one FSDP unit at a time; every rank iterates to the end.
 

@@ -72,11 +72,16 @@ def has_adapters(model: nn.Module) -> bool:
 def merged_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Plain weights W + scale · B A under the names of a model without adapters.
 
-    ``weights`` holds whole tensors by the parameter names of the model, which tells the layers with adapters and their
-    scales; none is changed. Each result is in its own type; the product is computed in float32.
+    ``weights`` holds whole tensors by the parameter names of the model, all or those of some layers; the model tells
+    which layers have adapters, and their scales. None is changed.
+
+    Returns:
+        Name to tensor, each in its own type; the product is computed in float32.
     """
     plain = dict(weights)
     for name, layer in _layers(model):
+        if f"{name}.base_layer.weight" not in plain:
+            continue
         down, up = (plain.pop(f"{name}.lora_{part}.{_ADAPTER}.weight").float() for part in "AB")
         base = plain.pop(f"{name}.base_layer.weight")
         merged = torch.addmm(base.float(), up, down, alpha=layer.scaling[_ADAPTER])

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from asyncrl.protocol.errors import StalenessError
 from asyncrl.protocol.ports import TrajectorySource
 from asyncrl.protocol.trajectory import TrajectoryGroup
-from asyncrl.protocol.types import WeightSnapshot
+from asyncrl.protocol.weights import WeightOffer
 from asyncrl.single_controller import Dispatch, Worker, make_nd_compute_dataproto_dispatch_fn, register
 
 from .advantages import ADVANTAGES, BatchAdvantages, is_token_level
@@ -36,7 +36,7 @@ from .roles import CRITIC, Role, Scores, scored_by
 from .trainer import LearnerStep, Trainer
 from .trajectory_log import TrajectoryLog
 from .types import RankBatch, SampleKey, TokenSequence, group_sequences
-from .weights import SnapshotWriter, save_policy
+from .weights import WeightPublisher, save_policy
 
 T = TypeVar("T")
 
@@ -119,7 +119,6 @@ class ModelWorker(Worker):
         seed: Seeds dropout, where the model has any, and adapters.
         snapshot_dir: Where published weights go, readable by the engines of this host; None publishes none.
         trajectory_dir: Where consumed samples are logged, one file per step and rank; None logs nothing.
-        checksums: Digest published tensors, so that engines can verify what they loaded.
 
     Attributes:
         own_cache: The cache of this worker, which the first role of a process shares with the others.
@@ -139,7 +138,6 @@ class ModelWorker(Worker):
         seed: int = 0,
         snapshot_dir: str | None = None,
         trajectory_dir: str | None = None,
-        checksums: bool = True,
     ) -> None:
         super().__init__()
         self.role = role
@@ -154,9 +152,8 @@ class ModelWorker(Worker):
         self._seed = seed
         self._source: TrajectorySource | None = None
         self._checkpoints: dict[str, ShardedCheckpointer] = {}
-        self._snapshots = (
-            SnapshotWriter(snapshot_dir, keep=config.keep_snapshots, checksums=checksums) if snapshot_dir else None
-        )
+        self._snapshot_dir = snapshot_dir
+        self._publisher: WeightPublisher | None = None
         self._log = TrajectoryLog(trajectory_dir) if trajectory_dir else None
         dp_rank, sp_rank = divmod(self.rank, config.sp_size)
         self._register_dispatch_collect_info(_MESH, dp_rank=dp_rank, is_collect=sp_rank == 0)
@@ -168,6 +165,8 @@ class ModelWorker(Worker):
         if isinstance(self._model, Trainer):
             optimizer = self._model.optimizer
             self._advantages = BatchAdvantages(self._algorithm, self._model.mesh)
+        if self._snapshot_dir is not None:
+            self._publisher = WeightPublisher(self._model, self._snapshot_dir, keep=self._config.keep_snapshots)
         self._offload = OffloadPolicy(self._config, self._model.head, optimizer)
         # One rank of a sequence-parallel group fetches; the others get the groups from it.
         if self._connect_buffer is not None and self._model.mesh.sp_rank == 0:
@@ -239,23 +238,24 @@ class ModelWorker(Worker):
         return self.own_times
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
-    def publish_weights(self, version: int) -> WeightSnapshot:
-        """Write the weights for the engines; the snapshot is there when rank 0 returns.
+    def publish_weights(self, version: int) -> WeightOffer | None:
+        """Publish the weights for the engines; returns the offer on rank 0.
 
         Raises:
             ValueError: the role publishes nothing.
         """
-        if self._snapshots is None:
+        if self._publisher is None:
             raise ValueError(f"role {self.role.name!r} publishes no weights: it was given no snapshot_dir")
         with self._offload.reading():
-            return self._snapshots.write(version, self._model)
+            pending = self._publisher.publish(version)
+        return pending.result()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
-    def rollout_mode(self, version: int) -> WeightSnapshot | None:
+    def rollout_mode(self, version: int) -> WeightOffer | None:
         """Publish the weights, where the role publishes any, then offload for colocated engines as the options say."""
-        snapshot = None if self._snapshots is None else self.publish_weights(version)
+        offer = None if self._publisher is None else self.publish_weights(version)
         self._offload.enter_rollout()
-        return snapshot
+        return offer
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def trainer_mode(self) -> None:
@@ -296,6 +296,8 @@ class ModelWorker(Worker):
         """Finish a checkpoint in the background, leave the group and close the connection to the buffer."""
         for checkpoints in self._checkpoints.values():
             checkpoints.finish()
+        if self._publisher is not None:
+            self._publisher.close()
         if self._source is not None:
             self._source.close()
         self.cache.open_roles.discard(self.role.name)

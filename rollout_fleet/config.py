@@ -1,5 +1,6 @@
 """Options of the rollout fleet: the only home of their defaults."""
 
+import math
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -108,6 +109,26 @@ class TransformersConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SamplesConfig:
+    """Decoded samples for reading, in the run's ``samples/``; ``asyncrl samples RUN`` shows them.
+
+    Attributes:
+        every_steps: Learner steps between two sets of training samples; 0 keeps none. Evaluations keep all of theirs.
+        num_groups: Prompt groups of one set, per engine.
+        num_shown: Samples of a set that the terminal shows, half of them the worst, half of them the best.
+    """
+
+    every_steps: int = 10
+    num_groups: int = 4
+    num_shown: int = 2
+
+    def __post_init__(self) -> None:
+        for name, low in (("every_steps", 0), ("num_groups", 1), ("num_shown", 0)):
+            if getattr(self, name) < low:
+                raise ValueError(f"rollout_fleet.samples.{name} must be >= {low}, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True, kw_only=True)
 class RolloutFleetConfig:
     """The rollout fleet.
 
@@ -118,19 +139,20 @@ class RolloutFleetConfig:
         groups_in_flight: Prompt groups one worker generates at a time.
         reward: A built-in's name, ``file.py:function`` or ``module:function``; called as
             reward(prompt, response_text) -> float.
-        reward_processes: Scoring processes per worker; built-in rewards need none.
+        rewards: Several rewards in the place of ``reward``, each as NAME or WEIGHT*NAME. A trajectory earns their
+            weighted sum, and each is reported as ``reward.NAME``. Example: ``[exact_match,0.2*mine.py:format]``.
+        reward_processes: Scoring processes per worker and reward; built-in rewards need none.
         reward_timeout_s: Deadline of scoring one prompt group.
         max_attempts: A prompt group whose reward fails, or which the engine aborts by itself, is tried again until that
             has happened this often on one worker; then it is dropped and counted. Evictions do not count.
         max_failures_in_a_row: So many such failures on one worker, without a stored group between them, end the run.
         start_timeout_s: Deadline for an engine to come up.
-        load_timeout_s: Deadline of one weight update on one engine, from the moment when it stands still.
+        load_timeout_s: Deadline of one weight update on one engine, from the moment when it stands still; weights may
+            take a second per 100 MB on top.
         silence_timeout_s: How long an engine with running requests may produce no token at all. One that does not
             answer a probe by then has failed. A single slow sample is no failure.
         drain_timeout_s: How long running prompt groups may go on when the learner takes the device
             (``placement.colocated``); then they are cut off, and continued after the weight update.
-        verify_weights: Compare a digest of every tensor an engine holds with the published one, at every update.
-            Reads all weights once; turn it off where that takes too long.
         stop_timeout_s: Deadline of each step of stopping a worker: cutting running groups off, giving leases back, and
             the server between SIGTERM and SIGKILL. All deadlines around these follow from it.
         renew_every_s: How often running leases are renewed; a third of ``buffer.lease_s`` is usual.
@@ -138,6 +160,7 @@ class RolloutFleetConfig:
             ``at_updates`` also cuts them off at each weight update, saves and continues them, so that a sudden death
             loses only what was written since; worth it where a rollout outlasts many updates. ``never`` saves nothing.
         sampling: How training rollouts are sampled.
+        samples: Which samples are kept for reading.
         sglang: How SGLang servers are launched.
         transformers: How the in-process engine generates.
         script: ``module:function`` that the scripted engine answers with; see `rollout_fleet.engines.scripted`.
@@ -148,6 +171,7 @@ class RolloutFleetConfig:
     num_engines: int = 1
     groups_in_flight: int = 32
     reward: str = "exact_match"
+    rewards: list[str] = field(default_factory=list)
     reward_processes: int = 1
     reward_timeout_s: float = 30.0
     max_attempts: int = 4
@@ -157,10 +181,10 @@ class RolloutFleetConfig:
     silence_timeout_s: float = 60.0
     drain_timeout_s: float = 600.0
     stop_timeout_s: float = 2.0
-    verify_weights: bool = True
     renew_every_s: float = 20.0
     save_progress: SaveProgress = SaveProgress.at_stop
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    samples: SamplesConfig = field(default_factory=SamplesConfig)
     sglang: SGLangConfig = field(default_factory=SGLangConfig)
     transformers: TransformersConfig = field(default_factory=TransformersConfig)
     script: str = "rollout_fleet.engines.scripted:repeat_last_token"
@@ -175,10 +199,35 @@ class RolloutFleetConfig:
         """How long a worker may take to stop: put down, give back, stop the server, close its log."""
         return 2 * self.stop_timeout_s + self.server_stop_timeout_s + CLEANUP_S
 
+    @property
+    def reward_weights(self) -> dict[str, float]:
+        """The weight of each reward by its name, which may be a user's ``file.py:function``."""
+        return dict(map(_weighted, self.rewards)) or {self.reward: 1.0}
+
     def __post_init__(self) -> None:
+        names = [reward_label(_weighted(entry)[0]) for entry in self.rewards]
+        if len(set(names)) < len(names):
+            raise ValueError(f"rollout_fleet.rewards must have different names, got {names}; rename a function")
         for name in ("num_engines", "groups_in_flight", "reward_processes", "max_attempts", "max_failures_in_a_row"):
             if getattr(self, name) < 1:
                 raise ValueError(f"rollout_fleet.{name} must be >= 1, got {getattr(self, name)}")
         for name, value in vars(self).items():
             if name.endswith("_s") and value <= 0:
                 raise ValueError(f"rollout_fleet.{name} must be > 0 seconds, got {value}")
+
+
+def reward_label(name: str) -> str:
+    """How a reward is called in reports. Example: ``format`` for ``mine.py:format``."""
+    return name.rpartition(":")[2]
+
+
+def _weighted(entry: str) -> tuple[str, float]:
+    """Name and weight of an entry of ``rewards``. Example: ``0.2*mine.py:format``."""
+    weight, _, name = entry.rpartition("*")
+    try:
+        number = float(weight or 1.0)
+    except ValueError:
+        number = math.nan
+    if not name or not math.isfinite(number):
+        raise ValueError(f"rollout_fleet.rewards must hold NAME or WEIGHT*NAME, got {entry!r}; 0.2*mine.py:f, for one")
+    return name, number

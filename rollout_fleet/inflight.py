@@ -5,7 +5,7 @@ Pure and synchronous; the rollout loop drives it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 
@@ -154,12 +154,25 @@ class InflightGroup:
 
 
 def to_trajectory_group(
-    lease: Lease, samples: Sequence[SampleOutput], rewards: np.ndarray, *, num_baselines: int = 0
+    lease: Lease,
+    samples: Sequence[SampleOutput],
+    rewards: np.ndarray,
+    *,
+    parts: Mapping[str, np.ndarray] | None = None,
+    num_baselines: int = 0,
 ) -> TrajectoryGroup:
-    """Return the record of a group with [G] float32 rewards; the last ``num_baselines`` samples are baselines."""
+    """Return the record of a group with [G] float32 rewards; the last ``num_baselines`` samples are baselines.
+
+    Where several rewards add up, ``parts`` are they by name; they become the metrics ``reward.NAME``.
+    """
     prompt, num_trained = Turn.given(lease.prompt.prompt_ids), len(samples) - num_baselines
     trajectories = [
-        Trajectory(turns=(prompt, _response(sample)), reward=reward, baseline=index >= num_trained)
+        Trajectory(
+            turns=(prompt, _response(sample)),
+            reward=reward,
+            metrics={f"reward.{name}": float(values[index]) for name, values in (parts or {}).items()},
+            baseline=index >= num_trained,
+        )
         for index, (sample, reward) in enumerate(zip(samples, rewards.tolist(), strict=True))
     ]
     return TrajectoryGroup.from_trajectories(trajectories, group_id=lease.prompt.group_id, attempt=lease.attempt)

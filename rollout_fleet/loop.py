@@ -31,8 +31,6 @@ from contextlib import suppress
 from enum import Enum, auto
 from typing import Any
 
-import numpy as np
-
 from asyncrl.protocol.errors import (
     AsyncRLError,
     DeadlineError,
@@ -43,14 +41,16 @@ from asyncrl.protocol.errors import (
     VersionTooOld,
 )
 from asyncrl.protocol.ports import RolloutBuffer
-from asyncrl.protocol.types import Lease, WeightSnapshot
+from asyncrl.protocol.types import Lease
+from asyncrl.protocol.weights import WeightOffer
 
 from .config import RolloutFleetConfig, SaveProgress
 from .engines.engine import Engine, SampleRequest
 from .engines.model_files import Decode
 from .inflight import ON_ENGINE, GroupPhase, InflightGroup, to_prefixes, to_progress, to_trajectory_group
 from .metrics import FleetCounters, FleetMeter
-from .rewards import RewardProcesses
+from .rewards import Scores, WeightedRewards
+from .sample_log import SampleLog
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +74,8 @@ class RolloutLoop:
     """Rolls prompt groups out on one engine. Call `run` once; the other methods may be called while it runs.
 
     The collaborators are started, and the loop closes none of them. ``decode`` turns response tokens into the text that
-    rewards read; ``greedy_baseline`` samples one more response per prompt greedily, which is not trained on.
+    rewards read; ``greedy_baseline`` samples one more response per prompt greedily, which is not trained on;
+    ``samples`` keeps some of what is scored.
     """
 
     def __init__(
@@ -83,10 +84,11 @@ class RolloutLoop:
         *,
         engine: Engine,
         buffer: RolloutBuffer,
-        rewards: RewardProcesses,
+        rewards: WeightedRewards,
         decode: Decode,
         samples_per_prompt: int,
         greedy_baseline: bool = False,
+        samples: SampleLog | None = None,
     ) -> None:
         self._config = config
         self._engine = engine
@@ -95,6 +97,7 @@ class RolloutLoop:
         self._decode = decode
         self._samples_per_prompt = samples_per_prompt
         self._greedy_baseline = greedy_baseline
+        self._samples = samples
         self._meter = FleetMeter()
         self._groups: dict[tuple[int, int], InflightGroup] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -127,7 +130,7 @@ class RolloutLoop:
             await self._release_all()
             self._state = LoopState.ended
             await self._notify()
-        return self._meter.counters()
+        return self._meter.counters(final=True)
 
     async def stop(self) -> None:
         """End `run`; returns when it has given everything back. May be called more than once, or before `run`."""
@@ -138,14 +141,14 @@ class RolloutLoop:
         if not never_ran:
             await self._until(lambda: self._state is LoopState.ended)
 
-    async def load_weights(self, snapshot: WeightSnapshot) -> None:
+    async def load_weights(self, offer: WeightOffer) -> None:
         """Load new weights into the engine; new leases are asked for at their version from then on.
 
         Raises as `Engine.load_weights` does: the engine has failed then, and what was cut off is given back.
         """
         if self._config.save_progress is SaveProgress.at_updates:
             await self._park(self._config.load_timeout_s)
-        self._meter.loaded(await self._engine.load_weights(snapshot))
+        self._meter.loaded(await self._engine.load_weights(offer))
         self._has_device = True
         self._continue_parked()
         await self._notify()
@@ -336,18 +339,20 @@ class RolloutLoop:
                 await self._fail_attempt(group, "aborted", EngineError(f"the engine aborted prompt group {group.key}"))
         else:
             try:
-                rewards = await self._score(group)
+                scores = await self._score(group)
             except RewardError as error:
                 await self._fail_attempt(group, "reward", error)
             else:
-                await self._store(group, rewards)
+                await self._store(group, scores)
 
-    async def _score(self, group: InflightGroup) -> np.ndarray:
+    async def _score(self, group: InflightGroup) -> Scores:
         started = time.perf_counter()
         texts = [self._decode(sample.token_ids.tolist()) for sample in group.samples]
-        rewards = await self._rewards.score(group.lease.prompt, texts)
+        scores = await self._rewards.score(group.lease.prompt, texts)
         self._meter.scored(time.perf_counter() - started)
-        return rewards
+        if self._samples is not None:
+            await self._samples.add(group.lease.prompt, group.samples, texts, scores)
+        return scores
 
     async def _fail_attempt(self, group: InflightGroup, reason: str, error: AsyncRLError) -> None:
         """Give a group back whose attempt failed; drop it where that has happened often enough on this worker.
@@ -371,10 +376,12 @@ class RolloutLoop:
         logger.warning("failure %d, the group is %s: %s", num_failures, "dropped" if is_last else "requeued", error)
         await self._release(group, reason, drop=is_last)
 
-    async def _store(self, group: InflightGroup, rewards: np.ndarray) -> None:
+    async def _store(self, group: InflightGroup, scores: Scores) -> None:
         self._num_failures_in_a_row = 0
         self._num_failures.pop(group.lease.prompt.group_id, None)
-        record = to_trajectory_group(group.lease, group.samples, rewards, num_baselines=group.num_baselines)
+        record = to_trajectory_group(
+            group.lease, group.samples, scores.total, parts=scores.parts, num_baselines=group.num_baselines
+        )
         try:
             await self._buffer.put(record)
         except (LeaseExpired, VersionTooOld) as error:

@@ -16,8 +16,9 @@ import signal
 import struct
 import sys
 from asyncio.subprocess import PIPE, Process
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any, BinaryIO, Protocol
 
 import numpy as np
@@ -26,6 +27,7 @@ from asyncrl.protocol.errors import DeadlineError, RewardError, WorkerDiedError
 from asyncrl.protocol.registry import Registry
 from asyncrl.protocol.types import Prompt
 
+from .config import RolloutFleetConfig, reward_label
 from .engines.process_guard import signal_at_parent_death
 
 _LENGTH = struct.Struct("<Q")
@@ -151,6 +153,49 @@ class RewardProcesses:
 
     def _failure(self, prompt: Prompt, what: str, remedy: str) -> RewardError:
         return RewardError(f"reward {self._name!r} on prompt group {prompt.group_id} {what}; {remedy}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scores:
+    """What the samples of a prompt group earned.
+
+    Attributes:
+        total: [G] float32, the weighted sum.
+        parts: [G] float32 per reward by its label; empty where there is one reward only.
+    """
+
+    total: np.ndarray
+    parts: Mapping[str, np.ndarray] = field(default_factory=dict)
+
+
+class WeightedRewards:
+    """All rewards of a fleet's options, each in processes of its own, and their weighted sum.
+
+    Raises `ValueError` if there is no such function.
+    """
+
+    def __init__(self, config: RolloutFleetConfig) -> None:
+        self._weights = list(config.reward_weights.values())
+        self._labels = [reward_label(name) for name in config.reward_weights]
+        self._rewards = [
+            RewardProcesses(name, num_processes=config.reward_processes, timeout_s=config.reward_timeout_s)
+            for name in config.reward_weights
+        ]
+
+    async def start(self) -> None:
+        """Start the scoring processes; raises as `RewardProcesses.start` does."""
+        await asyncio.gather(*(reward.start() for reward in self._rewards))
+
+    async def score(self, prompt: Prompt, texts: Sequence[str]) -> Scores:
+        """Score a prompt group by every reward; raises as `RewardProcesses.score` does."""
+        parts = await asyncio.gather(*(reward.score(prompt, texts) for reward in self._rewards))
+        total = sum(weight * part for weight, part in zip(self._weights, parts, strict=True))
+        named = dict(zip(self._labels, parts, strict=True)) if len(parts) > 1 else {}
+        return Scores(total=np.asarray(total, dtype=np.float32), parts=named)
+
+    async def close(self) -> None:
+        """Kill the scoring processes."""
+        await asyncio.gather(*(reward.close() for reward in self._rewards))
 
 
 async def _ask(process: Process, question: Any) -> Any:

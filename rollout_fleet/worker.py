@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 
 from asyncrl.protocol.errors import AsyncRLError
 from asyncrl.protocol.ports import RolloutBuffer
-from asyncrl.protocol.types import Prompt, WeightSnapshot
+from asyncrl.protocol.types import Prompt
+from asyncrl.protocol.weights import WeightOffer
 from asyncrl.single_controller import Dispatch, Worker, register
 
 from .config import RolloutFleetConfig, SamplingConfig
@@ -19,15 +21,17 @@ from .engines.model_files import load_decoder
 from .evaluation import evaluate_prompts
 from .loop import RolloutLoop
 from .metrics import EvaluationResult, FleetCounters
-from .rewards import RewardProcesses
+from .rewards import WeightedRewards
+from .sample_log import SampleLog
 
 
 class RolloutWorker(Worker):
     """Generates training rollouts on its own engine, whose rank is the worker's; `start` brings everything up.
 
     ``model_path`` holds the policy of version 0, tokenizer included; ``connect_buffer`` is called in `start`; the
-    engine's log goes to ``log_dir``; ``seed`` is the run's; for the rest see `RolloutLoop`. Raises `ValueError` if
-    the engine is not installed, or there is no such model or reward function.
+    engine's log goes to ``log_dir``, and decoded samples to ``sample_dir``, unless that is empty; ``seed`` is the
+    run's; for the rest see `RolloutLoop`. Raises `ValueError` if the engine is not installed, or there is no such model
+    or reward function.
     """
 
     def __init__(
@@ -40,14 +44,16 @@ class RolloutWorker(Worker):
         log_dir: str,
         seed: int,
         greedy_baseline: bool = False,
+        sample_dir: str = "",
     ) -> None:
         super().__init__()
         self._connect_buffer = connect_buffer
-        self._rewards = RewardProcesses(
-            config.reward, num_processes=config.reward_processes, timeout_s=config.reward_timeout_s
-        )
+        self._rewards = WeightedRewards(config)
         self._decode = load_decoder(model_path)
         self._engine = make_engine(config, model_path=model_path, rank=self.rank, log_dir=log_dir, seed=seed)
+        self._samples = None
+        if sample_dir:
+            self._samples = SampleLog(Path(sample_dir), rank=self.rank, config=config.samples, decode=self._decode)
         self._buffer: RolloutBuffer | None = None
         self._make_loop = partial(
             RolloutLoop,
@@ -57,6 +63,7 @@ class RolloutWorker(Worker):
             decode=self._decode,
             samples_per_prompt=samples_per_prompt,
             greedy_baseline=greedy_baseline,
+            samples=self._samples,
         )
         self._loop: RolloutLoop | None = None
 
@@ -74,9 +81,9 @@ class RolloutWorker(Worker):
         return await self._started().run()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
-    async def load_weights(self, snapshot: WeightSnapshot) -> None:
+    async def load_weights(self, offer: WeightOffer) -> None:
         """Load a published snapshot while rollouts go on; see `Engine.load_weights`."""
-        await self._started().load_weights(snapshot)
+        await self._started().load_weights(offer)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     async def release_device(self) -> None:
@@ -93,6 +100,7 @@ class RolloutWorker(Worker):
             decode=self._decode,
             sampling=sampling,
             num_samples=num_samples,
+            log=self._samples,
         )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
@@ -117,7 +125,7 @@ class RolloutWorker(Worker):
             await self._rewards.close()
             if self._buffer is not None:
                 await self._buffer.close()
-        return self._loop.counters() if self._loop is not None else None
+        return self._loop.counters(final=True) if self._loop is not None else None
 
     def _started(self) -> RolloutLoop:
         if self._loop is None:

@@ -9,7 +9,7 @@ source scripts/setup.sh
 # One thread per process: the tests start many processes, and their threads would fight for the cores.
 export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 RAY_worker_niceness=0
 
-split=(-n 2 --dist loadgroup --no-loadscope-reorder)
+split=(-n 2 --no-loadscope-reorder)
 for argument in "$@"; do
     case $argument in
     no:xdist | -pno:xdist | --pdb | -n* | --numprocesses* | *::*) split=() ;;

@@ -1,7 +1,7 @@
 """How a session of tests runs: its shared Ray cluster, its split over processes, and its end.
 
-With ``pytest -n 2 --dist loadgroup``, as `scripts/test.sh` runs it, a test file stays on one process, and so do all
-tests that use the shared cluster, and all that start whole training runs: two of those at once would starve each other.
+With ``pytest -n 2``, as `scripts/test.sh` runs it, a test file stays on one process, and so do all tests that use the
+shared cluster, and all that start whole training runs: two of those at once would starve each other.
 """
 
 import os
@@ -13,8 +13,16 @@ import pytest
 
 from tests.support.leftovers import end_leftovers, name_session, watch_session
 from tests.support.ray_cluster import two_node_cluster
+from tests.support.virtual_time import virtual_time  # noqa: F401 - a fixture
 
 ROOT = Path(__file__).resolve().parents[1]
+_GROUPS = {
+    "tests/e2e/": "whole runs",
+    "tests/single_controller/": "cluster",
+    "tests/asyncrl/test_role_groups.py": "cluster",
+    "tests/protocol/test_future.py": "cluster",
+}
+"""Tests whose path begins so run in one process. The longest groups stand first and go first."""
 _SESSION = pytest.StashKey[str]()
 _WATCHER = pytest.StashKey[subprocess.Popen]()
 
@@ -40,31 +48,33 @@ def pytest_unconfigure(config):
     watcher.wait(30)
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items):
     for item in items:
-        if "cluster" in item.fixturenames:
-            item.add_marker(pytest.mark.xdist_group("ray"))
-        elif item.path.parent.name == "e2e":
-            item.add_marker(pytest.mark.xdist_group("whole runs"))
+        if "cluster" in item.fixturenames and group_of(item.nodeid) != "cluster":
+            raise pytest.UsageError(f"{item.nodeid} uses the shared cluster: name its file in {__file__}, _GROUPS")
     if "PYTEST_XDIST_WORKER" in os.environ:
         items.sort(key=_rank)
 
 
+def group_of(nodeid):
+    """The name of the tests that share a process with this one; its file if it needs nothing that others do."""
+    return next((name for start, name in _GROUPS.items() if nodeid.startswith(start)), nodeid.partition("::")[0])
+
+
 def _rank(item):
     """The longest groups go first, so that neither process waits for the other at the end."""
-    if group := item.get_closest_marker("xdist_group"):
-        return ("whole runs", "ray").index(group.args[0])
-    return 2 if item.path.parent.name in ("rollout_fleet", "learner") else 3
+    if (group := group_of(item.nodeid)) in _GROUPS.values():
+        return list(_GROUPS.values()).index(group)
+    return len(_GROUPS) + (item.path.parent.name not in ("rollout_fleet", "learner"))
 
 
 @pytest.hookimpl(optionalhook=True)  # pytest-xdist may be absent
 def pytest_xdist_make_scheduler(config, log):
-    from xdist.scheduler import LoadGroupScheduling
+    from xdist.scheduler import LoadScopeScheduling
 
-    class ByGroupOrFile(LoadGroupScheduling):
+    class ByGroupOrFile(LoadScopeScheduling):
         def _split_scope(self, nodeid):
-            return super()._split_scope(nodeid).partition("::")[0]
+            return group_of(nodeid)
 
     return ByGroupOrFile(config, log)
 

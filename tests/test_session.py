@@ -2,31 +2,42 @@
 
 import os
 import subprocess
+import uuid
 
 import psutil
 import pytest
 
 from tests.support.leftovers import end_leftovers, watch_session
 
+MINE = uuid.uuid4().hex  # a name that no session beside this one has
+WAIT = "echo up; read line"
+
 
 @pytest.fixture
 def orphan():
-    """A process of a session called ``mine``, in a group of its own, as daemons are."""
-    environment = os.environ | {"ASYNCRL_TEST_SESSION": "mine"}
-    process = subprocess.Popen(["sleep", "600"], env=environment, start_new_session=True)
+    """A process of a session called `MINE`, in a group of its own, as daemons are."""
+    process = subprocess.Popen(
+        ["sh", "-c", WAIT],
+        env=os.environ | {"ASYNCRL_TEST_SESSION": MINE},
+        start_new_session=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert process.stdout.readline() == b"up\n"  # before that, its environment cannot be read
     yield process
     process.kill()
+    process.communicate()
 
 
 def test_what_a_session_left_is_ended_and_named(orphan):
-    assert end_leftovers("another", grace_s=0) == []
+    assert end_leftovers(uuid.uuid4().hex, grace_s=0) == []
     assert orphan.poll() is None
-    assert end_leftovers("mine", grace_s=0) == ["sleep 600"]
+    assert end_leftovers(MINE, grace_s=0) == [f"sh -c {WAIT}"]
     assert not psutil.pid_exists(orphan.pid)
 
 
 def test_a_session_that_is_killed_ends_what_it_left(orphan):
-    watcher = watch_session("mine")
+    watcher = watch_session(MINE, grace_s=0)
     watcher.stdin.close()  # the kernel does this when the session dies
     assert orphan.wait(60) != 0
     watcher.wait(60)

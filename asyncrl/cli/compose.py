@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields, is_dataclass, replace
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -148,8 +149,15 @@ def _with_whole_paths(config: RunConfig) -> RunConfig:
     return replace(
         config,
         algorithm=replace(algorithm, loss=absolute_name(algorithm.loss), advantage=absolute_name(algorithm.advantage)),
-        rollout_fleet=replace(fleet, reward=absolute_name(fleet.reward)),
+        rollout_fleet=replace(
+            fleet, reward=absolute_name(fleet.reward), rewards=[_with_whole_path(entry) for entry in fleet.rewards]
+        ),
     )
+
+
+def _with_whole_path(entry: str) -> str:
+    weight, star, name = entry.rpartition("*")
+    return f"{weight}{star}{absolute_name(name)}"
 
 
 def _schema() -> DictConfig:
@@ -225,11 +233,16 @@ def describe(config: Any, prefix: str = "") -> dict[str, tuple[str, Any]]:
     found: dict[str, tuple[str, Any]] = {}
     for entry in fields(config):
         value = getattr(config, entry.name)
-        if is_dataclass(hints[entry.name]):
+        if is_dataclass(kind := hints[entry.name]):
             found |= describe(value, f"{prefix}{entry.name}.")
         else:
-            found[prefix + entry.name] = (meanings[entry.name], value)
+            found[prefix + entry.name] = (f"{meanings[entry.name]}{_allowed(kind)}", value)
     return found
+
+
+def _allowed(kind: Any) -> str:
+    """The values that an option of an enumeration may have."""
+    return f" One of: {', '.join(kind)}." if isinstance(kind, type) and issubclass(kind, StrEnum) else ""
 
 
 def _attribute_docs(kind: type) -> dict[str, str]:
@@ -243,4 +256,4 @@ def _attribute_docs(kind: type) -> dict[str, str]:
 def _shown(value: Any) -> str:
     if isinstance(value, list | tuple):
         return "[" + ",".join(str(item) for item in value) + "]"
-    return str(value)
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from operator import itemgetter
 from pathlib import Path
 
@@ -25,7 +26,7 @@ from buffer.config import Durability
 from learner.config import AlgorithmConfig
 from rollout_fleet.engines import check_engine_installed
 from rollout_fleet.engines.model_files import load_decoder
-from rollout_fleet.rewards import REWARDS, RewardProcesses
+from rollout_fleet.rewards import REWARDS, WeightedRewards
 
 _SHOWN_CHARACTERS = 160
 
@@ -137,7 +138,8 @@ def check_own_functions(config: RunConfig) -> None:
         ValueError: there is no such name, file, module or function.
     """
     if not config.ray.address:  # a cluster that is joined may import from elsewhere
-        REWARDS.get(config.rollout_fleet.reward)
+        for name in config.rollout_fleet.reward_weights:
+            REWARDS.get(name)
     algorithm, default = config.algorithm, AlgorithmConfig()
     if (algorithm.advantage, algorithm.loss) != (default.advantage, default.loss):
         from learner.advantages import ADVANTAGES  # with torch, which takes seconds
@@ -155,14 +157,15 @@ async def try_reward(config: RunConfig, prompt: Prompt) -> None:
     """
     fleet, truth = config.rollout_fleet, prompt.ground_truth
     text = truth if isinstance(truth, str) else ""
-    rewards = RewardProcesses(fleet.reward, num_processes=1, timeout_s=fleet.reward_timeout_s)
+    option = f"rollout_fleet.rewards={fleet.rewards}" if fleet.rewards else f"rollout_fleet.reward={fleet.reward}"
+    rewards = WeightedRewards(replace(fleet, reward_processes=1))
     try:
         await rewards.start()
         await rewards.score(prompt, [text])
     except AsyncRLError as error:
         raise ValueError(
-            f"rollout_fleet.reward={fleet.reward} must return one finite number for the first prompt and the response "
-            f"{_shortened(text)!r}: {error}"
+            f"{option} must return one finite number for the first prompt and the response {_shortened(text)!r}: "
+            f"{error}"
         ) from error
     finally:
         await rewards.close()

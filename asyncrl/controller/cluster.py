@@ -54,9 +54,10 @@ async def ray_cluster(config: RunConfig) -> AsyncIterator[None]:
         )
     else:
         start = asyncio.to_thread(_start_own, config)
+    starting = asyncio.ensure_future(start)
     try:
         try:
-            await asyncio.wait_for(start, config.ray.start_timeout_s)
+            await asyncio.wait_for(asyncio.shield(starting), config.ray.start_timeout_s)
         except TimeoutError:
             raise DeadlineError(
                 f"Ray did not come up within ray.start_timeout_s={config.ray.start_timeout_s:g} s "
@@ -71,6 +72,8 @@ async def ray_cluster(config: RunConfig) -> AsyncIterator[None]:
             check_placement(config, num_cpus=int(total.get("CPU", 0)), num_gpus=int(total.get("GPU", 0)))
         yield
     finally:
+        # Ray that is shut down while its thread still starts it ends this process, with a status of its own.
+        await asyncio.wait([starting], timeout=config.stop_timeout_s / 2)
         await asyncio.to_thread(ray.shutdown)
 
 

@@ -8,11 +8,12 @@ The four loops of `Controller`, what each waits for, and who wakes it::
     complete  waits for the update it was handed      ── woken by the learner ranks
     publish   waits for weights newer than the fleet's ── woken by complete
 
-    prompts ─feed─▶ buffer ─plan─▶ [at most 2 steps] ─complete─▶ [newest snapshot] ─publish─▶ fleet
+    prompts ─feed─▶ buffer ─plan─▶ [at most 2 steps] ─complete─▶ [newest weights]  ─publish─▶ fleet
 
 While the learner computes step v, the fleet generates, the plan of v + 1 is made and queued behind it on the ranks,
-and the weights of v travel to the engines. Publishing takes the newest snapshot only: where publishing is slower than
-training, versions are skipped, and admission, which goes by the engine's version, slows generation down.
+and the weights of v travel to the engines. Publishing takes the newest weights only: where publishing is slower than
+training, versions are skipped, and admission, which goes by the engine's version, slows generation down. An evaluation
+between is part of publishing: no newer weights are loaded until it is done.
 
 A deadlock would need a loop that waits for one that waits for it. feed and plan wait for the buffer only; complete for
 the learner only; publish for complete and the fleet. Admission waits for commits (complete) and newer engines
@@ -54,7 +55,8 @@ from asyncrl.protocol.ports import (
     LearnerPort,
     PromptSource,
 )
-from asyncrl.protocol.types import Plan, WeightSnapshot
+from asyncrl.protocol.types import Plan
+from asyncrl.protocol.weights import WeightOffer
 
 LearnerT = TypeVar("LearnerT", bound=LearnerPort)
 FleetT = TypeVar("FleetT", bound=FleetPort)
@@ -71,7 +73,7 @@ class _QueuedStep:
     plan: Plan
     plan_wait_s: float
     update: Awaitable[Mapping[str, float]]
-    weights: Awaitable[WeightSnapshot]
+    weights: Awaitable[WeightOffer]
     critic: Awaitable[Mapping[str, float]]
     checkpoint: Awaitable[str] | None
 
@@ -88,10 +90,17 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
         fleet: FleetT,
         prompts: PromptSource,
         on_step: Callable[[StepRecord], None],
+        evaluate: Callable[[int], Awaitable[Any]] | None = None,
         resumed: RunState | None = None,
     ) -> None:
-        """Take the parts, all started, with learner, buffer and engines at the version of ``resumed``."""
+        """Take the parts, all started, with learner, buffer and engines at the version of ``resumed``.
+
+        ``evaluate`` is called with the version that the engines serve, every ``evaluation.every_steps``.
+        """
         resumed = resumed or RunState()
+        self._evaluate = evaluate
+        self._evaluation_steps = config.evaluation.every_steps
+        self._evaluated_version = resumed.version
         self._versions = range(resumed.version, config.total_steps)
         self._queued_version = resumed.version
         self._prompts_per_call = config.algorithm.groups_per_step
@@ -128,6 +137,15 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
     def _loops(self) -> Sequence[Loop]:
         """The loops that end with the last step."""
 
+    async def _load(self, offer: WeightOffer) -> None:
+        """Put weights on the engines, and evaluate them there where that is due; the next ones wait for it."""
+        version, steps = offer.version, self._evaluation_steps
+        self._reporter.published(version, await self._fleet.load(offer))
+        is_due = steps and version // steps > self._evaluated_version // steps and version < self._versions.stop
+        if is_due and self._evaluate is not None:
+            self._evaluated_version = version
+            await self._evaluate(version)
+
     async def _feed(self) -> None:
         while True:
             await self._buffer.enqueue(self._prompts.take(self._prompts_per_call))
@@ -149,7 +167,7 @@ class Controller(_Training[LearnerPort, FleetPort]):
         super().__init__(config, **parts)
         self._steps: asyncio.Queue[_QueuedStep] = asyncio.Queue()
         self._places = asyncio.Semaphore(_PIPELINE_STEPS)
-        self._newest: WeightSnapshot | None = None
+        self._newest: WeightOffer | None = None
         self._published = asyncio.Condition()
 
     def _loops(self) -> Sequence[Loop]:
@@ -190,18 +208,18 @@ class Controller(_Training[LearnerPort, FleetPort]):
                 counts=await self._fleet.counters(),
             )
 
-    async def _offer(self, snapshot: WeightSnapshot) -> None:
+    async def _offer(self, offer: WeightOffer) -> None:
         async with self._published:
-            self._newest = snapshot
+            self._newest = offer
             self._published.notify_all()
 
     async def _publish(self) -> None:
         while self._reporter.engine_version < self._versions.stop:
             async with self._published:
                 await self._published.wait_for(self._has_newer_weights)
-                snapshot = self._newest
-            if snapshot is not None:
-                self._reporter.published(snapshot.version, await self._fleet.load(snapshot))
+                offer = self._newest
+            if offer is not None:
+                await self._load(offer)
 
     def _has_newer_weights(self) -> bool:
         return self._newest is not None and self._newest.version > self._reporter.engine_version
@@ -223,10 +241,10 @@ class ColocatedController(_Training[ColocatedLearnerPort, ColocatedFleetPort]):
             metrics = await self._learner.update(plan)
             metrics = {**metrics, **await self._learner.update_critic(plan)}
             checkpoint = await self._checkpointer.save_if_due(version + 1)
-            snapshot = await self._learner.rollout_mode(version + 1)
+            offer = await self._learner.rollout_mode(version + 1)
             stats = await self._buffer.commit(version)
             self._checkpointer.committed(version)
-            self._reporter.published(snapshot.version, await self._fleet.load(snapshot))
+            await self._load(offer)
             if checkpoint is not None:
                 await checkpoint
             counts = await self._fleet.counters()

@@ -20,7 +20,8 @@ from asyncrl.controller.run_folder import RunPaths
 from asyncrl.metrics import Evaluation
 from asyncrl.protocol.ports import FleetCounts
 from asyncrl.protocol.remote import within
-from asyncrl.protocol.types import Prompt, WeightSnapshot
+from asyncrl.protocol.types import Prompt
+from asyncrl.protocol.weights import WeightOffer
 from asyncrl.single_controller import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from buffer import BufferConnection, BufferRole
 from rollout_fleet.config import RolloutFleetConfig, SamplingConfig
@@ -47,6 +48,7 @@ class FleetGroup:
             log_dir=str(paths.logs),
             seed=config.seed,
             greedy_baseline=config.algorithm.greedy_baseline,
+            sample_dir=str(paths.samples),
         )
         # Typed Any, because the group's methods are bound from the worker class when it is made.
         self._group: Any = RayWorkerGroup(
@@ -63,11 +65,11 @@ class FleetGroup:
         """Roll out until `drain`; raises when an engine or a worker dies."""
         await self._group.run()
 
-    async def load(self, snapshot: WeightSnapshot) -> float:
+    async def load(self, offer: WeightOffer) -> float:
         """See `FleetPort.load`."""
         began_s = time.monotonic()
-        what = f"the rollout workers, which load the weights of version {snapshot.version}"
-        await self._while_answering(self._group.load_weights(snapshot), what)
+        what = f"the rollout workers, which load the weights of version {offer.version}"
+        await self._while_answering(self._group.load_weights(offer), what)
         return time.monotonic() - began_s
 
     async def release_device(self) -> None:

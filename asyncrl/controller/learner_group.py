@@ -14,7 +14,8 @@ from asyncrl.config import RunConfig, learner_pools, learner_roles
 from asyncrl.controller.cluster import WORKER_ENV, AllOf, stop_groups
 from asyncrl.controller.run_folder import RunPaths
 from asyncrl.protocol.remote import StepDeadline, within
-from asyncrl.protocol.types import Plan, WeightSnapshot
+from asyncrl.protocol.types import Plan
+from asyncrl.protocol.weights import WeightOffer
 from asyncrl.single_controller import (
     RayClassWithInitArgs,
     RayResourcePool,
@@ -98,11 +99,11 @@ class LearnerGroup:
         answers = [await self._in_time(group.busy(), "when the ranks worked") for group in self._roles]
         return [span for ranks in answers for spans in ranks for span in spans]
 
-    def publish(self, version: int) -> Awaitable[WeightSnapshot]:
+    def publish(self, version: int) -> Awaitable[WeightOffer]:
         """See `LearnerPort.publish`."""
         return self._first(self._roles["actor"].publish_weights(version), f"the weights of version {version}")
 
-    def rollout_mode(self, version: int) -> Awaitable[WeightSnapshot]:
+    def rollout_mode(self, version: int) -> Awaitable[WeightOffer]:
         """See `ColocatedLearnerPort.rollout_mode`."""
         others = [group.rollout_mode(version) for role, group in self._on_shared_devices() if role != "actor"]
         return self._after(others, self._roles["actor"].rollout_mode(version), f"the turn to rollout at {version}")
@@ -304,7 +305,6 @@ def _worker_class(
     publishes = {
         "snapshot_dir": str(snapshots),
         "trajectory_dir": str(trajectories) if trajectories else None,
-        "checksums": config.rollout_fleet.verify_weights,
     }
     return RayClassWithInitArgs(
         WORKER_CLASSES[role],

@@ -5,6 +5,7 @@ Nothing here waits. Both controllers hand a `Reporter` what happened; it makes n
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +16,7 @@ from asyncrl.controller.resume import RunState
 from asyncrl.metrics import Overlap, StepRecord, TrainingResult
 from asyncrl.protocol.errors import AccountError
 from asyncrl.protocol.ports import FleetCounts
-from asyncrl.protocol.types import BufferStats, Plan, TokenAccount
+from asyncrl.protocol.types import BufferStats, GroupSummary, Plan, TokenAccount
 
 _TIMES = ("started_at", "ended_at")
 
@@ -120,12 +121,23 @@ class Reporter:
         rewards = [reward for group in groups for reward in group.rewards[self._trained]]
         lengths = [length for group in groups for length in group.response_lengths[self._trained]]
         return {
-            "reward": sum(rewards) / len(rewards),
-            "solved_groups": sum(len(set(group.rewards)) == 1 for group in groups) / len(groups),
-            "response_length": sum(lengths) / len(lengths),
-            "lag_mean": sum(lags) / len(lags),
+            "reward": statistics.fmean(rewards),
+            "reward_std": statistics.pstdev(rewards),
+            "equal_reward_groups": statistics.mean(len(set(group.rewards[self._trained])) == 1 for group in groups),
+            "truncated_samples": sum(group.num_truncated for group in groups) / len(rewards),
+            "metrics": _means(groups),
+            "response_length": statistics.fmean(lengths),
+            "lag_mean": statistics.fmean(lags),
             "lag_max": max(lags),
         }
+
+
+def _means(groups: Sequence[GroupSummary]) -> dict[str, float]:
+    """Mean over the groups of each metric of their trajectories."""
+    values: dict[str, list[float]] = {}
+    for name, value in (metric for group in groups for metric in group.metrics):
+        values.setdefault(name, []).append(value)
+    return {name: statistics.fmean(found) for name, found in values.items()}
 
 
 def balanced_account(stats: BufferStats, counts: FleetCounts) -> TokenAccount:

@@ -39,6 +39,7 @@ class RunState:
         tokens_trained: Policy tokens of consumed groups.
         tokens_dropped: Policy tokens dropped, by reason.
         lag_histogram: Lag in learner steps to number of consumed groups.
+        options: The options that decide what is learned, by dotted name, as text.
     """
 
     version: int = 0
@@ -48,6 +49,7 @@ class RunState:
     tokens_trained: int = 0
     tokens_dropped: Mapping[str, int] = field(default_factory=dict)
     lag_histogram: Mapping[int, int] = field(default_factory=dict)
+    options: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def unfinished(self) -> list[int]:
@@ -85,6 +87,11 @@ class RunState:
         finished = tuple((first, end) for first, end in values["finished"])
         return cls(**{**values, "finished": finished, "lag_histogram": lags})
 
+    def changed_options(self, config: RunConfig) -> list[str]:
+        """What a run that goes on learns with otherwise. Example: ``learner.optimizer.lr was 0.001, is 0.0001``."""
+        now = learning_options(config)
+        return [f"{name} was {was}, is {now[name]}" for name, was in self.options.items() if now.get(name, was) != was]
+
     def after(
         self,
         *,
@@ -115,6 +122,21 @@ class RunState:
         )
 
 
+def learning_options(config: RunConfig) -> dict[str, str]:
+    """The options that decide what is learned, by dotted name, as text."""
+    sections = {
+        "model": config.model,
+        "algorithm": config.algorithm,
+        "learner.optimizer": config.learner.optimizer,
+        "learner.critic": config.learner.critic,
+        "learner.lora": config.learner.lora,
+        "rollout_fleet.sampling": config.rollout_fleet.sampling,
+    }
+    found = {f"{name}.{key}": str(value) for name, part in sections.items() for key, value in asdict(part).items()}
+    buffer = {f"buffer.{key}": str(getattr(config.buffer, key)) for key in ("max_lag", "on_stale", "order", "filters")}
+    return found | buffer | {"rollout_fleet.reward": str(config.rollout_fleet.reward_weights)}
+
+
 class Checkpointer:
     """Saves a checkpoint of learner and run where one is due; used by both controllers.
 
@@ -138,6 +160,7 @@ class Checkpointer:
         self._fleet = fleet
         self._prompts = prompts
         self._resumed = resumed
+        self._options = learning_options(config)
         self._uncommitted: dict[int, Plan] = {}
 
     def planned(self, plan: Plan) -> None:
@@ -163,7 +186,7 @@ class Checkpointer:
             tokens_generated=(await self._fleet.counters()).tokens_generated,
             version=version,
         )
-        return self._learner.save(version, state.to_dict(), wait=is_last)
+        return self._learner.save(version, replace(state, options=self._options).to_dict(), wait=is_last)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -36,7 +36,9 @@ from asyncrl.metrics import (
 )
 from asyncrl.protocol.errors import AsyncRLError
 from asyncrl.protocol.ports import PromptSource
-from asyncrl.protocol.types import Prompt, WeightSnapshot
+from asyncrl.protocol.types import Prompt
+from asyncrl.protocol.weights import describe_model
+from asyncrl.samples import NewSamples, sample_line
 from asyncrl.single_controller import ray_death
 from buffer import BufferClient, BufferConnection, BufferProcess
 
@@ -79,6 +81,8 @@ class Run:
         self._view = view
         self._on_fault = on_fault
         self._records: list[StepRecord] = []
+        self._evaluations: list[Evaluation] = []
+        self._samples = NewSamples(run_dir)
         self._start_s = 0.0
         self._resumed: Resumed | None = None
 
@@ -107,6 +111,8 @@ class Run:
             f"resuming {resumed.checkpoint}: {state.version} steps done, {len(state.unfinished)} prompts are "
             f"handed out again, {state.tokens_lost} tokens written for them are dropped"
         )
+        if changed := state.changed_options(self._config):
+            self._view.say(f"resuming with other options than the checkpoint's: {'; '.join(changed)}")
         return ResumedPrompts(self._prompts, state)
 
     def _start_buffer(self, stack: AsyncExitStack) -> BufferProcess:
@@ -143,13 +149,15 @@ class Run:
         Engines take longest to come up: they start on ``model.path``, which has the policy's shape, and load the
         warm-started weights as version 0 by the same transaction as every later version.
         """
-        make = partial(_made, buffer=buffer, paths=RunPaths.of(self._config, self._run_dir))
+        paths = RunPaths.of(self._config, self._run_dir)
+        make = partial(_made, buffer=buffer, paths=paths)
 
         async def start_fleet() -> FleetGroup:
             fleet = await self._start_fleet(stack, make)
             policy = await self._warming
-            if self._resumed is None and policy != Path(self._config.model.path):
-                await fleet.load(WeightSnapshot(version=0, path=str(policy)))
+            if self._resumed is None:
+                described = await asyncio.to_thread(describe_model, str(policy))
+                await fleet.load(described.offer(paths.snapshots / "v00000000.json", 0))
             return fleet
 
         learner, fleet = await _together(self._start_learner(stack, make), start_fleet())
@@ -161,9 +169,9 @@ class Run:
         """Start both groups in the same places: the learner first, which leaves the devices to the engines."""
         make = partial(_made, buffer=buffer, paths=RunPaths.of(self._config, self._run_dir))
         learner = await self._start_learner(stack, make)
-        snapshot = await learner.rollout_mode(self._state.version)
+        offer = await learner.rollout_mode(self._state.version)
         fleet = await self._start_fleet(stack, partial(make, pool=learner.pool))
-        await fleet.load(snapshot)
+        await fleet.load(offer)
         return learner, fleet
 
     async def _start_fleet(self, stack: AsyncExitStack, make: Starter[FleetGroup]) -> FleetGroup:
@@ -196,9 +204,10 @@ class Run:
             await start
 
     async def _train(self, parts: _Parts, prompts: PromptSource) -> dict[str, Any]:
-        before = await self._evaluate(parts, "before", self._state.version)
-        self._start_s = self._view.elapsed_s
         writer = MetricsWriter(self._run_dir)
+        evaluate = partial(self._evaluate, parts, writer)
+        before = await evaluate(self._state.version)
+        self._start_s = self._view.elapsed_s
         kind = ColocatedController if self._config.placement.colocated else Controller
         controller = kind(
             self._config,
@@ -207,14 +216,15 @@ class Run:
             fleet=parts.fleet,
             prompts=prompts,
             on_step=lambda record: self._on_step(writer, record),
+            evaluate=evaluate,
             resumed=self._state,
         )
         try:
             await _unless(self._train_and_save(controller, parts.learner), [parts.fleet.run()])
             result = await controller.account()
-            after = await self._evaluate(parts, "after", result.policy_version)
-        except asyncio.CancelledError:
-            if self._records:
+            after = await evaluate(result.policy_version)
+        except asyncio.CancelledError as end:
+            if self._records and not is_death(end):  # what is left of the run could not answer
                 await self._keep(controller, parts.learner, before)
             raise
         finally:
@@ -250,17 +260,23 @@ class Run:
         else:
             self._summarise(result, before, None)
 
-    async def _evaluate(self, parts: _Parts, when: str, version: int) -> Evaluation | None:
+    async def _evaluate(self, parts: _Parts, writer: MetricsWriter, version: int) -> Evaluation | None:
         if not self._config.evaluation.enabled:
             return None
         evaluation = await parts.fleet.evaluate(self._held_out, policy_version=version)
-        self._view.evaluation(when, evaluation)
+        self._evaluations.append(evaluation)
+        writer.evaluation(evaluation)
+        self._view.evaluation(evaluation)
         return evaluation
 
     def _on_step(self, writer: MetricsWriter, record: StepRecord) -> None:
         self._records.append(record)
         writer.write(record)
         self._view.step(record)
+        kept = self._config.rollout_fleet.samples
+        if kept.every_steps and kept.num_shown and (record.step + 1) % kept.every_steps == 0:
+            for sample in self._samples.extremes(kept.num_shown):
+                self._view.say(sample_line(sample))
 
     def _summarise(self, result: TrainingResult, before: Evaluation | None, after: Evaluation | None) -> dict[str, Any]:
         """Write the summary, at once after the last evaluation: a run that is stopped later keeps it."""
@@ -272,11 +288,20 @@ class Run:
             result=result,
             before=before,
             after=after,
+            evaluations=self._evaluations,
             wall_s={"total": self._view.elapsed_s, "start": self._start_s},
         )
         write_json(self._run_dir / "summary.json", summary)
-        plot_reward(self._run_dir / "reward.png", self._records, before, after)
+        plot_reward(self._run_dir / "reward.png", self._records, self._evaluations)
         return summary
+
+
+_A_PART_DIED = "a part of the run died"
+
+
+def is_death(end: asyncio.CancelledError) -> bool:
+    """Whether work is cancelled because a part of the run died, and not by a signal."""
+    return _A_PART_DIED in end.args
 
 
 async def _unless(work: Coroutine[Any, Any, T], watchers: Sequence[Coroutine[Any, Any, Any]]) -> T:
@@ -287,6 +312,8 @@ async def _unless(work: Coroutine[Any, Any, T], watchers: Sequence[Coroutine[Any
         while not task.done():
             done, _ = await asyncio.wait({task, *watching}, return_when=asyncio.FIRST_COMPLETED)
             for watcher in done & watching:
+                if watcher.exception() is not None:
+                    task.cancel(_A_PART_DIED)
                 watcher.result()
                 watching.discard(watcher)
         return task.result()

@@ -38,12 +38,14 @@ class RunPaths:
     Attributes:
         logs: One log per process.
         snapshots: Published weights; readable by every engine of the host.
+        samples: Decoded samples for reading.
         trajectories: Consumed trajectories; None records none.
         checkpoints: Checkpoints of the learner.
     """
 
     logs: Path
     snapshots: Path
+    samples: Path
     trajectories: Path | None
     checkpoints: Path
 
@@ -54,6 +56,7 @@ class RunPaths:
         return cls(
             logs=run_dir / "logs",
             snapshots=_make_snapshot_folder(config, run_dir),
+            samples=run_dir / "samples",
             trajectories=run_dir / "trajectories" if config.record_trajectories else None,
             checkpoints=Path(directory).resolve() if directory else run_dir / "checkpoints",
         )

@@ -24,7 +24,9 @@ class StepRecord:
         step: Learner version that consumed the batch; the weights are at ``step + 1`` afterwards.
         time_s: Seconds since training began, at the end of the update.
         reward: Mean reward over the batch's samples.
-        solved_groups: Share of groups with equal rewards, which carry no signal for a group advantage.
+        reward_std: Standard deviation of the rewards over the batch's samples.
+        equal_reward_groups: Share of groups with equal rewards, which carry no signal for a group advantage.
+        truncated_samples: Share of samples that hit the length limit.
         response_length: Mean response length, in tokens.
         lag_mean: Mean lag of the batch's groups, in learner steps.
         lag_max: Largest lag of the batch.
@@ -42,12 +44,16 @@ class StepRecord:
         update_s: Time of the update on the slowest rank.
         publish_s: Time of the last weight publish, on the slowest engine.
         learner: The learner's own metrics, by name (loss, grad_norm, clip_fraction, …).
+        metrics: Mean over the batch's groups of what their trajectories carry, such as ``reward.NAME`` of each of
+            several rewards.
     """
 
     step: int
     time_s: float
     reward: float
-    solved_groups: float
+    reward_std: float
+    equal_reward_groups: float
+    truncated_samples: float
     response_length: float
     lag_mean: float
     lag_max: int
@@ -65,12 +71,13 @@ class StepRecord:
     update_s: float
     publish_s: float
     learner: Mapping[str, float]
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
     def flat(self) -> dict[str, float]:
         """Return every number under a dotted name. Example: ``learner.loss``."""
         numbers = asdict(self)
-        learner = numbers.pop("learner")
-        return numbers | {f"learner.{name}": value for name, value in learner.items()}
+        learner, metrics = numbers.pop("learner"), numbers.pop("metrics")
+        return numbers | metrics | {f"learner.{name}": value for name, value in learner.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,6 +135,7 @@ def summary_document(
     result: TrainingResult,
     before: Evaluation | None,
     after: Evaluation | None,
+    evaluations: Sequence[Evaluation] = (),
     wall_s: Mapping[str, float],
 ) -> dict[str, Any]:
     """Return ``summary.json``.
@@ -140,6 +148,7 @@ def summary_document(
         result: What training left behind.
         before: Evaluation at version 0; None where evaluation is off.
         after: Evaluation at the final version.
+        evaluations: All, in their order.
         wall_s: Seconds by part of the run: ``total``, ``start`` (until the first step could begin), …
     """
     return {
@@ -153,7 +162,8 @@ def summary_document(
         "eval": {
             name: None if evaluation is None else asdict(evaluation)
             for name, evaluation in (("before", before), ("after", after))
-        },
+        }
+        | {"all": [asdict(evaluation) for evaluation in evaluations]},
         "max_lag": {
             "bound": max_lag,
             "realised": result.max_lag_realised,
@@ -192,6 +202,15 @@ class MetricsWriter:
         for name, value in numbers.items():
             self._events.add_scalar(name.replace(".", "/"), value, record.step)
 
+    def evaluation(self, evaluation: Evaluation) -> None:
+        """Write an evaluation as a line of ``evaluations.jsonl``, and as scalars at its version; raises as `write`."""
+        numbers = asdict(evaluation)
+        path = self._path.with_name("evaluations.jsonl")
+        with writing(path), path.open("a") as file:
+            file.write(json.dumps(numbers) + "\n")
+        for name in ("sampled", "greedy"):
+            self._events.add_scalar(f"evaluation/{name}", numbers[name], evaluation.policy_version)
+
     def close(self) -> None:
         """Flush and close both files."""
         with suppress(OSError):  # `write` has said so before
@@ -222,7 +241,7 @@ def writing(path: Path) -> Iterator[None]:
         ) from error
 
 
-def plot_reward(path: Path, records: Sequence[StepRecord], before: Evaluation | None, after: Evaluation | None) -> None:
+def plot_reward(path: Path, records: Sequence[StepRecord], evaluations: Sequence[Evaluation]) -> None:
     """Draw reward and lag over the learner steps, with the held-out evaluations as marks."""
     import matplotlib as mpl
 
@@ -233,12 +252,11 @@ def plot_reward(path: Path, records: Sequence[StepRecord], before: Evaluation | 
     steps = [record.step for record in records]
     top.plot(steps, [record.reward for record in records], linewidth=0.8, alpha=0.45, label="training batch")
     top.plot(steps, _running_mean([record.reward for record in records], 10), label="training batch, mean of 10")
-    last = steps[-1] + 1 if steps else 0
-    for evaluation, step in ((before, 0), (after, last)):
-        if evaluation is not None:
-            top.plot(step, evaluation.sampled, "o", color="tab:green", label="held out, sampled" if step == 0 else None)
-            top.plot(step, evaluation.greedy, "^", color="tab:red", label="held out, greedy" if step == 0 else None)
-    top.set(ylabel="reward", ylim=(-0.02, 1.02))
+    versions = [evaluation.policy_version for evaluation in evaluations]
+    for kind, marks, color in (("sampled", "o--", "tab:green"), ("greedy", "^--", "tab:red")):
+        rewards = [getattr(evaluation, kind) for evaluation in evaluations]
+        top.plot(versions, rewards, marks, color=color, linewidth=0.8, label=f"held out, {kind}")
+    top.set(ylabel="reward")
     top.grid(alpha=0.3)
     top.legend(loc="lower right")
     bottom.step(steps, [record.lag_max for record in records], where="mid", label="largest")

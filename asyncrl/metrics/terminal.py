@@ -7,6 +7,7 @@ second for the clocks; elsewhere a line is written when a part is ready and, whi
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +23,8 @@ from rich.text import Text
 from .records import Evaluation, StepRecord
 
 LINE_EVERY_S = 5.0
+RATE_STEPS = 10
+"""Steps that a rate on the terminal is measured over; ``metrics.jsonl`` has each step's own."""
 
 
 class TerminalView:
@@ -33,7 +36,7 @@ class TerminalView:
         self._total_steps = total_steps
         self._began_s = time.monotonic()
         self._waiting: dict[str, float] = {}
-        self._record: StepRecord | None = None
+        self._records: deque[StepRecord] = deque(maxlen=RATE_STEPS + 1)
         self._first_reward: float | None = None
         self._last_line_s = 0.0
         self._live = Live(
@@ -71,18 +74,18 @@ class TerminalView:
 
     def step(self, record: StepRecord) -> None:
         """Show a finished learner step."""
-        self._record = record
+        self._records.append(record)
         now = time.monotonic()
         last = record.step + 1 == self._total_steps
         if not self._console.is_terminal and (now - self._last_line_s >= LINE_EVERY_S or record.step == 0 or last):
             self._last_line_s = now
             self.say(self._line(record))
 
-    def evaluation(self, when: str, evaluation: Evaluation) -> None:
+    def evaluation(self, evaluation: Evaluation) -> None:
         """Show a held-out evaluation."""
         self.say(
-            f"held out {when} training: sampled {evaluation.sampled:.3f}, greedy {evaluation.greedy:.3f} "
-            f"({evaluation.num_prompts} prompts, policy version {evaluation.policy_version})"
+            f"held out, policy version {evaluation.policy_version}: sampled {evaluation.sampled:.3f}, greedy "
+            f"{evaluation.greedy:.3f} ({evaluation.num_prompts} prompts)"
         )
 
     def summary(self, summary: dict[str, Any], run_dir: Path) -> None:
@@ -109,20 +112,32 @@ class TerminalView:
         )
 
     def _line(self, record: StepRecord) -> str:
+        rollout_rate, learner_rate = self._rates()
         return (
             f"step {record.step + 1}/{self._total_steps}  reward {record.reward:.3f}  "
-            f"lag {record.lag_mean:.2f} (max {record.lag_max})  rollout {record.rollout_tokens_per_s:,.0f} tok/s  "
-            f"learner {record.learner_tokens_per_s:,.0f} tok/s  buffer {record.buffer_groups} groups  "
+            f"lag {record.lag_mean:.2f} (max {record.lag_max})  rollout {rollout_rate:,.0f} tok/s  "
+            f"learner {learner_rate:,.0f} tok/s  buffer {record.buffer_groups} groups  "
             f"left {_duration(self._time_left_s(record))}"
         )
+
+    def _rates(self) -> tuple[float, float]:
+        """Tokens per second of the fleet and of the learner's updates, over the last steps."""
+        first, last = self._records[0], self._records[-1]
+        if first is last or last.time_s <= first.time_s:
+            return last.rollout_tokens_per_s, last.learner_tokens_per_s
+        steps = list(self._records)[1:]
+        trained, update_s = sum(r.learner_tokens_per_s * r.update_s for r in steps), sum(r.update_s for r in steps)
+        generated = last.generated_tokens - first.generated_tokens
+        return generated / (last.time_s - first.time_s), trained / update_s if update_s > 0 else 0.0
 
     def _time_left_s(self, record: StepRecord) -> float:
         return record.time_s / (record.step + 1) * (self._total_steps - record.step - 1)
 
     def _render(self) -> Panel:
         rows: list[Text | Table | ProgressBar] = []
-        if self._record is not None:
-            rows += [ProgressBar(total=self._total_steps, completed=self._record.step + 1), self._table(self._record)]
+        if self._records:
+            record = self._records[-1]
+            rows += [ProgressBar(total=self._total_steps, completed=record.step + 1), self._table(record)]
         rows += [
             Text(f"waiting for {part} ({time.monotonic() - since:.0f} s)", style="yellow")
             for part, since in self._waiting.items()
@@ -130,13 +145,14 @@ class TerminalView:
         return Panel(Group(*rows), title=f"{self._title}  {_duration(self.elapsed_s)}", title_align="left")
 
     def _table(self, record: StepRecord) -> Table:
+        rollout_rate, learner_rate = self._rates()
         table = Table.grid(padding=(0, 3))
         cells = [
             ("step", f"{record.step + 1}/{self._total_steps}"),
             ("reward", f"{record.reward:.3f}"),
             ("lag", f"{record.lag_mean:.2f} (max {record.lag_max})"),
-            ("rollout", f"{record.rollout_tokens_per_s:,.0f} tok/s"),
-            ("learner", f"{record.learner_tokens_per_s:,.0f} tok/s"),
+            ("rollout", f"{rollout_rate:,.0f} tok/s"),
+            ("learner", f"{learner_rate:,.0f} tok/s"),
             ("buffer", f"{record.buffer_groups} stored, {record.leased_groups} generating"),
             ("left", _duration(self._time_left_s(record))),
         ]

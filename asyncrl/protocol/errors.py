@@ -41,6 +41,10 @@ class EngineError(AsyncRLError):
     """An inference engine refused a request or broke its contract."""
 
 
+class WeightsError(AsyncRLError):
+    """Published weights are missing bytes, or an engine holds other weights than were published."""
+
+
 class RewardError(AsyncRLError):
     """A reward function raised, hung, or did not return a number."""
 

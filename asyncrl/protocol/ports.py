@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from .trajectory import TrajectoryGroup
-from .types import BufferStats, Lease, Plan, Prompt, WeightSnapshot
+from .types import BufferStats, Lease, Plan, Prompt
+from .weights import WeightOffer
 
 
 class RolloutBuffer(Protocol):
@@ -115,8 +116,8 @@ class LearnerPort(Protocol):
         """Start the update on a batch; its metrics come with ``started_at`` and ``ended_at`` (Unix seconds)."""
         ...
 
-    def publish(self, version: int) -> Awaitable[WeightSnapshot]:
-        """Write the weights, as they are after the updates queued so far, as ``version``."""
+    def publish(self, version: int) -> Awaitable[WeightOffer]:
+        """Publish the weights, as they are after the updates queued so far, as ``version``."""
         ...
 
     def update_critic(self, plan: Plan) -> Awaitable[Mapping[str, float]]:
@@ -135,7 +136,7 @@ class LearnerPort(Protocol):
 class ColocatedLearnerPort(LearnerPort, Protocol):
     """A learner group that can leave its devices."""
 
-    def rollout_mode(self, version: int) -> Awaitable[WeightSnapshot]:
+    def rollout_mode(self, version: int) -> Awaitable[WeightOffer]:
         """Publish the weights as ``version``, then offload as the options say."""
         ...
 
@@ -164,8 +165,8 @@ class FleetCounts:
 class FleetPort(Protocol):
     """What the controller needs of the rollout fleet."""
 
-    async def load(self, snapshot: WeightSnapshot) -> float:
-        """Put a snapshot on every engine; returns the seconds of the slowest."""
+    async def load(self, offer: WeightOffer) -> float:
+        """Put offered weights on every engine; returns the seconds of the slowest."""
         ...
 
     async def counters(self) -> FleetCounts:

@@ -72,6 +72,8 @@ class GroupSummary:
         branch_tokens: [G] ints, tokens of all branches of each trajectory, prompts included; empty where each is one
             branch below the prompt.
         num_branches: [G] ints, likewise.
+        num_truncated: Trajectories with a turn that hit the length limit; baselines are not counted.
+        metrics: Name and mean of each of the trajectories' metrics, sorted; baselines are left out.
     """
 
     group_id: int
@@ -84,6 +86,8 @@ class GroupSummary:
     rewards: tuple[float, ...]
     branch_tokens: tuple[int, ...] = ()
     num_branches: tuple[int, ...] = ()
+    num_truncated: int = 0
+    metrics: tuple[tuple[str, float], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,22 +101,6 @@ class Plan:
 
     version: int
     groups: Sequence[GroupSummary]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WeightSnapshot:
-    """Weights of one policy version, published by the learner and loaded by engines.
-
-    Attributes:
-        version: Learner steps contained in the weights.
-        path: Directory in Hugging Face layout (``config.json``, ``model.safetensors``), readable on this host.
-        checksums: Tensor name to hexadecimal digest, as the engine's own weight checker computes it; empty where
-            the engine has none.
-    """
-
-    version: int
-    path: str
-    checksums: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -30,12 +30,12 @@ from learner.fsdp import LearnerMesh
 from learner.losses import Objective, negative_log_likelihood
 from learner.trainer import Trainer
 from learner.types import TokenSequence
-from learner.weights import SnapshotWriter, copy_tokenizer, gather_weights, write_model
+from learner.weights import WeightPublisher, copy_tokenizer, gather_weights, write_model
 from rollout_fleet.config import EngineKind
 from rollout_fleet.engines import make_engine
 from rollout_fleet.engines.model_files import load_decoder
 from rollout_fleet.evaluation import evaluate_prompts
-from rollout_fleet.rewards import RewardProcesses
+from rollout_fleet.rewards import WeightedRewards
 
 logger = logging.getLogger(__name__)
 
@@ -266,9 +266,9 @@ class HeldOutEvaluator:
         self._held_out = held_out
         self._is_first = int(os.environ.get("RANK", "0")) == 0
         self._directory = tempfile.TemporaryDirectory(prefix="asyncrl-sft-")
-        self._writer = SnapshotWriter(self._directory.name, keep=2)
+        self._publisher: WeightPublisher | None = None
         self._engine = make_engine(self._config, model_path=self._model_path, rank=0, log_dir="", seed=config.seed)
-        self._rewards = RewardProcesses(self._config.reward, num_processes=1, timeout_s=self._config.reward_timeout_s)
+        self._rewards = WeightedRewards(replace(self._config, reward_processes=1))
         self._decode = load_decoder(self._model_path)
 
     async def __aenter__(self) -> HeldOutEvaluator:
@@ -280,14 +280,18 @@ class HeldOutEvaluator:
     async def __aexit__(self, *_: object) -> None:
         await self._engine.stop()
         await self._rewards.close()
+        if self._publisher is not None:
+            self._publisher.close()
         self._directory.cleanup()
 
     async def accuracy(self, trainer: Trainer, step: int) -> float:
         """Mean greedy reward over the held-out prompts, on every rank; a collective."""
-        snapshot = self._writer.write(step, trainer)
+        if self._publisher is None:
+            self._publisher = WeightPublisher(trainer, _first_of([self._directory.name], trainer.mesh), keep=2)
+        offer = self._publisher.publish(step).result()
         result = [0.0]
-        if self._is_first:
-            await self._engine.load_weights(snapshot)
+        if offer is not None:
+            await self._engine.load_weights(offer)
             answers = await evaluate_prompts(
                 self._held_out,
                 engine=self._engine,
@@ -297,6 +301,11 @@ class HeldOutEvaluator:
                 num_samples=1,
             )
             result = [sum(answers.rewards) / len(answers.rewards)]
-        if trainer.mesh.num_ranks > 1:
-            dist.broadcast_object_list(result, src=0)
-        return result[0]
+        return _first_of(result, trainer.mesh)
+
+
+def _first_of(value: list[Any], mesh: LearnerMesh) -> Any:
+    """The one value of rank 0, on every rank; a collective."""
+    if mesh.num_ranks > 1:
+        dist.broadcast_object_list(value, src=0)
+    return value[0]

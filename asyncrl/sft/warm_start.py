@@ -105,7 +105,7 @@ def _evaluation_settings(config: RunConfig) -> dict[str, Any]:
     return {
         "files": [_digest([Path(name)]) for name in config.data.eval_files],
         "data": data,
-        "reward": config.rollout_fleet.reward,
+        "reward": config.rollout_fleet.rewards or config.rollout_fleet.reward,
         "max_new_tokens": config.rollout_fleet.sampling.max_new_tokens,
     }
 

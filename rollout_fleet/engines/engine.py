@@ -16,10 +16,12 @@ from typing import Any, NoReturn, Protocol, TypeVar
 import numpy as np
 
 from asyncrl.protocol.errors import AsyncRLError, DeadlineError, EngineError
-from asyncrl.protocol.types import FinishReason, WeightSnapshot
+from asyncrl.protocol.types import FinishReason
+from asyncrl.protocol.weights import WeightOffer
 from rollout_fleet.config import SamplingConfig
 
 LOGPROB_ROUNDING = 1e-4
+SLOWEST_LOAD = 1e8  # bytes per second of a load, on top of which its deadline stands
 PROBE_SHARE = 0.25  # of the deadline on silence
 MAX_SILENT_PERIODS = 3
 T = TypeVar("T")
@@ -89,12 +91,12 @@ class Engine(Protocol):
         """
         ...
 
-    async def load_weights(self, snapshot: WeightSnapshot) -> float:
-        """Serve ``snapshot`` from the next token on; running requests go on under it where the engine can.
+    async def load_weights(self, offer: WeightOffer) -> float:
+        """Serve the offered weights from the next token on; running requests go on under them where the engine can.
 
         Returns the seconds for which generation stood still. Raises `EngineError` if the engine refuses the weights or
-        holds others than were published, `DeadlineError` after ``load_timeout_s``, not counting what it waited for
-        running requests. In both cases it has failed.
+        holds others than were published, `DeadlineError` after ``load_timeout_s`` and a second per 100 MB, not counting
+        what it waited for running requests. In both cases it has failed.
         """
         ...
 
@@ -179,24 +181,31 @@ class EngineFailure:
             await asyncio.gather(doing, failing, return_exceptions=True)
 
     @asynccontextmanager
-    async def deadline(self, what: str, timeout_s: float, option: str) -> AsyncIterator[None]:
-        """Bound the block by ``timeout_s``, which ``rollout_fleet.<option>`` sets.
+    async def deadline(self, what: str, timeout_s: float, option: str, *, num_bytes: int = 0) -> AsyncIterator[None]:
+        """Bound the block by ``timeout_s``, which ``rollout_fleet.<option>`` sets, and what ``num_bytes`` may take.
 
         After that raises `DeadlineError`, which says that the engine did not do ``what``, and ends with its log.
         """
+        seconds = timeout_s + num_bytes / SLOWEST_LOAD
         try:
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(seconds):
                 yield
         except TimeoutError:
-            message = f"{self._name} did not {what} within rollout_fleet.{option} = {timeout_s:g} s. {self._log_tail()}"
-            raise DeadlineError(message.rstrip()) from None
+            limit = f"rollout_fleet.{option} = {timeout_s:g} s"
+            if num_bytes > SLOWEST_LOAD:
+                limit += f" and {seconds - timeout_s:.0f} s for {num_bytes / 1e6:.0f} MB"
+            raise DeadlineError(f"{self._name} did not {what} within {limit}. {self._log_tail()}".rstrip()) from None
 
     @asynccontextmanager
-    async def if_load_fails(self, snapshot: WeightSnapshot, timeout_s: float) -> AsyncIterator[None]:
-        """Load weights inside the block; whatever ends it early is the engine's failure."""
-        what = f"load policy version {snapshot.version}"
+    async def if_load_fails(self, offer: WeightOffer, timeout_s: float) -> AsyncIterator[None]:
+        """Load weights inside the block; whatever ends it early is the engine's failure.
+
+        The block may take ``timeout_s`` and a second per 100 MB of weights.
+        """
+        what = f"load policy version {offer.version}"
         try:
-            async with self.deadline(f"{what} from {snapshot.path}", timeout_s, "load_timeout_s"):
+            what_from = f"{what} from {offer.manifest}"
+            async with self.deadline(what_from, timeout_s, "load_timeout_s", num_bytes=offer.num_bytes):
                 yield
         except Exception as error:
             self.fail(error)

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from asyncrl.protocol.errors import EngineError, WorkerDiedError
-from asyncrl.protocol.types import FinishReason, WeightSnapshot
+from asyncrl.protocol.types import FinishReason
+from asyncrl.protocol.weights import WeightOffer
 
 from .engine import EngineFailure, SampleOutput, SampleRequest
 
@@ -100,14 +101,14 @@ class ScriptedEngine:
             raise EngineError(f"memory was released while {sorted(self._running)} ran")
         self.released = True
 
-    async def load_weights(self, snapshot: WeightSnapshot) -> float:
+    async def load_weights(self, offer: WeightOffer) -> float:
         """See `Engine.load_weights`."""
         started = time.perf_counter()
         self.released = False
         await asyncio.sleep(self.load_delay_s)
         if self.load_error:
             raise self.fail(EngineError(self.load_error))
-        self._version = snapshot.version
+        self._version = offer.version
         return time.perf_counter() - started
 
     async def abort(self, request_ids: Collection[str]) -> None:

@@ -1,31 +1,35 @@
 """The SGLang engine: one server of its own, called over HTTP on the loopback interface.
 
 A sample is one SGLang request. Several samples travel in one HTTP request, which reaches the scheduler as one batch;
-its answer is a stream in which each sample ends by itself. Weights come through a shared file in one transaction:
-pause, update, verify, continue. Where that fails, the server holds weights that nobody has verified: the engine has
-failed, and the server stays paused until it is stopped.
+its answer is a stream in which each sample ends by itself. Weights are loaded in one transaction: pause, load, verify
+(`weight_loader`, inside the server), continue. Where that fails, the server holds weights that nobody has verified: the
+engine has failed, and the server stays paused until it is stopped.
 """
 
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import logging
+import pickle
+import secrets
 import time
 from collections.abc import AsyncIterator, Collection, Sequence
-from pathlib import Path
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 
 from asyncrl.protocol.errors import DeadlineError, EngineError
-from asyncrl.protocol.types import FinishReason, WeightSnapshot
+from asyncrl.protocol.types import FinishReason
+from asyncrl.protocol.weights import WeightOffer
 from rollout_fleet.config import EngineDevice, RolloutFleetConfig, SamplingConfig
 
 from .engine import EngineFailure, SampleOutput, SampleRequest, SilenceWatch, check_output, check_prompt
 from .model_files import ModelFacts, read_model_facts
 from .sglang_client import SGLangClient
-from .sglang_server import SGLangServer
+from .sglang_server import WEIGHT_LOADER, SGLangServer, report_path
 
 logger = logging.getLogger(__name__)
 
@@ -137,13 +141,13 @@ class SGLangEngine:
                 self._has_said_it_keeps = True
             self._is_released = True
 
-    async def load_weights(self, snapshot: WeightSnapshot) -> float:
+    async def load_weights(self, offer: WeightOffer) -> float:
         """See `Engine.load_weights`."""
         async with self._loading:
             self._failure.check()
             with self._silence.paused():
-                async with self._failure.if_load_fails(snapshot, self._config.load_timeout_s):
-                    return await self._transact(snapshot)
+                async with self._failure.if_load_fails(offer, self._config.load_timeout_s):
+                    return await self._transact(offer)
 
     async def abort(self, request_ids: Collection[str]) -> None:
         """See `Engine.abort`. All at once, in one call where everything that runs is aborted.
@@ -259,8 +263,8 @@ class SGLangEngine:
     async def _post(self, path: str, body: Any) -> Any:
         return await self._client.call("POST", path, body)
 
-    async def _transact(self, snapshot: WeightSnapshot) -> float:
-        """Pause, update, verify, continue; generation is continued only after the verification.
+    async def _transact(self, offer: WeightOffer) -> float:
+        """Pause, load, verify, name the version, continue. What ends it early leaves the server standing still.
 
         Returns:
             Seconds from the server's word that it stands still to its word that it goes on.
@@ -270,41 +274,46 @@ class SGLangEngine:
         takes_memory_back = self._is_released and self._server.saves_memory
         if takes_memory_back:
             await self._post("/resume_memory_occupation", {"tags": ["weights"]})
-        body = {"model_path": snapshot.path, "weight_version": str(snapshot.version), "flush_cache": True}
-        await self._post("/update_weights_from_disk", body)
-        await self._verify(snapshot)
+        await self._load_verified(offer)
         if takes_memory_back:  # after the weights, which may need more room while they are loaded
             await self._post("/resume_memory_occupation", {"tags": ["kv_cache", "cuda_graph"]})
+        # Only now may an answer name the version. The key of the call is `new_version`; running requests stay.
+        await self._post("/update_weight_version", {"new_version": str(offer.version), "abort_all_requests": False})
         self._is_released = False
-        self._version = snapshot.version
-        self._verified.add(snapshot.version)
+        self._version = offer.version
+        self._verified.add(offer.version)
         await self._post("/continue_generation", {})
         return time.perf_counter() - paused_s
 
-    async def _verify(self, snapshot: WeightSnapshot) -> None:
-        """Compare the engine's tensors with the published digests, where its layout and dtype make them comparable.
+    async def _load_verified(self, offer: WeightOffer) -> None:
+        """Have every rank of the server load an offer with `weight_loader`; its caches of the old weights go.
 
-        Exact for an unsharded server on a CPU that serves the dtype the snapshot is stored in. Elsewhere the engine
-        hashes otherwise (GPU) or holds other bytes (shards, another dtype), and only its reported version is checked.
+        Raises:
+            EngineError: a rank did not load, holds other weights than were published, or did not say.
         """
-        info = await self._client.call("GET", "/model_info")
-        if info.get("weight_version") != str(snapshot.version):
-            raise EngineError(
-                f"{self._name} reports weight version {info.get('weight_version')!r} after loading {snapshot.version}"
-            )
-        comparable = self._device is EngineDevice.cpu and self._config.sglang.tp_size == 1
-        if not (snapshot.checksums and comparable and _stored_dtype(snapshot.path) == self._server.dtype):
-            return
-        answer = await self._post("/weights_checker", {"action": "checksum"})
-        held = answer["ranks"][0]["checksums"]
-        shared = held.keys() & snapshot.checksums.keys()
-        wrong = sorted(name for name in shared if held[name] != snapshot.checksums[name])
-        if wrong:
-            raise EngineError(
-                f"{self._name} holds other weights than policy version {snapshot.version} published in "
-                f"{snapshot.path}: {len(wrong)} of {len(shared)} tensors differ, first {wrong[0]}"
-            )
-        logger.debug("%s: version %d, %d of %d tensors verified", self._name, snapshot.version, len(shared), len(held))
+        order, number = self._server.weight_order, secrets.token_hex(8)
+        order.write_text(json.dumps({"order": number, "offer": asdict(offer)}))
+        await self._post("/begin_weight_update", {})
+        no_tensors = base64.b64encode(pickle.dumps([])).decode()
+        body = {
+            "serialized_named_tensors": [no_tensors] * self._server.tp_size,
+            "load_format": WEIGHT_LOADER,
+            "flush_cache": True,
+        }
+        await self._post("/update_weights_from_tensor", body)
+        num_values = 0
+        for rank in range(self._server.tp_size):
+            try:
+                report = json.loads(report_path(order, rank).read_text())
+            except (FileNotFoundError, ValueError) as error:
+                raise EngineError(f"{self._name}: rank {rank} did not report on {offer.manifest}: {error!r}") from error
+            if "error" in report:
+                raise EngineError(f"{self._name}: rank {rank} did not load {offer.manifest}. {report['error']}")
+            if report["order"] != number:
+                raise EngineError(f"{self._name}: rank {rank} did not load {offer.manifest}; its last load is older")
+            num_values += report["num_values"]
+        await self._post("/end_weight_update", {})
+        logger.debug("%s: version %d, %d values verified", self._name, offer.version, num_values)
 
 
 class _StreamedSample:
@@ -350,14 +359,3 @@ class _StreamedSample:
 def _server_id(request_id: str) -> str:
     """The id that the server knows a request by. Ends with a slash, since the server matches ids by prefix."""
     return f"{request_id}/"
-
-
-def _stored_dtype(model_path: str) -> str | None:
-    """Return the one dtype of a directory's ``model.safetensors``, from its header; None if mixed or sharded."""
-    file = Path(model_path) / "model.safetensors"
-    if not file.is_file():
-        return None
-    with file.open("rb") as stream:
-        header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
-    dtypes = {entry["dtype"] for name, entry in header.items() if name != "__metadata__"}
-    return {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}.get(dtypes.pop()) if len(dtypes) == 1 else None

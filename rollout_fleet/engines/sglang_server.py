@@ -34,6 +34,9 @@ BIND_ATTEMPTS = 3
 TAIL_LINES = 40
 SERVER_KEEP_ALIVE_S = 60  # seconds after which the server closes an idle connection; 5 by default
 CPU_KV_TOKENS = 32768
+WEIGHT_LOADER = "rollout_fleet.engines.weight_loader.load"
+ORDER_VARIABLE = "ASYNCRL_WEIGHT_ORDER"
+"""Environment variable of the server: path of the file that says which weights `weight_loader` loads."""
 STAND_IN = Path(__file__).with_name("cpu_stand_in")
 GUARD = Path(__file__).with_name("process_guard.py")
 _LOGGING = {
@@ -97,6 +100,17 @@ class SGLangServer:
     def saves_memory(self) -> bool:
         """Whether the server can give its device memory up and take it back."""
         return self._config.memory_saver and self._device is EngineDevice.cuda
+
+    @property
+    def weight_order(self) -> Path:
+        """The file that says which weights `weight_loader` is to load; the reports stand beside it."""
+        assert self._scratch is not None
+        return self._scratch / "weights.json"
+
+    @property
+    def tp_size(self) -> int:
+        """Tensor-parallel ranks, each of which loads and reports."""
+        return self._config.tp_size
 
     @property
     def dtype(self) -> str:
@@ -227,6 +241,7 @@ class SGLangServer:
             "--log-level": "warning",
             "--log-level-http": "info",
             "--uvicorn-access-log-exclude-prefixes": "/",
+            "--custom-weight-loader": WEIGHT_LOADER,
         }
         if config.max_total_tokens or on_cpu:
             arguments["--max-total-tokens"] = str(config.max_total_tokens or CPU_KV_TOKENS)
@@ -244,6 +259,7 @@ class SGLangServer:
             "PYTHONUNBUFFERED": "1",
             "TQDM_DISABLE": "1",
             "SGLANG_TIMEOUT_KEEP_ALIVE": str(SERVER_KEEP_ALIVE_S),
+            ORDER_VARIABLE: str(scratch / "weights.json"),
         }
         if self._device is EngineDevice.cpu:
             environment["SGLANG_USE_CPU_ENGINE"] = "1"
@@ -277,6 +293,11 @@ async def _read_line(stream: asyncio.StreamReader) -> bytes:
         return error.partial
     except asyncio.LimitOverrunError as error:
         return await stream.readexactly(error.consumed)
+
+
+def report_path(order: Path, rank: int) -> Path:
+    """Where a tensor-parallel rank reports what came of an order to load weights."""
+    return order.with_name(f"{order.name}.{rank}")
 
 
 def _free_port() -> int:

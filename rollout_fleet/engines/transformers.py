@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from threading import Event
 
 from asyncrl.protocol.errors import DeadlineError, EngineError, WorkerDiedError
-from asyncrl.protocol.types import WeightSnapshot
+from asyncrl.protocol.weights import WeightOffer
 from rollout_fleet.config import EngineDevice, RolloutFleetConfig
 
 from .engine import EngineFailure, SampleOutput, SampleRequest, SilenceWatch, check_output, check_prompt
@@ -105,19 +105,19 @@ class TransformersEngine:
             await asyncio.get_running_loop().run_in_executor(self._thread, self._model.release)
         logger.info("%s: released its weights", self._name)
 
-    async def load_weights(self, snapshot: WeightSnapshot) -> float:
+    async def load_weights(self, offer: WeightOffer) -> float:
         """See `Engine.load_weights`. It waits for the running batch, over which the deadline on silence watches."""
         self._failure.check()
-        return await self._failure.unless_failed(self._load_when_idle(snapshot))
+        return await self._failure.unless_failed(self._load_when_idle(offer))
 
-    async def _load_when_idle(self, snapshot: WeightSnapshot) -> float:
+    async def _load_when_idle(self, offer: WeightOffer) -> float:
         async with self._idle_model:
             started = time.perf_counter()
             with self._silence.paused():
-                async with self._failure.if_load_fails(snapshot, self._config.load_timeout_s):
+                async with self._failure.if_load_fails(offer, self._config.load_timeout_s):
                     loop = asyncio.get_running_loop()
-                    await loop.run_in_executor(self._thread, self._model.load_weights, snapshot)
-            self._version = snapshot.version
+                    await loop.run_in_executor(self._thread, self._model.load_weights, offer)
+            self._version = offer.version
             return time.perf_counter() - started
 
     async def abort(self, request_ids: Collection[str]) -> None:

@@ -6,23 +6,23 @@ Synchronous, and used by one thread. Log-probs are taken step by step, so that n
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from threading import Event
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers.core_model_loading import revert_weight_conversion
 
-from asyncrl.protocol.checksums import weight_checksums
-from asyncrl.protocol.errors import EngineError
-from asyncrl.protocol.types import FinishReason, WeightSnapshot
+from asyncrl.protocol.errors import WeightsError
+from asyncrl.protocol.types import FinishReason
+from asyncrl.protocol.weights import VerifiedWeights, WeightOffer
 from rollout_fleet.config import SamplingConfig
 
 from .engine import SampleOutput, SampleRequest
 from .model_files import ModelFacts
+from .weight_loader import ComparedWrites, torch_tensors
 
 
 class StepRecorder:
@@ -125,42 +125,33 @@ class GenerationModel:
         """Bytes that the parameters hold on the device."""
         return sum(parameter.nbytes for parameter in self._model.parameters())
 
-    def load_weights(self, snapshot: WeightSnapshot) -> None:
-        """Copy a snapshot into the model's tensors.
+    def load_weights(self, offer: WeightOffer) -> None:
+        """Copy offered weights into the model's tensors, each write compared with its source.
 
         Raises:
-            EngineError: tensors are missing, unknown, of another shape, or differ from the published digests.
+            WeightsError: tensors are missing, unknown, of another shape, or differ from the published digests.
         """
-        file = Path(snapshot.path) / "model.safetensors"
-        if not file.is_file():
-            raise EngineError(f"policy version {snapshot.version}: there is no {file}; publish a whole model there")
+        weights = VerifiedWeights(offer)
         while self._released:
             parameter, shape = self._released.popitem()
             parameter.data = parameter.data.new_empty(shape)
-        stored = load_file(file)
-        held = dict(self._model.named_parameters())
+        stored = dict(torch_tensors(weights))
+        # In which the learner published: the names of the checkpoint, which fuse and split some tensors otherwise.
+        held = revert_weight_conversion(self._model, dict(self._model.named_parameters()))
+        where = weights.manifest.directory
         tied = {"lm_head.weight"} if self._model.config.tie_word_embeddings else set()
         if stored.keys() - tied != held.keys() - tied:
             odd = sorted((stored.keys() - tied) ^ (held.keys() - tied))
-            raise EngineError(f"{file} and the model differ in {len(odd)} tensor names, first {odd[0]}")
-        for name, tensor in stored.items():
-            if name in held and held[name].shape != tensor.shape:
-                raise EngineError(f"{file}: {name} must be {tuple(held[name].shape)}, got {tuple(tensor.shape)}")
+            raise WeightsError(f"{where} and the model differ in {len(odd)} tensor names, first {odd[0]}")
         for name in held.keys() & stored.keys():
-            held[name].data.copy_(stored[name])
-        self._verify(held, snapshot, same_dtype=all(held[n].dtype == t.dtype for n, t in stored.items() if n in held))
-
-    @staticmethod
-    def _verify(held: dict[str, torch.nn.Parameter], snapshot: WeightSnapshot, *, same_dtype: bool) -> None:
-        if not (snapshot.checksums and same_dtype):
-            return
-        checksums = weight_checksums(held)
-        wrong = sorted(n for n in checksums.keys() & snapshot.checksums.keys() if checksums[n] != snapshot.checksums[n])
-        if wrong:
-            raise EngineError(
-                f"{snapshot.path} holds other weights than policy version {snapshot.version} was published with: "
-                f"{len(wrong)} of {len(checksums)} tensors differ, first {wrong[0]}"
-            )
+            if held[name].shape != stored[name].shape:
+                raise WeightsError(
+                    f"{where}: {name} must be {tuple(held[name].shape)}, got {tuple(stored[name].shape)}"
+                )
+        with ComparedWrites(dict(self._model.named_parameters())) as writes:
+            for name in held.keys() & stored.keys():
+                held[name].data.copy_(stored[name])
+        writes.check(offer.version)
 
     @torch.inference_mode()
     def generate(self, requests: Sequence[SampleRequest], flags: Sequence[Event], version: int) -> list[SampleOutput]:

@@ -1,10 +1,13 @@
-"""What a run says if Ray does not start."""
+"""A run whose Ray does not start, is stopped meanwhile, or loses a part."""
+
+import asyncio
+import threading
 
 import pytest
 
 from asyncrl.cli.compose import compose_run
-from asyncrl.controller import cluster
-from asyncrl.protocol.errors import ClusterDiedError
+from asyncrl.controller import cluster, run
+from asyncrl.protocol.errors import ClusterDiedError, WorkerDiedError
 
 
 @pytest.mark.parametrize(
@@ -21,3 +24,56 @@ async def test_a_ray_that_does_not_start_is_a_named_error(monkeypatch, overrides
         async with cluster.ray_cluster(compose_run(overrides)):
             pass
     assert stopped
+
+
+async def test_a_stop_while_ray_starts_waits_for_it_before_it_is_shut_down(monkeypatch):
+    """Ray that is shut down while it starts ends the whole process, with a status of its own."""
+    starting, may_end, events = threading.Event(), threading.Event(), []
+
+    def start(**options):
+        starting.set()
+        may_end.wait(30)
+        events.append("up")
+
+    async def enter():
+        async with cluster.ray_cluster(compose_run([])):
+            raise AssertionError("it was stopped before that")
+
+    monkeypatch.setattr(cluster.ray, "init", start)
+    monkeypatch.setattr(cluster.ray, "shutdown", lambda: events.append("shut down"))
+    entering = asyncio.create_task(enter())
+    await asyncio.to_thread(starting.wait)
+    entering.cancel()
+    done, _ = await asyncio.wait([entering], timeout=0.1)
+    assert not done
+    may_end.set()
+    with pytest.raises(asyncio.CancelledError):
+        await entering
+    assert events == ["up", "shut down"]
+
+
+@pytest.mark.parametrize("part_dies", [True, False])
+async def test_work_is_told_whether_it_ends_because_a_part_died(part_dies):
+    begun, told = asyncio.Event(), []
+
+    async def work():
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError as end:
+            told.append(run.is_death(end))
+            raise
+
+    async def watch():
+        await begun.wait()
+        if part_dies:
+            raise WorkerDiedError("the buffer server died")
+        await asyncio.Event().wait()
+
+    running = asyncio.create_task(run._unless(work(), [watch()]))
+    if not part_dies:
+        await begun.wait()
+        running.cancel()
+    with pytest.raises(WorkerDiedError if part_dies else asyncio.CancelledError):
+        await running
+    assert told == [part_dies]

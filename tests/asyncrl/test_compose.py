@@ -84,6 +84,15 @@ def test_options_that_contradict_one_another_are_refused(overrides, words):
         assert word in str(caught.value)
 
 
+def test_rewards_with_weights_are_named_on_the_command_line_with_their_files_whole_paths(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    fleet = compose_run(["rollout_fleet.rewards=[exact_match,0.2*mine.py:format]"]).rollout_fleet
+    assert fleet.reward_weights == {"exact_match": 1.0, f"{tmp_path}/mine.py:format": 0.2}
+    assert compose_run(["rollout_fleet.reward=mine.py:f"]).rollout_fleet.reward_weights == {
+        f"{tmp_path}/mine.py:f": 1.0
+    }
+
+
 def test_an_experiment_of_ones_own_is_named_by_its_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     own = "# @package _global_\nexperiment: mine\ndefaults: [quickstart, _self_]\ntotal_steps: 7\n"
@@ -191,6 +200,10 @@ def test_every_option_is_documented_and_the_common_ones_exist():
     page = help_text(compose_run([]), experiments=["quickstart"], everything=False)
     assert "buffer.max_lag=" in page
     assert "Staleness bound in learner steps" in page
+    assert "One of: wait, requeue, drop." in page
+    everything = help_text(compose_run([]), experiments=["quickstart"], everything=True)
+    assert "One of: token_mean, sequence_mean, sequence_sum_norm." in everything
+    assert "placement.colocated=false" in everything
 
 
 def test_importing_the_configuration_loads_no_heavy_package():

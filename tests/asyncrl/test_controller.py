@@ -13,8 +13,10 @@ from asyncrl.controller.controller import Controller
 from asyncrl.controller.resume import RunState
 from asyncrl.protocol.errors import AccountError, CheckpointError, WorkerDiedError
 from asyncrl.protocol.ports import FleetCounts
-from asyncrl.protocol.types import BufferStats, GroupSummary, Plan, WeightSnapshot
+from asyncrl.protocol.types import BufferStats, GroupSummary, Plan
+from tests.support.offers import bare_offer
 
+pytestmark = pytest.mark.usefixtures("virtual_time")
 TOKENS_PER_STEP = 10
 
 
@@ -43,6 +45,8 @@ class ScriptedBuffer:
             oldest_version=max(0, version - 1),
             newest_version=version,
             rewards=(0.0, 1.0),
+            num_truncated=1,
+            metrics=(("reward.format", 0.5 * (version % 2)),),
         )
         return Plan(version=version, groups=[group])
 
@@ -122,7 +126,7 @@ class ScriptedLearner:
         return self.spans
 
     async def _publish(self, version):
-        return WeightSnapshot(version=version, path=f"/snapshots/{version}")
+        return bare_offer(version)
 
 
 class ScriptedFleet:
@@ -154,7 +158,16 @@ class Prompts:
 
 
 def make_controller(
-    *, buffer=None, dies_at=None, full_at=None, load_s=0.03, steps=6, overrides=(), resumed=None, saved=None
+    *,
+    buffer=None,
+    dies_at=None,
+    full_at=None,
+    load_s=0.03,
+    steps=6,
+    overrides=(),
+    resumed=None,
+    saved=None,
+    evaluate=None,
 ):
     buffer = buffer or ScriptedBuffer(version=resumed.version if resumed else 0)
     fleet = ScriptedFleet(load_s)
@@ -166,6 +179,7 @@ def make_controller(
         fleet=fleet,
         prompts=Prompts(),
         on_step=records.append,
+        evaluate=evaluate,
         resumed=resumed,
     )
     return controller, buffer, fleet, records
@@ -219,9 +233,29 @@ async def test_a_record_carries_the_batchs_numbers():
     await asyncio.wait_for(controller.train(), 10)
     record = records[3]
     assert (record.reward, record.lag_mean, record.lag_max, record.response_length) == (0.5, 1.0, 1, 5.0)
+    assert (record.reward_std, record.equal_reward_groups, record.truncated_samples) == (0.5, 0.0, 0.5)
+    assert (record.flat()["reward.format"], records[2].flat()["reward.format"]) == (0.5, 0.0)
     assert record.learner_tokens_per_s == pytest.approx(10 / 0.5, rel=1e-3)
     assert record.flat()["learner.loss"] == 0.25
     assert record.flat()["learner.critic.value_loss"] == 0.5
+
+
+async def test_evaluations_between_are_of_one_version_each_and_hold_the_next_weights_back():
+    evaluated = []
+
+    async def evaluate(version):
+        loaded = list(fleet.loaded)
+        await asyncio.sleep(0.05)
+        assert fleet.loaded == loaded, "weights were loaded while an evaluation ran"
+        evaluated.append(version)
+
+    controller, _, fleet, _ = make_controller(
+        load_s=0.0, steps=9, overrides=["evaluation.every_steps=3"], evaluate=evaluate
+    )
+    await asyncio.wait_for(controller.train(), 10)
+    assert evaluated
+    assert [version // 3 for version in evaluated] == sorted({version // 3 for version in evaluated})
+    assert set(evaluated) <= set(fleet.loaded) - {9}, "the last version is evaluated after training"
 
 
 async def test_checkpoints_are_queued_between_two_updates_with_what_their_version_has_consumed():
@@ -239,6 +273,7 @@ async def test_checkpoints_are_queued_between_two_updates_with_what_their_versio
         assert state.tokens_trained == version * TOKENS_PER_STEP
         assert state.unfinished == list(range(version, 99))
         assert sum(state.lag_histogram.values()) == version
+        assert state.options["algorithm.groups_per_step"] == "32"
 
 
 async def test_a_run_goes_on_at_the_version_and_the_account_of_its_checkpoint():

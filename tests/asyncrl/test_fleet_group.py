@@ -13,10 +13,10 @@ from asyncrl.controller.fleet_group import FleetGroup
 from asyncrl.controller.run_folder import RunPaths
 from asyncrl.protocol import remote
 from asyncrl.protocol.errors import DeadlineError
-from asyncrl.protocol.types import WeightSnapshot
 from rollout_fleet.metrics import EvaluationResult, FleetMeter
+from tests.support.offers import bare_offer
 
-pytestmark = pytest.mark.timeout(30)
+pytestmark = [pytest.mark.timeout(30), pytest.mark.usefixtures("virtual_time")]
 
 
 class Workers:
@@ -49,7 +49,7 @@ def fleet_of(monkeypatch, tmp_path):
     def make(workers):
         monkeypatch.setattr(fleet_group, "RayWorkerGroup", lambda *_, **__: workers)
         connection = SimpleNamespace(for_role=lambda role: SimpleNamespace(client=None))
-        paths = RunPaths(logs=tmp_path, snapshots=tmp_path, trajectories=None, checkpoints=tmp_path)
+        paths = RunPaths(logs=tmp_path, snapshots=tmp_path, samples=tmp_path, trajectories=None, checkpoints=tmp_path)
         config = compose_run(["buffer.request_timeout_s=0.1", "rollout_fleet.load_timeout_s=0.1"])
         return FleetGroup(config, buffer=connection, paths=paths, pool=object())
 
@@ -63,14 +63,14 @@ async def test_an_evaluation_takes_as_long_as_it_takes_while_its_workers_answer(
 
 
 async def test_a_load_that_waits_for_running_samples_is_left_to_the_engines_own_deadlines(fleet_of):
-    assert await fleet_of(Workers()).load(WeightSnapshot(version=1, path="")) >= 0.5
+    assert await fleet_of(Workers()).load(bare_offer(1)) == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize(
     ("call", "words"),
     [
         (lambda fleet: fleet.evaluate([object()], policy_version=0), "which answer held-out prompts"),
-        (lambda fleet: fleet.load(WeightSnapshot(version=7, path="")), "which load the weights of version 7"),
+        (lambda fleet: fleet.load(bare_offer(7)), "which load the weights of version 7"),
     ],
 )
 async def test_a_worker_that_hangs_is_found_by_its_silence(fleet_of, call, words):

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from asyncrl.metrics import (
     Evaluation,
@@ -27,11 +28,13 @@ def make_record(step):
         step=step,
         time_s=0.5 * (step + 1),
         reward=0.25,
-        solved_groups=0.5,
+        reward_std=0.5,
+        equal_reward_groups=0.5,
+        truncated_samples=0.0,
         response_length=7.5,
         lag_mean=1.0,
         lag_max=2,
-        generated_tokens=100,
+        generated_tokens=100 * (step + 1),
         rollout_tokens_per_s=4000.0,
         learner_tokens_per_s=20000.0,
         buffer_groups=3,
@@ -41,6 +44,7 @@ def make_record(step):
         update_s=0.1,
         publish_s=0.02,
         learner={"loss": -0.5},
+        metrics={"reward.format": 0.125},
     )
 
 
@@ -85,8 +89,19 @@ def test_a_step_is_one_line_of_json_and_tensorboard_events(tmp_path):
     writer.close()
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [0, 1]
-    assert lines[0]["learner.loss"] == -0.5
+    assert (lines[0]["learner.loss"], lines[0]["reward.format"]) == (-0.5, 0.125)
     assert any((tmp_path / "tensorboard").iterdir())
+
+
+def test_an_evaluation_is_one_line_of_json_and_a_point_at_its_version(tmp_path):
+    writer = MetricsWriter(tmp_path)
+    for version in (0, 20):
+        writer.evaluation(Evaluation(sampled=0.25, greedy=0.75, num_prompts=256, policy_version=version))
+    writer.close()
+    lines = [json.loads(line) for line in (tmp_path / "evaluations.jsonl").read_text().splitlines()]
+    assert [(line["policy_version"], line["greedy"]) for line in lines] == [(0, 0.75), (20, 0.75)]
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(point.step, point.value) for point in events.Scalars("evaluation/sampled")] == [(0, 0.25), (20, 0.25)]
 
 
 def test_the_summary_holds_every_promised_number(tmp_path):
@@ -114,7 +129,7 @@ def test_the_summary_holds_every_promised_number(tmp_path):
 
 
 def test_the_plot_is_a_picture_even_of_a_single_step(tmp_path):
-    plot_reward(tmp_path / "reward.png", [make_record(0)], None, None)
+    plot_reward(tmp_path / "reward.png", [make_record(0)], [])
     assert (tmp_path / "reward.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -130,7 +145,8 @@ def test_without_a_terminal_plain_lines_tell_the_story():
     assert "waiting for buffer" in text
     assert "buffer: ready" in text
     assert "step 1/2" in text
-    assert "step 2/2  reward 0.250  lag 1.00 (max 2)  rollout 4,000 tok/s  learner 20,000 tok/s" in text
+    # Of the fleet over both steps, 100 tokens in 0.5 s, and not the 4,000 of the last step alone.
+    assert "step 2/2  reward 0.250  lag 1.00 (max 2)  rollout 200 tok/s  learner 20,000 tok/s" in text
     assert "\x1b" not in text
 
 

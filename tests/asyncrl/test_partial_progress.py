@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 
 from asyncrl.protocol.trajectory import TrajectoryGroup
-from asyncrl.protocol.types import FinishReason, Lease, Prompt, WeightSnapshot
+from asyncrl.protocol.types import FinishReason, Lease, Prompt
 from buffer import BufferClient, BufferConfig, BufferProcess
 from rollout_fleet.config import RolloutFleetConfig, SaveProgress
 from rollout_fleet.engines.engine import SampleRequest
 from rollout_fleet.engines.scripted import ScriptedAnswer, ScriptedEngine
 from rollout_fleet.loop import RolloutLoop
-from rollout_fleet.rewards import RewardProcesses
+from rollout_fleet.rewards import WeightedRewards
+from tests.support.offers import bare_offer
 from tests.support.trajectories import make_group
 
 pytestmark = pytest.mark.timeout(120)
@@ -31,34 +32,37 @@ asyncio.run(until_killed(sys.argv[1]))
 """
 
 
-def script(request: SampleRequest, version: int) -> ScriptedAnswer:
-    """Every sample has ``NUM_TOKENS`` tokens when it is finished, whoever wrote them."""
-    num_left = NUM_TOKENS - int(np.count_nonzero(request.prompt_ids == WRITTEN))
-    return ScriptedAnswer(response=[WRITTEN] * num_left, token_delay_s=0.01)
+async def make_loop(buffer: BufferClient, *, version: int, token_delay_s: float) -> tuple[RolloutLoop, ScriptedEngine]:
+    """A worker each of whose samples has ``NUM_TOKENS`` tokens when it is finished, whoever wrote them."""
 
+    def script(request: SampleRequest, version: int) -> ScriptedAnswer:
+        num_left = NUM_TOKENS - int(np.count_nonzero(request.prompt_ids == WRITTEN))
+        return ScriptedAnswer(response=[WRITTEN] * num_left, token_delay_s=token_delay_s)
 
-async def make_loop(buffer: BufferClient, *, version: int) -> RolloutLoop:
     engine = ScriptedEngine(script)
     await engine.start()
-    await engine.load_weights(WeightSnapshot(version=version, path=""))
-    return RolloutLoop(
+    await engine.load_weights(bare_offer(version))
+    loop = RolloutLoop(
         RolloutFleetConfig(save_progress=SaveProgress.at_updates, groups_in_flight=1),
         engine=engine,
         buffer=buffer,
-        rewards=RewardProcesses("exact_match", num_processes=1, timeout_s=5.0),
+        rewards=WeightedRewards(RolloutFleetConfig()),
         decode=str,
         samples_per_prompt=2,
     )
+    return loop, engine
 
 
 async def until_killed(address: str) -> None:
-    """The worker that dies: it loads two versions, says so, and writes on."""
-    loop = await make_loop(BufferClient(address), version=0)
+    """The worker that dies: it loads two versions, says so, and writes on, too slowly to finish before it is killed."""
+    loop, engine = await make_loop(BufferClient(address), version=0, token_delay_s=0.1)
     run = asyncio.create_task(loop.run())
     for version in (1, 2):
+        while len(engine.requests) < 2 * version:  # noqa: ASYNC110 - two samples, asked for again after an update
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.25)  # two tokens of each
         await asyncio.to_thread(sys.stdin.readline)
-        await loop.load_weights(WeightSnapshot(version=version, path=""))
-        await asyncio.sleep(0.1)
+        await loop.load_weights(bare_offer(version))
         sys.stdout.write(f"loaded {version}\n")
         sys.stdout.flush()
     await run
@@ -104,7 +108,6 @@ async def test_a_worker_is_killed_in_the_middle_and_another_finishes_its_group_t
             await control.enqueue([Prompt(group_id=7, prompt_ids=np.array([3, 4], dtype=np.int32))])
             await until_leased(control, 1)
             for version in (1, 2):
-                await asyncio.sleep(0.2)
                 await learn(control, version - 1)
                 await asyncio.to_thread(tell, dying, f"loaded {version}\n")
         finally:
@@ -112,7 +115,7 @@ async def test_a_worker_is_killed_in_the_middle_and_another_finishes_its_group_t
             dying.wait()
         await until_leased(control, 0)
         saved = (await control.stats()).tokens_buffered
-        loop = await make_loop(second, version=2)
+        loop, _ = await make_loop(second, version=2, token_delay_s=0.001)
         run = asyncio.create_task(loop.run())
         plan = await asyncio.wait_for(control.plan(2), 30)
         [group] = await control.fetch([7])

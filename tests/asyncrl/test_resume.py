@@ -6,7 +6,14 @@ from dataclasses import asdict, replace
 import pytest
 
 from asyncrl.cli.compose import compose_run
-from asyncrl.controller.resume import ResumedPrompts, RunState, begin_buffer_at, check_beginning, find_checkpoint
+from asyncrl.controller.resume import (
+    ResumedPrompts,
+    RunState,
+    begin_buffer_at,
+    check_beginning,
+    find_checkpoint,
+    learning_options,
+)
 from asyncrl.data import PromptStream
 from asyncrl.data.config import DataConfig
 from buffer.config import BufferConfig, Durability
@@ -50,6 +57,19 @@ def test_what_was_handed_out_and_not_finished_is_handed_out_again():
     assert STATE.tokens_lost == 10
     assert STATE.all_dropped() == {"resume": 10}
     assert RunState().unfinished == []
+
+
+def test_changed_options_of_learning_are_told_and_no_others(tmp_path):
+    state = replace(STATE, options=learning_options(config_of(tmp_path)))
+    again = RunState.from_dict(json.loads(json.dumps(state.to_dict())))
+    assert again.changed_options(config_of(tmp_path, "learner.num_ranks=2", "total_steps=99")) == []
+    other = config_of(tmp_path, "learner.optimizer.lr=3e-4", "algorithm.groups_per_step=16", "buffer.max_lag=5")
+    assert again.changed_options(other) == [
+        "algorithm.groups_per_step was 32, is 16",
+        "learner.optimizer.lr was 1e-06, is 0.0003",
+        "buffer.max_lag was 2, is 5",
+    ]
+    assert STATE.changed_options(other) == [], "a checkpoint without them says nothing"
 
 
 def test_a_new_run_resumes_nothing(tmp_path):

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from asyncrl.controller.learner_group import LearnerGroup
 from asyncrl.controller.run_folder import RunPaths
 from asyncrl.protocol.trajectory import TrajectoryGroup
 from asyncrl.protocol.types import FinishReason, Plan
+from asyncrl.protocol.weights import read_manifest
 from buffer import BufferConnection
 from tests.support.tiny_models import VOCABULARY, save_tiny_model
 from tests.support.trajectories import make_group
@@ -81,26 +83,45 @@ def by_value():
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
-@pytest.fixture
-def start(cluster, tmp_path):
-    """Starts a learner; at the end of the test it is stopped."""
-    save_tiny_model(tmp_path / "model")
-    started = []
+class Learners:
+    """Starts learners on one tiny model, each in a folder of its own."""
 
-    def start(*overrides: str) -> LearnerGroup:
+    def __init__(self, folder: Path) -> None:
+        self.model = save_tiny_model(folder / "model")
+        self._folder = folder
+        self._started: list[LearnerGroup] = []
+
+    def start(self, *overrides: str) -> LearnerGroup:
         config = compose_run([*PPO, *overrides])
-        config = replace(config, model=replace(config.model, path=str(tmp_path / "model")))
-        folder = tmp_path / f"run{len(started)}"
+        config = replace(config, model=replace(config.model, path=self.model))
+        folder = self._folder / f"run{len(self._started)}"
         paths = RunPaths(
-            logs=folder / "logs", snapshots=folder / "s", trajectories=None, checkpoints=folder / "checkpoints"
+            logs=folder / "logs",
+            snapshots=folder / "s",
+            samples=folder / "samples",
+            trajectories=None,
+            checkpoints=folder / "checkpoints",
         )
         paths.logs.mkdir(parents=True)
-        started.append(LearnerGroup(config, buffer=ScriptedConnection(address=""), paths=paths))
-        return started[-1]
+        self._started.append(LearnerGroup(config, buffer=ScriptedConnection(address=""), paths=paths))
+        return self._started[-1]
 
-    yield start
-    for learner in started:
-        asyncio.run(learner.stop(10))
+    def stop(self) -> None:
+        for learner in self._started:
+            asyncio.run(learner.stop(10))
+
+
+@pytest.fixture
+def learners(cluster, tmp_path):
+    """Stopped at the end of the test."""
+    learners = Learners(tmp_path)
+    yield learners
+    learners.stop()
+
+
+@pytest.fixture
+def start(learners):
+    return learners.start
 
 
 def plan_of(version: int) -> Plan:
@@ -119,8 +140,8 @@ async def run_steps(
     metrics = []
     for update, weights, critic in queued:
         metrics.append({**await update, **await critic})
-        snapshot = await weights
-    return metrics, load_file(f"{snapshot.path}/model.safetensors")
+        offer = await weights
+    return metrics, load_file(f"{read_manifest(offer).directory}/model.safetensors")
 
 
 def pids(learner: LearnerGroup) -> dict[str, int]:
@@ -137,17 +158,51 @@ def assert_same(got: tuple, want: tuple) -> None:
         torch.testing.assert_close(got[1][name], value, atol=3e-5, rtol=0, msg=name)
 
 
-def test_fused_roles_share_a_process_and_compute_what_separate_pools_do(start) -> None:
-    fused = start()
-    want = asyncio.run(asyncio.wait_for(run_steps(fused), DEADLINE_S))
-    assert len(set(pids(fused).values())) == 1
-    assert set(pids(fused)) == {"actor", "critic", "ref"}
-    asyncio.run(fused.stop(10))
+async def next_step(learner: LearnerGroup) -> dict[str, float]:
+    plan = plan_of(2)
+    update, critic = learner.update(plan), learner.update_critic(plan)
+    return {**await update, **await critic}
+
+
+async def fail(learner: LearnerGroup) -> None:
+    plan = Plan(version=7, groups=[group(1).summary])  # the shares name a sample that the group does not have
+    batches = learner._shares(plan, "critic")
+    strange = replace(batches[0].shares[0], samples=(5,), rewards=np.zeros(1))
+    learner._batches[1]["learner"] = [replace(batch, shares=(strange,)) for batch in batches]
+    await learner.update(plan)
+
+
+@pytest.fixture(scope="module")
+def fused(cluster, tmp_path_factory):
+    """What a learner does whose roles share one process: two steps, a checkpoint, a third step, and one that fails."""
+    learners = Learners(tmp_path_factory.mktemp("fused"))
+    learner = learners.start()
+
+    async def act() -> SimpleNamespace:
+        steps = await run_steps(learner)
+        await learner.save(2, {"prompts": 8}, wait=True)
+        return SimpleNamespace(
+            steps=steps,
+            checkpoint=learner._checkpoints / "v00000002",
+            third_step=await next_step(learner),
+            pids=await asyncio.to_thread(pids, learner),
+            failure=(await asyncio.gather(fail(learner), return_exceptions=True))[0],
+        )
+
+    try:
+        return asyncio.run(asyncio.wait_for(act(), DEADLINE_S))
+    finally:
+        learners.stop()
+
+
+def test_fused_roles_share_a_process_and_compute_what_separate_pools_do(fused, start) -> None:
+    assert len(set(fused.pids.values())) == 1
+    assert set(fused.pids) == {"actor", "critic", "ref"}
     apart = start("placement.pools={values:2,frozen:1}", "placement.critic=values", "placement.reference=frozen")
     got = asyncio.run(asyncio.wait_for(run_steps(apart), DEADLINE_S))
     assert len(set(pids(apart).values())) == 3
-    assert_same(got, want)
-    first, second = want[0]
+    assert_same(got, fused.steps)
+    first, second = fused.steps[0]
     assert first["reward_kl"] != 0
     assert first["critic.value_loss"] > 0
     assert first["critic.num_tokens"] == 4 * 7
@@ -155,23 +210,24 @@ def test_fused_roles_share_a_process_and_compute_what_separate_pools_do(start) -
     assert first["loss"] != pytest.approx(second["loss"], abs=1e-5)
 
 
-def test_a_role_that_fails_is_the_error_that_is_seen(start) -> None:
-    learner = start()
-
-    async def fail() -> None:
+def test_actor_and_critic_go_on_from_their_checkpoint(fused, start) -> None:
+    async def load_and_step(learner: LearnerGroup) -> dict[str, float]:
         await learner.init()
-        plan = Plan(version=7, groups=[group(1).summary])  # the shares name a sample that the group does not have
-        batches = learner._shares(plan, "critic")
-        strange = replace(batches[0].shares[0], samples=(5,), rewards=np.zeros(1))
-        learner._batches[1]["learner"] = [replace(batch, shares=(strange,)) for batch in batches]
-        await learner.update(plan)
+        assert await learner.load(fused.checkpoint) == 2
+        return await next_step(learner)
 
-    with pytest.raises(KeyError, match="5") as caught:
-        asyncio.run(asyncio.wait_for(fail(), DEADLINE_S))
-    assert any("ReferenceWorker.score" in note for note in caught.value.__notes__)
+    got = asyncio.run(asyncio.wait_for(load_and_step(start()), DEADLINE_S))
+    for name in ("loss", "grad_norm", "reward_kl", "critic.value_loss", "critic.grad_norm", "critic.lr"):
+        assert got[name] == fused.third_step[name], name
 
 
-def test_an_estimator_of_ones_own_has_a_critic_where_it_asks_for_one(start, tmp_path) -> None:
+def test_a_role_that_fails_is_the_error_that_is_seen(fused) -> None:
+    with pytest.raises(KeyError, match="5"):
+        raise fused.failure
+    assert any("ReferenceWorker.score" in note for note in fused.failure.__notes__)
+
+
+def test_an_estimator_of_ones_own_has_a_critic_which_learns_while_the_policy_warms_up(learners, tmp_path) -> None:
     path = tmp_path / "own.py"
     path.write_text(
         "from learner import TokenAdvantages, token_level\n"
@@ -183,24 +239,22 @@ def test_an_estimator_of_ones_own_has_a_critic_where_it_asks_for_one(start, tmp_
         "    return rewards\n"
     )
     only = ["algorithm.critic=true", "algorithm.kl_coef=0", "algorithm.kl_reward_coef=0"]
-    learner = start(f"algorithm.advantage={path}:baseline", *only)
-    metrics, _ = asyncio.run(asyncio.wait_for(run_steps(learner, 4), DEADLINE_S))
+    learner = learners.start(f"algorithm.advantage={path}:baseline", "learner.critic.warmup_steps=2", *only)
+    metrics, weights = asyncio.run(asyncio.wait_for(run_steps(learner, 4), DEADLINE_S))
     assert set(learner._roles.pools) == {"actor", "critic"}
     assert metrics[0]["critic.value_mean"] == pytest.approx(0.0, abs=0.5)
+    assert metrics[0]["critic.grad_norm"] > 0
     assert metrics[3]["critic.value_loss"] < 0.8 * metrics[0]["critic.value_loss"]
+    assert ["grad_norm" in step for step in metrics] == [False, False, True, True]
+    assert metrics[0]["num_tokens"] == 4 * 7
+    before = load_file(f"{learners.model}/model.safetensors")
+    after_warm_up = load_file(learner._checkpoints.parent / "s/v00000002/model.safetensors")
+    for name, value in before.items():
+        torch.testing.assert_close(after_warm_up[name], value, rtol=0, atol=0)
+    assert any((weights[name] != value).any() for name, value in before.items())
     asyncio.run(learner.stop(10))
     with pytest.raises(ValueError, match=r"critic=true needs an estimator of tokens.*own.py:outcome"):
-        asyncio.run(start(f"algorithm.advantage={path}:outcome", *only).init())
-
-
-def test_warm_up_steps_leave_the_policy_alone_and_teach_the_critic(start, tmp_path) -> None:
-    learner = start("learner.critic.warmup_steps=2")
-    metrics, weights = asyncio.run(asyncio.wait_for(run_steps(learner), DEADLINE_S))
-    for name, value in load_file(tmp_path / "model/model.safetensors").items():
-        torch.testing.assert_close(weights[name], value, rtol=0, atol=0)
-    assert metrics[0]["critic.grad_norm"] > 0
-    assert "grad_norm" not in metrics[0]
-    assert metrics[0]["num_tokens"] == 4 * 7
+        asyncio.run(learners.start(f"algorithm.advantage={path}:outcome", *only).init())
 
 
 def test_a_reward_model_scores_what_is_planned(start, tmp_path) -> None:
@@ -243,30 +297,6 @@ def test_adapters_make_the_actor_the_reference(start) -> None:
     assert set(pids(learner)) == {"actor", "critic"}
     assert metrics[0]["reference_kl"] == pytest.approx(0.0, abs=1e-6)
     assert metrics[1]["reference_kl"] > 1e-4
-
-
-def test_actor_and_critic_go_on_from_their_checkpoint(start) -> None:
-    async def save_and_step(learner: LearnerGroup) -> dict[str, float]:
-        await run_steps(learner)
-        await learner.save(2, {"prompts": 8}, wait=True)
-        plan = plan_of(2)
-        update, critic = learner.update(plan), learner.update_critic(plan)
-        return {**await update, **await critic}
-
-    async def load_and_step(learner: LearnerGroup, checkpoint: Path) -> dict[str, float]:
-        await learner.init()
-        assert await learner.load(checkpoint) == 2
-        plan = plan_of(2)
-        update, critic = learner.update(plan), learner.update_critic(plan)
-        return {**await update, **await critic}
-
-    first = start()
-    expected = asyncio.run(asyncio.wait_for(save_and_step(first), DEADLINE_S))
-    checkpoint = first._checkpoints / "v00000002"
-    asyncio.run(first.stop(10))
-    got = asyncio.run(asyncio.wait_for(load_and_step(start(), checkpoint), DEADLINE_S))
-    for name in ("loss", "grad_norm", "reward_kl", "critic.value_loss", "critic.grad_norm", "critic.lr"):
-        assert got[name] == expected[name], name
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,12 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from asyncrl.cli.compose import compose_run
-from asyncrl.cli.quickstart import with_quickstart_assets
+from asyncrl.cli.quickstart import make_assets
 from asyncrl.config import StopMetric, WarmStartConfig
 from asyncrl.sft.fine_tuning import SftEvaluation, best_of, fine_tune, read_demonstrations, should_stop
 from tests.support.ranks import run_on_ranks
 
+NUM_ROWS = 4096
 OVERRIDES = ["sft.max_steps=60", "sft.eval_every=30", "sft.eval_prompts=32", "sft.target_accuracy=1.01"]
 
 
@@ -24,7 +25,15 @@ def folder(tmp_path_factory):
 
 
 def composed(folder, *overrides):
-    return with_quickstart_assets(compose_run([f"output_dir={folder}", *OVERRIDES, *overrides]))
+    """The quickstart with a quarter of its demonstrations."""
+    assets = make_assets(f"{folder}/assets", seed=0, num_train=NUM_ROWS, num_held_out=256, num_demonstrations=NUM_ROWS)
+    files = [
+        f"model.path={assets.model}",
+        f"data.train_files=[{assets.train}]",
+        f"data.eval_files=[{assets.held_out}]",
+        f"sft.train_files=[{assets.demonstrations}]",
+    ]
+    return compose_run([f"output_dir={folder}", *OVERRIDES, *files, *overrides])
 
 
 def test_the_loss_is_on_the_response_and_its_end_only(folder):
@@ -45,8 +54,8 @@ def test_held_back_rows_are_the_last_and_are_not_trained_on(folder):
     train, validation = read_demonstrations(composed(folder, "sft.val_rows=100"), tokenizer)
     assert len(train) == len(everything) - 100
     assert validation[-1].input_ids.tolist() == everything[-1].input_ids.tolist()
-    with pytest.raises(ValueError, match=r"sft\.val_rows must be below the 16384 rows"):
-        read_demonstrations(composed(folder, "sft.val_rows=16384"), tokenizer)
+    with pytest.raises(ValueError, match=rf"sft\.val_rows must be below the {NUM_ROWS} rows"):
+        read_demonstrations(composed(folder, f"sft.val_rows={NUM_ROWS}"), tokenizer)
 
 
 async def test_fine_tuning_changes_the_policy_and_says_how_well_it_does(folder, caplog):

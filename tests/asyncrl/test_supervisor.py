@@ -10,8 +10,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from asyncrl.cli.supervisor import ORPHAN_GRACE_S
-
 PRELUDE = """
 import os, signal, subprocess, sys, time
 from asyncrl.cli import supervisor
@@ -24,11 +22,13 @@ print("status", status.status, "own" if status.own else "late" if status.late el
 """
 
 
-def start(body, before=(), after=""):
+def start(body, before=(), after="", **constants):
     script = PRELUDE.format(body=textwrap.indent(textwrap.dedent(body), "    ")) + after
-    command = [*before, sys.executable, "-c", script]
+    constants = "".join(f"supervisor.{name} = {value}\n" for name, value in constants.items())
+    command = [*before, sys.executable, "-c", script.replace("def work", f"{constants}def work", 1)]
     return subprocess.Popen(
         command,
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
         start_new_session=True,
@@ -63,14 +63,16 @@ def test_a_hangup_of_the_terminal_ends_the_work_except_under_nohup(before, statu
     run = start(
         """
         print("ready", flush=True)
-        time.sleep(1)
+        sys.stdin.readline()
         return 0
         """,
         before,
     )
     assert run.stdout.readline() == "ready\n"
     run.send_signal(signal.SIGHUP)
-    assert run.communicate(timeout=30)[0] == status
+    if not before:  # it ends by the signal alone
+        run.wait(60)
+    assert run.communicate("go on\n", timeout=60)[0] == status
 
 
 def test_orphans_of_killed_work_are_ended():
@@ -83,7 +85,7 @@ def test_orphans_of_killed_work_are_ended():
     )
     orphan = psutil.Process(int(run.stdout.readline()))
     assert run.communicate(timeout=30)[0] == "status -9 other\n"
-    psutil.wait_procs([orphan], timeout=5)
+    psutil.wait_procs([orphan], timeout=60)
     assert not orphan.is_running()
 
 
@@ -97,10 +99,9 @@ def test_work_is_told_to_stop_when_its_parent_is_killed(before):
         before,
     )
     worker = psutil.Process(int(run.stdout.readline()))
-    began_s = time.monotonic()
     run.kill()
-    gone, _ = psutil.wait_procs([worker], timeout=10)
-    assert gone, f"still there after {time.monotonic() - began_s:.1f} s"
+    gone, _ = psutil.wait_procs([worker], timeout=60)
+    assert gone
 
 
 def test_work_that_does_not_stop_in_time_is_killed():
@@ -114,7 +115,7 @@ def test_work_that_does_not_stop_in_time_is_killed():
     )
     assert run.stdout.readline() == "ready\n"
     run.send_signal(signal.SIGTERM)
-    assert run.communicate(timeout=10)[0] == "status -9 late\n"
+    assert run.communicate(timeout=60)[0] == "status -9 late\n"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -158,8 +159,8 @@ def test_semaphores_of_killed_work_are_cleaned_up():
     assert not [name for name in semaphores if Path("/dev/shm", name).exists()]
 
 
-@pytest.mark.parametrize(("ignored", "is_last"), [(signal.SIGUSR2, False), (signal.SIGINT, True)])
-def test_what_ignores_interrupts_is_killed_last_whatever_its_name(ignored, is_last):
+@pytest.mark.parametrize(("ignored", "grace_s", "is_last"), [(signal.SIGUSR2, 60, False), (signal.SIGINT, 1, True)])
+def test_what_ignores_interrupts_is_killed_last_whatever_its_name(ignored, grace_s, is_last):
     orphan = (
         f"import signal; signal.signal(signal.{ignored.name}, signal.SIG_IGN); print('up', flush=True); signal.pause()"
     )
@@ -171,12 +172,13 @@ def test_what_ignores_interrupts_is_killed_last_whatever_its_name(ignored, is_la
         orphan.stdout.readline()
         print("ready", flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
-        """
+        """,
+        ORPHAN_GRACE_S=grace_s,
     )
     assert run.stdout.readline() == "ready\n"
     began_s = time.monotonic()
-    assert run.communicate(timeout=30)[0] == "status -9 other\n"
-    assert (time.monotonic() - began_s > ORPHAN_GRACE_S) == is_last
+    assert run.communicate(timeout=90)[0] == "status -9 other\n"
+    assert (time.monotonic() - began_s > grace_s) == is_last
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -15,6 +15,7 @@ import pytest
 from asyncrl.protocol.errors import ReplayBufferError
 from asyncrl.protocol.types import Lease
 from buffer import BufferClient, BufferConfig, BufferProcess, Durability, journal, service
+from buffer.commands import Command, LeaseGroups
 from buffer.journal import AppendOnlyFile, Journal
 from tests.support.buffer_groups import prompt, rollout, running
 
@@ -203,7 +204,7 @@ async def test_a_full_disk_is_an_error_and_nothing_is_acknowledged_that_is_not_s
 
 def test_a_file_that_is_no_journal_is_refused_by_its_path(tmp_path: Path):
     (tmp_path / "journal.1.log").write_text("something else, and long enough to be looked at" * 100)
-    with pytest.raises(ValueError, match=r"journal\.1\.log is not a journal of format 4: it begins with b'something"):
+    with pytest.raises(ValueError, match=r"journal\.1\.log is not a journal of format 5: it begins with b'something"):
         Journal(tmp_path / "journal")
 
 
@@ -235,6 +236,8 @@ async def test_a_journal_of_other_options_or_of_another_run_is_refused_by_name(t
         await run.client().enqueue([prompt(0)])
     with pytest.raises(ValueError, match=message):
         running(**{**options, **changed})
+    async with running(**options) as run:
+        assert (await run.client().stats()).groups["queued"] == 1
 
 
 async def test_a_batch_that_was_answered_is_the_same_after_a_restart(tmp_path: Path):
@@ -248,6 +251,22 @@ async def test_a_batch_that_was_answered_is_the_same_after_a_restart(tmp_path: P
         assert [group.group_id for group in before.groups] == [3, 2]
     async with running(**options) as run:
         assert await run.client().plan(0) == before
+
+
+async def test_a_put_that_comes_again_with_other_frames_changes_nothing_after_a_restart_either(tmp_path: Path):
+    options = {"durability": Durability.disk, "directory": str(tmp_path)}
+    async with running(**options) as run:
+        client = run.client()
+        await client.enqueue([prompt(0)])
+        [lease] = await client.lease(0, 1)
+        first = rollout(lease, num_tokens=4)
+        await client.put(first)
+        num_bytes = size_of_files(tmp_path)
+        await client.put(rollout(lease, num_tokens=4000))
+        assert size_of_files(tmp_path) < num_bytes + 1000
+    async with running(**options) as run:
+        [fetched] = await run.client().fetch([0])
+        assert fetched.summary == first.summary
 
 
 async def test_prompts_of_filtered_groups_do_not_come_back_with_a_restart(tmp_path: Path):
@@ -315,7 +334,7 @@ async def outcomes_of_cut_files(tmp_path: Path) -> tuple[set[int], set[int]]:
         for lease in await client.lease(0, 6):
             await client.put(rollout(lease))
         await client.plan(0)
-    files = {path.name: path.read_bytes() for path in before.iterdir()}
+    files = {path.name: path.read_bytes() for path in before.iterdir() if path.suffix != ".lock"}
     num_stored, num_lost = set(), set()
     for name, part in product(files, range(13)):
         after = tmp_path / f"{name} {part}"
@@ -447,3 +466,153 @@ def test_a_reference_to_frames_that_were_lost_never_finds_others(tmp_path: Path)
     third = Journal(tmp_path / "journal")
     assert third.recover().frames == {"payload": {2: [b"others"]}}
     third.close()
+
+
+def test_a_second_server_on_the_same_folder_is_refused_and_a_third_may_follow_the_first(tmp_path: Path):
+    first = Journal(tmp_path / "journal")
+    with pytest.raises(ReplayBufferError, match=r"journal is held by another server; end it, or give this run another"):
+        Journal(tmp_path / "journal")
+    first.close()
+    Journal(tmp_path / "journal").close()
+
+
+def compact(journal_of_run: Journal) -> None:
+    """Compact a journal and wait until its old files are gone, or stay."""
+
+    async def compact_and_wait() -> None:
+        written = asyncio.Event()
+        journal_of_run.on_written = written.set
+        journal_of_run.compact(None, [])
+        await written.wait()
+
+    asyncio.run(compact_and_wait())
+    assert journal_of_run._retiring is not None
+    journal_of_run._retiring.join()
+
+
+def test_old_files_whose_deletion_was_cut_short_leave_with_the_next_ones(tmp_path: Path, monkeypatch):
+    def delete(file: AppendOnlyFile) -> None:
+        deleted.append(file.path.name)
+        if len(deleted) > 1:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        delete_file(file)
+
+    deleted: list[str] = []
+    delete_file = AppendOnlyFile.delete
+    monkeypatch.setattr(AppendOnlyFile, "delete", delete)
+    first = Journal(tmp_path / "journal")
+    compact(first)
+    assert len(deleted) == 2
+    first.close()  # what a kill at this moment would leave
+    monkeypatch.undo()
+    second = Journal(tmp_path / "journal")
+    compact(second)
+    second.close()
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"journal.lock", "journal.spare", "journal.3.log", "journal.3.frames"}
+
+
+def test_old_files_that_could_not_be_deleted_are_tried_again_without_a_restart(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(AppendOnlyFile, "sync", lambda file: os.close(-1))
+    only = Journal(tmp_path / "journal")
+    compact(only)
+    assert (tmp_path / "journal.1.log").exists()
+    monkeypatch.undo()
+    compact(only)
+    only.close()
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"journal.lock", "journal.spare", "journal.3.log", "journal.3.frames"}
+
+
+def test_new_files_and_their_names_are_on_the_disk_before_an_old_one_goes(tmp_path: Path, monkeypatch):
+    def fsync(descriptor: int) -> None:
+        events.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+
+    events: list[str] = []
+    delete_file = AppendOnlyFile.delete
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(AppendOnlyFile, "delete", lambda file: (events.append("deleted"), delete_file(file)))
+    only = Journal(tmp_path / "journal")
+    compact(only)
+    only.close()
+    assert events == ["journal.2.log", "journal.2.frames", tmp_path.name, "deleted", "deleted"]
+
+
+def test_a_file_that_an_earlier_journal_left_to_be_written_over_is_never_read(tmp_path: Path):
+    earlier = Journal(tmp_path / "journal")
+    compact(earlier)
+    earlier.note({("payload", 1): [b"of another run"]})
+    earlier.close()
+    left = (tmp_path / "journal.2.log").read_bytes()
+    for path in tmp_path.iterdir():
+        path.unlink()
+    (tmp_path / "journal.spare").write_bytes(left)
+    only = Journal(tmp_path / "journal")
+    compact(only)
+    only.close()
+    again = Journal(tmp_path / "journal")
+    assert again.recover().frames == {}
+    again.close()
+
+
+@pytest.mark.parametrize(("place", "is_said"), [(-20, False), (150, True)])
+def test_damage_before_the_end_of_a_file_is_said_and_a_torn_end_is_not(
+    tmp_path: Path, caplog, place: int, is_said: bool
+):
+    first = Journal(tmp_path / "journal")
+    for group_id in range(3):
+        first.note({("payload", group_id): [b"x" * 100]})
+    first.close()
+    log = tmp_path / "journal.1.log"
+    data = bytearray(log.read_bytes())
+    data[place] ^= 1
+    log.write_bytes(data)
+    second = Journal(tmp_path / "journal")
+    found = second.recover().frames.get("payload", {})
+    second.close()
+    assert len(found) == (0 if is_said else 2)
+    said = [record.getMessage() for record in caplog.records if "is damaged at byte" in record.getMessage()]
+    assert len(said) == is_said
+    assert all("journal.1.log" in line for line in said)
+
+
+async def test_leases_granted_before_the_disk_was_full_reach_their_worker(tmp_path: Path, monkeypatch):
+    def record(journal_of_run: Journal, command: Command, *rest) -> None:
+        if isinstance(command, LeaseGroups):
+            num_leased.append(1)
+            if len(num_leased) == 3:
+                raise ReplayBufferError("the disk is full")
+        record_command(journal_of_run, command, *rest)
+
+    num_leased: list[int] = []
+    record_command = Journal.record
+    monkeypatch.setattr(Journal, "record", record)
+    async with running(durability=Durability.disk, directory=str(tmp_path), max_lag=3) as run:
+        client = run.client()
+        await client.enqueue([prompt(i) for i in range(4)])
+        leases = await client.lease(0, 4)
+        assert [lease.prompt.group_id for lease in leases] == [0, 1]
+
+
+async def test_a_full_disk_is_not_asked_for_new_files_with_every_message(tmp_path: Path, monkeypatch):
+    def append(file: AppendOnlyFile, records) -> None:
+        records = list(records)
+        if records[0][0][0] == "begin":
+            attempts.append(1)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        append_records(file, records)
+
+    attempts: list[int] = []
+    append_records = AppendOnlyFile.append
+    monkeypatch.setattr(journal, "_COMPACT_BYTES", 4000)
+    async with running(durability=Durability.disk, directory=str(tmp_path), max_lag=8) as run:
+        client = run.client()
+        await client.enqueue([prompt(i) for i in range(12)])
+        monkeypatch.setattr(AppendOnlyFile, "append", append)
+        for lease in await client.lease(0, 12):
+            await client.put(rollout(lease, num_tokens=400))
+        num_attempts = len(attempts)
+        for _ in range(20):
+            await client.stats()
+        assert len(attempts) == num_attempts
+        assert 1 <= num_attempts <= 12

@@ -5,13 +5,13 @@ drawn from a seed, which is printed: ``ASYNCRL_FAULT_SEED=N`` repeats it.
 """
 
 import signal
-from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
 import psutil
 
-from tests.support.training_run import ROOT
+from tests.support.leftovers import left_in_shared_memory
+from tests.support.training_run import ROOT, RunningTraining
 
 SUPERVISOR, CONTROLLER = "supervisor", "controller"
 
@@ -29,7 +29,6 @@ class Fault:
         options: Further options of the run.
         engines: Engines that the row is about.
         end_timeout_s: How soon the run must have ended.
-        always: Engines with which the row is also run without ``-m slow``.
     """
 
     part: str
@@ -40,7 +39,6 @@ class Fault:
     options: tuple[str, ...] = ()
     engines: tuple[str, ...] = ("transformers", "sglang")
     end_timeout_s: float = 20.0
-    always: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         """For the test's name."""
@@ -73,7 +71,7 @@ FAULTS = (
     _stopped(signal.SIGINT, "waiting for learner"),
     _stopped(signal.SIGTERM, TRAINING),
     _stopped(signal.SIGINT, TRAINING),
-    _killed(SUPERVISOR, status=-signal.SIGKILL, always=("transformers",)),
+    _killed(SUPERVISOR, status=-signal.SIGKILL),
     _killed(CONTROLLER, "error: the controller died of SIGKILL"),
     _killed(
         CONTROLLER,
@@ -107,6 +105,11 @@ FAULTS = (
 )
 
 
-def listening_ports(processes: Collection[int]) -> list[int]:
-    """Ports that these processes listen on."""
-    return [c.laddr.port for c in psutil.net_connections("tcp") if c.status == "LISTEN" and c.pid in processes]
+def assert_nothing_is_left(run: RunningTraining, shared_memory: set[int]) -> None:
+    """Neither processes, nor ports, nor scratch folders, nor shared memory; ``shared_memory`` is what it mapped."""
+    assert run.survivors() == []
+    assert left_in_shared_memory(shared_memory) == []
+    assert not run.left_in_shared_memory()
+    assert [path.name for path in run.scratch.glob("asyncrl-*")] == []
+    listening = [c for c in psutil.net_connections("tcp") if c.status == "LISTEN" and c.pid in run.family]
+    assert listening == []

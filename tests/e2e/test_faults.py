@@ -1,4 +1,8 @@
-"""Every row of the table in `tests.e2e.faults`: the run ends as expected and leaves nothing behind."""
+"""Every row of the table in `tests.e2e.faults`: the run ends as expected and leaves nothing behind.
+
+Without ``-m slow``, `test_own_parts.py` kills a supervisor, `test_resume.py` interrupts a run, and the parts' own tests
+kill workers, Ray's daemons and engines.
+"""
 
 import os
 import random
@@ -6,23 +10,13 @@ import time
 
 import pytest
 
-from tests.e2e.faults import (
-    CONTROLLER,
-    FAULTS,
-    SUPERVISOR,
-    Fault,
-    listening_ports,
-)
-from tests.support.leftovers import left_in_shared_memory, shared_memory_of
+from tests.e2e.faults import CONTROLLER, FAULTS, SUPERVISOR, Fault, assert_nothing_is_left
+from tests.support.leftovers import shared_memory_of
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
 
 OPTIONS = ["sft.enabled=false", "evaluation.enabled=false", "total_steps=100000"]
-ROWS = [
-    pytest.param(fault, engine, id=f"{fault}-{engine}", marks=() if engine in fault.always else pytest.mark.slow)
-    for fault in FAULTS
-    for engine in fault.engines
-]
+ROWS = [pytest.param(fault, engine, id=f"{fault}-{engine}") for fault in FAULTS for engine in fault.engines]
 
 
 @pytest.mark.parametrize(("fault", "engine"), ROWS)
@@ -42,8 +36,4 @@ def test_a_run_ends_as_the_table_says_and_leaves_nothing(start, fault: Fault, en
         assert words in last_words
     assert "memory ran out" not in last_words or fault.part == CONTROLLER
     assert "Traceback" not in "\n".join(run.lines[-5:])
-    assert run.survivors() == []
-    assert left_in_shared_memory(shared_memory) == []
-    assert not run.left_in_shared_memory()
-    assert [path.name for path in run.scratch.glob("asyncrl-*")] == []
-    assert listening_ports(run.family) == []
+    assert_nothing_is_left(run, shared_memory)

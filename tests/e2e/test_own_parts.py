@@ -1,11 +1,15 @@
 """A run with all that a user may bring: own reward, loss and advantage, keys, store servers and a journal on disk."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
 
 import pytest
 
+from tests.e2e.faults import assert_nothing_is_left
+from tests.support.leftovers import shared_memory_of
 from tests.support.training_run import ROOT, RunningTraining
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
@@ -99,29 +103,25 @@ def test_its_logs_do_not_begin_with_what_torchvision_lacks(run):
     assert [name for name, text in logs.items() if "Failed to load image Python extension" in text] == []
 
 
-def test_a_killed_learner_rank_ends_all_of_it_with_its_name(run):
-    run.kill("ray::ActorWorker")
-    assert run.finish(20) == 1
-    last_words = "\n".join(run.lines[-30:])
-    assert "error:" in last_words
-    assert "learner" in last_words
-    assert run.survivors() == []
-    assert not run.left_in_shared_memory()
+def test_its_supervisors_death_ends_all_of_it_and_leaves_nothing(run):
+    run.remember_family()
+    shared_memory = shared_memory_of(run.family.values())
+    os.kill(run.process.pid, signal.SIGKILL)
+    assert run.finish(60) == -signal.SIGKILL
+    assert_nothing_is_left(run, shared_memory)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("override", "message"),
     [
         ("algorithm.loss=own.py:missing", "own.py has no 'missing', only"),
-        pytest.param("algorithm.advantage=absent.py:f", "there is no file", marks=pytest.mark.slow),
-        pytest.param(
-            "algorithm.loss=ppo",
-            "algorithm.loss must be one of ['cispo', 'gspo', 'ppo_clip', 'reinforce']",
-            marks=pytest.mark.slow,
-        ),
+        ("algorithm.advantage=absent.py:f", "there is no file"),
+        ("algorithm.loss=ppo", "algorithm.loss must be one of ['cispo', 'gspo', 'ppo_clip', 'reinforce']"),
     ],
 )
 def test_a_wrong_name_fails_before_any_process_starts(start, own_folder, tmp_path, override, message):
+    """`tests/asyncrl/test_train_command.py` shows it always, without a whole run."""
     run = start(override, output_dir=tmp_path / "out", cwd=own_folder)
     assert run.finish(timeout_s=120) in (1, 2)
     assert message in run.lines[-1]
@@ -129,7 +129,9 @@ def test_a_wrong_name_fails_before_any_process_starts(start, own_folder, tmp_pat
     assert "warm start" not in run.output
 
 
+@pytest.mark.slow
 def test_a_prompt_that_is_too_long_fails_before_the_warm_start(start, own_folder, tmp_path):
+    """`tests/asyncrl/test_prepare.py` shows always that it is found while prompts are read."""
     run = start("data.max_prompt_tokens=6", output_dir=tmp_path / "out", cwd=own_folder)
     assert run.finish(timeout_s=120) == 1
     assert "data.max_prompt_tokens = 6" in run.lines[-1] + run.output

@@ -2,6 +2,7 @@
 
 import json
 import signal
+import time
 
 import pyarrow.parquet as pq
 import pytest
@@ -19,6 +20,8 @@ OPTIONS = [
     "algorithm.groups_per_step=8",
     "checkpoint.every_steps=4",
     "record_trajectories=true",
+    "evaluation.every_steps=3",
+    "rollout_fleet.samples.every_steps=2",
 ]
 
 
@@ -38,18 +41,25 @@ def check_what_is_kept(run):
     AutoTokenizer.from_pretrained(run.run_dir / "policy")
 
 
+def saved_version(run_dir):
+    newest = newest_checkpoint(run_dir / "checkpoints")
+    return read_progress(newest).version if newest else 0
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)])
 def test_a_run_goes_on_where_the_newest_checkpoint_of_an_ended_one_stands(start, tmp_path, number):
     ended = start(*OPTIONS, "total_steps=100000")
     ended.wait_for_line("step 1/")
-    ended.wait_for_line("step ")  # lines come seconds apart: some checkpoints are written by now
+    while saved_version(ended.run_dir) < 12:  # the third checkpoint
+        assert ended.process.poll() is None
+        time.sleep(0.05)
     ended.remember_family()
     if number is signal.SIGKILL:
         ended.kill("ray::ActorWorker")
         ended.finish(60)
     else:
         ended.signal(number)
-        assert ended.finish(15) == 130
+        assert ended.finish(60) == 130
         assert f"stopped by {number.name}" in ended.lines[-1]
     assert ended.survivors() == []
     assert not ended.left_in_shared_memory()
@@ -72,6 +82,15 @@ def test_a_run_goes_on_where_the_newest_checkpoint_of_an_ended_one_stands(start,
     assert max(ids) < len(ids) + 8 * 4  # and nothing left out: what is missing was in flight at the end
     summary = json.loads((second_dir / "summary.json").read_text())
     assert summary["policy_version"] == progress.version + 6
+    evaluations = [json.loads(line) for line in (second_dir / "evaluations.jsonl").read_text().splitlines()]
+    versions = [evaluation["policy_version"] for evaluation in evaluations]
+    assert versions == sorted(set(versions))
+    assert (versions[0], versions[-1]) == (progress.version, progress.version + 6)
+    assert len(versions) >= 3, "one between"
+    kept = {file.name.split("-rollout")[0] for file in (second_dir / "samples").iterdir()}
+    assert {f"{kind}-v{version:08d}" for kind in ("sampled", "greedy") for version in versions} <= kept
+    assert any(name.startswith("train-") for name in kept)
+    assert "train sample of group" in resumed.output
     tokens = summary["tokens"]
     assert tokens["generated"] == sum(tokens[name] for name in ("trained", "dropped", "buffered", "in_flight"))
     assert tokens["trained"] > progress.run["tokens_trained"]

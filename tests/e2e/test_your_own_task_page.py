@@ -37,11 +37,15 @@ def test_every_command_of_the_page_works_in_an_empty_folder(tmp_path):
         ["python", "make_task.py"],
         ["asyncrl", "sft"],
         ["asyncrl", "train"],
+        ["asyncrl", "samples"],
     ]
+    outputs = []
     for command in commands:
         done = subprocess.run(
             command, shell=True, cwd=tmp_path / "my_task", env=environment, capture_output=True, text=True, timeout=600
         )
         assert done.returncode == 0, done.stdout + done.stderr
-    before, after = re.search(r"held out, sampled +([\d.]+) -> ([\d.]+)", done.stdout).groups()
+        outputs.append(done.stdout)
+    before, after = re.search(r"held out, sampled +([\d.]+) -> ([\d.]+)", outputs[2]).groups()
     assert float(after) > float(before) + 0.1
+    assert outputs[3].count("── ") == 5

@@ -1,5 +1,6 @@
 """Model families on every mesh against transformers' own forward and a loop written out here."""
 
+import functools
 import os
 from typing import Any
 
@@ -18,6 +19,7 @@ from tests.support.tiny_models import FAMILIES, TRAINED_FAMILIES, plain_log_prob
 TEMPERATURE, CLIP, LR, EPS, DECAY, MAX_NORM = 0.7, 0.2, 1e-3, 1e-4, 0.1, 0.5
 
 
+@functools.cache
 def plain_loop(model_path: str) -> tuple[list[np.ndarray], float, dict[str, np.ndarray]]:
     """Log-probs before, and gradient norm and weights after one PPO update by AdamW."""
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32, attn_implementation="eager")

@@ -100,16 +100,23 @@ def test_two_ranks_equal_one_process_also_when_one_has_nothing_to_train_on(model
     assert moved.max() > 1e-3  # two updates at this rate move weights a hundred times further than the tolerance
 
 
-def test_four_ranks_equal_one_process_also_with_copies_and_fewer_kv_heads_than_ranks(model_path: str) -> None:
+def test_four_ranks_equal_one_process_also_with_copies_few_kv_heads_and_empty_ranks(
+    model_path: str,
+) -> None:
     alone = train(model_path, config(1, max_tokens=10_000), 16)
     meshes = [
         (config(4, sp_size=2), 16),
         (replace(config(4, sp_size=4), activation_checkpointing=True), 16),
         (replace(config(4), fsdp_size=2), 16),
         (replace(config(4, sp_size=2), fsdp_size=2, offload_policy=True), 16),
+        (config(4), 3),  # more ranks than sequences leave some empty
     ]
-    for outcome in run_on_ranks(4, on_each_mesh, model_path, meshes, timeout_s=200.0)[0]:
+    results = run_on_ranks(4, on_each_mesh, model_path, meshes, timeout_s=200.0)
+    *outcomes, few = results[0]
+    for outcome in outcomes:
         assert_same(outcome, alone)
+    assert_same(few, train(model_path, config(1), 3))
+    assert min(result[-1][0][2] for result in results) == 0
 
 
 def plan_of(groups: list[TrajectoryGroup]) -> Plan:
@@ -164,13 +171,6 @@ def test_four_updates_a_step_do_not_depend_on_the_ranks(model_path: str) -> None
         for name, value in weights.items():
             np.testing.assert_allclose(got_weights[name], value, atol=3e-5, err_msg=name)
     assert np.abs(weights["model.embed_tokens.weight"] - start_weights(model_path)).max() > 1e-3
-
-
-def test_more_ranks_than_sequences_leave_some_empty(model_path: str) -> None:
-    alone = train(model_path, config(1), 3)
-    results = run_on_ranks(4, on_each_mesh, model_path, [(config(4), 3)])
-    assert_same(results[0][0], alone)
-    assert min(result[0][0][2] for result in results) == 0
 
 
 def start_weights(model_path: str) -> np.ndarray:

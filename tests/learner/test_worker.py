@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from asyncrl.protocol.errors import StalenessError
 from asyncrl.protocol.trajectory import TrajectoryGroup
 from asyncrl.protocol.types import FinishReason
+from asyncrl.protocol.weights import read_manifest
 from learner.config import AlgorithmConfig, Device, LearnerConfig, OptimizerConfig
 from learner.types import GroupShare, RankBatch
 from learner.verl_api import ActorWorker
@@ -81,7 +82,8 @@ def one_step(directory: str, num_ranks: int) -> tuple[dict[str, float], str]:
     shards = [batch([1, 2])] if num_ranks == 1 else [batch([2]), batch([1])]
     (parts,), _ = PER_DP_RANK["dispatch_fn"](SimpleNamespace(world_size=num_ranks), shards)
     metrics = worker.step(parts[int(os.environ["RANK"])])
-    return metrics, worker.publish_weights(8).path
+    offer = worker.publish_weights(8)
+    return metrics, "" if offer is None else read_manifest(offer).directory
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +133,7 @@ def test_a_saved_policy_is_the_published_one(directory: str, tmp_path: Path) -> 
     worker.step(batch([1, 2]))
     worker.save_policy(str(tmp_path / "policy"))
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "policy").state_dict()
-    published = AutoModelForCausalLM.from_pretrained(worker.publish_weights(8).path).state_dict()
+    published = AutoModelForCausalLM.from_pretrained(read_manifest(worker.publish_weights(8)).directory).state_dict()
     original = AutoModelForCausalLM.from_pretrained(f"{directory}/model").state_dict()
     assert all(torch.equal(saved[name], value) for name, value in published.items())
     assert not torch.equal(saved["lm_head.weight"], original["lm_head.weight"])
@@ -156,7 +158,7 @@ def test_modes_hand_the_devices_over_and_take_them_back(directory: str) -> None:
     worker.step(batch([1]))
     snapshot = worker.rollout_mode(8)
     assert (worker._actor_model_offloaded, worker._actor_optimizer_offloaded) == (True, True)
-    assert "model.embed_tokens.weight" in load_file(f"{snapshot.path}/model.safetensors")
+    assert "model.embed_tokens.weight" in load_file(f"{read_manifest(snapshot).directory}/model.safetensors")
     worker.trainer_mode()
     assert (worker._actor_model_offloaded, worker._actor_optimizer_offloaded) == (False, False)
     metrics = worker.step(batch([2]))

@@ -77,4 +77,5 @@ def test_a_trajectory_lays_the_samples_end_to_end():
         [False, False, True, True, True],
     ]
     assert [group.is_truncated(branch) for branch in group.branches] == [False, True]
+    assert group.summary.num_truncated == 1
     assert (group.summary.oldest_version, group.summary.newest_version, group.summary.num_tokens) == (4, 5, 5)

@@ -96,7 +96,9 @@ def test_the_greedy_baseline_is_the_last_sample_and_in_no_account():
     assert group.take(greedy.id, written(2, 1, FinishReason.stop, token=8)) == 0
     assert group.num_tokens == 6
     rewards = np.array([0.0, 1.0, 1.0], dtype=np.float32)
-    record = to_trajectory_group(LEASE, group.samples, rewards, num_baselines=group.num_baselines)
+    parts = {"format": np.array([0.25, 0.5, 1.0], dtype=np.float32)}
+    record = to_trajectory_group(LEASE, group.samples, rewards, parts=parts, num_baselines=group.num_baselines)
+    assert record.summary.metrics == (("reward.format", 0.375),)
     assert record.is_baseline.tolist() == [False, False, True]
     assert record.summary.num_tokens == 6
     assert record.summary.rewards == (0.0, 1.0, 1.0)

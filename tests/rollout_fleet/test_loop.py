@@ -1,19 +1,22 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from functools import partial
 
 import pytest
 
 from asyncrl.protocol.errors import DeadlineError, EngineError, ReplayBufferError, RewardError, WorkerDiedError
-from asyncrl.protocol.types import WeightSnapshot
 from rollout_fleet import loop as loop_module
 from rollout_fleet.config import RolloutFleetConfig
 from rollout_fleet.engines.scripted import ScriptedAnswer, ScriptedEngine
 from rollout_fleet.loop import RolloutLoop
-from rollout_fleet.rewards import REWARDS, RewardProcesses
+from rollout_fleet.metrics import FleetMeter
+from rollout_fleet.rewards import REWARDS, WeightedRewards
+from tests.support.offers import bare_offer
 from tests.support.rollout import WRITTEN, digits, running_loop, update, writes
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("virtual_time")]
 
 
 async def test_every_leased_group_is_generated_scored_and_stored(make_buffer):
@@ -45,7 +48,7 @@ async def test_groups_are_leased_at_the_version_of_the_engine_as_soon_as_it_chan
         await buffer.commit()
         await asyncio.sleep(0.05)
         assert len(buffer.groups) == 4, "the engine still serves version 0, which the rule no longer admits"
-        await loop.load_weights(WeightSnapshot(version=1, path=""))
+        await loop.load_weights(bare_offer(1))
         await buffer.stored(8)
     assert [group.summary.oldest_version for group in buffer.groups] == [0] * 4 + [1] * 4
 
@@ -235,14 +238,14 @@ async def test_renewals_that_keep_failing_end_the_run(make_buffer, monkeypatch):
             await asyncio.wait_for(run, 5)
 
 
-async def test_time_is_busy_or_waiting_but_never_both(make_buffer):
+async def test_time_is_busy_or_waiting_but_never_both(make_buffer, monkeypatch):
+    monkeypatch.setattr("rollout_fleet.loop.FleetMeter", partial(FleetMeter, time.monotonic))
     buffer = make_buffer(2, groups_per_step=2, max_lag=0)
     async with running_loop(buffer, writes(10)) as (loop, _, _):
         await buffer.stored(2)
         await asyncio.sleep(0.1)
         counters = loop.counters()
-    assert 0.1 <= counters.busy_s < 0.25
-    assert 0.1 <= counters.wait_s < 0.25
+    assert (counters.busy_s, counters.wait_s) == (pytest.approx(0.1), pytest.approx(0.1))
 
 
 async def test_a_released_device_runs_nothing_and_a_load_takes_it_back(make_buffer):
@@ -256,10 +259,10 @@ async def test_a_released_device_runs_nothing_and_a_load_takes_it_back(make_buff
         stored, asked = len(buffer.groups), len(buffer.leases_asked)
         await asyncio.sleep(0.05)
         assert (len(buffer.groups), len(buffer.leases_asked)) == (stored, asked)
-        await loop.load_weights(WeightSnapshot(version=0, path=""))
+        await loop.load_weights(bare_offer(0))
         await buffer.stored(20)
         for _ in range(3):  # at once after a load: before anything was asked for
-            await loop.load_weights(WeightSnapshot(version=0, path=""))
+            await loop.load_weights(bare_offer(0))
             await loop.release_device()
         assert engine.released
 
@@ -293,7 +296,7 @@ async def test_leases_granted_at_the_very_moment_of_a_stop_are_given_back(make_b
         RolloutFleetConfig(groups_in_flight=2),
         engine=engine,
         buffer=buffer,
-        rewards=RewardProcesses("exact_match", num_processes=1, timeout_s=5.0),
+        rewards=WeightedRewards(RolloutFleetConfig()),
         decode=digits,
         samples_per_prompt=2,
     )

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 from asyncrl.protocol.errors import EngineError, StoreFull
-from asyncrl.protocol.types import FinishReason, WeightSnapshot
+from asyncrl.protocol.types import FinishReason
 from rollout_fleet.config import SaveProgress
+from tests.support.offers import bare_offer
 from tests.support.rollout import running_loop, update, writes
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("virtual_time")]
 
 
 def writes_long_for_the_first_prompt(request, version):
@@ -78,7 +79,7 @@ async def test_a_stop_or_a_revocation_while_weights_are_loaded_gives_cut_groups_
     async with running_loop(buffer, writes(60), save_progress=SaveProgress.at_updates) as (loop, engine, run):
         await asyncio.sleep(0.1)
         engine.load_delay_s = 2.0
-        loading = asyncio.create_task(loop.load_weights(WeightSnapshot(version=1, path="")))
+        loading = asyncio.create_task(loop.load_weights(bare_offer(1)))
         await asyncio.sleep(0.1)
         await buffer.revoke(1)
         await asyncio.sleep(0.02)
@@ -105,7 +106,7 @@ async def test_an_abort_that_the_engine_ignored_is_repeated_until_the_group_is_c
 
         monkeypatch.setattr(engine, "abort", ignore_once)
         await asyncio.sleep(0.1)
-        await asyncio.wait_for(loop.load_weights(WeightSnapshot(version=1, path="")), 10)
+        await asyncio.wait_for(loop.load_weights(bare_offer(1)), 10)
         assert len(asked) == 2
         assert loop.counters().tokens_generated > 0
 
@@ -147,7 +148,7 @@ async def test_after_a_failed_update_nothing_is_continued_and_what_was_cut_off_i
         await asyncio.sleep(0.1)
         engine.load_error = "other weights"
         with pytest.raises(EngineError, match="other weights"):
-            await loop.load_weights(WeightSnapshot(version=1, path=""))
+            await loop.load_weights(bare_offer(1))
         with pytest.raises(EngineError, match="other weights"):
             await run
         num_asked = len(engine.requests)

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import json
 
 import numpy as np
 import pytest
 
 from asyncrl.protocol.errors import DeadlineError, EngineError
-from asyncrl.protocol.types import FinishReason, WeightSnapshot
+from asyncrl.protocol.types import FinishReason
 from rollout_fleet.config import EngineDevice, RolloutFleetConfig, SamplingConfig, SGLangConfig
 from rollout_fleet.engines.engine import SampleRequest
 from rollout_fleet.engines.sglang import SGLangEngine, _StreamedSample
+from rollout_fleet.engines.sglang_server import report_path
+from tests.support.offers import bare_offer
 
-pytestmark = pytest.mark.timeout(30)
+pytestmark = [pytest.mark.timeout(30), pytest.mark.usefixtures("virtual_time")]
+LOAD = ["/begin_weight_update", "/update_weights_from_tensor", "/end_weight_update", "/update_weight_version"]
 
 
 class RecordedServer:
@@ -21,12 +25,13 @@ class RecordedServer:
 
     name = "sglang-0"
     url = "http://127.0.0.1:1"
-    dtype = "float32"
     saves_memory = True
+    tp_size = 2
 
-    def __init__(self):
+    def __init__(self, folder):
+        self.weight_order = folder / "weights.json"
+        self.reports = [{"num_values": 3}, {"num_values": 3}]
         self.calls = []
-        self.version = "0"
         self.refused = ""
         self.answers = asyncio.Event()
         self.answers.set()
@@ -51,9 +56,11 @@ class RecordedServer:
         await self.answers.wait()
         if path == self.refused:
             raise EngineError(f"{path} was refused")
-        if path == "/update_weights_from_disk":
-            self.version = body["weight_version"]
-        return {"weight_version": self.version}
+        if path == "/update_weights_from_tensor":
+            order = json.loads(self.weight_order.read_text())["order"]
+            for rank, report in enumerate(self.reports):
+                report_path(self.weight_order, rank).write_text(json.dumps({"order": order, **report}))
+        return {}
 
     async def stream(self, path, body):
         self.calls.append((path, body))
@@ -68,8 +75,8 @@ class RecordedServer:
 
 
 @pytest.fixture
-async def server():
-    return RecordedServer()
+async def server(tmp_path):
+    return RecordedServer(tmp_path)
 
 
 @pytest.fixture
@@ -100,40 +107,58 @@ async def answers_of(engine, num_requests):
     return [answer async for answer in engine.generate(requests)]
 
 
-async def test_a_version_may_be_named_only_after_it_was_verified(engine, server):
-    server.refused = "/model_info"
-    with pytest.raises(EngineError, match="/model_info was refused"):
-        await engine.load_weights(WeightSnapshot(version=1, path="/v1"))
+@pytest.mark.parametrize(
+    ("reports", "message"),
+    [
+        ([{"num_values": 3}, {"error": "one bit differs"}], "rank 1 did not load .*manifest.json. one bit differs"),
+        ([{"num_values": 3}], "rank 1 did not report on .*manifest.json"),
+        ([{"num_values": 3}, {"order": "older", "num_values": 3}], "rank 1 did not load .*; its last load is older"),
+    ],
+)
+async def test_a_version_may_be_named_only_after_every_rank_has_verified_it(engine, server, reports, message):
+    server.reports = reports
+    with pytest.raises(EngineError, match=message):
+        await engine.load_weights(bare_offer(1))
     assert (engine.version, engine._verified) == (0, {0})
-    assert server.paths == ["/pause_generation", "/update_weights_from_disk", "/model_info"], "it is never continued"
+    assert server.paths == ["/pause_generation", *LOAD[:2]], "it is never continued"
+
+
+@pytest.mark.parametrize("refused", ["/pause_generation", *LOAD, "/continue_generation"])
+async def test_a_refusal_at_any_step_of_a_load_fails_the_engine(engine, server, refused):
+    server.refused = refused
+    with pytest.raises(EngineError, match=f"{refused} was refused"):
+        await engine.load_weights(bare_offer(1))
+    with pytest.raises(EngineError, match=f"{refused} was refused"):
+        await answers_of(engine, 1)
+    assert server.paths[-1] == refused
 
 
 async def test_a_load_pauses_updates_verifies_and_continues(engine, server):
-    await engine.load_weights(WeightSnapshot(version=1, path="/v1"))
+    await engine.load_weights(bare_offer(1))
     assert (engine.version, engine._verified) == (1, {0, 1})
     assert server.paths == [
         "/pause_generation",
-        "/update_weights_from_disk",
-        "/model_info",
+        *LOAD,
         "/continue_generation",
     ]
-    assert server.calls[1][1]["flush_cache"]
+    load = dict(server.calls)["/update_weights_from_tensor"]
+    assert (load["flush_cache"], len(load["serialized_named_tensors"])) == (True, 2)
 
 
 async def test_after_a_release_the_weights_come_back_before_the_kv_cache(engine, server):
     await engine.release_memory()
     server.calls.clear()
-    await engine.load_weights(WeightSnapshot(version=1, path="/v1"))
+    await engine.load_weights(bare_offer(1))
     assert server.paths == [
         "/pause_generation",
         "/resume_memory_occupation",
-        "/update_weights_from_disk",
-        "/model_info",
+        *LOAD[:3],
         "/resume_memory_occupation",
+        LOAD[3],
         "/continue_generation",
     ]
     assert server.calls[1][1] == {"tags": ["weights"]}
-    assert "kv_cache" in server.calls[4][1]["tags"]
+    assert "kv_cache" in server.calls[5][1]["tags"]
 
 
 async def test_aborting_everything_is_one_call(engine, server):
@@ -164,10 +189,10 @@ async def test_a_server_that_hangs_during_a_load_is_reported_with_the_deadline_o
     running = asyncio.create_task(answers_of(engine, 5))
     await asyncio.sleep(0)
     server.answers.clear()
-    loading = asyncio.create_task(engine.load_weights(WeightSnapshot(version=1, path="/v1")))
+    loading = asyncio.create_task(engine.load_weights(bare_offer(1)))
     await asyncio.sleep(0)
     aborting = asyncio.create_task(engine.abort(["7-0-1"]))
-    want = "sglang-0 did not load policy version 1 from /v1 within rollout_fleet.load_timeout_s = 0.3 s. Last lines of"
+    want = "did not load policy version 1 from .*manifest.json within rollout_fleet.load_timeout_s = 0.3 s. Last lines"
     for failed in (aborting, loading, running, engine.wait_failed()):
         with pytest.raises(DeadlineError, match=want):
             await asyncio.wait_for(failed, 5)
@@ -196,7 +221,7 @@ async def test_samples_travel_in_requests_of_the_configured_size(engine, server)
 
 async def test_a_load_that_is_cancelled_leaves_an_engine_that_has_failed(engine, server):
     server.answers.clear()
-    loading = asyncio.create_task(engine.load_weights(WeightSnapshot(version=1, path="/v1")))
+    loading = asyncio.create_task(engine.load_weights(bare_offer(1)))
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     loading.cancel()
@@ -231,7 +256,7 @@ async def test_a_server_without_a_memory_saver_stands_still_and_says_once_that_i
 ):
     server.saves_memory = False
     await engine.release_memory()
-    await engine.load_weights(WeightSnapshot(version=1, path="/v1"))
+    await engine.load_weights(bare_offer(1))
     await engine.release_memory()
     assert not [path for path in server.paths if "memory_occupation" in path]
     assert caplog.text.count("it has no memory saver and keeps its memory") == 1
@@ -297,16 +322,6 @@ async def test_nothing_is_answered_after_the_engine_has_failed(engine, server):
     ready.set()
     with pytest.raises(EngineError, match="it holds other weights"):
         await running
-
-
-async def test_a_server_that_reports_another_version_than_it_loaded_has_failed(engine, server):
-    async def call(method, path, body=None):
-        return {"weight_version": "7"}
-
-    server.call = call
-    with pytest.raises(EngineError, match="reports weight version '7' after loading 1"):
-        await engine.load_weights(WeightSnapshot(version=1, path="/v1"))
-    assert engine.version == 0
 
 
 def test_chunks_are_put_together_with_the_versions_of_the_last():

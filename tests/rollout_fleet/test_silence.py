@@ -9,7 +9,7 @@ import pytest
 from asyncrl.protocol.errors import DeadlineError, EngineError
 from rollout_fleet.engines.engine import SilenceWatch
 
-pytestmark = pytest.mark.timeout(30)
+pytestmark = [pytest.mark.timeout(30), pytest.mark.usefixtures("virtual_time")]
 
 
 async def answers() -> None:

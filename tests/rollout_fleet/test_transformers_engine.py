@@ -12,12 +12,20 @@ import numpy as np
 import pytest
 import torch
 
-from asyncrl.protocol.errors import DeadlineError, EngineError, WorkerDiedError
-from asyncrl.protocol.types import FinishReason, WeightSnapshot
+from asyncrl.protocol.errors import DeadlineError, EngineError, WeightsError, WorkerDiedError
+from asyncrl.protocol.types import FinishReason
 from rollout_fleet.config import EngineDevice, RolloutFleetConfig, TransformersConfig
 from rollout_fleet.engines.transformers import TransformersEngine
 from rollout_fleet.engines.transformers_model import StepRecorder
-from tests.support.engine_probes import answer, assert_continues, forward_logprobs, publish_weights, requests_of
+from tests.support.engine_probes import (
+    answer,
+    assert_continues,
+    folder_of,
+    forward_logprobs,
+    publish_weights,
+    requests_of,
+)
+from tests.support.offers import bare_offer
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -59,13 +67,13 @@ async def test_logprobs_equal_a_forward_pass_under_the_sampling_temperature(star
 async def test_after_a_load_tokens_carry_the_new_version_and_its_logprobs(start, publish):
     engine = await start()
     for version, scale in ((1, 1.3), (2, 0.7)):
-        snapshot = publish(version, scale)
-        await engine.load_weights(snapshot)
+        offer = publish(version, scale)
+        await engine.load_weights(offer)
         assert engine.version == version
         requests = requests_of(1)
         for request, sample in zip(requests, await answer(engine, requests), strict=True):
             assert set(sample.versions.tolist()) == {version}
-            np.testing.assert_allclose(sample.logprobs, forward_logprobs(snapshot.path, request, sample), atol=1e-5)
+            np.testing.assert_allclose(sample.logprobs, forward_logprobs(folder_of(offer), request, sample), atol=1e-5)
 
 
 async def test_a_load_waits_for_the_running_batch_and_the_next_batch_has_the_new_version(start, publish):
@@ -233,28 +241,30 @@ def change_one_bit(tensors):
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("how", "change", "message"),
     [
-        (drop_one, "differ in 1 tensor names, first model.norm.weight"),
-        (reshape_one, r"model.norm.weight must be \(64,\), got \(65,\)"),
-        (change_one_bit, "1 of 18 tensors differ, first model.norm.weight"),
+        ("alter", drop_one, "differ in 1 tensor names, first model.norm.weight"),
+        ("alter", reshape_one, r"model.norm.weight must be \(64,\), got \(65,\)"),
+        ("change", change_one_bit, "1 of 24 tensors differ, first model.norm.weight"),
     ],
 )
-async def test_an_engine_with_other_weights_than_published_answers_nothing_any_more(start, publish, change, message):
+async def test_an_engine_with_other_weights_than_published_answers_nothing_any_more(
+    start, publish, how, change, message
+):
     engine = await start()
-    with pytest.raises(EngineError, match=message):
-        await engine.load_weights(publish(1, change=change))
+    with pytest.raises(WeightsError, match=message):
+        await engine.load_weights(publish(1, **{how: change}))
     assert engine.version == 0
-    with pytest.raises(EngineError, match=message):
+    with pytest.raises(WeightsError, match=message):
         await answer(engine, requests_of(1))
-    with pytest.raises(EngineError, match=message):
+    with pytest.raises(WeightsError, match=message):
         await engine.wait_failed()
 
 
 async def test_a_snapshot_without_a_model_is_refused(start, tmp_path):
     engine = await start()
-    with pytest.raises(EngineError, match=r"there is no .*model.safetensors"):
-        await engine.load_weights(WeightSnapshot(version=1, path=str(tmp_path)))
+    with pytest.raises(FileNotFoundError, match=r"/weights/v1/manifest.json"):
+        await engine.load_weights(bare_offer(1))
 
 
 async def test_a_failure_while_generating_ends_the_engine_by_name(start, monkeypatch):
@@ -312,13 +322,13 @@ async def test_released_weights_hold_no_memory_and_come_back_with_the_next_versi
     await engine.release_memory()
     await engine.release_memory()
     assert (engine._model.device_bytes, held > 0) == (0, True)
-    snapshot = publish(1, 1.3)
-    await engine.load_weights(snapshot)
+    offer = publish(1, 1.3)
+    await engine.load_weights(offer)
     assert engine._model.device_bytes == held
     requests = requests_of(1)
     for request, sample in zip(requests, await answer(engine, requests), strict=True):
         assert set(sample.versions.tolist()) == {1}
-        np.testing.assert_allclose(sample.logprobs, forward_logprobs(snapshot.path, request, sample), atol=1e-5)
+        np.testing.assert_allclose(sample.logprobs, forward_logprobs(folder_of(offer), request, sample), atol=1e-5)
 
 
 async def test_memory_is_not_released_under_a_running_request(start):

@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 
 from asyncrl.protocol.errors import AsyncRLError, RewardError
-from asyncrl.protocol.types import WeightSnapshot
 from rollout_fleet.config import EngineKind, RolloutFleetConfig, SamplingConfig
 from rollout_fleet.engines.scripted import ScriptedEngine
 from rollout_fleet.evaluation import evaluate_prompts
+from rollout_fleet.rewards import Scores
 from rollout_fleet.worker import RolloutWorker
 from tests.support.engine_probes import publish_weights
+from tests.support.offers import bare_offer
 from tests.support.rollout import digits
 
 pytestmark = pytest.mark.timeout(60)
@@ -32,6 +34,7 @@ def make_worker(model_path, tmp_path, monkeypatch):
             samples_per_prompt=4,
             connect_buffer=lambda: buffer,
             log_dir=str(tmp_path),
+            sample_dir=str(tmp_path / "samples"),
             seed=0,
         )
 
@@ -62,7 +65,9 @@ async def test_a_worker_rolls_out_across_weight_loads_and_every_token_is_account
         assert group.summary.oldest_version >= 0
 
 
-async def test_after_a_drain_the_engine_still_evaluates(make_worker, make_buffer, make_prompts):
+async def test_after_a_drain_the_engine_still_evaluates_and_keeps_the_answers(
+    make_worker, make_buffer, make_prompts, tmp_path
+):
     worker = make_worker(make_buffer(4))
     await worker.start()
     run = asyncio.create_task(worker.run())
@@ -73,6 +78,9 @@ async def test_after_a_drain_the_engine_still_evaluates(make_worker, make_buffer
     again = await worker.evaluate(make_prompts(6), greedy, 2)
     await worker.stop()
     assert len(result.rewards) == 12
+    kept = pq.read_table(tmp_path / "samples" / "greedy-v00000000-rollout0.parquet")
+    np.testing.assert_allclose(kept["reward"].to_pylist(), result.rewards)
+    assert kept["response"].to_pylist()[0] == kept["response"].to_pylist()[1]
     assert result == again
     assert 1 <= result.mean_length <= 5
     assert (await worker.counters()).tokens_generated == drained.tokens_generated
@@ -101,7 +109,7 @@ async def test_evaluating_nothing_gives_nothing(make_worker, make_buffer):
 async def test_a_worker_that_was_never_started_says_so_and_stops_cleanly(make_worker, make_buffer):
     worker = make_worker(make_buffer(1))
     with pytest.raises(AsyncRLError, match=r"rollout worker 0 is not started; await start\(\) first"):
-        await worker.load_weights(WeightSnapshot(version=1, path=""))
+        await worker.load_weights(bare_offer(1))
     assert await worker.stop() is None
 
 
@@ -114,7 +122,7 @@ class FailingRewards:
     async def score(self, prompt, texts):
         if prompt.group_id in self.failing:
             raise RewardError(f"reward of prompt group {prompt.group_id} raised")
-        return np.ones(len(texts), dtype=np.float32)
+        return Scores(total=np.ones(len(texts), dtype=np.float32), parts={})
 
 
 async def test_an_evaluation_leaves_out_and_counts_prompts_whose_reward_fails(make_prompts, caplog):

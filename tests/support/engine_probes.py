@@ -13,8 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from asyncrl.protocol.checksums import weight_checksums
-from asyncrl.protocol.types import WeightSnapshot
+from asyncrl.protocol.weights import WeightOffer, describe_model, read_manifest
 from rollout_fleet.config import SamplingConfig
 from rollout_fleet.engines.engine import SampleOutput, SampleRequest
 from tests.support.rollout import VOCABULARY
@@ -67,6 +66,11 @@ def requests_of(num_prompts: int, num_samples: int = 4, name: str = "a", **sampl
     ]
 
 
+def folder_of(offer: WeightOffer) -> str:
+    """The model's directory behind an offer."""
+    return read_manifest(offer).directory
+
+
 async def answer(engine: Any, requests: Sequence[SampleRequest]) -> list[SampleOutput]:
     """The engine's answers, in the order of the requests."""
     outputs = {request.id: output async for request, output in engine.generate(requests)}
@@ -102,14 +106,18 @@ async def assert_continues(engine: Any, model_path: str, atol: float) -> None:
 
 
 def publish_weights(
-    model_path: str, directory: str | Path, version: int, scale: float = 1.0, *, change: Any = None
-) -> WeightSnapshot:
-    """Write the model's tensors times ``scale`` as a snapshot; ``change`` spoils them after they were digested."""
+    model_path: str, directory: str | Path, version: int, scale: float = 1.0, *, alter: Any = None, change: Any = None
+) -> WeightOffer:
+    """Offer the model's tensors times ``scale``, as ``alter`` returns them.
+
+    What ``change`` returns takes their place after they were digested.
+    """
     target = Path(directory) / f"v{version}"
     shutil.copytree(model_path, target)
     tensors = {name: tensor * scale for name, tensor in load_file(target / "model.safetensors").items()}
-    checksums = weight_checksums(tensors)
-    if change is not None:
-        tensors = change(tensors)
+    tensors = tensors if alter is None else alter(tensors)
     save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
-    return WeightSnapshot(version=version, path=str(target), checksums=checksums)
+    offer = describe_model(str(target)).offer(target / "manifest.json", version)
+    if change is not None:
+        save_file(change(tensors), target / "model.safetensors", metadata={"format": "pt"})
+    return offer

@@ -27,10 +27,10 @@ def name_session() -> str:
     return os.environ.setdefault(_VARIABLE, uuid.uuid4().hex)
 
 
-def watch_session(name: str) -> subprocess.Popen[bytes]:
+def watch_session(name: str, *, grace_s: float = _GRACE_S) -> subprocess.Popen[bytes]:
     """Start the watcher; it ends after its standard input has been closed."""
     environment = {key: value for key, value in os.environ.items() if key != _VARIABLE}
-    command = [sys.executable, __file__, name]
+    command = [sys.executable, __file__, name, str(grace_s)]
     return subprocess.Popen(command, stdin=subprocess.PIPE, env=environment, start_new_session=True)
 
 
@@ -89,4 +89,4 @@ def _ends_with_us(process: psutil.Process) -> bool:
 if __name__ == "__main__":
     with contextlib.suppress(OSError):
         sys.stdin.buffer.read()
-    end_leftovers(sys.argv[1])
+    end_leftovers(sys.argv[1], grace_s=float(sys.argv[2]))

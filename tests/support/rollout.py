@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from asyncrl.protocol.trajectory import TrajectoryGroup
-from asyncrl.protocol.types import GroupSummary, Lease, Prompt, WeightSnapshot
+from asyncrl.protocol.types import GroupSummary, Lease, Prompt
 from buffer.commands import Commit, Enqueue, Expire, LeaseGroups, PlanBatch, Progress, Put, Release, Renew, SavePrefix
 from buffer.ledger import Ledger
 from buffer.rule import StalenessRule
@@ -18,7 +18,8 @@ from rollout_fleet.config import RolloutFleetConfig
 from rollout_fleet.engines.scripted import Script, ScriptedAnswer, ScriptedEngine, repeat_last_token
 from rollout_fleet.loop import RolloutLoop
 from rollout_fleet.metrics import FleetCounters
-from rollout_fleet.rewards import RewardProcesses
+from rollout_fleet.rewards import WeightedRewards
+from tests.support.offers import bare_offer
 
 VOCABULARY = ["<pad>", "<eos>", "<bos>", *"0123456789", *">+=- r"]
 LEASE_S = 60.0
@@ -195,7 +196,7 @@ def make_prompts(num_prompts: int) -> list[Prompt]:
 async def update(loop: RolloutLoop, buffer: InMemoryBuffer) -> None:
     """The learner makes a step, and the worker loads its version."""
     await buffer.advance()
-    await loop.load_weights(WeightSnapshot(version=buffer.ledger.learner_version, path=""))
+    await loop.load_weights(bare_offer(buffer.ledger.learner_version))
 
 
 def writes(num_tokens: int, token_delay_s: float = 0.01) -> Script:
@@ -227,12 +228,12 @@ async def running_loop(
     """A loop on a scripted engine, running; stopped at the end."""
     engine = ScriptedEngine(script)
     await engine.start()
-    await engine.load_weights(WeightSnapshot(version=version, path=""))
+    await engine.load_weights(bare_offer(version))
     loop = RolloutLoop(
         RolloutFleetConfig(**options),
         engine=engine,
         buffer=buffer,
-        rewards=RewardProcesses(reward, num_processes=1, timeout_s=5.0),
+        rewards=WeightedRewards(RolloutFleetConfig(reward=reward, reward_timeout_s=5.0)),
         decode=digits,
         samples_per_prompt=samples_per_prompt,
         greedy_baseline=greedy_baseline,

@@ -74,8 +74,8 @@ class RunningTraining:
 
     @property
     def run_dir(self) -> Path:
-        """The run's folder."""
-        return next(path.parent for path in self.output_dir.glob("*/*/config.yaml"))
+        """The run's folder, which is gone where nothing was started."""
+        return Path(next(line for line in self.lines if " writing to " in line).partition(" writing to ")[2])
 
     @property
     def summary(self) -> dict:

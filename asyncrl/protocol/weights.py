@@ -1,0 +1,284 @@
+"""A published policy version: where its tensors lie, and digests over every byte of them.
+
+A version is a directory in Hugging Face layout and a *manifest*: a JSON file that names each tensor's place in the data
+files and the digest of each piece. A `WeightOffer` names the manifest and its digest, so what a reader has verified
+follows from the offer alone. Tensors are numpy here; who has torch views them as torch tensors.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import xxhash
+from typing_extensions import Buffer
+
+from .errors import WeightsError
+
+DTYPES = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U8": "uint8",
+    "BOOL": "bool",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+}
+"""What safetensors calls the types of torch."""
+PIECE_BYTES = 16 << 20
+"""Most bytes under one digest: pieces are digested by several threads."""
+DIGEST_THREADS = 4
+_HEADER_LIMIT = 1 << 28
+_POPULATE_READ = 22  # MADV_POPULATE_READ of Linux 5.14, which Python 3.11 does not name
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WeightOffer:
+    """A policy version that engines may load.
+
+    Attributes:
+        version: Learner steps contained in the weights.
+        manifest: Path of the manifest, readable where the engine runs.
+        digest: Of the manifest's bytes, as `digest_of`.
+        num_bytes: Bytes of all tensors; deadlines scale with it.
+    """
+
+    version: int
+    manifest: str
+    digest: str
+    num_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredTensor:
+    """A tensor in a data file.
+
+    Attributes:
+        name: In the checkpoint. Example: ``"model.norm.weight"``.
+        dtype: As safetensors names it. Example: ``"BF16"``.
+        shape: Sizes.
+        file: Index into `Manifest.files`.
+        start: First byte in the file; ``num_bytes`` follow.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    file: int
+    start: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Piece:
+    """Bytes of a data file with their digest; no piece reaches over the end of a tensor."""
+
+    file: int
+    start: int
+    num_bytes: int
+    digest: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """Everything about a version but its bytes.
+
+    Attributes:
+        directory: What ``files`` are relative to: the model in Hugging Face layout.
+        files: Data files, in safetensors format.
+        tensors: Every tensor.
+        pieces: Cover every byte of every tensor.
+    """
+
+    directory: str
+    files: tuple[str, ...]
+    tensors: tuple[StoredTensor, ...]
+    pieces: tuple[Piece, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.num_bytes for tensor in self.tensors)
+
+    def offer(self, path: Path, version: int) -> WeightOffer:
+        """Write the manifest to ``path``, whole or not at all; returns the offer of it.
+
+        Raises:
+            WeightsError: the pieces leave bytes of a tensor without a digest.
+        """
+        self._check_coverage()
+        content = json.dumps(asdict(self)).encode()
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
+            file.write(content)
+        Path(file.name).chmod(0o644)
+        Path(file.name).replace(path)
+        return WeightOffer(version=version, manifest=str(path), digest=digest_of(content), num_bytes=self.num_bytes)
+
+    def _check_coverage(self) -> None:
+        ends = {(piece.file, piece.start): piece.start + piece.num_bytes for piece in self.pieces}
+        for tensor in self.tensors:
+            at, end = tensor.start, tensor.start + tensor.num_bytes
+            while at < end:
+                if (tensor.file, at) not in ends:
+                    raise WeightsError(
+                        f"{self.directory}: {tensor.name} has no digest from byte {at - tensor.start} of "
+                        f"{tensor.num_bytes} on; every rank must have written and digested its share"
+                    )
+                at = ends[tensor.file, at]
+
+
+def digest_of(content: Buffer | np.ndarray) -> str:
+    """XXH3 of 128 bits, in hexadecimal; computed without the interpreter's lock."""
+    return xxhash.xxh3_128_hexdigest(cast("Buffer", content))
+
+
+def pieces_of(file: int, start: int, num_bytes: int, data: np.ndarray) -> list[Piece]:
+    """Digest ``num_bytes`` of a data file from ``start`` on; ``data`` is the whole file as [bytes] uint8."""
+    spans = [(at, min(PIECE_BYTES, start + num_bytes - at)) for at in range(start, start + num_bytes, PIECE_BYTES)]
+    return [Piece(file=file, start=at, num_bytes=size, digest=digest_of(data[at : at + size])) for at, size in spans]
+
+
+def describe_model(directory: str) -> Manifest:
+    """Read what a model's directory holds and digest it; for weights that no learner has published.
+
+    Raises:
+        WeightsError: there are no safetensors files, or one cannot be read.
+    """
+    names = sorted(path.name for path in Path(directory).glob("*.safetensors"))
+    if not names:
+        raise WeightsError(f"{directory} holds no *.safetensors; save the model in Hugging Face layout there")
+    tensors = [tensor for file, name in enumerate(names) for tensor in _stored_tensors(file, Path(directory, name))]
+    maps = [map_file(Path(directory, name)) for name in names]
+    with ThreadPoolExecutor(DIGEST_THREADS) as threads:
+        parts = threads.map(lambda t: pieces_of(t.file, t.start, t.num_bytes, maps[t.file]), tensors)
+        pieces = tuple(piece for part in parts for piece in part)
+    return Manifest(directory=str(directory), files=tuple(names), tensors=tuple(tensors), pieces=pieces)
+
+
+def read_manifest(offer: WeightOffer) -> Manifest:
+    """Read the manifest of an offer.
+
+    Raises:
+        FileNotFoundError: it is gone: a newer version took its place.
+        WeightsError: it is not the one that was offered.
+    """
+    content = Path(offer.manifest).read_bytes()
+    if digest_of(content) != offer.digest:
+        raise WeightsError(
+            f"policy version {offer.version}: {offer.manifest} is not the manifest that was offered: its digest is "
+            f"{digest_of(content)}, expected {offer.digest}"
+        )
+    fields = json.loads(content)
+    return Manifest(
+        directory=fields["directory"],
+        files=tuple(fields["files"]),
+        tensors=tuple(StoredTensor(**{**entry, "shape": tuple(entry["shape"])}) for entry in fields["tensors"]),
+        pieces=tuple(Piece(**entry) for entry in fields["pieces"]),
+    )
+
+
+class VerifiedWeights:
+    """The tensors of an offer, mapped read-only, every byte checked against its digest.
+
+    Attributes:
+        manifest: Of the offer.
+    """
+
+    def __init__(self, offer: WeightOffer) -> None:
+        """Map and verify.
+
+        Raises:
+            FileNotFoundError: the version is gone: a newer one took its place.
+            WeightsError: bytes differ from what was published; the message names the first tensor.
+        """
+        self.manifest = read_manifest(offer)
+        self._maps = [map_file(Path(self.manifest.directory, name)) for name in self.manifest.files]
+        with ThreadPoolExecutor(DIGEST_THREADS) as threads:
+            is_right = list(threads.map(self._is_right, self.manifest.pieces))
+        if wrong := [piece for piece, right in zip(self.manifest.pieces, is_right, strict=True) if not right]:
+            names = sorted({self._tensor_at(piece) for piece in wrong})
+            raise WeightsError(
+                f"policy version {offer.version}: {self.manifest.directory} holds other bytes than were published: "
+                f"{len(names)} of {len(self.manifest.tensors)} tensors differ, first {names[0]}"
+            )
+
+    def tensors(self) -> Iterator[tuple[StoredTensor, np.ndarray]]:
+        """Yield each tensor with its [bytes] uint8, a read-only view of the file."""
+        for tensor in self.manifest.tensors:
+            yield tensor, self._maps[tensor.file][tensor.start : tensor.start + tensor.num_bytes]
+
+    def _is_right(self, piece: Piece) -> bool:
+        data = self._maps[piece.file]
+        return digest_of(data[piece.start : piece.start + piece.num_bytes]) == piece.digest
+
+    def _tensor_at(self, piece: Piece) -> str:
+        inside = (
+            tensor.name
+            for tensor in self.manifest.tensors
+            if tensor.file == piece.file and tensor.start <= piece.start < tensor.start + tensor.num_bytes
+        )
+        return next(inside)
+
+
+def map_file(path: Path) -> np.ndarray:
+    """[bytes] uint8, read-only, of a whole file; stays valid when the file is removed."""
+    with path.open("rb") as file:
+        mapping = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+    return np.frombuffer(mapping, dtype=np.uint8)
+
+
+def safetensors_header(tensors: Sequence[tuple[str, str, Sequence[int], int]]) -> tuple[bytes, list[int]]:
+    """The head of a safetensors file, for data that others write behind it.
+
+    Args:
+        tensors: Name, dtype as safetensors names it, shape and bytes of each, in the order of the file.
+
+    Returns:
+        The bytes before the data, and where in the file each tensor starts.
+    """
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offsets = [0]
+    for name, dtype, shape, num_bytes in tensors:
+        offsets.append(offsets[-1] + num_bytes)
+        entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": offsets[-2:]}
+    content = json.dumps(entries).encode()
+    content += b" " * (-len(content) % 8)
+    head = len(content).to_bytes(8, "little") + content
+    return head, [len(head) + offset for offset in offsets[:-1]]
+
+
+def _stored_tensors(file: int, path: Path) -> list[StoredTensor]:
+    """What a safetensors file holds, by its header."""
+    try:
+        with path.open("rb") as stream:
+            size = int.from_bytes(stream.read(8), "little")
+            if size > min(_HEADER_LIMIT, os.fstat(stream.fileno()).st_size):
+                raise ValueError(f"a header of {size} bytes")
+            header = json.loads(stream.read(size))
+        header.pop("__metadata__", None)
+        return [
+            StoredTensor(
+                name=name,
+                dtype=entry["dtype"],
+                shape=tuple(entry["shape"]),
+                file=file,
+                start=8 + size + entry["data_offsets"][0],
+                num_bytes=entry["data_offsets"][1] - entry["data_offsets"][0],
+            )
+            for name, entry in header.items()
+        ]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise WeightsError(f"{path} is not a safetensors file: {error}") from error

@@ -1,0 +1,113 @@
+"""Decoded samples for people to read: parquet files in a run's ``samples/``, one row per sample.
+
+Of training, the first prompt groups that finish in every so many policy versions; of evaluations, everything. Nothing
+here is trained on, and a file that cannot be written costs a warning.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from asyncrl.protocol.types import Prompt
+
+from .config import SamplesConfig
+from .engines.engine import SampleOutput
+from .engines.model_files import Decode
+from .rewards import Scores
+
+logger = logging.getLogger(__name__)
+
+
+class SampleKind(StrEnum):
+    """Where samples come from: training, or the sampled and the greedy answers of an evaluation."""
+
+    train = "train"
+    sampled = "sampled"
+    greedy = "greedy"
+
+
+class SampleLog:
+    """Writes ``KIND-vVERSION-rolloutRANK.parquet`` files.
+
+    Args:
+        directory: Made with the first file.
+        rank: Of the rollout worker.
+        config: What of training is kept.
+        decode: Turns prompt tokens into text.
+    """
+
+    def __init__(self, directory: Path, *, rank: int, config: SamplesConfig, decode: Decode) -> None:
+        self._directory = directory
+        self._rank = rank
+        self._config = config
+        self._decode = decode
+        self._next_version = 0
+        self._rows: list[dict[str, Any]] = []
+        self._num_groups = 0
+
+    async def add(self, prompt: Prompt, samples: Sequence[SampleOutput], texts: Sequence[str], scores: Scores) -> None:
+        """Keep a finished group of training where one is due; the last of a set writes the file."""
+        version = max(int(sample.versions.max(initial=0)) for sample in samples)
+        if not self._config.every_steps or version < self._next_version:
+            return
+        self._rows += self.rows(prompt, samples, texts, scores)
+        self._num_groups += 1
+        if self._num_groups >= self._config.num_groups:
+            rows, self._rows, self._num_groups = self._rows, [], 0
+            self._next_version = (version // self._config.every_steps + 1) * self._config.every_steps
+            await self.write(SampleKind.train, version, rows)
+
+    def rows(
+        self, prompt: Prompt, samples: Sequence[SampleOutput], texts: Sequence[str], scores: Scores
+    ) -> list[dict[str, Any]]:
+        """The rows of a prompt group."""
+        known = {
+            "group_id": prompt.group_id,
+            "data_source": prompt.data_source,
+            "prompt": self._decode(prompt.prompt_ids.tolist()),
+            "ground_truth": _text(prompt.ground_truth),
+        }
+        return [
+            known
+            | {
+                "response": text,
+                "reward": float(scores.total[index]),
+                "rewards": json.dumps({name: float(part[index]) for name, part in scores.parts.items()}),
+                "num_tokens": len(sample.token_ids),
+                "finish_reason": str(sample.finish_reason or ""),
+                "oldest_version": int(np.min(sample.versions, initial=np.iinfo(np.int32).max)),
+                "newest_version": int(np.max(sample.versions, initial=-1)),
+            }
+            for index, (sample, text) in enumerate(zip(samples, texts, strict=True))
+        ]
+
+    async def write(self, kind: SampleKind, version: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Write one file, whole or not at all."""
+        path = self._directory / f"{kind}-v{version:08d}-rollout{self._rank}.parquet"
+        try:
+            await asyncio.to_thread(_write, path, [{"kind": str(kind), "version": version, **row} for row in rows])
+        except OSError as error:
+            logger.warning("samples are not kept: %s", error)
+
+
+def _write(path: Path, rows: list[dict[str, Any]]) -> None:
+    import pyarrow as pa  # takes a moment to load: only where something is written
+    import pyarrow.parquet as pq
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.partial")
+    pq.write_table(pa.Table.from_pylist(rows), partial)
+    partial.rename(path)
+
+
+def _text(value: Any) -> str:
+    """A ground truth of any type."""
+    return value if isinstance(value, str) else json.dumps(value, default=repr, ensure_ascii=False)

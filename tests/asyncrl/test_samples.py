@@ -1,0 +1,73 @@
+"""``asyncrl samples``: what a run has kept, in the order and the form that were asked for."""
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from asyncrl import samples
+
+
+def keep(run_dir, kind, version, *rewards, rank=0):
+    rows = [
+        {
+            "kind": kind, "version": version, "group_id": index, "data_source": "", "prompt": f"{index}=",
+            "ground_truth": "7", "response": f"{kind} {version} {index}", "reward": reward, "rewards": "{}",
+            "num_tokens": 3 + index, "finish_reason": "stop", "oldest_version": version - 1, "newest_version": version,
+        }
+        for index, reward in enumerate(rewards)
+    ]  # fmt: skip
+    (run_dir / "samples").mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.Table.from_pylist(rows), run_dir / "samples" / f"{kind}-v{version:08d}-rollout{rank}.parquet")
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    run_dir = tmp_path / "experiment" / "2026-01-02"
+    keep(run_dir, "train", 1, 0.5, 1.0)
+    keep(run_dir, "train", 11, 0.25)
+    keep(run_dir, "greedy", 0, 0.75)
+    keep(run_dir.with_name("2026-01-01"), "train", 1, 0.0)
+    return run_dir
+
+
+@pytest.mark.parametrize(
+    ("options", "responses"),
+    [
+        ([], ["train 11 0", "train 1 0", "train 1 1", "greedy 0 0"]),
+        (["--kind", "greedy"], ["greedy 0 0"]),
+        (["--version", "1"], ["train 1 0", "train 1 1"]),
+        (["--order", "worst", "-n", "2"], ["train 11 0", "train 1 0"]),
+        (["--order", "best", "-n", "1"], ["train 1 1"]),
+        (["--order", "longest", "-n", "1"], ["train 1 1"]),
+        (["--contains", "11"], ["train 11 0"]),
+    ],
+)
+def test_samples_are_shown_as_they_are_asked_for(run_dir, capsys, options, responses):
+    assert samples.main([str(run_dir), *options]) == 0
+    shown = capsys.readouterr().out
+    assert [line.split(maxsplit=1)[1] for line in shown.splitlines() if line.startswith("response")] == responses
+
+
+def test_a_sample_is_shown_whole_and_an_experiments_newest_run_is_taken(run_dir, capsys):
+    assert samples.main([str(run_dir.parent), "--order", "best", "-n", "1"]) == 0
+    assert capsys.readouterr().out == (
+        "── train sample of group 1, versions 0 to 1, reward 1.000, 4 tokens, stop ──\n"
+        "prompt       1=\nresponse     train 1 1\nground truth 7\n\n"
+    )
+
+
+def test_a_folder_without_samples_is_told(tmp_path, capsys):
+    assert samples.main([str(tmp_path)]) == 2
+    assert "must be the folder of a run" in capsys.readouterr().err
+
+
+def test_the_terminal_gets_the_worst_and_the_best_of_what_is_new(run_dir):
+    new = samples.NewSamples(run_dir)
+    assert [sample["reward"] for sample in new.extremes(2)] == [0.25, 1.0]
+    assert new.extremes(2) == []
+    keep(run_dir, "train", 21, 0.5, 0.0, 0.75)
+    assert [sample["reward"] for sample in new.extremes(3)] == [0.0, 0.5, 0.75]
+    keep(run_dir, "train", 31, 0.5, 0.0)
+    assert [sample["reward"] for sample in new.extremes(1)] == [0.0]
+    line = samples.sample_line({**samples.read_samples(sorted((run_dir / "samples").iterdir()))[0], "prompt": "x" * 90})
+    assert line.endswith(f": {'x' * 35 + ' … ' + 'x' * 35!r} -> 'greedy 0 0'")
