@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 
 from asyncrl.protocol.errors import StalenessError
+from asyncrl.protocol.manifest import WeightOffer
 from asyncrl.protocol.ports import TrajectorySource
 from asyncrl.protocol.trajectory import TrajectoryGroup
-from asyncrl.protocol.weights import WeightOffer
 from asyncrl.single_controller import Dispatch, Worker, make_nd_compute_dataproto_dispatch_fn, register
 
 from .advantages import ADVANTAGES, BatchAdvantages, is_token_level

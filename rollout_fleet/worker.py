@@ -10,9 +10,9 @@ from functools import partial
 from pathlib import Path
 
 from asyncrl.protocol.errors import AsyncRLError
+from asyncrl.protocol.manifest import WeightOffer
 from asyncrl.protocol.ports import RolloutBuffer
 from asyncrl.protocol.types import Prompt
-from asyncrl.protocol.weights import WeightOffer
 from asyncrl.single_controller import Dispatch, Worker, register
 
 from .config import RolloutFleetConfig, SamplingConfig

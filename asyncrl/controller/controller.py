@@ -47,6 +47,7 @@ from asyncrl.config import RunConfig
 from asyncrl.controller.reporting import Reporter
 from asyncrl.controller.resume import Checkpointer, RunState
 from asyncrl.metrics import StepRecord, TrainingResult
+from asyncrl.protocol.manifest import WeightOffer
 from asyncrl.protocol.ports import (
     ColocatedFleetPort,
     ColocatedLearnerPort,
@@ -56,7 +57,6 @@ from asyncrl.protocol.ports import (
     PromptSource,
 )
 from asyncrl.protocol.types import Plan
-from asyncrl.protocol.weights import WeightOffer
 
 LearnerT = TypeVar("LearnerT", bound=LearnerPort)
 FleetT = TypeVar("FleetT", bound=FleetPort)
