@@ -106,10 +106,7 @@ class RewardProcesses:
         self._processes: set[Process] = set()
 
     async def start(self) -> None:
-        """Start the scoring processes, if the function needs them.
-
-        Raises `WorkerDiedError` if one ends before it can score, `DeadlineError` if one is not up in time.
-        """
+        """Start processes for a user's function; `WorkerDiedError` or `DeadlineError` if one does not come up."""
         if self._name not in REWARDS.names():
             for process in await asyncio.gather(*(self._start_process() for _ in range(self._num_processes))):
                 self._free.put_nowait(process)
