@@ -19,9 +19,9 @@ from transformers import AutoTokenizer
 
 from asyncrl.config import RunConfig
 from asyncrl.data.prompts import PromptStream, load_eval_prompts
+from asyncrl.protocol.manifest import WeightOffer
 from asyncrl.protocol.trajectory import TrajectoryGroup
 from asyncrl.protocol.types import Lease, Plan, Prompt
-from asyncrl.protocol.weights import WeightOffer
 from learner.advantages import BatchAdvantages
 from learner.batching import rank_batches
 from learner.losses import policy_objective

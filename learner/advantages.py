@@ -166,10 +166,7 @@ ADVANTAGES.register("dr_grpo")(grpo_no_std)
 
 @ADVANTAGES.register("rloo")
 def rloo(rewards: Tensor, group_ids: Tensor) -> Tensor:
-    """Each reward less the mean of the others in its group (RLOO, arXiv 2402.14740).
-
-    Example: rewards 3, 0, 0 in one group give 3, -1.5, -1.5.
-    """
+    """Each reward less the mean of the others in its group (RLOO, arXiv 2402.14740): 3, 0, 0 give 3, -1.5, -1.5."""
     group, counts = _members(group_ids)
     _need_two(counts, "RLOO")
     return (_centered(rewards, group, counts) * (counts / (counts - 1))[group]).to(torch.float32)
@@ -177,10 +174,7 @@ def rloo(rewards: Tensor, group_ids: Tensor) -> Tensor:
 
 @ADVANTAGES.register("leave_one_out_batch")
 def leave_one_out_batch(rewards: Tensor, group_ids: Tensor) -> Tensor:
-    """Each reward less the mean of all others in the batch, whatever their prompt.
-
-    Example: rewards 3, 0, 0 give 3, -1.5, -1.5, also when each is of a prompt of its own.
-    """
+    """Each reward less the mean of all others in the batch, whatever their prompt: 3, 0, 0 give 3, -1.5, -1.5."""
     return rloo(rewards, torch.zeros_like(group_ids))
 
 

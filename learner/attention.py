@@ -76,10 +76,7 @@ class PackedLayout:
 
 
 def attention_kernel(asked: AttentionKernel, device: torch.device, dtype: torch.dtype) -> AttentionKernel:
-    """Resolve ``learner.attention`` for a device and the type that attention is computed in there.
-
-    Raises `ValueError` if the kernel that is asked for cannot run there.
-    """
+    """Resolve ``learner.attention`` for a device and type; `ValueError` if the kernel asked for cannot run there."""
     fits = device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
     available = {
         AttentionKernel.flash_attn: fits and importlib.util.find_spec("flash_attn") is not None,

@@ -167,10 +167,7 @@ def overlong_penalty(lengths: np.ndarray, *, max_tokens: int, buffer_tokens: int
 
 
 def split_sequences(sequences: Sequence[TokenSequence], count: int) -> list[list[TokenSequence]]:
-    """Sort a rank's sequences by the optimizer update that trains on them; some updates may have none here.
-
-    Raises `ValueError` if a sequence's ``mini_batch`` is outside 0..count - 1.
-    """
+    """Sort sequences by the update that trains on them, maybe none; `ValueError` for one outside 0..count - 1."""
     parts: list[list[TokenSequence]] = [[] for _ in range(count)]
     for sequence in sequences:
         if not 0 <= sequence.mini_batch < count:

@@ -67,10 +67,7 @@ def write_progress(checkpoint: Path, progress: SavedProgress) -> None:
 
 
 def read_progress(checkpoint: Path) -> SavedProgress:
-    """Read what a checkpoint says of itself.
-
-    Raises `ValueError` if there is none at the path, or one that is broken or of another version of this program.
-    """
+    """What a checkpoint says of itself; `ValueError` if there is none, or a broken one or of another version."""
     if not (checkpoint / _PROGRESS).is_file():
         raise ValueError(
             f"no checkpoint at {str(checkpoint)!r}: it lacks {_PROGRESS}; name a folder such as .../v00000012, or the "

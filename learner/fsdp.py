@@ -214,10 +214,7 @@ def shard_model(model: nn.Module, mesh: LearnerMesh, config: LearnerConfig) -> N
 
 
 def prepare_backward(model: nn.Module, config: LearnerConfig, *, is_last: bool) -> None:
-    """Apply ``gradient_sync`` and ``resharding`` to the next backward pass; they change nothing in a plain model.
-
-    ``is_last``: the pass is that of the last micro-batch of an update.
-    """
+    """Apply ``gradient_sync`` and ``resharding`` to the next backward pass; ``is_last``: the last of an update."""
     if not isinstance(model, FSDPModule):
         return
     model.set_requires_gradient_sync(is_last or config.gradient_sync is GradientSync.micro_batch)

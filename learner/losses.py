@@ -323,10 +323,7 @@ class Objective:
 
 
 def policy_objective(config: AlgorithmConfig) -> Objective:
-    """Compose the policy's objective: the loss that ``config`` names, and the terms around it.
-
-    Raises `ValueError` if there is no such loss.
-    """
+    """The loss that ``config`` names with the terms around it; raises `ValueError` if there is no such loss."""
     policy_loss = LOSSES.get(config.loss)
 
     def loss(inputs: LossInputs) -> LossTerms:

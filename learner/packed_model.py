@@ -137,10 +137,7 @@ class PackedModel:
 
     @contextmanager
     def frozen(self) -> Iterator[None]:
-        """Inside, the model computes what it did before any training: a role that is trained has its adapters off.
-
-        Raises `ValueError` if the role is trained and has no adapters.
-        """
+        """Inside, the model is what it was before any training; `ValueError` if it is trained and has no adapters."""
         if self.role.objective is None:
             yield
             return

@@ -72,10 +72,7 @@ def load_critic(model_path: str, dtype: torch.dtype, *, on_meta: bool = False) -
 
 
 def load_reward_model(model_path: str, dtype: torch.dtype, *, on_meta: bool = False) -> PreTrainedModel:
-    """Load a sequence classifier with one label; arguments are those of `load_causal_lm`.
-
-    Raises `ValueError` if there is no model, or one with another number of labels or without a head.
-    """
+    """As `load_causal_lm`, a sequence classifier with one label; `ValueError` if its head is missing."""
     model, missing = _load_classifier(GenericForSequenceClassification, model_path, dtype, on_meta)
     if missing:
         raise ValueError(

@@ -92,10 +92,7 @@ class ModelOptimizer:
 
 
 def global_grad_norm(parameters: Iterable[nn.Parameter], shards: DeviceMesh | None) -> float:
-    """Euclidean norm of all gradients, over the ranks that hold the shards of one copy; see `shard_mesh`.
-
-    The parameters are all sharded alike, or all plain.
-    """
+    """Norm of all gradients, sharded alike or all plain, over the ranks of one copy; see `shard_mesh`."""
     gradients = _local_gradients(parameters)
     if not gradients:
         return 0.0

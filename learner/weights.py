@@ -34,7 +34,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from asyncrl.protocol.errors import WeightsError
-from asyncrl.protocol.weights import (
+from asyncrl.protocol.manifest import (
     DIGEST_THREADS,
     DTYPES,
     Manifest,

@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 
 from asyncrl.protocol.errors import StalenessError
+from asyncrl.protocol.manifest import WeightOffer
 from asyncrl.protocol.ports import TrajectorySource
 from asyncrl.protocol.trajectory import TrajectoryGroup
-from asyncrl.protocol.weights import WeightOffer
 from asyncrl.single_controller import Dispatch, Worker, make_nd_compute_dataproto_dispatch_fn, register
 
 from .advantages import ADVANTAGES, BatchAdvantages, is_token_level
@@ -160,10 +160,7 @@ class ModelWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def init_model(self) -> None:
-        """Join the group, load the model and connect to the buffer.
-
-        Raises `ValueError` if an option does not fit the role or its model.
-        """
+        """Join the group, load the model, connect to the buffer. Raises `ValueError` for options that do not fit."""
         self._model, optimizer = self._load(), None
         if isinstance(self._model, Trainer):
             optimizer = self._model.optimizer
@@ -255,10 +252,7 @@ class ModelWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def rollout_mode(self, version: int) -> WeightOffer | None:
-        """Hand the devices over to colocated engines: publish the weights, then offload if the options say so.
-
-        Returns the published weights, where the role has some to publish.
-        """
+        """Publish the weights, where the role publishes any, then offload for colocated engines as the options say."""
         offer = None if self._publisher is None else self.publish_weights(version)
         self._offload.enter_rollout()
         return offer

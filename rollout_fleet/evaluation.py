@@ -29,9 +29,9 @@ async def evaluate_prompts(
     num_samples: int,
     log: SampleLog | None = None,
 ) -> EvaluationResult:
-    """Sample ``num_samples`` responses per prompt, score them, and keep them in ``log``.
+    """Score ``num_samples`` responses per prompt, and keep them in ``log``.
 
-    Raises `AsyncRLError` if the engine fails, or the reward of every prompt does.
+    Raises `AsyncRLError` if the engine fails, or every reward does.
     """
     requests = {
         (prompt, sample): SampleRequest(

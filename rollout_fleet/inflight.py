@@ -114,10 +114,7 @@ class InflightGroup:
         return list(self._outstanding)
 
     def next_requests(self, sampling: SamplingConfig) -> list[SampleRequest]:
-        """Return one request per unfinished sample, each of which `take` must be given the answer to.
-
-        ``sampling.max_new_tokens`` bounds the whole response.
-        """
+        """One request per unfinished sample, which `take` gets the answer to; ``sampling`` bounds whole responses."""
         requests = []
         for index, sample in enumerate(self.samples):
             num_left = sampling.max_new_tokens - len(sample.token_ids)

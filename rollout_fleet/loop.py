@@ -40,9 +40,9 @@ from asyncrl.protocol.errors import (
     StoreFull,
     VersionTooOld,
 )
+from asyncrl.protocol.manifest import WeightOffer
 from asyncrl.protocol.ports import RolloutBuffer
 from asyncrl.protocol.types import Lease
-from asyncrl.protocol.weights import WeightOffer
 
 from .config import RolloutFleetConfig, SaveProgress
 from .engines.engine import Engine, SampleRequest

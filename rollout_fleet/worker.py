@@ -10,9 +10,9 @@ from functools import partial
 from pathlib import Path
 
 from asyncrl.protocol.errors import AsyncRLError
+from asyncrl.protocol.manifest import WeightOffer
 from asyncrl.protocol.ports import RolloutBuffer
 from asyncrl.protocol.types import Prompt
-from asyncrl.protocol.weights import WeightOffer
 from asyncrl.single_controller import Dispatch, Worker, register
 
 from .config import RolloutFleetConfig, SamplingConfig
@@ -116,10 +116,7 @@ class RolloutWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     async def stop(self) -> FleetCounters | None:
-        """End `run`, give all leases back, stop the engine, close the connection.
-
-        Returns the final counters; None if the worker was never started.
-        """
+        """End `run`, give all back, stop the engine; returns the final counters, None if it was never started."""
         try:
             if self._loop is not None:
                 await self._loop.stop()

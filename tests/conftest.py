@@ -10,12 +10,15 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from tests.support.leftovers import end_leftovers, name_session, watch_session
 from tests.support.ray_cluster import two_node_cluster
 from tests.support.virtual_time import virtual_time  # noqa: F401 - a fixture
 
 ROOT = Path(__file__).resolve().parents[1]
+settings.register_profile("any machine", deadline=None)  # how long an example takes depends on what runs beside it
+settings.load_profile("any machine")
 _GROUPS = {
     "tests/e2e/": "whole runs",
     "tests/single_controller/": "cluster",

@@ -18,10 +18,10 @@ from asyncrl.config import RunConfig
 from asyncrl.controller.cluster import WORKER_ENV, stop_groups
 from asyncrl.controller.run_folder import RunPaths
 from asyncrl.metrics import Evaluation
+from asyncrl.protocol.manifest import WeightOffer
 from asyncrl.protocol.ports import FleetCounts
 from asyncrl.protocol.remote import within
 from asyncrl.protocol.types import Prompt
-from asyncrl.protocol.weights import WeightOffer
 from asyncrl.single_controller import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from buffer import BufferConnection, BufferRole
 from rollout_fleet.config import RolloutFleetConfig, SamplingConfig

@@ -13,9 +13,9 @@ from typing import Any, TypeVar
 from asyncrl.config import RunConfig, learner_pools, learner_roles
 from asyncrl.controller.cluster import WORKER_ENV, AllOf, stop_groups
 from asyncrl.controller.run_folder import RunPaths
+from asyncrl.protocol.manifest import WeightOffer
 from asyncrl.protocol.remote import StepDeadline, within
 from asyncrl.protocol.types import Plan
-from asyncrl.protocol.weights import WeightOffer
 from asyncrl.single_controller import (
     RayClassWithInitArgs,
     RayResourcePool,

@@ -35,9 +35,9 @@ from asyncrl.metrics import (
     write_json,
 )
 from asyncrl.protocol.errors import AsyncRLError
+from asyncrl.protocol.manifest import describe_model
 from asyncrl.protocol.ports import PromptSource
 from asyncrl.protocol.types import Prompt
-from asyncrl.protocol.weights import describe_model
 from asyncrl.samples import NewSamples, sample_line
 from asyncrl.single_controller import ray_death
 from buffer import BufferClient, BufferConnection, BufferProcess

@@ -6,9 +6,9 @@ from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from .manifest import WeightOffer
 from .trajectory import TrajectoryGroup
 from .types import BufferStats, Lease, Plan, Prompt
-from .weights import WeightOffer
 
 
 class RolloutBuffer(Protocol):

@@ -463,10 +463,7 @@ _MAX_THREADS = 16
 
 
 def parallel_put(data_list: list[Any], max_workers: int | None = None) -> list[ray.ObjectRef]:
-    """Put every value, at least one, into the object store; returns references in their order.
-
-    ``max_workers`` is the number of threads; by default one per value, at most 16.
-    """
+    """Put values, at least one, into the object store; references in order. By default at most 16 threads."""
     if not data_list:
         raise UsageError("parallel_put needs at least one value, got an empty list")
     if len(data_list) == 1:

@@ -155,10 +155,7 @@ _RAY_MARKS = (":job_id:", ":actor_name:", ":task_name:")  # begin the lines in w
 
 
 def last_words(actor_id: str, log_file: str | None) -> str:
-    """The end of an actor's output, from the node it ran on, with the paths of the files.
-
-    ``log_file`` is its log on that node; None if Ray keeps its output.
-    """
+    """Paths and end of an actor's output on its node; ``log_file`` is its log there, None if Ray keeps it."""
     if not ray.is_initialized():
         return f"{log_file}:\n{last_lines(log_file)}" if log_file else "its output: (Ray is shut down)"
     actor = ray_state.actors(actor_id)

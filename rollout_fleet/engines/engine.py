@@ -16,8 +16,8 @@ from typing import Any, NoReturn, Protocol, TypeVar
 import numpy as np
 
 from asyncrl.protocol.errors import AsyncRLError, DeadlineError, EngineError
+from asyncrl.protocol.manifest import WeightOffer
 from asyncrl.protocol.types import FinishReason
-from asyncrl.protocol.weights import WeightOffer
 from rollout_fleet.config import SamplingConfig
 
 LOGPROB_ROUNDING = 1e-4

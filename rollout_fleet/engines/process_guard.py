@@ -41,6 +41,7 @@ class Guard:
     def __init__(self, command: list[str], grace_s: float) -> None:
         self._grace_s = grace_s
         self._shared_memory: set[int] = set()
+        self._is_looking = self._is_asked = False
         signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED)
         self._server = subprocess.Popen(command, start_new_session=True, preexec_fn=self._prepare_server)
         for signum in HANDLED:
@@ -53,12 +54,26 @@ class Guard:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED)
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
+        if signum == signal.SIGUSR1:
+            self._look_until_not_asked()
+            return
         self._shared_memory |= self._mapped_shared_memory()
         if signum == signal.SIGTERM:
             self._server.send_signal(signal.SIGTERM)
             signal.setitimer(signal.ITIMER_REAL, self._grace_s)
-        elif signum in (signal.SIGHUP, signal.SIGALRM):
+        else:
             self._kill_group()
+
+    def _look_until_not_asked(self) -> None:
+        """Remember the shared memory. Signals may come faster than it is found, and must not nest without end."""
+        if self._is_looking:
+            self._is_asked = True
+            return
+        self._is_looking = self._is_asked = True
+        while self._is_asked:
+            self._is_asked = False
+            self._shared_memory |= self._mapped_shared_memory()
+        self._is_looking = False
 
     def _kill_group(self) -> None:
         with contextlib.suppress(ProcessLookupError):

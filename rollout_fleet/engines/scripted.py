@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from asyncrl.protocol.errors import EngineError, WorkerDiedError
+from asyncrl.protocol.manifest import WeightOffer
 from asyncrl.protocol.types import FinishReason
-from asyncrl.protocol.weights import WeightOffer
 
 from .engine import EngineFailure, SampleOutput, SampleRequest
 

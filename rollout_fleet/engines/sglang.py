@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 
 from asyncrl.protocol.errors import DeadlineError, EngineError
+from asyncrl.protocol.manifest import WeightOffer
 from asyncrl.protocol.types import FinishReason
-from asyncrl.protocol.weights import WeightOffer
 from rollout_fleet.config import EngineDevice, RolloutFleetConfig, SamplingConfig
 
 from .engine import EngineFailure, SampleOutput, SampleRequest, SilenceWatch, check_output, check_prompt

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from threading import Event
 
 from asyncrl.protocol.errors import DeadlineError, EngineError, WorkerDiedError
-from asyncrl.protocol.weights import WeightOffer
+from asyncrl.protocol.manifest import WeightOffer
 from rollout_fleet.config import EngineDevice, RolloutFleetConfig
 
 from .engine import EngineFailure, SampleOutput, SampleRequest, SilenceWatch, check_output, check_prompt

@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.core_model_loading import revert_weight_conversion
 
 from asyncrl.protocol.errors import WeightsError
+from asyncrl.protocol.manifest import VerifiedWeights, WeightOffer
 from asyncrl.protocol.types import FinishReason
-from asyncrl.protocol.weights import VerifiedWeights, WeightOffer
 from rollout_fleet.config import SamplingConfig
 
 from .engine import SampleOutput, SampleRequest

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from asyncrl.protocol.errors import WeightsError
-from asyncrl.protocol.weights import DTYPES, VerifiedWeights, WeightOffer, digest_of
+from asyncrl.protocol.manifest import DTYPES, VerifiedWeights, WeightOffer, digest_of
 
 from .sglang_server import ORDER_VARIABLE, report_path
 

@@ -73,9 +73,10 @@ def test_shared_memory_that_cannot_be_written_is_named_with_a_way_around_it(run,
         return open("/dev/null")
 
     monkeypatch.setattr("tempfile.TemporaryFile", refuse)
-    with pytest.raises(ValueError, match=r"shared memory.*Permission denied.*learner\.keep_snapshots=-1"):
+    with pytest.raises(ValueError, match=r"shared memory.*Permission denied.*weights\.transport=file"):
         check_folders(run())
     check_folders(run("learner.keep_snapshots=-1"))
+    check_folders(run("weights.transport=file"))
 
 
 async def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(run, assets, tmp_path):

@@ -19,9 +19,9 @@ from asyncrl.cli.compose import compose_run
 from asyncrl.config import RunConfig, check_options, learner_pools, learner_roles, requested_cpus
 from asyncrl.controller.learner_group import LearnerGroup
 from asyncrl.controller.run_folder import RunPaths
+from asyncrl.protocol.manifest import read_manifest
 from asyncrl.protocol.trajectory import TrajectoryGroup
 from asyncrl.protocol.types import FinishReason, Plan
-from asyncrl.protocol.weights import read_manifest
 from buffer import BufferConnection
 from tests.support.tiny_models import VOCABULARY, save_tiny_model
 from tests.support.trajectories import make_group

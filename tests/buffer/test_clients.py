@@ -85,10 +85,10 @@ def test_a_client_of_another_loop_is_refused_by_name_and_an_open_one_does_not_ho
         await asyncio.wait(waiting, timeout=0.2)
 
     with BufferProcess(BufferConfig(), groups_per_step=1, log_path=tmp_path / "log") as server:
-        client = BufferClient(server.address)
+        client = BufferClient(server.address, request_timeout_s=120.0)
         began = time.monotonic()
         asyncio.run(leave_calls_open(client))
-        assert time.monotonic() - began < 5.0
+        assert time.monotonic() - began < 60.0
         with pytest.raises(ReplayBufferError, match="lives on another event loop"):
             asyncio.run(client.stats())
 
@@ -113,7 +113,7 @@ async def test_a_call_cancelled_at_any_moment_loses_no_group(call: str):
             return await make()
 
         await through("enqueue", lambda: control.enqueue([prompt(i) for i in range(3)]))
-        leases = await asyncio.wait_for(through("lease", lambda: worker.lease(0, 2)), 5)
+        leases = await asyncio.wait_for(through("lease", lambda: worker.lease(0, 2)), 30)
         assert len(leases) == 2
         await through("renew", lambda: worker.renew(leases))
         given_back = await through("release", lambda: worker.release(leases[0], num_tokens=1, reason="aborted"))

@@ -54,7 +54,7 @@ async def test_a_plan_fails_when_filters_have_kept_nothing_for_as_many_steps_as_
         assert not plan.done()
         await put_filtered(worker, 1)
         with pytest.raises(ReplayBufferError, match=r"0 of the 2 groups.*dropped the last 6.*6 for equal_rewards"):
-            await asyncio.wait_for(plan, 1)
+            await asyncio.wait_for(plan, 30)
         with pytest.raises(ReplayBufferError, match="dropped the last 6"):
             await control.plan(0)
 

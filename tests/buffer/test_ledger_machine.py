@@ -606,15 +606,11 @@ class LedgerMachine(RuleBasedStateMachine):
 
 
 TestLedger = LedgerMachine.TestCase
-TestLedger.settings = settings(
-    max_examples=300, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
-)
+TestLedger.settings = settings(max_examples=300, stateful_step_count=60, suppress_health_check=list(HealthCheck))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_ten_thousand_runs_of_the_ledger():
-    search = settings(
-        max_examples=10_000, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
-    )
+    search = settings(max_examples=10_000, stateful_step_count=60, suppress_health_check=list(HealthCheck))
     run_state_machine_as_test(LedgerMachine, settings=search)

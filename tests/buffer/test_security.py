@@ -262,7 +262,7 @@ small = st.integers(-1, 5) | st.lists(st.integers(-1, 5), max_size=3) | st.text(
 requests = st.tuples(operations, st.dictionaries(field_names, small | values, max_size=10))
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(frames=st.lists(st.binary(max_size=200) | values.map(msgpack.packb), max_size=4))
 def test_parsing_any_frames_gives_a_message_or_a_wire_error(frames: list[bytes]):
     try:
@@ -271,7 +271,7 @@ def test_parsing_any_frames_gives_a_message_or_a_wire_error(frames: list[bytes])
         return
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(stream=st.lists(st.tuples(requests, st.lists(st.binary(max_size=50), max_size=3)), max_size=30))
 def test_no_request_raises_in_the_service_or_breaks_the_ledger(stream):
     """Whatever is asked, the answer is a reply or an error of the protocol, and the account still balances."""

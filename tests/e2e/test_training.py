@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.support.training_run import RunningTraining
+from tests.support.training_run import RunningTraining, undocumented
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
@@ -58,6 +58,10 @@ def test_versions_advance_one_a_step_and_no_lag_exceeds_the_bound(run):
     versions = {version for row in trained_samples(run) for version in row["versions"]}
     assert 0 in versions
     assert max(versions) > 0, "no token was sampled under trained weights"
+
+
+def test_every_metric_is_explained(run):
+    assert undocumented(run.records[-1]) == []
 
 
 def test_every_token_is_accounted_for(run):

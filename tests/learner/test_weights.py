@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from asyncrl.protocol.errors import WeightsError
-from asyncrl.protocol.weights import VerifiedWeights, read_manifest
+from asyncrl.protocol.manifest import VerifiedWeights, read_manifest
 from learner.config import AlgorithmConfig, Device, LearnerConfig, LoraConfig, OptimizerConfig
 from learner.losses import policy_objective
 from learner.trainer import Trainer

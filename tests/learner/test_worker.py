@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from asyncrl.protocol.errors import StalenessError
+from asyncrl.protocol.manifest import read_manifest
 from asyncrl.protocol.trajectory import TrajectoryGroup
 from asyncrl.protocol.types import FinishReason
-from asyncrl.protocol.weights import read_manifest
 from learner.config import AlgorithmConfig, Device, LearnerConfig, OptimizerConfig
 from learner.types import GroupShare, RankBatch
 from learner.verl_api import ActorWorker

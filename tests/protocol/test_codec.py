@@ -81,13 +81,13 @@ def as_received(frames):
 
 
 @given(values)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_any_nested_value_comes_back_equal(value):
     assert deep_equal(codec.decode(as_received(codec.encode(value))), value)
 
 
 @given(st.lists(st.binary(max_size=40), max_size=4))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_random_bytes_only_ever_raise_wire_error(frames):
     for candidate in (frames, [PREFIX + frames[0], *frames[1:]] if frames else frames):
         with suppress(WireError):
@@ -95,7 +95,7 @@ def test_random_bytes_only_ever_raise_wire_error(frames):
 
 
 @given(values, st.data())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_corrupted_messages_decode_or_raise_wire_error(value, data):
     frames = [bytearray(frame) for frame in codec.encode(value)]
     frame = frames[data.draw(st.integers(0, len(frames) - 1))]
@@ -106,7 +106,7 @@ def test_corrupted_messages_decode_or_raise_wire_error(value, data):
 
 
 @given(values, st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_truncated_messages_raise_wire_error(value, data):
     frames = as_received(codec.encode(value))
     header = frames[0][: data.draw(st.integers(0, len(frames[0]) - 1))]

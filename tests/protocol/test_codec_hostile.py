@@ -274,7 +274,7 @@ def mutated(draw):
 
 
 @given(mutated())
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=600)
 def test_mutated_messages_decode_or_raise_wire_error(frames):
     with suppress(WireError):
         value = codec.decode(frames)

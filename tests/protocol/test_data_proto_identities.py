@@ -41,7 +41,7 @@ def same(left, right):
 
 
 @given(batches(), st.integers(1, 4))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_concat_undoes_chunk_and_split(data, size):
     if len(data) % size == 0:
         assert same(DataProto.concat(data.chunk(size)), data)
@@ -50,7 +50,7 @@ def test_concat_undoes_chunk_and_split(data, size):
 
 
 @given(batches(min_rows=1), st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_union_undoes_pop(data, draw):
     def some(keys):
         return draw.draw(st.lists(st.sampled_from(sorted(keys)), unique=True)) if keys else []
@@ -64,7 +64,7 @@ def test_union_undoes_pop(data, draw):
 
 
 @given(batches(), st.integers(1, 7))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_unpad_undoes_pad(data, divisor):
     padded, pad_size = pad_dataproto_to_divisor(data, divisor)
     assert len(padded) % divisor == 0
@@ -72,7 +72,7 @@ def test_unpad_undoes_pad(data, divisor):
 
 
 @given(batches(), st.randoms(use_true_random=False))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_the_inverse_order_undoes_reorder(data, random):
     original = data.select(deepcopy=True)
     order = list(range(len(data)))

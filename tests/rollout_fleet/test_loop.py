@@ -6,7 +6,8 @@ from functools import partial
 
 import pytest
 
-from asyncrl.protocol.errors import DeadlineError, EngineError, RewardError, WorkerDiedError
+from asyncrl.protocol.errors import DeadlineError, EngineError, ReplayBufferError, RewardError, WorkerDiedError
+from rollout_fleet import loop as loop_module
 from rollout_fleet.config import RolloutFleetConfig
 from rollout_fleet.engines.scripted import ScriptedAnswer, ScriptedEngine
 from rollout_fleet.loop import RolloutLoop
@@ -304,3 +305,73 @@ async def test_leases_granted_at_the_very_moment_of_a_stop_are_given_back(make_b
         await asking
     assert buffer.released == [(0, 0, "stopped"), (1, 0, "stopped")]
     assert buffer.held == set()
+
+
+async def test_groups_that_an_engine_does_not_cut_off_go_on_and_keep_the_device(make_buffer, monkeypatch, caplog):
+    buffer = make_buffer(2, groups_per_step=1, max_lag=4)
+    options = {"drain_timeout_s": 0.05, "load_timeout_s": 0.1, "stop_timeout_s": 0.1}
+    async with running_loop(buffer, writes(60), **options) as (loop, engine, run):
+        await asyncio.sleep(0.05)  # it has begun
+
+        async def ignore(request_ids):
+            return
+
+        with monkeypatch.context() as patched:
+            patched.setattr(engine, "abort", ignore)
+            with pytest.raises(DeadlineError, match=r"2 prompt groups could be neither finished within .* nor cut off"):
+                await loop.release_device()
+        assert "2 prompt groups were not cut off within 0.1 s; they go on" in caplog.text
+        assert not engine.released
+        await update(loop, buffer)
+        await buffer.stored(2)
+        assert not run.done()
+
+
+@pytest.mark.parametrize("how", ["hangs", "fails"])
+async def test_a_buffer_that_takes_no_lease_back_does_not_hold_up_the_stop(make_buffer, caplog, how):
+    buffer = make_buffer(2)
+
+    async def release(lease, **_):
+        if how == "fails":
+            raise ReplayBufferError("the buffer is gone")
+        await asyncio.Event().wait()
+
+    async with running_loop(buffer, writes(300), stop_timeout_s=0.1) as (loop, _, run):
+        await asyncio.sleep(0.05)  # it has begun
+        buffer.release = release
+        await asyncio.wait_for(loop.stop(), 5)
+        counters = await run
+    assert "2 leases could not be given back" in caplog.text
+    assert counters.groups_released == 0
+
+
+async def test_an_engine_that_fails_while_it_is_stopped_still_gives_the_leases_back(make_buffer, monkeypatch, caplog):
+    buffer = make_buffer(2)
+    async with running_loop(buffer, writes(300)) as (loop, engine, run):
+        await asyncio.sleep(0.05)  # it has begun
+
+        async def refuse(request_ids):
+            raise EngineError("no aborts today")
+
+        monkeypatch.setattr(engine, "abort", refuse)
+        await loop.stop()
+        await run
+    assert "2 prompt groups are given back as they are: no aborts today" in caplog.text
+    assert buffer.held == set()
+
+
+async def test_only_the_latest_failed_groups_are_remembered(make_buffer, monkeypatch):
+    monkeypatch.setattr(loop_module, "MAX_FAILED_GROUPS", 3)
+    buffer = make_buffer(8)
+    release, many = buffer.release, asyncio.Event()
+
+    async def count(lease, **options):
+        await release(lease, **options)
+        if len(buffer.released) == 20:
+            many.set()
+
+    buffer.release = count
+    aborts = {"script": lambda request, version: ScriptedAnswer(response=[WRITTEN] * 3, cut_off=1)}
+    async with running_loop(buffer, **aborts, max_attempts=1000, max_failures_in_a_row=1000) as (loop, _, _):
+        await asyncio.wait_for(many.wait(), 20)
+        assert len(loop._num_failures) == 3

@@ -5,7 +5,7 @@ import sys
 import pytest
 
 import rollout_fleet
-from rollout_fleet.config import EngineKind, RolloutFleetConfig, SamplingConfig, TransformersConfig
+from rollout_fleet.config import EngineKind, RolloutFleetConfig, SamplingConfig, SGLangConfig, TransformersConfig
 from rollout_fleet.engines import make_engine
 from rollout_fleet.engines.model_files import load_decoder, read_model_facts
 from rollout_fleet.engines.scripted import ScriptedEngine
@@ -75,3 +75,27 @@ def test_stop_deadlines_nest():
 def test_an_impossible_option_fails_by_name(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (lambda: SamplingConfig(temperature=-1.0), r"temperature must be >= 0, got -1.0; 0 is greedy decoding"),
+        (lambda: SamplingConfig(top_p=0.0), r"top_p must be in \(0, 1\], got 0.0; 1.0 keeps all tokens"),
+        (lambda: SamplingConfig(top_k=0), "top_k must be -1 or >= 1, got 0; -1 keeps all tokens"),
+        (lambda: SamplingConfig(max_new_tokens=0), "max_new_tokens must be >= 1, got 0"),
+        (lambda: SGLangConfig(tp_size=0), "sglang.tp_size must be >= 1, got 0"),
+        (lambda: TransformersConfig(max_rows=0), "transformers.max_rows must be >= 1, got 0"),
+        (lambda: RolloutFleetConfig(num_engines=0), "num_engines must be >= 1, got 0"),
+        (lambda: RolloutFleetConfig(renew_every_s=0), "renew_every_s must be > 0 seconds, got 0"),
+    ],
+)
+def test_an_option_out_of_its_bounds_is_refused_by_name(options, message):
+    with pytest.raises(ValueError, match=f"rollout_fleet.*{message}"):
+        options()
+
+
+def test_a_model_without_a_vocabulary_size_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text('{"hidden_size": 8}')
+    with pytest.raises(ValueError, match=r"config.json must name an integer vocab_size, got None"):
+        read_model_facts(str(tmp_path))

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 import psutil
@@ -133,6 +134,16 @@ def test_shared_memory_of_a_killed_server_is_remembered_from_when_it_was_up(star
     for name in ("child", "server"):
         os.kill(started.pids[name], signal.SIGKILL)
     assert started.process.wait(10) == 128 + signal.SIGKILL
+    assert started.nothing_is_left()
+
+
+def test_a_guard_that_is_told_of_output_faster_than_it_looks_goes_on(start):
+    started = start(grace_s=30)
+    for _ in range(2_500):
+        os.kill(started.process.pid, signal.SIGUSR1)
+        time.sleep(0.0002)
+    started.process.terminate()
+    assert started.process.wait(30) == 128 + signal.SIGTERM
     assert started.nothing_is_left()
 
 

@@ -35,6 +35,7 @@ class RecordedServer:
         self.refused = ""
         self.answers = asyncio.Event()
         self.answers.set()
+        self.events = None
 
     async def start(self): ...
 
@@ -63,8 +64,10 @@ class RecordedServer:
 
     async def stream(self, path, body):
         self.calls.append((path, body))
-        await asyncio.Event().wait()
-        yield [{}]
+        if self.events is None:
+            await asyncio.Event().wait()
+        for together in self.events:
+            yield together
 
     @property
     def paths(self):
@@ -216,6 +219,49 @@ async def test_samples_travel_in_requests_of_the_configured_size(engine, server)
     running.cancel()
 
 
+async def test_a_load_that_is_cancelled_leaves_an_engine_that_has_failed(engine, server):
+    server.answers.clear()
+    loading = asyncio.create_task(engine.load_weights(bare_offer(1)))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    loading.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await loading
+    for asked in (engine.wait_failed(), answers_of(engine, 1), engine.release_memory()):
+        with pytest.raises(EngineError, match="told to load policy version 1, and the load was cancelled"):
+            await asyncio.wait_for(asked, 5)
+
+
+async def test_an_engine_that_was_never_started_says_so(tmp_path):
+    (tmp_path / "config.json").write_text('{"vocab_size": 50}')
+    options = {"model_path": str(tmp_path), "device": EngineDevice.cuda, "rank": 1, "log_dir": "", "seed": 0}
+    engine = SGLangEngine(RolloutFleetConfig(), **options)
+    with pytest.raises(EngineError, match="sglang-1 is not running; start it before it is asked anything"):
+        await answers_of(engine, 1)
+    with pytest.raises(EngineError, match="sglang-1 was never started"):
+        await engine.wait_failed()
+    await engine.stop()
+
+
+async def test_memory_is_not_released_while_samples_run(engine, server):
+    running = asyncio.create_task(answers_of(engine, 1))
+    await asyncio.sleep(0)
+    with pytest.raises(EngineError, match=r"cannot release its memory while it generates \['7-0-0'\]"):
+        await engine.release_memory()
+    running.cancel()
+
+
+async def test_a_server_without_a_memory_saver_stands_still_and_says_once_that_it_keeps_its_memory(
+    engine, server, caplog
+):
+    server.saves_memory = False
+    await engine.release_memory()
+    await engine.load_weights(bare_offer(1))
+    await engine.release_memory()
+    assert not [path for path in server.paths if "memory_occupation" in path]
+    assert caplog.text.count("it has no memory saver and keeps its memory") == 1
+
+
 def chunk(token_ids, num_so_far, *, triples=None, reason=None, spans=()):
     triples = [[-0.5, token, None] for token in token_ids] if triples is None else triples
     return {
@@ -227,6 +273,55 @@ def chunk(token_ids, num_so_far, *, triples=None, reason=None, spans=()):
             "weight_versions": list(spans),
         },
     }
+
+
+def finished(index, token_ids):
+    spans = [{"version": "0", "start": 0, "end": len(token_ids)}]
+    return chunk(token_ids, len(token_ids), reason="stop", spans=spans) | {"index": index}
+
+
+async def test_samples_that_end_in_one_read_are_answered_in_it(engine, server):
+    server.events = [[finished(1, [5, 1]), finished(0, [1])]]
+    answers = await answers_of(engine, 2)
+    assert [(request.id, output.token_ids.tolist()) for request, output in answers] == [
+        ("7-0-1", [5, 1]),
+        ("7-0-0", [1]),
+    ]
+    (body,) = [body for path, body in server.calls if path == "/generate"]
+    assert [ids.tolist() for ids in body["input_ids"]] == [[3, 4], [3, 4]]
+    assert [options["max_new_tokens"] for options in body["sampling_params"]] == [4, 4]
+
+
+@pytest.mark.parametrize(
+    ("events", "want"),
+    [
+        ([[{"error": {"message": "too long"}}]], "answered POST /generate with {'message': 'too long'}"),
+        ([[finished(0, [1])]], "left 1 of 2 samples unanswered"),
+        ([[finished(2, [1])]], "answered against its contract: IndexError"),
+        ([[{"index": 0}]], "answered against its contract: KeyError"),
+        ([[finished(0, [50])]], "sampled ids must be in 0..49, got 50..50"),
+    ],
+)
+async def test_an_answer_against_the_contract_ends_the_request_with_what_was_wrong(engine, server, events, want):
+    server.events = events
+    with pytest.raises(EngineError, match=want):
+        await answers_of(engine, 2)
+
+
+async def test_nothing_is_answered_after_the_engine_has_failed(engine, server):
+    ready = asyncio.Event()
+
+    async def stream(path, body):
+        await ready.wait()
+        yield [finished(0, [1]), finished(1, [1])]
+
+    server.stream = stream
+    running = asyncio.create_task(answers_of(engine, 2))
+    await asyncio.sleep(0)
+    engine._failure.fail(EngineError("it holds other weights"))
+    ready.set()
+    with pytest.raises(EngineError, match="it holds other weights"):
+        await running
 
 
 def test_chunks_are_put_together_with_the_versions_of_the_last():

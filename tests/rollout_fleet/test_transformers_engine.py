@@ -76,11 +76,19 @@ async def test_after_a_load_tokens_carry_the_new_version_and_its_logprobs(start,
             np.testing.assert_allclose(sample.logprobs, forward_logprobs(folder_of(offer), request, sample), atol=1e-5)
 
 
+async def until_writing(engine):
+    """Until the batch that runs, or the next one, has a new token."""
+    loop, first, token = asyncio.get_running_loop(), asyncio.Event(), engine._silence.token
+    engine._silence.token = lambda: (loop.call_soon_threadsafe(first.set), token())
+    await asyncio.wait_for(first.wait(), 30)
+    engine._silence.token = token
+
+
 async def test_a_load_waits_for_the_running_batch_and_the_next_batch_has_the_new_version(start, publish):
     engine = await start(transformers=TransformersConfig(max_rows=4))
     requests = requests_of(2, max_new_tokens=200)
     running = asyncio.create_task(answer(engine, requests[:4]))
-    await asyncio.sleep(0.05)
+    await until_writing(engine)
     load = asyncio.create_task(engine.load_weights(publish(1)))
     waiting = asyncio.create_task(answer(engine, requests[4:]))
     before, _, after = await asyncio.gather(running, load, waiting)
@@ -89,24 +97,26 @@ async def test_a_load_waits_for_the_running_batch_and_the_next_batch_has_the_new
 
 
 async def test_a_load_waits_for_a_batch_that_outlasts_its_deadline(start, publish, monkeypatch):
-    engine = await start(load_timeout_s=0.2)
+    engine = await start(load_timeout_s=0.5)
     outputs = await answer(engine, requests_of(1))
-    monkeypatch.setattr(engine._model, "generate", lambda *_: time.sleep(0.6) or outputs)
+    begun = threading.Event()
+    monkeypatch.setattr(engine._model, "generate", lambda *_: begun.set() or time.sleep(0.8) or outputs)
+    monkeypatch.setattr(engine._model, "load_weights", lambda _: None)
     running = asyncio.create_task(answer(engine, requests_of(1)))
-    await asyncio.sleep(0.05)
-    assert await engine.load_weights(publish(1)) < 0.2, "the wait for the batch is not part of the load"
+    await asyncio.to_thread(begun.wait, 30)
+    assert await engine.load_weights(publish(1)) < 0.5, "the wait for the batch is not part of the load"
     assert await running == outputs
     assert engine.version == 1
 
 
 async def test_a_load_that_waits_for_a_silent_batch_ends_with_the_silence(start, publish, monkeypatch):
     engine = await start(silence_timeout_s=0.3)
-    stuck = threading.Event()
-    monkeypatch.setattr(engine._model, "generate", lambda *_: stuck.wait(20) and [])
+    begun, stuck = threading.Event(), threading.Event()
+    monkeypatch.setattr(engine._model, "generate", lambda *_: begun.set() or (stuck.wait(60) and []))
     running = asyncio.create_task(answer(engine, requests_of(1)))
-    await asyncio.sleep(0.05)
+    await asyncio.to_thread(begun.wait, 30)
     with pytest.raises(DeadlineError, match="produced no token"):
-        await asyncio.wait_for(engine.load_weights(publish(1)), 5)
+        await asyncio.wait_for(engine.load_weights(publish(1)), 30)
     stuck.set()
     await asyncio.gather(running, return_exceptions=True)
 
@@ -114,11 +124,11 @@ async def test_a_load_that_waits_for_a_silent_batch_ends_with_the_silence(start,
 async def test_a_load_that_hangs_names_its_option_and_fails_the_engine(start, publish, monkeypatch):
     engine = await start(load_timeout_s=0.1)
     stuck = threading.Event()
-    monkeypatch.setattr(engine._model, "load_weights", lambda _: stuck.wait(20))
+    monkeypatch.setattr(engine._model, "load_weights", lambda _: stuck.wait(60))
     want = r"transformers-0 did not load policy version 1 from .* within rollout_fleet.load_timeout_s = 0.1 s"
     for failed in (engine.load_weights(publish(1)), engine.wait_failed(), answer(engine, requests_of(1))):
         with pytest.raises(DeadlineError, match=want):
-            await asyncio.wait_for(failed, 5)
+            await asyncio.wait_for(failed, 30)
     stuck.set()
 
 
@@ -166,7 +176,7 @@ async def test_aborted_samples_are_cut_off_and_the_others_of_their_batch_go_on(s
     engine._facts = engine._model._facts = type(engine._facts)(vocab_size=19, eos_ids=(), pad_id=0)
     requests = requests_of(2, max_new_tokens=300)
     running = asyncio.create_task(answer(engine, requests))
-    await asyncio.sleep(0.1)
+    await until_writing(engine)
     await engine.abort([request.id for request in requests[4:]])
     samples = await running
     assert {len(sample.token_ids) for sample in samples[:4]} == {300}
@@ -277,7 +287,7 @@ async def test_a_failure_while_generating_ends_the_engine_by_name(start, monkeyp
     with pytest.raises(WorkerDiedError, match=r"transformers-0 failed while generating 4 samples: MemoryError"):
         await answer(engine, requests_of(1))
     with pytest.raises(WorkerDiedError, match="out of memory"):
-        await asyncio.wait_for(engine.wait_failed(), 1)
+        await asyncio.wait_for(engine.wait_failed(), 30)
     with pytest.raises(WorkerDiedError, match="out of memory"):
         await answer(engine, requests_of(1))
 
@@ -285,10 +295,10 @@ async def test_a_failure_while_generating_ends_the_engine_by_name(start, monkeyp
 async def test_a_sample_may_take_longer_than_the_deadline_on_silence(start, monkeypatch):
     engine = await start()
     outputs = await answer(engine, requests_of(1))
-    monkeypatch.setattr(engine._silence, "_timeout_s", 1.0)
+    monkeypatch.setattr(engine._silence, "_timeout_s", 1.5)
 
     def generate_slowly(*_):
-        for _ in range(15):
+        for _ in range(20):
             time.sleep(0.1)
             engine._silence.token()
         return outputs
@@ -300,9 +310,9 @@ async def test_a_sample_may_take_longer_than_the_deadline_on_silence(start, monk
 async def test_an_engine_that_falls_silent_fails_and_names_the_option(start, monkeypatch):
     engine = await start(silence_timeout_s=0.2)
     stuck = threading.Event()
-    monkeypatch.setattr(engine._model, "generate", lambda *_: stuck.wait(20) and [])
+    monkeypatch.setattr(engine._model, "generate", lambda *_: stuck.wait(60) and [])
     with pytest.raises(DeadlineError, match=r"transformers-0 produced no token of its 4 .*silence_timeout_s = 0.2 s"):
-        await asyncio.wait_for(answer(engine, requests_of(1)), 5)
+        await asyncio.wait_for(answer(engine, requests_of(1)), 30)
     stuck.set()
 
 

@@ -8,11 +8,15 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from asyncrl.protocol.errors import AsyncRLError
+from asyncrl.protocol.errors import AsyncRLError, RewardError
 from rollout_fleet.config import EngineKind, RolloutFleetConfig, SamplingConfig
+from rollout_fleet.engines.scripted import ScriptedEngine
+from rollout_fleet.evaluation import evaluate_prompts
+from rollout_fleet.rewards import Scores
 from rollout_fleet.worker import RolloutWorker
 from tests.support.engine_probes import publish_weights
 from tests.support.offers import bare_offer
+from tests.support.rollout import digits
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -107,3 +111,26 @@ async def test_a_worker_that_was_never_started_says_so_and_stops_cleanly(make_wo
     with pytest.raises(AsyncRLError, match=r"rollout worker 0 is not started; await start\(\) first"):
         await worker.load_weights(bare_offer(1))
     assert await worker.stop() is None
+
+
+class FailingRewards:
+    """Fails for some prompts, by group id."""
+
+    def __init__(self, *failing):
+        self.failing = failing
+
+    async def score(self, prompt, texts):
+        if prompt.group_id in self.failing:
+            raise RewardError(f"reward of prompt group {prompt.group_id} raised")
+        return Scores(total=np.ones(len(texts), dtype=np.float32), parts={})
+
+
+async def test_an_evaluation_leaves_out_and_counts_prompts_whose_reward_fails(make_prompts, caplog):
+    engine = ScriptedEngine()
+    await engine.start()
+    options = {"engine": engine, "decode": digits, "sampling": SamplingConfig(), "num_samples": 2}
+    result = await evaluate_prompts(make_prompts(3), rewards=FailingRewards(1), **options)
+    assert (result.rewards, result.num_failed, result.mean_length) == ((1.0, 1.0, 1.0, 1.0), 1, 1.0)
+    assert "a held-out prompt is left out: reward of prompt group 1 raised" in caplog.text
+    with pytest.raises(RewardError, match="reward of prompt group 1 raised"):
+        await evaluate_prompts(make_prompts(2), rewards=FailingRewards(0, 1), **options)

@@ -142,8 +142,9 @@ class Adder(Worker):
         time.sleep(seconds)
 
     @register(Dispatch.ONE_TO_ALL, blocking=False)
-    def sleep_later(self, seconds, only_rank):
-        time.sleep(seconds if self.rank == only_rank else 0)
+    def wait_later(self, path, only_rank):
+        while self.rank == only_rank and not path.exists():
+            time.sleep(0.01)
 
 
 @pytest.fixture(scope="module")
@@ -358,12 +359,15 @@ def test_an_exception_passes_through_chained_calls(group):
         asyncio.run(control())
 
 
-def test_a_late_call_names_its_group_and_the_late_ranks(group):
+def test_a_late_call_names_its_group_and_the_late_ranks(group, tmp_path):
     with call_deadline(0.3), pytest.raises(DeadlineError, match="group 'adder' rank 0"):
         group.sleep(1.0)
     group.sleep(0)  # all ranks are free again
+    pending = group.wait_later(tmp_path / "go on", only_rank=2)
+    ray.wait(list(pending), num_returns=3, timeout=60)
     with pytest.raises(DeadlineError, match=r"1 of 4 are late: .*rank 2"):
-        group.sleep_later(2.0, only_rank=2).get(timeout_s=1.0)
+        pending.get(timeout_s=0.1)
+    (tmp_path / "go on").touch()
     with pytest.raises(ValueError, match="timeout_s"), call_deadline(0):
         pass
 

@@ -5,7 +5,7 @@ import sys
 import textwrap
 
 DRIVER = textwrap.dedent("""
-    import asyncio, os, signal, time
+    import asyncio, os, signal
     import psutil, ray
     from asyncrl.protocol.errors import ClusterDiedError
     from asyncrl.single_controller import ray_death
@@ -17,12 +17,10 @@ DRIVER = textwrap.dedent("""
         done, _ = await asyncio.wait([watching], timeout=0.5)
         assert not done, watching
         (daemon,) = [p for p in psutil.Process().children() if p.name() == name]
-        began = time.monotonic()
         daemon.send_signal(signal.SIGKILL)
         try:
-            await asyncio.wait_for(watching, 10)
+            await asyncio.wait_for(watching, 30)
         except ClusterDiedError as error:
-            assert time.monotonic() - began < 5
             assert f"({name}, pid {daemon.pid}) died" in str(error)
             print(error, flush=True)
 

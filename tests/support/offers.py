@@ -1,6 +1,6 @@
 """Weight offers for tests in which nothing reads the weights."""
 
-from asyncrl.protocol.weights import WeightOffer
+from asyncrl.protocol.manifest import WeightOffer
 
 
 def bare_offer(version: int) -> WeightOffer:

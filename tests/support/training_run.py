@@ -3,6 +3,7 @@
 import json
 import os
 import queue
+import re
 import shutil
 import signal
 import subprocess
@@ -10,6 +11,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import psutil
@@ -18,6 +20,20 @@ from asyncrl.controller.run_folder import shared_folder
 
 ROOT = Path(__file__).resolve().parents[2]
 START_TIMEOUT_S = 240
+
+
+def documented_metrics() -> set[str]:
+    """The metrics that docs/metrics.md explains in its tables."""
+    page = (ROOT / "docs" / "metrics.md").read_text()
+    cells = re.findall(r"^\| (`.*?`) \| ", page, flags=re.MULTILINE)
+    return {name for cell in cells for name in re.findall(r"`([^`]+)`", cell)}
+
+
+def undocumented(names: Iterable[str]) -> list[str]:
+    """Names of metrics that the page does not explain; a critic has those of the policy too."""
+    known = documented_metrics()
+    known |= {name.replace("learner.", "learner.critic.", 1) for name in known}
+    return sorted(name for name in names if name not in known)
 
 
 class RunningTraining:

@@ -1,0 +1,101 @@
+"""What the learner publishes, real SGLang servers load under load: every token is of the version that it names.
+
+One row per kind of model and engine. Each makes 30 updates while several requests run, and compares the log-prob of
+every sampled token with a Hugging Face forward under the version that the engine named for it.
+"""
+
+import asyncio
+from collections import Counter, defaultdict
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from learner.config import Device, LearnerConfig
+from learner.fsdp import local_tensor
+from learner.packed_model import PackedModel
+from learner.roles import ACTOR
+from learner.weights import WeightPublisher
+from rollout_fleet.config import EngineDevice, RolloutFleetConfig, SGLangConfig
+from rollout_fleet.engines.sglang import SGLangEngine
+from tests.support.engine_probes import answer, folder_of, requests_of
+from tests.support.tiny_models import save_tiny_model
+
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.slow,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif("not __import__('importlib.util').util.find_spec('sglang')", reason="SGLang is not installed"),
+]
+NUM_UPDATES = 30
+
+
+@pytest.mark.parametrize(
+    ("family", "tp_size", "dtype", "atol"),
+    [
+        pytest.param("llama", 2, "float32", 1e-4, id="two-tensor-parallel-ranks"),
+        pytest.param("qwen3", 1, "float32", 1e-4, id="tied"),
+        pytest.param("qwen3_moe", 1, "float32", 1e-4, id="experts"),
+        pytest.param("qwen2", 1, "bfloat16", 0.1, id="bfloat16"),
+    ],
+)
+async def test_every_token_is_of_the_version_that_it_names(family, tp_size, dtype, atol, tmp_path):
+    path = save_tiny_model(tmp_path / "model", family, initializer_range=0.1)
+    learner = PackedModel(LearnerConfig(device=Device.cpu, dtype=dtype), ACTOR, model_path=path)
+    publisher = WeightPublisher(learner, str(tmp_path / "published"), keep=-1)
+    config = RolloutFleetConfig(
+        stop_timeout_s=1.0,
+        sglang=SGLangConfig(tp_size=tp_size, dtype=dtype, max_total_tokens=8192, max_running_requests=16),
+    )
+    engine = SGLangEngine(config, model_path=path, device=EngineDevice.cpu, rank=0, log_dir=str(tmp_path), seed=0)
+    try:
+        await engine.start()
+        folders = {0: folder_of(publisher.publish(0).result())}
+        batches = [requests_of(4, 2, f"b{index}", max_new_tokens=120, temperature=1.2) for index in range(6)]
+        asked = [(batch, asyncio.create_task(answer(engine, batch))) for batch in batches[:3]]
+        for version in range(1, NUM_UPDATES + 1):
+            perturb(learner, version)
+            offer = publisher.publish(version).result()
+            folders[version] = folder_of(offer)
+            await engine.load_weights(offer)
+            if version % 10 == 0:
+                batch = batches[2 + version // 10]
+                asked.append((batch, asyncio.create_task(answer(engine, batch))))
+            await asyncio.sleep(0.05)
+        answered = [
+            (request, sample) for batch, task in asked for request, sample in zip(batch, await task, strict=True)
+        ]
+    finally:
+        await engine.stop()
+        publisher.close()
+    num_tokens = check(answered, folders, dtype, atol)
+    assert len(num_tokens) >= 3, f"tokens of at least three versions, got {num_tokens}"
+
+
+def perturb(learner, seed):
+    """Change every value by a few per cent, as no optimizer would."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in learner.pretrained.parameters():
+        values = local_tensor(parameter.data)
+        values.mul_(1 + 0.05 * torch.randn(values.shape, generator=generator))
+
+
+@torch.inference_mode()
+def check(answered, folders, dtype, atol):
+    """Compare all log-probs, version by version; returns how many tokens each version sampled."""
+    by_version = defaultdict(list)
+    for request, sample in answered:
+        for version in set(sample.versions.tolist()):
+            by_version[version].append((request, sample))
+    num_tokens = Counter()
+    for version, samples in by_version.items():
+        model = AutoModelForCausalLM.from_pretrained(folders[version], dtype=getattr(torch, dtype))
+        for request, sample in samples:
+            ids = torch.tensor([[*request.prompt_ids.tolist(), *sample.token_ids.tolist()]])
+            logits = model(ids).logits[0, len(request.prompt_ids) - 1 : -1].float() / request.sampling.temperature
+            expected = logits.log_softmax(-1).gather(1, ids[0, len(request.prompt_ids) :, None])[:, 0].numpy()
+            own = sample.versions == version
+            np.testing.assert_allclose(sample.logprobs[own], expected[own], atol=atol, err_msg=f"version {version}")
+            num_tokens[version] += int(own.sum())
+    return num_tokens

@@ -1,0 +1,71 @@
+"""docs/metrics.md, tuning.md and troubleshooting.md say what the code says."""
+
+import ast
+import re
+from dataclasses import fields
+
+import pytest
+
+from asyncrl.cli.compose import describe
+from asyncrl.config import RunConfig
+from asyncrl.metrics import Overlap, StepRecord
+from tests.support.training_run import ROOT, documented_metrics
+
+CODE = [
+    path for package in ("asyncrl", "rollout_fleet", "learner", "buffer") for path in (ROOT / package).rglob("*.py")
+]
+PAGES = {name: (ROOT / "docs" / f"{name}.md").read_text() for name in ("metrics", "tuning", "troubleshooting")}
+
+
+def messages_of(page):
+    return [
+        row.split(" | ")[0].removeprefix("| ").strip("`") for row in page.splitlines() if re.match(r"\| `.*` \| ", row)
+    ]
+
+
+def texts(path):
+    """What a file's strings hold: each one's constant parts, in order."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.JoinedStr):
+            yield [part.value for part in node.values if isinstance(part, ast.Constant)]
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield [node.value]
+
+
+def test_every_message_of_the_page_is_in_the_code():
+    strings = [parts for path in CODE for parts in texts(path)]
+    messages = messages_of(PAGES["troubleshooting"])
+    assert len(messages) > 30
+    missing = [
+        message
+        for message in messages
+        if not any(all(any(piece in part for part in parts) for piece in message.split("…")) for parts in strings)
+    ]
+    assert missing == []
+
+
+def test_every_field_of_a_step_is_on_the_page_and_every_metric_there_is_in_the_code():
+    documented = documented_metrics()
+    own = {field.name for field in fields(StepRecord)} - {"learner", "metrics"}
+    assert own <= documented
+    assert {name for name in documented if not name.startswith(("learner.", "reward."))} <= own
+    source = "\n".join(path.read_text() for path in (ROOT / "learner").glob("*.py"))
+    ends = {name.rpartition(".")[2] for name in documented if name.startswith("learner.")}
+    ends -= {f"{mode}_device_bytes_{when}" for mode in ("rollout", "trainer") for when in ("before", "after")}
+    assert [name for name in sorted(ends) if f'"{name}"' not in source] == []
+    assert all(f"`{field.name}`" in PAGES["metrics"] for field in fields(Overlap))
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_option_of_a_page_is_one(page):
+    options, names = describe(RunConfig()), {field.name for field in fields(RunConfig)}
+    sections = "|".join(name for name in names if any(option.startswith(f"{name}.") for option in options))
+    named = set(re.findall(rf"`((?:{sections})\.[a-z_.]+)(?:=[^`]*)?`", PAGES[page])) - documented_metrics()
+    assert len(named) > 8
+    assert [name for name in sorted(named) if name not in options] == []
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_page_that_a_page_names_is_there(page):
+    links = re.findall(r"\]\((\w+\.md)\)", PAGES[page])
+    assert [link for link in links if not (ROOT / "docs" / link).is_file()] == []
