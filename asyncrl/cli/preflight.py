@@ -75,16 +75,21 @@ def check_folders(config: RunConfig) -> None:
         "sft.output_path": config.sft.output_path if config.sft.enabled else "",
     }
     for option, folder in folders.items():
-        if folder and (reason := _why_not_writable(Path(folder).resolve())):
-            raise ValueError(
-                f"{option}={folder} must be a folder that this run can write, or make: {reason}; name another one, or "
-                "mend its permissions"
-            )
+        check_folder(option, folder)
     in_memory = config.weights.transport is not Transport.file and config.learner.keep_snapshots != -1
     if in_memory and SHARED_MEMORY.is_dir() and (reason := _why_not_writable(SHARED_MEMORY)):
         raise ValueError(
             f"weights.transport={config.weights.transport} publishes weights in shared memory, which must be writable: "
             f"{reason}; mend its permissions, or publish in a folder with weights.transport=file"
+        )
+
+
+def check_folder(option: str, folder: str) -> None:
+    """Check that a folder can be written, or made; an empty name is none."""
+    if folder and (reason := _why_not_writable(Path(folder).expanduser().resolve())):
+        raise ValueError(
+            f"{option}={folder} must be a folder that this run can write, or make: {reason}; name another one, or mend "
+            "its permissions"
         )
 
 

@@ -10,6 +10,7 @@ import pytest
 from asyncrl.cli.compose import compose_run
 from asyncrl.cli.preflight import check_folders, preflight
 from asyncrl.cli.quickstart import make_assets
+from asyncrl.sft import __main__ as sft
 
 REWARDS = """
 import os, time
@@ -60,6 +61,13 @@ def test_a_folder_that_cannot_be_written_is_named_and_none_is_made(run, tmp_path
         check_folders(config)
     check_folders(run("checkpoint.directory=" + str(tmp_path / "not" / "yet")))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "rewards.py"]
+
+
+def test_fine_tuning_that_could_not_write_its_policy_does_not_begin(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    assert sft.main([f"output_dir={tmp_path}/out", f"sft.output_path={tmp_path}/file/policy"]) == 2
+    assert "error: sft.output_path=" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def test_shared_memory_that_cannot_be_written_is_named_with_a_way_around_it(run, tmp_path, monkeypatch):
