@@ -16,7 +16,7 @@ from operator import itemgetter
 from pathlib import Path
 
 from asyncrl.config import RunConfig, Transport, check_files, check_placement, model_settings
-from asyncrl.controller.run_folder import SHARED_MEMORY
+from asyncrl.controller.run_folder import SHARED_MEMORY, check_memory
 from asyncrl.data.prompts import PromptStream, load_eval_prompts
 from asyncrl.data.tokenization import Tokenizer, load_tokenizer
 from asyncrl.protocol.errors import AsyncRLError
@@ -49,6 +49,7 @@ async def preflight(config: RunConfig, say: Callable[[str], None]) -> tuple[Prom
         check_engine_installed(config.rollout_fleet)
     check_files(config)
     check_heads(config)
+    check_memory(config)
     if config.sft.enabled:
         finished_warm_start(config)  # refuses an output path that holds something else
     prompts, held_out = await asyncio.to_thread(read_prompts, config)

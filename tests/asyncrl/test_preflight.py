@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 
@@ -85,6 +86,14 @@ def test_shared_memory_that_cannot_be_written_is_named_with_a_way_around_it(run,
         check_folders(run())
     check_folders(run("learner.keep_snapshots=-1"))
     check_folders(run("weights.transport=file"))
+
+
+async def test_weights_that_do_not_fit_into_shared_memory_are_refused_where_it_is_asked_for(run, monkeypatch):
+    usage = shutil.disk_usage("/")._replace(free=1000)
+    monkeypatch.setattr("shutil.disk_usage", lambda _: usage)
+    with pytest.raises(ValueError, match=r"weights\.transport=shared_memory needs room.*set weights\.transport=file"):
+        await preflight(run("weights.transport=shared_memory"), print)
+    await preflight(run(), print)
 
 
 async def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(run, assets, tmp_path):
