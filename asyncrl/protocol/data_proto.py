@@ -356,7 +356,7 @@ class DataProto:
     ) -> Iterator[DataProto]:
         """Mini-batches of equal size, ``epochs`` times over; raises `BatchError` unless the size divides B.
 
-        ``torch.utils.data.DataLoader`` chooses the rows, with these options; ``seed`` seeds the order under ``shuffle``.
+        ``torch.utils.data.DataLoader`` chooses the rows by these options; ``seed`` seeds its order under ``shuffle``.
         Arrays are object arrays, as by `collate_fn`; Python lists of one length become a further dimension.
         """
         if mini_batch_size < 1 or len(self) % mini_batch_size != 0:
