@@ -233,6 +233,38 @@ class CheckpointConfig:
             raise ValueError("checkpoint.resume must be never, auto or a path, got an empty string; never is usual")
 
 
+class Transport(StrEnum):
+    """How published weights reach the engines."""
+
+    auto = "auto"
+    shared_memory = "shared_memory"
+    file = "file"
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightsConfig:
+    """How the learner's weights are published.
+
+    Attributes:
+        transport: ``shared_memory``: the ranks write into memory that the engines map. ``file``: into a folder.
+            ``auto`` takes memory where there is room for the versions kept; a folder elsewhere, or where all are kept.
+        directory: Folder of ``file``, on a file system that ranks and engines share. Empty: in the run's folder.
+        publish_every: Learner steps between two published versions; the last one is always published.
+    """
+
+    transport: Transport = Transport.auto
+    directory: str = ""
+    publish_every: int = 1
+
+    def __post_init__(self) -> None:
+        if self.publish_every < 1:
+            raise ValueError(f"weights.publish_every must be >= 1 learner steps, got {self.publish_every}")
+        if self.directory and self.transport is not Transport.file:
+            raise ValueError(
+                f"weights.directory={self.directory} is used by weights.transport=file, got {self.transport}; set it"
+            )
+
+
 @dataclass(frozen=True, kw_only=True)
 class RayConfig:
     """The Ray cluster.
@@ -280,6 +312,7 @@ class RunConfig:
     learner: LearnerConfig = field(default_factory=LearnerConfig)
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    weights: WeightsConfig = field(default_factory=WeightsConfig)
     ray: RayConfig = field(default_factory=RayConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     sft: WarmStartConfig = field(default_factory=WarmStartConfig)
@@ -343,6 +376,13 @@ def check_options(config: RunConfig) -> None:
             f"rollout_fleet.sglang.tp_size must be 1 on GPUs, got {config.rollout_fleet.sglang.tp_size}: an engine is "
             "placed with one GPU so far; raise rollout_fleet.num_engines instead"
         )
+    if config.weights.publish_every > config.buffer.max_lag + 1:
+        raise ValueError(
+            f"weights.publish_every must be at most buffer.max_lag + 1 = {config.buffer.max_lag + 1}, got "
+            f"{config.weights.publish_every}: the learner would wait for rollouts under weights that are not published"
+        )
+    if config.weights.transport is Transport.shared_memory and config.learner.keep_snapshots == -1:
+        raise ValueError("weights.transport must be file to keep all versions (learner.keep_snapshots=-1)")
     if config.stop_timeout_s < (needed_s := stop_deadlines(config).total_s):
         raise ValueError(
             f"stop_timeout_s must be at least {needed_s:g} with rollout_fleet.stop_timeout_s="
@@ -479,6 +519,11 @@ def _check_colocation(config: RunConfig) -> None:
     if not config.placement.colocated:
         return
     learner, fleet = config.learner, config.rollout_fleet
+    if config.weights.publish_every != 1:
+        raise ValueError(
+            f"weights.publish_every must be 1 with placement.colocated=true, got {config.weights.publish_every}: "
+            "engines that take their devices back load the newest weights"
+        )
     if learner.num_ranks != fleet.num_engines:
         raise ValueError(
             "learner.num_ranks must equal rollout_fleet.num_engines with placement.colocated=true, one of each "

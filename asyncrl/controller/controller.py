@@ -73,7 +73,7 @@ class _QueuedStep:
     plan: Plan
     plan_wait_s: float
     update: Awaitable[Mapping[str, float]]
-    weights: Awaitable[WeightOffer]
+    weights: Awaitable[WeightOffer] | None
     critic: Awaitable[Mapping[str, float]]
     checkpoint: Awaitable[str] | None
 
@@ -102,6 +102,7 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
         self._evaluation_steps = config.evaluation.every_steps
         self._evaluated_version = resumed.version
         self._versions = range(resumed.version, config.total_steps)
+        self._publish_every = config.weights.publish_every
         self._queued_version = resumed.version
         self._prompts_per_call = config.algorithm.groups_per_step
         self._buffer = buffer
@@ -183,7 +184,7 @@ class Controller(_Training[LearnerPort, FleetPort]):
                 plan=plan,
                 plan_wait_s=waited_s,
                 update=self._learner.update(plan),
-                weights=self._learner.publish(version + 1),
+                weights=self._learner.publish(version + 1) if self._is_published(version + 1) else None,
                 critic=self._learner.update_critic(plan),  # after the weights, which need the policy alone
                 checkpoint=await self._checkpointer.save_if_due(version + 1),
             )
@@ -196,7 +197,8 @@ class Controller(_Training[LearnerPort, FleetPort]):
             stats = await self._buffer.commit(step.plan.version)
             self._checkpointer.committed(step.plan.version)
             self._places.release()
-            await self._offer(await step.weights)
+            if step.weights is not None:
+                await self._offer(await step.weights)
             metrics = {**metrics, **await step.critic}
             if step.checkpoint is not None:
                 await step.checkpoint
@@ -207,6 +209,9 @@ class Controller(_Training[LearnerPort, FleetPort]):
                 stats=stats,
                 counts=await self._fleet.counters(),
             )
+
+    def _is_published(self, version: int) -> bool:
+        return version % self._publish_every == 0 or version == self._versions.stop
 
     async def _offer(self, offer: WeightOffer) -> None:
         async with self._published:

@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from asyncrl.config import RunConfig
+from asyncrl.config import RunConfig, Transport
 
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -74,17 +74,32 @@ def shared_folder(run_dir: Path) -> Path:
 
 
 def _make_snapshot_folder(config: RunConfig, run_dir: Path) -> Path:
-    """Make the folder of published weights: in memory, where there is room and not all are kept, else in the run's own.
+    """Make the folder of published weights, as ``weights.transport`` says.
 
-    The run removes the one in memory, and its supervisor does where the run cannot.
+    The run removes the one in memory, and its supervisor does where the run cannot. Raises as `check_memory` does.
     """
-    in_memory = config.learner.keep_snapshots != -1 and SHARED_MEMORY.is_dir() and _fits_in_memory(config)
+    check_memory(config)
+    weights, missing = config.weights, _missing_memory(config)
+    in_memory = weights.transport is not Transport.file and config.learner.keep_snapshots != -1 and not missing
     folder = shared_folder(run_dir) if in_memory else run_dir / "snapshots"
+    if weights.directory:
+        folder = Path(weights.directory).resolve() / shared_folder(run_dir).name
+        folder.parent.mkdir(parents=True, exist_ok=True)
     folder.mkdir(mode=0o700)
     return folder
 
 
-def _fits_in_memory(config: RunConfig) -> bool:
-    snapshot_bytes = sum(file.stat().st_size for file in Path(config.model.path).glob("*.safetensors"))
-    num_kept = max(config.learner.keep_snapshots, config.buffer.max_lag + 2) + 1
-    return shutil.disk_usage(SHARED_MEMORY).free > 2 * num_kept * snapshot_bytes
+def check_memory(config: RunConfig) -> None:
+    """Raise `ValueError` if weights are to be published in shared memory, which has no room for them."""
+    if config.weights.transport is Transport.shared_memory and (missing := _missing_memory(config)):
+        raise ValueError(f"weights.transport=shared_memory needs room: {missing}; set weights.transport=file")
+
+
+def _missing_memory(config: RunConfig) -> str:
+    """Why the versions that are kept do not fit into shared memory; empty where they do."""
+    if not SHARED_MEMORY.is_dir():
+        return f"there is no {SHARED_MEMORY}"
+    size = sum(file.stat().st_size for file in Path(config.model.path).glob("*.safetensors"))
+    wanted = 2 * size * (max(config.learner.keep_snapshots, config.buffer.max_lag + 2) + 1)
+    free = shutil.disk_usage(SHARED_MEMORY).free
+    return f"{SHARED_MEMORY} has {free >> 20} MiB free, {wanted >> 20} are wanted" if free <= wanted else ""

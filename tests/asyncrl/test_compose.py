@@ -72,6 +72,17 @@ def test_a_wrong_override_fails_with_the_option_and_the_value(override, words):
         ),
         (["rollout_fleet.engine=scripted"], ["rollout_fleet.engine", "scripted"]),
         (["rollout_fleet.sampling.temperature=0"], ["temperature must be > 0"]),
+        (
+            ["weights.publish_every=4", "buffer.max_lag=2"],
+            ["publish_every must be at most buffer.max_lag + 1 = 3", "got 4"],
+        ),
+        (
+            ["weights.transport=shared_memory", "learner.keep_snapshots=-1"],
+            ["weights.transport must be file to keep all versions"],
+        ),
+        (["placement.colocated=true", "weights.publish_every=2"], ["publish_every must be 1", "got 2"]),
+        (["weights.publish_every=0"], ["weights.publish_every must be >= 1", "got 0"]),
+        (["weights.directory=/mnt/w"], ["weights.directory=/mnt/w is used by weights.transport=file", "got auto"]),
         (["stop_timeout_s=11"], ["stop_timeout_s must be at least", "rollout_fleet.stop_timeout_s=2", "got 11"]),
         (["algorithm.critic=true"], ["algorithm.critic=true", "algorithm.advantage=grpo does not read"]),
         (["algorithm.critic=true", "algorithm.advantage=reinforce_plus_plus"], ["reinforce_plus_plus does not read"]),

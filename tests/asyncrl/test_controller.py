@@ -206,6 +206,12 @@ async def test_the_next_update_is_queued_on_the_ranks_before_the_running_one_is_
         assert buffer.events.index(("update queued", version + 1)) < buffer.events.index(("commit", version))
 
 
+async def test_weights_are_published_every_n_steps_and_after_the_last():
+    controller, _, fleet, _ = make_controller(load_s=0.0, steps=7, overrides=["weights.publish_every=3"])
+    await asyncio.wait_for(controller.train(), 10)
+    assert fleet.loaded == [3, 6, 7]
+
+
 async def test_a_slow_publish_skips_versions_and_never_goes_back():
     controller, _, fleet, _ = make_controller(load_s=0.05)
     await asyncio.wait_for(controller.train(), 10)
