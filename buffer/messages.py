@@ -243,7 +243,7 @@ def summary_of(fields: Any) -> GroupSummary:
     lists: list[Any] = [tuple(integers(fields, name)) for name in _LISTS]
     if (most := max(fields["num_tokens"], *map(sum, lists))) > MAX_COUNT:
         raise WireError(f"a group has at most 2**40 tokens, got {most}")
-    counted = dict(zip(_INTEGERS + _LISTS, numbers + lists, strict=True))
+    counted: dict[str, Any] = dict(zip(_INTEGERS + _LISTS, numbers + lists, strict=True))
     return GroupSummary(rewards=tuple(rewards), metrics=tuple(map(tuple, metrics)), **counted)
 
 
