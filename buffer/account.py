@@ -1,7 +1,6 @@
 """The ledger's account: where every token went, which attempts still owe a report, and which groups are finished.
 
-Each attempt is settled once, however often its messages are sent. What is remembered of attempts and groups that have
-ended is bounded, so that the memory of a long run stays flat.
+Each attempt is settled once, however often its messages are sent. What is remembered of the past is bounded.
 """
 
 from bisect import bisect_right
@@ -25,10 +24,7 @@ MAX_REMEMBERED = 4096
 
 
 class IdSet:
-    """Integers as disjoint, sorted ranges ``[start, end)``, for ids that finish nearly in order.
-
-    Memory grows with the gaps, not with the count; ``add`` and ``in`` search in O(log ranges).
-    """
+    """Integers, nearly in order, as disjoint sorted ranges ``[start, end)``: memory grows with the gaps alone."""
 
     def __init__(self, ranges: Iterable[tuple[int, int]] = ()) -> None:
         self._starts: list[int] = []

@@ -1,9 +1,7 @@
 """Who waits for the ledger, and who wakes them: requests for leases, and prompts on their way into the queue.
 
-A request for leases waits until the ledger admits a group at its engine's version. It is looked at again after every
-burst of messages, and withdrawn by its client, by a goodbye, or by silence. A worker whose engine advances cancels it
-and asks again; a commit answers those whose version it puts out of reach. Prompts wait for room in the queue, which a
-lease makes. Every wait ends under a timer, which answers "nothing yet".
+After every burst of messages both are looked at again. A worker whose engine advances cancels its request and asks
+again; a commit answers those whose version it puts out of reach. Every wait ends under a timer: "nothing yet".
 """
 
 import asyncio
@@ -69,11 +67,7 @@ class PendingRequests:
         return list(self._by_client.get(client, {}).values())
 
     def add(self, request: PendingRequest, hold_s: float, on_timeout: Callable[[PendingRequest], None]) -> None:
-        """Hold a request for ``hold_s`` at most; one that is sent again takes the place of the first.
-
-        Raises:
-            ReplayBufferError: too many are pending.
-        """
+        """Hold a request for ``hold_s`` at most; a copy takes its place. Raises `ReplayBufferError` if too many are."""
         self.remove(request.client, request.request_id)
         num_of_client = len(self._by_client.get(request.client, ()))
         if num_of_client >= _MAX_PER_CLIENT or len(self) >= _MAX_IN_ALL:
@@ -120,8 +114,7 @@ class FairQueue:
     """Whose turn it is when more workers wait than groups can begin.
 
     Start-time fair queueing (Goyal et al., SIGCOMM 1996): each grant moves a worker's turn by one, and the lowest turn
-    is served first. A worker that was away resumes at the turn that is being served: the time in which it asked for
-    nothing is not paid back, so a newcomer holds up nobody.
+    is served first. A worker that was away resumes at the turn that is being served, so a newcomer holds up nobody.
     """
 
     def __init__(self) -> None:
@@ -143,13 +136,9 @@ class FairQueue:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Collaborators:
-    """What each part of the service works with.
+    """What each part of the service works with: the ledger decides, the store keeps, `Replies` answer.
 
-    Attributes:
-        ledger: Decides.
-        store: Keeps prompts and trajectories.
-        replies: Answers.
-        hold_s: A request that cannot be granted is answered after this long, with what there is.
+    A request that cannot be granted is answered after ``hold_s``, with what there is.
     """
 
     ledger: Ledger
@@ -159,12 +148,7 @@ class Collaborators:
 
 
 class PromptIntake:
-    """The operation ``enqueue``.
-
-    Args:
-        shared: What it works with.
-        queue_size: Prompts queued at once.
-    """
+    """The operation ``enqueue``: at most ``queue_size`` prompts are queued at once."""
 
     def __init__(self, shared: Collaborators, *, queue_size: int) -> None:
         self._ledger, self._store, self._replies = shared.ledger, shared.store, shared.replies
@@ -227,13 +211,7 @@ class PromptIntake:
 
 
 class Admission:
-    """The operations of workers on leases.
-
-    Args:
-        shared: What it works with.
-        clock: What leases and heartbeats are measured by.
-        silent_s: A producer not heard of for this long is gone.
-    """
+    """The operations of workers on leases; a producer not heard of for ``silent_s`` on ``clock`` is gone."""
 
     def __init__(self, shared: Collaborators, *, clock: LoopClock, silent_s: float) -> None:
         self._ledger, self._store, self._replies = shared.ledger, shared.store, shared.replies

@@ -1,7 +1,6 @@
 """The clients of the buffer: `BufferClient` on asyncio, `SyncBufferClient` for learner ranks, and how to make them.
 
-Requests that the server may hold (lease, enqueue, plan) are asked again for as long as it answers "nothing yet". A
-client that leases beats: the server hears of it every ``buffer.heartbeat_s``; when it does not, it takes its leases.
+Requests that the server may hold (lease, enqueue, plan) are asked again for as long as it answers "nothing yet".
 """
 
 import asyncio
@@ -81,11 +80,7 @@ class BufferClient:
         self._closed = False
 
     async def connect(self) -> None:
-        """Open the connection now rather than at the first call; does not wait for the server.
-
-        Raises:
-            ValueError: the address is malformed.
-        """
+        """Open the connection now; does not wait for the server. Raises `ValueError` if the address is malformed."""
         self._connect()
 
     # What a rollout worker does
@@ -405,16 +400,9 @@ def _checked(groups: Iterable[TrajectoryGroup | None], group_ids: Sequence[int])
 
 
 class SyncBufferClient:
-    """Implements the port `TrajectorySource`: a `BufferClient` on a thread of its own. Any thread may call it.
+    """Implements the port `TrajectorySource`: a `BufferClient`, with its arguments, on a thread of its own.
 
-    Args:
-        address: Where the server listens.
-        request_timeout_s: Deadline of each request.
-        keys: CURVE keys, where the server has them.
-        epoch: The run that this client belongs to; empty takes the one that the server names first.
-
-    Raises:
-        ValueError: the address is malformed.
+    Any thread may call it. Raises `ValueError` if the address is malformed.
     """
 
     def __init__(
@@ -433,12 +421,7 @@ class SyncBufferClient:
             raise
 
     def fetch(self, group_ids: Sequence[int]) -> list[TrajectoryGroup]:
-        """See `TrajectorySource.fetch`. Where store servers hold the payloads, all are asked at once.
-
-        Raises:
-            UnknownGroup: a group is not stored.
-            DeadlineError: no answer came in time.
-        """
+        """See `TrajectorySource.fetch`. Where store servers hold the payloads, all are asked at once."""
         return self._call("fetch", lambda: self._client.fetch(group_ids))
 
     def stats(self) -> BufferStats:
@@ -472,14 +455,13 @@ class SyncBufferClient:
 
 @dataclass(frozen=True, kw_only=True)
 class BufferConnection:
-    """Opens clients, each in the process that uses it. No secret travels with it: a key is read where it is needed.
+    """Opens clients, each in the process that uses it; the other attributes are `BufferClient`'s.
+
+    No secret travels with it: a key is read where it is needed.
 
     Attributes:
-        address: The server's. Example: ``tcp://127.0.0.1:5555``.
-        request_timeout_s: Deadline of a client's call.
         keys: Directory that holds the key of ``role``; empty where the server has no keys.
         role: What the clients are.
-        epoch: The run that they belong to; empty takes the one that the server names first.
     """
 
     address: str

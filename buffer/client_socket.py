@@ -1,8 +1,7 @@
 """A client's connections to one server, on asyncio: requests, replies, deadlines, resending after a reconnect.
 
-The connection is made in three steps: the control socket asks for the run's epoch and the bulk port, the bulk socket
-connects and greets, and the server answers the greeting. A request waits for the steps that it needs, under its own
-deadline. A reply wakes its caller; each acknowledged or received chunk puts off the deadlines of large messages.
+The control socket asks for the run's epoch and the bulk port, the bulk socket connects and greets, and the server
+answers. A request waits for the steps that it needs, under its own deadline, which each chunk of it puts off.
 """
 
 import asyncio
@@ -33,18 +32,10 @@ _MAX_REPLY_BYTES = 1 << 40
 
 
 class Connection:
-    """A DEALER socket that reconnects by itself.
+    """A DEALER socket that reconnects by itself; the server knows it by ``identity``.
 
-    Args:
-        address: Where to connect.
-        identity: What the server knows this client by.
-        keys: CURVE keys, where the server has them.
-        on_message: Called with the frames of each message.
-        on_change: Called when the connection was made (True) or lost (False).
-        silent_s: A connection on which no whole frame came for this long is lost.
-
-    Raises:
-        ValueError: the address is malformed.
+    ``on_message`` gets the frames of each message, ``on_change`` whether the connection was made or lost. One on which
+    no whole frame came for ``silent_s`` is lost. Raises `ValueError` if the address is malformed.
     """
 
     def __init__(
@@ -97,15 +88,9 @@ class Connection:
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class _UnansweredRequest:
-    """A request without a reply yet.
+    """A request without a reply yet, which is ``due``; ``caller`` is the call that an error names.
 
-    Attributes:
-        caller: The call that an error names.
-        request: What was asked.
-        is_large: Whether its payload travels in chunks.
-        needs_bulk: Whether it, or its reply, may travel by the bulk socket.
-        reply: Gets the reply.
-        due: When its deadline passes.
+    ``is_large`` ones travel in chunks; ``needs_bulk`` says that it, or its reply, may travel by the bulk socket.
     """
 
     caller: str
@@ -119,13 +104,8 @@ class _UnansweredRequest:
 class ClientSocket:
     """The connections to one server; made on a running loop, and used on that loop only.
 
-    Args:
-        address: Where the server's control socket listens.
-        timeout_s: Deadline of each request, counted from its last progress.
-        keys: CURVE keys, where the server has them.
-        epoch: The run that this client belongs to; empty takes the one that the server names first.
-        on_push: Called with each message that answers no request.
-        on_connected: Called when the server is reached, also after it was gone.
+    ``timeout_s`` is the deadline of each request, counted from its last progress. ``on_push`` gets each message that
+    answers no request; ``on_connected`` is called when the server is reached, also after it was gone.
 
     Attributes:
         is_connected: Whether the server can be reached now.
@@ -190,9 +170,7 @@ class ClientSocket:
     ) -> Message:
         """Send a request and wait for its reply; ``caller`` is the call that an error names, if not the request's.
 
-        Raises:
-            DeadlineError: no reply came in time.
-            ReplayBufferError: the server answered with an error, or the connection was closed.
+        Raises `DeadlineError` if none came in time, `ReplayBufferError` if it is an error or the connection was closed.
         """
         if self._closed:
             raise self._closed_error(name)

@@ -24,13 +24,7 @@ class PutResult(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Progress:
-    """What the ledger knows of a saved, unfinished group.
-
-    Attributes:
-        num_tokens: Tokens the policy has written.
-        oldest_version: Version of the oldest of them.
-        newest_version: Version of the newest of them.
-    """
+    """What the ledger knows of a saved, unfinished group: tokens that the policy wrote, and their versions."""
 
     num_tokens: int
     oldest_version: int
@@ -98,12 +92,7 @@ class Saved:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reserved:
-    """Where a group's trajectories go.
-
-    Attributes:
-        store: Which store.
-        evicted: Groups that give way: stored ones lose their trajectories, others their saved prefixes.
-    """
+    """Which store takes a group; ``evicted`` give way: their trajectories if stored, else their saved prefixes."""
 
     store: int
     evicted: tuple[int, ...] = ()
@@ -151,13 +140,9 @@ class Lost:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Planned:
-    """A batch.
+    """A batch: the groups that version ``version`` consumes, in order.
 
-    Attributes:
-        version: The learner version that consumes it.
-        group_ids: Its groups, in order.
-        given_up: Running groups whose leases were revoked for it.
-        is_dropped: Whether these are dropped; otherwise their prompts are queued again.
+    ``given_up`` are running groups whose leases were revoked for it; they are dropped if ``is_dropped``, else queued.
     """
 
     version: int
@@ -325,4 +310,3 @@ class CommandLog(Protocol):
 
     def record(self, command: Command[Any], outcome: Outcome, frames: LoggedFrames) -> None:
         """Write one command, its outcome, and the frames that belong to it."""
-        ...

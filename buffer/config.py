@@ -21,6 +21,14 @@ class Durability(StrEnum):
     disk = "disk"
 
 
+_MAY_BE_ZERO = {
+    "max_lag": "use 0 for synchronous training",
+    "max_filtered_steps": "0 goes on for ever",
+    "first_version": "a new run begins at 0",
+    "num_store_servers": "0 needs no others",
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class BufferConfig:
     """The replay buffer.
@@ -85,8 +93,9 @@ class BufferConfig:
     bulk_port: int = 0
 
     def __post_init__(self) -> None:
-        if self.max_lag < 0:
-            raise ValueError(f"buffer.max_lag must be >= 0, got {self.max_lag}; use 0 for synchronous training")
+        for name, meaning in _MAY_BE_ZERO.items():
+            if getattr(self, name) < 0:
+                raise ValueError(f"buffer.{name} must be >= 0, got {getattr(self, name)}; {meaning}")
         times = ("lease_s", "heartbeat_s", "request_timeout_s")
         sizes = ("max_stored_bytes", "max_prompt_bytes", "max_message_bytes")
         for name in (*times, *sizes, "queue_size", "max_requests_per_s"):
@@ -94,14 +103,6 @@ class BufferConfig:
                 raise ValueError(f"buffer.{name} must be > 0, got {getattr(self, name)}; see buffer/config.py")
         if self.durability == Durability.disk and not self.directory:
             raise ValueError("buffer.durability=disk needs buffer.directory, got ''; name a directory on a local disk")
-        if self.max_filtered_steps < 0:
-            raise ValueError(
-                f"buffer.max_filtered_steps must be >= 0, got {self.max_filtered_steps}; 0 goes on for ever"
-            )
-        if self.first_version < 0:
-            raise ValueError(f"buffer.first_version must be >= 0, got {self.first_version}; a new run begins at 0")
-        if self.num_store_servers < 0:
-            raise ValueError(f"buffer.num_store_servers must be >= 0, got {self.num_store_servers}; 0 needs no others")
         find_order(self.order)
         find_filters(self.filters)
         for name in ("port", "bulk_port"):

@@ -1,12 +1,9 @@
 """Prompts and trajectory groups as the parts of a message's payload.
 
-A prompt is encoded by the project's codec. A group, which is written and read for every rollout, is laid out as its
-type is: a head with the schema of its columns, then one buffer per column. That takes a third of the codec's time.
-
-`pack` turns the frames into *parts* that suit a socket. ZMQ's cost is per part, so small frames travel together. No
-part exceeds ``CHUNK_BYTES``, so a large payload can be sent piece by piece. The first part is a header:
-``b"prcl"``, the number of frames and their lengths as uint64. Inside a joined part every frame starts at a multiple of
-16, so arrays can be read in place.
+A prompt is encoded by the project's codec; a group as a head with the schema of its columns, then one buffer per
+column, in a third of the time. ZMQ's cost is per part, so `pack` joins small frames, and it cuts large ones so that
+they can be sent piece by piece. The first part begins with ``b"prcl"``, the number of frames and their lengths as
+uint64. Inside a joined part every frame starts at a multiple of 16, so arrays can be read in place.
 """
 
 import struct
@@ -52,11 +49,7 @@ def prompt_frames(prompt: Prompt) -> list[Any]:
 
 
 def prompt_of(frames: Sequence[Any]) -> Prompt:
-    """The prompt in a payload.
-
-    Raises:
-        WireError: there is none.
-    """
+    """The prompt in a payload. Raises `WireError` if there is none."""
     values = codec.decode(unpack(frames))
     try:
         return Prompt(**values)
@@ -65,14 +58,10 @@ def prompt_of(frames: Sequence[Any]) -> Prompt:
 
 
 def group_frames(group: TrajectoryGroup) -> list[Any]:
-    """A trajectory group as payload; large arrays are not copied.
+    """A trajectory group as payload: a head, the turns, and one buffer per column; large arrays are not copied.
 
-    Its head holds the ids and the schema: names, dtypes and shapes (without the first dimension) of the token,
-    trajectory and turn columns. The schema is the same for every group of a run. The turns and one buffer per column
-    follow.
-
-    Raises:
-        TypeError: a column is not an array of numbers.
+    The head holds the ids and the schema (names, dtypes and shapes without the first dimension), which is the same for
+    every group of a run. Raises `TypeError` if a column is not an array of numbers.
     """
     buffers: list[Any] = [group.turns.tobytes()]
     schema = []
@@ -90,11 +79,7 @@ def group_frames(group: TrajectoryGroup) -> list[Any]:
 
 
 def group_of(frames: Sequence[Any]) -> TrajectoryGroup:
-    """The trajectory group in a payload; arrays are read-only views of the frames.
-
-    Raises:
-        WireError: there is none.
-    """
+    """The trajectory group in a payload; arrays are read-only views of it. Raises `WireError` if there is none."""
     head, *buffers = unpack(frames)
     if head[: len(_GROUP)] != _GROUP:
         raise WireError(f"payload is not a TrajectoryGroup of this release: it begins with {bytes(head[:4])!r}")
@@ -155,11 +140,7 @@ def _array(dtype: np.dtype, shape: tuple[int, ...], row_bytes: int, buffer: memo
 
 
 def pack(frames: Sequence[Any]) -> list[Any]:
-    """Frames as parts: one part if they are small together, else the header and parts of at most ``CHUNK_BYTES``.
-
-    Args:
-        frames: Bytes, or views of bytes: ``len`` is the length in bytes.
-    """
+    """Frames (bytes, or views of bytes) as one part if they are small, else a header and parts of ``CHUNK_BYTES``."""
     lengths = [*map(len, frames)]
     header = struct.pack(f"<4sI{len(lengths)}Q", _PACKED, len(lengths), *lengths)
     if sum(lengths) < JOIN_BELOW_BYTES:
@@ -175,11 +156,7 @@ def pack(frames: Sequence[Any]) -> list[Any]:
 
 
 def unpack(parts: Sequence[Any]) -> list[Any]:
-    """The frames that `pack` was given: views of the parts, copied only where a frame was split.
-
-    Raises:
-        WireError: the parts are malformed.
-    """
+    """The frames that `pack` was given: views of the parts where they are whole. Raises `WireError` if malformed."""
     if not parts:
         raise WireError("a payload has at least one part, got none")
     header, *pieces = (memoryview(part).cast("B") for part in parts)

@@ -193,11 +193,7 @@ class GroupTable:
         return group
 
     def stored(self, group_id: int) -> Group:
-        """The group, if its trajectories are stored.
-
-        Raises:
-            UnknownGroup: they are not.
-        """
+        """The group, if its trajectories are stored. Raises `UnknownGroup` if they are not."""
         group = self._groups.get(group_id)
         if group is None or group.summary is None:
             raise UnknownGroup(

@@ -17,13 +17,9 @@ _LONGEST_GAP_S = 0.5
 
 
 class LoopClock:
-    """Seconds that the running loop was alive.
+    """Seconds that the running loop was alive, by its own monotonic clock unless a test brings another.
 
-    Args:
-        time: The monotonic clock; the loop's own unless a test brings another.
-
-    Attributes:
-        stalled_s: Seconds of all gaps, which do not count.
+    ``stalled_s`` are the seconds of all gaps, which do not count.
     """
 
     def __init__(self, time: Callable[[], float] | None = None) -> None:
@@ -62,11 +58,7 @@ class Deadline:
     """One timer for the earliest of many deadlines that come and go.
 
     A deadline that moved away is not taken off the loop: the timer fires early, its owner finds nothing due, and names
-    the next one. So moving a deadline with every message costs nothing.
-
-    Args:
-        on_due: Called at the earliest time that `at` named since the last call; calls `at` again.
-        clock: What the times are measured by.
+    the next one by `at`. So moving a deadline with every message costs nothing.
     """
 
     def __init__(self, on_due: Callable[[], None], clock: LoopClock) -> None:
@@ -96,13 +88,7 @@ class Deadline:
 
 @dataclass(kw_only=True, slots=True)
 class _Producer:
-    """A client that leases.
-
-    Attributes:
-        last_heard: On the clock of ``now``.
-        num_puts: Groups it stored.
-        num_tokens: Policy tokens of those.
-    """
+    """A client that leases: when it was heard of, and the groups and policy tokens that it stored."""
 
     last_heard: float
     num_puts: int = 0
@@ -110,11 +96,7 @@ class _Producer:
 
 
 class Heartbeats:
-    """Producers by client id.
-
-    Args:
-        silent_s: One not heard of for this long is gone.
-    """
+    """Producers by client id; one not heard of for ``silent_s`` is gone."""
 
     def __init__(self, silent_s: float) -> None:
         self._silent_s = silent_s

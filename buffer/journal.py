@@ -1,11 +1,10 @@
 """What must survive the server: the ledger's last snapshot, the commands since with their outcomes, and frames.
 
-Two append-only files. ``NAME.N.log`` holds the commands in their order, with small frames; each is written on the loop,
-before it takes effect. ``NAME.N.frames`` holds large frames; they are written on a thread, all that came meanwhile in
-one call, and before the command that refers to them. What is written survives the death of the process at any point. A
-power failure may lose the last writes: every record has a checksum, and a file ends at its first broken record. When
-the files have grown enough, `Journal.compact` begins a new pair, and the old one is deleted once the new one is on the
-disk. One old log is kept to be written over, which takes a third of the time of growing a file.
+``NAME.N.log`` holds the commands in their order, with small frames; each is written on the loop, before it takes
+effect. ``NAME.N.frames`` holds large frames, which a thread writes before the command that refers to them. What is
+written survives the death of the process. A power failure may lose the last writes: every record has a checksum, and
+a file ends at its first broken record. When the files have grown, `Journal.compact` begins a new pair and the old one
+is deleted. One old log is kept to be written over, which takes a third of the time of growing a file.
 """
 
 import asyncio
@@ -77,10 +76,8 @@ def _from_map(named: dict[str, Any]) -> Any:
 class Recovered:
     """What a journal holds when a server opens it.
 
-    Attributes:
-        snapshot: The ledger's last snapshot; None in a new journal.
-        commands: What was done since, in order, with its outcome.
-        frames: Kind (``prompt``, ``payload``, ``progress``) to group id to frames.
+    The ledger's last snapshot, None in a new journal; the commands since, in order, with their outcomes; and frames by
+    kind (``prompt``, ``payload``, ``progress``) and group id.
     """
 
     snapshot: Mapping[str, Any] | None = None
@@ -91,9 +88,7 @@ class Recovered:
 class AppendOnlyFile:
     """Records of a head (plain values) and frames, each with a checksum.
 
-    Args:
-        path: The file; made if missing. Until it is `read`, it is written over from the beginning.
-        number: Tells its records from those of an earlier use of the file.
+    ``number`` tells them from those of an earlier use of the file, which is written over until it is `read`.
     """
 
     def __init__(self, path: Path, number: int) -> None:
@@ -105,8 +100,7 @@ class AppendOnlyFile:
     def read(self) -> Iterator[tuple[Any, bytes]]:
         """Heads, and the frames of each end to end; what follows the last whole record is cut off.
 
-        Raises:
-            ValueError: the file is not a journal of this format.
+        Raises `ValueError` if the file is not a journal of this format.
         """
         end = 0
         if os.fstat(self._descriptor).st_size:
@@ -140,11 +134,7 @@ class AppendOnlyFile:
         return msgpack.unpackb(body[:head_bytes], strict_map_key=False), body[head_bytes:], end
 
     def append(self, records: Iterable[tuple[Any, Frames]]) -> None:
-        """Write records one after another, or none of them.
-
-        Raises:
-            OSError: the disk is full.
-        """
+        """Write records one after another, or none of them. Raises `OSError` if the disk is full."""
         parts: list[Any] = [] if self.num_bytes else [_BEGINNING.pack(_MAGIC, self._number)]
         size = sum(map(len, parts))
         for head, frames in records:
@@ -184,8 +174,7 @@ class AppendOnlyFile:
 def write_all(descriptor: int, parts: list[Any], offset: int) -> None:
     """Write bytes and views of bytes end to end from ``offset`` on, however few the system takes at once.
 
-    Raises:
-        OSError: the disk is full; some bytes may have been written.
+    Raises `OSError` if the disk is full; some bytes may have been written.
     """
     first = 0
     while first < len(parts):
@@ -207,17 +196,13 @@ class _Write:
 
 
 class Journal:
-    """The files of one server. Frames have a *place*, a number of their own, by which commands refer to them.
+    """The files of one server, ``PATH.N.log`` and so on. Frames have a *place*, by which commands refer to them.
 
-    Args:
-        path: Where they are, without ``.N.log``. Example: ``outputs/buffer/journal``.
+    Raises `ReplayBufferError` if the files cannot be opened, or another server has them open, `ValueError` if they are
+    not those of a journal, or of another format.
 
     Attributes:
         on_written: Called after the callbacks of frames that were written together.
-
-    Raises:
-        ReplayBufferError: the files cannot be opened, or another server has them open.
-        ValueError: they are not those of a journal, or of another format.
     """
 
     def __init__(self, path: Path) -> None:
@@ -310,22 +295,14 @@ class Journal:
         return self._values.get(name)
 
     def write(self, name: str, value: Any) -> None:
-        """Remember a value.
-
-        Raises:
-            ReplayBufferError: the disk is full.
-        """
+        """Remember a value. Raises `ReplayBufferError` if the disk is full."""
         self._append("value", [name, value], {})
         self._values[name] = value
 
     def claim(self, owner: Mapping[str, Any]) -> None:
-        """Write down in a new journal whose it is; refuse one of another run or of other options.
+        """Write down in a new journal whose it is. Raises `ValueError` if it is of another run, or of other options.
 
-        Args:
-            owner: Name to plain value. Example: ``{"run": "4f1c", "max_lag": 2}``.
-
-        Raises:
-            ValueError: the journal has another value; the message names it.
+        ``owner`` is name to plain value. Example: ``{"run": "4f1c", "max_lag": 2}``.
         """
         found = self.read("owner")
         if found is None:
@@ -339,19 +316,11 @@ class Journal:
                 )
 
     def record(self, command: Command[Any], outcome: Outcome, frames: LoggedFrames) -> None:
-        """Write one command, its outcome and the frames that belong to it, as a whole.
-
-        Raises:
-            ReplayBufferError: the disk is full; nothing of it is written.
-        """
+        """Write a command, its outcome and frames as a whole, or raise `ReplayBufferError` if the disk is full."""
         self._append("command", pack((command, outcome)), frames)
 
     def note(self, frames: LoggedFrames) -> None:
-        """Write down that frames are held, or with the place 0 that they are not, without a command.
-
-        Raises:
-            ReplayBufferError: the disk is full.
-        """
+        """Write down that frames are held, or not (place 0). Raises `ReplayBufferError` if the disk is full."""
         self._append("note", None, frames)
 
     def _append(self, kind: str, value: Any, frames: LoggedFrames) -> None:
@@ -381,11 +350,9 @@ class Journal:
         return self._next_place - 1
 
     def keep(self, frames: Frames, then: Callable[[int, ReplayBufferError | None], None]) -> None:
-        """Write frames on the thread, together with what else is there to write.
+        """Write frames on the thread, together with what else is there to write; they are not copied.
 
-        Args:
-            frames: They are not copied, and must not change.
-            then: Called on the loop with the frames' place, for a command to refer to, and with what went wrong.
+        ``then`` is called on the loop with the frames' place, for a command to refer to, and with what went wrong.
         """
         place = self._place()
         views = [memoryview(frame) for frame in frames]
@@ -427,18 +394,12 @@ class Journal:
         return num_bytes > max(limit, self._retry_above) and not is_busy
 
     def compact(self, snapshot: Mapping[str, Any] | None, frames: Iterable[tuple[str, int, Frames]]) -> None:
-        """Begin new files with a snapshot in the place of all commands, and with the frames that are still needed.
+        """Begin new files with a snapshot (plain values) in the place of all commands, and with the frames still held.
 
-        Frames are written behind what this call returns; until they are on the disk the old files stay.
-
-        Args:
-            snapshot: Plain values.
-            frames: Kind, key and frames of all that is held.
-
-        Raises:
-            ReplayBufferError: the disk is full; the journal goes on as it was.
+        Frames are written behind what this call returns; until they are on the disk the old files stay. Raises
+        `ReplayBufferError` if the disk is full; the journal goes on as it was.
         """
-        held = {(kind, key): [memoryview(part) for part in parts] for kind, key, parts in frames}
+        held = {(kind, key): [*map(memoryview, parts)] for kind, key, parts in frames}
         pair: Sequence[AppendOnlyFile] = ()
         try:
             with suppress(FileNotFoundError):

@@ -54,13 +54,7 @@ def may(role: str, operation: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerKeys:
-    """What a server needs. Z85 text.
-
-    Attributes:
-        public: Its own public key.
-        secret: Its own secret key.
-        role_publics: BufferRole to the public key that it lets in.
-    """
+    """What a server needs: its own key pair, and the public keys that it lets in, by role. Z85 text."""
 
     public: str
     secret: str
@@ -77,11 +71,7 @@ class ClientKeys:
 
 
 def make_keys(directory: Path) -> None:
-    """Make the key pairs of a run, in files that only their owner may read.
-
-    Raises:
-        ValueError: there are keys already.
-    """
+    """Make a run's key pairs, in files that only their owner may read. Raises `ValueError` if there are some."""
     directory.mkdir(parents=True, exist_ok=True, mode=0o700)
     server_public, server_secret = _pair()
     publics: dict[str, str] = {}
@@ -129,11 +119,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def check_exposure(host: str, keys: str) -> None:
-    """Refuse to serve beyond loopback without keys.
-
-    Raises:
-        ValueError: ``host`` is no loopback address and ``keys`` names no directory.
-    """
+    """Refuse, with a `ValueError`, to serve beyond loopback without keys."""
     if not keys and not host.startswith(_LOOPBACK):
         raise ValueError(
             f"buffer.host={host} is reachable from other machines and buffer.keys is empty; make keys with "
@@ -159,10 +145,7 @@ def secure_client(socket: zmq.Socket[Any], keys: ClientKeys) -> None:
 class KeyGate:
     """Answers ZMQ's question (ZAP, RFC 27) which role a key has; an unknown key does not enter.
 
-    Args:
-        context: Of the sockets to guard; make the gate before binding them.
-        keys: Whom to let in.
-        on_refused: Called for each key turned away.
+    Make it before the sockets of ``context`` are bound. ``on_refused`` is called for each key turned away.
     """
 
     def __init__(self, context: zmq.Context[Any], keys: ServerKeys, on_refused: Callable[[], None]) -> None:

@@ -1,8 +1,7 @@
 """The ledger: where every prompt group is, as a pure state machine. No socket, no clock of its own, no payload.
 
 ``queued → leased → stored → planned → consumed``, with exits ``dropped(reason)`` and a way back to the head of the
-queue under the next attempt. `Ledger.apply` takes a command and the time, decides, and does what it decided. Whoever
-drives it applies `Expire` at `next_expiry`, and sends the `Revocation`s that `drain_revocations` returns.
+queue under the next attempt. Whoever drives it applies `Expire` at `next_expiry`, and sends the `Revocation`s.
 """
 
 from collections.abc import Mapping, Sequence
@@ -79,25 +78,17 @@ class Ledger(LedgerState):
         *,
         frames: commands.LoggedFrames | None = None,
     ) -> commands.Result:
-        """Decide a command, write it down, and do what was decided.
+        """Decide a command, write it down, and do what was decided; returns the outcome.
 
-        Args:
-            command: What is asked.
-            now: The time, in seconds on any clock that leases are measured by.
-            frames: What is written with the command, unless that is a put which is not stored.
-
-        Returns:
-            The outcome, of the type that belongs to the command.
-
-        Raises:
-            ReplayBufferError: the command is refused; nothing has changed, unless it was a put: its tokens are
-                counted (`LeaseExpired`, `VersionTooOld`).
+        ``now`` is in seconds on any clock that leases are measured by. ``frames`` are written with the command, unless
+        that is a put which is not stored. Raises `ReplayBufferError` if the command is refused; nothing has changed
+        then, unless it was a put: its tokens are counted (`LeaseExpired`, `VersionTooOld`).
         """
         is_put = type(command) is commands.Put
         outcome: Any = _DECIDE[type(command)](self, command, now)
         if self.log is not None and self._has_effect(outcome):
-            is_kept = frames is not None and (not is_put or outcome.result is commands.PutResult.stored)
-            self.log.record(command, outcome, frames if is_kept else {})
+            is_dropped = is_put and outcome.result is not commands.PutResult.stored
+            self.log.record(command, outcome, {} if is_dropped or frames is None else frames)
         self.enact(command, outcome)
         if is_put and outcome.refusal:
             raise (VersionTooOld if outcome.result is commands.PutResult.too_old else LeaseExpired)(outcome.refusal)
@@ -169,19 +160,11 @@ class Ledger(LedgerState):
         return self._groups.of_owner(owner)
 
     def stored_attempt(self, group_id: int) -> int:
-        """Which attempt of a group is stored.
-
-        Raises:
-            UnknownGroup: none is.
-        """
+        """Which attempt of a group is stored. Raises `UnknownGroup` if none is."""
         return self._groups.stored(group_id).result.attempt
 
     def store_of(self, group_id: int) -> int:
-        """Which store holds the trajectories of a group.
-
-        Raises:
-            UnknownGroup: none does.
-        """
+        """Which store holds the trajectories of a group. Raises `UnknownGroup` if none does."""
         return self._groups.stored(group_id).store
 
     def stored_groups(self, store: int | None = None) -> list[tuple[int, int]]:
@@ -232,11 +215,7 @@ class Ledger(LedgerState):
         return commands.Queued(group_ids=tuple(new))
 
     def check_engine_version(self, engine_version: int) -> None:
-        """Refuse a version that no committed step has made.
-
-        Raises:
-            VersionTooNew: it is none of 0..learner_version.
-        """
+        """Raise `VersionTooNew` for a version that no committed step has made: none of 0..learner_version."""
         if not 0 <= engine_version <= self.learner_version:
             raise VersionTooNew(
                 f"an engine asks for a lease at policy version {engine_version}, but the learner has committed "
@@ -308,11 +287,7 @@ class Ledger(LedgerState):
         group_id: int,
         attempt: int,
     ) -> Group | None:
-        """The group, if this attempt of it runs.
-
-        Raises:
-            NotLeaseOwner: the command comes from another client than the lease's owner.
-        """
+        """The group, if this attempt of it runs. Raises `NotLeaseOwner` if another client than its owner asks."""
         group = self._groups.running(group_id, attempt)
         if group is None:
             ended = self._history.of(group_id, attempt)
@@ -414,11 +389,7 @@ class Ledger(LedgerState):
     # Batches
 
     def check_plan(self, version: int) -> None:
-        """Refuse a version that can be neither planned now nor answered from a plan made before.
-
-        Raises:
-            ReplayBufferError: ``version`` is committed already, or is not the next to be planned.
-        """
+        """Raise `ReplayBufferError` for a version that is neither the next to be planned nor planned before."""
         is_next = version == self.next_plan and version <= self.learner_version + 1
         if version not in self._groups.plans and not is_next:
             raise ReplayBufferError(
@@ -483,11 +454,7 @@ class Ledger(LedgerState):
         return commands.Committed(version=version, group_ids=group_ids)
 
     def _check_bound(self, group: Group, version: int) -> None:
-        """Refuse to consume a group that breaks the bound.
-
-        Raises:
-            StalenessError: it does. It must never fire.
-        """
+        """Raise `StalenessError` for a group that breaks the bound. It must never fire."""
         lag = version - group.result.oldest_version
         if lag > self.rule.max_lag or version > group.deadline:
             raise StalenessError(

@@ -271,11 +271,7 @@ class LedgerState:
         }
 
     def restore(self, values: Mapping[str, Any]) -> None:
-        """Take up a snapshot into this new state.
-
-        Raises:
-            ValueError: the snapshot has another format.
-        """
+        """Take up a snapshot into this new state. Raises `ValueError` if the snapshot has another format."""
         if values.get("format") != SNAPSHOT_FORMAT:
             raise ValueError(
                 f"the ledger's snapshot has format={values.get('format')}, expected {SNAPSHOT_FORMAT}; resume with the "

@@ -16,7 +16,7 @@ from asyncrl.protocol import errors
 from asyncrl.protocol.errors import AsyncRLError, WireError
 from asyncrl.protocol.types import BufferStats, GroupSummary
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 MAX_HEADER_BYTES = 1 << 20
 MAX_FRAMES = 4096
 MAX_REPLY_HEADER_BYTES = 1 << 28
@@ -82,11 +82,7 @@ Send = Callable[[bytes, "Message"], None]
 
 
 class Replies:
-    """Sends to clients.
-
-    Args:
-        send: Sends one message to one client.
-    """
+    """Sends to clients, by a function that sends one message to one client."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
@@ -107,12 +103,9 @@ class Replies:
 
 
 def parse(frames: Sequence[Any], *, max_frames: int = MAX_FRAMES, max_header_bytes: int = MAX_HEADER_BYTES) -> Message:
-    """Read a message; the payload stays as it came.
+    """Read a message; the payload stays as it came. A client's limits are wider: see `parse_reply`.
 
-    A server takes the limits as they are; its replies to a client, a plan or a batch, may be longer.
-
-    Raises:
-        WireError: the header is not one of this protocol, or is of another version of it.
+    Raises `WireError` if the header is not one of this protocol, or is of another version of it.
     """
     if not 1 <= len(frames) <= max_frames:
         raise WireError(f"a message has 1 to {max_frames} frames, got {len(frames)}")
@@ -148,11 +141,7 @@ def batch(requests: Sequence[Message]) -> Message:
 
 
 def unbatch(message: Message) -> list[Message]:
-    """The requests in a message.
-
-    Raises:
-        WireError: it does not describe its requests.
-    """
+    """The requests in a message. Raises `WireError` if it does not describe its requests."""
     if message.name != BATCH:
         return [message]
     heads = message.fields.get("requests")
@@ -189,11 +178,7 @@ def error_of(reply: Message) -> AsyncRLError:
 
 
 def integer(fields: Mapping[str, Any], name: str) -> int:
-    """A field that must be an int64 >= 0.
-
-    Raises:
-        WireError: it is missing, or something else.
-    """
+    """An int64 >= 0. Raises `WireError` if it is missing, or something else."""
     value = fields.get(name)
     if type(value) is not int or not 0 <= value < 1 << 63:
         raise WireError(f"field {name!r} must be an integer in [0, 2**63), got {value!r:.40}")
@@ -201,11 +186,7 @@ def integer(fields: Mapping[str, Any], name: str) -> int:
 
 
 def count(fields: Mapping[str, Any], name: str) -> int:
-    """A field that must be an integer in [0, 2**40]: totals of such counts fit into 63 bits.
-
-    Raises:
-        WireError: it is missing, or something else.
-    """
+    """An integer in [0, 2**40], so that totals fit into 63 bits. Raises `WireError` if it is missing, or not one."""
     value = integer(fields, name)
     if value > MAX_COUNT:
         raise WireError(f"field {name!r} must be a count of at most 2**40, got {value}")
@@ -213,11 +194,7 @@ def count(fields: Mapping[str, Any], name: str) -> int:
 
 
 def text(fields: Mapping[str, Any], name: str) -> str:
-    """A field that must be a string of at most 200 characters.
-
-    Raises:
-        WireError: it is missing, or something else.
-    """
+    """A string of at most 200 characters. Raises `WireError` if it is missing, or something else."""
     value = fields.get(name)
     if not isinstance(value, str) or len(value) > 200:
         raise WireError(f"field {name!r} must be a string of at most 200 characters, got {value!r:.40}")
@@ -225,11 +202,7 @@ def text(fields: Mapping[str, Any], name: str) -> str:
 
 
 def flag(fields: Mapping[str, Any], name: str, *, default: bool) -> bool:
-    """A field that is a boolean, where it is there.
-
-    Raises:
-        WireError: it is something else.
-    """
+    """A boolean, where it is there. Raises `WireError` if it is something else."""
     value = fields.get(name, default)
     if type(value) is not bool:
         raise WireError(f"field {name!r} must be a boolean, got {value!r:.40}")
@@ -237,11 +210,7 @@ def flag(fields: Mapping[str, Any], name: str, *, default: bool) -> bool:
 
 
 def integers(fields: Mapping[str, Any], name: str) -> list[int]:
-    """A field that must be a list of int64 >= 0.
-
-    Raises:
-        WireError: it is missing, or something else.
-    """
+    """A list of int64 >= 0. Raises `WireError` if it is missing, or something else."""
     values = fields.get(name)
     if isinstance(values, list) and (not values or _are_int64(values)):
         return values
@@ -259,11 +228,7 @@ def summary_fields(summary: GroupSummary) -> dict[str, Any]:
 
 
 def summary_of(fields: Any) -> GroupSummary:
-    """The summary in header fields.
-
-    Raises:
-        WireError: a field is missing or of the wrong type.
-    """
+    """The summary in header fields. Raises `WireError` if a field is missing or of the wrong type."""
     if not isinstance(fields, dict):
         raise WireError(f"a group summary is a map, got {type(fields).__name__}")
     rewards = fields.get("rewards")
@@ -272,13 +237,13 @@ def summary_of(fields: Any) -> GroupSummary:
     metrics = fields.get("metrics")
     if not isinstance(metrics, list) or not all(map(_is_metric, metrics)):
         raise WireError("field 'metrics' must be a list of pairs of a name and a number")
-    numbers = [*map(fields.get, _INTEGERS)]
+    numbers: list[Any] = [*map(fields.get, _INTEGERS)]
     if not _are_int64(numbers):
         numbers = [integer(fields, name) for name in _INTEGERS]  # which says which is wrong
     lists: list[Any] = [tuple(integers(fields, name)) for name in _LISTS]
     if (most := max(fields["num_tokens"], *map(sum, lists))) > MAX_COUNT:
         raise WireError(f"a group has at most 2**40 tokens, got {most}")
-    counted = dict(zip(_INTEGERS + _LISTS, numbers + lists, strict=True))
+    counted: dict[str, Any] = dict(zip(_INTEGERS + _LISTS, numbers + lists, strict=True))
     return GroupSummary(rewards=tuple(rewards), metrics=tuple(map(tuple, metrics)), **counted)
 
 
@@ -288,17 +253,11 @@ def _is_metric(pair: Any) -> bool:
 
 def stats_fields(stats: BufferStats) -> dict[str, Any]:
     """The ledger's totals as header fields."""
-    fields = asdict(stats)
-    fields["lag_histogram"] = list(stats.lag_histogram.items())
-    return fields
+    return {**asdict(stats), "lag_histogram": list(stats.lag_histogram.items())}
 
 
 def stats_of(fields: Mapping[str, Any]) -> BufferStats:
-    """The ledger's totals in header fields.
-
-    Raises:
-        WireError: they are not.
-    """
+    """The ledger's totals in header fields. Raises `WireError` if they are not."""
     try:
         return BufferStats(**{**fields, "lag_histogram": dict(fields.get("lag_histogram", ()))})
     except TypeError as error:

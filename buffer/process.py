@@ -20,19 +20,11 @@ from .keys import ensure_keys
 
 
 class BufferProcess:
-    """A running buffer server.
+    """A running buffer server, or the store server of number ``store``.
 
-    Args:
-        config: Options.
-        groups_per_step: B.
-        log_path: Takes the server's log; None leaves it on this process's stderr.
-        store: Start a store server of this number instead.
-        start_timeout_s: Deadline for the address.
-        waits: Wait for the address; False returns at once, and leaves that to a call of `read_address`.
-
-    Raises:
-        DeadlineError: the server did not announce itself in time.
-        WorkerDiedError: it ended instead; the message ends with its log.
+    ``log_path`` takes its log; None leaves it on this process's stderr. ``waits=False`` returns before it announced
+    itself and leaves that to `read_address`. Raises `DeadlineError` if it did not in time, `WorkerDiedError` if it
+    ended instead.
 
     Attributes:
         address: Where it listens; empty until it was read.
@@ -67,9 +59,7 @@ class BufferProcess:
     def read_address(self) -> None:
         """Wait until the server announces itself; one that does not is ended.
 
-        Raises:
-            DeadlineError: it did not in time.
-            WorkerDiedError: it ended instead.
+        Raises `DeadlineError` if it did not in time, `WorkerDiedError` if it ended instead.
         """
         try:
             self.address = self._read_line(self._start_timeout_s)
@@ -102,11 +92,7 @@ class BufferProcess:
         )
 
     async def death(self) -> NoReturn:
-        """Wait for the server to end.
-
-        Raises:
-            WorkerDiedError: it ended; the message ends with its log.
-        """
+        """Wait for the server to end. Raises `WorkerDiedError` if it ended; the message ends with its log."""
         await process_end(self.process.pid)
         status = self.process.poll()
         raise WorkerDiedError(

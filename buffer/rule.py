@@ -37,15 +37,11 @@ class StalenessRule:
         return engine_version + self.max_lag
 
     def admits(self, open_by_deadline: Mapping[int, int], *, version: int, engine_version: int) -> bool:
-        """Whether one more group may begin on an engine that serves ``engine_version``.
+        """Whether one more group may begin on an engine that serves ``engine_version`` (u, at most the learner's).
 
         With d = u + η the group is admitted if, for each k from d - w to η, the open groups due at w + k or earlier
         and this one number at most (k + 1)·B, which is what the steps w … w + k consume. It costs O(η).
-
-        Args:
-            open_by_deadline: Deadline to number of groups leased or stored, not yet planned; none is before w.
-            version: w.
-            engine_version: u, at most the learner's version.
+        ``open_by_deadline`` counts the groups leased or stored, not yet planned; none is due before ``version``, w.
 
         Example: with B = 4, max_lag = 1 and nothing planned, an engine at the learner's version is admitted while
         fewer than 8 groups are open. An engine one version behind is also refused when 4 are due at w.
@@ -61,15 +57,10 @@ class StalenessRule:
         return True
 
     def required(self, open_by_deadline: Mapping[int, int], *, version: int) -> list[int]:
-        """How many groups due soon the plan of ``version`` must hold.
+        """How many groups due soon the plan of ``version`` must hold, as ``max_lag + 1`` numbers.
 
-        Args:
-            open_by_deadline: Deadline to number of groups leased or stored, not yet planned; none is before w.
-            version: w.
-
-        Returns:
-            ``max_lag + 1`` numbers; entry k is how many of the groups due at w + k or earlier this plan must hold, so
-            that the steps w + 1 … w + k can take the rest. Never more than B while admission is obeyed.
+        Entry k is how many of the open groups due at w + k or earlier it must hold, so that the steps w + 1 … w + k can
+        take the rest. Never more than B while admission is obeyed.
         """
         due = 0
         required = []
@@ -81,15 +72,10 @@ class StalenessRule:
     def missing(
         self, open_by_deadline: Mapping[int, int], ready_by_deadline: Mapping[int, int], *, version: int
     ) -> list[int]:
-        """How many running groups the plan of ``version`` would have to hold.
+        """How many running groups the plan of ``version`` would have to hold: ``max_lag + 1`` numbers.
 
-        Args:
-            open_by_deadline: Deadline to number of groups leased or stored, not yet planned.
-            ready_by_deadline: Of these, the stored ones.
-            version: w.
-
-        Returns:
-            ``max_lag + 1`` numbers; entry k counts those due by w + k, less the entries before it.
+        ``ready_by_deadline`` are the stored ones of ``open_by_deadline``. Entry k counts those due by w + k, less the
+        entries before it.
         """
         num_ready = num_missing = 0
         missing = []
@@ -101,13 +87,9 @@ class StalenessRule:
 
 
 class Room:
-    """The bytes that the stores may still take.
+    """The bytes that each store may still take of ``max_bytes``; 0 is no bound.
 
-    Args:
-        groups: What is held.
-        max_bytes: Bytes that each store may hold; 0 is no bound. A single store shares its bound with the saved
-            prefixes; beside several stores the prefixes have a bound of the same size for themselves.
-        groups_per_step: B.
+    A single store shares its bound with the saved prefixes; beside several stores the prefixes have one of that size.
     """
 
     def __init__(self, groups: GroupTable, *, max_bytes: int, groups_per_step: int) -> None:
@@ -120,10 +102,7 @@ class Room:
         """Whether one more group fits beside what is held and what the running leases are expected to bring.
 
         Where nothing runs and no batch is stored or planned, one group may always begin: nothing else would make room.
-
-        Args:
-            num_granted: Leases that are granted in the same breath.
-            num_freed_bytes: Saved prefixes that these drop.
+        ``num_granted`` leases are granted in the same breath, and drop saved prefixes of ``num_freed_bytes``.
         """
         groups = self._groups
         if not self._max_bytes:
@@ -148,16 +127,10 @@ class Room:
         return self._max_bytes - num_held
 
     def reserve(self, group: Group, num_bytes: int, *, may_evict: bool) -> Reserved:
-        """The store that takes a running group, and the groups that give way for it.
+        """The store that takes ``num_bytes`` of a running group, and the groups that give way for it.
 
-        Args:
-            group: The group.
-            num_bytes: What its trajectories take.
-            may_evict: No batch is planned, and none can be made of what is stored.
-
-        Raises:
-            StoreFull: it fits when something else has left.
-            ReplayBufferError: it never will.
+        ``may_evict`` says that no batch is planned, and none can be made of what is stored. Raises `StoreFull` if it
+        fits later, `ReplayBufferError` if it never will.
         """
         if not self._max_bytes or num_bytes <= group.num_bytes:  # reserved before
             return Reserved(store=group.store)
@@ -182,8 +155,7 @@ class Room:
     def _who_gives_way(self, group: Group, store: int, num_bytes: int) -> tuple[int, ...] | None:
         """Groups that hold ``num_bytes`` of a store and are needed later than ``group``; None if they hold less.
 
-        Saved prefixes go first, those of waiting prompts before those of running ones; then what is stored, the latest
-        deadline first.
+        Saved prefixes go first, those of waiting prompts before those of running ones; then the latest deadlines.
         """
         prefixes = [other for other in self._groups if other.prefix_bytes and other is not group]
         prefixes.sort(key=lambda other: (other.state is GroupState.leased, -other.place))
@@ -199,11 +171,7 @@ class Room:
         return None
 
     def check_prefix(self, group: Group, num_bytes: int) -> None:
-        """Refuse progress of a running group that does not fit.
-
-        Raises:
-            StoreFull: it does not fit now.
-        """
+        """Refuse progress of a running group that does not fit. Raises `StoreFull` if it does not fit now."""
         if not self._max_bytes:
             return
         num_held = self._groups.prefix_bytes - group.prefix_bytes

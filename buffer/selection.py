@@ -37,11 +37,7 @@ FILTERS: Mapping[str, Filter] = {"equal_rewards": _rewards_differ, "no_tokens": 
 
 
 def find_filters(names: Sequence[str]) -> dict[str, Filter]:
-    """Name to filter, built in or at ``module:function``, in the order given.
-
-    Raises:
-        ValueError: there is no such filter.
-    """
+    """Name to filter, built in or at ``module:function``, in order. Raises `ValueError` if there is no such filter."""
     return {name: find(name, FILTERS, option="buffer.filters") for name in names}
 
 
@@ -76,20 +72,12 @@ ORDERS: Mapping[str, Preference] = {
 
 
 def find_order(name: str) -> Preference:
-    """The built-in order of this name, or the function at ``module:function``.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """The built-in order of this name, or the function at ``module:function``. Raises `ValueError` if there is none."""
     return find(name, ORDERS, option="buffer.order")
 
 
 def rank_of(prefer: Preference, summary: GroupSummary, deadline: int) -> float:
-    """What the selection order says of a group.
-
-    Raises:
-        ReplayBufferError: it is not a number.
-    """
+    """What the selection order says of a group. Raises `ReplayBufferError` if it is not a number."""
     rank = prefer(summary, deadline)
     if not isinstance(rank, int | float) or rank != rank:
         raise ReplayBufferError(f"buffer.order must give a number, got {rank!r:.40} for group {summary.group_id}")
@@ -99,9 +87,8 @@ def rank_of(prefer: Preference, summary: GroupSummary, deadline: int) -> float:
 class Window:
     """What a batch may still take, while it is being filled in any order of preference.
 
-    A batch takes ready groups one by one. A group due at w + k may be taken while, for every j < k, the seats left
-    after it suffice for the groups due at w + j or earlier that must be in. Once a deadline is closed it stays
-    closed, so filling a batch costs O(B·max_lag).
+    A group due at w + k may be taken while, for every j < k, the seats left after it suffice for those due at w + j or
+    earlier that must be in. A closed deadline stays closed, so filling a batch costs O(B·max_lag).
     """
 
     def __init__(self, required: Sequence[int], seats: int) -> None:
@@ -126,11 +113,7 @@ def choose_batch(
 ) -> list[int]:
     """The ``seats`` preferred groups among those that the window lets in.
 
-    Args:
-        ready: Deadline to stored groups, sorted.
-        required: From `StalenessRule.required`; the ready groups must satisfy it.
-        version: w, the version planned.
-        seats: B.
+    ``ready`` is deadline to stored groups, sorted; they satisfy ``required``, from `StalenessRule.required`.
     """
     window = Window(required, seats)
     tops = [(entries[0], deadline, 0) for deadline, entries in ready.items() if entries]
@@ -152,18 +135,9 @@ def choose_batch(
 
 
 def find(name: str, built_ins: Mapping[str, Found], *, option: str) -> Found:
-    """Look up a name of ``built_ins``, or import ``module:function``.
+    """A name of ``built_ins``, or ``module:function`` imported, whose errors become `ReplayBufferError`.
 
-    Args:
-        name: Example: ``"my_orders:longest_first"``.
-        built_ins: What needs no import.
-        option: Where the name was read, for the message.
-
-    Returns:
-        The function; one of the user's own raises `ReplayBufferError` for whatever it raises.
-
-    Raises:
-        ValueError: it is neither.
+    Raises `ValueError` if ``name`` is neither; ``option`` is where it was read. Example: ``"my_orders:longest_first"``.
     """
     if name in built_ins:
         return built_ins[name]

@@ -1,7 +1,6 @@
 """The buffer server: the ledger, the payloads or the store servers that hold them. Run as ``python -m buffer.server``.
 
-It announces its address by one line on stdout (or on the descriptor named by ``--announce-fd``), logs to stderr, and
-ends on SIGTERM, on SIGINT and with its parent.
+It announces its address by one line on stdout (or ``--announce-fd``), and ends on SIGTERM, SIGINT and with its parent.
 """
 
 import argparse
@@ -56,22 +55,18 @@ class Service(Protocol):
 
     def handle(self, client: bytes, request: Message) -> None:
         """Answer one request, now or later."""
-        ...
 
     def settle(self) -> None:
         """Do what is to be done once for all messages that have come."""
-        ...
 
     def close(self) -> None:
         """Stop whatever waits."""
-        ...
 
 
 class ServerSocket:
     """Binds the control and the bulk socket and serves on them until `close`; made on a running loop.
 
-    Whatever a request does, its client is answered and the socket goes on: an error of this system becomes the reply,
-    and so does any other exception, which is logged with its traceback.
+    Every request is answered: an error of this system becomes the reply, any other is logged with its traceback too.
 
     Args:
         config: Options.
@@ -79,7 +74,7 @@ class ServerSocket:
         journal: Remembers epoch and addresses, so that a server started again is found where it was.
 
     Attributes:
-        address: Where the control socket listens.
+        address: Where the control socket listens; ``bulk_port`` is where large payloads go.
         epoch: The run that this server belongs to.
     """
 
@@ -329,11 +324,7 @@ class _BulkPeer:
 
 
 class RateLimit:
-    """Counts requests of each client within a second.
-
-    Args:
-        per_second: Most requests of one client.
-    """
+    """Counts the requests of each client within a second; at most ``per_second`` are allowed."""
 
     def __init__(self, per_second: int) -> None:
         self._per_second = per_second
@@ -360,11 +351,9 @@ class RateLimit:
 class BufferServer:
     """The ledger's server, with ``num_store_servers`` processes of payloads beside it; made on a running loop.
 
-    Args:
-        config: Options.
-        groups_per_step: B, groups consumed by one learner step.
-
     Attributes:
+        address: Where it listens; ``bulk_port`` is where large payloads go.
+        counters: Returns what was turned away, or could not be delivered.
         lost: Gets the error for which this server cannot go on.
     """
 
@@ -397,20 +386,8 @@ class BufferServer:
             if journal is not None:
                 journal.close()
             raise
-
-    @property
-    def address(self) -> str:
-        """Where it listens."""
-        return self._endpoint.address
-
-    @property
-    def bulk_port(self) -> int:
-        """Where large payloads go."""
-        return self._endpoint.bulk_port
-
-    def counters(self) -> dict[str, int]:
-        """What was turned away, or could not be delivered."""
-        return self._endpoint.counters()
+        self.address, self.bulk_port = self._endpoint.address, self._endpoint.bulk_port
+        self.counters = self._endpoint.counters
 
     def close(self) -> None:
         """Stop serving; held requests stay unanswered."""
@@ -438,12 +415,7 @@ class BufferServer:
 
 
 class StoreServer:
-    """A server of payloads only; made on a running loop.
-
-    Args:
-        config: Options.
-        number: Which of the store servers it is.
-    """
+    """A server of payloads only, number ``number`` of them; made on a running loop. Attributes as `BufferServer`'s."""
 
     def __init__(self, config: BufferConfig, *, number: int) -> None:
         journal = _open_journal(config, f"store{number}")
@@ -467,11 +439,7 @@ def _open_journal(config: BufferConfig, name: str) -> Journal | None:
 
 
 def config_from_json(values: dict[str, Any]) -> BufferConfig:
-    """Build the options from plain values.
-
-    Raises:
-        ValueError: an option is unknown or out of range.
-    """
+    """Build the options from plain values. Raises `ValueError` if an option is unknown or out of range."""
     known = {field.name for field in fields(BufferConfig)}
     if unknown := sorted(set(values) - known):
         raise ValueError(f"unknown buffer options {unknown}; known are {sorted(known)}")
@@ -480,11 +448,7 @@ def config_from_json(values: dict[str, Any]) -> BufferConfig:
 
 
 async def serve(server: "BufferServer | StoreServer", *, announce_fd: int) -> None:
-    """Serve until SIGTERM or SIGINT.
-
-    Raises:
-        WorkerDiedError: a store server died with its payloads.
-    """
+    """Serve until SIGTERM or SIGINT. Raises `WorkerDiedError` if a store server died with its payloads."""
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
@@ -515,10 +479,9 @@ def end_with_parent() -> None:
 
 
 def keep_memory() -> None:
-    """Have glibc keep what is freed: a batch leaves, and the next takes its place without new pages from the kernel.
+    """Have glibc keep what is freed: a third of the time to receive a frame goes into new pages for its memory.
 
-    A third of the time to receive a frame is the kernel's, for pages that were given back a moment ago. What is kept is
-    what was once held, within ``buffer.max_stored_bytes``.
+    What is kept is what was once held, within ``buffer.max_stored_bytes``.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     for name, (option, value) in _MALLOC_OPTIONS.items():

@@ -1,9 +1,7 @@
 """What the buffer server does with each request: the ledger decides, the store keeps, and what must wait waits.
 
-Waits: ``lease`` for admission (`Admission`), ``enqueue`` for room in the queue (`PromptIntake`), ``plan`` for a batch
-(`BatchRequests`). After each burst of messages `settle` answers whoever can be answered now; a timer answers "nothing
-yet" otherwise. Two more timers stand at the next lease's expiry and the next producer's silence. All go by a
-clock on which stalls of the loop do not count; nothing polls.
+After each burst of messages `settle` answers whoever can be answered now; a timer answers "nothing yet" otherwise. Two
+more timers stand at the next lease's expiry and the next producer's silence. Nothing polls.
 """
 
 import logging
@@ -228,12 +226,9 @@ class BufferService:
             self._store.evict(group_id for group_id in lost if group_id in self._store.payloads)
 
     def lose_from_store(self, store: int, group_ids: Iterable[int], asked: Sequence[tuple[int, int]]) -> None:
-        """A store server does not hold these, of those that it was asked for: generate them again.
+        """A store server does not hold these of the groups and attempts ``asked``: generate them again.
 
-        Args:
-            store: Its number.
-            group_ids: What it does not hold.
-            asked: Groups and attempts that it was asked for. What happened to a group since then is not its fault.
+        What happened to a group since it was asked for is not the store's fault.
         """
         unchanged = dict(set(asked) & set(self.ledger.stored_groups(store)))
         self._lose(group_id for group_id in group_ids if group_id in unchanged)
@@ -301,11 +296,7 @@ class BufferService:
             self._reserving.remove(pending.client, pending.request_id)
 
     def _make_room(self, client: bytes, group_id: int, attempt: int, num_bytes: int) -> int:
-        """Reserve room for a group; the store that takes it.
-
-        Raises:
-            StoreFull: there is none now. Plans that can then never be made fail.
-        """
+        """Reserve room for a group; its store. Raises `StoreFull`, also to plans that can then never be made."""
         command = Reserve(group_id=group_id, attempt=attempt, num_bytes=num_bytes, owner=client)
         try:
             reserved = self.ledger.apply(command)
@@ -421,13 +412,7 @@ class BufferService:
 
 
 class BatchRequests:
-    """The operations ``plan`` and ``fetch``.
-
-    Args:
-        shared: What it works with.
-        store_addresses: Where clients find the payloads, in the order that the ledger counts stores by; empty if here.
-        max_filtered: Plans fail when filters have dropped this many groups in a row; 0 never.
-    """
+    """The operations ``plan`` and ``fetch``; plans fail after ``max_filtered`` filtered groups in a row, if not 0."""
 
     def __init__(self, shared: Collaborators, *, store_addresses: Sequence[str], max_filtered: int) -> None:
         self._ledger, self._store, self._replies = shared.ledger, shared.store, shared.replies

@@ -32,12 +32,9 @@ _MAX_CHUNK_FRAMES = 2048
 
 
 class Channel:
-    """Receives into a callback, sends without blocking.
+    """Receives into a callback, sends without blocking; it owns its bound or connected socket.
 
-    Args:
-        socket: Bound or connected; closed by `close`.
-        on_message: Called on the loop with the frames of one message.
-        on_burst_end: Called after the messages of one burst.
+    ``on_message`` is called on the loop with the frames of each message, ``on_burst_end`` after those of one burst.
     """
 
     def __init__(
@@ -56,11 +53,7 @@ class Channel:
         self._schedule()
 
     def send(self, frames: Sequence[Any]) -> None:
-        """Hand a message to ZMQ.
-
-        Raises:
-            zmq.ZMQError: the peer is unknown, or its queue is full.
-        """
+        """Hand a message to ZMQ. Raises `zmq.ZMQError` if the peer is unknown, or its queue is full."""
         last = len(frames) - 1
         for i, frame in enumerate(frames):
             small = type(frame) is bytes and len(frame) < _COPY_BELOW_BYTES
@@ -121,11 +114,7 @@ class Chunk:
 
     @classmethod
     def parse(cls, frames: Sequence[Any]) -> "Chunk":
-        """Read a chunk from a socket.
-
-        Raises:
-            WireError: it is not one.
-        """
+        """Read a chunk from a socket. Raises `WireError` if it is not one."""
         head = memoryview(frames[0]) if frames else memoryview(b"")
         if head.nbytes != _CHUNK.size:
             raise WireError(f"a chunk begins with {_CHUNK.size} bytes, got {head.nbytes}")
@@ -141,11 +130,7 @@ class Chunk:
 
 
 class ChunkSender:
-    """Messages on their way to one peer, first come first, within a window of bytes.
-
-    Args:
-        send: Sends the frames of one chunk.
-    """
+    """Messages on their way to one peer, first come first, within a window of bytes; ``send`` sends one chunk."""
 
     def __init__(self, send: Callable[[list[Any]], None]) -> None:
         self._send = send
@@ -192,11 +177,7 @@ class ChunkSender:
 
 
 class ChunkReceiver:
-    """Messages that arrive from one peer in chunks.
-
-    Args:
-        max_bytes: Most bytes of one message.
-    """
+    """Messages of at most ``max_bytes`` that arrive from one peer in chunks."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -210,8 +191,7 @@ class ChunkReceiver:
     def add(self, chunk: Chunk) -> list[Any] | None:
         """Take a chunk; the frames of its message if that is complete now.
 
-        Raises:
-            WireError: chunks are missing before it, or the message is too large; it is forgotten.
+        Raises `WireError`, and forgets the message, if chunks are missing before it or it is too large.
         """
         frames, num_chunks, size = self._messages.pop(chunk.request_id, ([], 0, 0))
         if chunk.index == 0:  # sent again from the beginning

@@ -1,8 +1,7 @@
 """Store servers: processes beside the ledger's server that hold the payloads.
 
-`StoreService` is what each of them does; `StoreServers` starts, watches and ends them from the ledger's server. A
-payload is stored before the ledger hears of it and removed when the ledger is done with its group. If a client dies in
-between, its payload leaves with the ledger's next removal, or at the end of the run.
+A payload is stored before the ledger hears of it and removed when the ledger is done with its group. If a client dies
+in between, its payload leaves with the ledger's next removal, or at the end of the run.
 """
 
 import asyncio
@@ -39,13 +38,7 @@ logger = logging.getLogger(__name__)
 
 
 class StoreService:
-    """Payloads without a ledger.
-
-    Args:
-        config: Options; each store server may hold ``max_stored_bytes``.
-        send: Sends one message to one client.
-        journal: Where payloads survive the process; None keeps them in memory only.
-    """
+    """Payloads without a ledger, at most ``max_stored_bytes``; with a journal they survive the process."""
 
     def __init__(self, config: BufferConfig, *, send: Send, journal: Journal | None = None) -> None:
         self._limit = config.max_stored_bytes
@@ -225,17 +218,11 @@ def _attempts(request: Message) -> list[tuple[int, int]]:
 class StoreServers:
     """``num_store_servers`` processes that hold the payloads; made on a running loop.
 
-    Args:
-        config: Options of the ledger's server.
-        groups_per_step: B.
-        on_lost: Called when one is dead for good, with its payloads.
-        on_connected: Called with the number of one that is reached, also after it was started again.
+    ``on_lost`` is called when one is dead for good, with its payloads; ``on_connected`` with the number of one that is
+    reached, also after it was started again. Raises `AsyncRLError` if one did not come up.
 
     Attributes:
         addresses: Where they listen, in the order that the ledger counts stores by.
-
-    Raises:
-        AsyncRLError: one did not come up.
     """
 
     def __init__(
@@ -279,11 +266,7 @@ class StoreServers:
             link.post("remove", {"groups": [group_id], "finished": is_finished})
 
     async def missing(self, number: int, attempts: Sequence[tuple[int, int]]) -> list[int]:
-        """Which of these groups, named with their attempts, a server does not hold.
-
-        Raises:
-            AsyncRLError: it does not answer.
-        """
+        """Which of these groups and attempts a server does not hold. Raises `AsyncRLError` if it does not answer."""
         groups, numbers = zip(*attempts, strict=True) if attempts else ((), ())
         reply = await self._links[number].request("missing", {"groups": groups, "attempts": numbers})
         return integers(reply.fields, "groups")

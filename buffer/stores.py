@@ -52,13 +52,10 @@ class FrameTable:
 
 
 class PayloadStore:
-    """All frames, trajectories and prefixes under one bound, prompts under another.
+    """All frames: trajectories and prefixes under the bound ``max_bytes``, prompts under another.
 
-    Args:
-        max_bytes: Bound on trajectories and prefixes.
-        max_prompt_bytes: Bound on prompts, from before they are queued until their groups are finished.
-        remove_elsewhere: Where store servers hold the trajectories: tells them to forget a group, and whether the group
-            is finished.
+    ``remove_elsewhere``, where store servers hold the trajectories, tells them to forget a group, and whether it is
+    finished. Prompts count from before they are queued until their groups are finished.
     """
 
     def __init__(
@@ -83,11 +80,7 @@ class PayloadStore:
         return int.from_bytes(bytes(payload[0]), "little")
 
     def trajectories(self, group_id: int) -> Frames:
-        """The trajectories of a group.
-
-        Raises:
-            UnknownGroup: they are not here.
-        """
+        """The trajectories of a group. Raises `UnknownGroup` if they are not here."""
         if group_id not in self.payloads:
             raise UnknownGroup(
                 f"no trajectories of group {group_id} are stored; fetch what a plan names, before commit"
@@ -139,15 +132,9 @@ class PayloadStore:
             self._remove_elsewhere(group_id, is_finished)
 
     def check_prompts(self, size: int, *, num_waiting_bytes: int) -> None:
-        """Refuse prompts that do not fit.
+        """Refuse prompts of ``size`` bytes that do not fit beside those held and ``num_waiting_bytes`` of waiting ones.
 
-        Args:
-            size: Their bytes.
-            num_waiting_bytes: Bytes of other prompts that wait for room in the queue.
-
-        Raises:
-            StoreFull: they fit when groups have left.
-            ReplayBufferError: they never will.
+        Raises `StoreFull` if they fit when groups have left, `ReplayBufferError` if they never will.
         """
         limit = self.max_prompt_bytes
         if size > limit:
@@ -168,27 +155,16 @@ def size_of(frames: Iterable[Any]) -> int:
 
 
 class FetchWindow:
-    """Sizes of the replies to fetches, by client; a fetch says up to which earlier one its client has read.
-
-    Args:
-        limit: Most bytes on their way to one client.
-    """
+    """Sizes of the replies on their way to each client, at most ``limit``; a fetch says what its client has read."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._replies: OrderedDict[bytes, deque[tuple[int, int]]] = OrderedDict()
 
     def add(self, client: bytes, request_id: int, num_bytes: int, *, read: int) -> None:
-        """Note a reply before it is sent.
+        """Note a reply of ``num_bytes`` before it is sent; ``read`` is the largest request id that the client has read.
 
-        Args:
-            client: Who asked.
-            request_id: Of this fetch.
-            num_bytes: Size of the reply.
-            read: Largest request id of a fetch whose reply the client has read.
-
-        Raises:
-            StoreFull: it is more than may be on its way beside what the client has not read.
+        Raises `StoreFull` if it is more than may be on its way beside what the client has not read.
         """
         replies = self._replies.setdefault(client, deque())
         self._replies.move_to_end(client)

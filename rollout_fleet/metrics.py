@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 _GAP_S = 1e-3
@@ -116,7 +116,7 @@ class FleetMeter:
     def counters(self, *, final: bool = False) -> FleetCounters:
         """Everything up to now; the final counters have the spans of ``busy``, too many to be asked for often."""
         self._pass_time()
-        return FleetCounters(**self._counts | {"busy": tuple(self._busy) if final else ()})
+        return replace(FleetCounters(**self._counts), busy=tuple(self._busy) if final else ())
 
     def _add(self, **changes: Any) -> None:
         for name, change in changes.items():

@@ -12,6 +12,7 @@ import json
 import math
 import os
 import pickle
+import re
 import signal
 import struct
 import sys
@@ -48,6 +49,44 @@ REWARDS: Registry[Reward] = Registry("rollout_fleet.reward")
 def exact_match(prompt: Prompt, response_text: str) -> float:
     """Return 1.0 if ``response_text`` (special tokens removed) equals the prompt's ground truth, else 0.0."""
     return 1.0 if response_text == prompt.ground_truth else 0.0
+
+
+_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+
+
+@REWARDS.register("last_number")
+def last_number(prompt: Prompt, response_text: str) -> float:
+    """Return 1.0 if the response's last number is the ground truth, else 0.0. Example: ``$1,250.`` is 1250."""
+    numbers = _NUMBER.findall(response_text)
+    return float(bool(numbers) and _as_number(numbers[-1]) == _as_number(str(prompt.ground_truth)))
+
+
+@REWARDS.register("final_answer")
+def final_answer(prompt: Prompt, response_text: str) -> float:
+    r"""Return 1.0 if the last ``\boxed{…}``, or else what follows the last ``Answer:``, is the ground truth, else 0.0.
+
+    Numbers are compared as numbers, all else as text without spaces: ``1/2`` is not ``0.5``.
+    """
+    written, expected = (re.sub(r"[\s$]|\.$", "", text) for text in (_final(response_text), str(prompt.ground_truth)))
+    number = _as_number(expected)
+    return float(written == expected or (number is not None and _as_number(written) == number))
+
+
+def _final(text: str) -> str:
+    _, boxed, rest = text.rpartition("\\boxed{")
+    depth = 1
+    for place, letter in enumerate(rest if boxed else ""):
+        depth += (letter == "{") - (letter == "}")
+        if depth == 0:
+            return rest[:place]
+    return (re.findall(r"answer\s*:\s*(.*)", text, flags=re.IGNORECASE) or [""])[-1]
+
+
+def _as_number(text: str) -> float | None:
+    try:
+        return float(text.replace(",", ""))
+    except ValueError:
+        return None
 
 
 class RewardProcesses:

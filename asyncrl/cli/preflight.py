@@ -16,7 +16,7 @@ from operator import itemgetter
 from pathlib import Path
 
 from asyncrl.config import RunConfig, Transport, check_files, check_placement, model_settings
-from asyncrl.controller.run_folder import SHARED_MEMORY
+from asyncrl.controller.run_folder import SHARED_MEMORY, check_memory
 from asyncrl.data.prompts import PromptStream, load_eval_prompts
 from asyncrl.data.tokenization import Tokenizer, load_tokenizer
 from asyncrl.protocol.errors import AsyncRLError
@@ -49,6 +49,7 @@ async def preflight(config: RunConfig, say: Callable[[str], None]) -> tuple[Prom
         check_engine_installed(config.rollout_fleet)
     check_files(config)
     check_heads(config)
+    check_memory(config)
     if config.sft.enabled:
         finished_warm_start(config)  # refuses an output path that holds something else
     prompts, held_out = await asyncio.to_thread(read_prompts, config)
@@ -75,16 +76,21 @@ def check_folders(config: RunConfig) -> None:
         "sft.output_path": config.sft.output_path if config.sft.enabled else "",
     }
     for option, folder in folders.items():
-        if folder and (reason := _why_not_writable(Path(folder).resolve())):
-            raise ValueError(
-                f"{option}={folder} must be a folder that this run can write, or make: {reason}; name another one, or "
-                "mend its permissions"
-            )
+        check_folder(option, folder)
     in_memory = config.weights.transport is not Transport.file and config.learner.keep_snapshots != -1
     if in_memory and SHARED_MEMORY.is_dir() and (reason := _why_not_writable(SHARED_MEMORY)):
         raise ValueError(
             f"weights.transport={config.weights.transport} publishes weights in shared memory, which must be writable: "
             f"{reason}; mend its permissions, or publish in a folder with weights.transport=file"
+        )
+
+
+def check_folder(option: str, folder: str) -> None:
+    """Check that a folder can be written, or made; an empty name is none."""
+    if folder and (reason := _why_not_writable(Path(folder).expanduser().resolve())):
+        raise ValueError(
+            f"{option}={folder} must be a folder that this run can write, or make: {reason}; name another one, or mend "
+            "its permissions"
         )
 
 

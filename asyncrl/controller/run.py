@@ -252,9 +252,7 @@ class Run:
                 await controller.settle()
                 result = await controller.account()
         except TimeoutError:
-            self._view.say(
-                f"writing policy and summary took longer than save_timeout_s={self._config.save_timeout_s:g}"
-            )
+            self._view.say(f"writing policy and summary took longer than save_timeout_s={timeout_s:g}; raise it")
         except AsyncRLError as error:
             self._view.say(f"policy and summary could not be written: {error}")
         else:

@@ -76,14 +76,10 @@ def shared_folder(run_dir: Path) -> Path:
 def _make_snapshot_folder(config: RunConfig, run_dir: Path) -> Path:
     """Make the folder of published weights, as ``weights.transport`` says.
 
-    The run removes the one in memory, and its supervisor does where the run cannot.
-
-    Raises:
-        ValueError: shared memory is asked for, and has no room.
+    The run removes the one in memory, and its supervisor does where the run cannot. Raises as `check_memory` does.
     """
+    check_memory(config)
     weights, missing = config.weights, _missing_memory(config)
-    if weights.transport is Transport.shared_memory and missing:
-        raise ValueError(f"weights.transport=shared_memory needs room: {missing}; set weights.transport=file")
     in_memory = weights.transport is not Transport.file and config.learner.keep_snapshots != -1 and not missing
     folder = shared_folder(run_dir) if in_memory else run_dir / "snapshots"
     if weights.directory:
@@ -91,6 +87,12 @@ def _make_snapshot_folder(config: RunConfig, run_dir: Path) -> Path:
         folder.parent.mkdir(parents=True, exist_ok=True)
     folder.mkdir(mode=0o700)
     return folder
+
+
+def check_memory(config: RunConfig) -> None:
+    """Raise `ValueError` if weights are to be published in shared memory, which has no room for them."""
+    if config.weights.transport is Transport.shared_memory and (missing := _missing_memory(config)):
+        raise ValueError(f"weights.transport=shared_memory needs room: {missing}; set weights.transport=file")
 
 
 def _missing_memory(config: RunConfig) -> str:

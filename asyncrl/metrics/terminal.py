@@ -25,6 +25,7 @@ from .records import Evaluation, StepRecord
 LINE_EVERY_S = 5.0
 RATE_STEPS = 10
 """Steps that a rate on the terminal is measured over; ``metrics.jsonl`` has each step's own."""
+_OF_THE_POLICY = (("entropy", "entropy"), ("kl", "behavior_kl"), ("gradient", "grad_norm"))
 
 
 class TerminalView:
@@ -112,13 +113,22 @@ class TerminalView:
         )
 
     def _line(self, record: StepRecord) -> str:
+        return "  ".join(f"{name} {value}" for name, value in self._cells(record))
+
+    def _cells(self, record: StepRecord) -> list[tuple[str, str]]:
+        """What is shown of a step: names and values."""
         rollout_rate, learner_rate = self._rates()
-        return (
-            f"step {record.step + 1}/{self._total_steps}  reward {record.reward:.3f}  "
-            f"lag {record.lag_mean:.2f} (max {record.lag_max})  rollout {rollout_rate:,.0f} tok/s  "
-            f"learner {learner_rate:,.0f} tok/s  buffer {record.buffer_groups} groups  "
-            f"left {_duration(self._time_left_s(record))}"
-        )
+        policy = ((shown, record.learner.get(name)) for shown, name in _OF_THE_POLICY)
+        return [
+            ("step", f"{record.step + 1}/{self._total_steps}"),
+            ("reward", f"{record.reward:.3f}"),
+            ("lag", f"{record.lag_mean:.2f} (max {record.lag_max})"),
+            ("rollout", f"{rollout_rate:,.0f} tok/s"),
+            ("learner", f"{learner_rate:,.0f} tok/s"),
+            *((shown, f"{value:.3g}") for shown, value in policy if value is not None),
+            ("buffer", f"{record.buffer_groups} stored, {record.leased_groups} generating"),
+            ("left", _duration(self._step_s() * (self._total_steps - record.step - 1))),
+        ]
 
     def _rates(self) -> tuple[float, float]:
         """Tokens per second of the fleet and of the learner's updates, over the last steps."""
@@ -130,8 +140,10 @@ class TerminalView:
         generated = last.generated_tokens - first.generated_tokens
         return generated / (last.time_s - first.time_s), trained / update_s if update_s > 0 else 0.0
 
-    def _time_left_s(self, record: StepRecord) -> float:
-        return record.time_s / (record.step + 1) * (self._total_steps - record.step - 1)
+    def _step_s(self) -> float:
+        """Seconds of a step, over the last ones."""
+        first, last = self._records[0], self._records[-1]
+        return last.time_s if first is last else (last.time_s - first.time_s) / (last.step - first.step)
 
     def _render(self) -> Panel:
         rows: list[Text | Table | ProgressBar] = []
@@ -145,17 +157,7 @@ class TerminalView:
         return Panel(Group(*rows), title=f"{self._title}  {_duration(self.elapsed_s)}", title_align="left")
 
     def _table(self, record: StepRecord) -> Table:
-        rollout_rate, learner_rate = self._rates()
-        table = Table.grid(padding=(0, 3))
-        cells = [
-            ("step", f"{record.step + 1}/{self._total_steps}"),
-            ("reward", f"{record.reward:.3f}"),
-            ("lag", f"{record.lag_mean:.2f} (max {record.lag_max})"),
-            ("rollout", f"{rollout_rate:,.0f} tok/s"),
-            ("learner", f"{learner_rate:,.0f} tok/s"),
-            ("buffer", f"{record.buffer_groups} stored, {record.leased_groups} generating"),
-            ("left", _duration(self._time_left_s(record))),
-        ]
+        table, cells = Table.grid(padding=(0, 2)), self._cells(record)
         table.add_row(*(Text(name, style="dim") for name, _ in cells))
         table.add_row(*(Text(value, style="bold") for _, value in cells))
         return table

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import torch.distributed as dist
 
 from asyncrl.cli.compose import compose_run, describe, option_lines
+from asyncrl.cli.preflight import check_folder
 from asyncrl.cli.quickstart import with_quickstart_assets
 from asyncrl.config import check_model
 from asyncrl.sft import fine_tuning
@@ -30,7 +31,10 @@ def main(overrides: Sequence[str] | None = None) -> int:
     logging.getLogger().setLevel(logging.WARNING)
     fine_tuning.logger.setLevel(logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING)
     try:
-        config = with_quickstart_assets(compose_run(overrides))
+        config = compose_run(overrides)
+        check_folder("output_dir", config.output_dir)
+        check_folder("sft.output_path", config.sft.output_path)
+        config = with_quickstart_assets(config)
         check_model(config)
         asyncio.run(fine_tuning.fine_tune(config))
     except ValueError as error:

@@ -29,7 +29,8 @@ class StepRecorder:
     """Sees every step twice: the logits before sampling and the tokens after. Records log-probs, stops rows.
 
     A row ends at its ``max_new_tokens``, or at its next token once its flag is set. Under ``temperature`` 0 (greedy)
-    log-probs are those of temperature 1. ``on_step`` is called after every step.
+    log-probs are those of temperature 1. ``on_step`` is called after every step. ``num_steps_kept`` are [B] int64 steps
+    before a row was aborted, very large where it was not.
     """
 
     def __init__(
@@ -46,17 +47,12 @@ class StepRecorder:
         self._on_step = on_step
         self._step_logprobs: Tensor | None = None
         self._sampled_logprobs: list[Tensor] = []
-        self._num_steps_kept = torch.full((len(flags),), torch.iinfo(torch.int64).max)
+        self.num_steps_kept = torch.full((len(flags),), torch.iinfo(torch.int64).max)
 
     @property
     def logprobs(self) -> np.ndarray:
         """[B, T] float32 log-probs of the sampled tokens."""
         return torch.stack(self._sampled_logprobs, dim=1).cpu().numpy()
-
-    @property
-    def num_steps_kept(self) -> np.ndarray:
-        """[B] int64 steps before a row was aborted; very large where it was not."""
-        return self._num_steps_kept.numpy()
 
     def before_sampling(self, logits: Tensor) -> Tensor:
         """Keep the log-probs under the temperature until the tokens are sampled; returns the [B, V] logits."""
@@ -73,7 +69,7 @@ class StepRecorder:
         ends = self._max_new_tokens <= num_steps
         aborted = torch.tensor([flag.is_set() for flag in self._flags])
         if aborted.any():
-            self._num_steps_kept[aborted] = self._num_steps_kept[aborted].clamp(max=num_steps)
+            self.num_steps_kept[aborted] = self.num_steps_kept[aborted].clamp(max=num_steps)
             ends = ends | aborted
         return ends.to(token_ids.device)
 
@@ -119,11 +115,6 @@ class GenerationModel:
             parameter.data = parameter.data.new_empty(0)
         if self._device == "cuda":
             torch.cuda.empty_cache()
-
-    @property
-    def device_bytes(self) -> int:
-        """Bytes that the parameters hold on the device."""
-        return sum(parameter.nbytes for parameter in self._model.parameters())
 
     def load_weights(self, offer: WeightOffer) -> None:
         """Copy offered weights into the model's tensors, each write compared with its source.
@@ -207,7 +198,7 @@ class GenerationModel:
         is_eos = np.isin(responses, self._facts.eos_ids) & (np.arange(num_steps) < max_new_tokens[:, None])
         stopped = is_eos.any(1)
         lengths = np.where(stopped, is_eos.argmax(1) + 1, np.minimum(num_steps, max_new_tokens))
-        kept = recorder.num_steps_kept
+        kept = recorder.num_steps_kept.numpy()
         aborted = kept < lengths
         stopped, lengths = stopped & ~aborted, np.minimum(lengths, kept)
         logprobs, versions = recorder.logprobs, np.full(num_steps, version, dtype=np.int32)

@@ -43,7 +43,7 @@ def make_record(step):
         plan_wait_s=0.01,
         update_s=0.1,
         publish_s=0.02,
-        learner={"loss": -0.5},
+        learner={"loss": -0.5, "entropy": 1.25, "behavior_kl": 0.0125, "grad_norm": 0.75},
         metrics={"reward.format": 0.125},
     )
 
@@ -147,7 +147,18 @@ def test_without_a_terminal_plain_lines_tell_the_story():
     assert "step 1/2" in text
     # Of the fleet over both steps, 100 tokens in 0.5 s, and not the 4,000 of the last step alone.
     assert "step 2/2  reward 0.250  lag 1.00 (max 2)  rollout 200 tok/s  learner 20,000 tok/s" in text
+    assert "entropy 1.25  kl 0.0125  gradient 0.75  buffer 3 stored, 5 generating  left 0:00" in text
     assert "\x1b" not in text
+
+
+def test_the_time_left_is_that_of_this_run_also_where_it_goes_on_from_a_checkpoint():
+    output = io.StringIO()
+    view = TerminalView(title="run", total_steps=220, console=Console(file=output, width=250))
+    with view:
+        for step in (99, 100, 219):
+            view.step(dataclasses.replace(make_record(step), time_s=2.0 * (step - 98)))
+            view._last_line_s = 0.0
+    assert [line.rpartition(" ")[2] for line in output.getvalue().splitlines()] == ["4:00", "3:58", "0:00"]
 
 
 def test_on_a_terminal_the_live_view_shows_the_step_and_what_is_awaited():

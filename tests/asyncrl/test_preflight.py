@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 
@@ -10,6 +11,7 @@ import pytest
 from asyncrl.cli.compose import compose_run
 from asyncrl.cli.preflight import check_folders, preflight
 from asyncrl.cli.quickstart import make_assets
+from asyncrl.sft import __main__ as sft
 
 REWARDS = """
 import os, time
@@ -62,6 +64,13 @@ def test_a_folder_that_cannot_be_written_is_named_and_none_is_made(run, tmp_path
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "rewards.py"]
 
 
+def test_fine_tuning_that_could_not_write_its_policy_does_not_begin(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    assert sft.main([f"output_dir={tmp_path}/out", f"sft.output_path={tmp_path}/file/policy"]) == 2
+    assert "error: sft.output_path=" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 def test_shared_memory_that_cannot_be_written_is_named_with_a_way_around_it(run, tmp_path, monkeypatch):
     read_only = tmp_path / "shm"
     read_only.mkdir()
@@ -77,6 +86,14 @@ def test_shared_memory_that_cannot_be_written_is_named_with_a_way_around_it(run,
         check_folders(run())
     check_folders(run("learner.keep_snapshots=-1"))
     check_folders(run("weights.transport=file"))
+
+
+async def test_weights_that_do_not_fit_into_shared_memory_are_refused_where_it_is_asked_for(run, monkeypatch):
+    usage = shutil.disk_usage("/")._replace(free=1000)
+    monkeypatch.setattr("shutil.disk_usage", lambda _: usage)
+    with pytest.raises(ValueError, match=r"weights\.transport=shared_memory needs room.*set weights\.transport=file"):
+        await preflight(run("weights.transport=shared_memory"), print)
+    await preflight(run(), print)
 
 
 async def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(run, assets, tmp_path):

@@ -212,6 +212,9 @@ def test_a_journal_of_an_earlier_release_is_refused_by_its_path(tmp_path: Path):
     (tmp_path / "journal.sqlite").touch()
     with pytest.raises(ValueError, match=r"journal\.sqlite is a journal of format 3; use the release that wrote it"):
         Journal(tmp_path / "journal")
+    (tmp_path / "store0.1.log").write_bytes(b"asyncrl buffer journal 4\n" + bytes(100))
+    with pytest.raises(ValueError, match=r"store0\.1\.log is not a journal of format 5: it begins with b'asyncrl"):
+        Journal(tmp_path / "store0")
 
 
 def test_a_journal_that_cannot_be_opened_is_an_error_with_its_path(tmp_path: Path):

@@ -41,11 +41,13 @@ class Mutant(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
 
 sys.meta_path.insert(0, Mutant())
 import pytest
+from hypothesis import HealthCheck, Phase, settings
+settings.register_profile("any machine", deadline=None)  # a late example is no mutant noticed
+settings.load_profile("any machine")
 without_long_ones = ["-k", "not does_not_grow and not ones_own"]
 if pytest.main(["-x", "-q", "--noconftest", "-p", "no:cacheprovider", *without_long_ones, unit_tests]):
     sys.exit(1)
 
-from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 spec = importlib.util.spec_from_file_location("machine", machine)
 module = importlib.util.module_from_spec(spec)

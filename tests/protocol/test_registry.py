@@ -31,7 +31,8 @@ def long_name(inputs, config):
 
 
 @pytest.fixture
-def own_file(tmp_path: Path) -> Path:
+def own_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(LOSSES, "_entries", dict(LOSSES._entries))  # what the file registers goes with it
     path = tmp_path / "own_losses.py"
     path.write_text(OWN.replace("{tag}", tmp_path.name))
     return path

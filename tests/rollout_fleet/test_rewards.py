@@ -74,6 +74,27 @@ async def test_exact_match_compares_the_whole_response_with_the_ground_truth():
     assert rewards.dtype == np.float32
 
 
+@pytest.mark.parametrize(
+    ("name", "truth", "text", "reward"),
+    [
+        ("last_number", "1250", "5 x 250 = $1,250.", 1.0),
+        ("last_number", "1250", "1250, or 1251", 0.0),
+        ("last_number", "-2.5", "it is -2.50", 1.0),
+        ("last_number", "7", "seven", 0.0),
+        ("final_answer", "34", "so\nAnswer: 34", 1.0),
+        ("final_answer", "34", "Answer: 33\nno: \\boxed{34.0}", 1.0),
+        ("final_answer", r"\frac{1}{2}", r"thus \boxed{\frac{1} {2}}.", 1.0),
+        ("final_answer", "x+1", "answer: $x + 1$.", 1.0),
+        ("final_answer", "34", "34", 0.0),
+        ("final_answer", "34", r"\boxed{34", 0.0),
+        ("final_answer", "1/2", "Answer: 0.5", 0.0),
+    ],
+)
+def test_answers_to_problems_are_compared_as_numbers_or_as_text(name, truth, text, reward):
+    prompt = Prompt(group_id=0, prompt_ids=PROMPT.prompt_ids, ground_truth=truth)
+    assert REWARDS.get(name)(prompt, text) == reward
+
+
 async def test_a_users_function_scores_in_a_process_of_its_own(user_rewards):
     scorer = await user_rewards("length")
     assert (await scorer.score(PROMPT, ["abc", ""])).tolist() == [1.5, 0.0]

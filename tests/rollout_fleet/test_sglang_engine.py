@@ -133,12 +133,12 @@ async def test_a_response_ends_with_the_end_of_sequence_exactly_when_it_stopped(
 async def test_aborted_samples_are_cut_off_with_their_tokens_and_the_others_go_on(engine):
     keep = requests_of(1, num_samples=20, name="keep", max_new_tokens=250, top_k=3)
     cut = requests_of(1, num_samples=40, name="cut", max_new_tokens=250, top_k=3)
-    running = asyncio.create_task(answer(engine, [*keep, *cut]))
+    running = asyncio.create_task(answer(engine, [*cut, *keep]))
     await until_writing(engine)
     await engine.abort([*(request.id for request in cut), "no-such-request"])
     samples = await running
-    assert None not in {sample.finish_reason for sample in samples[:20]}
-    aborted = [sample for sample in samples[20:] if sample.finish_reason is None]
+    assert None not in {sample.finish_reason for sample in samples[40:]}
+    aborted = [sample for sample in samples[:40] if sample.finish_reason is None]
     assert aborted
     assert sum(len(sample.token_ids) for sample in aborted) > 0
     assert max(len(sample.token_ids) for sample in aborted) < 250

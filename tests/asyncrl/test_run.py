@@ -1,0 +1,54 @@
+"""What a run keeps when a signal stops it."""
+
+import asyncio
+import io
+
+import pytest
+from rich.console import Console
+
+from asyncrl.cli.compose import compose_run
+from asyncrl.controller.run import Run
+from asyncrl.metrics import TerminalView
+from asyncrl.protocol.errors import WorkerDiedError
+from tests.asyncrl.test_controller import make_controller
+
+
+class Learner:
+    def __init__(self, error=None, seconds=0.0):
+        self.error, self.seconds = error, seconds
+
+    async def save_policy(self, directory):
+        directory.mkdir()
+        await asyncio.sleep(self.seconds)
+        if self.error is not None:
+            raise self.error
+
+
+async def keep(tmp_path, learner):
+    """What is said and what is there, after a training of three steps is told to keep what it has."""
+    controller, buffer, fleet, _ = make_controller(steps=3)
+    await controller.train()
+    fleet.tokens_generated = 10 * buffer.version
+    output = io.StringIO()
+    view = TerminalView(title="run", total_steps=3, console=Console(file=output, width=200))
+    run = Run(compose_run(["save_timeout_s=0.2"]), tmp_path, (None, []), None, view, print)
+    await run._keep(controller, learner, None)
+    return output.getvalue(), sorted(path.name for path in tmp_path.iterdir())
+
+
+async def test_policy_summary_and_plot_are_kept(tmp_path):
+    said, found = await keep(tmp_path, Learner())
+    assert (said, found) == ("", ["policy", "reward.png", "summary.json"])
+
+
+@pytest.mark.parametrize(
+    ("learner", "words"),
+    [
+        (Learner(seconds=60.0), "took longer than save_timeout_s=0.2; raise it"),
+        (Learner(WorkerDiedError("learner rank 0 died")), "could not be written: learner rank 0 died"),
+    ],
+)
+async def test_a_policy_that_cannot_be_written_is_told_and_never_half_there(tmp_path, learner, words):
+    said, found = await keep(tmp_path, learner)
+    assert words in said
+    assert found == [".policy.partial"]
