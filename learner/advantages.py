@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from typing import TypeAlias, cast
 
 import numpy as np
@@ -148,19 +149,9 @@ def group_advantages(rewards: Tensor, group_ids: Tensor, *, scale: Scale) -> Ten
     return (centered / deviation[group]).to(torch.float32)
 
 
-@ADVANTAGES.register("grpo")
-def grpo(rewards: Tensor, group_ids: Tensor) -> Tensor:
-    """Group-normalised rewards, see `group_advantages`."""
-    return group_advantages(rewards, group_ids, scale=Scale.std)
-
-
-@ADVANTAGES.register("grpo_no_std")
-def grpo_no_std(rewards: Tensor, group_ids: Tensor) -> Tensor:
-    """Group-centred rewards, not divided by their deviation, see `group_advantages`."""
-    return group_advantages(rewards, group_ids, scale=Scale.none)
-
-
-ADVANTAGES.register("dr_grpo")(grpo_no_std)
+ADVANTAGES.register("grpo")(partial(group_advantages, scale=Scale.std))
+ADVANTAGES.register("grpo_no_std")(partial(group_advantages, scale=Scale.none))
+ADVANTAGES.register("dr_grpo")(partial(group_advantages, scale=Scale.none))
 """Dr. GRPO's advantage (arXiv 2503.20783, section 3.2); its loss is aggregated by ``sequence_sum_norm``."""
 
 

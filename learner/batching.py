@@ -26,9 +26,8 @@ QUADRATIC_TOKENS = 32_768
 def karmarkar_karp(sizes: Sequence[float], num_parts: int) -> list[list[int]]:
     """Partition items so that the largest part is small (largest differencing method, Karmarkar and Karp 1982).
 
-    Returns:
-        ``num_parts`` (>= 1) lists of indices into ``sizes`` (each >= 0), each ascending, largest part first; some may
-        be empty. Example: sizes 8, 7, 6, 5, 4 in two parts give parts of 16 and 14.
+    Returns ``num_parts`` (>= 1) lists of indices into ``sizes`` (each >= 0), each ascending, largest part first; some
+    may be empty. Example: sizes 8, 7, 6, 5, 4 in two parts give parts of 16 and 14.
     """
     # A partition: its spread (negated for the heap), a tie-break, and its parts without the empty ones, largest first.
     heap = [(-size, index, [(size, [index])]) for index, size in enumerate(sizes)]
@@ -66,11 +65,8 @@ def rank_batches(
     Both are balanced by cost; a prompt group is split only where whole groups are not balanced, and never under
     ``whole_groups`` (see `learner.advantages.needs_whole_groups`). Advantages do not depend on who holds a sample,
     since the ranks compute them together. Which samples an optimizer update trains on follows from the plan alone, so
-    the weights after the step do not depend on the number of ranks.
-
-    Returns:
-        ``num_shards`` batches, one per data-parallel rank, each with the staleness bound ``max_lag`` in learner steps;
-        some are empty when there are fewer samples than ranks.
+    the weights after the step do not depend on the number of ranks. Each of the ``num_shards`` batches has the bound
+    ``max_lag`` in learner steps; some are empty when there are fewer samples than ranks.
     """
     rewards = [plan_rewards(group, algorithm) for group in plan.groups]
     costs = [sample_costs(group) for group in plan.groups]
@@ -155,11 +151,8 @@ def overlong_penalty(lengths: np.ndarray, *, max_tokens: int, buffer_tokens: int
     """Soft penalty of long responses (DAPO, arXiv 2503.14476, equation 13).
 
     The penalty of the [B] ``lengths``, in tokens, is 1 from ``max_tokens`` on. It grows from 0, linearly, over the
-    ``buffer_tokens`` before it; 0 makes it a step.
-
-    Returns:
-        [B] float32 in [-1, 0], to be added to the rewards. Example: with 10 and 4, lengths 6, 7, 10, 12 give 0, -0.25,
-        -1, -1.
+    ``buffer_tokens`` before it; 0 makes it a step. Returns [B] float32 in [-1, 0], to be added to the rewards. Example:
+    with 10 and 4, lengths 6, 7, 10, 12 give 0, -0.25, -1, -1.
     """
     over = lengths.astype(np.float64) - (max_tokens - buffer_tokens)
     penalty = (over >= 0) if buffer_tokens == 0 else (over / buffer_tokens).clip(0.0, 1.0)

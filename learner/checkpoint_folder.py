@@ -47,7 +47,7 @@ class SavedProgress:
 
 
 def checkpoint_path(directory: Path, version: int) -> Path:
-    """Where the checkpoint of a version is, once it is whole."""
+    """Where the checkpoint of a version is once it is whole."""
     return directory / f"v{version:08d}"
 
 

@@ -162,10 +162,8 @@ def at_places(
     """Compute something from the hidden states at chosen packed places, each on the rank where it lies.
 
     ``hidden`` is [N, h], under Ulysses this rank's part of it; the [M] int64 ``places`` are the same on all sp ranks.
-    ``compute`` gives some [m] tensors from [m, h] hidden states and their index into ``places``.
-
-    Returns:
-        These tensors at all places, [M], on every sp rank.
+    ``compute`` gives some [m] tensors from [m, h] hidden states and their index into ``places``. Returns these tensors
+    at all places, [M], on every sp rank.
     """
     if get_ulysses_sequence_parallel_world_size() == 1:
         return compute(hidden.index_select(0, places), slice(None))

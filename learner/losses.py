@@ -408,11 +408,8 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: flo
 
     half of max((v - R)², (clip(v, old - c, old + c) - R)²): a value that has left the interval towards the return gets
     no gradient. All are [M] float32: ``values`` v with gradient, ``old_values`` before the step, ``returns`` R.
-    ``clip`` is c > 0; 0 does not clip.
-
-    Returns:
-        [M] float32 losses, and [M] bool where the clipped error is the larger one. Example: value 1, old value 0,
-        return 2 and c 0.2 give 0.5 · 1.8² = 1.62, clipped.
+    ``clip`` is c > 0; 0 does not clip. Returns [M] float32 losses, and [M] bool where the clipped error is the larger
+    one. Example: value 1, old value 0, return 2 and c 0.2 give 0.5 · 1.8² = 1.62, clipped.
     """
     loss = (values - returns).square()
     if not clip:

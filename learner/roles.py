@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
-import torch
 from transformers import PreTrainedModel
 
 from asyncrl.protocol.future import DataProtoFuture
@@ -25,21 +24,13 @@ Scores = Mapping[SampleKey, np.ndarray]
 """[tokens in the loss] float32 per trajectory, branch after branch."""
 
 
-class Loader(Protocol):
-    """Loads a model in Hugging Face layout."""
-
-    def __call__(self, model_path: str, dtype: torch.dtype, *, on_meta: bool = False) -> PreTrainedModel:
-        """See `learner.pretrained.load_causal_lm`."""
-        ...
-
-
 @dataclass(frozen=True, kw_only=True)
 class Role:
     """One role of the learner.
 
     Attributes:
         name: Under which other parts know it. Example: ``critic``.
-        load: Loads its model.
+        load: Loads its model, as `learner.pretrained.load_causal_lm` does.
         head: Wraps the loaded model, from it, the options and the sampling temperature.
         column: Name of the column that it scores for other roles. Example: ``values``.
         objective: What it learns; None where it is frozen.
@@ -50,7 +41,7 @@ class Role:
     """
 
     name: str
-    load: Loader
+    load: Callable[..., PreTrainedModel]
     head: Callable[[PreTrainedModel, LearnerConfig, float], PackedHead]
     column: str
     objective: Callable[[LearnerConfig, AlgorithmConfig], Objective] | None = None

@@ -78,10 +78,7 @@ class SelfTest:
         self._tokens = [rng.integers(self._vocabulary // 2, self._vocabulary, length) for length in LENGTHS]
 
     def run(self) -> SelfTestResult:
-        """Find out how the model can be run. Parameters, gradients and random state stay what they were.
-
-        Raises `ValueError` if training would compute it wrongly; the message names the layer and what to do.
-        """
+        """How the model can be run; nothing of it changes. Raises `ValueError` with layer and remedy otherwise."""
         start, training = time.perf_counter(), self._head.training
         devices = [self._mesh.device] if self._mesh.device.type == "cuda" else []
         self._head.train(False)
@@ -106,7 +103,11 @@ class SelfTest:
             together = self._attempted("the packed forward", self._together)
             difference, leak = self._difference(together, expected), self._leak(together)
             if difference <= self._tolerance and leak <= self._leak_tolerance:
-                self._report_recurrent()
+                if recurrent.layers and self._mesh.rank == 0:
+                    how = "kernels that take sequence boundaries" if takes_boundaries else "padded sequences"
+                    log.info(
+                        "%s: %d x %s runs on %s", self._name, len(recurrent.layers), "/".join(recurrent.types), how
+                    )
                 return True, difference
         alone = self._difference(self._attempted("the packed forward", self._one_by_one), expected)
         culprit = self._culprit()
@@ -248,12 +249,6 @@ class SelfTest:
         return {name: (kind, torch.cat(tensors)[:num_tokens]) for name, (kind, tensors) in outputs.items()}
 
     # What is said.
-
-    def _report_recurrent(self) -> None:
-        recurrent = self._head.recurrent
-        if recurrent.layers and self._mesh.rank == 0:
-            how = "kernels that take sequence boundaries" if recurrent.takes_boundaries else "padded sequences"
-            log.info("%s: %d x %s runs on %s", self._name, len(recurrent.layers), "/".join(recurrent.types), how)
 
     def _refusal(self, culprit: str, difference: float, expected: Tensor) -> str:
         """Why the model is refused, and what would help: sequence parallelism is left out to see."""

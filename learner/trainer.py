@@ -130,8 +130,7 @@ class Trainer(PackedModel):
         total_updates: Optimizer updates of the whole run, for the schedule.
         seed: Seeds dropout, where the model has any, and adapters.
 
-    Raises:
-        ValueError: the role is frozen.
+    Raises `ValueError` if the role is frozen.
     """
 
     def __init__(

@@ -151,11 +151,9 @@ def ulysses_pad_and_slice_inputs(
     sp_size: int = 1,
     skip_position_ids_rmpad: bool = False,
 ) -> tuple[Tensor, Tensor | None, int]:
-    """Pad packed tokens to a multiple of sp, as `ulysses_pad` does, and take this rank's part.
+    """Pad packed tokens to a multiple of sp, as `ulysses_pad` does, and take this rank's part, [1, ceil(N / sp)].
 
-    Returns:
-        [1, ceil(N / sp)] input ids and position ids, which ``skip_position_ids_rmpad`` leaves whole though padded, and
-        the number of tokens added.
+    ``skip_position_ids_rmpad`` leaves the position ids whole, though padded.
     """
     input_ids, position_ids, padding = ulysses_pad(input_ids_rmpad, position_ids_rmpad, sp_size)
     if sp_size > 1:
@@ -166,10 +164,7 @@ def ulysses_pad_and_slice_inputs(
 
 
 def slice_input_tensor(x: Tensor, dim: int, padding: bool = True, group: ProcessGroup | None = None) -> Tensor:
-    """This rank's part of a dimension of ``x``, which is the same on every rank; contiguous.
-
-    ``padding`` fills the dimension up with zeros to a multiple of sp first; without it others raise `ValueError`.
-    """
+    """This rank's contiguous part of ``x``; ``padding`` adds zeros up to a multiple of sp, else `ValueError`."""
     num_ranks = get_ulysses_sequence_parallel_world_size(group)
     if padding:
         x = _pad_end(x, dim, num_ranks)

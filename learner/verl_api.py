@@ -54,15 +54,11 @@ class ActorWorker(ModelWorker):
 
     @register(dispatch_mode=BY_ROWS)
     def update_actor(self, data: DataProto) -> DataProto:
-        """Make the optimizer updates of one step.
+        """Make the optimizer updates of one step; its metrics, the same on every rank, are named ``actor/<name>``.
 
-        Args:
-            data: With ``old_log_probs`` and ``advantages``, ``response_mask`` where not all attended response tokens
-                are the policy's, ``rollout_log_probs`` where an off-policy correction is configured and the engine's
-                log-probs are not the old ones, ``ref_log_prob`` under ``algorithm.kl_coef``.
-
-        Returns:
-            ``meta_info["metrics"]``: the step's metrics as ``actor/<name>``, the same on every rank.
+        ``data`` has ``old_log_probs`` and ``advantages``, ``response_mask`` where not all attended response tokens are
+        the policy's, ``rollout_log_probs`` where an off-policy correction is configured and the engine's log-probs are
+        not the old ones, ``ref_log_prob`` under ``algorithm.kl_coef``.
         """
         columns = _columns_of(data, self._algorithm)
         sequences = trained_sequences(data, columns, num_mini_batches=self._algorithm.num_mini_batches)
@@ -95,15 +91,10 @@ class CriticWorker(ModelWorker):
 
     @register(dispatch_mode=BY_ROWS)
     def update_critic(self, data: DataProto) -> DataProto:
-        """Make the optimizer updates of one step.
+        """Make the optimizer updates of one step, on ``values``, ``returns``, and ``response_mask`` as `update_actor`.
 
-        Args:
-            data: With ``values`` and ``returns``, and ``response_mask`` where not all attended response tokens are the
-                policy's.
-
-        Returns:
-            ``meta_info["metrics"]``: ``critic/vf_loss``, ``critic/vf_clipfrac``, ``critic/vpred_mean``,
-            ``critic/grad_norm``, ``critic/lr`` and the step's further metrics under ``critic/``.
+        ``meta_info["metrics"]`` has ``critic/vf_loss``, ``critic/vf_clipfrac``, ``critic/vpred_mean``,
+        ``critic/grad_norm``, ``critic/lr`` and the step's further metrics under ``critic/``.
         """
         columns = {"values": "values", "returns": "returns"}
         sequences = trained_sequences(data, columns, num_mini_batches=self._algorithm.num_mini_batches)

@@ -239,11 +239,7 @@ class ModelWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def publish_weights(self, version: int) -> WeightOffer | None:
-        """Publish the weights for the engines; returns the offer on rank 0.
-
-        Raises:
-            ValueError: the role publishes nothing.
-        """
+        """Publish the weights; rank 0 returns the offer. Raises `ValueError` if the role publishes nothing."""
         if self._publisher is None:
             raise ValueError(f"role {self.role.name!r} publishes no weights: it was given no snapshot_dir")
         with self._offload.reading():

@@ -142,10 +142,7 @@ class RolloutLoop:
             await self._until(lambda: self._state is LoopState.ended)
 
     async def load_weights(self, offer: WeightOffer) -> None:
-        """Load new weights into the engine; new leases are asked for at their version from then on.
-
-        Raises as `Engine.load_weights` does: the engine has failed then, and what was cut off is given back.
-        """
+        """Load new weights; leases are asked for at their version from then on. Raises as `Engine.load_weights`."""
         if self._config.save_progress is SaveProgress.at_updates:
             await self._park(self._config.load_timeout_s)
         self._meter.loaded(await self._engine.load_weights(offer))
@@ -355,10 +352,7 @@ class RolloutLoop:
         return scores
 
     async def _fail_attempt(self, group: InflightGroup, reason: str, error: AsyncRLError) -> None:
-        """Give a group back whose attempt failed; drop it where that has happened often enough on this worker.
-
-        Raises ``error`` where one group after another fails: then the cause is not in the groups.
-        """
+        """Give a group back, or drop it after ``max_attempts``. Raises ``error`` if one group after another fails."""
         self._meter.failed(reason)
         self._num_failures_in_a_row += 1
         if self._num_failures_in_a_row >= self._config.max_failures_in_a_row:

@@ -62,8 +62,8 @@ class FleetGroup:
         await within(self._group.start(), timeout_s, "the rollout engines", "rollout_fleet.start_timeout_s")
 
     async def run(self) -> None:
-        """Roll out until `drain`; raises when an engine or a worker dies."""
-        await self._group.run()
+        """Roll out until `drain`; raises when an engine or a worker dies, or a worker falls silent."""
+        await self._while_answering(self._group.run(), "the rollout workers, which generate")
 
     async def load(self, offer: WeightOffer) -> float:
         """See `FleetPort.load`."""

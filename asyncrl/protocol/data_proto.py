@@ -356,13 +356,8 @@ class DataProto:
     ) -> Iterator[DataProto]:
         """Mini-batches of equal size, ``epochs`` times over; raises `BatchError` unless the size divides B.
 
-        Their arrays are object arrays, as by `collate_fn`; Python lists of one length become a further dimension.
-
-        Args:
-            mini_batch_size: Rows of each.
-            epochs: How often each row comes.
-            seed: Seeds the order where ``dataloader_kwargs`` has ``shuffle``.
-            dataloader_kwargs: Options of ``torch.utils.data.DataLoader``, which chooses the rows.
+        ``torch.utils.data.DataLoader`` chooses the rows by these options; ``seed`` seeds its order under ``shuffle``.
+        Arrays are object arrays, as by `collate_fn`; Python lists of one length become a further dimension.
         """
         if mini_batch_size < 1 or len(self) % mini_batch_size != 0:
             raise BatchError(f"mini_batch_size must divide the {len(self)} rows, got {mini_batch_size}")

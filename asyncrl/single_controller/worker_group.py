@@ -208,8 +208,8 @@ class RayWorkerGroup(WorkerGroup):
         **kwargs: Any,
     ) -> RayWorkerGroup:
         """A group of workers that are running already, found by their names or handles."""
-        found = {"worker_names": worker_names, "worker_handles": worker_handles}
-        return cls(None, ray_cls_with_init, name_prefix=name_prefix, **found, **kwargs)
+        kwargs |= {"worker_names": worker_names, "worker_handles": worker_handles}
+        return cls(None, ray_cls_with_init, name_prefix=name_prefix, **kwargs)
 
     @property
     def worker_names(self) -> list[str]:

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.core_model_loading import revert_weight_conversion
 
 from asyncrl.protocol.errors import WeightsError
-from asyncrl.protocol.manifest import VerifiedWeights, WeightOffer
+from asyncrl.protocol.manifest import PublishedWeights, WeightOffer
 from asyncrl.protocol.types import FinishReason
 from rollout_fleet.config import SamplingConfig
 
@@ -29,7 +29,8 @@ class StepRecorder:
     """Sees every step twice: the logits before sampling and the tokens after. Records log-probs, stops rows.
 
     A row ends at its ``max_new_tokens``, or at its next token once its flag is set. Under ``temperature`` 0 (greedy)
-    log-probs are those of temperature 1. ``on_step`` is called after every step.
+    log-probs are those of temperature 1. ``on_step`` is called after every step. ``num_steps_kept`` are [B] int64 steps
+    before a row was aborted, very large where it was not.
     """
 
     def __init__(
@@ -46,17 +47,12 @@ class StepRecorder:
         self._on_step = on_step
         self._step_logprobs: Tensor | None = None
         self._sampled_logprobs: list[Tensor] = []
-        self._num_steps_kept = torch.full((len(flags),), torch.iinfo(torch.int64).max)
+        self.num_steps_kept = torch.full((len(flags),), torch.iinfo(torch.int64).max)
 
     @property
     def logprobs(self) -> np.ndarray:
         """[B, T] float32 log-probs of the sampled tokens."""
         return torch.stack(self._sampled_logprobs, dim=1).cpu().numpy()
-
-    @property
-    def num_steps_kept(self) -> np.ndarray:
-        """[B] int64 steps before a row was aborted; very large where it was not."""
-        return self._num_steps_kept.numpy()
 
     def before_sampling(self, logits: Tensor) -> Tensor:
         """Keep the log-probs under the temperature until the tokens are sampled; returns the [B, V] logits."""
@@ -73,7 +69,7 @@ class StepRecorder:
         ends = self._max_new_tokens <= num_steps
         aborted = torch.tensor([flag.is_set() for flag in self._flags])
         if aborted.any():
-            self._num_steps_kept[aborted] = self._num_steps_kept[aborted].clamp(max=num_steps)
+            self.num_steps_kept[aborted] = self.num_steps_kept[aborted].clamp(max=num_steps)
             ends = ends | aborted
         return ends.to(token_ids.device)
 
@@ -120,18 +116,13 @@ class GenerationModel:
         if self._device == "cuda":
             torch.cuda.empty_cache()
 
-    @property
-    def device_bytes(self) -> int:
-        """Bytes that the parameters hold on the device."""
-        return sum(parameter.nbytes for parameter in self._model.parameters())
-
     def load_weights(self, offer: WeightOffer) -> None:
         """Copy offered weights into the model's tensors, each write compared with its source.
 
         Raises:
             WeightsError: tensors are missing, unknown, of another shape, or differ from the published digests.
         """
-        weights = VerifiedWeights(offer)
+        weights = PublishedWeights(offer)
         while self._released:
             parameter, shape = self._released.popitem()
             parameter.data = parameter.data.new_empty(shape)
@@ -148,7 +139,7 @@ class GenerationModel:
                 raise WeightsError(
                     f"{where}: {name} must be {tuple(held[name].shape)}, got {tuple(stored[name].shape)}"
                 )
-        with ComparedWrites(dict(self._model.named_parameters())) as writes:
+        with ComparedWrites(dict(self._model.named_parameters()), weights) as writes:
             for name in held.keys() & stored.keys():
                 held[name].data.copy_(stored[name])
         writes.check(offer.version)
@@ -207,7 +198,7 @@ class GenerationModel:
         is_eos = np.isin(responses, self._facts.eos_ids) & (np.arange(num_steps) < max_new_tokens[:, None])
         stopped = is_eos.any(1)
         lengths = np.where(stopped, is_eos.argmax(1) + 1, np.minimum(num_steps, max_new_tokens))
-        kept = recorder.num_steps_kept
+        kept = recorder.num_steps_kept.numpy()
         aborted = kept < lengths
         stopped, lengths = stopped & ~aborted, np.minimum(lengths, kept)
         logprobs, versions = recorder.logprobs, np.full(num_steps, version, dtype=np.int32)

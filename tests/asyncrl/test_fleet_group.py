@@ -30,6 +30,9 @@ class Workers:
         await asyncio.sleep(self.takes_s)
         return [EvaluationResult(rewards=(1.0, 0.0), mean_length=3.0, num_failed=1) for _ in shares]
 
+    async def run(self):
+        await asyncio.sleep(self.takes_s)
+
     async def load_weights(self, snapshot):
         await asyncio.sleep(self.takes_s)
 
@@ -69,6 +72,7 @@ async def test_a_load_that_waits_for_running_samples_is_left_to_the_engines_own_
 @pytest.mark.parametrize(
     ("call", "words"),
     [
+        (lambda fleet: fleet.run(), "which generate"),
         (lambda fleet: fleet.evaluate([object()], policy_version=0), "which answer held-out prompts"),
         (lambda fleet: fleet.load(bare_offer(7)), "which load the weights of version 7"),
     ],
