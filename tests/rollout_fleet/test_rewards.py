@@ -244,13 +244,13 @@ async def test_closing_ends_the_scoring_processes(user_rewards):
     [
         (
             "exakt_match",
-            r"rollout_fleet.reward must be one of \[.*'exact_match'\], or file.py:function or module:function",
+            r"rollout_fleet.reward must be one of \[.*'exact_match'.*\], or file.py:function or module:function",
         ),
         ("no_such_module:f", "rollout_fleet.reward=no_such_module:f cannot be imported: ModuleNotFoundError"),
         ("no_such_file.py:f", "there is no file .*no_such_file.py"),
         ("math:no_such_function", "math has no 'no_such_function'"),
         ("math:pi", "must name a function, got 3.14"),
-        (":f", r"must be one of \[.*'exact_match'\], or file.py:function"),
+        (":f", r"must be one of \[.*'exact_match'.*\], or file.py:function"),
     ],
 )
 def test_an_unknown_reward_fails_by_name(name, message):
