@@ -359,7 +359,11 @@ class WeightPublisher:
             )
 
     def _prepare(self) -> ModelFiles:
-        """Make the files of the next version ready to be written."""
+        """Remove versions that are no longer kept, and make the files of the next one ready to be written."""
+        if self._is_first and self._keep > 0 and self._directory.is_dir():
+            versions = sorted(path for path in self._directory.iterdir() if _SNAPSHOT.fullmatch(path.name))
+            for old in versions[: -self._keep]:
+                shutil.rmtree(old)
         self._count += 1
         return ModelFiles(self._layout, self._directory / f".next-{self._count}")
 
@@ -385,11 +389,7 @@ class WeightPublisher:
             tensors=self._layout.tensors,
             pieces=tuple(piece for part in parts for piece in part),
         )
-        offer = manifest.offer(target / "manifest.json", version)
-        snapshots = sorted(path for path in self._directory.iterdir() if _SNAPSHOT.fullmatch(path.name))
-        for old in snapshots[: -self._keep] if self._keep > 0 else []:
-            shutil.rmtree(old)
-        return offer
+        return manifest.offer(target / "manifest.json", version)
 
 
 class ModelFiles:

@@ -40,6 +40,7 @@ DTYPES = {
 """What safetensors calls the types of torch."""
 PIECE_BYTES = 16 << 20
 """Most bytes under one digest: pieces are digested by several threads."""
+CACHED_BYTES = 512 << 10
 DIGEST_THREADS = 4
 _HEADER_LIMIT = 1 << 28
 _POPULATE_READ = 22  # MADV_POPULATE_READ of Linux 5.14, which Python 3.11 does not name
@@ -190,35 +191,81 @@ def read_manifest(offer: WeightOffer) -> Manifest:
     )
 
 
-class VerifiedWeights:
-    """The tensors of an offer, mapped read-only, every byte checked against its digest.
+class PublishedWeights:
+    """The tensors of an offer, mapped read-only. Nothing is verified before `copy` or `verify` reads it.
 
     Attributes:
         manifest: Of the offer.
     """
 
     def __init__(self, offer: WeightOffer) -> None:
-        """Map and verify.
+        """Map the files.
 
         Raises:
             FileNotFoundError: the version is gone: a newer one took its place.
-            WeightsError: bytes differ from what was published; the message names the first tensor.
+            WeightsError: the manifest is not the one that was offered.
         """
         self.manifest = read_manifest(offer)
+        self._version = offer.version
         self._maps = [map_file(Path(self.manifest.directory, name)) for name in self.manifest.files]
-        with ThreadPoolExecutor(DIGEST_THREADS) as threads:
-            is_right = list(threads.map(self._is_right, self.manifest.pieces))
-        if wrong := [piece for piece, right in zip(self.manifest.pieces, is_right, strict=True) if not right]:
-            names = sorted({self._tensor_at(piece) for piece in wrong})
-            raise WeightsError(
-                f"policy version {offer.version}: {self.manifest.directory} holds other bytes than were published: "
-                f"{len(names)} of {len(self.manifest.tensors)} tensors differ, first {names[0]}"
-            )
+        self._pieces = {(piece.file, piece.start): piece for piece in self.manifest.pieces}
+        self._verified: set[Piece] = set()
 
     def tensors(self) -> Iterator[tuple[StoredTensor, np.ndarray]]:
         """Yield each tensor with its [bytes] uint8, a read-only view of the file."""
         for tensor in self.manifest.tensors:
             yield tensor, self._maps[tensor.file][tensor.start : tensor.start + tensor.num_bytes]
+
+    def pieces_at(self, address: int, num_bytes: int) -> list[Piece]:
+        """The pieces that make up these bytes of a mapped file exactly, in order; empty where none do."""
+        for index, data in enumerate(self._maps):
+            start = address - data.ctypes.data
+            if 0 <= start <= len(data) - num_bytes:
+                return self._tiling(index, start, start + num_bytes)
+        return []
+
+    def copy(self, pieces: Sequence[Piece], target: np.ndarray) -> bool:
+        """Copy pieces to ``target``, [bytes] uint8; returns whether it then holds what was published.
+
+        What was copied is digested while it is in the processor's cache, which costs next to nothing. `verify` need not
+        read such pieces again.
+        """
+        end = 0
+        for piece in pieces:
+            source, digest = self._maps[piece.file], xxhash.xxh3_128()
+            for start in range(piece.start, piece.start + piece.num_bytes, CACHED_BYTES):
+                begin, size = end, min(CACHED_BYTES, piece.start + piece.num_bytes - start)
+                end = begin + size
+                target[begin:end] = source[start : start + size]
+                digest.update(cast("Buffer", target[begin:end]))
+            if digest.hexdigest() != piece.digest:
+                return False
+        self._verified.update(pieces)
+        return True
+
+    def verify(self) -> None:
+        """Read all bytes of which no copy was verified.
+
+        Raises:
+            WeightsError: bytes differ from what was published; the message names the first tensor.
+        """
+        left = [piece for piece in self.manifest.pieces if piece not in self._verified]
+        with ThreadPoolExecutor(DIGEST_THREADS) as threads:
+            is_right = list(threads.map(self._is_right, left))
+        if wrong := [piece for piece, right in zip(left, is_right, strict=True) if not right]:
+            names = sorted({self._tensor_at(piece) for piece in wrong})
+            raise WeightsError(
+                f"policy version {self._version}: {self.manifest.directory} holds other bytes than were published: "
+                f"{len(names)} of {len(self.manifest.tensors)} tensors differ, first {names[0]}"
+            )
+        self._verified.update(left)
+
+    def _tiling(self, file: int, start: int, end: int) -> list[Piece]:
+        pieces = []
+        while start < end and (piece := self._pieces.get((file, start))) is not None:
+            pieces.append(piece)
+            start += piece.num_bytes
+        return pieces if start == end else []
 
     def _is_right(self, piece: Piece) -> bool:
         data = self._maps[piece.file]

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.core_model_loading import revert_weight_conversion
 
 from asyncrl.protocol.errors import WeightsError
-from asyncrl.protocol.manifest import VerifiedWeights, WeightOffer
+from asyncrl.protocol.manifest import PublishedWeights, WeightOffer
 from asyncrl.protocol.types import FinishReason
 from rollout_fleet.config import SamplingConfig
 
@@ -122,7 +122,7 @@ class GenerationModel:
         Raises:
             WeightsError: tensors are missing, unknown, of another shape, or differ from the published digests.
         """
-        weights = VerifiedWeights(offer)
+        weights = PublishedWeights(offer)
         while self._released:
             parameter, shape = self._released.popitem()
             parameter.data = parameter.data.new_empty(shape)
@@ -139,7 +139,7 @@ class GenerationModel:
                 raise WeightsError(
                     f"{where}: {name} must be {tuple(held[name].shape)}, got {tuple(stored[name].shape)}"
                 )
-        with ComparedWrites(dict(self._model.named_parameters())) as writes:
+        with ComparedWrites(dict(self._model.named_parameters()), weights) as writes:
             for name in held.keys() & stored.keys():
                 held[name].data.copy_(stored[name])
         writes.check(offer.version)

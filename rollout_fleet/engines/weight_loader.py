@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from asyncrl.protocol.errors import WeightsError
-from asyncrl.protocol.manifest import DTYPES, VerifiedWeights, WeightOffer, digest_of
+from asyncrl.protocol.manifest import DTYPES, PublishedWeights, WeightOffer
 
 from .sglang_server import ORDER_VARIABLE, report_path
 
@@ -49,14 +49,14 @@ def load_verified(model: nn.Module, offer: WeightOffer) -> int:
     Raises:
         WeightsError: the bytes are not those that were published, or a parameter holds something else afterwards.
     """
-    weights = VerifiedWeights(offer)
-    with ComparedWrites(dict(model.named_parameters())) as writes:
+    weights = PublishedWeights(offer)
+    with ComparedWrites(dict(model.named_parameters()), weights) as writes:
         model.load_weights(torch_tensors(weights))  # type: ignore[operator]
     writes.check(offer.version)
     return writes.num_values
 
 
-def torch_tensors(weights: VerifiedWeights) -> Iterator[tuple[str, Tensor]]:
+def torch_tensors(weights: PublishedWeights) -> Iterator[tuple[str, Tensor]]:
     """Name and tensor, viewing the mapped file.
 
     Raises:
@@ -75,10 +75,15 @@ def torch_tensors(weights: VerifiedWeights) -> Iterator[tuple[str, Tensor]]:
 
 
 class ComparedWrites(TorchDispatchMode):
-    """Inside, every copy into one of the parameters is compared with its source as soon as it is done."""
+    """Inside, every copy of published weights into one of the parameters is verified once it is done.
 
-    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
+    A copy of whole pieces on the CPU is compared with the digest of what was published. Any other (part of a piece, of
+    another type, on a GPU) is compared with its source, whose own digest is compared in the end.
+    """
+
+    def __init__(self, parameters: Mapping[str, Tensor], weights: PublishedWeights) -> None:
         super().__init__()
+        self._weights = weights
         self._names: dict[int, str] = {}
         self._sizes: dict[str, int] = {}
         for name, parameter in parameters.items():
@@ -96,24 +101,30 @@ class ComparedWrites(TorchDispatchMode):
         return sum(sum(regions.values()) for regions in self._written.values())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func in (_copy, _fill, _zero):
-            target = args[0]
-            name = self._names.get(target.untyped_storage()._cdata)
-            if name is not None:
-                region = (target.storage_offset(), tuple(target.shape), target.stride())
-                self._written[name][region] = target.numel()
-                if func is _copy:
-                    self._compare(name, target, args[1])
-        return result
+        is_write = func in (_copy, _fill, _zero)
+        name = self._names.get(args[0].untyped_storage()._cdata) if is_write else None
+        if name is None:
+            return func(*args, **(kwargs or {}))
+        target = args[0]
+        self._written[name][target.storage_offset(), tuple(target.shape), target.stride()] = target.numel()
+        if func is _copy:
+            self._copy(name, target, args[1])
+        else:
+            func(*args, **(kwargs or {}))
+        return target
 
     def check(self, version: int) -> None:
-        """Raise `WeightsError` where a parameter is not what was published, by the first name."""
-        wrong = sorted(name for name, flags in self._wrong.items() if any(bool(flag) for flag in flags))
+        """Read the results.
+
+        Raises:
+            WeightsError: published bytes are spoiled, or a parameter does not hold what was published.
+        """
+        self._weights.verify()
+        wrong = {name for name, flags in self._wrong.items() if any(bool(flag) for flag in flags)}
         if wrong:
             raise WeightsError(
                 f"policy version {version}: {len(wrong)} of {len(self._sizes)} parameters hold other values than were "
-                f"loaded, first {wrong[0]}"
+                f"published, first {min(wrong)}"
             )
         written = {name: sum(regions.values()) for name, regions in self._written.items()}
         missing = sorted(name for name, size in self._sizes.items() if written[name] != size)
@@ -125,15 +136,19 @@ class ComparedWrites(TorchDispatchMode):
                 "must be those of a checkpoint of this model"
             )
 
-    def _compare(self, name: str, target: Tensor, source: Tensor) -> None:
-        same_type = source.device == target.device and source.dtype == target.dtype
-        wanted = (source if same_type else source.to(target)).expand(target.shape)
-        if target.device.type == "cpu" and target.is_contiguous():
-            # Digests are several times as fast as an element-wise comparison.
-            differs = torch.tensor(digest_of(_bytes_of(target)) != digest_of(_bytes_of(wanted.contiguous())))
-        else:  # compared as integers, in which not-a-number equals itself; read once all is loaded
+    def _copy(self, name: str, target: Tensor, source: Tensor) -> None:
+        is_alike = target.dtype == source.dtype and target.shape == source.shape
+        is_flat = target.is_contiguous() and source.is_contiguous()
+        on_cpu = target.device.type == source.device.type == "cpu"
+        pieces = self._weights.pieces_at(source.data_ptr(), source.nbytes) if is_alike and is_flat and on_cpu else []
+        if pieces:
+            differs = torch.tensor(not self._weights.copy(pieces, _bytes_of(target)))
+        else:
+            _copy(target, source)
+            # Compared as integers, in which not-a-number equals itself; the result is read once all is loaded.
             integers = _INTEGERS[target.element_size()]
-            differs = (target.contiguous().view(integers) != wanted.contiguous().view(integers)).any()
+            wanted = source.to(target).expand(target.shape).contiguous().view(integers)
+            differs = (target.contiguous().view(integers) != wanted).any()
         self._wrong.setdefault(name, []).append(differs)
 
 

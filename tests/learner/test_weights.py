@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from asyncrl.protocol.errors import WeightsError
-from asyncrl.protocol.manifest import VerifiedWeights, read_manifest
+from asyncrl.protocol.manifest import PublishedWeights, read_manifest
 from learner.config import AlgorithmConfig, Device, LearnerConfig, LoraConfig, OptimizerConfig
 from learner.losses import policy_objective
 from learner.trainer import Trainer
@@ -60,7 +60,7 @@ def test_published_weights_load_as_the_trained_model(family, dtype, tmp_path, pu
     for name, value in loaded.named_parameters():
         torch.testing.assert_close(again.pretrained.get_parameter(name), value)
     assert (written["model.embed_tokens.weight"].float() - original["model.embed_tokens.weight"]).abs().max() > 1e-3
-    assert {name.name for name, _ in VerifiedWeights(offer).tensors()} == written.keys()
+    assert {name.name for name, _ in PublishedWeights(offer).tensors()} == written.keys()
 
 
 def published_by_a_rank(config, path, folder):
@@ -90,7 +90,7 @@ def test_each_of_two_ranks_writes_its_own_shards_of_what_one_would_gather(family
     config = replace(CONFIG, num_ranks=2, **options)
     (offer, first, whole), (none, second, _) = run_on_ranks(2, published_by_a_rank, config, path, str(tmp_path / "p"))
     assert none is None
-    VerifiedWeights(offer)
+    PublishedWeights(offer).verify()
     written = load_file(folder_of(offer) / "model.safetensors")
     assert written.keys() == whole.keys()
     for name, value in whole.items():

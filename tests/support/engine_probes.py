@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
@@ -52,8 +53,15 @@ def write_model(directory: Path, *, seed: int) -> str:
     return str(directory)
 
 
-def requests_of(num_prompts: int, num_samples: int = 4, name: str = "a", **sampling: Any) -> list[SampleRequest]:
-    """Samples of prompts with 2, 3, ... tokens, prompt by prompt."""
+_NUMBERS = itertools.count()
+
+
+def requests_of(num_prompts: int, num_samples: int = 4, name: str = "", **sampling: Any) -> list[SampleRequest]:
+    """Samples of prompts with 2, 3, ... tokens, prompt by prompt; no two calls use the same ids, as in a run.
+
+    A server that is told late that a stream was closed aborts what then runs under its ids.
+    """
+    name = f"{name}{next(_NUMBERS)}"
     options = SamplingConfig(**{"max_new_tokens": 12, **sampling})
     return [
         SampleRequest(

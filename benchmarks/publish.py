@@ -1,0 +1,209 @@
+"""The cost of a weight publish: ``python -m benchmarks.publish``; the last line is JSON.
+
+A model of 340 MB on two gloo ranks, and a real SGLang server on the CPU. Each figure is the median of ratios of two
+things timed one after the other in the same process. Writes to shared memory and to the folder ``--directory``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from asyncrl.protocol.manifest import describe_model
+from benchmarks.report import Target, print_report
+from learner.config import Device, LearnerConfig
+from learner.fsdp import local_tensor
+from learner.packed_model import PackedModel
+from learner.roles import ACTOR
+from learner.weights import WeightPublisher
+from rollout_fleet.config import EngineDevice, RolloutFleetConfig, SGLangConfig
+from rollout_fleet.engines.sglang import SGLangEngine
+
+NUM_RANKS = 2
+NUM_RUNS = 7
+TARGETS = {
+    "ranks_blocked_memcpys": Target(at_most=2.0),
+    "pause_vs_engine_load": Target(at_most=1.3),
+    "shared_memory_vs_file": Target(at_most=0.5),
+    "rank_memory_vs_model": Target(at_most=0.6),
+    "publish_memcpys_shared_memory": Target(),
+    "publish_memcpys_file": Target(),
+}
+BASELINE = (
+    "one memcpy of a rank's shard; SGLang's own /update_weights_from_disk of the same bytes; the size of the model"
+)
+
+
+def save_model(directory: Path) -> str:
+    """A random Qwen3 of 85 million parameters, in float32."""
+    config = Qwen3Config(
+        vocab_size=32000,
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=128,
+        tie_word_embeddings=True,
+        eos_token_id=1,
+        bos_token_id=2,
+        pad_token_id=0,
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(directory)
+    return str(directory)
+
+
+def rank_main(model_path: str, folders: list[str]) -> None:
+    """One learner rank: publishes in turn to each folder, and prints its times."""
+    torch.set_num_threads(1)
+    config = LearnerConfig(device=Device.cpu, num_ranks=NUM_RANKS)
+    model = PackedModel(config, ACTOR, model_path=model_path)
+    shards = [local_tensor(parameter.detach()) for parameter in model.head.parameters()]
+    copies = [torch.zeros_like(shard) for shard in shards]
+
+    def copy() -> None:
+        for place, shard in zip(copies, shards, strict=True):
+            place.copy_(shard)
+
+    copy()
+    times: dict[str, list[float]] = {
+        "memcpy": [],
+        "blocked": [],
+        **{f"publish_{index}": [] for index in range(len(folders))},
+    }
+    before = _status("VmRSS")
+    _reset_peak()
+    for index, folder in enumerate(folders):
+        publisher = WeightPublisher(model, folder, keep=2)
+        for version in range(NUM_RUNS + 1):
+            publisher._ready.result()  # a step of training takes longer than making the next file ready
+            dist.barrier()
+            memcpy_s = _timed(copy)
+            dist.barrier()
+            began = time.perf_counter()
+            pending = publisher.publish(version)
+            blocked_s = time.perf_counter() - began
+            pending.result()
+            publish_s = time.perf_counter() - began
+            if version:
+                times["memcpy"].append(memcpy_s)
+                times["blocked"].append(blocked_s)
+                times[f"publish_{index}"].append(publish_s)
+        publisher.close()
+    memory = _status("VmHWM") - before
+    sys.stdout.write(json.dumps({"times": times, "memory": memory, "shard": sum(s.nbytes for s in shards)}) + "\n")
+    dist.destroy_process_group()
+
+
+def measure_ranks(model_path: str, folders: list[str]) -> dict[str, float]:
+    """The figures of the learner's side, from the slower rank."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    common = {
+        "WORLD_SIZE": str(NUM_RANKS),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [sys.executable, "-m", "benchmarks.publish", "--rank", model_path, *folders]
+    ranks = [
+        subprocess.Popen(
+            command, env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)}, stdout=subprocess.PIPE
+        )
+        for rank in range(NUM_RANKS)
+    ]
+    reports = [json.loads(rank.communicate()[0].splitlines()[-1]) for rank in ranks]
+    times = [report["times"] for report in reports]
+    model_bytes = sum(report["shard"] for report in reports)
+
+    def over_memcpy(name: str, part: slice) -> float:
+        return max(
+            statistics.median(a / b for a, b in zip(rank[name], rank["memcpy"][part], strict=True)) for rank in times
+        )
+
+    whole, first, second = slice(None), slice(0, NUM_RUNS), slice(NUM_RUNS, None)
+    return {
+        "ranks_blocked_memcpys": over_memcpy("blocked", whole),
+        "publish_memcpys_shared_memory": over_memcpy("publish_0", first),
+        "publish_memcpys_file": over_memcpy("publish_1", second),
+        "rank_memory_vs_model": max(report["memory"] for report in reports) / model_bytes,
+    }
+
+
+async def measure_engine(model_path: str, folders: list[str], scratch: Path) -> dict[str, float]:
+    """The figures of the engine's side; ``folders`` hold the model in shared memory and in a file."""
+    config = RolloutFleetConfig(sglang=SGLangConfig(dtype="float32", max_total_tokens=4096))
+    engine = SGLangEngine(config, model_path=model_path, device=EngineDevice.cpu, rank=0, log_dir=str(scratch), seed=0)
+    offers = [describe_model(folder).offer(scratch / f"{index}.json", 1) for index, folder in enumerate(folders)]
+    await engine.start()
+    try:
+        verified, bare = [], []
+        for run in range(NUM_RUNS + 1):
+            ours = [await engine.load_weights(offer) for offer in offers]
+            await engine._post("/pause_generation", {"mode": "retract"})
+            began = time.perf_counter()
+            await engine._post("/update_weights_from_disk", {"model_path": folders[0], "flush_cache": True})
+            seconds = time.perf_counter() - began
+            await engine._post("/continue_generation", {})
+            if run:
+                verified.append(ours)
+                bare.append(seconds)
+    finally:
+        await engine.stop()
+    return {"pause_vs_engine_load": statistics.median(a[0] / b for a, b in zip(verified, bare, strict=True))}
+
+
+def _timed(call: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began
+
+
+def _status(name: str) -> int:
+    """Bytes that the kernel counts for this process under a name."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
+
+
+def _reset_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def main() -> None:
+    """Measure both sides, and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--directory", default=".", help="folder on a disk, for the file transport")
+    parser.add_argument("--rank", nargs="+", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.rank:
+        rank_main(arguments.rank[0], arguments.rank[1:])
+        return
+    with (
+        tempfile.TemporaryDirectory(dir="/dev/shm", prefix="asyncrl-bench-") as memory,
+        tempfile.TemporaryDirectory(dir=arguments.directory, prefix="asyncrl-bench-") as disk,
+    ):
+        model_path = save_model(Path(disk, "model"))
+        figures = measure_ranks(model_path, [memory + "/p", disk + "/p"])
+        in_memory = save_model(Path(memory, "model"))
+        figures |= asyncio.run(measure_engine(model_path, [in_memory, model_path], Path(disk)))
+    figures["shared_memory_vs_file"] = figures["publish_memcpys_shared_memory"] / figures["publish_memcpys_file"]
+    print_report(f"{NUM_RANKS} gloo ranks and an SGLang server", {}, figures, TARGETS, baseline=BASELINE)
+
+
+if __name__ == "__main__":
+    main()
