@@ -74,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description="Read the decoded samples that a run has kept.")
+    parser = argparse.ArgumentParser(prog="asyncrl samples", description="Read the decoded samples of a run.")
     parser.add_argument("run", type=Path, help="folder of a run, or of an experiment, whose newest run is taken")
     parser.add_argument("--kind", choices=_KINDS, help="of training, or of evaluations: sampled or greedy; default all")
     parser.add_argument("--version", type=int, help="those kept at this policy version")

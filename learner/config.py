@@ -92,8 +92,10 @@ class AlgorithmConfig:
         groups_per_step: B, prompt groups consumed by one learner step.
         samples_per_prompt: G, rollouts of one prompt.
         num_mini_batches: Optimizer updates of one learner step, each on its share of the batch's prompt groups.
-        advantage: Advantage estimator: a name from `learner.advantages`, ``module:function`` or ``file.py:function``.
-        loss: Policy loss: a name from `learner.losses`, ``module:function`` or ``file.py:function``.
+        advantage: Advantage estimator: ``grpo``, ``grpo_no_std``, ``dr_grpo``, ``rloo``, ``leave_one_out_batch``,
+            ``reinforce_plus_plus``, ``reinforce_plus_plus_baseline``, ``remax``, ``gae``, or your own as
+            ``file.py:function`` or ``module:function``.
+        loss: Policy loss: ``ppo_clip``, ``gspo``, ``cispo``, ``reinforce``, or your own in the same way.
         critic: Give a token-level estimator of your own a critic's values; ``advantage=gae`` has one without it.
         gamma: Discount of returns, in [0, 1].
         gae_lambda: Lambda of ``advantage=gae``, in [0, 1].

@@ -137,8 +137,8 @@ class RolloutFleetConfig:
         device: Where the engines compute.
         num_engines: Rollout workers, one engine each.
         groups_in_flight: Prompt groups one worker generates at a time.
-        reward: A built-in's name, ``file.py:function`` or ``module:function``; called as
-            reward(prompt, response_text) -> float.
+        reward: ``exact_match``, ``last_number``, ``final_answer``, or your own as ``file.py:function`` or
+            ``module:function``, called as reward(prompt, response_text) -> float.
         rewards: Several rewards in the place of ``reward``, each as NAME or WEIGHT*NAME. A trajectory earns their
             weighted sum, and each is reported as ``reward.NAME``. Example: ``[exact_match,0.2*mine.py:format]``.
         reward_processes: Scoring processes per worker and reward; built-in rewards need none.

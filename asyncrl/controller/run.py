@@ -238,9 +238,9 @@ class Run:
 
     async def _save_policy(self, learner: LearnerGroup) -> None:
         """Write ``policy/``, whole or not at all."""
-        partial, policy = self._run_dir / ".policy.partial", self._run_dir / "policy"
-        await learner.save_policy(partial)
-        partial.rename(policy)
+        unfinished = self._run_dir / ".policy.partial"
+        await learner.save_policy(unfinished)
+        unfinished.rename(self._run_dir / "policy")
 
     async def _keep(self, controller: AnyController, learner: LearnerGroup, before: Evaluation | None) -> None:
         """Write what a run that is stopped by a signal has learned until then."""

@@ -6,11 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from asyncrl.cli.compose import compose_run
-from asyncrl.config import check_options
+from asyncrl.cli.compose import compose_run, describe
+from asyncrl.config import RunConfig, check_options
 from learner.advantages import ADVANTAGES, TokenRewards, is_token_level
 from learner.config import Aggregation, AlgorithmConfig, Correction, KLEstimator
 from learner.losses import LOSSES, policy_objective
+from rollout_fleet.rewards import REWARDS
 
 PAGE = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
 RECIPES = [line for line in PAGE.split("```text\n")[1].split("```")[0].splitlines() if line]
@@ -22,6 +23,15 @@ def test_every_recipe_composes_and_passes_the_checks(recipe):
     check_options(config)
     policy_objective(config.algorithm)
     assert config.algorithm != compose_run([]).algorithm
+
+
+@pytest.mark.parametrize(
+    ("option", "registry"),
+    [("algorithm.loss", LOSSES), ("algorithm.advantage", ADVANTAGES), ("rollout_fleet.reward", REWARDS)],
+)
+def test_the_help_names_every_value_of_an_option_that_takes_names(option, registry):
+    meaning, _ = describe(RunConfig())[option]
+    assert [name for name in registry.names() if f"``{name}``" not in meaning] == []
 
 
 def test_there_are_recipes():
