@@ -92,8 +92,11 @@ class Group:
 
     def to_row(self) -> list[Any]:
         """The record as plain values."""
-        row = values_of(self)
-        return [values_of(value) if isinstance(value, Progress | GroupSummary) else value for value in row]
+        row: list[Any] = [*values_of(self)]
+        for name in ("progress", "summary"):
+            if getattr(self, name) is not None:
+                row[_fields_of(Group).index(name)] = values_of(getattr(self, name))
+        return row
 
     @classmethod
     def from_row(cls, row: Sequence[Any]) -> "Group":

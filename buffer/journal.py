@@ -86,10 +86,7 @@ class Recovered:
 
 
 class AppendOnlyFile:
-    """Records of a head (plain values) and frames, each with a checksum.
-
-    ``number`` tells them from those of an earlier use of the file, which is written over until it is `read`.
-    """
+    """Checked records: a head (plain values) and frames; ``number`` tells them from earlier uses of the file."""
 
     def __init__(self, path: Path, number: int) -> None:
         self.path = path

@@ -314,8 +314,7 @@ class BufferService:
         size = self._store.measure(request.payload)
         continued = flag(request.fields, "continued", default=True)
         command = Put(summary=summary, continued=continued, owner=client, num_bytes=size)
-        is_written_at_once = self._journal is None or size < JOIN_BELOW_BYTES
-        is_easy = is_written_at_once and self.ledger.fits(size)
+        is_easy = (self._journal is None or size < JOIN_BELOW_BYTES) and self.ledger.fits(size)
         if is_easy or not self.ledger.holds(summary.group_id, summary.attempt):
             self._store_group(client, request, command, request.payload)
         else:
