@@ -494,6 +494,12 @@ def test_a_stored_group_that_is_due_later_gives_way_and_its_tokens_are_counted()
     assert (again.group_id, again.attempt) == (later.group_id, 1)
 
 
+def test_a_group_comes_without_a_reservation_up_to_the_last_byte_of_a_single_store():
+    of = ledger(0, 2, max_bytes=10)
+    assert (of.fits(10), of.fits(11)) == (True, False)
+    assert not ledger(0, 2, max_bytes=10, num_stores=2).fits(1)
+
+
 def test_a_batch_that_the_stores_cannot_hold_is_known_when_its_last_group_asks_for_room():
     of = ledger(0, 3, max_bytes=10)
     first, second = of.lease(0, 3)[:2]  # the third is due as early, and has reserved nothing
