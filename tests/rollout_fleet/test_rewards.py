@@ -49,6 +49,12 @@ REWARDS.register("by another name")(length)
 """
 
 
+@pytest.fixture(autouse=True)
+def own_names(monkeypatch):
+    """What a test registers goes with it."""
+    monkeypatch.setattr(REWARDS, "_entries", dict(REWARDS._entries))
+
+
 @pytest.fixture
 async def user_rewards(tmp_path, monkeypatch):
     """Puts a module of rewards on the path; returns a maker of started scorers, closed at the end."""
