@@ -53,6 +53,7 @@ REWARDS.register("by another name")(length)
 def own_names(monkeypatch):
     """What a test registers goes with it."""
     monkeypatch.setattr(REWARDS, "_entries", dict(REWARDS._entries))
+    monkeypatch.delitem(sys.modules, "user_rewards", raising=False)
 
 
 @pytest.fixture
