@@ -35,7 +35,6 @@ from asyncrl.metrics import (
     write_json,
 )
 from asyncrl.protocol.errors import AsyncRLError
-from asyncrl.protocol.manifest import describe_model
 from asyncrl.protocol.ports import PromptSource
 from asyncrl.protocol.types import Prompt
 from asyncrl.samples import NewSamples, sample_line
@@ -146,23 +145,12 @@ class Run:
     async def _start_groups(self, stack: AsyncExitStack, buffer: BufferConnection) -> tuple[LearnerGroup, FleetGroup]:
         """Start the fleet while the policy is warm-started, then the learner; the stack stops them.
 
-        Engines take longest to come up: they start on ``model.path``, which has the policy's shape, and load the
-        warm-started weights as version 0 by the same transaction as every later version.
+        Engines take longest to come up: they start on ``model.path``, which has the policy's shape. What the learner
+        holds then, warm-started or from a checkpoint, reaches them as every later version does.
         """
-        paths = RunPaths.of(self._config, self._run_dir)
-        make = partial(_made, buffer=buffer, paths=paths)
-
-        async def start_fleet() -> FleetGroup:
-            fleet = await self._start_fleet(stack, make)
-            policy = await self._warming
-            if self._resumed is None:
-                described = await asyncio.to_thread(describe_model, str(policy))
-                await fleet.load(described.offer(paths.snapshots / "v00000000.json", 0))
-            return fleet
-
-        learner, fleet = await _together(self._start_learner(stack, make), start_fleet())
-        if self._resumed is not None:
-            await fleet.load(await learner.publish(self._resumed.state.version))
+        make = partial(_made, buffer=buffer, paths=RunPaths.of(self._config, self._run_dir))
+        learner, fleet = await _together(self._start_learner(stack, make), self._start_fleet(stack, make))
+        await fleet.load(await learner.publish(self._state.version))
         return learner, fleet
 
     async def _start_in_turn(self, stack: AsyncExitStack, buffer: BufferConnection) -> tuple[LearnerGroup, FleetGroup]:
