@@ -145,19 +145,19 @@ def measure_ranks(model_path: str, folders: list[str]) -> dict[str, float]:
     }
 
 
-async def measure_engine(model_path: str, folders: list[str], scratch: Path) -> dict[str, float]:
-    """The figures of the engine's side; ``folders`` hold the model in shared memory and in a file."""
+async def measure_engine(model_path: str, folder: str, scratch: Path) -> dict[str, float]:
+    """The figure of the engine's side; ``folder`` holds the model in shared memory."""
     config = RolloutFleetConfig(sglang=SGLangConfig(dtype="float32", max_total_tokens=4096))
     engine = SGLangEngine(config, model_path=model_path, device=EngineDevice.cpu, rank=0, log_dir=str(scratch), seed=0)
-    offers = [describe_model(folder).offer(scratch / f"{index}.json", 1) for index, folder in enumerate(folders)]
+    offer = describe_model(folder).offer(scratch / "manifest.json", 1)
     await engine.start()
     try:
         verified, bare = [], []
         for run in range(NUM_RUNS + 1):
-            ours = [await engine.load_weights(offer) for offer in offers]
+            ours = await engine.load_weights(offer)
             await engine._post("/pause_generation", {"mode": "retract"})
             began = time.perf_counter()
-            await engine._post("/update_weights_from_disk", {"model_path": folders[0], "flush_cache": True})
+            await engine._post("/update_weights_from_disk", {"model_path": folder, "flush_cache": True})
             seconds = time.perf_counter() - began
             await engine._post("/continue_generation", {})
             if run:
@@ -165,7 +165,7 @@ async def measure_engine(model_path: str, folders: list[str], scratch: Path) -> 
                 bare.append(seconds)
     finally:
         await engine.stop()
-    return {"pause_vs_engine_load": statistics.median(a[0] / b for a, b in zip(verified, bare, strict=True))}
+    return {"pause_vs_engine_load": statistics.median(a / b for a, b in zip(verified, bare, strict=True))}
 
 
 def _timed(call: Callable[[], object]) -> float:
@@ -200,7 +200,7 @@ def main() -> None:
         model_path = save_model(Path(disk, "model"))
         figures = measure_ranks(model_path, [memory + "/p", disk + "/p"])
         in_memory = save_model(Path(memory, "model"))
-        figures |= asyncio.run(measure_engine(model_path, [in_memory, model_path], Path(disk)))
+        figures |= asyncio.run(measure_engine(model_path, in_memory, Path(disk)))
     figures["shared_memory_vs_file"] = figures["publish_memcpys_shared_memory"] / figures["publish_memcpys_file"]
     print_report(f"{NUM_RANKS} gloo ranks and an SGLang server", {}, figures, TARGETS, baseline=BASELINE)
 

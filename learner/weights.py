@@ -1,7 +1,7 @@
 """The learner's side of a publish: each rank writes its own shards into one file, and digests them.
 
-What the ranks wait for is one copy of their shards into memory that was made ready before (`WeightPublisher.publish`).
-Conversion, digests and the manifest follow in a thread, beside the next update, over a process group of their own.
+`WeightPublisher.publish` makes one copy of the shards into memory that was made ready before. Conversion, digests and
+the manifest follow in a thread, over a process group of their own; a worker's `publish_weights` waits for them so far.
 
 A tensor of the checkpoint that is a contiguous part of a parameter, which covers fused experts, is written where it
 belongs at once. Others (merged adapters, transposed or joined parameters) are computed by one rank each from a raw copy

@@ -43,7 +43,6 @@ PIECE_BYTES = 16 << 20
 CACHED_BYTES = 512 << 10
 DIGEST_THREADS = 4
 _HEADER_LIMIT = 1 << 28
-_POPULATE_READ = 22  # MADV_POPULATE_READ of Linux 5.14, which Python 3.11 does not name
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
