@@ -380,9 +380,9 @@ class BufferService:
         self._forget_finished()
         if committed.group_ids:
             self._admission.answer_outdated()
-            self._offers.show()
             self._compact(is_urgent=False)  # little is held now
         self._stats(client, request)
+        self._offers.show()  # the controller's answer first, however many engines wait
 
     # What clients say of themselves, and ask about the buffer
 

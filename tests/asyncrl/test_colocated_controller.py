@@ -1,6 +1,5 @@
 """Taking turns against scripted parts: what happens in which order, and that nobody works in another's turn."""
 
-
 import pytest
 
 from asyncrl.cli.compose import compose_run
