@@ -385,9 +385,12 @@ class WeightPublisher:
         return ModelFiles(self._layout, self._directory / f".next-{self._count}")
 
     def _finish(self, version: int, files: ModelFiles | Exception) -> WeightOffer | None:
-        """Publish what was copied, or that it was not; rank 0 tells the log."""
+        """Publish what was copied, or that it was not; rank 0 tells the log.
+
+        It does not tell of a collective that fails: its cause, such as a dead rank, shows at the calls on the ranks.
+        """
+        parts = self._gathered(files)
         try:
-            parts = self._gathered(files)
             if failed := [f"rank {rank}: {part}" for rank, part in enumerate(parts) if isinstance(part, str)]:
                 raise WeightsError(f"the publish of version {version} failed on {'; on '.join(failed)}")
             if not self._is_first or isinstance(files, Exception):
