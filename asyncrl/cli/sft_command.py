@@ -1,4 +1,4 @@
-"""``asyncrl sft``, ``python -m asyncrl.sft``: supervised fine-tuning with the learner's trainer, packing and optimizer.
+"""``asyncrl sft``: supervised fine-tuning with the learner's trainer, packing and optimizer.
 
 Runs as one process, or as one process per rank: ``torchrun --nproc-per-node N -m asyncrl.sft ...``, with
 ``learner.sp_size`` for Ulysses.
@@ -55,7 +55,3 @@ def _help_page() -> str:
     ]
     options = option_lines(config, [name for name in describe(config) if name.startswith("sft.")])
     return "\n".join([*usage, *options, "", "asyncrl train --help-all explains every other option.", ""])
-
-
-if __name__ == "__main__":
-    sys.exit(main())
