@@ -21,6 +21,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from asyncrl.protocol.manifest import describe_model
+from benchmarks.publish_log import measure_log
 from benchmarks.publish_steps import NUM_RANKS, measure_steps, run_ranks
 from benchmarks.report import Target, print_report
 from learner.config import Device, LearnerConfig
@@ -38,6 +39,7 @@ TARGETS = {
     "shared_memory_vs_file": Target(at_most=0.5),
     "rank_memory_vs_model": Target(at_most=0.6),
     "steps_per_s_with_publish": Target(at_least=0.95),
+    "controller_ms_per_publish_1000_engines": Target(at_most=50.0),
     "publish_memcpys_shared_memory": Target(),
     "publish_memcpys_file": Target(),
 }
@@ -185,6 +187,7 @@ def main() -> None:
         figures |= measure_steps(model_path, memory + "/s")
         in_memory = save_model(Path(memory, "model"))
         figures |= asyncio.run(measure_engine(model_path, in_memory, Path(disk)))
+    figures |= measure_log()
     figures["shared_memory_vs_file"] = figures["publish_memcpys_shared_memory"] / figures["publish_memcpys_file"]
     print_report(f"{NUM_RANKS} gloo ranks and an SGLang server", {}, figures, TARGETS, baseline=BASELINE)
 

@@ -1,7 +1,8 @@
 """The learner's side of a publish: each rank writes its own shards into one file, and digests them.
 
 `WeightPublisher.publish` makes one copy of the shards into memory that was made ready before. Conversion, digests and
-the manifest follow in a thread, over a process group of their own; a worker's `publish_weights` waits for them so far.
+the manifest follow in a thread, over a process group of their own; rank 0 offers the result to the engines. A rank that
+fails says so to the others, so that none waits for it, and rank 0 reports it.
 
 A tensor of the checkpoint that is a contiguous part of a parameter, which covers fused experts, is written where it
 belongs at once. Others (merged adapters, transposed or joined parameters) are computed by one rank each from a raw copy
@@ -11,6 +12,7 @@ of their parameters, which the ranks write in the same manner.
 from __future__ import annotations
 
 import copy
+import logging
 import mmap
 import os
 import re
@@ -45,10 +47,13 @@ from asyncrl.protocol.manifest import (
     pieces_of,
     safetensors_header,
 )
+from asyncrl.protocol.ports import WeightLog
 
 from .fsdp import local_tensor, stored_buffers, whole_tensors
 from .lora import merged_weights
 from .packed_model import PackedModel
+
+logger = logging.getLogger(__name__)
 
 DATA_FILE = "model.safetensors"
 BUCKET_BYTES = 64 << 20
@@ -312,14 +317,17 @@ class WeightPublisher:
     Args:
         model: What is published.
         directory: Holds ``v00000012/`` for version 12; readable by every engine.
-        keep: Versions kept, the new one included; -1 keeps all. An engine must have loaded a version, or a newer one,
-            before ``keep`` newer ones are written.
+        keep: Versions kept, the new one included, and those that engines may still be offered; -1 keeps all. An engine
+            must have loaded a version, or a newer one, before ``keep`` newer ones are written.
+        log: Hears of each version, and of a failure, on rank 0; None tells only who waits for the result.
     """
 
-    def __init__(self, model: PackedModel, directory: str, *, keep: int) -> None:
+    def __init__(self, model: PackedModel, directory: str, *, keep: int, log: WeightLog | None = None) -> None:
         self._model = model
         self._directory = Path(directory)
         self._keep = keep
+        self._log = log if model.mesh.rank == 0 else None
+        self._needed: str | None = None
         for module in model.head.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()  # its parameters are the shards from here on
@@ -344,13 +352,21 @@ class WeightPublisher:
         Raises:
             WeightsError: there is no room, or the version before failed.
         """
-        if self._pending is not None:
-            self._pending.result()
-        files = self._ready.result()
-        files.write()
+        self.wait()
+        try:
+            files = self._ready.result()
+            files.write()
+        except Exception as error:
+            self._pending = self._thread.submit(self._finish, version, error)
+            raise
         self._pending = self._thread.submit(self._finish, version, files)
         self._ready = self._thread.submit(self._prepare)
         return self._pending
+
+    def wait(self) -> None:
+        """Wait until the version that is on its way is offered. Raises `WeightsError` if it could not be published."""
+        if self._pending is not None:
+            self._pending.result()
 
     def close(self) -> None:
         """Wait for the version that is on its way; the files made ready for the next one go."""
@@ -375,23 +391,53 @@ class WeightPublisher:
         if self._is_first and self._keep > 0 and self._directory.is_dir():
             versions = sorted(path for path in self._directory.iterdir() if _SNAPSHOT.fullmatch(path.name))
             for old in versions[: -self._keep]:
-                shutil.rmtree(old)
+                if self._needed is None or old.name < self._needed:
+                    shutil.rmtree(old)
         self._count += 1
         return ModelFiles(self._layout, self._directory / f".next-{self._count}")
 
-    def _finish(self, version: int, files: ModelFiles) -> WeightOffer | None:
-        """Compute what is left, digest this rank's part, and gather the manifest on rank 0."""
+    def _finish(self, version: int, files: ModelFiles | Exception) -> WeightOffer | None:
+        """Publish what was copied, or that it was not; rank 0 tells the log.
+
+        It does not tell of a collective that fails: its cause, such as a dead rank, shows at the calls on the ranks.
+        """
+        parts = self._gathered(files)
+        try:
+            if failed := [f"rank {rank}: {part}" for rank, part in enumerate(parts) if isinstance(part, str)]:
+                raise WeightsError(f"the publish of version {version} failed on {'; on '.join(failed)}")
+            if not self._is_first or isinstance(files, Exception):
+                return None
+            offer = self._offer(version, files, [piece for part in parts for piece in part])
+        except Exception as error:
+            if self._log is not None:
+                named = isinstance(error, WeightsError)
+                self._log.publish_failed(str(error) if named else f"the publish of version {version} failed: {error!r}")
+            raise
+        if self._log is not None:
+            self._needed = _folder_name(self._log.offer(offer))
+        return offer
+
+    def _gathered(self, files: ModelFiles | Exception) -> list[Any]:
+        """Compute what is left and digest this rank's part; returns each rank's digests, or why it has none."""
         if self._group is not None and self._layout.num_raw_bytes:
             dist.barrier(self._group)
-        pieces = files.finish(self._model.mesh.rank, self._num_ranks)
-        parts: list[Any] = [pieces]
+        try:
+            if isinstance(files, Exception):
+                raise files
+            own: Any = files.finish(self._model.mesh.rank, self._num_ranks)
+            files.close()
+        except Exception as error:
+            logger.exception("a publish failed")
+            own = f"{type(error).__name__}: {error}"
+        parts: list[Any] = [own]
         if self._group is not None:
             parts = [None] * self._num_ranks
-            dist.gather_object(pieces, parts if self._is_first else None, group=self._group, group_dst=0)
-        files.close()
-        if not self._is_first:
-            return None
-        target = self._directory / f"v{version:08d}"
+            dist.all_gather_object(parts, own, group=self._group)
+        return parts
+
+    def _offer(self, version: int, files: ModelFiles, pieces: Sequence[Piece]) -> WeightOffer:
+        """Put the files in place, and write the manifest."""
+        target = self._directory / _folder_name(version)
         write_description(files.folder, self._model.pretrained, self._model.compute_dtype)
         shutil.rmtree(target, ignore_errors=True)
         files.folder.rename(target)
@@ -399,9 +445,13 @@ class WeightPublisher:
             directory=str(target),
             files=(DATA_FILE,),
             tensors=self._layout.tensors,
-            pieces=tuple(piece for part in parts for piece in part),
+            pieces=tuple(pieces),
         )
         return manifest.offer(target / "manifest.json", version)
+
+
+def _folder_name(version: int) -> str:
+    return f"v{version:08d}"
 
 
 class ModelFiles:

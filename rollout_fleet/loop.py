@@ -12,6 +12,7 @@ or the loop's state notifies it.
 - `_generate`, one per batch of leases: the next finished sample. Woken by the engine.
 - `_settle`, one per finished group: the reward, then the buffer's acknowledgement. Woken by the scoring process and the
   buffer.
+- `_keep_loading`: the next weights. Woken by the buffer, when a version that is committed is offered.
 - `_keep_renewing`: its timer. `_obey_revocations`: the next revoked lease; woken by the buffer.
 - the engine's `wait_failed`: the engine's failure.
 - `run`: a stop, or the first failure of any task. Woken by `stop` or the failed task.
@@ -29,6 +30,7 @@ import time
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from contextlib import suppress
 from enum import Enum, auto
+from pathlib import Path
 from typing import Any
 
 from asyncrl.protocol.errors import (
@@ -119,6 +121,7 @@ class RolloutLoop:
             self._state = LoopState.running
         pumps = (self._keep_leasing, self._keep_renewing, self._obey_revocations, self._engine.wait_failed)
         pump_tasks = {self._spawn(pump) for pump in pumps}
+        self._spawn(self._keep_loading)  # a load that has begun goes on while the groups are put down
         try:
             await self._until(lambda: self._state is LoopState.stopping or self._failure is not None)
             if self._failure is not None:
@@ -141,8 +144,20 @@ class RolloutLoop:
         if not never_ran:
             await self._until(lambda: self._state is LoopState.ended)
 
+    async def load_next(self, after: int) -> None:
+        """Wait for weights newer than version ``after``, -1 for any, load them, and report it.
+
+        Raises as `Engine.load_weights`, or `WeightsError` if a version could not be published.
+        """
+        offer = await self._buffer.next_offer(after)
+        while not is_there(offer):  # it made way for a newer one
+            offer = await self._buffer.next_offer(offer.version)
+        began_s = time.monotonic()
+        await self.load_weights(offer)
+        await self._buffer.loaded(offer.version, time.monotonic() - began_s)
+
     async def load_weights(self, offer: WeightOffer) -> None:
-        """Load new weights; leases are asked for at their version from then on. Raises as `Engine.load_weights`."""
+        """Load offered weights; leases are asked for at their version from then on. Raises as `Engine.load_weights`."""
         if self._config.save_progress is SaveProgress.at_updates:
             await self._park(self._config.load_timeout_s)
         self._meter.loaded(await self._engine.load_weights(offer))
@@ -151,9 +166,9 @@ class RolloutLoop:
         await self._notify()
 
     async def release_device(self) -> None:
-        """Ask for no more work, let what runs end, and have the engine give up its device until `load_weights`.
+        """Ask for no more work, let what runs end, and have the engine give up its device until the next weights.
 
-        What does not end within ``drain_timeout_s`` is cut off, and continued after the next `load_weights`. Raises
+        What does not end within ``drain_timeout_s`` is cut off, and continued after the next weights are loaded. Raises
         `DeadlineError` if it cannot be cut off.
         """
         self._has_device = False
@@ -201,6 +216,10 @@ class RolloutLoop:
     async def _notify(self) -> None:
         async with self._changed:
             self._changed.notify_all()
+
+    async def _keep_loading(self) -> None:
+        while self._state is LoopState.running:
+            await self.load_next(self._engine.version)
 
     # Leases
 
@@ -470,6 +489,11 @@ class RolloutLoop:
                     await self._release(group, "stopped")
         except (TimeoutError, AsyncRLError) as error:
             logger.warning("%d leases could not be given back: %r", len(self._groups), error)
+
+
+def is_there(offer: WeightOffer) -> bool:
+    """Whether the offered files can be opened now."""
+    return Path(offer.manifest).is_file()
 
 
 async def _cancel(tasks: Collection[asyncio.Task[Any]]) -> None:
