@@ -6,6 +6,9 @@ the manifest follow in a thread, over a process group of their own; a worker's `
 A tensor of the checkpoint that is a contiguous part of a parameter, which covers fused experts, is written where it
 belongs at once. Others (merged adapters, transposed or joined parameters) are computed by one rank each from a raw copy
 of their parameters, which the ranks write in the same manner.
+
+Between two full versions, only what changed may be published: each rank then copies its shards into memory of its own,
+and writes the difference to the version before, which it has kept.
 """
 
 from __future__ import annotations
@@ -33,10 +36,13 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from asyncrl.protocol.delta import write_delta
 from asyncrl.protocol.errors import WeightsError
 from asyncrl.protocol.manifest import (
     DIGEST_THREADS,
     DTYPES,
+    Change,
+    Delta,
     Manifest,
     Piece,
     StoredTensor,
@@ -193,6 +199,10 @@ class ModelLayout:
             )
 
 
+def _item_bytes(stored: StoredTensor) -> int:
+    return getattr(torch, DTYPES[stored.dtype]).itemsize
+
+
 def _as_published(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """A parameter whole, without data, as ``dtype``; buffers keep their type."""
     kept = dtype if isinstance(tensor, nn.Parameter) else tensor.dtype
@@ -227,22 +237,25 @@ def _own_values(name: str, parameter: Tensor) -> tuple[int, int]:
 class WritableFile:
     """A file of known size, mapped, of which this rank writes some ranges; made ready before it is needed."""
 
-    def __init__(self, path: Path, num_bytes: int, regions: Sequence[Region]) -> None:
+    def __init__(self, path: Path | None, num_bytes: int, regions: Sequence[Region]) -> None:
         """Make the file, or open the one that another rank made; reserve and touch this rank's ranges.
+
+        Without a path it is memory of this process.
 
         Raises:
             WeightsError: there is no room.
         """
         self.path = path
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644) if path else os.memfd_create("weights")
         try:
             os.ftruncate(descriptor, num_bytes)
             for region in regions:
                 os.posix_fallocate(descriptor, region.start, region.num_bytes)
             self._mapping = mmap.mmap(descriptor, num_bytes)
         except OSError as error:
+            where = path.parent if path else "memory"
             raise WeightsError(
-                f"no room for {num_bytes} bytes of weights in {path.parent}: {error}; free some, or set "
+                f"no room for {num_bytes} bytes of weights in {where}: {error}; free some, or set "
                 "weights.transport=file and weights.directory"
             ) from error
         finally:
@@ -303,14 +316,18 @@ class WeightPublisher:
     Args:
         model: What is published.
         directory: Holds ``v00000012/`` for version 12; readable by every engine.
-        keep: Versions kept, the new one included; -1 keeps all. An engine must have loaded a version, or a newer one,
-            before ``keep`` newer ones are written.
+        keep: Versions kept, the new one included, and the full version on which the oldest of them is based; -1 keeps
+            all. An engine that still reads an older one has a link to it.
+        full_every: Of so many versions one is full, and the others hold what changed since the one before.
     """
 
-    def __init__(self, model: PackedModel, directory: str, *, keep: int) -> None:
+    def __init__(self, model: PackedModel, directory: str, *, keep: int, full_every: int = 1) -> None:
         self._model = model
         self._directory = Path(directory)
         self._keep = keep
+        self._full_every = full_every
+        self._base: ModelFiles | None = None
+        self._newest: WeightOffer | None = None
         for module in model.head.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()  # its parameters are the shards from here on
@@ -362,44 +379,79 @@ class WeightPublisher:
         """Remove versions that are no longer kept, and make the files of the next one ready to be written."""
         if self._is_first and self._keep > 0 and self._directory.is_dir():
             versions = sorted(path for path in self._directory.iterdir() if _SNAPSHOT.fullmatch(path.name))
-            for old in versions[: -self._keep]:
+            first_kept = max(0, len(versions) - self._keep)
+            while first_kept > 0 and not (versions[first_kept] / DATA_FILE).exists():
+                first_kept -= 1
+            for old in versions[:first_kept]:
                 shutil.rmtree(old)
+        is_full = self._count % self._full_every == 0
         self._count += 1
-        return ModelFiles(self._layout, self._directory / f".next-{self._count}")
+        return ModelFiles(self._layout, self._directory / f".next-{self._count}", is_full=is_full)
 
     def _finish(self, version: int, files: ModelFiles) -> WeightOffer | None:
         """Compute what is left, digest this rank's part, and gather the manifest on rank 0."""
         if self._group is not None and self._layout.num_raw_bytes:
             dist.barrier(self._group)
-        pieces = files.finish(self._model.mesh.rank, self._num_ranks)
-        parts: list[Any] = [pieces]
+        share = files.finish(self._model.mesh.rank, self._num_ranks, self._base)
+        shares: list[Any] = [share]
         if self._group is not None:
-            parts = [None] * self._num_ranks
-            dist.gather_object(pieces, parts if self._is_first else None, group=self._group, group_dst=0)
-        files.close()
-        if not self._is_first:
-            return None
-        target = self._directory / f"v{version:08d}"
-        write_description(files.folder, self._model.pretrained, self._model.compute_dtype)
+            shares = [None] * self._num_ranks
+            dist.gather_object(share, shares if self._is_first else None, group=self._group, group_dst=0)
+        files.close(keep_data=self._full_every > 1)
+        if self._base is not None:
+            self._base.close()
+        self._base = files if self._full_every > 1 else None
+        self._newest = self._offer(version, files, shares) if self._is_first else None
+        return self._newest
+
+    def _offer(self, version: int, files: ModelFiles, shares: Sequence[_Share]) -> WeightOffer:
+        """Name the folder after its version, and describe it."""
+        target, delta = self._directory / f"v{version:08d}", None
+        if files.is_full:
+            write_description(files.folder, self._model.pretrained, self._model.compute_dtype)
+        else:
+            assert self._newest is not None, "the first version is full"
+            delta = Delta(
+                base=self._newest,
+                files=tuple(_delta_file(rank) for rank in range(self._num_ranks)),
+                changes=tuple(change for share in shares for change in share.changes),
+            )
         shutil.rmtree(target, ignore_errors=True)
         files.folder.rename(target)
         manifest = Manifest(
             directory=str(target),
             files=(DATA_FILE,),
             tensors=self._layout.tensors,
-            pieces=tuple(piece for part in parts for piece in part),
+            pieces=tuple(piece for share in shares for piece in share.pieces),
+            delta=delta,
         )
         return manifest.offer(target / "manifest.json", version)
 
 
-class ModelFiles:
-    """The data file of one version, and its raw file where tensors are to be computed."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Share:
+    """What one rank wrote of a version."""
 
-    def __init__(self, layout: ModelLayout, folder: Path) -> None:
+    pieces: list[Piece]
+    changes: list[Change]
+
+
+def _delta_file(rank: int) -> str:
+    return f"delta-{rank:05d}.bin"
+
+
+class ModelFiles:
+    """The data file of one version, and its raw file where tensors are to be computed.
+
+    Of a version that is not full, each rank has its part of the data file in memory, and a delta file in the folder.
+    """
+
+    def __init__(self, layout: ModelLayout, folder: Path, *, is_full: bool = True) -> None:
         self.folder = folder
+        self.is_full = is_full
         self._layout = layout
         folder.mkdir(parents=True, exist_ok=True)
-        self._data = WritableFile(folder / DATA_FILE, layout.num_bytes, layout.regions)
+        self._data = WritableFile(folder / DATA_FILE if is_full else None, layout.num_bytes, layout.regions)
         self._raw = None
         if layout.num_raw_bytes:
             self._raw = WritableFile(folder / _RAW_FILE, layout.num_raw_bytes, layout.raw_regions)
@@ -410,31 +462,38 @@ class ModelFiles:
         if self._raw is not None:
             self._raw.write(self._layout.raw_regions)
 
-    def finish(self, rank: int, num_ranks: int) -> list[Piece]:
-        """Compute this rank's part of the rest, once all ranks have written; returns the digests of its part."""
-        parts = [(region.start, region.num_bytes) for region in self._layout.regions]
+    def finish(self, rank: int, num_ranks: int, base: ModelFiles | None = None) -> _Share:
+        """Compute this rank's part of the rest, once all ranks have written; digest its part, and compare it."""
+        parts = [(region.start, region.num_bytes, region.dtype.itemsize) for region in self._layout.regions]
         if self._raw is not None:
             done = self._layout.compute(self._raw.data, self._data.data, rank, num_ranks)
-            parts += [(stored.start, stored.num_bytes) for stored in done]
+            parts += [(stored.start, stored.num_bytes, _item_bytes(stored)) for stored in done]
         if rank == 0:
             self._data.data[: len(self._layout.head)].copy_(
                 torch.frombuffer(bytearray(self._layout.head), dtype=torch.uint8)
             )
         data = self._data.data.numpy()
         with ThreadPoolExecutor(DIGEST_THREADS) as threads:
-            return [
-                piece
-                for pieces in threads.map(lambda part: pieces_of(0, part[0], part[1], data), parts)
+            digested = list(threads.map(lambda part: pieces_of(0, part[0], part[1], data), parts))
+        changes = []
+        if not self.is_full:
+            assert base is not None, "the first version is full"
+            spans = [
+                (piece.start, piece.num_bytes, part[2])
+                for part, pieces in zip(parts, digested, strict=True)
                 for piece in pieces
             ]
+            changes = write_delta(self.folder / _delta_file(rank), rank, base._data.data.numpy(), data, spans)
+        return _Share(pieces=[piece for pieces in digested for piece in pieces], changes=changes)
 
-    def close(self) -> None:
-        """Unmap the files."""
-        self._data.close()
+    def close(self, *, keep_data: bool = False) -> None:
+        """Unmap the files; the data file only if it is not to be kept as the base of the next version."""
+        if not keep_data:
+            self._data.close()
         if self._raw is not None:
             self._raw.close()
             with suppress(FileNotFoundError):
-                self._raw.path.unlink()
+                (self.folder / _RAW_FILE).unlink()
 
 
 def gather_weights(trainer: PackedModel) -> dict[str, Tensor] | None:

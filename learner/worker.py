@@ -137,6 +137,7 @@ class ModelWorker(Worker):
         connect_buffer: Callable[[], TrajectorySource] | None = None,
         seed: int = 0,
         snapshot_dir: str | None = None,
+        full_every: int = 1,
         trajectory_dir: str | None = None,
     ) -> None:
         super().__init__()
@@ -153,6 +154,7 @@ class ModelWorker(Worker):
         self._source: TrajectorySource | None = None
         self._checkpoints: dict[str, ShardedCheckpointer] = {}
         self._snapshot_dir = snapshot_dir
+        self._full_every = full_every
         self._publisher: WeightPublisher | None = None
         self._log = TrajectoryLog(trajectory_dir) if trajectory_dir else None
         dp_rank, sp_rank = divmod(self.rank, config.sp_size)
@@ -166,7 +168,9 @@ class ModelWorker(Worker):
             optimizer = self._model.optimizer
             self._advantages = BatchAdvantages(self._algorithm, self._model.mesh)
         if self._snapshot_dir is not None:
-            self._publisher = WeightPublisher(self._model, self._snapshot_dir, keep=self._config.keep_snapshots)
+            self._publisher = WeightPublisher(
+                self._model, self._snapshot_dir, keep=self._config.keep_snapshots, full_every=self._full_every
+            )
         self._offload = OffloadPolicy(self._config, self._model.head, optimizer)
         # One rank of a sequence-parallel group fetches; the others get the groups from it.
         if self._connect_buffer is not None and self._model.mesh.sp_rank == 0:

@@ -27,7 +27,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Collection, Coroutine, Sequence
-from contextlib import suppress
+from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from enum import Enum, auto
 from typing import Any
 
@@ -75,7 +75,7 @@ class RolloutLoop:
 
     The collaborators are started, and the loop closes none of them. ``decode`` turns response tokens into the text that
     rewards read; ``greedy_baseline`` samples one more response per prompt greedily, which is not trained on;
-    ``samples`` keeps some of what is scored.
+    ``samples`` keeps some of what is scored. ``stage`` brings an offer near the engine, which loads what it yields.
     """
 
     def __init__(
@@ -89,8 +89,10 @@ class RolloutLoop:
         samples_per_prompt: int,
         greedy_baseline: bool = False,
         samples: SampleLog | None = None,
+        stage: Callable[[WeightOffer], AbstractAsyncContextManager[WeightOffer]] = nullcontext,
     ) -> None:
         self._config = config
+        self._stage = stage
         self._engine = engine
         self._buffer = buffer
         self._rewards = rewards
@@ -142,10 +144,15 @@ class RolloutLoop:
             await self._until(lambda: self._state is LoopState.ended)
 
     async def load_weights(self, offer: WeightOffer) -> None:
-        """Load new weights; leases are asked for at their version from then on. Raises as `Engine.load_weights`."""
-        if self._config.save_progress is SaveProgress.at_updates:
-            await self._park(self._config.load_timeout_s)
-        self._meter.loaded(await self._engine.load_weights(offer))
+        """Load new weights; leases are asked for at their version from then on.
+
+        They are staged first, while samples go on. Raises as `Engine.load_weights`, and `WeightsGone` if they were
+        removed before they were staged.
+        """
+        async with self._stage(offer) as local:
+            if self._config.save_progress is SaveProgress.at_updates:
+                await self._park(self._config.load_timeout_s)
+            self._meter.loaded(await self._engine.load_weights(local))
         self._has_device = True
         self._continue_parked()
         await self._notify()
