@@ -1,8 +1,8 @@
 """Brings offered weights near one engine while it generates, so that only the load itself makes it stand still.
 
-A full version is hard-linked beside the published one: the learner may then remove it at any time. For deltas, where the
-options say so, or where the file system has no links, the engine keeps an image of its version in its host's memory,
-which the next one overwrites.
+A full version is hard-linked beside the published one: the learner may then remove it at any time. For deltas, where
+the options say so, or where the file system has no links, the engine keeps an image of its version in its host's
+memory, which the next one overwrites.
 """
 
 from __future__ import annotations
@@ -82,8 +82,6 @@ class WeightStager:
                 return local
             try:
                 return self._in_memory(offer)
-            except WeightsGone:
-                raise
             except WeightsError as error:
                 if offer.kind == "full":
                     raise
@@ -124,6 +122,7 @@ class WeightStager:
             raise
         except OSError as error:
             logger.warning("%s: copies %s to memory, since it cannot be linked: %s", self._name, source.parent, error)
+            self._copies = True
             return None
         return replace(offer, manifest=str(target / source.name))
 
