@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from asyncrl.protocol.manifest import describe_model
 from benchmarks import publish_delta
+from benchmarks.publish_log import measure_log
 from benchmarks.report import Target, print_report
 from learner.config import Device, LearnerConfig
 from learner.fsdp import local_tensor
@@ -41,6 +42,7 @@ TARGETS = {
     "pause_vs_engine_load": Target(at_most=1.3),
     "shared_memory_vs_file": Target(at_most=0.5),
     "rank_memory_vs_model": Target(at_most=0.6),
+    "controller_ms_per_publish_1000_engines": Target(at_most=50.0),
     "publish_memcpys_shared_memory": Target(),
     "publish_memcpys_file": Target(),
     **publish_delta.TARGETS,
@@ -204,6 +206,7 @@ def main() -> None:
         figures |= publish_delta.measure(model_path, Path(memory), NUM_RUNS)
         in_memory = save_model(Path(memory, "model"))
         figures |= asyncio.run(measure_engine(model_path, in_memory, Path(disk)))
+    figures |= measure_log()
     figures["shared_memory_vs_file"] = figures["publish_memcpys_shared_memory"] / figures["publish_memcpys_file"]
     print_report(f"{NUM_RANKS} gloo ranks and an SGLang server", {}, figures, TARGETS, baseline=BASELINE)
 

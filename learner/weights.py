@@ -1,7 +1,8 @@
 """The learner's side of a publish: each rank writes its own shards into one file, and digests them.
 
 `WeightPublisher.publish` makes one copy of the shards into memory that was made ready before. Conversion, digests and
-the manifest follow in a thread, over a process group of their own; a worker's `publish_weights` waits for them so far.
+the manifest follow in a thread, over a process group of their own; rank 0 offers the result to the engines. A rank that
+fails says so to the others, so that none waits for it, and rank 0 reports it.
 
 A tensor of the checkpoint that is a contiguous part of a parameter, which covers fused experts, is written where it
 belongs at once. Others (merged adapters, transposed or joined parameters) are computed by one rank each from a raw copy
@@ -14,6 +15,7 @@ and writes the difference to the version before, which it has kept.
 from __future__ import annotations
 
 import copy
+import logging
 import mmap
 import os
 import re
@@ -51,10 +53,13 @@ from asyncrl.protocol.manifest import (
     pieces_of,
     safetensors_header,
 )
+from asyncrl.protocol.ports import WeightLog
 
 from .fsdp import local_tensor, stored_buffers, whole_tensors
 from .lora import merged_weights
 from .packed_model import PackedModel
+
+logger = logging.getLogger(__name__)
 
 DATA_FILE = "model.safetensors"
 BUCKET_BYTES = 64 << 20
@@ -316,16 +321,21 @@ class WeightPublisher:
     Args:
         model: What is published.
         directory: Holds ``v00000012/`` for version 12; readable by every engine.
-        keep: Versions kept, the new one included, and the full version on which the oldest of them is based; -1 keeps
-            all. An engine that still reads an older one has a link to it.
+        keep: Versions kept, the new one included, with those that engines may still be offered, and the full version on
+            which the oldest is based; -1 keeps all. An engine that still reads an older one has a link to it.
         full_every: Of so many versions one is full, and the others hold what changed since the one before.
+        log: Hears of each version, and of a failure, on rank 0; None tells only who waits for the result.
     """
 
-    def __init__(self, model: PackedModel, directory: str, *, keep: int, full_every: int = 1) -> None:
+    def __init__(
+        self, model: PackedModel, directory: str, *, keep: int, full_every: int = 1, log: WeightLog | None = None
+    ) -> None:
         self._model = model
         self._directory = Path(directory)
         self._keep = keep
         self._full_every = full_every
+        self._log = log if model.mesh.rank == 0 else None
+        self._needed: str | None = None
         self._base: ModelFiles | None = None
         self._newest: WeightOffer | None = None
         for module in model.head.modules():
@@ -352,13 +362,21 @@ class WeightPublisher:
         Raises:
             WeightsError: there is no room, or the version before failed.
         """
-        if self._pending is not None:
-            self._pending.result()
-        files = self._ready.result()
-        files.write()
+        self.wait()
+        try:
+            files = self._ready.result()
+            files.write()
+        except Exception as error:
+            self._pending = self._thread.submit(self._finish, version, error)
+            raise
         self._pending = self._thread.submit(self._finish, version, files)
         self._ready = self._thread.submit(self._prepare)
         return self._pending
+
+    def wait(self) -> None:
+        """Wait until the version that is on its way is offered. Raises `WeightsError` if it could not be published."""
+        if self._pending is not None:
+            self._pending.result()
 
     def close(self) -> None:
         """Wait for the version that is on its way."""
@@ -380,7 +398,7 @@ class WeightPublisher:
         if self._is_first and self._keep > 0 and self._directory.is_dir():
             versions = sorted(path for path in self._directory.iterdir() if _SNAPSHOT.fullmatch(path.name))
             first_kept = max(0, len(versions) - self._keep)
-            while first_kept > 0 and not (versions[first_kept] / DATA_FILE).exists():
+            while first_kept > 0 and not self._can_be_first(versions[first_kept]):
                 first_kept -= 1
             for old in versions[:first_kept]:
                 shutil.rmtree(old)
@@ -388,25 +406,57 @@ class WeightPublisher:
         self._count += 1
         return ModelFiles(self._layout, self._directory / f".next-{self._count}", is_full=is_full)
 
-    def _finish(self, version: int, files: ModelFiles) -> WeightOffer | None:
-        """Compute what is left, digest this rank's part, and gather the manifest on rank 0."""
+    def _can_be_first(self, version: Path) -> bool:
+        """Whether no older version is needed: by the engines, or as the base of this one."""
+        return (self._needed is None or version.name <= self._needed) and (version / DATA_FILE).exists()
+
+    def _finish(self, version: int, files: ModelFiles | Exception) -> WeightOffer | None:
+        """Publish what was copied, or that it was not; rank 0 tells the log."""
+        try:
+            shares = self._gathered(files)
+            if failed := [f"rank {rank}: {share}" for rank, share in enumerate(shares) if isinstance(share, str)]:
+                raise WeightsError(f"the publish of version {version} failed on {'; on '.join(failed)}")
+            if not self._is_first or isinstance(files, Exception):
+                return None
+            self._newest = offer = self._offer(version, files, shares)
+        except Exception as error:
+            if self._log is not None:
+                named = isinstance(error, WeightsError)
+                self._log.publish_failed(str(error) if named else f"the publish of version {version} failed: {error!r}")
+            raise
+        if self._log is not None:
+            self._needed = _folder_name(self._log.offer(offer))
+        return offer
+
+    def _gathered(self, files: ModelFiles | Exception) -> list[Any]:
+        """Compute what is left and digest this rank's part; returns each rank's share, or why it has none."""
         if self._group is not None and self._layout.num_raw_bytes:
             dist.barrier(self._group)
-        share = files.finish(self._model.mesh.rank, self._num_ranks, self._base)
-        shares: list[Any] = [share]
+        try:
+            if isinstance(files, Exception):
+                raise files
+            own: Any = files.finish(self._model.mesh.rank, self._num_ranks, self._base)
+            self._keep_as_base(files)
+        except Exception as error:
+            logger.exception("a publish failed")
+            own = f"{type(error).__name__}: {error}"
+        shares: list[Any] = [own]
         if self._group is not None:
             shares = [None] * self._num_ranks
-            dist.gather_object(share, shares if self._is_first else None, group=self._group, group_dst=0)
-        files.close(keep_data=self._full_every > 1)
+            dist.all_gather_object(shares, own, group=self._group)
+        return shares
+
+    def _keep_as_base(self, files: ModelFiles) -> None:
+        """Close what is not needed to find out what the next version changes."""
+        has_deltas = self._full_every > 1
+        files.close(keep_data=has_deltas)
         if self._base is not None:
             self._base.close()
-        self._base = files if self._full_every > 1 else None
-        self._newest = self._offer(version, files, shares) if self._is_first else None
-        return self._newest
+        self._base = files if has_deltas else None
 
     def _offer(self, version: int, files: ModelFiles, shares: Sequence[_Share]) -> WeightOffer:
-        """Name the folder after its version, and describe it."""
-        target, delta = self._directory / f"v{version:08d}", None
+        """Put the files in place, and write the manifest."""
+        target, delta = self._directory / _folder_name(version), None
         if files.is_full:
             write_description(files.folder, self._model.pretrained, self._model.compute_dtype)
         else:
@@ -426,6 +476,10 @@ class WeightPublisher:
             delta=delta,
         )
         return manifest.offer(target / "manifest.json", version)
+
+
+def _folder_name(version: int) -> str:
+    return f"v{version:08d}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,6 +1,6 @@
 """The rollout worker: one actor with an engine, a connection to the buffer, and the loop between them.
 
-Its methods are asynchronous and overlap: weights are loaded and counters are read while `run` rolls out.
+Its methods are asynchronous and overlap: counters are read while `run` rolls out, which takes new weights by itself.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 
 from asyncrl.protocol.errors import AsyncRLError
-from asyncrl.protocol.manifest import WeightOffer
 from asyncrl.protocol.ports import RolloutBuffer
 from asyncrl.protocol.types import Prompt
 from asyncrl.single_controller import Dispatch, Worker, register
@@ -79,11 +78,16 @@ class RolloutWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     async def start(self) -> None:
-        """Bring up the engine and connect to the buffer. Raises as `Engine.start` does."""
+        """Bring up the engine and connect to the buffer; `load_first` comes next. Raises as `Engine.start` does."""
         await self._engine.start()
         await self._rewards.start()
         self._buffer = self._connect_buffer()
         self._loop = self._make_loop(buffer=self._buffer)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    async def load_first(self) -> None:
+        """Wait for what the learner holds when the run begins, and load it; see `RolloutLoop.load_next`."""
+        await self._started().load_next(-1)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     async def run(self) -> FleetCounters:
@@ -91,13 +95,8 @@ class RolloutWorker(Worker):
         return await self._started().run()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
-    async def load_weights(self, offer: WeightOffer) -> None:
-        """Load a published snapshot while rollouts go on; see `Engine.load_weights`."""
-        await self._started().load_weights(offer)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     async def release_device(self) -> None:
-        """Let what runs end, and give the device up until `load_weights`; see `RolloutLoop.release_device`."""
+        """Let what runs end, and give the device up until the next weights; see `RolloutLoop.release_device`."""
         await self._started().release_device()
 
     @register(dispatch_mode=Dispatch.ALL_TO_ALL, blocking=False)

@@ -109,8 +109,12 @@ def _missing_memory(config: RunConfig) -> str:
 
 
 def _num_versions(config: RunConfig) -> int:
-    """Most versions in shared memory, a delta counted as a full one: kept, being written, and read by an engine."""
+    """Most versions in shared memory, a delta counted as a full one.
+
+    The learner keeps ``keep_snapshots``, those that engines may still be offered (the next evaluation holds one back
+    while the learner goes on), and the full version before them; one is being written, and one an engine still reads.
+    """
     full_every = config.weights.full_every
-    num_published = config.learner.keep_snapshots + full_every + 1
-    images = 2 + config.rollout_fleet.num_engines if full_every > 1 else 0
-    return num_published + images
+    num_kept = max(config.learner.keep_snapshots, config.buffer.max_lag + 2) + full_every - 1
+    num_images = 2 + config.rollout_fleet.num_engines if full_every > 1 else 0
+    return num_kept + 2 + num_images

@@ -13,7 +13,7 @@ from learner.config import AlgorithmConfig, Device, LearnerConfig, LoraConfig, O
 from learner.fsdp import local_tensor
 from learner.losses import policy_objective
 from learner.trainer import Trainer
-from learner.weights import ModelLayout, WeightPublisher, gather_weights, save_policy
+from learner.weights import ModelFiles, ModelLayout, WeightPublisher, gather_weights, save_policy
 from rollout_fleet.engines.staging import WeightStager
 from rollout_fleet.engines.weight_loader import torch_tensors
 from tests.support.ranks import run_on_ranks
@@ -189,6 +189,66 @@ def test_no_room_for_the_next_version_is_an_error_by_name(tmp_path, publisher_of
     publisher.publish(2).result()
     with pytest.raises(WeightsError, match=r"no room for \d+ bytes of weights in .*No space left"):
         publisher.publish(3)
+
+
+class KeptLog:
+    """Keeps what a publisher reports; ``oldest`` is the version that engines may still be offered."""
+
+    def __init__(self, oldest=0):
+        self.reported = []
+        self.oldest = oldest
+
+    def offer(self, offer):
+        self.reported.append(offer.version)
+        return self.oldest
+
+    def publish_failed(self, reason):
+        self.reported.append(reason)
+
+
+def test_versions_that_engines_may_still_be_offered_stay_whatever_is_kept(tmp_path):
+    trainer = Trainer(CONFIG, model_path=save_tiny_model(tmp_path / "model"), total_updates=1)
+    log = KeptLog(oldest=3)
+    publisher = WeightPublisher(trainer, str(tmp_path / "s"), keep=1, log=log)
+    for version in range(1, 6):
+        publisher.publish(version)
+        publisher.wait()
+    publisher.close()
+    assert log.reported == [1, 2, 3, 4, 5]
+    assert sorted(path.name for path in (tmp_path / "s").glob("v*")) == ["v00000003", "v00000004", "v00000005"]
+
+
+def failed_publish(config, path, folder, where):
+    """What each of two ranks hears, and reports, of a publish at which rank 1 fails."""
+    trainer = Trainer(config, model_path=path, total_updates=1)
+    log = KeptLog()
+    publisher = WeightPublisher(trainer, folder, keep=2, log=log)
+    heard = []
+    with pytest.MonkeyPatch.context() as patch:
+        if trainer.mesh.rank == 1:
+
+            def full(*_):
+                raise OSError(28, "No space left on device")
+
+            patch.setattr(ModelFiles, where, full)
+        for call in (lambda: publisher.publish(7), publisher.wait):
+            try:
+                call()
+            except (OSError, WeightsError) as error:
+                heard.append(f"{type(error).__name__}: {error}")
+        publisher.close()
+    return heard, log.reported
+
+
+@pytest.mark.parametrize("where", ["write", "finish"])
+def test_a_rank_that_fails_is_named_to_all_ranks_and_to_the_log_and_nobody_waits_for_it(where, tmp_path):
+    path = save_tiny_model(tmp_path / "model")
+    config = replace(CONFIG, num_ranks=2)
+    first, second = run_on_ranks(2, failed_publish, config, path, str(tmp_path / "p"), where)
+    words = "the publish of version 7 failed on rank 1: OSError: [Errno 28] No space left on device"
+    assert first == ([f"WeightsError: {words}"], [words])
+    own = ["OSError: [Errno 28] No space left on device"] if where == "write" else []
+    assert second == ([*own, f"WeightsError: {words}"], [])
 
 
 def test_a_saved_policy_brings_its_tokenizer(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from hypothesis.extra import numpy as npst
 from asyncrl.protocol.delta import apply_delta, decode, encode, write_delta
 from asyncrl.protocol.errors import WeightsError
 from asyncrl.protocol.manifest import Change, PublishedWeights, read_manifest
-from tests.support.offers import changed, publish_bytes, random_bytes
+from tests.support.published_bytes import changed, publish_bytes, random_bytes
 
 ITEMS = {"bf16": 2, "fp32": 4}
 

@@ -12,7 +12,7 @@ import pytest
 from asyncrl.protocol.errors import DeadlineError, WeightsError, WeightsGone
 from rollout_fleet.engines import staging
 from rollout_fleet.engines.staging import WeightStager
-from tests.support.offers import bytes_of, changed, publish_bytes, random_bytes
+from tests.support.published_bytes import bytes_of, changed, publish_bytes, random_bytes
 
 pytestmark = pytest.mark.timeout(20)
 

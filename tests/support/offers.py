@@ -1,13 +1,10 @@
-"""Weight offers for tests: bare ones, of which nothing is read, and plain bytes as a learner publishes them."""
+"""Weight offers for tests in which nothing reads the weights, and a log of offers in memory."""
 
-from pathlib import Path
+import asyncio
+from dataclasses import asdict
 
-import numpy as np
-
-from asyncrl.protocol.delta import write_delta
-from asyncrl.protocol.manifest import Delta, Manifest, PublishedWeights, StoredTensor, WeightOffer, pieces_of
-
-PIECE = 1 << 14
+from asyncrl.protocol.manifest import WeightOffer
+from buffer.offers import OfferLog
 
 
 def bare_offer(version: int) -> WeightOffer:
@@ -15,52 +12,58 @@ def bare_offer(version: int) -> WeightOffer:
     return WeightOffer(version=version, manifest=f"/weights/v{version}/manifest.json", digest="", num_bytes=0)
 
 
-def random_bytes(num_values: int, item_bytes: int = 2, seed: int = 0) -> np.ndarray:
-    """[bytes] uint8; as floats, some are not a number."""
-    return np.random.default_rng(seed).integers(0, 256, num_values * item_bytes, dtype=np.uint8)
+class OffersInMemory:
+    """The calls of the buffer's ports on weights, on the real log, without sockets; engines are told apart by number.
 
+    Attributes:
+        log: The log.
+        learner_version: Steps committed; tests change it by `commit_offers`.
+        holds: Every version that the log was held at.
+    """
 
-def changed(image: np.ndarray, seed: int, share: float = 0.03, item_bytes: int = 2) -> np.ndarray:
-    """A copy with other random values at random places."""
-    generator = np.random.default_rng(seed)
-    values = image.copy().reshape(-1, item_bytes)
-    places = generator.random(len(values)) < share
-    values[places] = generator.integers(0, 256, (int(places.sum()), item_bytes), dtype=np.uint8)
-    return values.reshape(-1)
+    def __init__(self, learner_version: int = 1 << 30) -> None:
+        self.log = OfferLog()
+        self.learner_version = learner_version
+        self.holds: list[int | None] = []
+        self._changed = asyncio.Condition()
 
+    async def commit_offers(self, learner_version: int) -> None:
+        self.learner_version = learner_version
+        await self._notify()
 
-def publish_bytes(
-    folder: Path,
-    version: int,
-    image: np.ndarray,
-    *,
-    base: tuple[WeightOffer, np.ndarray] | None = None,
-    item_bytes: int = 2,
-) -> WeightOffer:
-    """Publish an image as one tensor of two delta files or one data file, in pieces of 16 KiB."""
-    target = folder / f"v{version:08d}"
-    target.mkdir(parents=True)
-    sizes = {at: min(PIECE, len(image) - at) for at in range(0, len(image), PIECE)}
-    pieces = [piece for at, size in sizes.items() for piece in pieces_of(0, at, size, image)]
-    delta = None
-    if base is None:
-        (target / "model.safetensors").write_bytes(image)
-    else:
-        spans = [(piece.start, piece.num_bytes, item_bytes) for piece in pieces]
-        files, half = ("delta-0.bin", "delta-1.bin"), len(spans) // 2
-        changes = write_delta(target / files[0], 0, base[1], image, spans[:half])
-        changes += write_delta(target / files[1], 1, base[1], image, spans[half:])
-        delta = Delta(base=base[0], files=files, changes=tuple(changes))
-    stored = StoredTensor(name="w", dtype="U8", shape=(len(image),), file=0, start=0, num_bytes=len(image))
-    manifest = Manifest(
-        directory=str(target), files=("model.safetensors",), tensors=(stored,), pieces=tuple(pieces), delta=delta
-    )
-    return manifest.offer(target / "manifest.json", version)
+    async def offer(self, offer: WeightOffer) -> int:
+        self.log.append(offer.version, asdict(offer))
+        await self._notify()
+        return self.log.oldest()
 
+    async def publish_failed(self, reason: str) -> None:
+        self.log.failure = reason
+        await self._notify()
 
-def bytes_of(offer: WeightOffer) -> np.ndarray:
-    """[bytes] uint8 of what an offer holds, verified."""
-    weights = PublishedWeights(offer)
-    weights.verify()
-    ((_, data),) = weights.tensors()
-    return data.copy()
+    async def next_offer(self, after: int) -> WeightOffer:
+        async with self._changed:
+            while (newest := self.log.newest(self.learner_version)) is None or newest[0] <= after:
+                await self._changed.wait()
+            return WeightOffer(**newest[1])
+
+    async def loaded(self, version: int, took_s: float, engine: bytes = b"0") -> None:
+        self.log.loaded(engine, version, took_s)
+        await self._notify()
+
+    async def served(self, after: int, num_engines: int) -> tuple[int, float]:
+        async with self._changed:
+            while True:
+                self.log.check()
+                served = self.log.served(num_engines)
+                if served is not None and served[0] > after:
+                    return served
+                await self._changed.wait()
+
+    async def hold(self, version: int | None) -> None:
+        self.holds.append(version)
+        self.log.hold(version)
+        await self._notify()
+
+    async def _notify(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
