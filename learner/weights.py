@@ -251,20 +251,19 @@ class WritableFile:
             WeightsError: there is no room.
         """
         self.path = path
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644) if path else os.memfd_create("weights")
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644) if path else os.memfd_create("weights")
         try:
-            os.ftruncate(descriptor, num_bytes)
+            os.ftruncate(self._descriptor, num_bytes)
             for region in regions:
-                os.posix_fallocate(descriptor, region.start, region.num_bytes)
-            self._mapping = mmap.mmap(descriptor, num_bytes)
+                os.posix_fallocate(self._descriptor, region.start, region.num_bytes)
+            self._mapping = mmap.mmap(self._descriptor, num_bytes)
         except OSError as error:
+            os.close(self._descriptor)
             where = path.parent if path else "memory"
             raise WeightsError(
                 f"no room for {num_bytes} bytes of weights in {where}: {error}; free some, or set "
                 "weights.transport=file and weights.directory"
             ) from error
-        finally:
-            os.close(descriptor)
         self.data = torch.frombuffer(self._mapping, dtype=torch.uint8)
         page = mmap.PAGESIZE
         for region in regions:
@@ -308,8 +307,18 @@ class WritableFile:
     def _place(self, region: Region) -> Tensor:
         return self.data[region.start : region.start + region.num_bytes].view(region.dtype)
 
+    def sync(self) -> None:
+        """Wait until the file system holds what was written; nothing to wait for where the file lies in memory.
+
+        A host that shares a directory sees mapped writes of another one only after this.
+        """
+        os.fsync(self._descriptor)
+
     def close(self) -> None:
-        """Give the memory of the mapping back; the file stays."""
+        """Give the memory of the mapping back; the file stays. May be called more than once."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
         self.data = torch.empty(0, dtype=torch.uint8)
         with suppress(BufferError):  # a view of it is still referred to, and keeps it
             self._mapping.close()
@@ -379,8 +388,13 @@ class WeightPublisher:
             self._pending.result()
 
     def close(self) -> None:
-        """Wait for the version that is on its way."""
+        """Wait for the version that is on its way; the files made ready for the next one go."""
         self._thread.shutdown(wait=True)
+        if self._ready.exception() is None:
+            self._ready.result().close()
+            if self._base is not None:
+                self._base.close()
+            shutil.rmtree(self._ready.result().folder, ignore_errors=True)
 
     def _check_alike(self) -> None:
         """All ranks must mean the same bytes: those that hold no whole weights convert by the model's class alone."""
@@ -517,7 +531,10 @@ class ModelFiles:
             self._raw.write(self._layout.raw_regions)
 
     def finish(self, rank: int, num_ranks: int, base: ModelFiles | None = None) -> _Share:
-        """Compute this rank's part of the rest, once all ranks have written; digest its part, and compare it."""
+        """Compute this rank's part of the rest, once all ranks have written; digest its part, and compare it with base.
+
+        It has then reached the file system, and may be offered to other hosts.
+        """
         parts = [(region.start, region.num_bytes, region.dtype.itemsize) for region in self._layout.regions]
         if self._raw is not None:
             done = self._layout.compute(self._raw.data, self._data.data, rank, num_ranks)
@@ -527,8 +544,10 @@ class ModelFiles:
                 torch.frombuffer(bytearray(self._layout.head), dtype=torch.uint8)
             )
         data = self._data.data.numpy()
-        with ThreadPoolExecutor(DIGEST_THREADS) as threads:
+        with ThreadPoolExecutor(DIGEST_THREADS + 1) as threads:
+            synced = threads.submit(self._data.sync)
             digested = list(threads.map(lambda part: pieces_of(0, part[0], part[1], data), parts))
+            synced.result()
         changes = []
         if not self.is_full:
             assert base is not None, "the first version is full"

@@ -40,7 +40,6 @@ DTYPES = {
 """What safetensors calls the types of torch."""
 PIECE_BYTES = 16 << 20
 """Most bytes under one digest: pieces are digested by several threads."""
-CACHED_BYTES = 512 << 10
 DIGEST_THREADS = 4
 _HEADER_LIMIT = 1 << 28
 OfferKind = Literal["full", "delta"]
@@ -257,7 +256,7 @@ def read_manifest(offer: WeightOffer) -> Manifest:
 
 
 class PublishedWeights:
-    """The tensors of an offer, mapped read-only. Nothing is verified before `copy` or `verify` reads it.
+    """The tensors of an offer, mapped read-only. Nothing is verified before `holds` or `verify` reads it.
 
     Attributes:
         manifest: Of the offer.
@@ -294,21 +293,15 @@ class PublishedWeights:
                 return self._tiling(index, start, start + num_bytes)
         return []
 
-    def copy(self, pieces: Sequence[Piece], target: np.ndarray) -> bool:
-        """Copy pieces to ``target``, [bytes] uint8; returns whether it then holds what was published.
+    def holds(self, data: np.ndarray, pieces: Sequence[Piece]) -> bool:
+        """Whether ``data``, [bytes] uint8, is what was published as ``pieces``, one after the other.
 
-        What was copied is digested while it is in the processor's cache, which costs next to nothing. `verify` need not
-        read such pieces again.
+        `verify` need not read such pieces again. May be called from any thread.
         """
         end = 0
         for piece in pieces:
-            source, digest = self._maps[piece.file], xxhash.xxh3_128()
-            for start in range(piece.start, piece.start + piece.num_bytes, CACHED_BYTES):
-                begin, size = end, min(CACHED_BYTES, piece.start + piece.num_bytes - start)
-                end = begin + size
-                target[begin:end] = source[start : start + size]
-                digest.update(cast("Buffer", target[begin:end]))
-            if digest.hexdigest() != piece.digest:
+            begin, end = end, end + piece.num_bytes
+            if digest_of(data[begin:end]) != piece.digest:
                 return False
         self._verified.update(pieces)
         return True

@@ -1,4 +1,5 @@
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -172,8 +173,21 @@ def test_old_versions_leave_and_nothing_half_written_is_offered(tmp_path, publis
     for version in (9, 10, 11, 11):
         publisher.publish(version).result()
     publisher.close()
-    names = sorted(path.name for path in (tmp_path / "s").iterdir() if not path.name.startswith(".next"))
-    assert names == ["v00000010", "v00000011"]
+    assert sorted(path.name for path in (tmp_path / "s").iterdir()) == ["v00000010", "v00000011"]
+
+
+def test_a_version_is_offered_only_after_it_has_reached_the_file_system(tmp_path, publisher_of, monkeypatch):
+    """Another host that shares the directory would otherwise read what was there before."""
+    publisher = publisher_of(Trainer(CONFIG, model_path=save_tiny_model(tmp_path / "model"), total_updates=1), tmp_path)
+    synced, fsync = [], os.fsync
+
+    def record(descriptor):
+        fsync(descriptor)
+        synced.append((os.fstat(descriptor).st_ino, list(tmp_path.rglob("manifest.json"))))
+
+    monkeypatch.setattr("learner.weights.os.fsync", record)
+    folder = folder_of(publisher.publish(1).result())
+    assert synced == [((folder / "model.safetensors").stat().st_ino, [])]
 
 
 def test_no_room_for_the_next_version_is_an_error_by_name(tmp_path, publisher_of, monkeypatch):
