@@ -14,7 +14,8 @@ from learner.config import AlgorithmConfig, Device, LearnerConfig, LoraConfig, O
 from learner.fsdp import local_tensor
 from learner.losses import policy_objective
 from learner.trainer import Trainer
-from learner.weights import ModelFiles, ModelLayout, WeightPublisher, gather_weights, save_policy
+from learner.weight_layout import ModelLayout
+from learner.weights import ModelFiles, WeightPublisher, gather_weights, save_policy
 from rollout_fleet.engines.staging import WeightStager
 from rollout_fleet.engines.weight_loader import torch_tensors
 from tests.support.ranks import run_on_ranks
