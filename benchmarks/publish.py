@@ -21,6 +21,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from asyncrl.protocol.manifest import describe_model
+from benchmarks import publish_delta
 from benchmarks.publish_log import measure_log
 from benchmarks.publish_steps import NUM_RANKS, measure_steps, run_ranks
 from benchmarks.report import Target, print_report
@@ -38,10 +39,11 @@ TARGETS = {
     "pause_vs_engine_load": Target(at_most=1.3),
     "shared_memory_vs_file": Target(at_most=0.5),
     "rank_memory_vs_model": Target(at_most=0.6),
-    "steps_per_s_with_publish": Target(at_least=0.95),
     "controller_ms_per_publish_1000_engines": Target(at_most=50.0),
+    "steps_per_s_with_publish": Target(at_least=0.95),
     "publish_memcpys_shared_memory": Target(),
     "publish_memcpys_file": Target(),
+    **publish_delta.TARGETS,
 }
 BASELINE = (
     "one memcpy of a rank's shard; steps that publish nothing; SGLang's own /update_weights_from_disk of the same "
@@ -184,6 +186,7 @@ def main() -> None:
     ):
         model_path = save_model(Path(disk, "model"))
         figures = measure_ranks(model_path, [memory + "/p", disk + "/p"])
+        figures |= publish_delta.measure(model_path, Path(memory), NUM_RUNS)
         figures |= measure_steps(model_path, memory + "/s")
         in_memory = save_model(Path(memory, "model"))
         figures |= asyncio.run(measure_engine(model_path, in_memory, Path(disk)))

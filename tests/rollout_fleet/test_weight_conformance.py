@@ -1,8 +1,8 @@
 """What the learner publishes, real SGLang servers load under load: every token is of the version that it names.
 
-One row per kind of model and engine. Each makes 30 updates while several requests run, and compares the log-prob of
-every sampled token with a Hugging Face forward under the version that the engine named for it. All prompts share a long
-prefix, of which no KV cache may survive into a request that begins after an update.
+One row per kind of model, engine and offer. Each makes 30 updates while several requests run, and compares the log-prob
+of every sampled token with a Hugging Face forward under the version that the engine named for it. All prompts share a
+long prefix, of which no KV cache may survive into a request that begins after an update.
 """
 
 import asyncio
@@ -19,10 +19,11 @@ from learner.config import Device, LearnerConfig
 from learner.fsdp import local_tensor
 from learner.packed_model import PackedModel
 from learner.roles import ACTOR
-from learner.weights import WeightPublisher
+from learner.weights import WeightPublisher, gather_weights, write_model
 from rollout_fleet.config import EngineDevice, OnUpdate, RolloutFleetConfig, SGLangConfig
 from rollout_fleet.engines.sglang import SGLangEngine
-from tests.support.engine_probes import answer, folder_of, forward_by_versions, requests_of
+from rollout_fleet.engines.staging import WeightStager
+from tests.support.engine_probes import answer, forward_by_versions, requests_of
 from tests.support.tiny_models import save_tiny_model
 
 pytestmark = [
@@ -36,19 +37,23 @@ SHARED_PREFIX = np.asarray([3 + position * 7 % 10 for position in range(60)], dt
 
 
 @pytest.mark.parametrize(
-    ("family", "tp_size", "dtype", "atol", "on_update"),
+    ("family", "tp_size", "dtype", "atol", "on_update", "full_every"),
     [
-        pytest.param("llama", 2, "float32", 1e-4, OnUpdate.recompute, id="two-tensor-parallel-ranks"),
-        pytest.param("qwen3", 1, "float32", 1e-4, OnUpdate.recompute, id="tied"),
-        pytest.param("qwen3_moe", 1, "float32", 1e-4, OnUpdate.recompute, id="experts"),
-        pytest.param("qwen2", 1, "bfloat16", 0.1, OnUpdate.recompute, id="bfloat16"),
-        pytest.param("qwen3", 1, "float32", 1e-4, OnUpdate.keep, id="kept-kv-cache"),
+        pytest.param("llama", 2, "float32", 1e-4, OnUpdate.recompute, 1, id="two-tensor-parallel-ranks"),
+        pytest.param("qwen3", 1, "float32", 1e-4, OnUpdate.recompute, 1, id="tied"),
+        pytest.param("qwen3_moe", 1, "float32", 1e-4, OnUpdate.recompute, 1, id="experts"),
+        pytest.param("qwen2", 1, "bfloat16", 0.1, OnUpdate.recompute, 1, id="bfloat16"),
+        pytest.param("qwen3", 1, "float32", 1e-4, OnUpdate.keep, 1, id="kept-kv-cache"),
+        pytest.param("qwen3", 1, "float32", 1e-4, OnUpdate.recompute, 5, id="deltas"),
     ],
 )
-async def test_every_token_is_of_the_version_that_it_names(family, tp_size, dtype, atol, on_update, tmp_path):
+async def test_every_token_is_of_the_version_that_it_names(
+    family, tp_size, dtype, atol, on_update, full_every, tmp_path
+):
     path = save_tiny_model(tmp_path / "model", family, initializer_range=0.1)
     learner = PackedModel(LearnerConfig(device=Device.cpu, dtype=dtype), ACTOR, model_path=path)
-    publisher = WeightPublisher(learner, str(tmp_path / "published"), keep=-1)
+    publisher = WeightPublisher(learner, str(tmp_path / "published"), keep=2, full_every=full_every)
+    stager = WeightStager("engine-0", memory=tmp_path / "memory", copies=full_every > 1, timeout_s=30.0)
     config = RolloutFleetConfig(
         stop_timeout_s=1.0,
         sglang=SGLangConfig(
@@ -58,14 +63,16 @@ async def test_every_token_is_of_the_version_that_it_names(family, tp_size, dtyp
     engine = SGLangEngine(config, model_path=path, device=EngineDevice.cpu, rank=0, log_dir=str(tmp_path), seed=0)
     try:
         await engine.start()
-        folders = {0: folder_of(publisher.publish(0).result())}
+        publisher.publish(0).result()
+        folders = {0: save_version(learner, tmp_path / "v0")}
         batches = [prefixed_requests(f"b{index}") for index in range(6)]
         asked = [(batch, asyncio.create_task(answer(engine, batch))) for batch in batches[:3]]
         for version in range(1, NUM_UPDATES + 1):
             perturb(learner, version)
             offer = publisher.publish(version).result()
-            folders[version] = folder_of(offer)
-            await engine.load_weights(offer)
+            folders[version] = save_version(learner, tmp_path / f"v{version}")
+            async with stager.staged(offer) as local:
+                await engine.load_weights(local)
             if version % 10 == 0:
                 batch = batches[2 + version // 10]
                 asked.append((batch, asyncio.create_task(answer(engine, batch))))
@@ -75,9 +82,16 @@ async def test_every_token_is_of_the_version_that_it_names(family, tp_size, dtyp
         ]
     finally:
         await engine.stop()
+        stager.close()
         publisher.close()
     num_tokens = check(answered, folders, dtype, atol, keeps=on_update is OnUpdate.keep)
     assert len(num_tokens) >= 3, f"tokens of at least three versions, got {num_tokens}"
+
+
+def save_version(learner, folder):
+    """The weights that the learner holds, written by other means than a publish."""
+    write_model(folder, learner.pretrained, gather_weights(learner), learner.compute_dtype)
+    return str(folder)
 
 
 def prefixed_requests(name):
@@ -87,11 +101,12 @@ def prefixed_requests(name):
 
 
 def perturb(learner, seed):
-    """Change every value by a few per cent, as no optimizer would."""
+    """Change a third of the values by tens of per cent, as no optimizer would."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in learner.pretrained.parameters():
         values = local_tensor(parameter.data)
-        values.mul_(1 + 0.05 * torch.randn(values.shape, generator=generator))
+        places = torch.rand(values.shape, generator=generator) < 0.3
+        values.mul_(1 + 0.1 * places * torch.randn(values.shape, generator=generator))
 
 
 def check(answered, folders, dtype, atol, *, keeps):
