@@ -250,15 +250,28 @@ class WeightsConfig:
             ``auto`` takes memory where there is room for the versions kept; a folder elsewhere, or where all are kept.
         directory: Folder of ``file``, on a file system that ranks and engines share. Empty: in the run's folder.
         publish_every: Learner steps between two published versions; the last one is always published.
+        full_every: One of so many published versions is full, and the others hold exactly what changed since the one
+            before; 1 publishes full versions only. Each engine then keeps an image of its version in shared memory.
+        copy_to_memory: Each engine copies a version into its host's shared memory while it generates, and loads it from
+            there: for a ``directory`` that is slow to read.
     """
 
     transport: Transport = Transport.auto
     directory: str = ""
     publish_every: int = 1
+    full_every: int = 1
+    copy_to_memory: bool = False
 
     def __post_init__(self) -> None:
         if self.publish_every < 1:
             raise ValueError(f"weights.publish_every must be >= 1 learner steps, got {self.publish_every}")
+        if self.full_every < 1:
+            raise ValueError(f"weights.full_every must be >= 1 versions, got {self.full_every}; 1 has no deltas")
+        if self.copy_to_memory and self.transport is not Transport.file:
+            raise ValueError(
+                f"weights.copy_to_memory is used by weights.transport=file, got {self.transport}; set it, or "
+                "weights.copy_to_memory=false"
+            )
         if self.directory and self.transport is not Transport.file:
             raise ValueError(
                 f"weights.directory={self.directory} is used by weights.transport=file, got {self.transport}; set it"

@@ -136,6 +136,7 @@ class ModelWorker(Worker):
         connect_buffer: Callable[[], LearnerBuffer] | None = None,
         seed: int = 0,
         snapshot_dir: str | None = None,
+        full_every: int = 1,
         trajectory_dir: str | None = None,
     ) -> None:
         super().__init__()
@@ -152,6 +153,7 @@ class ModelWorker(Worker):
         self._buffer: LearnerBuffer | None = None
         self._checkpoints: dict[str, ShardedCheckpointer] = {}
         self._snapshot_dir = snapshot_dir
+        self._full_every = full_every
         self._publisher: WeightPublisher | None = None
         self._log = TrajectoryLog(trajectory_dir) if trajectory_dir else None
         dp_rank, sp_rank = divmod(self.rank, config.sp_size)
@@ -168,8 +170,13 @@ class ModelWorker(Worker):
         if self._connect_buffer is not None and self._model.mesh.sp_rank == 0:
             self._buffer = self._connect_buffer()
         if self._snapshot_dir is not None:
-            keep = self._config.keep_snapshots
-            self._publisher = WeightPublisher(self._model, self._snapshot_dir, keep=keep, log=self._buffer)
+            self._publisher = WeightPublisher(
+                self._model,
+                self._snapshot_dir,
+                keep=self._config.keep_snapshots,
+                full_every=self._full_every,
+                log=self._buffer,
+            )
         self._offload = OffloadPolicy(self._config, self._model.head, optimizer)
         self.cache.open_roles.add(self.role.name)
 

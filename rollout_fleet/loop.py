@@ -28,9 +28,8 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Collection, Coroutine, Sequence
-from contextlib import suppress
+from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from enum import Enum, auto
-from pathlib import Path
 from typing import Any
 
 from asyncrl.protocol.errors import (
@@ -41,6 +40,7 @@ from asyncrl.protocol.errors import (
     RewardError,
     StoreFull,
     VersionTooOld,
+    WeightsGone,
 )
 from asyncrl.protocol.manifest import WeightOffer
 from asyncrl.protocol.ports import RolloutBuffer
@@ -77,7 +77,7 @@ class RolloutLoop:
 
     The collaborators are started, and the loop closes none of them. ``decode`` turns response tokens into the text that
     rewards read; ``greedy_baseline`` samples one more response per prompt greedily, which is not trained on;
-    ``samples`` keeps some of what is scored.
+    ``samples`` keeps some of what is scored. ``stage`` brings an offer near the engine, which loads what it yields.
     """
 
     def __init__(
@@ -91,8 +91,10 @@ class RolloutLoop:
         samples_per_prompt: int,
         greedy_baseline: bool = False,
         samples: SampleLog | None = None,
+        stage: Callable[[WeightOffer], AbstractAsyncContextManager[WeightOffer]] = nullcontext,
     ) -> None:
         self._config = config
+        self._stage = stage
         self._engine = engine
         self._buffer = buffer
         self._rewards = rewards
@@ -149,18 +151,28 @@ class RolloutLoop:
 
         Raises as `Engine.load_weights`, or `WeightsError` if a version could not be published.
         """
-        offer = await self._buffer.next_offer(after)
-        while not is_there(offer):  # it made way for a newer one
-            offer = await self._buffer.next_offer(offer.version)
-        began_s = time.monotonic()
-        await self.load_weights(offer)
-        await self._buffer.loaded(offer.version, time.monotonic() - began_s)
+        while True:
+            offer = await self._buffer.next_offer(after)
+            began_s = time.monotonic()
+            try:
+                await self.load_weights(offer)
+            except WeightsGone as gone:  # it made way for a newer one
+                logger.info("%s", gone)
+                after = offer.version
+            else:
+                await self._buffer.loaded(offer.version, time.monotonic() - began_s)
+                return
 
     async def load_weights(self, offer: WeightOffer) -> None:
-        """Load offered weights; leases are asked for at their version from then on. Raises as `Engine.load_weights`."""
-        if self._config.save_progress is SaveProgress.at_updates:
-            await self._park(self._config.load_timeout_s)
-        self._meter.loaded(await self._engine.load_weights(offer))
+        """Load offered weights, which are staged first, while samples go on.
+
+        Leases are asked for at their version from then on. Raises as `Engine.load_weights`, and `WeightsGone` if they
+        were removed before they were staged.
+        """
+        async with self._stage(offer) as local:
+            if self._config.save_progress is SaveProgress.at_updates:
+                await self._park(self._config.load_timeout_s)
+            self._meter.loaded(await self._engine.load_weights(local))
         self._has_device = True
         self._continue_parked()
         await self._notify()
@@ -489,11 +501,6 @@ class RolloutLoop:
                     await self._release(group, "stopped")
         except (TimeoutError, AsyncRLError) as error:
             logger.warning("%d leases could not be given back: %r", len(self._groups), error)
-
-
-def is_there(offer: WeightOffer) -> bool:
-    """Whether the offered files can be opened now."""
-    return Path(offer.manifest).is_file()
 
 
 async def _cancel(tasks: Collection[asyncio.Task[Any]]) -> None:

@@ -17,6 +17,7 @@ from asyncrl.single_controller import Dispatch, Worker, register
 from .config import RolloutFleetConfig, SamplingConfig
 from .engines import make_engine
 from .engines.model_files import load_decoder
+from .engines.staging import WeightStager
 from .evaluation import evaluate_prompts
 from .loop import RolloutLoop
 from .metrics import EvaluationResult, FleetCounters
@@ -28,9 +29,9 @@ class RolloutWorker(Worker):
     """Generates training rollouts on its own engine, whose rank is the worker's; `start` brings everything up.
 
     ``model_path`` holds the policy of version 0, tokenizer included; ``connect_buffer`` is called in `start`; the
-    engine's log goes to ``log_dir``, and decoded samples to ``sample_dir``, unless that is empty; ``seed`` is the
-    run's; for the rest see `RolloutLoop`. Raises `ValueError` if the engine is not installed, or there is no such model
-    or reward function.
+    engine's log goes to ``log_dir``, and decoded samples to ``sample_dir``, unless that is empty; images of weights to
+    ``staging_dir``, with ``copy_weights`` those of full versions too; ``seed`` is the run's; for the rest see
+    `RolloutLoop`. Raises `ValueError` if the engine is not installed, or there is no such model or reward function.
     """
 
     def __init__(
@@ -41,7 +42,9 @@ class RolloutWorker(Worker):
         samples_per_prompt: int,
         connect_buffer: Callable[[], RolloutBuffer],
         log_dir: str,
+        staging_dir: str,
         seed: int,
+        copy_weights: bool = False,
         greedy_baseline: bool = False,
         sample_dir: str = "",
     ) -> None:
@@ -50,6 +53,12 @@ class RolloutWorker(Worker):
         self._rewards = WeightedRewards(config)
         self._decode = load_decoder(model_path)
         self._engine = make_engine(config, model_path=model_path, rank=self.rank, log_dir=log_dir, seed=seed)
+        self._stager = WeightStager(
+            f"engine-{self.rank}",
+            memory=Path(staging_dir),
+            copies=copy_weights,
+            timeout_s=config.load_timeout_s,
+        )
         self._samples = None
         if sample_dir:
             self._samples = SampleLog(Path(sample_dir), rank=self.rank, config=config.samples, decode=self._decode)
@@ -63,6 +72,7 @@ class RolloutWorker(Worker):
             samples_per_prompt=samples_per_prompt,
             greedy_baseline=greedy_baseline,
             samples=self._samples,
+            stage=self._stager.staged,
         )
         self._loop: RolloutLoop | None = None
 
@@ -121,6 +131,7 @@ class RolloutWorker(Worker):
                 await self._loop.stop()
         finally:
             await self._engine.stop()
+            self._stager.close()
             await self._rewards.close()
             if self._buffer is not None:
                 await self._buffer.close()

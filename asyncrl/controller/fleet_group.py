@@ -44,6 +44,8 @@ class FleetGroup:
             samples_per_prompt=config.algorithm.samples_per_prompt,
             connect_buffer=buffer.for_role(BufferRole.rollout).client,
             log_dir=str(paths.logs),
+            staging_dir=str(paths.staging),
+            copy_weights=config.weights.full_every > 1 or config.weights.copy_to_memory,
             seed=config.seed,
             greedy_baseline=config.algorithm.greedy_baseline,
             sample_dir=str(paths.samples),

@@ -285,14 +285,7 @@ def _cpus_per_process(config: RunConfig) -> float:
 def pool_config(config: RunConfig, pool: str) -> LearnerConfig:
     """The learner's options in one of its pools."""
     size, learner = learner_pools(config)[pool], config.learner
-    kept = learner.keep_snapshots
-    return replace(
-        learner,
-        num_ranks=size,
-        fsdp_size=learner.fsdp_size if size == learner.num_ranks else -1,
-        # While engines load version u + 1, admission at u lets the learner reach u + max_lag + 1, and no further.
-        keep_snapshots=kept if kept == -1 else max(kept, config.buffer.max_lag + 2),
-    )
+    return replace(learner, num_ranks=size, fsdp_size=learner.fsdp_size if size == learner.num_ranks else -1)
 
 
 def _worker_class(
@@ -307,6 +300,7 @@ def _worker_class(
     paths = {"rm": config.learner.reward_model.path, "critic": config.learner.critic.path or config.model.path}
     publishes = {
         "snapshot_dir": str(snapshots),
+        "full_every": config.weights.full_every,
         "trajectory_dir": str(trajectories) if trajectories else None,
     }
     return RayClassWithInitArgs(

@@ -14,7 +14,7 @@ from asyncrl.controller.resume import RunState
 from asyncrl.protocol.errors import AccountError, CheckpointError, WorkerDiedError
 from asyncrl.protocol.ports import FleetCounts
 from asyncrl.protocol.types import BufferStats, GroupSummary, Plan
-from tests.support.offers import OffersInMemory, open_offer
+from tests.support.offers import OffersInMemory, bare_offer
 
 pytestmark = pytest.mark.usefixtures("virtual_time")
 TOKENS_PER_STEP = 10
@@ -127,7 +127,7 @@ class ScriptedLearner:
         if version == self.unpublished:
             await self.buffer.publish_failed(f"the publish of version {version} failed on rank 1: no space")
         else:
-            await self.buffer.offer(open_offer(version))
+            await self.buffer.offer(bare_offer(version))
 
     async def finish_publish(self):
         await asyncio.gather(*self.background)

@@ -101,6 +101,7 @@ class Learners:
         paths = RunPaths(
             logs=folder / "logs",
             snapshots=folder / "s",
+            staging=folder / "staging",
             samples=folder / "samples",
             trajectories=None,
             checkpoints=folder / "checkpoints",

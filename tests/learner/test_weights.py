@@ -1,4 +1,5 @@
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,9 +11,13 @@ from transformers import AutoModelForCausalLM
 from asyncrl.protocol.errors import WeightsError
 from asyncrl.protocol.manifest import PublishedWeights, read_manifest
 from learner.config import AlgorithmConfig, Device, LearnerConfig, LoraConfig, OptimizerConfig
+from learner.fsdp import local_tensor
 from learner.losses import policy_objective
 from learner.trainer import Trainer
-from learner.weights import ModelFiles, ModelLayout, WeightPublisher, gather_weights, save_policy
+from learner.weight_layout import ModelLayout
+from learner.weights import ModelFiles, WeightPublisher, gather_weights, save_policy
+from rollout_fleet.engines.staging import WeightStager
+from rollout_fleet.engines.weight_loader import torch_tensors
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny_models import TRAINED_FAMILIES, random_sequences, save_tiny_model
 
@@ -24,8 +29,8 @@ def publisher_of():
     """Makes publishers; closes them after the test."""
     made = []
 
-    def make(trainer, directory, keep=2):
-        made.append(WeightPublisher(trainer, str(directory), keep=keep))
+    def make(trainer, directory, keep=2, **options):
+        made.append(WeightPublisher(trainer, str(directory), keep=keep, **options))
         return made[-1]
 
     yield make
@@ -101,6 +106,59 @@ def test_each_of_two_ranks_writes_its_own_shards_of_what_one_would_gather(family
     assert not [path for path in (tmp_path / "p").rglob("raw") if "next" not in str(path)]
 
 
+def deltas_of_a_rank(config, path, folder):
+    """Kind of each version, whether what an engine stages of it is what one rank would gather, and bytes published."""
+    trainer = Trainer(config, model_path=path, total_updates=1)
+    publisher = WeightPublisher(trainer, folder, keep=-1, full_every=3)
+    stager = WeightStager("engine-0", memory=Path(folder, "memory"), copies=True, timeout_s=10)
+    seen = []
+    for version in range(5):
+        for parameter in trainer.head.parameters():
+            local_tensor(parameter.data).reshape(-1)[version::41] += 0.5
+        offer = publisher.publish(version).result()
+        whole = gather_weights(trainer)
+        if offer is not None:
+            staged = dict(torch_tensors(PublishedWeights(stager.stage(offer))))
+            is_equal = staged.keys() == whole.keys() and all(torch.equal(staged[n], t) for n, t in whole.items())
+            own = Path(read_manifest(offer).directory)
+            size = sum(f.stat().st_size for f in own.iterdir() if f.name.startswith(("delta", "model")))
+            seen.append((offer.kind, is_equal, size))
+    publisher.close()
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("deepseek_v3", {"dtype": "bfloat16"}),
+        ("qwen3", {}),
+        ("qwen3", {"fsdp_size": 1}),
+        ("qwen3_moe", {"lora": LoraConfig(rank=2, target_modules=["q_proj", "o_proj"])}),
+    ],
+    ids=["two-dtypes", "dense", "copies", "experts-with-adapters"],
+)
+def test_deltas_of_two_ranks_make_what_one_would_gather(family, options, tmp_path):
+    path = save_tiny_model(tmp_path / "model", family)
+    config = replace(CONFIG, num_ranks=2, **options)
+    seen, nothing = run_on_ranks(2, deltas_of_a_rank, config, path, str(tmp_path / "p"))
+    assert nothing == []
+    assert [kind for kind, _, _ in seen] == ["full", "delta", "delta", "full", "delta"]
+    assert all(is_equal for _, is_equal, _ in seen)
+    if "lora" not in options:
+        assert max(seen[index][2] for index in (1, 2, 4)) < 0.2 * seen[0][2]
+
+
+def test_with_the_oldest_version_that_is_kept_the_full_one_stays_on_which_it_is_based(tmp_path, publisher_of):
+    trainer = Trainer(CONFIG, model_path=save_tiny_model(tmp_path / "model"), total_updates=1)
+    publisher = publisher_of(trainer, tmp_path / "s", full_every=3)
+    kept = []
+    for version in range(6):
+        publisher.publish(version).result()
+        publisher._ready.result()
+        kept.append([int(path.name[1:]) for path in sorted((tmp_path / "s").glob("v*"))])
+    assert kept == [[0], [0, 1], [0, 1, 2], [0, 1, 2, 3], [3, 4], [3, 4, 5]]
+
+
 def test_what_is_published_are_the_weights_at_the_call(tmp_path, publisher_of):
     trainer = Trainer(CONFIG, model_path=save_tiny_model(tmp_path / "model"), total_updates=2)
     before = {name: tensor.clone() for name, tensor in (gather_weights(trainer) or {}).items()}
@@ -116,8 +174,21 @@ def test_old_versions_leave_and_nothing_half_written_is_offered(tmp_path, publis
     for version in (9, 10, 11, 11):
         publisher.publish(version).result()
     publisher.close()
-    names = sorted(path.name for path in (tmp_path / "s").iterdir() if not path.name.startswith(".next"))
-    assert names == ["v00000010", "v00000011"]
+    assert sorted(path.name for path in (tmp_path / "s").iterdir()) == ["v00000010", "v00000011"]
+
+
+def test_a_version_is_offered_only_after_it_has_reached_the_file_system(tmp_path, publisher_of, monkeypatch):
+    """Another host that shares the directory would otherwise read what was there before."""
+    publisher = publisher_of(Trainer(CONFIG, model_path=save_tiny_model(tmp_path / "model"), total_updates=1), tmp_path)
+    synced, fsync = [], os.fsync
+
+    def record(descriptor):
+        fsync(descriptor)
+        synced.append((os.fstat(descriptor).st_ino, list(tmp_path.rglob("manifest.json"))))
+
+    monkeypatch.setattr("learner.weights.os.fsync", record)
+    folder = folder_of(publisher.publish(1).result())
+    assert synced == [((folder / "model.safetensors").stat().st_ino, [])]
 
 
 def test_no_room_for_the_next_version_is_an_error_by_name(tmp_path, publisher_of, monkeypatch):

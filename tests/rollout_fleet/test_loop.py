@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from contextlib import asynccontextmanager
 from functools import partial
 
 import pytest
@@ -12,6 +13,7 @@ from asyncrl.protocol.errors import (
     ReplayBufferError,
     RewardError,
     WeightsError,
+    WeightsGone,
     WorkerDiedError,
 )
 from rollout_fleet import loop as loop_module
@@ -20,7 +22,7 @@ from rollout_fleet.engines.scripted import ScriptedAnswer, ScriptedEngine
 from rollout_fleet.loop import RolloutLoop
 from rollout_fleet.metrics import FleetMeter
 from rollout_fleet.rewards import REWARDS, WeightedRewards
-from tests.support.offers import bare_offer, open_offer
+from tests.support.offers import bare_offer
 from tests.support.rollout import WRITTEN, digits, running_loop, update, writes
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("virtual_time")]
@@ -77,10 +79,10 @@ async def test_a_running_loop_takes_the_newest_offered_weights_by_itself_and_rep
         await buffer.advance()
     async with running_loop(buffer) as (loop, engine, _):
         engine.load_delay_s = 0.5
-        await buffer.offer(open_offer(1))
+        await buffer.offer(bare_offer(1))
         await asyncio.sleep(0.1)
         for version in (2, 3):
-            await buffer.offer(open_offer(version))
+            await buffer.offer(bare_offer(version))
         assert await buffer.served(0, 1) == (1, pytest.approx(0.5))
         assert await buffer.served(1, 1) == (3, pytest.approx(0.5))
         assert engine.version == 3
@@ -90,12 +92,19 @@ async def test_a_running_loop_takes_the_newest_offered_weights_by_itself_and_rep
 async def test_weights_that_have_left_are_skipped_for_newer_ones(make_buffer):
     buffer = make_buffer(0, groups_per_step=1, max_lag=4)
     await buffer.advance()
-    async with running_loop(buffer) as (_, engine, run):
+
+    @asynccontextmanager
+    async def stage(offer):
+        if offer.version == 1:
+            raise WeightsGone("policy version 1 was removed")
+        yield offer
+
+    async with running_loop(buffer, stage=stage) as (_, engine, run):
         await buffer.offer(bare_offer(1))
         await asyncio.sleep(0.1)
         assert (engine.version, run.done()) == (0, False)
         await buffer.advance()
-        await buffer.offer(open_offer(2))
+        await buffer.offer(bare_offer(2))
         assert (await buffer.served(0, 1))[0] == 2
 
 
@@ -112,7 +121,7 @@ async def test_a_load_that_fails_ends_the_loop_with_the_engines_error(make_buffe
     buffer = make_buffer(2)
     async with running_loop(buffer, writes(2000)) as (_, engine, run):
         engine.load_error = "other weights"
-        await buffer.offer(open_offer(1))
+        await buffer.offer(bare_offer(1))
         with pytest.raises(EngineError, match="other weights"):
             await asyncio.wait_for(run, 10)
     assert buffer.held == set()

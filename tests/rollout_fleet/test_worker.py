@@ -33,6 +33,7 @@ def make_worker(model_path, tmp_path, monkeypatch):
             samples_per_prompt=4,
             connect_buffer=lambda: buffer,
             log_dir=str(tmp_path),
+            staging_dir=str(tmp_path / "staging"),
             sample_dir=str(tmp_path / "samples"),
             seed=0,
         )

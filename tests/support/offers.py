@@ -12,11 +12,6 @@ def bare_offer(version: int) -> WeightOffer:
     return WeightOffer(version=version, manifest=f"/weights/v{version}/manifest.json", digest="", num_bytes=0)
 
 
-def open_offer(version: int) -> WeightOffer:
-    """An offer whose manifest is there, and of something else."""
-    return WeightOffer(version=version, manifest=__file__, digest="", num_bytes=0)
-
-
 class OffersInMemory:
     """The calls of the buffer's ports on weights, on the real log, without sockets; engines are told apart by number.
 

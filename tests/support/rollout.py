@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -219,6 +219,7 @@ async def running_loop(
     reward: str = "exact_match",
     greedy_baseline: bool = False,
     version: int = 0,
+    stage: Any = nullcontext,
     **options: Any,
 ) -> AsyncIterator[tuple[RolloutLoop, ScriptedEngine, asyncio.Task[FleetCounters]]]:
     """A loop on a scripted engine, running; stopped at the end."""
@@ -233,6 +234,7 @@ async def running_loop(
         decode=digits,
         samples_per_prompt=samples_per_prompt,
         greedy_baseline=greedy_baseline,
+        stage=stage,
     )
     run = asyncio.create_task(loop.run())
     try:
