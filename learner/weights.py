@@ -15,6 +15,7 @@ import mmap
 import os
 import re
 import shutil
+import socket
 import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -33,6 +34,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from asyncrl.protocol.collective import CollectiveOptions, WeightSender
 from asyncrl.protocol.errors import WeightsError
 from asyncrl.protocol.manifest import (
     DIGEST_THREADS,
@@ -305,9 +307,12 @@ class WeightPublisher:
         directory: Holds ``v00000012/`` for version 12; readable by every engine.
         keep: Versions kept, the new one included; -1 keeps all. An engine must have loaded a version, or a newer one,
             before ``keep`` newer ones are written.
+        collective: Send the weights to the hosts of the engines, which read no folder of this host then.
     """
 
-    def __init__(self, model: PackedModel, directory: str, *, keep: int) -> None:
+    def __init__(
+        self, model: PackedModel, directory: str, *, keep: int, collective: CollectiveOptions | None = None
+    ) -> None:
         self._model = model
         self._directory = Path(directory)
         self._keep = keep
@@ -321,6 +326,8 @@ class WeightPublisher:
         if self._num_ranks > 1:
             self._group = cast("dist.ProcessGroup", dist.new_group(backend="gloo", timeout=model.mesh.timeout))
         self._check_alike()
+        self._is_elsewhere = False
+        self._sender = None if collective is None else self._make_sender(collective)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="publish")
         self._count = 0
         self._ready: Future[ModelFiles] = self._thread.submit(self._prepare)
@@ -344,8 +351,12 @@ class WeightPublisher:
         return self._pending
 
     def close(self) -> None:
-        """Wait for the version that is on its way."""
+        """Wait for the version that is on its way; what was sent to engines can be received no more."""
         self._thread.shutdown(wait=True)
+        if self._sender is not None:
+            self._sender.close()
+        if self._is_elsewhere:
+            shutil.rmtree(self._directory, ignore_errors=True)
 
     def _check_alike(self) -> None:
         """All ranks must mean the same bytes: those that hold no whole weights convert by the model's class alone."""
@@ -357,6 +368,29 @@ class WeightPublisher:
                 f"the ranks lay {type(self._model.pretrained).__name__} out differently: its checkpoint's names follow "
                 "from the files, not from its class; save the model once with the transformers in use, and start there"
             )
+
+    def _make_sender(self, options: CollectiveOptions) -> WeightSender:
+        """This rank's part of the transport between hosts; each rank needs a folder that its own host's ranks share.
+
+        Raises:
+            ValueError: there is no such interface.
+            WeightsError: the ranks are on several hosts, and tensors are to be computed from shards of all.
+        """
+        rank, keep = self._model.mesh.rank, self._keep
+        sender = WeightSender(options, rank=0, num_ranks=self._num_ranks, keep=keep) if self._is_first else None
+        place = (socket.gethostname(), "" if sender is None else sender.address)
+        places: list[Any] = [place]
+        if self._group is not None:
+            places = [None] * self._num_ranks
+            dist.all_gather_object(places, place, group=self._group)
+        self._is_elsewhere = place[0] != places[0][0]
+        if self._layout.num_raw_bytes and len(hosts := {host for host, _ in places}) > 1:
+            raise WeightsError(
+                "weights.transport=collective needs all learner ranks on one host where published tensors are no parts "
+                f"of parameters (adapters, parameters that are joined or transposed), got {sorted(hosts)}; set "
+                "weights.transport=file and a weights.directory that the hosts share"
+            )
+        return sender or WeightSender(options, rank=rank, num_ranks=self._num_ranks, keep=keep, address=places[0][1])
 
     def _prepare(self) -> ModelFiles:
         """Remove versions that are no longer kept, and make the files of the next one ready to be written."""
@@ -372,11 +406,15 @@ class WeightPublisher:
         if self._group is not None and self._layout.num_raw_bytes:
             dist.barrier(self._group)
         pieces = files.finish(self._model.mesh.rank, self._num_ranks)
+        if self._sender is not None:
+            self._sender.hold(version, files.data, pieces)
         parts: list[Any] = [pieces]
         if self._group is not None:
             parts = [None] * self._num_ranks
             dist.gather_object(pieces, parts if self._is_first else None, group=self._group, group_dst=0)
         files.close()
+        if self._is_elsewhere:
+            shutil.rmtree(files.folder, ignore_errors=True)
         if not self._is_first:
             return None
         target = self._directory / f"v{version:08d}"
@@ -389,7 +427,8 @@ class WeightPublisher:
             tensors=self._layout.tensors,
             pieces=tuple(piece for part in parts for piece in part),
         )
-        return manifest.offer(target / "manifest.json", version)
+        offer = manifest.offer(target / "manifest.json", version)
+        return offer if self._sender is None else self._sender.offer(offer, [len(part) for part in parts])
 
 
 class ModelFiles:
@@ -403,6 +442,11 @@ class ModelFiles:
         self._raw = None
         if layout.num_raw_bytes:
             self._raw = WritableFile(folder / _RAW_FILE, layout.num_raw_bytes, layout.raw_regions)
+
+    @property
+    def data(self) -> Tensor:
+        """[bytes] uint8 of the data file; what this rank wrote of it stays while someone refers to it."""
+        return self._data.data
 
     def write(self) -> None:
         """Copy this rank's shards."""

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from asyncrl.protocol.collective import CollectiveOptions
 from asyncrl.protocol.errors import StalenessError
 from asyncrl.protocol.manifest import WeightOffer
 from asyncrl.protocol.ports import TrajectorySource
@@ -119,6 +120,7 @@ class ModelWorker(Worker):
         seed: Seeds dropout, where the model has any, and adapters.
         snapshot_dir: Where published weights go, readable by the engines of this host; None publishes none.
         trajectory_dir: Where consumed samples are logged, one file per step and rank; None logs nothing.
+        collective: Sends published weights to the hosts of the engines; None leaves them in ``snapshot_dir``.
 
     Attributes:
         own_cache: The cache of this worker, which the first role of a process shares with the others.
@@ -138,6 +140,7 @@ class ModelWorker(Worker):
         seed: int = 0,
         snapshot_dir: str | None = None,
         trajectory_dir: str | None = None,
+        collective: CollectiveOptions | None = None,
     ) -> None:
         super().__init__()
         self.role = role
@@ -153,6 +156,7 @@ class ModelWorker(Worker):
         self._source: TrajectorySource | None = None
         self._checkpoints: dict[str, ShardedCheckpointer] = {}
         self._snapshot_dir = snapshot_dir
+        self._collective = collective
         self._publisher: WeightPublisher | None = None
         self._log = TrajectoryLog(trajectory_dir) if trajectory_dir else None
         dp_rank, sp_rank = divmod(self.rank, config.sp_size)
@@ -166,7 +170,9 @@ class ModelWorker(Worker):
             optimizer = self._model.optimizer
             self._advantages = BatchAdvantages(self._algorithm, self._model.mesh)
         if self._snapshot_dir is not None:
-            self._publisher = WeightPublisher(self._model, self._snapshot_dir, keep=self._config.keep_snapshots)
+            self._publisher = WeightPublisher(
+                self._model, self._snapshot_dir, keep=self._config.keep_snapshots, collective=self._collective
+            )
         self._offload = OffloadPolicy(self._config, self._model.head, optimizer)
         # One rank of a sequence-parallel group fetches; the others get the groups from it.
         if self._connect_buffer is not None and self._model.mesh.sp_rank == 0:

@@ -10,9 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from asyncrl.config import RunConfig, learner_pools, learner_roles
+from asyncrl.config import RunConfig, Transport, learner_pools, learner_roles
 from asyncrl.controller.cluster import WORKER_ENV, AllOf, stop_groups
 from asyncrl.controller.run_folder import RunPaths
+from asyncrl.protocol.collective import CollectiveOptions
 from asyncrl.protocol.manifest import WeightOffer
 from asyncrl.protocol.remote import StepDeadline, within
 from asyncrl.protocol.types import Plan
@@ -292,6 +293,17 @@ def pool_config(config: RunConfig, pool: str) -> LearnerConfig:
     )
 
 
+def _collective_options(config: RunConfig) -> CollectiveOptions | None:
+    """How the ranks send weights over the network; None with another transport."""
+    if config.weights.transport is not Transport.collective:
+        return None
+    return CollectiveOptions(
+        interface=config.weights.interface,
+        num_receivers=config.rollout_fleet.num_engines,
+        timeout_s=config.rollout_fleet.load_timeout_s,
+    )
+
+
 def _worker_class(
     role: str,
     config: RunConfig,
@@ -305,6 +317,7 @@ def _worker_class(
     publishes = {
         "snapshot_dir": str(snapshots),
         "trajectory_dir": str(trajectories) if trajectories else None,
+        "collective": _collective_options(config),
     }
     return RayClassWithInitArgs(
         WORKER_CLASSES[role],

@@ -45,6 +45,10 @@ class WeightsError(AsyncRLError):
     """Published weights are missing bytes, or an engine holds other weights than were published."""
 
 
+class WeightsGone(WeightsError):
+    """An offered version was removed, since newer ones took its place; ask for the newest."""
+
+
 class RewardError(AsyncRLError):
     """A reward function raised, hung, or did not return a number."""
 
