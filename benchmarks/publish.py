@@ -24,6 +24,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from asyncrl.protocol.manifest import describe_model
+from benchmarks import publish_collective
 from benchmarks.report import Target, print_report
 from learner.config import Device, LearnerConfig
 from learner.fsdp import local_tensor
@@ -42,6 +43,7 @@ TARGETS = {
     "rank_memory_vs_model": Target(at_most=0.6),
     "publish_memcpys_shared_memory": Target(),
     "publish_memcpys_file": Target(),
+    **publish_collective.TARGETS,
 }
 BASELINE = (
     "one memcpy of a rank's shard; SGLang's own /update_weights_from_disk of the same bytes; the size of the model"
@@ -199,6 +201,7 @@ def main() -> None:
     ):
         model_path = save_model(Path(disk, "model"))
         figures = measure_ranks(model_path, [memory + "/p", disk + "/p"])
+        figures |= publish_collective.measure(model_path, Path(memory), NUM_RUNS)
         in_memory = save_model(Path(memory, "model"))
         figures |= asyncio.run(measure_engine(model_path, in_memory, Path(disk)))
     figures["shared_memory_vs_file"] = figures["publish_memcpys_shared_memory"] / figures["publish_memcpys_file"]

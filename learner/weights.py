@@ -376,8 +376,7 @@ class WeightPublisher:
             ValueError: there is no such interface.
             WeightsError: the ranks are on several hosts, and tensors are to be computed from shards of all.
         """
-        rank, keep = self._model.mesh.rank, self._keep
-        sender = WeightSender(options, rank=0, num_ranks=self._num_ranks, keep=keep) if self._is_first else None
+        sender = WeightSender(options, rank=0, num_ranks=self._num_ranks) if self._is_first else None
         place = (socket.gethostname(), "" if sender is None else sender.address)
         places: list[Any] = [place]
         if self._group is not None:
@@ -390,7 +389,10 @@ class WeightPublisher:
                 f"of parameters (adapters, parameters that are joined or transposed), got {sorted(hosts)}; set "
                 "weights.transport=file and a weights.directory that the hosts share"
             )
-        return sender or WeightSender(options, rank=rank, num_ranks=self._num_ranks, keep=keep, address=places[0][1])
+        if sender is None:
+            rank = self._model.mesh.rank
+            sender = WeightSender(options, rank=rank, num_ranks=self._num_ranks, address=places[0][1])
+        return sender
 
     def _prepare(self) -> ModelFiles:
         """Remove versions that are no longer kept, and make the files of the next one ready to be written."""

@@ -37,19 +37,17 @@ from datetime import timedelta
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
 import torch
 from torch import Tensor
 from torch.distributed import BroadcastOptions, DistStoreError, PrefixStore, ProcessGroupGloo, TCPStore
 
 from .errors import DeadlineError, WeightsError, WeightsGone
-from .manifest import Manifest, Piece, WeightOffer, digest_of, read_manifest, safetensors_header
+from .manifest import COLLECTIVE_SCHEME, Manifest, Piece, WeightOffer, digest_of, read_manifest, safetensors_header
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
-SCHEME = "gloo"
 MAX_ROUNDS = 3
 WINDOW_S = 0.5
 """How long a round waits for further receivers after the first one, and for each to say that it is there."""
@@ -68,11 +66,13 @@ class CollectiveOptions:
         interface: Network interface whose IPv4 address engines know rank 0 by; ``lo`` reaches this host only.
         num_receivers: A round begins as soon as so many ask.
         timeout_s: Of a round; a second per 100 MB comes on top.
+        keep: Newest versions that each rank holds in memory for those who ask.
     """
 
     interface: str
     num_receivers: int
     timeout_s: float
+    keep: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,11 +113,6 @@ class RoundDeadline:
         return timedelta(seconds=self.left_s)
 
 
-def is_collective(offer: WeightOffer) -> bool:
-    """Whether the offered weights have to be received before they can be read."""
-    return offer.manifest.startswith(f"{SCHEME}://")
-
-
 class WeightSender:
     """A learner rank's side. `hold` and `offer` return at once; rounds run on a thread of their own.
 
@@ -125,13 +120,13 @@ class WeightSender:
         address: Of rank 0's store, host and port; the other ranks are made with it.
     """
 
-    def __init__(self, options: CollectiveOptions, *, rank: int, num_ranks: int, keep: int, address: str = "") -> None:
-        """Open the store on rank 0, or connect to it; ``keep`` versions are held, as long as nobody takes their place.
+    def __init__(self, options: CollectiveOptions, *, rank: int, num_ranks: int, address: str = "") -> None:
+        """Open the store on rank 0, or connect to the one at ``address``.
 
         Raises:
             ValueError: there is no such interface.
         """
-        self._options, self._rank, self._num_ranks, self._keep = options, rank, num_ranks, keep
+        self._options, self._rank, self._num_ranks = options, rank, num_ranks
         self._parts: dict[int, tuple[Tensor, tuple[Piece, ...]]] = {}
         self._offers: dict[int, tuple[WeightOffer, str, tuple[int, ...]]] = {}
         self._is_closed = False
@@ -148,7 +143,7 @@ class WeightSender:
     def hold(self, version: int, data: Tensor, pieces: Sequence[Piece]) -> None:
         """Send ``pieces`` of a version from ``data``, [bytes] uint8, in the rounds to come."""
         self._parts[version] = (data, tuple(pieces))
-        _keep_newest(self._parts, self._keep)
+        _keep_newest(self._parts, self._options.keep)
 
     def offer(self, offer: WeightOffer, shares: Sequence[int]) -> WeightOffer:
         """On rank 0, once every rank holds its part: the offer as engines of any host can take it.
@@ -158,8 +153,8 @@ class WeightSender:
             shares: Number of the manifest's pieces that each rank holds, in the manifest's order.
         """
         self._offers[offer.version] = (offer, Path(offer.manifest).read_text(), tuple(shares))
-        _keep_newest(self._offers, self._keep)
-        return replace(offer, manifest=f"{SCHEME}://{self.address}")
+        _keep_newest(self._offers, self._options.keep)
+        return replace(offer, manifest=f"{COLLECTIVE_SCHEME}{self.address}")
 
     def close(self) -> None:
         """Take part in no further round; one that is running is abandoned."""
@@ -293,7 +288,7 @@ async def receive_weights(offer: WeightOffer, folder: Path, *, timeout_s: float)
     """Receive what is offered into ``folder``, made for it, on this host; generation goes on meanwhile.
 
     Args:
-        offer: For which `is_collective` holds.
+        offer: For which `WeightOffer.is_collective` holds.
         folder: Gets ``manifest.json`` and the data file; in shared memory, where there is room.
         timeout_s: As in `CollectiveOptions`.
 
@@ -383,7 +378,7 @@ class WeightReceiver:
     def _admission(self) -> tuple[Round, int]:
         """Ask rank 0, and answer its call; returns the round and this receiver's place in it."""
         deadline = RoundDeadline(_longest_wait_s(self._timeout_s, self._offer.num_bytes))
-        place = urlsplit(self._offer.manifest).netloc
+        place = self._offer.manifest.removeprefix(COLLECTIVE_SCHEME)
         store, own_id = _connect(place, deadline.left), uuid.uuid4().hex
         store.queue_push("requests", json.dumps({"id": own_id, "version": self._offer.version}))
         call = store.get(f"call/{own_id}").decode()
@@ -514,7 +509,7 @@ def _on_own_thread(work: Callable[[], T]) -> Future[T]:
 
 
 def _keep_newest(held: dict[int, Any], count: int) -> None:
-    for version in sorted(held)[:-count] if count > 0 else ():
+    for version in sorted(held)[:-count]:
         del held[version]
 
 

@@ -20,7 +20,6 @@ from asyncrl.protocol.collective import (
     WeightReceiver,
     WeightSender,
     interface_address,
-    is_collective,
     receive_weights,
 )
 from asyncrl.protocol.errors import DeadlineError, WeightsError, WeightsGone
@@ -44,7 +43,7 @@ TENSORS = [
     ("half", "BF16", (1000, 7), 2),
 ]
 """Name, dtype, shape and bytes per value; one is larger than what is broadcast at once."""
-OPTIONS = CollectiveOptions(interface="lo", num_receivers=2, timeout_s=30.0)
+OPTIONS = CollectiveOptions(interface="lo", num_receivers=2, timeout_s=30.0, keep=2)
 
 
 def version_of(number: int) -> tuple[torch.Tensor, list[list[Piece]], Manifest]:
@@ -71,10 +70,10 @@ def version_of(number: int) -> tuple[torch.Tensor, list[list[Piece]], Manifest]:
 # What a process does
 
 
-def begin(state, rank, address, options=OPTIONS, keep=2):
+def begin(state, rank, address, options=OPTIONS):
     collective.SPAN_BYTES = SPAN_BYTES
     state["rank"] = rank
-    state["sender"] = WeightSender(options, rank=rank, num_ranks=2, keep=keep, address=address)
+    state["sender"] = WeightSender(options, rank=rank, num_ranks=2, address=address)
     return state["sender"].address
 
 
@@ -158,7 +157,7 @@ def test_receivers_hold_every_byte_that_two_ranks_have_of_a_version(tmp_path):
         start_senders(senders)
         for version in (1, 2):
             offered = publish(senders, version, tmp_path)
-            assert is_collective(offered)
+            assert offered.is_collective
             for receiver in receivers:
                 receiver.ask(receive, offered, str(tmp_path / "received"))
             for receiver in receivers:
