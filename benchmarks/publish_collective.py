@@ -1,4 +1,4 @@
-"""A publish over the network: two gloo ranks send a version to two receivers of this host, over the loopback interface."""
+"""A publish over the network: two gloo ranks send a version to two receivers of this host, over loopback."""
 
 from __future__ import annotations
 
