@@ -50,7 +50,9 @@ logger = logging.getLogger(__name__)
 
 MAX_ROUNDS = 3
 WINDOW_S = 0.5
-"""How long a round waits for further receivers after the first one, and for each to say that it is there."""
+"""How long a round waits for further receivers after the first one."""
+CALL_S = 3.0
+"""How long rank 0 waits for those who asked to say that they are still there."""
 SPAN_BYTES = 64 << 20
 """Most bytes of one broadcast, unless a piece is larger."""
 SLOWEST_ROUND = 1e8  # bytes per second, on top of which the deadline stands
@@ -103,14 +105,9 @@ class RoundDeadline:
         self._ends_s = time.monotonic() + timeout_s
 
     @property
-    def left_s(self) -> float:
-        """Seconds left, a millisecond at least."""
-        return max(self._ends_s - time.monotonic(), 1e-3)
-
-    @property
     def left(self) -> timedelta:
-        """The same, as torch takes it."""
-        return timedelta(seconds=self.left_s)
+        """What is left, a millisecond at least."""
+        return timedelta(seconds=max(self._ends_s - time.monotonic(), 1e-3))
 
 
 class WeightSender:
@@ -191,22 +188,22 @@ class WeightSender:
     def _next_requests(self) -> list[dict[str, Any]]:
         """Wait for a request, and a moment for others."""
         first = self._pop("requests")
-        return self._gather("requests", [first], self._options.num_receivers) if "id" in first else []
+        return self._gather("requests", [first], self._options.num_receivers, WINDOW_S) if "id" in first else []
 
     def _present(self, requests: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Those of the receivers who answer a call; one that was stopped or killed since it asked holds nobody up."""
         call = uuid.uuid4().hex
         for request in requests:
             self._store.set(f"call/{request['id']}", call)
-        there = {answer["id"] for answer in self._gather(call, [], len(requests))}
+        there = {answer["id"] for answer in self._gather(call, [], len(requests), CALL_S)}
         self._answer([request for request in requests if request["id"] not in there], {"late": True})
         return [request for request in requests if request["id"] in there]
 
-    def _gather(self, queue: str, messages: list[dict[str, Any]], count: int) -> list[dict[str, Any]]:
-        """Add what comes within `WINDOW_S`, until there are ``count``. A timer's message ends the wait."""
+    def _gather(self, queue: str, messages: list[dict[str, Any]], count: int, wait_s: float) -> list[dict[str, Any]]:
+        """Add what comes within ``wait_s``, until there are ``count``. A timer's message ends the wait."""
         assert self._control is not None
         end = {"timer": uuid.uuid4().hex}
-        timer = threading.Timer(WINDOW_S, self._control.queue_push, (queue, json.dumps(end)))
+        timer = threading.Timer(wait_s, self._control.queue_push, (queue, json.dumps(end)))
         timer.daemon = True
         timer.start()
         while len(messages) < count and (message := self._pop(queue)) != end:
@@ -332,7 +329,7 @@ async def _received(receiver: WeightReceiver, offer: WeightOffer, timeout_s: flo
 
 def _longest_wait_s(timeout_s: float, num_bytes: int) -> float:
     """Of a receiver: for the round that runs when it asks, and for its own."""
-    return 2 * (timeout_s + num_bytes / SLOWEST_ROUND + WINDOW_S)
+    return 2 * (timeout_s + num_bytes / SLOWEST_ROUND + WINDOW_S + CALL_S)
 
 
 class WeightReceiver:
@@ -343,11 +340,12 @@ class WeightReceiver:
 
     def receive(self) -> WeightOffer:
         """Ask, take part in a round, compare. Blocks; raises as `receive_weights` does."""
-        failure = ""
         try:
             this, index = self._admission()
             return self._transfer(this, index, RoundDeadline(this.timeout_s))
-        except RuntimeError as error:
+        except WeightsGone:
+            raise
+        except (RuntimeError, WeightsError) as error:
             failure = _line(error)
         # Not from the error, whose frames would keep the connections open.
         raise WeightsError(failure)
@@ -389,7 +387,7 @@ class WeightReceiver:
         if answer.get("gone"):
             raise WeightsGone(f"policy version {self._offer.version} is no longer sent by {self._offer.manifest}")
         if answer.get("late"):
-            raise WeightsError(f"rank 0 did not hear of this host within {WINDOW_S} s")
+            raise WeightsError(f"rank 0 did not hear of this host within {CALL_S} s")
         index = answer.pop("index")
         return Round(**{**answer, "shares": tuple(answer["shares"])}), index
 
@@ -515,4 +513,5 @@ def _keep_newest(held: dict[int, Any], count: int) -> None:
 
 def _line(error: Exception) -> str:
     """What an error says, without torch's own stack."""
-    return f"{type(error).__name__}: {error}".partition("\n")[0][:300]
+    text = str(error).partition("\n")[0][:300]
+    return text if isinstance(error, WeightsError) else f"{type(error).__name__}: {text}"

@@ -36,6 +36,7 @@ from tests.support.peers import peers
 
 PIECE_BYTES = 20_000
 SPAN_BYTES = 45_000
+CALL_S = 1.0
 TENSORS = [
     ("count", "I64", (3,), 8),
     ("odd", "F32", (5, 3), 4),
@@ -71,7 +72,7 @@ def version_of(number: int) -> tuple[torch.Tensor, list[list[Piece]], Manifest]:
 
 
 def begin(state, rank, address, options=OPTIONS):
-    collective.SPAN_BYTES = SPAN_BYTES
+    collective.SPAN_BYTES, collective.CALL_S = SPAN_BYTES, CALL_S
     state["rank"] = rank
     state["sender"] = WeightSender(options, rank=rank, num_ranks=2, address=address)
     return state["sender"].address
@@ -90,7 +91,7 @@ def offer(state, version, folder):
 
 
 def receive(state, offered, folder, timeout_s=30.0):
-    collective.SPAN_BYTES = SPAN_BYTES
+    collective.SPAN_BYTES, collective.CALL_S = SPAN_BYTES, CALL_S
     began = time.monotonic()
     return asyncio.run(receive_weights(offered, Path(folder), timeout_s=timeout_s)), time.monotonic() - began
 
@@ -137,6 +138,7 @@ def assert_holds(received, version):
 def ranks(monkeypatch):
     """Two senders in this process; those of receivers beside them are threads."""
     monkeypatch.setattr(collective, "SPAN_BYTES", SPAN_BYTES)
+    monkeypatch.setattr(collective, "CALL_S", CALL_S)
     states = [{}, {}]
     address = begin(states[0], 0, "")
     begin(states[1], 1, address)
@@ -217,7 +219,7 @@ def test_a_stop_of_rank_0_is_a_deadline_that_names_the_option(tmp_path):
         start_senders(senders)
         offered = publish(senders, 1, tmp_path)
         senders[0].signal(signal.SIGSTOP)
-        with pytest.raises(DeadlineError, match=r"within 2\.0 s: twice rollout_fleet\.load_timeout_s = 0\.5 s"):
+        with pytest.raises(DeadlineError, match=r"within 4\.0 s: twice rollout_fleet\.load_timeout_s = 0\.5 s"):
             receiver.ask(receive, offered, str(tmp_path / "received"), 0.5).answer()
 
 
