@@ -256,16 +256,29 @@ class WeightsConfig:
         publish_every: Learner steps between two published versions; the last one is always published.
         interface: Network interface over which ``collective`` reaches learner rank 0. ``lo`` reaches this host only. On
             any other, whoever reaches the host's ports may receive the weights, or disturb the transfer.
+        full_every: One of so many published versions is full, and the others hold exactly what changed since the one
+            before; 1 publishes full versions only. Each engine then keeps an image of its version in shared memory.
+        copy_to_memory: Each engine copies a version into its host's shared memory while it generates, and loads it from
+            there: for a ``directory`` that is slow to read.
     """
 
     transport: Transport = Transport.auto
     directory: str = ""
     publish_every: int = 1
     interface: str = LOOPBACK
+    full_every: int = 1
+    copy_to_memory: bool = False
 
     def __post_init__(self) -> None:
         if self.publish_every < 1:
             raise ValueError(f"weights.publish_every must be >= 1 learner steps, got {self.publish_every}")
+        if self.full_every < 1:
+            raise ValueError(f"weights.full_every must be >= 1 versions, got {self.full_every}; 1 has no deltas")
+        if self.copy_to_memory and self.transport is not Transport.file:
+            raise ValueError(
+                f"weights.copy_to_memory is used by weights.transport=file, got {self.transport}; set it, or "
+                "weights.copy_to_memory=false"
+            )
         if self.directory and self.transport is not Transport.file:
             raise ValueError(
                 f"weights.directory={self.directory} is used by weights.transport=file, got {self.transport}; set it"
@@ -398,6 +411,11 @@ def check_options(config: RunConfig) -> None:
         raise ValueError(
             "weights.transport must be file to keep all versions (learner.keep_snapshots=-1), got "
             f"{config.weights.transport}"
+        )
+    if config.weights.transport is Transport.collective and config.weights.full_every > 1:
+        raise ValueError(
+            f"weights.full_every must be 1 with weights.transport=collective, got {config.weights.full_every}: full "
+            "versions are broadcast; deltas travel by weights.transport=file"
         )
     if config.stop_timeout_s < (needed_s := stop_deadlines(config).total_s):
         raise ValueError(

@@ -9,10 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
-import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -24,7 +21,9 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from asyncrl.protocol.manifest import describe_model
-from benchmarks import publish_collective
+from benchmarks import publish_collective, publish_delta
+from benchmarks.publish_log import measure_log
+from benchmarks.publish_steps import NUM_RANKS, measure_steps, run_ranks
 from benchmarks.report import Target, print_report
 from learner.config import Device, LearnerConfig
 from learner.fsdp import local_tensor
@@ -34,19 +33,22 @@ from learner.weights import WeightPublisher
 from rollout_fleet.config import EngineDevice, RolloutFleetConfig, SGLangConfig
 from rollout_fleet.engines.sglang import SGLangEngine
 
-NUM_RANKS = 2
 NUM_RUNS = 7
 TARGETS = {
     "ranks_blocked_memcpys": Target(at_most=2.0),
     "pause_vs_engine_load": Target(at_most=1.3),
     "shared_memory_vs_file": Target(at_most=0.5),
     "rank_memory_vs_model": Target(at_most=0.6),
+    "controller_ms_per_publish_1000_engines": Target(at_most=50.0),
+    "steps_per_s_with_publish": Target(at_least=0.95),
     "publish_memcpys_shared_memory": Target(),
     "publish_memcpys_file": Target(),
     **publish_collective.TARGETS,
+    **publish_delta.TARGETS,
 }
 BASELINE = (
-    "one memcpy of a rank's shard; SGLang's own /update_weights_from_disk of the same bytes; the size of the model"
+    "one memcpy of a rank's shard; steps that publish nothing; SGLang's own /update_weights_from_disk of the same "
+    "bytes; the size of the model"
 )
 
 
@@ -113,23 +115,7 @@ def rank_main(model_path: str, folders: list[str]) -> None:
 
 def measure_ranks(model_path: str, folders: list[str]) -> dict[str, float]:
     """The figures of the learner's side, from the slower rank."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    common = {
-        "WORLD_SIZE": str(NUM_RANKS),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "OMP_NUM_THREADS": "1",
-    }
-    command = [sys.executable, "-m", "benchmarks.publish", "--rank", model_path, *folders]
-    ranks = [
-        subprocess.Popen(
-            command, env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)}, stdout=subprocess.PIPE
-        )
-        for rank in range(NUM_RANKS)
-    ]
-    reports = [json.loads(rank.communicate()[0].splitlines()[-1]) for rank in ranks]
+    reports = run_ranks("benchmarks.publish", "--rank", model_path, *folders)
     times = [report["times"] for report in reports]
     model_bytes = sum(report["shard"] for report in reports)
 
@@ -167,7 +153,7 @@ async def measure_engine(model_path: str, folder: str, scratch: Path) -> dict[st
                 bare.append(seconds)
     finally:
         await engine.stop()
-    return {"pause_vs_engine_load": statistics.median(a / b for a, b in zip(verified, bare, strict=True))}
+    return {"pause_vs_engine_load": statistics.median(verified) / statistics.median(bare)}
 
 
 def _timed(call: Callable[[], object]) -> float:
@@ -202,8 +188,11 @@ def main() -> None:
         model_path = save_model(Path(disk, "model"))
         figures = measure_ranks(model_path, [memory + "/p", disk + "/p"])
         figures |= publish_collective.measure(model_path, Path(memory), NUM_RUNS)
+        figures |= publish_delta.measure(model_path, Path(memory), NUM_RUNS)
+        figures |= measure_steps(model_path, memory + "/s")
         in_memory = save_model(Path(memory, "model"))
         figures |= asyncio.run(measure_engine(model_path, in_memory, Path(disk)))
+    figures |= measure_log()
     figures["shared_memory_vs_file"] = figures["publish_memcpys_shared_memory"] / figures["publish_memcpys_file"]
     print_report(f"{NUM_RANKS} gloo ranks and an SGLang server", {}, figures, TARGETS, baseline=BASELINE)
 

@@ -225,8 +225,6 @@ class Admission:
             "lease": self._lease,
             "cancel": self._cancel,
             "renew": self._renew,
-            "beat": self._beat,
-            "leave": self._leave,
         }
 
     @property
@@ -356,12 +354,7 @@ class Admission:
                 self._replies.push(client, REVOKED, {"group_id": group_id, "attempt": attempt})
         self._replies.reply(client, message.request_id)
 
-    def _beat(self, client: bytes, message: Message) -> None:
-        """A sign of life, which also makes a producer known that an earlier server knew."""
-        self.heartbeats.enter(client, self._clock.time())
-        self._replies.reply(client, message.request_id)
-
-    def _leave(self, client: bytes, message: Message) -> None:
+    def leave(self, client: bytes, message: Message) -> None:
         """A goodbye, with the leases that the client knows of: all others, and what it waits for, are given back."""
         known = set(zip(*_groups_and_attempts(message), strict=True))
         self._pending.withdraw(client)
@@ -372,15 +365,11 @@ class Admission:
             self.heartbeats.leave(client)
         self._replies.reply(client, message.request_id)
 
-    def take_from_silent(self) -> None:
-        """Take the leases of producers that are gone, before they run out."""
-        for client in self.heartbeats.take_silent(self._clock.time()):
-            self._pending.withdraw(client)
-            taken = self._ledger.apply(TakeBack(owner=client))
-            if taken.group_ids:
-                logger.warning(
-                    "producer %s is silent; %d leases were taken back", client.hex()[:8], len(taken.group_ids)
-                )
+    def take_from(self, client: bytes) -> None:
+        """Take the leases of a producer that is gone, before they run out."""
+        self._pending.withdraw(client)
+        if taken := self._ledger.apply(TakeBack(owner=client)).group_ids:
+            logger.warning("producer %s is silent; %d leases were taken back", client.hex()[:8], len(taken))
 
 
 def _groups_and_attempts(message: Message) -> tuple[list[int], list[int]]:

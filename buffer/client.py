@@ -10,7 +10,7 @@ import threading
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,13 +23,26 @@ from asyncrl.protocol.errors import (
     VersionTooOld,
     WireError,
 )
+from asyncrl.protocol.manifest import WeightOffer
 from asyncrl.protocol.trajectory import TrajectoryGroup
 from asyncrl.protocol.types import BufferStats, Lease, Plan, Prompt
 
 from .client_socket import ClientSocket
 from .encoding import CHUNK_BYTES, JOIN_BELOW_BYTES, group_frames, group_of, prompt_frames, prompt_of
 from .keys import BufferRole, ClientKeys, client_keys
-from .messages import REVOKED, SPACE, Message, integer, integers, stats_of, summary_fields, summary_of
+from .messages import (
+    MAX_REASON,
+    REVOKED,
+    SPACE,
+    Message,
+    integer,
+    integers,
+    offer_of,
+    seconds,
+    stats_of,
+    summary_fields,
+    summary_of,
+)
 from .stores import size_frame
 
 logger = logging.getLogger(__name__)
@@ -70,6 +83,7 @@ class BufferClient:
         self._link: ClientSocket | None = None
         self._store_links: list[ClientSocket] | None = None
         self._beat_s = 0.0
+        self._serves: dict[str, int] = {}
         self._beat: asyncio.TimerHandle | None = None
         self._revocations: deque[tuple[int, int]] = deque()
         self._held: set[tuple[int, int]] = set()
@@ -90,9 +104,7 @@ class BufferClient:
 
         A worker whose engine advances while it waits cancels the call and asks again at the new version.
         """
-        link = self._connect()
-        if not self._beat_s:
-            await self._enter(link)
+        link = await self._entered("lease")
         request_id = link.next_id()
         fields = {"engine_version": engine_version, "max_groups": max_groups}
         try:
@@ -177,6 +189,30 @@ class BufferClient:
             await self._pushed.wait()
         return self._revocations.popleft()
 
+    async def next_offer(self, after: int) -> WeightOffer:
+        """See `RolloutBuffer.next_offer`. It waits as long as the server answers."""
+        link = await self._entered("next_offer")
+        while True:
+            reply = await link.request("next_offer", {"at_least": after + 1})
+            if "offer" in reply.fields:
+                return offer_of(reply.fields["offer"])
+
+    async def loaded(self, version: int, took_s: float) -> None:
+        """See `RolloutBuffer.loaded`. Each heartbeat repeats it."""
+        link = await self._entered("loaded")
+        self._serves = {"serves": version}
+        await link.request("loaded", {"version": version, "seconds": took_s})
+
+    # What the learner does
+
+    async def offer(self, offer: WeightOffer) -> int:
+        """See `WeightLog.offer`."""
+        return integer((await self._connect().request("offer", {"offer": asdict(offer)})).fields, "oldest")
+
+    async def publish_failed(self, reason: str) -> None:
+        """See `WeightLog.publish_failed`."""
+        await self._connect().request("offer", {"failure": reason[:MAX_REASON]})
+
     # What the controller does
 
     async def enqueue(self, prompts: Sequence[Prompt]) -> None:
@@ -203,6 +239,17 @@ class BufferClient:
     async def commit(self, version: int) -> BufferStats:
         """See `ControlBuffer.commit`."""
         return stats_of((await self._connect().request("commit", {"version": version})).fields)
+
+    async def served(self, after: int, num_engines: int) -> tuple[int, float]:
+        """See `ControlBuffer.served`. It waits as long as the server answers."""
+        fields = {"at_least": after + 1, "num_engines": num_engines}
+        while "version" not in (reply := await self._connect().request("served", fields)).fields:
+            pass
+        return integer(reply.fields, "version"), seconds(reply.fields, "seconds")
+
+    async def hold(self, version: int | None) -> None:
+        """See `ControlBuffer.hold`."""
+        await self._connect().request("hold", {} if version is None else {"version": version})
 
     async def stats(self) -> BufferStats:
         """See `ControlBuffer.stats`."""
@@ -294,15 +341,18 @@ class BufferClient:
     def _closed_error(self) -> ReplayBufferError:
         return ReplayBufferError(f"the client of the buffer at {self.address} is closed")
 
-    async def _enter(self, link: ClientSocket) -> None:
-        """Become a producer, which beats from now on."""
-        self._beat_s = float((await link.request("hello", {"produces": True}, caller="lease")).fields["heartbeat_s"])
-        if self._beat is None:
-            self._send_beat()
+    async def _entered(self, caller: str) -> ClientSocket:
+        """The connection of a producer, which beats from the first call on."""
+        link = self._connect()
+        if not self._beat_s:
+            self._beat_s = float((await link.request("hello", {"produces": True}, caller=caller)).fields["heartbeat_s"])
+            if self._beat is None:
+                self._send_beat()
+        return link
 
     def _send_beat(self) -> None:
         if self._link is not None:
-            self._link.post("beat", {})
+            self._link.post("beat", self._serves)
         self._beat = asyncio.get_running_loop().call_later(self._beat_s, self._send_beat)
 
     async def _stores(self, caller: str) -> list[ClientSocket]:
@@ -400,7 +450,7 @@ def _checked(groups: Iterable[TrajectoryGroup | None], group_ids: Sequence[int])
 
 
 class SyncBufferClient:
-    """Implements the port `TrajectorySource`: a `BufferClient`, with its arguments, on a thread of its own.
+    """Implements the port `LearnerBuffer`: a `BufferClient`, with its arguments, on a thread of its own.
 
     Any thread may call it. Raises `ValueError` if the address is malformed.
     """
@@ -421,8 +471,16 @@ class SyncBufferClient:
             raise
 
     def fetch(self, group_ids: Sequence[int]) -> list[TrajectoryGroup]:
-        """See `TrajectorySource.fetch`. Where store servers hold the payloads, all are asked at once."""
+        """See `LearnerBuffer.fetch`. Where store servers hold the payloads, all are asked at once."""
         return self._call("fetch", lambda: self._client.fetch(group_ids))
+
+    def offer(self, offer: WeightOffer) -> int:
+        """See `WeightLog.offer`."""
+        return self._call("offer", lambda: self._client.offer(offer))
+
+    def publish_failed(self, reason: str) -> None:
+        """See `WeightLog.publish_failed`."""
+        self._call("publish_failed", lambda: self._client.publish_failed(reason))
 
     def stats(self) -> BufferStats:
         """The ledger now."""

@@ -39,9 +39,10 @@ class BufferRole(StrEnum):
 _COMMON = frozenset({CONNECT, "hello", "stats"})
 _ALLOWED = {
     BufferRole.rollout: _COMMON
-    | {"lease", "cancel", "renew", "beat", "leave", "reserve", "put", "put_payload", "save", "release"},
-    BufferRole.learner: _COMMON | {"fetch"},
-    BufferRole.controller: _COMMON | {"enqueue", "plan", "commit", "fetch", "inspect"},
+    | {"lease", "cancel", "renew", "beat", "leave", "reserve", "put", "put_payload", "save", "release"}
+    | {"next_offer", "loaded"},
+    BufferRole.learner: _COMMON | {"fetch", "offer"},
+    BufferRole.controller: _COMMON | {"enqueue", "plan", "commit", "fetch", "inspect", "served", "hold"},
     BufferRole.inspector: _COMMON | {"inspect"},
     BufferRole.ledger: _COMMON | {"remove", "missing"},
 }

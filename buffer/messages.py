@@ -5,6 +5,7 @@ the operation; in a reply it is ``ok`` or the name of an error in `asyncrl.proto
 is a push. Payload frames are prompts and trajectories (`buffer.encoding`), which the server passes on unopened.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from operator import attrgetter
@@ -14,6 +15,7 @@ import msgpack
 
 from asyncrl.protocol import errors
 from asyncrl.protocol.errors import AsyncRLError, WireError
+from asyncrl.protocol.manifest import WeightOffer
 from asyncrl.protocol.types import BufferStats, GroupSummary
 
 PROTOCOL_VERSION = 5
@@ -31,6 +33,7 @@ PUSHES = frozenset({REVOKED, SPACE})
 PUSH_ID = 0
 CONNECT = "connect"
 MAX_COUNT = 1 << 40
+MAX_REASON = 20_000
 _INTEGERS = (
     "group_id",
     "attempt",
@@ -209,6 +212,14 @@ def flag(fields: Mapping[str, Any], name: str, *, default: bool) -> bool:
     return value
 
 
+def seconds(fields: Mapping[str, Any], name: str) -> float:
+    """A finite number >= 0. Raises `WireError` if it is missing, or something else."""
+    value = fields.get(name)
+    if type(value) not in _NUMBERS or not 0 <= value < math.inf:
+        raise WireError(f"field {name!r} must be a number of seconds >= 0, got {value!r:.40}")
+    return float(value)
+
+
 def integers(fields: Mapping[str, Any], name: str) -> list[int]:
     """A list of int64 >= 0. Raises `WireError` if it is missing, or something else."""
     values = fields.get(name)
@@ -249,6 +260,14 @@ def summary_of(fields: Any) -> GroupSummary:
 
 def _is_metric(pair: Any) -> bool:
     return isinstance(pair, list) and list(map(type, pair)) == [str, float]
+
+
+def offer_of(fields: Any) -> WeightOffer:
+    """The offer in header fields. Raises `WireError` if they are not one."""
+    try:
+        return WeightOffer(**fields)
+    except TypeError as error:
+        raise WireError(f"this is no offer of weights: {error}") from error
 
 
 def stats_fields(stats: BufferStats) -> dict[str, Any]:

@@ -46,6 +46,7 @@ from .messages import (
     summary_of,
     text,
 )
+from .offers import OfferRequests
 from .rule import StalenessRule
 from .stores import FetchWindow, PayloadStore, size_of
 
@@ -104,6 +105,7 @@ class BufferService:
         self._admission = Admission(shared, clock=self._clock, silent_s=_BEATS_TO_SILENCE * config.heartbeat_s)
         max_filtered = config.max_filtered_steps * groups_per_step
         self._batches = BatchRequests(shared, store_addresses=store_addresses, max_filtered=max_filtered)
+        self._offers = OfferRequests(shared)
         self._reserving = PendingRequests()
         self._refused_for_space: set[bytes] = set()
         self._journal = journal
@@ -119,6 +121,9 @@ class BufferService:
             **self._intake.operations,
             **self._admission.operations,
             **self._batches.operations,
+            **self._offers.operations,
+            "beat": self._beat,
+            "leave": self._leave,
             "hello": self._hello,
             "reserve": self._reserve,
             "put": self._put,
@@ -192,6 +197,7 @@ class BufferService:
             self._intake,
             self._admission,
             self._batches,
+            self._offers,
             self._expiry,
             self._silence,
             self._clock,
@@ -264,7 +270,9 @@ class BufferService:
 
     def _take_from_silent(self) -> None:
         try:
-            self._admission.take_from_silent()
+            for client in self._admission.heartbeats.take_silent(self._clock.time()):
+                self._offers.forget(client)
+                self._admission.take_from(client)
         except ReplayBufferError as error:
             logger.error("leases of silent producers stay until they run out: %s", error)
         self.settle()
@@ -374,8 +382,19 @@ class BufferService:
             self._admission.answer_outdated()
             self._compact(is_urgent=False)  # little is held now
         self._stats(client, request)
+        self._offers.show()  # the controller's answer first, however many engines wait
 
-    # What clients ask about the buffer
+    # What clients say of themselves, and ask about the buffer
+
+    def _beat(self, client: bytes, request: Message) -> None:
+        """A sign of life, which also makes a producer known that an earlier server knew."""
+        self._admission.heartbeats.enter(client, self._clock.time())
+        self._offers.note_beat(client, request.fields)
+        self._replies.reply(client, request.request_id)
+
+    def _leave(self, client: bytes, request: Message) -> None:
+        self._offers.forget(client)
+        self._admission.leave(client, request)
 
     def _hello(self, client: bytes, request: Message) -> None:
         """What a client must know; a producer says so, and is heard of from then on."""

@@ -332,7 +332,7 @@ class LearnerConfig:
         optimizer_offload: Move the optimizer state to the host after every update.
         offload_at_transition_only: Keep both on the device while training and move them to the host when colocated
             engines take over; ignored, with a warning, beside either of the two above.
-        keep_snapshots: Published weight versions kept on disk, the newest included; -1 keeps all.
+        keep_snapshots: Published weight versions that stay, the newest included; -1 keeps all.
         keep_checkpoints: Checkpoints kept on disk, the newest included; -1 keeps all.
         start_timeout_s: Deadline for the group to build its model.
         step_timeout_s: Deadline of one learner step, and of a collective between ranks. The controller gives the first
@@ -384,10 +384,9 @@ class LearnerConfig:
         )
         for name in ("max_tokens_per_micro_batch", "logprob_chunk_tokens", "start_timeout_s", "step_timeout_s"):
             _require(getattr(self, name) > 0, f"learner.{name} must be > 0, got {getattr(self, name)}")
-        loading = "; an engine may still be loading the version before the newest"
-        for name, low, reason in (("keep_checkpoints", 1, ""), ("keep_snapshots", 2, loading)):
+        for name in ("keep_checkpoints", "keep_snapshots"):
             kept = getattr(self, name)
-            _require(kept == -1 or kept >= low, f"learner.{name} must be -1 or >= {low}, got {kept}{reason}")
+            _require(kept == -1 or kept >= 1, f"learner.{name} must be -1 or >= 1, got {kept}")
 
 
 def _require(holds: bool, message: str) -> None:

@@ -1,23 +1,24 @@
 """The learner's side of a publish: each rank writes its own shards into one file, and digests them.
 
 `WeightPublisher.publish` makes one copy of the shards into memory that was made ready before. Conversion, digests and
-the manifest follow in a thread, over a process group of their own; a worker's `publish_weights` waits for them so far.
+the manifest follow in a thread, over a process group of their own; rank 0 offers the result to the engines. A rank that
+fails says so to the others, so that none waits for it, and rank 0 reports it.
 
-A tensor of the checkpoint that is a contiguous part of a parameter, which covers fused experts, is written where it
-belongs at once. Others (merged adapters, transposed or joined parameters) are computed by one rank each from a raw copy
-of their parameters, which the ranks write in the same manner.
+Between two full versions, only what changed may be published: each rank then copies its shards into memory of its own,
+and writes the difference to the version before, which it has kept.
 """
 
 from __future__ import annotations
 
 import copy
+import logging
 import mmap
 import os
 import re
 import shutil
 import socket
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -27,228 +28,66 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from asyncrl.protocol.collective import CollectiveOptions, WeightSender
+from asyncrl.protocol.delta import write_delta
 from asyncrl.protocol.errors import WeightsError
 from asyncrl.protocol.manifest import (
     DIGEST_THREADS,
-    DTYPES,
+    Change,
+    Delta,
     Manifest,
     Piece,
-    StoredTensor,
     WeightOffer,
     digest_of,
     pieces_of,
-    safetensors_header,
 )
+from asyncrl.protocol.ports import WeightLog
 
-from .fsdp import local_tensor, stored_buffers, whole_tensors
+from .fsdp import stored_buffers, whole_tensors
 from .lora import merged_weights
 from .packed_model import PackedModel
+from .weight_layout import ModelLayout, Region, item_bytes
+
+logger = logging.getLogger(__name__)
 
 DATA_FILE = "model.safetensors"
 BUCKET_BYTES = 64 << 20
 """Page-locked bytes through which parameters leave a GPU, twice."""
 _RAW_FILE = "raw"
 _SNAPSHOT = re.compile(r"v(\d{8})")
-_LAYER = re.compile(r"^.*?\blayers\.\d+\.")
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of Linux 5.14, which Python 3.11 does not name
-_DTYPE_NAMES = {getattr(torch, dtype): name for name, dtype in DTYPES.items()}
-_ALIGNMENT = 16
-
-
-@dataclass(frozen=True, kw_only=True)
-class Region:
-    """Where a contiguous part of this rank's shard of a parameter is written.
-
-    Attributes:
-        parameter: The shard, or all of it where it is not sharded.
-        first: First value within the shard, flattened; ``num_values`` follow.
-        start: First byte in the file.
-        dtype: As which the values are written.
-    """
-
-    parameter: Tensor
-    first: int
-    num_values: int
-    start: int
-    dtype: torch.dtype
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes in the file."""
-        return self.num_values * self.dtype.itemsize
-
-    def values(self) -> Tensor:
-        """The values now, as the parameter holds them."""
-        return local_tensor(self.parameter.detach()).reshape(-1)[self.first : self.first + self.num_values]
-
-
-class ModelLayout:
-    """Which bytes of a model's checkpoint file this rank writes, and how the rest is computed.
-
-    Attributes:
-        head: Bytes of the file before its data.
-        tensors: Every tensor of the file.
-        regions: What this rank writes there.
-        raw_regions: What this rank writes into the raw file.
-        num_bytes: Of the file; ``num_raw_bytes`` of the raw file, 0 where nothing is to be computed.
-    """
-
-    def __init__(self, model: PackedModel) -> None:
-        """Lay a plain or sharded model out. The same on every rank but for the regions.
-
-        Raises:
-            WeightsError: a parameter is sharded otherwise than by rows, or a conversion cannot be done by layers.
-        """
-        self._model = model
-        held = {**dict(model.head.named_parameters()), **stored_buffers(model.head)}
-        self._held = {name.removeprefix("pretrained."): tensor for name, tensor in held.items()}
-        meta = {name: _as_published(tensor, model.compute_dtype) for name, tensor in self._held.items()}
-        # Wide types first, so that every tensor starts at a multiple of its type's size; and alike on all ranks.
-        published = dict(sorted(self._converted(meta).items(), key=lambda item: (-item[1].element_size(), item[0])))
-        sizes = [(name, _DTYPE_NAMES[t.dtype], t.shape, t.nbytes) for name, t in published.items()]
-        self.head, starts = safetensors_header(sizes)
-        self.tensors = tuple(
-            StoredTensor(name=name, dtype=dtype, shape=tuple(shape), file=0, start=start, num_bytes=num_bytes)
-            for (name, dtype, shape, num_bytes), start in zip(sizes, starts, strict=True)
-        )
-        self.num_bytes = len(self.head) + sum(tensor.num_bytes for tensor in self.tensors)
-        sources = {tensor.untyped_storage()._cdata: name for name, tensor in meta.items()}
-        self.regions: list[Region] = []
-        computed: list[StoredTensor] = []
-        for stored in self.tensors:
-            tensor = published[stored.name]
-            source = sources.get(tensor.untyped_storage()._cdata)
-            if source is None or not tensor.is_contiguous():
-                computed.append(stored)
-            else:
-                begin = int(tensor.storage_offset())
-                self.regions += self._regions(source, begin, tensor.numel(), stored.start, tensor.dtype)
-        written = {published[t.name].untyped_storage()._cdata for t in self.tensors if t not in computed}
-        self._plan_computed(computed, [name for storage, name in sources.items() if storage not in written])
-
-    def _plan_computed(self, computed: Sequence[StoredTensor], needed: Sequence[str]) -> None:
-        """Lay out the raw file: what ``computed`` is made of, whole, layer by layer."""
-        self.raw_regions: list[Region] = []
-        self._raw: dict[str, tuple[int, Tensor]] = {}
-        self.num_raw_bytes = 0
-        groups: dict[str, tuple[list[str], list[StoredTensor]]] = {}
-        for name in needed:
-            groups.setdefault(_layer_of(name), ([], []))[0].append(name)
-            raw = _as_published(self._held[name], self._held[name].dtype)
-            self._raw[name] = (self.num_raw_bytes, raw)
-            self.raw_regions += self._regions(name, 0, raw.numel(), self.num_raw_bytes, raw.dtype)
-            self.num_raw_bytes += -(-raw.nbytes // _ALIGNMENT) * _ALIGNMENT
-        for stored in computed:
-            groups.setdefault(_layer_of(stored.name), ([], []))[1].append(stored)
-        self._groups = [group for group in groups.values() if group[1]]
-        for names, outputs in self._groups:
-            made = self._converted({name: self._raw[name][1] for name in names})
-            if missing := sorted({stored.name for stored in outputs} - made.keys()):
-                raise WeightsError(f"{missing[0]} cannot be computed from the parameters of its layer: {names}")
-
-    def compute(self, raw: Tensor, data: Tensor, rank: int, num_ranks: int) -> list[StoredTensor]:
-        """Compute this rank's part of the tensors that are no parts of parameters, and write them.
-
-        Args:
-            raw: [bytes] uint8, the raw file, written by all ranks.
-            data: [bytes] uint8, the file.
-            rank: Computes every ``num_ranks``-th layer.
-            num_ranks: See ``rank``.
-        """
-        done = []
-        for names, outputs in self._groups[rank::num_ranks]:
-            whole = {}
-            for name in names:
-                start, meta = self._raw[name]
-                whole[name] = raw[start : start + meta.nbytes].view(meta.dtype).view(meta.shape)
-            made = self._converted(whole)
-            for stored in outputs:
-                place = data[stored.start : stored.start + stored.num_bytes]
-                place.view(getattr(torch, DTYPES[stored.dtype])).copy_(made[stored.name].reshape(-1))
-            done += outputs
-        return done
-
-    def _converted(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Whole weights by the names of parameters, as a checkpoint has them."""
-        pretrained = self._model.pretrained
-        return revert_weight_conversion(pretrained, merged_weights(pretrained, weights))
-
-    def _regions(self, name: str, first: int, num_values: int, start: int, dtype: torch.dtype) -> Iterator[Region]:
-        """This rank's part of a contiguous range of a parameter's values, which is written from ``start`` on."""
-        own_first, own_size = _own_values(name, self._held[name])
-        begin, end = max(first, own_first), min(first + num_values, own_first + own_size)
-        if begin < end:
-            yield Region(
-                parameter=self._held[name],
-                first=begin - own_first,
-                num_values=end - begin,
-                start=start + (begin - first) * dtype.itemsize,
-                dtype=dtype,
-            )
-
-
-def _as_published(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """A parameter whole, without data, as ``dtype``; buffers keep their type."""
-    kept = dtype if isinstance(tensor, nn.Parameter) else tensor.dtype
-    return torch.empty(tensor.shape, dtype=kept, device="meta")
-
-
-def _layer_of(name: str) -> str:
-    match = _LAYER.match(name)
-    return match[0] if match else ""
-
-
-def _own_values(name: str, parameter: Tensor) -> tuple[int, int]:
-    """First value and number of values, flattened, that this rank writes of a parameter; copies write nothing.
-
-    Raises:
-        WeightsError: its shards are not rows.
-    """
-    if not isinstance(parameter, DTensor):
-        is_first = not dist.is_initialized() or dist.get_rank() == 0
-        return 0, parameter.numel() if is_first else 0
-    mesh, placements = parameter.device_mesh, parameter.placements
-    shape, offset = compute_local_shape_and_global_offset(parameter.shape, mesh, placements)
-    copies = [mesh.get_local_rank(axis) for axis, placement in enumerate(placements) if placement.is_replicate()]
-    if tuple(shape[1:]) != tuple(parameter.shape[1:]):
-        raise WeightsError(f"{name} is sharded as {placements}; weights are published from shards of dimension 0")
-    if any(copies):
-        return 0, 0
-    row = parameter.shape[1:].numel()
-    return (offset[0] if offset else 0) * row, int(torch.Size(shape).numel())
 
 
 class WritableFile:
     """A file of known size, mapped, of which this rank writes some ranges; made ready before it is needed."""
 
-    def __init__(self, path: Path, num_bytes: int, regions: Sequence[Region]) -> None:
+    def __init__(self, path: Path | None, num_bytes: int, regions: Sequence[Region]) -> None:
         """Make the file, or open the one that another rank made; reserve and touch this rank's ranges.
+
+        Without a path it is memory of this process.
 
         Raises:
             WeightsError: there is no room.
         """
         self.path = path
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644) if path else os.memfd_create("weights")
         try:
-            os.ftruncate(descriptor, num_bytes)
+            os.ftruncate(self._descriptor, num_bytes)
             for region in regions:
-                os.posix_fallocate(descriptor, region.start, region.num_bytes)
-            self._mapping = mmap.mmap(descriptor, num_bytes)
+                os.posix_fallocate(self._descriptor, region.start, region.num_bytes)
+            self._mapping = mmap.mmap(self._descriptor, num_bytes)
         except OSError as error:
+            os.close(self._descriptor)
+            where = path.parent if path else "memory"
             raise WeightsError(
-                f"no room for {num_bytes} bytes of weights in {path.parent}: {error}; free some, or set "
+                f"no room for {num_bytes} bytes of weights in {where}: {error}; free some, or set "
                 "weights.transport=file and weights.directory"
             ) from error
-        finally:
-            os.close(descriptor)
         self.data = torch.frombuffer(self._mapping, dtype=torch.uint8)
         page = mmap.PAGESIZE
         for region in regions:
@@ -292,8 +131,18 @@ class WritableFile:
     def _place(self, region: Region) -> Tensor:
         return self.data[region.start : region.start + region.num_bytes].view(region.dtype)
 
+    def sync(self) -> None:
+        """Wait until the file system holds what was written; nothing to wait for where the file lies in memory.
+
+        A host that shares a directory sees mapped writes of another one only after this.
+        """
+        os.fsync(self._descriptor)
+
     def close(self) -> None:
-        """Give the memory of the mapping back; the file stays."""
+        """Give the memory of the mapping back; the file stays. May be called more than once."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
         self.data = torch.empty(0, dtype=torch.uint8)
         with suppress(BufferError):  # a view of it is still referred to, and keeps it
             self._mapping.close()
@@ -305,17 +154,31 @@ class WeightPublisher:
     Args:
         model: What is published.
         directory: Holds ``v00000012/`` for version 12; readable by every engine.
-        keep: Versions kept, the new one included; -1 keeps all. An engine must have loaded a version, or a newer one,
-            before ``keep`` newer ones are written.
-        collective: Send the weights to the hosts of the engines, which read no folder of this host then.
+        keep: Versions kept, the new one included, with those that engines may still be offered, and the full version on
+            which the oldest is based; -1 keeps all. An engine that still reads an older one has a link to it.
+        full_every: Of so many versions one is full, and the others hold what changed since the one before.
+        collective: Sends the weights to the hosts of the engines, which read no folder of this host then.
+        log: Hears of each version, and of a failure, on rank 0; None tells only who waits for the result.
     """
 
     def __init__(
-        self, model: PackedModel, directory: str, *, keep: int, collective: CollectiveOptions | None = None
+        self,
+        model: PackedModel,
+        directory: str,
+        *,
+        keep: int,
+        full_every: int = 1,
+        collective: CollectiveOptions | None = None,
+        log: WeightLog | None = None,
     ) -> None:
         self._model = model
         self._directory = Path(directory)
         self._keep = keep
+        self._full_every = full_every
+        self._log = log if model.mesh.rank == 0 else None
+        self._needed: str | None = None
+        self._base: ModelFiles | None = None
+        self._newest: WeightOffer | None = None
         for module in model.head.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()  # its parameters are the shards from here on
@@ -342,17 +205,30 @@ class WeightPublisher:
         Raises:
             WeightsError: there is no room, or the version before failed.
         """
-        if self._pending is not None:
-            self._pending.result()
-        files = self._ready.result()
-        files.write()
+        self.wait()
+        try:
+            files = self._ready.result()
+            files.write()
+        except Exception as error:
+            self._pending = self._thread.submit(self._finish, version, error)
+            raise
         self._pending = self._thread.submit(self._finish, version, files)
         self._ready = self._thread.submit(self._prepare)
         return self._pending
 
+    def wait(self) -> None:
+        """Wait until the version that is on its way is offered. Raises `WeightsError` if it could not be published."""
+        if self._pending is not None:
+            self._pending.result()
+
     def close(self) -> None:
-        """Wait for the version that is on its way; what was sent to engines can be received no more."""
+        """Wait for the version that is on its way; the files made ready for the next one go."""
         self._thread.shutdown(wait=True)
+        if self._ready.exception() is None:
+            self._ready.result().close()
+            if self._base is not None:
+                self._base.close()
+            shutil.rmtree(self._ready.result().folder, ignore_errors=True)
         if self._sender is not None:
             self._sender.close()
         if self._is_elsewhere:
@@ -398,49 +274,121 @@ class WeightPublisher:
         """Remove versions that are no longer kept, and make the files of the next one ready to be written."""
         if self._is_first and self._keep > 0 and self._directory.is_dir():
             versions = sorted(path for path in self._directory.iterdir() if _SNAPSHOT.fullmatch(path.name))
-            for old in versions[: -self._keep]:
+            first_kept = max(0, len(versions) - self._keep)
+            while first_kept > 0 and not self._can_be_first(versions[first_kept]):
+                first_kept -= 1
+            for old in versions[:first_kept]:
                 shutil.rmtree(old)
+        is_full = self._count % self._full_every == 0
         self._count += 1
-        return ModelFiles(self._layout, self._directory / f".next-{self._count}")
+        return ModelFiles(self._layout, self._directory / f".next-{self._count}", is_full=is_full)
 
-    def _finish(self, version: int, files: ModelFiles) -> WeightOffer | None:
-        """Compute what is left, digest this rank's part, and gather the manifest on rank 0."""
+    def _can_be_first(self, version: Path) -> bool:
+        """Whether no older version is needed: by the engines, or as the base of this one."""
+        return (self._needed is None or version.name <= self._needed) and (version / DATA_FILE).exists()
+
+    def _finish(self, version: int, files: ModelFiles | Exception) -> WeightOffer | None:
+        """Publish what was copied, or that it was not; rank 0 tells the log."""
+        try:
+            shares = self._gathered(version, files)
+            if failed := [f"rank {rank}: {share}" for rank, share in enumerate(shares) if isinstance(share, str)]:
+                raise WeightsError(f"the publish of version {version} failed on {'; on '.join(failed)}")
+            if not self._is_first or isinstance(files, Exception):
+                return None
+            self._newest = offer = self._offer(version, files, shares)
+            if self._sender is not None:
+                offer = self._sender.offer(offer, [len(share.pieces) for share in shares])
+        except Exception as error:
+            if self._log is not None:
+                named = isinstance(error, WeightsError)
+                self._log.publish_failed(str(error) if named else f"the publish of version {version} failed: {error!r}")
+            raise
+        if self._log is not None:
+            self._needed = _folder_name(self._log.offer(offer))
+        return offer
+
+    def _gathered(self, version: int, files: ModelFiles | Exception) -> list[Any]:
+        """Compute what is left and digest this rank's part; returns each rank's share, or why it has none."""
         if self._group is not None and self._layout.num_raw_bytes:
             dist.barrier(self._group)
-        pieces = files.finish(self._model.mesh.rank, self._num_ranks)
-        if self._sender is not None:
-            self._sender.hold(version, files.data, pieces)
-        parts: list[Any] = [pieces]
+        try:
+            if isinstance(files, Exception):
+                raise files
+            own: Any = files.finish(self._model.mesh.rank, self._num_ranks, self._base)
+            if self._sender is not None:
+                self._sender.hold(version, files.data, own.pieces)
+            self._keep_as_base(files)
+        except Exception as error:
+            logger.exception("a publish failed")
+            own = f"{type(error).__name__}: {error}"
+        shares: list[Any] = [own]
         if self._group is not None:
-            parts = [None] * self._num_ranks
-            dist.gather_object(pieces, parts if self._is_first else None, group=self._group, group_dst=0)
-        files.close()
-        if self._is_elsewhere:
+            shares = [None] * self._num_ranks
+            dist.all_gather_object(shares, own, group=self._group)
+        if self._is_elsewhere and isinstance(files, ModelFiles):  # what is held there needs no name
             shutil.rmtree(files.folder, ignore_errors=True)
-        if not self._is_first:
-            return None
-        target = self._directory / f"v{version:08d}"
-        write_description(files.folder, self._model.pretrained, self._model.compute_dtype)
+        return shares
+
+    def _keep_as_base(self, files: ModelFiles) -> None:
+        """Close what is not needed to find out what the next version changes."""
+        has_deltas = self._full_every > 1
+        files.close(keep_data=has_deltas)
+        if self._base is not None:
+            self._base.close()
+        self._base = files if has_deltas else None
+
+    def _offer(self, version: int, files: ModelFiles, shares: Sequence[_Share]) -> WeightOffer:
+        """Put the files in place, and write the manifest."""
+        target, delta = self._directory / _folder_name(version), None
+        if files.is_full:
+            write_description(files.folder, self._model.pretrained, self._model.compute_dtype)
+        else:
+            assert self._newest is not None, "the first version is full"
+            delta = Delta(
+                base=self._newest,
+                files=tuple(_delta_file(rank) for rank in range(self._num_ranks)),
+                changes=tuple(change for share in shares for change in share.changes),
+            )
         shutil.rmtree(target, ignore_errors=True)
         files.folder.rename(target)
         manifest = Manifest(
             directory=str(target),
             files=(DATA_FILE,),
             tensors=self._layout.tensors,
-            pieces=tuple(piece for part in parts for piece in part),
+            pieces=tuple(piece for share in shares for piece in share.pieces),
+            delta=delta,
         )
-        offer = manifest.offer(target / "manifest.json", version)
-        return offer if self._sender is None else self._sender.offer(offer, [len(part) for part in parts])
+        return manifest.offer(target / "manifest.json", version)
+
+
+def _folder_name(version: int) -> str:
+    return f"v{version:08d}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Share:
+    """What one rank wrote of a version."""
+
+    pieces: list[Piece]
+    changes: list[Change]
+
+
+def _delta_file(rank: int) -> str:
+    return f"delta-{rank:05d}.bin"
 
 
 class ModelFiles:
-    """The data file of one version, and its raw file where tensors are to be computed."""
+    """The data file of one version, and its raw file where tensors are to be computed.
 
-    def __init__(self, layout: ModelLayout, folder: Path) -> None:
+    Of a version that is not full, each rank has its part of the data file in memory, and a delta file in the folder.
+    """
+
+    def __init__(self, layout: ModelLayout, folder: Path, *, is_full: bool = True) -> None:
         self.folder = folder
+        self.is_full = is_full
         self._layout = layout
         folder.mkdir(parents=True, exist_ok=True)
-        self._data = WritableFile(folder / DATA_FILE, layout.num_bytes, layout.regions)
+        self._data = WritableFile(folder / DATA_FILE if is_full else None, layout.num_bytes, layout.regions)
         self._raw = None
         if layout.num_raw_bytes:
             self._raw = WritableFile(folder / _RAW_FILE, layout.num_raw_bytes, layout.raw_regions)
@@ -456,31 +404,43 @@ class ModelFiles:
         if self._raw is not None:
             self._raw.write(self._layout.raw_regions)
 
-    def finish(self, rank: int, num_ranks: int) -> list[Piece]:
-        """Compute this rank's part of the rest, once all ranks have written; returns the digests of its part."""
-        parts = [(region.start, region.num_bytes) for region in self._layout.regions]
+    def finish(self, rank: int, num_ranks: int, base: ModelFiles | None = None) -> _Share:
+        """Compute this rank's part of the rest, once all ranks have written; digest its part, and compare it with base.
+
+        It has then reached the file system, and may be offered to other hosts.
+        """
+        parts = [(region.start, region.num_bytes, region.dtype.itemsize) for region in self._layout.regions]
         if self._raw is not None:
             done = self._layout.compute(self._raw.data, self._data.data, rank, num_ranks)
-            parts += [(stored.start, stored.num_bytes) for stored in done]
+            parts += [(stored.start, stored.num_bytes, item_bytes(stored)) for stored in done]
         if rank == 0:
             self._data.data[: len(self._layout.head)].copy_(
                 torch.frombuffer(bytearray(self._layout.head), dtype=torch.uint8)
             )
         data = self._data.data.numpy()
-        with ThreadPoolExecutor(DIGEST_THREADS) as threads:
-            return [
-                piece
-                for pieces in threads.map(lambda part: pieces_of(0, part[0], part[1], data), parts)
+        with ThreadPoolExecutor(DIGEST_THREADS + 1) as threads:
+            synced = threads.submit(self._data.sync)
+            digested = list(threads.map(lambda part: pieces_of(0, part[0], part[1], data), parts))
+            synced.result()
+        changes = []
+        if not self.is_full:
+            assert base is not None, "the first version is full"
+            spans = [
+                (piece.start, piece.num_bytes, part[2])
+                for part, pieces in zip(parts, digested, strict=True)
                 for piece in pieces
             ]
+            changes = write_delta(self.folder / _delta_file(rank), rank, base._data.data.numpy(), data, spans)
+        return _Share(pieces=[piece for pieces in digested for piece in pieces], changes=changes)
 
-    def close(self) -> None:
-        """Unmap the files."""
-        self._data.close()
+    def close(self, *, keep_data: bool = False) -> None:
+        """Unmap the files; the data file only if it is not to be kept as the base of the next version."""
+        if not keep_data:
+            self._data.close()
         if self._raw is not None:
             self._raw.close()
             with suppress(FileNotFoundError):
-                self._raw.path.unlink()
+                (self.folder / _RAW_FILE).unlink()
 
 
 def gather_weights(trainer: PackedModel) -> dict[str, Tensor] | None:

@@ -22,8 +22,7 @@ import torch.distributed as dist
 
 from asyncrl.protocol.collective import CollectiveOptions
 from asyncrl.protocol.errors import StalenessError
-from asyncrl.protocol.manifest import WeightOffer
-from asyncrl.protocol.ports import TrajectorySource
+from asyncrl.protocol.ports import LearnerBuffer
 from asyncrl.protocol.trajectory import TrajectoryGroup
 from asyncrl.single_controller import Dispatch, Worker, make_nd_compute_dataproto_dispatch_fn, register
 
@@ -136,9 +135,10 @@ class ModelWorker(Worker):
         model_path: str,
         total_steps: int = 1,
         temperature: float = 1.0,
-        connect_buffer: Callable[[], TrajectorySource] | None = None,
+        connect_buffer: Callable[[], LearnerBuffer] | None = None,
         seed: int = 0,
         snapshot_dir: str | None = None,
+        full_every: int = 1,
         trajectory_dir: str | None = None,
         collective: CollectiveOptions | None = None,
     ) -> None:
@@ -153,9 +153,10 @@ class ModelWorker(Worker):
         self._temperature = temperature
         self._connect_buffer = connect_buffer
         self._seed = seed
-        self._source: TrajectorySource | None = None
+        self._buffer: LearnerBuffer | None = None
         self._checkpoints: dict[str, ShardedCheckpointer] = {}
         self._snapshot_dir = snapshot_dir
+        self._full_every = full_every
         self._collective = collective
         self._publisher: WeightPublisher | None = None
         self._log = TrajectoryLog(trajectory_dir) if trajectory_dir else None
@@ -169,14 +170,19 @@ class ModelWorker(Worker):
         if isinstance(self._model, Trainer):
             optimizer = self._model.optimizer
             self._advantages = BatchAdvantages(self._algorithm, self._model.mesh)
-        if self._snapshot_dir is not None:
-            self._publisher = WeightPublisher(
-                self._model, self._snapshot_dir, keep=self._config.keep_snapshots, collective=self._collective
-            )
-        self._offload = OffloadPolicy(self._config, self._model.head, optimizer)
         # One rank of a sequence-parallel group fetches; the others get the groups from it.
         if self._connect_buffer is not None and self._model.mesh.sp_rank == 0:
-            self._source = self._connect_buffer()
+            self._buffer = self._connect_buffer()
+        if self._snapshot_dir is not None:
+            self._publisher = WeightPublisher(
+                self._model,
+                self._snapshot_dir,
+                keep=self._config.keep_snapshots,
+                full_every=self._full_every,
+                collective=self._collective,
+                log=self._buffer,
+            )
+        self._offload = OffloadPolicy(self._config, self._model.head, optimizer)
         self.cache.open_roles.add(self.role.name)
 
     @register(dispatch_mode=PER_DP_RANK, blocking=False)
@@ -244,20 +250,29 @@ class ModelWorker(Worker):
         return self.own_times
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
-    def publish_weights(self, version: int) -> WeightOffer | None:
-        """Publish the weights; rank 0 returns the offer. Raises `ValueError` if the role publishes nothing."""
+    def publish_weights(self, version: int) -> None:
+        """Copy the weights, and publish them in the background; rank 0 offers them to the engines.
+
+        Raises `ValueError` if the role publishes nothing, `WeightsError` if the version before failed.
+        """
         if self._publisher is None:
             raise ValueError(f"role {self.role.name!r} publishes no weights: it was given no snapshot_dir")
         with self._offload.reading():
-            pending = self._publisher.publish(version)
-        return pending.result()
+            self._publisher.publish(version)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
-    def rollout_mode(self, version: int) -> WeightOffer | None:
-        """Publish the weights, where the role publishes any, then offload for colocated engines as the options say."""
-        offer = None if self._publisher is None else self.publish_weights(version)
+    def finish_publish(self) -> None:
+        """Wait until the version that is on its way is offered. Raises `WeightsError` if it could not be published."""
+        if self._publisher is not None:
+            self._publisher.wait()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def rollout_mode(self, version: int) -> None:
+        """Publish the weights, where the role publishes any, and offload for colocated engines as the options say."""
+        if self._publisher is not None:
+            self.publish_weights(version)
         self._offload.enter_rollout()
-        return offer
+        self.finish_publish()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def trainer_mode(self) -> None:
@@ -300,8 +315,8 @@ class ModelWorker(Worker):
             checkpoints.finish()
         if self._publisher is not None:
             self._publisher.close()
-        if self._source is not None:
-            self._source.close()
+        if self._buffer is not None:
+            self._buffer.close()
         self.cache.open_roles.discard(self.role.name)
         if dist.is_initialized() and not self.cache.open_roles:
             dist.destroy_process_group()
@@ -377,7 +392,7 @@ class ModelWorker(Worker):
         known = self.cache.groups(batch.version)
         missing = [group_id for group_id in batch.group_ids if group_id not in known]
         if missing:
-            groups = self._source.fetch(missing) if self._source is not None else []
+            groups = self._buffer.fetch(missing) if self._buffer is not None else []
             mesh = self._model.mesh
             if mesh.sp_size > 1:
                 shared: list[Any] = [groups]

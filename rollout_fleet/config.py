@@ -32,6 +32,13 @@ class SaveProgress(StrEnum):
     at_updates = "at_updates"
 
 
+class OnUpdate(StrEnum):
+    """What a weight update does with the KV cache of the samples that run."""
+
+    recompute = "recompute"
+    keep = "keep"
+
+
 @dataclass(frozen=True, kw_only=True)
 class SamplingConfig:
     """How training rollouts are sampled.
@@ -74,6 +81,10 @@ class SGLangConfig:
             finished sample never waits for the others of its request.
         memory_saver: Launch the server so that it can free its weights and KV cache; colocated pools need it on GPUs.
             SGLang has none on a CPU, where the server only stands still while the learner has the device.
+        on_update: The KV cache of running samples at a weight update. ``recompute``: computed again under the new
+            weights, so that each later token is exactly of the new version. ``keep``: stays, which costs nothing; a
+            later token is sampled by the new weights on what the old ones computed, and its log-prob is the one that it
+            was sampled with. Launches the server without prefix cache and without overlapped scheduling.
         extra_args: Further ``sglang.launch_server`` arguments, verbatim.
     """
 
@@ -83,6 +94,7 @@ class SGLangConfig:
     max_running_requests: int = 256
     samples_per_request: int = 64
     memory_saver: bool = False
+    on_update: OnUpdate = OnUpdate.recompute
     extra_args: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -214,6 +226,20 @@ class RolloutFleetConfig:
         for name, value in vars(self).items():
             if name.endswith("_s") and value <= 0:
                 raise ValueError(f"rollout_fleet.{name} must be > 0 seconds, got {value}")
+        if self.sglang.on_update is OnUpdate.keep:
+            self._check_keep()
+
+    def _check_keep(self) -> None:
+        if self.engine is not EngineKind.sglang:
+            raise ValueError(
+                f"rollout_fleet.sglang.on_update must be recompute with rollout_fleet.engine={self.engine}, got keep: "
+                "weights are loaded between two batches, when no sample runs"
+            )
+        if self.save_progress is SaveProgress.at_updates:
+            raise ValueError(
+                "rollout_fleet.sglang.on_update must be recompute with rollout_fleet.save_progress=at_updates, got "
+                "keep: running samples are cut off at each update, and nothing is kept; set save_progress=at_stop"
+            )
 
 
 def reward_label(name: str) -> str:

@@ -12,6 +12,7 @@ or the loop's state notifies it.
 - `_generate`, one per batch of leases: the next finished sample. Woken by the engine.
 - `_settle`, one per finished group: the reward, then the buffer's acknowledgement. Woken by the scoring process and the
   buffer.
+- `_keep_loading`: the next weights. Woken by the buffer, when a version that is committed is offered.
 - `_keep_renewing`: its timer. `_obey_revocations`: the next revoked lease; woken by the buffer.
 - the engine's `wait_failed`: the engine's failure.
 - `run`: a stop, or the first failure of any task. Woken by `stop` or the failed task.
@@ -27,7 +28,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Collection, Coroutine, Sequence
-from contextlib import suppress
+from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from enum import Enum, auto
 from typing import Any
 
@@ -39,6 +40,7 @@ from asyncrl.protocol.errors import (
     RewardError,
     StoreFull,
     VersionTooOld,
+    WeightsGone,
 )
 from asyncrl.protocol.manifest import WeightOffer
 from asyncrl.protocol.ports import RolloutBuffer
@@ -75,7 +77,7 @@ class RolloutLoop:
 
     The collaborators are started, and the loop closes none of them. ``decode`` turns response tokens into the text that
     rewards read; ``greedy_baseline`` samples one more response per prompt greedily, which is not trained on;
-    ``samples`` keeps some of what is scored.
+    ``samples`` keeps some of what is scored. ``stage`` brings an offer near the engine, which loads what it yields.
     """
 
     def __init__(
@@ -89,8 +91,10 @@ class RolloutLoop:
         samples_per_prompt: int,
         greedy_baseline: bool = False,
         samples: SampleLog | None = None,
+        stage: Callable[[WeightOffer], AbstractAsyncContextManager[WeightOffer]] = nullcontext,
     ) -> None:
         self._config = config
+        self._stage = stage
         self._engine = engine
         self._buffer = buffer
         self._rewards = rewards
@@ -119,6 +123,7 @@ class RolloutLoop:
             self._state = LoopState.running
         pumps = (self._keep_leasing, self._keep_renewing, self._obey_revocations, self._engine.wait_failed)
         pump_tasks = {self._spawn(pump) for pump in pumps}
+        self._spawn(self._keep_loading)  # a load that has begun goes on while the groups are put down
         try:
             await self._until(lambda: self._state is LoopState.stopping or self._failure is not None)
             if self._failure is not None:
@@ -141,19 +146,41 @@ class RolloutLoop:
         if not never_ran:
             await self._until(lambda: self._state is LoopState.ended)
 
+    async def load_next(self, after: int) -> None:
+        """Wait for weights newer than version ``after``, -1 for any, load them, and report it.
+
+        Raises as `Engine.load_weights`, or `WeightsError` if a version could not be published.
+        """
+        while True:
+            offer = await self._buffer.next_offer(after)
+            began_s = time.monotonic()
+            try:
+                await self.load_weights(offer)
+            except WeightsGone as gone:  # it made way for a newer one
+                logger.info("%s", gone)
+                after = offer.version
+            else:
+                await self._buffer.loaded(offer.version, time.monotonic() - began_s)
+                return
+
     async def load_weights(self, offer: WeightOffer) -> None:
-        """Load new weights; leases are asked for at their version from then on. Raises as `Engine.load_weights`."""
-        if self._config.save_progress is SaveProgress.at_updates:
-            await self._park(self._config.load_timeout_s)
-        self._meter.loaded(await self._engine.load_weights(offer))
+        """Load offered weights, which are staged first, while samples go on.
+
+        Leases are asked for at their version from then on. Raises as `Engine.load_weights`, and `WeightsGone` if they
+        were removed before they were staged.
+        """
+        async with self._stage(offer) as local:
+            if self._config.save_progress is SaveProgress.at_updates:
+                await self._park(self._config.load_timeout_s)
+            self._meter.loaded(await self._engine.load_weights(local))
         self._has_device = True
         self._continue_parked()
         await self._notify()
 
     async def release_device(self) -> None:
-        """Ask for no more work, let what runs end, and have the engine give up its device until `load_weights`.
+        """Ask for no more work, let what runs end, and have the engine give up its device until the next weights.
 
-        What does not end within ``drain_timeout_s`` is cut off, and continued after the next `load_weights`. Raises
+        What does not end within ``drain_timeout_s`` is cut off, and continued after the next weights are loaded. Raises
         `DeadlineError` if it cannot be cut off.
         """
         self._has_device = False
@@ -201,6 +228,10 @@ class RolloutLoop:
     async def _notify(self) -> None:
         async with self._changed:
             self._changed.notify_all()
+
+    async def _keep_loading(self) -> None:
+        while self._state is LoopState.running:
+            await self.load_next(self._engine.version)
 
     # Leases
 

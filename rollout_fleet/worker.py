@@ -1,6 +1,6 @@
 """The rollout worker: one actor with an engine, a connection to the buffer, and the loop between them.
 
-Its methods are asynchronous and overlap: weights are loaded and counters are read while `run` rolls out.
+Its methods are asynchronous and overlap: counters are read while `run` rolls out, which takes new weights by itself.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 
 from asyncrl.protocol.errors import AsyncRLError
-from asyncrl.protocol.manifest import WeightOffer
 from asyncrl.protocol.ports import RolloutBuffer
 from asyncrl.protocol.types import Prompt
 from asyncrl.single_controller import Dispatch, Worker, register
@@ -18,6 +17,7 @@ from asyncrl.single_controller import Dispatch, Worker, register
 from .config import RolloutFleetConfig, SamplingConfig
 from .engines import make_engine
 from .engines.model_files import load_decoder
+from .engines.staging import WeightStager
 from .evaluation import evaluate_prompts
 from .loop import RolloutLoop
 from .metrics import EvaluationResult, FleetCounters
@@ -29,9 +29,9 @@ class RolloutWorker(Worker):
     """Generates training rollouts on its own engine, whose rank is the worker's; `start` brings everything up.
 
     ``model_path`` holds the policy of version 0, tokenizer included; ``connect_buffer`` is called in `start`; the
-    engine's log goes to ``log_dir``, and decoded samples to ``sample_dir``, unless that is empty; ``seed`` is the
-    run's; for the rest see `RolloutLoop`. Raises `ValueError` if the engine is not installed, or there is no such model
-    or reward function.
+    engine's log goes to ``log_dir``, and decoded samples to ``sample_dir``, unless that is empty; images of weights to
+    ``staging_dir``, with ``copy_weights`` those of full versions too; ``seed`` is the run's; for the rest see
+    `RolloutLoop`. Raises `ValueError` if the engine is not installed, or there is no such model or reward function.
     """
 
     def __init__(
@@ -42,7 +42,9 @@ class RolloutWorker(Worker):
         samples_per_prompt: int,
         connect_buffer: Callable[[], RolloutBuffer],
         log_dir: str,
+        staging_dir: str,
         seed: int,
+        copy_weights: bool = False,
         greedy_baseline: bool = False,
         sample_dir: str = "",
     ) -> None:
@@ -51,6 +53,12 @@ class RolloutWorker(Worker):
         self._rewards = WeightedRewards(config)
         self._decode = load_decoder(model_path)
         self._engine = make_engine(config, model_path=model_path, rank=self.rank, log_dir=log_dir, seed=seed)
+        self._stager = WeightStager(
+            f"engine-{self.rank}",
+            memory=Path(staging_dir),
+            copies=copy_weights,
+            timeout_s=config.load_timeout_s,
+        )
         self._samples = None
         if sample_dir:
             self._samples = SampleLog(Path(sample_dir), rank=self.rank, config=config.samples, decode=self._decode)
@@ -64,16 +72,22 @@ class RolloutWorker(Worker):
             samples_per_prompt=samples_per_prompt,
             greedy_baseline=greedy_baseline,
             samples=self._samples,
+            stage=self._stager.staged,
         )
         self._loop: RolloutLoop | None = None
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     async def start(self) -> None:
-        """Bring up the engine and connect to the buffer. Raises as `Engine.start` does."""
+        """Bring up the engine and connect to the buffer; `load_first` comes next. Raises as `Engine.start` does."""
         await self._engine.start()
         await self._rewards.start()
         self._buffer = self._connect_buffer()
         self._loop = self._make_loop(buffer=self._buffer)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    async def load_first(self) -> None:
+        """Wait for what the learner holds when the run begins, and load it; see `RolloutLoop.load_next`."""
+        await self._started().load_next(-1)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     async def run(self) -> FleetCounters:
@@ -81,13 +95,8 @@ class RolloutWorker(Worker):
         return await self._started().run()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
-    async def load_weights(self, offer: WeightOffer) -> None:
-        """Load a published snapshot while rollouts go on; see `Engine.load_weights`."""
-        await self._started().load_weights(offer)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     async def release_device(self) -> None:
-        """Let what runs end, and give the device up until `load_weights`; see `RolloutLoop.release_device`."""
+        """Let what runs end, and give the device up until the next weights; see `RolloutLoop.release_device`."""
         await self._started().release_device()
 
     @register(dispatch_mode=Dispatch.ALL_TO_ALL, blocking=False)
@@ -122,6 +131,7 @@ class RolloutWorker(Worker):
                 await self._loop.stop()
         finally:
             await self._engine.stop()
+            self._stager.close()
             await self._rewards.close()
             if self._buffer is not None:
                 await self._buffer.close()

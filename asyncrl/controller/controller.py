@@ -6,19 +6,21 @@ The four loops of `Controller`, what each waits for, and who wakes it::
     plan      waits for a place in the pipeline       ── woken by complete, when it commits a step
               then for the next batch                 ── woken by the buffer, when B groups are stored
     complete  waits for the update it was handed      ── woken by the learner ranks
-    publish   waits for weights newer than the fleet's ── woken by complete
+    follow    waits for a version that all engines serve ── woken by the buffer, when the last of them has loaded it
 
-    prompts ─feed─▶ buffer ─plan─▶ [at most 2 steps] ─complete─▶ [newest weights]  ─publish─▶ fleet
+    prompts ─feed─▶ buffer ─plan─▶ [at most 2 steps] ─complete─▶ buffer (commits)
 
 While the learner computes step v, the fleet generates, the plan of v + 1 is made and queued behind it on the ranks,
-and the weights of v travel to the engines. Publishing takes the newest weights only: where publishing is slower than
-training, versions are skipped, and admission, which goes by the engine's version, slows generation down. An evaluation
-between is part of publishing: no newer weights are loaded until it is done.
+and the weights of v travel. No loop here waits for that: rank 0 offers a version to the buffer, which shows it to the
+rollout workers when its step is committed, and each takes the newest when it can. Where that is slower than training,
+versions are skipped, and admission, which goes by the engine's version, slows generation down. For an evaluation
+between, the buffer holds newer offers back until it is done.
 
 A deadlock would need a loop that waits for one that waits for it. feed and plan wait for the buffer only; complete for
-the learner only; publish for complete and the fleet. Admission waits for commits (complete) and newer engines
-(publish), so the only cycle is plan → rollouts → admission → complete → plan, and it moves because a batch at the
-learner's version is admitted without any further commit (docs/staleness.md).
+the learner only; follow for the buffer, and for the engines during an evaluation. Admission waits for commits
+(complete) and newer engines, which wait for commits and the end of an evaluation. So the only cycle is plan → rollouts
+→ admission → complete → plan, and it moves because a batch at the learner's version is admitted without any further
+commit (docs/staleness.md).
 
 The plan loop queues a checkpoint on the ranks between two updates, with what the run needs to go on
 (asyncrl/controller/resume.py); the ranks write it while they train on.
@@ -28,7 +30,7 @@ one before::
 
     buffer fills a batch ─▶ engines let what runs end, and release the device ─▶ learner takes it, and updates
           ▲                                                                             │
-          └── engines take the device back, load the weights, go on ◀── learner publishes, and offloads
+          └── engines take the device back, load the weights, go on ◀── learner offers them, and offloads
 
 The same ledger holds the staleness bound: what still runs when a batch is full ends under the old weights, is stored,
 and is trained on with a lag of one step or more.
@@ -47,7 +49,6 @@ from asyncrl.config import RunConfig
 from asyncrl.controller.reporting import Reporter
 from asyncrl.controller.resume import Checkpointer, RunState
 from asyncrl.metrics import StepRecord, TrainingResult
-from asyncrl.protocol.manifest import WeightOffer
 from asyncrl.protocol.ports import (
     ColocatedFleetPort,
     ColocatedLearnerPort,
@@ -73,7 +74,7 @@ class _QueuedStep:
     plan: Plan
     plan_wait_s: float
     update: Awaitable[Mapping[str, float]]
-    weights: Awaitable[WeightOffer] | None
+    weights: Awaitable[None] | None
     critic: Awaitable[Mapping[str, float]]
     checkpoint: Awaitable[str] | None
 
@@ -103,6 +104,7 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
         self._evaluated_version = resumed.version
         self._versions = range(resumed.version, config.total_steps)
         self._publish_every = config.weights.publish_every
+        self._num_engines = config.rollout_fleet.num_engines
         self._queued_version = resumed.version
         self._prompts_per_call = config.algorithm.groups_per_step
         self._buffer = buffer
@@ -119,6 +121,7 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
     async def train(self) -> None:
         """Train to the last step and publish its weights. Raises `AsyncRLError` if a part died or was late."""
         self._reporter.begin()
+        await self._buffer.hold(self._next_evaluated())
         async with asyncio.TaskGroup() as tasks:
             feed = tasks.create_task(self._feed(), name="feed")
             await asyncio.gather(*(tasks.create_task(loop()) for loop in self._loops()))
@@ -138,14 +141,23 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
     def _loops(self) -> Sequence[Loop]:
         """The loops that end with the last step."""
 
-    async def _load(self, offer: WeightOffer) -> None:
-        """Put weights on the engines, and evaluate them there where that is due; the next ones wait for it."""
-        version, steps = offer.version, self._evaluation_steps
-        self._reporter.published(version, await self._fleet.load(offer))
-        is_due = steps and version // steps > self._evaluated_version // steps and version < self._versions.stop
-        if is_due and self._evaluate is not None:
-            self._evaluated_version = version
+    async def _follow_fleet(self) -> None:
+        """Wait until all engines serve newer weights, and evaluate these where that is due."""
+        version, took_s = await self._buffer.served(self._reporter.engine_version, self._num_engines)
+        self._reporter.published(version, took_s)
+        if self._evaluate is not None and version == self._next_evaluated():
             await self._evaluate(version)
+            self._evaluated_version = version
+            await self._buffer.hold(self._next_evaluated())
+
+    def _next_evaluated(self) -> int | None:
+        """The next published version that is evaluated before the last one; None if there is none."""
+        steps = self._evaluation_steps
+        if not steps or self._evaluate is None:
+            return None
+        due = steps * (self._evaluated_version // steps + 1)
+        published = -(-due // self._publish_every) * self._publish_every
+        return published if published < self._versions.stop else None
 
     async def _feed(self) -> None:
         while True:
@@ -168,11 +180,9 @@ class Controller(_Training[LearnerPort, FleetPort]):
         super().__init__(config, **parts)
         self._steps: asyncio.Queue[_QueuedStep] = asyncio.Queue()
         self._places = asyncio.Semaphore(_PIPELINE_STEPS)
-        self._newest: WeightOffer | None = None
-        self._published = asyncio.Condition()
 
     def _loops(self) -> Sequence[Loop]:
-        return self._plan, self._complete, self._publish
+        return self._plan, self._complete, self._follow
 
     async def _plan(self) -> None:
         for version in self._versions:
@@ -198,7 +208,7 @@ class Controller(_Training[LearnerPort, FleetPort]):
             self._checkpointer.committed(step.plan.version)
             self._places.release()
             if step.weights is not None:
-                await self._offer(await step.weights)
+                await step.weights  # the copy, which is done before the critic's step can begin
             metrics = {**metrics, **await step.critic}
             if step.checkpoint is not None:
                 await step.checkpoint
@@ -209,25 +219,14 @@ class Controller(_Training[LearnerPort, FleetPort]):
                 stats=stats,
                 counts=await self._fleet.counters(),
             )
+        await self._learner.finish_publish()  # no call runs on the ranks now, by which their death would be noticed
 
     def _is_published(self, version: int) -> bool:
         return version % self._publish_every == 0 or version == self._versions.stop
 
-    async def _offer(self, offer: WeightOffer) -> None:
-        async with self._published:
-            self._newest = offer
-            self._published.notify_all()
-
-    async def _publish(self) -> None:
+    async def _follow(self) -> None:
         while self._reporter.engine_version < self._versions.stop:
-            async with self._published:
-                await self._published.wait_for(self._has_newer_weights)
-                offer = self._newest
-            if offer is not None:
-                await self._load(offer)
-
-    def _has_newer_weights(self) -> bool:
-        return self._newest is not None and self._newest.version > self._reporter.engine_version
+            await self._follow_fleet()
 
 
 class ColocatedController(_Training[ColocatedLearnerPort, ColocatedFleetPort]):
@@ -246,10 +245,10 @@ class ColocatedController(_Training[ColocatedLearnerPort, ColocatedFleetPort]):
             metrics = await self._learner.update(plan)
             metrics = {**metrics, **await self._learner.update_critic(plan)}
             checkpoint = await self._checkpointer.save_if_due(version + 1)
-            offer = await self._learner.rollout_mode(version + 1)
+            await self._learner.rollout_mode(version + 1)
             stats = await self._buffer.commit(version)
             self._checkpointer.committed(version)
-            await self._load(offer)
+            await self._follow_fleet()
             if checkpoint is not None:
                 await checkpoint
             counts = await self._fleet.counters()

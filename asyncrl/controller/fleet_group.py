@@ -6,7 +6,6 @@ Every wait is for the workers, under a deadline of `within`; Ray wakes it when t
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import Counter
 from collections.abc import Awaitable, Sequence
 from dataclasses import replace
@@ -18,7 +17,6 @@ from asyncrl.config import RunConfig
 from asyncrl.controller.cluster import WORKER_ENV, stop_groups
 from asyncrl.controller.run_folder import RunPaths
 from asyncrl.metrics import Evaluation
-from asyncrl.protocol.manifest import WeightOffer
 from asyncrl.protocol.ports import FleetCounts
 from asyncrl.protocol.remote import within
 from asyncrl.protocol.types import Prompt
@@ -46,6 +44,8 @@ class FleetGroup:
             samples_per_prompt=config.algorithm.samples_per_prompt,
             connect_buffer=buffer.for_role(BufferRole.rollout).client,
             log_dir=str(paths.logs),
+            staging_dir=str(paths.staging),
+            copy_weights=config.weights.full_every > 1 or config.weights.copy_to_memory,
             seed=config.seed,
             greedy_baseline=config.algorithm.greedy_baseline,
             sample_dir=str(paths.samples),
@@ -56,21 +56,18 @@ class FleetGroup:
         )
 
     async def start(self) -> None:
-        """Bring every engine up. Raises `DeadlineError`, or `WorkerDiedError`, which ends with the dead one's log."""
+        """Bring every engine up, on the weights that the learner offers first.
+
+        Raises `DeadlineError`, or `WorkerDiedError`, which ends with the dead one's log.
+        """
         # The worker keeps the deadline itself, with a better message; this one is for a worker that hangs.
         timeout_s = self._config.rollout_fleet.start_timeout_s + 30
         await within(self._group.start(), timeout_s, "the rollout engines", "rollout_fleet.start_timeout_s")
+        await self._while_answering(self._group.load_first(), "the rollout workers, which wait for the first weights")
 
     async def run(self) -> None:
         """Roll out until `drain`; raises when an engine or a worker dies, or a worker falls silent."""
         await self._while_answering(self._group.run(), "the rollout workers, which generate")
-
-    async def load(self, offer: WeightOffer) -> float:
-        """See `FleetPort.load`."""
-        began_s = time.monotonic()
-        what = f"the rollout workers, which load the weights of version {offer.version}"
-        await self._while_answering(self._group.load_weights(offer), what)
-        return time.monotonic() - began_s
 
     async def release_device(self) -> None:
         """See `ColocatedFleetPort.release_device`."""

@@ -14,7 +14,6 @@ from asyncrl.config import RunConfig, Transport, learner_pools, learner_roles
 from asyncrl.controller.cluster import WORKER_ENV, AllOf, stop_groups
 from asyncrl.controller.run_folder import RunPaths
 from asyncrl.protocol.collective import CollectiveOptions
-from asyncrl.protocol.manifest import WeightOffer
 from asyncrl.protocol.remote import StepDeadline, within
 from asyncrl.protocol.types import Plan
 from asyncrl.single_controller import (
@@ -100,11 +99,15 @@ class LearnerGroup:
         answers = [await self._in_time(group.busy(), "when the ranks worked") for group in self._roles]
         return [span for ranks in answers for spans in ranks for span in spans]
 
-    def publish(self, version: int) -> Awaitable[WeightOffer]:
+    def publish(self, version: int) -> Awaitable[None]:
         """See `LearnerPort.publish`."""
         return self._first(self._roles["actor"].publish_weights(version), f"the weights of version {version}")
 
-    def rollout_mode(self, version: int) -> Awaitable[WeightOffer]:
+    async def finish_publish(self) -> None:
+        """See `LearnerPort.finish_publish`."""
+        await self._in_time(self._roles["actor"].finish_publish(), "the offer of the last weights")
+
+    def rollout_mode(self, version: int) -> Awaitable[None]:
         """See `ColocatedLearnerPort.rollout_mode`."""
         others = [group.rollout_mode(version) for role, group in self._on_shared_devices() if role != "actor"]
         return self._after(others, self._roles["actor"].rollout_mode(version), f"the turn to rollout at {version}")
@@ -283,14 +286,7 @@ def _cpus_per_process(config: RunConfig) -> float:
 def pool_config(config: RunConfig, pool: str) -> LearnerConfig:
     """The learner's options in one of its pools."""
     size, learner = learner_pools(config)[pool], config.learner
-    kept = learner.keep_snapshots
-    return replace(
-        learner,
-        num_ranks=size,
-        fsdp_size=learner.fsdp_size if size == learner.num_ranks else -1,
-        # While engines load version u + 1, admission at u lets the learner reach u + max_lag + 1, and no further.
-        keep_snapshots=kept if kept == -1 else max(kept, config.buffer.max_lag + 2),
-    )
+    return replace(learner, num_ranks=size, fsdp_size=learner.fsdp_size if size == learner.num_ranks else -1)
 
 
 def _collective_options(config: RunConfig) -> CollectiveOptions | None:
@@ -318,6 +314,7 @@ def _worker_class(
     paths = {"rm": config.learner.reward_model.path, "critic": config.learner.critic.path or config.model.path}
     publishes = {
         "snapshot_dir": str(snapshots),
+        "full_every": config.weights.full_every,
         "trajectory_dir": str(trajectories) if trajectories else None,
         "collective": _collective_options(config),
     }

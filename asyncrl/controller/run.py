@@ -145,21 +145,24 @@ class Run:
     async def _start_groups(self, stack: AsyncExitStack, buffer: BufferConnection) -> tuple[LearnerGroup, FleetGroup]:
         """Start the fleet while the policy is warm-started, then the learner; the stack stops them.
 
-        Engines take longest to come up: they start on ``model.path``, which has the policy's shape. What the learner
-        holds then, warm-started or from a checkpoint, reaches them as every later version does.
+        Engines take longest to come up: they start on ``model.path``, which has the policy's shape, and then take what
+        the learner holds, warm-started or from a checkpoint, as they take every later version.
         """
         make = partial(_made, buffer=buffer, paths=RunPaths.of(self._config, self._run_dir))
-        learner, fleet = await _together(self._start_learner(stack, make), self._start_fleet(stack, make))
-        await fleet.load(await learner.publish(self._state.version))
-        return learner, fleet
+        return await _together(self._start_and_publish(stack, make), self._start_fleet(stack, make))
+
+    async def _start_and_publish(self, stack: AsyncExitStack, make: Starter[LearnerGroup]) -> LearnerGroup:
+        learner = await self._start_learner(stack, make)
+        await learner.publish(self._state.version)
+        await learner.finish_publish()
+        return learner
 
     async def _start_in_turn(self, stack: AsyncExitStack, buffer: BufferConnection) -> tuple[LearnerGroup, FleetGroup]:
         """Start both groups in the same places: the learner first, which leaves the devices to the engines."""
         make = partial(_made, buffer=buffer, paths=RunPaths.of(self._config, self._run_dir))
         learner = await self._start_learner(stack, make)
-        offer = await learner.rollout_mode(self._state.version)
+        await learner.rollout_mode(self._state.version)
         fleet = await self._start_fleet(stack, partial(make, pool=learner.pool))
-        await fleet.load(offer)
         return learner, fleet
 
     async def _start_fleet(self, stack: AsyncExitStack, make: Starter[FleetGroup]) -> FleetGroup:

@@ -38,6 +38,7 @@ class RunPaths:
     Attributes:
         logs: One log per process.
         snapshots: Published weights; readable by every engine of the host.
+        staging: Where engines keep images of the weights; in the memory of their host.
         samples: Decoded samples for reading.
         trajectories: Consumed trajectories; None records none.
         checkpoints: Checkpoints of the learner.
@@ -45,6 +46,7 @@ class RunPaths:
 
     logs: Path
     snapshots: Path
+    staging: Path
     samples: Path
     trajectories: Path | None
     checkpoints: Path
@@ -56,6 +58,7 @@ class RunPaths:
         return cls(
             logs=run_dir / "logs",
             snapshots=_make_snapshot_folder(config, run_dir),
+            staging=shared_folder(run_dir) if SHARED_MEMORY.is_dir() else run_dir / "staging",
             samples=run_dir / "samples",
             trajectories=run_dir / "trajectories" if config.record_trajectories else None,
             checkpoints=Path(directory).resolve() if directory else run_dir / "checkpoints",
@@ -100,6 +103,19 @@ def _missing_memory(config: RunConfig) -> str:
     if not SHARED_MEMORY.is_dir():
         return f"there is no {SHARED_MEMORY}"
     size = sum(file.stat().st_size for file in Path(config.model.path).glob("*.safetensors"))
-    wanted = 2 * size * (max(config.learner.keep_snapshots, config.buffer.max_lag + 2) + 1)
+    wanted = 2 * size * _num_versions(config)
     free = shutil.disk_usage(SHARED_MEMORY).free
     return f"{SHARED_MEMORY} has {free >> 20} MiB free, {wanted >> 20} are wanted" if free <= wanted else ""
+
+
+def _num_versions(config: RunConfig) -> int:
+    """Most versions in shared memory, a delta counted as a full one.
+
+    The learner keeps ``keep_snapshots``, those that engines may still be offered (the next evaluation holds one back
+    while the learner goes on), and the full version before them; one is being written, and one an engine still reads.
+    """
+    full_every = config.weights.full_every
+    num_kept = max(config.learner.keep_snapshots, config.buffer.max_lag + 2) + full_every - 1
+    has_images = full_every > 1 or config.weights.transport is Transport.collective
+    num_images = 2 + config.rollout_fleet.num_engines if has_images else 0
+    return num_kept + 2 + num_images

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 import xxhash
@@ -40,10 +40,11 @@ DTYPES = {
 """What safetensors calls the types of torch."""
 PIECE_BYTES = 16 << 20
 """Most bytes under one digest: pieces are digested by several threads."""
-CACHED_BYTES = 512 << 10
 DIGEST_THREADS = 4
 COLLECTIVE_SCHEME = "gloo://"
 _HEADER_LIMIT = 1 << 28
+OfferKind = Literal["full", "delta"]
+"""What a version's data hold: every byte, or what changed since another version."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,12 +57,16 @@ class WeightOffer:
             ``"gloo://10.0.0.5:41234"``, see `asyncrl.protocol.collective`.
         digest: Of the manifest's bytes, as `digest_of`.
         num_bytes: Bytes of all tensors; deadlines scale with it.
+        kind: A delta becomes a full version on the engine's side before the engine loads it.
+        base_version: To which a delta applies; None for a full version.
     """
 
     version: int
     manifest: str
     digest: str
     num_bytes: int
+    kind: OfferKind = "full"
+    base_version: int | None = None
 
     @property
     def is_collective(self) -> bool:
@@ -99,21 +104,61 @@ class Piece:
     digest: str
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Change:
+    """A piece that changed, and where a delta file holds its new values.
+
+    Attributes:
+        start: First byte of the piece in the data file.
+        item_bytes: Bytes per value: 1, 2, 4 or 8.
+        num_values: Values in the delta file.
+        gap_bytes: Bytes per gap between their indices, which follow the values; 0 where the piece is there whole.
+        file: Index into `Delta.files`.
+        at: First byte in the delta file; ``num_bytes`` follow.
+    """
+
+    start: int
+    item_bytes: int
+    num_values: int
+    gap_bytes: int
+    file: int
+    at: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Delta:
+    """What turns the data file of another version into this one's.
+
+    Attributes:
+        base: The other version; what it holds follows from the digest of its manifest.
+        files: Delta files, one per learner rank, relative to the manifest's directory.
+        changes: Every piece that changed.
+    """
+
+    base: WeightOffer
+    files: tuple[str, ...]
+    changes: tuple[Change, ...]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
     """Everything about a version but its bytes.
 
     Attributes:
-        directory: What ``files`` are relative to: the model in Hugging Face layout.
-        files: Data files, in safetensors format.
+        directory: What ``files`` are relative to: the model in Hugging Face layout. Written relative to the manifest
+            where it holds it, so that both can be moved together.
+        files: Data files, in safetensors format; of a delta, the one that it results in.
         tensors: Every tensor.
-        pieces: Cover every byte of every tensor.
+        pieces: Cover every byte of every tensor, as it is in the end.
+        delta: What there is instead of the data file; None where that is there.
     """
 
     directory: str
     files: tuple[str, ...]
     tensors: tuple[StoredTensor, ...]
     pieces: tuple[Piece, ...]
+    delta: Delta | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -127,12 +172,23 @@ class Manifest:
             WeightsError: the pieces leave bytes of a tensor without a digest.
         """
         self._check_coverage()
-        content = json.dumps(asdict(self)).encode()
+        fields = asdict(self)
+        fields["directory"] = _seen_from(path.parent, self.directory)
+        if self.delta is not None:
+            fields["delta"]["base"]["manifest"] = _seen_from(path.parent, self.delta.base.manifest)
+        content = json.dumps(fields).encode()
         with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
             file.write(content)
         Path(file.name).chmod(0o644)
         Path(file.name).replace(path)
-        return WeightOffer(version=version, manifest=str(path), digest=digest_of(content), num_bytes=self.num_bytes)
+        return WeightOffer(
+            version=version,
+            manifest=str(path),
+            digest=digest_of(content),
+            num_bytes=self.num_bytes,
+            kind="full" if self.delta is None else "delta",
+            base_version=None if self.delta is None else self.delta.base.version,
+        )
 
     def _check_coverage(self) -> None:
         ends = {(piece.file, piece.start): piece.start + piece.num_bytes for piece in self.pieces}
@@ -188,17 +244,26 @@ def read_manifest(offer: WeightOffer) -> Manifest:
             f"policy version {offer.version}: {offer.manifest} is not the manifest that was offered: its digest is "
             f"{digest_of(content)}, expected {offer.digest}"
         )
-    fields = json.loads(content)
+    fields, folder = json.loads(content), Path(offer.manifest).parent
+    delta = fields["delta"]
+    if delta is not None:
+        base = {**delta["base"], "manifest": os.path.normpath(folder / delta["base"]["manifest"])}
+        delta = Delta(
+            base=WeightOffer(**base),
+            files=tuple(delta["files"]),
+            changes=tuple(Change(**entry) for entry in delta["changes"]),
+        )
     return Manifest(
-        directory=fields["directory"],
+        directory=os.path.normpath(folder / fields["directory"]),
         files=tuple(fields["files"]),
         tensors=tuple(StoredTensor(**{**entry, "shape": tuple(entry["shape"])}) for entry in fields["tensors"]),
         pieces=tuple(Piece(**entry) for entry in fields["pieces"]),
+        delta=delta,
     )
 
 
 class PublishedWeights:
-    """The tensors of an offer, mapped read-only. Nothing is verified before `copy` or `verify` reads it.
+    """The tensors of an offer, mapped read-only. Nothing is verified before `holds` or `verify` reads it.
 
     Attributes:
         manifest: Of the offer.
@@ -209,8 +274,13 @@ class PublishedWeights:
 
         Raises:
             FileNotFoundError: the version is gone: a newer one took its place.
-            WeightsError: the manifest is not the one that was offered.
+            WeightsError: the manifest is not the one that was offered, or the offer is of a delta.
         """
+        if offer.kind == "delta":
+            raise WeightsError(
+                f"policy version {offer.version} holds what changed since version {offer.base_version}; it must be "
+                "staged before it can be loaded"
+            )
         self.manifest = read_manifest(offer)
         self._version = offer.version
         self._maps = [map_file(Path(self.manifest.directory, name)) for name in self.manifest.files]
@@ -230,21 +300,15 @@ class PublishedWeights:
                 return self._tiling(index, start, start + num_bytes)
         return []
 
-    def copy(self, pieces: Sequence[Piece], target: np.ndarray) -> bool:
-        """Copy pieces to ``target``, [bytes] uint8; returns whether it then holds what was published.
+    def holds(self, data: np.ndarray, pieces: Sequence[Piece]) -> bool:
+        """Whether ``data``, [bytes] uint8, is what was published as ``pieces``, one after the other.
 
-        What was copied is digested while it is in the processor's cache, which costs next to nothing. `verify` need not
-        read such pieces again.
+        `verify` need not read such pieces again. May be called from any thread.
         """
         end = 0
         for piece in pieces:
-            source, digest = self._maps[piece.file], xxhash.xxh3_128()
-            for start in range(piece.start, piece.start + piece.num_bytes, CACHED_BYTES):
-                begin, size = end, min(CACHED_BYTES, piece.start + piece.num_bytes - start)
-                end = begin + size
-                target[begin:end] = source[start : start + size]
-                digest.update(cast("Buffer", target[begin:end]))
-            if digest.hexdigest() != piece.digest:
+            begin, end = end, end + piece.num_bytes
+            if digest_of(data[begin:end]) != piece.digest:
                 return False
         self._verified.update(pieces)
         return True
@@ -335,3 +399,11 @@ def _stored_tensors(file: int, path: Path) -> list[StoredTensor]:
         ]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise WeightsError(f"{path} is not a safetensors file: {error}") from error
+
+
+def _seen_from(folder: Path, path: str) -> str:
+    """A path in a folder, or beside it, relative to the folder; any other path absolute."""
+    folder, whole = folder.absolute(), Path(path).absolute()
+    if whole.is_relative_to(folder):
+        return str(whole.relative_to(folder))
+    return str(Path("..", whole.relative_to(folder.parent)) if whole.is_relative_to(folder.parent) else whole)

@@ -60,12 +60,35 @@ class RolloutBuffer(Protocol):
         """Wait for the next (group_id, attempt) whose rollout is to be aborted."""
         ...
 
+    async def next_offer(self, after: int) -> WeightOffer:
+        """Wait for weights newer than version ``after``, -1 for any; the newest are answered, others are skipped.
+
+        Raises `WeightsError` if a version could not be published.
+        """
+        ...
+
+    async def loaded(self, version: int, took_s: float) -> None:
+        """Report that this worker's engine serves ``version``, which it took ``took_s`` seconds to load."""
+        ...
+
     async def close(self) -> None:
         """Close the connection."""
         ...
 
 
-class TrajectorySource(Protocol):
+class WeightLog(Protocol):
+    """Where a learner's rank 0 reports what it published; any thread may call it."""
+
+    def offer(self, offer: WeightOffer) -> int:
+        """Offer weights to the engines; returns the oldest version that engines may still be offered."""
+        ...
+
+    def publish_failed(self, reason: str) -> None:
+        """Report that a version could not be published: whoever waits for weights raises `WeightsError`."""
+        ...
+
+
+class LearnerBuffer(WeightLog, Protocol):
     """What a learner rank needs of the replay buffer."""
 
     def fetch(self, group_ids: Sequence[int]) -> list[TrajectoryGroup]:
@@ -100,6 +123,18 @@ class ControlBuffer(Protocol):
         """Ids of the groups that are consumed or dropped, as sorted ranges [start, end)."""
         ...
 
+    async def served(self, after: int, num_engines: int) -> tuple[int, float]:
+        """Wait until at least ``num_engines`` engines serve versions newer than ``after``, and all engines do.
+
+        Returns the oldest version that one of them serves, and the seconds that the slowest took to load it. Raises
+        `WeightsError` if a version could not be published.
+        """
+        ...
+
+    async def hold(self, version: int | None) -> None:
+        """Offer engines nothing newer than ``version``; None offers all again."""
+        ...
+
     async def close(self) -> None:
         """Close the connection."""
         ...
@@ -116,8 +151,15 @@ class LearnerPort(Protocol):
         """Start the update on a batch; its metrics come with ``started_at`` and ``ended_at`` (Unix seconds)."""
         ...
 
-    def publish(self, version: int) -> Awaitable[WeightOffer]:
-        """Publish the weights, as they are after the updates queued so far, as ``version``."""
+    def publish(self, version: int) -> Awaitable[None]:
+        """Publish the weights, as they are after the updates queued so far, as ``version``.
+
+        The ranks are free as soon as they have copied them; the engines learn from the buffer when they are offered.
+        """
+        ...
+
+    async def finish_publish(self) -> None:
+        """Wait until the version that is on its way is offered. Raises `WeightsError` if it could not be published."""
         ...
 
     def update_critic(self, plan: Plan) -> Awaitable[Mapping[str, float]]:
@@ -136,8 +178,8 @@ class LearnerPort(Protocol):
 class ColocatedLearnerPort(LearnerPort, Protocol):
     """A learner group that can leave its devices."""
 
-    def rollout_mode(self, version: int) -> Awaitable[WeightOffer]:
-        """Publish the weights as ``version``, then offload as the options say."""
+    def rollout_mode(self, version: int) -> Awaitable[None]:
+        """Publish the weights as ``version``, offload as the options say, and wait until the version is offered."""
         ...
 
     def trainer_mode(self) -> Awaitable[None]:
@@ -163,11 +205,7 @@ class FleetCounts:
 
 
 class FleetPort(Protocol):
-    """What the controller needs of the rollout fleet."""
-
-    async def load(self, offer: WeightOffer) -> float:
-        """Put offered weights on every engine; returns the seconds of the slowest."""
-        ...
+    """What the controller needs of the rollout fleet. Its engines take offered weights by themselves."""
 
     async def counters(self) -> FleetCounts:
         """Return the fleet's own counts since it began."""
@@ -182,7 +220,7 @@ class ColocatedFleetPort(FleetPort, Protocol):
     """A fleet that can leave its devices."""
 
     async def release_device(self) -> None:
-        """Let what runs end, and give the devices up until `load`."""
+        """Let what runs end, and give the devices up until the next weights."""
         ...
 
 

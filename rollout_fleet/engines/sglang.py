@@ -24,7 +24,7 @@ import numpy as np
 from asyncrl.protocol.errors import DeadlineError, EngineError
 from asyncrl.protocol.manifest import WeightOffer
 from asyncrl.protocol.types import FinishReason
-from rollout_fleet.config import EngineDevice, RolloutFleetConfig, SamplingConfig
+from rollout_fleet.config import EngineDevice, OnUpdate, RolloutFleetConfig, SamplingConfig
 
 from .engine import EngineFailure, SampleOutput, SampleRequest, SilenceWatch, check_output, check_prompt
 from .model_files import ModelFacts, read_model_facts
@@ -133,7 +133,7 @@ class SGLangEngine:
             raise EngineError(f"{self._name} cannot release its memory while it generates {sorted(self._running)}")
         deadline = self._failure.deadline("release its memory", self._config.load_timeout_s, "load_timeout_s")
         async with self._loading, deadline:
-            await self._post("/pause_generation", {"mode": "retract"})
+            await self._order("/pause_generation", {"mode": "retract"}, status="ok")
             if self._server.saves_memory:
                 await self._post("/release_memory_occupation", {})
             elif not self._has_said_it_keeps:
@@ -263,48 +263,63 @@ class SGLangEngine:
     async def _post(self, path: str, body: Any) -> Any:
         return await self._client.call("POST", path, body)
 
+    async def _order(self, path: str, body: Any, **confirmed: Any) -> None:
+        """Post; the answer must confirm what was ordered.
+
+        Raises:
+            EngineError: it holds something else, so that nobody knows what the server did.
+        """
+        answer = await self._post(path, body)
+        if not isinstance(answer, dict) or any(answer.get(key) != value for key, value in confirmed.items()):
+            raise EngineError(f"{self._name} answered POST {path} with {str(answer)[:500]}, expected {confirmed}")
+
     async def _transact(self, offer: WeightOffer) -> float:
         """Pause, load, verify, name the version, continue. What ends it early leaves the server standing still.
 
         Returns:
             Seconds from the server's word that it stands still to its word that it goes on.
         """
-        await self._post("/pause_generation", {"mode": "retract"})
+        order, number = self._server.weight_order, secrets.token_hex(8)
+        order.write_text(json.dumps({"order": number, "offer": asdict(offer)}))
+        keeps = self._config.sglang.on_update is OnUpdate.keep
+        await self._order("/pause_generation", {"mode": "in_place" if keeps else "retract"}, status="ok")
         paused_s = time.perf_counter()
         takes_memory_back = self._is_released and self._server.saves_memory
         if takes_memory_back:
             await self._post("/resume_memory_occupation", {"tags": ["weights"]})
-        await self._load_verified(offer)
-        if takes_memory_back:  # after the weights, which may need more room while they are loaded
-            await self._post("/resume_memory_occupation", {"tags": ["kv_cache", "cuda_graph"]})
-        # Only now may an answer name the version. The key of the call is `new_version`; running requests stay.
-        await self._post("/update_weight_version", {"new_version": str(offer.version), "abort_all_requests": False})
-        self._is_released = False
-        self._version = offer.version
-        self._verified.add(offer.version)
-        await self._post("/continue_generation", {})
-        return time.perf_counter() - paused_s
-
-    async def _load_verified(self, offer: WeightOffer) -> None:
-        """Have every rank of the server load an offer with `weight_loader`; its caches of the old weights go.
-
-        Raises:
-            EngineError: a rank did not load, holds other weights than were published, or did not say.
-        """
-        order, number = self._server.weight_order, secrets.token_hex(8)
-        order.write_text(json.dumps({"order": number, "offer": asdict(offer)}))
-        await self._post("/begin_weight_update", {})
+        await self._order("/begin_weight_update", {}, success=True)
         no_tensors = base64.b64encode(pickle.dumps([])).decode()
         body = {
             "serialized_named_tensors": [no_tensors] * self._server.tp_size,
             "load_format": WEIGHT_LOADER,
-            "flush_cache": True,
+            "flush_cache": not keeps,
         }
-        await self._post("/update_weights_from_tensor", body)
+        await self._order("/update_weights_from_tensor", body, success=True)
+        num_values = self._verified_values(offer, number)
+        await self._order("/end_weight_update", {}, success=True)
+        if takes_memory_back:  # after the weights, which may need more room while they are loaded
+            await self._post("/resume_memory_occupation", {"tags": ["kv_cache", "cuda_graph"]})
+        # Only now may an answer name the version. The key of the call is `new_version`; running requests stay.
+        version = str(offer.version)
+        named = {"new_version": version, "abort_all_requests": False}
+        await self._order("/update_weight_version", named, new_version=version)
+        self._is_released = False
+        self._version = offer.version
+        self._verified.add(offer.version)
+        await self._order("/continue_generation", {}, status="ok")
+        logger.debug("%s: version %d, %d values verified", self._name, offer.version, num_values)
+        return time.perf_counter() - paused_s
+
+    def _verified_values(self, offer: WeightOffer, number: str) -> int:
+        """How many values all ranks of the server wrote and verified, by their reports on order ``number``.
+
+        Raises:
+            EngineError: a rank did not load, holds other weights than were published, or did not say.
+        """
         num_values = 0
         for rank in range(self._server.tp_size):
             try:
-                report = json.loads(report_path(order, rank).read_text())
+                report = json.loads(report_path(self._server.weight_order, rank).read_text())
             except (FileNotFoundError, ValueError) as error:
                 raise EngineError(f"{self._name}: rank {rank} did not report on {offer.manifest}: {error!r}") from error
             if "error" in report:
@@ -312,8 +327,7 @@ class SGLangEngine:
             if report["order"] != number:
                 raise EngineError(f"{self._name}: rank {rank} did not load {offer.manifest}; its last load is older")
             num_values += report["num_values"]
-        await self._post("/end_weight_update", {})
-        logger.debug("%s: version %d, %d values verified", self._name, offer.version, num_values)
+        return num_values
 
 
 class _StreamedSample:

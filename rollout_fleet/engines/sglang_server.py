@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from asyncrl.protocol.errors import DeadlineError, WorkerDiedError
-from rollout_fleet.config import CLEANUP_S, EngineDevice, SGLangConfig
+from rollout_fleet.config import CLEANUP_S, EngineDevice, OnUpdate, SGLangConfig
 
 logger = logging.getLogger(__name__)
 
@@ -248,6 +248,10 @@ class SGLangServer:
         flags = ["--skip-server-warmup", "--skip-tokenizer-init", "--sleep-on-idle", "--incremental-streaming-output"]
         if self.saves_memory:
             flags.append("--enable-memory-saver")
+        if config.on_update is OnUpdate.keep:
+            # The prefix cache cannot be flushed while requests run, and would hand old KV to new requests. A step that
+            # is in flight at an update would be named after the new version.
+            flags += ["--disable-radix-cache", "--disable-overlap-schedule"]
         return [*(word for pair in arguments.items() for word in pair), *flags, *config.extra_args]
 
     def _environment(self, scratch: Path) -> dict[str, str]:

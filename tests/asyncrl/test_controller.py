@@ -14,16 +14,17 @@ from asyncrl.controller.resume import RunState
 from asyncrl.protocol.errors import AccountError, CheckpointError, WorkerDiedError
 from asyncrl.protocol.ports import FleetCounts
 from asyncrl.protocol.types import BufferStats, GroupSummary, Plan
-from tests.support.offers import bare_offer
+from tests.support.offers import OffersInMemory, bare_offer
 
 pytestmark = pytest.mark.usefixtures("virtual_time")
 TOKENS_PER_STEP = 10
 
 
-class ScriptedBuffer:
+class ScriptedBuffer(OffersInMemory):
     """Plans the next version, and one ahead of the last commit, as the real ledger does."""
 
     def __init__(self, trained_per_step=TOKENS_PER_STEP, version=0):
+        super().__init__(version)
         self.version = version
         self.first_version = version
         self.committed = asyncio.Condition()
@@ -56,6 +57,7 @@ class ScriptedBuffer:
             self.version += 1
             self.events.append(("commit", version))
             self.committed.notify_all()
+        await self.commit_offers(self.version)
         return await self.stats()
 
     async def finished(self):
@@ -80,8 +82,11 @@ class ScriptedBuffer:
 class ScriptedLearner:
     """Updates one after another, each taking a moment; may die at one."""
 
-    def __init__(self, events, dies_at=None, full_at=None, saved=None):
-        self.events = events
+    def __init__(self, buffer, dies_at=None, full_at=None, saved=None, unpublished=None):
+        self.buffer = buffer
+        self.events = buffer.events
+        self.unpublished = unpublished
+        self.background = set()
         self.saved = [] if saved is None else saved
         self.full_at = full_at
         self.dies_at = dies_at
@@ -112,6 +117,21 @@ class ScriptedLearner:
     def publish(self, version):
         return asyncio.ensure_future(self._publish(version))
 
+    async def _publish(self, version):
+        """Copy the weights in no time; offer them in the background, which takes a moment."""
+        async with self.turn:
+            self.background.add(asyncio.ensure_future(self._offer(version)))
+
+    async def _offer(self, version):
+        await asyncio.sleep(0.002)
+        if version == self.unpublished:
+            await self.buffer.publish_failed(f"the publish of version {version} failed on rank 1: no space")
+        else:
+            await self.buffer.offer(bare_offer(version))
+
+    async def finish_publish(self):
+        await asyncio.gather(*self.background)
+
     def save(self, version, run, *, wait):
         self.events.append(("save queued", version))
         self.saved.append((version, run, wait))
@@ -125,22 +145,23 @@ class ScriptedLearner:
     async def busy(self):
         return self.spans
 
-    async def _publish(self, version):
-        return bare_offer(version)
-
 
 class ScriptedFleet:
-    """Loads weights slowly, so that versions are skipped."""
+    """Takes weights slowly, so that versions are skipped."""
 
-    def __init__(self, load_s=0.03):
+    def __init__(self, buffer, load_s=0.03):
         self.tokens_generated = 60
+        self.buffer = buffer
         self.loaded = []
         self.load_s = load_s
 
-    async def load(self, snapshot):
-        await asyncio.sleep(self.load_s)
-        self.loaded.append(snapshot.version)
-        return self.load_s
+    async def run(self):
+        version = self.buffer.version
+        while True:
+            version = (await self.buffer.next_offer(version)).version
+            await asyncio.sleep(self.load_s)
+            self.loaded.append(version)
+            await self.buffer.loaded(version, self.load_s)
 
     async def counters(self):
         return FleetCounts(tokens_generated=self.tokens_generated, tokens_in_flight=0)
@@ -168,14 +189,15 @@ def make_controller(
     resumed=None,
     saved=None,
     evaluate=None,
+    unpublished=None,
 ):
     buffer = buffer or ScriptedBuffer(version=resumed.version if resumed else 0)
-    fleet = ScriptedFleet(load_s)
+    fleet = ScriptedFleet(buffer, load_s)
     records = []
     controller = Controller(
         compose_run([f"total_steps={steps}", *overrides]),
         buffer=buffer,
-        learner=ScriptedLearner(buffer.events, dies_at, full_at, saved),
+        learner=ScriptedLearner(buffer, dies_at, full_at, saved, unpublished),
         fleet=fleet,
         prompts=Prompts(),
         on_step=records.append,
@@ -185,9 +207,18 @@ def make_controller(
     return controller, buffer, fleet, records
 
 
+async def train(controller, fleet):
+    """Train beside a fleet that takes weights by itself."""
+    running = asyncio.ensure_future(fleet.run())
+    try:
+        await asyncio.wait_for(controller.train(), 10)
+    finally:
+        running.cancel()
+
+
 async def test_training_consumes_every_version_once_and_ends_with_the_last_weights_on_the_fleet():
     controller, buffer, fleet, records = make_controller()
-    await asyncio.wait_for(controller.train(), 10)
+    await train(controller, fleet)
     result = await controller.account()
     assert [version for what, version in buffer.events if what == "commit"] == list(range(6))
     assert [record.step for record in records] == list(range(6))
@@ -200,43 +231,58 @@ async def test_training_consumes_every_version_once_and_ends_with_the_last_weigh
 
 
 async def test_the_next_update_is_queued_on_the_ranks_before_the_running_one_is_committed():
-    controller, buffer, _, _ = make_controller()
-    await asyncio.wait_for(controller.train(), 10)
+    controller, buffer, fleet, _ = make_controller()
+    await train(controller, fleet)
     for version in range(5):
         assert buffer.events.index(("update queued", version + 1)) < buffer.events.index(("commit", version))
 
 
 async def test_weights_are_published_every_n_steps_and_after_the_last():
     controller, _, fleet, _ = make_controller(load_s=0.0, steps=7, overrides=["weights.publish_every=3"])
-    await asyncio.wait_for(controller.train(), 10)
+    await train(controller, fleet)
     assert fleet.loaded == [3, 6, 7]
 
 
-async def test_a_slow_publish_skips_versions_and_never_goes_back():
-    controller, _, fleet, _ = make_controller(load_s=0.05)
-    await asyncio.wait_for(controller.train(), 10)
+async def test_slow_engines_skip_versions_and_never_go_back():
+    controller, _, fleet, records = make_controller(load_s=0.05)
+    await train(controller, fleet)
     assert len(fleet.loaded) < 6
     assert fleet.loaded == sorted(fleet.loaded)
+    assert {record.publish_s for record in records if record.engine_version} <= {0.05}
+
+
+async def test_no_step_waits_for_engines_that_take_no_weights():
+    controller, _, fleet, records = make_controller(load_s=3.0)
+    await train(controller, fleet)
+    assert [record.engine_version for record in records] == [0] * 6
+    assert fleet.loaded == [1, 6]
+
+
+async def test_a_version_that_could_not_be_published_ends_training_by_name_though_no_later_one_follows():
+    controller, _, fleet, _ = make_controller(unpublished=6)
+    with pytest.raises(BaseExceptionGroup) as caught:
+        await train(controller, fleet)
+    assert "the publish of version 6 failed on rank 1: no space" in str(root_cause(caught.value))
 
 
 async def test_a_dead_learner_rank_ends_training_with_its_own_error():
-    controller, _, _, _ = make_controller(dies_at=2)
+    controller, _, fleet, _ = make_controller(dies_at=2)
     with pytest.raises(BaseExceptionGroup) as caught:
-        await asyncio.wait_for(controller.train(), 10)
+        await train(controller, fleet)
     assert isinstance(root_cause(caught.value), WorkerDiedError)
     assert "learner rank 0" in str(root_cause(caught.value))
 
 
 async def test_a_lost_token_is_an_error_that_says_how_many():
-    controller, _, _, _ = make_controller(buffer=ScriptedBuffer(trained_per_step=9))
-    await asyncio.wait_for(controller.train(), 10)
+    controller, _, fleet, _ = make_controller(buffer=ScriptedBuffer(trained_per_step=9))
+    await train(controller, fleet)
     with pytest.raises(AccountError, match="6 are not"):
         await controller.account()
 
 
 async def test_a_record_carries_the_batchs_numbers():
-    controller, _, _, records = make_controller()
-    await asyncio.wait_for(controller.train(), 10)
+    controller, _, fleet, records = make_controller()
+    await train(controller, fleet)
     record = records[3]
     assert (record.reward, record.lag_mean, record.lag_max, record.response_length) == (0.5, 1.0, 1, 5.0)
     assert (record.reward_std, record.equal_reward_groups, record.truncated_samples) == (0.5, 0.0, 0.5)
@@ -255,19 +301,18 @@ async def test_evaluations_between_are_of_one_version_each_and_hold_the_next_wei
         assert fleet.loaded == loaded, "weights were loaded while an evaluation ran"
         evaluated.append(version)
 
-    controller, _, fleet, _ = make_controller(
+    controller, buffer, fleet, _ = make_controller(
         load_s=0.0, steps=9, overrides=["evaluation.every_steps=3"], evaluate=evaluate
     )
-    await asyncio.wait_for(controller.train(), 10)
-    assert evaluated
-    assert [version // 3 for version in evaluated] == sorted({version // 3 for version in evaluated})
-    assert set(evaluated) <= set(fleet.loaded) - {9}, "the last version is evaluated after training"
+    await train(controller, fleet)
+    assert evaluated == [3, 6], "the last version is evaluated after training"
+    assert buffer.holds == [3, 6, None]
 
 
 async def test_checkpoints_are_queued_between_two_updates_with_what_their_version_has_consumed():
     saved = []
-    controller, buffer, _, _ = make_controller(overrides=["checkpoint.every_steps=2"], steps=5, saved=saved)
-    await asyncio.wait_for(controller.train(), 10)
+    controller, buffer, fleet, _ = make_controller(overrides=["checkpoint.every_steps=2"], steps=5, saved=saved)
+    await train(controller, fleet)
     assert [(version, wait) for version, _, wait in saved] == [(2, False), (4, False), (5, True)]
     for version, run, _ in saved:
         state = RunState.from_dict(run)
@@ -294,7 +339,7 @@ async def test_a_run_goes_on_at_the_version_and_the_account_of_its_checkpoint():
         overrides=["checkpoint.every_steps=6"],
         saved=saved,
     )
-    await asyncio.wait_for(controller.train(), 10)
+    await train(controller, fleet)
     result = await controller.account()
     assert (result.max_lag_realised, result.max_lag_before) == (1, 2)
     assert [version for what, version in buffer.events if what == "commit"] == [3, 4, 5]
@@ -326,7 +371,7 @@ async def test_a_training_that_is_cancelled_commits_what_the_ranks_had_been_give
 
 
 async def test_a_checkpoint_that_cannot_be_written_ends_the_run():
-    controller, _, _, _ = make_controller(overrides=["checkpoint.every_steps=2"], full_at=4)
+    controller, _, fleet, _ = make_controller(overrides=["checkpoint.every_steps=2"], full_at=4)
     with pytest.raises(BaseExceptionGroup) as caught:
-        await asyncio.wait_for(controller.train(), 10)
+        await train(controller, fleet)
     assert "no space left" in str(root_cause(caught.value))

@@ -14,7 +14,6 @@ from asyncrl.controller.run_folder import RunPaths
 from asyncrl.protocol import remote
 from asyncrl.protocol.errors import DeadlineError
 from rollout_fleet.metrics import EvaluationResult, FleetMeter
-from tests.support.offers import bare_offer
 
 pytestmark = [pytest.mark.timeout(30), pytest.mark.usefixtures("virtual_time")]
 
@@ -33,7 +32,10 @@ class Workers:
     async def run(self):
         await asyncio.sleep(self.takes_s)
 
-    async def load_weights(self, snapshot):
+    async def start(self):
+        pass
+
+    async def load_first(self):
         await asyncio.sleep(self.takes_s)
 
     async def counters(self):
@@ -52,7 +54,8 @@ def fleet_of(monkeypatch, tmp_path):
     def make(workers):
         monkeypatch.setattr(fleet_group, "RayWorkerGroup", lambda *_, **__: workers)
         connection = SimpleNamespace(for_role=lambda role: SimpleNamespace(client=None))
-        paths = RunPaths(logs=tmp_path, snapshots=tmp_path, samples=tmp_path, trajectories=None, checkpoints=tmp_path)
+        folders = dict.fromkeys(("logs", "snapshots", "staging", "samples", "checkpoints"), tmp_path)
+        paths = RunPaths(**folders, trajectories=None)
         config = compose_run(["buffer.request_timeout_s=0.1", "rollout_fleet.load_timeout_s=0.1"])
         return FleetGroup(config, buffer=connection, paths=paths, pool=object())
 
@@ -65,8 +68,8 @@ async def test_an_evaluation_takes_as_long_as_it_takes_while_its_workers_answer(
     assert (evaluation.num_failed, evaluation.policy_version) == (2, 4)
 
 
-async def test_a_load_that_waits_for_running_samples_is_left_to_the_engines_own_deadlines(fleet_of):
-    assert await fleet_of(Workers()).load(bare_offer(1)) == pytest.approx(0.5)
+async def test_a_start_waits_as_long_as_it_must_for_the_first_weights(fleet_of):
+    await asyncio.wait_for(fleet_of(Workers(takes_s=500.0)).start(), 501.0)
 
 
 @pytest.mark.parametrize(
@@ -74,7 +77,7 @@ async def test_a_load_that_waits_for_running_samples_is_left_to_the_engines_own_
     [
         (lambda fleet: fleet.run(), "which generate"),
         (lambda fleet: fleet.evaluate([object()], policy_version=0), "which answer held-out prompts"),
-        (lambda fleet: fleet.load(bare_offer(7)), "which load the weights of version 7"),
+        (lambda fleet: fleet.start(), "which wait for the first weights"),
     ],
 )
 async def test_a_worker_that_hangs_is_found_by_its_silence(fleet_of, call, words):

@@ -19,7 +19,7 @@ from asyncrl.cli.compose import compose_run
 from asyncrl.config import RunConfig, check_options, learner_pools, learner_roles, requested_cpus
 from asyncrl.controller.learner_group import LearnerGroup
 from asyncrl.controller.run_folder import RunPaths
-from asyncrl.protocol.manifest import read_manifest
+from asyncrl.protocol.manifest import WeightOffer
 from asyncrl.protocol.trajectory import TrajectoryGroup
 from asyncrl.protocol.types import FinishReason, Plan
 from buffer import BufferConnection
@@ -64,7 +64,10 @@ def group(group_id: int, version: int = 0) -> TrajectoryGroup:
     )
 
 
-class ScriptedSource:
+class ScriptedBuffer:
+    def offer(self, offer: WeightOffer) -> int:
+        return 0
+
     def fetch(self, group_ids: Sequence[int]) -> list[TrajectoryGroup]:
         return [group(group_id, version=group_id // 100) for group_id in group_ids]
 
@@ -73,8 +76,8 @@ class ScriptedSource:
 
 
 class ScriptedConnection(BufferConnection):
-    def sync_client(self) -> ScriptedSource:
-        return ScriptedSource()
+    def sync_client(self) -> ScriptedBuffer:
+        return ScriptedBuffer()
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -98,6 +101,7 @@ class Learners:
         paths = RunPaths(
             logs=folder / "logs",
             snapshots=folder / "s",
+            staging=folder / "staging",
             samples=folder / "samples",
             trajectories=None,
             checkpoints=folder / "checkpoints",
@@ -140,8 +144,9 @@ async def run_steps(
     metrics = []
     for update, weights, critic in queued:
         metrics.append({**await update, **await critic})
-        offer = await weights
-    return metrics, load_file(f"{read_manifest(offer).directory}/model.safetensors")
+        await weights
+    await learner.finish_publish()
+    return metrics, load_file(learner._checkpoints.parent / "s" / f"v{num_steps:08d}" / "model.safetensors")
 
 
 def pids(learner: LearnerGroup) -> dict[str, int]:

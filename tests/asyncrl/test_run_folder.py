@@ -34,8 +34,11 @@ def test_and_into_the_runs_folder_where_they_do_not_or_where_all_are_kept(run_di
     (run_dir / "snapshots").rmdir()
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(1 << 24, 0, 7 << 20))
     assert snapshots(run_dir) == run_dir / "snapshots"
-    with pytest.raises(ValueError, match=r"shared_memory needs room: .*7 MiB free, 8 are wanted; .*transport=file"):
-        snapshots(run_dir, "weights.transport=shared_memory", "buffer.max_lag=1")
+    in_memory = ("weights.transport=shared_memory", "buffer.max_lag=1")
+    with pytest.raises(ValueError, match=r"shared_memory needs room: .*7 MiB free, 10 are wanted; .*transport=file"):
+        snapshots(run_dir, *in_memory)
+    with pytest.raises(ValueError, match=r"28 are wanted"):  # deltas since the full version, and everybody's images
+        snapshots(run_dir, *in_memory, "weights.full_every=5", "rollout_fleet.num_engines=3")
 
 
 def test_a_directory_that_hosts_share_gets_a_folder_per_run(run_dir, tmp_path):

@@ -21,6 +21,7 @@ from buffer.messages import PROTOCOL_VERSION, Message
 from buffer.server import BufferServer
 from buffer.service import BufferService
 from tests.support.buffer_groups import prompt, rollout, running
+from tests.support.offers import bare_offer
 
 CONTROLLER, ROLLOUT = BufferRole.controller, BufferRole.rollout
 
@@ -66,10 +67,19 @@ async def test_a_role_is_refused_what_is_not_its_work(tmp_path: Path):
             for role in (ROLLOUT, CONTROLLER, BufferRole.inspector, BufferRole.learner)
         )
         await control.enqueue([prompt(0)])
-        for call in (worker.plan(0), worker.commit(0), worker.enqueue([prompt(1)]), worker.fetch([0])):
+        theirs = worker.offer(bare_offer(0)), worker.hold(0), worker.served(0, 1)
+        for call in (worker.plan(0), worker.commit(0), worker.enqueue([prompt(1)]), worker.fetch([0]), *theirs):
             with pytest.raises(NotAllowed, match="the key of role 'rollout' may not"):
                 await call
-        for call in (inspector.plan(0), inspector.lease(0, 1), rank.commit(0), rank.lease(0, 1), control.lease(0, 1)):
+        for call in (
+            inspector.plan(0),
+            inspector.lease(0, 1),
+            rank.commit(0),
+            rank.lease(0, 1),
+            rank.next_offer(0),
+            control.lease(0, 1),
+            control.offer(bare_offer(0)),
+        ):
             with pytest.raises(NotAllowed, match="use the key of its role"):
                 await call
         assert (await inspector.inspect())["stats"]["groups"]["queued"] == 1
@@ -232,6 +242,11 @@ operations = st.sampled_from(
         "commit",
         "stats",
         "inspect",
+        "offer",
+        "next_offer",
+        "loaded",
+        "served",
+        "hold",
         "nonsense",
     ]
 )
@@ -256,9 +271,16 @@ field_names = st.sampled_from(
         "continued",
         "produces",
         "read",
+        "offer",
+        "failure",
+        "at_least",
+        "num_engines",
+        "seconds",
+        "serves",
     ]
 )
-small = st.integers(-1, 5) | st.lists(st.integers(-1, 5), max_size=3) | st.text(max_size=3)
+offers = st.fixed_dictionaries({"version": st.integers(-1, 2)}, optional={"manifest": st.text(max_size=3)})
+small = st.integers(-1, 5) | offers | st.lists(st.integers(-1, 5), max_size=3) | st.text(max_size=3)
 requests = st.tuples(operations, st.dictionaries(field_names, small | values, max_size=10))
 
 

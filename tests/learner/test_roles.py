@@ -230,7 +230,7 @@ def test_the_critic_leaves_the_device_and_comes_back_as_the_options_say(models: 
     before = worker.compute_values(data).batch["values"]
     data.batch["values"], data.batch["returns"] = before, torch.ones(4, RESPONSE)
     worker.update_critic(data)
-    assert worker.rollout_mode(1) is None
+    worker.rollout_mode(1)
     assert (worker._offload.model_offloaded, worker._offload.optimizer_offloaded) == (True, True)
     assert worker._offload.metrics["rollout_device_bytes_after"] == 0
     values = worker.compute_values(data).batch["values"]

@@ -1,5 +1,6 @@
 import asyncio
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,9 +15,13 @@ from asyncrl.protocol.errors import WeightsError
 from asyncrl.protocol.manifest import PublishedWeights, read_manifest
 from learner import weights
 from learner.config import AlgorithmConfig, Device, LearnerConfig, LoraConfig, OptimizerConfig
+from learner.fsdp import local_tensor
 from learner.losses import policy_objective
 from learner.trainer import Trainer
-from learner.weights import ModelLayout, WeightPublisher, gather_weights, save_policy
+from learner.weight_layout import ModelLayout
+from learner.weights import ModelFiles, WeightPublisher, gather_weights, save_policy
+from rollout_fleet.engines.staging import WeightStager
+from rollout_fleet.engines.weight_loader import torch_tensors
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny_models import TRAINED_FAMILIES, random_sequences, save_tiny_model
 
@@ -28,8 +33,8 @@ def publisher_of():
     """Makes publishers; closes them after the test."""
     made = []
 
-    def make(trainer, directory, keep=2):
-        made.append(WeightPublisher(trainer, str(directory), keep=keep))
+    def make(trainer, directory, keep=2, **options):
+        made.append(WeightPublisher(trainer, str(directory), keep=keep, **options))
         return made[-1]
 
     yield make
@@ -150,6 +155,59 @@ def test_computed_tensors_of_ranks_on_two_hosts_are_refused_by_name(tmp_path):
         run_on_ranks(2, sent_and_received_by_a_rank, config, path, str(tmp_path), "ab")
 
 
+def deltas_of_a_rank(config, path, folder):
+    """Kind of each version, whether what an engine stages of it is what one rank would gather, and bytes published."""
+    trainer = Trainer(config, model_path=path, total_updates=1)
+    publisher = WeightPublisher(trainer, folder, keep=-1, full_every=3)
+    stager = WeightStager("engine-0", memory=Path(folder, "memory"), copies=True, timeout_s=10)
+    seen = []
+    for version in range(5):
+        for parameter in trainer.head.parameters():
+            local_tensor(parameter.data).reshape(-1)[version::41] += 0.5
+        offer = publisher.publish(version).result()
+        whole = gather_weights(trainer)
+        if offer is not None:
+            staged = dict(torch_tensors(PublishedWeights(stager.stage(offer))))
+            is_equal = staged.keys() == whole.keys() and all(torch.equal(staged[n], t) for n, t in whole.items())
+            own = Path(read_manifest(offer).directory)
+            size = sum(f.stat().st_size for f in own.iterdir() if f.name.startswith(("delta", "model")))
+            seen.append((offer.kind, is_equal, size))
+    publisher.close()
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("deepseek_v3", {"dtype": "bfloat16"}),
+        ("qwen3", {}),
+        ("qwen3", {"fsdp_size": 1}),
+        ("qwen3_moe", {"lora": LoraConfig(rank=2, target_modules=["q_proj", "o_proj"])}),
+    ],
+    ids=["two-dtypes", "dense", "copies", "experts-with-adapters"],
+)
+def test_deltas_of_two_ranks_make_what_one_would_gather(family, options, tmp_path):
+    path = save_tiny_model(tmp_path / "model", family)
+    config = replace(CONFIG, num_ranks=2, **options)
+    seen, nothing = run_on_ranks(2, deltas_of_a_rank, config, path, str(tmp_path / "p"))
+    assert nothing == []
+    assert [kind for kind, _, _ in seen] == ["full", "delta", "delta", "full", "delta"]
+    assert all(is_equal for _, is_equal, _ in seen)
+    if "lora" not in options:
+        assert max(seen[index][2] for index in (1, 2, 4)) < 0.2 * seen[0][2]
+
+
+def test_with_the_oldest_version_that_is_kept_the_full_one_stays_on_which_it_is_based(tmp_path, publisher_of):
+    trainer = Trainer(CONFIG, model_path=save_tiny_model(tmp_path / "model"), total_updates=1)
+    publisher = publisher_of(trainer, tmp_path / "s", full_every=3)
+    kept = []
+    for version in range(6):
+        publisher.publish(version).result()
+        publisher._ready.result()
+        kept.append([int(path.name[1:]) for path in sorted((tmp_path / "s").glob("v*"))])
+    assert kept == [[0], [0, 1], [0, 1, 2], [0, 1, 2, 3], [3, 4], [3, 4, 5]]
+
+
 def test_what_is_published_are_the_weights_at_the_call(tmp_path, publisher_of):
     trainer = Trainer(CONFIG, model_path=save_tiny_model(tmp_path / "model"), total_updates=2)
     before = {name: tensor.clone() for name, tensor in (gather_weights(trainer) or {}).items()}
@@ -165,8 +223,21 @@ def test_old_versions_leave_and_nothing_half_written_is_offered(tmp_path, publis
     for version in (9, 10, 11, 11):
         publisher.publish(version).result()
     publisher.close()
-    names = sorted(path.name for path in (tmp_path / "s").iterdir() if not path.name.startswith(".next"))
-    assert names == ["v00000010", "v00000011"]
+    assert sorted(path.name for path in (tmp_path / "s").iterdir()) == ["v00000010", "v00000011"]
+
+
+def test_a_version_is_offered_only_after_it_has_reached_the_file_system(tmp_path, publisher_of, monkeypatch):
+    """Another host that shares the directory would otherwise read what was there before."""
+    publisher = publisher_of(Trainer(CONFIG, model_path=save_tiny_model(tmp_path / "model"), total_updates=1), tmp_path)
+    synced, fsync = [], os.fsync
+
+    def record(descriptor):
+        fsync(descriptor)
+        synced.append((os.fstat(descriptor).st_ino, list(tmp_path.rglob("manifest.json"))))
+
+    monkeypatch.setattr("learner.weights.os.fsync", record)
+    folder = folder_of(publisher.publish(1).result())
+    assert synced == [((folder / "model.safetensors").stat().st_ino, [])]
 
 
 def test_no_room_for_the_next_version_is_an_error_by_name(tmp_path, publisher_of, monkeypatch):
@@ -182,6 +253,66 @@ def test_no_room_for_the_next_version_is_an_error_by_name(tmp_path, publisher_of
     publisher.publish(2).result()
     with pytest.raises(WeightsError, match=r"no room for \d+ bytes of weights in .*No space left"):
         publisher.publish(3)
+
+
+class KeptLog:
+    """Keeps what a publisher reports; ``oldest`` is the version that engines may still be offered."""
+
+    def __init__(self, oldest=0):
+        self.reported = []
+        self.oldest = oldest
+
+    def offer(self, offer):
+        self.reported.append(offer.version)
+        return self.oldest
+
+    def publish_failed(self, reason):
+        self.reported.append(reason)
+
+
+def test_versions_that_engines_may_still_be_offered_stay_whatever_is_kept(tmp_path):
+    trainer = Trainer(CONFIG, model_path=save_tiny_model(tmp_path / "model"), total_updates=1)
+    log = KeptLog(oldest=3)
+    publisher = WeightPublisher(trainer, str(tmp_path / "s"), keep=1, log=log)
+    for version in range(1, 6):
+        publisher.publish(version)
+        publisher.wait()
+    publisher.close()
+    assert log.reported == [1, 2, 3, 4, 5]
+    assert sorted(path.name for path in (tmp_path / "s").glob("v*")) == ["v00000003", "v00000004", "v00000005"]
+
+
+def failed_publish(config, path, folder, where):
+    """What each of two ranks hears, and reports, of a publish at which rank 1 fails."""
+    trainer = Trainer(config, model_path=path, total_updates=1)
+    log = KeptLog()
+    publisher = WeightPublisher(trainer, folder, keep=2, log=log)
+    heard = []
+    with pytest.MonkeyPatch.context() as patch:
+        if trainer.mesh.rank == 1:
+
+            def full(*_):
+                raise OSError(28, "No space left on device")
+
+            patch.setattr(ModelFiles, where, full)
+        for call in (lambda: publisher.publish(7), publisher.wait):
+            try:
+                call()
+            except (OSError, WeightsError) as error:
+                heard.append(f"{type(error).__name__}: {error}")
+        publisher.close()
+    return heard, log.reported
+
+
+@pytest.mark.parametrize("where", ["write", "finish"])
+def test_a_rank_that_fails_is_named_to_all_ranks_and_to_the_log_and_nobody_waits_for_it(where, tmp_path):
+    path = save_tiny_model(tmp_path / "model")
+    config = replace(CONFIG, num_ranks=2)
+    first, second = run_on_ranks(2, failed_publish, config, path, str(tmp_path / "p"), where)
+    words = "the publish of version 7 failed on rank 1: OSError: [Errno 28] No space left on device"
+    assert first == ([f"WeightsError: {words}"], [words])
+    own = ["OSError: [Errno 28] No space left on device"] if where == "write" else []
+    assert second == ([*own, f"WeightsError: {words}"], [])
 
 
 def test_a_saved_policy_brings_its_tokenizer(tmp_path: Path) -> None:

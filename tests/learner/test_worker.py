@@ -4,7 +4,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from asyncrl.protocol.errors import StalenessError
-from asyncrl.protocol.manifest import read_manifest
+from asyncrl.protocol.manifest import WeightOffer, read_manifest
 from asyncrl.protocol.trajectory import TrajectoryGroup
 from asyncrl.protocol.types import FinishReason
 from learner.config import AlgorithmConfig, Device, LearnerConfig, OptimizerConfig
@@ -45,7 +45,18 @@ def group(group_id: int, oldest_version: int = 5) -> TrajectoryGroup:
     )
 
 
-class ScriptedSource:
+class ScriptedBuffer:
+    """Serves batches, and keeps what is offered."""
+
+    offers: ClassVar[list[WeightOffer]] = []
+
+    def offer(self, offer: WeightOffer) -> int:
+        self.offers.append(offer)
+        return 0
+
+    def publish_failed(self, reason: str) -> None:
+        raise AssertionError(reason)
+
     def fetch(self, group_ids: Sequence[int]) -> list[TrajectoryGroup]:
         return [group(group_id) for group_id in group_ids]
 
@@ -68,7 +79,7 @@ def start(directory: str, num_ranks: int, **options: bool) -> ActorWorker:
         model_path=f"{directory}/model",
         total_steps=10,
         temperature=TEMPERATURE,
-        connect_buffer=ScriptedSource,
+        connect_buffer=ScriptedBuffer,
         snapshot_dir=f"{directory}/snapshots{num_ranks}",
         seed=0,
         trajectory_dir=f"{directory}/trajectories{num_ranks}",
@@ -77,13 +88,20 @@ def start(directory: str, num_ranks: int, **options: bool) -> ActorWorker:
     return worker
 
 
+def published(worker: ActorWorker, version: int) -> str:
+    """Publish; returns the directory, empty on ranks that offer nothing."""
+    ScriptedBuffer.offers.clear()
+    worker.publish_weights(version)
+    worker.finish_publish()
+    return read_manifest(ScriptedBuffer.offers[0]).directory if ScriptedBuffer.offers else ""
+
+
 def one_step(directory: str, num_ranks: int) -> tuple[dict[str, float], str]:
     worker = start(directory, num_ranks)
     shards = [batch([1, 2])] if num_ranks == 1 else [batch([2]), batch([1])]
     (parts,), _ = PER_DP_RANK["dispatch_fn"](SimpleNamespace(world_size=num_ranks), shards)
     metrics = worker.step(parts[int(os.environ["RANK"])])
-    offer = worker.publish_weights(8)
-    return metrics, "" if offer is None else read_manifest(offer).directory
+    return metrics, published(worker, 8)
 
 
 @pytest.fixture(scope="module")
@@ -133,9 +151,9 @@ def test_a_saved_policy_is_the_published_one(directory: str, tmp_path: Path) -> 
     worker.step(batch([1, 2]))
     worker.save_policy(str(tmp_path / "policy"))
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "policy").state_dict()
-    published = AutoModelForCausalLM.from_pretrained(read_manifest(worker.publish_weights(8)).directory).state_dict()
+    offered = AutoModelForCausalLM.from_pretrained(published(worker, 8)).state_dict()
     original = AutoModelForCausalLM.from_pretrained(f"{directory}/model").state_dict()
-    assert all(torch.equal(saved[name], value) for name, value in published.items())
+    assert all(torch.equal(saved[name], value) for name, value in offered.items())
     assert not torch.equal(saved["lm_head.weight"], original["lm_head.weight"])
 
 
@@ -156,9 +174,11 @@ def test_a_resumed_worker_makes_the_same_next_step(directory: str, tmp_path: Pat
 def test_modes_hand_the_devices_over_and_take_them_back(directory: str) -> None:
     worker = start(directory, 1, offload_at_transition_only=True)
     worker.step(batch([1]))
-    snapshot = worker.rollout_mode(8)
+    ScriptedBuffer.offers.clear()
+    worker.rollout_mode(8)
+    [offer] = ScriptedBuffer.offers
     assert (worker._actor_model_offloaded, worker._actor_optimizer_offloaded) == (True, True)
-    assert "model.embed_tokens.weight" in load_file(f"{read_manifest(snapshot).directory}/model.safetensors")
+    assert "model.embed_tokens.weight" in load_file(f"{read_manifest(offer).directory}/model.safetensors")
     worker.trainer_mode()
     assert (worker._actor_model_offloaded, worker._actor_optimizer_offloaded) == (False, False)
     metrics = worker.step(batch([2]))

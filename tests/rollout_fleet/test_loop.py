@@ -2,11 +2,20 @@ from __future__ import annotations
 
 import asyncio
 import time
+from contextlib import asynccontextmanager
 from functools import partial
 
 import pytest
 
-from asyncrl.protocol.errors import DeadlineError, EngineError, ReplayBufferError, RewardError, WorkerDiedError
+from asyncrl.protocol.errors import (
+    DeadlineError,
+    EngineError,
+    ReplayBufferError,
+    RewardError,
+    WeightsError,
+    WeightsGone,
+    WorkerDiedError,
+)
 from rollout_fleet import loop as loop_module
 from rollout_fleet.config import RolloutFleetConfig
 from rollout_fleet.engines.scripted import ScriptedAnswer, ScriptedEngine
@@ -62,6 +71,60 @@ async def test_tokens_written_after_a_load_carry_the_new_version(make_buffer):
     versions = buffer.groups[0].versions[len(buffer.groups[0].prompt_ids) :][:20].tolist()
     assert versions == sorted(versions)
     assert set(versions) == {0, 1}
+
+
+async def test_a_running_loop_takes_the_newest_offered_weights_by_itself_and_reports_them(make_buffer):
+    buffer = make_buffer(0, groups_per_step=1, max_lag=4)
+    for _ in range(3):
+        await buffer.advance()
+    async with running_loop(buffer) as (loop, engine, _):
+        engine.load_delay_s = 0.5
+        await buffer.offer(bare_offer(1))
+        await asyncio.sleep(0.1)
+        for version in (2, 3):
+            await buffer.offer(bare_offer(version))
+        assert await buffer.served(0, 1) == (1, pytest.approx(0.5))
+        assert await buffer.served(1, 1) == (3, pytest.approx(0.5))
+        assert engine.version == 3
+        assert len(loop.counters().load_s) == 2
+
+
+async def test_weights_that_have_left_are_skipped_for_newer_ones(make_buffer):
+    buffer = make_buffer(0, groups_per_step=1, max_lag=4)
+    await buffer.advance()
+
+    @asynccontextmanager
+    async def stage(offer):
+        if offer.version == 1:
+            raise WeightsGone("policy version 1 was removed")
+        yield offer
+
+    async with running_loop(buffer, stage=stage) as (_, engine, run):
+        await buffer.offer(bare_offer(1))
+        await asyncio.sleep(0.1)
+        assert (engine.version, run.done()) == (0, False)
+        await buffer.advance()
+        await buffer.offer(bare_offer(2))
+        assert (await buffer.served(0, 1))[0] == 2
+
+
+async def test_a_version_that_could_not_be_published_ends_the_loop_by_name(make_buffer):
+    buffer = make_buffer(2)
+    async with running_loop(buffer, writes(2000)) as (_, _, run):
+        await buffer.publish_failed("the publish of version 7 failed on rank 1: no space")
+        with pytest.raises(WeightsError, match="version 7 failed on rank 1"):
+            await asyncio.wait_for(run, 10)
+    assert buffer.held == set()
+
+
+async def test_a_load_that_fails_ends_the_loop_with_the_engines_error(make_buffer):
+    buffer = make_buffer(2)
+    async with running_loop(buffer, writes(2000)) as (_, engine, run):
+        engine.load_error = "other weights"
+        await buffer.offer(bare_offer(1))
+        with pytest.raises(EngineError, match="other weights"):
+            await asyncio.wait_for(run, 10)
+    assert buffer.held == set()
 
 
 async def test_stopping_gives_every_lease_back_with_its_tokens(make_buffer):

@@ -5,10 +5,20 @@ import sys
 import pytest
 
 import rollout_fleet
-from rollout_fleet.config import EngineKind, RolloutFleetConfig, SamplingConfig, SGLangConfig, TransformersConfig
+from rollout_fleet.config import (
+    EngineKind,
+    OnUpdate,
+    RolloutFleetConfig,
+    SamplingConfig,
+    SaveProgress,
+    SGLangConfig,
+    TransformersConfig,
+)
 from rollout_fleet.engines import make_engine
 from rollout_fleet.engines.model_files import load_decoder, read_model_facts
 from rollout_fleet.engines.scripted import ScriptedEngine
+
+KEEPS = SGLangConfig(on_update=OnUpdate.keep)
 
 
 @pytest.mark.parametrize("module", ["rollout_fleet", "rollout_fleet.config", "rollout_fleet.loop"])
@@ -88,6 +98,14 @@ def test_an_impossible_option_fails_by_name(make, message):
         (lambda: TransformersConfig(max_rows=0), "transformers.max_rows must be >= 1, got 0"),
         (lambda: RolloutFleetConfig(num_engines=0), "num_engines must be >= 1, got 0"),
         (lambda: RolloutFleetConfig(renew_every_s=0), "renew_every_s must be > 0 seconds, got 0"),
+        (
+            lambda: RolloutFleetConfig(engine=EngineKind.transformers, sglang=KEEPS),
+            "on_update must be recompute with rollout_fleet.engine=transformers, got keep",
+        ),
+        (
+            lambda: RolloutFleetConfig(save_progress=SaveProgress.at_updates, sglang=KEEPS),
+            "on_update must be recompute with rollout_fleet.save_progress=at_updates, got keep",
+        ),
     ],
 )
 def test_an_option_out_of_its_bounds_is_refused_by_name(options, message):

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from asyncrl.protocol.errors import DeadlineError, EngineError
 from asyncrl.protocol.types import FinishReason
-from rollout_fleet.config import EngineDevice, RolloutFleetConfig, SamplingConfig, SGLangConfig
+from rollout_fleet.config import EngineDevice, OnUpdate, RolloutFleetConfig, SamplingConfig, SGLangConfig
 from rollout_fleet.engines.engine import SampleRequest
 from rollout_fleet.engines.sglang import SGLangEngine, _StreamedSample
 from rollout_fleet.engines.sglang_server import report_path
@@ -32,7 +33,7 @@ class RecordedServer:
         self.weight_order = folder / "weights.json"
         self.reports = [{"num_values": 3}, {"num_values": 3}]
         self.calls = []
-        self.refused = ""
+        self.refused = self.unconfirmed = ""
         self.answers = asyncio.Event()
         self.answers.set()
         self.events = None
@@ -60,7 +61,9 @@ class RecordedServer:
             order = json.loads(self.weight_order.read_text())["order"]
             for rank, report in enumerate(self.reports):
                 report_path(self.weight_order, rank).write_text(json.dumps({"order": order, **report}))
-        return {}
+        if path == self.unconfirmed:
+            return None
+        return {"success": True, "status": "ok", "new_version": (body or {}).get("new_version")}
 
     async def stream(self, path, body):
         self.calls.append((path, body))
@@ -133,6 +136,27 @@ async def test_a_refusal_at_any_step_of_a_load_fails_the_engine(engine, server, 
     assert server.paths[-1] == refused
 
 
+@pytest.mark.parametrize("unconfirmed", ["/pause_generation", *LOAD, "/continue_generation"])
+async def test_a_step_of_a_load_that_the_server_does_not_confirm_fails_the_engine(engine, server, unconfirmed):
+    server.unconfirmed = unconfirmed
+    with pytest.raises(EngineError, match=f"answered POST {unconfirmed} with None, expected"):
+        await engine.load_weights(bare_offer(1))
+    assert server.paths[-1] == unconfirmed
+    with pytest.raises(EngineError, match=f"answered POST {unconfirmed} with None"):
+        await engine.wait_failed()
+
+
+@pytest.mark.parametrize(
+    ("on_update", "mode", "flush_cache"), [(OnUpdate.recompute, "retract", True), (OnUpdate.keep, "in_place", False)]
+)
+async def test_an_update_recomputes_or_keeps_the_kv_cache_of_what_runs(engine, server, on_update, mode, flush_cache):
+    engine._config = RolloutFleetConfig(sglang=SGLangConfig(on_update=on_update))
+    await engine.load_weights(bare_offer(1))
+    calls = dict(server.calls)
+    assert calls["/pause_generation"] == {"mode": mode}
+    assert calls["/update_weights_from_tensor"]["flush_cache"] is flush_cache
+
+
 async def test_a_load_pauses_updates_verifies_and_continues(engine, server):
     await engine.load_weights(bare_offer(1))
     assert (engine.version, engine._verified) == (1, {0, 1})
@@ -196,6 +220,14 @@ async def test_a_server_that_hangs_during_a_load_is_reported_with_the_deadline_o
     for failed in (aborting, loading, running, engine.wait_failed()):
         with pytest.raises(DeadlineError, match=want):
             await asyncio.wait_for(failed, 5)
+
+
+async def test_the_deadline_of_a_load_grows_with_its_bytes(engine, server):
+    server.answers.clear()
+    began_s = asyncio.get_running_loop().time()
+    with pytest.raises(DeadlineError, match=r"load_timeout_s = 60 s and 70 s for 7000 MB. Last lines"):
+        await engine.load_weights(replace(bare_offer(1), num_bytes=7_000_000_000))
+    assert asyncio.get_running_loop().time() - began_s == pytest.approx(130.0)
 
 
 @pytest.mark.parametrize(

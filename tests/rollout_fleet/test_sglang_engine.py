@@ -27,12 +27,15 @@ from rollout_fleet.engines.engine import SampleRequest
 from rollout_fleet.engines.sglang import SGLangEngine
 from rollout_fleet.engines.sglang_client import DEATH_GRACE_S
 from tests.support.engine_probes import (
+    RunningServer,
     answer,
     assert_continues,
     folder_of,
     forward_logprobs,
     publish_weights,
     requests_of,
+    server_processes,
+    until_writing,
 )
 from tests.support.leftovers import left_in_shared_memory, shared_memory_of
 from tests.support.offers import bare_offer
@@ -63,21 +66,9 @@ def publish(engine, model_path, tmp_path):
     return partial(publish_weights, model_path, tmp_path, engine.version + 1)
 
 
-def server_processes(engine):
-    return psutil.Process(engine._server._guard.pid).children(recursive=True)
-
-
 def still_alive(processes, timeout=30):
     _, alive = psutil.wait_procs(processes, timeout=timeout)
     return [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
-
-
-async def until_writing(engine):
-    """Until the first tokens of what was asked just now have come."""
-    first, token = asyncio.Event(), engine._silence.token
-    engine._silence.token = lambda: (first.set(), token())
-    await asyncio.wait_for(first.wait(), 60)
-    engine._silence.token = token
 
 
 async def test_what_was_cut_off_is_continued_to_what_it_would_have_been(engine, model_path):
@@ -196,22 +187,6 @@ async def failing_engine(engine, model_path, tmp_path):
         await failing._client.call("POST", "/end_weight_update", {})
     await failing.stop()
     await engine.load_weights(publish_weights(model_path, tmp_path / "again", engine.version + 1))
-
-
-class RunningServer:
-    """A server that its engine neither starts nor stops."""
-
-    def __init__(self, server):
-        self._server = server
-
-    def __getattr__(self, name):
-        return getattr(self._server, name)
-
-    async def start(self):
-        pass
-
-    async def stop(self):
-        pass
 
 
 async def assert_failed(engine, running, match):

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from asyncrl.protocol.errors import DeadlineError, WorkerDiedError
-from rollout_fleet.config import EngineDevice, SGLangConfig
+from rollout_fleet.config import EngineDevice, OnUpdate, SGLangConfig
 from rollout_fleet.engines import sglang_server
 from rollout_fleet.engines.sglang_server import SGLangServer
 
@@ -140,7 +140,7 @@ def test_the_command_line_follows_device_and_options(make_server, tmp_path):
     config = SGLangConfig(memory_saver=True, tp_size=2, extra_args=["--chunked-prefill-size", "64"])
     on_cpu = make_server("", config=config)
     assert on_cpu.dtype == "float32"
-    assert "--enable-memory-saver" not in on_cpu._arguments(tmp_path)
+    assert not {"--enable-memory-saver", "--disable-radix-cache"} & set(on_cpu._arguments(tmp_path))
     assert on_cpu._arguments(tmp_path)[-2:] == ["--chunked-prefill-size", "64"]
     assert str(sglang_server.CPU_KV_TOKENS) in on_cpu._arguments(tmp_path)
     assert on_cpu._environment(tmp_path)["SGLANG_CPU_OMP_THREADS_BIND"] == "0|1"
@@ -149,3 +149,5 @@ def test_the_command_line_follows_device_and_options(make_server, tmp_path):
     assert "--enable-memory-saver" in on_gpu._arguments(tmp_path)
     assert "--max-total-tokens" not in on_gpu._arguments(tmp_path)
     assert "SGLANG_USE_CPU_ENGINE" not in on_gpu._environment(tmp_path)
+    keeping = make_server("", config=SGLangConfig(on_update=OnUpdate.keep))
+    assert {"--disable-radix-cache", "--disable-overlap-schedule"} <= set(keeping._arguments(tmp_path))

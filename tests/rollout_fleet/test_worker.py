@@ -15,7 +15,6 @@ from rollout_fleet.evaluation import evaluate_prompts
 from rollout_fleet.rewards import Scores
 from rollout_fleet.worker import RolloutWorker
 from tests.support.engine_probes import publish_weights
-from tests.support.offers import bare_offer
 from tests.support.rollout import digits
 
 pytestmark = pytest.mark.timeout(60)
@@ -34,6 +33,7 @@ def make_worker(model_path, tmp_path, monkeypatch):
             samples_per_prompt=4,
             connect_buffer=lambda: buffer,
             log_dir=str(tmp_path),
+            staging_dir=str(tmp_path / "staging"),
             sample_dir=str(tmp_path / "samples"),
             seed=0,
         )
@@ -47,11 +47,14 @@ async def test_a_worker_rolls_out_across_weight_loads_and_every_token_is_account
     buffer = make_buffer(24, groups_per_step=8, max_lag=1)
     worker = make_worker(buffer, sampling=SamplingConfig(max_new_tokens=8))
     await worker.start()
+    await buffer.offer(publish_weights(model_path, tmp_path, 0))
+    await worker.load_first()
+    assert await buffer.served(-1, 1) > (0, 0.0)
     run = asyncio.create_task(worker.run())
     for version in (1, 2):
         await buffer.stored(8 * version)
         await buffer.commit()
-        await worker.load_weights(publish_weights(model_path, tmp_path, version))
+        await buffer.offer(publish_weights(model_path, tmp_path, version))
     await buffer.stored(24)
     counters = await worker.stop()
     assert await run == counters
@@ -59,7 +62,7 @@ async def test_a_worker_rolls_out_across_weight_loads_and_every_token_is_account
     assert counters.groups_finished == 24
     assert counters.tokens_generated == buffer.num_accounted
     assert counters.tokens_in_flight == 0
-    assert len(counters.load_s) == 2
+    assert len(counters.load_s) == 3
     for group in buffer.groups:
         assert group.num_trajectories == 4
         assert group.summary.oldest_version >= 0
@@ -109,7 +112,7 @@ async def test_evaluating_nothing_gives_nothing(make_worker, make_buffer):
 async def test_a_worker_that_was_never_started_says_so_and_stops_cleanly(make_worker, make_buffer):
     worker = make_worker(make_buffer(1))
     with pytest.raises(AsyncRLError, match=r"rollout worker 0 is not started; await start\(\) first"):
-        await worker.load_weights(bare_offer(1))
+        await worker.load_first()
     assert await worker.stop() is None
 
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, DynamicCache
 
 from asyncrl.protocol.manifest import WeightOffer, describe_model, read_manifest
 from rollout_fleet.config import SamplingConfig
@@ -79,6 +81,35 @@ def folder_of(offer: WeightOffer) -> str:
     return read_manifest(offer).directory
 
 
+class RunningServer:
+    """A server that its engine neither starts nor stops."""
+
+    def __init__(self, server: Any) -> None:
+        self._server = server
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._server, name)
+
+    async def start(self) -> None:
+        """It runs."""
+
+    async def stop(self) -> None:
+        """It goes on."""
+
+
+def server_processes(engine: Any) -> list[psutil.Process]:
+    """All processes of an engine's SGLang server, the one that was launched first."""
+    return psutil.Process(engine._server._guard.pid).children(recursive=True)
+
+
+async def until_writing(engine: Any) -> None:
+    """Until the first tokens of what was asked just now have come."""
+    first, token = asyncio.Event(), engine._silence.token
+    engine._silence.token = lambda: (first.set(), token())
+    await asyncio.wait_for(first.wait(), 60)
+    engine._silence.token = token
+
+
 async def answer(engine: Any, requests: Sequence[SampleRequest]) -> list[SampleOutput]:
     """The engine's answers, in the order of the requests."""
     outputs = {request.id: output async for request, output in engine.generate(requests)}
@@ -92,6 +123,28 @@ def forward_logprobs(path: str, request: SampleRequest, sample: SampleOutput) ->
     ids = torch.tensor([[*request.prompt_ids.tolist(), *sample.token_ids.tolist()]])
     logits = model(ids).logits[0, len(request.prompt_ids) - 1 : -1] / (request.sampling.temperature or 1.0)
     return logits.log_softmax(-1).gather(1, torch.tensor(sample.token_ids, dtype=torch.int64)[:, None])[:, 0].numpy()
+
+
+@torch.inference_mode()
+def forward_by_versions(
+    model_of: Callable[[int], Any], request: SampleRequest, sample: SampleOutput, *, keeps: bool = False
+) -> np.ndarray:
+    """[R] log-probs of each token under the version that it names.
+
+    ``keeps`` computes it on the KV cache that earlier versions left, as the engine does that keeps it over an update.
+    """
+    ids = torch.tensor([[*request.prompt_ids.tolist(), *sample.token_ids.tolist()]])
+    starts = [0, *(np.flatnonzero(np.diff(sample.versions)) + 1).tolist()]
+    num_prompt, num_cached, kv_cache, parts = len(request.prompt_ids), 0, DynamicCache(), []
+    for start, end in zip(starts, [*starts[1:], len(sample.token_ids)], strict=True):
+        if not keeps:
+            num_cached, kv_cache = 0, DynamicCache()
+        fed, sampled = ids[:, num_cached : num_prompt + end - 1], ids[0, num_prompt + start : num_prompt + end]
+        logits = model_of(int(sample.versions[start]))(fed, past_key_values=kv_cache).logits[0, start - end :]
+        logprobs = (logits.float() / (request.sampling.temperature or 1.0)).log_softmax(-1)
+        parts.append(logprobs.gather(1, sampled[:, None])[:, 0].numpy())
+        num_cached = num_prompt + end - 1
+    return np.concatenate(parts)
 
 
 async def assert_continues(engine: Any, model_path: str, atol: float) -> None:

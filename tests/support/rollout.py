@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from rollout_fleet.engines.scripted import Script, ScriptedAnswer, ScriptedEngin
 from rollout_fleet.loop import RolloutLoop
 from rollout_fleet.metrics import FleetCounters
 from rollout_fleet.rewards import WeightedRewards
-from tests.support.offers import bare_offer
+from tests.support.offers import OffersInMemory, bare_offer
 
 VOCABULARY = ["<pad>", "<eos>", "<bos>", *"0123456789", *">+=- r"]
 LEASE_S = 60.0
@@ -28,7 +28,7 @@ WRITTEN = 14
 """A token that no prompt of `make_prompts` holds."""
 
 
-class InMemoryBuffer:
+class InMemoryBuffer(OffersInMemory):
     """Implements `RolloutBuffer` on the real ledger, without sockets; tests commit steps and revoke leases by hand.
 
     Attributes:
@@ -40,6 +40,7 @@ class InMemoryBuffer:
     """
 
     def __init__(self, prompts: Sequence[Prompt], *, groups_per_step: int = 1000, max_lag: int = 0) -> None:
+        super().__init__()
         self.ledger = Ledger(StalenessRule(max_lag=max_lag, groups_per_step=groups_per_step), lease_s=LEASE_S)
         self.ledger.apply(Enqueue(group_ids=tuple(prompt.group_id for prompt in prompts)))
         self.groups: list[TrajectoryGroup] = []
@@ -52,7 +53,6 @@ class InMemoryBuffer:
         self._continued: set[tuple[int, int]] = set()
         self._now = 0.0
         self._num_others = 0
-        self._changed = asyncio.Condition()
         self._revocations: asyncio.Queue[tuple[int, int]] = asyncio.Queue()
 
     @property
@@ -178,10 +178,6 @@ class InMemoryBuffer:
     async def close(self) -> None:
         self.closed = True
 
-    async def _notify(self) -> None:
-        async with self._changed:
-            self._changed.notify_all()
-
 
 def make_prompts(num_prompts: int) -> list[Prompt]:
     """Prompts of different lengths: digits and ``>``; the ground truth is the last digit."""
@@ -223,6 +219,7 @@ async def running_loop(
     reward: str = "exact_match",
     greedy_baseline: bool = False,
     version: int = 0,
+    stage: Any = nullcontext,
     **options: Any,
 ) -> AsyncIterator[tuple[RolloutLoop, ScriptedEngine, asyncio.Task[FleetCounters]]]:
     """A loop on a scripted engine, running; stopped at the end."""
@@ -237,6 +234,7 @@ async def running_loop(
         decode=digits,
         samples_per_prompt=samples_per_prompt,
         greedy_baseline=greedy_baseline,
+        stage=stage,
     )
     run = asyncio.create_task(loop.run())
     try:

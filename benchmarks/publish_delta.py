@@ -1,0 +1,73 @@
+"""What deltas cost, a section of `benchmarks.publish`: bytes that travel, and the time until a version is offered."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from pathlib import Path
+
+import torch
+
+from asyncrl.protocol.delta import write_delta
+from asyncrl.protocol.manifest import PIECE_BYTES
+from benchmarks.report import Target
+from learner.config import Device, LearnerConfig
+from learner.fsdp import local_tensor
+from learner.packed_model import PackedModel
+from learner.roles import ACTOR
+from learner.weights import WeightPublisher
+
+SHARES = (0.01, 0.05)
+"""Of values that change at random; what an update of a run does in bfloat16."""
+INDEX_BYTES = 2
+"""Of an ideal index: enough for the gap between two changed values at these shares."""
+TARGETS = {"delta_wire_vs_ideal": Target(at_most=1.2), "publish_memcpys_delta": Target()}
+
+
+def measure(model_path: str, folder: Path, num_runs: int) -> dict[str, float]:
+    """The figures; ``folder`` is where one rank publishes."""
+    ratios = [
+        wire_vs_ideal(folder, dtype, share, seed=seed)
+        for dtype in (torch.bfloat16, torch.float32)
+        for seed, share in enumerate(SHARES)
+    ]
+    return {
+        "delta_wire_vs_ideal": max(ratios),
+        "publish_memcpys_delta": publish_memcpys(model_path, folder / "p", num_runs),
+    }
+
+
+def wire_vs_ideal(folder: Path, dtype: torch.dtype, share: float, *, seed: int) -> float:
+    """Bytes of a delta file over those of the index and the value of each value that changed."""
+    generator = torch.Generator().manual_seed(seed)
+    size = 2 * PIECE_BYTES // dtype.itemsize
+    old = torch.randn(size, generator=generator).to(dtype)
+    new = torch.where(torch.rand(size, generator=generator) < share, old * 1.05, old)
+    num_changed = int((old != new).sum())
+    spans = [(start, PIECE_BYTES, dtype.itemsize) for start in (0, PIECE_BYTES)]
+    path = folder / "delta.bin"
+    write_delta(path, 0, old.view(torch.uint8).numpy(), new.view(torch.uint8).numpy(), spans)
+    return path.stat().st_size / (num_changed * (INDEX_BYTES + dtype.itemsize))
+
+
+def publish_memcpys(model_path: str, folder: Path, num_runs: int) -> float:
+    """Seconds from the call to the offer of a delta over one memcpy of all weights; one rank, float32."""
+    model = PackedModel(LearnerConfig(device=Device.cpu), ACTOR, model_path=model_path)
+    weights = [local_tensor(parameter.detach()) for parameter in model.head.parameters()]
+    copies = [torch.zeros_like(weight) for weight in weights]
+    publisher = WeightPublisher(model, str(folder), keep=2, full_every=num_runs + 1)
+    publisher.publish(0).result()
+    ratios = []
+    for version in range(1, num_runs + 1):
+        for weight in weights:
+            weight.view(-1)[version % 32 :: 32] *= 1.01
+        publisher._ready.result()  # a step of training takes longer than making the next file ready
+        began_s = time.perf_counter()
+        for place, weight in zip(copies, weights, strict=True):
+            place.copy_(weight)
+        memcpy_s = time.perf_counter() - began_s
+        began_s = time.perf_counter()
+        publisher.publish(version).result()
+        ratios.append((time.perf_counter() - began_s) / memcpy_s)
+    publisher.close()
+    return statistics.median(ratios)

@@ -1,0 +1,134 @@
+"""What a publish costs the controller where a thousand engines follow the log of offers.
+
+The log is the real one, in a buffer server of its own; the receivers are sockets in another process, which speak the
+protocol of a rollout worker and load nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import zmq
+
+from asyncrl.protocol.manifest import WeightOffer
+from asyncrl.protocol.types import Prompt
+from benchmarks.buffer import group_of
+from buffer import BufferClient, BufferConfig, BufferProcess
+from buffer.messages import Message, parse_reply
+from buffer.sockets import Channel
+
+NUM_ENGINES = 1000
+NUM_PUBLISHES = 20
+START_TIMEOUT_S = 60.0
+
+
+def measure_log(num_engines: int = NUM_ENGINES, num_publishes: int = NUM_PUBLISHES) -> dict[str, float]:
+    """Median milliseconds per publish: the controller's processor time, and how long its commit takes beside it."""
+    return asyncio.run(_measure(num_engines, num_publishes))
+
+
+async def _measure(num_engines: int, num_publishes: int) -> dict[str, float]:
+    with BufferProcess(BufferConfig(epoch="benchmark"), groups_per_step=1, log_path=Path(os.devnull)) as server:
+        controller, others = BufferClient(server.address), BufferClient(server.address)
+        costs = []
+        try:
+            with _receivers(server.address, num_engines):
+                async with asyncio.timeout(START_TIMEOUT_S):
+                    await others.offer(_offer(0))
+                    await controller.served(-1, num_engines)
+                for version in range(num_publishes):
+                    await _store_batch(others, version)
+                    await controller.plan(version)
+                    await others.offer(_offer(version + 1))
+                    costs.append(await _publish(controller, version, num_engines))
+        finally:
+            for client in (controller, others):
+                await client.close()
+    return {f"controller_ms_per_publish_{num_engines}_engines": 1e3 * statistics.median(costs)}
+
+
+async def _publish(controller: BufferClient, version: int, num_engines: int) -> float:
+    """What the controller does for a publish: the commit that shows it, and the wait until all engines serve it."""
+    began_s, processor_s = time.perf_counter(), time.process_time()
+    await controller.commit(version)
+    commit_s = time.perf_counter() - began_s
+    await controller.served(version, num_engines)
+    return commit_s + time.process_time() - processor_s
+
+
+def _offer(version: int) -> WeightOffer:
+    return WeightOffer(version=version, manifest=f"/dev/shm/v{version:08d}/manifest.json", digest="0" * 32, num_bytes=1)
+
+
+async def _store_batch(client: BufferClient, version: int) -> None:
+    await client.enqueue([Prompt(group_id=version, prompt_ids=np.arange(3, dtype=np.int32))])
+    [lease] = await client.lease(version, 1)
+    await client.put(group_of(lease, 1000, num_samples=2))
+
+
+@contextmanager
+def _receivers(address: str, num_engines: int) -> Iterator[None]:
+    command = [sys.executable, "-m", "benchmarks.publish_log", address, str(num_engines)]
+    process = subprocess.Popen(command)
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait()
+
+
+class SimulatedReceiver:
+    """A rollout worker's side of the log, without an engine: it serves each version as soon as it hears of it."""
+
+    def __init__(self, address: str, number: int) -> None:
+        socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
+        socket.setsockopt(zmq.IDENTITY, f"engine-{number}".encode())
+        socket.connect(address)
+        self._ids = itertools.count(1)
+        self._version = -1
+        self._channel = Channel(socket, self._on_message)
+        self._ask()
+
+    def _ask(self) -> None:
+        self._send("next_offer", at_least=self._version + 1)
+
+    def _on_message(self, frames: list[zmq.Frame]) -> None:
+        reply = parse_reply(frames)
+        if "offer" in reply.fields:
+            self._version = reply.fields["offer"]["version"]
+            self._send("loaded", version=self._version, seconds=0.0)
+            self._ask()
+
+    def _send(self, name: str, **fields: float) -> None:
+        self._channel.send(Message(name=name, request_id=next(self._ids), fields=fields).frames("benchmark"))
+
+
+async def _receive(address: str, num_engines: int) -> None:
+    zmq.Context.instance().set(zmq.MAX_SOCKETS, 2 * num_engines)
+    receivers = [SimulatedReceiver(address, number) for number in range(num_engines)]
+    await asyncio.Event().wait()
+    del receivers
+
+
+def main() -> None:
+    """Be the receivers; `measure_log` starts this."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("address")
+    parser.add_argument("num_engines", type=int)
+    arguments = parser.parse_args()
+    asyncio.run(_receive(arguments.address, arguments.num_engines))
+
+
+if __name__ == "__main__":
+    main()

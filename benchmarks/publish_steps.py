@@ -1,0 +1,107 @@
+"""Steps of training with a publish after each, against steps that publish nothing; called by `benchmarks.publish`.
+
+Two gloo ranks compute on one core; their publisher threads work on another. No engine runs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from learner.config import AlgorithmConfig, Device, LearnerConfig, OptimizerConfig
+from learner.losses import policy_objective
+from learner.trainer import Trainer
+from learner.types import TokenSequence
+from learner.weights import WeightPublisher
+
+NUM_RANKS = 2
+NUM_BLOCKS, STEPS_PER_BLOCK = 5, 2
+NUM_SEQUENCES, NUM_TOKENS = 4, 64
+"""Of one rank and step: far fewer than a step of reinforcement learning has."""
+
+
+def measure_steps(model_path: str, folder: str) -> dict[str, float]:
+    """The figure, from the slower rank."""
+    reports = run_ranks("benchmarks.publish_steps", model_path, folder)
+    ratios = [statistics.median(r["without_s"]) / statistics.median(r["with_s"]) for r in reports]
+    return {"steps_per_s_with_publish": min(ratios)}
+
+
+def run_ranks(module: str, *arguments: str) -> list[Any]:
+    """Run a module as two gloo ranks; what each printed as JSON on its last line."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    common = {
+        "WORLD_SIZE": str(NUM_RANKS),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [sys.executable, "-m", module, *arguments]
+    ranks = [
+        subprocess.Popen(
+            command, env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)}, stdout=subprocess.PIPE
+        )
+        for rank in range(NUM_RANKS)
+    ]
+    return [json.loads(rank.communicate()[0].splitlines()[-1]) for rank in ranks]
+
+
+def rank_main(model_path: str, folder: str) -> None:
+    """One rank: blocks of steps with and without publishes take turns."""
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, cores[:1])
+    torch.set_num_threads(1)
+    config = LearnerConfig(device=Device.cpu, num_ranks=NUM_RANKS, optimizer=OptimizerConfig(lr=1e-6))
+    trainer, objective = Trainer(config, model_path=model_path, total_updates=1000), policy_objective(AlgorithmConfig())
+    publisher = WeightPublisher(trainer, folder, keep=2)
+    publisher._thread.submit(os.sched_setaffinity, 0, cores[-1:]).result()  # and the threads that it starts
+    sequences = _sequences(trainer.mesh.rank)
+    times: dict[str, list[float]] = {"without_s": [], "with_s": []}
+    version = 0
+    for block in range(NUM_BLOCKS + 1):
+        for name in times if block % 2 else reversed(times):
+            dist.barrier()
+            began_s = time.perf_counter()
+            for _ in range(STEPS_PER_BLOCK):
+                if name == "with_s":
+                    version += 1
+                    pending = publisher.publish(version)
+                trainer.update(sequences, objective)
+            if block:  # the first is a warm-up
+                times[name].append(time.perf_counter() - began_s)
+            if name == "with_s":
+                pending.result()
+    publisher.close()
+    sys.stdout.write(json.dumps(times) + "\n")
+    dist.destroy_process_group()
+
+
+def _sequences(rank: int) -> list[TokenSequence]:
+    rng = np.random.default_rng(rank)
+    return [
+        TokenSequence(
+            input_ids=rng.integers(3, 1000, NUM_TOKENS).astype(np.int32),
+            loss_mask=np.arange(NUM_TOKENS) >= NUM_TOKENS // 4,
+            columns={
+                "behavior_logprobs": np.full(NUM_TOKENS, -3.0, dtype=np.float32),
+                "advantages": np.full(NUM_TOKENS, rng.normal(), dtype=np.float32),
+            },
+        )
+        for _ in range(NUM_SEQUENCES)
+    ]
+
+
+if __name__ == "__main__":
+    rank_main(*sys.argv[1:])

@@ -1,0 +1,176 @@
+"""Brings offered weights near one engine while it generates, so that only the load itself makes it stand still.
+
+A full version is hard-linked beside the published one: the learner may then remove it at any time. For deltas, where
+the options say so, or where the file system has no links, the engine keeps an image of its version in its host's
+memory, which the next one overwrites. What learner ranks send over the network is received there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import mmap
+import os
+import shutil
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from asyncrl.protocol.delta import apply_delta
+from asyncrl.protocol.errors import DeadlineError, WeightsError, WeightsGone
+from asyncrl.protocol.manifest import Manifest, WeightOffer, read_manifest
+
+from .engine import SLOWEST_LOAD
+
+logger = logging.getLogger(__name__)
+
+LINKS = ".staged"
+"""Folder beside the published versions, with one folder per engine."""
+COPY_BYTES = 16 << 20
+
+
+class WeightStager:
+    """Stages offers for one engine.
+
+    Args:
+        name: Unique among the engines of a run. Example: ``"engine-3"``.
+        memory: Folder in the host's memory, made if it is not there.
+        copies: Copy full versions to ``memory`` too, instead of linking them.
+        timeout_s: Longest time of staging, beside a second per 100 MB.
+    """
+
+    def __init__(self, name: str, *, memory: Path, copies: bool, timeout_s: float) -> None:
+        self._name = name
+        self._image = memory / name
+        self._copies = copies
+        self._timeout_s = timeout_s
+        self._links: Path | None = None
+        self._held = ""  # digest of the manifest of the version in the image
+
+    @asynccontextmanager
+    async def staged(self, offer: WeightOffer) -> AsyncIterator[WeightOffer]:
+        """Stage an offer in a thread; the block loads what is yielded, a full version of the same number.
+
+        A thread that misses the deadline is left behind, and the engine must not be given another offer.
+
+        Raises:
+            WeightsGone: the version was removed before it was staged; ask for the newest.
+            WeightsError: it is damaged, or there is no room for it.
+            DeadlineError: it was not staged in time.
+        """
+        local = await (self._received(offer) if offer.is_collective else self._stage_in_time(offer))
+        try:
+            yield local
+        finally:
+            self._remove_links()
+
+    async def _stage_in_time(self, offer: WeightOffer) -> WeightOffer:
+        limit_s = self._timeout_s + offer.num_bytes / SLOWEST_LOAD
+        try:
+            async with asyncio.timeout(limit_s):
+                return await asyncio.to_thread(self.stage, offer)
+        except TimeoutError:
+            raise DeadlineError(
+                f"{self._name} did not stage policy version {offer.version} from {offer.manifest} within {limit_s:.0f} "
+                "s (rollout_fleet.load_timeout_s and a second per 100 MB)"
+            ) from None
+
+    async def _received(self, offer: WeightOffer) -> WeightOffer:
+        """Receive what the learner ranks send into this host's memory."""
+        from asyncrl.protocol.collective import receive_weights  # torch, which other workers do without
+
+        local = await receive_weights(offer, self._image, timeout_s=self._timeout_s)
+        self._links = Path(local.manifest).parent
+        return local
+
+    def stage(self, offer: WeightOffer) -> WeightOffer:
+        """See `staged`; without a deadline."""
+        try:
+            if offer.kind == "full" and not self._copies and (local := self._linked(offer)):
+                return local
+            try:
+                return self._in_memory(offer)
+            except WeightsError as error:
+                if offer.kind == "full":
+                    raise
+                logger.warning("%s: %s; it catches up from the last full version", self._name, error)
+                self._held = ""
+                return self._in_memory(offer)
+        except FileNotFoundError as error:
+            raise WeightsGone(
+                f"policy version {offer.version} was removed before {self._name} had it: {error}"
+            ) from error
+
+    def close(self) -> None:
+        """Remove all files of this engine."""
+        self._held = ""
+        self._remove_links()
+        if self._links is not None:
+            with suppress(OSError):  # not empty: another engine has not ended
+                self._links.parent.rmdir()
+        shutil.rmtree(self._image, ignore_errors=True)
+
+    def _remove_links(self) -> None:
+        if self._links is not None:
+            shutil.rmtree(self._links, ignore_errors=True)
+
+    def _linked(self, offer: WeightOffer) -> WeightOffer | None:
+        """Link a version that its publisher may remove; None where the file system cannot."""
+        manifest, source = read_manifest(offer), Path(offer.manifest)
+        if Path(manifest.directory) != source.parent:
+            return offer
+        self._links = source.parent.parent / LINKS / self._name
+        target = self._links / source.parent.name
+        self._remove_links()  # what an engine of this name has left
+        try:
+            target.mkdir(parents=True)
+            for name in (*manifest.files, source.name):
+                os.link(source.parent / name, target / name)
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            logger.warning("%s: copies %s to memory, since it cannot be linked: %s", self._name, source.parent, error)
+            self._copies = True
+            return None
+        return replace(offer, manifest=str(target / source.name))
+
+    def _in_memory(self, offer: WeightOffer) -> WeightOffer:
+        """Make the image the offered version: by the deltas since its own version, or from a full one."""
+        steps = [(offer, read_manifest(offer))]
+        while (delta := steps[-1][1].delta) is not None and delta.base.digest != self._held:
+            steps.append((delta.base, read_manifest(delta.base)))
+        for step, manifest in reversed(steps):
+            self._held = ""
+            if step.kind == "full":
+                self._copy(manifest)
+            else:
+                apply_delta(manifest, _map_writable(self._image / manifest.files[0]))
+            self._held = step.digest
+        local = self._image / "manifest.json"
+        shutil.copyfile(offer.manifest, local)
+        return replace(offer, manifest=str(local), kind="full", base_version=None)
+
+    def _copy(self, manifest: Manifest) -> None:
+        """Overwrite the image, whose memory stays."""
+        for name in manifest.files:
+            with Path(manifest.directory, name).open("rb") as source:
+                try:
+                    self._image.mkdir(mode=0o700, parents=True, exist_ok=True)
+                    descriptor = os.open(self._image / name, os.O_WRONLY | os.O_CREAT, 0o644)
+                    with os.fdopen(descriptor, "wb") as target:
+                        shutil.copyfileobj(source, target, COPY_BYTES)
+                        target.truncate()
+                except OSError as error:
+                    raise WeightsError(
+                        f"no room for {manifest.num_bytes} bytes of weights in {self._image}: {error}; free some, or "
+                        "set weights.full_every=1 and weights.copy_to_memory=false in a directory with hard links"
+                    ) from error
+
+
+def _map_writable(path: Path) -> np.ndarray:
+    """[bytes] uint8 of a whole file; what is written to it is in the file."""
+    with path.open("r+b") as file:
+        return np.frombuffer(mmap.mmap(file.fileno(), 0), dtype=np.uint8)

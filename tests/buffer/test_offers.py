@@ -1,0 +1,193 @@
+"""The log of weight offers: what is shown to whom, and when; what the learner reports; who serves what."""
+
+import asyncio
+
+import pytest
+
+from asyncrl.protocol.errors import VersionTooNew, WeightsError, WireError
+from buffer import BufferClient, SyncBufferClient
+from buffer.offers import OfferLog
+from tests.support.buffer_groups import prompt, rollout, running
+from tests.support.offers import bare_offer
+
+ENGINES = [bytes([number]) for number in range(3)]
+
+
+def log_of(*versions: int) -> OfferLog:
+    log = OfferLog()
+    for version in versions:
+        log.append(version, {"version": version})
+    return log
+
+
+def shown(log: OfferLog, learner_version: int) -> int | None:
+    newest = log.newest(learner_version)
+    return None if newest is None else newest[0]
+
+
+async def commit_step(control: BufferClient, version: int) -> None:
+    await control.enqueue([prompt(100 + version)])
+    [lease] = await control.lease(version, 1)
+    await control.put(rollout(lease))
+    await control.plan(version)
+    await control.commit(version)
+
+
+def test_the_newest_version_whose_step_is_committed_is_shown_and_older_ones_are_forgotten():
+    log = log_of(0, 1, 2, 4)
+    assert [shown(log, version) for version in (0, 1, 3, 4)] == [0, 1, 2, 4]
+    assert log.oldest() == 4
+    assert shown(OfferLog(), 9) is None
+    assert shown(log_of(3), 2) is None
+
+
+def test_nothing_newer_than_the_held_version_is_shown():
+    log = log_of(0)
+    log.hold(2)
+    for version in (2, 3, 4):
+        log.append(version, {"version": version})
+    assert shown(log, 9) == 2
+    assert log.oldest() == 2
+    log.hold(3)
+    assert shown(log, 9) == 3
+    log.hold(None)
+    assert shown(log, 9) == 4
+
+
+def test_a_version_that_is_offered_again_replaces_the_first_offer():
+    log = log_of(1)
+    log.append(1, {"version": 1, "manifest": "again"})
+    assert log.newest(1) == (1, {"version": 1, "manifest": "again"})
+
+
+def test_the_log_keeps_what_is_shown_and_a_bounded_number_of_newer_offers():
+    log = log_of(0)
+    assert shown(log, 0) == 0
+    for version in range(1, 1000):
+        log.append(version, {})
+    assert len(log._offers) == 64
+    assert shown(log, 0) == 0
+    assert shown(log, 999) == 999
+
+
+def test_the_oldest_version_counts_once_enough_engines_serve_one():
+    log = OfferLog()
+    assert log.served(0) is None
+    for engine, version, took_s in zip(ENGINES, (4, 5, 4), (1.0, 9.0, 2.0), strict=True):
+        assert log.served(3) is None
+        log.loaded(engine, version, took_s)
+    assert log.served(3) == (4, 2.0)
+    assert log.served(4) is None
+    log.loaded(ENGINES[0], 4, 7.0)  # said before
+    assert log.served(3) == (4, 2.0)
+    log.loaded(ENGINES[2], 6, 3.0)
+    log.forget(ENGINES[0])
+    assert log.served(2) == (5, 9.0)
+    log.forget(ENGINES[0])
+    log.forget(ENGINES[1])
+    assert log.served(1) == (6, 3.0)
+
+
+async def test_an_engine_is_told_of_weights_when_their_step_is_committed_and_skips_to_the_newest():
+    async with running(groups_per_step=1, max_lag=2) as run:
+        worker, laggard, control = run.client(), run.client(), run.client()
+        rank = SyncBufferClient(run.server.address, request_timeout_s=5.0)
+        assert await asyncio.to_thread(rank.offer, bare_offer(0)) == 0
+        assert await worker.next_offer(-1) == await laggard.next_offer(-1) == bare_offer(0)
+        waiting = asyncio.ensure_future(worker.next_offer(0))
+        await asyncio.to_thread(rank.offer, bare_offer(1))
+        await control.stats()
+        assert not waiting.done(), "the step that made version 1 is not committed"
+        await commit_step(control, 0)
+        assert await asyncio.wait_for(waiting, 5) == bare_offer(1)
+        await commit_step(control, 1)
+        assert await asyncio.to_thread(rank.offer, bare_offer(2)) == 2
+        assert (await laggard.next_offer(0)).version == 2
+        rank.close()
+
+
+async def test_a_held_log_shows_nothing_newer_until_the_hold_moves_on():
+    async with running(groups_per_step=1, max_lag=4) as run:
+        worker, control = run.client(), run.client()
+        await control.hold(1)
+        for version in range(3):
+            await control.offer(bare_offer(version))
+            await commit_step(control, version)
+        assert (await worker.next_offer(-1)).version == 1
+        waiting = asyncio.ensure_future(worker.next_offer(1))
+        await control.stats()
+        assert not waiting.done()
+        await control.hold(None)
+        assert (await asyncio.wait_for(waiting, 5)).version == 2
+
+
+async def test_the_controller_gets_one_answer_for_each_version_that_all_engines_serve():
+    async with running(groups_per_step=1, max_lag=4) as run:
+        control, workers = run.client(), [run.client() for _ in range(3)]
+        for version in range(2):
+            await control.offer(bare_offer(version))
+            waiting = asyncio.ensure_future(control.served(version - 1, 3))
+            for number, worker in enumerate(workers):
+                await control.stats()
+                assert not waiting.done()
+                offer = await worker.next_offer(version - 1)
+                await worker.loaded(offer.version, 0.5 + number)
+            assert await asyncio.wait_for(waiting, 5) == (version, 2.5)
+            await commit_step(control, version)
+
+
+async def test_an_engine_that_left_or_fell_silent_is_not_waited_for_and_one_that_beats_again_is():
+    async with running(groups_per_step=1, max_lag=4, heartbeat_s=0.1) as run:
+        control, leaver, hung, worker = (run.client() for _ in range(4))
+        await control.offer(bare_offer(0))
+        for each in (leaver, hung, worker):
+            await each.next_offer(-1)
+            await each.loaded(0, 0.0)
+        await commit_step(control, 0)
+        await worker.loaded(1, 0.0)
+        hung._beat.cancel()
+        waiting = asyncio.ensure_future(control.served(0, 1))
+        await leaver.close()
+        assert (await asyncio.wait_for(waiting, 5))[0] == 1
+        hung._send_beat()
+        await hung.stats()
+        assert (await control.served(-1, 2))[0] == 0
+
+
+async def test_a_publish_that_failed_is_an_error_by_name_to_engines_and_controller_now_and_later():
+    async with running(groups_per_step=1) as run:
+        worker, control = run.client(), run.client()
+        rank = SyncBufferClient(run.server.address, request_timeout_s=5.0)
+        waiting = [asyncio.ensure_future(call) for call in (worker.next_offer(-1), control.served(-1, 1))]
+        await asyncio.gather(worker.stats(), control.stats())
+        await asyncio.to_thread(rank.publish_failed, "the publish of version 7 failed on rank 1: " + "x" * 30_000)
+        for call in (*waiting, worker.next_offer(-1), control.served(-1, 1)):
+            with pytest.raises(WeightsError, match="the publish of version 7 failed on rank 1: x"):
+                await call
+        await commit_step(control, 0)
+        rank.close()
+
+
+async def test_waiting_for_weights_outlasts_the_servers_period_of_waiting():
+    async with running(request_timeout_s=0.2) as run:
+        worker, control = run.client(), run.client()
+        waiting = [asyncio.ensure_future(call) for call in (worker.next_offer(-1), control.served(-1, 1))]
+        await asyncio.sleep(0.5)
+        await control.offer(bare_offer(0))
+        assert await asyncio.wait_for(waiting[0], 5) == bare_offer(0)
+        await worker.loaded(0, 0.25)
+        assert await asyncio.wait_for(waiting[1], 5) == (0, 0.25)
+
+
+async def test_what_is_no_offer_no_version_and_no_time_is_refused():
+    async with running() as run:
+        client = run.client()
+        with pytest.raises(VersionTooNew):
+            await client.loaded(3, 0.0)
+        with pytest.raises(WireError, match="seconds >= 0"):
+            await client.loaded(0, float("nan"))
+        with pytest.raises(WireError, match="an offer has the fields of weights"):
+            await client.publish_failed("")
+        await client._connect().request("offer", {"offer": {"version": 0, "colour": 1}})
+        with pytest.raises(WireError, match="this is no offer of weights"):
+            await client.next_offer(-1)

@@ -1,0 +1,189 @@
+"""An offer comes near its engine while that generates, whatever the learner removes meanwhile."""
+
+import asyncio
+import errno
+import logging
+import os
+import shutil
+
+import numpy as np
+import pytest
+
+from asyncrl.protocol.errors import DeadlineError, WeightsError, WeightsGone
+from rollout_fleet.engines import staging
+from rollout_fleet.engines.staging import WeightStager
+from tests.support.published_bytes import bytes_of, changed, publish_bytes, random_bytes
+
+pytestmark = pytest.mark.timeout(20)
+
+
+@pytest.fixture
+def make_stager(tmp_path):
+    """Return a maker of stagers with an image in memory."""
+    made = []
+
+    def make(name="engine-0", *, copies=False, timeout_s=10.0):
+        made.append(WeightStager(name, memory=tmp_path / "memory", copies=copies, timeout_s=timeout_s))
+        return made[-1]
+
+    yield make
+    for stager in made:
+        stager.close()
+
+
+class Learner:
+    """Publishes random bytes, a full version every four."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        self.images = []
+        self.offers = []
+
+    def publish(self):
+        version = len(self.offers)
+        image = changed(self.images[-1], seed=version) if version else random_bytes(30_000)
+        base = (self.offers[-1], self.images[-1]) if version % 4 else None
+        self.offers.append(publish_bytes(self.folder, version, image, base=base))
+        self.images.append(image)
+        return self.offers[-1]
+
+    def remove(self, version):
+        shutil.rmtree(self.folder / f"v{version:08d}")
+
+
+@pytest.fixture
+def learner(tmp_path):
+    return Learner(tmp_path / "published")
+
+
+@pytest.mark.parametrize("copies", [False, True], ids=["linked", "copied"])
+async def test_a_staged_version_is_loaded_although_the_learner_has_removed_it(copies, make_stager, learner):
+    stager = make_stager(copies=copies)
+    async with stager.staged(learner.publish()) as local:
+        learner.remove(0)
+        assert (local.kind, local.version) == ("full", 0)
+        assert np.array_equal(bytes_of(local), learner.images[0])
+    assert not list(learner.folder.rglob("v*"))
+
+
+async def test_a_failed_load_leaves_no_link(make_stager, learner):
+    stager = make_stager()
+    with pytest.raises(ZeroDivisionError):
+        async with stager.staged(learner.publish()):
+            raise ZeroDivisionError
+    stager.close()
+    assert [path.name for path in learner.folder.iterdir()] == ["v00000000"]
+
+
+async def test_what_an_engine_of_the_same_name_left_is_replaced(make_stager, learner):
+    offer = learner.publish()
+    make_stager().stage(offer)  # killed here
+    async with make_stager().staged(offer) as local:
+        assert np.array_equal(bytes_of(local), learner.images[0])
+
+
+async def test_a_version_that_cannot_be_linked_is_copied(make_stager, learner, monkeypatch, tmp_path):
+    def refuse(*_):
+        raise OSError(errno.EXDEV, "Invalid cross-device link")
+
+    monkeypatch.setattr(os, "link", refuse)
+    async with make_stager().staged(learner.publish()) as local:
+        learner.remove(0)
+        assert np.array_equal(bytes_of(local), learner.images[0])
+
+
+async def test_each_delta_is_applied_to_the_image_of_the_version_before(make_stager, learner):
+    stager = make_stager(copies=True)
+    for version in range(12):
+        async with stager.staged(learner.publish()) as local:
+            assert np.array_equal(bytes_of(local), learner.images[version])
+        if version % 4 == 0 and version:
+            for old in range(version - 4, version):
+                learner.remove(old)
+
+
+@pytest.mark.parametrize("copies", [False, True], ids=["linked", "copied"])
+async def test_a_late_joiner_catches_up_from_the_last_full_version(copies, make_stager, learner):
+    newest = [learner.publish() for _ in range(8)][-1]
+    for old in range(4):
+        learner.remove(old)
+    async with make_stager(copies=copies).staged(newest) as local:
+        assert np.array_equal(bytes_of(local), learner.images[7])
+
+
+async def test_an_engine_that_skips_versions_applies_the_deltas_between(make_stager, learner):
+    stager = make_stager(copies=True)
+    async with stager.staged(learner.publish()):
+        pass
+    os.remove(learner.folder / "v00000000" / "model.safetensors")  # it is not read again
+    newest = [learner.publish() for _ in range(3)][-1]
+    async with stager.staged(newest) as local:
+        assert np.array_equal(bytes_of(local), learner.images[3])
+
+
+async def test_a_version_that_is_gone_is_said_to_be_and_the_newest_is_staged_next(make_stager, learner):
+    stager = make_stager(copies=True)
+    learner.publish()
+    delta = learner.publish()
+    learner.remove(0)
+    with pytest.raises(WeightsGone, match=r"policy version 1 was removed before engine-0 had it: .*v00000000"):
+        async with stager.staged(delta):
+            pass
+    full = [learner.publish() for _ in range(3)][-1]
+    async with stager.staged(full) as local:
+        assert np.array_equal(bytes_of(local), learner.images[4])
+
+
+async def test_a_damaged_image_is_replaced_from_the_last_full_version(make_stager, learner, tmp_path, caplog):
+    stager = make_stager(copies=True)
+    async with stager.staged(learner.publish()):
+        pass
+    with (tmp_path / "memory" / "engine-0" / "model.safetensors").open("r+b") as image:
+        image.write(bytes(20_000))
+    with caplog.at_level(logging.WARNING):
+        async with stager.staged(learner.publish()) as local:
+            assert np.array_equal(bytes_of(local), learner.images[1])
+    assert "delta-0.bin does not turn policy version 0" in caplog.text
+
+
+async def test_a_damaged_delta_is_an_error_by_name_until_the_next_full_version(make_stager, learner):
+    stager = make_stager(copies=True)
+    learner.publish()
+    delta = learner.publish()
+    (learner.folder / "v00000001" / "delta-0.bin").write_bytes(b"")
+    with pytest.raises(WeightsError, match=r"v00000001/delta-0.bin does not turn policy version 0 into"):
+        async with stager.staged(delta):
+            pass
+    full = [learner.publish() for _ in range(3)][-1]
+    async with stager.staged(full) as local:
+        assert np.array_equal(bytes_of(local), learner.images[4])
+
+
+async def test_no_room_for_the_image_is_an_error_that_names_the_options(make_stager, learner, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(staging.shutil, "copyfileobj", full)
+    with pytest.raises(WeightsError, match=r"no room for 60000 bytes .*engine-0.*No space left.*weights.full_every=1"):
+        async with make_stager(copies=True).staged(learner.publish()):
+            pass
+
+
+async def test_a_directory_that_hangs_ends_in_an_error_that_names_the_option(make_stager, learner, tmp_path):
+    offer = learner.publish()
+    manifest = learner.folder / "v00000000" / "manifest.json"
+    manifest.unlink()
+    os.mkfifo(manifest)
+    stager = make_stager(timeout_s=0.2)
+    with pytest.raises(DeadlineError, match=r"engine-0 did not stage policy version 0 .*rollout_fleet.load_timeout_s"):
+        async with stager.staged(offer):
+            pass
+    await asyncio.to_thread(manifest.write_bytes, b"")  # lets the thread go
+
+
+async def test_an_engine_that_has_ended_leaves_nothing(make_stager, learner, tmp_path):
+    stager = make_stager(copies=True)
+    async with stager.staged(learner.publish()):
+        pass
+    stager.close()
+    assert list((tmp_path / "memory").iterdir()) == []

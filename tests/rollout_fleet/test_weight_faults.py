@@ -1,0 +1,227 @@
+"""Whatever goes wrong at any step of a weight update on real SGLang servers, no token is of weights never verified.
+
+A row is a call of the update, a moment, and a fault. In each, requests run on two engines, which load the same weights;
+the update of one goes wrong. It fails by name within its deadline, never continues, and the log-probs of all that it
+answered equal a Hugging Face forward under the versions that they name. The other engine goes on.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import random
+import re
+import signal
+import time
+from functools import cache
+
+import numpy as np
+import pytest
+import pytest_asyncio
+from transformers import AutoModelForCausalLM
+
+from asyncrl.protocol.errors import AsyncRLError
+from rollout_fleet.config import EngineDevice, RolloutFleetConfig, SGLangConfig
+from rollout_fleet.engines import sglang_client
+from rollout_fleet.engines.sglang import SGLangEngine
+from tests.support.engine_probes import (
+    answer,
+    folder_of,
+    forward_by_versions,
+    publish_weights,
+    requests_of,
+    server_processes,
+    until_writing,
+)
+from tests.support.faulty_proxy import ANSWERS, FaultyProxy
+
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.slow,
+    pytest.mark.timeout(180),
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.skipif("not __import__('importlib.util').util.find_spec('sglang')", reason="SGLang is not installed"),
+]
+STEPS = [
+    "/pause_generation",
+    "/begin_weight_update",
+    "/update_weights_from_tensor",
+    "/end_weight_update",
+    "/update_weight_version",
+    "/continue_generation",
+]
+DEADLINE_S = 2.0
+GRACE_S = 5.0
+DEADLINE = rf"did not load policy version \d+ from .* within rollout_fleet.load_timeout_s = {DEADLINE_S:g} s"
+SILENCE = r"produced no token of its \d+ running requests"
+FAILURES = {
+    "500": "answered POST {step} with 500: b'oops'",
+    "garbage": "answered POST {step} with what is not JSON",
+    "nothing": r"answered POST {step} with \{{\}}, expected",
+    "truncated": "could not be reached for POST {step}",
+    "stalls": DEADLINE,
+    "SIGSTOP": f"{DEADLINE}|{SILENCE}",
+    "SIGKILL": f"died with exit status {128 + signal.SIGKILL}",
+}
+# The moment after a call is the one before the next, for a signal. SIGKILL comes last: it costs a server.
+ROWS = [
+    *itertools.product(STEPS, ["before", "during", "after"], ANSWERS),
+    *itertools.product(STEPS, ["before", "during"], ["SIGSTOP"]),
+    *itertools.product(STEPS, ["during"], ["SIGKILL"]),
+]
+_VERSIONS = itertools.count(1)
+
+
+class Servers:
+    """Two real servers: one whose engines fail, started again where it was killed, and one that goes on."""
+
+    def __init__(self, model_path, log_dir):
+        self._model_path, self._log_dir = model_path, log_dir
+        self.owner = self._engine(0)
+        self.other = self._engine(1)
+
+    async def start(self):
+        await asyncio.gather(self.owner.start(), self.other.start())
+
+    async def stop(self):
+        await asyncio.gather(self.owner.stop(), self.other.stop())
+
+    @contextlib.asynccontextmanager
+    async def failing_engine(self):
+        """An engine of its own on the first server, through a proxy."""
+        if self.owner._server._guard.returncode is not None:
+            await self.owner.stop()
+            self.owner = self._engine(0)
+            await self.owner.start()
+        proxy = FaultyProxy(self.owner._server)
+        engine = self._engine(0, proxy)
+        await engine.start()
+        try:
+            yield engine, proxy
+        finally:
+            await engine.stop()
+            await proxy.stop()
+            with contextlib.suppress(AsyncRLError):  # the session that the failed load left open
+                await self.owner._post("/end_weight_update", {})
+
+    def _engine(self, rank, server=None):
+        return SGLangEngine(
+            RolloutFleetConfig(stop_timeout_s=1.0, sglang=SGLangConfig(max_total_tokens=8192)),
+            model_path=self._model_path,
+            device=EngineDevice.cpu,
+            rank=rank,
+            log_dir=str(self._log_dir),
+            seed=rank,
+            server=server,
+        )
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def servers(model_path, tmp_path_factory):
+    both = Servers(model_path, tmp_path_factory.mktemp("logs"))
+    try:
+        await both.start()
+        yield both
+    finally:
+        await both.stop()
+
+
+@pytest.fixture
+def publish(model_path, tmp_path):
+    """Return a publisher of changed weights at the next version, and a loader of a version's model."""
+
+    @cache
+    def model_of(version):
+        return AutoModelForCausalLM.from_pretrained(folders[version], dtype="float32")
+
+    def make(scale):
+        offer = publish_weights(model_path, tmp_path, next(_VERSIONS), scale)
+        folders[offer.version] = folder_of(offer)
+        return offer
+
+    folders = {0: model_path}
+    return make, model_of
+
+
+def fault_of(servers, fault, seed):
+    """What the proxy does."""
+    if fault in ANSWERS:
+        return {"answer": ANSWERS[fault]}
+    delay_s = random.Random(seed).uniform(0, 0.02)
+
+    async def send_signal():
+        await asyncio.sleep(delay_s)  # somewhere in the server's work
+        processes = server_processes(servers.owner)
+        for process in processes[:1] if fault == "SIGKILL" else processes:  # the guard kills what a dead server leaves
+            process.send_signal(signal.Signals[fault])
+
+    return {"act": send_signal}
+
+
+async def collect(engine, requests, accepted):
+    async for request, sample in engine.generate(requests):
+        accepted.append((request, sample))
+
+
+async def failure_of(engine, offer, running):
+    """Load, and wait for the engine's failure, which those who wait for answers are given too."""
+    with contextlib.suppress(AsyncRLError):
+        await engine.load_weights(offer)
+    with pytest.raises(AsyncRLError) as failure:
+        await engine.wait_failed()
+    for refused in (running, answer(engine, requests_of(1)), engine.load_weights(offer)):
+        with pytest.raises(AsyncRLError, match=re.escape(str(failure.value)[:60])):
+            await asyncio.wait_for(refused, 10)
+    return str(failure.value)
+
+
+async def load_under_load(engine, offer):
+    """What an engine answers over an update that nothing disturbs."""
+    requests = requests_of(2, 2, max_new_tokens=60, temperature=1.2)
+    running = asyncio.create_task(answer(engine, requests))
+    await until_writing(engine)
+    await engine.load_weights(offer)
+    return [*zip(requests, await running, strict=True)]
+
+
+def check(accepted, model_of, seed):
+    for request, sample in accepted:
+        expected = forward_by_versions(model_of, request, sample)
+        np.testing.assert_allclose(sample.logprobs, expected, atol=1e-3, err_msg=f"seed {seed}: {sample.versions}")
+
+
+@pytest.mark.parametrize(("step", "moment", "fault"), ROWS)
+async def test_nothing_is_accepted_under_weights_that_were_not_verified(
+    servers, publish, monkeypatch, step, moment, fault
+):
+    if fault == "truncated":
+        monkeypatch.setattr(sglang_client, "DEATH_GRACE_S", 0.2)
+    seed = random.randrange(1 << 16)
+    (make, model_of), accepted = publish, []
+    async with servers.failing_engine() as (engine, proxy):
+        await engine.load_weights(make(1.1))
+        proxy.paths.clear()
+        engine._config = RolloutFleetConfig(load_timeout_s=DEADLINE_S)
+        engine._silence._timeout_s = DEADLINE_S
+        short, long = requests_of(1, 2, max_new_tokens=4), requests_of(2, 2, max_new_tokens=400, top_k=3)
+        running = asyncio.create_task(collect(engine, [*short, *long], accepted))
+        await until_writing(engine)
+        proxy.fail(step, moment, **fault_of(servers, fault, seed))
+        offer, began_s = make(0.7), time.monotonic()
+        try:
+            message, goes_on = await asyncio.gather(
+                failure_of(engine, offer, running), load_under_load(servers.other, offer)
+            )
+        finally:
+            if fault == "SIGSTOP":
+                for process in server_processes(servers.owner):
+                    process.send_signal(signal.SIGCONT)
+    took_s = time.monotonic() - began_s
+    assert re.search(FAILURES[fault].format(step=step), message), f"seed {seed}: {message}"
+    assert took_s < 3 * DEADLINE_S + GRACE_S
+    before, made = STEPS[: STEPS.index(step) + 1], [path for path in proxy.paths if path in STEPS]
+    assert list(dict.fromkeys(made))[: len(before)] == before
+    # A signal may come when the server has answered, and the update has gone on.
+    assert set(made) <= set(before) or (moment == "during" and fault.startswith("SIG")), f"it went on: {made}"
+    assert servers.other.version == offer.version
+    assert offer.version in {version for _, sample in goes_on for version in sample.versions.tolist()}
+    check([*accepted, *goes_on], model_of, seed)

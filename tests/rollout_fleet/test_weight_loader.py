@@ -1,0 +1,94 @@
+"""What the loader inside a server proves of a model, on models of a few lines."""
+
+import threading
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from asyncrl.protocol.errors import WeightsError
+from asyncrl.protocol.manifest import describe_model
+from rollout_fleet.engines.weight_loader import load_verified
+
+
+class Model(nn.Module):
+    """Loads as ``load`` says, which is called with its parameters and each published name and tensor."""
+
+    def __init__(self, load, **parameters):
+        super().__init__()
+        self.held = nn.ParameterDict({name: nn.Parameter(value) for name, value in parameters.items()})
+        self._load = load
+
+    def load_weights(self, tensors):
+        with torch.no_grad():
+            for name, tensor in tensors:
+                self._load(self.held, name, tensor)
+
+
+@pytest.fixture
+def offer_of(tmp_path):
+    """Return a publisher of tensors; ``spoil`` changes the last bit of the file after it was digested."""
+
+    def make(spoil=False, **tensors):
+        file = tmp_path / "model.safetensors"
+        save_file(tensors, file)
+        offer = describe_model(str(tmp_path)).offer(tmp_path / "manifest.json", 7)
+        if spoil:
+            content = bytearray(file.read_bytes())
+            content[-1] ^= 1
+            file.write_bytes(content)
+        return offer
+
+    return make
+
+
+def copy_whole(held, name, tensor):
+    held[name].copy_(tensor)
+
+
+def test_every_value_is_counted_whether_it_is_copied_fused_or_converted(offer_of):
+    def load(held, name, tensor):
+        if name in ("q", "k"):
+            held["qk"][: 4 if name == "q" else None][-4:].copy_(tensor)
+        else:
+            held[name].copy_(tensor)
+
+    q, k, narrow = torch.randn(4, 3), torch.randn(4, 3), torch.randn(5).bfloat16()
+    model = Model(load, qk=torch.zeros(8, 3), narrow=torch.zeros(5))
+    assert load_verified(model, offer_of(q=q, k=k, narrow=narrow)) == 29
+    assert torch.equal(model.held["qk"].detach(), torch.cat([q, k]))
+    assert torch.equal(model.held["narrow"].detach(), narrow.float())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["copied", "converted"])
+def test_one_spoiled_bit_is_found_and_named(offer_of, dtype):
+    model = Model(copy_whole, a=torch.zeros(4), b=torch.zeros(6))
+    offer = offer_of(spoil=True, a=torch.randn(4).to(dtype), b=torch.randn(6).to(dtype))
+    with pytest.raises(WeightsError, match=r"policy version 7: .* 1 of 2 tensors differ, first b"):
+        load_verified(model, offer)
+
+
+def test_a_parameter_that_is_not_loaded_whole_is_an_error_that_says_how_far_it_is(offer_of):
+    model = Model(lambda held, name, tensor: held[name][:2].copy_(tensor[:2]), a=torch.zeros(4))
+    with pytest.raises(WeightsError, match=r"of the engine were not loaded whole, first held.a with 2 of 4"):
+        load_verified(model, offer_of(a=torch.randn(4)))
+
+
+def test_a_region_that_is_written_twice_holds_the_last_and_each_was_verified(offer_of):
+    first, second = torch.full((3 << 20,), 1.0), torch.full((3 << 20,), 2.0)
+    model = Model(lambda held, _, tensor: held["a"].copy_(tensor), a=torch.zeros(3 << 20))
+    assert load_verified(model, offer_of(a=first, b=second)) == 3 << 20
+    assert model.held["a"][0] == 2.0
+
+
+def test_a_model_that_raises_while_it_loads_leaves_no_thread(offer_of):
+    def load(held, name, tensor):
+        held[name].copy_(tensor)
+        raise RuntimeError("no such parameter")
+
+    model = Model(load, a=torch.zeros(4))
+    num_threads = threading.active_count()
+    with pytest.raises(RuntimeError, match="no such parameter"):
+        load_verified(model, offer_of(a=torch.randn(4)))
+    assert threading.active_count() == num_threads

@@ -1,0 +1,117 @@
+"""A proxy between an engine and its SGLang server, in which one call goes wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+from collections.abc import Awaitable, Callable
+from urllib.parse import urlsplit
+
+from tests.support.engine_probes import RunningServer
+
+ANSWERS = {
+    "500": b"HTTP/1.1 500 Internal Server Error\r\nContent-Length: 4\r\n\r\noops",
+    "garbage": b"HTTP/1.1 200 OK\r\nContent-Length: 7\r\n\r\n\x00<html>",
+    "nothing": b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}",
+    "truncated": b'HTTP/1.1 200 OK\r\nContent-Length: 200\r\n\r\n{"success": true',
+    "stalls": b"",
+}
+"""What the engine is answered; nothing follows ``stalls``, whose connection stays open."""
+
+
+class FaultyProxy(RunningServer):
+    """Takes the place of a running server; `fail` says what goes wrong.
+
+    Attributes:
+        paths: Of all calls, in the order in which they came.
+    """
+
+    def __init__(self, server: object) -> None:
+        super().__init__(server)
+        self.paths: list[str] = []
+        self._fault: tuple[str, str] = "", ""
+        self._answer: bytes | None = None
+        self._act: Callable[[], Awaitable[None]] | None = None
+
+    @property
+    def url(self) -> str:
+        """In the place of the server's."""
+        return f"http://127.0.0.1:{self._listener.sockets[0].getsockname()[1]}"
+
+    async def start(self) -> None:
+        """Listen."""
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._listener = await asyncio.start_server(self._accept, "127.0.0.1", 0)
+
+    async def stop(self) -> None:
+        """Close all connections."""
+        self._listener.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def fail(
+        self, path: str, moment: str, *, answer: bytes | None = None, act: Callable[[], Awaitable[None]] | None = None
+    ) -> None:
+        """Every call of ``path`` goes wrong from now on.
+
+        Args:
+            path: Of the call. Example: ``"/pause_generation"``.
+            moment: ``before`` the server receives it, ``during`` its work on it, or ``after`` it has answered.
+            answer: What the engine is answered in the place of the server's answer.
+            act: Called at the moment; the server's own answer is passed on.
+        """
+        self._fault, self._answer, self._act = (path, moment), answer, act
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
+            await self._pass_on(reader, writer)
+        self._tasks.discard(task)
+        writer.close()
+
+    async def _pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Pass one request and its answer on."""
+        head = await reader.readuntil(b"\r\n\r\n")
+        length = re.search(rb"(?i)content-length: (\d+)", head)
+        body = await reader.readexactly(int(length[1]) if length else 0)
+        path = head.split()[1].decode()
+        self.paths.append(path)
+        if await self._fails(path, "before", writer):
+            return
+        server = urlsplit(self._server.url)
+        from_server, to_server = await asyncio.open_connection(server.hostname, server.port)
+        try:
+            to_server.write(head.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n") + body)
+            await to_server.drain()
+            if await self._fails(path, "during", writer):
+                await from_server.read()
+                return
+            if self._fault == (path, "after"):
+                answer = await from_server.read()
+                if not await self._fails(path, "after", writer):
+                    writer.write(answer)
+                return
+            while data := await from_server.read(1 << 16):
+                writer.write(data)
+                await writer.drain()
+        finally:
+            to_server.close()
+
+    async def _fails(self, path: str, moment: str, writer: asyncio.StreamWriter) -> bool:
+        """What goes wrong now; returns whether the engine has been answered."""
+        if self._fault != (path, moment):
+            return False
+        if self._act is not None:
+            await self._act()
+        if self._answer is None:
+            return False
+        writer.write(self._answer)
+        await writer.drain()
+        if not self._answer:
+            await asyncio.Event().wait()  # until the proxy is stopped
+        writer.close()
+        return True

@@ -1,0 +1,61 @@
+"""Plain bytes, published as a learner does, in full or as a delta."""
+
+from pathlib import Path
+
+import numpy as np
+
+from asyncrl.protocol.delta import write_delta
+from asyncrl.protocol.manifest import Delta, Manifest, PublishedWeights, StoredTensor, WeightOffer, pieces_of
+
+PIECE = 1 << 14
+
+
+def random_bytes(num_values: int, item_bytes: int = 2, seed: int = 0) -> np.ndarray:
+    """[bytes] uint8; as floats, some are not a number."""
+    return np.random.default_rng(seed).integers(0, 256, num_values * item_bytes, dtype=np.uint8)
+
+
+def changed(image: np.ndarray, seed: int, share: float = 0.03, item_bytes: int = 2) -> np.ndarray:
+    """A copy with other random values at random places."""
+    generator = np.random.default_rng(seed)
+    values = image.copy().reshape(-1, item_bytes)
+    places = generator.random(len(values)) < share
+    values[places] = generator.integers(0, 256, (int(places.sum()), item_bytes), dtype=np.uint8)
+    return values.reshape(-1)
+
+
+def publish_bytes(
+    folder: Path,
+    version: int,
+    image: np.ndarray,
+    *,
+    base: tuple[WeightOffer, np.ndarray] | None = None,
+    item_bytes: int = 2,
+) -> WeightOffer:
+    """Publish an image as one tensor of two delta files or one data file, in pieces of 16 KiB."""
+    target = folder / f"v{version:08d}"
+    target.mkdir(parents=True)
+    sizes = {at: min(PIECE, len(image) - at) for at in range(0, len(image), PIECE)}
+    pieces = [piece for at, size in sizes.items() for piece in pieces_of(0, at, size, image)]
+    delta = None
+    if base is None:
+        (target / "model.safetensors").write_bytes(image)
+    else:
+        spans = [(piece.start, piece.num_bytes, item_bytes) for piece in pieces]
+        files, half = ("delta-0.bin", "delta-1.bin"), len(spans) // 2
+        changes = write_delta(target / files[0], 0, base[1], image, spans[:half])
+        changes += write_delta(target / files[1], 1, base[1], image, spans[half:])
+        delta = Delta(base=base[0], files=files, changes=tuple(changes))
+    stored = StoredTensor(name="w", dtype="U8", shape=(len(image),), file=0, start=0, num_bytes=len(image))
+    manifest = Manifest(
+        directory=str(target), files=("model.safetensors",), tensors=(stored,), pieces=tuple(pieces), delta=delta
+    )
+    return manifest.offer(target / "manifest.json", version)
+
+
+def bytes_of(offer: WeightOffer) -> np.ndarray:
+    """[bytes] uint8 of what an offer holds, verified."""
+    weights = PublishedWeights(offer)
+    weights.verify()
+    ((_, data),) = weights.tensors()
+    return data.copy()
