@@ -283,6 +283,11 @@ class WeightsConfig:
             raise ValueError(
                 f"weights.directory={self.directory} is used by weights.transport=file, got {self.transport}; set it"
             )
+        if self.full_every > 1 and self.transport is Transport.collective:
+            raise ValueError(
+                f"weights.full_every must be 1 with weights.transport=collective, got {self.full_every}: full versions are "
+                "broadcast; deltas travel by weights.transport=file"
+            )
         if self.interface != LOOPBACK and self.transport is not Transport.collective:
             raise ValueError(
                 f"weights.interface={self.interface} is used by weights.transport=collective, got {self.transport}; "
@@ -411,11 +416,6 @@ def check_options(config: RunConfig) -> None:
         raise ValueError(
             "weights.transport must be file to keep all versions (learner.keep_snapshots=-1), got "
             f"{config.weights.transport}"
-        )
-    if config.weights.transport is Transport.collective and config.weights.full_every > 1:
-        raise ValueError(
-            f"weights.full_every must be 1 with weights.transport=collective, got {config.weights.full_every}: full "
-            "versions are broadcast; deltas travel by weights.transport=file"
         )
     if config.stop_timeout_s < (needed_s := stop_deadlines(config).total_s):
         raise ValueError(
