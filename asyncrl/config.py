@@ -285,8 +285,8 @@ class WeightsConfig:
             )
         if self.full_every > 1 and self.transport is Transport.collective:
             raise ValueError(
-                f"weights.full_every must be 1 with weights.transport=collective, got {self.full_every}: full versions are "
-                "broadcast; deltas travel by weights.transport=file"
+                f"weights.full_every must be 1 with weights.transport=collective, got {self.full_every}: what is "
+                "broadcast is full; deltas travel by weights.transport=file"
             )
         if self.interface != LOOPBACK and self.transport is not Transport.collective:
             raise ValueError(
