@@ -80,7 +80,7 @@ class WritableFile:
             os.ftruncate(self._descriptor, num_bytes)
             for region in regions:
                 os.posix_fallocate(self._descriptor, region.start, region.num_bytes)
-            self._mapping = mmap.mmap(self._descriptor, num_bytes)
+            mapping = mmap.mmap(self._descriptor, num_bytes)
         except OSError as error:
             os.close(self._descriptor)
             where = path.parent if path else "memory"
@@ -88,12 +88,12 @@ class WritableFile:
                 f"no room for {num_bytes} bytes of weights in {where}: {error}; free some, or set "
                 "weights.transport=file and weights.directory"
             ) from error
-        self.data = torch.frombuffer(self._mapping, dtype=torch.uint8)
+        self.data = torch.frombuffer(mapping, dtype=torch.uint8)
         page = mmap.PAGESIZE
         for region in regions:
             first, last = region.start // page * page, -(-(region.start + region.num_bytes) // page) * page
             with suppress(OSError, ValueError):  # older kernels touch the pages when they are written
-                self._mapping.madvise(_POPULATE_WRITE, first, min(last, num_bytes) - first)
+                mapping.madvise(_POPULATE_WRITE, first, min(last, num_bytes) - first)
 
     def write(self, regions: Sequence[Region]) -> None:
         """Copy the parameters' values; on a GPU through two page-locked buckets."""
@@ -139,13 +139,11 @@ class WritableFile:
         os.fsync(self._descriptor)
 
     def close(self) -> None:
-        """Give the memory of the mapping back; the file stays. May be called more than once."""
+        """Give the mapping back, once no view of it is left; the file stays. May be called more than once."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
         self.data = torch.empty(0, dtype=torch.uint8)
-        with suppress(BufferError):  # a view of it is still referred to, and keeps it
-            self._mapping.close()
 
 
 class WeightPublisher:

@@ -87,7 +87,8 @@ def offer(state, version, folder):
     _, parts, manifest = version_of(version)
     target = Path(folder, f"v{version}")
     target.mkdir()
-    return state["sender"].offer(manifest.offer(target / "manifest.json", version), [len(part) for part in parts])
+    own = replace(manifest, directory=str(target)).offer(target / "manifest.json", version)
+    return state["sender"].offer(own, [len(part) for part in parts])
 
 
 def receive(state, offered, folder, timeout_s=30.0):
