@@ -286,9 +286,12 @@ class WeightPublisher:
         return (self._needed is None or version.name <= self._needed) and (version / DATA_FILE).exists()
 
     def _finish(self, version: int, files: ModelFiles | Exception) -> WeightOffer | None:
-        """Publish what was copied, or that it was not; rank 0 tells the log."""
+        """Publish what was copied, or that it was not; rank 0 tells the log.
+
+        It does not tell of a collective that fails: its cause, such as a dead rank, shows at the calls on the ranks.
+        """
+        shares = self._gathered(version, files)
         try:
-            shares = self._gathered(version, files)
             if failed := [f"rank {rank}: {share}" for rank, share in enumerate(shares) if isinstance(share, str)]:
                 raise WeightsError(f"the publish of version {version} failed on {'; on '.join(failed)}")
             if not self._is_first or isinstance(files, Exception):
