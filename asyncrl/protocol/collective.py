@@ -40,7 +40,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.distributed import BroadcastOptions, DistStoreError, PrefixStore, ProcessGroupGloo, TCPStore
+from torch.distributed import BroadcastOptions, DistStoreError, PrefixStore, ProcessGroupGloo, TCPStore  # type: ignore
 
 from .errors import DeadlineError, WeightsError, WeightsGone
 from .manifest import COLLECTIVE_SCHEME, Manifest, Piece, WeightOffer, digest_of, read_manifest, safetensors_header
@@ -442,14 +442,12 @@ def interface_address(interface: str) -> str:
 
 
 @contextmanager
-def _groups(
-    this: Round, senders: Sequence[int], *, index: int, deadline: RoundDeadline
-) -> Iterator[list[ProcessGroupGloo]]:
+def _groups(this: Round, senders: Sequence[int], *, index: int, deadline: RoundDeadline) -> Iterator[list[Any]]:
     """The groups of learner ranks with the receivers, in which this process is ``index``.
 
     They end with the block; a connection that ends early ends the others' waits at once.
     """
-    groups: list[ProcessGroupGloo] = []
+    groups: list[Any] = []
     try:
         store = _connect(this.store, deadline.left)
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
@@ -463,7 +461,7 @@ def _groups(
         groups.clear()
 
 
-def _broadcast(group: ProcessGroupGloo, data: Tensor, span: Sequence[Piece], deadline: RoundDeadline) -> Any:
+def _broadcast(group: Any, data: Tensor, span: Sequence[Piece], deadline: RoundDeadline) -> Any:
     """Begin to send a span, on the rank of the group that holds it, or to receive it."""
     options = BroadcastOptions()
     options.rootRank, options.rootTensor, options.timeout = 0, 0, deadline.left
