@@ -74,7 +74,6 @@ class WritableFile:
         Raises:
             WeightsError: there is no room.
         """
-        self.path = path
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644) if path else os.memfd_create("weights")
         try:
             os.ftruncate(self._descriptor, num_bytes)
