@@ -12,7 +12,6 @@ import json
 import os
 import warnings
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from asyncrl.protocol.errors import WeightsError
-from asyncrl.protocol.manifest import DIGEST_THREADS, DTYPES, PublishedWeights, WeightOffer
+from asyncrl.protocol.manifest import DTYPES, PublishedWeights, WeightOffer
 
 from .sglang_server import ORDER_VARIABLE, report_path
 
@@ -78,9 +77,8 @@ def torch_tensors(weights: PublishedWeights) -> Iterator[tuple[str, Tensor]]:
 class ComparedWrites(TorchDispatchMode):
     """Inside, every copy of published weights into one of the parameters is verified once it is done.
 
-    A copy of whole pieces on the CPU is compared with the digest of what was published, by threads, while it is in the
-    processor's cache and the next is made. Any other (part of a piece, of another type, on a GPU) is compared with its
-    source, whose own digest is compared in the end.
+    A copy of whole pieces on the CPU is compared with the digest of what was published. Any other (part of a piece, of
+    another type, on a GPU) is compared with its source, whose own digest is compared in the end.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor], weights: PublishedWeights) -> None:
@@ -96,17 +94,11 @@ class ComparedWrites(TorchDispatchMode):
             self._sizes[self._names[key]] = max(self._sizes[self._names[key]], parameter.numel())
         self._written: dict[str, dict[tuple[Any, ...], int]] = {name: {} for name in self._sizes}
         self._wrong: dict[str, list[Tensor]] = {}
-        self._threads = ThreadPoolExecutor(DIGEST_THREADS)
-        self._digested: list[tuple[str, Future[bool]]] = []
 
     @property
     def num_values(self) -> int:
         """Values written, each counted once."""
         return sum(sum(regions.values()) for regions in self._written.values())
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        self._threads.shutdown()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         is_write = func in (_copy, _fill, _zero)
@@ -114,10 +106,7 @@ class ComparedWrites(TorchDispatchMode):
         if name is None:
             return func(*args, **(kwargs or {}))
         target = args[0]
-        region = target.storage_offset(), tuple(target.shape), target.stride()
-        if region in self._written[name]:  # it must not change while it is digested
-            wait(digest for _, digest in self._digested)
-        self._written[name][region] = target.numel()
+        self._written[name][target.storage_offset(), tuple(target.shape), target.stride()] = target.numel()
         if func is _copy:
             self._copy(name, target, args[1])
         else:
@@ -132,7 +121,6 @@ class ComparedWrites(TorchDispatchMode):
         """
         self._weights.verify()
         wrong = {name for name, flags in self._wrong.items() if any(bool(flag) for flag in flags)}
-        wrong |= {name for name, digest in self._digested if not digest.result()}
         if wrong:
             raise WeightsError(
                 f"policy version {version}: {len(wrong)} of {len(self._sizes)} parameters hold other values than were "
@@ -153,14 +141,15 @@ class ComparedWrites(TorchDispatchMode):
         is_flat = target.is_contiguous() and source.is_contiguous()
         on_cpu = target.device.type == source.device.type == "cpu"
         pieces = self._weights.pieces_at(source.data_ptr(), source.nbytes) if is_alike and is_flat and on_cpu else []
-        _copy(target, source)
         if pieces:
-            self._digested.append((name, self._threads.submit(self._weights.holds, _bytes_of(target), pieces)))
-            return
-        # Compared as integers, in which not-a-number equals itself; the result is read once all is loaded.
-        integers = _INTEGERS[target.element_size()]
-        wanted = source.to(target).expand(target.shape).contiguous().view(integers)
-        self._wrong.setdefault(name, []).append((target.contiguous().view(integers) != wanted).any())
+            differs = torch.tensor(not self._weights.copy(pieces, _bytes_of(target)))
+        else:
+            _copy(target, source)
+            # Compared as integers, in which not-a-number equals itself; the result is read once all is loaded.
+            integers = _INTEGERS[target.element_size()]
+            wanted = source.to(target).expand(target.shape).contiguous().view(integers)
+            differs = (target.contiguous().view(integers) != wanted).any()
+        self._wrong.setdefault(name, []).append(differs)
 
 
 def _bytes_of(tensor: Tensor) -> Any:
