@@ -48,7 +48,7 @@ STEPS = [
     "/update_weight_version",
     "/continue_generation",
 ]
-DEADLINE_S = 2.0
+DEADLINE_S = 3.0
 GRACE_S = 5.0
 DEADLINE = rf"did not load policy version \d+ from .* within rollout_fleet.load_timeout_s = {DEADLINE_S:g} s"
 SILENCE = r"produced no token of its \d+ running requests"
@@ -171,12 +171,13 @@ async def failure_of(engine, offer, running):
 
 
 async def load_under_load(engine, offer):
-    """What an engine answers over an update that nothing disturbs."""
-    requests = requests_of(2, 2, max_new_tokens=60, temperature=1.2)
-    running = asyncio.create_task(answer(engine, requests))
+    """What an engine answers over an update that nothing disturbs, and after it."""
+    before, after = (requests_of(2, 2, max_new_tokens=60, temperature=1.2) for _ in range(2))
+    running = asyncio.create_task(answer(engine, before))
     await until_writing(engine)
     await engine.load_weights(offer)
-    return [*zip(requests, await running, strict=True)]
+    answers = [*await running, *await answer(engine, after)]
+    return [*zip([*before, *after], answers, strict=True)]
 
 
 def check(accepted, model_of, seed):
