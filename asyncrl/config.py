@@ -20,6 +20,7 @@ from rollout_fleet.config import EngineKind, RolloutFleetConfig
 
 LEARNER_POOL = "learner"
 """The pool of the actor, and of every role that is placed nowhere else."""
+LOOPBACK = "lo"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,6 +240,7 @@ class Transport(StrEnum):
     auto = "auto"
     shared_memory = "shared_memory"
     file = "file"
+    collective = "collective"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,8 +250,12 @@ class WeightsConfig:
     Attributes:
         transport: ``shared_memory``: the ranks write into memory that the engines map. ``file``: into a folder.
             ``auto`` takes memory where there is room for the versions kept; a folder elsewhere, or where all are kept.
+            ``collective``: the ranks broadcast over the network (gloo) into memory of the engines' hosts, while the
+            engines generate; no folder is shared.
         directory: Folder of ``file``, on a file system that ranks and engines share. Empty: in the run's folder.
         publish_every: Learner steps between two published versions; the last one is always published.
+        interface: Network interface over which ``collective`` reaches learner rank 0. ``lo`` reaches this host only. On
+            any other, whoever reaches the host's ports may receive the weights, or disturb the transfer.
         full_every: One of so many published versions is full, and the others hold exactly what changed since the one
             before; 1 publishes full versions only. Each engine then keeps an image of its version in shared memory.
         copy_to_memory: Each engine copies a version into its host's shared memory while it generates, and loads it from
@@ -259,6 +265,7 @@ class WeightsConfig:
     transport: Transport = Transport.auto
     directory: str = ""
     publish_every: int = 1
+    interface: str = LOOPBACK
     full_every: int = 1
     copy_to_memory: bool = False
 
@@ -275,6 +282,16 @@ class WeightsConfig:
         if self.directory and self.transport is not Transport.file:
             raise ValueError(
                 f"weights.directory={self.directory} is used by weights.transport=file, got {self.transport}; set it"
+            )
+        if self.full_every > 1 and self.transport is Transport.collective:
+            raise ValueError(
+                f"weights.full_every must be 1 with weights.transport=collective, got {self.full_every}: what is "
+                "broadcast is full; deltas travel by weights.transport=file"
+            )
+        if self.interface != LOOPBACK and self.transport is not Transport.collective:
+            raise ValueError(
+                f"weights.interface={self.interface} is used by weights.transport=collective, got {self.transport}; "
+                "set it"
             )
 
 
@@ -394,8 +411,12 @@ def check_options(config: RunConfig) -> None:
             f"weights.publish_every must be at most buffer.max_lag + 1 = {config.buffer.max_lag + 1}, got "
             f"{config.weights.publish_every}: the learner would wait for rollouts under weights that are not published"
         )
-    if config.weights.transport is Transport.shared_memory and config.learner.keep_snapshots == -1:
-        raise ValueError("weights.transport must be file to keep all versions (learner.keep_snapshots=-1)")
+    in_memory = config.weights.transport in (Transport.shared_memory, Transport.collective)
+    if in_memory and config.learner.keep_snapshots == -1:
+        raise ValueError(
+            "weights.transport must be file to keep all versions (learner.keep_snapshots=-1), got "
+            f"{config.weights.transport}"
+        )
     if config.stop_timeout_s < (needed_s := stop_deadlines(config).total_s):
         raise ValueError(
             f"stop_timeout_s must be at least {needed_s:g} with rollout_fleet.stop_timeout_s="

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from asyncrl.protocol.manifest import describe_model
-from benchmarks import publish_delta
+from benchmarks import publish_collective, publish_delta
 from benchmarks.publish_log import measure_log
 from benchmarks.publish_steps import NUM_RANKS, measure_steps, run_ranks
 from benchmarks.report import Target, print_report
@@ -43,6 +43,7 @@ TARGETS = {
     "steps_per_s_with_publish": Target(at_least=0.95),
     "publish_memcpys_shared_memory": Target(),
     "publish_memcpys_file": Target(),
+    **publish_collective.TARGETS,
     **publish_delta.TARGETS,
 }
 BASELINE = (
@@ -189,6 +190,7 @@ def main() -> None:
     ):
         model_path = save_model(Path(disk, "model"))
         figures = measure_ranks(model_path, [memory + "/p", disk + "/p"])
+        figures |= publish_collective.measure(model_path, Path(memory), NUM_RUNS)
         figures |= publish_delta.measure(model_path, Path(memory), NUM_RUNS)
         figures |= measure_steps(model_path, memory + "/s")
         in_memory = save_model(Path(memory, "model"))

@@ -50,6 +50,7 @@ logger = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
 
 _PROMPTS_AT_ONCE = 128
+_GROUPS_AT_ONCE = 16
 _GOODBYE_S = 1.0
 
 
@@ -258,10 +259,13 @@ class BufferClient:
     async def fetch(self, group_ids: Sequence[int]) -> list[TrajectoryGroup]:
         """Stored groups in the order asked for; arrays are read-only views of the received bytes.
 
-        One fetch runs at a time, because the server bounds what one client has not read yet.
+        One fetch runs at a time, because the server bounds what one client has not read yet. It asks for a few groups
+        per request, so that those that have come are decoded while the others are on their way.
         """
         async with self._fetching:
-            return await self._fetch(group_ids)
+            some = (group_ids[start : start + _GROUPS_AT_ONCE] for start in range(0, len(group_ids), _GROUPS_AT_ONCE))
+            parts = await asyncio.gather(*map(self._fetch, some))
+            return [group for part in parts for group in part]
 
     async def _fetch(self, group_ids: Sequence[int]) -> list[TrajectoryGroup]:
         reply = await self._fetch_from(self._connect(), {"groups": list(group_ids)})

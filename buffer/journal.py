@@ -1,10 +1,11 @@
 """What must survive the server: the ledger's last snapshot, the commands since with their outcomes, and frames.
 
-``NAME.N.log`` holds the commands in their order, with small frames; each is written on the loop, before it takes
-effect. ``NAME.N.frames`` holds large frames, which a thread writes before the command that refers to them. What is
-written survives the death of the process. A power failure may lose the last writes: every record has a checksum, and
-a file ends at its first broken record. When the files have grown, `Journal.compact` begins a new pair and the old one
-is deleted. One old log is kept to be written over, which takes a third of the time of growing a file.
+``NAME.N.log`` holds the commands in their order, with small frames; each has its room in the file before it takes
+effect, and is written before anybody is told of it: puts that came together, in one write. ``NAME.N.frames`` holds
+large frames, which a thread writes before the command that refers to them. What is written survives the death of the
+process. A power failure may lose the last writes: every record has a checksum, and a file ends at its first broken
+record. When the files have grown, `Journal.compact` begins a new pair and the old one is deleted. One old log is kept
+to be written over, which takes a third of the time of growing a file.
 """
 
 import asyncio
@@ -42,6 +43,9 @@ _MAGIC = b"asyncrl buffer journal %d\n" % FORMAT
 _BEGINNING = struct.Struct(f"<{len(_MAGIC)}sI")
 """The magic and the number of the file; what an earlier use of the file left has another."""
 _COMPACT_BYTES = 16 * 1024**2
+_GROW_BYTES = 4 * 1024**2
+_MAX_PUT_BYTES = 4096
+"""Room for a put without its frames; what a group of very many samples takes beyond is reserved when it is written."""
 _MAX_PARTS = 1024
 _HEADER = struct.Struct("<QIQ")
 """Checksum (xxh3, seeded with the file's number) of head and frames, bytes of the head, bytes of the frames."""
@@ -93,6 +97,7 @@ class AppendOnlyFile:
         self._number = number
         self._descriptor = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
         self.num_bytes = 0
+        self._num_reserved = os.fstat(self._descriptor).st_size
 
     def read(self) -> Iterator[tuple[Any, bytes]]:
         """Heads, and the frames of each end to end; what follows the last whole record is cut off.
@@ -142,24 +147,36 @@ class AppendOnlyFile:
                 num_bytes += len(frame)
             parts += (_HEADER.pack(checksum.intdigest(), len(packed), num_bytes), packed, *frames)
             size += _HEADER.size + len(packed) + num_bytes
-        try:
-            write_all(self._descriptor, parts, self.num_bytes)
-        except OSError:
-            self.cut(self.num_bytes)
-            raise
+        self.reserve(size)
+        write_all(self._descriptor, parts, self.num_bytes)
         self.num_bytes += size
+
+    def reserve(self, num_bytes: int) -> None:
+        """Give the file room for ``num_bytes`` more, and ahead of need. Raises `OSError` if the disk is full."""
+        needed = self.num_bytes + num_bytes - self._num_reserved
+        if needed <= 0:
+            return
+        more = max(needed, min(self.num_bytes // 2, _GROW_BYTES))
+        try:
+            os.posix_fallocate(self._descriptor, self._num_reserved, more)
+        except OSError:
+            more = needed
+            os.posix_fallocate(self._descriptor, self._num_reserved, more)
+        self._num_reserved += more
 
     def cut(self, num_bytes: int) -> None:
         """Drop what follows the first ``num_bytes``."""
         os.ftruncate(self._descriptor, num_bytes)
-        self.num_bytes = num_bytes
+        self.num_bytes = self._num_reserved = num_bytes
 
     def sync(self) -> None:
         """Wait until everything is on the disk."""
         os.fsync(self._descriptor)
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file, without the room that is reserved behind its records."""
+        with suppress(OSError):
+            self.cut(self.num_bytes)
         os.close(self._descriptor)
 
     def delete(self) -> None:
@@ -215,6 +232,10 @@ class Journal:
         self._retiring: threading.Thread | None = None
         self._base_bytes = self._retry_above = 0
         self._is_compacting = self._closed = False
+        self._later: list[Any] = []
+        self._later_references: list[Any] = []
+        self._later_frames: list[Any] = []
+        self._num_later_bytes = 0
         if (former := path.with_suffix(".sqlite")).exists():
             raise ValueError(f"{former} is a journal of format 3; use the release that wrote it")
         try:
@@ -271,7 +292,8 @@ class Journal:
             elif kind == "value":
                 self._values[value[0]] = value[1]
             elif kind == "command":
-                done.append(unpack(value))
+                found = unpack(value)
+                done += zip(found[::2], found[1::2], strict=True)
             places += self._refer(references)
         self._next_place = max(places) + 1
         frames: dict[str, dict[int, Frames]] = {}
@@ -313,25 +335,58 @@ class Journal:
                 )
 
     def record(self, command: Command[Any], outcome: Outcome, frames: LoggedFrames) -> None:
-        """Write a command, its outcome and frames as a whole, or raise `ReplayBufferError` if the disk is full."""
-        self._append("command", pack((command, outcome)), frames)
+        """Write a command, its outcome and frames as a whole, or raise `ReplayBufferError` if the disk is full.
+
+        Puts get their room in the file now, and are written together: by `flush`, or before what comes next.
+        """
+        if type(command) is not commands.Put:
+            self._append("command", pack((command, outcome)), frames)
+            return
+        references, inline = self._references(frames)
+        self._num_later_bytes += sum(map(len, inline)) + _MAX_PUT_BYTES
+        try:
+            self._log.reserve(self._num_later_bytes)
+        except OSError as error:
+            self._num_later_bytes -= sum(map(len, inline)) + _MAX_PUT_BYTES
+            raise self._error("written", error) from error
+        self._later += (command, outcome)
+        self._later_references += references
+        self._later_frames += inline
+        self._refer(references)
+
+    def flush(self) -> None:
+        """Write what is recorded; to be called before anybody is told. Raises `ReplayBufferError` if that fails."""
+        if self._later:
+            self._write_log([])
 
     def note(self, frames: LoggedFrames) -> None:
         """Write down that frames are held, or not (place 0). Raises `ReplayBufferError` if the disk is full."""
         self._append("note", None, frames)
 
     def _append(self, kind: str, value: Any, frames: LoggedFrames) -> None:
+        references, inline = self._references(frames)
+        self._write_log([([kind, value, references], inline)])
+        self._refer(references)
+
+    def _write_log(self, records: list[tuple[Any, Frames]]) -> None:
+        """Write the puts that wait as one record, and others behind it."""
+        if self._later:
+            records.insert(0, (["command", pack(self._later), self._later_references], self._later_frames))
+        try:
+            self._log.append(records)
+        except OSError as error:
+            raise self._error("written", error) from error
+        self._later, self._later_references, self._later_frames, self._num_later_bytes = [], [], [], 0
+
+    def _references(self, frames: LoggedFrames) -> tuple[list[Any], list[Any]]:
+        """Where each of the frames is, and those of them that are written in the log."""
         references: list[Any] = []
         inline: list[Any] = []
         for (name, key), parts in frames.items():
             place, views = (parts, []) if isinstance(parts, int) else (self._place(), [*map(memoryview, parts)])
             references.append((name, key, place, [*map(len, views)]))
             inline += views
-        try:
-            self._log.append([([kind, value, references], inline)])
-        except OSError as error:
-            raise self._error("written", error) from error
-        self._refer(references)
+        return references, inline
 
     def _refer(self, references: Iterable[Any]) -> list[int]:
         """Note where frames are, or with the place 0 that they are gone; the places."""
@@ -396,6 +451,7 @@ class Journal:
         Frames are written behind what this call returns; until they are on the disk the old files stay. Raises
         `ReplayBufferError` if the disk is full; the journal goes on as it was.
         """
+        self.flush()
         held = {(kind, key): [*map(memoryview, parts)] for kind, key, parts in frames}
         pair: Sequence[AppendOnlyFile] = ()
         try:
@@ -448,6 +504,8 @@ class Journal:
 
     def close(self) -> None:
         """Close the files; frames that are not written yet are dropped, and nobody is told."""
+        with suppress(ReplayBufferError):
+            self.flush()
         self._closed = True
         self._pool.shutdown()
         if self._retiring is not None:

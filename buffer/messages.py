@@ -214,7 +214,7 @@ def flag(fields: Mapping[str, Any], name: str, *, default: bool) -> bool:
 
 def seconds(fields: Mapping[str, Any], name: str) -> float:
     """A finite number >= 0. Raises `WireError` if it is missing, or something else."""
-    value = fields.get(name)
+    value: Any = fields.get(name)
     if type(value) not in _NUMBERS or not 0 <= value < math.inf:
         raise WireError(f"field {name!r} must be a number of seconds >= 0, got {value!r:.40}")
     return float(value)

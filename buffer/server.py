@@ -283,9 +283,23 @@ class ServerSocket:
             self._flush_handle.cancel()
             self._flush_handle = None
         outbox, self._outbox = self._outbox, {}
+        refusal = self._write_journal() if outbox else None
         for client, replies in outbox.items():
+            if refusal is not None:
+                replies = [Message.of_error(r.request_id, refusal) if r.request_id != PUSH_ID else r for r in replies]
             for message in messages.coalesce(replies):
                 self._send_now(client, message)
+
+    def _write_journal(self) -> ReplayBufferError | None:
+        """Write down what the replies speak of; the error that they become where that fails."""
+        try:
+            if self._journal is not None:
+                self._journal.flush()
+        except ReplayBufferError as error:
+            self._count("failed")
+            logger.error("nobody is told what has become of their requests: %s", error)
+            return error
+        return None
 
     def _send_now(self, client: bytes, message: Message) -> None:
         """Small messages go by the control socket, large ones in chunks by the bulk socket."""

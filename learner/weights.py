@@ -16,6 +16,7 @@ import mmap
 import os
 import re
 import shutil
+import socket
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -32,6 +33,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from asyncrl.protocol.collective import CollectiveOptions, WeightSender
 from asyncrl.protocol.delta import write_delta
 from asyncrl.protocol.errors import WeightsError
 from asyncrl.protocol.manifest import (
@@ -77,7 +79,7 @@ class WritableFile:
             os.ftruncate(self._descriptor, num_bytes)
             for region in regions:
                 os.posix_fallocate(self._descriptor, region.start, region.num_bytes)
-            self._mapping = mmap.mmap(self._descriptor, num_bytes)
+            mapping = mmap.mmap(self._descriptor, num_bytes)
         except OSError as error:
             os.close(self._descriptor)
             where = path.parent if path else "memory"
@@ -85,12 +87,12 @@ class WritableFile:
                 f"no room for {num_bytes} bytes of weights in {where}: {error}; free some, or set "
                 "weights.transport=file and weights.directory"
             ) from error
-        self.data = torch.frombuffer(self._mapping, dtype=torch.uint8)
+        self.data = torch.frombuffer(mapping, dtype=torch.uint8)
         page = mmap.PAGESIZE
         for region in regions:
             first, last = region.start // page * page, -(-(region.start + region.num_bytes) // page) * page
             with suppress(OSError, ValueError):  # older kernels touch the pages when they are written
-                self._mapping.madvise(_POPULATE_WRITE, first, min(last, num_bytes) - first)
+                mapping.madvise(_POPULATE_WRITE, first, min(last, num_bytes) - first)
 
     def write(self, regions: Sequence[Region]) -> None:
         """Copy the parameters' values; on a GPU through two page-locked buckets."""
@@ -136,13 +138,11 @@ class WritableFile:
         os.fsync(self._descriptor)
 
     def close(self) -> None:
-        """Give the memory of the mapping back; the file stays. May be called more than once."""
+        """Give the mapping back, once no view of it is left; the file stays. May be called more than once."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
         self.data = torch.empty(0, dtype=torch.uint8)
-        with suppress(BufferError):  # a view of it is still referred to, and keeps it
-            self._mapping.close()
 
 
 class WeightPublisher:
@@ -154,11 +154,19 @@ class WeightPublisher:
         keep: Versions kept, the new one included, with those that engines may still be offered, and the full version on
             which the oldest is based; -1 keeps all. An engine that still reads an older one has a link to it.
         full_every: Of so many versions one is full, and the others hold what changed since the one before.
+        collective: Sends the weights to the hosts of the engines, which read no folder of this host then.
         log: Hears of each version, and of a failure, on rank 0; None tells only who waits for the result.
     """
 
     def __init__(
-        self, model: PackedModel, directory: str, *, keep: int, full_every: int = 1, log: WeightLog | None = None
+        self,
+        model: PackedModel,
+        directory: str,
+        *,
+        keep: int,
+        full_every: int = 1,
+        collective: CollectiveOptions | None = None,
+        log: WeightLog | None = None,
     ) -> None:
         self._model = model
         self._directory = Path(directory)
@@ -178,6 +186,8 @@ class WeightPublisher:
         if self._num_ranks > 1:
             self._group = cast("dist.ProcessGroup", dist.new_group(backend="gloo", timeout=model.mesh.timeout))
         self._check_alike()
+        self._is_elsewhere = False
+        self._sender = None if collective is None else self._make_sender(collective)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="publish")
         self._count = 0
         self._ready: Future[ModelFiles] = self._thread.submit(self._prepare)
@@ -216,6 +226,10 @@ class WeightPublisher:
             if self._base is not None:
                 self._base.close()
             shutil.rmtree(self._ready.result().folder, ignore_errors=True)
+        if self._sender is not None:
+            self._sender.close()
+        if self._is_elsewhere:
+            shutil.rmtree(self._directory, ignore_errors=True)
 
     def _check_alike(self) -> None:
         """All ranks must mean the same bytes: those that hold no whole weights convert by the model's class alone."""
@@ -227,6 +241,31 @@ class WeightPublisher:
                 f"the ranks lay {type(self._model.pretrained).__name__} out differently: its checkpoint's names follow "
                 "from the files, not from its class; save the model once with the transformers in use, and start there"
             )
+
+    def _make_sender(self, options: CollectiveOptions) -> WeightSender:
+        """This rank's part of the transport between hosts; each rank needs a folder that its own host's ranks share.
+
+        Raises:
+            ValueError: there is no such interface.
+            WeightsError: the ranks are on several hosts, and tensors are to be computed from shards of all.
+        """
+        sender = WeightSender(options, rank=0, num_ranks=self._num_ranks) if self._is_first else None
+        place = (socket.gethostname(), "" if sender is None else sender.address)
+        places: list[Any] = [place]
+        if self._group is not None:
+            places = [None] * self._num_ranks
+            dist.all_gather_object(places, place, group=self._group)
+        self._is_elsewhere = place[0] != places[0][0]
+        if self._layout.num_raw_bytes and len(hosts := {host for host, _ in places}) > 1:
+            raise WeightsError(
+                "weights.transport=collective needs all learner ranks on one host where published tensors are no parts "
+                f"of parameters (adapters, parameters that are joined or transposed), got {sorted(hosts)}; set "
+                "weights.transport=file and a weights.directory that the hosts share"
+            )
+        if sender is None:
+            rank = self._model.mesh.rank
+            sender = WeightSender(options, rank=rank, num_ranks=self._num_ranks, address=places[0][1])
+        return sender
 
     def _prepare(self) -> ModelFiles:
         """Remove versions that are no longer kept, and make the files of the next one ready to be written."""
@@ -250,13 +289,15 @@ class WeightPublisher:
 
         It does not tell of a collective that fails: its cause, such as a dead rank, shows at the calls on the ranks.
         """
-        shares = self._gathered(files)
+        shares = self._gathered(version, files)
         try:
             if failed := [f"rank {rank}: {share}" for rank, share in enumerate(shares) if isinstance(share, str)]:
                 raise WeightsError(f"the publish of version {version} failed on {'; on '.join(failed)}")
             if not self._is_first or isinstance(files, Exception):
                 return None
             self._newest = offer = self._offer(version, files, shares)
+            if self._sender is not None:
+                offer = self._sender.offer(offer, [len(share.pieces) for share in shares])
         except Exception as error:
             if self._log is not None:
                 named = isinstance(error, WeightsError)
@@ -266,7 +307,7 @@ class WeightPublisher:
             self._needed = _folder_name(self._log.offer(offer))
         return offer
 
-    def _gathered(self, files: ModelFiles | Exception) -> list[Any]:
+    def _gathered(self, version: int, files: ModelFiles | Exception) -> list[Any]:
         """Compute what is left and digest this rank's part; returns each rank's share, or why it has none."""
         if self._group is not None and self._layout.num_raw_bytes:
             dist.barrier(self._group)
@@ -274,6 +315,8 @@ class WeightPublisher:
             if isinstance(files, Exception):
                 raise files
             own: Any = files.finish(self._model.mesh.rank, self._num_ranks, self._base)
+            if self._sender is not None:
+                self._sender.hold(version, files.data, own.pieces)
             self._keep_as_base(files)
         except Exception as error:
             logger.exception("a publish failed")
@@ -282,6 +325,8 @@ class WeightPublisher:
         if self._group is not None:
             shares = [None] * self._num_ranks
             dist.all_gather_object(shares, own, group=self._group)
+        if self._is_elsewhere and isinstance(files, ModelFiles):  # what is held there needs no name
+            shutil.rmtree(files.folder, ignore_errors=True)
         return shares
 
     def _keep_as_base(self, files: ModelFiles) -> None:
@@ -347,6 +392,11 @@ class ModelFiles:
         self._raw = None
         if layout.num_raw_bytes:
             self._raw = WritableFile(folder / _RAW_FILE, layout.num_raw_bytes, layout.raw_regions)
+
+    @property
+    def data(self) -> Tensor:
+        """[bytes] uint8 of the data file; what this rank wrote of it stays while someone refers to it."""
+        return self._data.data
 
     def write(self) -> None:
         """Copy this rank's shards."""

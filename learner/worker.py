@@ -20,6 +20,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from asyncrl.protocol.collective import CollectiveOptions
 from asyncrl.protocol.errors import StalenessError
 from asyncrl.protocol.ports import LearnerBuffer
 from asyncrl.protocol.trajectory import TrajectoryGroup
@@ -118,6 +119,7 @@ class ModelWorker(Worker):
         seed: Seeds dropout, where the model has any, and adapters.
         snapshot_dir: Where published weights go, readable by the engines of this host; None publishes none.
         trajectory_dir: Where consumed samples are logged, one file per step and rank; None logs nothing.
+        collective: Sends published weights to the hosts of the engines; None leaves them in ``snapshot_dir``.
 
     Attributes:
         own_cache: The cache of this worker, which the first role of a process shares with the others.
@@ -138,6 +140,7 @@ class ModelWorker(Worker):
         snapshot_dir: str | None = None,
         full_every: int = 1,
         trajectory_dir: str | None = None,
+        collective: CollectiveOptions | None = None,
     ) -> None:
         super().__init__()
         self.role = role
@@ -154,6 +157,7 @@ class ModelWorker(Worker):
         self._checkpoints: dict[str, ShardedCheckpointer] = {}
         self._snapshot_dir = snapshot_dir
         self._full_every = full_every
+        self._collective = collective
         self._publisher: WeightPublisher | None = None
         self._log = TrajectoryLog(trajectory_dir) if trajectory_dir else None
         dp_rank, sp_rank = divmod(self.rank, config.sp_size)
@@ -175,6 +179,7 @@ class ModelWorker(Worker):
                 self._snapshot_dir,
                 keep=self._config.keep_snapshots,
                 full_every=self._full_every,
+                collective=self._collective,
                 log=self._buffer,
             )
         self._offload = OffloadPolicy(self._config, self._model.head, optimizer)

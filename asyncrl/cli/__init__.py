@@ -14,7 +14,7 @@ from typing import NoReturn
 # A command's module is imported when it is called: some need torch, which takes seconds to load.
 _COMMANDS = {
     "train": ("asyncrl.cli.train_command", "train a policy asynchronously"),
-    "sft": ("asyncrl.sft.__main__", "fine-tune a model on demonstrations"),
+    "sft": ("asyncrl.cli.sft_command", "fine-tune a model on demonstrations"),
     "samples": ("asyncrl.samples", "read the decoded samples that a run has kept"),
     "inspect": ("buffer.inspect", "look into the replay buffer of a running training"),
     "export": ("learner.checkpoint", "turn a checkpoint into a model in Hugging Face layout"),

@@ -10,9 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from asyncrl.config import RunConfig, learner_pools, learner_roles
+from asyncrl.config import RunConfig, Transport, learner_pools, learner_roles
 from asyncrl.controller.cluster import WORKER_ENV, AllOf, stop_groups
 from asyncrl.controller.run_folder import RunPaths
+from asyncrl.protocol.collective import CollectiveOptions
 from asyncrl.protocol.remote import StepDeadline, within
 from asyncrl.protocol.types import Plan
 from asyncrl.single_controller import (
@@ -288,6 +289,19 @@ def pool_config(config: RunConfig, pool: str) -> LearnerConfig:
     return replace(learner, num_ranks=size, fsdp_size=learner.fsdp_size if size == learner.num_ranks else -1)
 
 
+def _collective_options(config: RunConfig) -> CollectiveOptions | None:
+    """How the ranks send weights over the network; None with another transport."""
+    if config.weights.transport is not Transport.collective:
+        return None
+    return CollectiveOptions(
+        interface=config.weights.interface,
+        num_receivers=config.rollout_fleet.num_engines,
+        timeout_s=config.rollout_fleet.load_timeout_s,
+        # While engines receive version u + 1, admission at u lets the learner reach u + max_lag + 1, and no further.
+        keep=config.buffer.max_lag + 2,
+    )
+
+
 def _worker_class(
     role: str,
     config: RunConfig,
@@ -302,6 +316,7 @@ def _worker_class(
         "snapshot_dir": str(snapshots),
         "full_every": config.weights.full_every,
         "trajectory_dir": str(trajectories) if trajectories else None,
+        "collective": _collective_options(config),
     }
     return RayClassWithInitArgs(
         WORKER_CLASSES[role],

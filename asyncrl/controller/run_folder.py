@@ -116,5 +116,6 @@ def _num_versions(config: RunConfig) -> int:
     """
     full_every = config.weights.full_every
     num_kept = max(config.learner.keep_snapshots, config.buffer.max_lag + 2) + full_every - 1
-    num_images = 2 + config.rollout_fleet.num_engines if full_every > 1 else 0
+    has_images = full_every > 1 or config.weights.transport is Transport.collective
+    num_images = 2 + config.rollout_fleet.num_engines if has_images else 0
     return num_kept + 2 + num_images

@@ -43,6 +43,7 @@ PIECE_BYTES = 4 << 20
 """Most bytes under one digest: pieces are digested by several threads."""
 CACHED_BYTES = 512 << 10
 DIGEST_THREADS = 4
+COLLECTIVE_SCHEME = "gloo://"
 _HEADER_LIMIT = 1 << 28
 OfferKind = Literal["full", "delta"]
 """What a version's data hold: every byte, or what changed since another version."""
@@ -54,7 +55,8 @@ class WeightOffer:
 
     Attributes:
         version: Learner steps contained in the weights.
-        manifest: Path of the manifest, readable where the engine runs.
+        manifest: Path of the manifest, readable where the engine runs; where it is received first, of whom. Example:
+            ``"gloo://10.0.0.5:41234"``, see `asyncrl.protocol.collective`.
         digest: Of the manifest's bytes, as `digest_of`.
         num_bytes: Bytes of all tensors; deadlines scale with it.
         kind: A delta becomes a full version on the engine's side before the engine loads it.
@@ -67,6 +69,11 @@ class WeightOffer:
     num_bytes: int
     kind: OfferKind = "full"
     base_version: int | None = None
+
+    @property
+    def is_collective(self) -> bool:
+        """Whether the weights have to be received before they can be read."""
+        return self.manifest.startswith(COLLECTIVE_SCHEME)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -154,6 +154,7 @@ class TrajectoryGroup:
             turn_columns=_turn_columns(trajectories),
         )
         group.check()
+        _ = group.summary  # made while the columns are in the processor's cache; a put sends it
         return group
 
     def check(self) -> None:

@@ -1,61 +1,8 @@
-"""``asyncrl sft``, ``python -m asyncrl.sft``: supervised fine-tuning with the learner's trainer, packing and optimizer.
+"""``python -m asyncrl.sft``: the same as ``asyncrl sft``."""
 
-Runs as one process, or as one process per rank: ``torchrun --nproc-per-node N -m asyncrl.sft ...``, with
-``learner.sp_size`` for Ulysses.
-"""
-
-from __future__ import annotations
-
-import asyncio
-import logging
-import os
 import sys
-from collections.abc import Sequence
 
-import torch.distributed as dist
-
-from asyncrl.cli.compose import compose_run, describe, option_lines
-from asyncrl.cli.preflight import check_folder
-from asyncrl.cli.quickstart import with_quickstart_assets
-from asyncrl.config import check_model
-from asyncrl.sft import fine_tuning
-
-
-def main(overrides: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status."""
-    overrides = sys.argv[1:] if overrides is None else overrides
-    if {"-h", "--help"} & set(overrides):
-        sys.stdout.write(_help_page())
-        return 0
-    logging.basicConfig(level=logging.INFO, format="sft: %(message)s", stream=sys.stdout)
-    logging.getLogger().setLevel(logging.WARNING)
-    fine_tuning.logger.setLevel(logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING)
-    try:
-        config = compose_run(overrides)
-        check_folder("output_dir", config.output_dir)
-        check_folder("sft.output_path", config.sft.output_path)
-        config = with_quickstart_assets(config)
-        check_model(config)
-        asyncio.run(fine_tuning.fine_tune(config))
-    except ValueError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 2
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-    return 0
-
-
-def _help_page() -> str:
-    config = compose_run([])
-    usage = [
-        "usage: asyncrl sft [experiment=NAME] [OPTION=VALUE ...]",
-        "",
-        "options of fine-tuning, with their values:",
-    ]
-    options = option_lines(config, [name for name in describe(config) if name.startswith("sft.")])
-    return "\n".join([*usage, *options, "", "asyncrl train --help-all explains every other option.", ""])
-
+from asyncrl.cli import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(["sft", *sys.argv[1:]]))

@@ -2,7 +2,7 @@
 
 A full version is hard-linked beside the published one: the learner may then remove it at any time. For deltas, where
 the options say so, or where the file system has no links, the engine keeps an image of its version in its host's
-memory, which the next one overwrites.
+memory, which the next one overwrites. What learner ranks send over the network is received there.
 """
 
 from __future__ import annotations
@@ -61,19 +61,30 @@ class WeightStager:
             WeightsError: it is damaged, or there is no room for it.
             DeadlineError: it was not staged in time.
         """
+        local = await (self._received(offer) if offer.is_collective else self._stage_in_time(offer))
+        try:
+            yield local
+        finally:
+            self._remove_links()
+
+    async def _stage_in_time(self, offer: WeightOffer) -> WeightOffer:
         limit_s = self._timeout_s + offer.num_bytes / SLOWEST_LOAD
         try:
             async with asyncio.timeout(limit_s):
-                local = await asyncio.to_thread(self.stage, offer)
+                return await asyncio.to_thread(self.stage, offer)
         except TimeoutError:
             raise DeadlineError(
                 f"{self._name} did not stage policy version {offer.version} from {offer.manifest} within {limit_s:.0f} "
                 "s (rollout_fleet.load_timeout_s and a second per 100 MB)"
             ) from None
-        try:
-            yield local
-        finally:
-            self._remove_links()
+
+    async def _received(self, offer: WeightOffer) -> WeightOffer:
+        """Receive what the learner ranks send into this host's memory."""
+        from asyncrl.protocol.collective import receive_weights  # torch, which other workers do without
+
+        local = await receive_weights(offer, self._image, timeout_s=self._timeout_s)
+        self._links = Path(local.manifest).parent
+        return local
 
     def stage(self, offer: WeightOffer) -> WeightOffer:
         """See `staged`; without a deadline."""

@@ -80,6 +80,15 @@ def test_a_wrong_override_fails_with_the_option_and_the_value(override, words):
             ["weights.transport=shared_memory", "learner.keep_snapshots=-1"],
             ["weights.transport must be file to keep all versions"],
         ),
+        (
+            ["weights.transport=collective", "learner.keep_snapshots=-1"],
+            ["weights.transport must be file to keep all versions", "got collective"],
+        ),
+        (
+            ["weights.transport=collective", "weights.full_every=3"],
+            ["weights.full_every must be 1 with weights.transport=collective", "got 3"],
+        ),
+        (["weights.interface=eth0"], ["weights.interface=eth0 is used by weights.transport=collective", "got auto"]),
         (["placement.colocated=true", "weights.publish_every=2"], ["publish_every must be 1", "got 2"]),
         (["weights.publish_every=0"], ["weights.publish_every must be >= 1", "got 0"]),
         (["weights.full_every=0"], ["weights.full_every must be >= 1", "got 0"]),

@@ -8,10 +8,10 @@ import sys
 
 import pytest
 
+from asyncrl.cli import sft_command as sft
 from asyncrl.cli.compose import compose_run
 from asyncrl.cli.preflight import check_folders, preflight
 from asyncrl.cli.quickstart import make_assets
-from asyncrl.sft import __main__ as sft
 
 REWARDS = """
 import os, time

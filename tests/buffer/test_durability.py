@@ -15,7 +15,7 @@ import pytest
 from asyncrl.protocol.errors import ReplayBufferError
 from asyncrl.protocol.types import Lease
 from buffer import BufferClient, BufferConfig, BufferProcess, Durability, journal, service
-from buffer.commands import Command, LeaseGroups
+from buffer.commands import Command, Commit, Committed, LeaseGroups, Put, PutOutcome, PutResult
 from buffer.journal import AppendOnlyFile, Journal
 from tests.support.buffer_groups import prompt, rollout, running
 
@@ -169,14 +169,13 @@ async def put_all(client: BufferClient, leases: list[Lease], acknowledged: list[
 
 
 async def test_a_full_disk_is_an_error_and_nothing_is_acknowledged_that_is_not_stored(tmp_path: Path, monkeypatch):
-    def write_all(descriptor: int, parts: list, offset: int) -> None:
-        if offset + sum(map(len, parts)) > 60_000:
-            os.pwrite(descriptor, b"some of it", offset)
+    def allocate(descriptor: int, offset: int, num_bytes: int) -> None:
+        if offset + num_bytes > 60_000:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        write(descriptor, parts, offset)
+        posix_fallocate(descriptor, offset, num_bytes)
 
-    write = journal.write_all
-    monkeypatch.setattr(journal, "write_all", write_all)
+    posix_fallocate = os.posix_fallocate
+    monkeypatch.setattr(os, "posix_fallocate", allocate)
     options = {"durability": Durability.disk, "directory": str(tmp_path), "max_lag": 3}
     acknowledged = []
     async with running(groups_per_step=4, **options) as run:
@@ -409,16 +408,55 @@ def test_frames_are_written_whole_though_the_system_takes_few_bytes_at_once(tmp_
     assert found == [(["some", "head"], b"a" * 20 + b"b" * 9), (["more"], b"c")]
 
 
+def test_puts_are_written_together_and_before_what_comes_next(tmp_path: Path, monkeypatch):
+    first = Journal(tmp_path / "journal")
+    lease = Lease(prompt=prompt(0), attempt=0, engine_version=0, deadline_version=1)
+    put = Put(summary=rollout(lease).summary, owner=b"worker")
+    stored = PutOutcome(result=PutResult.stored, rank=1.0)
+    num_writes: list[int] = []
+    pwritev = os.pwritev
+    monkeypatch.setattr(os, "pwritev", lambda *call: num_writes.append(1) or pwritev(*call))
+    for group_id in range(3):
+        first.record(put, stored, {("payload", group_id): [b"x" * group_id]})
+    assert not num_writes
+    first.record(Commit(version=0), Committed(version=0, group_ids=(0,)), {})
+    first.record(put, stored, {})
+    first.flush()
+    first.flush()
+    assert len(num_writes) == 2
+    first.close()
+    found = Journal(tmp_path / "journal").recover()
+    assert [command for command, _ in found.commands] == [put, put, put, Commit(version=0), put]
+    assert found.frames["payload"] == {0: [b""], 1: [b"x"], 2: [b"xx"]}
+
+
+async def test_a_put_is_acknowledged_only_when_it_is_written(tmp_path: Path, monkeypatch):
+    options = {"durability": Durability.disk, "directory": str(tmp_path), "max_lag": 3}
+    async with running(groups_per_step=4, **options) as run:
+        client = run.client()
+        await client.enqueue([prompt(i) for i in range(4)])
+        first, second, *_ = await client.lease(0, 4)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "pwritev", lambda fd, parts, offset: os.close(-1))
+            with pytest.raises(ReplayBufferError, match="journal cannot be written: Bad file descriptor; look at the"):
+                await client.put(rollout(first))
+        await client.put(rollout(second))
+        await client.put(rollout(first))  # again; it was stored, and is written now
+    async with running(groups_per_step=4, **options) as run:
+        fetched = await run.client().fetch([0, 1])
+        assert [group.group_id for group in fetched] == [0, 1]
+
+
 def test_records_of_an_earlier_use_of_a_file_are_not_read_behind_those_of_the_new_one(tmp_path: Path):
     former = AppendOnlyFile(tmp_path / "file", 3)
     former.append([(["a"], ()), (["b"], ()), (["c"], ())])
     former.close()
     new = AppendOnlyFile(tmp_path / "file", 4)
     new.append([(["x"], ())])
-    new.close()
     assert (tmp_path / "file").stat().st_size > new.num_bytes
     assert list(AppendOnlyFile(tmp_path / "file", 4).read()) == [(["x"], b"")]
     assert list(AppendOnlyFile(tmp_path / "file", 5).read()) == []
+    new.close()
 
 
 def size_of_files(directory: Path) -> int:

@@ -1,3 +1,4 @@
+import asyncio
 import json
 import os
 from dataclasses import replace
@@ -5,11 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from asyncrl.protocol.collective import CollectiveOptions, receive_weights
 from asyncrl.protocol.errors import WeightsError
 from asyncrl.protocol.manifest import PublishedWeights, read_manifest
+from learner import weights
 from learner.config import AlgorithmConfig, Device, LearnerConfig, LoraConfig, OptimizerConfig
 from learner.fsdp import local_tensor
 from learner.losses import policy_objective
@@ -104,6 +108,51 @@ def test_each_of_two_ranks_writes_its_own_shards_of_what_one_would_gather(family
         assert first + second == offer.num_bytes
         assert max(first, second) < 0.6 * offer.num_bytes
     assert not [path for path in (tmp_path / "p").rglob("raw") if "next" not in str(path)]
+
+
+def sent_and_received_by_a_rank(config, path, folder, hosts):
+    """Publish over the network; each rank receives what both send, as an engine of its host would."""
+    trainer = Trainer(config, model_path=path, total_updates=1)
+    rank, directory = trainer.mesh.rank, Path(folder, f"host-{hosts[trainer.mesh.rank]}")
+    weights.socket.gethostname = lambda: hosts[rank]
+    options = CollectiveOptions(interface="lo", num_receivers=2, timeout_s=60.0, keep=2)
+    publisher = WeightPublisher(trainer, str(directory / "published"), keep=2, collective=options)
+    offers = [publisher.publish(version).result() for version in (3, 4)]
+    dist.broadcast_object_list(offers, src=0)
+    received = asyncio.run(receive_weights(offers[-1], directory / "received", timeout_s=60.0))
+    left = sorted(path.name for path in (directory / "published").iterdir() if not path.name.startswith(".next-3"))
+    dist.barrier()
+    publisher.close()
+    whole = gather_weights(trainer)
+    return received, left, None if whole is None else {name: value.numpy() for name, value in whole.items()}
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "hosts"),
+    [("qwen3", {}, "ab"), ("qwen3_moe", {"lora": LoraConfig(rank=2, target_modules=["q_proj"])}, "aa")],
+    ids=["two-hosts", "experts-with-adapters"],
+)
+def test_what_two_ranks_send_over_the_network_is_what_one_would_gather(family, options, hosts, tmp_path):
+    path = save_tiny_model(tmp_path / "model", family)
+    config = replace(CONFIG, num_ranks=2, **options)
+    ranks = run_on_ranks(2, sent_and_received_by_a_rank, config, path, str(tmp_path), hosts)
+    whole = ranks[0][2]
+    for received, left, _ in ranks:
+        PublishedWeights(received).verify()
+        written = load_file(Path(received.manifest).parent / "model.safetensors")
+        assert written.keys() == whole.keys()
+        for name, value in whole.items():
+            assert torch.equal(written[name], torch.from_numpy(value)), name
+        assert left in ([], ["v00000003", "v00000004"])
+    assert [bool(left) for _, left, _ in ranks] == [True, hosts == "aa"]
+    assert not Path(tmp_path, "host-b", "published").exists()
+
+
+def test_computed_tensors_of_ranks_on_two_hosts_are_refused_by_name(tmp_path):
+    path = save_tiny_model(tmp_path / "model")
+    config = replace(CONFIG, num_ranks=2, lora=LoraConfig(rank=2))
+    with pytest.raises(AssertionError, match=r"weights\.transport=collective needs all learner ranks on one host"):
+        run_on_ranks(2, sent_and_received_by_a_rank, config, path, str(tmp_path), "ab")
 
 
 def deltas_of_a_rank(config, path, folder):

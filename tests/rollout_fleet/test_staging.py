@@ -5,11 +5,16 @@ import errno
 import logging
 import os
 import shutil
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
+from asyncrl.protocol.collective import CollectiveOptions, WeightSender
 from asyncrl.protocol.errors import DeadlineError, WeightsError, WeightsGone
+from asyncrl.protocol.manifest import read_manifest
 from rollout_fleet.engines import staging
 from rollout_fleet.engines.staging import WeightStager
 from tests.support.published_bytes import bytes_of, changed, publish_bytes, random_bytes
@@ -187,3 +192,24 @@ async def test_an_engine_that_has_ended_leaves_nothing(make_stager, learner, tmp
         pass
     stager.close()
     assert list((tmp_path / "memory").iterdir()) == []
+
+
+async def test_what_is_sent_over_the_network_lies_in_the_hosts_memory_until_it_is_loaded(
+    make_stager, learner, tmp_path
+):
+    offer = learner.publish()
+    pieces = read_manifest(offer).pieces
+    options = CollectiveOptions(interface="lo", num_receivers=1, timeout_s=10.0, keep=1)
+    sender = WeightSender(options, rank=0, num_ranks=1)
+    sender.hold(0, torch.from_numpy(learner.images[0]), pieces)
+    try:
+        async with make_stager().staged(sender.offer(offer, [len(pieces)])) as local:
+            learner.remove(0)
+            assert Path(local.manifest).is_relative_to(tmp_path / "memory")
+            assert np.array_equal(bytes_of(local), learner.images[0])
+        with pytest.raises(WeightsGone, match="version 7 is no longer sent"):
+            async with make_stager().staged(replace(offer, version=7, manifest=f"gloo://{sender.address}")):
+                pass
+    finally:
+        sender.close()
+    assert not [path for path in (tmp_path / "memory").rglob("*") if path.is_file()]

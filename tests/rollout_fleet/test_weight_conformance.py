@@ -15,6 +15,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from asyncrl.protocol.collective import CollectiveOptions
 from learner.config import Device, LearnerConfig
 from learner.fsdp import local_tensor
 from learner.packed_model import PackedModel
@@ -33,27 +34,27 @@ pytestmark = [
     pytest.mark.skipif("not __import__('importlib.util').util.find_spec('sglang')", reason="SGLang is not installed"),
 ]
 NUM_UPDATES = 30
+NETWORK = CollectiveOptions(interface="lo", num_receivers=1, timeout_s=30.0, keep=1)
 SHARED_PREFIX = np.asarray([3 + position * 7 % 10 for position in range(60)], dtype=np.int32)
 
 
 @pytest.mark.parametrize(
-    ("family", "tp_size", "dtype", "atol", "on_update", "full_every"),
+    ("family", "tp_size", "dtype", "atol", "on_update", "offers"),
     [
-        pytest.param("llama", 2, "float32", 1e-4, OnUpdate.recompute, 1, id="two-tensor-parallel-ranks"),
-        pytest.param("qwen3", 1, "float32", 1e-4, OnUpdate.recompute, 1, id="tied"),
-        pytest.param("qwen3_moe", 1, "float32", 1e-4, OnUpdate.recompute, 1, id="experts"),
-        pytest.param("qwen2", 1, "bfloat16", 0.1, OnUpdate.recompute, 1, id="bfloat16"),
-        pytest.param("qwen3", 1, "float32", 1e-4, OnUpdate.keep, 1, id="kept-kv-cache"),
-        pytest.param("qwen3", 1, "float32", 1e-4, OnUpdate.recompute, 5, id="deltas"),
+        pytest.param("llama", 2, "float32", 1e-4, OnUpdate.recompute, {}, id="two-tensor-parallel-ranks"),
+        pytest.param("qwen3", 1, "float32", 1e-4, OnUpdate.recompute, {}, id="tied"),
+        pytest.param("qwen3_moe", 1, "float32", 1e-4, OnUpdate.recompute, {}, id="experts"),
+        pytest.param("qwen2", 1, "bfloat16", 0.1, OnUpdate.recompute, {}, id="bfloat16"),
+        pytest.param("qwen3", 1, "float32", 1e-4, OnUpdate.keep, {}, id="kept-kv-cache"),
+        pytest.param("qwen3", 1, "float32", 1e-4, OnUpdate.recompute, {"full_every": 5}, id="deltas"),
+        pytest.param("llama", 2, "float32", 1e-4, OnUpdate.recompute, {"collective": NETWORK}, id="over-the-network"),
     ],
 )
-async def test_every_token_is_of_the_version_that_it_names(
-    family, tp_size, dtype, atol, on_update, full_every, tmp_path
-):
+async def test_every_token_is_of_the_version_that_it_names(family, tp_size, dtype, atol, on_update, offers, tmp_path):
     path = save_tiny_model(tmp_path / "model", family, initializer_range=0.1)
     learner = PackedModel(LearnerConfig(device=Device.cpu, dtype=dtype), ACTOR, model_path=path)
-    publisher = WeightPublisher(learner, str(tmp_path / "published"), keep=2, full_every=full_every)
-    stager = WeightStager("engine-0", memory=tmp_path / "memory", copies=full_every > 1, timeout_s=30.0)
+    publisher = WeightPublisher(learner, str(tmp_path / "published"), keep=2, **offers)
+    stager = WeightStager("engine-0", memory=tmp_path / "memory", copies="full_every" in offers, timeout_s=30.0)
     config = RolloutFleetConfig(
         stop_timeout_s=1.0,
         sglang=SGLangConfig(

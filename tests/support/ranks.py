@@ -16,7 +16,7 @@ import torch
 from torch.distributed import TCPStore
 
 # Libraries only: what a test changes in the project itself is imported afresh by each rank.
-_IMPORTED_ONCE = [
+IMPORTED_ONCE = [
     "numpy",
     "torch",
     "torch._dynamo",
@@ -37,7 +37,7 @@ _IMPORTED_ONCE = [
 def run_on_ranks(num_ranks: int, function: Callable[..., Any], *args: Any, timeout_s: float = 120.0) -> list[Any]:
     """Call ``function(*args)`` on every rank; return the results by rank. A rank that fails or dies fails the call."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_IMPORTED_ONCE)
+    context.set_forkserver_preload(IMPORTED_ONCE)
     # The ranks meet through a store of this process, on a port that it holds, as those of torchrun do.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     pipes = [context.Pipe() for _ in range(num_ranks)]

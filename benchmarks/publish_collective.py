@@ -1,0 +1,109 @@
+"""A publish over the network: two gloo ranks send a version to two receivers of this host, over loopback."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import shutil
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from asyncrl.protocol.collective import CollectiveOptions, receive_weights
+from asyncrl.protocol.manifest import WeightOffer
+from benchmarks.report import Target
+from learner.config import Device, LearnerConfig
+from learner.fsdp import local_tensor
+from learner.packed_model import PackedModel
+from learner.roles import ACTOR
+from learner.weights import WeightPublisher
+
+NUM_RANKS = 2
+NUM_RECEIVERS = 2
+TIMEOUT_S = 60.0
+TARGETS = {"publish_memcpys_collective": Target()}
+
+
+def rank_main(model_path: str, folder: str) -> None:
+    """One learner rank: publishes a version per line that it reads; rank 0 prints the offers, each its memcpy."""
+    torch.set_num_threads(1)
+    model = PackedModel(LearnerConfig(device=Device.cpu, num_ranks=NUM_RANKS), ACTOR, model_path=model_path)
+    options = CollectiveOptions(interface="lo", num_receivers=NUM_RECEIVERS, timeout_s=TIMEOUT_S, keep=1)
+    publisher = WeightPublisher(model, folder, keep=1, collective=options)
+    shards = [local_tensor(parameter.detach()) for parameter in model.head.parameters()]
+    copies = [torch.zeros_like(shard) for shard in shards]
+    for version, _ in enumerate(sys.stdin):
+        publisher._ready.result()  # a step of training takes longer than making the next file ready
+        dist.barrier()
+        began_s = time.perf_counter()
+        for place, shard in zip(copies, shards, strict=True):
+            place.copy_(shard)
+        memcpy_s = time.perf_counter() - began_s
+        began_s = time.perf_counter()
+        offer = publisher.publish(version).result()
+        publish_s = time.perf_counter() - began_s
+        offered = None if offer is None else asdict(offer)
+        sys.stdout.write(json.dumps([memcpy_s, publish_s, offered]) + "\n")
+        sys.stdout.flush()
+    publisher.close()
+    dist.destroy_process_group()
+
+
+def measure(model_path: str, scratch: Path, num_runs: int) -> dict[str, float]:
+    """From the call until two receivers hold the version, in memcpys of the larger shard; ``scratch`` is in memory."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    common = {"WORLD_SIZE": str(NUM_RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    command = [sys.executable, "-m", "benchmarks.publish_collective", model_path, str(scratch / "sent")]
+    ranks = [
+        subprocess.Popen(
+            command,
+            env={**os.environ, **common, "OMP_NUM_THREADS": "1", "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(NUM_RANKS)
+    ]
+    try:
+        ratios = [_publish_and_receive(ranks, scratch / "received") for _ in range(num_runs + 1)]
+    finally:
+        for rank in ranks:
+            rank.communicate()
+    return {"publish_memcpys_collective": statistics.median(ratios[1:])}
+
+
+def _publish_and_receive(ranks: list[subprocess.Popen[str]], folder: Path) -> float:
+    """Publish one version; returns the memcpys that it took."""
+    for rank in ranks:
+        assert rank.stdin is not None
+        rank.stdin.write("\n")
+        rank.stdin.flush()
+    lines = [json.loads(rank.stdout.readline()) for rank in ranks if rank.stdout is not None]
+    offered_s = time.perf_counter()
+    asyncio.run(_receive(WeightOffer(**lines[0][2]), folder))
+    received_s = time.perf_counter() - offered_s
+    shutil.rmtree(folder)
+    return (lines[0][1] + received_s) / max(line[0] for line in lines)
+
+
+async def _receive(offer: WeightOffer, folder: Path) -> None:
+    await asyncio.gather(*(receive_weights(offer, folder, timeout_s=TIMEOUT_S) for _ in range(NUM_RECEIVERS)))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("model_path")
+    parser.add_argument("folder")
+    arguments = parser.parse_args()
+    rank_main(arguments.model_path, arguments.folder)

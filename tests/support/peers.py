@@ -1,0 +1,74 @@
+"""Processes that a test can tell what to do, one call at a time, and kill or stop in the middle of it."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from tests.support.ranks import IMPORTED_ONCE
+
+
+class Peer:
+    """A process; `ask` begins a call of ``function(state, *args)`` in it, `answer` waits for what it returns."""
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(IMPORTED_ONCE)
+        self._pipe, other = context.Pipe()
+        self._process = context.Process(target=_serve, args=(other,), daemon=True)
+        self._process.start()
+        other.close()
+
+    def ask(self, function: Callable[..., Any], *args: Any) -> Peer:
+        """Begin a call."""
+        self._pipe.send((function, args))
+        return self
+
+    def answer(self, timeout_s: float = 60.0) -> Any:
+        """What the call returned; raises what it raised, and `EOFError` if the process died."""
+        assert self._pipe.poll(timeout_s), f"no answer after {timeout_s} s"
+        result, error = self._pipe.recv()
+        if error is not None:
+            raise error
+        return result
+
+    def signal(self, number: int) -> None:
+        """Send it a signal."""
+        assert self._process.pid is not None
+        os.kill(self._process.pid, number)
+
+    def end(self) -> None:
+        """Kill it."""
+        self._pipe.close()
+        self._process.kill()
+        self._process.join(5.0)
+
+
+@contextlib.contextmanager
+def peers(count: int) -> Iterator[list[Peer]]:
+    """So many of them, for the block."""
+    made = [Peer() for _ in range(count)]
+    try:
+        yield made
+    finally:
+        for peer in made:
+            peer.end()
+
+
+def _serve(pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    state: dict[str, Any] = {}
+    with contextlib.suppress(EOFError):
+        while True:
+            function, args = pipe.recv()
+            try:
+                outcome = function(state, *args), None
+            except Exception as error:  # noqa: BLE001 - raised where the answer is taken
+                outcome = None, error
+            pipe.send(outcome)
