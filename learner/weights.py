@@ -304,7 +304,10 @@ class WeightPublisher:
                 self._log.publish_failed(str(error) if named else f"the publish of version {version} failed: {error!r}")
             raise
         if self._log is not None:
-            self._needed = _folder_name(self._log.offer(offer))
+            oldest = self._log.offer(offer)
+            self._needed = _folder_name(oldest)
+            if self._sender is not None:
+                self._sender.retire(oldest)
         return offer
 
     def _gathered(self, version: int, files: ModelFiles | Exception) -> list[Any]:
