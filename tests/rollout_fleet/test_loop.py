@@ -111,7 +111,7 @@ async def test_weights_that_have_left_are_skipped_for_newer_ones(make_buffer):
 
 async def test_weights_that_have_left_without_newer_ones_end_the_loop_by_name(make_buffer):
     buffer = make_buffer(2)
-    async with running_loop(buffer, writes(2000), stage=first_is_gone, load_timeout_s=2.0) as (_, _, run):
+    async with running_loop(buffer, writes(200, 0.1), stage=first_is_gone, load_timeout_s=2.0) as (_, _, run):
         await buffer.offer(bare_offer(1))
         with pytest.raises(WeightsGone, match="policy version 1 was removed"):
             await asyncio.wait_for(run, 10)
@@ -120,7 +120,7 @@ async def test_weights_that_have_left_without_newer_ones_end_the_loop_by_name(ma
 
 async def test_a_version_that_could_not_be_published_ends_the_loop_by_name(make_buffer):
     buffer = make_buffer(2)
-    async with running_loop(buffer, writes(2000)) as (_, _, run):
+    async with running_loop(buffer, writes(200, 0.1)) as (_, _, run):
         await buffer.publish_failed("the publish of version 7 failed on rank 1: no space")
         with pytest.raises(WeightsError, match="version 7 failed on rank 1"):
             await asyncio.wait_for(run, 10)
@@ -129,7 +129,7 @@ async def test_a_version_that_could_not_be_published_ends_the_loop_by_name(make_
 
 async def test_a_load_that_fails_ends_the_loop_with_the_engines_error(make_buffer):
     buffer = make_buffer(2)
-    async with running_loop(buffer, writes(2000)) as (_, engine, run):
+    async with running_loop(buffer, writes(200, 0.1)) as (_, engine, run):
         engine.load_error = "other weights"
         await buffer.offer(bare_offer(1))
         with pytest.raises(EngineError, match="other weights"):
