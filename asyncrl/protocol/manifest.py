@@ -41,8 +41,8 @@ DTYPES = {
 """What safetensors calls the types of torch."""
 PIECE_BYTES = 4 << 20
 """Most bytes under one digest: pieces are digested by several threads."""
-CACHED_BYTES = 512 << 10
-DIGEST_THREADS = 4
+CACHED_BYTES = 256 << 10
+DIGEST_THREADS = min(4, os.cpu_count() or 1)
 COLLECTIVE_SCHEME = "gloo://"
 _HEADER_LIMIT = 1 << 28
 OfferKind = Literal["full", "delta"]
