@@ -269,6 +269,11 @@ class WeightsConfig:
     full_every: int = 1
     copy_to_memory: bool = False
 
+    @property
+    def keeps_images(self) -> bool:
+        """Whether each engine keeps an image of its version in its host's shared memory."""
+        return self.full_every > 1 or self.copy_to_memory or self.transport is Transport.collective
+
     def __post_init__(self) -> None:
         if self.publish_every < 1:
             raise ValueError(f"weights.publish_every must be >= 1 learner steps, got {self.publish_every}")
@@ -406,17 +411,7 @@ def check_options(config: RunConfig) -> None:
             f"rollout_fleet.sglang.tp_size must be 1 on GPUs, got {config.rollout_fleet.sglang.tp_size}: an engine is "
             "placed with one GPU so far; raise rollout_fleet.num_engines instead"
         )
-    if config.weights.publish_every > config.buffer.max_lag + 1:
-        raise ValueError(
-            f"weights.publish_every must be at most buffer.max_lag + 1 = {config.buffer.max_lag + 1}, got "
-            f"{config.weights.publish_every}: the learner would wait for rollouts under weights that are not published"
-        )
-    in_memory = config.weights.transport in (Transport.shared_memory, Transport.collective)
-    if in_memory and config.learner.keep_snapshots == -1:
-        raise ValueError(
-            "weights.transport must be file to keep all versions (learner.keep_snapshots=-1), got "
-            f"{config.weights.transport}"
-        )
+    _check_weights(config)
     if config.stop_timeout_s < (needed_s := stop_deadlines(config).total_s):
         raise ValueError(
             f"stop_timeout_s must be at least {needed_s:g} with rollout_fleet.stop_timeout_s="
@@ -546,6 +541,20 @@ def _check_budget(config: RunConfig) -> None:
             "learner.max_tokens_per_micro_batch x learner.sp_size must hold the longest sequence, "
             f"data.max_prompt_tokens + rollout_fleet.sampling.max_new_tokens = {longest}, got "
             f"{learner.max_tokens_per_micro_batch} x {learner.sp_size}; raise it, or lower the two"
+        )
+
+
+def _check_weights(config: RunConfig) -> None:
+    if config.weights.publish_every > config.buffer.max_lag + 1:
+        raise ValueError(
+            f"weights.publish_every must be at most buffer.max_lag + 1 = {config.buffer.max_lag + 1}, got "
+            f"{config.weights.publish_every}: the learner would wait for rollouts under weights that are not published"
+        )
+    in_memory = config.weights.transport in (Transport.shared_memory, Transport.collective)
+    if in_memory and config.learner.keep_snapshots == -1:
+        raise ValueError(
+            "weights.transport must be file to keep all versions (learner.keep_snapshots=-1), got "
+            f"{config.weights.transport}"
         )
 
 

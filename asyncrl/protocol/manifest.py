@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -38,10 +39,10 @@ DTYPES = {
     "F8_E5M2": "float8_e5m2",
 }
 """What safetensors calls the types of torch."""
-PIECE_BYTES = 16 << 20
+PIECE_BYTES = 4 << 20
 """Most bytes under one digest: pieces are digested by several threads."""
-CACHED_BYTES = 512 << 10
-DIGEST_THREADS = 4
+CACHED_BYTES = 256 << 10
+DIGEST_THREADS = min(4, os.cpu_count() or 1)
 COLLECTIVE_SCHEME = "gloo://"
 _HEADER_LIMIT = 1 << 28
 OfferKind = Literal["full", "delta"]
@@ -287,6 +288,7 @@ class PublishedWeights:
         self._maps = [map_file(Path(self.manifest.directory, name)) for name in self.manifest.files]
         self._pieces = {(piece.file, piece.start): piece for piece in self.manifest.pieces}
         self._verified: set[Piece] = set()
+        self._threads = ThreadPoolExecutor(DIGEST_THREADS)
 
     def tensors(self) -> Iterator[tuple[StoredTensor, np.ndarray]]:
         """Yield each tensor with its [bytes] uint8, a read-only view of the file."""
@@ -307,18 +309,12 @@ class PublishedWeights:
         What was copied is digested while it is in the processor's cache, which costs next to nothing. `verify` need not
         read such pieces again.
         """
-        end = 0
-        for piece in pieces:
-            source, digest = self._maps[piece.file], xxhash.xxh3_128()
-            for start in range(piece.start, piece.start + piece.num_bytes, CACHED_BYTES):
-                begin, size = end, min(CACHED_BYTES, piece.start + piece.num_bytes - start)
-                end = begin + size
-                target[begin:end] = source[start : start + size]
-                digest.update(cast("Buffer", target[begin:end]))
-            if digest.hexdigest() != piece.digest:
-                return False
-        self._verified.update(pieces)
-        return True
+        ends = list(accumulate(piece.num_bytes for piece in pieces))
+        places = [target[end - piece.num_bytes : end] for piece, end in zip(pieces, ends, strict=True)]
+        is_right = all(list(self._threads.map(self._copy, pieces, places)))
+        if is_right:
+            self._verified.update(pieces)
+        return is_right
 
     def verify(self) -> None:
         """Read all bytes of which no copy was verified.
@@ -327,8 +323,7 @@ class PublishedWeights:
             WeightsError: bytes differ from what was published; the message names the first tensor.
         """
         left = [piece for piece in self.manifest.pieces if piece not in self._verified]
-        with ThreadPoolExecutor(DIGEST_THREADS) as threads:
-            is_right = list(threads.map(self._is_right, left))
+        is_right = self._threads.map(self._is_right, left)
         if wrong := [piece for piece, right in zip(left, is_right, strict=True) if not right]:
             names = sorted({self._tensor_at(piece) for piece in wrong})
             raise WeightsError(
@@ -336,6 +331,13 @@ class PublishedWeights:
                 f"{len(names)} of {len(self.manifest.tensors)} tensors differ, first {names[0]}"
             )
         self._verified.update(left)
+
+    def _copy(self, piece: Piece, target: np.ndarray) -> bool:
+        source, digest = self._maps[piece.file][piece.start : piece.start + piece.num_bytes], xxhash.xxh3_128()
+        for start in range(0, piece.num_bytes, CACHED_BYTES):
+            target[start : start + CACHED_BYTES] = source[start : start + CACHED_BYTES]
+            digest.update(cast("Buffer", target[start : start + CACHED_BYTES]))
+        return digest.hexdigest() == piece.digest
 
     def _tiling(self, file: int, start: int, end: int) -> list[Piece]:
         pieces = []

@@ -213,3 +213,13 @@ async def test_what_is_sent_over_the_network_lies_in_the_hosts_memory_until_it_i
     finally:
         sender.close()
     assert not [path for path in (tmp_path / "memory").rglob("*") if path.is_file()]
+
+
+async def test_weights_that_no_learner_published_are_read_where_they_are(make_stager, learner, tmp_path):
+    learner.publish()
+    folder = learner.folder / "v00000000"
+    offer = read_manifest(learner.offers[0]).offer(tmp_path / "manifest.json", 3)
+    async with make_stager().staged(offer) as local:
+        assert local == offer
+        assert np.array_equal(bytes_of(local), learner.images[0])
+    assert folder.is_dir()
