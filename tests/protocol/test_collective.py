@@ -180,7 +180,7 @@ def test_a_receiver_that_falls_in_a_round_holds_the_other_up_until_the_deadline_
         falling.ask(receive, offered, str(tmp_path / "received"), 2.0)
         received, seconds = other.ask(receive, offered, str(tmp_path / "received"), 2.0).answer()
         assert_holds(received, 1)
-        assert seconds < 8.0
+        assert seconds < 15.0
         received, _ = other.ask(receive, publish(senders, 2, tmp_path), str(tmp_path / "received"), 2.0).answer()
         assert_holds(received, 2)
 
