@@ -269,6 +269,11 @@ class WeightsConfig:
     full_every: int = 1
     copy_to_memory: bool = False
 
+    @property
+    def keeps_images(self) -> bool:
+        """Whether each engine keeps an image of its version in its host's shared memory."""
+        return self.full_every > 1 or self.copy_to_memory or self.transport is Transport.collective
+
     def __post_init__(self) -> None:
         if self.publish_every < 1:
             raise ValueError(f"weights.publish_every must be >= 1 learner steps, got {self.publish_every}")

@@ -300,8 +300,8 @@ class WeightPublisher:
                 offer = self._sender.offer(offer, [len(share.pieces) for share in shares])
         except Exception as error:
             if self._log is not None:
-                named = isinstance(error, WeightsError)
-                self._log.publish_failed(str(error) if named else f"the publish of version {version} failed: {error!r}")
+                what = f"the publish of version {version} failed: {type(error).__name__}: "
+                self._log.publish_failed(f"{'' if isinstance(error, WeightsError) else what}{error}")
             raise
         if self._log is not None:
             oldest = self._log.offer(offer)

@@ -45,7 +45,7 @@ class FleetGroup:
             connect_buffer=buffer.for_role(BufferRole.rollout).client,
             log_dir=str(paths.logs),
             staging_dir=str(paths.staging),
-            copy_weights=config.weights.full_every > 1 or config.weights.copy_to_memory,
+            copy_weights=config.weights.keeps_images,
             seed=config.seed,
             greedy_baseline=config.algorithm.greedy_baseline,
             sample_dir=str(paths.samples),

@@ -82,7 +82,7 @@ def _make_snapshot_folder(config: RunConfig, run_dir: Path) -> Path:
     The run removes the one in memory, and its supervisor does where the run cannot. Raises as `check_memory` does.
     """
     check_memory(config)
-    weights, missing = config.weights, _missing_memory(config)
+    weights, missing = config.weights, _missing_memory(config, _num_versions(config))
     in_memory = weights.transport is not Transport.file and config.learner.keep_snapshots != -1 and not missing
     folder = shared_folder(run_dir) if in_memory else run_dir / "snapshots"
     if weights.directory:
@@ -93,17 +93,23 @@ def _make_snapshot_folder(config: RunConfig, run_dir: Path) -> Path:
 
 
 def check_memory(config: RunConfig) -> None:
-    """Raise `ValueError` if weights are to be published in shared memory, which has no room for them."""
-    if config.weights.transport is Transport.shared_memory and (missing := _missing_memory(config)):
+    """Raise `ValueError` if weights are to be published or kept in shared memory, which has no room for them."""
+    weights = config.weights
+    if weights.transport is Transport.shared_memory and (missing := _missing_memory(config, _num_versions(config))):
         raise ValueError(f"weights.transport=shared_memory needs room: {missing}; set weights.transport=file")
+    if weights.keeps_images and (missing := _missing_memory(config, config.rollout_fleet.num_engines)):
+        raise ValueError(
+            f"each engine keeps an image of the weights in shared memory, and needs room: {missing}; free some, or set "
+            "weights.transport=file with weights.full_every=1 and weights.copy_to_memory=false"
+        )
 
 
-def _missing_memory(config: RunConfig) -> str:
-    """Why the versions that are kept do not fit into shared memory; empty where they do."""
+def _missing_memory(config: RunConfig, num_versions: int) -> str:
+    """Why so many versions do not fit into shared memory; empty where they do."""
     if not SHARED_MEMORY.is_dir():
         return f"there is no {SHARED_MEMORY}"
     size = sum(file.stat().st_size for file in Path(config.model.path).glob("*.safetensors"))
-    wanted = 2 * size * _num_versions(config)
+    wanted = 2 * size * num_versions
     free = shutil.disk_usage(SHARED_MEMORY).free
     return f"{SHARED_MEMORY} has {free >> 20} MiB free, {wanted >> 20} are wanted" if free <= wanted else ""
 
@@ -116,6 +122,5 @@ def _num_versions(config: RunConfig) -> int:
     """
     full_every = config.weights.full_every
     num_kept = max(config.learner.keep_snapshots, config.buffer.max_lag + 2) + full_every - 1
-    has_images = full_every > 1 or config.weights.transport is Transport.collective
-    num_images = 2 + config.rollout_fleet.num_engines if has_images else 0
+    num_images = 2 + config.rollout_fleet.num_engines if config.weights.keeps_images else 0
     return num_kept + 2 + num_images

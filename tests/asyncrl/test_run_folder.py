@@ -41,6 +41,15 @@ def test_and_into_the_runs_folder_where_they_do_not_or_where_all_are_kept(run_di
         snapshots(run_dir, *in_memory, "weights.full_every=5", "rollout_fleet.num_engines=3")
 
 
+def test_the_engines_images_of_the_weights_need_room_whatever_the_transport(run_dir, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(1 << 24, 0, 7 << 20))
+    options = ("weights.transport=file", "rollout_fleet.num_engines=4")
+    snapshots(run_dir, *options)
+    for option in ("weights.full_every=2", "weights.copy_to_memory=true"):
+        with pytest.raises(ValueError, match=r"keeps an image .* 7 MiB free, 8 are wanted; .*weights.full_every=1"):
+            snapshots(run_dir, *options, option)
+
+
 def test_a_directory_that_hosts_share_gets_a_folder_per_run(run_dir, tmp_path):
     shared = tmp_path / "mnt" / "weights"
     folder = snapshots(run_dir, "weights.transport=file", f"weights.directory={shared}")

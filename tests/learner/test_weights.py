@@ -290,6 +290,22 @@ def test_versions_that_engines_may_still_be_offered_stay_whatever_is_kept(tmp_pa
     assert sorted(path.name for path in (tmp_path / "s").glob("v*")) == ["v00000003", "v00000004", "v00000005"]
 
 
+def test_a_manifest_that_cannot_be_written_is_reported_to_the_log(tmp_path, monkeypatch):
+    trainer = Trainer(CONFIG, model_path=save_tiny_model(tmp_path / "model"), total_updates=1)
+    log = KeptLog()
+    publisher = WeightPublisher(trainer, str(tmp_path / "s"), keep=1, log=log)
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("learner.weights.write_description", full)
+    publisher.publish(3)
+    with pytest.raises(OSError, match="No space left"):
+        publisher.wait()
+    publisher.close()
+    assert log.reported == ["the publish of version 3 failed: OSError: [Errno 28] No space left on device"]
+
+
 def failed_publish(config, path, folder, where):
     """What each of two ranks hears, and reports, of a publish at which rank 1 fails."""
     trainer = Trainer(config, model_path=path, total_updates=1)
