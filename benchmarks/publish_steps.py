@@ -25,7 +25,7 @@ from learner.types import TokenSequence
 from learner.weights import WeightPublisher
 
 NUM_RANKS = 2
-NUM_BLOCKS, STEPS_PER_BLOCK = 5, 2
+NUM_STEPS = 7
 NUM_SEQUENCES, NUM_TOKENS = 4, 64
 """Of one rank and step: far fewer than a step of reinforcement learning has."""
 
@@ -59,7 +59,7 @@ def run_ranks(module: str, *arguments: str) -> list[Any]:
 
 
 def rank_main(model_path: str, folder: str) -> None:
-    """One rank: blocks of steps with and without publishes take turns."""
+    """One rank: steps with and without a publish take turns."""
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, cores[:1])
     torch.set_num_threads(1)
@@ -69,20 +69,16 @@ def rank_main(model_path: str, folder: str) -> None:
     publisher._thread.submit(os.sched_setaffinity, 0, cores[-1:]).result()  # and the threads that it starts
     sequences = _sequences(trainer.mesh.rank)
     times: dict[str, list[float]] = {"without_s": [], "with_s": []}
-    version = 0
-    for block in range(NUM_BLOCKS + 1):
-        for name in times if block % 2 else reversed(times):
+    for step in range(NUM_STEPS + 1):
+        for name in times if step % 2 else reversed(times):
+            publisher.wait()
             dist.barrier()
             began_s = time.perf_counter()
-            for _ in range(STEPS_PER_BLOCK):
-                if name == "with_s":
-                    version += 1
-                    pending = publisher.publish(version)
-                trainer.update(sequences, objective)
-            if block:  # the first is a warm-up
-                times[name].append(time.perf_counter() - began_s)
             if name == "with_s":
-                pending.result()
+                publisher.publish(step)
+            trainer.update(sequences, objective)
+            if step:  # the first is a warm-up
+                times[name].append(time.perf_counter() - began_s)
     publisher.close()
     sys.stdout.write(json.dumps(times) + "\n")
     dist.destroy_process_group()

@@ -1,7 +1,8 @@
 """What a weight update costs the samples that run: ``python -m benchmarks.publish_update``; the last line is JSON.
 
 Long running samples on a real SGLang server on the CPU, with and without updates, for each value of
-``rollout_fleet.sglang.on_update``. The cost of one update is the pause, and what is computed again after it.
+``rollout_fleet.sglang.on_update``. The cost of one update is what it adds to the time until the last sample ends: the
+pause, and what is computed again after it.
 """
 
 from __future__ import annotations
@@ -23,29 +24,28 @@ from rollout_fleet.engines.sglang import SGLangEngine
 
 NUM_SAMPLES, NUM_PROMPT_TOKENS, NUM_NEW_TOKENS = 8, 256, 64
 NUM_UPDATES, NUM_RUNS = 2, 3
-TARGETS = {f"update_s_{mode}": Target() for mode in OnUpdate} | {f"pause_s_{mode}": Target() for mode in OnUpdate}
+TARGETS = {f"update_s_{mode}": Target() for mode in OnUpdate}
 
 
 async def measure(on_update: OnUpdate, model_path: str, offer: WeightOffer, scratch: Path) -> dict[str, float]:
-    """Seconds that one update adds to the samples that run, and seconds of its pause; medians."""
+    """Seconds that one update adds to the samples that run; the median."""
     config = RolloutFleetConfig(sglang=SGLangConfig(dtype="float32", max_total_tokens=8192, on_update=on_update))
     engine = SGLangEngine(config, model_path=model_path, device=EngineDevice.cpu, rank=0, log_dir=str(scratch), seed=0)
     await engine.start()
     try:
-        costs, pauses = [], []
+        costs = []
         await _run(engine, -1, offer, 1)  # a warm-up
         for run in range(NUM_RUNS):
-            undisturbed_s, _ = await _run(engine, 2 * run, offer, 0)
-            updated_s, paused_s = await _run(engine, 2 * run + 1, offer, NUM_UPDATES)
+            undisturbed_s = await _run(engine, 2 * run, offer, 0)
+            updated_s = await _run(engine, 2 * run + 1, offer, NUM_UPDATES)
             costs.append((updated_s - undisturbed_s) / NUM_UPDATES)
-            pauses += paused_s
     finally:
         await engine.stop()
-    return {f"update_s_{on_update}": statistics.median(costs), f"pause_s_{on_update}": statistics.median(pauses)}
+    return {f"update_s_{on_update}": statistics.median(costs)}
 
 
-async def _run(engine: SGLangEngine, run: int, offer: WeightOffer, num_updates: int) -> tuple[float, list[float]]:
-    """Sample with updates in between; returns the seconds that it took, and the pauses."""
+async def _run(engine: SGLangEngine, run: int, offer: WeightOffer, num_updates: int) -> float:
+    """Sample with updates in between; returns the seconds that it took."""
     rng = np.random.default_rng(run + 1)
     options = SamplingConfig(max_new_tokens=NUM_NEW_TOKENS)
     requests = [
@@ -63,15 +63,15 @@ async def _run(engine: SGLangEngine, run: int, offer: WeightOffer, num_updates: 
             pass
 
     engine._silence.token = heard  # type: ignore[method-assign]
-    pauses, began_s = [], time.perf_counter()
+    began_s = time.perf_counter()
     running = asyncio.create_task(sample())
     for _ in range(num_updates):
         writing.clear()
         await asyncio.wait_for(writing.wait(), 120)
-        pauses.append(await engine.load_weights(offer))
+        await engine.load_weights(offer)
     await running
     engine._silence.token = token  # type: ignore[method-assign]
-    return time.perf_counter() - began_s, pauses
+    return time.perf_counter() - began_s
 
 
 def main() -> None:

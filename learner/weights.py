@@ -300,11 +300,14 @@ class WeightPublisher:
                 offer = self._sender.offer(offer, [len(share.pieces) for share in shares])
         except Exception as error:
             if self._log is not None:
-                named = isinstance(error, WeightsError)
-                self._log.publish_failed(str(error) if named else f"the publish of version {version} failed: {error!r}")
+                what = f"the publish of version {version} failed: {type(error).__name__}: "
+                self._log.publish_failed(f"{'' if isinstance(error, WeightsError) else what}{error}")
             raise
         if self._log is not None:
-            self._needed = _folder_name(self._log.offer(offer))
+            oldest = self._log.offer(offer)
+            self._needed = _folder_name(oldest)
+            if self._sender is not None:
+                self._sender.retire(oldest)
         return offer
 
     def _gathered(self, version: int, files: ModelFiles | Exception) -> list[Any]:

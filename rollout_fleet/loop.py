@@ -151,17 +151,25 @@ class RolloutLoop:
 
         Raises as `Engine.load_weights`, or `WeightsError` if a version could not be published.
         """
+        offer = await self._buffer.next_offer(after)
         while True:
-            offer = await self._buffer.next_offer(after)
             began_s = time.monotonic()
             try:
                 await self.load_weights(offer)
-            except WeightsGone as gone:  # it made way for a newer one
+            except WeightsGone as gone:
                 logger.info("%s", gone)
-                after = offer.version
+                offer = await self._next_after(offer, gone)
             else:
                 await self._buffer.loaded(offer.version, time.monotonic() - began_s)
                 return
+
+    async def _next_after(self, offer: WeightOffer, gone: WeightsGone) -> WeightOffer:
+        """The version to which a removed one made way; raises ``gone`` if there is none: somebody else removed it."""
+        try:
+            async with asyncio.timeout(self._config.load_timeout_s):
+                return await self._buffer.next_offer(offer.version)
+        except TimeoutError:
+            raise gone from None
 
     async def load_weights(self, offer: WeightOffer) -> None:
         """Load offered weights, which are staged first, while samples go on.

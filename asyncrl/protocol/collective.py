@@ -68,7 +68,7 @@ class CollectiveOptions:
         interface: Network interface whose IPv4 address engines know rank 0 by; ``lo`` reaches this host only.
         num_receivers: A round begins as soon as so many ask.
         timeout_s: Of a round; a second per 100 MB comes on top.
-        keep: Newest versions that each rank holds in memory for those who ask.
+        keep: Newest versions that each rank holds in memory for those who ask, unless it is told that fewer will do.
     """
 
     interface: str
@@ -88,6 +88,7 @@ class Round:
         num_receivers: Each group has one member more: rank 0 in it is a learner rank.
         shares: Number of the manifest's pieces that each learner rank sends, in the manifest's order.
         timeout_s: Of the round, the bytes included.
+        oldest: Older versions need not be held any more.
     """
 
     number: int
@@ -96,6 +97,7 @@ class Round:
     num_receivers: int
     shares: tuple[int, ...]
     timeout_s: float
+    oldest: int
 
 
 class RoundDeadline:
@@ -126,6 +128,7 @@ class WeightSender:
         self._options, self._rank, self._num_ranks = options, rank, num_ranks
         self._parts: dict[int, tuple[Tensor, tuple[Piece, ...]]] = {}
         self._offers: dict[int, tuple[WeightOffer, str, tuple[int, ...]]] = {}
+        self._oldest = 0
         self._is_closed = False
         self._control: TCPStore | None = None
         if rank == 0:
@@ -153,6 +156,12 @@ class WeightSender:
         _keep_newest(self._offers, self._options.keep)
         return replace(offer, manifest=f"{COLLECTIVE_SCHEME}{self.address}")
 
+    def retire(self, oldest: int) -> None:
+        """On rank 0: nobody will ask for a version before ``oldest``. The other ranks hear of it in the next round."""
+        self._oldest = oldest
+        for held in (self._parts, self._offers):
+            _forget_before(held, oldest)
+
     def close(self) -> None:
         """Take part in no further round; one that is running is abandoned."""
         self._is_closed = True
@@ -177,12 +186,12 @@ class WeightSender:
             if not present:
                 continue
             version = max(request["version"] for request in present)
-            if version not in self._offers:
-                self._answer(present, {"gone": True})
-                continue
-            self._answer([request for request in present if request["version"] != version], {"gone": True})
-            number += 1
-            self._run(number, version, [request for request in present if request["version"] == version])
+            offered = self._offers.get(version)
+            served = [request for request in present if offered is not None and request["version"] == version]
+            self._answer([request for request in present if request not in served], {"gone": True})
+            if offered is not None:
+                number += 1
+                self._run(number, offered, served)
         self._store.set(f"round/{number + 1}", _END)
 
     def _next_requests(self) -> list[dict[str, Any]]:
@@ -216,18 +225,21 @@ class WeightSender:
         for index, request in enumerate(requests):
             self._store.set(f"answer/{request['id']}", json.dumps({**answer, "index": index}))
 
-    def _run(self, number: int, version: int, requests: Sequence[dict[str, Any]]) -> None:
+    def _run(
+        self, number: int, offered: tuple[WeightOffer, str, tuple[int, ...]], requests: Sequence[dict[str, Any]]
+    ) -> None:
         """Tell everyone of a round, take part, and wait until the other ranks are done with it."""
-        offer, manifest, shares = self._offers[version]
+        offer, manifest, shares = offered
         meeting = _serve(self.address.rpartition(":")[0])  # one per round: what its groups leave there goes with it
         meeting.set("manifest", manifest)
         this = Round(
             number=number,
-            version=version,
+            version=offer.version,
             store=f"{meeting.host}:{meeting.port}",
             num_receivers=len(requests),
             shares=shares,
             timeout_s=self._options.timeout_s + offer.num_bytes / SLOWEST_ROUND,
+            oldest=self._oldest,
         )
         deadline = RoundDeadline(this.timeout_s)
         self._store.set(f"round/{number}", json.dumps(asdict(this)))
@@ -260,9 +272,10 @@ class WeightSender:
         deadline = RoundDeadline(this.timeout_s)
         began_s = time.monotonic()
         try:
-            if this.version not in self._parts:
+            _forget_before(self._parts, this.oldest)
+            if (part := self._parts.get(this.version)) is None:
                 raise WeightsGone(f"rank {self._rank} no longer holds policy version {this.version}")
-            data, pieces = self._parts[this.version]
+            data, pieces = part
             with _groups(this, [self._rank], index=0, deadline=deadline) as groups:
                 under_way: deque[Any] = deque()
                 for span in spans_of(pieces):
@@ -506,7 +519,13 @@ def _on_own_thread(work: Callable[[], T]) -> Future[T]:
 
 def _keep_newest(held: dict[int, Any], count: int) -> None:
     for version in sorted(held)[:-count]:
-        del held[version]
+        held.pop(version, None)
+
+
+def _forget_before(held: dict[int, Any], oldest: int) -> None:
+    for version in sorted(held):
+        if version < oldest:
+            held.pop(version, None)
 
 
 def _line(error: Exception) -> str:

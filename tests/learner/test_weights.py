@@ -110,18 +110,26 @@ def test_each_of_two_ranks_writes_its_own_shards_of_what_one_would_gather(family
     assert not [path for path in (tmp_path / "p").rglob("raw") if "next" not in str(path)]
 
 
+class NewestOnly:
+    """A log of offers in which no engine can be offered anything but the newest version."""
+
+    def offer(self, offer):
+        return offer.version
+
+
 def sent_and_received_by_a_rank(config, path, folder, hosts):
     """Publish over the network; each rank receives what both send, as an engine of its host would."""
     trainer = Trainer(config, model_path=path, total_updates=1)
     rank, directory = trainer.mesh.rank, Path(folder, f"host-{hosts[trainer.mesh.rank]}")
     weights.socket.gethostname = lambda: hosts[rank]
     options = CollectiveOptions(interface="lo", num_receivers=2, timeout_s=60.0, keep=2)
-    publisher = WeightPublisher(trainer, str(directory / "published"), keep=2, collective=options)
+    publisher = WeightPublisher(trainer, str(directory / "published"), keep=2, collective=options, log=NewestOnly())
     offers = [publisher.publish(version).result() for version in (3, 4)]
     dist.broadcast_object_list(offers, src=0)
     received = asyncio.run(receive_weights(offers[-1], directory / "received", timeout_s=60.0))
     left = sorted(path.name for path in (directory / "published").iterdir() if not path.name.startswith(".next-3"))
     dist.barrier()
+    assert list(publisher._sender._parts) == [4]
     publisher.close()
     whole = gather_weights(trainer)
     return received, left, None if whole is None else {name: value.numpy() for name, value in whole.items()}
@@ -280,6 +288,22 @@ def test_versions_that_engines_may_still_be_offered_stay_whatever_is_kept(tmp_pa
     publisher.close()
     assert log.reported == [1, 2, 3, 4, 5]
     assert sorted(path.name for path in (tmp_path / "s").glob("v*")) == ["v00000003", "v00000004", "v00000005"]
+
+
+def test_a_manifest_that_cannot_be_written_is_reported_to_the_log(tmp_path, monkeypatch):
+    trainer = Trainer(CONFIG, model_path=save_tiny_model(tmp_path / "model"), total_updates=1)
+    log = KeptLog()
+    publisher = WeightPublisher(trainer, str(tmp_path / "s"), keep=1, log=log)
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("learner.weights.write_description", full)
+    publisher.publish(3)
+    with pytest.raises(OSError, match="No space left"):
+        publisher.wait()
+    publisher.close()
+    assert log.reported == ["the publish of version 3 failed: OSError: [Errno 28] No space left on device"]
 
 
 def failed_publish(config, path, folder, where):

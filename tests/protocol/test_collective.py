@@ -235,6 +235,15 @@ async def test_who_comes_late_gets_the_newest_version_in_a_round_of_its_own(rank
         await receive_weights(offers[0], tmp_path / "r", timeout_s=30.0)
 
 
+async def test_versions_that_nobody_will_ask_for_are_held_by_no_rank(ranks, tmp_path):
+    for version in (1, 2):
+        offered = offered_by(ranks, version, tmp_path)
+    ranks[0]["sender"].retire(2)
+    await receive_weights(offered, tmp_path / "r", timeout_s=30.0)
+    assert [list(state["sender"]._parts) for state in ranks] == [[2], [2]]
+    assert list(ranks[0]["sender"]._offers) == [2]
+
+
 async def test_of_two_versions_that_are_asked_for_at_once_the_newer_is_sent(ranks, tmp_path):
     offers = [offered_by(ranks, version, tmp_path) for version in (1, 2)]
     pending = [receive_weights(offered, tmp_path / "r", timeout_s=30.0) for offered in offers]

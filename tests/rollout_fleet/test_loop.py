@@ -89,17 +89,18 @@ async def test_a_running_loop_takes_the_newest_offered_weights_by_itself_and_rep
         assert len(loop.counters().load_s) == 2
 
 
+@asynccontextmanager
+async def first_is_gone(offer):
+    if offer.version == 1:
+        raise WeightsGone("policy version 1 was removed")
+    yield offer
+
+
 async def test_weights_that_have_left_are_skipped_for_newer_ones(make_buffer):
     buffer = make_buffer(0, groups_per_step=1, max_lag=4)
     await buffer.advance()
 
-    @asynccontextmanager
-    async def stage(offer):
-        if offer.version == 1:
-            raise WeightsGone("policy version 1 was removed")
-        yield offer
-
-    async with running_loop(buffer, stage=stage) as (_, engine, run):
+    async with running_loop(buffer, stage=first_is_gone) as (_, engine, run):
         await buffer.offer(bare_offer(1))
         await asyncio.sleep(0.1)
         assert (engine.version, run.done()) == (0, False)
@@ -108,9 +109,18 @@ async def test_weights_that_have_left_are_skipped_for_newer_ones(make_buffer):
         assert (await buffer.served(0, 1))[0] == 2
 
 
+async def test_weights_that_have_left_without_newer_ones_end_the_loop_by_name(make_buffer):
+    buffer = make_buffer(2)
+    async with running_loop(buffer, writes(200, 0.1), stage=first_is_gone, load_timeout_s=2.0) as (_, _, run):
+        await buffer.offer(bare_offer(1))
+        with pytest.raises(WeightsGone, match="policy version 1 was removed"):
+            await asyncio.wait_for(run, 10)
+    assert buffer.held == set()
+
+
 async def test_a_version_that_could_not_be_published_ends_the_loop_by_name(make_buffer):
     buffer = make_buffer(2)
-    async with running_loop(buffer, writes(2000)) as (_, _, run):
+    async with running_loop(buffer, writes(200, 0.1)) as (_, _, run):
         await buffer.publish_failed("the publish of version 7 failed on rank 1: no space")
         with pytest.raises(WeightsError, match="version 7 failed on rank 1"):
             await asyncio.wait_for(run, 10)
@@ -119,7 +129,7 @@ async def test_a_version_that_could_not_be_published_ends_the_loop_by_name(make_
 
 async def test_a_load_that_fails_ends_the_loop_with_the_engines_error(make_buffer):
     buffer = make_buffer(2)
-    async with running_loop(buffer, writes(2000)) as (_, engine, run):
+    async with running_loop(buffer, writes(200, 0.1)) as (_, engine, run):
         engine.load_error = "other weights"
         await buffer.offer(bare_offer(1))
         with pytest.raises(EngineError, match="other weights"):
