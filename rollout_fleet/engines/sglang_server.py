@@ -85,6 +85,7 @@ class SGLangServer:
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
         self._ready = asyncio.Event()
         self._stopping = False
+        self._launching = asyncio.Lock()
 
     @property
     def url(self) -> str:
@@ -125,7 +126,10 @@ class SGLangServer:
         try:
             async with asyncio.timeout(self._start_timeout_s):
                 for attempt in range(1, BIND_ATTEMPTS + 1):
-                    await self._launch()
+                    async with self._launching:
+                        if self._stopping:
+                            raise self._death()
+                        await self._launch()
                     if await self._came_up():
                         return
                     if not any(BIND_FAILURE in line for line in self._tail) or attempt == BIND_ATTEMPTS:
@@ -148,7 +152,9 @@ class SGLangServer:
 
     async def stop(self) -> None:
         """SIGTERM, then SIGKILL of the process group after the grace; returns when nothing of the server is left."""
-        guard, self._stopping = self._guard, True
+        self._stopping = True
+        async with self._launching:  # what is being launched can be stopped when it is there
+            guard = self._guard
         if guard is None:
             return
         if guard.returncode is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import tempfile
 import textwrap
 
 import psutil
@@ -109,6 +110,29 @@ async def test_a_start_that_takes_too_long_is_stopped_and_named(make_server):
     ):
         await server.start()
     assert server._guard.returncode is not None
+
+
+@pytest.mark.parametrize("is_made", [False, True], ids=["before its guard is made", "after"])
+async def test_a_server_that_is_stopped_while_it_is_launched_leaves_nothing(
+    make_server, monkeypatch, tmp_path, is_made
+):
+    async def create(*command, **options):
+        guard = await make_guard(*command, **options) if is_made else None
+        launching.set()
+        await asyncio.sleep(0.1)
+        return guard or await make_guard(*command, **options)
+
+    launching, make_guard = asyncio.Event(), asyncio.create_subprocess_exec
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", create)
+    server = make_server("time.sleep(600)")
+    start = asyncio.create_task(server.start())
+    await launching.wait()
+    await server.stop()
+    with pytest.raises(WorkerDiedError, match="sglang-5 was stopped"):
+        await start
+    assert server._guard.returncode is not None
+    assert not list(tmp_path.glob("asyncrl-*"))
 
 
 async def test_a_guard_that_stands_still_is_killed_and_the_kernel_kills_the_server(make_server, monkeypatch):
