@@ -6,6 +6,7 @@ Every wait is for the workers, under a deadline of `within`; Ray wakes it when t
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections import Counter
 from collections.abc import Awaitable, Sequence
 from dataclasses import replace
@@ -23,6 +24,7 @@ from asyncrl.protocol.types import Prompt
 from asyncrl.single_controller import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from buffer import BufferConnection, BufferRole
 from rollout_fleet.config import RolloutFleetConfig, SamplingConfig
+from rollout_fleet.engines.staging import LINKS
 from rollout_fleet.metrics import EvaluationResult, FleetCounters
 from rollout_fleet.worker import RolloutWorker
 
@@ -37,6 +39,7 @@ class FleetGroup:
     ) -> None:
         """Start the workers, in their own pool unless one is given; `start` brings up their engines."""
         self._config = config
+        self._links = paths.snapshots / LINKS
         worker = RayClassWithInitArgs(
             ray.remote(RolloutWorker),
             _fleet_options(config),
@@ -99,8 +102,11 @@ class FleetGroup:
         )
 
     async def stop(self, timeout_s: float) -> None:
-        """End engines and workers: ask, then kill."""
-        await stop_groups([self._group], self._group.shutdown, timeout_s)
+        """End engines and workers: ask, then kill, and remove the links to weights that a killed one has left."""
+        try:
+            await stop_groups([self._group], self._group.shutdown, timeout_s)
+        finally:
+            shutil.rmtree(self._links, ignore_errors=True)
 
     async def _answer(
         self, prompts: Sequence[Prompt], sampling: SamplingConfig, num_samples: int

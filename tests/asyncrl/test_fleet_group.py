@@ -38,6 +38,12 @@ class Workers:
     async def load_first(self):
         await asyncio.sleep(self.takes_s)
 
+    def execute_all_async(self, method):
+        return []
+
+    def shutdown(self):
+        pass
+
     async def counters(self):
         await asyncio.sleep(60 if self.hangs else 0)
         meters = FleetMeter(), FleetMeter()
@@ -87,6 +93,13 @@ async def test_a_worker_that_hangs_is_found_by_its_silence(fleet_of, call, words
 
 async def test_failed_attempts_are_added_up_over_the_engines(fleet_of):
     assert (await fleet_of(Workers()).counters()).groups_failed == {"reward": 2, "aborted": 1}
+
+
+async def test_what_a_killed_worker_has_linked_goes_when_the_fleet_stops(fleet_of, tmp_path):
+    (tmp_path / ".staged" / "engine-0" / "v00000003").mkdir(parents=True)
+    (tmp_path / "v00000003").mkdir()
+    await fleet_of(Workers()).stop(1.0)
+    assert [path.name for path in tmp_path.glob("*")] == ["v00000003"]
 
 
 class Call(list):
