@@ -25,8 +25,8 @@ from learner.types import TokenSequence
 from learner.weights import WeightPublisher
 
 NUM_RANKS = 2
-NUM_STEPS = 7
-NUM_SEQUENCES, NUM_TOKENS = 4, 64
+NUM_STEPS = 5
+NUM_SEQUENCES, NUM_TOKENS = 6, 64
 """Of one rank and step: far fewer than a step of reinforcement learning has."""
 
 

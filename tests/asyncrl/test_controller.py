@@ -292,7 +292,8 @@ async def test_a_record_carries_the_batchs_numbers():
     assert record.flat()["learner.critic.value_loss"] == 0.5
 
 
-async def test_evaluations_between_are_of_one_version_each_and_hold_the_next_weights_back():
+@pytest.mark.parametrize(("publish_every", "versions"), [(1, [3, 6]), (2, [4, 6])])
+async def test_evaluations_between_are_of_one_version_each_and_hold_the_next_weights_back(publish_every, versions):
     evaluated = []
 
     async def evaluate(version):
@@ -302,11 +303,14 @@ async def test_evaluations_between_are_of_one_version_each_and_hold_the_next_wei
         evaluated.append(version)
 
     controller, buffer, fleet, _ = make_controller(
-        load_s=0.0, steps=9, overrides=["evaluation.every_steps=3"], evaluate=evaluate
+        load_s=0.0,
+        steps=9,
+        overrides=["evaluation.every_steps=3", f"weights.publish_every={publish_every}"],
+        evaluate=evaluate,
     )
     await train(controller, fleet)
-    assert evaluated == [3, 6], "the last version is evaluated after training"
-    assert buffer.holds == [3, 6, None]
+    assert evaluated == versions, "the last version is evaluated after training"
+    assert buffer.holds == [*versions, None]
 
 
 async def test_checkpoints_are_queued_between_two_updates_with_what_their_version_has_consumed():

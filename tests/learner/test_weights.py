@@ -1,6 +1,8 @@
 import asyncio
 import json
+import mmap
 import os
+import resource
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,8 +20,8 @@ from learner.config import AlgorithmConfig, Device, LearnerConfig, LoraConfig, O
 from learner.fsdp import local_tensor
 from learner.losses import policy_objective
 from learner.trainer import Trainer
-from learner.weight_layout import ModelLayout
-from learner.weights import ModelFiles, WeightPublisher, gather_weights, save_policy
+from learner.weight_layout import ModelLayout, Region
+from learner.weights import ModelFiles, WeightPublisher, WritableFile, gather_weights, save_policy
 from rollout_fleet.engines.staging import WeightStager
 from rollout_fleet.engines.weight_loader import torch_tensors
 from tests.support.ranks import run_on_ranks
@@ -232,6 +234,18 @@ def test_old_versions_leave_and_nothing_half_written_is_offered(tmp_path, publis
         publisher.publish(version).result()
     publisher.close()
     assert sorted(path.name for path in (tmp_path / "s").iterdir()) == ["v00000010", "v00000011"]
+
+
+def test_a_file_made_ready_takes_no_page_faults_when_it_is_written():
+    num_values = 1 << 21
+    values = torch.ones(num_values)
+    region = Region(parameter=values, first=0, num_values=num_values, start=64, dtype=torch.float32)
+    file = WritableFile(None, 64 + values.nbytes, [region])
+    before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+    file.write([region])
+    assert resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before < values.nbytes // mmap.PAGESIZE // 20
+    assert torch.equal(file.data[64:].view(torch.float32), values)
+    file.close()
 
 
 def test_a_version_is_offered_only_after_it_has_reached_the_file_system(tmp_path, publisher_of, monkeypatch):
