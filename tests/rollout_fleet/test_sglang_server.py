@@ -113,9 +113,7 @@ async def test_a_start_that_takes_too_long_is_stopped_and_named(make_server):
 
 
 @pytest.mark.parametrize("is_made", [False, True], ids=["before its guard is made", "after"])
-async def test_a_server_that_is_stopped_while_it_is_launched_leaves_nothing(
-    make_server, monkeypatch, tmp_path, is_made
-):
+async def test_a_server_stopped_while_it_is_launched_leaves_nothing(make_server, monkeypatch, tmp_path, is_made):
     async def create(*command, **options):
         guard = await make_guard(*command, **options) if is_made else None
         launching.set()
