@@ -53,7 +53,8 @@ class SGLangClient:
         """Call the server; returns its JSON answer, or None if it has none.
 
         A call whose connection breaks is sent once more on another connection. Every call that goes through here may
-        be repeated: the second does what the first did, or finds it done.
+        be repeated: the second does what the first did, finds it done, or is refused, as the begin of a weight update
+        that has begun.
         """
         session = self._opened(method, path)
         try:
