@@ -10,7 +10,7 @@ from asyncrl.cli.compose import compose_run
 from asyncrl.controller.run import Run
 from asyncrl.metrics import TerminalView
 from asyncrl.protocol.errors import WorkerDiedError
-from tests.asyncrl.test_controller import make_controller
+from tests.asyncrl.test_controller import make_controller, train
 
 
 class Learner:
@@ -27,7 +27,7 @@ class Learner:
 async def keep(tmp_path, learner):
     """What is said and what is there, after a training of three steps is told to keep what it has."""
     controller, buffer, fleet, _ = make_controller(steps=3)
-    await controller.train()
+    await train(controller, fleet)
     fleet.tokens_generated = 10 * buffer.version
     output = io.StringIO()
     view = TerminalView(title="run", total_steps=3, console=Console(file=output, width=200))
