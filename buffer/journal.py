@@ -343,12 +343,12 @@ class Journal:
             self._append("command", pack((command, outcome)), frames)
             return
         references, inline = self._references(frames)
-        self._num_later_bytes += sum(map(len, inline)) + _MAX_PUT_BYTES
+        num_bytes = self._num_later_bytes + sum(map(len, inline)) + _MAX_PUT_BYTES
         try:
-            self._log.reserve(self._num_later_bytes)
+            self._log.reserve(num_bytes)
         except OSError as error:
-            self._num_later_bytes -= sum(map(len, inline)) + _MAX_PUT_BYTES
             raise self._error("written", error) from error
+        self._num_later_bytes = num_bytes
         self._later += (command, outcome)
         self._later_references += references
         self._later_frames += inline

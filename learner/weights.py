@@ -436,7 +436,7 @@ class ModelFiles:
                 for part, pieces in zip(parts, digested, strict=True)
                 for piece in pieces
             ]
-            changes = write_delta(self.folder / _delta_file(rank), rank, base._data.data.numpy(), data, spans)
+            changes = write_delta(self.folder / _delta_file(rank), rank, base.data.numpy(), data, spans)
         return _Share(pieces=[piece for pieces in digested for piece in pieces], changes=changes)
 
     def close(self, *, keep_data: bool = False) -> None:
