@@ -1,4 +1,4 @@
-"""The ``asyncrl`` command: ``asyncrl train | sft | samples | inspect | export``, and what they have in common."""
+"""The ``asyncrl`` command, ``asyncrl train | sft | profile | …``, and what its commands have in common."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from typing import NoReturn
 _COMMANDS = {
     "train": ("asyncrl.cli.train_command", "train a policy asynchronously"),
     "sft": ("asyncrl.cli.sft_command", "fine-tune a model on demonstrations"),
+    "profile": ("asyncrl.profile.command", "say why learner and fleet of a run were idle"),
     "samples": ("asyncrl.samples", "read the decoded samples that a run has kept"),
     "inspect": ("buffer.inspect", "look into the replay buffer of a running training"),
     "export": ("learner.checkpoint", "turn a checkpoint into a model in Hugging Face layout"),
