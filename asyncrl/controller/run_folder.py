@@ -40,7 +40,6 @@ class RunPaths:
         snapshots: Published weights; readable by every engine of the host.
         staging: Where engines keep images of the weights; in the memory of their host.
         samples: Decoded samples for reading.
-        profile: What the run's processes record of their time.
         trajectories: Consumed trajectories; None records none.
         checkpoints: Checkpoints of the learner.
     """
@@ -49,7 +48,6 @@ class RunPaths:
     snapshots: Path
     staging: Path
     samples: Path
-    profile: Path
     trajectories: Path | None
     checkpoints: Path
 
@@ -62,7 +60,6 @@ class RunPaths:
             snapshots=_make_snapshot_folder(config, run_dir),
             staging=shared_folder(run_dir) if SHARED_MEMORY.is_dir() else run_dir / "staging",
             samples=run_dir / "samples",
-            profile=run_dir / "profile",
             trajectories=run_dir / "trajectories" if config.record_trajectories else None,
             checkpoints=Path(directory).resolve() if directory else run_dir / "checkpoints",
         )
