@@ -45,8 +45,8 @@ class Advice:
 
     def __str__(self) -> str:
         return (
-            f"{self.change}: {self.predicted_step_s:.3g} s per step ({self.interval[0]:.3g} to {self.interval[1]:.3g}), "
-            f"mean lag {self.predicted_lag:.1f}; {self.why}"
+            f"{self.change}: {self.predicted_step_s:.3g} s per step ({self.interval[0]:.3g} to {self.interval[1]:.3g}) "
+            f"at mean lag {self.predicted_lag:.1f}; {self.why}"
         )
 
 
@@ -141,5 +141,3 @@ def _reason(now: Prediction) -> str:
     idle = max((now.outcome.learner_idle, now.outcome.fleet_idle), key=lambda causes: sum(causes.values()))
     cause = max(idle, key=lambda name: idle[name])
     return f"{_REASONS[cause]} ({idle[cause]:.0%} of the time)"
-
-

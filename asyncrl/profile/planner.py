@@ -15,6 +15,7 @@ import numpy as np
 
 from asyncrl.profile.scenario import Scenario, overrides
 from asyncrl.profile.simulator import Outcome, simulate
+from asyncrl.protocol.errors import ReplayBufferError
 from buffer.config import OnStale
 
 NUM_REPLICATES = 8
@@ -133,9 +134,22 @@ class RunPlan:
         """The prediction for the scenario as it is."""
         return self.predictions[0]
 
+    def curves(self) -> list[dict[str, Any]]:
+        """Step time against mean lag, for a chart: a curve per split, a point per bound, all else as it is."""
+        points: dict[str, list[dict[str, Any]]] = {}
+        for one in sorted(self.predictions, key=lambda one: (one.scenario.num_engines, one.scenario.max_lag)):
+            scenario, base = one.scenario, self.base
+            same = (base.publish_every, base.on_stale, base.groups_per_step)
+            if (scenario.publish_every, scenario.on_stale, scenario.groups_per_step) == same:
+                name = f"{scenario.num_engines} engines, {scenario.num_ranks} ranks"
+                point = {"lag": one.outcome.lag_mean, "step_s": one.outcome.step_s, "max_lag": scenario.max_lag}
+                points.setdefault(name, []).append({**point, "interval": list(one.step_s)})
+        return [{"name": name, "points": found} for name, found in points.items()]
+
     def to_dict(self) -> dict[str, Any]:
         """As plain values, for ``plan.json`` and the report."""
         return {
+            "curves": self.curves(),
             "scenario": self.base.to_dict(),
             "notes": list(self.notes),
             "current": self.current.to_dict(self.base),
@@ -215,8 +229,6 @@ def _is_comparable(scenario: Scenario, present: Scenario) -> bool:
 
 
 def _if_possible(scenario: Scenario, seed: int) -> Iterable[Prediction]:
-    from asyncrl.protocol.errors import ReplayBufferError
-
     try:
         yield predict(scenario, replicates=1, seed=seed)
     except ReplayBufferError:  # it could not run: no room for a batch, for one

@@ -205,8 +205,8 @@ class Scenario:
             )
         if self.publish_every > self.max_lag + 1:
             raise ValueError(
-                f"publish_every must be at most max_lag + 1 = {self.max_lag + 1}, got {self.publish_every}: the learner "
-                "would wait for rollouts under weights that are not published"
+                f"publish_every must be at most max_lag + 1 = {self.max_lag + 1}, got {self.publish_every}: the "
+                "learner would wait for rollouts under weights that are not published"
             )
 
     def to_dict(self) -> dict[str, Any]:
@@ -229,7 +229,8 @@ def load_spec(path: Path) -> Scenario:
         raise ValueError(f"there is no run and no scenario at {path}; name a run's folder, or a YAML file")
     try:
         schema = OmegaConf.structured(Scenario)
-        OmegaConf.set_readonly(schema, False)
+        for node in (schema, schema.lengths, schema.engine, schema.learner):
+            OmegaConf.set_readonly(node, False)  # it maps a frozen dataclass to a read-only node
         scenario = OmegaConf.to_object(OmegaConf.merge(schema, OmegaConf.load(path)))
     except OmegaConfBaseException as error:
         raise ValueError(f"{path}: {' '.join(str(error).split())}") from error

@@ -1,7 +1,7 @@
 """The real replay buffer in simulated time: `buffer.service` itself, without sockets, on simpy's clock.
 
-The service waits with asyncio timers. `SimulatedLoop` is the event loop that it finds: its clock is simpy's, and a timer
-becomes a simpy event. So admission, selection, room and the offers of weights are those of a run, by the same code.
+The service waits with asyncio timers. `SimulatedLoop` is the event loop that it finds: its clock is simpy's, and a
+timer becomes a simpy event. So admission, selection, room and the log of offers are those of a run, by the same code.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 import simpy
 
-from asyncrl.protocol.errors import StoreFull
+from asyncrl.protocol.errors import AsyncRLError
 from buffer.config import BufferConfig
 from buffer.heartbeats import LoopClock
 from buffer.ledger import Ledger
@@ -27,6 +27,7 @@ NEVER_S = 1e12
 """Deadlines of a simulated buffer: no simulated client dies, and none is answered "nothing yet"."""
 
 OnReply = Callable[[Mapping[str, Any]], None]
+OnRefusal = Callable[[AsyncRLError], None]
 OnRevoked = Callable[[int, int], None]
 
 
@@ -128,7 +129,7 @@ class SimulatedBuffer:
         self.num_requests = 0
         self._inbox: deque[tuple[bytes, Message]] = deque()
         self._outbox: deque[tuple[bytes, Message]] = deque()
-        self._on_reply: dict[int, tuple[OnReply, Callable[[], None] | None]] = {}
+        self._on_reply: dict[int, tuple[OnReply, OnRefusal | None]] = {}
         self._on_revoked: dict[bytes, OnRevoked] = {}
         self._last_id = 0
         self._is_busy = False
@@ -145,15 +146,15 @@ class SimulatedBuffer:
         *,
         num_bytes: int = 0,
         on_reply: OnReply | None = None,
-        on_full: Callable[[], None] | None = None,
+        on_refusal: OnRefusal | None = None,
     ) -> int:
         """Ask the service for an operation; its reply's fields go to ``on_reply``, if that is given.
 
-        ``on_full`` is called where there is no room; any other refusal is raised. Returns the request's id.
+        A refusal goes to ``on_refusal``, else it is raised. Returns the request's id.
         """
         self._last_id += 1
-        if on_reply is not None or on_full is not None:
-            self._on_reply[self._last_id] = (on_reply or (lambda _: None), on_full)
+        if on_reply is not None or on_refusal is not None:
+            self._on_reply[self._last_id] = (on_reply or (lambda _: None), on_refusal)
         payload: Sequence[Any] = (_Size(num_bytes),) if num_bytes else ()
         self._inbox.append((client, Message(name=name, request_id=self._last_id, fields=fields, payload=payload)))
         identifier = self._last_id
@@ -194,19 +195,19 @@ class SimulatedBuffer:
         if message.name == REVOKED:
             self._on_revoked[client](message.fields["group_id"], message.fields["attempt"])
             return
-        on_reply, on_full = self._on_reply.pop(message.request_id, (None, None))
+        on_reply, on_refusal = self._on_reply.pop(message.request_id, (None, None))
         if message.name == OK:
             if on_reply is not None:
                 on_reply(message.fields)
         elif message.request_id:
             error = error_of(message)
-            if not isinstance(error, StoreFull) or on_full is None:
+            if on_refusal is None:
                 raise error
-            on_full()
+            on_refusal(error)
 
 
 def buffer_options(**options: Any) -> BufferConfig:
     """A buffer's configuration whose deadlines are all out of reach."""
-    never = {name: NEVER_S for name in ("lease_s", "heartbeat_s", "request_timeout_s")}
-    sizes = {name: 1 << 62 for name in ("max_prompt_bytes", "max_message_bytes")}
+    never = dict.fromkeys(("lease_s", "heartbeat_s", "request_timeout_s"), NEVER_S)
+    sizes = dict.fromkeys(("max_prompt_bytes", "max_message_bytes"), 1 << 62)
     return BufferConfig(**never, **sizes, **options)

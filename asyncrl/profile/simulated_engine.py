@@ -125,7 +125,9 @@ class SimulatedEngine:
         kept = []
         for sample in self._running:
             if sample.group is group:
-                num_tokens += round(max(0.0, sample.length - (sample.ends_at - self._progress)) * sample.weight)
+                begun = round(max(0.0, sample.length - (sample.ends_at - self._progress)) * sample.weight)
+                num_tokens += begun
+                self.num_tokens += begun
                 self._leave(sample)
             else:
                 kept.append(sample)
@@ -145,6 +147,7 @@ class SimulatedEngine:
             self._pending_load = version, load_s, on_loaded
             return
         self._is_loading = True
+        self._set_timer()
         call_after(self._env, load_s, lambda: self._loaded(version, on_loaded))
 
     def _loaded(self, version: int, on_loaded: Callable[[], None]) -> None:
@@ -226,16 +229,18 @@ class SimulatedEngine:
             self._on_finished(group)
 
     def _set_timer(self) -> None:
-        if self._model.takes_batches or self._is_loading or not self._running:
+        if self._model.takes_batches:
             return
-        self._timer += 1
+        self._timer += 1  # those set before come to nothing
         timer = self._timer
+        if self._is_loading or not self._running:
+            return
         left = max(0.0, self._running[0].ends_at - self._progress) * self._token_s()
         stalled = max(0.0, self._stalled_until - self._env.now)
         call_after(self._env, stalled + left, lambda: self._end_sample(timer))
 
     def _end_sample(self, timer: int) -> None:
-        if timer != self._timer or self._is_loading:
+        if timer != self._timer:
             return
         self._advance()
         first = self._running[0].ends_at

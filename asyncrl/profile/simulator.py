@@ -12,8 +12,8 @@ and a seed give the same outcome each time.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,7 @@ import simpy
 from asyncrl.profile.scenario import Scenario
 from asyncrl.profile.simulated_buffer import SimulatedBuffer, SimulatedLoop, buffer_options, call_after
 from asyncrl.profile.simulated_engine import SimulatedEngine, SimulatedGroup
+from asyncrl.protocol.errors import AsyncRLError, LeaseExpired, StoreFull
 
 _CONTROLLER = b"controller"
 _LEARNER = b"learner"
@@ -113,7 +114,7 @@ class SimulatedWorker:
         self._asked: int | None = None
         self._is_gathering = False
         self._seen_at = self._stood_s = 0.0
-        self.idle = Counter[str]()
+        self.idle: defaultdict[str, float] = defaultdict(float)
 
     def start(self) -> None:
         """Ask for work and for weights."""
@@ -210,10 +211,6 @@ class SimulatedWorker:
             "metrics": [],
         }
 
-        def reserve() -> None:
-            asked = {"group_id": group.group_id, "attempt": group.attempt, "num_bytes": num_bytes}
-            self._buffer.request(self._client, "reserve", asked, on_reply=lambda _: put())
-
         def put() -> None:
             self._buffer.request(
                 self._client,
@@ -221,12 +218,22 @@ class SimulatedWorker:
                 fields,
                 num_bytes=num_bytes,
                 on_reply=lambda _: self._stored(group),
-                on_full=reserve,
+                on_refusal=on_refusal,
             )
+
+        def on_refusal(error: AsyncRLError) -> None:
+            if isinstance(error, StoreFull):  # wait until it fits
+                asked = {"group_id": group.group_id, "attempt": group.attempt, "num_bytes": num_bytes}
+                self._buffer.request(self._client, "reserve", asked, on_reply=lambda _: put())
+            elif isinstance(error, LeaseExpired):  # it was revoked while it was scored
+                self._stored(group)
+            else:
+                raise error
 
         put()
 
     def _stored(self, group: SimulatedGroup) -> None:
+        """The buffer has a group, or wants it no more."""
         self.account()
         self._num_settling -= 1
         del self._groups[group.group_id, group.attempt]
@@ -263,10 +270,10 @@ class SimulatedLearner:
         self._buffer = simulation.buffer
         self._places = simpy.Container(self._env, init=self._scenario.pipeline_steps)
         self._planned = simpy.Store(self._env)
-        self._published_at = 0.0
+        self._published_at = self.stood_s = 0.0
         self._is_waiting = False
         self._cause, self._seen_at = "slow_generation", 0.0
-        self.idle = Counter[str]()
+        self.idle: defaultdict[str, float] = defaultdict(float)
         self.steps: list[tuple[float, float, int, list[int]]] = []
 
     def start(self) -> simpy.Process:
@@ -303,7 +310,7 @@ class SimulatedLearner:
             return "publish"
         return "slow_generation"
 
-    def _plan(self) -> Iterator[simpy.Event]:
+    def _plan(self) -> simpy.events.ProcessGenerator:
         for version in range(self._scenario.num_steps):
             yield self._places.get(1)
             made = self._env.event()
@@ -317,7 +324,7 @@ class SimulatedLearner:
             self._feed()
             yield self._planned.put(groups)
 
-    def _train(self) -> Iterator[simpy.Event]:
+    def _train(self) -> simpy.events.ProcessGenerator:
         scenario = self._scenario
         for version in range(scenario.num_steps):
             self._is_waiting, self._seen_at = True, self._env.now
@@ -336,7 +343,7 @@ class SimulatedLearner:
             if (version + 1) % scenario.publish_every == 0:
                 yield from self._publish(version + 1)
 
-    def _publish(self, version: int) -> Iterator[simpy.Event]:
+    def _publish(self, version: int) -> simpy.events.ProcessGenerator:
         """Copy the weights when the publish before is done; the rest is off the ranks, unless they are in it."""
         learner = self._scenario.learner
         began_s = self._env.now
@@ -347,6 +354,7 @@ class SimulatedLearner:
         if ready_s + learner.copy_s + shared_s:
             yield self._env.timeout(ready_s + learner.copy_s + shared_s)
             self.idle["publish"] += self._env.now - began_s
+            self.stood_s += self._env.now - began_s
 
     def _offer(self, version: int) -> None:
         self.account()
@@ -424,13 +432,14 @@ class Simulation:
         waits_s = sum(step[1] for step in counted) / len(counted)
         step_s = took_s / len(counted)
         places_s = total_s * self.capacity
-        fleet_idle = sum((worker.idle for worker in self.workers), Counter())
-        for engine in (worker.engine for worker in self.workers):
-            fleet_idle["re_prefill"] += engine.prefill_s * scenario.groups_in_flight
+        fleet_idle: defaultdict[str, float] = defaultdict(float)
+        for worker in self.workers:
+            fleet_idle["re_prefill"] += worker.engine.prefill_s * scenario.groups_in_flight
+            for cause, idle_s in worker.idle.items():
+                fleet_idle[cause] += idle_s
         account = self.buffer.ledger.account
         dropped = sum(account.tokens_dropped.values())
         written = dropped + account.tokens_trained + account.tokens_buffered
-        publish_s = self.learner.idle["publish"] / len(steps) if scenario.learner.copy_s else 0.0
         return Outcome(
             step_s=step_s,
             tokens_per_s=sum(step[2] for step in counted) / took_s,
@@ -441,6 +450,6 @@ class Simulation:
             stored_bytes=self._most_bytes,
             dropped=dropped / written if written else 0.0,
             wait_s=waits_s,
-            update_s=max(0.0, step_s - waits_s - publish_s),
+            update_s=max(0.0, step_s - waits_s - self.learner.stood_s / len(steps)),
             step_ends=tuple(step[0] for step in steps),
         )
