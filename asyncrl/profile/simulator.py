@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import simpy
+from simpy.events import ProcessGenerator
 
 from asyncrl.profile.scenario import Scenario
 from asyncrl.profile.simulated_buffer import SimulatedBuffer, SimulatedLoop, buffer_options, call_after
@@ -310,7 +311,7 @@ class SimulatedLearner:
             return "publish"
         return "slow_generation"
 
-    def _plan(self) -> simpy.events.ProcessGenerator:
+    def _plan(self) -> ProcessGenerator:
         for version in range(self._scenario.num_steps):
             yield self._places.get(1)
             made = self._env.event()
@@ -324,7 +325,7 @@ class SimulatedLearner:
             self._feed()
             yield self._planned.put(groups)
 
-    def _train(self) -> simpy.events.ProcessGenerator:
+    def _train(self) -> ProcessGenerator:
         scenario = self._scenario
         for version in range(scenario.num_steps):
             self._is_waiting, self._seen_at = True, self._env.now
@@ -343,7 +344,7 @@ class SimulatedLearner:
             if (version + 1) % scenario.publish_every == 0:
                 yield from self._publish(version + 1)
 
-    def _publish(self, version: int) -> simpy.events.ProcessGenerator:
+    def _publish(self, version: int) -> ProcessGenerator:
         """Copy the weights when the publish before is done; the rest is off the ranks, unless they are in it."""
         learner = self._scenario.learner
         began_s = self._env.now
