@@ -1,4 +1,4 @@
-"""The ``asyncrl`` command: ``asyncrl train | plan | sft | samples | …``, and what they have in common."""
+"""The ``asyncrl`` command, ``asyncrl train | sft | evaluate | samples | …``, and what its parts have in common."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ _COMMANDS = {
     "train": ("asyncrl.cli.train_command", "train a policy asynchronously"),
     "plan": ("asyncrl.cli.plan_command", "predict what other options would do, from a run or a scenario"),
     "sft": ("asyncrl.cli.sft_command", "fine-tune a model on demonstrations"),
+    "evaluate": ("asyncrl.cli.evaluate_command", "evaluate a model, a checkpoint or a run on held-out prompts"),
     "samples": ("asyncrl.samples", "read the decoded samples that a run has kept"),
     "inspect": ("buffer.inspect", "look into the replay buffer of a running training"),
     "export": ("learner.checkpoint", "turn a checkpoint into a model in Hugging Face layout"),
