@@ -120,7 +120,7 @@ class SimulatedWorker:
     def start(self) -> None:
         """Ask for work and for weights."""
         self._buffer.join(self._client, self._on_revoked)
-        self._buffer.request(self._client, "loaded", {"version": 0, "seconds": 0.0})
+        self._report_loaded(0, 0.0)
         self._follow_weights()
         self._ask()
 
@@ -247,13 +247,17 @@ class SimulatedWorker:
         fields = {"at_least": self.engine.version + 1}
         self._buffer.request(self._client, "next_offer", fields, on_reply=self._load)
 
+    def _report_loaded(self, version: int, load_s: float) -> None:
+        fields = {"version": version, "seconds": load_s, "engine": self._client.decode()}
+        self._buffer.request(self._client, "loaded", fields)
+
     def _load(self, fields: Mapping[str, Any]) -> None:
         self.account()
         version, load_s = fields["offer"]["version"], self._scenario.learner.load_s
 
         def on_loaded() -> None:
             self.account()
-            self._buffer.request(self._client, "loaded", {"version": version, "seconds": load_s})
+            self._report_loaded(version, load_s)
             if self._asked is not None:  # at the version before
                 self._buffer.cancel_lease(self._client, self._asked)
                 self._asked = None
