@@ -13,15 +13,15 @@ from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from asyncrl.config import RunConfig, stop_deadlines
 from asyncrl.controller.cluster import ray_cluster
 from asyncrl.controller.controller import ColocatedController, Controller
 from asyncrl.controller.evaluator import HeldOutEvaluator, PinnedEngines
 from asyncrl.controller.fleet_group import FleetGroup
-from asyncrl.controller.learner_group import LearnerGroup
 from asyncrl.controller.resume import Resumed, ResumedPrompts, RunState, begin_buffer_at, find_checkpoint
 from asyncrl.controller.run_folder import RunPaths, shared_folder
 from asyncrl.data.prompts import PromptStream
@@ -40,8 +40,12 @@ from asyncrl.protocol.errors import AsyncRLError
 from asyncrl.protocol.ports import PromptSource
 from asyncrl.protocol.types import Prompt
 from asyncrl.samples import NewSamples, sample_line
+from asyncrl.sft.warm_start import policy_path
 from asyncrl.single_controller import ray_death
 from buffer import BufferClient, BufferConnection, BufferProcess
+
+if TYPE_CHECKING:
+    from asyncrl.controller.learner_group import LearnerGroup
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -178,12 +182,13 @@ class Run:
         return fleet
 
     async def _start_learner(self, stack: AsyncExitStack, make: Starter[LearnerGroup]) -> LearnerGroup:
-        """Start the learner on the warm-started policy, or where the checkpoint stands."""
-        with self._view.waiting_for("warm start") if self._config.sft.enabled else nullcontext():
-            policy = await self._warming
-        config = replace(self._config, model=replace(self._config.model, path=str(policy)))
-        learner = await make(LearnerGroup, config)
+        """Start the ranks while the policy is warm-started, and load it then, or the checkpoint."""
+        config = replace(self._config, model=replace(self._config.model, path=str(policy_path(self._config))))
+        module = await asyncio.to_thread(import_module, "asyncrl.controller.learner_group")  # torch: takes seconds
+        learner = await make(module.LearnerGroup, config)
         stack.push_async_callback(learner.stop, stop_deadlines(self._config).learner_s)
+        with self._view.waiting_for("warm start") if self._config.sft.enabled else nullcontext():
+            await self._warming
         await self._ready(f"learner ({config.learner.num_ranks} ranks)", learner.init())
         if self._resumed is not None:
             with self._view.waiting_for("checkpoint"):

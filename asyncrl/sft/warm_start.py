@@ -35,6 +35,11 @@ def warm_start_path(config: RunConfig) -> Path:
     return Path(config.output_dir, config.experiment, "sft", settings_digest(config)).resolve()
 
 
+def policy_path(config: RunConfig) -> Path:
+    """Where the policy lies that training starts from, once it is fine-tuned where ``sft.enabled``."""
+    return warm_start_path(config) if config.sft.enabled else Path(config.model.path)
+
+
 def finished_warm_start(config: RunConfig) -> dict[str, Any] | None:
     """What is known of the fine-tuned policy of these settings; None where it is still to be made.
 
@@ -129,9 +134,9 @@ async def warm_start(config: RunConfig, overrides: Sequence[str], log_path: Path
     Raises:
         WorkerDiedError: the warm start failed; the message ends with its last lines.
     """
+    policy = policy_path(config)
     if not config.sft.enabled:
-        return Path(config.model.path)
-    policy = warm_start_path(config)
+        return policy
     if (known := finished_warm_start(config)) is None:
         await _fine_tune(overrides, log_path, config.sft.progress_timeout_s, say)
         return policy
