@@ -15,6 +15,8 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from itertools import chain
+from itertools import count as count_from
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +36,10 @@ logger = logging.getLogger(__name__)
 
 CHUNK_BYTES = 32 << 20
 SAMPLED_BYTES = 1 << 20
-COLLECTED = ("logs", "samples", "trajectories")
+COLLECTED = ("logs", "profile", "samples", "trajectories")
 """What comes back, of the run's folder."""
+APPENDED = (".log", ".msgpack")
+"""Endings of files that grow; others appear whole."""
 
 
 class NodeFiles:
@@ -115,7 +119,7 @@ class NodeFolders:
         self._nodes = nodes
         self._timeout_s = timeout_s
         self.apart: list[str] = []
-        self._collected: dict[tuple[str, str], int] = {}
+        self._collected: dict[tuple[str, str], tuple[Path, int]] = {}
         self._collecting = asyncio.Lock()
 
     async def open(self) -> None:
@@ -198,7 +202,7 @@ class NodeFolders:
         part = str(folder.relative_to(self._run_dir))
         for address in self.apart:
             for name, size in (await self._sizes(address, [part])).items():
-                await self._read(address, name, 0, size)
+                await self._read(address, name, 0, size, self._run_dir / name)
 
     async def close(self) -> None:
         """Bring back what is left, and remove the folders of nodes that have their own."""
@@ -224,25 +228,25 @@ class NodeFolders:
 
     async def _collect_from(self, address: str) -> None:
         for name, size in (await self._sizes(address, COLLECTED)).items():
-            begin = self._collected.get((address, name), 0)
+            path, begin = self._collected.get((address, name)) or (_free_path(self._run_dir / name), 0)
             if size > begin:
-                await self._read(address, name, begin, size)
-                self._collected[address, name] = size
+                await self._read(address, name, begin, size, path)
+                self._collected[address, name] = path, size
 
     async def _sizes(self, address: str, parts: Sequence[str]) -> dict[str, int]:
         return (await self._ask([address], "sizes", str(self._run_dir), list(parts)))[address]
 
-    async def _read(self, address: str, name: str, begin: int, end: int) -> None:
-        """Append a part of a node's log to the controller's, or take a file of another kind, which appears whole."""
-        path = self._run_dir / name
-        is_log = path.suffix == ".log"
-        target = path if is_log else path.with_name(f".{path.name}.partial")
+    async def _read(self, address: str, name: str, begin: int, end: int, path: Path) -> None:
+        """Append a part of a node's file to one of the controller's, or take a file that appears whole."""
+        grows = path.suffix in APPENDED
+        target = path if grows else path.with_name(f".{path.name}.partial")
         path.parent.mkdir(parents=True, exist_ok=True)
-        with target.open("ab" if is_log else "wb") as file:
-            for offset in range(begin if is_log else 0, end, CHUNK_BYTES):
+        with target.open("ab" if grows else "wb") as file:
+            for offset in range(begin if grows else 0, end, CHUNK_BYTES):
                 size = min(CHUNK_BYTES, end - offset)
-                file.write((await self._ask([address], "read", str(path), offset, size))[address])
-        if not is_log:
+                source = str(self._run_dir / name)
+                file.write((await self._ask([address], "read", source, offset, size))[address])
+        if not grows:
             target.rename(path)
 
     async def _send(self, folder: Path, names: Sequence[str], *, to: Sequence[str], mode: int) -> None:
@@ -284,6 +288,12 @@ async def node_folders(config: RunConfig, run_dir: Path, say: Callable[[str], No
         yield folders
     finally:
         await folders.close()
+
+
+def _free_path(path: Path) -> Path:
+    """A path that nothing has: a worker may have been on several nodes. Example: ``logs/rollout-0-2.log``."""
+    names = (path.with_name(f"{path.stem}-{count}{path.suffix}") for count in count_from(2))
+    return next(free for free in chain([path], names) if not free.exists())
 
 
 def _absolute(path: str) -> Path:

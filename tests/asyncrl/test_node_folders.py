@@ -118,6 +118,18 @@ async def test_logs_come_back_as_they_grow_and_samples_once_they_are_whole(folde
     assert [path.read_text() for path in (run_dir / "samples").iterdir()] == ["ha"]
 
 
+async def test_a_log_of_a_name_that_is_taken_gets_another(folders, nodes, tmp_path):
+    logs = nodes["10.0.0.2"].file(tmp_path / "run" / "logs")
+    logs.mkdir(parents=True)
+    (tmp_path / "run" / "logs" / "rollout-0.log").write_text("before it moved\n")
+    for text in ("there\n", "there\nand on\n"):
+        (logs / "rollout-0.log").write_text(text)
+        await folders.collect()
+    logs = tmp_path / "run" / "logs"
+    assert (logs / "rollout-0.log").read_text() == "before it moved\n"
+    assert (logs / "rollout-0-2.log").read_text() == "there\nand on\n"
+
+
 async def test_a_policy_that_another_node_wrote_comes_back_and_the_end_leaves_nothing_there(folders, nodes, tmp_path):
     policy = make_model(nodes["10.0.0.2"].file(tmp_path / "run" / "policy"))
     await folders.fetch(tmp_path / "run" / "policy")

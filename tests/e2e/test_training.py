@@ -18,7 +18,16 @@ STEPS = 6
 TOLERANCE = 1e-3
 
 
-@pytest.fixture(scope="module", params=["at_updates", pytest.param("at_stop", marks=pytest.mark.slow)])
+VARIANTS = {
+    "at_updates": ["rollout_fleet.save_progress=at_updates"],
+    "at_stop": ["rollout_fleet.save_progress=at_stop"],
+    "two_ranks_per_engine": ["rollout_fleet.save_progress=at_stop", "rollout_fleet.sglang.tp_size=2"],
+}
+
+
+@pytest.fixture(
+    scope="module", params=["at_updates", *(pytest.param(name, marks=pytest.mark.slow) for name in list(VARIANTS)[1:])]
+)
 def run(request, tmp_path_factory):
     """At a weight update running requests are kept by the engine; or cut off, saved with their leases and continued."""
     running = RunningTraining(
@@ -26,7 +35,7 @@ def run(request, tmp_path_factory):
         f"total_steps={STEPS}",
         "rollout_fleet.num_engines=2",
         "learner.num_ranks=2",
-        f"rollout_fleet.save_progress={request.param}",
+        *VARIANTS[request.param],
         "learner.keep_snapshots=-1",
         "record_trajectories=true",
         "algorithm.groups_per_step=16",
