@@ -60,7 +60,8 @@ on_host() { # on_host NUMBER COMMAND ...: run it there.
     nsenter --target "$first" --mount --net --uts --pid --wd="$PWD" -- "$@"
 }
 wait_for() { # wait_for WORDS FILE PID: until a line of the file, which the process writes, has them.
-    timeout "$START_TIMEOUT_S" tail -n +1 --follow=name --retry --pid="$3" "$2" 2>/dev/null | grep -qm1 "$1" ||
+    timeout "$START_TIMEOUT_S" tail -n +1 --follow=name --retry --pid="$3" "$2" 2>/dev/null | grep -qm1 "$1" &
+    wait $! ||  # in the background: a signal is heard at once
         fail 1 "no '$1' within $START_TIMEOUT_S s in $2, which ends: $(tail -n 5 "$2")"
 }
 
