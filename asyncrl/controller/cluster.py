@@ -89,12 +89,8 @@ def _start_own(config: RunConfig) -> None:
 
 
 def _join(config: RunConfig) -> None:
-    ray.init(
-        address=config.ray.address,
-        logging_level=logging.ERROR,
-        log_to_driver=False,
-        **({"_node_ip_address": config.ray.node_address} if config.ray.node_address else {}),
-    )
+    own: dict[str, Any] = {"_node_ip_address": config.ray.node_address} if config.ray.node_address else {}
+    ray.init(address=config.ray.address, logging_level=logging.ERROR, log_to_driver=False, **own)
 
 
 def _check_cluster(config: RunConfig) -> None:

@@ -120,6 +120,7 @@ class NodeFolders:
         self._timeout_s = timeout_s
         self.apart: list[str] = []
         self._collected: dict[tuple[str, str], tuple[Path, int]] = {}
+        self._copies: list[Path] = []
         self._collecting = asyncio.Lock()
 
     async def open(self) -> None:
@@ -170,6 +171,7 @@ class NodeFolders:
         if all(prints == file_prints(folder) for prints in held.values()):
             return folder
         target = self._run_dir / name
+        self._copies.append(target)
         await asyncio.to_thread(_copy_folder, folder, target)  # those that share the run's folder find it there
         await self._send(target, sorted(file_prints(target)), to=self.apart, mode=0o755)
         return target
@@ -205,8 +207,10 @@ class NodeFolders:
                 await self._read(address, name, 0, size, self._run_dir / name)
 
     async def close(self) -> None:
-        """Bring back what is left, and remove the folders of nodes that have their own."""
+        """Bring back what is left; remove the copies, and the folders of nodes that have their own."""
         await self.collect()
+        for copy in self._copies:
+            shutil.rmtree(copy, ignore_errors=True)
         folders = [str(self._run_dir), str(shared_folder(self._run_dir))]
         for address in self.apart:
             try:

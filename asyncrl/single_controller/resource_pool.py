@@ -188,7 +188,7 @@ class RayResourcePool(ResourcePool):
     def _labels_apart_from(self, pgs: Sequence[PlacementGroup]) -> dict[str, str]:
         """The labels of nodes where none of these granted placement groups is."""
         taken = {node for pg in pgs for node in nodes_of(pg).values()}
-        return {**self.labels, **({NODE_ID_LABEL: f"!in({', '.join(sorted(taken))})"} if taken else {})}
+        return {**self.labels, **({NODE_ID_LABEL: f"!in({','.join(sorted(taken))})"} if taken else {})}
 
     def _wait_until_granted(
         self, pgs: Sequence[PlacementGroup], first: int, deadline_s: float, device_name: str
