@@ -22,11 +22,7 @@ from asyncrl.controller.cluster import ray_cluster
 from asyncrl.controller.controller import ColocatedController, Controller
 from asyncrl.controller.evaluator import HeldOutEvaluator, PinnedEngines
 from asyncrl.controller.fleet_group import FleetGroup
-<<<<<<< HEAD
-=======
-from asyncrl.controller.learner_group import LearnerGroup
 from asyncrl.controller.node_folders import NodeFolders, node_folders
->>>>>>> main
 from asyncrl.controller.resume import Resumed, ResumedPrompts, RunState, begin_buffer_at, find_checkpoint
 from asyncrl.controller.run_folder import RunPaths, shared_folder
 from asyncrl.data.prompts import PromptStream
@@ -198,7 +194,9 @@ class Run:
     async def _start_learner(self, stack: AsyncExitStack, make: Starter[LearnerGroup]) -> LearnerGroup:
         """Start the ranks while the policy is warm-started, and load it then, or the checkpoint."""
         policy = await asyncio.to_thread(policy_path, self._config)
-        if self._nodes.apart:  # they get a copy, which is made of the finished policy
+        if (
+            self._config.placement.num_nodes > 1
+        ):  # ranks elsewhere may need a copy, which is made of the finished policy
             policy = await self._nodes.bring(await self._warmed(), "start")
         config = replace(self._config, model=replace(self._config.model, path=str(policy)))
         module = await asyncio.to_thread(import_module, "asyncrl.controller.learner_group")  # torch: takes seconds
