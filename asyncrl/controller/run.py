@@ -194,9 +194,7 @@ class Run:
     async def _start_learner(self, stack: AsyncExitStack, make: Starter[LearnerGroup]) -> LearnerGroup:
         """Start the ranks while the policy is warm-started, and load it then, or the checkpoint."""
         policy = await asyncio.to_thread(policy_path, self._config)
-        if (
-            self._config.placement.num_nodes > 1
-        ):  # ranks elsewhere may need a copy, which is made of the finished policy
+        if self._config.placement.num_nodes > 1:  # ranks elsewhere may need a copy of what is finished
             policy = await self._nodes.bring(await self._warmed(), "start")
         config = replace(self._config, model=replace(self._config.model, path=str(policy)))
         module = await asyncio.to_thread(import_module, "asyncrl.controller.learner_group")  # torch: takes seconds
