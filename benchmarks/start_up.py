@@ -2,7 +2,7 @@
 
 ``python -m benchmarks.start_up`` starts the quickstart for one step, in a folder of its own: with a warm start, and
 again with the one that is there by then. ``--engine sglang`` or ``transformers``. Wall times hold for an idle machine;
-``cpu_s`` is the CPU time of all processes of the run, to its end, which others on the machine change little.
+``cpu_s`` is the CPU time of all processes of the run until then, which others on the machine change less.
 """
 
 from __future__ import annotations
@@ -10,13 +10,15 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import resource
 import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
 
 from benchmarks.report import Target, print_report
 
@@ -31,7 +33,7 @@ class StartUp:
 
     Attributes:
         first_step_s: From the command to the end of the first learner step.
-        cpu_s: CPU seconds of all processes, the stop included.
+        cpu_s: CPU seconds of all processes until then.
         parts: What was waited for: when it was ready, and after how long.
     """
 
@@ -43,7 +45,7 @@ class StartUp:
 def start(engine: str, output_dir: Path) -> StartUp:
     """Start the quickstart for one step."""
     command = [sys.executable, "-m", "asyncrl.train", "total_steps=1", f"rollout_fleet.engine={engine}"]
-    before, began_s = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
+    began_s = time.monotonic()
     run = subprocess.Popen(
         [*command, f"output_dir={output_dir}", "evaluation.enabled=false"],
         stdout=subprocess.PIPE,
@@ -51,19 +53,26 @@ def start(engine: str, output_dir: Path) -> StartUp:
         text=True,
         env=os.environ | {"PYTHONUNBUFFERED": "1"},
     )
-    lines, first_step_s, parts = [], None, {}
+    lines, first_step_s, cpu_s, parts = [], None, 0.0, {}
     assert run.stdout is not None
     for line in run.stdout:
         lines.append(line)
         if "] step 1/" in line:
-            first_step_s = time.monotonic() - began_s
+            first_step_s, cpu_s = time.monotonic() - began_s, _cpu_s(psutil.Process(run.pid))
         if found := _READY.match(line.strip()):
             parts[found[2]] = float(found[1]), float(found[3])
     if run.wait(TIMEOUT_S) or first_step_s is None:
         raise RuntimeError(f"the run ended with {run.returncode}:\n{''.join(lines)}"[-4000:])
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     return StartUp(first_step_s=first_step_s, cpu_s=cpu_s, parts=parts)
+
+
+def _cpu_s(run: psutil.Process) -> float:
+    """CPU seconds of the processes of a run, with those that have ended and were waited for."""
+    used = 0.0
+    for process in (run, *run.children(recursive=True)):
+        with suppress(psutil.NoSuchProcess):
+            used += sum(process.cpu_times()[:4])  # user, system, and both of the children that have ended
+    return used
 
 
 def main() -> int:
