@@ -29,6 +29,7 @@ from learner.advantages import ADVANTAGES, needs_whole_groups
 from learner.batching import rank_batches
 from learner.config import LearnerConfig
 from learner.roles import ROLES, RemoteScores, scored_by
+from learner.trajectory_log import TokenLogOptions
 from learner.types import RankBatch
 from learner.verl_api import ActorWorker, CriticWorker, ReferenceWorker, RewardModelWorker
 
@@ -57,6 +58,7 @@ class LearnerGroup:
             log_dir=paths.logs,
             snapshots=paths.snapshots,
             trajectories=paths.trajectories,
+            tokens=paths.tokens,
         )
 
     async def init(self) -> None:
@@ -220,11 +222,19 @@ class RoleGroups:
     """A group for each role that the run needs; every group has the methods of its role's worker class.
 
     ``log_dir`` gets one log per process, ``<pool>-<rank>.log``. The actor publishes weights in ``snapshots``, and
-    records what it consumed in ``trajectories``, unless that is None. Engines may share ``actor_pool``.
+    records what it consumed in ``trajectories``, unless that is None, and a little of it for people in ``tokens``.
+    Engines may share ``actor_pool``.
     """
 
     def __init__(
-        self, config: RunConfig, *, buffer: BufferConnection, log_dir: Path, snapshots: Path, trajectories: Path | None
+        self,
+        config: RunConfig,
+        *,
+        buffer: BufferConnection,
+        log_dir: Path,
+        snapshots: Path,
+        trajectories: Path | None,
+        tokens: Path | None = None,
     ) -> None:
         self.pools = learner_roles(config)
         self.pool_sizes = learner_pools(config)
@@ -245,7 +255,9 @@ class RoleGroups:
             options = pool_config(config, pool)
             connect = buffer.for_role(BufferRole.learner).sync_client
             classes = {
-                role: _worker_class(role, config, options, connect, snapshots=snapshots, trajectories=trajectories)
+                role: _worker_class(
+                    role, config, options, connect, snapshots=snapshots, trajectories=trajectories, tokens=tokens
+                )
                 for role in roles
             }
             host = RayWorkerGroup(
@@ -302,6 +314,11 @@ def _collective_options(config: RunConfig) -> CollectiveOptions | None:
     )
 
 
+def _token_log_options(config: RunConfig, tokens: Path | None) -> TokenLogOptions | None:
+    every_steps = config.rollout_fleet.samples.every_steps
+    return TokenLogOptions(directory=str(tokens), every_steps=every_steps) if tokens and every_steps else None
+
+
 def _worker_class(
     role: str,
     config: RunConfig,
@@ -310,12 +327,14 @@ def _worker_class(
     *,
     snapshots: Path,
     trajectories: Path | None,
+    tokens: Path | None,
 ) -> RayClassWithInitArgs:
     paths = {"rm": config.learner.reward_model.path, "critic": config.learner.critic.path or config.model.path}
     publishes = {
         "snapshot_dir": str(snapshots),
         "full_every": config.weights.full_every,
         "trajectory_dir": str(trajectories) if trajectories else None,
+        "token_log": _token_log_options(config, tokens),
         "collective": _collective_options(config),
     }
     return RayClassWithInitArgs(

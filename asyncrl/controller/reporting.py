@@ -82,6 +82,7 @@ class Reporter:
                 update_s=update_s,
                 publish_s=self._publish_s,
                 learner={name: value for name, value in metrics.items() if not name.endswith(_TIMES)},
+                groups=stats.groups,
             )
         )
 
@@ -129,6 +130,7 @@ class Reporter:
             "response_length": statistics.fmean(lengths),
             "lag_mean": statistics.fmean(lags),
             "lag_max": max(lags),
+            "lags": dict(Counter(lags)),
         }
 
 

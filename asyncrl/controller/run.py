@@ -23,6 +23,7 @@ from asyncrl.controller.fleet_group import FleetGroup
 from asyncrl.controller.learner_group import LearnerGroup
 from asyncrl.controller.resume import Resumed, ResumedPrompts, RunState, begin_buffer_at, find_checkpoint
 from asyncrl.controller.run_folder import RunPaths, shared_folder
+from asyncrl.controller.watching import Watching
 from asyncrl.data.prompts import PromptStream
 from asyncrl.metrics import (
     Evaluation,
@@ -82,6 +83,7 @@ class Run:
         self._records: list[StepRecord] = []
         self._evaluations: list[Evaluation] = []
         self._samples = NewSamples(run_dir)
+        self._watching = Watching(config, run_dir, view)
         self._start_s = 0.0
         self._resumed: Resumed | None = None
 
@@ -92,6 +94,7 @@ class Run:
         async with AsyncExitStack() as stack:
             stack.callback(shutil.rmtree, shared_folder(self._run_dir), ignore_errors=True)
             try:
+                await stack.enter_async_context(self._watching)
                 server = self._start_buffer(stack)
                 with self._view.waiting_for("Ray"):
                     await stack.enter_async_context(ray_cluster(self._config))
@@ -255,13 +258,13 @@ class Run:
         evaluation = await parts.fleet.evaluate(self._held_out, policy_version=version)
         self._evaluations.append(evaluation)
         writer.evaluation(evaluation)
-        self._view.evaluation(evaluation)
+        self._watching.evaluation(evaluation)
         return evaluation
 
     def _on_step(self, writer: MetricsWriter, record: StepRecord) -> None:
         self._records.append(record)
         writer.write(record)
-        self._view.step(record)
+        self._watching.step(record)
         kept = self._config.rollout_fleet.samples
         if kept.every_steps and kept.num_shown and (record.step + 1) % kept.every_steps == 0:
             for sample in self._samples.extremes(kept.num_shown):

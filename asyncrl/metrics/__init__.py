@@ -11,14 +11,22 @@ from .records import (
     write_json,
 )
 from .terminal import TerminalView
+from .trackers import TrackedRun, Trackers, check_trackers
+from .use import BUSY, PoolUse, RunUse
 
 __all__ = [
+    "BUSY",
     "Evaluation",
     "MetricsWriter",
     "Overlap",
+    "PoolUse",
+    "RunUse",
     "StepRecord",
     "TerminalView",
+    "TrackedRun",
+    "Trackers",
     "TrainingResult",
+    "check_trackers",
     "plot_reward",
     "summary_document",
     "write_json",
