@@ -330,8 +330,8 @@ class RunConfig:
             the run stops.
         stop_timeout_s: How long stopping may take before processes are killed.
         dashboard: Serve the run's report while it goes on, at ``dashboard_address``.
-        dashboard_address: ``host:port``; port 0 is any free one. Beyond loopback, visitors must show the secret that the
-            environment variable ``ASYNCRL_DASHBOARD_TOKEN`` holds.
+        dashboard_address: ``host:port``; port 0 is any free one. Beyond loopback, visitors must show the secret that
+            the environment variable ``ASYNCRL_DASHBOARD_TOKEN`` holds.
         tracker: Where the run's numbers go besides its folder: ``wandb``, ``mlflow``, ``prometheus``.
         prometheus_address: ``host:port`` of ``/metrics`` with ``tracker=[prometheus]``.
     """

@@ -21,7 +21,6 @@ from asyncrl.data.prompts import PromptStream, load_eval_prompts
 from asyncrl.data.tokenization import Tokenizer, load_tokenizer
 from asyncrl.metrics import check_trackers
 from asyncrl.metrics.prometheus import split_address
-from asyncrl.profile.dashboard import TOKEN_VARIABLE, check_dashboard
 from asyncrl.protocol.errors import AsyncRLError
 from asyncrl.protocol.types import Prompt
 from asyncrl.sft.warm_start import finished_warm_start
@@ -94,6 +93,8 @@ def check_watchers(config: RunConfig) -> None:
     check_trackers(config.tracker)
     split_address(config.prometheus_address, "prometheus_address")
     if config.dashboard:
+        from asyncrl.profile.dashboard import TOKEN_VARIABLE, check_dashboard  # with a web server
+
         check_dashboard(config.dashboard_address, os.environ.get(TOKEN_VARIABLE, ""))
 
 

@@ -48,32 +48,35 @@ class PrometheusTracker:
     def _make_pipeline(self) -> None:
         from prometheus_client import Counter, Gauge, Histogram
 
-        registry: dict[str, Any] = {"registry": self.registry}
+        own: dict[str, Any] = {"registry": self.registry}
         self._idle = Counter(
-            "asyncrl_idle_seconds", "Idle seconds of a pool's ranks or places, by cause", ["pool", "cause"], **registry
+            "asyncrl_idle_seconds", "Idle seconds of a pool's ranks or places, by cause", ["pool", "cause"], **own
         )
-        self._busy = Counter("asyncrl_busy_seconds", "Seconds of a pool's work, over its ranks or places", ["pool"], **registry)
-        self._capacity = Gauge("asyncrl_capacity", "Ranks of the learner, places of the fleet", ["pool"], **registry)
-        self._groups = Gauge("asyncrl_groups", "Prompt groups by state", ["state"], **registry)
-        self._lag = Histogram("asyncrl_lag", "Lag of trained groups, learner steps", buckets=_LAGS, **registry)
+        self._busy = Counter("asyncrl_busy_seconds", "Seconds of work of a pool's ranks or places", ["pool"], **own)
+        self._capacity = Gauge("asyncrl_capacity", "Ranks of the learner, places of the fleet", ["pool"], **own)
+        self._groups = Gauge("asyncrl_groups", "Prompt groups by state", ["state"], **own)
+        self._lag = Histogram("asyncrl_lag", "Lag of trained groups, learner steps", buckets=_LAGS, **own)
         self._publish = Histogram(
-            "asyncrl_publish_seconds", "The last weight publish at each step, slowest engine", buckets=_PUBLISH_S, **registry
+            "asyncrl_publish_seconds",
+            "The last weight publish at each step, slowest engine",
+            buckets=_PUBLISH_S,
+            **own,
         )
-        self._tokens = Counter("asyncrl_tokens", "Policy tokens: generated, trained", ["kind"], **registry)
-        self._plan_wait = Counter("asyncrl_plan_wait_seconds", "Seconds that the controller waited for batches", **registry)
-        self._update = Counter("asyncrl_update_seconds", "Seconds of updates on the slowest rank", **registry)
-        self._failed = Counter("asyncrl_failed_groups", "Attempts that failed", **registry)
+        self._tokens = Counter("asyncrl_tokens", "Policy tokens: generated, trained", ["kind"], **own)
+        self._plan_wait = Counter("asyncrl_plan_wait_seconds", "Seconds that the controller waited for batches", **own)
+        self._update = Counter("asyncrl_update_seconds", "Seconds of updates on the slowest rank", **own)
+        self._failed = Counter("asyncrl_failed_groups", "Attempts that failed", **own)
 
     def _make_policy(self, experiment: str) -> None:
         from prometheus_client import Gauge, Info
 
-        registry: dict[str, Any] = {"registry": self.registry}
-        Info("asyncrl_run", "The run", **registry).info({"experiment": experiment})
-        self._version = Gauge("asyncrl_policy_version", "Policy version, of the learner and of the oldest engine", ["pool"], **registry)
-        self._reward = Gauge("asyncrl_reward", "Mean reward of the last batch", **registry)
-        self._evaluation = Gauge("asyncrl_evaluation", "Held-out mean reward", ["decoding"], **registry)
-        self._evaluated = Gauge("asyncrl_evaluation_version", "Policy version of the last evaluation", **registry)
-        self._numbers = Gauge("asyncrl_step_metric", "Every number of the last step, by its name in metrics.jsonl", ["name"], **registry)
+        own: dict[str, Any] = {"registry": self.registry}
+        Info("asyncrl_run", "The run", **own).info({"experiment": experiment})
+        self._version = Gauge("asyncrl_policy_version", "Policy version, of learner and oldest engine", ["pool"], **own)
+        self._reward = Gauge("asyncrl_reward", "Mean reward of the last batch", **own)
+        self._evaluation = Gauge("asyncrl_evaluation", "Held-out mean reward", ["decoding"], **own)
+        self._evaluated = Gauge("asyncrl_evaluation_version", "Policy version of the last evaluation", **own)
+        self._numbers = Gauge("asyncrl_step_metric", "Numbers of the last step, as in metrics.jsonl", ["name"], **own)
 
     def step(self, record: StepRecord) -> None:
         """See `Tracker.step`."""

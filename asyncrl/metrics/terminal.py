@@ -179,7 +179,6 @@ class TerminalView:
         table.add_row(*(Text(value, style="bold") for _, value in cells))
         return table
 
-
     def _pools(self, use: RunUse) -> Table:
         """A bar of work for each pool, over the last steps, and what cost it most."""
         table = Table.grid(padding=(0, 2))
@@ -187,9 +186,9 @@ class TerminalView:
             busy, cause = pool.recent.get(BUSY, 0.0), pool.top_cause
             table.add_row(
                 Text(pool.name, style="dim"),
-                ProgressBar(total=1.0, completed=busy, width=_BAR_WIDTH, complete_style="green", finished_style="green"),
+                ProgressBar(total=1.0, completed=busy, width=_BAR_WIDTH, complete_style="green"),
                 Text(f"{busy:.0%}", style="bold"),
-                Text(f"{cause[0]} {cause[1]:.0%}" if cause else "", style="yellow"),
+                Text(f"{_words(cause[0])} {cause[1]:.0%}" if cause else "", style="yellow"),
             )
         return table
 
@@ -217,9 +216,13 @@ def _shares(use: RunUse) -> list[tuple[str, str]]:
 
     def words(pool: PoolUse) -> str:
         cause = pool.top_cause
-        return f"{pool.recent.get(BUSY, 0.0):.0%}" + (f" ({cause[0]} {cause[1]:.0%})" if cause else "")
+        return f"{pool.recent.get(BUSY, 0.0):.0%}" + (f" ({_words(cause[0])} {cause[1]:.0%})" if cause else "")
 
     return [(f"{pool.name} at work", words(pool)) for pool in (use.learner, use.fleet)]
+
+
+def _words(cause: str) -> str:
+    return cause.replace("_", " ")
 
 
 def _duration(seconds: float) -> str:

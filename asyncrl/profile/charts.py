@@ -9,20 +9,22 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from asyncrl.protocol.record import GroupEvent, LevelName, Pool, SpanKind
 
-from .attribution import Interval
+from .attribution import BUSY, Attribution, PoolTime, Stretch
 from .trace import GroupLife, Span, StepWindow, Trace
 
 Chart = dict[str, Any]
 
 MAX_BINS = 4000
 """Columns of the timeline."""
+_LEAST_WIDTH_NS = 1_000_000
 MAX_BARS = 600
 """Bars of the steps; more steps than these share bars."""
 MAX_CURVES = 24
@@ -34,30 +36,15 @@ _SECOND = 1_000_000_000
 _FIGURES = 4
 
 
-def timeline(
-    trace: Trace, learner: Iterable[Interval], fleet: Iterable[Interval], *, capacities: tuple[int, int]
-) -> Chart:
-    """Both pools' use over time, with publishes, buffer and lag.
-
-    Args:
-        trace: Of the run.
-        learner: Its intervals of work and idling, from the attribution; ``fleet``: likewise.
-        capacities: Ranks of the learner, places of the fleet; for the labels.
-    """
-    start, end = _window(trace)
-    count = max(1, min(MAX_BINS, (end - start) // 1_000_000))
+def timeline(trace: Trace, attribution: Attribution) -> Chart:
+    """Both pools' use over time, with publishes, buffer and lag, in at most `MAX_BINS` columns of equal width."""
+    start, end = attribution.window
+    count = max(1, min(MAX_BINS, (end - start) // _LEAST_WIDTH_NS))
     edges = np.linspace(start, end, count + 1)
-
-    def pool(intervals: Iterable[Interval], capacity: int) -> Chart:
-        shares = _shares(intervals, edges)
-        busy = shares.pop("", np.zeros(count))
-        return {"capacity": capacity, "busy": _short(busy), "idle": {cause: _short(row) for cause, row in shares.items()}}
-
     return {
-        "start_s": 0.0,
         "width_s": (end - start) / count / _SECOND,
-        "learner": pool(learner, capacities[0]),
-        "fleet": pool(fleet, capacities[1]),
+        "learner": _pool_use(attribution, Pool.learner, edges),
+        "fleet": _pool_use(attribution, Pool.fleet, edges),
         "stored": _short(_level_means(trace, LevelName.stored, edges)),
         "in_flight": _short(_level_means(trace, LevelName.leased, edges)),
         "lag": _short(_lag_of_batches(trace, edges)),
@@ -65,35 +52,53 @@ def timeline(
     }
 
 
-def steps(windows: Sequence[StepWindow], uses: Sequence[Mapping[str, float]], fleet_s: Sequence[float]) -> Chart:
-    """A bar per learner step, or per run of steps where there are many: the mean seconds of work and of each cause.
+def _pool_use(attribution: Attribution, pool: Pool, edges: np.ndarray) -> Chart:
+    shares = _shares(attribution.stretches[pool], edges)
+    busy = shares.pop(BUSY, np.zeros(len(edges) - 1))
+    capacity = round(attribution.total(pool).capacity / (edges[-1] - edges[0]))
+    return {"capacity": capacity, "busy": _short(busy), "idle": {label(c): _short(row) for c, row in shares.items()}}
 
-    Args:
-        windows: The finished steps.
-        uses: Of each: seconds per rank by cause; work under the empty name.
-        fleet_s: Of each: seconds of the fleet's work at its full capacity.
+
+def label(cause: str) -> str:
+    """A cause as it is shown. Example: ``publish_pause`` gives ``publish pause``."""
+    return cause.replace("_", " ")
+
+
+def steps(attribution: Attribution, windows: Sequence[StepWindow]) -> Chart:
+    """A bar per finished step, or per run of steps where there are many: seconds of a rank at work, and by cause.
+
+    The line is the fleet's work for the step: what its places did in all, as seconds of the whole fleet.
     """
     width = math.ceil(len(windows) / MAX_BARS) or 1
     bars = [slice(first, first + width) for first in range(0, len(windows), width)]
-    causes = list(dict.fromkeys(cause for use in uses for cause in use if cause))
+    learner, fleet = (attribution.per_step(pool, windows) for pool in (Pool.learner, Pool.fleet))
+    causes = list(dict.fromkeys(cause for time in learner for cause in time.idle))
 
-    def label(bar: slice) -> str:
+    def rank_seconds(window: StepWindow, time: PoolTime, part: int) -> float:
+        return part / time.capacity * window.duration / _SECOND if time.capacity else 0.0
+
+    def name(bar: slice) -> str:
         first, last = windows[bar][0].version, windows[bar][-1].version
         return str(first) if first == last else f"{first}–{last}"
 
-    def means(values: Sequence[float]) -> list[float]:
+    def means(pool: Sequence[PoolTime], part: Callable[[PoolTime], int]) -> list[float]:
+        values = [rank_seconds(window, time, part(time)) for window, time in zip(windows, pool, strict=True)]
         return [_rounded(statistics.fmean(values[bar])) for bar in bars]
 
     return {
-        "labels": [label(bar) for bar in bars],
-        "busy_s": means([use.get("", 0.0) for use in uses]),
-        "idle_s": {cause: means([use.get(cause, 0.0) for use in uses]) for cause in causes},
-        "fleet_s": means(fleet_s),
+        "labels": [name(bar) for bar in bars],
+        "busy_s": means(learner, lambda time: time.busy),
+        "idle_s": {label(cause): means(learner, partial(_idle_of, cause)) for cause in causes},
+        "fleet_s": means(fleet, lambda time: time.busy),
     }
 
 
+def _idle_of(cause: str, time: PoolTime) -> int:
+    return time.idle.get(cause, 0)
+
+
 def fill(trace: Trace) -> Chart:
-    """How batches fill: of evenly spread steps, the share of the batch that is stored against the time until it is whole.
+    """How batches fill: of evenly spread steps, the share that is stored against the time until the batch is whole.
 
     Each curve has ``points`` [seconds until whole (≤ 0), share], and ``tail``, the index where the last 5% begin.
     """
@@ -117,7 +122,7 @@ def _fill_curve(step: int, moments: Sequence[int]) -> Chart:
 
 
 def lag(trace: Trace, *, bound: int) -> Chart:
-    """Trained groups by lag. Each group's bar is shared between what arose before it was stored, and what afterwards."""
+    """Trained groups by lag. Each bar is shared between what arose before a group was stored, and afterwards."""
     before, in_queue, none = defaultdict(float), defaultdict(float), defaultdict(int)
     largest = bound
     for life in trace.groups.values():
@@ -263,11 +268,7 @@ def members(trace: Trace) -> Chart:
 
 
 def frontier(predictions: Mapping[str, Any], here: tuple[float, float] | None) -> Chart:
-    """Predicted seconds per step against mean lag; ``here`` is the run's own (mean lag, seconds per step).
-
-    Args:
-        predictions: ``plan.json`` of `asyncrl.plan`.
-    """
+    """Predicted seconds per step against mean lag; ``here`` is the run's own (mean lag, seconds per step)."""
     return {
         "curves": predictions["curves"],
         "here": None if here is None else {"lag": _rounded(here[0]), "step_s": _rounded(here[1])},
@@ -290,11 +291,7 @@ def _served(trace: Trace) -> list[tuple[int, int]]:
 
 
 def _engine_versions(trace: Trace) -> list[Any]:
-    return [
-        level
-        for lane in trace.lanes(Pool.fleet)
-        for level in trace.levels_of(LevelName.version, lane)
-    ]
+    return [level for lane in trace.lanes(Pool.fleet) for level in trace.levels_of(LevelName.version, lane)]
 
 
 def _window(trace: Trace) -> tuple[int, int]:
@@ -302,15 +299,11 @@ def _window(trace: Trace) -> tuple[int, int]:
     return (start, end) if end > start else (trace.start, max(trace.end, trace.start + 1))
 
 
-def _shares(intervals: Iterable[Interval], edges: np.ndarray) -> dict[str, np.ndarray]:
-    """Of each cause: its share of all lanes' time in each bin; shares of a bin add up to 1 where lanes are known.
-
-    Returns:
-        By cause, work under the empty name: [bins] float64.
-    """
+def _shares(stretches: Iterable[Stretch], edges: np.ndarray) -> dict[str, np.ndarray]:
+    """Of each state, its share of all places' time in each bin: [bins] float64; those of a bin add up to 1."""
     by_cause: dict[str, list[tuple[int, int, int]]] = defaultdict(list)
-    for interval in intervals:
-        by_cause[interval.cause].append((interval.start, interval.end, interval.weight))
+    for stretch in stretches:
+        by_cause[stretch.state].append((stretch.start, stretch.end, stretch.places))
     sums = {cause: _overlaps(np.array(rows, dtype=np.float64), edges) for cause, rows in by_cause.items()}
     total = np.sum(list(sums.values()), axis=0) if sums else np.zeros(len(edges) - 1)
     total = np.where(total > 0, total, 1.0)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import hmac
+import importlib.util
 import ipaddress
 import os
 import sys
@@ -143,12 +144,18 @@ class Dashboard:
                     told = self._count
                     kind, data = ("failed", self._failure) if self._failure else ("report", str(told))
                     await answer.write(f"event: {kind}\ndata: {' '.join(data.split())}\n\n".encode())
-                try:
-                    async with asyncio.timeout(_KEEP_ALIVE_S), self._news:
-                        await self._news.wait_for(lambda: self._count > told)
-                except TimeoutError:
+                elif not await self._newer(told):
                     await answer.write(b": still here\n\n")
         return answer
+
+    async def _newer(self, count: int) -> bool:
+        """Wait for news after the ``count``-th; False where there was none for a while."""
+        try:
+            async with asyncio.timeout(_KEEP_ALIVE_S), self._news:
+                await self._news.wait_for(lambda: self._count > count)
+        except TimeoutError:
+            return False
+        return True
 
 
 def is_loopback(host: str) -> bool:
@@ -165,9 +172,14 @@ def check_dashboard(address: str, token: str) -> None:
     """Check where a dashboard is to be served.
 
     Raises:
-        ValueError: not an address, or one beyond loopback without a token.
+        ValueError: not an address, one beyond loopback without a token, or a package is not installed.
     """
     host, _ = split_address(address, "dashboard_address")
+    if importlib.util.find_spec("watchfiles") is None:
+        raise ValueError(
+            "dashboard=true needs the package watchfiles, which is not installed; install it with "
+            "pip install 'asyncrl[dashboard]', or set dashboard=false"
+        )
     if not is_loopback(host) and not token:
         raise ValueError(
             f"dashboard_address={address} is not loopback, and the page would be open to whoever reaches it; set the "

@@ -13,6 +13,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from asyncrl.samples import read_samples
 from rollout_fleet.engines.model_files import Decode, load_decoder
 
 from . import charts
+from .attribution import Attribution
 from .page import render
 from .trace import Trace, TraceReader
 
@@ -104,26 +106,76 @@ def report_document(
         name: Of the run's folder.
         is_running: Whether it still goes on.
     """
-    attribution = attribute(trace)
-    causes = list(dict.fromkeys(cause for use in (attribution.learner, attribution.fleet) for cause in use.idle))
-    document: dict[str, Any] = {
+    attribution = Attribution.of(trace)
+    pools = [attribution.total(pool) for pool in (Pool.learner, Pool.fleet)]
+    parts = _charts(trace, attribution, options, predictions)
+    parts["samples"] = list(samples) or "No samples were kept; rollout_fleet.samples.every_steps keeps some."
+    return {
         "run": _facts(trace, options, name, is_running),
         "figures": _figures(trace, attribution, options, records),
-        "advice": _advice(predictions),
-        "causes": causes,
+        "advice": (predictions or {}).get("advice", ""),
+        "causes": [charts.label(cause) for cause in dict.fromkeys(cause for pool in pools for cause in pool.idle)],
         "members": charts.members(trace),
-        "samples": list(samples),
-        "absent": {},
+        "absent": {name: part for name, part in parts.items() if isinstance(part, str)},
+        **{name: part for name, part in parts.items() if not isinstance(part, str)},
     }
-    parts = _charts(trace, attribution, options, predictions)
-    for part, (chart, reason) in parts.items():
-        if reason:
-            document["absent"][part] = reason
-        else:
-            document[part] = chart
-    if not samples:
-        document["absent"]["samples"] = "No samples were kept; rollout_fleet.samples.every_steps keeps some."
-    return document
+
+
+def _charts(
+    trace: Trace, attribution: Attribution, options: Mapping[str, Any], predictions: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """Each chart by its name; of one that is absent, why."""
+    finished = [step for step in trace.steps if not step.is_open]
+    if not finished:
+        early = "No learner step is finished yet."
+        return dict.fromkeys(("timeline", "steps", "fill", "lag", "frontier", "lengths", "publishes"), early)
+    fill, lengths, publishes = charts.fill(trace), charts.lengths(trace), charts.publishes(trace)
+    absent = "Nothing is predicted: python -m asyncrl.plan RUN replays the run under other options."
+    return {
+        "timeline": charts.timeline(trace, attribution),
+        "steps": charts.steps(attribution, finished),
+        "fill": fill if fill["curves"] else "No stored group of a trained batch is recorded.",
+        "lag": charts.lag(trace, bound=_bound(trace, options)),
+        "frontier": charts.frontier(predictions, _here(trace)) if predictions else absent,
+        "lengths": lengths if any(lengths["generated"]) else "No response lengths are recorded.",
+        "publishes": publishes if publishes["versions"] else "No version was both published and served yet.",
+    }
+
+
+def _here(trace: Trace) -> tuple[float, float]:
+    """Mean lag, in learner steps, and mean seconds per finished step."""
+    lags = [sum(parts) for life in trace.groups.values() if (parts := charts.lag_parts(trace, life))]
+    start, end = trace.window
+    num_steps = sum(not step.is_open for step in trace.steps)
+    return sum(lags) / max(1, len(lags)), (end - start) / _SECOND / max(1, num_steps)
+
+
+def _figures(
+    trace: Trace, attribution: Attribution, options: Mapping[str, Any], records: Sequence[Mapping[str, Any]]
+) -> list[dict[str, str]]:
+    """The numbers at the top of the page: name, value, and how to read it."""
+    lag, step_s = _here(trace)
+    num_steps = sum(not step.is_open for step in trace.steps)
+    learner, fleet = attribution.total(Pool.learner), attribution.total(Pool.fleet)
+    figures = [("learner steps", f"{num_steps} of {options.get('total_steps', num_steps)}", "finished")]
+    if num_steps:
+        figures += [
+            ("seconds per step", f"{step_s:.3g}", "mean over the finished steps"),
+            ("learner at work", f"{learner.utilisation:.1%}", "share of the ranks' time"),
+            ("fleet at work", f"{fleet.utilisation:.1%}", "share of the time of the engines' places"),
+            ("mean lag", f"{lag:.2f}", f"learner steps; the bound is {_bound(trace, options)}"),
+        ]
+    for name, time_of in (("learner", learner), ("fleet", fleet)):
+        if time_of.idle:
+            cause, part = max(time_of.idle.items(), key=itemgetter(1))
+            figures.append((f"{name}: {charts.label(cause)}", f"{part / time_of.capacity:.1%}", "what cost it most"))
+    if records:
+        last = records[-1]
+        figures += [
+            ("reward", f"{last['reward']:.3f}", f"of the batch of step {last['step']}"),
+            ("tokens generated", f"{last['generated_tokens']:,}", "policy tokens, since training began"),
+        ]
+    return [{"name": name, "value": value, "note": note} for name, value, note in figures]
 
 
 def _facts(trace: Trace, options: Mapping[str, Any], name: str, is_running: bool) -> dict[str, Any]:
@@ -147,10 +199,6 @@ def _bound(trace: Trace, options: Mapping[str, Any]) -> int:
     known = options.get("buffer", {}).get("max_lag")
     lags = [charts.lag_parts(trace, life) for life in trace.groups.values()] if known is None else []
     return known if known is not None else max((sum(parts) for parts in lags if parts), default=0)
-
-
-def _advice(predictions: Mapping[str, Any] | None) -> str:
-    return ""
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
@@ -221,7 +269,8 @@ def _sample(row: Mapping[str, Any]) -> dict[str, Any]:
 def _trained_sample(row: Mapping[str, Any], path: Path, decode: Decode) -> dict[str, Any]:
     """A row of the learner's, token by token: the policy version, and the engine's log-prob minus the learner's."""
     own = row["learner_logprobs"]
-    columns = zip(row["response_ids"], row["versions"], row["response_mask"], row["behavior_logprobs"], own, strict=True)
+    names = ("response_ids", "versions", "response_mask", "behavior_logprobs")
+    columns = zip(*(row[name] for name in names), own, strict=True)
     tokens = [
         {
             "text": decode([token]),

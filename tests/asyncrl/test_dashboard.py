@@ -1,14 +1,11 @@
 """The dashboard over HTTP, on the folder of a run that is being written."""
 
 import asyncio
-import json
-import os
 import subprocess
 import sys
 import urllib.request
 
 import pytest
-from aiohttp import ClientSession
 from aiohttp.test_utils import TestClient, TestServer
 
 from asyncrl.profile.dashboard import TOKEN_VARIABLE, Dashboard, check_dashboard, main

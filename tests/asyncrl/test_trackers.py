@@ -89,12 +89,17 @@ def test_grafana_draws_only_what_is_exported(prometheus):
     drawn = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
     named = {name for expression in drawn for name in re.findall(r"asyncrl_\w+", expression)}
     assert named <= exported
-    assert {"asyncrl_idle_seconds_total", "asyncrl_groups", "asyncrl_lag_bucket", "asyncrl_publish_seconds_sum"} <= named
+    assert {
+        "asyncrl_idle_seconds_total",
+        "asyncrl_groups",
+        "asyncrl_lag_bucket",
+        "asyncrl_publish_seconds_sum",
+    } <= named
 
 
 def test_an_address_that_is_taken_is_refused_by_its_option(prometheus, tmp_path):
     taken = dataclasses.replace(tracked(tmp_path), prometheus_address=f"127.0.0.1:{prometheus.port}")
-    with pytest.raises(ValueError, match=r"tracker=prometheus cannot be opened: prometheus_address=127\.0\.0\.1:\d+ ca"):
+    with pytest.raises(ValueError, match=r"tracker=prometheus cannot be opened: prometheus_address=127\.0\.0\.1:\d+"):
         Trackers.open(["prometheus"], taken)
 
 
@@ -105,7 +110,7 @@ def test_what_is_no_address_is_refused(address):
 
 
 def test_unknown_trackers_and_missing_packages_are_refused_by_name(monkeypatch):
-    with pytest.raises(ValueError, match=r"tracker must name some of \['wandb', 'mlflow', 'prometheus'\], got 'tensor'"):
+    with pytest.raises(ValueError, match=r"tracker must name some of \['wandb', .*\], got 'tensor'"):
         check_trackers(["tensor"])
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"tracker=mlflow needs the package mlflow.*pip install 'asyncrl\[mlflow\]'"):

@@ -5,12 +5,12 @@ const PALETTES = {
   light: {
     ink: "#1b2330", dim: "#5c6778", rule: "#e3e7ee", card: "#ffffff", learner: "#2563c9", fleet: "#0f8f7e", mark: "#1b2330",
     here: "#d0342c", bound: "#d0342c",
-    causes: ["#e8a33d", "#d9603b", "#8f6bd1", "#c4508f", "#9aa5b5", "#6d8f3a", "#b8894d", "#4aa3c7", "#c9b72e", "#7d5a4b", "#e08a9b", "#5b6fb0", "#a3c26b", "#b05a5a"],
+    causes: ["#e8a33d", "#d9603b", "#8f6bd1", "#c4508f", "#9aa5b5", "#6d8f3a", "#b8894d", "#4aa3c7", "#c9b72e", "#7d5a4b", "#e08a9b", "#5b6fb0", "#a3c26b", "#b05a5a", "#57b79b", "#c58bd9", "#8a8a3c", "#d4a5c9", "#4f7f8c", "#f2c1a0"],
   },
   dark: {
     ink: "#e6eaf1", dim: "#98a4b6", rule: "#2a323f", card: "#1a202a", learner: "#5b93f0", fleet: "#35b8a3", mark: "#e6eaf1",
     here: "#ff7a70", bound: "#ff7a70",
-    causes: ["#f0b357", "#e77c58", "#a98ae6", "#dc74ad", "#707c8e", "#8fb356", "#cfa267", "#6bbfe0", "#d8c94d", "#a07c6c", "#eda6b4", "#8395d6", "#b9d485", "#cf7c7c"],
+    causes: ["#f0b357", "#e77c58", "#a98ae6", "#dc74ad", "#707c8e", "#8fb356", "#cfa267", "#6bbfe0", "#d8c94d", "#a07c6c", "#eda6b4", "#8395d6", "#b9d485", "#cf7c7c", "#6fcbb0", "#d7a3e8", "#b3b35a", "#e3bfda", "#79aab8", "#f6d3ba"],
   },
 };
 
@@ -58,7 +58,7 @@ function colours(document, palette) {
 
 function timeline(document, palette) {
   const part = document.timeline, of = colours(document, palette);
-  const at = (index) => Math.round(1000 * (part.start_s + index * part.width_s));
+  const at = (index) => Math.round(1000 * index * part.width_s);
   const points = (values) => [...values, values.at(-1)].map((value, index) => [at(index), value]);
   const area = (pool, grid, name, values, color, opacity) => ({
     name, type: "line", step: "end", stack: pool, xAxisIndex: grid, yAxisIndex: grid, symbol: "none", data: points(values),
