@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import msgpack
 
@@ -231,7 +231,7 @@ class RecordFile:
             self._wakes.clear()
             records, num_dropped = self._taken()
             if num_dropped > num_reported:
-                records.append(msgpack.packb([Tag.dropped, num_dropped - num_reported]))
+                records.append(_packed(Tag.dropped, num_dropped - num_reported))
                 num_reported = num_dropped
             try:
                 _write_all(self._file, b"".join(records))
@@ -343,7 +343,7 @@ class Recorder:
         self._file.close()
 
     def _add(self, tag: Tag, *items: Any) -> bool:
-        return self._file.add(msgpack.packb([int(tag), *items]))
+        return self._file.add(_packed(tag, *items))
 
 
 _recorder: Recorder | None = None
@@ -438,6 +438,10 @@ def clock_id() -> str:
     with suppress(OSError):
         parts = [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/time")]
     return " ".join(parts) or f"{socket.gethostname()} {os.getpid()}"
+
+
+def _packed(tag: Tag, *items: Any) -> bytes:
+    return cast("bytes", msgpack.packb([int(tag), *items]))
 
 
 def _free_path(directory: Path, name: str) -> Path:
