@@ -16,6 +16,7 @@ _COMMANDS = {
     "train": ("asyncrl.cli.train_command", "train a policy asynchronously"),
     "sft": ("asyncrl.cli.sft_command", "fine-tune a model on demonstrations"),
     "samples": ("asyncrl.samples", "read the decoded samples that a run has kept"),
+    "dashboard": ("asyncrl.profile.dashboard", "serve the report of a run, live"),
     "inspect": ("buffer.inspect", "look into the replay buffer of a running training"),
     "export": ("learner.checkpoint", "turn a checkpoint into a model in Hugging Face layout"),
 }

@@ -59,8 +59,7 @@ class Watching:
             self._view.say(line)
         if config.dashboard:
             self._view.say(await self._dashboard.start())
-        if config.profile.enabled:
-            self._reading = asyncio.create_task(self._read_use())
+        self._reading = asyncio.create_task(self._read_use())
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -96,6 +95,8 @@ class Watching:
             began_s = time.monotonic()
             try:
                 use: RunUse | None = await asyncio.to_thread(live.read)
+            except FileNotFoundError:  # profile.enabled=false
+                return
             except (OSError, ValueError) as error:
                 logger.warning("how the pools are used cannot be read: %s", error)
                 return

@@ -48,7 +48,7 @@ def timeline(trace: Trace, attribution: Attribution) -> Chart:
         "stored": _short(_level_means(trace, LevelName.stored, edges)),
         "in_flight": _short(_level_means(trace, LevelName.leased, edges)),
         "lag": _short(_lag_of_batches(trace, edges)),
-        "publishes": [[_rounded((when - start) / _SECOND), version] for version, when in _served(trace)],
+        "publishes": [[_rounded((when - start) / _SECOND), version] for version, when in _served(trace) if when <= end],
     }
 
 
