@@ -161,6 +161,7 @@ class WandbTracker:
     def __init__(self, run: TrackedRun) -> None:
         import wandb
 
+        self._teardown = wandb.teardown
         self._run = wandb.init(
             project=run.experiment, name=run.folder.name, dir=run.folder, config=dict(run.options), reinit="create_new"
         )
@@ -185,6 +186,7 @@ class WandbTracker:
     def close(self) -> None:
         """See `Tracker.close`."""
         self._run.finish()
+        self._teardown()  # its service process, which would outlive the run otherwise
 
 
 class MlflowTracker:

@@ -345,9 +345,8 @@ def _lag_of_batches(trace: Trace, edges: np.ndarray) -> np.ndarray:
     """[bins] mean lag of the batch that was last trained."""
     lags: dict[int, list[int]] = defaultdict(list)
     for life in trace.groups.values():
-        trained = life.last(GroupEvent.trained)
-        if trained is not None and "lag" in trained.details:
-            lags[trained.version].append(trained.details["lag"])
+        if parts := lag_parts(trace, life):
+            lags[life.step].append(sum(parts))
     ends = {step.version: step.end for step in trace.steps if not step.is_open}
     known = [(ends[step], statistics.fmean(values)) for step, values in sorted(lags.items()) if step in ends]
     if not known:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter, deque
 from pathlib import Path
 
@@ -23,6 +24,7 @@ class LiveUse:
     """
 
     def __init__(self, run_dir: Path) -> None:
+        self._plan = run_dir / "plan.json"
         self._reader = TraceReader(run_dir)
         self._upto = -1
         self._busy: Counter[str] = Counter()
@@ -45,7 +47,11 @@ class LiveUse:
                     self._capacity[pool] = round(time.capacity / window.duration) if window.duration else 0
         if self._upto < 0:
             return None
-        return RunUse(learner=self._use(Pool.learner), fleet=self._use(Pool.fleet))
+        return RunUse(learner=self._use(Pool.learner), fleet=self._use(Pool.fleet), advice=self._advice())
+
+    def _advice(self) -> str:
+        """What ``asyncrl plan`` has left in the folder; empty where it was not run, or advises nothing."""
+        return json.loads(self._plan.read_text()).get("advice", "") if self._plan.is_file() else ""
 
     def _use(self, pool: str) -> PoolUse:
         recent: Counter[str] = Counter()

@@ -168,7 +168,11 @@ def test_a_run_that_goes_on_is_read_on(tmp_path):
     with pytest.raises(FileNotFoundError):
         live.read()
     record_run(tmp_path, num_steps=2)
-    assert live.read() == live.read()
+    first = live.read()
+    (tmp_path / "plan.json").write_text('{"advice": "buffer.max_lag=2: 0.2 s per step"}')
+    again = live.read()
+    assert (again.learner, again.fleet) == (first.learner, first.fleet)
+    assert (first.advice, again.advice) == ("", "buffer.max_lag=2: 0.2 s per step")
 
 
 spans = st.tuples(st.integers(0, 100), st.integers(1, 30), st.integers(1, 4)).map(lambda s: (s[0], s[0] + s[1], s[2]))

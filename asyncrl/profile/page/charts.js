@@ -32,7 +32,7 @@ function base(palette, overrides) {
     animation: false, useUTC: true, aria: { enabled: true }, backgroundColor: "transparent",
     textStyle: { color: palette.ink, fontFamily: "system-ui, 'Segoe UI', Roboto, 'DejaVu Sans', sans-serif" },
     tooltip: { trigger: "axis", confine: true, backgroundColor: palette.card, borderColor: palette.rule, textStyle: { color: palette.ink, fontSize: 12 } },
-    legend: { type: "plain", top: 0, left: 0, right: 0, itemWidth: 12, itemHeight: 10, itemGap: 14, textStyle: { color: palette.ink, fontSize: 12 }, inactiveColor: palette.dim },
+    legend: { type: "plain", icon: "roundRect", top: 0, left: 0, right: 0, itemWidth: 12, itemHeight: 10, itemGap: 14, textStyle: { color: palette.ink, fontSize: 12 }, inactiveColor: palette.dim },
     ...overrides,
   };
 }
@@ -49,6 +49,7 @@ function axis(palette, overrides) {
 const below = (palette, name, overrides = {}) => axis(palette, { name, nameLocation: "middle", nameGap: 26, splitLine: { show: false }, ...overrides });
 const beside = (palette, name, overrides = {}) => axis(palette, { name, nameLocation: "middle", nameGap: 46, ...overrides });
 const inside = (indices) => [{ type: "inside", xAxisIndex: indices, filterMode: "none", minSpan: 0.02 }];
+const exact = { outerBoundsMode: "none" };  // grids stay where they are put, so that bands line up
 const listed = (rows) => rows.map(([marker, name, value]) => `${marker}${safe(name)} <b style="float:right;margin-left:1.5em">${value}</b>`).join("<br>");
 
 /** Colour of each cause, the same in every chart. */
@@ -61,13 +62,22 @@ function timeline(document, palette) {
   const at = (index) => Math.round(1000 * index * part.width_s);
   const points = (values) => [...values, values.at(-1)].map((value, index) => [at(index), value]);
   const area = (pool, grid, name, values, color, opacity) => ({
-    name, type: "line", step: "end", stack: pool, xAxisIndex: grid, yAxisIndex: grid, symbol: "none", data: points(values),
+    name, type: "line", stack: pool, xAxisIndex: grid, yAxisIndex: grid, symbol: "none", data: values,
     lineStyle: { width: 0 }, itemStyle: { color }, areaStyle: { color, opacity }, emphasis: { disabled: true },
   });
-  const pools = ["learner", "fleet"].flatMap((pool, grid) => [
-    area(pool, grid, `${pool} at work`, part[pool].busy, palette[pool], 0.95),
-    ...Object.entries(part[pool].idle).map(([cause, values]) => area(pool, grid, cause, values, of[cause], 0.6)),
-  ]);
+  // Two points at each change of any band: ECharts' own steps leave gaps between stacked areas.
+  const squared = (bands) => {
+    const last = bands[0].length - 1;
+    const changes = bands[0].flatMap((_, index) => index === 0 || bands.some((band) => band[index] !== band[index - 1]) ? [index] : []);
+    return bands.map((band) => changes.flatMap((index, place) => [[at(index), band[index]], [at((changes[place + 1] ?? last + 1)), band[index]]]));
+  };
+  const pools = ["learner", "fleet"].flatMap((pool, grid) => {
+    const causes = Object.keys(part[pool].idle), [busy, ...idle] = squared([part[pool].busy, ...Object.values(part[pool].idle)]);
+    return [
+      area(pool, grid, `${pool} at work`, busy, palette[pool], 0.95),
+      ...causes.map((cause, index) => area(pool, grid, cause, idle[index], of[cause], 0.6)),
+    ];
+  });
   const level = (name, grid, values, color) => ({
     name, type: "line", step: "end", xAxisIndex: grid, yAxisIndex: grid, symbol: "none", data: points(values),
     lineStyle: { width: 1.5, color }, itemStyle: { color }, emphasis: { disabled: true },
@@ -87,7 +97,7 @@ function timeline(document, palette) {
     type: "time", gridIndex: grid, ...span, splitLine: { show: false }, axisPointer: { show: true, label: { show: false } },
     axisLabel: { show: grid === 3, formatter: clock },
   }));
-  const names = [`learner\n(${part.learner.capacity})`, `fleet\n(${part.fleet.capacity})`, "groups", "lag"];
+  const names = [`learner (${part.learner.capacity})`, `fleet (${part.fleet.capacity})`, "groups", "lag"];
   const yAxis = names.map((name, grid) => axis(palette, {
     name, gridIndex: grid, nameLocation: "middle", nameGap: 40, min: 0, ...(grid < 2 ? { max: 1, interval: 0.5 } : { splitNumber: 2, minInterval: grid === 2 ? 1 : 0 }),
     axisLabel: grid < 2 ? { formatter: percent } : {},
@@ -97,7 +107,7 @@ function timeline(document, palette) {
     const index = (item) => item.seriesName.match(/stored|in flight/) ? item.value[1].toFixed(0) : item.seriesName.match(/mean lag/) ? item.value[1].toFixed(2) : percent(item.value[1]);
     return `${clock(items[0].value[0])}<br>${listed(rows.map((item) => [item.marker, `${item.axisIndex === 0 && !item.seriesName.startsWith("learner") ? "learner: " : item.axisIndex === 1 && !item.seriesName.startsWith("fleet") ? "fleet: " : ""}${item.seriesName}`, index(item)]))}`;
   };
-  const options = base(palette, { grid: tops.map((top, grid) => ({ left: 64, right: 18, top, height: heights[grid] })), xAxis, yAxis, series });
+  const options = base(palette, { grid: tops.map((top, grid) => ({ ...exact, left: 64, right: 18, top, height: heights[grid] })), xAxis, yAxis, series });
   options.axisPointer = { link: [{ xAxisIndex: "all" }], lineStyle: { color: palette.dim } };
   options.tooltip.formatter = shown;
   options.dataZoom = [...inside([0, 1, 2, 3]), {
@@ -116,7 +126,7 @@ function steps(document, palette) {
     { name: "fleet's work per batch", type: "line", step: "middle", data: part.fleet_s, symbol: "none", lineStyle: { color: palette.mark, width: 2 }, itemStyle: { color: palette.mark } },
   ];
   const options = base(palette, {
-    grid: { left: 64, right: 18, top: 58, bottom: 42 }, series, dataZoom: inside([0]),
+    grid: { ...exact, left: 64, right: 18, top: 58, bottom: 42 }, series, dataZoom: inside([0]),
     xAxis: below(palette, "learner step", { type: "category", data: part.labels }), yAxis: beside(palette, "seconds", { type: "value" }),
   });
   options.tooltip.formatter = (items) => `step ${safe(items[0].axisValue)}<br>${listed(items.filter((item) => item.value > 0).map((item) => [item.marker, item.seriesName, seconds(item.value)]))}`;
@@ -134,7 +144,7 @@ function fill(document, palette) {
     line(curve, curve.points.slice(curve.tail), palette.here, 0.9, 2, "last 5% of the batch"),
   ]);
   const options = base(palette, {
-    grid: { left: 64, right: 18, top: 30, bottom: 42 }, series, dataZoom: inside([0]),
+    grid: { ...exact, left: 64, right: 18, top: 30, bottom: 42 }, series, dataZoom: inside([0]),
     xAxis: below(palette, "seconds until the batch is complete", { type: "value", max: 0, axisLabel: { formatter: (value) => value.toPrecision(3).replace(/\.?0+$/, "") } }),
     yAxis: beside(palette, "share stored", { type: "value", min: 0, max: 1, axisLabel: { formatter: percent } }),
   });
@@ -147,7 +157,7 @@ function lag(document, palette) {
   const bar = (name, data, color) => ({ name, type: "bar", stack: "lag", data, itemStyle: { color }, barCategoryGap: "25%", emphasis: { disabled: true } });
   const bound = { silent: true, symbol: "none", data: [{ xAxis: String(part.bound) }], lineStyle: { color: palette.bound, type: "dashed", width: 2 }, label: { formatter: `bound ${part.bound}`, color: palette.bound } };
   const options = base(palette, {
-    grid: { left: 64, right: 40, top: 46, bottom: 42 },
+    grid: { ...exact, left: 64, right: 40, top: 46, bottom: 42 },
     xAxis: below(palette, "lag (learner steps)", { type: "category", data: part.lags.map(String) }), yAxis: beside(palette, "groups", { type: "value", minInterval: 1 }),
     series: [
       { ...bar("without lag", part.none, palette.causes[4]), markLine: bound },
@@ -166,7 +176,7 @@ function frontier(document, palette) {
   }));
   const here = { name: "you are here", type: "scatter", symbol: "diamond", symbolSize: 16, itemStyle: { color: palette.here }, z: 9, data: part.here ? [[part.here.lag, part.here.step_s]] : [], label: { show: true, position: "right", formatter: "you are here", color: palette.here } };
   const options = base(palette, {
-    grid: { left: 64, right: 90, top: 46, bottom: 42 }, series: [...curves, here], dataZoom: inside([0]),
+    grid: { ...exact, left: 64, right: 90, top: 46, bottom: 42 }, series: [...curves, here], dataZoom: inside([0]),
     xAxis: below(palette, "mean lag (learner steps)", { type: "value", scale: true }), yAxis: beside(palette, "seconds per step", { type: "value", scale: true }),
   });
   options.tooltip.trigger = "item";
@@ -181,7 +191,7 @@ function lengths(document, palette) {
   const part = document.lengths;
   const kind = (name, color, width, type) => ({ name, type: "line", step: "end", data: [...part[name], part[name].at(-1)].map((value, index) => [part.edges[index], value]), symbol: "none", lineStyle: { color, width, type }, itemStyle: { color }, areaStyle: name === "generated" ? { color, opacity: 0.18 } : undefined, emphasis: { disabled: true } });
   return base(palette, {
-    grid: { left: 64, right: 18, top: 30, bottom: 42 }, dataZoom: inside([0]),
+    grid: { ...exact, left: 64, right: 18, top: 30, bottom: 42 }, dataZoom: inside([0]),
     series: [kind("generated", palette.causes[4], 1, "solid"), kind("trained", palette.learner, 2, "solid"), kind("dropped", palette.here, 2, "dashed")].filter((series) => part[series.name].some((value) => value > 0)),
     xAxis: below(palette, "response length (tokens)", { type: "value", min: part.edges[0], max: part.edges.at(-1) }), yAxis: beside(palette, "samples", { type: "value", minInterval: 1 }),
   });
@@ -198,7 +208,7 @@ function publishes(document, palette) {
   const total = { name: "from copy to the last engine", type: "line", xAxisIndex: 1, yAxisIndex: 1, symbol: "none", data: part.versions.map((version, index) => [version, part.total_s[index]]), lineStyle: { color: palette.fleet }, itemStyle: { color: palette.fleet } };
   const pause = { name: "engines paused", type: "line", xAxisIndex: 1, yAxisIndex: 1, symbol: "none", data: part.versions.map((version, index) => [version, part.pause_s[index]]), lineStyle: { color: palette.here }, itemStyle: { color: palette.here } };
   const options = base(palette, {
-    grid: [{ left: 130, width: "38%", top: 34, bottom: 42 }, { left: "62%", right: 18, top: 34, bottom: 42 }], series: [offset, rows, total, pause],
+    grid: [{ ...exact, left: 130, width: "38%", top: 34, bottom: 42 }, { ...exact, left: "62%", right: 18, top: 34, bottom: 42 }], series: [offset, rows, total, pause],
     legend: { data: [total.name, pause.name], right: 18, top: 0, textStyle: { color: palette.ink, fontSize: 12 } }, dataZoom: inside([1]),
     title: { text: "median over the versions", left: 130, top: 2, textStyle: { color: palette.dim, fontSize: 12, fontWeight: "normal" } },
     xAxis: [below(palette, "seconds since the copy began", { type: "value" }), below(palette, "policy version", { type: "value", gridIndex: 1, scale: true, minInterval: 1 })],
