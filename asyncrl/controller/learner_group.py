@@ -256,7 +256,14 @@ class RoleGroups:
             connect = buffer.for_role(BufferRole.learner).sync_client
             classes = {
                 role: _worker_class(
-                    role, config, options, connect, snapshots=snapshots, trajectories=trajectories, tokens=tokens
+                    role,
+                    config,
+                    options,
+                    connect,
+                    pool=pool,
+                    snapshots=snapshots,
+                    trajectories=trajectories,
+                    tokens=tokens,
                 )
                 for role in roles
             }
@@ -325,6 +332,7 @@ def _worker_class(
     options: LearnerConfig,
     connect_buffer: Any,
     *,
+    pool: str,
     snapshots: Path,
     trajectories: Path | None,
     tokens: Path | None,
@@ -346,6 +354,8 @@ def _worker_class(
         temperature=config.rollout_fleet.sampling.temperature,
         connect_buffer=connect_buffer,
         seed=config.seed,
+        profile=config.profile,
+        pool=pool,
         **(publishes if role == "actor" else {}),
     )
 

@@ -1,8 +1,8 @@
 """Metrics: typed records, the files they go to, and the view on the terminal."""
 
+from .estimates import Estimate, Evaluation, evaluation_of
 from .overlap import Overlap
 from .records import (
-    Evaluation,
     MetricsWriter,
     StepRecord,
     TrainingResult,
@@ -16,6 +16,7 @@ from .use import BUSY, PoolUse, RunUse
 
 __all__ = [
     "BUSY",
+    "Estimate",
     "Evaluation",
     "MetricsWriter",
     "Overlap",
@@ -27,6 +28,7 @@ __all__ = [
     "Trackers",
     "TrainingResult",
     "check_trackers",
+    "evaluation_of",
     "plot_reward",
     "summary_document",
     "write_json",

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from .records import Evaluation, StepRecord
+from .estimates import Evaluation
+from .records import StepRecord
 from .use import RunUse
 
 _LAGS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)

@@ -16,8 +16,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from .estimates import Evaluation
 from .prometheus import PrometheusTracker
-from .records import Evaluation, StepRecord
+from .records import StepRecord
 from .use import RunUse
 
 logger = logging.getLogger(__name__)

@@ -103,9 +103,9 @@ def fill(trace: Trace) -> Chart:
     Each curve has ``points`` [seconds until whole (≤ 0), share], and ``tail``, the index where the last 5% begin.
     """
     stored: dict[int, list[int]] = defaultdict(list)
-    for life in trace.groups.values():
+    for life in trained_groups(trace):
         moment = life.time(GroupEvent.stored)
-        if moment is not None and life.step >= 0:
+        if moment is not None:
             stored[life.step].append(moment)
     batches = [(step, sorted(stored[step])) for step in sorted(stored)]
     return {"curves": [_fill_curve(step, moments) for step, moments in _spread(batches, MAX_CURVES)]}
@@ -125,17 +125,13 @@ def lag(trace: Trace, *, bound: int) -> Chart:
     """Trained groups by lag. Each bar is shared between what arose before a group was stored, and afterwards."""
     before, in_queue, none = defaultdict(float), defaultdict(float), defaultdict(int)
     largest = bound
-    for life in trace.groups.values():
-        parts = lag_parts(trace, life)
-        if parts is None:
-            continue
-        total = sum(parts)
-        largest = max(largest, total)
-        if total == 0:
+    for life in trained_groups(trace):
+        largest = max(largest, life.lag)
+        if life.lag == 0:
             none[0] += 1
         else:
-            before[total] += parts[0] / total
-            in_queue[total] += parts[1] / total
+            before[life.lag] += life.lag_before_queue / life.lag
+            in_queue[life.lag] += life.lag_in_queue / life.lag
     lags = range(largest + 1)
     return {
         "bound": bound,
@@ -146,15 +142,9 @@ def lag(trace: Trace, *, bound: int) -> Chart:
     }
 
 
-def lag_parts(trace: Trace, life: GroupLife) -> tuple[int, int] | None:
-    """The lag of a trained group that arose before it was stored, and in the buffer; None where it was not trained."""
-    trained, stored = life.last(GroupEvent.trained), life.last(GroupEvent.stored)
-    if trained is None or stored is None:
-        return None
-    total = int(trained.details.get("lag", trained.version - stored.version))
-    at_storing = trace.level_at(LevelName.version, stored.lane, stored.time)
-    before = min(total, max(0, at_storing - stored.version))
-    return before, total - before
+def trained_groups(trace: Trace) -> list[GroupLife]:
+    """The groups that were trained on, but for those that a process of an earlier run stored."""
+    return [life for life in trace.groups.values() if life.step >= 0 and life.last(GroupEvent.stored) is not None]
 
 
 def lengths(trace: Trace) -> Chart:
@@ -267,11 +257,11 @@ def members(trace: Trace) -> Chart:
     return {"columns": columns, "rows": rows}
 
 
-def frontier(predictions: Mapping[str, Any], here: tuple[float, float] | None) -> Chart:
+def frontier(predictions: Mapping[str, Any], here: tuple[float, float]) -> Chart:
     """Predicted seconds per step against mean lag; ``here`` is the run's own (mean lag, seconds per step)."""
     return {
         "curves": predictions["curves"],
-        "here": None if here is None else {"lag": _rounded(here[0]), "step_s": _rounded(here[1])},
+        "here": {"lag": _rounded(here[0]), "step_s": _rounded(here[1])},
     }
 
 
@@ -344,9 +334,8 @@ def _level_means(trace: Trace, name: str, edges: np.ndarray) -> np.ndarray:
 def _lag_of_batches(trace: Trace, edges: np.ndarray) -> np.ndarray:
     """[bins] mean lag of the batch that was last trained."""
     lags: dict[int, list[int]] = defaultdict(list)
-    for life in trace.groups.values():
-        if parts := lag_parts(trace, life):
-            lags[life.step].append(sum(parts))
+    for life in trained_groups(trace):
+        lags[life.step].append(life.lag)
     ends = {step.version: step.end for step in trace.steps if not step.is_open}
     known = [(ends[step], statistics.fmean(values)) for step, values in sorted(lags.items()) if step in ends]
     if not known:

@@ -24,7 +24,7 @@ from asyncrl.samples import read_samples
 from rollout_fleet.engines.model_files import Decode, load_decoder
 
 from . import charts
-from .attribution import Attribution
+from .overlap import OverlapReport
 from .page import render
 from .trace import Trace, TraceReader
 
@@ -51,17 +51,18 @@ class RunReport:
         """The document as JSON. Raises as `document`."""
         return json.dumps(self.document(), allow_nan=False, separators=(",", ":")).encode()
 
-    def document(self) -> dict[str, Any]:
-        """What the page draws; see docs/profiling.md.
+    def document(self, trace: Trace | None = None, overlap: OverlapReport | None = None) -> dict[str, Any]:
+        """What the page draws (docs/watching.md), of ``trace`` and its figures, or of what is recorded by now.
 
         Raises:
             FileNotFoundError: the run recorded nothing.
         """
-        trace: Trace = self._reader.read()
+        trace = trace if trace is not None else self._reader.read()
         options, summary = _options(self._run_dir), _read_json(self._run_dir / "summary.json")
         is_running = summary is None and self._is_fresh()
         return report_document(
             trace,
+            overlap or OverlapReport.of(trace),
             options=options,
             records=read_lines(self._run_dir / "metrics.jsonl"),
             predictions=_read_json(self._run_dir / "plan.json"),
@@ -76,17 +77,20 @@ class RunReport:
         return time.time() - max(written, default=0.0) < _QUIET_S
 
 
-def write_report(run_dir: Path) -> Path:
-    """Write ``report.html``, whole or not at all, and return its path. Raises as `RunReport.document`."""
+def write_report(run_dir: Path, trace: Trace | None = None, overlap: OverlapReport | None = None) -> Path:
+    """Write ``report.html``, whole or not at all, and return its path. Arguments and errors as `RunReport.document`."""
     path = run_dir / REPORT
     partial = path.with_suffix(".html.partial")
-    partial.write_text(render(RunReport(run_dir).document(), title=f"asyncrl {run_dir.name}"), encoding="utf-8")
+    partial.write_text(
+        render(RunReport(run_dir).document(trace, overlap), title=f"asyncrl {run_dir.name}"), encoding="utf-8"
+    )
     os.replace(partial, path)
     return path
 
 
 def report_document(
     trace: Trace,
+    overlap: OverlapReport,
     *,
     options: Mapping[str, Any],
     records: Sequence[Mapping[str, Any]] = (),
@@ -99,6 +103,7 @@ def report_document(
 
     Args:
         trace: What the run recorded.
+        overlap: Its figures.
         options: Its resolved configuration.
         records: Lines of ``metrics.jsonl``.
         predictions: ``plan.json``; None where nothing was predicted.
@@ -106,24 +111,22 @@ def report_document(
         name: Of the run's folder.
         is_running: Whether it still goes on.
     """
-    attribution = Attribution.of(trace)
-    pools = [attribution.total(pool) for pool in (Pool.learner, Pool.fleet)]
-    parts = _charts(trace, attribution, options, predictions)
+    bound = _bound(trace, options)
+    causes = dict.fromkeys(cause for pool in overlap.run.pools.values() for cause in pool.idle)
+    parts = _charts(trace, overlap, bound, predictions)
     parts["samples"] = list(samples) or "No samples were kept; rollout_fleet.samples.every_steps keeps some."
     return {
-        "run": _facts(trace, options, name, is_running),
-        "figures": _figures(trace, attribution, options, records),
+        "run": _facts(trace, bound, options, name=name, is_running=is_running),
+        "figures": _figures(overlap, bound, options, records),
         "advice": (predictions or {}).get("advice", ""),
-        "causes": [charts.label(cause) for cause in dict.fromkeys(cause for pool in pools for cause in pool.idle)],
+        "causes": [charts.label(cause) for cause in causes],
         "members": charts.members(trace),
         "absent": {name: part for name, part in parts.items() if isinstance(part, str)},
         **{name: part for name, part in parts.items() if not isinstance(part, str)},
     }
 
 
-def _charts(
-    trace: Trace, attribution: Attribution, options: Mapping[str, Any], predictions: Mapping[str, Any] | None
-) -> dict[str, Any]:
+def _charts(trace: Trace, overlap: OverlapReport, bound: int, predictions: Mapping[str, Any] | None) -> dict[str, Any]:
     """Each chart by its name; of one that is absent, why."""
     finished = [step for step in trace.steps if not step.is_open]
     if not finished:
@@ -132,43 +135,35 @@ def _charts(
     fill, lengths, publishes = charts.fill(trace), charts.lengths(trace), charts.publishes(trace)
     absent = "Nothing is predicted: python -m asyncrl.plan RUN replays the run under other options."
     return {
-        "timeline": charts.timeline(trace, attribution),
-        "steps": charts.steps(attribution, finished),
+        "timeline": charts.timeline(trace, overlap.attribution),
+        "steps": charts.steps(overlap.attribution, finished),
         "fill": fill if fill["curves"] else "No stored group of a trained batch is recorded.",
-        "lag": charts.lag(trace, bound=_bound(trace, options)),
-        "frontier": charts.frontier(predictions, _here(trace)) if predictions else absent,
+        "lag": charts.lag(trace, bound=bound),
+        "frontier": charts.frontier(predictions, (overlap.run.lag.mean, overlap.run.step_s)) if predictions else absent,
         "lengths": lengths if any(lengths["generated"]) else "No response lengths are recorded.",
         "publishes": publishes if publishes["versions"] else "No version was both published and served yet.",
     }
 
 
-def _here(trace: Trace) -> tuple[float, float]:
-    """Mean lag, in learner steps, and mean seconds per finished step."""
-    lags = [sum(parts) for life in trace.groups.values() if (parts := charts.lag_parts(trace, life))]
-    start, end = trace.window
-    num_steps = sum(not step.is_open for step in trace.steps)
-    return sum(lags) / max(1, len(lags)), (end - start) / _SECOND / max(1, num_steps)
-
-
 def _figures(
-    trace: Trace, attribution: Attribution, options: Mapping[str, Any], records: Sequence[Mapping[str, Any]]
+    overlap: OverlapReport, bound: int, options: Mapping[str, Any], records: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, str]]:
     """The numbers at the top of the page: name, value, and how to read it."""
-    lag, step_s = _here(trace)
-    num_steps = sum(not step.is_open for step in trace.steps)
-    learner, fleet = attribution.total(Pool.learner), attribution.total(Pool.fleet)
-    figures = [("learner steps", f"{num_steps} of {options.get('total_steps', num_steps)}", "finished")]
-    if num_steps:
+    run = overlap.run
+    figures = [("learner steps", f"{run.num_steps} of {options.get('total_steps', run.num_steps)}", "finished")]
+    if run.num_steps:
+        ideal = f"the slower pool alone would take {run.ideal_step_s:.3g} s per step"
         figures += [
-            ("seconds per step", f"{step_s:.3g}", "mean over the finished steps"),
-            ("learner at work", f"{learner.utilisation:.1%}", "share of the ranks' time"),
-            ("fleet at work", f"{fleet.utilisation:.1%}", "share of the time of the engines' places"),
-            ("mean lag", f"{lag:.2f}", f"learner steps; the bound is {_bound(trace, options)}"),
+            ("seconds per step", f"{run.step_s:.3g}", "mean over the finished steps"),
+            ("overlap efficiency", f"{run.efficiency:.2f}", ideal),
+            ("learner at work", f"{run.pools[Pool.learner].utilisation:.1%}", "share of the ranks' time"),
+            ("fleet at work", f"{run.pools[Pool.fleet].utilisation:.1%}", "share of the time of the engines' places"),
+            ("mean lag", f"{run.lag.mean:.2f}", f"learner steps; the bound is {bound}"),
         ]
-    for name, time_of in (("learner", learner), ("fleet", fleet)):
+    for pool, time_of in run.pools.items():
         if time_of.idle:
             cause, part = max(time_of.idle.items(), key=itemgetter(1))
-            figures.append((f"{name}: {charts.label(cause)}", f"{part / time_of.capacity:.1%}", "what cost it most"))
+            figures.append((f"{pool}: {charts.label(cause)}", f"{part / time_of.capacity:.1%}", "what cost it most"))
     if records:
         last = records[-1]
         figures += [
@@ -178,7 +173,7 @@ def _figures(
     return [{"name": name, "value": value, "note": note} for name, value, note in figures]
 
 
-def _facts(trace: Trace, options: Mapping[str, Any], name: str, is_running: bool) -> dict[str, Any]:
+def _facts(trace: Trace, bound: int, options: Mapping[str, Any], *, name: str, is_running: bool) -> dict[str, Any]:
     experiment = options.get("experiment", "run")
     began = time.strftime("%Y-%m-%d %H:%M", time.localtime(min(p.wall_ns for p in trace.processes) / _SECOND))
     hosts = {process.host for process in trace.processes}
@@ -186,7 +181,7 @@ def _facts(trace: Trace, options: Mapping[str, Any], name: str, is_running: bool
         f"began {began}",
         f"{len(trace.lanes(Pool.learner))} learner ranks and {len(trace.lanes(Pool.fleet))} engines",
         f"{len(hosts)} hosts" if len(hosts) > 1 else "",
-        f"buffer.max_lag={_bound(trace, options)}",
+        f"buffer.max_lag={bound}",
         f"{trace.num_dropped:,} records lost" if trace.num_dropped else "",
     ]
     clocks = max((process.error_ns for process in trace.processes), default=0)
@@ -197,8 +192,7 @@ def _facts(trace: Trace, options: Mapping[str, Any], name: str, is_running: bool
 def _bound(trace: Trace, options: Mapping[str, Any]) -> int:
     """``buffer.max_lag``; of a run without its configuration, the largest lag that it had."""
     known = options.get("buffer", {}).get("max_lag")
-    lags = [charts.lag_parts(trace, life) for life in trace.groups.values()] if known is None else []
-    return known if known is not None else max((sum(parts) for parts in lags if parts), default=0)
+    return known if known is not None else max((life.lag for life in charts.trained_groups(trace)), default=0)
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
