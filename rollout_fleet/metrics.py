@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from asyncrl.protocol import record
@@ -115,10 +115,10 @@ class FleetMeter:
         """An attempt failed."""
         self._add(groups_failed=Counter({reason: 1}))
 
-    def counters(self, *, final: bool = False) -> FleetCounters:
-        """Everything up to now; the final counters have the spans of ``busy``, too many to be asked for often."""
+    def counters(self) -> FleetCounters:
+        """Everything up to now."""
         self._pass_time()
-        return replace(FleetCounters(**self._counts), busy=tuple(self._busy) if final else ())
+        return FleetCounters(**self._counts)
 
     def _add(self, **changes: Any) -> None:
         for name, change in changes.items():

@@ -127,7 +127,7 @@ class RolloutWorker(Worker):
     async def drain(self) -> FleetCounters:
         """End `run`, give all leases back; the engine stays up for `answer`. Returns the final counters."""
         await self._started().stop()
-        return self._started().counters(final=True)
+        return self._started().counters()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     async def stop(self) -> FleetCounters | None:
@@ -142,7 +142,7 @@ class RolloutWorker(Worker):
             if self._buffer is not None:
                 await self._buffer.close()
             record.stop()
-        return self._loop.counters(final=True) if self._loop is not None else None
+        return self._loop.counters() if self._loop is not None else None
 
     def _started(self) -> RolloutLoop:
         if self._loop is None:

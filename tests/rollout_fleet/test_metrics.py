@@ -32,7 +32,7 @@ def test_the_time_of_a_weight_load_is_not_busy():
     clock.now += 3.0
     meter.loaded(0.5)
     clock.now += 1.0
-    counters = meter.counters(final=True)
+    counters = meter.counters()
     assert (counters.busy_s, counters.load_s) == (3.5, (0.5,))
 
 
