@@ -60,20 +60,13 @@ class RolloutWorker(Worker):
         self._decode = load_decoder(model_path)
         self._engine = make_engine(config, model_path=model_path, rank=self.rank, log_dir=log_dir, seed=seed)
         self._stager = WeightStager(
-            f"engine-{self.rank}",
-            memory=Path(staging_dir),
-            copies=copy_weights,
-            timeout_s=config.load_timeout_s,
+            f"engine-{self.rank}", memory=Path(staging_dir), copies=copy_weights, timeout_s=config.load_timeout_s
         )
         self._samples = None
         if sample_dir:
             self._samples = SampleLog(Path(sample_dir), rank=self.rank, config=config.samples, decode=self._decode)
         self._held_out = HeldOutAnswers(
-            engine=self._engine,
-            rewards=self._rewards,
-            decode=self._decode,
-            sampling=config.sampling,
-            log=self._samples,
+            engine=self._engine, rewards=self._rewards, decode=self._decode, sampling=config.sampling, log=self._samples
         )
         self._buffer: RolloutBuffer | None = None
         self._make_loop = partial(
