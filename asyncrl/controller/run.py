@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import uuid
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,6 +22,7 @@ from asyncrl.controller.controller import ColocatedController, Controller
 from asyncrl.controller.evaluator import HeldOutEvaluator, PinnedEngines
 from asyncrl.controller.fleet_group import FleetGroup
 from asyncrl.controller.learner_group import LearnerGroup
+from asyncrl.controller.node_folders import NodeFolders, node_folders
 from asyncrl.controller.resume import Resumed, ResumedPrompts, RunState, begin_buffer_at, find_checkpoint
 from asyncrl.controller.run_folder import RunPaths, shared_folder
 from asyncrl.controller.watching import Watching
@@ -36,6 +37,7 @@ from asyncrl.metrics import (
     summary_document,
     write_json,
 )
+from asyncrl.profile.command import explain
 from asyncrl.protocol import record
 from asyncrl.protocol.errors import AsyncRLError
 from asyncrl.protocol.ports import PromptSource
@@ -88,6 +90,8 @@ class Run:
         self._watching = Watching(config, run_dir, view)
         self._start_s = 0.0
         self._resumed: Resumed | None = None
+        self._nodes = NodeFolders(run_dir, {}, timeout_s=config.ray.start_timeout_s)
+        self._collecting: asyncio.Future[None] | None = None
 
     async def run(self) -> None:
         """Run to the end, and write the summary. Raises `ValueError` for a wrong option or file, or `AsyncRLError`."""
@@ -102,6 +106,11 @@ class Run:
                 server = self._start_buffer(stack)
                 with self._view.waiting_for("Ray"):
                     await stack.enter_async_context(ray_cluster(self._config))
+                folders = node_folders(self._config, self._run_dir, self._view.say)
+                self._nodes = await stack.enter_async_context(folders)
+                with self._view.waiting_for("the nodes' models and keys"):
+                    resumes, keys = self._resumed is not None, server.connection.keys
+                    self._config = await self._nodes.supply(self._config, keys=keys, resumes=resumes)
                 work = self._run_parts(stack, server, prompts)
                 summary = await _unless(work, [server.death(), ray_death()])
             except BaseException as fault:
@@ -124,6 +133,8 @@ class Run:
     def _start_buffer(self, stack: AsyncExitStack) -> BufferProcess:
         options = self._config.buffer
         options = replace(options, epoch=options.epoch or uuid.uuid4().hex[:16])
+        if self._config.placement.num_nodes > 1:  # its sockets are open to other hosts
+            options = replace(options, keys=options.keys or str(self._run_dir / "keys"))
         if self._resumed is not None:
             options = begin_buffer_at(options, self._resumed.state.version)
         # Started from this thread, which outlives it: the server dies with the thread that started it.
@@ -184,6 +195,7 @@ class Run:
         """Start the learner on the warm-started policy, or where the checkpoint stands."""
         with self._view.waiting_for("warm start") if self._config.sft.enabled else nullcontext():
             policy = await self._warming
+        policy = await self._nodes.bring(policy, "start")
         config = replace(self._config, model=replace(self._config.model, path=str(policy)))
         learner = await make(LearnerGroup, config)
         stack.push_async_callback(learner.stop, stop_deadlines(self._config).learner_s)
@@ -223,13 +235,14 @@ class Run:
             await _unless(self._train_and_save(controller, parts.learner), [parts.fleet.run()])
             result = await controller.account()
             after = await evaluate(result.policy_version)
+            overlap = await self._explain(writer)
         except asyncio.CancelledError as end:
             if self._records and not is_death(end):  # what is left of the run could not answer
-                await self._keep(controller, parts.learner, before)
+                await self._keep(controller, parts.learner, writer, before)
             raise
         finally:
             writer.close()
-        return self._summarise(result, before, after)
+        return self._summarise(result, before, after, overlap)
 
     async def _train_and_save(self, controller: AnyController, learner: LearnerGroup) -> None:
         """Save the policy as soon as it is trained: whatever goes wrong later, it is there."""
@@ -240,9 +253,12 @@ class Run:
         """Write ``policy/``, whole or not at all."""
         unfinished = self._run_dir / ".policy.partial"
         await learner.save_policy(unfinished)
+        await self._nodes.fetch(unfinished)
         unfinished.rename(self._run_dir / "policy")
 
-    async def _keep(self, controller: AnyController, learner: LearnerGroup, before: Evaluation | None) -> None:
+    async def _keep(
+        self, controller: AnyController, learner: LearnerGroup, writer: MetricsWriter, before: Evaluation | None
+    ) -> None:
         """Write what a run that is stopped by a signal has learned until then."""
         timeout_s = self._config.save_timeout_s
         try:
@@ -251,12 +267,13 @@ class Run:
                     await self._save_policy(learner)
                 await controller.settle()
                 result = await controller.account()
+                overlap = await self._explain(writer)
         except TimeoutError:
             self._view.say(f"writing policy and summary took longer than save_timeout_s={timeout_s:g}; raise it")
         except AsyncRLError as error:
             self._view.say(f"policy and summary could not be written: {error}")
         else:
-            self._summarise(result, before, None)
+            self._summarise(result, before, None, overlap)
 
     async def _evaluate(
         self, evaluator: HeldOutEvaluator, writer: MetricsWriter, version: int, pinned: PinnedEngines | None = None
@@ -273,18 +290,42 @@ class Run:
         self._evaluations.append(evaluation)
         writer.evaluation(evaluation)
         self._watching.evaluation(evaluation)
+        await self._nodes.collect()
         return evaluation
+
+    async def _explain(self, writer: MetricsWriter) -> dict[str, Any] | None:
+        """Say what the time went into, where it was recorded: in files of the run's folder, and for the summary.
+
+        What cannot be explained is said, and costs the run nothing that it has learned.
+        """
+        if record.current() is None:
+            return None
+        try:
+            report = await asyncio.to_thread(explain, self._run_dir)
+        except (OSError, ValueError) as error:
+            self._view.say(f"the profile could not be written: {error}")
+            return None
+        for step, figures in report.steps.items():
+            writer.profile(step, figures.flat())
+        return report.summary()
 
     def _on_step(self, writer: MetricsWriter, record: StepRecord) -> None:
         self._records.append(record)
         writer.write(record)
         self._watching.step(record)
         kept = self._config.rollout_fleet.samples
-        if kept.every_steps and kept.num_shown and (record.step + 1) % kept.every_steps == 0:
-            for sample in self._samples.extremes(kept.num_shown):
+        if kept.every_steps and (record.step + 1) % kept.every_steps == 0:
+            self._collecting = asyncio.ensure_future(self._nodes.collect())
+            for sample in self._samples.extremes(kept.num_shown) if kept.num_shown else ():
                 self._view.say(sample_line(sample))
 
-    def _summarise(self, result: TrainingResult, before: Evaluation | None, after: Evaluation | None) -> dict[str, Any]:
+    def _summarise(
+        self,
+        result: TrainingResult,
+        before: Evaluation | None,
+        after: Evaluation | None,
+        overlap: Mapping[str, Any] | None,
+    ) -> dict[str, Any]:
         """Write the summary, at once after the last evaluation: a run that is stopped later keeps it."""
         summary = summary_document(
             experiment=self._config.experiment,
@@ -296,6 +337,7 @@ class Run:
             after=after,
             evaluations=self._evaluations,
             wall_s={"total": self._view.elapsed_s, "start": self._start_s},
+            overlap=overlap,
         )
         write_json(self._run_dir / "summary.json", summary)
         plot_reward(self._run_dir / "reward.png", self._records, self._evaluations)

@@ -1,7 +1,6 @@
 """Metrics: typed records, the files they go to, and the view on the terminal."""
 
 from .estimates import Estimate, Evaluation, evaluation_of
-from .overlap import Overlap
 from .records import (
     MetricsWriter,
     StepRecord,
@@ -19,7 +18,6 @@ __all__ = [
     "Estimate",
     "Evaluation",
     "MetricsWriter",
-    "Overlap",
     "PoolUse",
     "RunUse",
     "StepRecord",
