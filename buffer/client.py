@@ -65,6 +65,7 @@ class BufferClient:
         window: Puts on their way at once; further ones wait for an acknowledgement.
         keys: CURVE keys, where the server has them.
         epoch: The run that this client belongs to; empty takes the one that the server names first.
+        incarnation: Of a learner rank: which life of the learner it belongs to.
     """
 
     def __init__(
@@ -75,16 +76,18 @@ class BufferClient:
         window: int = 32,
         keys: ClientKeys | None = None,
         epoch: str = "",
+        incarnation: int = 0,
     ) -> None:
         self.address = address
         self._epoch = epoch
+        self._incarnation = self._offered_incarnation = incarnation
         self._timeout_s = request_timeout_s
         self._keys = keys
         self._window = asyncio.Semaphore(window)
         self._link: ClientSocket | None = None
         self._store_links: list[ClientSocket] | None = None
         self._beat_s = 0.0
-        self._serves: dict[str, int] = {}
+        self._serves: dict[str, float] = {}
         self._beat: asyncio.TimerHandle | None = None
         self._revocations: deque[tuple[int, int]] = deque()
         self._held: set[tuple[int, int]] = set()
@@ -107,7 +110,7 @@ class BufferClient:
         """
         link = await self._entered("lease")
         request_id = link.next_id()
-        fields = {"engine_version": engine_version, "max_groups": max_groups}
+        fields = {"engine_version": engine_version, "max_groups": max_groups, "incarnation": self._incarnation}
         try:
             reply = await link.request("lease", fields, request_id=request_id)
         except asyncio.CancelledError:
@@ -193,26 +196,34 @@ class BufferClient:
     async def next_offer(self, after: int) -> WeightOffer:
         """See `RolloutBuffer.next_offer`. It waits as long as the server answers."""
         link = await self._entered("next_offer")
+        fields = {"at_least": after + 1, "incarnation": self._offered_incarnation}
         while True:
-            reply = await link.request("next_offer", {"at_least": after + 1})
+            reply = await link.request("next_offer", fields)
             if "offer" in reply.fields:
-                return offer_of(reply.fields["offer"])
+                offer = offer_of(reply.fields["offer"])
+                self._offered_incarnation = offer.incarnation
+                return offer
 
     async def loaded(self, version: int, took_s: float) -> None:
         """See `RolloutBuffer.loaded`. Each heartbeat repeats it."""
         link = await self._entered("loaded")
-        self._serves = {"serves": version}
-        await link.request("loaded", {"version": version, "seconds": took_s})
+        self._incarnation = self._offered_incarnation
+        fields = {"seconds": took_s, "incarnation": self._incarnation}
+        self._serves = fields | {"serves": version}
+        await link.request("loaded", fields | {"version": version})
 
     # What the learner does
 
     async def offer(self, offer: WeightOffer) -> int:
         """See `WeightLog.offer`."""
-        return integer((await self._connect().request("offer", {"offer": asdict(offer)})).fields, "oldest")
+        named = {"incarnation": self._incarnation}
+        reply = await self._connect().request("offer", {"offer": asdict(offer) | named, **named})
+        return integer(reply.fields, "oldest")
 
     async def publish_failed(self, reason: str) -> None:
         """See `WeightLog.publish_failed`."""
-        await self._connect().request("offer", {"failure": reason[:MAX_REASON]})
+        fields = {"failure": reason[:MAX_REASON], "incarnation": self._incarnation}
+        await self._connect().request("offer", fields)
 
     # What the controller does
 
@@ -251,6 +262,25 @@ class BufferClient:
     async def hold(self, version: int | None) -> None:
         """See `ControlBuffer.hold`."""
         await self._connect().request("hold", {} if version is None else {"version": version})
+
+    async def rewind(
+        self,
+        version: int,
+        *,
+        incarnation: int,
+        finished: Sequence[tuple[int, int]],
+        tokens_trained: int,
+        lag_histogram: Mapping[int, int],
+    ) -> None:
+        """See `ControlBuffer.rewind`."""
+        fields = {
+            "version": version,
+            "incarnation": incarnation,
+            "finished": [bound for part in finished for bound in part],
+            "tokens_trained": tokens_trained,
+            "lag_histogram": [number for part in sorted(lag_histogram.items()) for number in part],
+        }
+        await self._connect().request("rewind", fields)
 
     async def stats(self) -> BufferStats:
         """See `ControlBuffer.stats`."""
@@ -329,7 +359,7 @@ class BufferClient:
         if self._closed:
             raise self._closed_error()
         if self._link is None:
-            self._link = self._link_to(self.address)
+            self._link = self._link_to(self.address, on_connected=self._enter_again)
         elif self._link.loop is not asyncio.get_running_loop():
             raise ReplayBufferError(
                 f"the client of the buffer at {self.address} lives on another event loop, that of its first call; make "
@@ -337,9 +367,14 @@ class BufferClient:
             )
         return self._link
 
-    def _link_to(self, address: str) -> ClientSocket:
+    def _link_to(self, address: str, *, on_connected: Callable[[], None] = lambda: None) -> ClientSocket:
         return ClientSocket(
-            address, timeout_s=self._timeout_s, keys=self._keys, on_push=self._on_push, epoch=self._epoch
+            address,
+            timeout_s=self._timeout_s,
+            keys=self._keys,
+            on_push=self._on_push,
+            on_connected=on_connected,
+            epoch=self._epoch,
         )
 
     def _closed_error(self) -> ReplayBufferError:
@@ -353,6 +388,11 @@ class BufferClient:
             if self._beat is None:
                 self._send_beat()
         return link
+
+    def _enter_again(self) -> None:
+        """A server that was started again knows neither this producer nor what its engine serves."""
+        if self._beat_s and self._link is not None:
+            self._link.post("beat", self._serves)
 
     def _send_beat(self) -> None:
         if self._link is not None:
@@ -460,10 +500,18 @@ class SyncBufferClient:
     """
 
     def __init__(
-        self, address: str, *, request_timeout_s: float = 30.0, keys: ClientKeys | None = None, epoch: str = ""
+        self,
+        address: str,
+        *,
+        request_timeout_s: float = 30.0,
+        keys: ClientKeys | None = None,
+        epoch: str = "",
+        incarnation: int = 0,
     ) -> None:
         self.address = address
-        self._client = BufferClient(address, request_timeout_s=request_timeout_s, keys=keys, epoch=epoch)
+        self._client = BufferClient(
+            address, request_timeout_s=request_timeout_s, keys=keys, epoch=epoch, incarnation=incarnation
+        )
         self._process = os.getpid()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name=f"buffer client {address}", daemon=True)
@@ -531,6 +579,7 @@ class BufferConnection:
     keys: str = ""
     role: BufferRole = BufferRole.controller
     epoch: str = ""
+    incarnation: int = 0
 
     def for_role(self, role: BufferRole) -> "BufferConnection":
         """The same connection for another role."""
@@ -546,4 +595,5 @@ class BufferConnection:
 
     def _options(self) -> dict[str, Any]:
         keys = client_keys(Path(self.keys), self.role) if self.keys else None
-        return {"request_timeout_s": self.request_timeout_s, "keys": keys, "epoch": self.epoch}
+        names = ("request_timeout_s", "epoch", "incarnation")
+        return {"keys": keys, **{name: getattr(self, name) for name in names}}

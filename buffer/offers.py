@@ -3,18 +3,27 @@
 A version is shown to the workers when the step that made it is committed, and while it is no newer than the version at
 which the controller holds the log. A request waits until newer weights are shown, under the timer of all long polls. It
 is woken by an offer, a commit, a hold that moves, or a failed publish; a controller by the last worker that loads.
+
+Every offer names the incarnation of its learner. When the learner goes back to a checkpoint, what the one before had
+offered is withdrawn, and every engine is shown the next offer, whatever version it serves: the same number may now mean
+other weights.
+
+With a journal the log survives its server. Which version each engine serves is not written down: the workers say so
+again with their next heartbeat, which a client sends as soon as it reaches a server again.
 """
 
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from asyncrl.protocol.errors import WeightsError, WireError
+from asyncrl.protocol.errors import WeightsError, WireError, WrongEpoch
 
 from .admission import Collaborators, PendingRequest, PendingRequests
-from .messages import MAX_REASON, Message, integer, seconds
+from .journal import Journal
+from .messages import MAX_REASON, Message, incarnation_of, integer, seconds
 
 _MAX_OFFERS = 64
+_JOURNALED_AS = "offers"
 
 
 class OfferLog:
@@ -92,12 +101,22 @@ class OfferLog:
         oldest = min(self._num_serving)
         return oldest, self._slowest_s[oldest]
 
+    def snapshot(self) -> dict[str, Any]:
+        """What a server that is started again must know, as plain values."""
+        return {"offers": list(self._offers.values()), "held_at": self._held_at, "failure": self.failure}
+
+    def restore(self, values: Mapping[str, Any]) -> None:
+        """Take up a snapshot into this new log."""
+        self._offers = {offer["version"]: offer for offer in values["offers"]}
+        self._held_at, self.failure = values["held_at"], values["failure"]
+
 
 class OfferRequests:
-    """The operations on the log of offers."""
+    """The operations on the log of offers, which a journal keeps, where there is one."""
 
-    def __init__(self, shared: Collaborators) -> None:
+    def __init__(self, shared: Collaborators, journal: Journal | None = None) -> None:
         self._ledger, self._replies, self._hold_s = shared.ledger, shared.replies, shared.hold_s
+        self._journal = journal
         self._log = OfferLog()
         self._shown = -1
         self._receivers = PendingRequests()
@@ -105,10 +124,15 @@ class OfferRequests:
         self.operations: dict[str, Callable[[bytes, Message], None]] = {
             "offer": self._offer,
             "next_offer": self._next_offer,
-            "loaded": self._loaded,
             "served": self._served,
             "hold": self._hold,
         }
+
+    def recover(self, journal: Journal) -> None:
+        """Take up what an earlier server wrote, if the learner that offered it lives, by the recovered ledger."""
+        incarnation, values = journal.read(_JOURNALED_AS) or (0, None)
+        if values is not None and incarnation == self._ledger.incarnation:
+            self._log.restore(values)
 
     def close(self) -> None:
         """Stop whatever waits."""
@@ -126,8 +150,8 @@ class OfferRequests:
 
     def note_beat(self, client: bytes, fields: Mapping[str, Any]) -> None:
         """A sign of life, with the version that the client's engine serves: makes one known again that was silent."""
-        if "serves" in fields:
-            self._log.loaded(client, integer(fields, "serves"))
+        if "serves" in fields and self.is_current(fields):
+            self._log.loaded(client, integer(fields, "serves"), seconds(fields, "seconds"))
             self._answer_followers()
 
     def forget(self, client: bytes) -> None:
@@ -135,17 +159,38 @@ class OfferRequests:
         self._log.forget(client)
         self._answer_followers()
 
+    def withdraw(self) -> None:
+        """The learner was replaced: nothing that it offered is shown any more, also after a restart."""
+        self._log = OfferLog()
+        self._shown = -1
+
+    def is_current(self, fields: Mapping[str, Any]) -> bool:
+        """Whether a message is of the learner that lives, or of an engine that serves weights of it."""
+        return incarnation_of(fields) == self._ledger.incarnation
+
     def _offer(self, client: bytes, message: Message) -> None:
+        if not self.is_current(message.fields):
+            raise WrongEpoch(
+                f"an offer came from the learner's life {incarnation_of(message.fields)}, this buffer serves its life "
+                f"{self._ledger.incarnation}: that learner was replaced by one from a checkpoint, and must end"
+            )
         offer, reason = message.fields.get("offer"), message.fields.get("failure")
         if isinstance(offer, dict):
             self._log.append(integer(offer, "version"), offer)
+            self._write()
             self.show()
         elif isinstance(reason, str) and 0 < len(reason) <= MAX_REASON:
             self._log.failure = reason
+            self._write()
             self._fail_all()
         else:
             raise WireError(f"an offer has the fields of weights, or a reason of at most {MAX_REASON} characters")
         self._replies.reply(client, message.request_id, {"oldest": self._log.oldest()})
+
+    def _write(self) -> None:
+        """Write the log down, before anybody is told. Raises `ReplayBufferError` if the disk is full."""
+        if self._journal is not None:
+            self._journal.write(_JOURNALED_AS, [self._ledger.incarnation, self._log.snapshot()])
 
     def _fail_all(self) -> None:
         for pending in (self._receivers, self._followers):
@@ -154,21 +199,25 @@ class OfferRequests:
                 self._replies.fail(request.client, request.request_id, WeightsError(self._log.failure))
 
     def _next_offer(self, client: bytes, message: Message) -> None:
-        request = _pending(client, message, {"at_least": integer(message.fields, "at_least")})
+        fields = {"at_least": integer(message.fields, "at_least"), "incarnation": incarnation_of(message.fields)}
+        request = _pending(client, message, fields)
         if not self._answer_receiver(request):
             self._receivers.add(request, self._hold_s, self._answer_nothing)
 
     def _answer_receiver(self, request: PendingRequest) -> bool:
         newest = self._log.newest(self._ledger.learner_version)
-        if newest is None or newest[0] < request.fields["at_least"]:
+        is_new = request.fields["incarnation"] != self._ledger.incarnation  # to this engine, whatever its number
+        if newest is None or (newest[0] < request.fields["at_least"] and not is_new):
             return False
         self._replies.reply(request.client, request.request_id, {"offer": newest[1]})
         return True
 
-    def _loaded(self, client: bytes, message: Message) -> None:
-        version = integer(message.fields, "version")
-        self._ledger.check_engine_version(version)
-        self._log.loaded(client, version, seconds(message.fields, "seconds"))
+    def loaded(self, client: bytes, message: Message) -> None:
+        """The operation ``loaded``: an engine serves a version."""
+        version, took_s = integer(message.fields, "version"), seconds(message.fields, "seconds")
+        if self.is_current(message.fields):
+            self._ledger.check_engine_version(version)
+            self._log.loaded(client, version, took_s)
         self._replies.reply(client, message.request_id)
         self._answer_followers()
 
@@ -193,6 +242,7 @@ class OfferRequests:
 
     def _hold(self, client: bytes, message: Message) -> None:
         self._log.hold(integer(message.fields, "version") if "version" in message.fields else None)
+        self._write()
         self.show()
         self._replies.reply(client, message.request_id)
 

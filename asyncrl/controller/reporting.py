@@ -39,8 +39,13 @@ class Reporter:
         self._max_lag = 0
 
     def begin(self) -> None:
-        """Training begins now."""
-        self._began_s = self._last_record_s = time.time()
+        """Training begins now, or again after `rewind`."""
+        self._began_s = self._began_s or time.time()
+        self._last_record_s = time.time()
+
+    def rewind(self, version: int) -> None:
+        """The learner goes on from an earlier version; engines load it again. Time and tokens go on counting."""
+        self.engine_version = version
 
     def published(self, version: int, took_s: float) -> None:
         """Every engine serves ``version``, after ``took_s`` seconds of publishing."""

@@ -136,6 +136,7 @@ def summary_document(
     before: Evaluation | None,
     after: Evaluation | None,
     evaluations: Sequence[Evaluation] = (),
+    restarts: Mapping[str, int] | None = None,
     wall_s: Mapping[str, float],
 ) -> dict[str, Any]:
     """Return ``summary.json``.
@@ -149,6 +150,7 @@ def summary_document(
         before: Evaluation at version 0; None where evaluation is off.
         after: Evaluation at the final version.
         evaluations: All, in their order.
+        restarts: How often a part was started again, by its name.
         wall_s: Seconds by part of the run: ``total``, ``start`` (until the first step could begin), …
     """
     return {
@@ -172,6 +174,7 @@ def summary_document(
         },
         "tokens": asdict(result.tokens) | {"dropped_by_reason": dict(result.tokens_dropped)},
         "groups_failed": dict(result.groups_failed),
+        "restarts": dict(restarts or {}),
         "overlap": asdict(result.overlap),
     }
 

@@ -146,7 +146,7 @@ async def run_steps(
         metrics.append({**await update, **await critic})
         await weights
     await learner.finish_publish()
-    return metrics, load_file(learner._checkpoints.parent / "s" / f"v{num_steps:08d}" / "model.safetensors")
+    return metrics, load_file(learner.checkpoints.parent / "s" / f"v{num_steps:08d}" / "model.safetensors")
 
 
 def pids(learner: LearnerGroup) -> dict[str, int]:
@@ -188,7 +188,7 @@ def fused(cluster, tmp_path_factory):
         await learner.save(2, {"prompts": 8}, wait=True)
         return SimpleNamespace(
             steps=steps,
-            checkpoint=learner._checkpoints / "v00000002",
+            checkpoint=learner.checkpoints / "v00000002",
             third_step=await next_step(learner),
             pids=await asyncio.to_thread(pids, learner),
             failure=(await asyncio.gather(fail(learner), return_exceptions=True))[0],
@@ -253,7 +253,7 @@ def test_an_estimator_of_ones_own_has_a_critic_which_learns_while_the_policy_war
     assert ["grad_norm" in step for step in metrics] == [False, False, True, True]
     assert metrics[0]["num_tokens"] == 4 * 7
     before = load_file(f"{learners.model}/model.safetensors")
-    after_warm_up = load_file(learner._checkpoints.parent / "s/v00000002/model.safetensors")
+    after_warm_up = load_file(learner.checkpoints.parent / "s/v00000002/model.safetensors")
     for name, value in before.items():
         torch.testing.assert_close(after_warm_up[name], value, rtol=0, atol=0)
     assert any((weights[name] != value).any() for name, value in before.items())
