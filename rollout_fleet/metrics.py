@@ -1,4 +1,4 @@
-"""What a rollout worker has done, where its time went, and how its policy did on held-out prompts."""
+"""What a rollout worker has done, and where its time went."""
 
 from __future__ import annotations
 
@@ -42,21 +42,6 @@ class FleetCounters:
     wait_s: float = 0.0
     load_s: tuple[float, ...] = ()
     reward_s: float = 0.0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EvaluationResult:
-    """Rewards of held-out prompts.
-
-    Attributes:
-        rewards: One float per sample, prompt by prompt.
-        mean_length: Mean response length in tokens; 0 without prompts.
-        num_failed: Prompts whose reward failed; ``rewards`` leaves them out.
-    """
-
-    rewards: tuple[float, ...]
-    mean_length: float
-    num_failed: int = 0
 
 
 class FleetMeter:

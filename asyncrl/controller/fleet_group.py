@@ -17,15 +17,15 @@ import ray
 from asyncrl.config import RunConfig
 from asyncrl.controller.cluster import WORKER_ENV, stop_groups
 from asyncrl.controller.run_folder import RunPaths
-from asyncrl.metrics import Evaluation
 from asyncrl.protocol.ports import FleetCounts
 from asyncrl.protocol.remote import within
-from asyncrl.protocol.types import Prompt
+from asyncrl.protocol.types import AnsweredPrompt, Prompt
 from asyncrl.single_controller import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+from asyncrl.single_controller.calls import PendingResult
 from buffer import BufferConnection, BufferRole
-from rollout_fleet.config import RolloutFleetConfig, SamplingConfig
+from rollout_fleet.config import RolloutFleetConfig
 from rollout_fleet.engines.staging import LINKS
-from rollout_fleet.metrics import EvaluationResult, FleetCounters
+from rollout_fleet.metrics import FleetCounters
 from rollout_fleet.worker import RolloutWorker
 
 T = TypeVar("T")
@@ -88,18 +88,17 @@ class FleetGroup:
         what = "the rollout workers, which put down their work"
         return _total(await self._while_answering(self._group.drain(), what))
 
-    async def evaluate(self, prompts: Sequence[Prompt], *, policy_version: int) -> Evaluation:
-        """Answer held-out prompts, sampled as in training and greedily, while no training rollouts run."""
-        sampling = self._config.rollout_fleet.sampling
-        sampled = await self._answer(prompts, sampling, self._config.evaluation.num_samples)
-        greedy = await self._answer(prompts, replace(sampling, temperature=0.0), 1)
-        return Evaluation(
-            sampled=_mean_reward(sampled),
-            greedy=_mean_reward(greedy),
-            num_prompts=len(prompts),
-            num_failed=sum(result.num_failed for result in (*sampled, *greedy)),
-            policy_version=policy_version,
-        )
+    def engines(self) -> list[str]:
+        """See `AnsweringFleet.engines`: the workers' ranks."""
+        return [str(rank) for rank in range(self._config.rollout_fleet.num_engines)]
+
+    async def answer(
+        self, engine: str, prompts: Sequence[Prompt], *, version: int, num_samples: int
+    ) -> list[AnsweredPrompt]:
+        """See `AnsweringFleet.answer`."""
+        call = self._group.workers[int(engine)].answer.remote(list(prompts), version, num_samples)
+        what = f"rollout worker {engine}, which answers held-out prompts"
+        return await self._while_answering(PendingResult(call), what)
 
     async def stop(self, timeout_s: float) -> None:
         """End engines and workers: ask, then kill, and remove the links to weights that a killed one has left."""
@@ -107,15 +106,6 @@ class FleetGroup:
             await stop_groups([self._group], self._group.shutdown, timeout_s)
         finally:
             shutil.rmtree(self._links, ignore_errors=True)
-
-    async def _answer(
-        self, prompts: Sequence[Prompt], sampling: SamplingConfig, num_samples: int
-    ) -> list[EvaluationResult]:
-        """Rewards of ``num_samples`` answers to each prompt, one result per engine."""
-        count = self._config.rollout_fleet.num_engines
-        shares = [list(prompts[index::count]) for index in range(count)]
-        pending = self._group.evaluate(shares, [sampling] * count, [num_samples] * count)
-        return await self._while_answering(pending, "the rollout workers, which answer held-out prompts")
 
     async def _while_answering(self, pending: Awaitable[T], what: str) -> T:
         """Await a call in which workers keep the deadlines. Raises `DeadlineError` if they answer no other calls."""
@@ -151,11 +141,6 @@ def _fleet_options(config: RunConfig) -> RolloutFleetConfig:
     """The fleet's options; servers on shared devices must be able to leave them."""
     fleet = config.rollout_fleet
     return replace(fleet, sglang=replace(fleet.sglang, memory_saver=True)) if config.placement.colocated else fleet
-
-
-def _mean_reward(results: Sequence[EvaluationResult]) -> float:
-    rewards = [reward for result in results for reward in result.rewards]
-    return sum(rewards) / len(rewards)
 
 
 def _total(workers: Sequence[FleetCounters]) -> FleetCounts:

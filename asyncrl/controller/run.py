@@ -20,6 +20,7 @@ from typing import Any, TypeAlias, TypeVar
 from asyncrl.config import RunConfig, stop_deadlines
 from asyncrl.controller.cluster import finished_in_thread, ray_cluster
 from asyncrl.controller.controller import ColocatedController, Controller
+from asyncrl.controller.evaluator import HeldOutEvaluator, PinnedEngines
 from asyncrl.controller.fleet_group import FleetGroup
 from asyncrl.controller.learner_group import LearnerGroup
 from asyncrl.controller.learner_restarts import AnyController, LearnerRestarts
@@ -210,7 +211,8 @@ class Run:
 
     async def _train(self, parts: _Parts, prompts: PromptSource) -> dict[str, Any]:
         writer = MetricsWriter(self._run_dir)
-        evaluate = partial(self._evaluate, parts, writer)
+        evaluator = HeldOutEvaluator(self._config, fleet=parts.fleet, prompts=self._held_out)
+        evaluate = partial(self._evaluate, evaluator, writer)
         before = await evaluate(self._state.version)
         self._start_s = self._view.elapsed_s
         kind = ColocatedController if self._config.placement.colocated else Controller
@@ -273,10 +275,17 @@ class Run:
         else:
             self._summarise(result, before, None)
 
-    async def _evaluate(self, parts: _Parts, writer: MetricsWriter, version: int) -> Evaluation | None:
+    async def _evaluate(
+        self, evaluator: HeldOutEvaluator, writer: MetricsWriter, version: int, pinned: PinnedEngines | None = None
+    ) -> Evaluation | None:
+        """Evaluate a version, on the engines that are ``pinned`` to it or on all of them."""
         if not self._config.evaluation.enabled:
             return None
-        evaluation = await parts.fleet.evaluate(self._held_out, policy_version=version)
+        work = evaluator.evaluate_all(version) if pinned is None else evaluator.evaluate_pinned(version, pinned)
+        evaluation = await work
+        if evaluation is None:
+            self._view.say(f"held out, policy version {version}: not evaluated, see logs/controller.log")
+            return None
         self._evaluations.append(evaluation)
         writer.evaluation(evaluation)
         self._view.evaluation(evaluation)

@@ -20,7 +20,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from .records import Evaluation, StepRecord
+from .estimates import Evaluation
+from .records import StepRecord
 
 LINE_EVERY_S = 5.0
 RATE_STEPS = 10
@@ -84,9 +85,10 @@ class TerminalView:
 
     def evaluation(self, evaluation: Evaluation) -> None:
         """Show a held-out evaluation."""
+        sampled, greedy = evaluation.sampled, evaluation.greedy
         self.say(
-            f"held out, policy version {evaluation.policy_version}: sampled {evaluation.sampled:.3f}, greedy "
-            f"{evaluation.greedy:.3f} ({evaluation.num_prompts} prompts)"
+            f"held out, policy version {evaluation.policy_version}: sampled {sampled:.3f}, greedy {greedy:.3f} "
+            f"({evaluation.num_prompts} prompts){evaluation.shortfall}"
         )
 
     def summary(self, summary: dict[str, Any], run_dir: Path) -> None:

@@ -148,7 +148,6 @@ class Script:
         self.ask(CONTROLLER, "commit", {"version": version})
         offer = {"version": version + 1, "manifest": "", "digest": "", "num_bytes": 0}
         self.ask(CONTROLLER, "offer", {"offer": offer})
-        self.ask(CONTROLLER, "hold", {"version": version + 1})
 
     def put(self, group_id: int, attempt: int, version: int) -> None:
         class Leased:
@@ -190,15 +189,15 @@ def test_at_whatever_write_the_server_is_killed_the_steps_are_those_of_a_run_wit
     asyncio.run(run())
 
 
-async def test_the_log_of_offers_and_the_hold_outlive_their_server(tmp_path: Path):
+async def test_the_log_of_offers_and_a_pinned_engine_outlive_their_server(tmp_path: Path):
     options = {"durability": Durability.disk, "directory": str(tmp_path), "max_lag": 4}
-    worker = control = None
     async with running(groups_per_step=1, **options) as run:
-        worker = BufferClient(run.server.address, request_timeout_s=20.0)
-        control = BufferClient(run.server.address, request_timeout_s=20.0)
+        worker, control = (BufferClient(run.server.address, request_timeout_s=20.0, name=name) for name in "wc")
         await control.offer(bare_offer(0))
+        pinning = asyncio.ensure_future(control.pin(0, 1, ()))
+        await control.stats()
         await worker.loaded((await worker.next_offer(-1)).version, 0.5)
-        await control.hold(0)
+        assert await pinning == {"w"}
         await control.enqueue([prompt(0)])
         [lease] = await worker.lease(0, 1)
         await worker.put(rollout(lease))
@@ -207,12 +206,11 @@ async def test_the_log_of_offers_and_the_hold_outlive_their_server(tmp_path: Pat
         await control.commit(0)
     async with running(groups_per_step=1, **options) as run:
         assert await control.served(-1, 1) == (0, 0.5), "the worker says it again as soon as it is back"
-        late = run.client()
-        assert (await late.next_offer(-1)).version == 0, "the log is held there"
+        assert (await run.client().next_offer(-1)).version == 1
         waiting = asyncio.ensure_future(worker.next_offer(0))
         await worker.stats()
-        assert not waiting.done()
-        await control.hold(None)
+        assert not waiting.done(), "it is pinned still"
+        await control.unpin()
         assert (await asyncio.wait_for(waiting, 5)).version == 1
         for client in (worker, control):
             await client.close()
