@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from asyncrl.config import RunConfig
 from asyncrl.controller.controller import ColocatedController, Controller
-from asyncrl.controller.learner_group import LearnerGroup
 from asyncrl.controller.resume import PromptsAgain, Resumed
 from asyncrl.protocol.errors import LearnerDiedError
+
+if TYPE_CHECKING:
+    from asyncrl.controller.learner_group import LearnerGroup  # loads torch and Ray
 
 AnyController: TypeAlias = Controller | ColocatedController
 
