@@ -53,6 +53,7 @@ _HEADER = struct.Struct("<QIQ")
 _RECORDS = {
     name: kind for name, kind in vars(commands).items() if isclass(kind) and hasattr(kind, "__dataclass_fields__")
 }
+_RECORDS["GroupSummary"] = GroupSummary
 
 
 def pack(value: Any) -> Any:

@@ -69,11 +69,11 @@ class SampleLog:
     async def keep_answers(self, version: int, rows: Sequence[Mapping[str, Any]], *, per_prompt: int) -> None:
         """Keep answers to held-out prompts: the `rows` of each prompt, ``per_prompt`` of them, the greedy one last."""
         self._num_parts += 1
-        last = per_prompt - 1
+        part, last = f"-{self._num_parts:05d}", per_prompt - 1
         for kind in (SampleKind.sampled, SampleKind.greedy):
             own = [row for place, row in enumerate(rows) if (place % per_prompt == last) == (kind is SampleKind.greedy)]
             if own:
-                await self._write(kind, version, own, part=f"-{self._num_parts:05d}")
+                await self._write(kind, version, own, part=part)
 
     def rows(
         self, prompt: Prompt, samples: Sequence[SampleOutput], texts: Sequence[str], scores: Scores

@@ -106,6 +106,11 @@ class TerminalView:
             f"  tokens    {tokens['generated']:,} generated = {tokens['trained']:,} trained + {tokens['dropped']:,} "
             f"dropped + {tokens['buffered']:,} buffered + {tokens['in_flight']:,} in flight"
         )
+        if failed := summary["groups_failed"]:
+            reasons = ", ".join(f"{count} by {reason}" for reason, count in failed.items())
+            self._console.print(
+                f"  failed    attempts at a prompt group: {reasons}; see logs/rollout-*.log", markup=False
+            )
         self._console.print(
             f"  busy      fleet and learner {overlap['both_s']:.1f} s, learner alone {overlap['learner_alone_s']:.1f} "
             f"s, fleet alone {overlap['fleet_alone_s']:.1f} s, neither {overlap['neither_s']:.1f} s"

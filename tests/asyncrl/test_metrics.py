@@ -212,6 +212,7 @@ def test_a_resumed_run_tells_its_own_lag_from_that_of_the_runs_before(tmp_path):
     output = io.StringIO()
     TerminalView(title="run", total_steps=2, console=Console(file=output, width=200)).summary(summary, tmp_path)
     assert "lag       at most 0 of 0 learner steps (4 before resuming)" in output.getvalue()
+    assert "failed    attempts at a prompt group: 2 by reward" in output.getvalue()
     words = "busy      fleet and learner 5.0 s, learner alone 1.0 s, fleet alone 4.0 s, neither 0.0 s"
     assert words in output.getvalue()
 
