@@ -53,6 +53,12 @@ class MortalLearner(ScriptedLearner):
         self.lives: list[tuple[str, int]] = []
         self.is_dead = False
 
+    def update(self, plan):
+        return _unwatched(super().update(plan))
+
+    def save(self, version, run, *, wait):
+        return _unwatched(super().save(version, run, wait=wait))
+
     async def _update(self, version):
         await self._live(version)
         return await super()._update(version)
@@ -83,6 +89,12 @@ class MortalLearner(ScriptedLearner):
         self.lives.append((checkpoint.name, incarnation))
         self.is_dead = False
         await self.buffer.offer(bare_offer(version))
+
+
+def _unwatched(call):
+    """A call whose failure need not be seen: what is queued behind a death is awaited by nobody."""
+    call.add_done_callback(lambda done: done.cancelled() or done.exception())
+    return call
 
 
 class RewindingFleet(ScriptedFleet):
