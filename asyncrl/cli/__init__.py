@@ -14,6 +14,7 @@ from typing import NoReturn
 # A command's module is imported when it is called: some need torch, which takes seconds to load.
 _COMMANDS = {
     "train": ("asyncrl.cli.train_command", "train a policy asynchronously"),
+    "plan": ("asyncrl.cli.plan_command", "predict what other options would do, from a run or a scenario"),
     "sft": ("asyncrl.cli.sft_command", "fine-tune a model on demonstrations"),
     "evaluate": ("asyncrl.cli.evaluate_command", "evaluate a model, a checkpoint or a run on held-out prompts"),
     "samples": ("asyncrl.samples", "read the decoded samples that a run has kept"),

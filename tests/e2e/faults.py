@@ -70,7 +70,7 @@ class Recovery:
 
     def __str__(self) -> str:
         """For the test's name."""
-        options = "-".join(option.rpartition(".")[2] for option in self.options)
+        options = "-".join(option.partition("=")[0].rpartition(".")[2] for option in self.options)
         return f"{self.part.replace(' ', '_')}-{self.signal.name}-{options}"
 
 
