@@ -325,22 +325,13 @@ class Admission:
         """
         if not self._pending or not (versions := self._admitted(self._pending.versions)):
             return
-<<<<<<< HEAD
-        # An engine with weights of a learner that was replaced waits until it has loaded others.
-        waiting = [
-            request
-            for request in self._pending.all()
-            if request.fields["wanted"] > 0 and request.fields["incarnation"] == self._ledger.incarnation
-        ]
-        line = [(self._turns.turn_of(request.client), place, request) for place, request in enumerate(waiting)]
-=======
         waiting = [entry for version in versions for entry in self._pending.at_version(version)]
         line = [
             (self._turns.turn_of(request.client), place, request)
             for place, request in waiting
-            if request.fields["wanted"] > 0
+            # An engine with weights of a learner that was replaced waits until it has loaded others.
+            if request.fields["wanted"] > 0 and request.fields["incarnation"] == self._ledger.incarnation
         ]
->>>>>>> main
         heapify(line)
         served: list[PendingRequest] = []
         try:
