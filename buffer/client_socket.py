@@ -350,9 +350,14 @@ class ClientSocket:
         self._resend(needs_bulk=True)
 
     def _resend(self, *, needs_bulk: bool) -> None:
-        """Send what has no reply yet: a connection that was lost may have lost it."""
+        """Send what has no reply yet: a connection that was lost may have lost it.
+
+        It is due as if it were new: a server that was started again may hold it as long as the one before.
+        """
+        due = self._clock.time() + self._timeout_s
         for unanswered in list(self._unanswered.values()):
             if unanswered.needs_bulk == needs_bulk and not unanswered.reply.done():
+                unanswered.due = due
                 self._send(unanswered)
 
     # What comes

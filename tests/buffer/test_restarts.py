@@ -216,6 +216,22 @@ async def test_the_log_of_offers_and_a_pinned_engine_outlive_their_server(tmp_pa
             await client.close()
 
 
+async def test_a_request_that_was_held_by_the_server_before_is_due_as_if_it_were_new(tmp_path: Path):
+    options = {"durability": Durability.disk, "directory": str(tmp_path)}
+    async with running(**options) as run:
+        client = BufferClient(run.server.address, request_timeout_s=20.0)
+        waiting = asyncio.ensure_future(client.plan(0))
+        await client.stats()
+        link = client._connect()
+        [held] = link._unanswered.values()
+        due = held.due
+    async with running(**options):
+        await client.stats()
+        assert held.due > due
+        waiting.cancel()
+        await client.close()
+
+
 async def test_a_failed_publish_is_known_to_the_server_that_follows(tmp_path: Path):
     options = {"durability": Durability.disk, "directory": str(tmp_path)}
     async with running(**options) as run:
