@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.data.config import DataConfig
+from asyncrl.protocol.record import ProfileConfig
 from buffer.config import BufferConfig
 from learner.config import GROUP_ADVANTAGES, AlgorithmConfig, LearnerConfig
 from rollout_fleet.config import EngineKind, RolloutFleetConfig
@@ -359,6 +360,7 @@ class RunConfig:
     ray: RayConfig = field(default_factory=RayConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     sft: WarmStartConfig = field(default_factory=WarmStartConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
 
     def __post_init__(self) -> None:
         if self.total_steps < 1:

@@ -52,6 +52,7 @@ class FleetGroup:
             seed=config.seed,
             greedy_baseline=config.algorithm.greedy_baseline,
             sample_dir=str(paths.samples),
+            profile=config.profile,
         )
         # Typed Any, because the group's methods are bound from the worker class when it is made.
         self._group: Any = RayWorkerGroup(

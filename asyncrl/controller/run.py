@@ -44,6 +44,7 @@ from asyncrl.metrics import (
     summary_document,
     write_json,
 )
+from asyncrl.protocol import record
 from asyncrl.protocol.errors import AsyncRLError
 from asyncrl.protocol.ports import PromptSource
 from asyncrl.protocol.types import Prompt
@@ -82,7 +83,7 @@ class Run:
         ``warming`` ends in the directory of the policy to start from. ``on_fault`` hears of a fault before the parts
         are stopped, so that stopping can be given a deadline.
         """
-        self._config = config
+        self._config = replace(config, profile=replace(config.profile, directory=str(run_dir / "profile")))
         self._run_dir = run_dir
         self._prompts, self._held_out = prompts
         self._warming = warming
@@ -100,7 +101,9 @@ class Run:
         """Run to the end, and write the summary. Raises `ValueError` for a wrong option or file, or `AsyncRLError`."""
         self._resumed = find_checkpoint(self._config)
         prompts = self._prompts if self._resumed is None else self._resume(self._resumed)
+        record.start(self._config.profile, process="controller", pool=record.Pool.controller)
         async with AsyncExitStack() as stack:
+            stack.callback(record.stop)
             stack.callback(shutil.rmtree, shared_folder(self._run_dir), ignore_errors=True)
             try:
                 server = self._start_buffer(stack)
@@ -139,6 +142,7 @@ class Run:
                     log_path=self._run_dir / "logs" / "buffer.log",
                     start_timeout_s=self._config.buffer.request_timeout_s,
                     on_restart=self._view.say,
+                    profile=self._config.profile,
                 )
             )
         self._server = server
@@ -282,7 +286,8 @@ class Run:
         if not self._config.evaluation.enabled:
             return None
         work = evaluator.evaluate_all(version) if pinned is None else evaluator.evaluate_pinned(version, pinned)
-        evaluation = await work
+        with record.span(record.SpanKind.evaluation, version=version):
+            evaluation = await work
         if evaluation is None:
             self._view.say(f"held out, policy version {version}: not evaluated, see logs/controller.log")
             return None
