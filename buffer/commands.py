@@ -161,9 +161,10 @@ class Committed:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rewound:
-    """Whether the learner was taken back, or had been already."""
+    """Whether the learner was taken back, or had been already; ``group_ids`` lost an attempt, or what was saved."""
 
     is_new: bool
+    group_ids: tuple[int, ...] = ()
 
 
 Outcome = (

@@ -498,7 +498,8 @@ class Ledger(LedgerState):
                 f"rewind({command.version}) says that {command.tokens_trained} tokens were trained by then, the ledger "
                 f"counts {self.account.tokens_trained} by now; the checkpoint is of another run"
             )
-        return commands.Rewound(is_new=True)
+        lost = (group for group in self._groups if group.state is not GroupState.queued or group.progress is not None)
+        return commands.Rewound(is_new=True, group_ids=tuple(group.group_id for group in lost))
 
 
 _DECIDE: Mapping[type, Any] = {

@@ -41,6 +41,9 @@ class LedgerNotes:
                 self._stamp_all(GroupEvent.requeued, outcome.evicted, reason="no_room")
             case commands.Planned():
                 self._stamp_planned(outcome)
+            case commands.Rewound():
+                self._planned.clear()
+                self._stamp_all(GroupEvent.requeued, outcome.group_ids, reason="rewound")
             case commands.Committed():
                 self._planned.pop(outcome.version, None)
                 self._stamp_all(GroupEvent.trained, outcome.group_ids, version=outcome.version)

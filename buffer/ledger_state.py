@@ -215,10 +215,11 @@ class LedgerState:
         if not outcome.is_new:
             return
         self._groups.dissolve(tuple(self._groups.plans))
-        for group in sorted(self._groups, key=lambda group: group.group_id, reverse=True):  # the first to the head
+        for group_id in sorted(outcome.group_ids, reverse=True):  # so that the first comes to the head
+            group = self._get(group_id)
             if group.state is GroupState.leased:
                 self._give_up(group, is_dropped=False, reason=REWOUND)
-            elif group.summary is not None or group.progress is not None:
+            else:
                 self._evict(group, REWOUND)
         self._history.reopen(IdSet(command.finished))
         self.account.rewind(tokens_trained=command.tokens_trained, lags=dict(command.lag_histogram))

@@ -416,10 +416,10 @@ class BufferService:
             tokens_trained=count(fields, "tokens_trained"),
             lag_histogram=tuple(pairs(fields, "lag_histogram")),
         )
-        held = [*(group_id for group_id, _ in self.ledger.stored_groups()), *self.ledger.groups_with_prefix()]
         self._forget_finished()  # before any of them is queued again
-        if self.ledger.apply(command).is_new:
-            self._store.evict(held)
+        rewound = self.ledger.apply(command)
+        if rewound.is_new:
+            self._store.evict(rewound.group_ids)
             self._offers.withdraw()
             self._on_rewound()
             logger.warning("the learner goes on from version %d, life %d", command.version, command.incarnation)
