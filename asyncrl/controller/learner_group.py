@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from asyncrl.config import RunConfig, Transport, learner_pools, learner_roles
-from asyncrl.controller.cluster import WORKER_ENV, AllOf, finished_in_thread, stop_groups
+from asyncrl.controller.cluster import AllOf, finished_in_thread, learner_layout, stop_groups, worker_env
 from asyncrl.controller.run_folder import RunPaths, remove_published
 from asyncrl.protocol.collective import CollectiveOptions
 from asyncrl.protocol.errors import ClusterDiedError, DeadlineError, LearnerDiedError, UnknownGroup, WorkerDiedError
@@ -59,7 +59,9 @@ class LearnerGroup:
         self._buffer = buffer
         self._paths = paths
         self.checkpoints = paths.checkpoints
-        self._layout = learner_layout(config)
+        self._layout = learner_layout(config, learner_pools(config), learner_roles(config))
+        for pool in self._layout.resource_pool_dict.values():
+            pool.enter()  # so that the next life of the learner has the same places
         self._begin(incarnation=0)
 
     def _begin(self, *, incarnation: int) -> None:
@@ -316,7 +318,7 @@ class RoleGroups:
                 classes[roles[0]] if len(roles) == 1 else create_colocated_worker_cls_fused(classes),
                 name_prefix=pool,
                 log_dir=log_dir,
-                worker_env=WORKER_ENV,
+                worker_env=worker_env(config),
             )
             self._hosts.append(host)
             self._groups |= {roles[0]: host} if len(roles) == 1 else host.spawn(roles)
@@ -342,27 +344,6 @@ class RoleGroups:
         self._is_down = True
         for host in self._hosts:
             host.shutdown()
-
-
-def learner_layout(config: RunConfig) -> ResourcePoolManager:
-    """The learner's pools, each kept until it is left once more than groups have left it."""
-    layout = ResourcePoolManager(
-        resource_pool_spec={pool: [size] for pool, size in learner_pools(config).items()},
-        mapping={Role.from_string(role): pool for role, pool in learner_roles(config).items()},
-        use_gpu=config.learner.device == "cuda",
-        max_colocate_count=2 if config.placement.colocated else 1,
-        num_cpus_per_process=_cpus_per_process(config),
-        timeout_s=config.ray.start_timeout_s,
-    )
-    layout.create_resource_pool()
-    for pool in layout.resource_pool_dict.values():
-        pool.enter()
-    return layout
-
-
-def _cpus_per_process(config: RunConfig) -> float:
-    placement = config.placement
-    return placement.cpus_per_learner_rank + (placement.cpus_per_engine if placement.colocated else 0.0)
 
 
 def pool_config(config: RunConfig, pool: str) -> LearnerConfig:

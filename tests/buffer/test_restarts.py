@@ -223,11 +223,10 @@ async def test_a_request_that_was_held_by_the_server_before_is_due_as_if_it_were
         waiting = asyncio.ensure_future(client.plan(0))
         await client.stats()
         link = client._connect()
-        [held] = link._unanswered.values()
-        due = held.due
+        due = max(held.due for held in link._unanswered.values())
     async with running(**options):
         await client.stats()
-        assert held.due > due
+        assert min(held.due for held in link._unanswered.values()) > due
         waiting.cancel()
         await client.close()
 
