@@ -369,7 +369,7 @@ class BufferClient:
         if self._closed:
             raise self._closed_error()
         if self._link is None:
-            self._link = self._link_to(self.address, on_connected=self._enter_again)
+            self._link = self._link_to(self.address, on_connected=self._say_beat)
         elif self._link.loop is not asyncio.get_running_loop():
             raise ReplayBufferError(
                 f"the client of the buffer at {self.address} lives on another event loop, that of its first call; make "
@@ -399,14 +399,13 @@ class BufferClient:
                 self._send_beat()
         return link
 
-    def _enter_again(self) -> None:
-        """A server that was started again knows neither this producer nor what its engine serves."""
+    def _say_beat(self) -> None:
+        """Also at once to a server that was started again: it knows neither this producer nor what its engine serves."""
         if self._beat_s and self._link is not None:
             self._link.post("beat", self._serves)
 
     def _send_beat(self) -> None:
-        if self._link is not None:
-            self._link.post("beat", self._serves)
+        self._say_beat()
         self._beat = asyncio.get_running_loop().call_later(self._beat_s, self._send_beat)
 
     async def _stores(self, caller: str) -> list[ClientSocket]:
