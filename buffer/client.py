@@ -400,7 +400,7 @@ class BufferClient:
         return link
 
     def _say_beat(self) -> None:
-        """Also at once to a server that was started again: it knows neither this producer nor what its engine serves."""
+        """Also at once to a server that was started again: it knows neither this producer nor its engine's version."""
         if self._beat_s and self._link is not None:
             self._link.post("beat", self._serves)
 

@@ -124,15 +124,18 @@ def summary_document(
     """Return ``summary.json``.
 
     Args:
-        experiment: Name of the run, which has this ``seed``.
+        experiment: Name of the run.
+        seed: Its seed.
         total_steps: Steps that it was to take; a run that a signal stopped has fewer.
         max_lag: The bound.
         result: What training left behind.
-        before: Evaluation at version 0, and ``after`` at the final one; None where evaluation is off.
+        before: Evaluation at version 0; None where evaluation is off.
+        after: Evaluation at the final version.
         evaluations: All, in their order.
         restarts: How often a part was started again, by its name.
         wall_s: Seconds by part of the run: ``total``, ``start`` (until the first step could begin), …
     """
+    evaluated = (("before", before), ("after", after))
     return {
         "experiment": experiment,
         "seed": seed,
@@ -141,10 +144,7 @@ def summary_document(
         "wall_s": wall_s["total"],
         "start_wall_s": wall_s["start"],
         "train_wall_s": result.train_wall_s,
-        "eval": {
-            name: None if evaluation is None else asdict(evaluation)
-            for name, evaluation in (("before", before), ("after", after))
-        }
+        "eval": {name: None if found is None else asdict(found) for name, found in evaluated}
         | {"all": [asdict(evaluation) for evaluation in evaluations]},
         "max_lag": {
             "bound": max_lag,
