@@ -200,7 +200,7 @@ def fused(cluster, tmp_path_factory):
             failure=(await asyncio.gather(fail(learner), return_exceptions=True))[0],
         )
         os.kill(facts.pids["actor"], signal.SIGKILL)
-        facts.death = (await asyncio.gather(learner.busy(), return_exceptions=True))[0]
+        facts.death = (await asyncio.gather(learner.finish_publish(), return_exceptions=True))[0]
         await learner.end()
         facts.meanwhile = (await asyncio.gather(learner.save_policy(Path("x")), return_exceptions=True))[0]
         await learner.begin_again(facts.checkpoint, 2, incarnation=1)
