@@ -371,6 +371,19 @@ class Admission:
         if taken := self._ledger.apply(TakeBack(owner=client)).group_ids:
             logger.warning("producer %s is silent; %d leases were taken back", client.hex()[:8], len(taken))
 
+    def bury(self, client: bytes) -> int:
+        """A producer is dead: take its leases, and count what it can no longer report; returns all that it generated.
+
+        What of that was only in its memory counts as lost.
+        """
+        self._pending.withdraw(client)
+        account = self._ledger.account
+        settled, before = account.settled_by(client), account.num_tokens
+        taken = self._ledger.apply(TakeBack(owner=client, num_generated=self.heartbeats.leave(client)))
+        name, num_leases = client.hex()[:8], len(taken.group_ids)
+        logger.warning("producer %s is dead; %d leases, and %d tokens lost", name, num_leases, taken.num_lost or 0)
+        return settled + account.num_tokens - before
+
 
 def _groups_and_attempts(message: Message) -> tuple[list[int], list[int]]:
     group_ids, attempts = integers(message.fields, "groups"), integers(message.fields, "attempts")

@@ -77,6 +77,7 @@ class BufferClient:
         epoch: str = "",
     ) -> None:
         self.address = address
+        self.num_generated = 0
         self._epoch = epoch
         self._timeout_s = request_timeout_s
         self._keys = keys
@@ -99,6 +100,10 @@ class BufferClient:
         self._connect()
 
     # What a rollout worker does
+
+    async def enter(self) -> str:
+        """See `RolloutBuffer.enter`."""
+        return (await self._entered("enter")).identity.hex()
 
     async def lease(self, engine_version: int, max_groups: int) -> list[Lease]:
         """See `RolloutBuffer.lease`. Cancelling it gives back whatever is granted meanwhile.
@@ -204,6 +209,11 @@ class BufferClient:
         self._serves = {"serves": version}
         await link.request("loaded", {"version": version, "seconds": took_s})
 
+    async def fenced(self) -> None:
+        """See `RolloutBuffer.fenced`."""
+        self._serves = {}
+        await (await self._entered("fenced")).request("fenced", {})
+
     # What the learner does
 
     async def offer(self, offer: WeightOffer) -> int:
@@ -247,6 +257,10 @@ class BufferClient:
         while "version" not in (reply := await self._connect().request("served", fields)).fields:
             pass
         return integer(reply.fields, "version"), seconds(reply.fields, "seconds")
+
+    async def bury(self, worker: str) -> int:
+        """See `ControlBuffer.bury`."""
+        return integer((await self._connect().request("bury", {"worker": worker})).fields, "generated")
 
     async def hold(self, version: int | None) -> None:
         """See `ControlBuffer.hold`."""
@@ -356,7 +370,7 @@ class BufferClient:
 
     def _send_beat(self) -> None:
         if self._link is not None:
-            self._link.post("beat", self._serves)
+            self._link.post("beat", {**self._serves, "generated": self.num_generated})
         self._beat = asyncio.get_running_loop().call_later(self._beat_s, self._send_beat)
 
     async def _stores(self, caller: str) -> list[ClientSocket]:

@@ -104,6 +104,8 @@ class Ledger(LedgerState):
                 return True
             case commands.Renewed():
                 return False
+            case commands.TakenBack():
+                return bool(outcome.group_ids) or outcome.num_lost is not None
             case commands.Granted():
                 return bool(outcome.leases)
             case commands.Planned():
@@ -340,7 +342,12 @@ class Ledger(LedgerState):
         return commands.TakenBack(group_ids=tuple(group.group_id for group in self._groups.expired(now)))
 
     def _decide_take_back(self, command: commands.TakeBack, now: float) -> commands.TakenBack:
-        return commands.TakenBack(group_ids=tuple(group.group_id for group in self.leases_of(command.owner)))
+        groups = self.leases_of(command.owner)
+        group_ids, num_lost = tuple(group.group_id for group in groups), None
+        if command.num_generated is not None:
+            num_saved = sum(group.num_saved - group.num_inherited for group in groups)
+            num_lost = max(0, command.num_generated - self.account.settled_by(command.owner) - num_saved)
+        return commands.TakenBack(group_ids=group_ids, num_lost=num_lost)
 
     # Results
 

@@ -106,6 +106,7 @@ class OfferRequests:
             "offer": self._offer,
             "next_offer": self._next_offer,
             "loaded": self._loaded,
+            "fenced": self._fenced,
             "served": self._served,
             "hold": self._hold,
         }
@@ -131,7 +132,7 @@ class OfferRequests:
             self._answer_followers()
 
     def forget(self, client: bytes) -> None:
-        """A client left, or is silent: nobody waits for its engine."""
+        """A client left or is silent, or its engine has failed: nobody waits for it."""
         self._log.forget(client)
         self._answer_followers()
 
@@ -171,6 +172,10 @@ class OfferRequests:
         self._log.loaded(client, version, seconds(message.fields, "seconds"))
         self._replies.reply(client, message.request_id)
         self._answer_followers()
+
+    def _fenced(self, client: bytes, message: Message) -> None:
+        self.forget(client)
+        self._replies.reply(client, message.request_id)
 
     def _served(self, client: bytes, message: Message) -> None:
         fields = {name: integer(message.fields, name) for name in ("at_least", "num_engines")}

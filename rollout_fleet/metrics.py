@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -42,6 +42,15 @@ class FleetCounters:
     wait_s: float = 0.0
     load_s: tuple[float, ...] = ()
     reward_s: float = 0.0
+
+    @classmethod
+    def total(cls, parts: Iterable[FleetCounters]) -> FleetCounters:
+        """The sum of what several have done, or one in several lives."""
+        sums: dict[str, Any] = asdict(cls())
+        for part in parts:
+            for name in sums:
+                sums[name] = sums[name] + getattr(part, name)
+        return cls(**sums)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -104,7 +104,7 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
         self._evaluated_version = resumed.version
         self._versions = range(resumed.version, config.total_steps)
         self._publish_every = config.weights.publish_every
-        self._num_engines = config.rollout_fleet.num_engines
+        self._min_engines = config.rollout_fleet.min_engines
         self._queued_version = resumed.version
         self._prompts_per_call = config.algorithm.groups_per_step
         self._buffer = buffer
@@ -143,7 +143,7 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
 
     async def _follow_fleet(self) -> None:
         """Wait until all engines serve newer weights, and evaluate these where that is due."""
-        version, took_s = await self._buffer.served(self._reporter.engine_version, self._num_engines)
+        version, took_s = await self._buffer.served(self._reporter.engine_version, self._min_engines)
         self._reporter.published(version, took_s)
         if self._evaluate is not None and version == self._next_evaluated():
             await self._evaluate(version)

@@ -245,6 +245,8 @@ operations = st.sampled_from(
         "offer",
         "next_offer",
         "loaded",
+        "fenced",
+        "bury",
         "served",
         "hold",
         "nonsense",
@@ -277,6 +279,8 @@ field_names = st.sampled_from(
         "num_engines",
         "seconds",
         "serves",
+        "generated",
+        "worker",
     ]
 )
 offers = st.fixed_dictionaries({"version": st.integers(-1, 2)}, optional={"manifest": st.text(max_size=3)})

@@ -154,5 +154,5 @@ async def test_after_a_failed_update_nothing_is_continued_and_what_was_cut_off_i
         num_asked = len(engine.requests)
     assert num_asked == 4
     assert buffer.held == set()
-    assert {reason for _, _, reason in buffer.released} == {"stopped"}
+    assert {reason for _, _, reason in buffer.released} == {"engine_failed"}
     assert [buffer.progress[index].summary.num_tokens > 0 for index in range(2)] == [True, True]

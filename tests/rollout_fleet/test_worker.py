@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import asynccontextmanager
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -15,6 +16,7 @@ from rollout_fleet.evaluation import evaluate_prompts
 from rollout_fleet.rewards import Scores
 from rollout_fleet.worker import RolloutWorker
 from tests.support.engine_probes import publish_weights
+from tests.support.offers import bare_offer
 from tests.support.rollout import digits
 
 pytestmark = pytest.mark.timeout(60)
@@ -69,10 +71,13 @@ async def test_a_worker_rolls_out_across_weight_loads_and_every_token_is_account
 
 
 async def test_after_a_drain_the_engine_still_evaluates_and_keeps_the_answers(
-    make_worker, make_buffer, make_prompts, tmp_path
+    make_worker, make_buffer, make_prompts, model_path, tmp_path
 ):
-    worker = make_worker(make_buffer(4))
+    buffer = make_buffer(4)
+    worker = make_worker(buffer)
     await worker.start()
+    await buffer.offer(publish_weights(model_path, tmp_path, 0))
+    await worker.load_first()
     run = asyncio.create_task(worker.run())
     drained = await worker.drain()
     assert await run == drained
@@ -89,12 +94,26 @@ async def test_after_a_drain_the_engine_still_evaluates_and_keeps_the_answers(
     assert (await worker.counters()).tokens_generated == drained.tokens_generated
 
 
+@asynccontextmanager
+async def bare(offer):
+    yield offer
+
+
+async def serving(make_worker, buffer):
+    """A worker on a scripted engine that serves version 0."""
+    worker = make_worker(buffer, engine=EngineKind.scripted)
+    worker._stager.staged = bare
+    await worker.start()
+    await buffer.offer(bare_offer(0))
+    await worker.load_first()
+    return worker
+
+
 async def test_rewards_of_an_evaluation_stand_in_the_order_of_the_prompts(make_worker, make_buffer, make_prompts):
-    worker = make_worker(make_buffer(1), engine=EngineKind.scripted)
+    worker = await serving(make_worker, make_buffer(1))
     worker._decode = lambda ids: str(ids[0] - 3)
     prompts = make_prompts(5)
     wrong = type(prompts[2])(group_id=2, prompt_ids=prompts[2].prompt_ids, ground_truth="x")
-    await worker.start()
     result = await worker.evaluate([*prompts[:2], wrong, *prompts[3:]], SamplingConfig(), 1)
     await worker.stop()
     assert result.rewards == (1.0, 1.0, 0.0, 1.0, 1.0)
@@ -102,8 +121,7 @@ async def test_rewards_of_an_evaluation_stand_in_the_order_of_the_prompts(make_w
 
 
 async def test_evaluating_nothing_gives_nothing(make_worker, make_buffer):
-    worker = make_worker(make_buffer(1), engine=EngineKind.scripted)
-    await worker.start()
+    worker = await serving(make_worker, make_buffer(1))
     result = await worker.evaluate([], SamplingConfig(), 1)
     await worker.stop()
     assert (result.rewards, result.mean_length) == ((), 0.0)
