@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.data.config import DataConfig
+from asyncrl.protocol.record import ProfileConfig
 from buffer.config import BufferConfig
 from learner.config import GROUP_ADVANTAGES, AlgorithmConfig, LearnerConfig
 from rollout_fleet.config import EngineKind, RolloutFleetConfig
@@ -40,18 +41,26 @@ class EvaluationConfig:
 
     Attributes:
         enabled: Evaluate at all; needs ``data.eval_files``.
-        every_steps: Learner steps between evaluations while training goes on; 0 has none. No weights are loaded while
-            one runs, so that its answers are of one version; training goes on as far as ``buffer.max_lag`` lets it.
+        every_steps: Learner steps between evaluations while training goes on; 0 has none. One that would begin while
+            another still runs is left out.
+        share: Largest share of the fleet's engines that such an evaluation takes; with few engines, one of them. They
+            keep the evaluated version until it is done, while the others go on to newer ones, and have at most the same
+            share of the fleet's places for samples under way for it.
         num_samples: Samples of each prompt at the training temperature; greedy decoding adds one more.
+        pass_reward: A sample that earns at least as much counts as a pass in ``pass@k``.
     """
 
     enabled: bool = True
     every_steps: int = 0
+    share: float = 0.25
     num_samples: int = 4
+    pass_reward: float = 1.0
 
     def __post_init__(self) -> None:
         if self.every_steps < 0:
             raise ValueError(f"evaluation.every_steps must be >= 0, got {self.every_steps}; 0 has none between")
+        if not 0 < self.share <= 1:
+            raise ValueError(f"evaluation.share must be in (0, 1], got {self.share}; 0.25 leaves most to training")
         if self.num_samples < 1:
             raise ValueError(f"evaluation.num_samples must be >= 1, got {self.num_samples}; 4 gives a steady mean")
 
@@ -351,6 +360,7 @@ class RunConfig:
     ray: RayConfig = field(default_factory=RayConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     sft: WarmStartConfig = field(default_factory=WarmStartConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
 
     def __post_init__(self) -> None:
         if self.total_steps < 1:

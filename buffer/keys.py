@@ -42,7 +42,8 @@ _ALLOWED = {
     | {"lease", "cancel", "renew", "beat", "leave", "reserve", "put", "put_payload", "save", "release"}
     | {"next_offer", "loaded", "fenced"},
     BufferRole.learner: _COMMON | {"fetch", "offer"},
-    BufferRole.controller: _COMMON | {"enqueue", "plan", "commit", "fetch", "inspect", "served", "hold", "bury"},
+    BufferRole.controller: _COMMON
+    | {"enqueue", "plan", "commit", "fetch", "inspect", "served", "pin", "unpin", "bury"},
     BufferRole.inspector: _COMMON | {"inspect"},
     BufferRole.ledger: _COMMON | {"remove", "missing"},
 }

@@ -23,6 +23,7 @@ from typing import Any, Protocol
 
 import zmq
 
+from asyncrl.protocol import record
 from asyncrl.protocol.errors import (
     AsyncRLError,
     NotAllowed,
@@ -510,15 +511,20 @@ def main() -> None:
     parser.add_argument("--config", default="{}", help='options of buffer/config.py as JSON, e.g. {"max_lag": 2}')
     parser.add_argument("--announce-fd", type=int, default=1, help="descriptor that gets the address, one line")
     parser.add_argument("--store", type=int, help="serve payloads as store server number STORE, without a ledger")
+    parser.add_argument("--profile", default="{}", help="options of asyncrl.protocol.record.ProfileConfig as JSON")
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     end_with_parent()
     calm_collector()
     keep_memory()
+    name = "buffer" if args.store is None else f"store-{args.store}"
+    record.start(record.ProfileConfig(**json.loads(args.profile)), process=name, pool=record.Pool.buffer)
     try:
         asyncio.run(_serve(config_from_json(json.loads(args.config)), args))
     except (AsyncRLError, ValueError) as error:
         sys.exit(f"the buffer server ends: {error}")
+    finally:
+        record.stop()
 
 
 async def _serve(config: BufferConfig, args: argparse.Namespace) -> None:

@@ -33,6 +33,7 @@ from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from enum import Enum, auto
 from typing import Any
 
+from asyncrl.protocol import record
 from asyncrl.protocol.errors import (
     AsyncRLError,
     DeadlineError,
@@ -45,6 +46,7 @@ from asyncrl.protocol.errors import (
 )
 from asyncrl.protocol.manifest import WeightOffer
 from asyncrl.protocol.ports import RolloutBuffer
+from asyncrl.protocol.record import GroupEvent, LevelName, SpanKind
 from asyncrl.protocol.types import Lease
 
 from .config import RolloutFleetConfig, SaveProgress
@@ -52,7 +54,7 @@ from .engines.engine import Engine, SampleRequest
 from .engines.model_files import Decode
 from .inflight import ON_ENGINE, GroupPhase, InflightGroup, to_prefixes, to_progress, to_trajectory_group
 from .member import Member
-from .metrics import FleetCounters, FleetMeter
+from .metrics import FleetCounters, FleetMeter, note_places
 from .rewards import Scores, WeightedRewards
 from .sample_log import SampleLog
 
@@ -119,6 +121,9 @@ class RolloutLoop:
         self._is_asking = False
         self._num_failures_in_a_row = 0
         self._num_failures: dict[int, int] = {}
+        self._released = record.NO_SPAN
+        num_samples = samples_per_prompt + int(greedy_baseline)
+        record.level(LevelName.capacity, config.groups_in_flight * num_samples)
 
     async def run(self) -> FleetCounters:
         """Roll out until `stop`; then abort, give back what is held, and return the final counters.
@@ -201,8 +206,10 @@ class RolloutLoop:
         member, epoch, now_s = self._member, self._member.epoch, time.monotonic()
         version = member.version
         member.offered(epoch, offer.version, now_s, within_s=self._config.update_timeout_s(offer.num_bytes))
+        staging = record.span(SpanKind.stage, lane="/staging", version=offer.version)
         try:
             async with asyncio.timeout(member.seconds_left(now_s)), self._stage(offer) as local:
+                staging.close()
                 if self._config.save_progress is SaveProgress.at_updates:
                     await self._park(self._config.load_timeout_s)
                 self._meter.loaded(await self._engine.load_weights(local))
@@ -212,6 +219,8 @@ class RolloutLoop:
         except TimeoutError:
             raise DeadlineError(f"{member.name} was {member.state} for longer than it may be") from None
         member.verified(epoch, offer.version)
+        self._released.close()
+        record.level(LevelName.version, self._engine.version)
         self._has_device = True
         self._continue_parked()
         await self._notify()
@@ -236,6 +245,7 @@ class RolloutLoop:
                     f"rollout_fleet.load_timeout_s = {self._config.load_timeout_s:g} s before the learner's turn"
                 ) from None
         await self._engine.release_memory()
+        self._released = record.span(SpanKind.released)
 
     @property
     def is_stopping(self) -> bool:
@@ -302,6 +312,7 @@ class RolloutLoop:
             )
             self._is_asking = True
             self._meter.asking(True)
+            record.level(LevelName.asking, 1)
             try:
                 await asyncio.wait([grant, outdated], return_when=asyncio.FIRST_COMPLETED)
                 if grant.done():
@@ -313,6 +324,7 @@ class RolloutLoop:
                 await _cancel({grant, outdated})
                 self._is_asking = False
                 self._meter.asking(False)
+                record.level(LevelName.asking, 0)
                 await self._notify()
 
     @property
@@ -389,6 +401,7 @@ class RolloutLoop:
                 num_tokens = group.take(request.id, output)
                 self._meter.generated(num_tokens)
                 self._buffer.num_generated += num_tokens
+                note_places(self._groups.values())
                 if not group.outstanding:
                     await self._leave_engine(group)
         except AsyncRLError:
@@ -405,6 +418,8 @@ class RolloutLoop:
             self._spawn(self._save, group)
         else:
             group.phase = GroupPhase.settling
+            if group.is_finished:
+                self._stamp(GroupEvent.last_token, group)
             self._spawn(self._settle, group)
         self._count_running()
         await self._notify()
@@ -443,7 +458,9 @@ class RolloutLoop:
     async def _score(self, group: InflightGroup) -> Scores:
         started = time.perf_counter()
         texts = [self._decode(sample.token_ids.tolist()) for sample in group.samples]
-        scores = await self._rewards.score(group.lease.prompt, texts)
+        with record.span(SpanKind.reward, lane="/reward", group=group.lease.prompt.group_id):
+            scores = await self._rewards.score(group.lease.prompt, texts)
+        self._stamp(GroupEvent.reward, group)
         self._meter.scored(time.perf_counter() - started)
         if self._samples is not None:
             await self._samples.add(group.lease.prompt, group.samples, texts, scores)
@@ -494,6 +511,7 @@ class RolloutLoop:
 
     async def _forget(self, group: InflightGroup) -> None:
         del self._groups[group.key]
+        note_places(self._groups.values())
         await self._notify()
 
     # Cutting off
@@ -547,6 +565,11 @@ class RolloutLoop:
 
     def _count_running(self) -> None:
         self._meter.running(len(self._running()))
+        note_places(self._groups.values())
+
+    def _stamp(self, event: GroupEvent, group: InflightGroup) -> None:
+        group_id, attempt = group.key
+        record.stamp(event, group_id, attempt=attempt, version=self._engine.version)
 
     # The end
 

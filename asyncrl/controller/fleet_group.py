@@ -18,17 +18,16 @@ from asyncrl.config import RunConfig
 from asyncrl.controller.cluster import WORKER_ENV, stop_groups
 from asyncrl.controller.fleet_member import FleetMember
 from asyncrl.controller.run_folder import RunPaths
-from asyncrl.metrics import Evaluation
 from asyncrl.protocol.errors import EngineLost
 from asyncrl.protocol.ports import FleetCounts
 from asyncrl.protocol.remote import within
-from asyncrl.protocol.types import Prompt
+from asyncrl.protocol.types import AnsweredPrompt, Prompt
 from asyncrl.single_controller import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from buffer import BufferConnection, BufferRole
-from rollout_fleet.config import RolloutFleetConfig, SamplingConfig
+from rollout_fleet.config import RolloutFleetConfig
 from rollout_fleet.engines.staging import LINKS
 from rollout_fleet.member import MemberState
-from rollout_fleet.metrics import EvaluationResult, FleetCounters
+from rollout_fleet.metrics import FleetCounters
 from rollout_fleet.worker import RolloutWorker
 
 
@@ -62,6 +61,7 @@ class FleetGroup:
             seed=config.seed,
             greedy_baseline=config.algorithm.greedy_baseline,
             sample_dir=str(paths.samples),
+            profile=config.profile,
         )
         # Typed Any, because the group's methods are bound from the worker class when it is made.
         self._group: Any = RayWorkerGroup(
@@ -142,18 +142,15 @@ class FleetGroup:
         """See `FleetPort.drain`."""
         return _total(await asyncio.gather(*(member.drain() for member in self._members)))
 
-    async def evaluate(self, prompts: Sequence[Prompt], *, policy_version: int) -> Evaluation:
-        """Answer held-out prompts, sampled as in training and greedily, while no training rollouts run."""
-        sampling = self._config.rollout_fleet.sampling
-        sampled = await self._answer(prompts, sampling, self._config.evaluation.num_samples)
-        greedy = await self._answer(prompts, replace(sampling, temperature=0.0), 1)
-        return Evaluation(
-            sampled=_mean_reward(sampled),
-            greedy=_mean_reward(greedy),
-            num_prompts=len(prompts),
-            num_failed=sum(result.num_failed for result in (*sampled, *greedy)),
-            policy_version=policy_version,
-        )
+    def engines(self) -> list[str]:
+        """See `AnsweringFleet.engines`: the ranks of the workers that are left."""
+        return [str(member.rank) for member in self._left]
+
+    async def answer(
+        self, engine: str, prompts: Sequence[Prompt], *, version: int, num_samples: int
+    ) -> list[AnsweredPrompt]:
+        """See `AnsweringFleet.answer`."""
+        return await self._members[int(engine)].answer(prompts, version=version, num_samples=num_samples)
 
     async def stop(self, timeout_s: float) -> None:
         """End engines and workers: ask, then kill, and remove the links to weights that a killed one has left."""
@@ -164,15 +161,6 @@ class FleetGroup:
         finally:
             await self._control.close()
             shutil.rmtree(self._links, ignore_errors=True)
-
-    async def _answer(
-        self, prompts: Sequence[Prompt], sampling: SamplingConfig, num_samples: int
-    ) -> list[EvaluationResult]:
-        """Rewards of ``num_samples`` answers to each prompt, one result per engine."""
-        members = self._left
-        shares = [list(prompts[index :: len(members)]) for index in range(len(members))]
-        answers = (member.evaluate(share, sampling, num_samples) for member, share in zip(members, shares, strict=True))
-        return await asyncio.gather(*answers)
 
 
 def _own_pool(config: RunConfig) -> RayResourcePool:
@@ -194,11 +182,6 @@ def _fleet_options(config: RunConfig) -> RolloutFleetConfig:
     if not config.placement.colocated:
         return fleet
     return replace(fleet, restarts=0, sglang=replace(fleet.sglang, memory_saver=True))
-
-
-def _mean_reward(results: Sequence[EvaluationResult]) -> float:
-    rewards = [reward for result in results for reward in result.rewards]
-    return sum(rewards) / len(rewards)
 
 
 def _total(workers: Sequence[FleetCounters]) -> FleetCounts:

@@ -19,10 +19,10 @@ from ray.exceptions import RayTaskError
 from asyncrl.config import RunConfig
 from asyncrl.protocol.errors import AsyncRLError, ClusterDiedError, DeadlineError, EngineLost, WorkerDiedError
 from asyncrl.protocol.remote import within
-from asyncrl.protocol.types import Prompt
-from rollout_fleet.config import EngineKind, SamplingConfig
+from asyncrl.protocol.types import AnsweredPrompt, Prompt
+from rollout_fleet.config import EngineKind
 from rollout_fleet.member import Member, MemberState
-from rollout_fleet.metrics import EvaluationResult, FleetCounters
+from rollout_fleet.metrics import FleetCounters
 from rollout_fleet.supervisor import engine_limits
 
 logger = logging.getLogger(__name__)
@@ -109,12 +109,11 @@ class FleetMember:
             if await self._tried(epoch, self._call("run")):
                 return
 
-    async def evaluate(self, prompts: Sequence[Prompt], sampling: SamplingConfig, num_samples: int) -> EvaluationResult:
-        """See `RolloutWorker.evaluate`; begun anew where the worker dies over it."""
-        while True:
-            epoch = await self._ready()
-            if found := await self._tried(epoch, self._call("evaluate", prompts, sampling, num_samples)):
-                return found[0]
+    async def answer(self, prompts: Sequence[Prompt], *, version: int, num_samples: int) -> list[AnsweredPrompt]:
+        """See `RolloutWorker.answer`. Raises `AsyncRLError` if the worker is lost over it."""
+        await self._ready()
+        call = self._call("answer", list(prompts), version, num_samples)
+        return await self._while_answering(call, f"rollout worker {self.rank}, which answers held-out prompts")
 
     async def counters(self) -> FleetCounters:
         """What this member has done in all its lives."""
@@ -125,7 +124,7 @@ class FleetMember:
         return FleetCounters.total([*self._before, self._last])
 
     async def drain(self) -> FleetCounters:
-        """End `run`, give all leases back; the worker stays for `evaluate`. Returns the final counters."""
+        """End `run`, give all leases back; the worker stays for `answer`. Returns the final counters."""
         while self.member.state is not MemberState.failed:
             epoch = await self._ready()
             if found := await self._tried(epoch, self._call("drain")):

@@ -245,7 +245,9 @@ class RoleGroups:
             options = pool_config(config, pool)
             connect = buffer.for_role(BufferRole.learner).sync_client
             classes = {
-                role: _worker_class(role, config, options, connect, snapshots=snapshots, trajectories=trajectories)
+                role: _worker_class(
+                    role, config, options, connect, pool=pool, snapshots=snapshots, trajectories=trajectories
+                )
                 for role in roles
             }
             host = RayWorkerGroup(
@@ -308,6 +310,7 @@ def _worker_class(
     options: LearnerConfig,
     connect_buffer: Any,
     *,
+    pool: str,
     snapshots: Path,
     trajectories: Path | None,
 ) -> RayClassWithInitArgs:
@@ -327,6 +330,8 @@ def _worker_class(
         temperature=config.rollout_fleet.sampling.temperature,
         connect_buffer=connect_buffer,
         seed=config.seed,
+        profile=config.profile,
+        pool=pool,
         **(publishes if role == "actor" else {}),
     )
 

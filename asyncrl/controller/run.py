@@ -19,6 +19,7 @@ from typing import Any, TypeAlias, TypeVar
 from asyncrl.config import RunConfig, stop_deadlines
 from asyncrl.controller.cluster import ray_cluster
 from asyncrl.controller.controller import ColocatedController, Controller
+from asyncrl.controller.evaluator import HeldOutEvaluator, PinnedEngines
 from asyncrl.controller.fleet_group import FleetGroup
 from asyncrl.controller.learner_group import LearnerGroup
 from asyncrl.controller.resume import Resumed, ResumedPrompts, RunState, begin_buffer_at, find_checkpoint
@@ -34,6 +35,7 @@ from asyncrl.metrics import (
     summary_document,
     write_json,
 )
+from asyncrl.protocol import record
 from asyncrl.protocol.errors import AsyncRLError
 from asyncrl.protocol.ports import PromptSource
 from asyncrl.protocol.types import Prompt
@@ -73,7 +75,7 @@ class Run:
         ``warming`` ends in the directory of the policy to start from. ``on_fault`` hears of a fault before the parts
         are stopped, so that stopping can be given a deadline.
         """
-        self._config = config
+        self._config = replace(config, profile=replace(config.profile, directory=str(run_dir / "profile")))
         self._run_dir = run_dir
         self._prompts, self._held_out = prompts
         self._warming = warming
@@ -89,7 +91,9 @@ class Run:
         """Run to the end, and write the summary. Raises `ValueError` for a wrong option or file, or `AsyncRLError`."""
         self._resumed = find_checkpoint(self._config)
         prompts = self._prompts if self._resumed is None else self._resume(self._resumed)
+        record.start(self._config.profile, process="controller", pool=record.Pool.controller)
         async with AsyncExitStack() as stack:
+            stack.callback(record.stop)
             stack.callback(shutil.rmtree, shared_folder(self._run_dir), ignore_errors=True)
             try:
                 server = self._start_buffer(stack)
@@ -127,6 +131,7 @@ class Run:
                     groups_per_step=self._config.algorithm.groups_per_step,
                     log_path=self._run_dir / "logs" / "buffer.log",
                     start_timeout_s=self._config.buffer.request_timeout_s,
+                    profile=self._config.profile,
                 )
             )
         keys = f" --keys {server.connection.keys}" if server.connection.keys else ""
@@ -196,7 +201,8 @@ class Run:
 
     async def _train(self, parts: _Parts, prompts: PromptSource) -> dict[str, Any]:
         writer = MetricsWriter(self._run_dir)
-        evaluate = partial(self._evaluate, parts, writer)
+        evaluator = HeldOutEvaluator(self._config, fleet=parts.fleet, prompts=self._held_out)
+        evaluate = partial(self._evaluate, evaluator, writer)
         before = await evaluate(self._state.version)
         self._start_s = self._view.elapsed_s
         kind = ColocatedController if self._config.placement.colocated else Controller
@@ -249,10 +255,18 @@ class Run:
         else:
             self._summarise(result, before, None)
 
-    async def _evaluate(self, parts: _Parts, writer: MetricsWriter, version: int) -> Evaluation | None:
+    async def _evaluate(
+        self, evaluator: HeldOutEvaluator, writer: MetricsWriter, version: int, pinned: PinnedEngines | None = None
+    ) -> Evaluation | None:
+        """Evaluate a version, on the engines that are ``pinned`` to it or on all of them."""
         if not self._config.evaluation.enabled:
             return None
-        evaluation = await parts.fleet.evaluate(self._held_out, policy_version=version)
+        work = evaluator.evaluate_all(version) if pinned is None else evaluator.evaluate_pinned(version, pinned)
+        with record.span(record.SpanKind.evaluation, version=version):
+            evaluation = await work
+        if evaluation is None:
+            self._view.say(f"held out, policy version {version}: not evaluated, see logs/controller.log")
+            return None
         self._evaluations.append(evaluation)
         writer.evaluation(evaluation)
         self._view.evaluation(evaluation)

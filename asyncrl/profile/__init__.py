@@ -2,6 +2,21 @@
 
 from __future__ import annotations
 
+from .attribution import Attribution, FleetCause, LearnerCause, PoolTime, Stretch
 from .trace import GroupLife, Level, Process, Span, Stamp, StepWindow, Trace, TraceReader
 
-__all__ = ["GroupLife", "Level", "Process", "Span", "Stamp", "StepWindow", "Trace", "TraceReader"]
+__all__ = [
+    "Attribution",
+    "FleetCause",
+    "GroupLife",
+    "LearnerCause",
+    "Level",
+    "PoolTime",
+    "Process",
+    "Span",
+    "Stamp",
+    "StepWindow",
+    "Stretch",
+    "Trace",
+    "TraceReader",
+]

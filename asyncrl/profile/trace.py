@@ -21,6 +21,7 @@ from asyncrl.protocol.record import NONE, SCHEMA, GroupEvent, Pool, SpanKind, Ta
 
 FOLDER = "profile"
 """Where a run's processes write, in its folder."""
+CONTROLLER_LANE, BUFFER_LANE = "controller", "buffer"
 UNMEASURED_ERROR_NS = 1_000_000_000
 """Error of a clock that was never measured: it is placed by the hosts' wall clocks."""
 _CHUNK_BYTES = 1 << 20
@@ -201,7 +202,7 @@ class Trace:
         """The learner steps, which follow one another without a gap; the last may be open."""
         return tuple(
             StepWindow(version=span.step, start=span.start, end=span.end, is_open=span.is_open)
-            for span in self.spans_of(SpanKind.step)
+            for span in self.spans_of(SpanKind.step, CONTROLLER_LANE)
         )
 
     @property
@@ -221,8 +222,12 @@ class Trace:
     def lanes(self, pool: str) -> tuple[str, ...]:
         """The lanes of engines or ranks: those that are no part of another, such as ``learner-0/publish``."""
         names = {process.name for process in self.processes if process.pool == pool}
-        noted = (note.lane for notes in (self.spans, self.levels) for note in notes if note.process in names)
-        return tuple(sorted({lane for lane in noted if "/" not in lane}, key=_by_number))
+        found = (lane for lane, noted_by in self._names_by_lane.items() if "/" not in lane and noted_by & names)
+        return tuple(sorted(found, key=_by_number))
+
+    def processes_of(self, lane: str) -> tuple[Process, ...]:
+        """The processes that noted what a lane did, by their begin: more than one where one was replaced."""
+        return tuple(process for process in self.processes if process.name in self._names_by_lane.get(lane, ()))
 
     def spans_of(self, kind: str, lane: str | None = None) -> tuple[Span, ...]:
         """The spans of a kind, of one lane or of all, by their begin."""
@@ -237,6 +242,14 @@ class Trace:
         changes = self.levels_of(name, lane)
         index = bisect_right(changes, time, key=lambda change: change.time)
         return changes[index - 1].value if index else 0
+
+    @cached_property
+    def _names_by_lane(self) -> Mapping[str, set[str]]:
+        found: dict[str, set[str]] = defaultdict(set)
+        for notes in (self.spans, self.levels):
+            for note in notes:
+                found[note.lane].add(note.process)
+        return found
 
     @cached_property
     def _spans_by_kind(self) -> Mapping[tuple[str, str | None], tuple[Span, ...]]:

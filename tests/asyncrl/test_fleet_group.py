@@ -13,7 +13,7 @@ from asyncrl.controller.fleet_group import FleetGroup
 from asyncrl.controller.run_folder import RunPaths
 from asyncrl.protocol import remote
 from asyncrl.protocol.errors import DeadlineError, EngineLost, RewardError, WorkerDiedError
-from rollout_fleet.metrics import EvaluationResult, FleetMeter
+from rollout_fleet.metrics import FleetMeter
 
 pytestmark = [pytest.mark.timeout(30), pytest.mark.usefixtures("virtual_time")]
 
@@ -59,9 +59,9 @@ class Workers:
             raise death.exception()
         return task.result()
 
-    async def evaluate(self, rank, prompts, sampling, num_samples):
+    async def answer(self, rank, prompts, version, num_samples):
         await asyncio.sleep(self.takes_s)
-        return EvaluationResult(rewards=(1.0, 0.0), mean_length=3.0, num_failed=1)
+        return [(prompt, version, num_samples) for prompt in prompts]
 
     async def run(self, rank):
         await asyncio.sleep(self.takes_s)
@@ -143,12 +143,11 @@ def threads_take_no_time(monkeypatch):
 TWO = "rollout_fleet.num_engines=2"
 
 
-async def test_an_evaluation_takes_as_long_as_it_takes_while_its_workers_answer(fleet_of):
+async def test_held_out_answers_take_as_long_as_they_take_while_the_workers_answer(fleet_of):
     fleet = fleet_of(Workers())
     await fleet.start()
-    evaluation = await fleet.evaluate([object()] * 3, policy_version=4)
-    assert (evaluation.sampled, evaluation.greedy, evaluation.num_prompts) == (0.5, 0.5, 3)
-    assert (evaluation.num_failed, evaluation.policy_version) == (2, 4)
+    assert fleet.engines() == ["0"]
+    assert await fleet.answer("0", ["a", "b"], version=4, num_samples=3) == [("a", 4, 3), ("b", 4, 3)]
 
 
 async def test_a_start_waits_as_long_as_it_must_for_the_first_weights(fleet_of):
@@ -209,7 +208,7 @@ async def test_a_fleet_goes_on_without_a_worker_that_has_failed_for_good_until_t
     assert not run.done()
     assert "the run goes on with 1 of 2 rollout engines: rollout worker 1: rank 1 died of its own" in workers.said
     workers.takes_s = 1.0
-    assert (await fleet.evaluate([object()] * 4, policy_version=4)).num_prompts == 4
+    assert fleet.engines() == ["0"]
     workers.die(0, WorkerDiedError("rank 0 died of its own"))
     with pytest.raises(EngineLost, match=r"0 of 2 rollout engines are left, .*min_engines is 1. .* rank 0 died of"):
         await asyncio.wait_for(run, 10)
@@ -236,6 +235,15 @@ async def test_what_no_other_worker_could_do_better_ends_the_run(fleet_of):
     with pytest.raises(RewardError, match="64 times in a row"):
         await asyncio.wait_for(fleet.run(), 10)
     assert workers.replaced == []
+
+
+async def test_a_worker_that_hangs_in_an_evaluation_is_found_by_its_silence(fleet_of):
+    workers = Workers(takes_s=1)
+    fleet = fleet_of(workers)
+    await fleet.start()
+    workers.takes_s, workers.hangs = 60, True
+    with pytest.raises(DeadlineError, match=r"waited 0.1 s for rollout worker 0, which answers held-out prompts"):
+        await fleet.answer("0", [object()], version=0, num_samples=1)
 
 
 async def test_failed_attempts_are_added_up_over_the_engines(fleet_of):

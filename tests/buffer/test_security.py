@@ -67,7 +67,7 @@ async def test_a_role_is_refused_what_is_not_its_work(tmp_path: Path):
             for role in (ROLLOUT, CONTROLLER, BufferRole.inspector, BufferRole.learner)
         )
         await control.enqueue([prompt(0)])
-        theirs = worker.offer(bare_offer(0)), worker.hold(0), worker.served(0, 1)
+        theirs = worker.offer(bare_offer(0)), worker.pin(0, 1), worker.unpin(), worker.served(0, 1)
         for call in (worker.plan(0), worker.commit(0), worker.enqueue([prompt(1)]), worker.fetch([0]), *theirs):
             with pytest.raises(NotAllowed, match="the key of role 'rollout' may not"):
                 await call
@@ -248,7 +248,8 @@ operations = st.sampled_from(
         "fenced",
         "bury",
         "served",
-        "hold",
+        "pin",
+        "unpin",
         "nonsense",
     ]
 )
@@ -281,6 +282,8 @@ field_names = st.sampled_from(
         "serves",
         "generated",
         "worker",
+        "engine",
+        "known",
     ]
 )
 offers = st.fixed_dictionaries({"version": st.integers(-1, 2)}, optional={"manifest": st.text(max_size=3)})

@@ -396,9 +396,13 @@ async def test_what_had_come_of_each_sample_is_answered_as_aborted_when_the_serv
     prompt = np.array([3, 4], dtype=np.int32)
     requests = [SampleRequest(id=f"7-0-{index}", prompt_ids=prompt, sampling=options) for index in range(2)]
     answers = {}
-    with pytest.raises(WorkerDiedError, match="sglang-0 died"):
+
+    async def take_all():
         async for request, output in engine.generate(requests):
             answers[request.id] = output
+
+    with pytest.raises(WorkerDiedError, match="sglang-0 died"):
+        await take_all()
     assert answers["7-0-1"].finish_reason is FinishReason.stop
     partial = answers["7-0-0"]
     assert (partial.finish_reason, partial.token_ids.tolist(), partial.versions.tolist()) == (None, [5, 6, 7], [0] * 3)

@@ -53,7 +53,7 @@ async def working(monkeypatch, tmp_path, buffer, engines, **options):
         RolloutFleetConfig(**{"engine": EngineKind.scripted, "reward": "constant", **options}),
         model_path="",
         samples_per_prompt=2,
-        connect_buffer=lambda: buffer,
+        connect_buffer=lambda name: buffer,
         log_dir=str(tmp_path),
         staging_dir=str(tmp_path / "staging"),
         seed=0,
@@ -208,13 +208,13 @@ async def test_a_request_that_every_engine_would_refuse_ends_the_worker_and_rest
     assert len(engines) == 1
 
 
-async def test_an_evaluation_goes_on_when_its_engine_is_replaced(monkeypatch, tmp_path):
-    buffer, engines = buffer_of(1), Engines(writes(100), starts=[0, 5])
-    async with working(monkeypatch, tmp_path, buffer, engines) as (worker, _):
+async def test_held_out_prompts_are_answered_once_the_engine_is_back(monkeypatch, tmp_path):
+    buffer, engines = buffer_of(1), Engines(writes(20), starts=[0, 5])
+    options = {"sampling": SamplingConfig(max_new_tokens=500)}
+    async with working(monkeypatch, tmp_path, buffer, engines, **options) as (worker, _):
         await worker.drain()
-        sampling = SamplingConfig(max_new_tokens=500)
-        evaluating = asyncio.create_task(worker.evaluate(make_prompts(3), sampling, 1))
-        await asyncio.sleep(0.2)
         engines[0].die("killed")
-        assert (await evaluating).rewards == (1.0, 1.0, 1.0)
+        await asyncio.sleep(0.1)
+        answered = await worker.answer(make_prompts(3), 0, 1)
+        assert [one.group_id for one in answered] == [0, 1, 2]
     assert len(engines) == 2

@@ -1,7 +1,7 @@
 """Records of small runs that never took place: a simulated fleet, learner and controller around the real ledger.
 
 `record_run` plays a run on a clock of its own and writes what its processes would, with the real recorder;
-`record_spans` writes what a test spells out.
+`trace_of` is what a test spells out.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import count, pairwise
 from pathlib import Path
 
-from asyncrl.profile.trace import FOLDER, Trace
+from asyncrl.profile.trace import FOLDER, Level, Process, Span, Trace
 from asyncrl.protocol.record import GroupEvent, LevelName, OpenSpan, Pool, Recorder, SpanKind
 from asyncrl.protocol.types import GroupSummary
 from buffer.commands import Commit, Enqueue, GrantedLease, LeaseGroups, PlanBatch, Put
@@ -286,52 +286,37 @@ def record_run(folder: Path, **shape: object) -> Trace:
     return Trace.load(folder)
 
 
-SpanNote = tuple[str, str, int, int]
-LevelNote = tuple[str, str, int, int]
-
-
-def record_spans(
-    folder: Path,
+def trace_of(
     *,
-    fleet: Iterable[SpanNote | LevelNote] = (),
-    learner: Iterable[SpanNote] = (),
+    fleet: Iterable[tuple[str, str, int, int]] = (),
+    learner: Iterable[tuple[str, str, int, int]] = (),
+    controller: Iterable[tuple[str, str, int, int]] = (),
+    buffer: Iterable[tuple[str, int, int]] = (),
     steps: Iterable[int] = (),
 ) -> Trace:
-    """Record what is spelled out, and load it.
+    """A trace of what is spelled out.
 
-    Spans are (lane, kind, start, end), with an end of -1 for one that stays open; levels are (lane, name, time, value),
-    told from spans by their name. ``steps`` are the times between learner steps, the begin of the first included.
+    Spans are (lane, kind, start, end), levels (lane, name, time, value), told apart by their name; the buffer's levels
+    are (name, time, value). ``steps`` are the times between learner steps, the begin of the first included.
     """
-    now = 0
-    recorders = []
-
-    def at(time: int) -> int:
-        nonlocal now
-        now = time
-        return time
-
-    def notes(process: str, pool: Pool) -> Recorder:
-        recorders.append(Recorder(folder / FOLDER, process=process, pool=pool, clock=lambda: now, host="h"))
-        return recorders[-1]
-
-    boundaries, controller = list(steps), notes("controller", Pool.controller)
-    step_spans = [("controller", "step", start, end) for start, end in pairwise(boundaries)]
-    for number, (lane, kind, start, end) in enumerate(step_spans):
-        at(start)
-        span = controller.span(kind, lane=lane, step=number)
-        at(end)
-        span.close()
-    for process, pool, spelled in (("rollout-0", Pool.fleet, fleet), ("learner-0", Pool.learner, learner)):
-        recorder = notes(process, pool)
-        for lane, kind, first, second in spelled:
-            at(first)
-            if kind in set(LevelName):
-                recorder.level(kind, second, lane=lane)
-                continue
-            span = recorder.span(kind, lane=lane)
-            if second >= 0:
-                at(second)
-                span.close()
-    for recorder in recorders:
-        recorder.close()
-    return Trace.load(folder)
+    spans, levels = [], []
+    for process, noted in (("rollout-0", fleet), ("learner-0", learner), ("controller", controller)):
+        for lane, name, first, second in noted:
+            if name in set(LevelName):
+                levels.append(Level(name=name, lane=lane, time=first, value=second, process=process))
+            else:
+                spans.append(Span(lane=lane, kind=name, start=first, end=second, process=process))
+    levels += [Level(name=n, lane="buffer", time=time, value=value, process="buffer") for n, time, value in buffer]
+    for number, (start, end) in enumerate(pairwise(steps)):
+        spans.append(Span(lane="controller", kind="step", start=start, end=end, step=number, process="controller"))
+    pools = {"rollout-0": Pool.fleet, "learner-0": Pool.learner, "controller": Pool.controller, "buffer": Pool.buffer}
+    last = max([span.end for span in spans] + [level.time for level in levels], default=0)
+    return Trace(
+        processes=tuple(
+            Process(name=name, pool=pool.value, host="h", pid=1, start=0, end=last, wall_ns=0)
+            for name, pool in pools.items()
+        ),
+        spans=tuple(sorted(spans, key=lambda span: span.start)),
+        levels=tuple(sorted(levels, key=lambda level: level.time)),
+        end=last,
+    )
