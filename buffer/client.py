@@ -31,6 +31,7 @@ from .client_socket import ClientSocket
 from .encoding import CHUNK_BYTES, JOIN_BELOW_BYTES, group_frames, group_of, prompt_frames, prompt_of
 from .keys import BufferRole, ClientKeys, client_keys
 from .messages import (
+    HAND_ON,
     MAX_REASON,
     REVOKED,
     SPACE,
@@ -94,6 +95,7 @@ class BufferClient:
         self._held: set[tuple[int, int]] = set()
         self._prefixes: dict[tuple[int, int], TrajectoryGroup] = {}
         self._pushed = asyncio.Event()
+        self._hand_on: asyncio.Queue[int] = asyncio.Queue()
         self._space = asyncio.Event()
         self._fetching = asyncio.Lock()
         self._closed = False
@@ -197,6 +199,11 @@ class BufferClient:
             self._pushed.clear()
             await self._pushed.wait()
         return self._revocations.popleft()
+
+    async def hand_on_request(self) -> int:
+        """See `RolloutBuffer.hand_on_request`."""
+        self._connect()
+        return await self._hand_on.get()
 
     async def next_offer(self, after: int) -> WeightOffer:
         """See `RolloutBuffer.next_offer`. It waits as long as the server answers."""
@@ -433,6 +440,8 @@ class BufferClient:
         if message.name == REVOKED:
             self._revocations.append((integer(message.fields, "group_id"), integer(message.fields, "attempt")))
             self._pushed.set()
+        elif message.name == HAND_ON:
+            self._hand_on.put_nowait(integer(message.fields, "groups"))
         elif message.name == SPACE:
             self._space.set()
             self._space = asyncio.Event()

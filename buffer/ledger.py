@@ -176,6 +176,10 @@ class Ledger(LedgerState):
         """The groups that an owner holds leases on."""
         return self._groups.of_owner(owner)
 
+    def num_leases_of(self, owner: bytes) -> int:
+        """How many leases an owner holds."""
+        return self._groups.num_of_owner(owner)
+
     def stored_attempt(self, group_id: int) -> int:
         """Which attempt of a group is stored. Raises `UnknownGroup` if none is."""
         return self._groups.stored(group_id).result.attempt

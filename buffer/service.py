@@ -355,7 +355,7 @@ class BufferService:
             self._batches.note_filtered()
         elif result is PutResult.stored:
             self._store.keep_payload(group_id, request.payload, command.num_bytes)
-            self._admission.heartbeats.count_put(client, command.summary.num_tokens)
+            self._admission.done(client, command.summary.num_tokens)
         self._replies.reply(client, request.request_id)
 
     def _release(self, client: bytes, request: Message) -> None:

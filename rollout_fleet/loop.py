@@ -14,6 +14,7 @@ or the loop's state notifies it.
   buffer.
 - `_keep_loading`: the next weights. Woken by the buffer, when a version that is committed is offered.
 - `_keep_renewing`: its timer. `_obey_revocations`: the next revoked lease; woken by the buffer.
+- `_hand_on`: a worker that has nothing to do; woken by the buffer.
 - the engine's `wait_failed`: the engine's failure, which ends `run`; `use` gives the loop another engine.
 - `run`: a stop, or the first failure of any task. Woken by `stop` or the failed task.
 - `load_weights`, `release_device`, `stop`: groups that leave the engine or the loop. Woken by `_generate`, `_settle`.
@@ -136,7 +137,7 @@ class RolloutLoop:
             return self._meter.counters(final=True)
         self._state = LoopState.running
         leasing = self._spawn(self._keep_leasing)
-        pumps = (self._keep_renewing, self._obey_revocations, self._engine.wait_failed)
+        pumps = (self._keep_renewing, self._obey_revocations, self._hand_on, self._engine.wait_failed)
         pump_tasks = {leasing, *(self._spawn(pump) for pump in pumps)}
         self._spawn(self._keep_loading)  # a load that has begun goes on while the groups are put down
         try:
@@ -379,6 +380,17 @@ class RolloutLoop:
                 continue
             await self._end(group, "revoked")
             await self._engine.abort(group.outstanding)
+
+    async def _hand_on(self) -> None:
+        """Hand groups on when another worker has nothing to do: those that were begun last, which have most left."""
+        while True:
+            number = await self._buffer.hand_on_request()
+            if self._config.save_progress is SaveProgress.never:
+                continue
+            chosen = self._running(GroupPhase.generating)[-number:]
+            for group in chosen:
+                await self._end(group, "handed_on")
+            await self._engine.abort([request_id for group in chosen for request_id in group.outstanding])
 
     # One group's way
 

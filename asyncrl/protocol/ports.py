@@ -70,6 +70,13 @@ class RolloutBuffer(Protocol):
         """Wait for the next (group_id, attempt) whose rollout is to be aborted."""
         ...
 
+    async def hand_on_request(self) -> int:
+        """Wait until another worker has nothing to do and nothing more is admitted; how many groups to hand on to it.
+
+        What is saved and released goes to it.
+        """
+        ...
+
     async def next_offer(self, after: int) -> WeightOffer:
         """Wait for weights newer than version ``after``, -1 for any; the newest are answered, others are skipped.
 

@@ -56,6 +56,7 @@ class InMemoryBuffer(OffersInMemory):
         self._now = 0.0
         self._num_others = 0
         self.num_generated = 0
+        self.hand_on_requests: asyncio.Queue[int] = asyncio.Queue()
         self._revocations: asyncio.Queue[tuple[int, int]] = asyncio.Queue()
 
     @property
@@ -180,6 +181,9 @@ class InMemoryBuffer(OffersInMemory):
 
     async def revocation(self) -> tuple[int, int]:
         return await self._revocations.get()
+
+    async def hand_on_request(self) -> int:
+        return await self.hand_on_requests.get()
 
     async def close(self) -> None:
         self.closed = True
