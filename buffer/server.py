@@ -100,7 +100,7 @@ class ServerSocket:
         control = self._router(keys, silent_s=4 * config.heartbeat_s)
         bulk = self._router(keys, silent_s=max(config.request_timeout_s, 4 * config.heartbeat_s))
         self._service = make_service(self)
-        self.address = self._bind(control, "address", config.port)
+        self.address = self._reached_at(self._bind(control, "address", config.port))
         self.bulk_port = int(self._bind(bulk, "bulk_address", config.bulk_port).rpartition(":")[2])
         self._control = Channel(control, self._on_message, self._on_burst_end)
         self._bulk = Channel(bulk, self._on_chunk, self._on_burst_end)
@@ -143,6 +143,11 @@ class ServerSocket:
         if self._journal is not None and bound != known:
             self._journal.write(name, bound)
         return bound
+
+    def _reached_at(self, bound: str) -> str:
+        """The address that clients are told."""
+        host = self._config.advertised_host
+        return f"tcp://{host}:{bound.rpartition(':')[2]}" if host else bound
 
     def counters(self) -> dict[str, int]:
         """What was turned away, or could not be delivered."""

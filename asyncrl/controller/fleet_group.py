@@ -15,7 +15,7 @@ from typing import Any
 import ray
 
 from asyncrl.config import RunConfig
-from asyncrl.controller.cluster import WORKER_ENV, stop_groups
+from asyncrl.controller.cluster import engine_pool, stop_groups, worker_env
 from asyncrl.controller.fleet_member import FleetMember
 from asyncrl.controller.run_folder import RunPaths
 from asyncrl.protocol.errors import EngineLost
@@ -65,7 +65,11 @@ class FleetGroup:
         )
         # Typed Any, because the group's methods are bound from the worker class when it is made.
         self._group: Any = RayWorkerGroup(
-            pool or _own_pool(config), worker, name_prefix="rollout", log_dir=paths.logs, worker_env=WORKER_ENV
+            pool or engine_pool(config),
+            worker,
+            name_prefix="rollout",
+            log_dir=paths.logs,
+            worker_env=worker_env(config),
         )
         self._control = buffer.client()
         self._say = say
@@ -161,19 +165,6 @@ class FleetGroup:
         finally:
             await self._control.close()
             shutil.rmtree(self._links, ignore_errors=True)
-
-
-def _own_pool(config: RunConfig) -> RayResourcePool:
-    """Places for the workers beside the learner's."""
-    num_gpus = config.rollout_fleet.sglang.tp_size if config.learner.device == "cuda" else 0
-    return RayResourcePool(
-        process_on_nodes=[config.rollout_fleet.num_engines],
-        use_gpu=num_gpus > 0,
-        name_prefix="rollout",
-        max_colocate_count=1,
-        num_cpus_per_process=config.placement.cpus_per_engine,
-        timeout_s=config.ray.start_timeout_s,
-    )
 
 
 def _fleet_options(config: RunConfig) -> RolloutFleetConfig:

@@ -129,7 +129,7 @@ class RayWorkerGroup(WorkerGroup):
     Args:
         resource_pool: Where to start them; None attaches to workers that are running already.
         ray_cls_with_init: Their class and its arguments.
-        bin_pack: Whether the processes of one node of the pool must share a node of the cluster, or may spread.
+        bin_pack: False lets the processes of one node of the pool spread, whatever the pool's strategy.
         name_prefix: Name of the group; begins its workers' names. Random by default.
         detached: Whether the workers outlive the driver; their pool must be detached too.
         worker_names: Names of running workers to attach to.
@@ -255,13 +255,14 @@ class RayWorkerGroup(WorkerGroup):
                 "pass detached=True to the pool",
                 self.name_prefix,
             )
-        slots = slots_of(pool, "STRICT_PACK" if bin_pack else "PACK", self.device_name)
+        slots = slots_of(pool, None if bin_pack else "PACK", self.device_name)
         pool.enter()
         try:
             if self.master_address is None:
                 self.master_address, self.master_port = master_address_port(slots[0], master_ports, port_timeout_s)
             for slot in slots:
-                start = partial(self._start_worker, slot, len(slots), pool.max_colocate_count, detached)
+                num_devices = pool.num_devices_per_process / pool.max_colocate_count
+                start = partial(self._start_worker, slot, len(slots), num_devices, detached)
                 worker, name = start()
                 self._workers.append(worker)
                 self._worker_names.append(name)
@@ -276,15 +277,13 @@ class RayWorkerGroup(WorkerGroup):
         The new one is made when the place is free; calls to it wait until then.
         """
         if not self._replacements:
-            raise UsageError(
-                f"group {self.name_prefix!r} is attached to workers that others started; replace them there"
-            )
+            raise UsageError(f"group {self.name_prefix!r} has not started its workers; whoever did can replace them")
         ray.kill(self._workers[rank])
         self._num_replaced += 1
         self._workers[rank], self._worker_names[rank] = self._replacements[rank](f"~{self._num_replaced}")
 
     def _start_worker(
-        self, slot: Slot, world_size: int, max_colocate_count: int, detached: bool, suffix: str = ""
+        self, slot: Slot, world_size: int, num_devices: float, detached: bool, suffix: str = ""
     ) -> tuple[Any, str]:
         """Start one worker; its handle and its name, which ends in ``suffix``."""
         ray_class: Any = self.ray_cls_with_init
@@ -300,7 +299,7 @@ class RayWorkerGroup(WorkerGroup):
             placement_group=slot.placement_group,
             placement_group_bundle_idx=slot.bundle_index,
             use_gpu=self.use_gpu,
-            num_gpus=1 / max_colocate_count,
+            num_gpus=num_devices,
             device_name=self.device_name,
         )
         self._introduce(worker, slot.rank, slot.node_address, log_file)

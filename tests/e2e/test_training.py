@@ -23,17 +23,19 @@ TOLERANCE = 1e-3
     params=[
         pytest.param(("at_updates", 1), id="at_updates"),
         pytest.param(("at_stop", 2), id="at_stop", marks=pytest.mark.slow),
+        pytest.param(("at_stop", 1, "rollout_fleet.sglang.tp_size=2"), id="two_ranks", marks=pytest.mark.slow),
     ],
 )
 def run(request, tmp_path_factory):
     """At a weight update running requests are kept by the engine; or cut off, saved with their leases and continued."""
-    save_progress, num_engines = request.param
+    save_progress, num_engines, *others = request.param
     running = RunningTraining(
         tmp_path_factory.mktemp("training"),
         f"total_steps={STEPS}",
         f"rollout_fleet.num_engines={num_engines}",
         "learner.num_ranks=2",
         f"rollout_fleet.save_progress={save_progress}",
+        *others,
         "learner.keep_snapshots=-1",
         "record_trajectories=true",
         "algorithm.groups_per_step=16",
