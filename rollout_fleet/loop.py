@@ -134,7 +134,7 @@ class RolloutLoop:
         """
         if self._state is LoopState.stopping:  # stopped before, or between two engines: nothing is held
             self._state = LoopState.ended
-            return self._meter.counters(final=True)
+            return self._meter.counters()
         self._state = LoopState.running
         leasing = self._spawn(self._keep_leasing)
         pumps = (self._keep_renewing, self._obey_revocations, self._hand_on, self._engine.wait_failed)
@@ -156,7 +156,7 @@ class RolloutLoop:
             may_go_on = self._engine.has_failed and self._state is LoopState.running
             self._state = LoopState.idle if may_go_on else LoopState.ended
             await self._notify()
-        return self._meter.counters(final=True)
+        return self._meter.counters()
 
     async def use(self, engine: Engine) -> None:
         """Wait until `run` has ended under an engine that failed, and take another; `load_next`, then `run` again."""
@@ -258,9 +258,9 @@ class RolloutLoop:
         """Whether `run` has ended for good."""
         return self._state is LoopState.ended
 
-    def counters(self, *, final: bool = False) -> FleetCounters:
+    def counters(self) -> FleetCounters:
         """What has been done up to now."""
-        return self._meter.counters(final=final)
+        return self._meter.counters()
 
     # Tasks
 

@@ -64,10 +64,7 @@ class RolloutWorker(Worker):
         make = partial(make_engine, config, model_path=model_path, rank=self.rank, log_dir=log_dir, seed=seed)
         self._supervisor = EngineSupervisor(f"engine-{self.rank}", config, make=make)
         self._stager = WeightStager(
-            f"engine-{self.rank}",
-            memory=Path(staging_dir),
-            copies=copy_weights,
-            timeout_s=config.load_timeout_s,
+            f"engine-{self.rank}", memory=Path(staging_dir), copies=copy_weights, timeout_s=config.load_timeout_s
         )
         self._samples = None
         if sample_dir:
@@ -127,7 +124,7 @@ class RolloutWorker(Worker):
             except AsyncRLError:
                 if not engine.has_failed:
                     raise
-        return loop.counters(final=True)
+        return loop.counters()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     async def next_note(self, num_heard: int) -> tuple[bool, str]:
@@ -154,7 +151,7 @@ class RolloutWorker(Worker):
     async def drain(self) -> FleetCounters:
         """End `run`, give all leases back; the engine stays up for `answer`. Returns the final counters."""
         await self._stop_loop(self._started())
-        return self._started().counters(final=True)
+        return self._started().counters()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     async def stop(self) -> FleetCounters | None:
@@ -169,7 +166,7 @@ class RolloutWorker(Worker):
             if self._buffer is not None:
                 await self._buffer.close()
             record.stop()
-        return self._loop.counters(final=True) if self._loop is not None else None
+        return self._loop.counters() if self._loop is not None else None
 
     async def _stop_loop(self, loop: RolloutLoop) -> None:
         stopping = asyncio.create_task(loop.stop())
