@@ -43,9 +43,9 @@ _ALLOWED = {
     | {"next_offer", "loaded", "fenced"},
     BufferRole.learner: _COMMON | {"fetch", "offer"},
     BufferRole.controller: _COMMON
-    | {"enqueue", "plan", "commit", "fetch", "inspect", "served", "pin", "unpin", "bury"},
+    | {"enqueue", "plan", "commit", "rewind", "fetch", "inspect", "served", "pin", "unpin", "bury"},
     BufferRole.inspector: _COMMON | {"inspect"},
-    BufferRole.ledger: _COMMON | {"remove", "missing"},
+    BufferRole.ledger: _COMMON | {"remove", "reconcile"},
 }
 
 

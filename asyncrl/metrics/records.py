@@ -115,6 +115,7 @@ def summary_document(
     before: Evaluation | None,
     after: Evaluation | None,
     evaluations: Sequence[Evaluation] = (),
+    restarts: Mapping[str, int] | None = None,
     wall_s: Mapping[str, float],
     overlap: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
@@ -129,9 +130,11 @@ def summary_document(
         before: Evaluation at version 0; None where evaluation is off.
         after: Evaluation at the final version.
         evaluations: All, in their order.
+        restarts: How often a part was started again, by its name.
         wall_s: Seconds by part of the run: ``total``, ``start`` (until the first step could begin), …
         overlap: How well generation and training overlapped; None where the run was not recorded.
     """
+    evaluated = (("before", before), ("after", after))
     return {
         "experiment": experiment,
         "seed": seed,
@@ -140,10 +143,7 @@ def summary_document(
         "wall_s": wall_s["total"],
         "start_wall_s": wall_s["start"],
         "train_wall_s": result.train_wall_s,
-        "eval": {
-            name: None if evaluation is None else asdict(evaluation)
-            for name, evaluation in (("before", before), ("after", after))
-        }
+        "eval": {name: None if found is None else asdict(found) for name, found in evaluated}
         | {"all": [asdict(evaluation) for evaluation in evaluations]},
         "max_lag": {
             "bound": max_lag,
@@ -153,6 +153,7 @@ def summary_document(
         },
         "tokens": asdict(result.tokens) | {"dropped_by_reason": dict(result.tokens_dropped)},
         "groups_failed": dict(result.groups_failed),
+        "restarts": dict(restarts or {}),
         "overlap": overlap if overlap is None else dict(overlap),
     }
 
