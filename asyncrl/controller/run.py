@@ -34,6 +34,7 @@ from asyncrl.controller.resume import (
     find_checkpoint,
 )
 from asyncrl.controller.run_folder import RunPaths, shared_folder
+from asyncrl.controller.watching import Watching
 from asyncrl.data.prompts import PromptStream
 from asyncrl.metrics import (
     Evaluation,
@@ -94,6 +95,7 @@ class Run:
         self._records: list[StepRecord] = []
         self._evaluations: list[Evaluation] = []
         self._samples = NewSamples(run_dir)
+        self._watching = Watching(config, run_dir, view)
         self._start_s = 0.0
         self._resumed: Resumed | None = None
         self._server: BufferSupervisor | None = None
@@ -110,6 +112,7 @@ class Run:
             stack.callback(record.stop)
             stack.callback(shutil.rmtree, shared_folder(self._run_dir), ignore_errors=True)
             try:
+                await stack.enter_async_context(self._watching)
                 server = self._start_buffer(stack)
                 with self._view.waiting_for("Ray"):
                     await stack.enter_async_context(ray_cluster(self._config))
@@ -310,7 +313,7 @@ class Run:
             return None
         self._evaluations.append(evaluation)
         writer.evaluation(evaluation)
-        self._view.evaluation(evaluation)
+        self._watching.evaluation(evaluation)
         await self._nodes.collect()
         return evaluation
 
@@ -333,7 +336,7 @@ class Run:
     def _on_step(self, writer: MetricsWriter, record: StepRecord) -> None:
         self._records.append(record)
         writer.write(record)
-        self._view.step(record)
+        self._watching.step(record)
         kept = self._config.rollout_fleet.samples
         if kept.every_steps and (record.step + 1) % kept.every_steps == 0:
             self._collecting = asyncio.ensure_future(self._nodes.collect())

@@ -124,7 +124,7 @@ def fleet_of(monkeypatch, tmp_path):
         workers.graves = Graves()
         role = SimpleNamespace(client=None)
         connection = SimpleNamespace(for_role=lambda _: role, client=lambda: workers.graves)
-        folders = dict.fromkeys(("logs", "snapshots", "staging", "samples", "checkpoints"), tmp_path)
+        folders = dict.fromkeys(("logs", "snapshots", "staging", "samples", "tokens", "checkpoints"), tmp_path)
         paths = RunPaths(**folders, trajectories=None)
         options = ["buffer.request_timeout_s=0.1", "rollout_fleet.load_timeout_s=0.1", *options]
         return FleetGroup(compose_run(options), buffer=connection, paths=paths, pool=object(), say=workers.said.append)
