@@ -145,6 +145,24 @@ class ControlBuffer(Protocol):
         """Offer all engines the newest version again."""
         ...
 
+    async def rewind(
+        self,
+        version: int,
+        *,
+        incarnation: int,
+        finished: Sequence[tuple[int, int]],
+        tokens_trained: int,
+        lag_histogram: Mapping[int, int],
+    ) -> None:
+        """Take the learner back to ``version``, which a checkpoint holds, for its next life, number ``incarnation``.
+
+        ``finished`` are the groups that were consumed or dropped before ``version``; ``tokens_trained`` and
+        ``lag_histogram`` what the steps of this run before it had consumed. Offers are withdrawn, running attempts
+        revoked, and engines lease again once they have loaded what the new learner offers. Prompts that were finished
+        since then have to be enqueued again. Idempotent.
+        """
+        ...
+
     async def close(self) -> None:
         """Close the connection."""
         ...
