@@ -93,6 +93,8 @@ def test_the_record_of_the_run_explains_every_second_of_both_pools(run):
     assert sorted(path.name for path in (run.run_dir / "profile").glob("torch-*")) == [
         f"torch-step2-actor-{rank}.json.gz" for rank in range(2)
     ]
+    events = json.loads((run.run_dir / "trace.json").read_text())["traceEvents"]
+    assert sum("torch_trace" in event.get("args", {}) for event in events) == 2
 
 
 def test_every_metric_is_explained(run):
