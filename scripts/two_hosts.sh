@@ -134,7 +134,7 @@ make_host 0
 make_host 1
 join_hosts
 start_ray 0 --head --port "$PORT" --num-cpus 2 --include-dashboard=false
-start_ray 1 --address "${ADDRESSES[0]}:$PORT" --num-cpus 1
+start_ray 1 --address "${ADDRESSES[0]}:$PORT" --num-cpus 2
 for transport in "${transports[@]}"; do
     train "$transport" "$@" || exit $?
     say "$transport: done, kept in $OUT/$transport"
