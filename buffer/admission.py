@@ -18,7 +18,7 @@ from .commands import Enqueue, Frames, GrantedLease, LeaseGroups, Release, Renew
 from .groups import Group
 from .heartbeats import Heartbeats, LoopClock
 from .ledger import Ledger
-from .messages import REVOKED, Message, Replies, integer, integers
+from .messages import REVOKED, Message, Replies, incarnation_of, integer, integers
 from .stores import PayloadStore, size_of
 
 logger = logging.getLogger(__name__)
@@ -289,13 +289,21 @@ class Admission:
             return
         version = integer(message.fields, "engine_version")
         num_wanted = integer(message.fields, "max_groups")
-        self._ledger.check_engine_version(version)
-        fields = {"version": version, "wanted": num_wanted, "granted": []}
+        incarnation = incarnation_of(message.fields)
+        if incarnation == self._ledger.incarnation:
+            self._ledger.check_engine_version(version)
+        fields = {"version": version, "wanted": num_wanted, "granted": [], "incarnation": incarnation}
         request = PendingRequest(client=client, request_id=message.request_id, fields=fields)
         self._pending.add(request, self._hold_s, self._answer_nothing)
 
     def _answer_nothing(self, request: PendingRequest) -> None:
         self._answer(request.client, request.request_id, [])
+
+    def adopt(self, client: bytes, version: int) -> None:
+        """The engine of a client has loaded ``version`` from the learner that lives."""
+        for request in self._pending.of_client(client):
+            if request.fields["version"] == version:
+                request.fields["incarnation"] = self._ledger.incarnation
 
     def answer_outdated(self) -> None:
         """After a commit: let workers ask again whose engine is now too far behind for any group to begin."""
@@ -321,7 +329,8 @@ class Admission:
         line = [
             (self._turns.turn_of(request.client), place, request)
             for place, request in waiting
-            if request.fields["wanted"] > 0
+            # An engine with weights of a learner that was replaced waits until it has loaded others.
+            if request.fields["wanted"] > 0 and request.fields["incarnation"] == self._ledger.incarnation
         ]
         heapify(line)
         served: list[PendingRequest] = []

@@ -261,9 +261,9 @@ class GroupTable:
 
     # Moving on
 
-    def enqueue(self, group_id: int) -> None:
-        """Queue a new group at the tail."""
-        self._groups[group_id] = Group(group_id=group_id, place=self._place())
+    def enqueue(self, group_id: int, *, num_attempts: int = 0) -> None:
+        """Queue a group that is new at the tail, or one that was finished, with its attempts."""
+        self._groups[group_id] = Group(group_id=group_id, place=self._place(), num_attempts=num_attempts)
         self._queue.append(group_id)
 
     def requeue(self, group: Group, *, keeps_progress: bool) -> None:

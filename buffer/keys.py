@@ -42,9 +42,10 @@ _ALLOWED = {
     | {"lease", "cancel", "renew", "beat", "leave", "reserve", "put", "put_payload", "save", "release"}
     | {"next_offer", "loaded"},
     BufferRole.learner: _COMMON | {"fetch", "offer"},
-    BufferRole.controller: _COMMON | {"enqueue", "plan", "commit", "fetch", "inspect", "served", "pin", "unpin"},
+    BufferRole.controller: _COMMON
+    | {"enqueue", "plan", "commit", "rewind", "fetch", "inspect", "served", "pin", "unpin"},
     BufferRole.inspector: _COMMON | {"inspect"},
-    BufferRole.ledger: _COMMON | {"remove", "missing"},
+    BufferRole.ledger: _COMMON | {"remove", "reconcile"},
 }
 
 

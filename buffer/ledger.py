@@ -110,6 +110,8 @@ class Ledger(LedgerState):
                 return bool(outcome.group_ids) and outcome.version not in self._groups.plans
             case commands.Reserved():
                 return bool(outcome.evicted) or len(self._groups.stored_bytes) > 1
+            case commands.Rewound():
+                return outcome.is_new
             case commands.Released():
                 return outcome.was_running or outcome.was_owed
             case _:
@@ -195,6 +197,11 @@ class Ledger(LedgerState):
         """Whether the trajectories of a group are stored or planned."""
         group = self._groups.get(group_id)
         return group is not None and group.summary is not None
+
+    def is_planned(self, group_id: int) -> bool:
+        """Whether a batch holds the group."""
+        group = self._groups.get(group_id)
+        return group is not None and group.state is GroupState.planned
 
     def is_unfinished(self, group_id: int) -> bool:
         """Whether a group is queued, leased, stored or planned."""
@@ -477,6 +484,23 @@ class Ledger(LedgerState):
                 f"token of version {group.result.oldest_version}: lag {lag}, bound {self.rule.max_lag}"
             )
 
+    def _decide_rewind(self, command: commands.Rewind, now: float) -> commands.Rewound:
+        """The same rewind again, or an earlier one, changes nothing."""
+        if command.incarnation <= self.incarnation:
+            return commands.Rewound(is_new=False)
+        if not 0 <= command.version <= self.learner_version:
+            raise ReplayBufferError(
+                f"rewind({command.version}) was asked while the learner is at version {self.learner_version}; go back "
+                "to the version of a checkpoint whose steps are committed"
+            )
+        if not 0 <= command.tokens_trained <= self.account.tokens_trained:
+            raise ReplayBufferError(
+                f"rewind({command.version}) says that {command.tokens_trained} tokens were trained by then, the ledger "
+                f"counts {self.account.tokens_trained} by now; the checkpoint is of another run"
+            )
+        lost = (group for group in self._groups if group.state is not GroupState.queued or group.progress is not None)
+        return commands.Rewound(is_new=True, group_ids=tuple(group.group_id for group in lost))
+
 
 _DECIDE: Mapping[type, Any] = {
     commands.Enqueue: Ledger._decide_enqueue,
@@ -491,5 +515,6 @@ _DECIDE: Mapping[type, Any] = {
     commands.PlanBatch: Ledger._decide_plan,
     commands.LoseGroups: Ledger._decide_lose,
     commands.Commit: Ledger._decide_commit,
+    commands.Rewind: Ledger._decide_rewind,
 }
 """Command to what decides it; deciding changes nothing."""

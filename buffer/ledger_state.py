@@ -9,16 +9,18 @@ from . import commands
 from .account import (
     DISCARDED_PREFIX,
     NO_ROOM,
+    REWOUND,
     STALE_PREFIX,
     STORE_LOST,
     VERSION_TOO_OLD,
     Account,
     AttemptHistory,
     EndedAttempt,
+    IdSet,
 )
 from .groups import Group, GroupState, GroupTable
 
-SNAPSHOT_FORMAT = 5
+SNAPSHOT_FORMAT = 6
 
 
 class LedgerState:
@@ -30,11 +32,13 @@ class LedgerState:
 
     Attributes:
         learner_version: v, steps committed.
+        incarnation: How often the learner was taken back to a checkpoint.
         account: Where every token went.
     """
 
     def __init__(self, *, first_version: int, num_stores: int) -> None:
         self.learner_version = first_version
+        self.incarnation = 0
         self._groups = GroupTable(num_stores=num_stores)
         self._history = AttemptHistory()
         self.account = Account()
@@ -47,7 +51,7 @@ class LedgerState:
 
     def _queue(self, command: commands.Enqueue, outcome: commands.Queued) -> None:
         for group_id in outcome.group_ids:
-            self._groups.enqueue(group_id)
+            self._groups.enqueue(group_id, num_attempts=self._history.num_attempts(group_id))
 
     def _grant(self, command: commands.LeaseGroups, outcome: commands.Granted) -> None:
         for granted in outcome.leases:
@@ -178,13 +182,13 @@ class LedgerState:
             self._give_up(group, is_dropped=outcome.is_dropped)
         self._groups.plan(outcome.version, outcome.group_ids)
 
-    def _give_up(self, group: Group, *, is_dropped: bool) -> None:
+    def _give_up(self, group: Group, *, is_dropped: bool, reason: str = "stale") -> None:
         """A straggler: revoke it, then lease its prompt again or drop it."""
-        self._revoke(group, reason="stale")
-        self.account.give_up("stale", num_saved=group.num_saved, num_inherited=group.num_inherited)
+        self._revoke(group, reason=reason)
+        self.account.give_up(reason, num_saved=group.num_saved, num_inherited=group.num_inherited)
         if is_dropped:
             self._drop(group, stored=False)
-            self.account.groups_dropped["stale"] += 1
+            self.account.groups_dropped[reason] += 1
         else:
             self._groups.requeue(group, keeps_progress=False)
 
@@ -206,6 +210,20 @@ class LedgerState:
             self.account.consume(group.result, outcome.version)
         self._groups.finish_batch(outcome.version)
         self.learner_version += 1
+
+    def _rewind(self, command: commands.Rewind, outcome: commands.Rewound) -> None:
+        if not outcome.is_new:
+            return
+        self._groups.dissolve(tuple(self._groups.plans))
+        for group_id in sorted(outcome.group_ids, reverse=True):  # so that the first comes to the head
+            group = self._get(group_id)
+            if group.state is GroupState.leased:
+                self._give_up(group, is_dropped=False, reason=REWOUND)
+            else:
+                self._evict(group, REWOUND)
+        self._history.reopen(IdSet(command.finished))
+        self.account.rewind(tokens_trained=command.tokens_trained, lags=dict(command.lag_histogram))
+        self.learner_version, self.incarnation = command.version, command.incarnation
 
     # For people and for the server
 
@@ -265,6 +283,7 @@ class LedgerState:
         return {
             "format": SNAPSHOT_FORMAT,
             "learner_version": self.learner_version,
+            "incarnation": self.incarnation,
             "groups": self._groups.snapshot(),
             "history": self._history.snapshot(),
             "account": self.account.snapshot(),
@@ -277,7 +296,7 @@ class LedgerState:
                 f"the ledger's snapshot has format={values.get('format')}, expected {SNAPSHOT_FORMAT}; resume with the "
                 "release that wrote it, or start without it"
             )
-        self.learner_version = values["learner_version"]
+        self.learner_version, self.incarnation = values["learner_version"], values["incarnation"]
         self._groups.restore(values["groups"])
         self._history.restore(values["history"])
         self.account.restore(values["account"])
@@ -296,4 +315,5 @@ _ENACT: Mapping[type, Any] = {
     commands.LoseGroups: LedgerState._lose,
     commands.PlanBatch: LedgerState._plan,
     commands.Commit: LedgerState._commit,
+    commands.Rewind: LedgerState._rewind,
 }

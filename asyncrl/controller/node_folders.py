@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 CHUNK_BYTES = 32 << 20
 SAMPLED_BYTES = 1 << 20
 CLOSE_S = 5.0
-COLLECTED = ("logs", "profile", "samples", "trajectories")
+COLLECTED = ("logs", "profile", "samples", "tokens", "trajectories")
 """What comes back, of the run's folder."""
 APPENDED = (".log", ".msgpack")
 """Endings of files that grow; others appear whole."""

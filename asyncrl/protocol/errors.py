@@ -29,6 +29,10 @@ class WorkerDiedError(AsyncRLError):
     """A process of the run died; the message names it and ends with the last lines of its log."""
 
 
+class LearnerDiedError(WorkerDiedError):
+    """A learner rank died, hangs, or lost its batch: the group can go on from a checkpoint, and not otherwise."""
+
+
 class ClusterDiedError(WorkerDiedError):
     """One of Ray's own processes died, or did not come up; nothing can be stopped through Ray any more."""
 
@@ -82,7 +86,7 @@ class NotLeaseOwner(ReplayBufferError):
 
 
 class WrongEpoch(ReplayBufferError):
-    """A message belongs to another run than the replay buffer; its sender must end."""
+    """A message belongs to another run than the replay buffer's, or to a learner that was replaced: its sender ends."""
 
 
 class NotAllowed(ReplayBufferError):

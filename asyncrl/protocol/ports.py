@@ -145,6 +145,24 @@ class ControlBuffer(Protocol):
         """Offer all engines the newest version again."""
         ...
 
+    async def rewind(
+        self,
+        version: int,
+        *,
+        incarnation: int,
+        finished: Sequence[tuple[int, int]],
+        tokens_trained: int,
+        lag_histogram: Mapping[int, int],
+    ) -> None:
+        """Take the learner back to ``version``, which a checkpoint holds, for its next life, number ``incarnation``.
+
+        ``finished`` are the groups that were consumed or dropped before ``version``; ``tokens_trained`` and
+        ``lag_histogram`` what the steps of this run before it had consumed. Offers are withdrawn, running attempts
+        revoked, and engines lease again once they have loaded what the new learner offers. Prompts that were finished
+        since then have to be enqueued again. Idempotent.
+        """
+        ...
+
     async def close(self) -> None:
         """Close the connection."""
         ...
@@ -176,10 +194,6 @@ class LearnerPort(Protocol):
         """Let the critic learn from the batch of the last `update`; no metrics where there is no critic."""
         ...
 
-    async def busy(self) -> Sequence[tuple[float, float]]:
-        """Return when any role worked on batches, as spans in seconds since the epoch, in any order."""
-        ...
-
     def save(self, version: int, run: Mapping[str, Any], *, wait: bool) -> Awaitable[str]:
         """Save a checkpoint of ``version`` with the run's own state; with ``wait``, until it is complete."""
         ...
@@ -205,13 +219,11 @@ class FleetCounts:
         tokens_generated: Policy tokens that the engines produced for training, including those of aborted requests.
         tokens_in_flight: Those of them that are not yet stored or given back.
         groups_failed: Attempts that failed, by reason: ``aborted`` by the engine, or ``reward``.
-        busy: Of the final counts: when each engine had a training request, as spans in seconds since the epoch.
     """
 
     tokens_generated: int
     tokens_in_flight: int
     groups_failed: Mapping[str, int] = field(default_factory=dict)
-    busy: Sequence[Sequence[tuple[float, float]]] = ()
 
 
 class FleetPort(Protocol):

@@ -65,7 +65,7 @@ def fleet_of(monkeypatch, tmp_path):
         monkeypatch.setattr(fleet_group, "RayWorkerGroup", lambda *_, **__: workers)
         monkeypatch.setattr(fleet_group, "PendingResult", lambda call: call)
         connection = SimpleNamespace(for_role=lambda role: SimpleNamespace(client=None))
-        folders = dict.fromkeys(("logs", "snapshots", "staging", "samples", "checkpoints"), tmp_path)
+        folders = dict.fromkeys(("logs", "snapshots", "staging", "samples", "tokens", "checkpoints"), tmp_path)
         paths = RunPaths(**folders, trajectories=None)
         config = compose_run(["buffer.request_timeout_s=0.1", "rollout_fleet.load_timeout_s=0.1"])
         return FleetGroup(config, buffer=connection, paths=paths, pool=object())

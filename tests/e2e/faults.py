@@ -1,5 +1,7 @@
 """The endings of a run as a table: who gets which signal at which moment, and how the run is expected to end.
 
+Beside it a table of faults that a run outlives.
+
 ``pytest -m "slow or not slow" tests/e2e/test_faults.py`` runs every row on both engines. The moment within a phase is
 drawn from a seed, which is printed: ``ASYNCRL_FAULT_SEED=N`` repeats it.
 """
@@ -44,6 +46,32 @@ class Fault:
         """For the test's name."""
         options = "-".join(option.partition("=")[0] for option in self.options)
         return f"{self.part}-{self.signal.name}-{self.moment.strip().replace(' ', '_')}" + f"-{options}" * bool(options)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recovery:
+    """A fault that the run outlives.
+
+    Attributes:
+        part: Words of the command line of the process that gets the signal.
+        signal: The signal.
+        words: Stand in the line that says that the part is up again; where nothing says so, three steps count.
+        after_steps: When the signal comes.
+        options: Further options of the run.
+        restarts: What the summary counts as started again, by part.
+    """
+
+    part: str
+    signal: signal.Signals
+    options: tuple[str, ...]
+    words: str = ""
+    after_steps: int = 5
+    restarts: tuple[tuple[str, int], ...] = ()
+
+    def __str__(self) -> str:
+        """For the test's name."""
+        options = "-".join(option.partition("=")[0].rpartition(".")[2] for option in self.options)
+        return f"{self.part.replace(' ', '_')}-{self.signal.name}-{options}"
 
 
 STARTED, TRAINING = "writing to", "step 1/"
@@ -101,6 +129,56 @@ FAULTS = (
         words=("error: waited", "group 'rollout' rank 0"),
         options=_SHORT_WAITS,
         end_timeout_s=90.0,
+    ),
+)
+
+
+_ON_DISK = ("buffer.durability=disk", "buffer.directory={folder}/journal")
+_STORES = ("buffer.num_store_servers=2",)
+_CHECKPOINTS = ("checkpoint.every_steps=2",)
+_BUFFER, _LEARNER = ("buffer", 1), ("learner", 1)
+
+RECOVERIES = (
+    Recovery(
+        part="buffer.server --groups",
+        signal=signal.SIGKILL,
+        words="it was started again at",
+        options=_ON_DISK,
+        restarts=(_BUFFER,),
+    ),
+    Recovery(
+        part="buffer.server --groups",
+        signal=signal.SIGSTOP,
+        words="answered nothing for 6.0 s (half of buffer.request_timeout_s) and is killed; it was started again at",
+        options=(*_ON_DISK, "buffer.request_timeout_s=12"),
+        restarts=(_BUFFER,),
+    ),
+    Recovery(part="--store 0", signal=signal.SIGKILL, options=(*_ON_DISK, *_STORES)),
+    Recovery(
+        part="--store 0",
+        signal=signal.SIGKILL,
+        options=(*_STORES, *_CHECKPOINTS, "learner.restarts=2"),
+    ),
+    Recovery(
+        part="ray::ActorWorker",
+        signal=signal.SIGKILL,
+        words="the learner goes on from version",
+        options=_CHECKPOINTS,
+        restarts=(_LEARNER,),
+    ),
+    Recovery(
+        part="ray::ActorWorker",
+        signal=signal.SIGKILL,
+        words="the learner goes on from version",
+        options=(*_CHECKPOINTS, "learner.num_ranks=2", "weights.full_every=3"),
+        restarts=(_LEARNER,),
+    ),
+    Recovery(
+        part="ray::ActorWorker",
+        signal=signal.SIGSTOP,
+        words="the learner goes on from version",
+        options=(*_CHECKPOINTS, "learner.step_timeout_s=10"),
+        restarts=(_LEARNER,),
     ),
 )
 
