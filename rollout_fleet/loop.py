@@ -115,6 +115,7 @@ class RolloutLoop:
         self._num_failures_in_a_row = 0
         self._num_failures: dict[int, int] = {}
         self._released = record.NO_SPAN
+        self._is_noting = False
         num_samples = samples_per_prompt + int(greedy_baseline)
         record.level(LevelName.capacity, config.groups_in_flight * num_samples)
 
@@ -351,7 +352,7 @@ class RolloutLoop:
         async for request, output in self._engine.generate(requests):
             group = asked[request.id]
             self._meter.generated(group.take(request.id, output))
-            note_places(self._groups.values())
+            self._places_changed()
             if not group.outstanding:
                 await self._leave_engine(group)
 
@@ -448,7 +449,7 @@ class RolloutLoop:
 
     async def _forget(self, group: InflightGroup) -> None:
         del self._groups[group.key]
-        note_places(self._groups.values())
+        self._places_changed()
         await self._notify()
 
     # Cutting off
@@ -502,6 +503,16 @@ class RolloutLoop:
 
     def _count_running(self) -> None:
         self._meter.running(len(self._running()))
+        self._places_changed()
+
+    def _places_changed(self) -> None:
+        """Note what holds the engine's places, once for all that happens in this turn of the event loop."""
+        if not self._is_noting and record.current() is not None:
+            self._is_noting = True
+            asyncio.get_running_loop().call_soon(self._note_places)
+
+    def _note_places(self) -> None:
+        self._is_noting = False
         note_places(self._groups.values())
 
     def _stamp(self, event: GroupEvent, group: InflightGroup) -> None:
