@@ -203,7 +203,7 @@ class Run:
         return learner, fleet
 
     async def _start_fleet(self, stack: AsyncExitStack, make: Starter[FleetGroup]) -> FleetGroup:
-        fleet = await make(FleetGroup, self._config)
+        fleet = await make(FleetGroup, self._config, say=self._view.say)
         stack.push_async_callback(fleet.stop, stop_deadlines(self._config).fleet_s)
         count, engine = self._config.rollout_fleet.num_engines, self._config.rollout_fleet.engine
         await self._ready(f"rollout fleet ({count} {engine} engines)", fleet.start())
