@@ -34,6 +34,7 @@ class GroupPhase(Enum):
         generating ──▶ settling                        the last sample is in: score and store
         generating ──▶ cutting ──▶ parked ──▶ generating   cut off for a weight update, continued after it
         generating, cutting ──▶ ending ──▶ settling    revoked or stopped: cut off, and the lease given back
+        generating, cutting ──▶ settling               its engine has failed: given back with what is written
     """
 
     generating = auto()

@@ -32,6 +32,7 @@ from learner.advantages import ADVANTAGES, needs_whole_groups
 from learner.batching import rank_batches
 from learner.config import LearnerConfig
 from learner.roles import ROLES, RemoteScores, scored_by
+from learner.trajectory_log import TokenLogOptions
 from learner.types import RankBatch
 from learner.verl_api import ActorWorker, CriticWorker, ReferenceWorker, RewardModelWorker
 
@@ -76,6 +77,7 @@ class LearnerGroup:
             log_dir=self._paths.logs,
             snapshots=self._paths.snapshots,
             trajectories=self._paths.trajectories,
+            tokens=self._paths.tokens,
         )
 
     async def init(self) -> None:
@@ -278,8 +280,8 @@ class RoleGroups:
     """A group for each role that the run needs; every group has the methods of its role's worker class.
 
     ``layout`` has the pools. ``log_dir`` gets one log per process, ``<pool>-<rank>.log``. The actor publishes weights
-    in ``snapshots``, and records what it consumed in ``trajectories``, unless that is None. Engines may share
-    ``actor_pool``.
+    in ``snapshots``, and records what it consumed in ``trajectories``, unless that is None, and a little of it for
+    people in ``tokens``. Engines may share ``actor_pool``.
     """
 
     def __init__(
@@ -291,6 +293,7 @@ class RoleGroups:
         log_dir: Path,
         snapshots: Path,
         trajectories: Path | None,
+        tokens: Path | None = None,
     ) -> None:
         self.pools = learner_roles(config)
         self.pool_sizes = learner_pools(config)
@@ -304,7 +307,14 @@ class RoleGroups:
             connect = buffer.for_role(BufferRole.learner).sync_client
             classes = {
                 role: _worker_class(
-                    role, config, options, connect, pool=pool, snapshots=snapshots, trajectories=trajectories
+                    role,
+                    config,
+                    options,
+                    connect,
+                    pool=pool,
+                    snapshots=snapshots,
+                    trajectories=trajectories,
+                    tokens=tokens,
                 )
                 for role in roles
             }
@@ -360,6 +370,11 @@ def _collective_options(config: RunConfig) -> CollectiveOptions | None:
     )
 
 
+def _token_log_options(config: RunConfig, tokens: Path | None) -> TokenLogOptions | None:
+    every_steps = config.rollout_fleet.samples.every_steps
+    return TokenLogOptions(directory=str(tokens), every_steps=every_steps) if tokens and every_steps else None
+
+
 def _worker_class(
     role: str,
     config: RunConfig,
@@ -369,12 +384,14 @@ def _worker_class(
     pool: str,
     snapshots: Path,
     trajectories: Path | None,
+    tokens: Path | None,
 ) -> RayClassWithInitArgs:
     paths = {"rm": config.learner.reward_model.path, "critic": config.learner.critic.path or config.model.path}
     publishes = {
         "snapshot_dir": str(snapshots),
         "full_every": config.weights.full_every,
         "trajectory_dir": str(trajectories) if trajectories else None,
+        "token_log": _token_log_options(config, tokens),
         "collective": _collective_options(config),
     }
     return RayClassWithInitArgs(

@@ -93,6 +93,7 @@ class Reporter:
                 update_s=update_s,
                 publish_s=self._publish_s,
                 learner={name: value for name, value in metrics.items() if not name.endswith(_TIMES)},
+                groups=stats.groups,
             )
         )
 
@@ -136,6 +137,7 @@ class Reporter:
             "response_length": statistics.fmean(lengths),
             "lag_mean": statistics.fmean(lags),
             "lag_max": max(lags),
+            "lags": dict(Counter(lags)),
         }
 
 

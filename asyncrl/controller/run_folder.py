@@ -43,6 +43,7 @@ class RunPaths:
         staging: Where engines keep images of the weights; in the memory of their host.
         samples: Decoded samples for reading.
         trajectories: Consumed trajectories; None records none.
+        tokens: A few of them for reading, token by token, with the learner's log-probs.
         checkpoints: Checkpoints of the learner.
     """
 
@@ -51,6 +52,7 @@ class RunPaths:
     staging: Path
     samples: Path
     trajectories: Path | None
+    tokens: Path
     checkpoints: Path
 
     @classmethod
@@ -62,6 +64,7 @@ class RunPaths:
             staging=shared_folder(run_dir) if SHARED_MEMORY.is_dir() else run_dir / "staging",
             samples=run_dir / "samples",
             trajectories=run_dir / "trajectories" if config.record_trajectories else None,
+            tokens=run_dir / "tokens",
             checkpoints=cls.checkpoints_of(config, run_dir),
         )
 

@@ -46,6 +46,8 @@ class StepRecord:
         learner: The learner's own metrics, by name (loss, grad_norm, clip_fraction, …).
         metrics: Mean over the batch's groups of what their trajectories carry, such as ``reward.NAME`` of each of
             several rewards.
+        groups: Groups by state after the step's commit; for trackers, not in ``metrics.jsonl``.
+        lags: Number of the batch's groups by lag; likewise.
     """
 
     step: int
@@ -72,11 +74,14 @@ class StepRecord:
     publish_s: float
     learner: Mapping[str, float]
     metrics: Mapping[str, float] = field(default_factory=dict)
+    groups: Mapping[str, int] = field(default_factory=dict)
+    lags: Mapping[int, int] = field(default_factory=dict)
 
     def flat(self) -> dict[str, float]:
         """Return every number under a dotted name. Example: ``learner.loss``."""
         numbers = asdict(self)
         learner, metrics = numbers.pop("learner"), numbers.pop("metrics")
+        del numbers["groups"], numbers["lags"]
         return numbers | metrics | {f"learner.{name}": value for name, value in learner.items()}
 
 

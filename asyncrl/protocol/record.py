@@ -439,6 +439,11 @@ def clock(reference: str, *, offset_ns: int, error_ns: int) -> None:
         _recorder.clock(reference, offset_ns=offset_ns, error_ns=error_ns)
 
 
+def torch_trace_name(step: int, role: str, rank: int | str) -> str:
+    """The file beside the records with torch.profiler's trace of a role's step on a rank."""
+    return f"torch-step{step}-{role}-{rank}.json.gz"
+
+
 @cache
 def clock_id() -> str:
     """Names the monotonic clock of this process: all processes of a boot of a machine share one."""

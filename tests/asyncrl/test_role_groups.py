@@ -106,6 +106,7 @@ class Learners:
             staging=folder / "staging",
             samples=folder / "samples",
             trajectories=None,
+            tokens=folder / "tokens",
             checkpoints=folder / "checkpoints",
         )
         paths.logs.mkdir(parents=True)
