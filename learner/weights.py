@@ -34,6 +34,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from asyncrl.protocol import record
 from asyncrl.protocol.collective import CollectiveOptions, WeightSender
 from asyncrl.protocol.delta import write_delta
 from asyncrl.protocol.errors import WeightsError
@@ -48,6 +49,7 @@ from asyncrl.protocol.manifest import (
     pieces_of,
 )
 from asyncrl.protocol.ports import WeightLog
+from asyncrl.protocol.record import SpanKind
 
 from .fsdp import stored_buffers, whole_tensors
 from .lora import merged_weights
@@ -272,6 +274,10 @@ class WeightPublisher:
 
     def _prepare(self) -> ModelFiles:
         """Remove versions that are no longer kept, and make the files of the next one ready to be written."""
+        with self._stage("prepare"):
+            return self._made_ready()
+
+    def _made_ready(self) -> ModelFiles:
         if self._is_first and self._keep > 0 and self._directory.is_dir():
             versions = sorted(path for path in self._directory.iterdir() if _SNAPSHOT.fullmatch(path.name))
             first_kept = max(0, len(versions) - self._keep)
@@ -292,13 +298,19 @@ class WeightPublisher:
 
         It does not tell of a collective that fails: its cause, such as a dead rank, shows at the calls on the ranks.
         """
-        shares = self._gathered(version, files)
+        with record.span(SpanKind.publish, lane="/publish", version=version):
+            return self._publish_copied(version, files)
+
+    def _publish_copied(self, version: int, files: ModelFiles | Exception) -> WeightOffer | None:
+        with self._stage("digest", version):
+            shares = self._gathered(version, files)
         try:
             if failed := [f"rank {rank}: {share}" for rank, share in enumerate(shares) if isinstance(share, str)]:
                 raise WeightsError(f"the publish of version {version} failed on {'; on '.join(failed)}")
             if not self._is_first or isinstance(files, Exception):
                 return None
-            self._newest = offer = self._offer(version, files, shares)
+            with self._stage("manifest", version):
+                self._newest = offer = self._offer(version, files, shares)
             if self._sender is not None:
                 offer = self._sender.offer(offer, [len(share.pieces) for share in shares])
         except Exception as error:
@@ -307,11 +319,15 @@ class WeightPublisher:
                 self._log.publish_failed(f"{'' if isinstance(error, WeightsError) else what}{error}")
             raise
         if self._log is not None:
-            oldest = self._log.offer(offer)
+            with self._stage("offer", version):
+                oldest = self._log.offer(offer)
             self._needed = _folder_name(oldest)
             if self._sender is not None:
                 self._sender.retire(oldest)
         return offer
+
+    def _stage(self, name: str, version: int = record.NONE) -> record.OpenSpan:
+        return record.span(SpanKind.publish_stage, lane="/publish", version=version, cause=name)
 
     def _gathered(self, version: int, files: ModelFiles | Exception) -> list[Any]:
         """Compute what is left and digest this rank's part; returns each rank's share, or why it has none."""

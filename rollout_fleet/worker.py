@@ -9,8 +9,10 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
+from asyncrl.protocol import record
 from asyncrl.protocol.errors import AsyncRLError
 from asyncrl.protocol.ports import RolloutBuffer
+from asyncrl.protocol.record import ProfileConfig
 from asyncrl.protocol.types import AnsweredPrompt, Prompt
 from asyncrl.single_controller import Dispatch, Worker, register
 
@@ -28,10 +30,10 @@ from .sample_log import SampleLog
 class RolloutWorker(Worker):
     """Generates training rollouts on its own engine, whose rank is the worker's; `start` brings everything up.
 
-    ``model_path`` holds the policy of version 0, tokenizer included; ``connect_buffer`` is called in `start`,
-    with the name under which the buffer knows the engine; the
-    engine's log goes to ``log_dir``, and decoded samples to ``sample_dir``, unless that is empty; images of weights to
-    ``staging_dir``, with ``copy_weights`` those of full versions too; ``seed`` is the run's; for the rest see
+    ``model_path`` holds the policy of version 0, tokenizer included; ``connect_buffer`` is called in `start`, with the
+    name under which the buffer knows the engine; the engine's log goes to ``log_dir``, and decoded samples to
+    ``sample_dir``, unless that is empty; images of weights to ``staging_dir``, with ``copy_weights`` those of full
+    versions too; ``seed`` is the run's; ``profile`` says what the process records of its time; for the rest see
     `RolloutLoop`. Raises `ValueError` if the engine is not installed, or there is no such model or reward function.
     """
 
@@ -48,8 +50,11 @@ class RolloutWorker(Worker):
         copy_weights: bool = False,
         greedy_baseline: bool = False,
         sample_dir: str = "",
+        profile: ProfileConfig | None = None,
     ) -> None:
         super().__init__()
+        record.start(profile or ProfileConfig(), process=f"engine-{self.rank}", pool=record.Pool.fleet)
+        self._starting = record.span(record.SpanKind.start)
         self._connect_buffer = connect_buffer
         self._rewards = WeightedRewards(config)
         self._decode = load_decoder(model_path)
@@ -96,6 +101,7 @@ class RolloutWorker(Worker):
     async def load_first(self) -> None:
         """Wait for what the learner holds when the run begins, and load it; see `RolloutLoop.load_next`."""
         await self._started().load_next(-1)
+        self._starting.close()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     async def run(self) -> FleetCounters:
@@ -109,7 +115,8 @@ class RolloutWorker(Worker):
 
     async def answer(self, prompts: Sequence[Prompt], version: int, num_samples: int) -> list[AnsweredPrompt]:
         """Answer held-out prompts with the policy of ``version``; see `HeldOutAnswers.answer`."""
-        return await self._held_out.answer(prompts, version=version, num_samples=num_samples)
+        with record.span(record.SpanKind.evaluation, version=version):
+            return await self._held_out.answer(prompts, version=version, num_samples=num_samples)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     async def counters(self) -> FleetCounters:
@@ -134,6 +141,7 @@ class RolloutWorker(Worker):
             await self._rewards.close()
             if self._buffer is not None:
                 await self._buffer.close()
+            record.stop()
         return self._loop.counters(final=True) if self._loop is not None else None
 
     def _started(self) -> RolloutLoop:

@@ -16,6 +16,7 @@ _COMMANDS = {
     "train": ("asyncrl.cli.train_command", "train a policy asynchronously"),
     "plan": ("asyncrl.cli.plan_command", "predict what other options would do, from a run or a scenario"),
     "sft": ("asyncrl.cli.sft_command", "fine-tune a model on demonstrations"),
+    "profile": ("asyncrl.profile.command", "say why learner and fleet of a run were idle"),
     "evaluate": ("asyncrl.cli.evaluate_command", "evaluate a model, a checkpoint or a run on held-out prompts"),
     "samples": ("asyncrl.samples", "read the decoded samples that a run has kept"),
     "inspect": ("buffer.inspect", "look into the replay buffer of a running training"),

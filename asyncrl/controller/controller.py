@@ -54,6 +54,7 @@ from asyncrl.controller.evaluator import PinnedEngines, num_pinned_engines
 from asyncrl.controller.reporting import Reporter
 from asyncrl.controller.resume import Checkpointer, RunState
 from asyncrl.metrics import StepRecord, TrainingResult
+from asyncrl.protocol import record
 from asyncrl.protocol.ports import (
     ColocatedFleetPort,
     ColocatedLearnerPort,
@@ -84,6 +85,7 @@ class _QueuedStep:
     update: Awaitable[Mapping[str, float]]
     weights: Awaitable[None] | None
     critic: Awaitable[Mapping[str, float]]
+    dispatched: record.OpenSpan
     checkpoint: Awaitable[str] | None
 
 
@@ -170,7 +172,8 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
     async def _planned(self, version: int) -> tuple[Plan, float]:
         """The batch of a step, and the seconds spent waiting for it."""
         asked_s = time.monotonic()
-        plan = await self._buffer.plan(version)
+        with record.span(record.SpanKind.plan_wait, lane="/plan", step=version):
+            plan = await self._buffer.plan(version)
         waited_s = time.monotonic() - asked_s
         self._checkpointer.planned(plan)
         return plan, waited_s
@@ -192,11 +195,13 @@ class Controller(_Training[LearnerPort, FleetPort]):
         for version in self._versions:
             await self._places.acquire()
             plan, waited_s = await self._planned(version)
+            dispatched = record.span(record.SpanKind.dispatched, lane="/complete", step=version)
             plan = await self._learner.scored(plan)
             self._queued_version = version + 1
             step = _QueuedStep(
                 plan=plan,
                 plan_wait_s=waited_s,
+                dispatched=dispatched,
                 update=self._learner.update(plan),
                 weights=self._learner.publish(version + 1) if self._is_published(version + 1) else None,
                 critic=self._learner.update_critic(plan),  # after the weights, which need the policy alone
@@ -208,6 +213,7 @@ class Controller(_Training[LearnerPort, FleetPort]):
         for _ in self._versions:
             step = await self._steps.get()
             metrics = await step.update
+            step.dispatched.close()
             stats = await self._buffer.commit(step.plan.version)
             self._checkpointer.committed(step.plan.version)
             self._places.release()
@@ -215,7 +221,8 @@ class Controller(_Training[LearnerPort, FleetPort]):
                 await step.weights  # the copy, which is done before the critic's step can begin
             metrics = {**metrics, **await step.critic}
             if step.checkpoint is not None:
-                await step.checkpoint
+                with record.span(record.SpanKind.checkpoint, lane="/complete", version=step.plan.version + 1):
+                    await step.checkpoint
             self._reporter.step(
                 step.plan,
                 plan_wait_s=step.plan_wait_s,
@@ -256,8 +263,9 @@ class ColocatedController(_Training[ColocatedLearnerPort, ColocatedFleetPort]):
             await self._learner.trainer_mode()
             plan = await self._learner.scored(plan)
             self._queued_version = version + 1
-            metrics = await self._learner.update(plan)
-            metrics = {**metrics, **await self._learner.update_critic(plan)}
+            with record.span(record.SpanKind.dispatched, lane="/complete", step=version):
+                metrics = await self._learner.update(plan)
+                metrics = {**metrics, **await self._learner.update_critic(plan)}
             checkpoint = await self._checkpointer.save_if_due(version + 1)
             await self._learner.rollout_mode(version + 1)
             stats = await self._buffer.commit(version)

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import ray
 
 from asyncrl.config import RunConfig
-from asyncrl.controller.cluster import WORKER_ENV, stop_groups
+from asyncrl.controller.cluster import engine_pool, stop_groups, worker_env
 from asyncrl.controller.run_folder import RunPaths
 from asyncrl.protocol.ports import FleetCounts
 from asyncrl.protocol.remote import within
@@ -52,10 +52,15 @@ class FleetGroup:
             seed=config.seed,
             greedy_baseline=config.algorithm.greedy_baseline,
             sample_dir=str(paths.samples),
+            profile=config.profile,
         )
         # Typed Any, because the group's methods are bound from the worker class when it is made.
         self._group: Any = RayWorkerGroup(
-            pool or _own_pool(config), worker, name_prefix="rollout", log_dir=paths.logs, worker_env=WORKER_ENV
+            pool or engine_pool(config),
+            worker,
+            name_prefix="rollout",
+            log_dir=paths.logs,
+            worker_env=worker_env(config),
         )
 
     async def start(self) -> None:
@@ -122,19 +127,6 @@ class FleetGroup:
     async def _counters(self, what: str) -> FleetCounts:
         timeout_s = self._config.buffer.request_timeout_s
         return _total(await within(self._group.counters(), timeout_s, what, "buffer.request_timeout_s"))
-
-
-def _own_pool(config: RunConfig) -> RayResourcePool:
-    """Places for the workers beside the learner's."""
-    num_gpus = config.rollout_fleet.sglang.tp_size if config.learner.device == "cuda" else 0
-    return RayResourcePool(
-        process_on_nodes=[config.rollout_fleet.num_engines],
-        use_gpu=num_gpus > 0,
-        name_prefix="rollout",
-        max_colocate_count=1,
-        num_cpus_per_process=config.placement.cpus_per_engine,
-        timeout_s=config.ray.start_timeout_s,
-    )
 
 
 def _fleet_options(config: RunConfig) -> RolloutFleetConfig:

@@ -43,17 +43,17 @@ class Estimate:
         array = np.asarray(values, dtype=np.float64)
         mean = float(array.mean())
         if np.isin(array, (0.0, 1.0)).all():
-            return cls(mean=mean, **_wilson(mean, len(array)))
-        means = np.sort(_resampled_means(array))
-        low, high = np.quantile(means, (0.025, 0.975))
-        return cls(mean=mean, low=float(low), high=float(high))
+            low, high = _wilson(mean, len(array))
+        else:
+            low, high = np.quantile(_resampled_means(array), (0.025, 0.975)).tolist()
+        return cls(mean=mean, low=min(low, mean), high=max(high, mean))  # also where rounding says otherwise
 
 
-def _wilson(share: float, count: int) -> dict[str, float]:
+def _wilson(share: float, count: int) -> tuple[float, float]:
     scale = 1 + NORMAL_95**2 / count
     center = (share + NORMAL_95**2 / (2 * count)) / scale
     half = NORMAL_95 / scale * math.sqrt(share * (1 - share) / count + NORMAL_95**2 / (4 * count**2))
-    return {"low": max(0.0, center - half), "high": min(1.0, center + half)}
+    return max(0.0, center - half), min(1.0, center + half)
 
 
 def _resampled_means(values: np.ndarray) -> np.ndarray:

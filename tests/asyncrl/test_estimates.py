@@ -5,7 +5,7 @@ from itertools import combinations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.metrics import Estimate, evaluation_of
@@ -28,6 +28,22 @@ def test_an_interval_of_passes_is_wilsons_and_stays_open_where_all_agree():
     assert Estimate.over([1.0] * 256).low == pytest.approx(1 / (1 + 1.96**2 / 256), abs=1e-4)
     assert Estimate.over([1.0]).high == 1.0
     assert Estimate.over([0.0] * 256).high == pytest.approx(0.0148, abs=1e-4)
+
+
+@given(
+    st.lists(st.sampled_from((0.0, 1.0)), min_size=1, max_size=300) | st.lists(st.floats(-5, 5), min_size=1, max_size=4)
+)
+@settings(max_examples=50, deadline=None)
+def test_a_mean_lies_within_its_interval(values):
+    found = Estimate.over(values)
+    assert found.low <= found.mean <= found.high
+
+
+@pytest.mark.parametrize("count", range(1, 300, 7))
+def test_an_interval_where_all_agree_reaches_to_the_mean(count):
+    """Wilson's upper end of 256 passes of 256 is 1 - 1e-16 in floating point."""
+    assert Estimate.over([1.0] * count).high == 1.0
+    assert Estimate.over([0.0] * count).low == 0.0
 
 
 def test_an_interval_of_means_resamples_prompts_and_not_samples():
