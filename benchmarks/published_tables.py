@@ -175,9 +175,7 @@ def main() -> int:
     verl_errors = _compare("verl, threshold", verl, _predict_verl, VERL_STEP_S, fitted=(0.0, 0.5), rows=rows)
     marin = [
         {"token_s": token_s, "slowdown": slowdown, "train_s": train_s}
-        for token_s, slowdown, train_s in product(
-            (0.002, 0.003, 0.004, 0.005, 0.006), (0.0, 0.5, 1.0, 2.0), (14, 18, 22)
-        )
+        for token_s, slowdown, train_s in product((0.0040, 0.0045, 0.0050, 0.0055), (0.0, 1.0, 2.0), (20.0, 22.0))
     ]
     marin_errors = _compare("marin, max_lag", marin, _predict_marin, MARIN_STEP_S, fitted=(0, 1, 4), rows=rows)
     figures = {
