@@ -56,7 +56,7 @@ VERL_STEP_S = {0.0: 231.34, 0.1: 171.30, 0.3: 146.11, 0.5: 150.63}
 VERL_UPDATE_S = (98.77 + 113.16) / 2
 """Of the two fitted rows; the others' are not looked at."""
 VERL_REST_S = 4.0
-MARIN_STEP_S = {0: 85.24, 1: 55.83, 2: 50.93, 3: 47.54, 4: 43.01}
+MARIN_STEP_S = {0.0: 85.24, 1.0: 55.83, 2.0: 50.93, 3.0: 47.54, 4.0: 43.01}
 MARIN_COPY_S = 21.0
 
 

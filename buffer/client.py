@@ -7,13 +7,16 @@ import asyncio
 import logging
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from asyncrl.protocol import record
 from asyncrl.protocol.errors import (
     AsyncRLError,
     LeaseExpired,
@@ -87,6 +90,7 @@ class BufferClient:
         self._link: ClientSocket | None = None
         self._store_links: list[ClientSocket] | None = None
         self._beat_s = 0.0
+        self._is_elsewhere: bool | None = None  # whether the server's clock is another one, once it is known
         self._serves: dict[str, int | str] = {}
         self._beat: asyncio.TimerHandle | None = None
         self._revocations: deque[tuple[int, int]] = deque()
@@ -273,6 +277,8 @@ class BufferClient:
         per request, so that those that have come are decoded while the others are on their way.
         """
         async with self._fetching:
+            if record.current() is not None and self._is_elsewhere is not False:
+                await self._hello({}, "fetch")
             some = (group_ids[start : start + _GROUPS_AT_ONCE] for start in range(0, len(group_ids), _GROUPS_AT_ONCE))
             parts = await asyncio.gather(*map(self._fetch, some))
             return [group for part in parts for group in part]
@@ -359,20 +365,35 @@ class BufferClient:
         """The connection of a producer, which beats from the first call on."""
         link = self._connect()
         if not self._beat_s:
-            self._beat_s = float((await link.request("hello", {"produces": True}, caller=caller)).fields["heartbeat_s"])
+            self._beat_s = float((await self._hello({"produces": True}, caller)).fields["heartbeat_s"])
             if self._beat is None:
                 self._send_beat()
         return link
 
+    async def _hello(self, fields: Mapping[str, Any], caller: str) -> Message:
+        sent_ns = time.monotonic_ns()
+        reply = await self._connect().request("hello", fields, caller=caller)
+        self._note_clock(sent_ns, reply)
+        return reply
+
+    def _note_clock(self, sent_ns: int, reply: Message) -> None:
+        """Record how this host's clock stands against the server's, where it is another one."""
+        clock = reply.fields["clock"]
+        self._is_elsewhere = clock != record.clock_id()
+        if self._is_elsewhere:
+            now_ns = time.monotonic_ns()
+            offset_ns = reply.fields["now_ns"] - (sent_ns + now_ns) // 2
+            record.clock(clock, offset_ns=offset_ns, error_ns=(now_ns - sent_ns) // 2)
+
     def _send_beat(self) -> None:
         if self._link is not None:
-            self._link.post("beat", self._serves)
+            self._link.post("beat", self._serves, partial(self._note_clock, time.monotonic_ns()))
         self._beat = asyncio.get_running_loop().call_later(self._beat_s, self._send_beat)
 
     async def _stores(self, caller: str) -> list[ClientSocket]:
         """Connections to the store servers; none if the ledger's server keeps the payloads itself."""
         if self._store_links is None:
-            addresses = (await self._connect().request("hello", {}, caller=caller)).fields["stores"]
+            addresses = (await self._hello({}, caller)).fields["stores"]
             if self._store_links is None:
                 self._store_links = [self._link_to(address) for address in addresses]
         return self._store_links

@@ -184,16 +184,21 @@ class ClientSocket:
             raise messages.error_of(reply)
         return reply
 
-    def post(self, name: str, fields: Mapping[str, Any]) -> None:
-        """Send a request whose reply nobody waits for; after a reconnect it is sent again like any other."""
+    def post(self, name: str, fields: Mapping[str, Any], on_reply: Callable[[Message], None] | None = None) -> None:
+        """Send a request whose reply nobody waits for; after a reconnect it is sent again like any other.
+
+        ``on_reply`` gets the reply, if one comes and is no error.
+        """
         if self._closed:
             return
         request = Message(name=name, request_id=next(self._ids), fields=fields)
 
         def forget(reply: asyncio.Future[Message]) -> None:
             self._unanswered.pop(request.request_id, None)
-            if not reply.cancelled():
-                reply.exception()
+            if reply.cancelled() or reply.exception() is not None or on_reply is None:
+                return
+            if reply.result().name == OK:
+                on_reply(reply.result())
 
         self._begin(request, name).add_done_callback(forget)
 

@@ -5,6 +5,7 @@ more timers stand at the next lease's expiry and the next producer's silence. No
 """
 
 import logging
+import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -404,7 +405,7 @@ class BufferService:
         """A sign of life, which also makes a producer known that an earlier server knew."""
         self._admission.heartbeats.enter(client, self._clock.time())
         self._offers.note_beat(client, request.fields)
-        self._replies.reply(client, request.request_id)
+        self._replies.reply(client, request.request_id, _clock_fields())
 
     def _leave(self, client: bytes, request: Message) -> None:
         self._offers.forget(client)
@@ -416,7 +417,8 @@ class BufferService:
             self._admission.heartbeats.enter(client, self._clock.time())
         rule = self.ledger.rule
         fields = {"max_lag": rule.max_lag, "groups_per_step": rule.groups_per_step, "stores": self._store_addresses}
-        self._replies.reply(client, request.request_id, {**fields, "heartbeat_s": self._config.heartbeat_s})
+        fields["heartbeat_s"] = self._config.heartbeat_s
+        self._replies.reply(client, request.request_id, {**fields, **_clock_fields()})
 
     def _stats(self, client: bytes, request: Message) -> None:
         self._replies.reply(client, request.request_id, stats_fields(self._totals()))
@@ -441,6 +443,11 @@ class BufferService:
             "producers": self._admission.describe(),
         }
         self._replies.reply(client, request.request_id, fields)
+
+
+def _clock_fields() -> dict[str, Any]:
+    """The time here, for clients on other hosts."""
+    return {"clock": record.clock_id(), "now_ns": time.monotonic_ns()}
 
 
 class BatchRequests:

@@ -67,19 +67,16 @@ PER_DP_RANK = {"dispatch_fn": _share_of_each_rank, "collect_fn": lambda _group, 
 """Dispatch of a run's methods: lists of one entry per data-parallel rank; options by name go to everyone."""
 
 
-def _timed(method: Callable[..., T]) -> Callable[..., T]:
-    """Note for `ModelWorker.busy` and for the run's profile when a method worked on a batch, its first argument."""
+def _recorded(method: Callable[..., T]) -> Callable[..., T]:
+    """Note for the run's profile when a method worked on a batch, its first argument."""
     kind = SpanKind.update if method.__name__ == "step" else SpanKind.score
 
     @wraps(method)
-    def timed(self: ModelWorker, batch: RankBatch, *arguments: Any, **options: Any) -> T:
-        began_at = time.time()
+    def recorded(self: ModelWorker, batch: RankBatch, *arguments: Any, **options: Any) -> T:
         with record.span(kind, step=batch.version, cause=self.role.name):
-            result = method(self, batch, *arguments, **options)
-        self.own_times.append((began_at, time.time()))
-        return result
+            return method(self, batch, *arguments, **options)
 
-    return timed
+    return recorded
 
 
 class BatchCache:
@@ -130,7 +127,6 @@ class ModelWorker(Worker):
 
     Attributes:
         own_cache: The cache of this worker, which the first role of a process shares with the others.
-        own_times: When it worked on batches.
     """
 
     def __init__(
@@ -156,7 +152,6 @@ class ModelWorker(Worker):
         record.start(self._profile, process=f"{pool}-{self.rank}", pool=record.Pool.learner)
         self.role = role
         self.own_cache = BatchCache()
-        self.own_times: list[tuple[float, float]] = []
         self._config = config
         self._algorithm = algorithm
         self._model_path = model_path
@@ -197,7 +192,7 @@ class ModelWorker(Worker):
         self.cache.open_roles.add(self.role.name)
 
     @register(dispatch_mode=PER_DP_RANK, blocking=False)
-    @_timed
+    @_recorded
     def score(self, batch: RankBatch, send: bool = True) -> Scores | None:
         """Score the role's column for planned samples, under the weights that the run starts from where it is frozen.
 
@@ -209,7 +204,7 @@ class ModelWorker(Worker):
         return scores if send and self._model.mesh.sp_rank == 0 else None
 
     @register(dispatch_mode=PER_DP_RANK, blocking=False)
-    @_timed
+    @_recorded
     def rewards(self, batch: RankBatch) -> dict[SampleKey, float]:
         """What each planned trajectory earned: the reward model's score of its last branch, and its turns' rewards."""
         sequences, groups = self._sequences(batch), self._fetch(batch)
@@ -219,7 +214,7 @@ class ModelWorker(Worker):
         return {key: score + float(groups[key[0]].turn_sums[key[1]]) for key, score in earned.items()}
 
     @register(dispatch_mode=PER_DP_RANK, blocking=False)
-    @_timed
+    @_recorded
     def step(self, batch: RankBatch, *sent: Scores | None) -> dict[str, float]:
         """Make one learner step; in its measured steps the role is only measured.
 
@@ -254,11 +249,6 @@ class ModelWorker(Worker):
         fetch_s, train_s, minus_start, ended_at, lag = slowest.tolist()
         times = {"fetch_s": fetch_s, "train_s": train_s, "started_at": -minus_start, "ended_at": ended_at}
         return metrics | self._offload.metrics | times | {"lag_max": lag}
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
-    def busy(self) -> list[tuple[float, float]]:
-        """When this rank scored or trained, as spans in seconds since the epoch."""
-        return self.own_times
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def publish_weights(self, version: int) -> None:

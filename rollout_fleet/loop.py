@@ -140,7 +140,7 @@ class RolloutLoop:
             await self._release_all()
             self._state = LoopState.ended
             await self._notify()
-        return self._meter.counters(final=True)
+        return self._meter.counters()
 
     async def stop(self) -> None:
         """End `run`; returns when it has given everything back. May be called more than once, or before `run`."""
@@ -216,9 +216,9 @@ class RolloutLoop:
         await self._engine.release_memory()
         self._released = record.span(SpanKind.released)
 
-    def counters(self, *, final: bool = False) -> FleetCounters:
+    def counters(self) -> FleetCounters:
         """What has been done up to now."""
-        return self._meter.counters(final=final)
+        return self._meter.counters()
 
     # Tasks
 

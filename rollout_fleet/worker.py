@@ -60,20 +60,13 @@ class RolloutWorker(Worker):
         self._decode = load_decoder(model_path)
         self._engine = make_engine(config, model_path=model_path, rank=self.rank, log_dir=log_dir, seed=seed)
         self._stager = WeightStager(
-            f"engine-{self.rank}",
-            memory=Path(staging_dir),
-            copies=copy_weights,
-            timeout_s=config.load_timeout_s,
+            f"engine-{self.rank}", memory=Path(staging_dir), copies=copy_weights, timeout_s=config.load_timeout_s
         )
         self._samples = None
         if sample_dir:
             self._samples = SampleLog(Path(sample_dir), rank=self.rank, config=config.samples, decode=self._decode)
         self._held_out = HeldOutAnswers(
-            engine=self._engine,
-            rewards=self._rewards,
-            decode=self._decode,
-            sampling=config.sampling,
-            log=self._samples,
+            engine=self._engine, rewards=self._rewards, decode=self._decode, sampling=config.sampling, log=self._samples
         )
         self._buffer: RolloutBuffer | None = None
         self._make_loop = partial(
@@ -127,7 +120,7 @@ class RolloutWorker(Worker):
     async def drain(self) -> FleetCounters:
         """End `run`, give all leases back; the engine stays up for `answer`. Returns the final counters."""
         await self._started().stop()
-        return self._started().counters(final=True)
+        return self._started().counters()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     async def stop(self) -> FleetCounters | None:
@@ -142,7 +135,7 @@ class RolloutWorker(Worker):
             if self._buffer is not None:
                 await self._buffer.close()
             record.stop()
-        return self._loop.counters(final=True) if self._loop is not None else None
+        return self._loop.counters() if self._loop is not None else None
 
     def _started(self) -> RolloutLoop:
         if self._loop is None:

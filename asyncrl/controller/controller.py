@@ -145,7 +145,7 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
     async def account(self) -> TrainingResult:
         """Let the fleet stop all work, and close the account. Raises `AccountError` if it does not balance."""
         counts = await self._fleet.drain()
-        return self._reporter.result(await self._buffer.stats(), counts, learner_busy=await self._learner.busy())
+        return self._reporter.result(await self._buffer.stats(), counts)
 
     @abstractmethod
     def _loops(self) -> Sequence[Loop]:

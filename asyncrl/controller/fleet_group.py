@@ -140,5 +140,4 @@ def _total(workers: Sequence[FleetCounters]) -> FleetCounts:
         tokens_generated=sum(worker.tokens_generated for worker in workers),
         tokens_in_flight=sum(worker.tokens_in_flight for worker in workers),
         groups_failed=sum((worker.groups_failed for worker in workers), Counter()),
-        busy=[worker.busy for worker in workers],
     )

@@ -93,11 +93,6 @@ class LearnerGroup:
         step = self._roles["critic"].step(*self._step_arguments("critic", plan))
         return self._critic_metrics(step, f"the critic's update of step {plan.version}")
 
-    async def busy(self) -> list[tuple[float, float]]:
-        """See `LearnerPort.busy`."""
-        answers = [await self._in_time(group.busy(), "when the ranks worked") for group in self._roles]
-        return [span for ranks in answers for spans in ranks for span in spans]
-
     def publish(self, version: int) -> Awaitable[None]:
         """See `LearnerPort.publish`."""
         return self._first(self._roles["actor"].publish_weights(version), f"the weights of version {version}")

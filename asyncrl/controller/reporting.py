@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from asyncrl.controller.resume import RunState
-from asyncrl.metrics import Overlap, StepRecord, TrainingResult
+from asyncrl.metrics import StepRecord, TrainingResult
 from asyncrl.protocol import record
 from asyncrl.protocol.errors import AccountError
 from asyncrl.protocol.ports import FleetCounts
@@ -90,22 +90,18 @@ class Reporter:
             )
         )
 
-    def result(
-        self, stats: BufferStats, counts: FleetCounts, *, learner_busy: Sequence[tuple[float, float]]
-    ) -> TrainingResult:
+    def result(self, stats: BufferStats, counts: FleetCounts) -> TrainingResult:
         """Close the token account with the ledger after the last commit and the fleet's final counters.
 
-        ``learner_busy`` is what `LearnerPort.busy` returns. Raises `AccountError` if it does not balance.
+        Raises `AccountError` if it does not balance.
         """
         tokens = balanced_account(stats, counts)
         before = self._resumed
         dropped = Counter(before.all_dropped()) + Counter(stats.tokens_dropped)
         lags = Counter(before.lag_histogram) + Counter(stats.lag_histogram)
-        span = (self._began_s, self._ended_s)
         return TrainingResult(
             policy_version=stats.learner_version,
             train_wall_s=self._ended_s - self._began_s,
-            overlap=Overlap.within(span, engines=counts.busy, learner=learner_busy),
             tokens=replace(
                 tokens,
                 generated=before.tokens_generated + tokens.generated,

@@ -16,7 +16,6 @@ from typing import Any
 
 from asyncrl.config import RunConfig, learner_roles
 from asyncrl.data.prompts import PromptStream
-from asyncrl.metrics.overlap import joined
 from asyncrl.protocol.ports import ControlBuffer, FleetPort, LearnerPort, PromptSource
 from asyncrl.protocol.types import BufferStats, Plan, Prompt
 from buffer.config import BufferConfig, Durability
@@ -114,12 +113,23 @@ class RunState:
         return RunState(
             version=version,
             prompts=prompts,
-            finished=joined([*self.finished, *finished, *ids]),
+            finished=_joined([*self.finished, *finished, *ids]),
             tokens_generated=self.tokens_generated + tokens_generated,
             tokens_trained=self.tokens_trained + stats.tokens_trained + sum(group.num_tokens for group in groups),
             tokens_dropped=dict(Counter(self.all_dropped()) + Counter(stats.tokens_dropped)),
             lag_histogram=dict(Counter(self.lag_histogram) + Counter(stats.lag_histogram) + lags),
         )
+
+
+def _joined(ranges: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """Sorted, disjoint ranges. Example: [(2, 3), (0, 2), (5, 6)] gives ((0, 3), (5, 6))."""
+    found: list[tuple[int, int]] = []
+    for start, end in sorted(ranges):
+        if found and start <= found[-1][1]:
+            found[-1] = (found[-1][0], max(found[-1][1], end))
+        else:
+            found.append((start, end))
+    return tuple(found)
 
 
 def learning_options(config: RunConfig) -> dict[str, str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import uuid
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -36,6 +36,7 @@ from asyncrl.metrics import (
     summary_document,
     write_json,
 )
+from asyncrl.profile.command import explain
 from asyncrl.protocol import record
 from asyncrl.protocol.errors import AsyncRLError
 from asyncrl.protocol.ports import PromptSource
@@ -231,13 +232,14 @@ class Run:
             await _unless(self._train_and_save(controller, parts.learner), [parts.fleet.run()])
             result = await controller.account()
             after = await evaluate(result.policy_version)
+            overlap = await self._explain(writer)
         except asyncio.CancelledError as end:
             if self._records and not is_death(end):  # what is left of the run could not answer
-                await self._keep(controller, parts.learner, before)
+                await self._keep(controller, parts.learner, writer, before)
             raise
         finally:
             writer.close()
-        return self._summarise(result, before, after)
+        return self._summarise(result, before, after, overlap)
 
     async def _train_and_save(self, controller: AnyController, learner: LearnerGroup) -> None:
         """Save the policy as soon as it is trained: whatever goes wrong later, it is there."""
@@ -251,7 +253,9 @@ class Run:
         await self._nodes.fetch(unfinished)
         unfinished.rename(self._run_dir / "policy")
 
-    async def _keep(self, controller: AnyController, learner: LearnerGroup, before: Evaluation | None) -> None:
+    async def _keep(
+        self, controller: AnyController, learner: LearnerGroup, writer: MetricsWriter, before: Evaluation | None
+    ) -> None:
         """Write what a run that is stopped by a signal has learned until then."""
         timeout_s = self._config.save_timeout_s
         try:
@@ -260,12 +264,13 @@ class Run:
                     await self._save_policy(learner)
                 await controller.settle()
                 result = await controller.account()
+                overlap = await self._explain(writer)
         except TimeoutError:
             self._view.say(f"writing policy and summary took longer than save_timeout_s={timeout_s:g}; raise it")
         except AsyncRLError as error:
             self._view.say(f"policy and summary could not be written: {error}")
         else:
-            self._summarise(result, before, None)
+            self._summarise(result, before, None, overlap)
 
     async def _evaluate(
         self, evaluator: HeldOutEvaluator, writer: MetricsWriter, version: int, pinned: PinnedEngines | None = None
@@ -285,6 +290,22 @@ class Run:
         await self._nodes.collect()
         return evaluation
 
+    async def _explain(self, writer: MetricsWriter) -> dict[str, Any] | None:
+        """Say what the time went into, where it was recorded: in files of the run's folder, and for the summary.
+
+        What cannot be explained is said, and costs the run nothing that it has learned.
+        """
+        if record.current() is None:
+            return None
+        try:
+            report = await asyncio.to_thread(explain, self._run_dir)
+        except (OSError, ValueError) as error:
+            self._view.say(f"the profile could not be written: {error}")
+            return None
+        for step, figures in report.steps.items():
+            writer.profile(step, figures.flat())
+        return report.summary()
+
     def _on_step(self, writer: MetricsWriter, record: StepRecord) -> None:
         self._records.append(record)
         writer.write(record)
@@ -295,7 +316,13 @@ class Run:
             for sample in self._samples.extremes(kept.num_shown) if kept.num_shown else ():
                 self._view.say(sample_line(sample))
 
-    def _summarise(self, result: TrainingResult, before: Evaluation | None, after: Evaluation | None) -> dict[str, Any]:
+    def _summarise(
+        self,
+        result: TrainingResult,
+        before: Evaluation | None,
+        after: Evaluation | None,
+        overlap: Mapping[str, Any] | None,
+    ) -> dict[str, Any]:
         """Write the summary, at once after the last evaluation: a run that is stopped later keeps it."""
         summary = summary_document(
             experiment=self._config.experiment,
@@ -307,6 +334,7 @@ class Run:
             after=after,
             evaluations=self._evaluations,
             wall_s={"total": self._view.elapsed_s, "start": self._start_s},
+            overlap=overlap,
         )
         write_json(self._run_dir / "summary.json", summary)
         plot_reward(self._run_dir / "reward.png", self._records, self._evaluations)

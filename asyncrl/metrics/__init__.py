@@ -1,7 +1,6 @@
 """Metrics: typed records, the files they go to, and the view on the terminal."""
 
 from .estimates import Estimate, Evaluation, evaluation_of
-from .overlap import Overlap
 from .records import (
     MetricsWriter,
     StepRecord,
@@ -16,7 +15,6 @@ __all__ = [
     "Estimate",
     "Evaluation",
     "MetricsWriter",
-    "Overlap",
     "StepRecord",
     "TerminalView",
     "TrainingResult",

@@ -14,7 +14,6 @@ from asyncrl.protocol.errors import AsyncRLError
 from asyncrl.protocol.types import TokenAccount
 
 from .estimates import Evaluation
-from .overlap import Overlap
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +87,6 @@ class TrainingResult:
     Attributes:
         policy_version: Learner version at the end.
         train_wall_s: Seconds from the first admission to the last update.
-        overlap: Its parts, which add up to ``train_wall_s``.
         tokens: The token account, after the fleet has put down its work.
         max_lag_realised: Largest lag of any group that this run consumed.
         max_lag_before: The same of the runs that it resumes; they may have had another bound. 0 where there were none.
@@ -99,7 +97,6 @@ class TrainingResult:
 
     policy_version: int
     train_wall_s: float
-    overlap: Overlap
     tokens: TokenAccount
     max_lag_realised: int
     max_lag_before: int = 0
@@ -119,6 +116,7 @@ def summary_document(
     after: Evaluation | None,
     evaluations: Sequence[Evaluation] = (),
     wall_s: Mapping[str, float],
+    overlap: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Return ``summary.json``.
 
@@ -132,6 +130,7 @@ def summary_document(
         after: Evaluation at the final version.
         evaluations: All, in their order.
         wall_s: Seconds by part of the run: ``total``, ``start`` (until the first step could begin), …
+        overlap: How well generation and training overlapped; None where the run was not recorded.
     """
     return {
         "experiment": experiment,
@@ -154,7 +153,7 @@ def summary_document(
         },
         "tokens": asdict(result.tokens) | {"dropped_by_reason": dict(result.tokens_dropped)},
         "groups_failed": dict(result.groups_failed),
-        "overlap": asdict(result.overlap),
+        "overlap": overlap if overlap is None else dict(overlap),
     }
 
 
@@ -192,6 +191,11 @@ class MetricsWriter:
             file.write(json.dumps(numbers) + "\n")
         for name, value in evaluation.scalars().items():
             self._events.add_scalar(f"evaluation/{name}", value, evaluation.policy_version)
+
+    def profile(self, step: int, figures: Mapping[str, float]) -> None:
+        """Write what a step did with its time as scalars under ``profile/``."""
+        for name, value in figures.items():
+            self._events.add_scalar(f"profile/{name.replace('.', '/')}", value, step)
 
     def close(self) -> None:
         """Flush and close both files."""

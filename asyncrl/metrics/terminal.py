@@ -111,10 +111,13 @@ class TerminalView:
             self._console.print(
                 f"  failed    attempts at a prompt group: {reasons}; see logs/rollout-*.log", markup=False
             )
-        self._console.print(
-            f"  busy      fleet and learner {overlap['both_s']:.1f} s, learner alone {overlap['learner_alone_s']:.1f} "
-            f"s, fleet alone {overlap['fleet_alone_s']:.1f} s, neither {overlap['neither_s']:.1f} s"
-        )
+        if overlap:
+            busy = overlap["utilisation"]
+            self._console.print(
+                f"  busy      learner {busy['learner']:.0%}, fleet {busy['fleet']:.0%}; {overlap['step_s']:.3f} s per "
+                f"step, {overlap['ideal_step_s']:.3f} s for the slower pool alone; why: asyncrl profile {run_dir}",
+                markup=False,
+            )
         self._console.print(
             f"  time      {_duration(summary['wall_s'])}, of which training {_duration(summary['train_wall_s'])}"
         )

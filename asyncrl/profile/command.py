@@ -20,10 +20,16 @@ from .trace import Trace
 _SHOWN_STEPS = 8
 
 
-def write_profile(run_dir: Path, trace: Trace, report: OverlapReport) -> None:
-    """Write ``overlap.json`` and ``trace.json`` into the run's folder, each whole or not at all."""
+def explain(run_dir: Path) -> OverlapReport:
+    """Explain what a run has recorded, and write ``overlap.json`` and ``trace.json``, each whole or not at all.
+
+    Raises `OSError` where that is not possible, `ValueError` if another version wrote the record.
+    """
+    trace = Trace.load(run_dir)
+    report = OverlapReport.of(trace)
     _write_whole(run_dir / "overlap.json", report.to_dict(), indent=1)
     _write_whole(run_dir / "trace.json", trace_events(trace))
+    return report
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -36,9 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print overlap.json instead of the table")
     args = parser.parse_args(arguments)
     try:
-        trace = Trace.load(args.run)
-        report = OverlapReport.of(trace)
-        write_profile(args.run, trace, report)
+        report = explain(args.run)
     except (OSError, ValueError) as error:
         sys.stderr.write(f"error: {error}\n")
         return 1

@@ -176,10 +176,6 @@ class LearnerPort(Protocol):
         """Let the critic learn from the batch of the last `update`; no metrics where there is no critic."""
         ...
 
-    async def busy(self) -> Sequence[tuple[float, float]]:
-        """Return when any role worked on batches, as spans in seconds since the epoch, in any order."""
-        ...
-
     def save(self, version: int, run: Mapping[str, Any], *, wait: bool) -> Awaitable[str]:
         """Save a checkpoint of ``version`` with the run's own state; with ``wait``, until it is complete."""
         ...
@@ -205,13 +201,11 @@ class FleetCounts:
         tokens_generated: Policy tokens that the engines produced for training, including those of aborted requests.
         tokens_in_flight: Those of them that are not yet stored or given back.
         groups_failed: Attempts that failed, by reason: ``aborted`` by the engine, or ``reward``.
-        busy: Of the final counts: when each engine had a training request, as spans in seconds since the epoch.
     """
 
     tokens_generated: int
     tokens_in_flight: int
     groups_failed: Mapping[str, int] = field(default_factory=dict)
-    busy: Sequence[Sequence[tuple[float, float]]] = ()
 
 
 class FleetPort(Protocol):

@@ -22,6 +22,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
+from functools import cache
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, cast
@@ -438,6 +439,7 @@ def clock(reference: str, *, offset_ns: int, error_ns: int) -> None:
         _recorder.clock(reference, offset_ns=offset_ns, error_ns=error_ns)
 
 
+@cache
 def clock_id() -> str:
     """Names the monotonic clock of this process: all processes of a boot of a machine share one."""
     parts = []

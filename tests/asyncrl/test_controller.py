@@ -3,7 +3,6 @@
 import asyncio
 import time
 from collections import Counter
-from dataclasses import asdict
 
 import pytest
 
@@ -142,9 +141,6 @@ class ScriptedLearner:
             raise CheckpointError("no space left on device")
         return f"/checkpoints/{version}"
 
-    async def busy(self):
-        return self.spans
-
 
 class ScriptedFleet:
     """Takes weights slowly, so that versions are skipped."""
@@ -226,8 +222,6 @@ async def test_training_consumes_every_version_once_and_ends_with_the_last_weigh
     assert fleet.loaded[-1] == 6
     assert result.tokens.balance == 0
     assert result.max_lag_realised == 1
-    assert sum(asdict(result.overlap).values()) == pytest.approx(result.train_wall_s)
-    assert result.overlap.learner_alone_s > 0
 
 
 async def test_the_next_update_is_queued_on_the_ranks_before_the_running_one_is_committed():

@@ -3,15 +3,12 @@ import io
 import json
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from asyncrl.metrics import (
     Evaluation,
     MetricsWriter,
-    Overlap,
     StepRecord,
     TerminalView,
     TrainingResult,
@@ -53,34 +50,12 @@ def make_result():
     return TrainingResult(
         policy_version=4,
         train_wall_s=10.0,
-        overlap=Overlap(both_s=5.0, learner_alone_s=1.0, fleet_alone_s=4.0, neither_s=0.0),
         tokens=TokenAccount(generated=10, trained=6, dropped=2, buffered=1, in_flight=1),
         max_lag_realised=2,
         lag_histogram={0: 1, 2: 3},
         tokens_dropped={"drained": 2},
         groups_failed={"reward": 2},
     )
-
-
-def test_busy_time_is_told_by_who_was_busy():
-    learner = [(4.0, 6.0), (5.0, 7.0), (9.0, 12.0)]  # roles compute at the same time; the last ends after training
-    one = Overlap.within((0.0, 10.0), engines=[[(-1.0, 3.0), (5.0, 8.0)]], learner=learner)
-    assert one == Overlap(both_s=2.0, learner_alone_s=2.0, fleet_alone_s=4.0, neither_s=2.0)
-    two = Overlap.within((0.0, 10.0), engines=[[(0.0, 10.0)], []], learner=learner)
-    assert two == Overlap(both_s=2.0, learner_alone_s=2.0, fleet_alone_s=3.0, neither_s=3.0)
-    serial = Overlap.within((0.0, 4.0), engines=[[(0.0, 1.0), (2.0, 3.0)]], learner=[(1.0, 2.0), (3.0, 4.0)])
-    assert serial == Overlap(both_s=0.0, learner_alone_s=2.0, fleet_alone_s=2.0, neither_s=0.0)
-    assert Overlap.within((3.0, 5.0), engines=[], learner=[]).neither_s == 2.0
-
-
-spans = st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50)).map(sorted).map(tuple), max_size=8)
-
-
-@given(st.lists(spans, max_size=3), spans)
-def test_the_parts_of_busy_time_add_up_to_the_training_time(engines, learner):
-    parts = dataclasses.asdict(Overlap.within((5.0, 45.0), engines=engines, learner=learner))
-    assert sum(parts.values()) == pytest.approx(40.0)
-    assert min(parts.values()) >= -1e-9
 
 
 def test_a_step_is_one_line_of_json_and_tensorboard_events(tmp_path):
@@ -149,7 +124,7 @@ def test_the_summary_holds_every_promised_number(tmp_path):
     assert summary["max_lag"] == {"bound": 2, "realised": 2, "before_resume": 0, "histogram": {"0": 1, "2": 3}}
     assert summary["tokens"]["generated"] == 10
     assert summary["groups_failed"] == {"reward": 2}
-    assert sum(summary["overlap"].values()) == summary["train_wall_s"]
+    assert summary["overlap"] is None
     assert (summary["policy_version"], summary["wall_s"], summary["train_wall_s"]) == (4, 30.0, 10.0)
 
 
@@ -208,12 +183,13 @@ def test_a_resumed_run_tells_its_own_lag_from_that_of_the_runs_before(tmp_path):
         before=None,
         after=None,
         wall_s={"total": 1.0, "start": 0.5},
+        overlap={"step_s": 0.5, "ideal_step_s": 0.4, "utilisation": {"learner": 0.75, "fleet": 0.5}},
     )
     output = io.StringIO()
     TerminalView(title="run", total_steps=2, console=Console(file=output, width=200)).summary(summary, tmp_path)
     assert "lag       at most 0 of 0 learner steps (4 before resuming)" in output.getvalue()
     assert "failed    attempts at a prompt group: 2 by reward" in output.getvalue()
-    words = "busy      fleet and learner 5.0 s, learner alone 1.0 s, fleet alone 4.0 s, neither 0.0 s"
+    words = "busy      learner 75%, fleet 50%; 0.500 s per step, 0.400 s for the slower pool alone; why: "
     assert words in output.getvalue()
 
 
