@@ -279,6 +279,11 @@ class RunConfig:
         save_timeout_s: After a signal, once a step is done: how long writing the policy and the summary may take before
             the run stops.
         stop_timeout_s: How long stopping may take before processes are killed.
+        dashboard: Serve the run's report while it goes on, at ``dashboard_address``.
+        dashboard_address: ``host:port``; port 0 is any free one. Beyond loopback, visitors must show the secret that
+            the environment variable ``ASYNCRL_DASHBOARD_TOKEN`` holds.
+        tracker: Where the run's numbers go besides its folder: ``wandb``, ``mlflow``, ``prometheus``.
+        prometheus_address: ``host:port`` of ``/metrics`` with ``tracker=[prometheus]``.
     """
 
     experiment: str = "run"
@@ -290,6 +295,10 @@ class RunConfig:
     record_trajectories: bool = False
     save_timeout_s: float = 60.0
     stop_timeout_s: float = 15.0
+    dashboard: bool = False
+    dashboard_address: str = "127.0.0.1:0"
+    tracker: list[str] = field(default_factory=list)
+    prometheus_address: str = "127.0.0.1:9464"
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)

@@ -37,7 +37,7 @@ from .offload import OffloadPolicy
 from .packed_model import PackedModel
 from .roles import CRITIC, Role, Scores, scored_by
 from .trainer import LearnerStep, Trainer
-from .trajectory_log import TrajectoryLog
+from .trajectory_log import LEARNER_LOGPROBS, TokenLogOptions, TrajectoryLog
 from .types import RankBatch, SampleKey, TokenSequence, group_sequences
 from .weights import WeightPublisher, save_policy
 
@@ -121,6 +121,7 @@ class ModelWorker(Worker):
         seed: Seeds dropout, where the model has any, and adapters.
         snapshot_dir: Where published weights go, readable by the engines of this host; None publishes none.
         trajectory_dir: Where consumed samples are logged, one file per step and rank; None logs nothing.
+        token_log: What is kept for people to read; None keeps nothing.
         collective: Sends published weights to the hosts of the engines; None leaves them in ``snapshot_dir``.
         profile: What this process records of its time, as ``pool`` and its rank.
         pool: Name of the pool that the role runs in.
@@ -143,6 +144,7 @@ class ModelWorker(Worker):
         snapshot_dir: str | None = None,
         full_every: int = 1,
         trajectory_dir: str | None = None,
+        token_log: TokenLogOptions | None = None,
         collective: CollectiveOptions | None = None,
         profile: ProfileConfig | None = None,
         pool: str = "learner",
@@ -166,6 +168,7 @@ class ModelWorker(Worker):
         self._collective = collective
         self._publisher: WeightPublisher | None = None
         self._log = TrajectoryLog(trajectory_dir) if trajectory_dir else None
+        self._token_log_options = token_log
         dp_rank, sp_rank = divmod(self.rank, config.sp_size)
         self._register_dispatch_collect_info(_MESH, dp_rank=dp_rank, is_collect=sp_rank == 0)
 
@@ -238,11 +241,14 @@ class ModelWorker(Worker):
         sequences = self._with_columns(batch, self._sequences(batch), sent)
         with self._offload.updating(), self._torch_trace(batch.version):
             sequences, metrics = self._advantages.assign(sequences, batch.rewards)
+            readable = self._for_people(batch.version, sequences)
             learn = self._step.measure if batch.version < self._measured_steps else self._step.run
             metrics |= learn(sequences)
         ended_at = time.time()
         if self._log is not None and self._model.mesh.sp_rank == 0:
             self._log.write(batch, groups, sequences, rank=self._model.mesh.dp_rank)
+        if readable and self._token_log_options is not None and self.rank == 0:
+            TrajectoryLog(self._token_log_options.directory).write(batch, groups, readable, rank=0)
         own = [fetched_at - started_at, ended_at - fetched_at, -started_at, ended_at, lag]
         with record.span(SpanKind.wait_ranks, step=batch.version):
             slowest = self._model.mesh.largest(torch.tensor(own, dtype=torch.float64))
@@ -363,6 +369,15 @@ class ModelWorker(Worker):
             scores[sequence.trajectory].append(value[sequence.loss_mask])
         return {key: np.concatenate(parts) for key, parts in scores.items()}
 
+    def _for_people(self, version: int, sequences: Sequence[TokenSequence]) -> list[TokenSequence]:
+        """In the steps that are due, this rank's first sequences with its own log-probs; a collective there."""
+        options = self._token_log_options
+        if options is None or version % options.every_steps:
+            return []
+        chosen = sequences[: options.num_sequences]
+        scores = self._model.scores(chosen)
+        return [sequence.with_column(LEARNER_LOGPROBS, own) for sequence, own in zip(chosen, scores, strict=True)]
+
     def _with_columns(
         self, batch: RankBatch, sequences: Sequence[TokenSequence], sent: Sequence[Scores | None]
     ) -> list[TokenSequence]:
@@ -416,7 +431,7 @@ class ModelWorker(Worker):
             return
         with torch.profiler.profile(record_shapes=False) as trace:
             yield
-        name = f"torch-step{version}-{self.role.name}-{self.rank}.json.gz"
+        name = record.torch_trace_name(version, self.role.name, self.rank)
         trace.export_chrome_trace(str(Path(self._profile.directory, name)))
 
     def _sequences(self, batch: RankBatch) -> list[TokenSequence]:

@@ -41,9 +41,15 @@ class Reporter:
         self._step_span = record.NO_SPAN
 
     def begin(self) -> None:
-        """Training begins now."""
-        self._began_s = self._last_record_s = time.time()
-        self._step_span = record.span(record.SpanKind.step, step=self._resumed.version)
+        """Training begins now, or again after `rewind`."""
+        self._began_s = self._began_s or time.time()
+        self._last_record_s = time.time()
+        self._step_span = record.span(record.SpanKind.step, step=self.engine_version)
+
+    def rewind(self, version: int) -> None:
+        """The learner goes on from an earlier version; engines load it again. Time and tokens go on counting."""
+        self._step_span.close()
+        self.engine_version = version
 
     def published(self, version: int, took_s: float) -> None:
         """Every engine serves ``version``, after ``took_s`` seconds of publishing."""
@@ -87,6 +93,7 @@ class Reporter:
                 update_s=update_s,
                 publish_s=self._publish_s,
                 learner={name: value for name, value in metrics.items() if not name.endswith(_TIMES)},
+                groups=stats.groups,
             )
         )
 
@@ -130,6 +137,7 @@ class Reporter:
             "response_length": statistics.fmean(lengths),
             "lag_mean": statistics.fmean(lags),
             "lag_max": max(lags),
+            "lags": dict(Counter(lags)),
         }
 
 

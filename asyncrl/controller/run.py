@@ -1,7 +1,8 @@
 """The life of a run: start every part, evaluate, train, evaluate again, save, stop.
 
 A part that dies ends the run: its watcher raises, everything else is cancelled, and what was started is stopped in the
-reverse order, whatever happened.
+reverse order, whatever happened. The buffer server and the learner's ranks are started again first, as often as
+``buffer.restarts`` and ``learner.restarts`` allow.
 """
 
 from __future__ import annotations
@@ -13,18 +14,27 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from asyncrl.config import RunConfig, stop_deadlines
-from asyncrl.controller.cluster import ray_cluster
+from asyncrl.controller.cluster import finished_in_thread, ray_cluster
 from asyncrl.controller.controller import ColocatedController, Controller
 from asyncrl.controller.evaluator import HeldOutEvaluator, PinnedEngines
 from asyncrl.controller.fleet_group import FleetGroup
-from asyncrl.controller.learner_group import LearnerGroup
+from asyncrl.controller.learner_restarts import AnyController, LearnerRestarts
 from asyncrl.controller.node_folders import NodeFolders, node_folders
-from asyncrl.controller.resume import Resumed, ResumedPrompts, RunState, begin_buffer_at, find_checkpoint
+from asyncrl.controller.resume import (
+    PromptsAgain,
+    Resumed,
+    ResumedPrompts,
+    RunState,
+    begin_buffer_at,
+    find_checkpoint,
+)
 from asyncrl.controller.run_folder import RunPaths, shared_folder
+from asyncrl.controller.watching import Watching
 from asyncrl.data.prompts import PromptStream
 from asyncrl.metrics import (
     Evaluation,
@@ -42,12 +52,15 @@ from asyncrl.protocol.errors import AsyncRLError
 from asyncrl.protocol.ports import PromptSource
 from asyncrl.protocol.types import Prompt
 from asyncrl.samples import NewSamples, sample_line
+from asyncrl.sft.warm_start import policy_path
 from asyncrl.single_controller import ray_death
-from buffer import BufferClient, BufferConnection, BufferProcess
+from buffer import BufferClient, BufferConnection, BufferSupervisor
+
+if TYPE_CHECKING:
+    from asyncrl.controller.learner_group import LearnerGroup
 
 T = TypeVar("T")
 U = TypeVar("U")
-AnyController: TypeAlias = Controller | ColocatedController
 Starter: TypeAlias = Callable[..., Coroutine[Any, Any, T]]
 
 
@@ -86,8 +99,11 @@ class Run:
         self._records: list[StepRecord] = []
         self._evaluations: list[Evaluation] = []
         self._samples = NewSamples(run_dir)
+        self._watching = Watching(config, run_dir, view)
         self._start_s = 0.0
         self._resumed: Resumed | None = None
+        self._server: BufferSupervisor | None = None
+        self._restarts: LearnerRestarts | None = None
         self._nodes = NodeFolders(run_dir, {}, timeout_s=config.ray.start_timeout_s)
         self._collecting: asyncio.Future[None] | None = None
 
@@ -100,6 +116,7 @@ class Run:
             stack.callback(record.stop)
             stack.callback(shutil.rmtree, shared_folder(self._run_dir), ignore_errors=True)
             try:
+                await stack.enter_async_context(self._watching)
                 server = self._start_buffer(stack)
                 with self._view.waiting_for("Ray"):
                     await stack.enter_async_context(ray_cluster(self._config))
@@ -109,7 +126,7 @@ class Run:
                     resumes, keys = self._resumed is not None, server.connection.keys
                     self._config = await self._nodes.supply(self._config, keys=keys, resumes=resumes)
                 work = self._run_parts(stack, server, prompts)
-                summary = await _unless(work, [server.death(), ray_death()])
+                summary = await _unless(work, [server.watch(), ray_death()])
             except BaseException as fault:
                 self._on_fault(fault)
                 raise
@@ -127,7 +144,7 @@ class Run:
             self._view.say(f"resuming with other options than the checkpoint's: {'; '.join(changed)}")
         return ResumedPrompts(self._prompts, state)
 
-    def _start_buffer(self, stack: AsyncExitStack) -> BufferProcess:
+    def _start_buffer(self, stack: AsyncExitStack) -> BufferSupervisor:
         options = self._config.buffer
         options = replace(options, epoch=options.epoch or uuid.uuid4().hex[:16])
         if self._config.placement.num_nodes > 1:  # its sockets are open to other hosts
@@ -137,19 +154,23 @@ class Run:
         # Started from this thread, which outlives it: the server dies with the thread that started it.
         with self._view.waiting_for("buffer"):
             server = stack.enter_context(
-                BufferProcess(
+                BufferSupervisor(
                     options,
                     groups_per_step=self._config.algorithm.groups_per_step,
                     log_path=self._run_dir / "logs" / "buffer.log",
                     start_timeout_s=self._config.buffer.request_timeout_s,
+                    on_restart=self._view.say,
                     profile=self._config.profile,
                 )
             )
+        self._server = server
         keys = f" --keys {server.connection.keys}" if server.connection.keys else ""
-        self._view.say(f"to look into the buffer: python -m buffer.inspect {server.address}{keys}")
+        self._view.say(f"to look into the buffer: python -m buffer.inspect {server.connection.address}{keys}")
         return server
 
-    async def _run_parts(self, stack: AsyncExitStack, server: BufferProcess, prompts: PromptSource) -> dict[str, Any]:
+    async def _run_parts(
+        self, stack: AsyncExitStack, server: BufferSupervisor, prompts: PromptSource
+    ) -> dict[str, Any]:
         buffer = server.connection.client()
         stack.push_async_callback(buffer.close)
         if self._config.placement.colocated:
@@ -182,25 +203,32 @@ class Run:
         return learner, fleet
 
     async def _start_fleet(self, stack: AsyncExitStack, make: Starter[FleetGroup]) -> FleetGroup:
-        fleet = await make(FleetGroup, self._config)
+        fleet = await make(FleetGroup, self._config, say=self._view.say)
         stack.push_async_callback(fleet.stop, stop_deadlines(self._config).fleet_s)
         count, engine = self._config.rollout_fleet.num_engines, self._config.rollout_fleet.engine
         await self._ready(f"rollout fleet ({count} {engine} engines)", fleet.start())
         return fleet
 
     async def _start_learner(self, stack: AsyncExitStack, make: Starter[LearnerGroup]) -> LearnerGroup:
-        """Start the learner on the warm-started policy, or where the checkpoint stands."""
-        with self._view.waiting_for("warm start") if self._config.sft.enabled else nullcontext():
-            policy = await self._warming
-        policy = await self._nodes.bring(policy, "start")
+        """Start the ranks while the policy is warm-started, and load it then, or the checkpoint."""
+        policy = await asyncio.to_thread(policy_path, self._config)
+        if self._config.placement.num_nodes > 1:  # ranks elsewhere may need a copy of what is finished
+            policy = await self._nodes.bring(await self._warmed(), "start")
         config = replace(self._config, model=replace(self._config.model, path=str(policy)))
-        learner = await make(LearnerGroup, config)
+        module = await asyncio.to_thread(import_module, "asyncrl.controller.learner_group")  # torch: takes seconds
+        learner = await make(module.LearnerGroup, config)
         stack.push_async_callback(learner.stop, stop_deadlines(self._config).learner_s)
+        await self._warmed()
         await self._ready(f"learner ({config.learner.num_ranks} ranks)", learner.init())
         if self._resumed is not None:
             with self._view.waiting_for("checkpoint"):
                 await learner.load(self._resumed.checkpoint)
         return learner
+
+    async def _warmed(self) -> Path:
+        """The policy that training starts from, once it is there."""
+        with nullcontext() if self._warming.done() else self._view.waiting_for("warm start"):
+            return await self._warming
 
     @property
     def _state(self) -> RunState:
@@ -218,6 +246,7 @@ class Run:
         before = await evaluate(self._state.version)
         self._start_s = self._view.elapsed_s
         kind = ColocatedController if self._config.placement.colocated else Controller
+        prompts = PromptsAgain(prompts, self._prompts.at)
         controller = kind(
             self._config,
             buffer=parts.buffer,
@@ -228,8 +257,17 @@ class Run:
             evaluate=evaluate,
             resumed=self._state,
         )
+        self._restarts = LearnerRestarts(
+            self._config,
+            controller=controller,
+            learner=parts.learner,
+            prompts=prompts,
+            resumed=self._resumed,
+            say=self._view.say,
+        )
+        work = self._restarts.through(partial(self._train_and_save, controller, parts.learner))
         try:
-            await _unless(self._train_and_save(controller, parts.learner), [parts.fleet.run()])
+            await _unless(work, [parts.fleet.run()])
             result = await controller.account()
             after = await evaluate(result.policy_version)
             overlap = await self._explain(writer)
@@ -286,7 +324,7 @@ class Run:
             return None
         self._evaluations.append(evaluation)
         writer.evaluation(evaluation)
-        self._view.evaluation(evaluation)
+        self._watching.evaluation(evaluation)
         await self._nodes.collect()
         return evaluation
 
@@ -309,7 +347,7 @@ class Run:
     def _on_step(self, writer: MetricsWriter, record: StepRecord) -> None:
         self._records.append(record)
         writer.write(record)
-        self._view.step(record)
+        self._watching.step(record)
         kept = self._config.rollout_fleet.samples
         if kept.every_steps and (record.step + 1) % kept.every_steps == 0:
             self._collecting = asyncio.ensure_future(self._nodes.collect())
@@ -333,6 +371,10 @@ class Run:
             before=before,
             after=after,
             evaluations=self._evaluations,
+            restarts={
+                "buffer": self._server.num_restarts if self._server else 0,
+                "learner": self._restarts.num_restarts if self._restarts else 0,
+            },
             wall_s={"total": self._view.elapsed_s, "start": self._start_s},
             overlap=overlap,
         )
@@ -369,13 +411,8 @@ async def _unless(work: Coroutine[Any, Any, T], watchers: Sequence[Coroutine[Any
 
 
 async def _made(kind: Callable[..., T], config: RunConfig, **parts: Any) -> T:
-    """Make a group in a thread; a cancellation waits for the thread, which needs the Ray that is stopped next."""
-    making = asyncio.create_task(asyncio.to_thread(kind, config, **parts))
-    try:
-        return await asyncio.shield(making)
-    except asyncio.CancelledError:
-        await asyncio.wait([making], timeout=config.ray.start_timeout_s)
-        raise
+    """Make a group in a thread, which a cancellation waits for."""
+    return await finished_in_thread(partial(kind, config, **parts), config.ray.start_timeout_s)
 
 
 async def _together(first: Coroutine[Any, Any, T], second: Coroutine[Any, Any, U]) -> tuple[T, U]:

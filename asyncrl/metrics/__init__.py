@@ -10,14 +10,22 @@ from .records import (
     write_json,
 )
 from .terminal import TerminalView
+from .trackers import TrackedRun, Trackers, check_trackers
+from .use import BUSY, PoolUse, RunUse
 
 __all__ = [
+    "BUSY",
     "Estimate",
     "Evaluation",
     "MetricsWriter",
+    "PoolUse",
+    "RunUse",
     "StepRecord",
     "TerminalView",
+    "TrackedRun",
+    "Trackers",
     "TrainingResult",
+    "check_trackers",
     "evaluation_of",
     "plot_reward",
     "summary_document",

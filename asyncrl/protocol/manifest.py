@@ -61,6 +61,8 @@ class WeightOffer:
         num_bytes: Bytes of all tensors; deadlines scale with it.
         kind: A delta becomes a full version on the engine's side before the engine loads it.
         base_version: To which a delta applies; None for a full version.
+        incarnation: How often the learner had been started again from a checkpoint. The same version of two
+            incarnations may be different weights.
     """
 
     version: int
@@ -69,6 +71,7 @@ class WeightOffer:
     num_bytes: int
     kind: OfferKind = "full"
     base_version: int | None = None
+    incarnation: int = 0
 
     @property
     def is_collective(self) -> bool:

@@ -186,14 +186,16 @@ def make_controller(
     saved=None,
     evaluate=None,
     unpublished=None,
+    learner=None,
+    fleet=None,
 ):
     buffer = buffer or ScriptedBuffer(version=resumed.version if resumed else 0)
-    fleet = ScriptedFleet(buffer, load_s)
+    fleet = fleet or ScriptedFleet(buffer, load_s)
     records = []
     controller = Controller(
         compose_run([f"total_steps={steps}", *overrides]),
         buffer=buffer,
-        learner=ScriptedLearner(buffer, dies_at, full_at, saved, unpublished),
+        learner=learner or ScriptedLearner(buffer, dies_at, full_at, saved, unpublished),
         fleet=fleet,
         prompts=Prompts(),
         on_step=records.append,

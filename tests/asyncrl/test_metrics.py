@@ -4,11 +4,15 @@ import json
 
 import pytest
 from rich.console import Console
+from rich.text import Text
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from asyncrl.metrics import (
+    BUSY,
     Evaluation,
     MetricsWriter,
+    PoolUse,
+    RunUse,
     StepRecord,
     TerminalView,
     TrainingResult,
@@ -18,6 +22,7 @@ from asyncrl.metrics import (
     write_json,
 )
 from asyncrl.metrics.records import DiskError
+from asyncrl.metrics.terminal import sparkline
 from asyncrl.protocol.types import AnsweredPrompt, TokenAccount
 
 
@@ -199,3 +204,48 @@ def test_a_full_disk_is_an_error_with_the_process_and_the_path(tmp_path):
     with pytest.raises(DiskError, match=r"the controller cannot write .*metrics\.jsonl: No space left on device"):
         writer.write(make_record(0))
     writer.close()
+
+
+def make_use(advice=""):
+    learner = PoolUse(
+        name="learner",
+        capacity=2,
+        busy_s=9.0,
+        idle_s={"slow_generation": 3.0},
+        recent={BUSY: 0.75, "slow_generation": 0.25},
+    )
+    fleet = PoolUse(name="fleet", capacity=8, busy_s=1.0, idle_s={}, recent={BUSY: 1.0})
+    return RunUse(learner=learner, fleet=fleet, advice=advice)
+
+
+def test_how_the_pools_are_used_is_on_the_terminal_with_what_cost_most():
+    output = io.StringIO()
+    view = TerminalView(title="run", total_steps=2, console=Console(file=output, width=160, force_terminal=True))
+    with view:
+        view.use(make_use("buffer.max_lag=2 would make a step 0.2 s"))
+        for step in (0, 1):
+            view.step(make_record(step))
+        view._live.refresh()
+    text = Text.from_ansi(output.getvalue()).plain
+    assert "slow generation 25%" in text
+    assert "75%" in text
+    assert "100%" in text
+    assert "██" in text
+    assert "advice: buffer.max_lag=2 would make a step 0.2 s" in text
+
+
+def test_without_a_terminal_the_use_is_in_the_line_and_new_advice_is_said_once():
+    output = io.StringIO()
+    view = TerminalView(title="run", total_steps=2, console=Console(file=output, width=250))
+    with view:
+        for advice in ("", "publish less often", "publish less often"):
+            view.use(make_use(advice))
+        view.step(make_record(0))
+    assert "learner at work 75% (slow generation 25%)  fleet at work 100%" in output.getvalue()
+    assert output.getvalue().count("advice: publish less often") == 1
+
+
+def test_a_sparkline_is_as_high_as_its_values():
+    assert sparkline([0, 1, 2]) == "▁▅█"
+    assert sparkline([0, 0]) == "▁▁"
+    assert sparkline([]) == ""

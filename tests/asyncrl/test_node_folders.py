@@ -142,6 +142,8 @@ async def test_a_policy_that_another_node_wrote_comes_back_and_the_end_leaves_no
 async def test_a_node_that_does_not_answer_keeps_no_run_from_ending(folders, nodes, caplog):
     nodes["10.0.0.2"].error = AsyncRLError("its node died")
     await folders.close()
+    assert "node 10.0.0.2 keeps what did not come back, in [" in caplog.text
+    await folders.collect()
     assert "logs and samples of node 10.0.0.2 do not come back: its node died" in caplog.text
 
 
