@@ -98,7 +98,7 @@ def spread_of(straggling: float) -> float:
 
 
 def verl_scenario(threshold: float, *, token_s: float, spread: float) -> Scenario:
-    """A threshold s of verl lets (1 + s) times the prompts of a sync begin per version: max_lag of 16 mini-steps of 32."""
+    """A threshold s of verl lets (1 + s) times the prompts of a sync begin per version: 16 mini-steps of 32 prompts."""
     per_sync = 16
     return Scenario(
         num_engines=8,
