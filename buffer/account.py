@@ -5,7 +5,8 @@ Each attempt is settled once, however often its messages are sent. What is remem
 
 from bisect import bisect_right
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ NO_ROOM = "no_room"
 STORE_LOST = "store_lost"
 REWOUND = "rewound"
 VERSION_TOO_OLD = "version_too_old"
+LOST = "lost"
 
 MAX_REMEMBERED = 4096
 """Ended attempts, and finished groups with more than one, that are remembered; the oldest are forgotten first."""
@@ -172,7 +174,8 @@ class Account:
     """Running totals. Every policy token that a worker reports or saves is buffered, trained or dropped, once.
 
     A saved prefix counts as buffered from the end of the attempt that saved it until the attempt that continues it
-    reports it as its own, or it is dropped.
+    reports it as its own, or it is dropped. What each owner of leases has settled is counted too, so that what a worker
+    had generated and can no longer report, because it died, can be counted as lost.
     """
 
     def __init__(self) -> None:
@@ -184,10 +187,33 @@ class Account:
         self.groups_consumed = 0
         self.groups_dropped: Counter[str] = Counter()
         self.filtered_in_a_row = 0
+        self._settled: Counter[bytes] = Counter()
         self._kept_lengths = self._kept_samples = 0
         self._dropped_lengths: Counter[str] = Counter()
         self._dropped_samples: Counter[str] = Counter()
         self._samples_per_group = 1
+
+    @property
+    def num_tokens(self) -> int:
+        """Every token that is accounted for."""
+        return self.tokens_trained + self.tokens_buffered + self.tokens_dropped.total()
+
+    @contextmanager
+    def settling(self, owner: bytes) -> Iterator[None]:
+        """What is accounted for inside the block is the work of ``owner``."""
+        before = self.num_tokens
+        yield
+        if settled := self.num_tokens - before:
+            self._settled[owner] += settled
+
+    def settled_by(self, owner: bytes) -> int:
+        """Tokens that an owner has accounted for."""
+        return self._settled[owner]
+
+    def lose(self, owner: bytes, num_tokens: int) -> None:
+        """An owner died before it could report so many of its tokens; nothing of it comes any more."""
+        self._drop_tokens(num_tokens, LOST)
+        del self._settled[owner]
 
     def store(self, summary: GroupSummary, *, num_inherited: int) -> None:
         """A put was accepted; the prefix it continued is part of it."""

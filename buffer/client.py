@@ -34,6 +34,7 @@ from .client_socket import ClientSocket
 from .encoding import CHUNK_BYTES, JOIN_BELOW_BYTES, group_frames, group_of, prompt_frames, prompt_of
 from .keys import BufferRole, ClientKeys, client_keys
 from .messages import (
+    HAND_ON,
     MAX_REASON,
     REVOKED,
     SPACE,
@@ -84,6 +85,7 @@ class BufferClient:
         incarnation: int = 0,
     ) -> None:
         self.address = address
+        self.num_generated = 0
         self._name = name
         self._epoch = epoch
         self._incarnation = self._offered_incarnation = incarnation
@@ -100,6 +102,7 @@ class BufferClient:
         self._held: set[tuple[int, int]] = set()
         self._prefixes: dict[tuple[int, int], TrajectoryGroup] = {}
         self._pushed = asyncio.Event()
+        self._hand_on: asyncio.Queue[int] = asyncio.Queue()
         self._space = asyncio.Event()
         self._fetching = asyncio.Lock()
         self._closed = False
@@ -109,6 +112,10 @@ class BufferClient:
         self._connect()
 
     # What a rollout worker does
+
+    async def enter(self) -> str:
+        """See `RolloutBuffer.enter`."""
+        return (await self._entered("enter")).identity.hex()
 
     async def lease(self, engine_version: int, max_groups: int) -> list[Lease]:
         """See `RolloutBuffer.lease`. Cancelling it gives back whatever is granted meanwhile.
@@ -200,6 +207,11 @@ class BufferClient:
             await self._pushed.wait()
         return self._revocations.popleft()
 
+    async def hand_on_request(self) -> int:
+        """See `RolloutBuffer.hand_on_request`."""
+        self._connect()
+        return await self._hand_on.get()
+
     async def next_offer(self, after: int) -> WeightOffer:
         """See `RolloutBuffer.next_offer`. It waits as long as the server answers."""
         link = await self._entered("next_offer")
@@ -218,6 +230,11 @@ class BufferClient:
         fields = {"seconds": took_s, "engine": self._name, "incarnation": self._incarnation}
         self._serves = fields | {"serves": version}
         await link.request("loaded", fields | {"version": version})
+
+    async def fenced(self) -> None:
+        """See `RolloutBuffer.fenced`."""
+        self._serves = {}
+        await (await self._entered("fenced")).request("fenced", {})
 
     # What the learner does
 
@@ -265,6 +282,10 @@ class BufferClient:
         while "version" not in (reply := await self._connect().request("served", fields)).fields:
             pass
         return integer(reply.fields, "version"), seconds(reply.fields, "seconds")
+
+    async def bury(self, worker: str) -> int:
+        """See `ControlBuffer.bury`."""
+        return integer((await self._connect().request("bury", {"worker": worker})).fields, "generated")
 
     async def pin(self, version: int, num_engines: int, known: Collection[str] = ()) -> set[str]:
         """See `ControlBuffer.pin`. It waits as long as the server answers, and tells a restarted one again."""
@@ -423,7 +444,8 @@ class BufferClient:
     def _say_beat(self) -> None:
         """Also at once to a server that was started again: it knows neither this producer nor its engine's version."""
         if self._beat_s and self._link is not None:
-            self._link.post("beat", self._serves, partial(self._note_clock, time.monotonic_ns()))
+            fields = {**self._serves, "generated": self.num_generated}
+            self._link.post("beat", fields, partial(self._note_clock, time.monotonic_ns()))
 
     def _send_beat(self) -> None:
         self._say_beat()
@@ -479,6 +501,8 @@ class BufferClient:
         if message.name == REVOKED:
             self._revocations.append((integer(message.fields, "group_id"), integer(message.fields, "attempt")))
             self._pushed.set()
+        elif message.name == HAND_ON:
+            self._hand_on.put_nowait(integer(message.fields, "groups"))
         elif message.name == SPACE:
             self._space.set()
             self._space = asyncio.Event()

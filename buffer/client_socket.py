@@ -111,6 +111,7 @@ class ClientSocket:
         is_connected: Whether the server can be reached now.
         num_read: Largest request id of a fetch whose reply has come, also if nobody waited for it any more.
         loop: The loop that it lives on.
+        identity: What the server knows this client by.
     """
 
     def __init__(
@@ -132,7 +133,7 @@ class ClientSocket:
         self._epoch = epoch
         self._on_push = on_push
         self._when_connected = on_connected
-        self._identity = uuid.uuid4().bytes
+        self.identity = uuid.uuid4().bytes
         self._unanswered: dict[int, _UnansweredRequest] = {}
         self._outbox: list[Message] = []
         self._flush_handle: asyncio.Handle | None = None
@@ -149,7 +150,7 @@ class ClientSocket:
         self._receiver = ChunkReceiver(_MAX_REPLY_BYTES)
         self._control = Connection(
             address,
-            identity=self._identity,
+            identity=self.identity,
             keys=keys,
             on_message=self._on_message,
             on_change=self._on_control_change,
@@ -333,7 +334,7 @@ class ClientSocket:
             self._bulk_port = port
             self._bulk = Connection(
                 f"{self.address.rpartition(':')[0]}:{port}",
-                identity=self._identity,
+                identity=self.identity,
                 keys=self._keys,
                 on_message=self._on_chunk,
                 on_change=self._on_bulk_change,

@@ -125,9 +125,13 @@ class Released:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TakenBack:
-    """The groups whose leases were revoked; their prompts are queued again."""
+    """The groups whose leases were revoked; their prompts are queued again.
+
+    ``num_lost`` tokens of an owner that died are counted as lost, None if it may still report.
+    """
 
     group_ids: tuple[int, ...]
+    num_lost: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -285,9 +289,14 @@ class Expire(Command[TakenBack]):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TakeBack(Command[TakenBack]):
-    """Take back every lease of an owner that is gone."""
+    """Take back every lease of an owner that is gone.
+
+    ``num_generated`` are the tokens of one that has died for certain: what it has not reported of them is lost. None
+    for one that is only silent.
+    """
 
     owner: bytes
+    num_generated: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -213,6 +213,10 @@ class GroupTable:
         """The groups that an owner holds leases on."""
         return [self._groups[group_id] for group_id in self._by_owner.get(owner, ())]
 
+    def num_of_owner(self, owner: bytes) -> int:
+        """How many groups an owner holds leases on."""
+        return len(self._by_owner.get(owner, ()))
+
     def head(self, number: int) -> list[Group]:
         """The first groups of the queue."""
         return [self._groups[group_id] for group_id in islice(self._queue, number)]

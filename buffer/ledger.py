@@ -104,6 +104,8 @@ class Ledger(LedgerState):
                 return True
             case commands.Renewed():
                 return False
+            case commands.TakenBack():
+                return bool(outcome.group_ids) or outcome.num_lost is not None
             case commands.Granted():
                 return bool(outcome.leases)
             case commands.Planned():
@@ -175,6 +177,10 @@ class Ledger(LedgerState):
     def leases_of(self, owner: bytes) -> list[Group]:
         """The groups that an owner holds leases on."""
         return self._groups.of_owner(owner)
+
+    def num_leases_of(self, owner: bytes) -> int:
+        """How many leases an owner holds."""
+        return self._groups.num_of_owner(owner)
 
     def stored_attempt(self, group_id: int) -> int:
         """Which attempt of a group is stored. Raises `UnknownGroup` if none is."""
@@ -352,7 +358,12 @@ class Ledger(LedgerState):
         return commands.TakenBack(group_ids=tuple(group.group_id for group in self._groups.expired(now)))
 
     def _decide_take_back(self, command: commands.TakeBack, now: float) -> commands.TakenBack:
-        return commands.TakenBack(group_ids=tuple(group.group_id for group in self.leases_of(command.owner)))
+        groups = self.leases_of(command.owner)
+        group_ids, num_lost = tuple(group.group_id for group in groups), None
+        if command.num_generated is not None:
+            num_saved = sum(group.num_saved - group.num_inherited for group in groups)
+            num_lost = max(0, command.num_generated - self.account.settled_by(command.owner) - num_saved)
+        return commands.TakenBack(group_ids=group_ids, num_lost=num_lost)
 
     # Results
 

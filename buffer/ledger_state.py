@@ -82,7 +82,10 @@ class LedgerState:
         for group_id in outcome.group_ids:
             group = self._get(group_id)
             self._revoke(group, reason="expired")
-            self._hand_on(group)
+            with self.account.settling(group.owner):
+                self._hand_on(group)
+        if isinstance(command, commands.TakeBack) and outcome.num_lost is not None:
+            self.account.lose(command.owner, outcome.num_lost)
 
     def _hand_on(self, group: Group) -> None:
         """Queue the prompt of a lease that ended, with what was saved of it."""
@@ -134,6 +137,12 @@ class LedgerState:
         if group is None:
             self._count_late(command)
             return
+        with self.account.settling(group.owner):
+            self._settle(group, command, outcome)
+
+    def _settle(self, group: Group, command: commands.Put, outcome: commands.PutOutcome) -> None:
+        """A running group is stored, dropped by a filter, or refused."""
+        summary, result = command.summary, outcome.result
         self._settle_prefix(group, summary.num_tokens, command.continued)
         num_inherited = group.num_inherited
         if result is commands.PutResult.stored:
@@ -154,9 +163,19 @@ class LedgerState:
         """A put whose lease was taken away: its tokens are dropped, the first time that it comes."""
         owed = self._history.settle(command.summary.group_id, command.summary.attempt)
         if owed is not None:
-            self.account.refuse(command.summary, owed.reason, num_counted=owed.num_counted if command.continued else 0)
+            with self.account.settling(owed.owner):
+                num_counted = owed.num_counted if command.continued else 0
+                self.account.refuse(command.summary, owed.reason, num_counted=num_counted)
 
     def _release(self, command: commands.Release, outcome: commands.Released) -> None:
+        group = self._groups.running(command.group_id, command.attempt)
+        ended = self._history.of(command.group_id, command.attempt)
+        attempt = ended if group is None else group
+        if attempt is not None:
+            with self.account.settling(attempt.owner):
+                self._count_release(command, outcome)
+
+    def _count_release(self, command: commands.Release, outcome: commands.Released) -> None:
         num_counted, reason = 0, command.reason
         if outcome.was_running:
             group = self._groups.running(command.group_id, command.attempt)
@@ -185,7 +204,8 @@ class LedgerState:
     def _give_up(self, group: Group, *, is_dropped: bool, reason: str = "stale") -> None:
         """A straggler: revoke it, then lease its prompt again or drop it."""
         self._revoke(group, reason=reason)
-        self.account.give_up(reason, num_saved=group.num_saved, num_inherited=group.num_inherited)
+        with self.account.settling(group.owner):
+            self.account.give_up(reason, num_saved=group.num_saved, num_inherited=group.num_inherited)
         if is_dropped:
             self._drop(group, stored=False)
             self.account.groups_dropped[reason] += 1

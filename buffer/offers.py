@@ -184,6 +184,7 @@ class OfferRequests:
         self.operations: dict[str, Callable[[bytes, Message], None]] = {
             "offer": self._offer,
             "next_offer": self._next_offer,
+            "fenced": self._fenced,
             "served": self._served,
             "pin": self._pin,
             "unpin": self._unpin,
@@ -216,7 +217,7 @@ class OfferRequests:
             self._tell_controllers()
 
     def forget(self, client: bytes) -> None:
-        """A client left, or is silent: nobody waits for its engine."""
+        """A client left or is silent, or its engine has failed: nobody waits for it."""
         self._log.forget(client)
         self._tell_controllers()
 
@@ -284,6 +285,10 @@ class OfferRequests:
             self._log.loaded(client, version, took_s, name)
         self._replies.reply(client, message.request_id)
         self._tell_controllers()
+
+    def _fenced(self, client: bytes, message: Message) -> None:
+        self.forget(client)
+        self._replies.reply(client, message.request_id)
 
     def _served(self, client: bytes, message: Message) -> None:
         fields = {name: integer(message.fields, name) for name in ("at_least", "num_engines")}

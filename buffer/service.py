@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from asyncrl.protocol import record
-from asyncrl.protocol.errors import AsyncRLError, ReplayBufferError, StoreFull, WireError
+from asyncrl.protocol.errors import AsyncRLError, DeclaredDead, ReplayBufferError, StoreFull, WireError
 from asyncrl.protocol.types import BufferStats
 
 from .admission import Admission, Collaborators, PendingRequest, PendingRequests, PromptIntake
@@ -59,6 +59,7 @@ logger = logging.getLogger(__name__)
 
 _BEATS_TO_SILENCE = 4
 _FIRST_WARNING_STEPS = 4
+_MAX_BURIED = 4096
 
 
 class BufferService:
@@ -116,6 +117,7 @@ class BufferService:
         self._offers = OfferRequests(shared, journal)
         self._reserving = PendingRequests()
         self._refused_for_space: set[bytes] = set()
+        self._buried: dict[bytes, int] = {}
         self._journal = journal
         self._expiry = Deadline(self._expire, self._clock)
         self._silence = Deadline(self._take_from_silent, self._clock)
@@ -143,6 +145,7 @@ class BufferService:
             "loaded": self._loaded,
             "beat": self._beat,
             "leave": self._leave,
+            "bury": self._bury,
             "hello": self._hello,
             "reserve": self._reserve,
             "put": self._put,
@@ -159,6 +162,8 @@ class BufferService:
         self._admission.heartbeats.hear(client, self._clock.time())
         operation = self._operations.get(request.name)
         try:
+            if client in self._buried:
+                raise DeclaredDead(f"{request.name} came from a worker that was declared dead and replaced; end it")
             if operation is None:
                 raise WireError(f"unknown operation {request.name!r:.40}; known are {sorted(self._operations)}")
             operation(client, request)
@@ -360,7 +365,7 @@ class BufferService:
             self._batches.note_filtered()
         elif result is PutResult.stored:
             self._store.keep_payload(group_id, request.payload, command.num_bytes)
-            self._admission.heartbeats.count_put(client, command.summary.num_tokens)
+            self._admission.done(client, command.summary.num_tokens)
         self._replies.reply(client, request.request_id)
 
     def _release(self, client: bytes, request: Message) -> None:
@@ -431,6 +436,8 @@ class BufferService:
     def _beat(self, client: bytes, request: Message) -> None:
         """A sign of life, which also makes a producer known that an earlier server knew."""
         self._admission.heartbeats.enter(client, self._clock.time())
+        if "generated" in request.fields:
+            self._admission.heartbeats.count_generated(client, count(request.fields, "generated"))
         self._offers.note_beat(client, request.fields)
         self._replies.reply(client, request.request_id, _clock_fields())
 
@@ -443,6 +450,19 @@ class BufferService:
     def _leave(self, client: bytes, request: Message) -> None:
         self._offers.forget(client)
         self._admission.leave(client, request)
+
+    def _bury(self, client: bytes, request: Message) -> None:
+        """A worker is dead, says the controller, who started it."""
+        try:
+            dead = bytes.fromhex(text(request.fields, "worker"))
+        except ValueError as error:
+            raise WireError(f"a worker is named by the hexadecimal digits of its identity: {error}") from error
+        if dead not in self._buried:
+            self._offers.forget(dead)
+            self._buried[dead] = self._admission.bury(dead)
+            if len(self._buried) > _MAX_BURIED:
+                del self._buried[next(iter(self._buried))]
+        self._replies.reply(client, request.request_id, {"generated": self._buried[dead]})
 
     def _hello(self, client: bytes, request: Message) -> None:
         """What a client must know; a producer says so, and is heard of from then on."""

@@ -431,7 +431,7 @@ class ModelWorker(Worker):
             return
         with torch.profiler.profile(record_shapes=False) as trace:
             yield
-        name = f"torch-step{version}-{self.role.name}-{self.rank}.json.gz"
+        name = record.torch_trace_name(version, self.role.name, self.rank)
         trace.export_chrome_trace(str(Path(self._profile.directory, name)))
 
     def _sequences(self, batch: RankBatch) -> list[TokenSequence]:

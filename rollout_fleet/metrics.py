@@ -43,6 +43,15 @@ class FleetCounters:
     load_s: tuple[float, ...] = ()
     reward_s: float = 0.0
 
+    @classmethod
+    def total(cls, parts: Iterable[FleetCounters]) -> FleetCounters:
+        """The sum of what several have done, or one in several lives."""
+        sums: dict[str, Any] = asdict(cls())
+        for part in parts:
+            for name in sums:
+                sums[name] = sums[name] + getattr(part, name)
+        return cls(**sums)
+
 
 def note_places(groups: Iterable[InflightGroup]) -> None:
     """Note for the run's profile what the engine's places for samples are held by; see `LevelName`."""

@@ -16,7 +16,8 @@ CODE = [
     path for package in ("asyncrl", "rollout_fleet", "learner", "buffer") for path in (ROOT / package).rglob("*.py")
 ]
 PAGES = {
-    name: (ROOT / "docs" / f"{name}.md").read_text() for name in ("metrics", "tuning", "troubleshooting", "profiling")
+    name: (ROOT / "docs" / f"{name}.md").read_text()
+    for name in ("metrics", "tuning", "troubleshooting", "profiling", "several_hosts")
 }
 
 

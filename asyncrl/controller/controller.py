@@ -117,8 +117,8 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
         self._evaluation_steps = config.evaluation.every_steps if config.evaluation.enabled else 0
         self._versions = range(resumed.version, config.total_steps)
         self._publish_every = config.weights.publish_every
-        self._num_engines = config.rollout_fleet.num_engines
-        self._num_pinned = num_pinned_engines(config, self._num_engines)
+        self._min_engines = config.rollout_fleet.min_engines
+        self._num_pinned = num_pinned_engines(config, config.rollout_fleet.num_engines)
         self._queued_version = resumed.version
         self._prompts_per_call = config.algorithm.groups_per_step
         self._buffer = buffer
@@ -183,7 +183,7 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
 
     async def _follow_fleet(self) -> None:
         """Wait until all engines serve newer weights."""
-        version, took_s = await self._buffer.served(self._reporter.engine_version, self._num_engines)
+        version, took_s = await self._buffer.served(self._reporter.engine_version, self._min_engines)
         self._reporter.published(version, took_s)
 
     def _next_evaluated(self, after: int) -> int | None:

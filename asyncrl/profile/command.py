@@ -19,7 +19,7 @@ from rich.table import Table
 from .overlap import POOLS, Figures, OverlapReport
 from .perfetto import trace_events
 from .report import REPORT, write_report
-from .trace import Trace
+from .trace import FOLDER, Trace
 
 _SHOWN_STEPS = 8
 
@@ -32,7 +32,8 @@ def explain(run_dir: Path) -> OverlapReport:
     trace = Trace.load(run_dir)
     report = OverlapReport.of(trace)
     _write_whole(run_dir / "overlap.json", report.to_dict(), indent=1)
-    _write_whole(run_dir / "trace.json", trace_events(trace))
+    torch_traces = [path.name for path in (run_dir / FOLDER).glob("torch-*.json.gz")]
+    _write_whole(run_dir / "trace.json", trace_events(trace, torch_traces=torch_traces))
     write_report(run_dir, trace, report)
     return report
 

@@ -375,9 +375,10 @@ class _ProcessFile:
                 self._num_dropped += items[0]
 
     @property
-    def rank(self) -> tuple[int, int]:
-        """The smallest is the process whose clock all others are shown on."""
-        return _REFERENCE_ORDER.index(self.header["pool"]), self.header["started_ns"]
+    def rank(self) -> tuple[int, bool, int]:
+        """The smallest is the process whose clock all others are shown on: the buffer's, before its store servers'."""
+        is_other = self.header["process"] != BUFFER_LANE
+        return _REFERENCE_ORDER.index(self.header["pool"]), is_other, self.header["started_ns"]
 
     def set_reference(self, reference: Mapping[str, Any]) -> None:
         """Show times on the clock of another process from now on."""

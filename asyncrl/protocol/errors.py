@@ -45,6 +45,14 @@ class EngineError(AsyncRLError):
     """An inference engine refused a request or broke its contract."""
 
 
+class EngineLost(EngineError):
+    """An engine has failed for good: it was replaced as often as the options allow."""
+
+
+class RequestRefused(EngineError):
+    """A request that every engine would refuse: the prompt or an option is wrong, and no restart mends it."""
+
+
 class WeightsError(AsyncRLError):
     """Published weights are missing bytes, or an engine holds other weights than were published."""
 
@@ -83,6 +91,10 @@ class VersionTooNew(ReplayBufferError):
 
 class NotLeaseOwner(ReplayBufferError):
     """A put, renewal or release came from another client than the one that holds the lease."""
+
+
+class DeclaredDead(ReplayBufferError):
+    """A message of a rollout worker that was replaced because it seemed dead; it must end."""
 
 
 class WrongEpoch(ReplayBufferError):

@@ -12,7 +12,17 @@ from .types import BufferStats, Lease, Plan, Prompt
 
 
 class RolloutBuffer(Protocol):
-    """What a rollout worker needs of the replay buffer. Every call is awaited under the client's deadline."""
+    """What a rollout worker needs of the replay buffer. Every call is awaited under the client's deadline.
+
+    Attributes:
+        num_generated: Policy tokens that this worker has generated; the worker keeps it, and each beat reports it.
+    """
+
+    num_generated: int
+
+    async def enter(self) -> str:
+        """Connect, and be heard of from now on; returns the name that `ControlBuffer.bury` knows this worker by."""
+        ...
 
     async def lease(self, engine_version: int, max_groups: int) -> list[Lease]:
         """Wait until at least one group is admitted at ``engine_version``; return up to ``max_groups`` leases.
@@ -60,6 +70,13 @@ class RolloutBuffer(Protocol):
         """Wait for the next (group_id, attempt) whose rollout is to be aborted."""
         ...
 
+    async def hand_on_request(self) -> int:
+        """Wait until another worker has nothing to do and nothing more is admitted; how many groups to hand on to it.
+
+        What is saved and released goes to it.
+        """
+        ...
+
     async def next_offer(self, after: int) -> WeightOffer:
         """Wait for weights newer than version ``after``, -1 for any; the newest are answered, others are skipped.
 
@@ -69,6 +86,10 @@ class RolloutBuffer(Protocol):
 
     async def loaded(self, version: int, took_s: float) -> None:
         """Report that this worker's engine serves ``version``, which it took ``took_s`` seconds to load."""
+        ...
+
+    async def fenced(self) -> None:
+        """Report that this worker's engine serves nothing until `loaded` is called again: nobody waits for it."""
         ...
 
     async def close(self) -> None:
@@ -128,6 +149,14 @@ class ControlBuffer(Protocol):
 
         Returns the oldest version that one of them serves, and the seconds that the slowest took to load it. Raises
         `WeightsError` if a version could not be published.
+        """
+        ...
+
+    async def bury(self, worker: str) -> int:
+        """A rollout worker is dead: take its leases back, and accept nothing of it any more.
+
+        Returns all tokens that it generated, as far as they are known; those that nobody can report count as lost.
+        ``worker`` is what `RolloutBuffer.enter` returned to it. Asking again returns the same.
         """
         ...
 

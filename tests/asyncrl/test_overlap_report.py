@@ -59,7 +59,7 @@ def test_the_command_prints_a_table_and_writes_both_files(tmp_path, capsys):
     assert "3 steps of" in printed
     assert "staleness_gate" in printed
     assert json.loads((tmp_path / "overlap.json").read_text())["run"]["num_steps"] == 3
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["overlap.json", "profile", "trace.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["overlap.json", "profile", "report.html", "trace.json"]
 
 
 def test_the_command_says_what_is_wrong_with_a_folder(tmp_path, capsys):

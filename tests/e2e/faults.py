@@ -31,6 +31,7 @@ class Fault:
         options: Further options of the run.
         engines: Engines that the row is about.
         end_timeout_s: How soon the run must have ended.
+        goes_on: The run outlives the fault, makes further steps, and is then stopped by SIGTERM.
     """
 
     part: str
@@ -41,6 +42,7 @@ class Fault:
     options: tuple[str, ...] = ()
     engines: tuple[str, ...] = ("transformers", "sglang")
     end_timeout_s: float = 20.0
+    goes_on: bool = False
 
     def __str__(self) -> str:
         """For the test's name."""
@@ -76,6 +78,8 @@ class Recovery:
 
 STARTED, TRAINING = "writing to", "step 1/"
 _OWN_REWARD = f"{ROOT / 'scripts/examples/sorting/sorting_reward.py'}:leading_numbers"
+_NO_RESTARTS = ("rollout_fleet.restarts=0",)
+_SHORT_SILENCE = ("rollout_fleet.silence_timeout_s=4",)
 _SHORT_WAITS = ("buffer.request_timeout_s=6", "rollout_fleet.load_timeout_s=6")
 
 
@@ -83,6 +87,13 @@ def _stopped(number: signal.Signals, moment: str) -> Fault:
     """A run that is asked to stop says so, and its status is the one that shells give to this signal."""
     return Fault(
         part=SUPERVISOR, signal=number, moment=moment, status=128 + number, words=(f"stopped by {number.name}",)
+    )
+
+
+def _replaced(part: str, **changes: Any) -> Fault:
+    """A member of the fleet that is killed while training is replaced: the run goes on until it is stopped."""
+    return _killed(
+        part, **{"status": 128 + signal.SIGTERM, "words": ("stopped by SIGTERM",), "goes_on": True} | changes
     )
 
 
@@ -111,24 +122,19 @@ FAULTS = (
     _killed("raylet/raylet", "error: Ray's node manager (raylet"),
     _killed("buffer.server", "error: the buffer server (pid"),
     _killed("ray::ActorWorker", "error: ", "learner"),
-    _killed("ray::RolloutWorker", "error: ", "rollout"),
-    _killed("sglang.launch_server", "error: sglang-0", "sglang-0.log", engines=("sglang",)),
-    _killed("sglang::scheduler", "error: sglang-0", "sglang-0.log", engines=("sglang",)),
+    _killed("ray::RolloutWorker", "error: ", "rollout", options=_NO_RESTARTS),
+    _killed("sglang.launch_server", "sglang-0 died", "sglang-0.log", engines=("sglang",), options=_NO_RESTARTS),
+    _replaced("ray::RolloutWorker"),
+    _replaced("sglang.launch_server", engines=("sglang",)),
+    _replaced("sglang::scheduler", engines=("sglang",)),
+    _replaced("sglang::scheduler", engines=("sglang",), signal=signal.SIGSTOP, options=_SHORT_SILENCE),
+    _replaced("ray::RolloutWorker", signal=signal.SIGSTOP, options=_SHORT_WAITS),
     _killed(
         "asyncrl.sft",
         "error: the warm start",
         moment="warm start: step",
         options=("sft.enabled=true", "sft.target_accuracy=1.01"),
         engines=("transformers",),
-    ),
-    Fault(
-        part="ray::RolloutWorker",
-        signal=signal.SIGSTOP,
-        moment=TRAINING,
-        status=1,
-        words=("error: waited", "group 'rollout' rank 0"),
-        options=_SHORT_WAITS,
-        end_timeout_s=90.0,
     ),
 )
 
@@ -154,6 +160,7 @@ RECOVERIES = (
         restarts=(_BUFFER,),
     ),
     Recovery(part="--store 0", signal=signal.SIGKILL, options=(*_ON_DISK, *_STORES)),
+    Recovery(part="--store 0", signal=signal.SIGSTOP, options=(*_ON_DISK, *_STORES, "buffer.request_timeout_s=12")),
     Recovery(
         part="--store 0",
         signal=signal.SIGKILL,

@@ -41,6 +41,13 @@ def test_a_run_ends_as_the_table_says_and_leaves_nothing(start, fault: Fault, en
     shared_memory = shared_memory_of(run.family.values())
     words = "asyncrl.train" if fault.part == CONTROLLER else fault.part
     os.kill(run.process.pid if fault.part == SUPERVISOR else run.pid_of(words), fault.signal)
+    if fault.goes_on:
+        struck_s = time.monotonic()
+        run.wait_for_line("rollout worker 0 is back" if "RolloutWorker" in fault.part else "serves version")
+        print(f"{fault}: back after {time.monotonic() - struck_s:.1f} s")  # noqa: T201 - as above
+        run.wait_for_line("step ")
+        run.wait_for_line("step ")
+        run.process.terminate()
     assert run.finish(fault.end_timeout_s) == fault.status, run.output
     last_words = "\n".join(run.lines[-40:])
     for words in fault.words:
