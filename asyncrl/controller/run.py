@@ -14,15 +14,15 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from asyncrl.config import RunConfig, stop_deadlines
 from asyncrl.controller.cluster import finished_in_thread, ray_cluster
 from asyncrl.controller.controller import ColocatedController, Controller
 from asyncrl.controller.evaluator import HeldOutEvaluator, PinnedEngines
 from asyncrl.controller.fleet_group import FleetGroup
-from asyncrl.controller.learner_group import LearnerGroup
 from asyncrl.controller.learner_restarts import AnyController, LearnerRestarts
 from asyncrl.controller.node_folders import NodeFolders, node_folders
 from asyncrl.controller.resume import (
@@ -52,8 +52,12 @@ from asyncrl.protocol.errors import AsyncRLError
 from asyncrl.protocol.ports import PromptSource
 from asyncrl.protocol.types import Prompt
 from asyncrl.samples import NewSamples, sample_line
+from asyncrl.sft.warm_start import policy_path
 from asyncrl.single_controller import ray_death
 from buffer import BufferClient, BufferConnection, BufferSupervisor
+
+if TYPE_CHECKING:
+    from asyncrl.controller.learner_group import LearnerGroup
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -118,7 +122,8 @@ class Run:
                     await stack.enter_async_context(ray_cluster(self._config))
                 folders = node_folders(self._config, self._run_dir, self._view.say)
                 self._nodes = await stack.enter_async_context(folders)
-                with self._view.waiting_for("the nodes' models and keys"):
+                several = self._config.placement.num_nodes > 1
+                with self._view.waiting_for("the nodes' models and keys") if several else nullcontext():
                     resumes, keys = self._resumed is not None, server.connection.keys
                     self._config = await self._nodes.supply(self._config, keys=keys, resumes=resumes)
                 work = self._run_parts(stack, server, prompts)
@@ -206,18 +211,25 @@ class Run:
         return fleet
 
     async def _start_learner(self, stack: AsyncExitStack, make: Starter[LearnerGroup]) -> LearnerGroup:
-        """Start the learner on the warm-started policy, or where the checkpoint stands."""
-        with self._view.waiting_for("warm start") if self._config.sft.enabled else nullcontext():
-            policy = await self._warming
-        policy = await self._nodes.bring(policy, "start")
+        """Start the ranks while the policy is warm-started, and load it then, or the checkpoint."""
+        policy = await asyncio.to_thread(policy_path, self._config)
+        if self._config.placement.num_nodes > 1:  # ranks elsewhere may need a copy of what is finished
+            policy = await self._nodes.bring(await self._warmed(), "start")
         config = replace(self._config, model=replace(self._config.model, path=str(policy)))
-        learner = await make(LearnerGroup, config)
+        module = await asyncio.to_thread(import_module, "asyncrl.controller.learner_group")  # torch: takes seconds
+        learner = await make(module.LearnerGroup, config)
         stack.push_async_callback(learner.stop, stop_deadlines(self._config).learner_s)
+        await self._warmed()
         await self._ready(f"learner ({config.learner.num_ranks} ranks)", learner.init())
         if self._resumed is not None:
             with self._view.waiting_for("checkpoint"):
                 await learner.load(self._resumed.checkpoint)
         return learner
+
+    async def _warmed(self) -> Path:
+        """The policy that training starts from, once it is there."""
+        with nullcontext() if self._warming.done() else self._view.waiting_for("warm start"):
+            return await self._warming
 
     @property
     def _state(self) -> RunState:
