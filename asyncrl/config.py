@@ -258,6 +258,8 @@ class WeightsConfig:
             any other, whoever reaches the host's ports may receive the weights, or disturb the transfer.
         full_every: One of so many published versions is full, and the others hold exactly what changed since the one
             before; 1 publishes full versions only. Each engine then keeps an image of its version in shared memory.
+        adapters: With ``learner.lora``, publish the adapters alone, and the frozen weights once; each engine applies
+            the ones to the others. False publishes merged weights. Without adapters it changes nothing.
         copy_to_memory: Each engine copies a version into its host's shared memory while it generates, and loads it from
             there: for a ``directory`` that is slow to read.
     """
@@ -267,6 +269,7 @@ class WeightsConfig:
     publish_every: int = 1
     interface: str = LOOPBACK
     full_every: int = 1
+    adapters: bool = True
     copy_to_memory: bool = False
 
     @property
@@ -351,6 +354,11 @@ class RunConfig:
     ray: RayConfig = field(default_factory=RayConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     sft: WarmStartConfig = field(default_factory=WarmStartConfig)
+
+    @property
+    def publishes_adapters(self) -> bool:
+        """Whether adapters travel alone."""
+        return self.weights.adapters and self.learner.lora.rank > 0
 
     def __post_init__(self) -> None:
         if self.total_steps < 1:
@@ -549,6 +557,11 @@ def _check_weights(config: RunConfig) -> None:
         raise ValueError(
             f"weights.publish_every must be at most buffer.max_lag + 1 = {config.buffer.max_lag + 1}, got "
             f"{config.weights.publish_every}: the learner would wait for rollouts under weights that are not published"
+        )
+    if config.weights.full_every > 1 and config.publishes_adapters:
+        raise ValueError(
+            f"weights.full_every must be 1 where adapters are published alone, got {config.weights.full_every}: they "
+            "are smaller than what they change; set it, or weights.adapters=false to publish merged weights"
         )
     in_memory = config.weights.transport in (Transport.shared_memory, Transport.collective)
     if in_memory and config.learner.keep_snapshots == -1:

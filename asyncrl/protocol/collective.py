@@ -43,7 +43,16 @@ from torch import Tensor
 from torch.distributed import BroadcastOptions, DistStoreError, PrefixStore, ProcessGroupGloo, TCPStore  # type: ignore
 
 from .errors import DeadlineError, WeightsError, WeightsGone
-from .manifest import COLLECTIVE_SCHEME, Manifest, Piece, WeightOffer, digest_of, read_manifest, safetensors_header
+from .manifest import (
+    COLLECTIVE_SCHEME,
+    FROZEN,
+    Manifest,
+    Piece,
+    WeightOffer,
+    digest_of,
+    read_manifest,
+    safetensors_header,
+)
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -179,19 +188,21 @@ class WeightSender:
     # Rank 0
 
     def _lead(self) -> None:
-        """Make a round for those who ask, one after the other."""
+        """Make a round for those who ask, for the newest of their versions, and for frozen weights."""
         number = 0
         while not self._is_closed:
             present = self._present(self._next_requests())
             if not present:
                 continue
-            version = max(request["version"] for request in present)
-            offered = self._offers.get(version)
-            served = [request for request in present if offered is not None and request["version"] == version]
-            self._answer([request for request in present if request not in served], {"gone": True})
-            if offered is not None:
-                number += 1
-                self._run(number, offered, served)
+            newest = max(request["version"] for request in present)
+            for version in sorted({request["version"] for request in present}):
+                asked = [request for request in present if request["version"] == version]
+                offered = self._offers.get(version) if version in (newest, FROZEN) else None
+                if offered is None:
+                    self._answer(asked, {"gone": True})
+                else:
+                    number += 1
+                    self._run(number, offered, asked)
         self._store.set(f"round/{number + 1}", _END)
 
     def _next_requests(self) -> list[dict[str, Any]]:
@@ -518,13 +529,13 @@ def _on_own_thread(work: Callable[[], T]) -> Future[T]:
 
 
 def _keep_newest(held: dict[int, Any], count: int) -> None:
-    for version in sorted(held)[:-count]:
+    for version in sorted(held.keys() - {FROZEN})[:-count]:
         held.pop(version, None)
 
 
 def _forget_before(held: dict[int, Any], oldest: int) -> None:
     for version in sorted(held):
-        if version < oldest:
+        if FROZEN < version < oldest:
             held.pop(version, None)
 
 

@@ -15,11 +15,12 @@ from asyncrl.protocol.errors import CheckpointError
 from learner.checkpoint import ShardedCheckpointer, main
 from learner.checkpoint_folder import newest_checkpoint, read_progress
 from learner.config import AlgorithmConfig, Device, LearnerConfig, OptimizerConfig, Schedule
+from learner.model_folder import save_policy
 from learner.trainer import Trainer
-from learner.weights import gather_weights, save_policy
 from tests.support.policy_step import policy_step
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny_models import random_sequences, save_tiny_model
+from tests.support.whole_weights import gather_weights
 
 
 def trainer_of(model_path: str, num_ranks: int = 1, sp_size: int = 1, fsdp_size: int = -1) -> Trainer:

@@ -14,7 +14,7 @@ import torch
 
 from asyncrl.protocol.collective import CollectiveOptions, WeightSender
 from asyncrl.protocol.errors import DeadlineError, WeightsError, WeightsGone
-from asyncrl.protocol.manifest import read_manifest
+from asyncrl.protocol.manifest import FROZEN, read_manifest
 from rollout_fleet.engines import staging
 from rollout_fleet.engines.staging import WeightStager
 from tests.support.published_bytes import bytes_of, changed, publish_bytes, random_bytes
@@ -223,3 +223,84 @@ async def test_weights_that_no_learner_published_are_read_where_they_are(make_st
         assert local == offer
         assert np.array_equal(bytes_of(local), learner.images[0])
     assert folder.is_dir()
+
+
+class AdapterLearner(Learner):
+    """Publishes random bytes as adapters of frozen weights."""
+
+    def __init__(self, folder):
+        super().__init__(folder)
+        self.frozen_image = random_bytes(90_000, seed=77)
+        self.frozen = publish_bytes(folder, FROZEN, self.frozen_image)
+
+    def publish(self):
+        version = len(self.offers)
+        self.images.append(random_bytes(3_000, seed=version))
+        self.offers.append(publish_bytes(self.folder, version, self.images[-1], frozen=self.frozen))
+        return self.offers[-1]
+
+
+def base_of(offer):
+    """What the adapter that is staged applies to."""
+    return read_manifest(offer).base
+
+
+@pytest.mark.parametrize("copies", [False, True], ids=["linked", "copied"])
+async def test_with_an_adapter_the_frozen_weights_are_staged_however_late_the_engine_joins(
+    copies, make_stager, tmp_path
+):
+    learner = AdapterLearner(tmp_path / "published")
+    for _ in range(3):
+        offer = learner.publish()
+    for old in range(2):
+        learner.remove(old)
+    stager = make_stager(copies=copies)
+    for _ in range(2):
+        async with stager.staged(offer) as local:
+            learner.remove(offer.version)
+            assert (local.kind, local.version) == ("adapter", offer.version)
+            assert np.array_equal(bytes_of(local), learner.images[-1])
+            assert np.array_equal(bytes_of(base_of(local)), learner.frozen_image)
+        offer = learner.publish()
+
+
+async def test_frozen_weights_are_copied_once_and_again_when_they_change(make_stager, tmp_path):
+    learner = AdapterLearner(tmp_path / "published")
+    stager = make_stager(copies=True)
+    async with stager.staged(learner.publish()) as local:
+        held = Path(base_of(local).manifest)
+    (learner.folder / "frozen" / "model.safetensors").unlink()
+    async with stager.staged(learner.publish()) as local:
+        assert Path(base_of(local).manifest) == held
+        assert np.array_equal(bytes_of(base_of(local)), learner.frozen_image)
+    other = AdapterLearner(tmp_path / "restarted")
+    other.frozen = publish_bytes(tmp_path / "others", FROZEN, random_bytes(90_000, seed=78))
+    shutil.rmtree(other.folder)
+    shutil.move(tmp_path / "others", other.folder)
+    other.frozen = replace(other.frozen, manifest=str(other.folder / "frozen" / "manifest.json"))
+    async with stager.staged(other.publish()) as local:
+        assert np.array_equal(bytes_of(base_of(local)), random_bytes(90_000, seed=78))
+
+
+async def test_over_the_network_the_frozen_weights_come_once_and_each_adapter_alone(make_stager, tmp_path):
+    learner = AdapterLearner(tmp_path / "published")
+    options = CollectiveOptions(interface="lo", num_receivers=1, timeout_s=10.0, keep=1)
+    sender, stager = WeightSender(options, rank=0, num_ranks=1), make_stager()
+
+    def send(offer, image):
+        pieces = read_manifest(offer).pieces
+        sender.hold(offer.version, torch.from_numpy(image), pieces)
+        return sender.offer(offer, [len(pieces)])
+
+    try:
+        send(learner.frozen, learner.frozen_image)
+        for version in range(3):
+            offer = send(learner.publish(), learner.images[-1])
+            sender.retire(version)
+            async with stager.staged(offer) as local:
+                assert np.array_equal(bytes_of(local), learner.images[version])
+                assert np.array_equal(bytes_of(base_of(local)), learner.frozen_image)
+            if version == 1:
+                sender._parts.pop(FROZEN)
+    finally:
+        sender.close()
