@@ -273,9 +273,14 @@ class WeightsConfig:
     copy_to_memory: bool = False
 
     @property
-    def keeps_images(self) -> bool:
+    def copies(self) -> bool:
         """Whether each engine keeps an image of its version in its host's shared memory."""
-        return self.full_every > 1 or self.copy_to_memory or self.transport is Transport.collective
+        return self.full_every > 1 or self.copy_to_memory
+
+    @property
+    def keeps_images(self) -> bool:
+        """Whether each engine has one there, if only until it is loaded."""
+        return self.copies or self.transport is Transport.collective
 
     def __post_init__(self) -> None:
         if self.publish_every < 1:
@@ -290,11 +295,6 @@ class WeightsConfig:
         if self.directory and self.transport is not Transport.file:
             raise ValueError(
                 f"weights.directory={self.directory} is used by weights.transport=file, got {self.transport}; set it"
-            )
-        if self.full_every > 1 and self.transport is Transport.collective:
-            raise ValueError(
-                f"weights.full_every must be 1 with weights.transport=collective, got {self.full_every}: what is "
-                "broadcast is full; deltas travel by weights.transport=file"
             )
         if self.interface != LOOPBACK and self.transport is not Transport.collective:
             raise ValueError(

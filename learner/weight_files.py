@@ -17,7 +17,7 @@ from torch import Tensor
 
 from asyncrl.protocol.delta import write_delta
 from asyncrl.protocol.errors import WeightsError
-from asyncrl.protocol.manifest import DIGEST_THREADS, Change, Piece, pieces_of
+from asyncrl.protocol.manifest import DIGEST_THREADS, Change, Piece, map_file, pieces_of
 
 from .weight_layout import ModelLayout, Part, Region, item_bytes
 
@@ -192,6 +192,11 @@ class ModelFiles:
             ]
             changes = write_delta(self.folder / delta_file(rank), rank, base.data.numpy(), data, spans)
         return RankShare(pieces=[piece for pieces in digested for piece in pieces], changes=changes)
+
+    def delta(self, rank: int) -> Tensor:
+        """[bytes] uint8 of a rank's delta file, after `finish`; stays when the file is removed."""
+        path = self.folder / delta_file(rank)
+        return torch.from_numpy(map_file(path).copy()) if path.stat().st_size else torch.empty(0, dtype=torch.uint8)
 
     def close(self, *, keep_data: bool = False) -> None:
         """Unmap the files; the data file only if it is not to be kept as the base of the next version."""

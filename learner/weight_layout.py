@@ -209,7 +209,8 @@ class ModelLayout:
         data[: len(self.head)].copy_(torch.frombuffer(bytearray(self.head), dtype=torch.uint8))
         for names in layers.values():
             for name, tensor in self._converted(read(names)).items():
-                _place(data, left.pop(name)).copy_(tensor.reshape(-1))
+                if stored := left.pop(name, None):
+                    _place(data, stored).copy_(tensor.reshape(-1))
         if left:
             raise WeightsError(f"{min(left)} cannot be computed from the parameters of one layer")
 

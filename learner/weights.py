@@ -249,7 +249,8 @@ class WeightPublisher:
         """Finish this rank's part of one file, and hold it for those who will ask for it."""
         own = files.finish(self._model.mesh.rank, self._num_ranks, self._base)
         if self._sender is not None:
-            self._sender.hold(FROZEN if files.is_frozen else version, files.data, own.pieces)
+            delta = None if files.is_full else files.delta(self._model.mesh.rank)
+            self._sender.hold(FROZEN if files.is_frozen else version, files.data, own.pieces, delta)
         has_deltas = self._full_every > 1 and not files.is_frozen
         files.close(keep_data=has_deltas)
         if has_deltas:

@@ -13,7 +13,7 @@ import logging
 import mmap
 import os
 import shutil
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -39,7 +39,8 @@ class WeightStager:
     Args:
         name: Unique among the engines of a run. Example: ``"engine-3"``.
         memory: Folder in the host's memory, made if it is not there.
-        copies: Copy full versions to ``memory`` too, instead of linking them.
+        copies: Copy full versions to ``memory`` too, instead of linking them, and keep there what is received over the
+            network, so that deltas apply to it.
         timeout_s: Longest time of staging, beside a second per 100 MB.
     """
 
@@ -62,17 +63,18 @@ class WeightStager:
             WeightsError: it is damaged, or there is no room for it.
             DeadlineError: it was not staged in time.
         """
-        local = await (self._received(offer) if offer.is_collective else self._stage_in_time(offer))
+        local = await (self._received(offer) if offer.is_collective else self._in_time(self.stage, offer))
         try:
             yield local
         finally:
             self._remove_links()
 
-    async def _stage_in_time(self, offer: WeightOffer) -> WeightOffer:
+    async def _in_time(self, work: Callable[[WeightOffer], WeightOffer], offer: WeightOffer) -> WeightOffer:
+        """Do some of the staging in a thread, under the deadline."""
         limit_s = self._timeout_s + offer.num_bytes / SLOWEST_LOAD
         try:
             async with asyncio.timeout(limit_s):
-                return await asyncio.to_thread(self.stage, offer)
+                return await asyncio.to_thread(work, offer)
         except TimeoutError:
             raise DeadlineError(
                 f"{self._name} did not stage policy version {offer.version} from {offer.manifest} within {limit_s:.0f} "
@@ -80,21 +82,52 @@ class WeightStager:
             ) from None
 
     async def _received(self, offer: WeightOffer) -> WeightOffer:
-        """Receive what the learner ranks send into this host's memory."""
+        """Receive what the learner ranks send into this host's memory; where there are deltas, into the image."""
         from asyncrl.protocol.collective import receive_weights  # torch, which other workers do without
 
-        local = await receive_weights(offer, self._image, timeout_s=self._timeout_s)
+        holds = self._held if offer.kind == "delta" else ""
+        local = await receive_weights(offer, self._image, timeout_s=self._timeout_s, holds=holds)
         self._links = Path(local.manifest).parent
-        base = (await asyncio.to_thread(read_manifest, local)).base if offer.kind == "adapter" else None
-        if base is not None and base.digest != self._held:
-            sent = replace(base, manifest=offer.manifest)
-            received = await receive_weights(sent, self._image, timeout_s=self._timeout_s)
-            self._held = ""
-            frozen = Path(base.manifest).parent
-            shutil.rmtree(frozen, ignore_errors=True)
-            Path(received.manifest).parent.rename(frozen)
-            self._held = base.digest
+        if offer.kind == "adapter":
+            await self._receive_frozen(offer, await asyncio.to_thread(read_manifest, local))
+        elif self._copies:
+            try:
+                return await self._in_time(self._into_image, local)
+            except WeightsError as error:
+                if local.kind == "full":
+                    raise
+                logger.warning("%s: %s; it receives the whole version", self._name, error)
+                self._remove_links()
+                return await self._received(offer)
         return local
+
+    async def _receive_frozen(self, offer: WeightOffer, manifest: Manifest) -> None:
+        """Receive what an adapter applies to, where the image does not hold it."""
+        from asyncrl.protocol.collective import receive_weights
+
+        base = manifest.base
+        assert base is not None, "an adapter applies to something"
+        if base.digest == self._held:
+            return
+        self._held = ""
+        frozen = Path(base.manifest).parent
+        shutil.rmtree(frozen, ignore_errors=True)
+        sent = replace(base, manifest=offer.manifest)
+        received = await receive_weights(sent, self._image, timeout_s=self._timeout_s)
+        Path(received.manifest).parent.rename(frozen)
+        self._held = base.digest
+
+    def _into_image(self, received: WeightOffer) -> WeightOffer:
+        """Make the image the version that was received, in whole or as a delta to what the image holds."""
+        manifest = read_manifest(received)
+        self._held = ""
+        if received.kind == "delta":
+            apply_delta(manifest, _map_writable(self._image / manifest.files[0]))
+        else:
+            for name in manifest.files:
+                Path(manifest.directory, name).replace(self._image / name)
+        self._held = received.digest
+        return self._in_image(received)
 
     def stage(self, offer: WeightOffer) -> WeightOffer:
         """See `staged`; without a deadline."""
@@ -181,6 +214,10 @@ class WeightStager:
             else:
                 apply_delta(manifest, _map_writable(self._image / manifest.files[0]))
             self._held = step.digest
+        return self._in_image(offer)
+
+    def _in_image(self, offer: WeightOffer) -> WeightOffer:
+        """The offered version, of which the image holds the data."""
         local = self._image / "manifest.json"
         shutil.copyfile(offer.manifest, local)
         return replace(offer, manifest=str(local), kind="full", base_version=None)

@@ -304,3 +304,76 @@ async def test_over_the_network_the_frozen_weights_come_once_and_each_adapter_al
                 sender._parts.pop(FROZEN)
     finally:
         sender.close()
+
+
+class NetworkLearner(Learner):
+    """Sends its versions as one rank over the loopback interface; notes which rounds sent a delta."""
+
+    def __init__(self, folder):
+        super().__init__(folder)
+        options = CollectiveOptions(interface="lo", num_receivers=1, timeout_s=10.0, keep=2)
+        self.sender = WeightSender(options, rank=0, num_ranks=1)
+        self.deltas_sent, send = [], self.sender._send
+        self.sender._send = lambda this: (self.deltas_sent.append(this.is_delta), send(this))
+
+    def publish(self):
+        offer = super().publish()
+        manifest = read_manifest(offer)
+        delta = None
+        if manifest.delta is not None:  # of two files, as if one rank held both
+            manifest = replace(
+                manifest, delta=replace(manifest.delta, files=("delta.bin",), changes=self.joined(manifest))
+            )
+            offer = manifest.offer(Path(offer.manifest), offer.version)
+            parts = [Path(manifest.directory, name).read_bytes() for name in ("delta-0.bin", "delta-1.bin")]
+            delta = torch.frombuffer(bytearray(b"".join(parts)), dtype=torch.uint8)
+            self.offers[-1] = offer
+        self.sender.hold(offer.version, torch.from_numpy(self.images[-1]), manifest.pieces, delta)
+        return self.sender.offer(offer, [len(manifest.pieces)])
+
+    @staticmethod
+    def joined(manifest):
+        first = Path(manifest.directory, "delta-0.bin").stat().st_size
+        return tuple(replace(c, file=0, at=c.at + first * c.file) for c in manifest.delta.changes)
+
+
+@pytest.fixture
+def network(tmp_path):
+    learner = NetworkLearner(tmp_path / "published")
+    yield learner
+    learner.sender.close()
+
+
+async def test_over_the_network_who_holds_the_version_before_is_sent_the_delta_alone(make_stager, network):
+    stager = make_stager(copies=True)
+    for version in range(6):
+        async with stager.staged(network.publish()) as local:
+            assert np.array_equal(bytes_of(local), network.images[version])
+    assert network.deltas_sent == [False, True, True, True, False, True]
+
+
+async def test_over_the_network_who_comes_late_or_has_skipped_a_version_is_sent_it_whole(make_stager, network):
+    stager = make_stager(copies=True)
+    for version in range(4):
+        offer = network.publish()
+        if version != 2:
+            async with stager.staged(offer) as local:
+                assert np.array_equal(bytes_of(local), network.images[version])
+    async with make_stager("engine-1", copies=True).staged(offer) as local:
+        assert np.array_equal(bytes_of(local), network.images[3])
+    assert network.deltas_sent == [False, True, False, False]
+
+
+async def test_over_the_network_a_damaged_image_is_replaced_by_the_whole_version(
+    make_stager, network, tmp_path, caplog
+):
+    stager = make_stager(copies=True)
+    async with stager.staged(network.publish()):
+        pass
+    with (tmp_path / "memory" / "engine-0" / "model.safetensors").open("r+b") as image:
+        image.write(bytes(20_000))
+    with caplog.at_level(logging.WARNING):
+        async with stager.staged(network.publish()) as local:
+            assert np.array_equal(bytes_of(local), network.images[1])
+    assert network.deltas_sent == [False, True, False]
+    assert "it receives the whole version" in caplog.text
