@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields
 from functools import partial
 from inspect import isclass
 from itertools import accumulate, pairwise
@@ -38,7 +38,7 @@ from .groups import record_from, values_of
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 5
+FORMAT = 6
 _MAGIC = b"asyncrl buffer journal %d\n" % FORMAT
 _BEGINNING = struct.Struct(f"<{len(_MAGIC)}sI")
 """The magic and the number of the file; what an earlier use of the file left has another."""
@@ -53,7 +53,6 @@ _HEADER = struct.Struct("<QIQ")
 _RECORDS = {
     name: kind for name, kind in vars(commands).items() if isclass(kind) and hasattr(kind, "__dataclass_fields__")
 }
-_RECORDS["GroupSummary"] = GroupSummary
 
 
 def pack(value: Any) -> Any:
@@ -72,8 +71,23 @@ def unpack(data: bytes) -> Any:
 
 def _from_map(named: dict[str, Any]) -> Any:
     [(name, values)] = named.items()
-    record = record_from(_RECORDS[name], values)
-    return replace(record, result=PutResult(record.result)) if name == "PutOutcome" else record
+    return record_from(_RECORDS[name], values)
+
+
+_NUM_SUMMARY_FIELDS, _NUM_PUT_FIELDS = len(fields(GroupSummary)), len(fields(commands.Put))
+
+
+def _put_row(put: commands.Put, outcome: Outcome) -> tuple[Any, ...]:
+    """The plain values of a put and of its outcome: the summary's, the command's others, the outcome's."""
+    return (*values_of(put.summary), *values_of(put)[1:], *values_of(outcome))
+
+
+def _put_from(row: Sequence[Any]) -> tuple[commands.Put, commands.PutOutcome]:
+    """What `_put_row` was given."""
+    end = _NUM_SUMMARY_FIELDS + _NUM_PUT_FIELDS - 1
+    summary = record_from(GroupSummary, row[:_NUM_SUMMARY_FIELDS])
+    outcome = record_from(commands.PutOutcome, (PutResult(row[end]), *row[end + 1 :]))
+    return record_from(commands.Put, (summary, *row[_NUM_SUMMARY_FIELDS:end])), outcome
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -292,8 +306,9 @@ class Journal:
             elif kind == "value":
                 self._values[value[0]] = value[1]
             elif kind == "command":
-                found = unpack(value)
-                done += zip(found[::2], found[1::2], strict=True)
+                done.append(unpack(value))
+            elif kind == "puts":
+                done += map(_put_from, msgpack.unpackb(value, use_list=False))
             places += self._refer(references)
         self._next_place = max(places) + 1
         frames: dict[str, dict[int, Frames]] = {}
@@ -349,7 +364,7 @@ class Journal:
         except OSError as error:
             raise self._error("written", error) from error
         self._num_later_bytes = num_bytes
-        self._later += (command, outcome)
+        self._later.append(_put_row(command, outcome))
         self._later_references += references
         self._later_frames += inline
         self._refer(references)
@@ -371,7 +386,7 @@ class Journal:
     def _write_log(self, records: list[tuple[Any, Frames]]) -> None:
         """Write the puts that wait as one record, and others behind it."""
         if self._later:
-            records.insert(0, (["command", pack(self._later), self._later_references], self._later_frames))
+            records.insert(0, (["puts", msgpack.packb(self._later), self._later_references], self._later_frames))
         try:
             self._log.append(records)
         except OSError as error:

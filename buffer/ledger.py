@@ -4,7 +4,7 @@
 queue under the next attempt. Whoever drives it applies `Expire` at `next_expiry`, and sends the `Revocation`s.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from asyncrl.protocol.errors import (
@@ -42,6 +42,7 @@ class Ledger(LedgerState):
     Attributes:
         options: What a journal must have been written under to be taken up.
         log: Gets every command that changes something; None writes nothing.
+        on_applied: Hears of every command and its outcome, once it has taken effect.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class Ledger(LedgerState):
     ) -> None:
         self.rule = rule
         self.log: commands.CommandLog | None = None
+        self.on_applied: Callable[[commands.Command[Any], Any], None] | None = None
         self.options = {
             "max_lag": rule.max_lag,
             "groups_per_step": rule.groups_per_step,
@@ -90,6 +92,8 @@ class Ledger(LedgerState):
             is_dropped = is_put and outcome.result is not commands.PutResult.stored
             self.log.record(command, outcome, {} if is_dropped or frames is None else frames)
         self.enact(command, outcome)
+        if self.on_applied is not None:
+            self.on_applied(command, outcome)
         if is_put and outcome.refusal:
             raise (VersionTooOld if outcome.result is commands.PutResult.too_old else LeaseExpired)(outcome.refusal)
         return outcome
@@ -150,6 +154,12 @@ class Ledger(LedgerState):
     def admits(self, engine_version: int) -> bool:
         """Whether a group may begin now on an engine that serves ``engine_version``."""
         return self.rule.admits(self._groups.open_by_deadline, version=self.next_plan, engine_version=engine_version)
+
+    @property
+    def budget(self) -> int:
+        """How many groups may begin now on engines at the learner's version, if they fit."""
+        open_by_deadline = self._groups.open_by_deadline
+        return self.rule.budget(open_by_deadline, version=self.next_plan, engine_version=self.learner_version)
 
     def leases(self) -> list[Group]:
         """The groups that are leased, in the order they began."""

@@ -7,6 +7,7 @@ that is planned next, k learner steps from w on.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 
 from asyncrl.protocol.errors import ReplayBufferError, StoreFull
 
@@ -55,6 +56,14 @@ class StalenessRule:
             if k >= first and due + 1 > (k + 1) * self.groups_per_step:
                 return False
         return True
+
+    def budget(self, open_by_deadline: Mapping[int, int], *, version: int, engine_version: int) -> int:
+        """How many more groups `admits` would let begin on that engine one after another; 0 where it refuses."""
+        first = self.deadline(engine_version) - version
+        if first < 0:
+            return 0
+        due = list(accumulate(open_by_deadline.get(version + k, 0) for k in range(self.max_lag + 1)))
+        return max(0, min((k + 1) * self.groups_per_step - due[k] for k in range(first, self.max_lag + 1)))
 
     def required(self, open_by_deadline: Mapping[int, int], *, version: int) -> list[int]:
         """How many groups due soon the plan of ``version`` must hold, as ``max_lag + 1`` numbers.

@@ -1,0 +1,22 @@
+"""Reads and explains what a run recorded of itself; see docs/profiling.md."""
+
+from __future__ import annotations
+
+from .attribution import Attribution, FleetCause, LearnerCause, PoolTime, Stretch
+from .trace import GroupLife, Level, Process, Span, Stamp, StepWindow, Trace, TraceReader
+
+__all__ = [
+    "Attribution",
+    "FleetCause",
+    "GroupLife",
+    "LearnerCause",
+    "Level",
+    "PoolTime",
+    "Process",
+    "Span",
+    "Stamp",
+    "StepWindow",
+    "Stretch",
+    "Trace",
+    "TraceReader",
+]

@@ -1,0 +1,118 @@
+"""What the buffer's process notes of the ledger for the run's profile: a stamp per group event, and its counts.
+
+`LedgerNotes.note` hears of every command from `Ledger.on_applied`; `levels` is called once per burst of messages.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+from asyncrl.protocol.record import NONE, GroupEvent, LevelName, Recorder
+
+from . import commands
+from .ledger import Ledger
+
+LANE = "buffer"
+
+
+class LedgerNotes:
+    """Notes what becomes of groups, on the recorder of a process."""
+
+    def __init__(self, ledger: Ledger, recorder: Recorder) -> None:
+        self._ledger = ledger
+        self._recorder = recorder
+        self._planned: dict[int, tuple[int, ...]] = {}
+
+    def note(self, command: commands.Command[Any], outcome: Any) -> None:
+        """Stamp the groups that a command moved."""
+        match outcome:
+            case commands.Granted():
+                for lease in outcome.leases:
+                    self._stamp_lease(lease)
+            case commands.PutOutcome():
+                self._stamp_put(command, outcome)
+            case commands.Released(was_running=True):
+                self._stamp_released(command)
+            case commands.TakenBack():
+                reason = "silent" if isinstance(command, commands.TakeBack) else "expired"
+                self._stamp_all(GroupEvent.requeued, outcome.group_ids, reason=reason)
+            case commands.Lost():
+                self._stamp_all(GroupEvent.requeued, outcome.group_ids, reason="store_lost")
+            case commands.Reserved():
+                self._stamp_all(GroupEvent.requeued, outcome.evicted, reason="no_room")
+            case commands.Planned():
+                self._stamp_planned(outcome)
+            case commands.Committed():
+                self._planned.pop(outcome.version, None)
+                self._stamp_all(GroupEvent.trained, outcome.group_ids, version=outcome.version)
+
+    def levels(self, *, held_bytes: int) -> None:
+        """Note the counts, where they have changed."""
+        ledger, level = self._ledger, self._recorder.level
+        level(LevelName.queued, ledger.num_queued, lane=LANE)
+        level(LevelName.leased, ledger.num_leased, lane=LANE)
+        level(LevelName.stored, ledger.num_stored, lane=LANE)
+        level(LevelName.planned, ledger.num_planned, lane=LANE)
+        level(LevelName.budget, ledger.budget, lane=LANE)
+        level(LevelName.full, int(not ledger.has_room()), lane=LANE)
+        level(LevelName.version, ledger.learner_version, lane=LANE)
+        level(LevelName.bytes, held_bytes, lane=LANE)
+
+    def _stamp_lease(self, lease: commands.GrantedLease) -> None:
+        self._recorder.stamp(
+            GroupEvent.lease,
+            lease.group_id,
+            attempt=lease.attempt,
+            version=lease.engine_version,
+            lane=LANE,
+            deadline=lease.deadline,
+            inherited=lease.num_inherited,
+        )
+
+    def _stamp_put(self, command: Any, outcome: commands.PutOutcome) -> None:
+        summary = command.summary
+        match outcome.result:
+            case commands.PutResult.stored:
+                event, details = GroupEvent.stored, {"bytes": command.num_bytes}
+            case commands.PutResult.filtered:
+                event, details = GroupEvent.dropped, {"reason": outcome.reason}
+            case commands.PutResult.too_old:
+                event, details = GroupEvent.requeued, {"reason": "version_too_old"}
+            case _:  # settled before, by another event
+                return
+        self._recorder.stamp(
+            event,
+            summary.group_id,
+            attempt=summary.attempt,
+            version=summary.oldest_version,
+            lane=LANE,
+            newest=summary.newest_version,
+            learner=self._ledger.learner_version,
+            tokens=summary.num_tokens,
+            prompt_tokens=summary.num_prompt_tokens,
+            lengths=summary.response_lengths,
+            rewards=summary.rewards,
+            **details,
+        )
+
+    def _stamp_released(self, command: Any) -> None:
+        event = GroupEvent.dropped if command.drop else GroupEvent.requeued
+        self._recorder.stamp(
+            event,
+            command.group_id,
+            attempt=command.attempt,
+            lane=LANE,
+            reason=command.reason,
+            tokens=command.num_tokens,
+        )
+
+    def _stamp_planned(self, outcome: commands.Planned) -> None:
+        """A plan that is asked for again is the one that was made, unless a loss dissolved it."""
+        if outcome.group_ids and self._planned.get(outcome.version) != outcome.group_ids:
+            self._planned[outcome.version] = outcome.group_ids
+            self._stamp_all(GroupEvent.planned, outcome.group_ids, version=outcome.version)
+            event = GroupEvent.dropped if outcome.is_dropped else GroupEvent.requeued
+            self._stamp_all(event, outcome.given_up, reason="stale")
+
+    def _stamp_all(self, event: GroupEvent, group_ids: Iterable[int], *, version: int = NONE, **details: Any) -> None:
+        for group_id in group_ids:
+            self._recorder.stamp(event, group_id, attempt=NONE, version=version, lane=LANE, **details)

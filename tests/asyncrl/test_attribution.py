@@ -1,0 +1,188 @@
+"""Every idle second has one cause: hand-made traces with known answers, and sums that hold for any trace."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncrl.profile import Attribution
+from asyncrl.profile.attribution import BUSY, FleetCause, LearnerCause, Series, swept
+from asyncrl.protocol.record import LevelName, SpanKind
+from tests.support.traces import record_run, trace_of
+
+OPEN = [("queued", 0, 5), ("budget", 0, 1)]
+
+
+def states(attribution, pool, lane=None):
+    """(start, end, state, places) by time."""
+    found = [(s.start, s.end, s.state, s.places) for s in attribution.stretches[pool] if lane in (None, s.lane)]
+    return sorted(found)
+
+
+def fleet_of(notes, buffer=OPEN, end=100):
+    return Attribution.of(trace_of(fleet=[("engine-0", *note) for note in notes], buffer=buffer), (0, end))
+
+
+def test_running_samples_are_busy_and_the_rest_of_a_held_place_is_the_tail_of_its_group_or_its_reward():
+    notes = [("capacity", 0, 4), ("running", 0, 4), ("running", 40, 1), ("tail", 40, 3)]
+    notes += [("running", 70, 0), ("tail", 70, 0), ("settling", 70, 4)]
+    assert states(fleet_of(notes), "fleet") == [
+        (0, 40, "busy", 4),
+        (40, 70, "busy", 1),
+        (40, 70, "group_tail", 3),
+        (70, 100, "reward", 4),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("buffer", "cause"),
+    [
+        ([("queued", 0, 0), ("budget", 0, 1)], "no_prompts"),
+        ([*OPEN, ("full", 0, 1)], "buffer_full"),
+        ([("queued", 0, 5), ("budget", 0, 0)], "staleness_gate"),
+        ([*OPEN, ("version", 0, 3)], "publish_wait"),
+        (OPEN, "lease"),
+    ],
+)
+def test_a_free_place_is_idle_for_what_keeps_the_next_group_from_beginning(buffer, cause):
+    assert states(fleet_of([("capacity", 0, 2)], buffer), "fleet") == [(0, 100, cause, 2)]
+
+
+def test_a_whole_engine_stands_still_whatever_its_places_hold_and_down_comes_before_pause():
+    notes = [("capacity", 0, 3), ("running", 0, 2), ("pause", 10, 40), ("down", 30, 60)]
+    assert states(fleet_of(notes), "fleet") == [
+        (0, 10, "busy", 2),
+        (0, 10, "lease", 1),
+        (10, 30, "publish_pause", 3),
+        (30, 60, "engine_down", 3),
+        (60, 100, "busy", 2),
+        (60, 100, "lease", 1),
+    ]
+
+
+def test_samples_whose_cache_is_computed_again_are_not_busy_and_evaluation_takes_what_they_leave():
+    notes = [("capacity", 0, 3), ("running", 0, 1), ("re_prefill", 0, 20), ("evaluation", 50, 100), ("tail", 0, 1)]
+    assert states(fleet_of(notes), "fleet") == [
+        (0, 20, "re_prefill", 1),
+        (0, 50, "group_tail", 1),
+        (0, 50, "lease", 1),
+        (20, 100, "busy", 1),
+        (50, 100, "evaluation", 2),
+    ]
+
+
+def learner_of(spans, *, controller=(), fleet=(), buffer=OPEN, steps=(0, 100)):
+    trace = trace_of(learner=spans, controller=controller, fleet=fleet, buffer=buffer, steps=steps)
+    return Attribution.of(trace)
+
+
+def test_what_blocks_a_rank_inside_its_update_is_idle_and_the_rest_of_the_update_busy():
+    spans = [("update", 0, 90), ("fetch", 0, 20), ("wait_ranks", 80, 90), ("publish_copy", 90, 100)]
+    attribution = learner_of([("learner-0", *span) for span in spans])
+    assert states(attribution, "learner") == [
+        (0, 20, "fetch", 1),
+        (20, 80, "busy", 1),
+        (80, 90, "rank_skew", 1),
+        (90, 100, "publish", 1),
+    ]
+
+
+def test_a_rank_that_is_done_before_the_others_waits_for_them():
+    attribution = learner_of([("learner-0", "update", 0, 60), ("learner-1", "update", 0, 100)])
+    assert states(attribution, "learner", "learner-0") == [(0, 60, "busy", 1), (60, 100, "rank_skew", 1)]
+
+
+def test_a_straggler_is_the_tail_only_while_nothing_else_may_begin_and_half_of_what_ran_is_done():
+    wait = [("controller/plan", "plan_wait", 0, 100)]
+    rank = [("learner-0", "fetch", 200, 201)]
+    running = [("engine-0", "capacity", 0, 8), ("engine-0", "running", 0, 8), ("engine-0", "running", 30, 4)]
+    closed = learner_of(rank, controller=wait, fleet=running, buffer=[("queued", 0, 9), ("budget", 0, 0)])
+    assert states(closed, "learner") == [(0, 30, "slow_generation", 1), (30, 100, "batch_tail", 1)]
+    may_begin = learner_of(rank, controller=wait, fleet=running, buffer=OPEN)
+    assert states(may_begin, "learner") == [(0, 100, "slow_generation", 1)]
+
+
+def test_a_learner_that_waits_for_a_batch_names_what_the_fleet_waits_for_where_nothing_runs():
+    wait = [("controller/plan", "plan_wait", 0, 100)]
+    fleet = [("engine-0", "capacity", 0, 2), ("engine-0", "settling", 0, 2), ("engine-0", "settling", 20, 0)]
+    fleet += [("engine-0", "pause", 40, 60)]
+    attribution = learner_of([("learner-0", "fetch", 200, 201)], controller=wait, fleet=fleet)
+    assert states(attribution, "learner") == [
+        (0, 20, "reward", 1),
+        (20, 40, "lease", 1),
+        (40, 60, "publish", 1),
+        (60, 100, "lease", 1),
+    ]
+
+
+def test_a_planned_step_that_no_rank_has_begun_is_the_dispatch():
+    controller = [("controller/plan", "plan_wait", 0, 100), ("controller/complete", "dispatched", 0, 100)]
+    attribution = learner_of([("learner-0", "update", 10, 100)], controller=controller)
+    assert states(attribution, "learner") == [(0, 10, "dispatch", 1), (10, 100, "busy", 1)]
+
+
+def test_steps_share_the_time_out_and_add_up_to_the_run(tmp_path):
+    trace = record_run(tmp_path, num_steps=6, max_lag=2)
+    attribution = Attribution.of(trace)
+    for pool, places in (("learner", 2), ("fleet", 16)):
+        total, steps = attribution.total(pool), attribution.per_step(pool, trace.steps)
+        assert [step.capacity for step in steps] == [places * step.duration for step in trace.steps]
+        assert sum(step.busy for step in steps) == total.busy
+        assert sum(step.idle_total for step in steps) == total.idle_total == total.capacity - total.busy
+
+
+def test_a_serial_run_idles_at_the_gate_and_a_lag_of_one_turns_that_into_work(tmp_path):
+    serial, ahead = (Attribution.of(record_run(tmp_path / str(lag), max_lag=lag)) for lag in (0, 1))
+    assert next(iter(serial.total("fleet").idle)) == "staleness_gate"
+    assert ahead.total("learner").utilisation > 1.5 * serial.total("learner").utilisation
+
+
+KINDS = {
+    "fleet": ([kind.value for kind in SpanKind], ["engine-0", "engine-1"]),
+    "learner": ([kind.value for kind in SpanKind], ["learner-0", "learner-1", "learner-0/publish"]),
+    "controller": (["plan_wait", "dispatched", "evaluation", "checkpoint"], ["controller", "controller/plan"]),
+}
+LEVELS = st.lists(
+    st.tuples(
+        st.sampled_from(["engine-0", "engine-1"]),
+        st.sampled_from([name.value for name in LevelName]),
+        st.integers(0, 60),
+        st.integers(0, 6),
+    ),
+    max_size=20,
+)
+
+
+def notes_of(pool):
+    kinds, lanes = KINDS[pool]
+    times = st.tuples(st.integers(0, 60), st.integers(0, 60)).map(sorted)
+    span = st.tuples(st.sampled_from(lanes), st.sampled_from(kinds), times)
+    return st.lists(span.map(lambda note: (note[0], note[1], *note[2])), max_size=12)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    fleet=notes_of("fleet"),
+    levels=LEVELS,
+    learner=notes_of("learner"),
+    controller=notes_of("controller"),
+    buffer=st.lists(
+        st.tuples(st.sampled_from(["queued", "full", "budget", "version"]), st.integers(0, 60), st.integers(0, 2)),
+        max_size=10,
+    ),
+    steps=st.lists(st.integers(0, 70), min_size=2, max_size=5, unique=True).map(sorted),
+)
+def test_the_causes_sum_to_the_idle_time_of_any_trace(fleet, levels, learner, controller, buffer, steps):
+    trace = trace_of(fleet=[*fleet, *levels], learner=learner, controller=controller, buffer=buffer, steps=steps)
+    attribution = Attribution.of(trace)
+    start, end = attribution.window
+    capacities = [Series((x.time, x.value) for x in trace.levels_of("capacity", e)) for e in trace.lanes("fleet")]
+    expected = {
+        "learner": len(trace.lanes("learner")) * (end - start),
+        "fleet": sum((b - a) * now["n"] for one in capacities for a, b, now in swept((start, end), {"n": one})),
+    }
+    known = {"learner": {BUSY, *LearnerCause}, "fleet": {BUSY, *FleetCause}}
+    for pool, capacity in expected.items():
+        total = attribution.total(pool)
+        assert total.capacity == capacity == total.busy + total.idle_total
+        assert {stretch.state for stretch in attribution.stretches[pool]} <= known[pool]
+        assert sum(part.capacity for part in attribution.per_step(pool, trace.steps)) == capacity

@@ -1,0 +1,161 @@
+"""Reading what a run recorded."""
+
+import pytest
+
+from asyncrl.profile import Trace, TraceReader
+from asyncrl.profile.trace import FOLDER, UNMEASURED_ERROR_NS, ClockOffsets
+from asyncrl.protocol.record import Pool, Recorder, clock_id
+from tests.support.traces import record_run, trace_of
+
+
+def recorder(folder, process="learner-0", pool=Pool.learner, **options):
+    return Recorder(folder / FOLDER, process=process, pool=pool, **options)
+
+
+def test_a_run_comes_back_as_steps_that_follow_one_another(tmp_path):
+    trace = record_run(tmp_path, num_steps=5)
+    assert [step.version for step in trace.steps] == [0, 1, 2, 3, 4]
+    assert all(left.end == right.start for left, right in zip(trace.steps, trace.steps[1:], strict=False))
+    assert trace.window == (trace.steps[0].start, trace.steps[-1].end)
+    assert trace.lanes("fleet") == ("engine-0", "engine-1")
+    assert trace.lanes("learner") == ("learner-0", "learner-1")
+    assert all(process.is_whole for process in trace.processes)
+
+
+def test_a_trained_group_has_its_events_in_order_and_its_lag_in_two_parts(tmp_path):
+    trace = record_run(tmp_path, num_steps=6, max_lag=2)
+    trained = [group for group in trace.groups.values() if group.step >= 0]
+    assert len(trained) == 6 * 4
+    for group in trained:
+        events = ("lease", "first_token", "last_token", "reward", "stored", "planned", "trained")
+        times = [group.time(event) for event in events]
+        assert times == sorted(times)
+        assert 0 <= group.lag <= 2
+        assert group.lag == group.lag_before_queue + group.lag_in_queue
+        assert group.lag == group.step - group.last("stored").version
+    assert max(group.lag for group in trained) == 2
+
+
+def test_a_serial_run_has_no_lag(tmp_path):
+    trace = record_run(tmp_path, num_steps=3, max_lag=0)
+    assert {group.lag for group in trace.groups.values() if group.step >= 0} == {0}
+
+
+def test_a_level_stands_until_it_changes():
+    trace = trace_of(fleet=[("engine-0", "running", 10, 4), ("engine-0", "running", 20, 1)])
+    assert [trace.level_at("running", "engine-0", time) for time in (9, 10, 19, 20, 99)] == [0, 4, 4, 1, 1]
+
+
+def test_an_open_span_ends_with_the_trace(tmp_path):
+    now = 10
+    recording = recorder(tmp_path, clock=lambda: now)
+    recording.span("backward")
+    now = 50
+    recording.stamp("lease", 1)
+    recording.close()
+    trace = Trace.load(tmp_path)
+    (backward,) = trace.spans_of("backward")
+    assert (backward.start, backward.end, backward.is_open) == (10, 50, True)
+
+
+def test_an_open_span_of_a_process_that_was_replaced_ends_where_the_next_begins(tmp_path):
+    now = 100
+    first = recorder(tmp_path, clock=lambda: now)
+    first.span("backward")
+    first.close()
+    now = 300
+    second = recorder(tmp_path, clock=lambda: now)
+    now = 900
+    second.level("running", 1)
+    second.close()
+    trace = Trace.load(tmp_path)
+    assert (trace.spans[0].start, trace.spans[0].end) == (100, 300)
+    assert [process.name for process in trace.processes] == ["learner-0"] * 2
+
+
+def test_a_file_cut_at_any_byte_gives_what_is_whole_before_it(tmp_path):
+    recording = recorder(tmp_path, clock=iter(range(1000)).__next__)
+    for group in range(5):
+        recording.stamp("lease", group, version=group)
+    recording.close()
+    (path,) = (tmp_path / FOLDER).iterdir()
+    data, numbers = path.read_bytes(), []
+    for size in range(len(data) - 24, len(data) + 1):
+        path.write_bytes(data[:size])
+        trace = Trace.load(tmp_path)
+        numbers.append(len(trace.stamps))
+        assert [stamp.group for stamp in trace.stamps] == list(range(len(trace.stamps)))
+    assert numbers == sorted(numbers)
+    assert numbers[-1] == 5
+    assert trace.processes[0].is_whole
+    path.write_bytes(data[:-3])
+    assert not Trace.load(tmp_path).processes[0].is_whole
+
+
+def test_bytes_that_are_no_record_end_a_file_and_no_more(tmp_path):
+    recording = recorder(tmp_path)
+    recording.stamp("lease", 1)
+    recording.close()
+    (path,) = (tmp_path / FOLDER).iterdir()
+    path.write_bytes(path.read_bytes() + b"\xc1\xc1garbage")
+    trace = Trace.load(tmp_path)
+    assert len(trace.stamps) == 1
+    assert not trace.processes[0].is_whole
+
+
+def test_a_reader_takes_up_what_was_added_since(tmp_path):
+    recording, reader = recorder(tmp_path), TraceReader(tmp_path)
+    recording.stamp("lease", 1)
+    recording._file.close()
+    assert [stamp.group for stamp in reader.read().stamps] == [1]
+    other = recorder(tmp_path, process="learner-1")
+    other.stamp("lease", 2)
+    other.close()
+    assert [stamp.group for stamp in reader.read().stamps] == [1, 2]
+
+
+def test_a_run_without_a_record_is_said(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"was started with profile\.enabled=true"):
+        Trace.load(tmp_path)
+
+
+def test_records_of_another_schema_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("asyncrl.protocol.record.SCHEMA", 99)
+    recorder(tmp_path).close()
+    with pytest.raises(ValueError, match="schema 99, this version reads 1"):
+        Trace.load(tmp_path)
+
+
+def test_the_clock_of_another_host_is_moved_by_what_it_measured(tmp_path, monkeypatch):
+    recorder(tmp_path, process="buffer", pool=Pool.buffer, clock=lambda: 1000).close()
+    monkeypatch.setattr("asyncrl.protocol.record.clock_id", lambda: "elsewhere")
+    now = 50
+    far = recorder(tmp_path, clock=lambda: now)
+    monkeypatch.undo()
+    now = 100
+    far.clock(clock_id(), offset_ns=1000, error_ns=7)
+    now = 200
+    far.clock(clock_id(), offset_ns=1010, error_ns=3)
+    now = 150
+    far.stamp("lease", 1)
+    now = 400
+    far.stamp("lease", 2)
+    far.close()
+    trace = Trace.load(tmp_path)
+    assert [stamp.time for stamp in trace.stamps] == [150 + 1005, 400 + 1010]
+    assert [process.error_ns for process in trace.processes] == [0, 3]
+
+
+def test_a_clock_that_was_never_measured_goes_by_the_wall_clocks_and_says_so(tmp_path, monkeypatch):
+    recorder(tmp_path, process="buffer", pool=Pool.buffer, clock=lambda: 1000).close()
+    monkeypatch.setattr("asyncrl.protocol.record.clock_id", lambda: "elsewhere")
+    recorder(tmp_path, clock=lambda: 5_000_000).close()
+    near, far = Trace.load(tmp_path).processes
+    assert far.error_ns == UNMEASURED_ERROR_NS
+    assert far.start - near.start == far.wall_ns - near.wall_ns
+
+
+def test_offsets_between_measurements_lie_on_a_line_and_beyond_them_stay():
+    offsets = ClockOffsets([(100, 10, 1), (200, 20, 5)])
+    assert [offsets.at(time) for time in (0, 100, 150, 200, 999)] == [(10, 1), (10, 5), (15, 5), (20, 5), (20, 5)]
+    assert ClockOffsets().at(5) == (0, 0)

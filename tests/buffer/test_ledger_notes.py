@@ -1,0 +1,73 @@
+"""What the buffer notes of its ledger."""
+
+from asyncrl.profile.trace import FOLDER, Trace
+from asyncrl.protocol.record import Pool, Recorder
+from buffer.config import OnStale
+from buffer.ledger_notes import LedgerNotes
+from buffer.rule import StalenessRule
+from tests.support.ledgers import DrivenLedger, summary_of
+
+
+def test_the_budget_is_how_many_are_admitted_one_after_another():
+    rule = StalenessRule(max_lag=2, groups_per_step=2)
+    for due in ((0, 0, 0), (1, 0, 0), (2, 1, 0), (0, 3, 2), (2, 2, 2), (0, 0, 5)):
+        for engine_version in (0, 1, 2, 3):
+            open_by_deadline = {3 + k: number for k, number in enumerate(due)}
+            budget = rule.budget(open_by_deadline, version=3, engine_version=engine_version)
+            deadline, admitted = rule.deadline(engine_version), 0
+            while rule.admits(open_by_deadline, version=3, engine_version=engine_version):
+                open_by_deadline[deadline] = open_by_deadline.get(deadline, 0) + 1
+                admitted += 1
+            assert budget == admitted, (due, engine_version)
+
+
+def noted(tmp_path, **options):
+    ledger = DrivenLedger(StalenessRule(max_lag=1, groups_per_step=2), **options)
+    recorder = Recorder(tmp_path / FOLDER, process="buffer", pool=Pool.buffer)
+    notes = LedgerNotes(ledger, recorder)
+    ledger.on_applied = notes.note
+    return ledger, notes, recorder
+
+
+def events(tmp_path, recorder):
+    recorder.close()
+    return [(stamp.event, stamp.group, stamp.details.get("reason")) for stamp in Trace.load(tmp_path).stamps]
+
+
+def test_a_group_is_stamped_on_its_way_once_however_often_a_plan_is_asked_for(tmp_path):
+    ledger, _, recorder = noted(tmp_path)
+    ledger.enqueue([1, 2])
+    for lease in ledger.lease(0, 2):
+        ledger.put(summary_of(lease))
+    ledger.plan(0)
+    ledger.plan(0)
+    ledger.commit(0)
+    expected = [(event, group, None) for event in ("planned", "trained") for group in (1, 2)]
+    assert events(tmp_path, recorder)[-4:] == expected
+    trace = Trace.load(tmp_path)
+    assert trace.groups[1].lag == 0
+    assert trace.groups[1].last("stored").details["tokens"] == 5
+
+
+def test_what_is_given_back_or_dropped_is_stamped_with_its_reason(tmp_path):
+    ledger, _, recorder = noted(tmp_path, on_stale=OnStale.requeue, lease_s=10.0)
+    ledger.enqueue([1, 2])
+    first, second = ledger.lease(0, 2, now=0.0)
+    ledger.release(first.group_id, first.attempt, num_tokens=3, reason="reward")
+    ledger.expire(11.0)
+    found = [event for event in events(tmp_path, recorder) if event[0] != "lease"]
+    assert found == [("requeued", first.group_id, "reward"), ("requeued", second.group_id, "expired")]
+
+
+def test_counts_are_noted_where_they_change(tmp_path):
+    ledger, notes, recorder = noted(tmp_path)
+    ledger.enqueue([1, 2, 3])
+    notes.levels(held_bytes=0)
+    ledger.lease(0, 2)
+    notes.levels(held_bytes=0)
+    recorder.close()
+    trace = Trace.load(tmp_path)
+    assert [level.value for level in trace.levels_of("queued", "buffer")] == [3, 1]
+    assert [level.value for level in trace.levels_of("leased", "buffer")] == [0, 2]
+    assert [level.value for level in trace.levels_of("budget", "buffer")] == [4, 2]
+    assert len(trace.levels_of("full", "buffer")) == 1
