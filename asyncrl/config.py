@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.data.config import DataConfig
-from buffer.config import BufferConfig
+from asyncrl.placement_config import LEARNER_POOL, PlacementConfig, RayConfig
+from asyncrl.protocol.record import ProfileConfig
+from buffer.config import BufferConfig, is_loopback
 from learner.config import GROUP_ADVANTAGES, AlgorithmConfig, LearnerConfig
 from rollout_fleet.config import EngineKind, RolloutFleetConfig
 
-LEARNER_POOL = "learner"
-"""The pool of the actor, and of every role that is placed nowhere else."""
 LOOPBACK = "lo"
 
 
@@ -40,18 +40,26 @@ class EvaluationConfig:
 
     Attributes:
         enabled: Evaluate at all; needs ``data.eval_files``.
-        every_steps: Learner steps between evaluations while training goes on; 0 has none. No weights are loaded while
-            one runs, so that its answers are of one version; training goes on as far as ``buffer.max_lag`` lets it.
+        every_steps: Learner steps between evaluations while training goes on; 0 has none. One that would begin while
+            another still runs is left out.
+        share: Largest share of the fleet's engines that such an evaluation takes; with few engines, one of them. They
+            keep the evaluated version until it is done, while the others go on to newer ones, and have at most the same
+            share of the fleet's places for samples under way for it.
         num_samples: Samples of each prompt at the training temperature; greedy decoding adds one more.
+        pass_reward: A sample that earns at least as much counts as a pass in ``pass@k``.
     """
 
     enabled: bool = True
     every_steps: int = 0
+    share: float = 0.25
     num_samples: int = 4
+    pass_reward: float = 1.0
 
     def __post_init__(self) -> None:
         if self.every_steps < 0:
             raise ValueError(f"evaluation.every_steps must be >= 0, got {self.every_steps}; 0 has none between")
+        if not 0 < self.share <= 1:
+            raise ValueError(f"evaluation.share must be in (0, 1], got {self.share}; 0.25 leaves most to training")
         if self.num_samples < 1:
             raise ValueError(f"evaluation.num_samples must be >= 1, got {self.num_samples}; 4 gives a steady mean")
 
@@ -167,50 +175,6 @@ class WarmStartConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlacementConfig:
-    """What each worker takes of the cluster; a GPU learner rank takes one GPU, an engine ``tp_size`` of them.
-
-    Attributes:
-        pools: Further pools of the learner: name and number of processes, one device each. The pool ``learner`` always
-            exists, with ``learner.num_ranks``. Example: ``{critic: 2}``.
-        critic: Pool of the critic. Roles of one pool share its processes; those of others compute at the same time.
-        reference: Pool of the reference policy. With LoRA it is the actor with its adapters off, in ``learner``.
-        reward_model: Pool of the reward model.
-        cpus_per_learner_rank: Logical CPUs of one process of these pools.
-        cpus_per_engine: Logical CPUs of one rollout worker with its engine.
-        oversubscribe: On a cluster of our own (``ray.address`` empty), offer as many logical CPUs as the run asks for,
-            even where the machine has fewer cores. If false, that is an error.
-        colocated: Put a learner rank and an engine on each device, taking turns: the engines fill a batch and release
-            the device, the learner updates, publishes and offloads as ``learner.offload_at_transition_only`` says.
-    """
-
-    pools: dict[str, int] = field(default_factory=dict)
-    critic: str = LEARNER_POOL
-    reference: str = LEARNER_POOL
-    reward_model: str = LEARNER_POOL
-    cpus_per_learner_rank: float = 1.0
-    cpus_per_engine: float = 1.0
-    oversubscribe: bool = True
-    colocated: bool = False
-
-    def __post_init__(self) -> None:
-        for name in ("cpus_per_learner_rank", "cpus_per_engine"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"placement.{name} must be > 0, got {getattr(self, name)}")
-        for name, count in self.pools.items():
-            if name == LEARNER_POOL:
-                raise ValueError(f"placement.pools must not name {LEARNER_POOL!r}; learner.num_ranks is its size")
-            if count < 1:
-                raise ValueError(f"placement.pools.{name} must be >= 1 processes, got {count}")
-        for role in ("critic", "reference", "reward_model"):
-            if getattr(self, role) not in (LEARNER_POOL, *self.pools):
-                raise ValueError(
-                    f"placement.{role} must name one of the pools {[LEARNER_POOL, *self.pools]}, "
-                    f"got {getattr(self, role)!r}; add it to placement.pools with its processes"
-                )
-
-
-@dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
     """Checkpoints of a run; how many are kept is ``learner.keep_checkpoints``.
 
@@ -304,21 +268,6 @@ class WeightsConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RayConfig:
-    """The Ray cluster.
-
-    Attributes:
-        address: Empty starts a cluster of our own on this machine; ``auto`` or ``host:port`` joins a running one.
-        object_store_bytes: Shared memory of a cluster of our own; weights and batches do not pass through it.
-        start_timeout_s: Deadline for the cluster to come up.
-    """
-
-    address: str = ""
-    object_store_bytes: int = 128 * 1024**2
-    start_timeout_s: float = 60.0
-
-
-@dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """One training run.
 
@@ -354,6 +303,7 @@ class RunConfig:
     ray: RayConfig = field(default_factory=RayConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     sft: WarmStartConfig = field(default_factory=WarmStartConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
 
     @property
     def publishes_adapters(self) -> bool:
@@ -414,11 +364,6 @@ def check_options(config: RunConfig) -> None:
             "rollout_fleet.renew_every_s must be at most half of buffer.lease_s, or leases run out while they are "
             f"worked on; got {config.rollout_fleet.renew_every_s:g} and {config.buffer.lease_s:g}"
         )
-    if config.learner.device == "cuda" and config.rollout_fleet.sglang.tp_size > 1:
-        raise ValueError(
-            f"rollout_fleet.sglang.tp_size must be 1 on GPUs, got {config.rollout_fleet.sglang.tp_size}: an engine is "
-            "placed with one GPU so far; raise rollout_fleet.num_engines instead"
-        )
     _check_weights(config)
     if config.stop_timeout_s < (needed_s := stop_deadlines(config).total_s):
         raise ValueError(
@@ -427,6 +372,7 @@ def check_options(config: RunConfig) -> None:
             f"{config.stop_timeout_s:g}; raise the first or lower the second"
         )
     _check_colocation(config)
+    _check_nodes(config)
     if config.rollout_fleet.engine is EngineKind.scripted:
         raise ValueError(
             "rollout_fleet.engine must be sglang or transformers, got scripted; the scripted engine is for tests"
@@ -580,6 +526,11 @@ def _check_colocation(config: RunConfig) -> None:
             f"weights.publish_every must be 1 with placement.colocated=true, got {config.weights.publish_every}: "
             "engines that take their devices back load the newest weights"
         )
+    if learner.device == "cuda" and fleet.sglang.tp_size > 1:
+        raise ValueError(
+            f"rollout_fleet.sglang.tp_size must be 1 with placement.colocated=true, got {fleet.sglang.tp_size}: an "
+            "engine shares the device of one learner rank"
+        )
     if learner.num_ranks != fleet.num_engines:
         raise ValueError(
             "learner.num_ranks must equal rollout_fleet.num_engines with placement.colocated=true, one of each "
@@ -590,6 +541,32 @@ def _check_colocation(config: RunConfig) -> None:
             "learner.device and rollout_fleet.device must be the same with placement.colocated=true, got "
             f"{learner.device} and {fleet.device}"
         )
+
+
+def _check_nodes(config: RunConfig) -> None:
+    """Check that a run on several nodes leaves nothing to paths and sockets that only one of them has."""
+    placement, weights, buffer = config.placement, config.weights, config.buffer
+    if placement.num_nodes == 1:
+        return
+    per_node, transport = placement.ranks_per_node, weights.transport
+    is_file, is_collective = transport is Transport.file, transport is Transport.collective
+    own_only = is_loopback(buffer.host) and not buffer.advertised_host
+    checks = {
+        "ray.address": ("none", "auto, or host:port of a Ray cluster of all nodes", not config.ray.address),
+        "placement.colocated": ("true", "false", placement.colocated),
+        "buffer.host": (buffer.host, "an address or interface of this node that the others reach", own_only),
+        "weights.transport": (transport, "file or collective", not (is_file or is_collective)),
+        "weights.directory": ("none", "a folder that all nodes share", is_file and not weights.directory),
+        "weights.interface": (LOOPBACK, "one that all nodes reach", is_collective and weights.interface == LOOPBACK),
+        "placement.ranks_per_node": (
+            per_node,
+            f"a divisor of the processes of each pool ({learner_pools(config)})",
+            per_node and any(size % per_node for size in learner_pools(config).values()),
+        ),
+    }
+    for option, (value, wanted, is_wrong) in checks.items():
+        if is_wrong:
+            raise ValueError(f"{option} must be {wanted} with placement.num_nodes={placement.num_nodes}, got {value}")
 
 
 def check_model(config: RunConfig) -> None:

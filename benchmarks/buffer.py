@@ -330,9 +330,11 @@ async def slowest_producer_share(num_producers: int, num_consumers: int, duratio
         async def produce(i: int) -> None:
             while True:
                 wait = asyncio.ensure_future(producers[i].lease(version, 2))
-                await asyncio.wait({wait, advanced}, return_when=asyncio.FIRST_COMPLETED)
-                if not wait.done():  # the engine advanced: ask again at its new version
-                    wait.cancel()
+                try:
+                    await asyncio.wait({wait, advanced}, return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    wait.cancel()  # unless it is done; the engine advanced: ask again at its new version
+                if not wait.done():
                     continue
                 for lease in wait.result():
                     await producers[i].put(group_of(lease, 35_000))
@@ -357,6 +359,7 @@ async def slowest_producer_share(num_producers: int, num_consumers: int, duratio
             advanced = asyncio.get_running_loop().create_future()
         for task in tasks:
             task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         for client in [*producers, *consumers, control]:
             await client.close()
         process.stop()

@@ -110,6 +110,41 @@ class PendingRequests:
             self.remove(request.client, request.request_id)
 
 
+class PendingLeases(PendingRequests):
+    """Pending requests for leases, also by the version that their engines serve, of which there are few."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._by_version: dict[int, dict[tuple[bytes, int], int]] = {}
+        self._next_place = 0
+
+    @property
+    def versions(self) -> list[int]:
+        """The versions that are asked for."""
+        return list(self._by_version)
+
+    def at_version(self, version: int) -> list[tuple[int, PendingRequest]]:
+        """Those at one version, each with its place in the order they came."""
+        return [(place, self._requests[key]) for key, place in self._by_version.get(version, {}).items()]
+
+    def add(self, request: PendingRequest, hold_s: float, on_timeout: Callable[[PendingRequest], None]) -> None:
+        """See `PendingRequests.add`."""
+        super().add(request, hold_s, on_timeout)
+        self._next_place += 1
+        of_version = self._by_version.setdefault(request.fields["version"], {})
+        of_version[request.client, request.request_id] = self._next_place
+
+    def remove(self, client: bytes, request_id: int) -> PendingRequest | None:
+        """See `PendingRequests.remove`."""
+        request = super().remove(client, request_id)
+        if request is not None:
+            version = request.fields["version"]
+            del self._by_version[version][client, request_id]
+            if not self._by_version[version]:
+                del self._by_version[version]
+        return request
+
+
 class FairQueue:
     """Whose turn it is when more workers wait than groups can begin.
 
@@ -217,7 +252,7 @@ class Admission:
         self._ledger, self._store, self._replies = shared.ledger, shared.store, shared.replies
         self._hold_s = shared.hold_s
         self._clock = clock
-        self._pending = PendingRequests()
+        self._pending = PendingLeases()
         self._granted: OrderedDict[tuple[bytes, int], list[GrantedLease | Group]] = OrderedDict()
         self._turns = FairQueue()
         self.heartbeats = Heartbeats(silent_s)
@@ -269,25 +304,33 @@ class Admission:
                 self._pending.remove(request.client, request.request_id)
                 self._answer_nothing(request)
 
-    def _can_grant(self) -> bool:
-        """Whether a group waits that the freshest engine may begin, and fits."""
-        ledger = self._ledger
-        is_admitted = ledger.num_queued > 0 and ledger.admits(ledger.learner_version)
-        return is_admitted and ledger.has_room()
+    def _admitted(self, versions: Iterable[int]) -> set[int]:
+        """Those of the versions at which a group that waits may begin; none where no group waits, or none fits."""
+        if not self._ledger.num_queued or not self._ledger.has_room():
+            return set()
+        return {version for version in versions if self._ledger.admits(version)}
 
     def grant(self) -> None:
-        """One lease at a time to the waiting worker whose turn it is, until nothing more is admitted."""
-        if not self._pending or not self._can_grant():
+        """One lease at a time to the waiting worker whose turn it is, until nothing more is admitted.
+
+        Only requests at a version that is admitted are looked at: it costs little while all engines are too far behind.
+        """
+        if not self._pending or not (versions := self._admitted(self._pending.versions)):
             return
-        waiting = [request for request in self._pending.all() if request.fields["wanted"] > 0]
-        line = [(self._turns.turn_of(request.client), place, request) for place, request in enumerate(waiting)]
+        waiting = [entry for version in versions for entry in self._pending.at_version(version)]
+        line = [
+            (self._turns.turn_of(request.client), place, request)
+            for place, request in waiting
+            if request.fields["wanted"] > 0
+        ]
         heapify(line)
         served: list[PendingRequest] = []
         try:
-            while line and self._can_grant():
+            while line and versions:
                 turn, place, request = heappop(line)
-                if self._grant_one(request, served):
+                if request.fields["version"] in versions and self._grant_one(request, served):
                     heappush(line, (turn + 1, place, request))
+                versions = self._admitted(versions)
         finally:  # also where the journal could not be written for one more
             for request in served:
                 self._pending.remove(request.client, request.request_id)

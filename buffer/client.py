@@ -8,7 +8,7 @@ import logging
 import os
 import threading
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -65,6 +65,7 @@ class BufferClient:
         window: Puts on their way at once; further ones wait for an acknowledgement.
         keys: CURVE keys, where the server has them.
         epoch: The run that this client belongs to; empty takes the one that the server names first.
+        name: Of a rollout worker's engine, by which the controller knows it.
     """
 
     def __init__(
@@ -75,8 +76,10 @@ class BufferClient:
         window: int = 32,
         keys: ClientKeys | None = None,
         epoch: str = "",
+        name: str = "",
     ) -> None:
         self.address = address
+        self._name = name
         self._epoch = epoch
         self._timeout_s = request_timeout_s
         self._keys = keys
@@ -84,7 +87,7 @@ class BufferClient:
         self._link: ClientSocket | None = None
         self._store_links: list[ClientSocket] | None = None
         self._beat_s = 0.0
-        self._serves: dict[str, int] = {}
+        self._serves: dict[str, int | str] = {}
         self._beat: asyncio.TimerHandle | None = None
         self._revocations: deque[tuple[int, int]] = deque()
         self._held: set[tuple[int, int]] = set()
@@ -201,8 +204,8 @@ class BufferClient:
     async def loaded(self, version: int, took_s: float) -> None:
         """See `RolloutBuffer.loaded`. Each heartbeat repeats it."""
         link = await self._entered("loaded")
-        self._serves = {"serves": version}
-        await link.request("loaded", {"version": version, "seconds": took_s})
+        self._serves = {"serves": version, "engine": self._name}
+        await link.request("loaded", {"version": version, "seconds": took_s, "engine": self._name})
 
     # What the learner does
 
@@ -248,9 +251,16 @@ class BufferClient:
             pass
         return integer(reply.fields, "version"), seconds(reply.fields, "seconds")
 
-    async def hold(self, version: int | None) -> None:
-        """See `ControlBuffer.hold`."""
-        await self._connect().request("hold", {} if version is None else {"version": version})
+    async def pin(self, version: int, num_engines: int, known: Collection[str] = ()) -> set[str]:
+        """See `ControlBuffer.pin`. It waits as long as the server answers, and tells a restarted one again."""
+        fields = {"version": version, "num_engines": num_engines, "known": sorted(known)}
+        while "engines" not in (reply := await self._connect().request("pin", fields)).fields:
+            pass
+        return set(reply.fields["engines"])
+
+    async def unpin(self) -> None:
+        """See `ControlBuffer.unpin`."""
+        await self._connect().request("unpin", {})
 
     async def stats(self) -> BufferStats:
         """See `ControlBuffer.stats`."""
@@ -536,9 +546,9 @@ class BufferConnection:
         """The same connection for another role."""
         return replace(self, role=role)
 
-    def client(self) -> BufferClient:
+    def client(self, name: str = "") -> BufferClient:
         """A client of the running event loop. Raises ValueError if the keys are missing, or readable by others."""
-        return BufferClient(self.address, **self._options())
+        return BufferClient(self.address, name=name, **self._options())
 
     def sync_client(self) -> SyncBufferClient:
         """A client that blocks. Raises ValueError if the keys are missing, or readable by others."""

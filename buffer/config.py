@@ -21,6 +21,9 @@ class Durability(StrEnum):
     disk = "disk"
 
 
+_LOOPBACK = ("127.", "localhost", "::1", "[::1]")
+_EVERY_ADDRESS = ("0.0.0.0", "*", "::", "[::]")
+
 _MAY_BE_ZERO = {
     "max_lag": "use 0 for synchronous training",
     "max_filtered_steps": "0 goes on for ever",
@@ -64,7 +67,8 @@ class BufferConfig:
         first_version: Learner version that the ledger begins at; the run sets it where it resumes a checkpoint.
         epoch: Names the run. Every message carries it, and a message of another run is refused. Empty takes the epoch
             of an earlier server in ``directory``, or a new one.
-        host: Interface the server binds.
+        host: Address or interface that the server binds. Example: ``10.0.0.1``, ``eth0``.
+        advertised_host: Address by which clients reach ``host``; empty where that is one itself.
         port: Where requests go; 0 takes a free port.
         bulk_port: Where large payloads go; 0 takes a free port.
     """
@@ -89,6 +93,7 @@ class BufferConfig:
     first_version: int = 0
     epoch: str = ""
     host: str = "127.0.0.1"
+    advertised_host: str = ""
     port: int = 0
     bulk_port: int = 0
 
@@ -103,8 +108,18 @@ class BufferConfig:
                 raise ValueError(f"buffer.{name} must be > 0, got {getattr(self, name)}; see buffer/config.py")
         if self.durability == Durability.disk and not self.directory:
             raise ValueError("buffer.durability=disk needs buffer.directory, got ''; name a directory on a local disk")
+        if self.host in _EVERY_ADDRESS and not self.advertised_host:
+            raise ValueError(
+                f"buffer.host={self.host} is no address that a client can reach; set buffer.advertised_host to one of "
+                "this host, or buffer.host itself"
+            )
         find_order(self.order)
         find_filters(self.filters)
         for name in ("port", "bulk_port"):
             if not 0 <= getattr(self, name) < 65536:
                 raise ValueError(f"buffer.{name} must be in 0..65535, got {getattr(self, name)}; 0 takes a free port")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address is reached from its own host only."""
+    return host == "lo" or host.startswith(_LOOPBACK)

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from inspect import isclass
 from itertools import accumulate, pairwise
@@ -53,6 +53,7 @@ _HEADER = struct.Struct("<QIQ")
 _RECORDS = {
     name: kind for name, kind in vars(commands).items() if isclass(kind) and hasattr(kind, "__dataclass_fields__")
 }
+_RECORDS["GroupSummary"] = GroupSummary
 
 
 def pack(value: Any) -> Any:
@@ -71,7 +72,8 @@ def unpack(data: bytes) -> Any:
 
 def _from_map(named: dict[str, Any]) -> Any:
     [(name, values)] = named.items()
-    return record_from(_RECORDS[name], values)
+    record = record_from(_RECORDS[name], values)
+    return replace(record, result=PutResult(record.result)) if name == "PutOutcome" else record
 
 
 _NUM_SUMMARY_FIELDS, _NUM_PUT_FIELDS = len(fields(GroupSummary)), len(fields(commands.Put))

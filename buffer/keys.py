@@ -16,6 +16,7 @@ from typing import Any
 import zmq
 from zmq.utils import z85
 
+from .config import is_loopback
 from .messages import CONNECT
 from .sockets import Channel
 
@@ -23,7 +24,6 @@ logger = logging.getLogger(__name__)
 
 _ZAP_DOMAIN = "buffer"
 _ZAP_ADDRESS = "inproc://zeromq.zap.01"
-_LOOPBACK = ("127.", "localhost", "::1", "[::1]")
 
 
 class BufferRole(StrEnum):
@@ -42,7 +42,7 @@ _ALLOWED = {
     | {"lease", "cancel", "renew", "beat", "leave", "reserve", "put", "put_payload", "save", "release"}
     | {"next_offer", "loaded"},
     BufferRole.learner: _COMMON | {"fetch", "offer"},
-    BufferRole.controller: _COMMON | {"enqueue", "plan", "commit", "fetch", "inspect", "served", "hold"},
+    BufferRole.controller: _COMMON | {"enqueue", "plan", "commit", "fetch", "inspect", "served", "pin", "unpin"},
     BufferRole.inspector: _COMMON | {"inspect"},
     BufferRole.ledger: _COMMON | {"remove", "missing"},
 }
@@ -121,7 +121,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 def check_exposure(host: str, keys: str) -> None:
     """Refuse, with a `ValueError`, to serve beyond loopback without keys."""
-    if not keys and not host.startswith(_LOOPBACK):
+    if not keys and not is_loopback(host):
         raise ValueError(
             f"buffer.host={host} is reachable from other machines and buffer.keys is empty; make keys with "
             "buffer.keys.make_keys, or bind 127.0.0.1"

@@ -138,6 +138,11 @@ class Ledger(LedgerState):
         return self._groups.num_planned
 
     @property
+    def stored_bytes(self) -> int:
+        """Bytes of trajectories in all stores, reserved ones among them."""
+        return sum(self._groups.stored_bytes)
+
+    @property
     def next_plan(self) -> int:
         """w, the version to be planned next."""
         return self.learner_version + len(self._groups.plans)

@@ -1,18 +1,19 @@
 """The log of weight offers: the learner appends, the rollout workers ask for the newest, the controller follows.
 
-A version is shown to the workers when the step that made it is committed, and while it is no newer than the version at
-which the controller holds the log. A request waits until newer weights are shown, under the timer of all long polls. It
-is woken by an offer, a commit, a hold that moves, or a failed publish; a controller by the last worker that loads.
+A version is shown to the workers when the step that made it is committed. A few engines may be pinned to a version,
+which the controller evaluates on them; they are shown nothing newer until it is done. A request waits until newer
+weights are shown, under the timer of all long polls. It is woken by an offer, a commit, a pin that moves, or a failed
+publish; a controller by the last worker that loads, or by a pinned one.
 """
 
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from asyncrl.protocol.errors import WeightsError, WireError
+from asyncrl.protocol.errors import WeightsError, WeightsGone, WireError
 
 from .admission import Collaborators, PendingRequest, PendingRequests
-from .messages import MAX_REASON, Message, integer, seconds
+from .messages import MAX_REASON, Message, integer, seconds, text
 
 _MAX_OFFERS = 64
 
@@ -27,8 +28,11 @@ class OfferLog:
     def __init__(self) -> None:
         self.failure = ""
         self._offers: dict[int, Mapping[str, Any]] = {}
-        self._held_at: int | None = None
+        self._pin: int | None = None
+        self._num_wanted = 0
+        self._pinned: set[bytes] = set()
         self._serving: dict[bytes, int] = {}
+        self._names: dict[bytes, str] = {}
         self._num_serving: Counter[int] = Counter()
         self._slowest_s: dict[int, float] = {}
 
@@ -36,28 +40,67 @@ class OfferLog:
         """Offer a version; one that is offered again replaces the earlier offer."""
         self._offers[version] = offer
         if len(self._offers) > _MAX_OFFERS:
-            del self._offers[sorted(self._offers)[1]]  # the first may be the one that is shown
+            del self._offers[sorted(set(self._offers) - {self._pin})[1]]  # the first may be the one that is shown
 
-    def hold(self, version: int | None) -> None:
-        """Show nothing newer than ``version``, which is no older than what is shown; None shows all."""
-        self._held_at = version
+    def pin(self, version: int, num_engines: int) -> bool:
+        """Have the first ``num_engines`` engines that ask for ``version`` keep it; returns whether that is new."""
+        is_new = (version, num_engines) != (self._pin, self._num_wanted)
+        if is_new:
+            self.unpin()
+            self._pin, self._num_wanted = version, num_engines
+        return is_new
 
-    def newest(self, learner_version: int) -> tuple[int, Mapping[str, Any]] | None:
-        """The newest version that is shown, with its offer; older ones are forgotten.
+    def unpin(self) -> None:
+        """Whoever was pinned is free."""
+        self._pin, self._num_wanted = None, 0
+        self._pinned.clear()
+
+    def pinned(self) -> list[str]:
+        """Names of the engines that are pinned and serve the version, sorted."""
+        return sorted(self._names.get(engine, "") for engine in self._pinned if self._serving.get(engine) == self._pin)
+
+    def is_pin_lost(self, learner_version: int) -> bool:
+        """Whether no engine can come to serve the pinned version any more, and none does."""
+        newest = self.newest(learner_version)
+        is_past = self._pin is not None and newest is not None and self._pin < newest
+        return is_past and self._pin not in self._offers and not self.pinned()
+
+    def newest(self, learner_version: int) -> int | None:
+        """The newest version that is shown; older ones are forgotten, but for one that pinned engines still wait for.
 
         Raises:
             WeightsError: a version could not be published.
         """
         self.check()
-        limit = learner_version if self._held_at is None else min(learner_version, self._held_at)
-        shown = [version for version in self._offers if version <= limit]
+        shown = [version for version in self._offers if version <= learner_version]
         if not shown:
             return None
         newest = max(shown)
+        is_awaited = len(self.pinned()) < self._num_wanted
         for version in shown:
-            if version != newest:
+            if version != newest and not (version == self._pin and is_awaited):
                 del self._offers[version]
-        return newest, self._offers[newest]
+        return newest
+
+    def next_for(self, engine: bytes, at_least: int, learner_version: int) -> Mapping[str, Any] | None:
+        """The offer that an engine is to load next; None while there is none of version ``at_least`` or newer.
+
+        Raises:
+            WeightsError: a version could not be published.
+        """
+        newest = self.newest(learner_version)
+        if newest is None:
+            return None
+        if self._pin is not None and self._pin <= learner_version:
+            if engine in self._pinned and self._pin < at_least:
+                return None
+            if self._pin in self._offers and at_least <= self._pin:
+                if engine in self._pinned or len(self._pinned) < self._num_wanted:
+                    self._pinned.add(engine)
+                    return self._offers[self._pin]
+            else:
+                self._pinned.discard(engine)  # it was started again when the version had gone: the newest will do
+        return self._offers[newest] if newest >= at_least else None
 
     def oldest(self) -> int:
         """The oldest version that can still be shown; 0 where there is none."""
@@ -68,16 +111,22 @@ class OfferLog:
         if self.failure:
             raise WeightsError(self.failure)
 
-    def loaded(self, engine: bytes, version: int, took_s: float = 0.0) -> None:
+    def loaded(self, engine: bytes, version: int, took_s: float = 0.0, name: str = "") -> None:
         """An engine serves a version, which it took ``took_s`` seconds to load; a repetition changes nothing."""
         if self._serving.get(engine) != version:
-            self.forget(engine)
+            self._stop_counting(engine)
             self._serving[engine] = version
+            self._names[engine] = name
             self._num_serving[version] += 1
             self._slowest_s[version] = max(took_s, self._slowest_s.get(version, 0.0))
 
     def forget(self, engine: bytes) -> None:
         """An engine is gone."""
+        self._stop_counting(engine)
+        self._names.pop(engine, None)
+        self._pinned.discard(engine)
+
+    def _stop_counting(self, engine: bytes) -> None:
         version = self._serving.pop(engine, None)
         if version is None:
             return
@@ -99,41 +148,42 @@ class OfferRequests:
     def __init__(self, shared: Collaborators) -> None:
         self._ledger, self._replies, self._hold_s = shared.ledger, shared.replies, shared.hold_s
         self._log = OfferLog()
-        self._shown = -1
+        self._shown: int | None = None
         self._receivers = PendingRequests()
         self._followers = PendingRequests()
+        self._evaluators = PendingRequests()
         self.operations: dict[str, Callable[[bytes, Message], None]] = {
             "offer": self._offer,
             "next_offer": self._next_offer,
             "loaded": self._loaded,
             "served": self._served,
-            "hold": self._hold,
+            "pin": self._pin,
+            "unpin": self._unpin,
         }
 
     def close(self) -> None:
         """Stop whatever waits."""
-        self._receivers.close()
-        self._followers.close()
+        for pending in (self._receivers, self._followers, self._evaluators):
+            pending.close()
 
     def show(self) -> None:
         """Answer who waits for weights, if newer ones are shown now; called whenever they may be."""
         newest = None if self._log.failure else self._log.newest(self._ledger.learner_version)
-        if newest is not None and newest[0] != self._shown:
-            self._shown = newest[0]
-            for request in self._receivers.all():
-                if self._answer_receiver(request):
-                    self._receivers.remove(request.client, request.request_id)
+        if newest != self._shown:
+            self._shown = newest
+            self._answer_all(self._receivers, self._answer_receiver)
+            self._answer_all(self._evaluators, self._answer_evaluator)
 
     def note_beat(self, client: bytes, fields: Mapping[str, Any]) -> None:
         """A sign of life, with the version that the client's engine serves: makes one known again that was silent."""
         if "serves" in fields:
-            self._log.loaded(client, integer(fields, "serves"))
-            self._answer_followers()
+            self._log.loaded(client, integer(fields, "serves"), name=text(fields, "engine"))
+            self._tell_controllers()
 
     def forget(self, client: bytes) -> None:
         """A client left, or is silent: nobody waits for its engine."""
         self._log.forget(client)
-        self._answer_followers()
+        self._tell_controllers()
 
     def _offer(self, client: bytes, message: Message) -> None:
         offer, reason = message.fields.get("offer"), message.fields.get("failure")
@@ -151,7 +201,7 @@ class OfferRequests:
         self._replies.reply(client, message.request_id, {"oldest": self._log.oldest()})
 
     def _fail_all(self) -> None:
-        for pending in (self._receivers, self._followers):
+        for pending in (self._receivers, self._followers, self._evaluators):
             for request in pending.all():
                 pending.remove(request.client, request.request_id)
                 self._replies.fail(request.client, request.request_id, WeightsError(self._log.failure))
@@ -162,18 +212,17 @@ class OfferRequests:
             self._receivers.add(request, self._hold_s, self._answer_nothing)
 
     def _answer_receiver(self, request: PendingRequest) -> bool:
-        newest = self._log.newest(self._ledger.learner_version)
-        if newest is None or newest[0] < request.fields["at_least"]:
-            return False
-        self._replies.reply(request.client, request.request_id, {"offer": newest[1]})
-        return True
+        offer = self._log.next_for(request.client, request.fields["at_least"], self._ledger.learner_version)
+        if offer is not None:
+            self._replies.reply(request.client, request.request_id, {"offer": offer})
+        return offer is not None
 
     def _loaded(self, client: bytes, message: Message) -> None:
         version = integer(message.fields, "version")
         self._ledger.check_engine_version(version)
-        self._log.loaded(client, version, seconds(message.fields, "seconds"))
+        self._log.loaded(client, version, seconds(message.fields, "seconds"), text(message.fields, "engine"))
         self._replies.reply(client, message.request_id)
-        self._answer_followers()
+        self._tell_controllers()
 
     def _served(self, client: bytes, message: Message) -> None:
         fields = {name: integer(message.fields, name) for name in ("at_least", "num_engines")}
@@ -182,10 +231,15 @@ class OfferRequests:
         if not self._answer_follower(request):
             self._followers.add(request, self._hold_s, self._answer_nothing)
 
-    def _answer_followers(self) -> None:
-        for request in self._followers.all():
-            if self._answer_follower(request):
-                self._followers.remove(request.client, request.request_id)
+    def _tell_controllers(self) -> None:
+        if not self._log.failure:
+            self._answer_all(self._followers, self._answer_follower)
+            self._answer_all(self._evaluators, self._answer_evaluator)
+
+    def _answer_all(self, pending: PendingRequests, answer: Callable[[PendingRequest], bool]) -> None:
+        for request in pending.all():
+            if answer(request):
+                pending.remove(request.client, request.request_id)
 
     def _answer_follower(self, request: PendingRequest) -> bool:
         served = self._log.served(request.fields["num_engines"])
@@ -194,10 +248,34 @@ class OfferRequests:
         self._replies.reply(request.client, request.request_id, {"version": served[0], "seconds": served[1]})
         return True
 
-    def _hold(self, client: bytes, message: Message) -> None:
-        self._log.hold(integer(message.fields, "version") if "version" in message.fields else None)
-        self.show()
+    def _pin(self, client: bytes, message: Message) -> None:
+        fields = {name: integer(message.fields, name) for name in ("version", "num_engines")}
+        known = message.fields.get("known")
+        if not isinstance(known, list) or not all(isinstance(name, str) for name in known):
+            raise WireError("field 'known' must be a list of names of engines")
+        self._log.check()
+        if self._log.pin(**fields):
+            self._answer_all(self._receivers, self._answer_receiver)
+        request = _pending(client, message, {"version": fields["version"], "known": set(known)})
+        if not self._answer_evaluator(request):
+            self._evaluators.add(request, self._hold_s, self._answer_nothing)
+
+    def _unpin(self, client: bytes, message: Message) -> None:
+        self._log.unpin()
+        if not self._log.failure:
+            self._answer_all(self._receivers, self._answer_receiver)
         self._replies.reply(client, message.request_id)
+
+    def _answer_evaluator(self, request: PendingRequest) -> bool:
+        engines, version = self._log.pinned(), request.fields["version"]
+        if self._log.is_pin_lost(self._ledger.learner_version):
+            error = WeightsGone(f"policy version {version} is not offered any more, and no engine serves it")
+            self._replies.fail(request.client, request.request_id, error)
+        elif set(engines) == request.fields["known"]:
+            return False
+        else:
+            self._replies.reply(request.client, request.request_id, {"engines": engines})
+        return True
 
     def _answer_nothing(self, request: PendingRequest) -> None:
         self._replies.reply(request.client, request.request_id)

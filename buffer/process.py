@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import IO, NoReturn, Self
 
 from asyncrl.protocol.errors import DeadlineError, WorkerDiedError
+from asyncrl.protocol.record import ProfileConfig
 from asyncrl.protocol.remote import last_lines, process_end
 
 from .client import BufferConnection
@@ -23,8 +24,8 @@ class BufferProcess:
     """A running buffer server, or the store server of number ``store``.
 
     ``log_path`` takes its log; None leaves it on this process's stderr. ``waits=False`` returns before it announced
-    itself and leaves that to `read_address`. Raises `DeadlineError` if it did not in time, `WorkerDiedError` if it
-    ended instead.
+    itself and leaves that to `read_address`. ``profile`` says what it records of itself. Raises `DeadlineError` if it
+    did not announce itself in time, `WorkerDiedError` if it ended instead.
 
     Attributes:
         address: Where it listens; empty until it was read.
@@ -39,6 +40,7 @@ class BufferProcess:
         start_timeout_s: float = 30.0,
         store: int | None = None,
         waits: bool = True,
+        profile: ProfileConfig | None = None,
     ) -> None:
         self.address = ""
         self._log_path = log_path
@@ -51,6 +53,8 @@ class BufferProcess:
         command += ["--config", json.dumps(asdict(config))]
         if store is not None:
             command += ["--store", str(store)]
+        if profile is not None:
+            command += ["--profile", json.dumps(asdict(profile))]
         with log_path.open("ab") if log_path is not None else nullcontext() as log:
             self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log)
         if waits:

@@ -23,6 +23,7 @@ from typing import Any, Protocol
 
 import zmq
 
+from asyncrl.protocol import record
 from asyncrl.protocol.errors import (
     AsyncRLError,
     NotAllowed,
@@ -99,7 +100,7 @@ class ServerSocket:
         control = self._router(keys, silent_s=4 * config.heartbeat_s)
         bulk = self._router(keys, silent_s=max(config.request_timeout_s, 4 * config.heartbeat_s))
         self._service = make_service(self)
-        self.address = self._bind(control, "address", config.port)
+        self.address = self._reached_at(self._bind(control, "address", config.port))
         self.bulk_port = int(self._bind(bulk, "bulk_address", config.bulk_port).rpartition(":")[2])
         self._control = Channel(control, self._on_message, self._on_burst_end)
         self._bulk = Channel(bulk, self._on_chunk, self._on_burst_end)
@@ -142,6 +143,11 @@ class ServerSocket:
         if self._journal is not None and bound != known:
             self._journal.write(name, bound)
         return bound
+
+    def _reached_at(self, bound: str) -> str:
+        """The address that clients are told."""
+        host = self._config.advertised_host
+        return f"tcp://{host}:{bound.rpartition(':')[2]}" if host else bound
 
     def counters(self) -> dict[str, int]:
         """What was turned away, or could not be delivered."""
@@ -510,15 +516,20 @@ def main() -> None:
     parser.add_argument("--config", default="{}", help='options of buffer/config.py as JSON, e.g. {"max_lag": 2}')
     parser.add_argument("--announce-fd", type=int, default=1, help="descriptor that gets the address, one line")
     parser.add_argument("--store", type=int, help="serve payloads as store server number STORE, without a ledger")
+    parser.add_argument("--profile", default="{}", help="options of asyncrl.protocol.record.ProfileConfig as JSON")
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     end_with_parent()
     calm_collector()
     keep_memory()
+    name = "buffer" if args.store is None else f"store-{args.store}"
+    record.start(record.ProfileConfig(**json.loads(args.profile)), process=name, pool=record.Pool.buffer)
     try:
         asyncio.run(_serve(config_from_json(json.loads(args.config)), args))
     except (AsyncRLError, ValueError) as error:
         sys.exit(f"the buffer server ends: {error}")
+    finally:
+        record.stop()
 
 
 async def _serve(config: BufferConfig, args: argparse.Namespace) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
+from asyncrl.protocol import record
 from asyncrl.protocol.errors import AsyncRLError, ReplayBufferError, StoreFull, WireError
 from asyncrl.protocol.types import BufferStats
 
@@ -31,6 +32,7 @@ from .encoding import JOIN_BELOW_BYTES
 from .heartbeats import Deadline, LoopClock
 from .journal import Journal
 from .ledger import Ledger
+from .ledger_notes import LedgerNotes
 from .messages import (
     REVOKED,
     SPACE,
@@ -111,9 +113,19 @@ class BufferService:
         self._journal = journal
         self._expiry = Deadline(self._expire, self._clock)
         self._silence = Deadline(self._take_from_silent, self._clock)
+        self._notes = self._recorded()
         self._operations = self._all_operations()
         if journal is not None:
             self._recover(journal)
+
+    def _recorded(self) -> LedgerNotes | None:
+        """Have the ledger recorded where this process is; not what a journal replays, which was recorded before."""
+        recorder = record.current()
+        if recorder is None:
+            return None
+        notes = LedgerNotes(self.ledger, recorder)
+        self.ledger.on_applied = notes.note
+        return notes
 
     def _all_operations(self) -> dict[str, Callable[[bytes, Message], None]]:
         """What clients may ask, by name."""
@@ -189,6 +201,8 @@ class BufferService:
         self._expiry.at(self.ledger.next_expiry())
         self._silence.at(self._admission.heartbeats.next_silence())
         self._compact()
+        if self._notes is not None:
+            self._notes.levels(held_bytes=self._store.held_bytes)
 
     def close(self) -> None:
         """Cancel every timer."""

@@ -6,6 +6,7 @@ from ``JOIN_BELOW_BYTES`` on, in chunks, so a large put over a slow link delays 
 """
 
 import asyncio
+import resource
 import struct
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -213,3 +214,23 @@ class ChunkReceiver:
     def reset(self) -> None:
         """Forget everything: the connection is a new one."""
         self._messages.clear()
+
+
+_FILES_PER_CLIENT = 2  # its control and its bulk connection
+_OTHER_FILES = 256
+
+
+def allow_clients(num_clients: int) -> None:
+    """Raise this process's limit of open files to what a server of so many clients takes; its children inherit it.
+
+    Raises `ValueError` if the limit cannot be raised so far.
+    """
+    needed = _FILES_PER_CLIENT * num_clients + _OTHER_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and needed > hard:
+        raise ValueError(
+            f"the limit of open files must be at least {needed} for {num_clients} clients of the buffer, got {hard}; "
+            f"raise it where the run is started: ulimit -Hn {needed}, or LimitNOFILE of the service that starts it"
+        )
+    if soft != resource.RLIM_INFINITY and needed > soft:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))

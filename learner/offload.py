@@ -15,6 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from asyncrl.protocol import record
+from asyncrl.protocol.record import SpanKind
+
 from .config import LearnerConfig
 from .fsdp import local_tensor
 from .trainer import ModelOptimizer
@@ -46,6 +49,10 @@ class MovableTensors:
         """Copy the tensors to the host and free their device memory; nothing when they are there already."""
         if self.offloaded:
             return
+        with record.span(SpanKind.offload, cause="to_host"):
+            self._move_to_host()
+
+    def _move_to_host(self) -> None:
         storages = self._storages()
         places = self._places(storages)
         with _copy_stream(storages):
@@ -63,6 +70,10 @@ class MovableTensors:
         """Take the device memory back and fill it; nothing when the tensors are on the device."""
         if not self.offloaded:
             return
+        with record.span(SpanKind.offload, cause="to_device"):
+            self._move_to_device()
+
+    def _move_to_device(self) -> None:
         try:
             for storage, host in self._on_host:
                 storage.resize_(host.numel())

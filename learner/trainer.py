@@ -16,6 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
+from asyncrl.protocol import record
+from asyncrl.protocol.record import SpanKind
+
 from .batching import split_sequences
 from .config import LearnerConfig, OptimizerConfig, Schedule
 from .fsdp import drop_gradients, local_tensor, prepare_backward
@@ -163,13 +166,16 @@ class Trainer(PackedModel):
             with self.sharding:
                 for number, micro_batch in enumerate(batch.micro_batches, start=1):
                     prepare_backward(self.head, self.config, is_last=number == len(batch.micro_batches))
-                    share, row = self._share_of_loss(micro_batch, objective, batch)
-                    (share * self.mesh.num_ranks).backward()  # FSDP averages gradients over ranks; their sum is meant
+                    with record.span(SpanKind.forward):
+                        share, row = self._share_of_loss(micro_batch, objective, batch)
+                    with record.span(SpanKind.backward):  # FSDP averages gradients over ranks; their sum is meant
+                        (share * self.mesh.num_ranks).backward()
                     rows.append(row)
         except BaseException:
             drop_gradients(self.head)  # half a gradient must not reach the next update
             raise
-        return self._reduce(rows) | batch.counts() | self.optimizer.step()
+        with record.span(SpanKind.optimizer):
+            return self._reduce(rows) | batch.counts() | self.optimizer.step()
 
     @torch.no_grad()
     def evaluate(self, sequences: Sequence[TokenSequence], objective: Objective) -> dict[str, float]:

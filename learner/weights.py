@@ -22,10 +22,12 @@ from typing import Any, cast
 
 import torch.distributed as dist
 
+from asyncrl.protocol import record
 from asyncrl.protocol.collective import CollectiveOptions, WeightSender
 from asyncrl.protocol.errors import WeightsError
 from asyncrl.protocol.manifest import FROZEN, AdaptedLayer, Adapter, Delta, Manifest, WeightOffer, digest_of
 from asyncrl.protocol.ports import WeightLog
+from asyncrl.protocol.record import SpanKind
 
 from .lora import adapted_layers, has_adapters, write_adapter_config
 from .model_folder import write_description
@@ -164,6 +166,10 @@ class WeightPublisher:
 
     def _prepare(self) -> list[ModelFiles]:
         """Remove versions that are no longer kept, and make the files of the next one ready to be written."""
+        with self._stage("prepare"):
+            return self._made_ready()
+
+    def _made_ready(self) -> list[ModelFiles]:
         if self._is_first and self._keep > 0 and self._directory.is_dir():
             versions = sorted(path for path in self._directory.iterdir() if _SNAPSHOT.fullmatch(path.name))
             first_kept = max(0, len(versions) - self._keep)
@@ -194,24 +200,34 @@ class WeightPublisher:
 
         It does not tell of a collective that fails: its cause, such as a dead rank, shows at the calls on the ranks.
         """
-        shares = self._gathered(version, files)
+        with record.span(SpanKind.publish, lane="/publish", version=version):
+            return self._publish_copied(version, files)
+
+    def _publish_copied(self, version: int, files: Sequence[ModelFiles] | Exception) -> WeightOffer | None:
+        with self._stage("digest", version):
+            shares = self._gathered(version, files)
         try:
             if failed := [f"rank {rank}: {share}" for rank, share in enumerate(shares) if isinstance(share, str)]:
                 raise WeightsError(f"the publish of version {version} failed on {'; on '.join(failed)}")
             if not self._is_first or isinstance(files, Exception):
                 return None
-            offer = self._offers(version, files, shares)
+            with self._stage("manifest", version):
+                offer = self._offers(version, files, shares)
         except Exception as error:
             if self._log is not None:
                 what = f"the publish of version {version} failed: {type(error).__name__}: "
                 self._log.publish_failed(f"{'' if isinstance(error, WeightsError) else what}{error}")
             raise
         if self._log is not None:
-            oldest = self._log.offer(offer)
+            with self._stage("offer", version):
+                oldest = self._log.offer(offer)
             self._needed = _folder_name(oldest)
             if self._sender is not None:
                 self._sender.retire(oldest)
         return offer
+
+    def _stage(self, name: str, version: int = record.NONE) -> record.OpenSpan:
+        return record.span(SpanKind.publish_stage, lane="/publish", version=version, cause=name)
 
     def _gathered(self, version: int, files: Sequence[ModelFiles] | Exception) -> list[Any]:
         """Compute what is left and digest this rank's part; returns each rank's shares, or why it has none."""

@@ -11,18 +11,21 @@ deadline, collectives wait for the other ranks under the process group's.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import wraps
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from asyncrl.protocol import record
 from asyncrl.protocol.collective import CollectiveOptions
 from asyncrl.protocol.errors import StalenessError
 from asyncrl.protocol.ports import LearnerBuffer
+from asyncrl.protocol.record import ProfileConfig, SpanKind
 from asyncrl.protocol.trajectory import TrajectoryGroup
 from asyncrl.single_controller import Dispatch, Worker, make_nd_compute_dataproto_dispatch_fn, register
 
@@ -66,12 +69,14 @@ PER_DP_RANK = {"dispatch_fn": _share_of_each_rank, "collect_fn": lambda _group, 
 
 
 def _timed(method: Callable[..., T]) -> Callable[..., T]:
-    """Note for `ModelWorker.busy` when a method worked on a batch."""
+    """Note for `ModelWorker.busy` and for the run's profile when a method worked on a batch, its first argument."""
+    kind = SpanKind.update if method.__name__ == "step" else SpanKind.score
 
     @wraps(method)
-    def timed(self: ModelWorker, *arguments: Any, **options: Any) -> T:
+    def timed(self: ModelWorker, batch: RankBatch, *arguments: Any, **options: Any) -> T:
         began_at = time.time()
-        result = method(self, *arguments, **options)
+        with record.span(kind, step=batch.version, cause=self.role.name):
+            result = method(self, batch, *arguments, **options)
         self.own_times.append((began_at, time.time()))
         return result
 
@@ -123,6 +128,8 @@ class ModelWorker(Worker):
         adapters: See `WeightPublisher`.
         trajectory_dir: Where consumed samples are logged, one file per step and rank; None logs nothing.
         collective: Sends published weights to the hosts of the engines; None leaves them in ``snapshot_dir``.
+        profile: What this process records of its time, as ``pool`` and its rank.
+        pool: Name of the pool that the role runs in.
 
     Attributes:
         own_cache: The cache of this worker, which the first role of a process shares with the others.
@@ -145,8 +152,12 @@ class ModelWorker(Worker):
         adapters: bool = False,
         trajectory_dir: str | None = None,
         collective: CollectiveOptions | None = None,
+        profile: ProfileConfig | None = None,
+        pool: str = "learner",
     ) -> None:
         super().__init__()
+        self._profile = profile or ProfileConfig()
+        record.start(self._profile, process=f"{pool}-{self.rank}", pool=record.Pool.learner)
         self.role = role
         self.own_cache = BatchCache()
         self.own_times: list[tuple[float, float]] = []
@@ -236,7 +247,7 @@ class ModelWorker(Worker):
         lag = _largest_lag(batch, groups)
         fetched_at = time.time()
         sequences = self._with_columns(batch, self._sequences(batch), sent)
-        with self._offload.updating():
+        with self._offload.updating(), self._torch_trace(batch.version):
             sequences, metrics = self._advantages.assign(sequences, batch.rewards)
             learn = self._step.measure if batch.version < self._measured_steps else self._step.run
             metrics |= learn(sequences)
@@ -244,9 +255,9 @@ class ModelWorker(Worker):
         if self._log is not None and self._model.mesh.sp_rank == 0:
             self._log.write(batch, groups, sequences, rank=self._model.mesh.dp_rank)
         own = [fetched_at - started_at, ended_at - fetched_at, -started_at, ended_at, lag]
-        fetch_s, train_s, minus_start, ended_at, lag = self._model.mesh.largest(
-            torch.tensor(own, dtype=torch.float64)
-        ).tolist()
+        with record.span(SpanKind.wait_ranks, step=batch.version):
+            slowest = self._model.mesh.largest(torch.tensor(own, dtype=torch.float64))
+        fetch_s, train_s, minus_start, ended_at, lag = slowest.tolist()
         times = {"fetch_s": fetch_s, "train_s": train_s, "started_at": -minus_start, "ended_at": ended_at}
         return metrics | self._offload.metrics | times | {"lag_max": lag}
 
@@ -263,7 +274,7 @@ class ModelWorker(Worker):
         """
         if self._publisher is None:
             raise ValueError(f"role {self.role.name!r} publishes no weights: it was given no snapshot_dir")
-        with self._offload.reading():
+        with record.span(SpanKind.publish_copy, version=version), self._offload.reading():
             self._publisher.publish(version)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
@@ -298,7 +309,7 @@ class ModelWorker(Worker):
         """See `ShardedCheckpointer.save`. Raises `ValueError` if the role is frozen."""
         checkpoints = self._checkpoints_in(directory)
         state = {"kl_reward_coef": self._advantages.kl_coefficient.value}
-        with self._offload.persisting():
+        with record.span(SpanKind.checkpoint, version=version), self._offload.persisting():
             return str(checkpoints.save(version, wait=wait, role=state, run=run))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
@@ -324,8 +335,10 @@ class ModelWorker(Worker):
         if self._buffer is not None:
             self._buffer.close()
         self.cache.open_roles.discard(self.role.name)
-        if dist.is_initialized() and not self.cache.open_roles:
-            dist.destroy_process_group()
+        if not self.cache.open_roles:
+            record.stop()
+            if dist.is_initialized():
+                dist.destroy_process_group()
 
     @property
     def cache(self) -> BatchCache:
@@ -398,14 +411,29 @@ class ModelWorker(Worker):
         known = self.cache.groups(batch.version)
         missing = [group_id for group_id in batch.group_ids if group_id not in known]
         if missing:
-            groups = self._buffer.fetch(missing) if self._buffer is not None else []
-            mesh = self._model.mesh
-            if mesh.sp_size > 1:
-                shared: list[Any] = [groups]
-                dist.broadcast_object_list(shared, group_src=0, group=mesh.sp_group)
-                groups = shared[0]
-            known.update(zip(missing, groups, strict=True))
+            with record.span(SpanKind.fetch, step=batch.version):
+                known.update(zip(missing, self._fetch_missing(missing), strict=True))
         return {group_id: known[group_id] for group_id in batch.group_ids}
+
+    def _fetch_missing(self, group_ids: Sequence[int]) -> list[TrajectoryGroup]:
+        groups = self._buffer.fetch(group_ids) if self._buffer is not None else []
+        mesh = self._model.mesh
+        if mesh.sp_size > 1:
+            shared: list[Any] = [groups]
+            dist.broadcast_object_list(shared, group_src=0, group=mesh.sp_group)
+            groups = shared[0]
+        return groups
+
+    @contextmanager
+    def _torch_trace(self, version: int) -> Iterator[None]:
+        """Write a trace of torch.profiler of what runs inside, where ``profile.torch_steps`` names the step."""
+        if version not in self._profile.torch_steps or record.current() is None:
+            yield
+            return
+        with torch.profiler.profile(record_shapes=False) as trace:
+            yield
+        name = f"torch-step{version}-{self.role.name}-{self.rank}.json.gz"
+        trace.export_chrome_trace(str(Path(self._profile.directory, name)))
 
     def _sequences(self, batch: RankBatch) -> list[TokenSequence]:
         """The sequences of a batch, share by share."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from .config import RolloutFleetConfig, SamplingConfig
-from .metrics import EvaluationResult, FleetCounters
+from .metrics import FleetCounters
 
 if TYPE_CHECKING:
     from .worker import RolloutWorker
 
-__all__ = ["EvaluationResult", "FleetCounters", "RolloutFleetConfig", "RolloutWorker", "SamplingConfig"]
+__all__ = ["FleetCounters", "RolloutFleetConfig", "RolloutWorker", "SamplingConfig"]
 
 
 def __getattr__(name: str) -> Any:

@@ -2,69 +2,133 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from asyncrl.protocol.errors import RewardError
-from asyncrl.protocol.types import Prompt
+import numpy as np
+
+from asyncrl.protocol.errors import EngineError, RewardError
+from asyncrl.protocol.types import AnsweredPrompt, FinishReason, Prompt
 
 from .config import SamplingConfig
 from .engines.engine import Engine, SampleOutput, SampleRequest
 from .engines.model_files import Decode
-from .metrics import EvaluationResult
-from .rewards import WeightedRewards
-from .sample_log import SampleKind, SampleLog
+from .rewards import Scores, WeightedRewards
+from .sample_log import SampleLog
 
 logger = logging.getLogger(__name__)
 
+_ROUNDS = 2
+"""How often a prompt is answered, if its tokens are of different versions, before it is left to another engine."""
 
-async def evaluate_prompts(
-    prompts: Sequence[Prompt],
-    *,
-    engine: Engine,
-    rewards: WeightedRewards,
-    decode: Decode,
-    sampling: SamplingConfig,
-    num_samples: int,
-    log: SampleLog | None = None,
-) -> EvaluationResult:
-    """Score ``num_samples`` responses per prompt, and keep them in ``log``.
 
-    Raises `AsyncRLError` if the engine fails, or every reward does.
+class HeldOutAnswers:
+    """Answers held-out prompts on one engine, each sampled as ``sampling`` says and greedily, and scores the answers.
+
+    ``log`` keeps all answers for reading.
     """
-    requests = {
-        (prompt, sample): SampleRequest(
-            id=f"evaluation-{prompt}-{sample}", prompt_ids=prompts[prompt].prompt_ids, sampling=sampling
-        )
-        for prompt in range(len(prompts))
-        for sample in range(num_samples)
-    }
-    outputs: dict[str, SampleOutput] = {}
-    async for request, output in engine.generate(list(requests.values())):
-        outputs[request.id] = output
-    scores: list[float] = []
-    failures: list[RewardError] = []
-    rows: list[dict[str, Any]] = []
-    version = engine.version
-    for index, prompt in enumerate(prompts):
-        samples = [outputs[requests[index, sample].id] for sample in range(num_samples)]
-        texts = [decode(sample.token_ids.tolist()) for sample in samples]
-        try:
-            earned = await rewards.score(prompt, texts)
-        except RewardError as error:
-            failures.append(error)
-            logger.warning("a held-out prompt is left out: %s", error)
-        else:
-            scores += earned.total.tolist()
-            rows += log.rows(prompt, samples, texts, earned) if log is not None else []
-    if failures and not scores:
-        raise failures[-1]
-    if log is not None and rows:
-        await log.write(SampleKind.sampled if sampling.temperature else SampleKind.greedy, version, rows)
-    lengths = [len(output.token_ids) for output in outputs.values()]
-    return EvaluationResult(
-        rewards=tuple(scores),
-        mean_length=sum(lengths) / len(lengths) if lengths else 0.0,
-        num_failed=len(failures),
+
+    def __init__(
+        self,
+        *,
+        engine: Engine,
+        rewards: WeightedRewards,
+        decode: Decode,
+        sampling: SamplingConfig,
+        log: SampleLog | None = None,
+    ) -> None:
+        self._engine = engine
+        self._rewards = rewards
+        self._decode = decode
+        self._sampling = sampling
+        self._greedy = replace(sampling, temperature=0.0, top_p=1.0, top_k=-1)
+        self._log = log
+        self._num_rounds = 0
+
+    async def answer(self, prompts: Sequence[Prompt], *, version: int, num_samples: int) -> list[AnsweredPrompt]:
+        """Answer prompts with the policy of ``version``; several calls may run at a time.
+
+        Args:
+            prompts: Their group ids differ.
+            version: Policy version.
+            num_samples: Samples of each prompt beside the greedy answer; 0 has that only.
+
+        Returns:
+            One entry per prompt of which every token was sampled under ``version``. A prompt whose reward fails has an
+            entry that says so. The other prompts are left out: the engine serves another version.
+
+        Raises:
+            EngineError: the engine serves another version from the beginning; or as `Engine.generate` raises.
+        """
+        if self._engine.version != version:
+            raise EngineError(f"the engine serves policy version {self._engine.version}, not {version}")
+        answered: list[AnsweredPrompt] = []
+        left = list(prompts)
+        for _ in range(_ROUNDS):
+            if left and self._engine.version == version:
+                outputs = await self._sample(left, [self._sampling] * num_samples + [self._greedy])
+                pure = {prompt.group_id for prompt in left if _all_of(outputs[prompt.group_id], version)}
+                answered += await self._score([one for one in left if one.group_id in pure], outputs, version)
+                left = [prompt for prompt in left if prompt.group_id not in pure]
+        if left:
+            logger.warning("%d held-out prompts are not of policy version %d; they go elsewhere", len(left), version)
+        return answered
+
+    async def _sample(self, prompts: Sequence[Prompt], each: Sequence[SamplingConfig]) -> dict[int, list[SampleOutput]]:
+        """The answers to each prompt by its group id, the greedy one last."""
+        self._num_rounds += 1
+        places: dict[str, tuple[int, int]] = {}
+        requests: list[SampleRequest] = []
+        for prompt in prompts:
+            for index, sampling in enumerate(each):
+                name = f"evaluation-{self._num_rounds}-{prompt.group_id}-{index}"
+                places[name] = prompt.group_id, index
+                requests.append(SampleRequest(id=name, prompt_ids=prompt.prompt_ids, sampling=sampling))
+        outputs: dict[tuple[int, int], SampleOutput] = {}
+        async for request, output in self._engine.generate(requests):
+            outputs[places[request.id]] = output
+        return {one.group_id: [outputs[one.group_id, i] for i in range(len(each))] for one in prompts}
+
+    async def _score(
+        self, prompts: Sequence[Prompt], outputs: Mapping[int, list[SampleOutput]], version: int
+    ) -> list[AnsweredPrompt]:
+        texts = [[self._decode(one.token_ids.tolist()) for one in outputs[prompt.group_id]] for prompt in prompts]
+        scores = await asyncio.gather(*map(self._rewards.score, prompts, texts), return_exceptions=True)
+        answered: list[AnsweredPrompt] = []
+        kept: list[dict[str, Any]] = []
+        for prompt, its_texts, earned in zip(prompts, texts, scores, strict=True):
+            samples = outputs[prompt.group_id]
+            if isinstance(earned, RewardError):
+                logger.warning("a held-out prompt is left out: %s", earned)
+                answered.append(_entry(prompt, samples, reward_failure=str(earned)))
+            elif isinstance(earned, BaseException):
+                raise earned
+            else:
+                answered.append(_entry(prompt, samples, earned))
+                kept += self._log.rows(prompt, samples, its_texts, earned) if self._log is not None else []
+        if self._log is not None and kept:
+            await self._log.keep_answers(version, kept, per_prompt=len(texts[0]))
+        return answered
+
+
+def _all_of(samples: Sequence[SampleOutput], version: int) -> bool:
+    """Whether every sample ended by itself, and every token of it is of one version."""
+    return all(sample.finish_reason is not None and np.all(sample.versions == version) for sample in samples)
+
+
+def _entry(
+    prompt: Prompt, samples: Sequence[SampleOutput], scores: Scores | None = None, reward_failure: str = ""
+) -> AnsweredPrompt:
+    rewards = scores.total.tolist() if scores is not None else []
+    return AnsweredPrompt(
+        group_id=prompt.group_id,
+        data_source=prompt.data_source,
+        sampled=tuple(rewards[:-1]),
+        greedy=rewards[-1] if rewards else None,
+        response_lengths=tuple(len(sample.token_ids) for sample in samples),
+        num_truncated=sum(sample.finish_reason is FinishReason.length for sample in samples),
+        reward_failure=reward_failure,
     )

@@ -113,6 +113,11 @@ class InflightGroup:
         """Ids of the requests that the engine has not answered."""
         return list(self._outstanding)
 
+    @property
+    def num_outstanding(self) -> int:
+        """Requests that the engine has not answered."""
+        return len(self._outstanding)
+
     def next_requests(self, sampling: SamplingConfig) -> list[SampleRequest]:
         """One request per unfinished sample, which `take` gets the answer to; ``sampling`` bounds whole responses."""
         requests = []

@@ -32,6 +32,7 @@ from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from enum import Enum, auto
 from typing import Any
 
+from asyncrl.protocol import record
 from asyncrl.protocol.errors import (
     AsyncRLError,
     DeadlineError,
@@ -44,13 +45,14 @@ from asyncrl.protocol.errors import (
 )
 from asyncrl.protocol.manifest import WeightOffer
 from asyncrl.protocol.ports import RolloutBuffer
+from asyncrl.protocol.record import GroupEvent, LevelName, SpanKind
 from asyncrl.protocol.types import Lease
 
 from .config import RolloutFleetConfig, SaveProgress
 from .engines.engine import Engine, SampleRequest
 from .engines.model_files import Decode
 from .inflight import ON_ENGINE, GroupPhase, InflightGroup, to_prefixes, to_progress, to_trajectory_group
-from .metrics import FleetCounters, FleetMeter
+from .metrics import FleetCounters, FleetMeter, note_places
 from .rewards import Scores, WeightedRewards
 from .sample_log import SampleLog
 
@@ -112,6 +114,9 @@ class RolloutLoop:
         self._is_asking = False
         self._num_failures_in_a_row = 0
         self._num_failures: dict[int, int] = {}
+        self._released = record.NO_SPAN
+        num_samples = samples_per_prompt + int(greedy_baseline)
+        record.level(LevelName.capacity, config.groups_in_flight * num_samples)
 
     async def run(self) -> FleetCounters:
         """Roll out until `stop`; then abort, give back what is held, and return the final counters.
@@ -177,10 +182,14 @@ class RolloutLoop:
         Leases are asked for at their version from then on. Raises as `Engine.load_weights`, and `WeightsGone` if they
         were removed before they were staged.
         """
+        staging = record.span(SpanKind.stage, lane="/staging", version=offer.version)
         async with self._stage(offer) as local:
+            staging.close()
             if self._config.save_progress is SaveProgress.at_updates:
                 await self._park(self._config.load_timeout_s)
             self._meter.loaded(await self._engine.load_weights(local))
+        self._released.close()
+        record.level(LevelName.version, self._engine.version)
         self._has_device = True
         self._continue_parked()
         await self._notify()
@@ -205,6 +214,7 @@ class RolloutLoop:
                     f"rollout_fleet.load_timeout_s = {self._config.load_timeout_s:g} s before the learner's turn"
                 ) from None
         await self._engine.release_memory()
+        self._released = record.span(SpanKind.released)
 
     def counters(self, *, final: bool = False) -> FleetCounters:
         """What has been done up to now."""
@@ -261,6 +271,7 @@ class RolloutLoop:
             )
             self._is_asking = True
             self._meter.asking(True)
+            record.level(LevelName.asking, 1)
             try:
                 await asyncio.wait([grant, outdated], return_when=asyncio.FIRST_COMPLETED)
                 if grant.done():
@@ -272,6 +283,7 @@ class RolloutLoop:
                 await _cancel({grant, outdated})
                 self._is_asking = False
                 self._meter.asking(False)
+                record.level(LevelName.asking, 0)
                 await self._notify()
 
     @property
@@ -339,6 +351,7 @@ class RolloutLoop:
         async for request, output in self._engine.generate(requests):
             group = asked[request.id]
             self._meter.generated(group.take(request.id, output))
+            note_places(self._groups.values())
             if not group.outstanding:
                 await self._leave_engine(group)
 
@@ -349,6 +362,8 @@ class RolloutLoop:
             self._spawn(self._save, group)
         else:
             group.phase = GroupPhase.settling
+            if group.is_finished:
+                self._stamp(GroupEvent.last_token, group)
             self._spawn(self._settle, group)
         self._count_running()
         await self._notify()
@@ -384,7 +399,9 @@ class RolloutLoop:
     async def _score(self, group: InflightGroup) -> Scores:
         started = time.perf_counter()
         texts = [self._decode(sample.token_ids.tolist()) for sample in group.samples]
-        scores = await self._rewards.score(group.lease.prompt, texts)
+        with record.span(SpanKind.reward, lane="/reward", group=group.lease.prompt.group_id):
+            scores = await self._rewards.score(group.lease.prompt, texts)
+        self._stamp(GroupEvent.reward, group)
         self._meter.scored(time.perf_counter() - started)
         if self._samples is not None:
             await self._samples.add(group.lease.prompt, group.samples, texts, scores)
@@ -431,6 +448,7 @@ class RolloutLoop:
 
     async def _forget(self, group: InflightGroup) -> None:
         del self._groups[group.key]
+        note_places(self._groups.values())
         await self._notify()
 
     # Cutting off
@@ -484,6 +502,11 @@ class RolloutLoop:
 
     def _count_running(self) -> None:
         self._meter.running(len(self._running()))
+        note_places(self._groups.values())
+
+    def _stamp(self, event: GroupEvent, group: InflightGroup) -> None:
+        group_id, attempt = group.key
+        record.stamp(event, group_id, attempt=attempt, version=self._engine.version)
 
     # The end
 

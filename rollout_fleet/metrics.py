@@ -1,12 +1,17 @@
-"""What a rollout worker has done, where its time went, and how its policy did on held-out prompts."""
+"""What a rollout worker has done, and where its time went."""
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
+
+from asyncrl.protocol import record
+from asyncrl.protocol.record import LevelName
+
+from .inflight import ON_ENGINE, GroupPhase, InflightGroup
 
 _GAP_S = 1e-3
 """A shorter pause does not end a span of busy time."""
@@ -44,19 +49,24 @@ class FleetCounters:
     reward_s: float = 0.0
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EvaluationResult:
-    """Rewards of held-out prompts.
-
-    Attributes:
-        rewards: One float per sample, prompt by prompt.
-        mean_length: Mean response length in tokens; 0 without prompts.
-        num_failed: Prompts whose reward failed; ``rewards`` leaves them out.
-    """
-
-    rewards: tuple[float, ...]
-    mean_length: float
-    num_failed: int = 0
+def note_places(groups: Iterable[InflightGroup]) -> None:
+    """Note for the run's profile what the engine's places for samples are held by; see `LevelName`."""
+    if record.current() is None:
+        return
+    running = tail = settling = parked = 0
+    for group in groups:
+        num_samples = len(group.samples)
+        if group.phase in ON_ENGINE:
+            running += group.num_outstanding
+            tail += num_samples - group.num_outstanding
+        elif group.phase is GroupPhase.parked:
+            parked += num_samples
+        else:
+            settling += num_samples
+    record.level(LevelName.running, running)
+    record.level(LevelName.tail, tail)
+    record.level(LevelName.settling, settling)
+    record.level(LevelName.parked, parked)
 
 
 class FleetMeter:

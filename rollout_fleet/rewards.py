@@ -115,12 +115,14 @@ class RewardProcesses:
         """Score a prompt group; returns [G] float32, one reward per text.
 
         Raises `RewardError` if the function raises, hangs, ends its process, or returns anything but one finite number
-        per text. Its process is replaced for the next group; where that fails, that group's call raises as `start`.
+        per text. Its process is replaced for the next group; where that fails, that group's call raises it too.
         """
         if self._name in REWARDS.names():
-            rewards = _score_group(self._reward, prompt, texts)
+            rewards = _answer_to(self._reward, prompt, texts)
         else:
             rewards = await self._score_in_process(prompt, texts)
+        if isinstance(rewards, str):
+            raise self._failure(prompt, f"raised {rewards}", "fix it, or filter such prompts")
         wrong = [reward for reward in rewards if not isinstance(reward, float) or not math.isfinite(reward)]
         if wrong:
             raise self._failure(prompt, f"returned {wrong[0]}", "it must return one finite number per response")
@@ -131,7 +133,7 @@ class RewardProcesses:
         for process in list(self._processes):
             await self._kill(process)
 
-    async def _score_in_process(self, prompt: Prompt, texts: Sequence[str]) -> list[Any]:
+    async def _score_in_process(self, prompt: Prompt, texts: Sequence[str]) -> list[Any] | str:
         process = await self._free.get()
         back: Process | None = None
         try:
@@ -147,11 +149,11 @@ class RewardProcesses:
                 raise self._failure(prompt, what, "make it faster or raise the option") from None
             if isinstance(error, (asyncio.IncompleteReadError, ConnectionError)):
                 raise self._failure(prompt, "ended its process", "it must not exit or crash") from None
+            if isinstance(error, (WorkerDiedError, DeadlineError)):
+                raise self._failure(prompt, f"could not be scored: {error}", "mend it while the run goes on") from None
             raise
         finally:
             self._free.put_nowait(back)
-        if isinstance(answer, str):
-            raise self._failure(prompt, f"raised {answer}", "fix it, or filter such prompts")
         return answer
 
     async def _start_process(self) -> Process:
@@ -257,6 +259,14 @@ def _score_group(reward: Reward, prompt: Prompt, texts: Sequence[str]) -> list[A
     return [_to_number(reward(prompt, text)) for text in texts]
 
 
+def _answer_to(reward: Reward, prompt: Prompt, texts: Sequence[str]) -> list[Any] | str:
+    """As `_score_group`, or what the function raised, in words."""
+    try:
+        return _score_group(reward, prompt, texts)
+    except Exception as error:  # noqa: BLE001 - whatever a reward raises costs this group only
+        return repr(error)
+
+
 def _to_number(value: Any) -> float | str:
     """Convert a Python, numpy or torch scalar; anything else becomes its description."""
     if isinstance(value, (str, bytes)) or getattr(value, "ndim", 0) != 0:
@@ -280,10 +290,7 @@ def main() -> None:
     _write(answers, "ready")
     while header := questions.read(_LENGTH.size):
         prompt, texts = pickle.loads(questions.read(*_LENGTH.unpack(header)))
-        try:
-            _write(answers, _score_group(reward, prompt, texts))
-        except Exception as error:  # noqa: BLE001 - whatever a user's function raises costs this group only
-            _write(answers, repr(error))
+        _write(answers, _answer_to(reward, prompt, texts))
 
 
 def _write(stream: BinaryIO, answer: Any) -> None:

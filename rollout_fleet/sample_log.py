@@ -35,7 +35,7 @@ class SampleKind(StrEnum):
 
 
 class SampleLog:
-    """Writes ``KIND-vVERSION-rolloutRANK.parquet`` files.
+    """Writes ``KIND-vVERSION-rolloutRANK.parquet`` files; those of evaluations end with ``-PART``.
 
     Args:
         directory: Made with the first file.
@@ -52,6 +52,7 @@ class SampleLog:
         self._next_version = 0
         self._rows: list[dict[str, Any]] = []
         self._num_groups = 0
+        self._num_parts = 0
 
     async def add(self, prompt: Prompt, samples: Sequence[SampleOutput], texts: Sequence[str], scores: Scores) -> None:
         """Keep a finished group of training where one is due; the last of a set writes the file."""
@@ -63,7 +64,16 @@ class SampleLog:
         if self._num_groups >= self._config.num_groups:
             rows, self._rows, self._num_groups = self._rows, [], 0
             self._next_version = (version // self._config.every_steps + 1) * self._config.every_steps
-            await self.write(SampleKind.train, version, rows)
+            await self._write(SampleKind.train, version, rows)
+
+    async def keep_answers(self, version: int, rows: Sequence[Mapping[str, Any]], *, per_prompt: int) -> None:
+        """Keep answers to held-out prompts: the `rows` of each prompt, ``per_prompt`` of them, the greedy one last."""
+        self._num_parts += 1
+        part, last = f"-{self._num_parts:05d}", per_prompt - 1
+        for kind in (SampleKind.sampled, SampleKind.greedy):
+            own = [row for place, row in enumerate(rows) if (place % per_prompt == last) == (kind is SampleKind.greedy)]
+            if own:
+                await self._write(kind, version, own, part=part)
 
     def rows(
         self, prompt: Prompt, samples: Sequence[SampleOutput], texts: Sequence[str], scores: Scores
@@ -89,9 +99,11 @@ class SampleLog:
             for index, (sample, text) in enumerate(zip(samples, texts, strict=True))
         ]
 
-    async def write(self, kind: SampleKind, version: int, rows: Sequence[Mapping[str, Any]]) -> None:
+    async def _write(
+        self, kind: SampleKind, version: int, rows: Sequence[Mapping[str, Any]], *, part: str = ""
+    ) -> None:
         """Write one file, whole or not at all."""
-        path = self._directory / f"{kind}-v{version:08d}-rollout{self._rank}.parquet"
+        path = self._directory / f"{kind}-v{version:08d}-rollout{self._rank}{part}.parquet"
         try:
             await asyncio.to_thread(_write, path, [{"kind": str(kind), "version": version, **row} for row in rows])
         except OSError as error:

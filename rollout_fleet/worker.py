@@ -9,18 +9,20 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
+from asyncrl.protocol import record
 from asyncrl.protocol.errors import AsyncRLError
 from asyncrl.protocol.ports import RolloutBuffer
-from asyncrl.protocol.types import Prompt
+from asyncrl.protocol.record import ProfileConfig
+from asyncrl.protocol.types import AnsweredPrompt, Prompt
 from asyncrl.single_controller import Dispatch, Worker, register
 
-from .config import RolloutFleetConfig, SamplingConfig
+from .config import RolloutFleetConfig
 from .engines import make_engine
 from .engines.model_files import load_decoder
 from .engines.staging import WeightStager
-from .evaluation import evaluate_prompts
+from .evaluation import HeldOutAnswers
 from .loop import RolloutLoop
-from .metrics import EvaluationResult, FleetCounters
+from .metrics import FleetCounters
 from .rewards import WeightedRewards
 from .sample_log import SampleLog
 
@@ -28,9 +30,10 @@ from .sample_log import SampleLog
 class RolloutWorker(Worker):
     """Generates training rollouts on its own engine, whose rank is the worker's; `start` brings everything up.
 
-    ``model_path`` holds the policy of version 0, tokenizer included; ``connect_buffer`` is called in `start`; the
-    engine's log goes to ``log_dir``, and decoded samples to ``sample_dir``, unless that is empty; images of weights to
-    ``staging_dir``, with ``copy_weights`` those of full versions too; ``seed`` is the run's; for the rest see
+    ``model_path`` holds the policy of version 0, tokenizer included; ``connect_buffer`` is called in `start`, with the
+    name under which the buffer knows the engine; the engine's log goes to ``log_dir``, and decoded samples to
+    ``sample_dir``, unless that is empty; images of weights to ``staging_dir``, with ``copy_weights`` those of full
+    versions too; ``seed`` is the run's; ``profile`` says what the process records of its time; for the rest see
     `RolloutLoop`. Raises `ValueError` if the engine is not installed, or there is no such model or reward function.
     """
 
@@ -40,15 +43,18 @@ class RolloutWorker(Worker):
         *,
         model_path: str,
         samples_per_prompt: int,
-        connect_buffer: Callable[[], RolloutBuffer],
+        connect_buffer: Callable[[str], RolloutBuffer],
         log_dir: str,
         staging_dir: str,
         seed: int,
         copy_weights: bool = False,
         greedy_baseline: bool = False,
         sample_dir: str = "",
+        profile: ProfileConfig | None = None,
     ) -> None:
         super().__init__()
+        record.start(profile or ProfileConfig(), process=f"engine-{self.rank}", pool=record.Pool.fleet)
+        self._starting = record.span(record.SpanKind.start)
         self._connect_buffer = connect_buffer
         self._rewards = WeightedRewards(config)
         self._decode = load_decoder(model_path)
@@ -62,6 +68,13 @@ class RolloutWorker(Worker):
         self._samples = None
         if sample_dir:
             self._samples = SampleLog(Path(sample_dir), rank=self.rank, config=config.samples, decode=self._decode)
+        self._held_out = HeldOutAnswers(
+            engine=self._engine,
+            rewards=self._rewards,
+            decode=self._decode,
+            sampling=config.sampling,
+            log=self._samples,
+        )
         self._buffer: RolloutBuffer | None = None
         self._make_loop = partial(
             RolloutLoop,
@@ -81,13 +94,14 @@ class RolloutWorker(Worker):
         """Bring up the engine and connect to the buffer; `load_first` comes next. Raises as `Engine.start` does."""
         await self._engine.start()
         await self._rewards.start()
-        self._buffer = self._connect_buffer()
+        self._buffer = self._connect_buffer(str(self.rank))
         self._loop = self._make_loop(buffer=self._buffer)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     async def load_first(self) -> None:
         """Wait for what the learner holds when the run begins, and load it; see `RolloutLoop.load_next`."""
         await self._started().load_next(-1)
+        self._starting.close()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     async def run(self) -> FleetCounters:
@@ -99,18 +113,10 @@ class RolloutWorker(Worker):
         """Let what runs end, and give the device up until the next weights; see `RolloutLoop.release_device`."""
         await self._started().release_device()
 
-    @register(dispatch_mode=Dispatch.ALL_TO_ALL, blocking=False)
-    async def evaluate(self, prompts: Sequence[Prompt], sampling: SamplingConfig, num_samples: int) -> EvaluationResult:
-        """Score held-out prompts; through the group, each argument is a list with one entry per worker."""
-        return await evaluate_prompts(
-            prompts,
-            engine=self._engine,
-            rewards=self._rewards,
-            decode=self._decode,
-            sampling=sampling,
-            num_samples=num_samples,
-            log=self._samples,
-        )
+    async def answer(self, prompts: Sequence[Prompt], version: int, num_samples: int) -> list[AnsweredPrompt]:
+        """Answer held-out prompts with the policy of ``version``; see `HeldOutAnswers.answer`."""
+        with record.span(record.SpanKind.evaluation, version=version):
+            return await self._held_out.answer(prompts, version=version, num_samples=num_samples)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     async def counters(self) -> FleetCounters:
@@ -119,7 +125,7 @@ class RolloutWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     async def drain(self) -> FleetCounters:
-        """End `run`, give all leases back; the engine stays up for `evaluate`. Returns the final counters."""
+        """End `run`, give all leases back; the engine stays up for `answer`. Returns the final counters."""
         await self._started().stop()
         return self._started().counters(final=True)
 
@@ -135,6 +141,7 @@ class RolloutWorker(Worker):
             await self._rewards.close()
             if self._buffer is not None:
                 await self._buffer.close()
+            record.stop()
         return self._loop.counters(final=True) if self._loop is not None else None
 
     def _started(self) -> RolloutLoop:

@@ -93,6 +93,23 @@ def compose_run(overrides: Sequence[str]) -> RunConfig:
     return _with_whole_paths(config)
 
 
+def read_config(run_folder: Path) -> RunConfig:
+    """The configuration of a run, from the ``config.yaml`` in its folder.
+
+    Raises:
+        ValueError: there is none, or another release wrote it with other options.
+    """
+    path = run_folder / "config.yaml"
+    if not path.is_file():
+        raise ValueError(f"{run_folder} must be the folder of a run, got one without config.yaml; check the path")
+    try:
+        config = OmegaConf.to_object(OmegaConf.merge(_schema(), OmegaConf.load(path)))
+    except OmegaConfBaseException as error:
+        raise ValueError(f"{path}: {_explain(error, ())}; read it with the release that wrote it") from error
+    assert isinstance(config, RunConfig)
+    return config
+
+
 def dump_yaml(config: RunConfig) -> str:
     """Return the resolved configuration as YAML; composing it again gives the same run."""
     return OmegaConf.to_yaml(OmegaConf.structured(config))

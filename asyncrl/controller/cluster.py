@@ -1,4 +1,4 @@
-"""The Ray cluster of a run, its own or one that is joined, and what all of its worker groups have in common."""
+"""The Ray cluster of a run, its own or one that is joined: its places, and what all worker groups have in common."""
 
 from __future__ import annotations
 
@@ -6,14 +6,17 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 import ray
 
-from asyncrl.config import RunConfig, check_placement, requested_cpus
+from asyncrl.config import RunConfig, check_placement, learner_pools, requested_cpus
+from asyncrl.placement_config import Strategy
 from asyncrl.protocol.errors import ClusterDiedError, DeadlineError
+from asyncrl.single_controller import RayResourcePool, ResourcePoolManager, Role
+from asyncrl.single_controller.resource_pool import NODE_ID_LABEL, can_place
 
 # Ray starts workers at nice 15 by default, which starves them beside any other load; idle workers started ahead of
 # need cost start-up time and memory that a run of a few actors never earns back; a control service that died on the
@@ -48,13 +51,7 @@ async def ray_cluster(config: RunConfig) -> AsyncIterator[None]:
         DeadlineError: the cluster does not answer within ``ray.start_timeout_s``.
         ValueError: the run asks for more than the cluster has.
     """
-    if config.ray.address:
-        start = asyncio.to_thread(
-            ray.init, address=config.ray.address, logging_level=logging.ERROR, log_to_driver=False
-        )
-    else:
-        start = asyncio.to_thread(_start_own, config)
-    starting = asyncio.ensure_future(start)
+    starting = asyncio.ensure_future(asyncio.to_thread(_join if config.ray.address else _start_own, config))
     try:
         try:
             await asyncio.wait_for(asyncio.shield(starting), config.ray.start_timeout_s)
@@ -67,9 +64,7 @@ async def ray_cluster(config: RunConfig) -> AsyncIterator[None]:
             where = f"at ray.address={config.ray.address}" if config.ray.address else "on this machine"
             raise ClusterDiedError(f"Ray {where} did not come up: {error}; look into Ray's session logs") from error
         if config.ray.address:
-            _check_one_host(config.ray.address)
-            total = ray.cluster_resources()
-            check_placement(config, num_cpus=int(total.get("CPU", 0)), num_gpus=int(total.get("GPU", 0)))
+            await asyncio.to_thread(_check_cluster, config)
         yield
     finally:
         # Ray that is shut down while its thread still starts it ends this process, with a status of its own.
@@ -93,13 +88,110 @@ def _start_own(config: RunConfig) -> None:
     )
 
 
-def _check_one_host(address: str) -> None:
-    hosts = sorted({node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]})
-    if len(hosts) > 1:
+def _join(config: RunConfig) -> None:
+    own: dict[str, Any] = {"_node_ip_address": config.ray.node_address} if config.ray.node_address else {}
+    ray.init(address=config.ray.address, logging_level=logging.ERROR, log_to_driver=False, **own)
+
+
+def _check_cluster(config: RunConfig) -> None:
+    """Check a cluster that was joined; see `check_nodes`."""
+    nodes = {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
+    if config.placement.num_nodes == 1:
+        own = ray.get_runtime_context().get_node_id()
+        nodes = {own: nodes[own]}
+    check_nodes(config, {node["NodeManagerAddress"]: node["Resources"] for node in nodes.values()})
+
+
+def check_nodes(config: RunConfig, nodes: Mapping[str, Mapping[str, float]]) -> None:
+    """Check that a run fits the nodes that it may use: their resources, by address.
+
+    Raises `ValueError` if there are too few of them, or what must be on one node is more than there is.
+    """
+    if len(nodes) < config.placement.num_nodes:
         raise ValueError(
-            f"ray.address={address} must be a cluster of one host, got {len(hosts)} ({', '.join(hosts)}): weights are "
-            "published through a file that learner and engines share; use a single-node cluster"
+            f"placement.num_nodes={config.placement.num_nodes} nodes must be in the cluster at "
+            f"ray.address={config.ray.address}, got {len(nodes)} ({', '.join(sorted(nodes))}); start Ray on more, or "
+            "lower it"
         )
+    total = {kind: sum(int(node.get(kind, 0)) for node in nodes.values()) for kind in ("CPU", "GPU")}
+    check_placement(config, num_cpus=total["CPU"], num_gpus=total["GPU"])
+    shares = node_shares(config)
+    if not can_place(sorted(shares, key=lambda share: sorted(share.items()), reverse=True), nodes.values()):
+        have = {address: {kind: node.get(kind, 0) for kind in ("CPU", "GPU")} for address, node in nodes.items()}
+        largest = max(shares, key=lambda share: (share.get("GPU", 0.0), share["CPU"]))
+        raise ValueError(
+            f"the nodes that placement.num_nodes={config.placement.num_nodes} allows must hold the run's shares, each "
+            f"on one node, the largest {largest}, got {have}; lower placement.ranks_per_node or "
+            "placement.engines_per_node, or raise placement.num_nodes"
+        )
+
+
+def node_shares(config: RunConfig) -> list[dict[str, float]]:
+    """What a run takes of the cluster, in shares that each lie on one node."""
+    placement, fleet = config.placement, config.rollout_fleet
+    on_gpus = config.learner.device == "cuda"
+    ranks = [n for size in learner_pools(config).values() for n in placement.on_nodes(size, placement.ranks_per_node)]
+    engines = placement.on_nodes(fleet.num_engines, placement.engines_per_node or 1)
+    takers = [(count, placement.cpus_per_learner_rank, 1) for count in ranks]
+    takers += [
+        (count, placement.cpus_per_engine, 0 if placement.colocated else fleet.sglang.tp_size) for count in engines
+    ]
+    return [
+        {"CPU": count * num_cpus} | ({"GPU": float(count * num_gpus)} if on_gpus and num_gpus else {})
+        for count, num_cpus, num_gpus in takers
+    ]
+
+
+def learner_layout(config: RunConfig, pool_sizes: Mapping[str, int], pools: Mapping[str, str]) -> ResourcePoolManager:
+    """The learner's pools, made: ``pool_sizes`` processes each, of which ``pools`` names each role's."""
+    placement = config.placement
+    cpus = placement.cpus_per_learner_rank + (placement.cpus_per_engine if placement.colocated else 0.0)
+    layout = ResourcePoolManager(
+        resource_pool_spec={
+            pool: placement.on_nodes(size, placement.ranks_per_node) for pool, size in pool_sizes.items()
+        },
+        mapping={Role.from_string(role): pool for role, pool in pools.items()},
+        use_gpu=config.learner.device == "cuda",
+        max_colocate_count=2 if placement.colocated else 1,
+        num_cpus_per_process=cpus,
+        apart=placement.strategy is Strategy.spread,
+        labels=_labels(config, placement.learner_labels),
+        timeout_s=config.ray.start_timeout_s,
+    )
+    layout.create_resource_pool()
+    return layout
+
+
+def engine_pool(config: RunConfig, num_engines: int | None = None) -> RayResourcePool:
+    """Places for so many rollout workers with their engines, all by default, beside the learner's."""
+    placement, fleet = config.placement, config.rollout_fleet
+    count = fleet.num_engines if num_engines is None else num_engines
+    by_node = placement.engines_per_node > 0 or placement.num_nodes == 1
+    return RayResourcePool(
+        process_on_nodes=placement.on_nodes(count, placement.engines_per_node),
+        use_gpu=config.learner.device == "cuda",
+        name_prefix="rollout",
+        max_colocate_count=1,
+        num_cpus_per_process=placement.cpus_per_engine,
+        num_devices_per_process=fleet.sglang.tp_size,
+        strategy="STRICT_PACK" if by_node else placement.strategy.upper(),
+        apart=by_node and placement.strategy is Strategy.spread,
+        labels=_labels(config, placement.engine_labels),
+        timeout_s=config.ray.start_timeout_s,
+    )
+
+
+def _labels(config: RunConfig, labels: Mapping[str, str]) -> dict[str, str]:
+    """The labels of the nodes that will do; a run on one node of a larger cluster stays where it was started."""
+    if config.placement.num_nodes > 1 or not config.ray.address:
+        return dict(labels)
+    return {NODE_ID_LABEL: ray.get_runtime_context().get_node_id()}
+
+
+def worker_env(config: RunConfig) -> dict[str, str]:
+    """Environment of the workers of a run."""
+    interface = config.placement.interface
+    return WORKER_ENV | ({"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface} if interface else {})
 
 
 async def stop_groups(groups: Sequence[Any], shutdown: Callable[[], None], timeout_s: float) -> None:

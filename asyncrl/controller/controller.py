@@ -1,12 +1,14 @@
 """The training loops: one asyncio process that sees metadata only.
 
-The four loops of `Controller`, what each waits for, and who wakes it::
+The five loops of `Controller`, what each waits for, and who wakes it::
 
     feed      waits for room in the buffer's queue    ── woken by the buffer, when a lease is granted
     plan      waits for a place in the pipeline       ── woken by complete, when it commits a step
               then for the next batch                 ── woken by the buffer, when B groups are stored
     complete  waits for the update it was handed      ── woken by the learner ranks
     follow    waits for a version that all engines serve ── woken by the buffer, when the last of them has loaded it
+    examine   waits for engines that serve the version to be evaluated ── woken by the buffer, when one has loaded it
+              then for their answers                  ── woken by the rollout workers
 
     prompts ─feed─▶ buffer ─plan─▶ [at most 2 steps] ─complete─▶ buffer (commits)
 
@@ -14,13 +16,13 @@ While the learner computes step v, the fleet generates, the plan of v + 1 is mad
 and the weights of v travel. No loop here waits for that: rank 0 offers a version to the buffer, which shows it to the
 rollout workers when its step is committed, and each takes the newest when it can. Where that is slower than training,
 versions are skipped, and admission, which goes by the engine's version, slows generation down. For an evaluation
-between, the buffer holds newer offers back until it is done.
+between, a few engines keep its version until it is done.
 
 A deadlock would need a loop that waits for one that waits for it. feed and plan wait for the buffer only; complete for
-the learner only; follow for the buffer, and for the engines during an evaluation. Admission waits for commits
-(complete) and newer engines, which wait for commits and the end of an evaluation. So the only cycle is plan → rollouts
-→ admission → complete → plan, and it moves because a batch at the learner's version is admitted without any further
-commit (docs/staleness.md).
+the learner only; follow for the buffer; examine for the buffer, and for engines that answer, which wait for nobody.
+Admission waits for commits (complete) and newer engines, which wait for commits and the end of an evaluation (examine).
+So the only cycle is plan → rollouts → admission → complete → plan, and it moves because a batch at the learner's
+version is admitted without any further commit (docs/staleness.md).
 
 The plan loop queues a checkpoint on the ranks between two updates, with what the run needs to go on
 (asyncrl/controller/resume.py); the ranks write it while they train on.
@@ -39,16 +41,20 @@ and is trained on with a lag of one step or more.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 from asyncrl.config import RunConfig
+from asyncrl.controller.evaluator import PinnedEngines, num_pinned_engines
 from asyncrl.controller.reporting import Reporter
 from asyncrl.controller.resume import Checkpointer, RunState
 from asyncrl.metrics import StepRecord, TrainingResult
+from asyncrl.protocol import record
 from asyncrl.protocol.ports import (
     ColocatedFleetPort,
     ColocatedLearnerPort,
@@ -62,6 +68,9 @@ from asyncrl.protocol.types import Plan
 LearnerT = TypeVar("LearnerT", bound=LearnerPort)
 FleetT = TypeVar("FleetT", bound=FleetPort)
 Loop = Callable[[], Coroutine[Any, Any, None]]
+Evaluate = Callable[[int, PinnedEngines | None], Awaitable[Any]]
+
+logger = logging.getLogger(__name__)
 
 # The step that the ranks compute, and one queued behind it: enough that they never wait for the controller.
 _PIPELINE_STEPS = 2
@@ -76,6 +85,7 @@ class _QueuedStep:
     update: Awaitable[Mapping[str, float]]
     weights: Awaitable[None] | None
     critic: Awaitable[Mapping[str, float]]
+    dispatched: record.OpenSpan
     checkpoint: Awaitable[str] | None
 
 
@@ -91,20 +101,21 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
         fleet: FleetT,
         prompts: PromptSource,
         on_step: Callable[[StepRecord], None],
-        evaluate: Callable[[int], Awaitable[Any]] | None = None,
+        evaluate: Evaluate | None = None,
         resumed: RunState | None = None,
     ) -> None:
         """Take the parts, all started, with learner, buffer and engines at the version of ``resumed``.
 
-        ``evaluate`` is called with the version that the engines serve, every ``evaluation.every_steps``.
+        ``evaluate`` is called every ``evaluation.every_steps``, with the version; and with what waits for the engines
+        that are pinned to it, where the others go on.
         """
         resumed = resumed or RunState()
         self._evaluate = evaluate
-        self._evaluation_steps = config.evaluation.every_steps
-        self._evaluated_version = resumed.version
+        self._evaluation_steps = config.evaluation.every_steps if config.evaluation.enabled else 0
         self._versions = range(resumed.version, config.total_steps)
         self._publish_every = config.weights.publish_every
         self._num_engines = config.rollout_fleet.num_engines
+        self._num_pinned = num_pinned_engines(config, self._num_engines)
         self._queued_version = resumed.version
         self._prompts_per_call = config.algorithm.groups_per_step
         self._buffer = buffer
@@ -121,7 +132,6 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
     async def train(self) -> None:
         """Train to the last step and publish its weights. Raises `AsyncRLError` if a part died or was late."""
         self._reporter.begin()
-        await self._buffer.hold(self._next_evaluated())
         async with asyncio.TaskGroup() as tasks:
             feed = tasks.create_task(self._feed(), name="feed")
             await asyncio.gather(*(tasks.create_task(loop()) for loop in self._loops()))
@@ -142,20 +152,16 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
         """The loops that end with the last step."""
 
     async def _follow_fleet(self) -> None:
-        """Wait until all engines serve newer weights, and evaluate these where that is due."""
+        """Wait until all engines serve newer weights."""
         version, took_s = await self._buffer.served(self._reporter.engine_version, self._num_engines)
         self._reporter.published(version, took_s)
-        if self._evaluate is not None and version == self._next_evaluated():
-            await self._evaluate(version)
-            self._evaluated_version = version
-            await self._buffer.hold(self._next_evaluated())
 
-    def _next_evaluated(self) -> int | None:
-        """The next published version that is evaluated before the last one; None if there is none."""
+    def _next_evaluated(self, after: int) -> int | None:
+        """The first published version above ``after`` that is evaluated during training; None if there is none."""
         steps = self._evaluation_steps
         if not steps or self._evaluate is None:
             return None
-        due = steps * (self._evaluated_version // steps + 1)
+        due = steps * (after // steps + 1)
         published = -(-due // self._publish_every) * self._publish_every
         return published if published < self._versions.stop else None
 
@@ -166,7 +172,8 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
     async def _planned(self, version: int) -> tuple[Plan, float]:
         """The batch of a step, and the seconds spent waiting for it."""
         asked_s = time.monotonic()
-        plan = await self._buffer.plan(version)
+        with record.span(record.SpanKind.plan_wait, lane="/plan", step=version):
+            plan = await self._buffer.plan(version)
         waited_s = time.monotonic() - asked_s
         self._checkpointer.planned(plan)
         return plan, waited_s
@@ -182,17 +189,19 @@ class Controller(_Training[LearnerPort, FleetPort]):
         self._places = asyncio.Semaphore(_PIPELINE_STEPS)
 
     def _loops(self) -> Sequence[Loop]:
-        return self._plan, self._complete, self._follow
+        return self._plan, self._complete, self._follow, self._examine
 
     async def _plan(self) -> None:
         for version in self._versions:
             await self._places.acquire()
             plan, waited_s = await self._planned(version)
+            dispatched = record.span(record.SpanKind.dispatched, lane="/complete", step=version)
             plan = await self._learner.scored(plan)
             self._queued_version = version + 1
             step = _QueuedStep(
                 plan=plan,
                 plan_wait_s=waited_s,
+                dispatched=dispatched,
                 update=self._learner.update(plan),
                 weights=self._learner.publish(version + 1) if self._is_published(version + 1) else None,
                 critic=self._learner.update_critic(plan),  # after the weights, which need the policy alone
@@ -204,6 +213,7 @@ class Controller(_Training[LearnerPort, FleetPort]):
         for _ in self._versions:
             step = await self._steps.get()
             metrics = await step.update
+            step.dispatched.close()
             stats = await self._buffer.commit(step.plan.version)
             self._checkpointer.committed(step.plan.version)
             self._places.release()
@@ -211,7 +221,8 @@ class Controller(_Training[LearnerPort, FleetPort]):
                 await step.weights  # the copy, which is done before the critic's step can begin
             metrics = {**metrics, **await step.critic}
             if step.checkpoint is not None:
-                await step.checkpoint
+                with record.span(record.SpanKind.checkpoint, lane="/complete", version=step.plan.version + 1):
+                    await step.checkpoint
             self._reporter.step(
                 step.plan,
                 plan_wait_s=step.plan_wait_s,
@@ -228,6 +239,16 @@ class Controller(_Training[LearnerPort, FleetPort]):
         while self._reporter.engine_version < self._versions.stop:
             await self._follow_fleet()
 
+    async def _examine(self) -> None:
+        """Evaluate one version after another, each on a few engines, which keep it until it is done."""
+        due = self._next_evaluated(self._queued_version)
+        while (version := self._next_evaluated(self._queued_version)) is not None and self._evaluate is not None:
+            if version != due:
+                logger.info("training has passed policy version %s: %d is evaluated next", due, version)
+            await self._evaluate(version, partial(self._buffer.pin, version, self._num_pinned))
+            due = self._next_evaluated(version)
+        await self._buffer.unpin()
+
 
 class ColocatedController(_Training[ColocatedLearnerPort, ColocatedFleetPort]):
     """Lets both pools take turns on the same devices, with the learner offloaded and the engines up when it begins."""
@@ -242,13 +263,16 @@ class ColocatedController(_Training[ColocatedLearnerPort, ColocatedFleetPort]):
             await self._learner.trainer_mode()
             plan = await self._learner.scored(plan)
             self._queued_version = version + 1
-            metrics = await self._learner.update(plan)
-            metrics = {**metrics, **await self._learner.update_critic(plan)}
+            with record.span(record.SpanKind.dispatched, lane="/complete", step=version):
+                metrics = await self._learner.update(plan)
+                metrics = {**metrics, **await self._learner.update_critic(plan)}
             checkpoint = await self._checkpointer.save_if_due(version + 1)
             await self._learner.rollout_mode(version + 1)
             stats = await self._buffer.commit(version)
             self._checkpointer.committed(version)
             await self._follow_fleet()
+            if self._evaluate is not None and version + 1 == self._next_evaluated(version):
+                await self._evaluate(version + 1, None)
             if checkpoint is not None:
                 await checkpoint
             counts = await self._fleet.counters()

@@ -15,17 +15,17 @@ from typing import Any, TypeVar
 import ray
 
 from asyncrl.config import RunConfig
-from asyncrl.controller.cluster import WORKER_ENV, stop_groups
+from asyncrl.controller.cluster import engine_pool, stop_groups, worker_env
 from asyncrl.controller.run_folder import RunPaths
-from asyncrl.metrics import Evaluation
 from asyncrl.protocol.ports import FleetCounts
 from asyncrl.protocol.remote import within
-from asyncrl.protocol.types import Prompt
+from asyncrl.protocol.types import AnsweredPrompt, Prompt
 from asyncrl.single_controller import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+from asyncrl.single_controller.calls import PendingResult
 from buffer import BufferConnection, BufferRole
-from rollout_fleet.config import RolloutFleetConfig, SamplingConfig
+from rollout_fleet.config import RolloutFleetConfig
 from rollout_fleet.engines.staging import LINKS
-from rollout_fleet.metrics import EvaluationResult, FleetCounters
+from rollout_fleet.metrics import FleetCounters
 from rollout_fleet.worker import RolloutWorker
 
 T = TypeVar("T")
@@ -52,10 +52,15 @@ class FleetGroup:
             seed=config.seed,
             greedy_baseline=config.algorithm.greedy_baseline,
             sample_dir=str(paths.samples),
+            profile=config.profile,
         )
         # Typed Any, because the group's methods are bound from the worker class when it is made.
         self._group: Any = RayWorkerGroup(
-            pool or _own_pool(config), worker, name_prefix="rollout", log_dir=paths.logs, worker_env=WORKER_ENV
+            pool or engine_pool(config),
+            worker,
+            name_prefix="rollout",
+            log_dir=paths.logs,
+            worker_env=worker_env(config),
         )
 
     async def start(self) -> None:
@@ -88,18 +93,17 @@ class FleetGroup:
         what = "the rollout workers, which put down their work"
         return _total(await self._while_answering(self._group.drain(), what))
 
-    async def evaluate(self, prompts: Sequence[Prompt], *, policy_version: int) -> Evaluation:
-        """Answer held-out prompts, sampled as in training and greedily, while no training rollouts run."""
-        sampling = self._config.rollout_fleet.sampling
-        sampled = await self._answer(prompts, sampling, self._config.evaluation.num_samples)
-        greedy = await self._answer(prompts, replace(sampling, temperature=0.0), 1)
-        return Evaluation(
-            sampled=_mean_reward(sampled),
-            greedy=_mean_reward(greedy),
-            num_prompts=len(prompts),
-            num_failed=sum(result.num_failed for result in (*sampled, *greedy)),
-            policy_version=policy_version,
-        )
+    def engines(self) -> list[str]:
+        """See `AnsweringFleet.engines`: the workers' ranks."""
+        return [str(rank) for rank in range(self._config.rollout_fleet.num_engines)]
+
+    async def answer(
+        self, engine: str, prompts: Sequence[Prompt], *, version: int, num_samples: int
+    ) -> list[AnsweredPrompt]:
+        """See `AnsweringFleet.answer`."""
+        call = self._group.workers[int(engine)].answer.remote(list(prompts), version, num_samples)
+        what = f"rollout worker {engine}, which answers held-out prompts"
+        return await self._while_answering(PendingResult(call), what)
 
     async def stop(self, timeout_s: float) -> None:
         """End engines and workers: ask, then kill, and remove the links to weights that a killed one has left."""
@@ -107,15 +111,6 @@ class FleetGroup:
             await stop_groups([self._group], self._group.shutdown, timeout_s)
         finally:
             shutil.rmtree(self._links, ignore_errors=True)
-
-    async def _answer(
-        self, prompts: Sequence[Prompt], sampling: SamplingConfig, num_samples: int
-    ) -> list[EvaluationResult]:
-        """Rewards of ``num_samples`` answers to each prompt, one result per engine."""
-        count = self._config.rollout_fleet.num_engines
-        shares = [list(prompts[index::count]) for index in range(count)]
-        pending = self._group.evaluate(shares, [sampling] * count, [num_samples] * count)
-        return await self._while_answering(pending, "the rollout workers, which answer held-out prompts")
 
     async def _while_answering(self, pending: Awaitable[T], what: str) -> T:
         """Await a call in which workers keep the deadlines. Raises `DeadlineError` if they answer no other calls."""
@@ -134,28 +129,10 @@ class FleetGroup:
         return _total(await within(self._group.counters(), timeout_s, what, "buffer.request_timeout_s"))
 
 
-def _own_pool(config: RunConfig) -> RayResourcePool:
-    """Places for the workers beside the learner's."""
-    num_gpus = config.rollout_fleet.sglang.tp_size if config.learner.device == "cuda" else 0
-    return RayResourcePool(
-        process_on_nodes=[config.rollout_fleet.num_engines],
-        use_gpu=num_gpus > 0,
-        name_prefix="rollout",
-        max_colocate_count=1,
-        num_cpus_per_process=config.placement.cpus_per_engine,
-        timeout_s=config.ray.start_timeout_s,
-    )
-
-
 def _fleet_options(config: RunConfig) -> RolloutFleetConfig:
     """The fleet's options; servers on shared devices must be able to leave them."""
     fleet = config.rollout_fleet
     return replace(fleet, sglang=replace(fleet.sglang, memory_saver=True)) if config.placement.colocated else fleet
-
-
-def _mean_reward(results: Sequence[EvaluationResult]) -> float:
-    rewards = [reward for result in results for reward in result.rewards]
-    return sum(rewards) / len(rewards)
 
 
 def _total(workers: Sequence[FleetCounters]) -> FleetCounts:

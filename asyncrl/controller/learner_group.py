@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from asyncrl.config import RunConfig, Transport, learner_pools, learner_roles
-from asyncrl.controller.cluster import WORKER_ENV, AllOf, stop_groups
+from asyncrl.controller.cluster import AllOf, learner_layout, stop_groups, worker_env
 from asyncrl.controller.run_folder import RunPaths
 from asyncrl.protocol.collective import CollectiveOptions
 from asyncrl.protocol.remote import StepDeadline, within
@@ -20,7 +20,6 @@ from asyncrl.single_controller import (
     RayClassWithInitArgs,
     RayResourcePool,
     RayWorkerGroup,
-    ResourcePoolManager,
     Role,
     create_colocated_worker_cls_fused,
 )
@@ -230,22 +229,16 @@ class RoleGroups:
         self.pool_sizes = learner_pools(config)
         self._groups: dict[str, Any] = {}
         self._hosts: list[RayWorkerGroup] = []
-        layout = ResourcePoolManager(
-            resource_pool_spec={pool: [size] for pool, size in self.pool_sizes.items()},
-            mapping={Role.from_string(role): pool for role, pool in self.pools.items()},
-            use_gpu=config.learner.device == "cuda",
-            max_colocate_count=2 if config.placement.colocated else 1,
-            num_cpus_per_process=_cpus_per_process(config),
-            timeout_s=config.ray.start_timeout_s,
-        )
-        layout.create_resource_pool()
+        layout = learner_layout(config, self.pool_sizes, self.pools)
         self.actor_pool = layout.get_resource_pool(Role.from_string("actor"))
         for pool in self.pool_sizes:
             roles = [role for role, its_pool in self.pools.items() if its_pool == pool]
             options = pool_config(config, pool)
             connect = buffer.for_role(BufferRole.learner).sync_client
             classes = {
-                role: _worker_class(role, config, options, connect, snapshots=snapshots, trajectories=trajectories)
+                role: _worker_class(
+                    role, config, options, connect, pool=pool, snapshots=snapshots, trajectories=trajectories
+                )
                 for role in roles
             }
             host = RayWorkerGroup(
@@ -253,7 +246,7 @@ class RoleGroups:
                 classes[roles[0]] if len(roles) == 1 else create_colocated_worker_cls_fused(classes),
                 name_prefix=pool,
                 log_dir=log_dir,
-                worker_env=WORKER_ENV,
+                worker_env=worker_env(config),
             )
             self._hosts.append(host)
             self._groups |= {roles[0]: host} if len(roles) == 1 else host.spawn(roles)
@@ -276,11 +269,6 @@ class RoleGroups:
         """Kill the processes of all roles."""
         for host in self._hosts:
             host.shutdown()
-
-
-def _cpus_per_process(config: RunConfig) -> float:
-    placement = config.placement
-    return placement.cpus_per_learner_rank + (placement.cpus_per_engine if placement.colocated else 0.0)
 
 
 def pool_config(config: RunConfig, pool: str) -> LearnerConfig:
@@ -308,6 +296,7 @@ def _worker_class(
     options: LearnerConfig,
     connect_buffer: Any,
     *,
+    pool: str,
     snapshots: Path,
     trajectories: Path | None,
 ) -> RayClassWithInitArgs:
@@ -328,6 +317,8 @@ def _worker_class(
         temperature=config.rollout_fleet.sampling.temperature,
         connect_buffer=connect_buffer,
         seed=config.seed,
+        profile=config.profile,
+        pool=pool,
         **(publishes if role == "actor" else {}),
     )
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from asyncrl.controller.resume import RunState
 from asyncrl.metrics import Overlap, StepRecord, TrainingResult
+from asyncrl.protocol import record
 from asyncrl.protocol.errors import AccountError
 from asyncrl.protocol.ports import FleetCounts
 from asyncrl.protocol.types import BufferStats, GroupSummary, Plan, TokenAccount
@@ -37,10 +38,12 @@ class Reporter:
         self._last_tokens = 0
         self._publish_s = 0.0
         self._max_lag = 0
+        self._step_span = record.NO_SPAN
 
     def begin(self) -> None:
         """Training begins now."""
         self._began_s = self._last_record_s = time.time()
+        self._step_span = record.span(record.SpanKind.step, step=self._resumed.version)
 
     def published(self, version: int, took_s: float) -> None:
         """Every engine serves ``version``, after ``took_s`` seconds of publishing."""
@@ -55,6 +58,8 @@ class Reporter:
         The controller waited ``plan_wait_s`` seconds for the batch. ``metrics`` are the learner's, with ``started_at``
         and ``ended_at`` in Unix seconds.
         """
+        self._step_span.close()
+        self._step_span = record.span(record.SpanKind.step, step=plan.version + 1)
         now_s = time.time()
         update_s = metrics["ended_at"] - metrics["started_at"]
         elapsed_s = now_s - self._last_record_s

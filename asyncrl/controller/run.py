@@ -19,8 +19,10 @@ from typing import Any, TypeAlias, TypeVar
 from asyncrl.config import RunConfig, stop_deadlines
 from asyncrl.controller.cluster import ray_cluster
 from asyncrl.controller.controller import ColocatedController, Controller
+from asyncrl.controller.evaluator import HeldOutEvaluator, PinnedEngines
 from asyncrl.controller.fleet_group import FleetGroup
 from asyncrl.controller.learner_group import LearnerGroup
+from asyncrl.controller.node_folders import NodeFolders, node_folders
 from asyncrl.controller.resume import Resumed, ResumedPrompts, RunState, begin_buffer_at, find_checkpoint
 from asyncrl.controller.run_folder import RunPaths, shared_folder
 from asyncrl.data.prompts import PromptStream
@@ -34,6 +36,7 @@ from asyncrl.metrics import (
     summary_document,
     write_json,
 )
+from asyncrl.protocol import record
 from asyncrl.protocol.errors import AsyncRLError
 from asyncrl.protocol.ports import PromptSource
 from asyncrl.protocol.types import Prompt
@@ -73,7 +76,7 @@ class Run:
         ``warming`` ends in the directory of the policy to start from. ``on_fault`` hears of a fault before the parts
         are stopped, so that stopping can be given a deadline.
         """
-        self._config = config
+        self._config = replace(config, profile=replace(config.profile, directory=str(run_dir / "profile")))
         self._run_dir = run_dir
         self._prompts, self._held_out = prompts
         self._warming = warming
@@ -84,17 +87,26 @@ class Run:
         self._samples = NewSamples(run_dir)
         self._start_s = 0.0
         self._resumed: Resumed | None = None
+        self._nodes = NodeFolders(run_dir, {}, timeout_s=config.ray.start_timeout_s)
+        self._collecting: asyncio.Future[None] | None = None
 
     async def run(self) -> None:
         """Run to the end, and write the summary. Raises `ValueError` for a wrong option or file, or `AsyncRLError`."""
         self._resumed = find_checkpoint(self._config)
         prompts = self._prompts if self._resumed is None else self._resume(self._resumed)
+        record.start(self._config.profile, process="controller", pool=record.Pool.controller)
         async with AsyncExitStack() as stack:
+            stack.callback(record.stop)
             stack.callback(shutil.rmtree, shared_folder(self._run_dir), ignore_errors=True)
             try:
                 server = self._start_buffer(stack)
                 with self._view.waiting_for("Ray"):
                     await stack.enter_async_context(ray_cluster(self._config))
+                folders = node_folders(self._config, self._run_dir, self._view.say)
+                self._nodes = await stack.enter_async_context(folders)
+                with self._view.waiting_for("the nodes' models and keys"):
+                    resumes, keys = self._resumed is not None, server.connection.keys
+                    self._config = await self._nodes.supply(self._config, keys=keys, resumes=resumes)
                 work = self._run_parts(stack, server, prompts)
                 summary = await _unless(work, [server.death(), ray_death()])
             except BaseException as fault:
@@ -117,6 +129,8 @@ class Run:
     def _start_buffer(self, stack: AsyncExitStack) -> BufferProcess:
         options = self._config.buffer
         options = replace(options, epoch=options.epoch or uuid.uuid4().hex[:16])
+        if self._config.placement.num_nodes > 1:  # its sockets are open to other hosts
+            options = replace(options, keys=options.keys or str(self._run_dir / "keys"))
         if self._resumed is not None:
             options = begin_buffer_at(options, self._resumed.state.version)
         # Started from this thread, which outlives it: the server dies with the thread that started it.
@@ -127,6 +141,7 @@ class Run:
                     groups_per_step=self._config.algorithm.groups_per_step,
                     log_path=self._run_dir / "logs" / "buffer.log",
                     start_timeout_s=self._config.buffer.request_timeout_s,
+                    profile=self._config.profile,
                 )
             )
         keys = f" --keys {server.connection.keys}" if server.connection.keys else ""
@@ -176,6 +191,7 @@ class Run:
         """Start the learner on the warm-started policy, or where the checkpoint stands."""
         with self._view.waiting_for("warm start") if self._config.sft.enabled else nullcontext():
             policy = await self._warming
+        policy = await self._nodes.bring(policy, "start")
         config = replace(self._config, model=replace(self._config.model, path=str(policy)))
         learner = await make(LearnerGroup, config)
         stack.push_async_callback(learner.stop, stop_deadlines(self._config).learner_s)
@@ -196,7 +212,8 @@ class Run:
 
     async def _train(self, parts: _Parts, prompts: PromptSource) -> dict[str, Any]:
         writer = MetricsWriter(self._run_dir)
-        evaluate = partial(self._evaluate, parts, writer)
+        evaluator = HeldOutEvaluator(self._config, fleet=parts.fleet, prompts=self._held_out)
+        evaluate = partial(self._evaluate, evaluator, writer)
         before = await evaluate(self._state.version)
         self._start_s = self._view.elapsed_s
         kind = ColocatedController if self._config.placement.colocated else Controller
@@ -231,6 +248,7 @@ class Run:
         """Write ``policy/``, whole or not at all."""
         unfinished = self._run_dir / ".policy.partial"
         await learner.save_policy(unfinished)
+        await self._nodes.fetch(unfinished)
         unfinished.rename(self._run_dir / "policy")
 
     async def _keep(self, controller: AnyController, learner: LearnerGroup, before: Evaluation | None) -> None:
@@ -249,13 +267,22 @@ class Run:
         else:
             self._summarise(result, before, None)
 
-    async def _evaluate(self, parts: _Parts, writer: MetricsWriter, version: int) -> Evaluation | None:
+    async def _evaluate(
+        self, evaluator: HeldOutEvaluator, writer: MetricsWriter, version: int, pinned: PinnedEngines | None = None
+    ) -> Evaluation | None:
+        """Evaluate a version, on the engines that are ``pinned`` to it or on all of them."""
         if not self._config.evaluation.enabled:
             return None
-        evaluation = await parts.fleet.evaluate(self._held_out, policy_version=version)
+        work = evaluator.evaluate_all(version) if pinned is None else evaluator.evaluate_pinned(version, pinned)
+        with record.span(record.SpanKind.evaluation, version=version):
+            evaluation = await work
+        if evaluation is None:
+            self._view.say(f"held out, policy version {version}: not evaluated, see logs/controller.log")
+            return None
         self._evaluations.append(evaluation)
         writer.evaluation(evaluation)
         self._view.evaluation(evaluation)
+        await self._nodes.collect()
         return evaluation
 
     def _on_step(self, writer: MetricsWriter, record: StepRecord) -> None:
@@ -263,8 +290,9 @@ class Run:
         writer.write(record)
         self._view.step(record)
         kept = self._config.rollout_fleet.samples
-        if kept.every_steps and kept.num_shown and (record.step + 1) % kept.every_steps == 0:
-            for sample in self._samples.extremes(kept.num_shown):
+        if kept.every_steps and (record.step + 1) % kept.every_steps == 0:
+            self._collecting = asyncio.ensure_future(self._nodes.collect())
+            for sample in self._samples.extremes(kept.num_shown) if kept.num_shown else ():
                 self._view.say(sample_line(sample))
 
     def _summarise(self, result: TrainingResult, before: Evaluation | None, after: Evaluation | None) -> dict[str, Any]:

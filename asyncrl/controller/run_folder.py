@@ -54,15 +54,20 @@ class RunPaths:
     @classmethod
     def of(cls, config: RunConfig, run_dir: Path) -> RunPaths:
         """The paths of a run in ``run_dir``; makes the folder of published weights."""
-        directory = config.checkpoint.directory
         return cls(
             logs=run_dir / "logs",
             snapshots=_make_snapshot_folder(config, run_dir),
             staging=shared_folder(run_dir) if SHARED_MEMORY.is_dir() else run_dir / "staging",
             samples=run_dir / "samples",
             trajectories=run_dir / "trajectories" if config.record_trajectories else None,
-            checkpoints=Path(directory).resolve() if directory else run_dir / "checkpoints",
+            checkpoints=cls.checkpoints_of(config, run_dir),
         )
+
+    @staticmethod
+    def checkpoints_of(config: RunConfig, run_dir: Path) -> Path:
+        """Where a run in ``run_dir`` saves checkpoints."""
+        directory = config.checkpoint.directory
+        return Path(directory).resolve() if directory else run_dir / "checkpoints"
 
 
 def has_trained(run_dir: Path) -> bool:

@@ -1,8 +1,8 @@
 """Metrics: typed records, the files they go to, and the view on the terminal."""
 
+from .estimates import Estimate, Evaluation, evaluation_of
 from .overlap import Overlap
 from .records import (
-    Evaluation,
     MetricsWriter,
     StepRecord,
     TrainingResult,
@@ -13,12 +13,14 @@ from .records import (
 from .terminal import TerminalView
 
 __all__ = [
+    "Estimate",
     "Evaluation",
     "MetricsWriter",
     "Overlap",
     "StepRecord",
     "TerminalView",
     "TrainingResult",
+    "evaluation_of",
     "plot_reward",
     "summary_document",
     "write_json",

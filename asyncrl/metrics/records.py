@@ -13,6 +13,7 @@ from typing import Any
 from asyncrl.protocol.errors import AsyncRLError
 from asyncrl.protocol.types import TokenAccount
 
+from .estimates import Evaluation
 from .overlap import Overlap
 
 
@@ -78,25 +79,6 @@ class StepRecord:
         numbers = asdict(self)
         learner, metrics = numbers.pop("learner"), numbers.pop("metrics")
         return numbers | metrics | {f"learner.{name}": value for name, value in learner.items()}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Evaluation:
-    """Held-out reward on the fleet.
-
-    Attributes:
-        sampled: Mean reward at the training temperature.
-        greedy: Mean reward of greedy decoding.
-        num_prompts: Prompts evaluated.
-        num_failed: Prompts whose reward failed, over both kinds of decoding; the means leave them out.
-        policy_version: Version that the engines served.
-    """
-
-    sampled: float
-    greedy: float
-    num_prompts: int
-    num_failed: int = 0
-    policy_version: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,8 +190,8 @@ class MetricsWriter:
         path = self._path.with_name("evaluations.jsonl")
         with writing(path), path.open("a") as file:
             file.write(json.dumps(numbers) + "\n")
-        for name in ("sampled", "greedy"):
-            self._events.add_scalar(f"evaluation/{name}", numbers[name], evaluation.policy_version)
+        for name, value in evaluation.scalars().items():
+            self._events.add_scalar(f"evaluation/{name}", value, evaluation.policy_version)
 
     def close(self) -> None:
         """Flush and close both files."""
@@ -255,7 +237,8 @@ def plot_reward(path: Path, records: Sequence[StepRecord], evaluations: Sequence
     versions = [evaluation.policy_version for evaluation in evaluations]
     for kind, marks, color in (("sampled", "o--", "tab:green"), ("greedy", "^--", "tab:red")):
         rewards = [getattr(evaluation, kind) for evaluation in evaluations]
-        top.plot(versions, rewards, marks, color=color, linewidth=0.8, label=f"held out, {kind}")
+        ends = _whiskers(evaluations, kind)
+        top.errorbar(versions, rewards, ends, fmt=marks, color=color, linewidth=0.8, label=f"held out, {kind}")
     top.set(ylabel="reward")
     top.grid(alpha=0.3)
     top.legend(loc="lower right")
@@ -266,6 +249,12 @@ def plot_reward(path: Path, records: Sequence[StepRecord], evaluations: Sequence
     bottom.legend(loc="upper right")
     figure.savefig(path, dpi=120)
     plt.close(figure)
+
+
+def _whiskers(evaluations: Sequence[Evaluation], kind: str) -> list[list[float]]:
+    """How far the 95% interval of each evaluation reaches below and above its mean."""
+    found = [one.interval(kind) for one in evaluations]
+    return [[one.mean - one.low for one in found], [one.high - one.mean for one in found]]
 
 
 def _running_mean(values: Sequence[float], width: int) -> list[float]:

@@ -20,7 +20,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from .records import Evaluation, StepRecord
+from .estimates import Evaluation
+from .records import StepRecord
 
 LINE_EVERY_S = 5.0
 RATE_STEPS = 10
@@ -84,9 +85,10 @@ class TerminalView:
 
     def evaluation(self, evaluation: Evaluation) -> None:
         """Show a held-out evaluation."""
+        sampled, greedy = evaluation.sampled, evaluation.greedy
         self.say(
-            f"held out, policy version {evaluation.policy_version}: sampled {evaluation.sampled:.3f}, greedy "
-            f"{evaluation.greedy:.3f} ({evaluation.num_prompts} prompts)"
+            f"held out, policy version {evaluation.policy_version}: sampled {sampled:.3f}, greedy {greedy:.3f} "
+            f"({evaluation.num_prompts} prompts){evaluation.shortfall}"
         )
 
     def summary(self, summary: dict[str, Any], run_dir: Path) -> None:
@@ -104,6 +106,11 @@ class TerminalView:
             f"  tokens    {tokens['generated']:,} generated = {tokens['trained']:,} trained + {tokens['dropped']:,} "
             f"dropped + {tokens['buffered']:,} buffered + {tokens['in_flight']:,} in flight"
         )
+        if failed := summary["groups_failed"]:
+            reasons = ", ".join(f"{count} by {reason}" for reason, count in failed.items())
+            self._console.print(
+                f"  failed    attempts at a prompt group: {reasons}; see logs/rollout-*.log", markup=False
+            )
         self._console.print(
             f"  busy      fleet and learner {overlap['both_s']:.1f} s, learner alone {overlap['learner_alone_s']:.1f} "
             f"s, fleet alone {overlap['fleet_alone_s']:.1f} s, neither {overlap['neither_s']:.1f} s"

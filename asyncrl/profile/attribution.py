@@ -307,6 +307,7 @@ _BLOCKED = (
     (SpanKind.wait_ranks, LearnerCause.rank_skew),
 )
 _WAITS_FOR = (
+    (FleetCause.evaluation, LearnerCause.evaluation),
     (FleetCause.publish_pause, LearnerCause.publish),
     (FleetCause.re_prefill, LearnerCause.publish),
     (FleetCause.publish_wait, LearnerCause.publish),
@@ -354,7 +355,7 @@ def _rank_state(now: Mapping[str, int]) -> str | None:
     if now["working"]:
         return LearnerCause.rank_skew
     if now["plan_wait"] and not now["dispatched"]:
-        return LearnerCause.evaluation if now["evaluation"] else None
+        return None
     for name, cause in (("checkpoint", LearnerCause.checkpoint), ("evaluation", LearnerCause.evaluation)):
         if now[name] and not now["dispatched"]:
             return cause

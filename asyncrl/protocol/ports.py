@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -131,8 +131,18 @@ class ControlBuffer(Protocol):
         """
         ...
 
-    async def hold(self, version: int | None) -> None:
-        """Offer engines nothing newer than ``version``; None offers all again."""
+    async def pin(self, version: int, num_engines: int, known: Collection[str] = ()) -> set[str]:
+        """Have up to ``num_engines`` engines keep ``version``, which is still to come, until `unpin` or another pin.
+
+        They are those that ask for it first. It is offered to them until so many serve it, however old it is then; the
+        other engines go on to newer versions. Waits until those that serve it are others than ``known``; returns their
+        names. Raises `WeightsGone` if none serves it and it is not offered any more, `WeightsError` if a version could
+        not be published.
+        """
+        ...
+
+    async def unpin(self) -> None:
+        """Offer all engines the newest version again."""
         ...
 
     async def close(self) -> None:

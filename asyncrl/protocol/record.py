@@ -46,11 +46,13 @@ class ProfileConfig:
         enabled: Record spans, levels and group stamps in the run's ``profile/``.
         torch_steps: Learner steps of which each rank also writes a trace of torch.profiler. Example: ``[10, 11]``.
         max_file_bytes: Largest file of a process; what would go beyond is dropped, and counted.
+        directory: Where processes write; the run sets it: its folder's ``profile/``. Empty records nothing.
     """
 
     enabled: bool = True
     torch_steps: list[int] = field(default_factory=list)
     max_file_bytes: int = 1 << 30
+    directory: str = ""
 
     def __post_init__(self) -> None:
         if negative := [step for step in self.torch_steps if step < 0]:
@@ -98,8 +100,8 @@ class SpanKind(StrEnum):
     offload = "offload"
     wait_ranks = "wait_ranks"  # done, and waits for the other ranks
     publish_copy = "publish_copy"  # the rank is blocked
-    publish = "publish"  # in the background: digests, manifest, offer
-    publish_stage = "publish_stage"  # a part of `publish`; ``cause`` names it
+    publish = "publish"  # in the background, from the copy to the offer
+    publish_stage = "publish_stage"  # a part of `publish`, or of making the next one's file ready; ``cause`` names it
 
 
 class LevelName(StrEnum):
@@ -171,7 +173,8 @@ class OpenSpan:
         self.close()
 
 
-_NO_SPAN = OpenSpan(None, 0)
+NO_SPAN = OpenSpan(None, 0)
+"""Already closed."""
 
 
 class RecordFile:
@@ -315,7 +318,7 @@ class Recorder:
             self._num_spans += 1
             number = self._num_spans
         start = self._clock() if start is None else start
-        is_kept = self._add(Tag.open, number, lane or self.process, kind, start, version, step, group, cause)
+        is_kept = self._add(Tag.open, number, self._whole(lane), kind, start, version, step, group, cause)
         return OpenSpan(self if is_kept else None, number)
 
     def end_span(self, number: int, end: int | None = None) -> None:
@@ -324,7 +327,7 @@ class Recorder:
 
     def level(self, name: str, value: int, *, lane: str = "") -> None:
         """Note that a count is at ``value`` from now on; written where that is a change."""
-        lane = lane or self.process
+        lane = self._whole(lane)
         if self._levels.get((name, lane)) != value and self._add(Tag.level, name, lane, self._clock(), value):
             self._levels[name, lane] = value
 
@@ -332,7 +335,7 @@ class Recorder:
         self, event: str, group: int, *, attempt: int = 0, version: int = NONE, lane: str = "", **details: Any
     ) -> None:
         """Note a moment of a prompt group; see the function `stamp`."""
-        self._add(Tag.stamp, event, group, attempt, lane or self.process, self._clock(), version, details)
+        self._add(Tag.stamp, event, group, attempt, self._whole(lane), self._clock(), version, details)
 
     def clock(self, reference: str, *, offset_ns: int, error_ns: int) -> None:
         """Note that the clock ``reference`` now shows this process's time plus ``offset_ns``, within ``error_ns``."""
@@ -342,6 +345,9 @@ class Recorder:
         """Write what is left; what is noted afterwards is lost. May be called more than once."""
         self._file.close()
 
+    def _whole(self, lane: str) -> str:
+        return self.process + lane if not lane or lane[0] == "/" else lane
+
     def _add(self, tag: Tag, *items: Any) -> bool:
         return self._file.add(_packed(tag, *items))
 
@@ -349,19 +355,19 @@ class Recorder:
 _recorder: Recorder | None = None
 
 
-def start(directory: Path | str, *, process: str, pool: Pool, config: ProfileConfig | None = None) -> None:
-    """Record this process from now on, unless ``config`` disables it; a process that records already goes on with that.
+def start(config: ProfileConfig, *, process: str, pool: Pool) -> None:
+    """Record this process from now on, as the options say; a process that records already goes on with that.
 
     A folder that cannot be written is no reason for a run to end: it is said in the log, and nothing is recorded.
     """
     global _recorder
-    config = config or ProfileConfig()
-    if _recorder is not None or not config.enabled:
+    if _recorder is not None or not config.enabled or not config.directory:
         return
     try:
-        _recorder = Recorder(Path(directory), process=process, pool=pool, max_file_bytes=config.max_file_bytes)
+        directory = Path(config.directory)
+        _recorder = Recorder(directory, process=process, pool=pool, max_file_bytes=config.max_file_bytes)
     except OSError as error:
-        logger.warning("%s is not recorded: cannot write to %s: %s", process, directory, error.strerror)
+        logger.warning("%s is not recorded: cannot write to %s: %s", process, config.directory, error.strerror)
 
 
 def stop() -> None:
@@ -390,14 +396,14 @@ def span(
 
     Args:
         kind: See `SpanKind`.
-        lane: What does it. Example: ``engine-0``.
+        lane: What does it; one that begins with a slash is a part of the process's own. Example: ``/reward``.
         version: Policy version that it is about.
         step: Learner step that it is part of.
         group: Prompt group that it is about.
         cause: Says more where the kind does not suffice.
     """
     if _recorder is None:
-        return _NO_SPAN
+        return NO_SPAN
     return _recorder.span(kind, lane=lane, version=version, step=step, group=group, cause=cause)
 
 

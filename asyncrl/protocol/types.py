@@ -42,6 +42,29 @@ class Prompt:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class AnsweredPrompt:
+    """What the answers to a held-out prompt earned, all of them sampled under one policy version.
+
+    Attributes:
+        group_id: See `Prompt`.
+        data_source: See `Prompt`.
+        sampled: Reward of each answer at the training temperature.
+        greedy: Reward of the greedy answer.
+        response_lengths: Tokens of each answer, the greedy one last.
+        num_truncated: Answers that hit the length limit.
+        reward_failure: Why the reward failed; then there are no rewards. Empty where it did not.
+    """
+
+    group_id: int
+    data_source: str = ""
+    sampled: tuple[float, ...] = ()
+    greedy: float | None = None
+    response_lengths: tuple[int, ...] = ()
+    num_truncated: int = 0
+    reward_failure: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Lease:
     """The right, and the duty, to roll out one prompt group.
 

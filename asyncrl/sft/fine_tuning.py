@@ -24,6 +24,7 @@ from transformers import AutoTokenizer
 from asyncrl.config import RunConfig, StopMetric, WarmStartConfig, num_positions
 from asyncrl.data.demonstrations import Demonstration, DemonstrationFormat, load_demonstrations
 from asyncrl.data.prompts import load_eval_prompts
+from asyncrl.protocol.errors import RewardError
 from asyncrl.protocol.types import Prompt
 from asyncrl.sft.warm_start import finished_warm_start, warm_start_path, write_warm_start
 from learner.config import LearnerConfig, LoraConfig, Schedule
@@ -36,7 +37,7 @@ from learner.weights import WeightPublisher
 from rollout_fleet.config import EngineKind
 from rollout_fleet.engines import make_engine
 from rollout_fleet.engines.model_files import load_decoder
-from rollout_fleet.evaluation import evaluate_prompts
+from rollout_fleet.evaluation import HeldOutAnswers
 from rollout_fleet.rewards import WeightedRewards
 
 logger = logging.getLogger(__name__)
@@ -85,7 +86,7 @@ async def fine_tune(config: RunConfig) -> Path:
     kept = final.with_name(f".{final.name}-kept-{os.getpid()}")
     async with AsyncExitStack() as stack:
         stack.callback(shutil.rmtree, kept, ignore_errors=True)
-        evaluator = await stack.enter_async_context(HeldOutEvaluator(config, held_out)) if held_out else None
+        evaluator = await stack.enter_async_context(GreedyAccuracy(config, held_out)) if held_out else None
         loop = _FineTuning(config.sft, trainer, evaluator, validation, kept)
         await loop.run(_batches(train, config.sft.batch_size, config.seed, trainer.mesh), began_s)
         if trainer.mesh.rank == 0:
@@ -117,7 +118,7 @@ class _FineTuning:
         self,
         sft: WarmStartConfig,
         trainer: Trainer,
-        evaluator: HeldOutEvaluator | None,
+        evaluator: GreedyAccuracy | None,
         validation: Sequence[TokenSequence],
         kept: Path,
     ) -> None:
@@ -261,7 +262,7 @@ def _batches(
         yield _share([sequences[index] for index in batch], mesh)
 
 
-class HeldOutEvaluator:
+class GreedyAccuracy:
     """Answers held-out prompts greedily with the weights of the moment; on rank 0, the other ranks hear the result."""
 
     def __init__(self, config: RunConfig, held_out: Sequence[Prompt]) -> None:
@@ -273,9 +274,14 @@ class HeldOutEvaluator:
         self._publisher: WeightPublisher | None = None
         self._engine = make_engine(self._config, model_path=self._model_path, rank=0, log_dir="", seed=config.seed)
         self._rewards = WeightedRewards(replace(self._config, reward_processes=1))
-        self._decode = load_decoder(self._model_path)
+        self._answers = HeldOutAnswers(
+            engine=self._engine,
+            rewards=self._rewards,
+            decode=load_decoder(self._model_path),
+            sampling=self._config.sampling,
+        )
 
-    async def __aenter__(self) -> HeldOutEvaluator:
+    async def __aenter__(self) -> GreedyAccuracy:
         if self._is_first:
             await self._engine.start()
             await self._rewards.start()
@@ -296,15 +302,11 @@ class HeldOutEvaluator:
         result = [0.0]
         if offer is not None:
             await self._engine.load_weights(offer)
-            answers = await evaluate_prompts(
-                self._held_out,
-                engine=self._engine,
-                rewards=self._rewards,
-                decode=self._decode,
-                sampling=replace(self._config.sampling, temperature=0.0),
-                num_samples=1,
-            )
-            result = [sum(answers.rewards) / len(answers.rewards)]
+            answered = await self._answers.answer(self._held_out, version=step, num_samples=0)
+            rewards = [one.greedy for one in answered if one.greedy is not None]
+            if not rewards:
+                raise RewardError(f"no held-out prompt has a reward: {answered[0].reward_failure}")
+            result = [sum(rewards) / len(rewards)]
         return _first_of(result, trainer.mesh)
 
 

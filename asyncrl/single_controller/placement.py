@@ -114,8 +114,8 @@ class Slot:
     node_address: str
 
 
-def slots_of(pool: RayResourcePool, strategy: str, device_name: str) -> list[Slot]:
-    """The slots of a pool, or of its part of a larger one, by rank."""
+def slots_of(pool: RayResourcePool, strategy: str | None, device_name: str) -> list[Slot]:
+    """The slots of a pool, or of its part of a larger one, by rank; ``strategy`` stands in for the pool's."""
     addresses = node_addresses()
     unsorted_pgs = pool.get_placement_groups(strategy=strategy, device_name=device_name)
     processes = {pg.id: count for pg, count in zip(unsorted_pgs, pool.store, strict=True)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import string
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from ipaddress import ip_address
@@ -80,6 +81,8 @@ def get_random_string(length: int) -> str:
 
 
 DEVICE_RESOURCES = {"cuda": "GPU", "npu": "NPU"}
+NODE_ID_LABEL = "ray.io/node-id"
+"""The label that Ray gives every node."""
 
 
 class RayResourcePool(ResourcePool):
@@ -93,6 +96,10 @@ class RayResourcePool(ResourcePool):
         detached: Whether the reservation outlives the driver.
         accelerator_type: Only nodes with this kind of device will do. Example: ``"A100"``.
         num_cpus_per_process: CPUs of a process's bundle; ``max_colocate_count`` by default.
+        num_devices_per_process: Devices of a process, if it has any.
+        strategy: How Ray places the bundles of one placement group; ``STRICT_PACK``: on one node of the cluster.
+        apart: Each placement group has a node of the cluster that no other one of this pool is on.
+        labels: Labels that the nodes must have, as Ray's label selectors. Example: ``{"market-type": "!spot"}``.
         timeout_s: Seconds to wait for the cluster to grant the reservation.
     """
 
@@ -106,6 +113,10 @@ class RayResourcePool(ResourcePool):
         accelerator_type: str | None = None,
         *,
         num_cpus_per_process: float | None = None,
+        num_devices_per_process: int = 1,
+        strategy: str = "STRICT_PACK",
+        apart: bool = False,
+        labels: Mapping[str, str] | None = None,
         timeout_s: float = 300.0,
     ) -> None:
         super().__init__(process_on_nodes, max_colocate_count)
@@ -118,6 +129,10 @@ class RayResourcePool(ResourcePool):
         self.detached = detached
         self.accelerator_type = accelerator_type
         self.num_cpus_per_process = max_colocate_count if num_cpus_per_process is None else num_cpus_per_process
+        self.num_devices_per_process = num_devices_per_process
+        self.strategy = strategy
+        self.apart = apart
+        self.labels = dict(labels or {})
         self.timeout_s = timeout_s
         self._num_users = 0  # groups that run here or on a part
         self._had_groups = False
@@ -125,50 +140,73 @@ class RayResourcePool(ResourcePool):
     def options(self) -> dict[str, Any]:
         """The constructor's arguments, but for the name."""
         names = ("use_gpu", "max_colocate_count", "detached", "accelerator_type", "num_cpus_per_process", "timeout_s")
+        names += ("num_devices_per_process", "strategy", "apart", "labels")
         return {"process_on_nodes": list(self._store)} | {name: getattr(self, name) for name in names}
 
     def bundle(self, device_name: str = "cuda") -> dict[str, float]:
         """What one process reserves."""
         bundle = {"CPU": float(self.num_cpus_per_process)}
         if self.use_gpu:
-            bundle[DEVICE_RESOURCES.get(device_name, device_name)] = 1.0
+            bundle[DEVICE_RESOURCES.get(device_name, device_name)] = float(self.num_devices_per_process)
             if self.accelerator_type is not None:
                 bundle[self.accelerator_type] = 1e-4
         return bundle
 
     def get_placement_groups(
-        self, strategy: str = "STRICT_PACK", name: str | None = None, device_name: str = "cuda"
+        self, strategy: str | None = None, name: str | None = None, device_name: str = "cuda"
     ) -> list[PlacementGroup]:
         """The reservation, made at the first call, and again in a new cluster: a placement group for each node.
 
-        Raises `DeadlineError` if the cluster does not grant it in time, and leaves nothing reserved; `UsageError` if
-        this is a part of a pool in a cluster that has ended.
+        ``strategy`` stands in for the pool's. Raises `DeadlineError` if the cluster does not grant it in time, and
+        leaves nothing reserved; `UsageError` if this is a part of a pool in a cluster that has ended.
         """
         self._forget_earlier_cluster()
         if self.pgs is not None:
             return self.pgs
         prefix = name or f"{self.name_prefix}_{'_'.join(map(str, self._store))}:"
-        pgs = [
-            placement_group(
-                bundles=[self.bundle(device_name) for _ in range(count)],
-                strategy=strategy,
-                name=f"{prefix}{index}",
-                lifetime="detached" if self.detached else None,
+        deadline_s = time.monotonic() + self.timeout_s
+        pgs: list[PlacementGroup] = []
+        for index, count in enumerate(self._store):
+            labels = self._labels_apart_from(pgs) if self.apart else self.labels
+            pgs.append(
+                placement_group(
+                    bundles=[self.bundle(device_name) for _ in range(count)],
+                    strategy=strategy or self.strategy,
+                    name=f"{prefix}{index}",
+                    lifetime="detached" if self.detached else None,
+                    bundle_label_selector=[labels] * count if labels else None,  # type: ignore[arg-type]
+                )
             )
-            for index, count in enumerate(self._store)
-        ]
-        _, waiting = ray.wait([pg.ready() for pg in pgs], num_returns=len(pgs), timeout=self.timeout_s)
-        if waiting:
-            for pg in pgs:
-                remove_placement_group(pg)
-            raise DeadlineError(
-                f"the cluster did not grant {len(waiting)} of {len(self._store)} placement groups of pool "
-                f"{self.name_prefix!r} (processes {self._store}, each {self.bundle(device_name)}) in "
-                f"{self.timeout_s} s; free now: {ray.available_resources()}"
-            )
+            if self.apart:
+                self._wait_until_granted(pgs, len(pgs) - 1, deadline_s, device_name)
+        if not self.apart:
+            self._wait_until_granted(pgs, 0, deadline_s, device_name)
         self.pgs = self._reserved = pgs
         self._cluster = current_cluster()
         return pgs
+
+    def _labels_apart_from(self, pgs: Sequence[PlacementGroup]) -> dict[str, str]:
+        """The labels of nodes where none of these granted placement groups is."""
+        taken = {node for pg in pgs for node in nodes_of(pg).values()}
+        return {**self.labels, **({NODE_ID_LABEL: f"!in({','.join(sorted(taken))})"} if taken else {})}
+
+    def _wait_until_granted(
+        self, pgs: Sequence[PlacementGroup], first: int, deadline_s: float, device_name: str
+    ) -> None:
+        """Wait until the cluster granted those from ``first`` on, or give all back and raise `DeadlineError`."""
+        left_s, awaited = max(deadline_s - time.monotonic(), 0.0), [pg.ready() for pg in pgs[first:]]
+        _, waiting = ray.wait(awaited, num_returns=len(awaited), timeout=left_s)
+        if not waiting:
+            return
+        for pg in pgs:
+            remove_placement_group(pg)
+        where = f", on nodes with labels {self.labels}" if self.labels else ""
+        where += ", each on a node of its own" if self.apart else ""
+        raise DeadlineError(
+            f"the cluster did not grant {len(waiting) + len(self._store) - len(pgs)} of {len(self._store)} placement "
+            f"groups of pool {self.name_prefix!r} (processes {self._store}, each {self.bundle(device_name)}{where}) in "
+            f"{self.timeout_s} s; free now: {ray.available_resources()}"
+        )
 
     def borrow_from(self, *pools: RayResourcePool) -> None:
         """Use placement groups of these pools, which keep them while a group runs here."""
@@ -357,6 +395,8 @@ class ResourcePoolManager:
         max_colocate_count: Groups that may share a pool; 1 if the roles of a pool share their processes.
         device_name: ``cuda`` or ``npu``.
         num_cpus_per_process: CPUs of each process; None: as many as groups may share it.
+        apart: The nodes of a pool are different nodes of the cluster.
+        labels: Labels that the nodes must have, as Ray's label selectors.
         timeout_s: Seconds to wait for the cluster to grant a pool.
     """
 
@@ -367,6 +407,8 @@ class ResourcePoolManager:
     max_colocate_count: int = 1
     device_name: str = "cuda"
     num_cpus_per_process: float | None = None
+    apart: bool = False
+    labels: Mapping[str, str] = field(default_factory=dict)
     timeout_s: float = 300.0
 
     def create_resource_pool(self) -> None:
@@ -378,6 +420,8 @@ class ResourcePoolManager:
                 max_colocate_count=self.max_colocate_count,
                 name_prefix=name,
                 num_cpus_per_process=self.num_cpus_per_process,
+                apart=self.apart,
+                labels=self.labels,
                 timeout_s=self.timeout_s,
             )
         self._check_resource_available()

@@ -129,7 +129,7 @@ class RayWorkerGroup(WorkerGroup):
     Args:
         resource_pool: Where to start them; None attaches to workers that are running already.
         ray_cls_with_init: Their class and its arguments.
-        bin_pack: Whether the processes of one node of the pool must share a node of the cluster, or may spread.
+        bin_pack: False lets the processes of one node of the pool spread, whatever the pool's strategy.
         name_prefix: Name of the group; begins its workers' names. Random by default.
         detached: Whether the workers outlive the driver; their pool must be detached too.
         worker_names: Names of running workers to attach to.
@@ -253,18 +253,18 @@ class RayWorkerGroup(WorkerGroup):
                 "pass detached=True to the pool",
                 self.name_prefix,
             )
-        slots = slots_of(pool, "STRICT_PACK" if bin_pack else "PACK", self.device_name)
+        slots = slots_of(pool, None if bin_pack else "PACK", self.device_name)
         pool.enter()
         try:
             if self.master_address is None:
                 self.master_address, self.master_port = master_address_port(slots[0], master_ports, port_timeout_s)
             for slot in slots:
-                self._start_worker(slot, len(slots), pool.max_colocate_count, detached)
+                self._start_worker(slot, len(slots), pool.num_devices_per_process / pool.max_colocate_count, detached)
         except BaseException:
             self.shutdown()
             raise
 
-    def _start_worker(self, slot: Slot, world_size: int, max_colocate_count: int, detached: bool) -> None:
+    def _start_worker(self, slot: Slot, world_size: int, num_devices: float, detached: bool) -> None:
         ray_class: Any = self.ray_cls_with_init
         name = f"{self.name_prefix}{unwrap(ray_class.cls).__name__}_{slot.node_index}:{slot.local_rank}"
         log_file = None
@@ -278,7 +278,7 @@ class RayWorkerGroup(WorkerGroup):
             placement_group=slot.placement_group,
             placement_group_bundle_idx=slot.bundle_index,
             use_gpu=self.use_gpu,
-            num_gpus=1 / max_colocate_count,
+            num_gpus=num_devices,
             device_name=self.device_name,
         )
         self._introduce(worker, slot.rank, slot.node_address, log_file)

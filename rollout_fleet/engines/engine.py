@@ -15,8 +15,10 @@ from typing import Any, NoReturn, Protocol, TypeVar
 
 import numpy as np
 
+from asyncrl.protocol import record
 from asyncrl.protocol.errors import AsyncRLError, DeadlineError, EngineError
 from asyncrl.protocol.manifest import WeightOffer
+from asyncrl.protocol.record import SpanKind
 from asyncrl.protocol.types import FinishReason
 from rollout_fleet.config import SamplingConfig
 
@@ -274,10 +276,12 @@ class SilenceWatch:
         self._is_paused = False
         self._heard_s = time.monotonic()
         self._listening = asyncio.Event()
+        self._re_prefill = record.NO_SPAN
 
     def token(self) -> None:
         """A token arrived. May be called from any thread."""
         self._heard_s = time.monotonic()
+        self._re_prefill.close()
 
     @contextmanager
     def running(self, num_requests: int) -> Iterator[None]:
@@ -289,13 +293,19 @@ class SilenceWatch:
             self._change(-num_requests, is_paused=self._is_paused)
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Generation stands still on purpose inside the block, under another deadline."""
+    def paused(self, *, recomputes: bool = False) -> Iterator[None]:
+        """Generation stands still on purpose inside the block, under another deadline.
+
+        After one that ``recomputes``, running requests have lost their cache, which is made anew before the next token.
+        """
         self._change(0, is_paused=True)
         try:
-            yield
+            with record.span(SpanKind.pause):
+                yield
         finally:
             self._change(0, is_paused=False)
+        if recomputes and self._num_running:
+            self._re_prefill = record.span(SpanKind.re_prefill)
 
     async def wait(self) -> NoReturn:
         """Wait for silence; raises `DeadlineError` for it."""
@@ -346,3 +356,4 @@ class SilenceWatch:
             self._listening.set()
         else:
             self._listening.clear()
+            self._re_prefill.close()

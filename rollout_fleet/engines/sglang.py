@@ -145,7 +145,7 @@ class SGLangEngine:
         """See `Engine.load_weights`."""
         async with self._loading:
             self._failure.check()
-            with self._silence.paused():
+            with self._silence.paused(recomputes=self._config.sglang.on_update is OnUpdate.recompute):
                 async with self._failure.if_load_fails(offer, self._config.load_timeout_s):
                     return await self._transact(offer)
 

@@ -275,7 +275,9 @@ class SGLangServer:
             environment["SGLANG_USE_CPU_ENGINE"] = "1"
             environment.setdefault("OMP_NUM_THREADS", "1")
             if self._config.tp_size > 1:
-                environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(rank) for rank in range(self._config.tp_size))
+                cores = sorted(os.sched_getaffinity(0))
+                of_ranks = (cores[rank % len(cores)] for rank in range(self._config.tp_size))
+                environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, of_ranks))
             if importlib.util.find_spec("sgl_kernel") is None:
                 logger.info(
                     "%s: no sgl_kernel on this machine; the server imports a stand-in from %s", self.name, STAND_IN

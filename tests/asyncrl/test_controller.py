@@ -292,25 +292,32 @@ async def test_a_record_carries_the_batchs_numbers():
     assert record.flat()["learner.critic.value_loss"] == 0.5
 
 
-@pytest.mark.parametrize(("publish_every", "versions"), [(1, [3, 6]), (2, [4, 6])])
-async def test_evaluations_between_are_of_one_version_each_and_hold_the_next_weights_back(publish_every, versions):
+@pytest.mark.parametrize(("publish_every", "first"), [(1, 3), (2, 4)])
+async def test_evaluations_between_are_of_a_version_that_its_engine_keeps_while_training_goes_on(publish_every, first):
     evaluated = []
 
-    async def evaluate(version):
-        loaded = list(fleet.loaded)
+    async def evaluate(version, pinned):
+        assert await pinned(()) == {"0"}
+        num_loaded, num_steps = len(fleet.loaded), len(records)
+        assert fleet.loaded[-1] == version
         await asyncio.sleep(0.05)
-        assert fleet.loaded == loaded, "weights were loaded while an evaluation ran"
+        assert len(fleet.loaded) == num_loaded, "the pinned engine loaded other weights"
+        assert len(records) > num_steps, "training stood still"
         evaluated.append(version)
 
-    controller, buffer, fleet, _ = make_controller(
+    controller, buffer, fleet, records = make_controller(
         load_s=0.0,
-        steps=9,
+        steps=30,
         overrides=["evaluation.every_steps=3", f"weights.publish_every={publish_every}"],
         evaluate=evaluate,
     )
     await train(controller, fleet)
-    assert evaluated == versions, "the last version is evaluated after training"
-    assert buffer.holds == [*versions, None]
+    assert evaluated[0] == first
+    assert evaluated == sorted(set(evaluated)), "what is passed while one runs is left out"
+    assert len(evaluated) > 2
+    assert all(version < 30 for version in evaluated), "the last version is evaluated after training"
+    assert buffer.pins == [*evaluated, None]
+    assert fleet.loaded[-1] == 30
 
 
 async def test_checkpoints_are_queued_between_two_updates_with_what_their_version_has_consumed():

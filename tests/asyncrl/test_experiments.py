@@ -10,7 +10,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from asyncrl.cli.compose import CONFIG_DIR, compose_run
-from asyncrl.config import check_options, check_placement
+from asyncrl.config import check_options
+from asyncrl.controller.cluster import check_nodes
 from asyncrl.data import PromptStream
 from asyncrl.protocol.types import Prompt
 from rollout_fleet.rewards import REWARDS
@@ -18,7 +19,7 @@ from tests.support.training_run import ROOT
 
 EXPERIMENTS = sorted(path.stem for path in (CONFIG_DIR / "experiment").glob("*.yaml"))
 OF_TEAMS = [name for name in EXPERIMENTS if "device: cuda" in (CONFIG_DIR / "experiment" / f"{name}.yaml").read_text()]
-OF_TEAMS += ["gsm8k_colocated", "gsm8k_lora"]
+OF_TEAMS += ["gsm8k_colocated", "gsm8k_lora", "dapo_math_8_nodes", "dapo_math_30b_a3b"]
 QUESTION = "Natalia sold 48 clips, and half as many in May. How many in all?"
 
 
@@ -45,12 +46,15 @@ def test_every_experiment_composes_under_its_own_name_with_options_that_fit(name
 def test_an_experiment_of_teams_says_what_it_needs_and_fits_there(name):
     text = (CONFIG_DIR / "experiment" / f"{name}.yaml").read_text()
     assert re.findall(r"^# (\w+): +\S", text, flags=re.MULTILINE) == ["Hardware", "Expect", "Before"]
-    num_gpus = int(re.search(r"# Hardware: one node with (\d) GPU", text)[1])
+    num_nodes, num_gpus = re.search(r"# Hardware: (one|\d+) nodes? with (\d) GPU", text).groups()
     config = compose_run([f"experiment={name}"])
-    check_placement(config, num_cpus=8 * num_gpus, num_gpus=num_gpus)
-    if num_gpus > 1:
+    node = {"CPU": 8.0 * int(num_gpus), "GPU": float(num_gpus)}
+    nodes = {f"10.0.0.{number}": node for number in range(1 if num_nodes == "one" else int(num_nodes))}
+    assert config.placement.num_nodes == len(nodes)
+    check_nodes(config, nodes)
+    if int(num_gpus) > 1:
         with pytest.raises(ValueError, match="GPUs"):
-            check_placement(config, num_cpus=64, num_gpus=num_gpus - 1)
+            check_nodes(config, nodes | {"10.0.0.0": node | {"GPU": node["GPU"] - 1}})
     assert config.evaluation.every_steps
     assert config.checkpoint.every_steps
 

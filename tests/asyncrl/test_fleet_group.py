@@ -13,7 +13,7 @@ from asyncrl.controller.fleet_group import FleetGroup
 from asyncrl.controller.run_folder import RunPaths
 from asyncrl.protocol import remote
 from asyncrl.protocol.errors import DeadlineError
-from rollout_fleet.metrics import EvaluationResult, FleetMeter
+from rollout_fleet.metrics import FleetMeter
 
 pytestmark = [pytest.mark.timeout(30), pytest.mark.usefixtures("virtual_time")]
 
@@ -25,9 +25,13 @@ class Workers:
         self.takes_s = takes_s
         self.hangs = hangs
 
-    async def evaluate(self, shares, sampling, num_samples):
+    @property
+    def workers(self):
+        return [SimpleNamespace(answer=SimpleNamespace(remote=self._answer))]
+
+    async def _answer(self, prompts, version, num_samples):
         await asyncio.sleep(self.takes_s)
-        return [EvaluationResult(rewards=(1.0, 0.0), mean_length=3.0, num_failed=1) for _ in shares]
+        return [(prompt, version, num_samples) for prompt in prompts]
 
     async def run(self):
         await asyncio.sleep(self.takes_s)
@@ -59,6 +63,7 @@ def fleet_of(monkeypatch, tmp_path):
 
     def make(workers):
         monkeypatch.setattr(fleet_group, "RayWorkerGroup", lambda *_, **__: workers)
+        monkeypatch.setattr(fleet_group, "PendingResult", lambda call: call)
         connection = SimpleNamespace(for_role=lambda role: SimpleNamespace(client=None))
         folders = dict.fromkeys(("logs", "snapshots", "staging", "samples", "checkpoints"), tmp_path)
         paths = RunPaths(**folders, trajectories=None)
@@ -68,10 +73,10 @@ def fleet_of(monkeypatch, tmp_path):
     return make
 
 
-async def test_an_evaluation_takes_as_long_as_it_takes_while_its_workers_answer(fleet_of):
-    evaluation = await fleet_of(Workers()).evaluate([object()] * 3, policy_version=4)
-    assert (evaluation.sampled, evaluation.greedy, evaluation.num_prompts) == (0.5, 0.5, 3)
-    assert (evaluation.num_failed, evaluation.policy_version) == (2, 4)
+async def test_held_out_answers_take_as_long_as_they_take_while_the_workers_answer(fleet_of):
+    fleet = fleet_of(Workers())
+    assert fleet.engines() == ["0"]
+    assert await fleet.answer("0", ["a", "b"], version=4, num_samples=3) == [("a", 4, 3), ("b", 4, 3)]
 
 
 async def test_a_start_waits_as_long_as_it_must_for_the_first_weights(fleet_of):
@@ -82,13 +87,17 @@ async def test_a_start_waits_as_long_as_it_must_for_the_first_weights(fleet_of):
     ("call", "words"),
     [
         (lambda fleet: fleet.run(), "which generate"),
-        (lambda fleet: fleet.evaluate([object()], policy_version=0), "which answer held-out prompts"),
         (lambda fleet: fleet.start(), "which wait for the first weights"),
     ],
 )
 async def test_a_worker_that_hangs_is_found_by_its_silence(fleet_of, call, words):
     with pytest.raises(DeadlineError, match=rf"waited 0.1 s for the rollout workers, {words}; raise buffer.request"):
         await asyncio.wait_for(call(fleet_of(Workers(takes_s=60, hangs=True))), 5)
+
+
+async def test_a_worker_that_hangs_in_an_evaluation_is_found_by_its_silence(fleet_of):
+    with pytest.raises(DeadlineError, match=r"waited 0.1 s for rollout worker 0, which answers held-out prompts"):
+        await fleet_of(Workers(takes_s=60, hangs=True)).answer("0", [object()], version=0, num_samples=1)
 
 
 async def test_failed_attempts_are_added_up_over_the_engines(fleet_of):

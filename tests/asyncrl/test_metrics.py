@@ -15,12 +15,13 @@ from asyncrl.metrics import (
     StepRecord,
     TerminalView,
     TrainingResult,
+    evaluation_of,
     plot_reward,
     summary_document,
     write_json,
 )
 from asyncrl.metrics.records import DiskError
-from asyncrl.protocol.types import TokenAccount
+from asyncrl.protocol.types import AnsweredPrompt, TokenAccount
 
 
 def make_record(step):
@@ -102,6 +103,30 @@ def test_an_evaluation_is_one_line_of_json_and_a_point_at_its_version(tmp_path):
     assert [(line["policy_version"], line["greedy"]) for line in lines] == [(0, 0.75), (20, 0.75)]
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [(point.step, point.value) for point in events.Scalars("evaluation/sampled")] == [(0, 0.25), (20, 0.25)]
+
+
+def test_estimates_go_to_every_place_with_their_ends_and_per_data_source(tmp_path):
+    evaluation = evaluation_of(
+        [
+            AnsweredPrompt(group_id=0, data_source="math", sampled=(1.0, 0.0, 0.0, 0.0), greedy=1.0),
+            AnsweredPrompt(group_id=1, data_source="code", sampled=(1.0, 1.0, 1.0, 1.0), greedy=0.0),
+        ],
+        policy_version=3,
+        num_prompts=2,
+        pass_reward=1.0,
+        incomplete={},
+        took_s=1.0,
+    )
+    writer = MetricsWriter(tmp_path)
+    writer.evaluation(evaluation)
+    writer.close()
+    line = json.loads((tmp_path / "evaluations.jsonl").read_text())
+    assert line["estimates"]["pass@2"]["mean"] == 0.75
+    assert line["by_source"]["math"]["pass@2"]["mean"] == 0.5
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    names = set(events.Tags()["scalars"])
+    assert {"evaluation/math/pass@4", "evaluation/pass@2/low", "evaluation/code/greedy/high"} <= names
+    plot_reward(tmp_path / "reward.png", [make_record(0)], [evaluation])
 
 
 def test_the_summary_holds_every_promised_number(tmp_path):
@@ -187,6 +212,7 @@ def test_a_resumed_run_tells_its_own_lag_from_that_of_the_runs_before(tmp_path):
     output = io.StringIO()
     TerminalView(title="run", total_steps=2, console=Console(file=output, width=200)).summary(summary, tmp_path)
     assert "lag       at most 0 of 0 learner steps (4 before resuming)" in output.getvalue()
+    assert "failed    attempts at a prompt group: 2 by reward" in output.getvalue()
     words = "busy      fleet and learner 5.0 s, learner alone 1.0 s, fleet alone 4.0 s, neither 0.0 s"
     assert words in output.getvalue()
 

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from asyncrl.protocol.errors import VersionTooNew, WeightsError, WireError
+from asyncrl.protocol.errors import VersionTooNew, WeightsError, WeightsGone, WireError
 from buffer import BufferClient, SyncBufferClient
 from buffer.offers import OfferLog
 from tests.support.buffer_groups import prompt, rollout, running
@@ -20,9 +20,9 @@ def log_of(*versions: int) -> OfferLog:
     return log
 
 
-def shown(log: OfferLog, learner_version: int) -> int | None:
-    newest = log.newest(learner_version)
-    return None if newest is None else newest[0]
+def shown(log: OfferLog, learner_version: int, engine: bytes = b"", at_least: int = 0) -> int | None:
+    offer = log.next_for(engine, at_least, learner_version)
+    return None if offer is None else offer["version"]
 
 
 async def commit_step(control: BufferClient, version: int) -> None:
@@ -41,30 +41,51 @@ def test_the_newest_version_whose_step_is_committed_is_shown_and_older_ones_are_
     assert shown(log_of(3), 2) is None
 
 
-def test_nothing_newer_than_the_held_version_is_shown():
+def test_the_first_engines_that_ask_keep_the_pinned_version_and_the_others_go_on():
     log = log_of(0)
-    log.hold(2)
-    for version in (2, 3, 4):
+    log.pin(2, 2)
+    assert [shown(log, 1, engine) for engine in ENGINES] == [0, 0, 0], "the pinned version is still to come"
+    for version in (1, 2, 3, 4):
         log.append(version, {"version": version})
-    assert shown(log, 9) == 2
-    assert log.oldest() == 2
-    log.hold(3)
-    assert shown(log, 9) == 3
-    log.hold(None)
-    assert shown(log, 9) == 4
+    assert [shown(log, 4, engine, at_least=1) for engine in ENGINES] == [2, 2, 4]
+    assert log.oldest() == 2, "it stays until the pinned engines serve it"
+    for engine in ENGINES[:2]:
+        assert shown(log, 4, engine, at_least=1) == 2, "asked again"
+        log.loaded(engine, 2, name=str(engine[0]))
+        assert shown(log, 9, engine, at_least=3) is None
+    assert log.pinned() == ["0", "1"]
+    assert log.oldest() == 4, "the learner may remove what every pinned engine serves"
+    log.unpin()
+    assert [shown(log, 4, engine, at_least=3) for engine in ENGINES[:2]] == [4, 4]
+
+
+def test_an_engine_that_is_gone_frees_its_place_while_the_pinned_version_is_there():
+    log = log_of(0)
+    log.pin(1, 1)
+    log.append(1, {"version": 1})
+    log.append(2, {"version": 2})
+    assert shown(log, 2, ENGINES[0]) == 1
+    log.forget(ENGINES[0])
+    assert shown(log, 2, ENGINES[1]) == 1
+    log.loaded(ENGINES[1], 1, name="one")
+    assert shown(log, 2, ENGINES[2]) == 2
+    assert log.pinned() == ["one"]
+    assert shown(log, 2, ENGINES[1], at_least=0) == 2, "started again when the version had gone, it takes the newest"
+    log.loaded(ENGINES[1], 2, name="one")
+    assert log.pinned() == []
 
 
 def test_a_version_that_is_offered_again_replaces_the_first_offer():
     log = log_of(1)
     log.append(1, {"version": 1, "manifest": "again"})
-    assert log.newest(1) == (1, {"version": 1, "manifest": "again"})
+    assert log.next_for(b"", 0, 1) == {"version": 1, "manifest": "again"}
 
 
 def test_the_log_keeps_what_is_shown_and_a_bounded_number_of_newer_offers():
     log = log_of(0)
     assert shown(log, 0) == 0
     for version in range(1, 1000):
-        log.append(version, {})
+        log.append(version, {"version": version})
     assert len(log._offers) == 64
     assert shown(log, 0) == 0
     assert shown(log, 999) == 999
@@ -106,19 +127,46 @@ async def test_an_engine_is_told_of_weights_when_their_step_is_committed_and_ski
         rank.close()
 
 
-async def test_a_held_log_shows_nothing_newer_until_the_hold_moves_on():
+async def test_a_pinned_engine_waits_until_it_is_freed_and_the_controller_hears_of_it():
     async with running(groups_per_step=1, max_lag=4) as run:
-        worker, control = run.client(), run.client()
-        await control.hold(1)
+        control = run.client()
+        pinned, other = run.client(name="3"), run.client(name="5")
+        waiting = asyncio.ensure_future(control.pin(1, 1))
+        await control.stats()
         for version in range(3):
             await control.offer(bare_offer(version))
             await commit_step(control, version)
-        assert (await worker.next_offer(-1)).version == 1
-        waiting = asyncio.ensure_future(worker.next_offer(1))
+        assert (await pinned.next_offer(-1)).version == 1
+        assert (await other.next_offer(-1)).version == 2
+        assert not waiting.done(), "nobody serves it yet"
+        await pinned.loaded(1, 0.5)
+        assert await asyncio.wait_for(waiting, 5) == {"3"}
+        gone = asyncio.ensure_future(control.pin(1, 1, {"3"}))
+        next_offer = asyncio.ensure_future(pinned.next_offer(1))
         await control.stats()
-        assert not waiting.done()
-        await control.hold(None)
-        assert (await asyncio.wait_for(waiting, 5)).version == 2
+        assert not next_offer.done()
+        await control.unpin()
+        assert (await asyncio.wait_for(next_offer, 5)).version == 2
+        await pinned.loaded(2, 0.5)
+        assert await asyncio.wait_for(gone, 5) == set()
+
+
+async def test_a_pin_that_no_engine_can_serve_any_more_is_told_as_gone():
+    async with running(groups_per_step=1, max_lag=4, heartbeat_s=0.1) as run:
+        control, worker, other = run.client(), run.client(name="0"), run.client(name="1")
+        waiting = asyncio.ensure_future(control.pin(1, 1))
+        for version in range(2):
+            await control.offer(bare_offer(version))
+            await commit_step(control, version)
+        await worker.next_offer(0)
+        await worker.loaded(1, 0.0)
+        assert await waiting == {"0"}
+        await control.offer(bare_offer(2))
+        assert (await other.next_offer(0)).version == 2
+        waiting = asyncio.ensure_future(control.pin(1, 1, {"0"}))
+        await worker.close()
+        with pytest.raises(WeightsGone, match="policy version 1 is not offered any more, and no engine serves it"):
+            await asyncio.wait_for(waiting, 5)
 
 
 async def test_the_controller_gets_one_answer_for_each_version_that_all_engines_serve():
@@ -186,6 +234,9 @@ async def test_what_is_no_offer_no_version_and_no_time_is_refused():
             await client.loaded(3, 0.0)
         with pytest.raises(WireError, match="seconds >= 0"):
             await client.loaded(0, float("nan"))
+        for known in ("3", [3]):
+            with pytest.raises(WireError, match="'known' must be a list of names"):
+                await client._connect().request("pin", {"version": 0, "num_engines": 1, "known": known})
         with pytest.raises(WireError, match=r"a failure of 1 to \d+ characters, got .*'failure': ''"):
             await client.publish_failed("")
         await client._connect().request("offer", {"offer": {"version": 0, "colour": 1}})

@@ -1,6 +1,7 @@
 """The buffer's options on their way from a run's configuration to the ledger."""
 
 import json
+import resource
 from dataclasses import asdict, fields
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from asyncrl.cli.compose import compose_run
 from buffer import BufferClient, BufferConfig, BufferProcess
 from buffer.server import config_from_json
+from buffer.sockets import allow_clients
 from tests.support.buffer_groups import prompt, rollout
 
 
@@ -49,3 +51,17 @@ async def test_a_filter_named_on_the_command_line_drops_groups_without_signal_an
 def test_every_option_is_documented():
     documentation = BufferConfig.__doc__ or ""
     assert [field.name for field in fields(BufferConfig) if f"\n        {field.name}:" not in documentation] == []
+
+
+def test_the_limit_of_open_files_is_raised_to_what_the_clients_take_or_refused_by_name(monkeypatch):
+    limits = [(1024, 4096)]
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: limits[-1])
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, limit: limits.append(limit))
+    allow_clients(300)
+    assert limits == [(1024, 4096)]
+    allow_clients(1000)
+    assert limits[-1] == (2256, 4096)
+    with pytest.raises(
+        ValueError, match=r"open files must be at least 8448 for 4096 clients .*, got 4096; .*ulimit -Hn 8448"
+    ):
+        allow_clients(4096)

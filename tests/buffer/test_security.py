@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from asyncrl.protocol.errors import DeadlineError, NotAllowed, RateExceeded, ReplayBufferError, WireError, WrongEpoch
 from asyncrl.protocol.types import BufferStats
 from buffer import BufferClient, BufferConfig, BufferProcess, SyncBufferClient, client_keys, make_keys, messages
+from buffer.client import BufferConnection
 from buffer.keys import BufferRole
 from buffer.messages import PROTOCOL_VERSION, Message
 from buffer.server import BufferServer
@@ -67,7 +68,7 @@ async def test_a_role_is_refused_what_is_not_its_work(tmp_path: Path):
             for role in (ROLLOUT, CONTROLLER, BufferRole.inspector, BufferRole.learner)
         )
         await control.enqueue([prompt(0)])
-        theirs = worker.offer(bare_offer(0)), worker.hold(0), worker.served(0, 1)
+        theirs = worker.offer(bare_offer(0)), worker.pin(0, 1), worker.unpin(), worker.served(0, 1)
         for call in (worker.plan(0), worker.commit(0), worker.enqueue([prompt(1)]), worker.fetch([0]), *theirs):
             with pytest.raises(NotAllowed, match="the key of role 'rollout' may not"):
                 await call
@@ -175,7 +176,26 @@ def test_key_files_belong_to_their_owner_only(tmp_path: Path):
 @pytest.mark.parametrize("host", ["0.0.0.0", "10.1.2.3", "*"])
 async def test_without_keys_nothing_but_loopback_is_bound(host: str):
     with pytest.raises(ValueError, match=rf"buffer.host={host.replace('*', '.')} is reachable.*buffer.keys is empty"):
-        BufferServer(BufferConfig(host=host), groups_per_step=1)
+        BufferServer(BufferConfig(host=host, advertised_host="10.1.2.3"), groups_per_step=1)
+
+
+def test_a_server_of_every_address_says_by_which_it_is_reached():
+    with pytest.raises(ValueError, match=r"buffer.host=0.0.0.0 is no address .*; set buffer.advertised_host"):
+        BufferConfig(host="0.0.0.0")
+
+
+async def test_clients_are_told_the_advertised_address(tmp_path):
+    make_keys(tmp_path)
+    server = BufferServer(
+        BufferConfig(host="0.0.0.0", advertised_host="127.0.0.1", keys=str(tmp_path)), groups_per_step=1
+    )
+    try:
+        assert server.address.startswith("tcp://127.0.0.1:")
+        client = BufferConnection(address=server.address, keys=str(tmp_path)).client()
+        assert isinstance(await client.stats(), BufferStats)
+        await client.close()
+    finally:
+        server.close()
 
 
 async def test_another_protocol_version_is_refused_by_name():
@@ -246,7 +266,8 @@ operations = st.sampled_from(
         "next_offer",
         "loaded",
         "served",
-        "hold",
+        "pin",
+        "unpin",
         "nonsense",
     ]
 )
@@ -277,6 +298,8 @@ field_names = st.sampled_from(
         "num_engines",
         "seconds",
         "serves",
+        "engine",
+        "known",
     ]
 )
 offers = st.fixed_dictionaries({"version": st.integers(-1, 2)}, optional={"manifest": st.text(max_size=3)})

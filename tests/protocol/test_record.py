@@ -18,7 +18,7 @@ def written(folder):
 
 @pytest.fixture
 def recorded(tmp_path):
-    record.start(tmp_path, process="learner-0", pool=Pool.learner)
+    record.start(ProfileConfig(directory=str(tmp_path)), process="learner-0", pool=Pool.learner)
     yield tmp_path
     record.stop()
 
@@ -64,20 +64,21 @@ def test_a_span_is_closed_once(recorded):
 
 
 def test_a_second_start_in_a_process_goes_on_with_the_first(recorded):
-    record.start(recorded, process="critic-0", pool=Pool.learner)
+    record.start(ProfileConfig(directory=str(recorded)), process="critic-0", pool=Pool.learner)
     record.stop()
     assert len(written(recorded)) == 1
 
 
 def test_a_disabled_profile_makes_no_folder(tmp_path):
-    record.start(tmp_path / "profile", process="p", pool=Pool.fleet, config=ProfileConfig(enabled=False))
+    config = ProfileConfig(enabled=False, directory=str(tmp_path / "profile"))
+    record.start(config, process="p", pool=Pool.fleet)
     assert record.current() is None
     assert not (tmp_path / "profile").exists()
 
 
 def test_a_folder_that_cannot_be_made_is_said_and_nothing_is_recorded(tmp_path, caplog):
     (tmp_path / "profile").write_text("a file")
-    record.start(tmp_path / "profile", process="p", pool=Pool.fleet)
+    record.start(ProfileConfig(directory=str(tmp_path / "profile")), process="p", pool=Pool.fleet)
     assert record.current() is None
     assert "p is not recorded" in caplog.text
 
@@ -85,7 +86,8 @@ def test_a_folder_that_cannot_be_made_is_said_and_nothing_is_recorded(tmp_path, 
 def test_a_killed_process_leaves_its_open_span_and_whole_records(tmp_path):
     code = (
         "import os, sys, time; from asyncrl.protocol import record\n"
-        f"record.start({str(tmp_path)!r}, process='p', pool=record.Pool.learner)\n"
+        f"config = record.ProfileConfig(directory={str(tmp_path)!r})\n"
+        "record.start(config, process='p', pool=record.Pool.learner)\n"
         "record.span('backward', step=5)\n"
         "path = os.path.join(sys.argv[1], os.listdir(sys.argv[1])[0])\n"
         "while b'backward' not in open(path, 'rb').read(): time.sleep(0.001)\n"

@@ -133,7 +133,7 @@ async def test_a_reward_that_ends_its_process_is_an_error(user_rewards):
     assert (await scorer.score(PROMPT, ["fine"])).tolist() == [1.0], "by another process"
 
 
-async def test_a_score_that_is_cancelled_ends_at_once_and_a_process_that_does_not_come_back_is_an_error(
+async def test_a_score_that_is_cancelled_ends_at_once_and_a_process_that_does_not_come_back_costs_the_attempt(
     user_rewards, tmp_path
 ):
     scorer = await user_rewards("by_kind")
@@ -145,8 +145,29 @@ async def test_a_score_that_is_cancelled_ends_at_once_and_a_process_that_does_no
         await scoring
     assert scorer._processes == set(), "nothing was started meanwhile"
     for _ in range(2):
-        with pytest.raises(WorkerDiedError, match="exit status 1 before it could score"):
+        with pytest.raises(RewardError, match=r"group 7 could not be scored: .* exit status 1 before it could score"):
             await scorer.score(PROMPT, ["fine"])
+    (tmp_path / "user_rewards.py").write_text(USER_REWARDS)
+    assert (await scorer.score(PROMPT, ["fine"])).tolist() == [1.0], "the module is mended, and the run goes on"
+
+
+async def test_a_process_that_does_not_come_up_at_the_start_is_an_error(user_rewards, tmp_path):
+    scorer = await user_rewards("by_kind")
+    (tmp_path / "user_rewards.py").write_text("raise RuntimeError('half saved')")
+    with pytest.raises(WorkerDiedError, match="exit status 1 before it could score"):
+        await scorer.start()
+
+
+async def test_a_reward_of_ours_that_raises_costs_the_attempt_as_a_users_does():
+    """It runs in the worker itself: what it raised would end the loop."""
+
+    @REWARDS.register("overflows")
+    def overflows(prompt, response_text):
+        return 10**400
+
+    scorer = RewardProcesses("overflows", num_processes=1, timeout_s=1.0)
+    with pytest.raises(RewardError, match=r"'overflows' on prompt group 7 raised OverflowError\(.*\); fix it"):
+        await scorer.score(PROMPT, ["42"])
 
 
 async def test_a_name_that_a_module_registers_is_known_to_its_process_too(user_rewards):

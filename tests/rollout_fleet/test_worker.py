@@ -8,13 +8,14 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from asyncrl.protocol.errors import AsyncRLError, RewardError
+from asyncrl.protocol.errors import AsyncRLError, EngineError, RewardError
 from rollout_fleet.config import EngineKind, RolloutFleetConfig, SamplingConfig
-from rollout_fleet.engines.scripted import ScriptedEngine
-from rollout_fleet.evaluation import evaluate_prompts
+from rollout_fleet.engines.scripted import ScriptedAnswer, ScriptedEngine
+from rollout_fleet.evaluation import HeldOutAnswers
 from rollout_fleet.rewards import Scores
 from rollout_fleet.worker import RolloutWorker
 from tests.support.engine_probes import publish_weights
+from tests.support.offers import bare_offer
 from tests.support.rollout import digits
 
 pytestmark = pytest.mark.timeout(60)
@@ -31,7 +32,7 @@ def make_worker(model_path, tmp_path, monkeypatch):
             RolloutFleetConfig(**{"engine": EngineKind.transformers, **options}),
             model_path=model_path,
             samples_per_prompt=4,
-            connect_buffer=lambda: buffer,
+            connect_buffer=lambda name: buffer,
             log_dir=str(tmp_path),
             staging_dir=str(tmp_path / "staging"),
             sample_dir=str(tmp_path / "samples"),
@@ -68,45 +69,32 @@ async def test_a_worker_rolls_out_across_weight_loads_and_every_token_is_account
         assert group.summary.oldest_version >= 0
 
 
-async def test_after_a_drain_the_engine_still_evaluates_and_keeps_the_answers(
+async def test_after_a_drain_the_engine_still_answers_held_out_prompts_and_keeps_the_answers(
     make_worker, make_buffer, make_prompts, tmp_path
 ):
-    worker = make_worker(make_buffer(4))
+    worker = make_worker(make_buffer(4), sampling=SamplingConfig(max_new_tokens=5))
     await worker.start()
     run = asyncio.create_task(worker.run())
     drained = await worker.drain()
     assert await run == drained
-    greedy = SamplingConfig(temperature=0.0, max_new_tokens=5)
-    result = await worker.evaluate(make_prompts(6), greedy, 2)
-    again = await worker.evaluate(make_prompts(6), greedy, 2)
+    answered = await worker.answer(make_prompts(6), 0, 2)
+    again = await worker.answer(make_prompts(6), 0, 0)
+    with pytest.raises(EngineError, match="serves policy version 0, not 3"):
+        await worker.answer(make_prompts(1), 3, 2)
     await worker.stop()
-    assert len(result.rewards) == 12
-    kept = pq.read_table(tmp_path / "samples" / "greedy-v00000000-rollout0.parquet")
-    np.testing.assert_allclose(kept["reward"].to_pylist(), result.rewards)
-    assert kept["response"].to_pylist()[0] == kept["response"].to_pylist()[1]
-    assert result == again
-    assert 1 <= result.mean_length <= 5
+    assert [(one.group_id, len(one.sampled), len(one.response_lengths)) for one in answered] == [
+        (index, 2, 3) for index in range(6)
+    ]
+    assert [one.greedy for one in again] == [one.greedy for one in answered]
+    assert all(1 <= length <= 5 for one in answered for length in one.response_lengths)
+    kept = {
+        kind: pq.read_table(tmp_path / "samples" / f"{kind}-v00000000-rollout0-00001.parquet")
+        for kind in ("sampled", "greedy")
+    }
+    assert kept["sampled"]["group_id"].to_pylist() == [index for index in range(6) for _ in range(2)]
+    np.testing.assert_allclose(kept["greedy"]["reward"].to_pylist(), [one.greedy for one in answered])
+    assert (tmp_path / "samples" / "greedy-v00000000-rollout0-00002.parquet").exists()
     assert (await worker.counters()).tokens_generated == drained.tokens_generated
-
-
-async def test_rewards_of_an_evaluation_stand_in_the_order_of_the_prompts(make_worker, make_buffer, make_prompts):
-    worker = make_worker(make_buffer(1), engine=EngineKind.scripted)
-    worker._decode = lambda ids: str(ids[0] - 3)
-    prompts = make_prompts(5)
-    wrong = type(prompts[2])(group_id=2, prompt_ids=prompts[2].prompt_ids, ground_truth="x")
-    await worker.start()
-    result = await worker.evaluate([*prompts[:2], wrong, *prompts[3:]], SamplingConfig(), 1)
-    await worker.stop()
-    assert result.rewards == (1.0, 1.0, 0.0, 1.0, 1.0)
-    assert result.mean_length == 1.0
-
-
-async def test_evaluating_nothing_gives_nothing(make_worker, make_buffer):
-    worker = make_worker(make_buffer(1), engine=EngineKind.scripted)
-    await worker.start()
-    result = await worker.evaluate([], SamplingConfig(), 1)
-    await worker.stop()
-    assert (result.rewards, result.mean_length) == ((), 0.0)
 
 
 async def test_a_worker_that_was_never_started_says_so_and_stops_cleanly(make_worker, make_buffer):
@@ -128,12 +116,33 @@ class FailingRewards:
         return Scores(total=np.ones(len(texts), dtype=np.float32), parts={})
 
 
-async def test_an_evaluation_leaves_out_and_counts_prompts_whose_reward_fails(make_prompts, caplog):
+def held_out(engine, *failing_rewards):
+    return HeldOutAnswers(
+        engine=engine, rewards=FailingRewards(*failing_rewards), decode=digits, sampling=SamplingConfig()
+    )
+
+
+async def test_a_held_out_prompt_whose_reward_fails_says_so_and_costs_no_other(make_prompts, caplog):
     engine = ScriptedEngine()
     await engine.start()
-    options = {"engine": engine, "decode": digits, "sampling": SamplingConfig(), "num_samples": 2}
-    result = await evaluate_prompts(make_prompts(3), rewards=FailingRewards(1), **options)
-    assert (result.rewards, result.num_failed, result.mean_length) == ((1.0, 1.0, 1.0, 1.0), 1, 1.0)
+    answered = await held_out(engine, 1).answer(make_prompts(3), version=0, num_samples=2)
+    assert [(one.sampled, one.greedy) for one in answered] == [((1.0, 1.0), 1.0), ((), None), ((1.0, 1.0), 1.0)]
+    assert answered[1].reward_failure == "reward of prompt group 1 raised"
     assert "a held-out prompt is left out: reward of prompt group 1 raised" in caplog.text
-    with pytest.raises(RewardError, match="reward of prompt group 1 raised"):
-        await evaluate_prompts(make_prompts(2), rewards=FailingRewards(0, 1), **options)
+
+
+async def test_answers_that_mix_policy_versions_are_repeated_or_left_to_another_engine(make_prompts):
+    """The scripted engine loads weights while the samples are written, as a server does between two tokens."""
+    engine = ScriptedEngine(lambda request, version: ScriptedAnswer(response=[3, 3], token_delay_s=0.01))
+    await engine.start()
+    await engine.load_weights(bare_offer(4))
+    call = asyncio.ensure_future(held_out(engine).answer(make_prompts(2), version=4, num_samples=1))
+    await asyncio.sleep(0.015)
+    await engine.load_weights(bare_offer(5))
+    assert await call == [], "no answer is of version 4 alone"
+    assert len(engine.requests) == 4, "the engine has gone on: asking it again is no use"
+
+    call = asyncio.ensure_future(held_out(engine).answer(make_prompts(2), version=5, num_samples=1))
+    await asyncio.sleep(0.005)
+    await engine.abort([request.id for request in engine.requests[-2:]])
+    assert sorted(one.group_id for one in await call) == [0, 1], "what was cut off is answered again"

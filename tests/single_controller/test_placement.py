@@ -24,6 +24,7 @@ from asyncrl.single_controller import (
     register,
     split_resource_pool,
 )
+from asyncrl.single_controller.resource_pool import NODE_ID_LABEL, node_addresses, nodes_of
 from tests.support.ray_cluster import HEAD_ADDRESS, SECOND_ADDRESS
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -82,6 +83,34 @@ def pool_of(*process_on_nodes, num_cpus=0.5, **options):
 
 def group_on(pool, **options):
     return RayWorkerGroup(pool, RayClassWithInitArgs(Probe), **options)
+
+
+def addresses_of(pool):
+    nodes = node_addresses()
+    return [sorted({nodes[node] for node in nodes_of(pg).values()}) for pg in pool.get_placement_groups()]
+
+
+def test_placement_groups_that_are_to_be_apart_have_a_node_each_or_are_refused_with_nothing_reserved(cluster):
+    pool = pool_of(1, 1, apart=True)
+    assert sorted(addresses_of(pool)) == [[SECOND_ADDRESS], [HEAD_ADDRESS]]
+    pool.shutdown()
+    with pytest.raises(DeadlineError, match=r"did not grant 1 of 3 placement groups .*each on a node of its own"):
+        pool_of(1, 1, 1, apart=True, timeout_s=1.0).get_placement_groups()
+
+
+def test_labels_name_the_nodes_that_will_do(cluster):
+    second = next(node for node, address in node_addresses().items() if address == SECOND_ADDRESS)
+    pool = pool_of(2, labels={NODE_ID_LABEL: second})
+    assert addresses_of(pool) == [[SECOND_ADDRESS]]
+    pool.shutdown()
+    with pytest.raises(DeadlineError, match=r"on nodes with labels \{'pool': 'none'\}"):
+        pool_of(1, labels={"pool": "none"}, timeout_s=1.0).get_placement_groups()
+
+
+def test_engines_may_be_spread_over_nodes_in_one_placement_group(cluster):
+    pool = pool_of(2, strategy="SPREAD")
+    assert addresses_of(pool) == [[SECOND_ADDRESS, HEAD_ADDRESS]]
+    pool.shutdown()
 
 
 def test_a_job_that_comes_back_finds_its_workers_by_name(cluster):

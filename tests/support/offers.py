@@ -1,6 +1,7 @@
 """Weight offers for tests in which nothing reads the weights, and a log of offers in memory."""
 
 import asyncio
+from collections.abc import Collection
 from dataclasses import asdict
 
 from asyncrl.protocol.manifest import WeightOffer
@@ -18,13 +19,13 @@ class OffersInMemory:
     Attributes:
         log: The log.
         learner_version: Steps committed; tests change it by `commit_offers`.
-        holds: Every version that the log was held at.
+        pins: Every version that engines were pinned to.
     """
 
     def __init__(self, learner_version: int = 1 << 30) -> None:
         self.log = OfferLog()
         self.learner_version = learner_version
-        self.holds: list[int | None] = []
+        self.pins: list[int | None] = []
         self._changed = asyncio.Condition()
 
     async def commit_offers(self, learner_version: int) -> None:
@@ -40,14 +41,14 @@ class OffersInMemory:
         self.log.failure = reason
         await self._notify()
 
-    async def next_offer(self, after: int) -> WeightOffer:
+    async def next_offer(self, after: int, engine: str = "0") -> WeightOffer:
         async with self._changed:
-            while (newest := self.log.newest(self.learner_version)) is None or newest[0] <= after:
+            while (offer := self.log.next_for(engine.encode(), after + 1, self.learner_version)) is None:
                 await self._changed.wait()
-            return WeightOffer(**newest[1])
+            return WeightOffer(**offer)
 
-    async def loaded(self, version: int, took_s: float, engine: bytes = b"0") -> None:
-        self.log.loaded(engine, version, took_s)
+    async def loaded(self, version: int, took_s: float, engine: str = "0") -> None:
+        self.log.loaded(engine.encode(), version, took_s, engine)
         await self._notify()
 
     async def served(self, after: int, num_engines: int) -> tuple[int, float]:
@@ -59,9 +60,19 @@ class OffersInMemory:
                     return served
                 await self._changed.wait()
 
-    async def hold(self, version: int | None) -> None:
-        self.holds.append(version)
-        self.log.hold(version)
+    async def pin(self, version: int, num_engines: int, known: Collection[str] = ()) -> set[str]:
+        if self.log.pin(version, num_engines):
+            self.pins.append(version)
+            await self._notify()
+        async with self._changed:
+            while (engines := set(self.log.pinned())) == set(known):
+                self.log.check()
+                await self._changed.wait()
+            return engines
+
+    async def unpin(self) -> None:
+        self.pins.append(None)
+        self.log.unpin()
         await self._notify()
 
     async def _notify(self) -> None:

@@ -1,0 +1,272 @@
+"""``asyncrl evaluate MODEL_OR_RUN``: evaluate a policy on held-out prompts, as a run does it, on one engine.
+
+The policy is a model in Hugging Face layout, a checkpoint, or what a run has kept; a run brings its own options. There
+is no Ray, no buffer and no learner: the engine lives in this process, or is a server that it starts. Ctrl-C and SIGTERM
+stop the engine, and then the command.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from asyncrl.cli.compose import compose_run, dump_yaml
+from asyncrl.cli.preflight import check_folder, check_own_functions, check_vocabulary, try_reward
+from asyncrl.cli.quickstart import with_quickstart_assets
+from asyncrl.config import RunConfig, check_model
+from asyncrl.controller.evaluator import HeldOutEvaluator
+from asyncrl.data.prompts import load_eval_prompts
+from asyncrl.data.tokenization import load_tokenizer
+from asyncrl.metrics import Evaluation, write_json
+from asyncrl.protocol.errors import AsyncRLError
+from asyncrl.protocol.types import AnsweredPrompt, Prompt
+from learner.checkpoint_folder import newest_checkpoint, read_progress
+from rollout_fleet.config import EngineKind
+from rollout_fleet.engines import check_engine_installed, make_engine
+from rollout_fleet.engines.engine import Engine
+from rollout_fleet.engines.model_files import load_decoder
+from rollout_fleet.evaluation import HeldOutAnswers
+from rollout_fleet.rewards import WeightedRewards
+from rollout_fleet.sample_log import SampleLog
+
+_USAGE = """\
+usage: asyncrl evaluate MODEL_OR_RUN [experiment=NAME|FILE.yaml] [OPTION=VALUE ...]
+
+Evaluates a policy on data.eval_files: mean@k and pass@k with 95% intervals, and the greedy answers. MODEL_OR_RUN is
+
+  a model in Hugging Face layout: its options come from the experiment and from OPTION=VALUE
+  a run, or an experiment's folder (its newest run): its policy/, else its newest checkpoint, with the run's options
+  a checkpoint, or a folder of them (the newest): with the options of the run that it lies in
+
+Options that matter: data.eval_files, data.eval_max_prompts, evaluation.num_samples, evaluation.pass_reward,
+rollout_fleet.engine, rollout_fleet.reward, rollout_fleet.sampling.*; asyncrl train --help-all explains them.
+
+Results, in evaluations/TIME/ of the run, or in <output_dir>/evaluations/MODEL/TIME/: evaluation.json, samples/
+(asyncrl samples DIR shows them), config.yaml, logs/.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluatedPolicy:
+    """What is to be evaluated.
+
+    Attributes:
+        model: Directory in Hugging Face layout; None where it is to be exported from ``checkpoint``.
+        checkpoint: The checkpoint; None where there is a model.
+        run_dir: The run that it lies in; None where it lies in none.
+        version: Policy version, 0 where nobody knows.
+    """
+
+    model: Path | None = None
+    checkpoint: Path | None = None
+    run_dir: Path | None = None
+    version: int = 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status."""
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    if {"-h", "--help"} & set(arguments):
+        sys.stdout.write(_USAGE)
+        return 0
+    if not arguments or "=" in arguments[0] or arguments[0].startswith("-"):
+        sys.stderr.write("error: asyncrl evaluate needs MODEL_OR_RUN first; --help explains it\n")
+        return 2
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    try:
+        policy = find_policy(Path(arguments[0]).expanduser().resolve())
+        config = _composed(policy, arguments[1:])
+        folder = _make_folder(policy, config)
+        with _as_model(policy, folder) as model:
+            config = replace(config, model=replace(config.model, path=str(model)))
+            evaluation = asyncio.run(_until_done_or_stopped(config, folder, policy.version))
+    except ValueError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2
+    except AsyncRLError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 1
+    except (KeyboardInterrupt, asyncio.CancelledError) as end:
+        number = signal.SIGINT if isinstance(end, KeyboardInterrupt) else signal.SIGTERM
+        sys.stderr.write(f"stopped by {number.name}\n")
+        return 128 + number
+    write_json(folder / "evaluation.json", asdict(evaluation))
+    _show(evaluation, folder)
+    return 1 if evaluation.num_missing else 0
+
+
+def find_policy(path: Path) -> EvaluatedPolicy:
+    """What a path means.
+
+    Raises:
+        ValueError: it holds neither a model, nor a checkpoint, nor a run that has kept one.
+    """
+    if (path / "config.json").is_file():
+        run_dir = path.parent if path.name == "policy" and (path.parent / "config.yaml").is_file() else None
+        return EvaluatedPolicy(model=path, run_dir=run_dir, version=_version_of(run_dir))
+    runs = [path] if (path / "config.yaml").is_file() else sorted(path.glob("*/config.yaml"), reverse=True)
+    for run_dir in (run if run.is_dir() else run.parent for run in runs):
+        if (run_dir / "policy" / "config.json").is_file():
+            return EvaluatedPolicy(model=run_dir / "policy", run_dir=run_dir, version=_version_of(run_dir))
+        if checkpoint := newest_checkpoint(_checkpoints_of(run_dir)):
+            return EvaluatedPolicy(checkpoint=checkpoint, run_dir=run_dir, version=read_progress(checkpoint).version)
+    if path.is_dir() and (checkpoint := newest_checkpoint(path)):
+        near = [folder for folder in checkpoint.parents[:2] if (folder / "config.yaml").is_file()]
+        version = read_progress(checkpoint).version
+        return EvaluatedPolicy(checkpoint=checkpoint, run_dir=next(iter(near), None), version=version)
+    raise ValueError(
+        f"asyncrl evaluate: {path} must hold a model (config.json), a checkpoint, or a run that has kept one, got none "
+        "of them; check the path"
+    )
+
+
+def _checkpoints_of(run_dir: Path) -> Path:
+    return run_dir / "checkpoints"
+
+
+def _version_of(run_dir: Path | None) -> int:
+    """The policy version of a run that has ended."""
+    summary = run_dir / "summary.json" if run_dir is not None else None
+    return json.loads(summary.read_text())["policy_version"] if summary is not None and summary.is_file() else 0
+
+
+def _composed(policy: EvaluatedPolicy, overrides: Sequence[str]) -> RunConfig:
+    """The options: the run's own, where there is one, with what the command line changes."""
+    if policy.run_dir is None:
+        return with_quickstart_assets(compose_run(overrides))
+    with tempfile.TemporaryDirectory(prefix="asyncrl-") as folder:
+        own = Path(folder, "evaluated_run.yaml")
+        own.write_text("# @package _global_\n" + (policy.run_dir / "config.yaml").read_text())
+        return with_quickstart_assets(compose_run([f"experiment={own}", *overrides]))
+
+
+def _make_folder(policy: EvaluatedPolicy, config: RunConfig) -> Path:
+    name = (policy.model or policy.checkpoint or Path("policy")).name
+    base = policy.run_dir or Path(config.output_dir).resolve()
+    folder = base / "evaluations" / (name if policy.run_dir is None else "") / time.strftime("%Y-%m-%d_%H-%M-%S")
+    check_folder("output_dir", str(folder))
+    (folder / "logs").mkdir(parents=True, exist_ok=True)
+    (folder / "config.yaml").write_text(dump_yaml(config))
+    return folder
+
+
+@contextmanager
+def _as_model(policy: EvaluatedPolicy, folder: Path) -> Iterator[Path]:
+    """The policy in Hugging Face layout; of a checkpoint an export, for as long as it is used."""
+    if policy.checkpoint is None:
+        assert policy.model is not None
+        yield policy.model
+        return
+    from learner.checkpoint import export  # with torch, which takes seconds
+
+    with tempfile.TemporaryDirectory(prefix=".policy-", dir=folder) as exported:
+        export(policy.checkpoint, Path(exported, "policy"))
+        yield Path(exported, "policy")
+
+
+async def _until_done_or_stopped(config: RunConfig, folder: Path, version: int) -> Evaluation:
+    work = asyncio.ensure_future(evaluate(config, folder, version))
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, work.cancel)
+    return await work
+
+
+async def evaluate(config: RunConfig, folder: Path, version: int) -> Evaluation:
+    """Evaluate ``model.path``, which is of policy version ``version``; logs and samples go to ``folder``.
+
+    Raises:
+        ValueError: an option or a file is wrong, by name.
+        AsyncRLError: the engine fails, or no prompt has a reward.
+    """
+    prompts = _held_out_prompts(config)
+    check_engine_installed(config.rollout_fleet)
+    check_own_functions(config)
+    await try_reward(config, prompts[0])
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    logs = str(folder / "logs")
+    engine = make_engine(config.rollout_fleet, model_path=config.model.path, rank=0, log_dir=logs, seed=config.seed)
+    rewards = WeightedRewards(config.rollout_fleet)
+    try:
+        await asyncio.gather(engine.start(), rewards.start())
+        fleet = OneEngine(config, engine=engine, rewards=rewards, sample_dir=folder / "samples")
+        evaluation = await HeldOutEvaluator(config, fleet=fleet, prompts=prompts).evaluate_all(engine.version)
+    finally:
+        await engine.stop()
+        await rewards.close()
+    if evaluation is None:
+        raise AsyncRLError(f"none of {len(prompts)} prompts has a reward: {fleet.failure or 'every reward failed'}")
+    return replace(evaluation, policy_version=version)
+
+
+def _held_out_prompts(config: RunConfig) -> list[Prompt]:
+    check_model(config)
+    if not config.data.eval_files:
+        raise ValueError("data.eval_files must name at least one parquet or jsonl file, got none; set it")
+    if config.rollout_fleet.engine is EngineKind.scripted:
+        raise ValueError("rollout_fleet.engine must be sglang or transformers, got scripted, which is for tests")
+    tokenizer = load_tokenizer(config.model.path, chat_template=config.data.chat_template)
+    check_vocabulary(config, tokenizer)
+    prompts = load_eval_prompts(config.data, tokenizer)
+    if not prompts:
+        raise ValueError(f"data.eval_files={config.data.eval_files} must hold prompts, got none")
+    return prompts
+
+
+class OneEngine:
+    """A fleet of one engine, in this process; implements `AnsweringFleet`.
+
+    Attributes:
+        failure: What the engine failed of; None while it has not.
+    """
+
+    def __init__(self, config: RunConfig, *, engine: Engine, rewards: WeightedRewards, sample_dir: Path) -> None:
+        self.failure: AsyncRLError | None = None
+        decode = load_decoder(config.model.path)
+        fleet = config.rollout_fleet
+        log = SampleLog(sample_dir, rank=0, config=fleet.samples, decode=decode)
+        self._answers = HeldOutAnswers(engine=engine, rewards=rewards, decode=decode, sampling=fleet.sampling, log=log)
+
+    def engines(self) -> list[str]:
+        """See `AnsweringFleet.engines`."""
+        return ["0"]
+
+    async def answer(
+        self, engine: str, prompts: Sequence[Prompt], *, version: int, num_samples: int
+    ) -> list[AnsweredPrompt]:
+        """See `AnsweringFleet.answer`."""
+        del engine
+        try:
+            return await self._answers.answer(prompts, version=version, num_samples=num_samples)
+        except AsyncRLError as error:
+            self.failure = error
+            raise
+
+
+def _show(evaluation: Evaluation, folder: Path) -> None:
+    console = Console(highlight=False, soft_wrap=True)
+    table = Table(box=None, pad_edge=False)
+    for name, justify in (("", "left"), ("mean", "right"), ("95% from", "right"), ("to", "right")):
+        table.add_column(name, justify=justify)
+    for source, estimates in {"": evaluation.estimates, **evaluation.by_source}.items():
+        for name, one in estimates.items():
+            table.add_row(f"{source} {name}".strip(), f"{one.mean:.3f}", f"{one.low:.3f}", f"{one.high:.3f}")
+    console.print(table)
+    console.print(
+        f"policy version {evaluation.policy_version}, {evaluation.num_prompts} prompts, "
+        f"{evaluation.response_length:.1f} tokens per answer, {evaluation.truncated:.1%} truncated, "
+        f"{evaluation.took_s:.1f} s{evaluation.shortfall}",
+        markup=False,
+    )
+    console.print(f"in {folder}", markup=False)

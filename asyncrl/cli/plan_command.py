@@ -1,0 +1,188 @@
+"""``asyncrl plan RUN | SPEC.yaml``: predict throughput, idle time and lag for other options, and recommend some.
+
+RUN is the folder of a run, which may still go on; SPEC.yaml a scenario (docs/planning.md). Writes ``plan.json``, which
+the run's report shows, and a chart ``plan.png`` beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from asyncrl.cli.compose import read_config
+from asyncrl.metrics.records import write_json
+from asyncrl.profile.advice import Advice, advise
+from asyncrl.profile.calibration import Calibration, calibrate
+from asyncrl.profile.planner import NUM_REPLICATES, Choices, Prediction, RunPlan, make_plan, splits_of
+from asyncrl.profile.scenario import Scenario, load_spec
+from asyncrl.profile.trace import Trace
+from asyncrl.protocol.errors import AsyncRLError
+from buffer.config import OnStale
+
+EXIT_USAGE = 2
+_NUM_SHOWN = 12
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status."""
+    options = _parser().parse_args(arguments)
+    target = Path(options.target)
+    try:
+        calibration = _read_run(target, options.steps) if target.is_dir() else None
+        base = _read_spec(target, options.steps) if calibration is None else calibration.scenario
+        notes = () if calibration is None else calibration.notes
+        plan = make_plan(base, _choices(options, base), replicates=options.replicates, seed=options.seed, notes=notes)
+        advice = None if calibration is None else _advice(calibration, options.seed)
+    except (ValueError, AsyncRLError) as error:
+        sys.stderr.write(f"error: {error}\n")
+        return EXIT_USAGE
+    folder = Path(options.out or (target if target.is_dir() else target.parent))
+    document = {**plan.to_dict(), "advice": str(advice or "")}
+    write_json(folder / "plan.json", document)
+    chart = folder / "plan.png" if draw(plan, folder / "plan.png") else None
+    if options.json:
+        sys.stdout.write(json.dumps(document) + "\n")
+    else:
+        written = " and ".join(str(path) for path in (folder / "plan.json", chart) if path)
+        sys.stdout.write("\n".join([*_page(plan, calibration, advice), "", f"wrote {written}", ""]))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="asyncrl plan", description=__doc__.partition("\n")[0] if __doc__ else "")
+    parser.add_argument("target", metavar="RUN|SPEC", help="folder of a run, or a scenario in YAML")
+    parser.add_argument("--max-lag", type=int, nargs="+", default=[0, 1, 2, 4], help="bounds to predict")
+    parser.add_argument("--publish-every", type=int, nargs="+", default=[1, 2], help="steps between published versions")
+    parser.add_argument("--batch", type=int, nargs="+", default=[], help="groups per step; default: the run's own")
+    parser.add_argument("--on-stale", nargs="+", choices=list(OnStale), default=["wait", "requeue"], type=OnStale)
+    parser.add_argument("--keep-split", action="store_true", help="do not share the devices out otherwise")
+    parser.add_argument("--replicates", type=int, default=NUM_REPLICATES, help="simulations per interval")
+    parser.add_argument("--steps", type=int, help="learner steps to simulate")
+    parser.add_argument("--seed", type=int, default=0, help="of the lengths")
+    parser.add_argument("--out", help="folder of plan.json and plan.png; default: the run's, or beside the scenario")
+    parser.add_argument("--json", action="store_true", help="print plan.json in the place of the table")
+    return parser
+
+
+def _read_spec(path: Path, num_steps: int | None) -> Scenario:
+    scenario = load_spec(path)
+    return scenario if num_steps is None else replace(scenario, num_steps=num_steps)
+
+
+def _read_run(folder: Path, num_steps: int | None) -> Calibration:
+    config = read_config(folder)
+    if config.placement.colocated:
+        raise ValueError(
+            f"{folder} is a run with placement.colocated=true, expected separate pools: turns of one device are not "
+            "simulated yet; plan from a scenario"
+        )
+    try:
+        calibration = calibrate(Trace.load(folder), config)
+    except FileNotFoundError as error:
+        raise ValueError(str(error)) from error
+    if num_steps is None:
+        return calibration
+    return replace(calibration, scenario=replace(calibration.scenario, num_steps=num_steps))
+
+
+def _choices(options: argparse.Namespace, base: Scenario) -> Choices:
+    return Choices(
+        splits=() if options.keep_split else splits_of(base),
+        max_lag=options.max_lag,
+        groups_per_step=options.batch,
+        publish_every=options.publish_every,
+        on_stale=options.on_stale,
+    )
+
+
+def _advice(calibration: Calibration, seed: int) -> Advice | None:
+    return advise(calibration.scenario, measured_step_s=calibration.step_s, health=calibration.health, seed=seed)
+
+
+# What is shown
+
+
+def _page(plan: RunPlan, calibration: Calibration | None, advice: Advice | None) -> list[str]:
+    """The plan in words: what was measured, the choices by step time, and what to take."""
+    lines = []
+    if calibration is not None:
+        current = plan.current.outcome
+        lines.append(
+            f"measured {calibration.step_s:.3g} s per step at mean lag {calibration.lag_mean:.2f}; replayed "
+            f"{current.step_s:.3g} s at {current.lag_mean:.2f}"
+        )
+    lines += [f"note: {note}" for note in plan.notes]
+    lines += ["", *_table(plan), ""]
+    best = plan.recommended
+    changes = best.to_dict(plan.base)["overrides"]
+    lines.append(
+        f"recommended: {' '.join(changes)} ({best.outcome.step_s:.3g} s per step, {best.step_s[0]:.3g} to "
+        f"{best.step_s[1]:.3g}, mean lag {best.outcome.lag_mean:.2f})"
+        if changes
+        else "recommended: the options as they are"
+    )
+    if calibration is not None:
+        lines.append(f"advice: {advice}" if advice else "advice: none")
+    return lines
+
+
+def _table(plan: RunPlan) -> list[str]:
+    """The fastest choices, and the present one."""
+    fastest = sorted(plan.predictions, key=lambda one: -one.groups_per_s)
+    shown = fastest[:_NUM_SHOWN]
+    shown += [plan.current] if plan.current not in shown else []
+    head = (
+        f"{'engines':>7} {'ranks':>5} {'batch':>5} {'max_lag':>7} {'every':>5} {'on_stale':8} {'s/step':>8} {'lag':>5}"
+    )
+    lines = [f"{head}  {'learner waits for':28} the fleet waits for"]
+    for one in shown:
+        scenario, outcome = one.scenario, one.outcome
+        mark = "  <- now" if one is plan.current else "  <- recommended" if one is plan.recommended else ""
+        lines.append(
+            f"{scenario.num_engines:>7} {scenario.num_ranks:>5} {scenario.groups_per_step:>5} {scenario.max_lag:>7} "
+            f"{scenario.publish_every:>5} {scenario.on_stale:8} {outcome.step_s:>8.3g} {outcome.lag_mean:>5.2f}  "
+            f"{_largest(one, 'learner_idle'):28} {_largest(one, 'fleet_idle')}{mark}"
+        )
+    hidden = len(plan.predictions) - len(shown)
+    return [*lines, *([f"… and {hidden} more in plan.json"] if hidden > 0 else [])]
+
+
+def _largest(one: Prediction, pool: str) -> str:
+    causes: dict[str, float] = dict(getattr(one.outcome, pool))
+    if not causes:
+        return "-"
+    name = max(causes, key=lambda cause: causes[cause])
+    return f"{name} {causes[name]:.0%}"
+
+
+def draw(plan: RunPlan, path: Path) -> bool:
+    """Draw predicted step time against mean lag, a curve per split; whether matplotlib is there to do it."""
+    try:
+        import matplotlib as mpl
+    except ImportError:
+        return False
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
+    for curve in plan.curves():
+        points: list[dict[str, Any]] = curve["points"]
+        lags, times = [point["lag"] for point in points], [point["step_s"] for point in points]
+        low = [max(0.0, point["step_s"] - point["interval"][0]) for point in points]
+        high = [max(0.0, point["interval"][1] - point["step_s"]) for point in points]
+        axes.errorbar(lags, times, yerr=[low, high], marker="o", capsize=2, label=curve["name"])
+        for lag, time, point in zip(lags, times, points, strict=True):
+            axes.annotate(str(point["max_lag"]), (lag, time), textcoords="offset points", xytext=(4, 4), fontsize=8)
+    for one, label, marker in ((plan.current, "now", "D"), (plan.recommended, "recommended", "*")):
+        axes.plot(one.outcome.lag_mean, one.outcome.step_s, marker, markersize=12, label=label)
+    axes.set(xlabel="mean lag (learner steps)", ylabel="seconds per step", title="predicted, by buffer.max_lag")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+    return True

@@ -1,0 +1,332 @@
+"""The run's folder on the other nodes of the cluster: models and keys reach them, logs and samples come back.
+
+Every node has the run's folder under the same path. Where that is one folder, on a shared file system, nothing is
+copied. Elsewhere an actor on the node writes and reads it, and bytes travel through Ray's object store. Every wait is
+for these actors, under ``ray.start_timeout_s`` for each chunk of `CHUNK_BYTES`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import shutil
+import uuid
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from itertools import chain
+from itertools import count as count_from
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from asyncrl.config import RunConfig
+from asyncrl.controller.cluster import WORKER_ENV
+from asyncrl.controller.run_folder import RunPaths, shared_folder
+from asyncrl.protocol.errors import AsyncRLError
+from asyncrl.protocol.manifest import digest_of
+from asyncrl.protocol.remote import fetch_async, within
+from buffer import BufferRole
+
+logger = logging.getLogger(__name__)
+
+CHUNK_BYTES = 32 << 20
+SAMPLED_BYTES = 1 << 20
+COLLECTED = ("logs", "profile", "samples", "trajectories")
+"""What comes back, of the run's folder."""
+APPENDED = (".log", ".msgpack")
+"""Endings of files that grow; others appear whole."""
+
+
+class NodeFiles:
+    """Reads and writes files of one node; an actor there. Paths are absolute."""
+
+    def sees(self, path: str, content: str) -> bool:
+        """Whether a file is here, and holds this."""
+        try:
+            return Path(path).read_text() == content
+        except OSError:
+            return False
+
+    def prints(self, folder: str) -> dict[str, str]:
+        """See `file_prints`."""
+        return file_prints(Path(folder))
+
+    def sizes(self, folder: str, parts: Sequence[str]) -> dict[str, int]:
+        """Bytes of each finished file in these parts of a folder, by its path there; no dot in front of its name."""
+        found = (path for part in parts for path in Path(folder, part).rglob("*"))
+        return {
+            str(path.relative_to(folder)): path.stat().st_size
+            for path in found
+            if path.is_file() and not path.name.startswith(".")
+        }
+
+    def make(self, folder: str, mode: int) -> str:
+        """Make a folder; returns why that is not possible, or nothing."""
+        try:
+            Path(folder).mkdir(mode=mode, parents=True, exist_ok=True)
+        except OSError as error:
+            return f"{error.strerror} ({error.filename})"
+        return ""
+
+    def write(self, path: str, offset: int, data: bytes, mode: int) -> None:
+        """Write a part of a file."""
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, mode)
+        with os.fdopen(descriptor, "wb") as file:
+            file.seek(offset)
+            file.write(data)
+
+    def read(self, path: str, offset: int, num_bytes: int) -> bytes:
+        """Read a part of a file."""
+        with Path(path).open("rb") as file:
+            file.seek(offset)
+            return file.read(num_bytes)
+
+    def remove(self, folders: Sequence[str]) -> None:
+        """Remove folders with all that is in them."""
+        for folder in folders:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def file_prints(folder: Path) -> dict[str, str]:
+    """Name of each file of a folder, and what tells it from others: its size, and a digest of its two ends."""
+    prints = {}
+    for path in sorted(folder.glob("*")):
+        if path.is_file():
+            with path.open("rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                ends = file.read(SAMPLED_BYTES)
+                file.seek(max(0, size - SAMPLED_BYTES))
+                ends += file.read(SAMPLED_BYTES)
+            prints[path.name] = f"{size}-{digest_of(ends)}"
+    return prints
+
+
+class NodeFolders:
+    """The run's folder on the nodes beside the controller's own.
+
+    Attributes:
+        apart: Addresses of the nodes that do not see the controller's folder, and have one of their own.
+    """
+
+    def __init__(self, run_dir: Path, nodes: Mapping[str, Any], *, timeout_s: float) -> None:
+        """``nodes`` are `NodeFiles` actors by address; `open` comes next."""
+        self._run_dir = run_dir
+        self._nodes = nodes
+        self._timeout_s = timeout_s
+        self.apart: list[str] = []
+        self._collected: dict[tuple[str, str], tuple[Path, int]] = {}
+        self._copies: list[Path] = []
+        self._collecting = asyncio.Lock()
+
+    async def open(self) -> None:
+        """Find out which nodes see the run's folder."""
+        self.apart = await self._blind_to(self._run_dir)
+
+    async def supply(self, config: RunConfig, *, keys: str, resumes: bool) -> RunConfig:
+        """Have every node hold what the workers read, and see the folders that they share.
+
+        Args:
+            config: The run.
+            keys: Directory of the buffer's keys; empty where it has none.
+            resumes: Whether the run goes on from a checkpoint.
+
+        Returns:
+            The configuration, with paths of models that are there on every node.
+
+        Raises:
+            ValueError: a node does not see a folder that must be shared, or cannot make one of its own.
+        """
+        if not self._nodes:
+            return config
+        if config.checkpoint.every_steps or resumes:
+            await self.check_shared("checkpoint.directory", RunPaths.checkpoints_of(config, self._run_dir))
+        if config.weights.directory:
+            await self.check_shared("weights.directory", _absolute(config.weights.directory))
+        if keys:
+            await self.bring_keys(Path(keys), [f"{role}.json" for role in (BufferRole.rollout, BufferRole.learner)])
+        model, learner = config.model, config.learner
+        critic, reward_model = learner.critic, learner.reward_model
+        learner = replace(
+            learner,
+            critic=replace(critic, path=await self._bring_path(critic.path, "critic")),
+            reward_model=replace(reward_model, path=await self._bring_path(reward_model.path, "reward_model")),
+        )
+        return replace(config, model=replace(model, path=await self._bring_path(model.path, "model")), learner=learner)
+
+    async def _bring_path(self, path: str, name: str) -> str:
+        return str(await self.bring(_absolute(path), name)) if path else path
+
+    async def bring(self, folder: Path, name: str) -> Path:
+        """Have every node hold a folder of files, such as a model.
+
+        Returns:
+            Its path on all nodes: its own where they all have it, or that of a copy, ``name`` in the run's folder.
+        """
+        held = await self._ask(self._nodes, "prints", str(folder))
+        if all(prints == file_prints(folder) for prints in held.values()):
+            return folder
+        target = self._run_dir / name
+        self._copies.append(target)
+        await asyncio.to_thread(_copy_folder, folder, target)  # those that share the run's folder find it there
+        await self._send(target, sorted(file_prints(target)), to=self.apart, mode=0o755)
+        return target
+
+    async def bring_keys(self, directory: Path, names: Sequence[str]) -> None:
+        """Copy key files to the nodes that have none; only their owner may read them there."""
+        held = await self._ask(self._nodes, "prints", str(directory))
+        lacking = [address for address, prints in held.items() if not set(names) <= prints.keys()]
+        await self._send(directory, names, to=lacking, mode=0o700)
+
+    async def check_shared(self, option: str, folder: Path) -> None:
+        """Raise `ValueError` unless every node sees a folder of the controller's node; it is made where it is not."""
+        if blind := await self._blind_to(folder):
+            raise ValueError(
+                f"{option} must be on a file system that all nodes share, got {folder}, which {', '.join(blind)} "
+                "cannot see; name one that they mount under the same path"
+            )
+
+    async def collect(self) -> None:
+        """Bring back what the nodes have written since the last time; a node that does not answer is left out."""
+        async with self._collecting:
+            for address in self.apart:
+                try:
+                    await self._collect_from(address)
+                except (AsyncRLError, RayError, OSError) as error:
+                    logger.warning("logs and samples of node %s do not come back: %s", address, error)
+
+    async def fetch(self, folder: Path) -> None:
+        """Bring back a folder inside the run's, where one of the nodes has written it."""
+        part = str(folder.relative_to(self._run_dir))
+        for address in self.apart:
+            for name, size in (await self._sizes(address, [part])).items():
+                await self._read(address, name, 0, size, self._run_dir / name)
+
+    async def close(self) -> None:
+        """Bring back what is left; remove the copies, and the folders of nodes that have their own."""
+        await self.collect()
+        for copy in self._copies:
+            shutil.rmtree(copy, ignore_errors=True)
+        folders = [str(self._run_dir), str(shared_folder(self._run_dir))]
+        for address in self.apart:
+            try:
+                await self._ask([address], "remove", folders)
+            except (AsyncRLError, RayError) as error:
+                logger.warning("node %s keeps %s: %s", address, folders, error)
+
+    async def _blind_to(self, folder: Path) -> list[str]:
+        """The nodes that do not see a folder of this one."""
+        if not self._nodes:
+            return []
+        token, content = folder / f".seen-{uuid.uuid4().hex}", uuid.uuid4().hex
+        await asyncio.to_thread(_write_token, token, content)
+        try:
+            seen = await self._ask(self._nodes, "sees", str(token), content)
+        finally:
+            token.unlink()
+        return sorted(address for address, sees in seen.items() if not sees)
+
+    async def _collect_from(self, address: str) -> None:
+        for name, size in (await self._sizes(address, COLLECTED)).items():
+            path, begin = self._collected.get((address, name)) or (_free_path(self._run_dir / name), 0)
+            if size > begin:
+                await self._read(address, name, begin, size, path)
+                self._collected[address, name] = path, size
+
+    async def _sizes(self, address: str, parts: Sequence[str]) -> dict[str, int]:
+        return (await self._ask([address], "sizes", str(self._run_dir), list(parts)))[address]
+
+    async def _read(self, address: str, name: str, begin: int, end: int, path: Path) -> None:
+        """Append a part of a node's file to one of the controller's, or take a file that appears whole."""
+        grows = path.suffix in APPENDED
+        target = path if grows else path.with_name(f".{path.name}.partial")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with target.open("ab" if grows else "wb") as file:
+            for offset in range(begin if grows else 0, end, CHUNK_BYTES):
+                size = min(CHUNK_BYTES, end - offset)
+                source = str(self._run_dir / name)
+                file.write((await self._ask([address], "read", source, offset, size))[address])
+        if not grows:
+            target.rename(path)
+
+    async def _send(self, folder: Path, names: Sequence[str], *, to: Sequence[str], mode: int) -> None:
+        """Copy files of a folder to the same folder on other nodes, made there with this mode."""
+        if not to:
+            return
+        reasons = await self._ask(to, "make", str(folder), mode)
+        if failed := [f"{address}: {reason}" for address, reason in reasons.items() if reason]:
+            raise ValueError(
+                f"every node must have a folder {folder}, shared or of its own, got {'; '.join(failed)}; set "
+                "output_dir to a path that every node can write"
+            )
+        for path in (folder / name for name in names):
+            size = path.stat().st_size
+            for offset in range(0, max(size, 1), CHUNK_BYTES):
+                data = ray.put(await asyncio.to_thread(NodeFiles.read, NodeFiles(), str(path), offset, CHUNK_BYTES))
+                await self._ask(to, "write", str(path), offset, data, mode & 0o666)
+
+    async def _ask(self, addresses: Iterable[str], method: str, *args: Any) -> dict[str, Any]:
+        """What each of these nodes answers, by address."""
+        calls = {address: getattr(self._nodes[address], method).remote(*args) for address in addresses}
+        what = f"nodes {', '.join(calls)}, {method} {args[0]}"
+        answers = await within(fetch_async(list(calls.values())), self._timeout_s, what, "ray.start_timeout_s")
+        return dict(zip(calls, answers, strict=True))
+
+
+@asynccontextmanager
+async def node_folders(config: RunConfig, run_dir: Path, say: Callable[[str], None]) -> AsyncIterator[NodeFolders]:
+    """The run's folder on the other nodes of the cluster that this process is connected to; removed there in the end.
+
+    Raises `DeadlineError` if a node does not answer.
+    """
+    nodes = await asyncio.to_thread(_node_actors) if config.placement.num_nodes > 1 else {}
+    folders = NodeFolders(run_dir, nodes, timeout_s=config.ray.start_timeout_s)
+    await folders.open()
+    if folders.apart:
+        say(f"nodes that do not share {run_dir} get copies, and send logs back: {', '.join(folders.apart)}")
+    try:
+        yield folders
+    finally:
+        await folders.close()
+
+
+def _free_path(path: Path) -> Path:
+    """A path that nothing has: a worker may have been on several nodes. Example: ``logs/rollout-0-2.log``."""
+    names = (path.with_name(f"{path.stem}-{count}{path.suffix}") for count in count_from(2))
+    return next(free for free in chain([path], names) if not free.exists())
+
+
+def _absolute(path: str) -> Path:
+    return Path(path).absolute()
+
+
+def _write_token(path: Path, content: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(content)
+
+
+def _node_actors() -> dict[str, Any]:
+    """An actor on every node but this one, by address."""
+    own = ray.get_runtime_context().get_node_id()
+    others = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
+    others.pop(own, None)
+    actor = ray.remote(num_cpus=0, runtime_env={"env_vars": WORKER_ENV})(NodeFiles)
+    return {
+        address: actor.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node_id, soft=False)).remote()
+        for node_id, address in others.items()
+    }
+
+
+def _copy_folder(source: Path, target: Path) -> None:
+    """Copy a folder's files, as links where the file system has them."""
+    target.mkdir(parents=True, exist_ok=True)
+    for path in source.iterdir():
+        if path.is_file():
+            try:
+                os.link(path, target / path.name)
+            except OSError:
+                shutil.copy2(path, target / path.name)

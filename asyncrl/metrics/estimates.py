@@ -1,0 +1,192 @@
+"""What an evaluation says: mean@k and pass@k with 95% intervals, over all held-out prompts and per data source."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from asyncrl.protocol.types import AnsweredPrompt
+
+NORMAL_95 = 1.959963984540054
+"""Quantile of the normal distribution at 0.975."""
+_NUM_RESAMPLES = 1000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Estimate:
+    """A mean over prompts, with its 95% confidence interval.
+
+    Attributes:
+        mean: Over the prompts.
+        low: Lower end of the interval.
+        high: Its upper end.
+    """
+
+    mean: float
+    low: float
+    high: float
+
+    @classmethod
+    def over(cls, values: Sequence[float]) -> Estimate:
+        """The mean of one value per prompt; the prompts are taken as drawn independently from a population.
+
+        Where every value is 0 or 1 the interval is Wilson's (doi 10.1080/01621459.1927.10502953), which stays open
+        where all of them agree. Elsewhere it is the percentile bootstrap over prompts: 1,000 resamples of whole
+        prompts, so that the samples of a prompt count as the repeated measurement that they are; seeded.
+
+        Args:
+            values: [N] floats, N >= 1. Example: 95 ones and 5 zeros give 0.95, from 0.888 to 0.978.
+        """
+        array = np.asarray(values, dtype=np.float64)
+        mean = float(array.mean())
+        if np.isin(array, (0.0, 1.0)).all():
+            low, high = _wilson(mean, len(array))
+        else:
+            low, high = np.quantile(_resampled_means(array), (0.025, 0.975)).tolist()
+        return cls(mean=mean, low=min(low, mean), high=max(high, mean))  # also where rounding says otherwise
+
+
+def _wilson(share: float, count: int) -> tuple[float, float]:
+    scale = 1 + NORMAL_95**2 / count
+    center = (share + NORMAL_95**2 / (2 * count)) / scale
+    half = NORMAL_95 / scale * math.sqrt(share * (1 - share) / count + NORMAL_95**2 / (4 * count**2))
+    return max(0.0, center - half), min(1.0, center + half)
+
+
+def _resampled_means(values: np.ndarray) -> np.ndarray:
+    """Means of resamples of ``values``; one resample at a time, for there may be many prompts."""
+    generator = np.random.default_rng(0)
+    return np.asarray([generator.choice(values, len(values)).mean() for _ in range(_NUM_RESAMPLES)])
+
+
+def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
+    """The unbiased estimate of the chance that one of k samples passes (arXiv 2107.03374, equation 1).
+
+    Args:
+        num_samples: n, samples of the prompt.
+        num_passed: c, those of them that pass.
+        k: At most n. Example: of 4 samples with 1 passing, pass@2 is 1 - C(3, 2) / C(4, 2) = 0.5.
+    """
+    return 1.0 - math.comb(num_samples - num_passed, k) / math.comb(num_samples, k)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """How a policy version did on held-out prompts.
+
+    Attributes:
+        policy_version: Version that every token was sampled under.
+        sampled: Mean reward at the training temperature, which is ``mean@k`` of the estimates.
+        greedy: Mean reward of greedy decoding.
+        num_prompts: Held-out prompts.
+        num_failed: Those whose reward failed; the means leave them out.
+        num_missing: Those that nobody answered, because engines were lost; the means leave them out.
+        incomplete: Why prompts are missing, by engine; empty where none is.
+        estimates: By name: ``mean@k`` with all k samples, ``pass@1``, ``pass@2``, ``pass@4``, … and ``greedy``.
+        by_source: The same for each ``data_source``, where there are several.
+        response_length: Mean length of an answer, in tokens.
+        truncated: Share of the answers that hit the length limit.
+        took_s: Seconds from the first prompt to the last answer.
+    """
+
+    policy_version: int
+    sampled: float
+    greedy: float
+    num_prompts: int
+    num_failed: int = 0
+    num_missing: int = 0
+    incomplete: Mapping[str, str] = field(default_factory=dict)
+    estimates: Mapping[str, Estimate] = field(default_factory=dict)
+    by_source: Mapping[str, Mapping[str, Estimate]] = field(default_factory=dict)
+    response_length: float = 0.0
+    truncated: float = 0.0
+    took_s: float = 0.0
+
+    def interval(self, kind: str) -> Estimate:
+        """The estimate of ``sampled`` or ``greedy``."""
+        mean = getattr(self, kind)
+        found = [one for name, one in self.estimates.items() if name.startswith("mean@" if kind == "sampled" else kind)]
+        return found[0] if found else Estimate(mean=mean, low=mean, high=mean)
+
+    @property
+    def shortfall(self) -> str:
+        """What is missing, to follow the numbers in a line; empty where nothing is."""
+        parts = [f"the reward failed on {self.num_failed}"] if self.num_failed else []
+        if self.num_missing:
+            why = "; ".join(f"engine {engine}: {reason.splitlines()[0]}" for engine, reason in self.incomplete.items())
+            parts.append(f"incomplete, {self.num_missing} unanswered ({why})")
+        return f"; {', '.join(parts)}" if parts else ""
+
+    def scalars(self) -> dict[str, float]:
+        """Every estimate with its ends under a name with slashes. Example: ``math/pass@4``, ``math/pass@4/low``."""
+        sources = {"": self.estimates, **{f"{source}/": estimates for source, estimates in self.by_source.items()}}
+        named = {prefix + name: one for prefix, estimates in sources.items() for name, one in estimates.items()}
+        ends = {f"{name}/{end}": getattr(one, end) for name, one in named.items() for end in ("low", "high")}
+        means = {name: one.mean for name, one in named.items()}
+        return {"sampled": self.sampled, "greedy": self.greedy, **means, **ends}
+
+
+def evaluation_of(
+    answers: Sequence[AnsweredPrompt],
+    *,
+    policy_version: int,
+    num_prompts: int,
+    pass_reward: float,
+    incomplete: Mapping[str, str],
+    took_s: float,
+) -> Evaluation | None:
+    """Sum the answers up.
+
+    Args:
+        answers: One entry per answered prompt.
+        policy_version: What they were sampled under.
+        num_prompts: Prompts that were asked.
+        pass_reward: A sample that earns as much passes.
+        incomplete: Why prompts are missing, by engine.
+        took_s: Seconds that it took.
+
+    Returns:
+        The evaluation; None where no prompt has a reward.
+    """
+    scored = [one for one in answers if not one.reward_failure]
+    if not scored:
+        return None
+    lengths = [length for one in answers for length in one.response_lengths]
+    estimates = _estimates(scored, pass_reward)
+    sources = sorted({one.data_source for one in scored})
+    by_source = {
+        source or "none": _estimates([one for one in scored if one.data_source == source], pass_reward)
+        for source in (sources if len(sources) > 1 else ())
+    }
+    return Evaluation(
+        policy_version=policy_version,
+        sampled=estimates[f"mean@{len(scored[0].sampled)}"].mean,
+        greedy=estimates["greedy"].mean,
+        num_prompts=num_prompts,
+        num_failed=len(answers) - len(scored),
+        num_missing=num_prompts - len(answers),
+        incomplete=dict(incomplete),
+        estimates=estimates,
+        by_source=by_source,
+        response_length=sum(lengths) / len(lengths) if lengths else 0.0,
+        truncated=sum(one.num_truncated for one in answers) / len(lengths) if lengths else 0.0,
+        took_s=took_s,
+    )
+
+
+def _estimates(scored: Sequence[AnsweredPrompt], pass_reward: float) -> dict[str, Estimate]:
+    """Estimates over prompts that each have the same number of samples, and a greedy answer."""
+    count = len(scored[0].sampled)
+    passed = [sum(reward >= pass_reward for reward in one.sampled) for one in scored]
+    found = {f"mean@{count}": Estimate.over([sum(one.sampled) / count for one in scored])}
+    for k in _powers_of_two(count):
+        found[f"pass@{k}"] = Estimate.over([pass_at_k(count, number, k) for number in passed])
+    return found | {"greedy": Estimate.over([one.greedy for one in scored if one.greedy is not None])}
+
+
+def _powers_of_two(largest: int) -> Iterable[int]:
+    """1, 2, 4, … up to ``largest``."""
+    return (1 << exponent for exponent in range(largest.bit_length()))

@@ -1,0 +1,99 @@
+"""``asyncrl profile RUN``: why a run's pools were idle, as a table; writes ``overlap.json`` and ``trace.json``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from .overlap import POOLS, Figures, OverlapReport
+from .perfetto import trace_events
+from .trace import Trace
+
+_SHOWN_STEPS = 8
+
+
+def write_profile(run_dir: Path, trace: Trace, report: OverlapReport) -> None:
+    """Write ``overlap.json`` and ``trace.json`` into the run's folder, each whole or not at all."""
+    _write_whole(run_dir / "overlap.json", report.to_dict(), indent=1)
+    _write_whole(run_dir / "trace.json", trace_events(trace))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Explain the run that the command line names; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog=Path(sys.argv[0]).name if sys.argv[0].startswith("asyncrl") else "python -m asyncrl.profile",
+        description="Say why learner and fleet were idle. The run may still be going on.",
+    )
+    parser.add_argument("run", type=Path, help="folder of the run, <output_dir>/<experiment>/<time>")
+    parser.add_argument("--json", action="store_true", help="print overlap.json instead of the table")
+    args = parser.parse_args(arguments)
+    try:
+        trace = Trace.load(args.run)
+        report = OverlapReport.of(trace)
+        write_profile(args.run, trace, report)
+    except (OSError, ValueError) as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 1
+    if args.json:
+        sys.stdout.write(json.dumps(report.to_dict(), indent=1) + "\n")
+    else:
+        show(report, Console(highlight=False, soft_wrap=True))
+    return 0
+
+
+def show(report: OverlapReport, console: Console) -> None:
+    """Print the figures of the run, and of its last steps."""
+    run = report.run
+    if not run.num_steps:
+        console.print("no learner step is done yet")
+        return
+    lag = run.lag
+    console.print(
+        f"{run.num_steps} steps of {run.step_s:.3f} s; the slower pool alone would take {run.ideal_step_s:.3f} s"
+    )
+    console.print(f"overlap efficiency {run.efficiency:.2f}, utilisation of both pools {run.utilisation:.2f}")
+    console.print(f"lag {lag.mean:.2f} = {lag.before_queue:.2f} before the queue + {lag.in_queue:.2f} in it")
+    for pool in POOLS:
+        console.print(_causes_table(run, pool))
+    console.print(_steps_table(report))
+    recorded = report.recorded
+    if recorded["dropped_records"] or recorded["torn_files"]:
+        console.print(f"{recorded['dropped_records']} records were dropped, {recorded['torn_files']} files end torn")
+
+
+def _causes_table(run: Figures, pool: str) -> Table:
+    time, lanes = run.pools[pool], run.num_lanes[pool]
+    what = "ranks" if pool == "learner" else "engines"
+    table = Table("state", "s per step", "share", title=f"{pool}: {lanes} {what}", title_justify="left")
+    for state, total in (("busy", time.busy), *time.idle.items()):
+        share = total / time.capacity if time.capacity else 0.0
+        table.add_row(state, f"{share * run.step_s:.3f}", f"{share:.1%}")
+    return table
+
+
+def _steps_table(report: OverlapReport) -> Table:
+    table = Table("step", "s", "learner", "waits most for", "fleet", "waits most for", "lag", title_justify="left")
+    for version, step in list(report.steps.items())[-_SHOWN_STEPS:]:
+        cells: list[str] = []
+        for pool in POOLS:
+            cells += [f"{step.pools[pool].utilisation:.0%}", _first(step.pools[pool].idle)]
+        table.add_row(str(version), f"{step.duration * 1e-9:.3f}", *cells, f"{step.lag.mean:.2f}")
+    return table
+
+
+def _first(names: Iterable[str]) -> str:
+    return next(iter(names), "")
+
+
+def _write_whole(path: Path, document: Any, indent: int | None = None) -> None:
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    partial.write_text(json.dumps(document, indent=indent) + "\n")
+    os.replace(partial, path)

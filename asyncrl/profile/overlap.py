@@ -1,0 +1,187 @@
+"""How well generation and training overlapped, per step and for the run: what ``overlap.json`` holds."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any, Self
+
+from asyncrl.protocol.record import GroupEvent, Pool
+
+from .attribution import Attribution, PoolTime
+from .trace import StepWindow, Trace
+
+POOLS = (Pool.learner.value, Pool.fleet.value)
+_S = 1e-9
+
+
+@dataclass(frozen=True, kw_only=True)
+class LagSplit:
+    """Mean lag of a step's groups in learner steps, and its parts: before they were stored, and after."""
+
+    mean: float = 0.0
+    before_queue: float = 0.0
+    in_queue: float = 0.0
+
+    def to_dict(self) -> dict[str, float]:
+        """As plain values."""
+        return {"mean": self.mean, "before_queue": self.before_queue, "in_queue": self.in_queue}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figures:
+    """What a step, or all of them, did with its time.
+
+    Attributes:
+        duration: Nanoseconds from its begin to its end.
+        num_steps: Learner steps.
+        pools: The time of each pool's places; ``learner`` and ``fleet``.
+        num_lanes: Ranks and engines, by pool.
+        lag: Of the groups that were trained on.
+    """
+
+    duration: int
+    num_steps: int
+    pools: Mapping[str, PoolTime]
+    num_lanes: Mapping[str, int]
+    lag: LagSplit
+
+    @property
+    def step_s(self) -> float:
+        """Measured seconds per step."""
+        return self.duration * _S / self.num_steps if self.num_steps else 0.0
+
+    def alone_s(self, pool: str) -> float:
+        """Seconds per step that a pool would need alone; see `PoolTime.alone`."""
+        return self.pools[pool].alone(pool, self.duration) * _S / self.num_steps if self.num_steps else 0.0
+
+    @property
+    def ideal_step_s(self) -> float:
+        """Seconds per step of the slower pool alone: what perfect overlap would reach."""
+        return max(self.alone_s(pool) for pool in POOLS)
+
+    @property
+    def efficiency(self) -> float:
+        """Ideal over measured seconds per step; 1 is perfect overlap."""
+        return self.ideal_step_s / self.step_s if self.duration else 0.0
+
+    @property
+    def utilisation(self) -> float:
+        """Busy share of both pools, each weighted by its ranks or engines."""
+        num_lanes = sum(self.num_lanes.values())
+        weighted = sum(self.pools[pool].utilisation * self.num_lanes[pool] for pool in POOLS)
+        return weighted / num_lanes if num_lanes else 0.0
+
+    def idle_s(self, pool: str) -> dict[str, float]:
+        """Seconds for which the pool's mean place was idle, by cause, the largest first."""
+        time = self.pools[pool]
+        return {c: self.duration * _S * total / time.capacity for c, total in time.idle.items()}
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain values; the integers are nanoseconds times places, and add up."""
+        return {
+            "num_steps": self.num_steps,
+            "duration_s": self.duration * _S,
+            "step_s": self.step_s,
+            "ideal_step_s": self.ideal_step_s,
+            "efficiency": self.efficiency,
+            "utilisation": self.utilisation,
+            "lag": self.lag.to_dict(),
+            **{pool: self._pool(pool) for pool in POOLS},
+        }
+
+    def _pool(self, pool: str) -> dict[str, Any]:
+        time = self.pools[pool]
+        return {
+            "lanes": self.num_lanes[pool],
+            "utilisation": time.utilisation,
+            "alone_s": self.alone_s(pool),
+            "idle_s": self.idle_s(pool),
+            "capacity_ns": time.capacity,
+            "busy_ns": time.busy,
+            "idle_ns": dict(time.idle),
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class OverlapReport:
+    """The figures of a run, and of each of its finished steps by version."""
+
+    run: Figures
+    steps: Mapping[int, Figures]
+    attribution: Attribution
+    recorded: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, trace: Trace) -> Self:
+        """Explain what was recorded up to now."""
+        attribution = Attribution.of(trace)
+        steps = [step for step in trace.steps if not step.is_open]
+        lags = _lags(trace, steps)
+        per_step = {pool: attribution.per_step(pool, steps) for pool in POOLS}
+        num_lanes = {pool: attribution.num_lanes(pool) for pool in POOLS}
+        figures = {
+            step.version: Figures(
+                duration=step.duration,
+                num_steps=1,
+                pools={pool: per_step[pool][index] for pool in POOLS},
+                num_lanes=num_lanes,
+                lag=_mean_lag(lags[step.version]),
+            )
+            for index, step in enumerate(steps)
+        }
+        run = Figures(
+            duration=attribution.window[1] - attribution.window[0],
+            num_steps=len(steps),
+            pools={pool: attribution.total(pool) for pool in POOLS},
+            num_lanes=num_lanes,
+            lag=_mean_lag(lag for step in steps for lag in lags[step.version]),
+        )
+        return cls(run=run, steps=figures, attribution=attribution, recorded=_recorded(trace))
+
+    def to_dict(self) -> dict[str, Any]:
+        """``overlap.json``."""
+        steps = [{"step": version, **figures.to_dict()} for version, figures in self.steps.items()]
+        return {"run": self.run.to_dict(), "steps": steps, "recorded": dict(self.recorded)}
+
+    def summary(self) -> dict[str, Any]:
+        """What ``summary.json`` has of it, in seconds per step of a mean place."""
+        run = self.run
+        return {
+            "step_s": run.step_s,
+            "ideal_step_s": run.ideal_step_s,
+            "efficiency": run.efficiency,
+            "utilisation": {"both": run.utilisation, **{pool: run.pools[pool].utilisation for pool in POOLS}},
+            "idle_s": {pool: run.idle_s(pool) for pool in POOLS},
+            "lag": run.lag.to_dict(),
+        }
+
+
+def _lags(trace: Trace, steps: Iterable[StepWindow]) -> dict[int, list[tuple[int, int, int]]]:
+    """Lag of each step's groups, before the queue, in it and in all; without those that an earlier process stored."""
+    found: dict[int, list[tuple[int, int, int]]] = {step.version: [] for step in steps}
+    for group in trace.groups.values():
+        if group.step in found and group.last(GroupEvent.stored) is not None:
+            found[group.step].append((group.lag_before_queue, group.lag_in_queue, group.lag))
+    return found
+
+
+def _mean_lag(lags: Iterable[tuple[int, int, int]]) -> LagSplit:
+    rows = list(lags)
+    if not rows:
+        return LagSplit()
+    before, after, whole = (fmean(column) for column in zip(*rows, strict=True))
+    return LagSplit(mean=whole, before_queue=before, in_queue=after)
+
+
+def _recorded(trace: Trace) -> dict[str, Any]:
+    """How much of the run was recorded, and how far clocks may be off."""
+    kinds = Counter(process.pool for process in trace.processes)
+    return {
+        "processes": dict(kinds),
+        "dropped_records": trace.num_dropped,
+        "torn_files": sum(not process.is_whole for process in trace.processes),
+        "clock_error_ns": max((process.error_ns for process in trace.processes), default=0),
+    }

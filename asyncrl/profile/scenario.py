@@ -1,0 +1,290 @@
+"""What is simulated: engines, learner, weight updates and response lengths, as numbers. From a YAML file or a run.
+
+Times are in seconds, lengths in tokens. A scenario says what a system *can* do; what it *did*, with which waits, is
+what `asyncrl.profile.simulator` finds out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from asyncrl.config import RunConfig
+from buffer.config import OnStale
+from rollout_fleet.config import EngineKind, OnUpdate
+
+
+@dataclass(frozen=True, kw_only=True)
+class LengthModel:
+    """Response lengths, in tokens: those of recorded groups, or a log-normal distribution cut at the limit.
+
+    Attributes:
+        recorded: Response lengths of recorded groups, one list per group; drawn whole, so that a hard prompt stays
+            long in all of its samples. Empty: the distribution below.
+        mean_tokens: Mean length before the cut.
+        spread: Standard deviation of a length's logarithm, over the samples of one prompt. Example: 0.6.
+        prompt_spread: The same of what all samples of a prompt share.
+        max_tokens: No response is longer.
+        prompt_tokens: Tokens of a prompt.
+    """
+
+    recorded: list[list[int]] = field(default_factory=list)
+    mean_tokens: float = 512.0
+    spread: float = 0.5
+    prompt_spread: float = 0.3
+    max_tokens: int = 32768
+    prompt_tokens: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, low in (("mean_tokens", 1.0), ("spread", 0.0), ("prompt_spread", 0.0), ("max_tokens", 1.0)):
+            _check(f"lengths.{name}", getattr(self, name), low)
+        _check("lengths.prompt_tokens", self.prompt_tokens, 0.0)
+        if any(not lengths or min(lengths) < 1 for lengths in self.recorded):
+            raise ValueError("lengths.recorded must hold groups of lengths >= 1, got an empty one or a length below 1")
+
+    def draw(self, rng: np.random.Generator, num_groups: int, num_samples: int) -> np.ndarray:
+        """[num_groups, num_samples] int64 lengths; recorded groups are drawn with replacement."""
+        if self.recorded:
+            chosen = rng.integers(len(self.recorded), size=num_groups)
+            return np.stack([np.resize(self.recorded[index], num_samples) for index in chosen]).astype(np.int64)
+        variance = self.spread**2 + self.prompt_spread**2
+        middle = math.log(self.mean_tokens) - variance / 2
+        of_prompt = self.prompt_spread * rng.standard_normal((num_groups, 1))
+        logarithms = middle + of_prompt + self.spread * rng.standard_normal((num_groups, num_samples))
+        return np.clip(np.rint(np.exp(logarithms)), 1, self.max_tokens).astype(np.int64)
+
+    def resampled(self, rng: np.random.Generator) -> LengthModel:
+        """The same number of recorded groups, drawn with replacement; a distribution stays as it is."""
+        if not self.recorded:
+            return self
+        chosen = rng.integers(len(self.recorded), size=len(self.recorded))
+        return replace(self, recorded=[self.recorded[index] for index in chosen])
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineModel:
+    """One engine: how fast it writes, by how many samples it writes at once.
+
+    Attributes:
+        step_s: Time of one decoding step (a token of every running sample) beyond what its samples add.
+        step_s_per_sample: What each running sample adds to it.
+        prefill_s_per_token: Time to compute the KV cache of one token, during which nothing is written.
+        max_running: Samples decoded at once; the others wait in the engine, first come first.
+        takes_batches: The engine writes one batch to its end before the next (the in-process engine); else a sample
+            begins as soon as there is room.
+        batch_s: Time of a batch beside its decoding steps.
+    """
+
+    step_s: float = 0.02
+    step_s_per_sample: float = 0.0
+    prefill_s_per_token: float = 0.0
+    max_running: int = 256
+    takes_batches: bool = False
+    batch_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("step_s", "step_s_per_sample", "prefill_s_per_token", "batch_s"):
+            _check(f"engine.{name}", getattr(self, name), 0.0)
+        if self.step_s + self.step_s_per_sample <= 0:
+            raise ValueError("engine.step_s + engine.step_s_per_sample must be > 0, got 0; a token takes some time")
+        if self.max_running < 1:
+            raise ValueError(f"engine.max_running must be >= 1, got {self.max_running}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearnerModel:
+    """The learner: the time of a step, and that of a publish.
+
+    Attributes:
+        step_s: Time of a step beyond what its tokens take.
+        rank_s_per_token: Rank-seconds for one token, prompts included; more ranks share the tokens.
+        copy_s: The ranks stand still for a copy of the weights.
+        publish_s: From that copy until an engine can load the version, while everything goes on.
+        load_s: An engine stands still to load it.
+        on_update: What an engine does with the KV cache of running samples then.
+        shares_learner: The ranks stand still for all of ``publish_s`` and ``load_s`` too, as where one collective moves
+            the weights.
+    """
+
+    step_s: float = 1.0
+    rank_s_per_token: float = 0.0
+    copy_s: float = 0.0
+    publish_s: float = 0.0
+    load_s: float = 0.0
+    on_update: OnUpdate = OnUpdate.recompute
+    shares_learner: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("step_s", "rank_s_per_token", "copy_s", "publish_s", "load_s"):
+            _check(f"learner.{name}", getattr(self, name), 0.0)
+        if self.step_s + self.rank_s_per_token <= 0:
+            raise ValueError("learner.step_s + learner.rank_s_per_token must be > 0, got 0; a step takes some time")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scenario:
+    """Everything that is simulated.
+
+    Attributes:
+        num_engines: Engines.
+        devices_per_engine: Devices of one engine; ``rollout_fleet.sglang.tp_size``.
+        num_ranks: Learner ranks, one device each.
+        groups_in_flight: Prompt groups that one engine's worker holds at a time, those being scored among them.
+        groups_per_step: B.
+        samples_per_prompt: G.
+        max_lag: η.
+        on_stale: See `buffer.config.BufferConfig`.
+        order: See there.
+        publish_every: Learner steps between two published versions.
+        max_stored_bytes: Bytes that the buffer may hold.
+        bytes_per_token: Bytes of a stored token: id, log-prob, version, masks.
+        settle_s: From a group's last token to its storing: reward, encoding, network. It holds its place meanwhile.
+        ask_s: From a free place to the request for a lease.
+        plan_s: From a batch that is complete to the start of the step: plan, fetch, scores of a reference.
+        pipeline_steps: Batches planned and not yet consumed, at most; asyncrl has 2.
+        equal_rewards: Share of groups that ``buffer.filters=[equal_rewards]`` drops, where that is set; 0 elsewhere.
+        queue_groups: Finished groups that may wait for a batch; the one stored first gives way to one more. 0 has no
+            such bound: asyncrl drops none, other systems do.
+        num_steps: Learner steps to simulate.
+        warm_up_steps: First steps that no figure counts.
+        whole_groups: Simulate a group by its longest sample, which takes the room of its mean: for very large fleets.
+        lengths: Response lengths.
+        engine: One engine.
+        learner: The learner.
+    """
+
+    num_engines: int = 1
+    devices_per_engine: int = 1
+    num_ranks: int = 1
+    groups_in_flight: int = 32
+    groups_per_step: int = 32
+    samples_per_prompt: int = 8
+    max_lag: int = 2
+    on_stale: OnStale = OnStale.wait
+    order: str = "earliest_deadline"
+    publish_every: int = 1
+    max_stored_bytes: int = 2 * 1024**3
+    bytes_per_token: float = 14.0
+    settle_s: float = 0.0
+    ask_s: float = 0.02
+    plan_s: float = 0.0
+    pipeline_steps: int = 2
+    equal_rewards: float = 0.0
+    queue_groups: int = 0
+    num_steps: int = 60
+    warm_up_steps: int = 10
+    whole_groups: bool = False
+    lengths: LengthModel = field(default_factory=LengthModel)
+    engine: EngineModel = field(default_factory=EngineModel)
+    learner: LearnerModel = field(default_factory=LearnerModel)
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of engines and ranks together."""
+        return self.num_engines * self.devices_per_engine + self.num_ranks
+
+    def __post_init__(self) -> None:
+        at_least_one = (
+            *("num_engines", "devices_per_engine", "num_ranks", "groups_in_flight", "groups_per_step"),
+            *("samples_per_prompt", "publish_every", "max_stored_bytes", "pipeline_steps", "num_steps"),
+        )
+        for name in at_least_one:
+            _check(name, getattr(self, name), 1)
+        for name in ("max_lag", "bytes_per_token", "settle_s", "ask_s", "plan_s", "queue_groups", "warm_up_steps"):
+            _check(name, getattr(self, name), 0)
+        if not 0 <= self.equal_rewards < 1:
+            raise ValueError(f"equal_rewards must be in [0, 1), got {self.equal_rewards}; 1 keeps no group")
+        if self.warm_up_steps >= self.num_steps:
+            raise ValueError(
+                f"warm_up_steps must be below num_steps={self.num_steps}, got {self.warm_up_steps}; simulate more steps"
+            )
+        if self.publish_every > self.max_lag + 1:
+            raise ValueError(
+                f"publish_every must be at most max_lag + 1 = {self.max_lag + 1}, got {self.publish_every}: the "
+                "learner would wait for rollouts under weights that are not published"
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        """All numbers as plain values; recorded lengths by their number alone."""
+        values = asdict(self)
+        values["lengths"]["recorded"] = len(self.lengths.recorded)
+        return values
+
+
+def load_spec(path: Path) -> Scenario:
+    """Read a scenario from a YAML file; what it leaves out has its default.
+
+    Raises:
+        ValueError: there is no such file, or an option is unknown, of the wrong type or out of range.
+    """
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    if not path.is_file():
+        raise ValueError(f"there is no run and no scenario at {path}; name a run's folder, or a YAML file")
+    try:
+        schema = OmegaConf.structured(Scenario)
+        for node in (schema, schema.lengths, schema.engine, schema.learner):
+            OmegaConf.set_readonly(node, False)  # it maps a frozen dataclass to a read-only node
+        scenario = OmegaConf.to_object(OmegaConf.merge(schema, OmegaConf.load(path)))
+    except OmegaConfBaseException as error:
+        raise ValueError(f"{path}: {' '.join(str(error).split())}") from error
+    assert isinstance(scenario, Scenario)
+    return scenario
+
+
+def configured(scenario: Scenario, config: RunConfig) -> Scenario:
+    """The scenario under a run's options: what the configuration says itself, and no measurement."""
+    fleet, buffer = config.rollout_fleet, config.buffer
+    engine = replace(
+        scenario.engine,
+        takes_batches=fleet.engine is EngineKind.transformers,
+        max_running=(
+            fleet.sglang.max_running_requests if fleet.engine is EngineKind.sglang else fleet.transformers.max_rows
+        ),
+    )
+    return replace(
+        scenario,
+        num_engines=fleet.num_engines,
+        devices_per_engine=fleet.sglang.tp_size,
+        num_ranks=config.learner.num_ranks,
+        groups_in_flight=fleet.groups_in_flight,
+        groups_per_step=config.algorithm.groups_per_step,
+        samples_per_prompt=config.algorithm.samples_per_prompt,
+        max_lag=buffer.max_lag,
+        on_stale=buffer.on_stale,
+        order=buffer.order,
+        publish_every=config.weights.publish_every,
+        max_stored_bytes=buffer.max_stored_bytes,
+        engine=engine,
+        learner=replace(scenario.learner, on_update=fleet.sglang.on_update),
+        lengths=replace(scenario.lengths, max_tokens=fleet.sampling.max_new_tokens),
+    )
+
+
+OVERRIDES: Mapping[str, str] = {
+    "num_engines": "rollout_fleet.num_engines",
+    "num_ranks": "learner.num_ranks",
+    "groups_in_flight": "rollout_fleet.groups_in_flight",
+    "groups_per_step": "algorithm.groups_per_step",
+    "max_lag": "buffer.max_lag",
+    "on_stale": "buffer.on_stale",
+    "publish_every": "weights.publish_every",
+}
+"""What a plan may change of a scenario, and the option that does it in a run."""
+
+
+def overrides(changed: Scenario, base: Scenario) -> list[str]:
+    """Hydra overrides that take a run like ``base`` to one like ``changed``. Example: ``["buffer.max_lag=1"]``."""
+    names: Sequence[str] = [name for name in OVERRIDES if getattr(changed, name) != getattr(base, name)]
+    return [f"{OVERRIDES[name]}={getattr(changed, name)}" for name in names]
+
+
+def _check(name: str, value: float, low: float) -> None:
+    if not low <= value < math.inf:
+        raise ValueError(f"{name} must be finite and >= {low:g}, got {value}")

@@ -1,0 +1,213 @@
+"""The real replay buffer in simulated time: `buffer.service` itself, without sockets, on simpy's clock.
+
+The service waits with asyncio timers. `SimulatedLoop` is the event loop that it finds: its clock is simpy's, and a
+timer becomes a simpy event. So admission, selection, room and the log of offers are those of a run, by the same code.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from asyncio import events
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import simpy
+
+from asyncrl.protocol.errors import AsyncRLError
+from buffer.config import BufferConfig
+from buffer.heartbeats import LoopClock
+from buffer.ledger import Ledger
+from buffer.messages import OK, REVOKED, Message, error_of
+from buffer.service import BufferService
+
+NEVER_S = 1e12
+"""Deadlines of a simulated buffer: no simulated client dies, and none is answered "nothing yet"."""
+
+OnReply = Callable[[Mapping[str, Any]], None]
+OnRefusal = Callable[[AsyncRLError], None]
+OnRevoked = Callable[[int, int], None]
+
+
+class SimulatedLoop(asyncio.AbstractEventLoop):
+    """As much of an event loop as timers need, on a simpy clock."""
+
+    def __init__(self, env: simpy.Environment) -> None:
+        self._env = env
+
+    def time(self) -> float:
+        """Now, in simulated seconds."""
+        return self._env.now
+
+    def call_later(self, delay: float, callback: Any, *arguments: Any, context: Any = None) -> asyncio.TimerHandle:
+        """Call back after ``delay`` seconds; never, where that is `NEVER_S` or more."""
+        handle = asyncio.TimerHandle(self._env.now + delay, callback, arguments, self, context)
+        if delay < NEVER_S / 2:
+            call_after(self._env, delay, lambda: None if handle.cancelled() else handle._run())
+        return handle
+
+    def call_at(self, when: float, callback: Any, *arguments: Any, context: Any = None) -> asyncio.TimerHandle:
+        """Call back at ``when``."""
+        return self.call_later(when - self._env.now, callback, *arguments, context=context)
+
+    def get_debug(self) -> bool:
+        """Timers ask; there is no debug mode."""
+        return False
+
+    def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
+        """Do nothing: a cancelled timer stays on simpy's queue, and does nothing when it is due."""
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Be the running loop of this thread, in the place of whichever runs; nothing else of it runs meanwhile.
+
+        The buffer's warnings are of a run that does not take place, and are not logged.
+        """
+        before, log = events._get_running_loop(), logging.getLogger("buffer")
+        events._set_running_loop(self)
+        level = log.level
+        log.setLevel(logging.ERROR)
+        try:
+            yield
+        finally:
+            log.setLevel(level)
+            events._set_running_loop(before)
+
+
+class _SimulatedClock(LoopClock):
+    """The loop's clock, which never stalls."""
+
+    def __init__(self, loop: SimulatedLoop) -> None:
+        self._loop = loop
+
+    def time(self) -> float:
+        """See `LoopClock.time`."""
+        return self._loop.time()
+
+    def close(self) -> None:
+        """See `LoopClock.close`."""
+
+
+class _Size:
+    """A payload of which only the size is there."""
+
+    __slots__ = ("_num_bytes",)
+
+    def __init__(self, num_bytes: int) -> None:
+        self._num_bytes = num_bytes
+
+    def __len__(self) -> int:
+        return self._num_bytes
+
+
+def call_after(env: simpy.Environment, delay: float, callback: Callable[[], None]) -> None:
+    """Call back after ``delay`` simulated seconds."""
+    event = simpy.Timeout(env, delay)
+    assert event.callbacks is not None
+    event.callbacks.append(lambda _: callback())
+
+
+class SimulatedBuffer:
+    """The buffer of a simulated run, and its clients' calls. Replies come within the call that made them possible.
+
+    Args:
+        env: The clock.
+        config: Its options; leases never run out, and no producer is ever silent.
+        groups_per_step: B.
+
+    Attributes:
+        ledger: Where everything is, to be looked at.
+        num_requests: Requests handled so far.
+    """
+
+    def __init__(self, env: simpy.Environment, config: BufferConfig, *, groups_per_step: int) -> None:
+        clock = _SimulatedClock(SimulatedLoop(env))
+        self._service = BufferService(config, groups_per_step=groups_per_step, send=self._send, clock=clock)
+        self.ledger: Ledger = self._service.ledger
+        self.num_requests = 0
+        self._inbox: deque[tuple[bytes, Message]] = deque()
+        self._outbox: deque[tuple[bytes, Message]] = deque()
+        self._on_reply: dict[int, tuple[OnReply, OnRefusal | None]] = {}
+        self._on_revoked: dict[bytes, OnRevoked] = {}
+        self._last_id = 0
+        self._is_busy = False
+
+    def join(self, client: bytes, on_revoked: OnRevoked) -> None:
+        """Tell a client of leases that it loses, by group and attempt."""
+        self._on_revoked[client] = on_revoked
+
+    def request(
+        self,
+        client: bytes,
+        name: str,
+        fields: Mapping[str, Any],
+        *,
+        num_bytes: int = 0,
+        on_reply: OnReply | None = None,
+        on_refusal: OnRefusal | None = None,
+    ) -> int:
+        """Ask the service for an operation; its reply's fields go to ``on_reply``, if that is given.
+
+        A refusal goes to ``on_refusal``, else it is raised. Returns the request's id.
+        """
+        self._last_id += 1
+        if on_reply is not None or on_refusal is not None:
+            self._on_reply[self._last_id] = (on_reply or (lambda _: None), on_refusal)
+        payload: Sequence[Any] = (_Size(num_bytes),) if num_bytes else ()
+        self._inbox.append((client, Message(name=name, request_id=self._last_id, fields=fields, payload=payload)))
+        identifier = self._last_id
+        if not self._is_busy:
+            self._work()
+        return identifier
+
+    def cancel_lease(self, client: bytes, request_id: int) -> None:
+        """Take a request for leases back."""
+        self._on_reply.pop(request_id, None)
+        self.request(client, "cancel", {"request": request_id})
+
+    def lose(self, group_id: int, attempt: int) -> None:
+        """Take a stored group's trajectories; its prompt is queued again."""
+        self._service.lose_from_store(0, [group_id], [(group_id, attempt)])
+        if not self._is_busy:
+            self._work()
+
+    def _work(self) -> None:
+        """Handle what came, settle, and hand out the replies, until nothing is left; callbacks may ask for more."""
+        self._is_busy = True
+        try:
+            while self._inbox or self._outbox:
+                while self._inbox:
+                    client, message = self._inbox.popleft()
+                    self.num_requests += 1
+                    self._service.handle(client, message)
+                self._service.settle()
+                while self._outbox:
+                    self._deliver(*self._outbox.popleft())
+        finally:
+            self._is_busy = False
+
+    def _send(self, client: bytes, message: Message) -> None:
+        self._outbox.append((client, message))
+
+    def _deliver(self, client: bytes, message: Message) -> None:
+        if message.name == REVOKED:
+            self._on_revoked[client](message.fields["group_id"], message.fields["attempt"])
+            return
+        on_reply, on_refusal = self._on_reply.pop(message.request_id, (None, None))
+        if message.name == OK:
+            if on_reply is not None:
+                on_reply(message.fields)
+        elif message.request_id:
+            error = error_of(message)
+            if on_refusal is None:
+                raise error
+            on_refusal(error)
+
+
+def buffer_options(**options: Any) -> BufferConfig:
+    """A buffer's configuration whose deadlines are all out of reach."""
+    never = dict.fromkeys(("lease_s", "heartbeat_s", "request_timeout_s"), NEVER_S)
+    sizes = dict.fromkeys(("max_prompt_bytes", "max_message_bytes"), 1 << 62)
+    return BufferConfig(**never, **sizes, **options)

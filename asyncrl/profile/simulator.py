@@ -1,0 +1,460 @@
+"""A run in simulated time: the real buffer between simulated engines, a simulated learner and simulated publishes.
+
+    feed ──prompts──▶ buffer.service ──leases──▶ workers ──▶ engines
+                           ▲   │                    │
+                   commits │   │ plans     puts ◀───┘          offers: learner ─▶ buffer ─▶ workers
+                        learner ◀
+
+Who waits for whom is as in `asyncrl.controller.controller` and `rollout_fleet.loop`; the ledger, admission, selection
+and the log of offers are the buffer's own code (`asyncrl.profile.simulated_buffer`). simpy keeps the time. A scenario
+and a seed give the same outcome each time.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import simpy
+from simpy.events import ProcessGenerator
+
+from asyncrl.profile.scenario import Scenario
+from asyncrl.profile.simulated_buffer import SimulatedBuffer, SimulatedLoop, buffer_options, call_after
+from asyncrl.profile.simulated_engine import SimulatedEngine, SimulatedGroup
+from asyncrl.protocol.errors import AsyncRLError, LeaseExpired, StoreFull
+
+_CONTROLLER = b"controller"
+_LEARNER = b"learner"
+_QUEUED_STEPS = 2
+"""Batches' worth of prompts kept queued, so that admission never waits for them."""
+_DRAWN_AT_ONCE = 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What a simulated run came to, without its first steps.
+
+    Attributes:
+        step_s: Mean seconds from one step's end to the next.
+        tokens_per_s: Response tokens trained on per second.
+        lag_mean: Mean lag of the consumed groups.
+        lag_histogram: Lag to share of the consumed groups.
+        learner_idle: Cause to share of the time in which the ranks stood still for it.
+        fleet_idle: Cause to share of the engines' places, over time, that were idle for it.
+        stored_bytes: Most bytes that the buffer held.
+        dropped: Share of the written tokens that were dropped.
+        wait_s: Mean seconds per step that the ranks waited for a batch.
+        update_s: Mean seconds per step that they computed.
+        step_ends: Seconds at which each step ended, from the beginning.
+    """
+
+    step_s: float
+    tokens_per_s: float
+    lag_mean: float
+    lag_histogram: Mapping[int, float]
+    learner_idle: Mapping[str, float]
+    fleet_idle: Mapping[str, float]
+    stored_bytes: int
+    dropped: float
+    wait_s: float
+    update_s: float
+    step_ends: tuple[float, ...] = field(repr=False, default=())
+
+
+def simulate(scenario: Scenario, *, seed: int = 0) -> Outcome:
+    """Run a scenario to its last step.
+
+    Raises:
+        ReplayBufferError: the buffer refuses, as it would in a run: a batch that no room can hold, for one.
+    """
+    return Simulation(scenario, seed=seed).run()
+
+
+class PromptLengths:
+    """Response lengths by prompt: a prompt that is leased again draws anew from the same stream."""
+
+    def __init__(self, scenario: Scenario, seed: int) -> None:
+        self._scenario = scenario
+        self._rng = np.random.default_rng(seed)
+        self._drawn: list[list[int]] = []
+
+    def next(self) -> list[int]:
+        """Lengths of a group's samples."""
+        if not self._drawn:
+            lengths = self._scenario.lengths
+            drawn = lengths.draw(self._rng, _DRAWN_AT_ONCE, self._scenario.samples_per_prompt)
+            self._drawn = drawn.tolist()[::-1]
+        return self._drawn.pop()
+
+    def is_equal(self) -> bool:
+        """Whether a group's rewards are all the same."""
+        return self._scenario.equal_rewards > 0 and self._rng.random() < self._scenario.equal_rewards
+
+
+class SimulatedWorker:
+    """A rollout worker: asks for leases, hands groups to its engine, stores them, and loads what is offered."""
+
+    def __init__(self, simulation: Simulation, index: int) -> None:
+        scenario = simulation.scenario
+        self._simulation, self._scenario, self._env = simulation, scenario, simulation.env
+        self._buffer = simulation.buffer
+        self._client = b"engine-%d" % index
+        self.engine = SimulatedEngine(
+            simulation.env,
+            scenario.engine,
+            on_update=scenario.learner.on_update,
+            prompt_tokens=scenario.lengths.prompt_tokens,
+            whole_groups=scenario.whole_groups,
+            on_finished=self._settle,
+        )
+        self._groups: dict[tuple[int, int], SimulatedGroup] = {}
+        self._num_settling = 0
+        self._asked: int | None = None
+        self._is_gathering = False
+        self._seen_at = self._stood_s = 0.0
+        self.idle: defaultdict[str, float] = defaultdict(float)
+
+    def start(self) -> None:
+        """Ask for work and for weights."""
+        self._buffer.join(self._client, self._on_revoked)
+        self._report_loaded(0, 0.0)
+        self._follow_weights()
+        self._ask()
+
+    def account(self) -> None:
+        """Count the places that were idle since the last call, by cause."""
+        now = self._env.now
+        passed, self._seen_at = now - self._seen_at, now
+        if not passed:
+            return
+        stood_s = self.engine.stood_s() - self._stood_s
+        self._stood_s += stood_s
+        self.idle["publish_pause"] += stood_s * self._scenario.groups_in_flight
+        passed -= stood_s
+        self.idle["reward"] += passed * self._num_settling
+        num_free = self._scenario.groups_in_flight - len(self._groups)
+        if num_free > 0:
+            cause = "staleness_gate" if self._buffer.ledger.has_room() else "buffer_full"
+            self.idle["asking" if self._is_gathering else cause] += passed * num_free
+
+    # Leases
+
+    def _ask(self) -> None:
+        """Ask for leases a moment after places became free, once at a time."""
+        if self._asked is None and not self._is_gathering and len(self._groups) < self._scenario.groups_in_flight:
+            self._is_gathering = True
+            call_after(self._env, self._scenario.ask_s, self._request_leases)
+
+    def _request_leases(self) -> None:
+        self.account()
+        self._is_gathering = False
+        wanted = self._scenario.groups_in_flight - len(self._groups)
+        if wanted > 0:
+            fields = {"engine_version": self.engine.version, "max_groups": wanted}
+            self._asked = -1  # the answer may come within the call
+            asked = self._buffer.request(self._client, "lease", fields, on_reply=self._begin)
+            if self._asked == -1:
+                self._asked = asked
+
+    def _begin(self, fields: Mapping[str, Any]) -> None:
+        self.account()
+        self._asked = None
+        new = []
+        for group_id, attempt, *_ in fields["leases"]:
+            lengths = self._simulation.lengths.next()
+            group = SimulatedGroup(
+                group_id=group_id, attempt=attempt, lengths=lengths, num_left=len(lengths), leased_at=self._env.now
+            )
+            self._groups[group_id, attempt] = group
+            new.append(group)
+        self.engine.add(new)
+        self._simulation.learner.account()
+        self._ask()
+
+    def _on_revoked(self, group_id: int, attempt: int) -> None:
+        group = self._groups.get((group_id, attempt))
+        if group is None or group.num_left == 0:
+            return
+        self.account()
+        del self._groups[group_id, attempt]
+        fields = {"group_id": group_id, "attempt": attempt, "num_tokens": self.engine.revoke(group)}
+        self._buffer.request(self._client, "release", {**fields, "reason": "revoked", "drop": False})
+        self._ask()
+
+    # Results
+
+    def _settle(self, group: SimulatedGroup) -> None:
+        self.account()
+        self._num_settling += 1
+        if self._scenario.settle_s:
+            call_after(self._env, self._scenario.settle_s, lambda: self._put(group))
+        else:
+            self._put(group)
+
+    def _put(self, group: SimulatedGroup) -> None:
+        num_bytes = round(sum(group.lengths) * self._scenario.bytes_per_token)
+        rewards = [0.0] if self._simulation.lengths.is_equal() else [0.0, 1.0]
+        fields = {
+            "group_id": group.group_id,
+            "attempt": group.attempt,
+            "num_prompt_tokens": round(self._scenario.lengths.prompt_tokens),
+            "num_tokens": sum(group.lengths),
+            "oldest_version": group.oldest_version,
+            "newest_version": group.newest_version,
+            "num_truncated": 0,
+            "response_lengths": group.lengths,
+            "branch_tokens": [],
+            "num_branches": [],
+            "rewards": rewards,
+            "metrics": [],
+        }
+
+        def put() -> None:
+            self._buffer.request(
+                self._client,
+                "put",
+                fields,
+                num_bytes=num_bytes,
+                on_reply=lambda _: self._stored(group),
+                on_refusal=on_refusal,
+            )
+
+        def on_refusal(error: AsyncRLError) -> None:
+            if isinstance(error, StoreFull):  # wait until it fits
+                asked = {"group_id": group.group_id, "attempt": group.attempt, "num_bytes": num_bytes}
+                self._buffer.request(self._client, "reserve", asked, on_reply=lambda _: put())
+            elif isinstance(error, LeaseExpired):  # it was revoked while it was scored
+                self._stored(group)
+            else:
+                raise error
+
+        put()
+
+    def _stored(self, group: SimulatedGroup) -> None:
+        """The buffer has a group, or wants it no more."""
+        self.account()
+        self._num_settling -= 1
+        del self._groups[group.group_id, group.attempt]
+        self._simulation.stored(group)
+        self._ask()
+
+    # Weights
+
+    def _follow_weights(self) -> None:
+        fields = {"at_least": self.engine.version + 1}
+        self._buffer.request(self._client, "next_offer", fields, on_reply=self._load)
+
+    def _report_loaded(self, version: int, load_s: float) -> None:
+        fields = {"version": version, "seconds": load_s, "engine": self._client.decode()}
+        self._buffer.request(self._client, "loaded", fields)
+
+    def _load(self, fields: Mapping[str, Any]) -> None:
+        self.account()
+        version, load_s = fields["offer"]["version"], self._scenario.learner.load_s
+
+        def on_loaded() -> None:
+            self.account()
+            self._report_loaded(version, load_s)
+            if self._asked is not None:  # at the version before
+                self._buffer.cancel_lease(self._client, self._asked)
+                self._asked = None
+            self._follow_weights()
+            self._ask()
+
+        self.engine.load(version, load_s, on_loaded)
+
+
+class SimulatedLearner:
+    """The learner's ranks and the controller's loops: plan, update, commit, publish."""
+
+    def __init__(self, simulation: Simulation) -> None:
+        self._simulation, self._scenario, self._env = simulation, simulation.scenario, simulation.env
+        self._buffer = simulation.buffer
+        self._places = simpy.Container(self._env, init=self._scenario.pipeline_steps)
+        self._planned = simpy.Store(self._env)
+        self._published_at = self.stood_s = 0.0
+        self._is_waiting = False
+        self._cause, self._seen_at = "slow_generation", 0.0
+        self.idle: defaultdict[str, float] = defaultdict(float)
+        self.steps: list[tuple[float, float, int, list[int]]] = []
+
+    def start(self) -> simpy.Process:
+        """Start the loops; the process ends with the last step."""
+        self._feed()
+        self._env.process(self._plan())
+        return self._env.process(self._train())
+
+    def _feed(self) -> None:
+        """Keep prompts queued; called whenever a batch was planned."""
+        scenario, ledger = self._scenario, self._buffer.ledger
+        capacity = scenario.num_engines * scenario.groups_in_flight
+        missing = _QUEUED_STEPS * scenario.groups_per_step + capacity - ledger.num_queued
+        if missing > 0:
+            first = self._simulation.num_prompts
+            self._simulation.num_prompts += missing
+            fields = {"groups": list(range(first, first + missing)), "counts": [0] * missing}
+            self._buffer.request(_CONTROLLER, "enqueue", fields)
+
+    def account(self) -> None:
+        """Count the time that the ranks waited since the last call, by what was in the way until now."""
+        now = self._env.now
+        if self._is_waiting:
+            self.idle[self._cause] += now - self._seen_at
+            self._cause = self._what_is_missing()
+        self._seen_at = now
+
+    def _what_is_missing(self) -> str:
+        ledger, scenario = self._buffer.ledger, self._scenario
+        num_missing = scenario.groups_per_step - ledger.num_stored
+        if num_missing <= 0 or num_missing <= ledger.num_leased < self._simulation.capacity / 2:
+            return "batch_tail"
+        if ledger.num_leased < num_missing:
+            return "publish"
+        return "slow_generation"
+
+    def _plan(self) -> ProcessGenerator:
+        for version in range(self._scenario.num_steps):
+            yield self._places.get(1)
+            made = self._env.event()
+
+            def on_plan(fields: Mapping[str, Any], made: simpy.Event = made) -> None:
+                self._simulation.planned({group["group_id"] for group in fields["groups"]})
+                made.succeed(fields["groups"])
+
+            self._buffer.request(_CONTROLLER, "plan", {"version": version}, on_reply=on_plan)
+            groups = yield made
+            self._feed()
+            yield self._planned.put(groups)
+
+    def _train(self) -> ProcessGenerator:
+        scenario = self._scenario
+        for version in range(scenario.num_steps):
+            self._is_waiting, self._seen_at = True, self._env.now
+            asked_s, self._cause = self._env.now, self._what_is_missing()
+            groups = yield self._planned.get()
+            self.account()
+            self._is_waiting = False
+            waited_s = self._env.now - asked_s
+            num_response = sum(group["num_tokens"] for group in groups)
+            num_prompt = scenario.lengths.prompt_tokens * scenario.samples_per_prompt * len(groups)
+            tokens_s = scenario.learner.rank_s_per_token * (num_response + num_prompt) / scenario.num_ranks
+            yield self._env.timeout(scenario.plan_s + scenario.learner.step_s + tokens_s)
+            self._buffer.request(_CONTROLLER, "commit", {"version": version})
+            yield self._places.put(1)
+            self.steps.append((self._env.now, waited_s, num_response, [version - g["oldest_version"] for g in groups]))
+            if (version + 1) % scenario.publish_every == 0:
+                yield from self._publish(version + 1)
+
+    def _publish(self, version: int) -> ProcessGenerator:
+        """Copy the weights when the publish before is done; the rest is off the ranks, unless they are in it."""
+        learner = self._scenario.learner
+        began_s = self._env.now
+        ready_s = max(0.0, self._published_at - began_s)
+        shared_s = learner.publish_s + learner.load_s if learner.shares_learner else 0.0
+        self._published_at = began_s + ready_s + learner.copy_s + learner.publish_s
+        call_after(self._env, self._published_at - began_s, lambda: self._offer(version))
+        if ready_s + learner.copy_s + shared_s:
+            yield self._env.timeout(ready_s + learner.copy_s + shared_s)
+            self.idle["publish"] += self._env.now - began_s
+            self.stood_s += self._env.now - began_s
+
+    def _offer(self, version: int) -> None:
+        self.account()
+        self._buffer.request(_LEARNER, "offer", {"offer": {"version": version}})
+
+
+class Simulation:
+    """A scenario being run; use `simulate`, unless you look inside.
+
+    Attributes:
+        buffer: The real service, in simulated time.
+        workers: One per engine.
+        learner: Ranks and controller.
+        capacity: Groups that all workers hold at most.
+    """
+
+    def __init__(self, scenario: Scenario, *, seed: int = 0) -> None:
+        self.scenario = scenario
+        self.env = simpy.Environment()
+        self.lengths = PromptLengths(scenario, seed)
+        self.num_prompts = 0
+        self.capacity = scenario.num_engines * scenario.groups_in_flight
+        options = buffer_options(
+            max_lag=scenario.max_lag,
+            on_stale=scenario.on_stale,
+            order=scenario.order,
+            max_stored_bytes=scenario.max_stored_bytes,
+            queue_size=2 * (_QUEUED_STEPS * scenario.groups_per_step + self.capacity),
+            filters=["equal_rewards"] if scenario.equal_rewards else [],
+        )
+        self._loop = SimulatedLoop(self.env)
+        with self._loop.running():
+            self.buffer = SimulatedBuffer(self.env, options, groups_per_step=scenario.groups_per_step)
+        self._queue: dict[int, int] = {}
+        self._most_bytes = 0
+        self.learner = SimulatedLearner(self)
+        self.workers = [SimulatedWorker(self, index) for index in range(scenario.num_engines)]
+
+    def run(self) -> Outcome:
+        """Run to the last step."""
+        with self._loop.running():
+            trained = self.learner.start()
+            for worker in self.workers:
+                worker.start()
+            self.env.run(until=trained)
+            for worker in self.workers:
+                worker.account()
+            return self._outcome()
+
+    def stored(self, group: SimulatedGroup) -> None:
+        """A group was stored; where a queue is bounded, the one stored first gives way to it."""
+        self._most_bytes = max(self._most_bytes, self.buffer.ledger.stored_bytes)
+        if self.scenario.queue_groups:
+            self._queue[group.group_id] = group.attempt
+            call_after(self.env, 0.0, self._bound_queue)  # when a batch that takes some of them is known
+        self.learner.account()
+
+    def _bound_queue(self) -> None:
+        while len(self._queue) > self.scenario.queue_groups:
+            group_id = next(iter(self._queue))
+            self.buffer.lose(group_id, self._queue.pop(group_id))
+
+    def planned(self, group_ids: set[int]) -> None:
+        """A batch was made."""
+        for group_id in group_ids & self._queue.keys():
+            del self._queue[group_id]
+
+    def _outcome(self) -> Outcome:
+        scenario, steps = self.scenario, self.learner.steps
+        first = scenario.warm_up_steps
+        began_s = steps[first - 1][0] if first else 0.0
+        took_s, total_s = steps[-1][0] - began_s, self.env.now
+        counted = steps[first:]
+        lags = Counter(lag for step in counted for lag in step[3])
+        waits_s = sum(step[1] for step in counted) / len(counted)
+        step_s = took_s / len(counted)
+        places_s = total_s * self.capacity
+        fleet_idle: defaultdict[str, float] = defaultdict(float)
+        for worker in self.workers:
+            fleet_idle["re_prefill"] += worker.engine.prefill_s * scenario.groups_in_flight
+            for cause, idle_s in worker.idle.items():
+                fleet_idle[cause] += idle_s
+        account = self.buffer.ledger.account
+        dropped = sum(account.tokens_dropped.values())
+        written = dropped + account.tokens_trained + account.tokens_buffered
+        return Outcome(
+            step_s=step_s,
+            tokens_per_s=sum(step[2] for step in counted) / took_s,
+            lag_mean=sum(lag * number for lag, number in lags.items()) / lags.total(),
+            lag_histogram={lag: lags[lag] / lags.total() for lag in sorted(lags)},
+            learner_idle={cause: idle / total_s for cause, idle in sorted(self.learner.idle.items())},
+            fleet_idle={cause: idle / places_s for cause, idle in sorted(fleet_idle.items()) if idle > 0},
+            stored_bytes=self._most_bytes,
+            dropped=dropped / written if written else 0.0,
+            wait_s=waits_s,
+            update_s=max(0.0, step_s - waits_s - self.learner.stood_s / len(steps)),
+            step_ends=tuple(step[0] for step in steps),
+        )

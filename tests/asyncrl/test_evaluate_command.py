@@ -1,0 +1,91 @@
+"""``asyncrl evaluate``: what a path means, and an evaluation of a real model on the in-process engine."""
+
+import json
+
+import pyarrow.parquet as pq
+import pytest
+
+from asyncrl.cli.compose import compose_run, dump_yaml
+from asyncrl.cli.evaluate_command import find_policy, main
+from asyncrl.cli.quickstart import make_assets
+from learner.checkpoint_folder import SavedProgress, checkpoint_path, write_progress
+
+OPTIONS = ["rollout_fleet.engine=transformers", "rollout_fleet.sampling.max_new_tokens=6", "evaluation.num_samples=2"]
+
+
+@pytest.fixture(scope="module")
+def assets(tmp_path_factory):
+    return make_assets(
+        tmp_path_factory.mktemp("evaluate") / "assets", seed=0, num_train=8, num_held_out=24, num_demonstrations=8
+    )
+
+
+def make_run(folder, *, version=0, policy=True, checkpoints=()):
+    """A run's folder with what it has kept."""
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(dump_yaml(compose_run(["quickstart=false", *OPTIONS])))
+    if policy:
+        (folder / "policy").mkdir()
+        (folder / "policy" / "config.json").write_text("{}")
+        (folder / "summary.json").write_text(json.dumps({"policy_version": version}))
+    for saved in checkpoints:
+        path = checkpoint_path(folder / "checkpoints", saved)
+        path.mkdir(parents=True)
+        write_progress(path, SavedProgress(version=saved, num_updates=saved, num_ranks=1, sp_size=1, dtype="float32"))
+    return folder
+
+
+def test_a_path_means_a_model_a_run_or_a_checkpoint(tmp_path, assets):
+    first = make_run(tmp_path / "mine" / "2026-01-01", version=7)
+    second = make_run(tmp_path / "mine" / "2026-01-02", policy=False, checkpoints=(3, 12))
+    found = find_policy(assets.model)
+    assert (found.model, found.run_dir, found.version) == (assets.model, None, 0)
+    for path in (first, first / "policy"):
+        found = find_policy(path)
+        assert (found.model, found.run_dir, found.version) == (first / "policy", first, 7)
+    for path in (second, tmp_path / "mine", second / "checkpoints", second / "checkpoints" / "v00000012"):
+        found = find_policy(path)
+        assert (found.checkpoint, found.run_dir) == (second / "checkpoints" / "v00000012", second)
+        assert (found.model, found.version) == (None, 12)
+    assert find_policy(second / "checkpoints" / "v00000003").version == 3
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match=r"empty must hold a model \(config.json\), a checkpoint, or a run"):
+        find_policy(tmp_path / "empty")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "needs MODEL_OR_RUN first"),
+        (["data.eval_files=[x]"], "needs MODEL_OR_RUN first"),
+        (["/nowhere"], "/nowhere must hold a model"),
+        (["MODEL", "quickstart=false"], "data.eval_files must name at least one"),
+        (["MODEL", "evaluation.samples=3"], "unknown option evaluation.samples"),
+        (["MODEL", "data.eval_files=[HELD_OUT]", "rollout_fleet.engine=scripted"], "must be sglang or transformers"),
+    ],
+)
+def test_a_mistake_is_told_by_name_before_anything_starts(tmp_path, assets, capsys, arguments, words):
+    names = {"MODEL": str(assets.model), "HELD_OUT": str(assets.held_out)}
+    for name, value in names.items():
+        arguments = [argument.replace(name, value) for argument in arguments]
+    assert main([*arguments, *([f"output_dir={tmp_path}"] if arguments else [])]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_run_is_evaluated_with_its_own_options_and_keeps_every_answer(tmp_path, assets, capsys):
+    run = make_run(tmp_path / "run", version=7)
+    for file in assets.model.iterdir():
+        (run / "policy" / file.name).write_bytes(file.read_bytes())
+    assert main([str(run), f"data.eval_files=[{assets.held_out}]", "data.max_prompt_tokens=9"]) == 0
+    (folder,) = (run / "evaluations").iterdir()
+    found = json.loads((folder / "evaluation.json").read_text())
+    assert (found["policy_version"], found["num_prompts"], found["num_missing"]) == (7, 24, 0)
+    assert list(found["estimates"]) == ["mean@2", "pass@1", "pass@2", "greedy"]
+    rows = [row for file in sorted((folder / "samples").iterdir()) for row in pq.read_table(file).to_pylist()]
+    assert sorted((row["kind"], row["group_id"]) for row in rows) == sorted(
+        [("sampled", index) for index in range(24)] * 2 + [("greedy", index) for index in range(24)]
+    )
+    assert found["response_length"] == pytest.approx(sum(row["num_tokens"] for row in rows) / len(rows))
+    output = capsys.readouterr().out
+    assert "policy version 7, 24 prompts" in output
+    assert "pass@2" in output

@@ -1,0 +1,159 @@
+"""What reaches the other nodes of a cluster, and what comes back; folders of this machine are their file systems."""
+
+import stat
+from types import SimpleNamespace
+
+import pytest
+
+from asyncrl.config import RunConfig
+from asyncrl.controller import node_folders
+from asyncrl.controller.node_folders import NodeFiles, NodeFolders
+from asyncrl.protocol.errors import AsyncRLError
+from buffer import make_keys
+
+
+class Node:
+    """Stands in for the actor of a node, whose paths are under ``root``; None is a node that sees what we see."""
+
+    def __init__(self, root=None):
+        self.root = root
+        self.error = None
+
+    def __getattr__(self, method):
+        async def call(*args):
+            if self.error is not None:
+                raise self.error
+            return getattr(NodeFiles(), method)(*map(self.there, args))
+
+        return SimpleNamespace(remote=call)
+
+    def there(self, value):
+        if isinstance(value, list):
+            return [self.there(item) for item in value]
+        is_path = isinstance(value, str) and value.startswith("/")
+        return f"{self.root}{value}" if is_path and self.root else value
+
+    def file(self, path):
+        return self.root / str(path)[1:]
+
+
+@pytest.fixture
+def nodes(tmp_path, monkeypatch):
+    """Two nodes: one shares our file system, the other has its own."""
+    monkeypatch.setattr(node_folders.ray, "put", lambda data: data)
+    monkeypatch.setattr(node_folders, "CHUNK_BYTES", 7)
+    return {"10.0.0.1": Node(), "10.0.0.2": Node(tmp_path / "other")}
+
+
+@pytest.fixture
+async def folders(tmp_path, nodes):
+    run_dir = tmp_path / "run"
+    (run_dir / "logs").mkdir(parents=True)
+    folders = NodeFolders(run_dir, nodes, timeout_s=5.0)
+    await folders.open()
+    return folders
+
+
+def make_model(folder, text="weights of twenty bytes"):
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    (folder / "empty.txt").touch()
+    (folder / "model.safetensors").write_text(text)
+    return folder
+
+
+async def test_only_nodes_that_do_not_see_the_runs_folder_get_one_of_their_own(folders):
+    assert folders.apart == ["10.0.0.2"]
+
+
+async def test_a_model_that_every_node_has_stays_where_it_is(folders, nodes, tmp_path):
+    model = make_model(tmp_path / "model")
+    make_model(nodes["10.0.0.2"].file(model))
+    assert await folders.bring(model, "model") == model
+
+
+@pytest.mark.parametrize("text_there", [None, "weights of twenty BYTES"])
+async def test_one_that_a_node_lacks_or_has_otherwise_is_copied_to_the_runs_folder(
+    folders, nodes, tmp_path, text_there
+):
+    model = make_model(tmp_path / "model")
+    if text_there:
+        make_model(nodes["10.0.0.2"].file(model), text_there)
+    path = await folders.bring(model, "model")
+    assert path == tmp_path / "run" / "model"
+    there = nodes["10.0.0.2"].file(path)
+    assert {file.name: file.read_text() for file in there.iterdir()} == {f.name: f.read_text() for f in model.iterdir()}
+    assert (path / "model.safetensors").read_text() == "weights of twenty bytes"
+
+
+async def test_keys_reach_a_node_readable_by_their_owner_only_and_no_others(folders, nodes, tmp_path):
+    make_keys(tmp_path / "run" / "keys")
+    config = RunConfig()
+    assert (await folders.supply(config, keys=str(tmp_path / "run" / "keys"), resumes=False)) == config
+    there = nodes["10.0.0.2"].file(tmp_path / "run" / "keys")
+    assert sorted(path.name for path in there.iterdir()) == ["learner.json", "rollout.json"]
+    assert {stat.S_IMODE(path.stat().st_mode) for path in there.iterdir()} == {0o600}
+    assert stat.S_IMODE(there.stat().st_mode) == 0o700
+
+
+async def test_a_folder_that_must_be_shared_and_is_not_is_named_with_the_node(folders, tmp_path):
+    with pytest.raises(ValueError, match=r"weights.directory must be on a file system .* which 10.0.0.2 cannot see"):
+        await folders.check_shared("weights.directory", tmp_path / "weights")
+    assert not list((tmp_path / "weights").iterdir())
+
+
+async def test_logs_come_back_as_they_grow_and_samples_once_they_are_whole(folders, nodes, tmp_path):
+    run_dir, there = tmp_path / "run", nodes["10.0.0.2"].file(tmp_path / "run")
+    (there / "logs").mkdir(parents=True)
+    (there / "samples").mkdir()
+    (there / "logs" / "rollout-1.log").write_text("one\n")
+    (there / "samples" / ".train.parquet.partial").write_text("ha")
+    await folders.collect()
+    with (there / "logs" / "rollout-1.log").open("a") as log:
+        log.write("two, which is longer\n")
+    (there / "samples" / ".train.parquet.partial").rename(there / "samples" / "train.parquet")
+    await folders.collect()
+    await folders.collect()
+    assert (run_dir / "logs" / "rollout-1.log").read_text() == "one\ntwo, which is longer\n"
+    assert [path.read_text() for path in (run_dir / "samples").iterdir()] == ["ha"]
+
+
+async def test_a_log_of_a_name_that_is_taken_gets_another(folders, nodes, tmp_path):
+    logs = nodes["10.0.0.2"].file(tmp_path / "run" / "logs")
+    logs.mkdir(parents=True)
+    (tmp_path / "run" / "logs" / "rollout-0.log").write_text("before it moved\n")
+    for text in ("there\n", "there\nand on\n"):
+        (logs / "rollout-0.log").write_text(text)
+        await folders.collect()
+    logs = tmp_path / "run" / "logs"
+    assert (logs / "rollout-0.log").read_text() == "before it moved\n"
+    assert (logs / "rollout-0-2.log").read_text() == "there\nand on\n"
+
+
+async def test_a_policy_that_another_node_wrote_comes_back_and_the_end_leaves_nothing_there(folders, nodes, tmp_path):
+    policy = make_model(nodes["10.0.0.2"].file(tmp_path / "run" / "policy"))
+    await folders.fetch(tmp_path / "run" / "policy")
+    assert (tmp_path / "run" / "policy" / "model.safetensors").read_text() == "weights of twenty bytes"
+    await folders.close()
+    assert not policy.parent.exists()
+    assert (tmp_path / "run" / "policy").is_dir()
+
+
+async def test_a_node_that_does_not_answer_keeps_no_run_from_ending(folders, nodes, caplog):
+    nodes["10.0.0.2"].error = AsyncRLError("its node died")
+    await folders.close()
+    assert "logs and samples of node 10.0.0.2 do not come back: its node died" in caplog.text
+
+
+async def test_a_path_that_a_node_cannot_make_is_refused_with_its_reason(folders, nodes, tmp_path):
+    nodes["10.0.0.2"].root.write_text("a file where its folders should be")
+    with pytest.raises(ValueError, match=r"every node must have a folder .*run/model, .*10.0.0.2: Not a directory"):
+        await folders.bring(make_model(tmp_path / "model"), "model")
+
+
+async def test_a_run_of_one_node_asks_nobody(tmp_path):
+    alone = NodeFolders(tmp_path, {}, timeout_s=1.0)
+    config = RunConfig()
+    assert await alone.supply(config, keys="", resumes=True) is config
+    assert await alone.bring(tmp_path / "policy", "start") == tmp_path / "policy"
+    await alone.close()

@@ -1,0 +1,103 @@
+"""A run on several nodes: what its options must say, and whether it fits the nodes."""
+
+from dataclasses import fields
+
+import pytest
+
+from asyncrl.config import RunConfig, Transport, check_options
+from asyncrl.controller.cluster import check_nodes, engine_pool, node_shares, worker_env
+from asyncrl.placement_config import PlacementConfig, RayConfig, Strategy
+from learner.config import Device
+from rollout_fleet.config import SGLangConfig
+
+FILE = {"transport": Transport.file, "directory": "/mnt/weights"}
+COLLECTIVE = {"transport": Transport.collective, "interface": "eth0"}
+
+
+def config_of(**sections):
+    """A run on two nodes, and what differs in its sections."""
+    several = {"placement": {"num_nodes": 2}, "ray": {"address": "auto"}, "buffer": {"host": "10.0.0.1"}}
+    kinds = {section.name: section.default_factory for section in fields(RunConfig)}
+    names = several.keys() | sections.keys()
+    return RunConfig(**{name: kinds[name](**(several.get(name, {}) | sections.get(name, {}))) for name in names})
+
+
+@pytest.mark.parametrize("weights", [FILE, COLLECTIVE])
+def test_a_run_on_several_nodes_that_names_what_they_share_is_let_through(weights):
+    check_options(config_of(weights=weights))
+
+
+@pytest.mark.parametrize(
+    ("sections", "words"),
+    [
+        ({"ray": {"address": ""}}, "ray.address must be auto, or host:port of a Ray cluster of all nodes"),
+        ({"buffer": {"host": "127.0.0.1"}}, "buffer.host must be an address or interface of this node that the others"),
+        ({"buffer": {"host": "lo"}}, "buffer.host must be an address or interface of this node"),
+        ({"weights": {"transport": Transport.shared_memory}}, "must be file or collective .*, got shared_memory"),
+        ({"weights": {}}, "weights.transport must be file or collective with placement.num_nodes=2, got auto"),
+        ({"weights": {"transport": Transport.file}}, "weights.directory must be a folder that all nodes share"),
+        ({"weights": {"transport": Transport.collective}}, "weights.interface must be one that all nodes reach"),
+        ({"weights": FILE, "placement": {"num_nodes": 2, "colocated": True}}, "placement.colocated must be false"),
+        (
+            {"weights": FILE, "placement": {"num_nodes": 2, "ranks_per_node": 2}, "learner": {"num_ranks": 3}},
+            "placement.ranks_per_node must be a divisor of the processes of each pool",
+        ),
+    ],
+)
+def test_what_only_one_node_has_is_refused_by_name(sections, words):
+    with pytest.raises(ValueError, match=words):
+        check_options(config_of(**sections))
+
+
+def test_options_for_several_nodes_are_refused_on_one():
+    several = {"ranks_per_node": 2, "engines_per_node": 1, "strategy": Strategy.spread, "engine_labels": {"gpu": "a"}}
+    for name, value in several.items():
+        with pytest.raises(ValueError, match=rf"placement.{name} is for several nodes"):
+            PlacementConfig(**{name: value})
+    with pytest.raises(ValueError, match=r"ray.node_address=10.0.0.1 is used in a cluster that is joined"):
+        RayConfig(node_address="10.0.0.1")
+
+
+def on_gpus(**placement):
+    """Two nodes, eight learner ranks and four engines of two GPUs each."""
+    return config_of(
+        weights=COLLECTIVE,
+        learner={"device": Device.cuda, "num_ranks": 8},
+        rollout_fleet={"num_engines": 4, "sglang": SGLangConfig(tp_size=2)},
+        placement={"num_nodes": 2, **placement},
+    )
+
+
+def test_shares_of_a_node_are_what_must_be_on_one():
+    config = on_gpus(ranks_per_node=4, engines_per_node=3, cpus_per_engine=4.0)
+    ranks, engines = {"CPU": 4.0, "GPU": 4.0}, {"CPU": 12.0, "GPU": 6.0}
+    assert node_shares(config) == [ranks, ranks, engines, {"CPU": 4.0, "GPU": 2.0}]
+    assert node_shares(on_gpus()) == [{"CPU": 8.0, "GPU": 8.0}, *[{"CPU": 1.0, "GPU": 2.0}] * 4]
+
+
+def test_a_run_must_fit_its_nodes_not_only_their_sum():
+    node = {"CPU": 64.0, "GPU": 8.0}
+    check_nodes(on_gpus(), {"10.0.0.1": node, "10.0.0.2": node})
+    with pytest.raises(ValueError, match=r"placement.num_nodes=2 nodes must be in the cluster .*, got 1 \(10.0.0.1\)"):
+        check_nodes(on_gpus(), {"10.0.0.1": {"CPU": 64.0, "GPU": 16.0}})
+    halves = {f"10.0.0.{number}": {"CPU": 32.0, "GPU": 4.0} for number in range(4)}
+    with pytest.raises(ValueError, match=r"each on one node, the largest .*'GPU': 8.0.*lower placement.ranks_per_node"):
+        check_nodes(on_gpus(), halves)
+    check_nodes(on_gpus(ranks_per_node=4), halves)
+    with pytest.raises(ValueError, match="asks for 16 GPUs"):
+        check_nodes(on_gpus(), {"10.0.0.1": node, "10.0.0.2": {"CPU": 64.0}})
+
+
+def test_engines_get_the_gpus_of_their_tensor_parallel_ranks_on_one_node():
+    pool = engine_pool(on_gpus())
+    assert (pool.store, pool.bundle(), pool.strategy) == ([4], {"CPU": 1.0, "GPU": 2.0}, "PACK")
+    assert not pool.apart
+    spread = engine_pool(on_gpus(strategy=Strategy.spread, engine_labels={"pool": "inference"}))
+    assert (spread.strategy, spread.labels) == ("SPREAD", {"pool": "inference"})
+    by_node = engine_pool(on_gpus(strategy=Strategy.spread, engines_per_node=2), num_engines=3)
+    assert (by_node.store, by_node.strategy, by_node.apart) == ([2, 1], "STRICT_PACK", True)
+
+
+def test_collectives_of_the_ranks_keep_to_the_interface_that_is_named():
+    assert worker_env(on_gpus(interface="ib0"))["NCCL_SOCKET_IFNAME"] == "ib0"
+    assert "GLOO_SOCKET_IFNAME" not in worker_env(on_gpus())

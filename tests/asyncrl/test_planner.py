@@ -1,0 +1,177 @@
+"""Plans, advice and calibration: what is compared, when nothing is said, and a recorded run that is replayed."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from asyncrl.cli import plan_command
+from asyncrl.cli.compose import compose_run, dump_yaml, read_config
+from asyncrl.profile.advice import Health, advise
+from asyncrl.profile.calibration import calibrate
+from asyncrl.profile.planner import Choices, Prediction, make_plan, recommend, splits_of
+from asyncrl.profile.scenario import EngineModel, LearnerModel, LengthModel, Scenario
+from asyncrl.profile.simulator import Outcome, simulate
+from buffer.config import OnStale
+from tests.support.traces import record_run
+
+BASE = Scenario(
+    groups_in_flight=4,
+    groups_per_step=4,
+    samples_per_prompt=2,
+    max_lag=0,
+    ask_s=0.0,
+    num_steps=16,
+    warm_up_steps=4,
+    engine=EngineModel(step_s=0.03),
+    learner=LearnerModel(step_s=2.0),
+    lengths=LengthModel(mean_tokens=100, spread=0.1, prompt_spread=0.0),
+)
+
+
+def predicted(step_s, lag, **options):
+    outcome = Outcome(
+        step_s=step_s,
+        tokens_per_s=1.0,
+        lag_mean=lag,
+        lag_histogram={},
+        learner_idle={},
+        fleet_idle={},
+        stored_bytes=0,
+        dropped=0.0,
+        wait_s=0.0,
+        update_s=0.0,
+    )
+    scenario = replace(BASE, max_lag=4, **options)
+    return Prediction(scenario=scenario, outcome=outcome, step_s=(step_s, step_s), lag_mean=(lag, lag))
+
+
+def test_the_least_stale_of_the_fastest_is_recommended():
+    now, fast, fresh = predicted(10, 0.0), predicted(5.0, 3.0), predicted(5.05, 1.0)
+    assert recommend([now, fast, fresh, predicted(6, 0.5)]) is fresh
+
+
+def test_the_present_options_win_a_draw():
+    now, other = predicted(5, 1.0), predicted(5, 1.0)
+    assert recommend([now, other]) is now
+
+
+@pytest.mark.parametrize("options", [{"groups_per_step": 8}, {"num_ranks": 5}, {"on_stale": OnStale.drop}])
+def test_nothing_is_recommended_that_learns_otherwise_or_takes_more_devices(options):
+    now = predicted(10, 1.0)
+    assert recommend([now, predicted(1, 0.0, **options)]) is now
+
+
+def test_a_plan_of_a_serial_run_recommends_a_lag():
+    plan = make_plan(BASE, Choices(max_lag=[0, 1, 2], publish_every=[1], on_stale=[OnStale.wait]), replicates=2)
+    assert plan.current.scenario == BASE
+    assert plan.recommended.scenario.max_lag == 1
+    assert plan.recommended.step_s[0] <= plan.recommended.outcome.step_s * 1.05
+    json.dumps(plan.to_dict())
+    (curve,) = plan.curves()
+    assert [point["max_lag"] for point in curve["points"]] == [0, 1, 2]
+
+
+def test_splits_share_out_the_devices_there_are():
+    assert splits_of(replace(BASE, num_engines=2, num_ranks=2)) == [(1, 3), (2, 2), (3, 1)]
+    large = replace(BASE, num_engines=48, num_ranks=16, groups_per_step=1024)
+    assert len(splits_of(large)) <= 10
+    assert (48, 16) in splits_of(large)
+
+
+def test_advice_names_the_change_that_pays_and_why():
+    advice = advise(BASE, measured_step_s=5.0, health=Health())
+    assert advice is not None
+    assert advice.change.startswith("buffer.max_lag=")
+    assert advice.predicted_step_s < 4
+    assert advice.interval[0] <= advice.predicted_step_s <= advice.interval[1] * 1.01
+    assert "the engines wait for admission" in advice.why or "the ranks wait" in advice.why
+    json.dumps(advice.to_dict())
+
+
+@pytest.mark.parametrize("health", [Health(num_errors=1), Health(num_fenced=1), Health(num_dropped=3)])
+def test_advice_is_silent_while_something_is_broken(health):
+    assert advise(BASE, measured_step_s=5.0, health=health) is None
+
+
+def test_advice_is_silent_where_the_replay_is_not_the_run():
+    assert advise(BASE, measured_step_s=9.0, health=Health()) is None
+
+
+def test_advice_is_silent_where_nothing_pays():
+    learner_bound = replace(BASE, max_lag=2, engine=EngineModel(step_s=0.001))
+    assert advise(learner_bound, measured_step_s=2.0, health=Health()) is None
+
+
+RECORDED = {"num_steps": 24, "groups_per_step": 8, "groups_in_flight": 8, "num_engines": 2}
+
+
+def recorded_config(max_lag):
+    return compose_run(
+        [
+            "algorithm.groups_per_step=8",
+            "algorithm.samples_per_prompt=2",
+            "rollout_fleet.groups_in_flight=8",
+            "rollout_fleet.num_engines=2",
+            "learner.num_ranks=2",
+            f"buffer.max_lag={max_lag}",
+        ]
+    )
+
+
+@pytest.mark.parametrize("max_lag", [0, 1, 3])
+def test_a_recorded_run_is_replayed_as_it_was(tmp_path, max_lag):
+    trace = record_run(tmp_path, max_lag=max_lag, **RECORDED)
+    calibration = calibrate(trace, recorded_config(max_lag))
+    replayed = simulate(replace(calibration.scenario, ask_s=0.0))
+    assert replayed.step_s == pytest.approx(calibration.step_s, rel=0.1)
+    assert replayed.lag_mean == pytest.approx(calibration.lag_mean, abs=0.3)
+    assert calibration.health.is_sound
+
+
+def test_a_serial_record_predicts_runs_with_lag(tmp_path):
+    serial = calibrate(record_run(tmp_path / "0", max_lag=0, **RECORDED), recorded_config(0)).scenario
+    for max_lag in (1, 2):
+        trace = record_run(tmp_path / str(max_lag), max_lag=max_lag, **RECORDED)
+        real = calibrate(trace, recorded_config(max_lag))
+        prediction = simulate(replace(serial, max_lag=max_lag, ask_s=0.0))
+        assert prediction.step_s == pytest.approx(real.step_s, rel=0.12)
+        assert prediction.lag_mean == pytest.approx(real.lag_mean, abs=0.3)
+
+
+def test_a_record_of_too_few_steps_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="at least 5 learner steps, got 3"):
+        calibrate(record_run(tmp_path, num_steps=3), recorded_config(1))
+
+
+def test_the_command_plans_from_a_run_and_leaves_what_the_report_shows(tmp_path, capsys):
+    record_run(tmp_path, max_lag=0, **RECORDED)
+    (tmp_path / "config.yaml").write_text(dump_yaml(recorded_config(0)))
+    assert read_config(tmp_path) == recorded_config(0)
+    arguments = [
+        str(tmp_path),
+        "--max-lag",
+        "0",
+        "1",
+        "--publish-every",
+        "1",
+        "--on-stale",
+        "wait",
+        "--replicates",
+        "2",
+    ]
+    assert plan_command.main([*arguments, "--steps", "14", "--keep-split"]) == 0
+    page = capsys.readouterr().out
+    assert "recommended: buffer.max_lag=1" in page
+    assert "advice: buffer.max_lag=" in page
+    document = json.loads((tmp_path / "plan.json").read_text())
+    assert document["advice"].startswith("buffer.max_lag=")
+    assert document["curves"][0]["points"][0].keys() == {"lag", "step_s", "max_lag", "interval"}
+    assert (tmp_path / "plan.png").stat().st_size > 0
+
+
+def test_the_command_says_what_it_needs(tmp_path, capsys):
+    assert plan_command.main([str(tmp_path / "nothing")]) == 2
+    assert "name a run's folder, or a YAML file" in capsys.readouterr().err
+    assert plan_command.main([str(tmp_path)]) == 2
+    assert "config.yaml" in capsys.readouterr().err

@@ -1,0 +1,203 @@
+"""The simulator, against steps that can be worked out by hand; every lag is the real ledger's."""
+
+from dataclasses import replace
+
+import pytest
+
+from asyncrl.profile.scenario import EngineModel, LearnerModel, LengthModel, Scenario, load_spec, overrides
+from asyncrl.profile.simulated_engine import SimulatedEngine, SimulatedGroup
+from asyncrl.profile.simulator import Simulation, simulate
+from buffer.config import OnStale
+from rollout_fleet.config import OnUpdate
+
+EQUAL = LengthModel(mean_tokens=100, spread=0.0, prompt_spread=0.0)
+
+
+def scenario(**options):
+    """Responses of 100 tokens, 0.03 s each: a batch takes 3 s to write, 2 s to train, and nothing else takes time."""
+    numbers = {
+        "groups_in_flight": 4,
+        "groups_per_step": 4,
+        "samples_per_prompt": 2,
+        "ask_s": 0.0,
+        "num_steps": 30,
+        "warm_up_steps": 10,
+        "engine": EngineModel(step_s=0.03),
+        "learner": LearnerModel(step_s=2.0),
+        "lengths": EQUAL,
+    }
+    return Scenario(**{**numbers, **options})
+
+
+def test_without_lag_generation_and_training_take_turns():
+    outcome = simulate(scenario(max_lag=0))
+    assert outcome.step_s == pytest.approx(3 + 2)
+    assert outcome.lag_histogram == {0: 1.0}
+    assert outcome.wait_s == pytest.approx(3)
+
+
+def test_with_a_lag_of_one_the_slower_pool_sets_the_pace():
+    outcome = simulate(scenario(max_lag=1))
+    assert outcome.step_s == pytest.approx(3)
+    assert outcome.lag_histogram == {1: 1.0}
+    faster_engine = simulate(scenario(max_lag=1, engine=EngineModel(step_s=0.01)))
+    assert faster_engine.step_s == pytest.approx(2)
+
+
+def test_two_engines_write_a_batch_in_half_the_time_when_their_places_limit_them():
+    slow = scenario(max_lag=2, groups_in_flight=2, learner=LearnerModel(step_s=0.1))
+    assert simulate(slow).step_s == pytest.approx(6)
+    assert simulate(replace(slow, num_engines=2)).step_s == pytest.approx(3)
+
+
+def test_an_engine_slows_down_with_the_samples_it_runs():
+    model = EngineModel(step_s=0.01, step_s_per_sample=0.005)  # 8 samples: 0.05 s per token
+    outcome = simulate(scenario(max_lag=0, engine=model))
+    assert outcome.step_s == pytest.approx(5 + 2)
+
+
+def test_a_publish_costs_its_copy_its_travel_and_its_load_where_nothing_overlaps():
+    learner = LearnerModel(step_s=2.0, copy_s=0.25, publish_s=0.5, load_s=0.125)
+    assert simulate(scenario(max_lag=0, learner=learner)).step_s == pytest.approx(3 + 2 + 0.875)
+
+
+def test_more_ranks_share_the_tokens():
+    learner = LearnerModel(step_s=1.0, rank_s_per_token=0.01)  # 800 tokens: 8 rank-seconds
+    assert simulate(scenario(max_lag=0, learner=learner)).step_s == pytest.approx(3 + 1 + 8)
+    assert simulate(scenario(max_lag=0, learner=learner, num_ranks=4)).step_s == pytest.approx(3 + 1 + 2)
+
+
+def test_an_update_makes_running_samples_pay_for_their_cache_unless_it_is_kept():
+    slow = LearnerModel(step_s=1.0, load_s=0.5)
+    writing = scenario(max_lag=2, engine=EngineModel(step_s=0.03, prefill_s_per_token=0.001), learner=slow)
+    recomputed = simulate(writing)
+    kept = simulate(replace(writing, learner=replace(slow, on_update=OnUpdate.keep)))
+    assert recomputed.fleet_idle["re_prefill"] > 0
+    assert "re_prefill" not in kept.fleet_idle
+    assert recomputed.step_s > kept.step_s
+
+
+def test_a_batch_engine_writes_until_its_longest_sample_ends():
+    engine = EngineModel(step_s=0.01, step_s_per_sample=0.001, takes_batches=True, batch_s=0.5)
+    lengths = LengthModel(recorded=[[10, 100]])
+    outcome = simulate(scenario(max_lag=0, engine=engine, lengths=lengths))
+    assert outcome.step_s == pytest.approx(0.5 + 100 * (0.01 + 8 * 0.001) + 2)
+
+
+def test_no_sample_begins_above_the_engines_limit():
+    """Eight samples, four at a time: two rounds of 3 s."""
+    outcome = simulate(scenario(max_lag=0, engine=EngineModel(step_s=0.03, max_running=4)))
+    assert outcome.step_s == pytest.approx(6 + 2)
+
+
+def test_the_same_seed_gives_the_same_outcome_and_another_does_not():
+    uneven = scenario(lengths=LengthModel(mean_tokens=100, spread=0.6))
+    assert simulate(uneven, seed=3) == simulate(uneven, seed=3)
+    assert simulate(uneven, seed=3) != simulate(uneven, seed=4)
+
+
+@pytest.mark.parametrize("max_lag", [0, 1, 3])
+@pytest.mark.parametrize("on_stale", list(OnStale))
+def test_no_group_is_consumed_beyond_the_bound(max_lag, on_stale):
+    uneven = scenario(
+        max_lag=max_lag,
+        on_stale=on_stale,
+        num_engines=3,
+        lengths=LengthModel(mean_tokens=100, spread=1.2, prompt_spread=0.8),
+        learner=LearnerModel(step_s=0.5, publish_s=0.7, load_s=0.1),
+    )
+    outcome = simulate(uneven)
+    assert max(outcome.lag_histogram) <= max_lag
+    if on_stale is OnStale.wait:
+        assert outcome.dropped == 0
+
+
+def test_stragglers_that_are_given_up_cost_tokens_and_save_time():
+    uneven = scenario(
+        max_lag=1,
+        groups_in_flight=8,
+        lengths=LengthModel(mean_tokens=100, spread=0.2, prompt_spread=1.2),
+        learner=LearnerModel(step_s=0.2),
+    )
+    waits, requeues = simulate(uneven), simulate(replace(uneven, on_stale=OnStale.requeue))
+    assert requeues.dropped > waits.dropped == 0
+    assert requeues.step_s < waits.step_s
+
+
+def test_a_full_buffer_holds_the_engines_back():
+    bytes_per_batch = 4 * 2 * 100 * 14
+    slow = LearnerModel(step_s=20.0)
+    free, full = (
+        simulate(scenario(max_lag=4, learner=slow, max_stored_bytes=bound))
+        for bound in (1 << 30, round(1.5 * bytes_per_batch))
+    )
+    assert "buffer_full" not in free.fleet_idle
+    assert full.fleet_idle["buffer_full"] > 0.2
+    assert full.stored_bytes <= 1.5 * bytes_per_batch
+
+
+def test_groups_of_equal_rewards_are_written_and_not_trained_on():
+    outcome = simulate(scenario(max_lag=0, equal_rewards=0.5))
+    assert outcome.dropped == pytest.approx(0.5, abs=0.1)
+    assert outcome.step_s > 5
+
+
+def test_a_group_is_simulated_whole_by_its_longest_sample():
+    uneven = scenario(max_lag=0, lengths=LengthModel(recorded=[[50, 100]]))
+    whole = simulate(replace(uneven, whole_groups=True))
+    assert whole.step_s == pytest.approx(simulate(uneven).step_s)
+
+
+def test_idle_shares_are_shares():
+    outcome = simulate(scenario(max_lag=1, lengths=LengthModel(mean_tokens=100, spread=0.8)))
+    assert 0 < sum(outcome.learner_idle.values()) < 1
+    assert 0 < sum(outcome.fleet_idle.values()) < 1
+
+
+def test_the_simulated_buffer_ends_with_a_balanced_account():
+    simulation = Simulation(scenario(max_lag=2, on_stale=OnStale.requeue, lengths=LengthModel(spread=1.0)))
+    simulation.run()
+    stats = simulation.buffer.ledger.stats()
+    written = sum(worker.engine.num_tokens for worker in simulation.workers)
+    known = stats.tokens_trained + sum(stats.tokens_dropped.values()) + stats.tokens_buffered
+    num_in_flight = 4 * 2 * simulation.scenario.lengths.max_tokens
+    assert written - num_in_flight <= known <= written
+
+
+def test_a_scenario_is_read_from_yaml_and_refused_by_the_name_of_its_mistake(tmp_path):
+    path = tmp_path / "spec.yaml"
+    path.write_text("num_engines: 3\nengine: {step_s: 0.5}\non_stale: requeue\n")
+    read = load_spec(path)
+    assert (read.num_engines, read.engine.step_s, read.on_stale) == (3, 0.5, OnStale.requeue)
+    path.write_text("engine: {speed: 3}\n")
+    with pytest.raises(ValueError, match="speed"):
+        load_spec(path)
+    path.write_text("max_lag: 1\npublish_every: 3\n")
+    with pytest.raises(ValueError, match="publish_every must be at most max_lag"):
+        load_spec(path)
+
+
+def test_overrides_name_what_changed_in_a_runs_own_words():
+    base = scenario()
+    assert overrides(replace(base, max_lag=4, num_engines=2), base) == [
+        "rollout_fleet.num_engines=2",
+        "buffer.max_lag=4",
+    ]
+
+
+def test_a_revoked_group_leaves_the_engine_and_says_what_it_had_written():
+    simulation = Simulation(scenario())
+    engine = SimulatedEngine(
+        simulation.env,
+        EngineModel(step_s=0.01),
+        on_update=OnUpdate.keep,
+        prompt_tokens=0,
+        whole_groups=False,
+        on_finished=lambda group: None,
+    )
+    group = SimulatedGroup(group_id=0, attempt=0, lengths=[100, 40], num_left=2)
+    engine.add([group])
+    simulation.env.run(until=0.5)
+    assert engine.revoke(group) == 50 + 40
+    simulation.env.run(until=5)
+    assert engine.num_tokens == 50 + 40
