@@ -277,10 +277,16 @@ class RunConfig:
         output_dir: Results go to ``<output_dir>/<experiment>/<time>/``.
         total_steps: Learner steps of the run.
         quickstart: Make the quickstart's model, tokenizer and data first, under ``<output_dir>/<experiment>/assets``.
+        dry_run: Check the run, and say what it would take and wait for, without starting anything.
         record_trajectories: Write every consumed trajectory to ``trajectories/``, for inspection.
         save_timeout_s: After a signal, once a step is done: how long writing the policy and the summary may take before
             the run stops.
         stop_timeout_s: How long stopping may take before processes are killed.
+        dashboard: Serve the run's report while it goes on, at ``dashboard_address``.
+        dashboard_address: ``host:port``; port 0 is any free one. Beyond loopback, visitors must show the secret that
+            the environment variable ``ASYNCRL_DASHBOARD_TOKEN`` holds.
+        tracker: Where the run's numbers go besides its folder: ``wandb``, ``mlflow``, ``prometheus``.
+        prometheus_address: ``host:port`` of ``/metrics`` with ``tracker=[prometheus]``.
     """
 
     experiment: str = "run"
@@ -288,9 +294,14 @@ class RunConfig:
     output_dir: str = "outputs"
     total_steps: int = 100
     quickstart: bool = False
+    dry_run: bool = False
     record_trajectories: bool = False
     save_timeout_s: float = 60.0
     stop_timeout_s: float = 15.0
+    dashboard: bool = False
+    dashboard_address: str = "127.0.0.1:0"
+    tracker: list[str] = field(default_factory=list)
+    prometheus_address: str = "127.0.0.1:9464"
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)

@@ -3,14 +3,17 @@
 ``python -m benchmarks.end_to_end`` (needs the ``bench`` extra). For each seed one warm-started policy; from it train,
 in turns and each in a process of its own: asyncrl with the in-process engine at the default ``buffer.max_lag``, asyncrl
 at ``buffer.max_lag=0``, and TRL, on the same task, model, hyper-parameters and cores. Evaluation is on nobody's clock:
-TRL's stands still, and asyncrl's published weights are kept and evaluated afterwards by the same function. A seed that
-misses the target counts with all its training time, and is reported.
+TRL's stands still, and asyncrl's published weights are kept and evaluated afterwards by the same function. The target
+is reached where the mean of three evaluations of 2,048 samples each crosses it, interpolated (`first_crossing`). A seed
+that misses it counts with all its training time, and is reported. Wall time depends on what else the machine does; the
+CPU time of each side, its start included, stands beside it.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import resource
 import statistics
 import subprocess
 import sys
@@ -25,7 +28,7 @@ from asyncrl.cli.compose import compose_run
 from asyncrl.cli.quickstart import with_quickstart_assets
 from asyncrl.config import RunConfig
 from asyncrl.sft.warm_start import warm_start_path
-from benchmarks.held_out import HeldOut, load_held_out
+from benchmarks.held_out import HeldOut, first_crossing, load_held_out
 from benchmarks.report import Target, print_report
 
 TARGET_ACCURACY = 0.90
@@ -40,12 +43,16 @@ class Outcome:
         time_s: Training time to the target; all of it where the target was missed.
         start_s: Time before the first step.
         steps: Learner steps to the target.
+        step_s: Training time per step, of all steps.
+        cpu_s: CPU seconds of all processes for the whole training, the start included.
         hit: Whether the target was reached.
     """
 
     time_s: float
     start_s: float
-    steps: int
+    steps: float
+    step_s: float
+    cpu_s: float
     hit: bool
 
 
@@ -70,22 +77,38 @@ class Contest:
         """Train with asyncrl; evaluate its published weights afterwards."""
         overrides = [*self._overrides, "rollout_fleet.engine=transformers", "learner.keep_snapshots=-1"]
         overrides += ["evaluation.enabled=false", *([] if max_lag is None else [f"buffer.max_lag={max_lag}"])]
+        before_s = _children_cpu_s()
         output = _run([sys.executable, "-m", "asyncrl.train", *overrides])
+        cpu_s = _children_cpu_s() - before_s
         run_dir = Path(next(line.split("writing to ", 1)[1] for line in output if "writing to " in line))
         records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
         start_s = json.loads((run_dir / "summary.json").read_text())["start_wall_s"]
-        times = {record["step"] + 1: record["time_s"] for record in records}
-        step = _first_hit(run_dir / "snapshots", self._held_out, self._eval_every)
-        last = step or len(records)
-        return Outcome(time_s=times[last], start_s=start_s, steps=last, hit=step is not None)
+        times = {0: 0.0} | {record["step"] + 1: record["time_s"] for record in records}
+        curve = _curve(self._warm, run_dir / "snapshots", self._held_out, self._eval_every)
+        steps = first_crossing(curve, TARGET_ACCURACY)
+        time_s = first_crossing([(times[int(step)], accuracy) for step, accuracy in curve], TARGET_ACCURACY)
+        return Outcome(
+            time_s=times[len(records)] if time_s is None else time_s,
+            start_s=start_s,
+            steps=len(records) if steps is None else steps,
+            step_s=times[len(records)] / len(records),
+            cpu_s=cpu_s,
+            hit=steps is not None,
+        )
 
     def trl(self) -> Outcome:
         """Train with TRL."""
         output = _run([sys.executable, "-m", "benchmarks.trl_baseline", *self._trl_options(self._config)])
         result = json.loads(output[-1])
         hit = result["time_to_target_s"] is not None
-        time_s = result["time_to_target_s"] if hit else result["train_s"]
-        return Outcome(time_s=time_s, start_s=result["startup_s"], steps=result["steps"], hit=hit)
+        return Outcome(
+            time_s=result["time_to_target_s"] if hit else result["train_s"],
+            start_s=result["startup_s"],
+            steps=result["steps_to_target"] if hit else result["steps"],
+            step_s=result["train_s"] / result["steps"],
+            cpu_s=result["cpu_s"],
+            hit=hit,
+        )
 
     def _trl_options(self, config: RunConfig) -> list[str]:
         optimizer, algorithm = config.learner.optimizer, config.algorithm
@@ -116,7 +139,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.end_to_end", description="Time to sampled 0.90 against TRL."
     )
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--total-steps", type=int, default=300, help="learner steps of each training")
     parser.add_argument("--eval-every", type=int, default=5, help="steps between evaluations")
     parser.add_argument("--threads", type=int, default=2, help="torch threads of TRL")
@@ -147,42 +170,46 @@ def _report(outcomes: dict[str, list[Outcome]], seeds: list[int]) -> int:
         for seed, result in zip(seeds, results, strict=True):
             hit = "" if result.hit else ", target missed"
             rows[f"{name}, seed {seed}"] = (
-                f"{result.time_s:.1f} s in {result.steps} steps ({result.time_s / result.steps * 1e3:.0f} ms a step), "
-                f"start {result.start_s:.1f} s{hit}"
+                f"{result.time_s:.1f} s in {result.steps:.0f} steps, {result.step_s * 1e3:.0f} ms per step, "
+                f"start {result.start_s:.1f} s, {result.cpu_s:.0f} CPU seconds in all{hit}"
             )
+    mine, trl, sync = (outcomes[name] for name in ("asyncrl", "TRL", "asyncrl, max_lag=0"))
     figures = {
-        "time_to_090_vs_trl": _median_ratio(outcomes["asyncrl"], outcomes["TRL"]),
-        "time_to_090_vs_sync": _median_ratio(outcomes["asyncrl"], outcomes["asyncrl, max_lag=0"]),
-        "step_time_vs_trl": _median_step_ratio(outcomes["asyncrl"], outcomes["TRL"]),
+        "time_to_090_vs_trl": _median_ratio(mine, trl, "time_s"),
+        "time_to_090_vs_sync": _median_ratio(mine, sync, "time_s"),
+        "steps_to_090_vs_trl": _median_ratio(mine, trl, "steps"),
+        "step_time_vs_trl": _median_ratio(mine, trl, "step_s"),
+        "asyncrl_cpu_s": statistics.median(result.cpu_s for result in mine),
+        "trl_cpu_s": statistics.median(result.cpu_s for result in trl),
         "asyncrl_start_s": statistics.median(result.start_s for result in outcomes["asyncrl"]),
         "trl_start_s": statistics.median(result.start_s for result in outcomes["TRL"]),
         "missed": float(sum(not result.hit for results in outcomes.values() for result in results)),
     }
-    targets = {"time_to_090_vs_trl": Target(at_most=0.80), "missed": Target(at_most=0)}
+    targets = {"time_to_090_vs_trl": Target(at_most=0.65), "missed": Target(at_most=0)}
     title = "training time to sampled held-out accuracy 0.90, medians of paired ratios"
     met = print_report(title, rows, figures, targets, baseline="TRL GRPOTrainer, same warm start, two cores")
     return 0 if met else 1
 
 
-def _median_ratio(mine: list[Outcome], others: list[Outcome]) -> float:
-    return statistics.median(a.time_s / b.time_s for a, b in zip(mine, others, strict=True))
+def _median_ratio(mine: list[Outcome], others: list[Outcome], name: str) -> float:
+    return statistics.median(getattr(a, name) / getattr(b, name) for a, b in zip(mine, others, strict=True))
 
 
-def _median_step_ratio(mine: list[Outcome], others: list[Outcome]) -> float:
-    return statistics.median(a.time_s / a.steps / (b.time_s / b.steps) for a, b in zip(mine, others, strict=True))
-
-
-def _first_hit(snapshots: Path, held_out: HeldOut, eval_every: int) -> int | None:
-    """First evaluated version whose sampled accuracy reaches the target."""
+def _curve(warm: Path, snapshots: Path, held_out: HeldOut, eval_every: int) -> list[tuple[float, float]]:
+    """Version and sampled accuracy of the evaluated versions, until the mean of three has reached the target."""
     torch.set_num_threads(2)
-    for path in sorted(snapshots.glob("v????????")):
-        version = int(path.name.removeprefix("v"))
-        if version % eval_every:
-            continue
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-        if held_out.accuracy(model) >= TARGET_ACCURACY:
-            return version
-    return None
+    versions = {0: warm} | {int(path.name.removeprefix("v")): path for path in snapshots.glob("v????????")}
+    curve: list[tuple[float, float]] = []
+    for version, path in sorted(versions.items()):
+        if version % eval_every == 0 and first_crossing(curve, TARGET_ACCURACY) is None:
+            model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+            curve.append((version, held_out.accuracy(model)))
+    return curve
+
+
+def _children_cpu_s() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def _run(command: list[str]) -> list[str]:

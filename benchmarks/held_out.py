@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pyarrow.parquet as pq
@@ -28,7 +31,7 @@ class HeldOut:
     attention_mask: torch.Tensor
     ground_truths: list[str]
     tokenizer: Any
-    samples_per_prompt: int = 4
+    samples_per_prompt: int = 8
     max_new_tokens: int = 12
     seed: int = 0
 
@@ -61,7 +64,28 @@ class HeldOut:
         return sum(answer == truth for answer, truth in zip(answers, truths, strict=True)) / len(truths)
 
 
-def load_held_out(path: str | Path, tokenizer: Any, *, max_new_tokens: int, samples_per_prompt: int = 4) -> HeldOut:
+def first_crossing(curve: Sequence[tuple[float, float]], target: float) -> float | None:
+    """Where an accuracy that is measured with noise reaches a target: over the mean of three neighbours, in between.
+
+    Args:
+        curve: [x, accuracy], x rising: steps or seconds. Example: 0.8 at 10, 0.9 at 20, 1.0 at 30 and 40, target 0.9,
+            is crossed at 20.
+        target: Accuracy.
+
+    Returns:
+        x by linear interpolation; None where the target is not reached.
+    """
+    smooth = [
+        (curve[index][0], fmean(accuracy for _, accuracy in curve[max(0, index - 1) : index + 2]))
+        for index in range(len(curve) - 1)  # the last one has no neighbour behind it
+    ]
+    for before, after in pairwise(smooth):
+        if before[1] < target <= after[1]:
+            return before[0] + (after[0] - before[0]) * (target - before[1]) / (after[1] - before[1])
+    return smooth[0][0] if smooth and smooth[0][1] >= target else None
+
+
+def load_held_out(path: str | Path, tokenizer: Any, *, max_new_tokens: int, samples_per_prompt: int = 8) -> HeldOut:
     """Read a parquet file with columns prompt and ground_truth."""
     rows = pq.read_table(path, columns=["prompt", "ground_truth"]).to_pydict()
     batch = tokenizer(rows["prompt"], padding=True, padding_side="left", return_tensors="pt")

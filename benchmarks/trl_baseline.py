@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
-from benchmarks.held_out import HeldOut, load_held_out
+from benchmarks.held_out import HeldOut, first_crossing, load_held_out
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,17 +69,21 @@ class TrlResult:
     """What a run measured.
 
     Attributes:
-        time_to_target_s: Training seconds until the target; None when ``max_steps`` came first.
+        time_to_target_s: Training seconds until the target, by `first_crossing`; None when ``max_steps`` came first.
+        steps_to_target: The same in updates.
         startup_s: From the start of the process to the first step, without the first evaluation.
         steps: Updates made.
         train_s: Training seconds of all of them.
-        accuracy_curve: [training seconds, sampled accuracy] at each evaluation.
+        cpu_s: CPU seconds of the process, the start included, evaluations not.
+        accuracy_curve: [updates, training seconds, sampled accuracy] at each evaluation.
     """
 
     time_to_target_s: float | None
+    steps_to_target: float | None
     startup_s: float
     steps: int
     train_s: float
+    cpu_s: float
     accuracy_curve: list[list[float]]
 
 
@@ -110,11 +114,12 @@ class TargetCallback(TrainerCallback):
         self.clock = StoppedClock()
         self.curve: list[list[float]] = []
         self.startup_s = 0.0
+        self.evaluation_cpu_s = 0.0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Take the start-up time and the accuracy before training."""
         self.startup_s = time.time() - psutil.Process().create_time()
-        self._measure(kwargs["model"])
+        self._measure(kwargs["model"], 0)
         self.clock.start()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -122,15 +127,21 @@ class TargetCallback(TrainerCallback):
         if state.global_step % self.settings.eval_every and state.global_step < self.settings.max_steps:
             return
         self.clock.stop()
-        reached = self._measure(kwargs["model"]) >= self.settings.target
+        self._measure(kwargs["model"], state.global_step)
+        reached = self.crossing(0) is not None
         control.should_training_stop = control.should_training_stop or reached
         if not control.should_training_stop:
             self.clock.start()
 
-    def _measure(self, model: Any) -> float:
+    def crossing(self, column: int) -> float | None:
+        """Updates (0) or training seconds (1) to the target; None while the mean of three has not reached it."""
+        return first_crossing([(row[column], row[2]) for row in self.curve], self.settings.target)
+
+    def _measure(self, model: Any, step: int) -> None:
+        began_s = time.process_time()
         accuracy = self.held_out.accuracy(model)
-        self.curve.append([round(self.clock.elapsed_s, 3), round(accuracy, 4)])
-        return accuracy
+        self.evaluation_cpu_s += time.process_time() - began_s
+        self.curve.append([step, round(self.clock.elapsed_s, 3), round(accuracy, 4)])
 
 
 def run(settings: TrlSettings) -> TrlResult:
@@ -143,12 +154,13 @@ def run(settings: TrlSettings) -> TrlResult:
     with tempfile.TemporaryDirectory() as directory:
         trainer = _trainer(settings, model, tokenizer, callback, directory)
         trainer.train()
-    train_s, reached = round(callback.clock.elapsed_s, 3), callback.curve[-1][1] >= settings.target
     return TrlResult(
-        time_to_target_s=train_s if reached else None,
+        time_to_target_s=callback.crossing(1),
+        steps_to_target=callback.crossing(0),
         startup_s=round(callback.startup_s, 3),
         steps=trainer.state.global_step,
-        train_s=train_s,
+        train_s=round(callback.clock.elapsed_s, 3),
+        cpu_s=round(time.process_time() - callback.evaluation_cpu_s, 3),
         accuracy_curve=callback.curve,
     )
 

@@ -4,7 +4,7 @@ from .client import BufferClient, BufferConnection, SyncBufferClient
 from .config import BufferConfig, Durability, OnStale
 from .keys import BufferRole, ClientKeys, client_keys, make_keys
 from .ledger import Ledger
-from .process import BufferProcess
+from .process import BufferProcess, BufferSupervisor
 from .rule import StalenessRule
 
 __all__ = [
@@ -13,6 +13,7 @@ __all__ = [
     "BufferConnection",
     "BufferProcess",
     "BufferRole",
+    "BufferSupervisor",
     "ClientKeys",
     "Durability",
     "Ledger",

@@ -5,7 +5,8 @@ Each attempt is settled once, however often its messages are sent. What is remem
 
 from bisect import bisect_right
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,9 @@ DISCARDED_PREFIX = "discarded_prefix"
 STALE_PREFIX = "stale_prefix"
 NO_ROOM = "no_room"
 STORE_LOST = "store_lost"
+REWOUND = "rewound"
 VERSION_TOO_OLD = "version_too_old"
+LOST = "lost"
 
 MAX_REMEMBERED = 4096
 """Ended attempts, and finished groups with more than one, that are remembered; the oldest are forgotten first."""
@@ -58,6 +61,17 @@ class IdSet:
             self._starts.insert(i, value)
             self._ends.insert(i, value + 1)
 
+    def minus(self, others: "IdSet") -> list[int]:
+        """Those that ``others`` lacks, ascending."""
+        missing: list[int] = []
+        for start, end in self.ranges():
+            i = bisect_right(others._ends, start)
+            while start < end:
+                first, last = (others._starts[i], others._ends[i]) if i < len(others._ends) else (end, end)
+                missing.extend(range(start, min(first, end)))
+                start, i = max(start, last), i + 1
+        return missing
+
     def ranges(self) -> list[tuple[int, int]]:
         """The ranges in order, end excluded. Example: {1, 2, 5} gives [(1, 3), (5, 6)]."""
         return list(zip(self._starts, self._ends, strict=True))
@@ -89,10 +103,11 @@ class AttemptHistory:
         self.finished = IdSet()
         self._ended: OrderedDict[tuple[int, int], EndedAttempt] = OrderedDict()
         self._unusual: OrderedDict[int, tuple[int, int]] = OrderedDict()
+        self._reopened: dict[int, int] = {}
 
     def __len__(self) -> int:
         """Records held: attempts, groups and ranges."""
-        return len(self._ended) + len(self._unusual) + len(self.finished.ranges())
+        return len(self._ended) + len(self._unusual) + len(self._reopened) + len(self.finished.ranges())
 
     def end(self, group_id: int, attempt: int, ended: EndedAttempt) -> None:
         """An attempt ended without a stored result."""
@@ -115,14 +130,24 @@ class AttemptHistory:
     def finish(self, group_id: int, *, num_attempts: int, stored: bool) -> None:
         """A group is consumed or dropped; ``stored`` says whether its last attempt was acknowledged as stored."""
         self.finished.add(group_id)
+        self._reopened.pop(group_id, None)
         if num_attempts != 1 or not stored:
             self._unusual[group_id] = (num_attempts, num_attempts - 1 if stored else -1)
             if len(self._unusual) > MAX_REMEMBERED:
                 self._unusual.popitem(last=False)
 
+    def reopen(self, finished: IdSet) -> None:
+        """Let every group but ``finished`` be queued again; its attempts go on counting."""
+        self._reopened.update((group_id, self.num_attempts(group_id)) for group_id in self.finished.minus(finished))
+        for group_id in self._reopened:
+            self._unusual.pop(group_id, None)
+        self.finished = finished
+
     def num_attempts(self, group_id: int) -> int:
-        """Attempts of a finished group; 0 for one that is not finished, 1 for one that is forgotten."""
-        return self._unusual.get(group_id, (1, 0))[0] if group_id in self.finished else 0
+        """Attempts of a group that is finished, or was; 0 for any other, 1 for one that is forgotten."""
+        if group_id in self.finished:
+            return self._unusual.get(group_id, (1, 0))[0]
+        return self._reopened.get(group_id, 0)
 
     def was_stored(self, group_id: int, attempt: int) -> bool:
         """Whether this attempt of a finished group is the one whose put was acknowledged."""
@@ -134,12 +159,14 @@ class AttemptHistory:
             "finished": self.finished.ranges(),
             "unusual": [[group_id, *counts] for group_id, counts in self._unusual.items()],
             "ended": [[*key, *values_of(ended)] for key, ended in self._ended.items()],
+            "reopened": list(self._reopened.items()),
         }
 
     def restore(self, values: Mapping[str, Any]) -> None:
         """Take up a snapshot."""
         self.finished = IdSet(values["finished"])
         self._unusual = OrderedDict((group_id, (number, stored)) for group_id, number, stored in values["unusual"])
+        self._reopened = dict(values["reopened"])
         self._ended = OrderedDict(((row[0], row[1]), record_from(EndedAttempt, row[2:])) for row in values["ended"])
 
 
@@ -147,7 +174,8 @@ class Account:
     """Running totals. Every policy token that a worker reports or saves is buffered, trained or dropped, once.
 
     A saved prefix counts as buffered from the end of the attempt that saved it until the attempt that continues it
-    reports it as its own, or it is dropped.
+    reports it as its own, or it is dropped. What each owner of leases has settled is counted too, so that what a worker
+    had generated and can no longer report, because it died, can be counted as lost.
     """
 
     def __init__(self) -> None:
@@ -159,10 +187,33 @@ class Account:
         self.groups_consumed = 0
         self.groups_dropped: Counter[str] = Counter()
         self.filtered_in_a_row = 0
+        self._settled: Counter[bytes] = Counter()
         self._kept_lengths = self._kept_samples = 0
         self._dropped_lengths: Counter[str] = Counter()
         self._dropped_samples: Counter[str] = Counter()
         self._samples_per_group = 1
+
+    @property
+    def num_tokens(self) -> int:
+        """Every token that is accounted for."""
+        return self.tokens_trained + self.tokens_buffered + self.tokens_dropped.total()
+
+    @contextmanager
+    def settling(self, owner: bytes) -> Iterator[None]:
+        """What is accounted for inside the block is the work of ``owner``."""
+        before = self.num_tokens
+        yield
+        if settled := self.num_tokens - before:
+            self._settled[owner] += settled
+
+    def settled_by(self, owner: bytes) -> int:
+        """Tokens that an owner has accounted for."""
+        return self._settled[owner]
+
+    def lose(self, owner: bytes, num_tokens: int) -> None:
+        """An owner died before it could report so many of its tokens; nothing of it comes any more."""
+        self._drop_tokens(num_tokens, LOST)
+        del self._settled[owner]
 
     def store(self, summary: GroupSummary, *, num_inherited: int) -> None:
         """A put was accepted; the prefix it continued is part of it."""
@@ -223,6 +274,13 @@ class Account:
         """A prefix was too old to be continued, or its worker began afresh."""
         self.tokens_buffered -= num_tokens
         self._drop_tokens(num_tokens, reason)
+
+    def rewind(self, *, tokens_trained: int, lags: Mapping[int, int]) -> None:
+        """What was trained beyond these totals is lost. Mean lengths go on counting it: it was kept once."""
+        self._drop_tokens(self.tokens_trained - tokens_trained, REWOUND)
+        self.tokens_trained = tokens_trained
+        self.lags = Counter(lags)
+        self.groups_consumed = self.lags.total()
 
     def snapshot(self) -> dict[str, Any]:
         """Every total, as plain values, but for ``filtered_in_a_row``, which each server counts for itself."""

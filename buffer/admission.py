@@ -14,11 +14,12 @@ from typing import Any
 
 from asyncrl.protocol.errors import ReplayBufferError, WireError
 
+from .balance import WorkBalance
 from .commands import Enqueue, Frames, GrantedLease, LeaseGroups, Release, Renew, TakeBack
 from .groups import Group
 from .heartbeats import Heartbeats, LoopClock
 from .ledger import Ledger
-from .messages import REVOKED, Message, Replies, integer, integers
+from .messages import HAND_ON, REVOKED, Message, Replies, incarnation_of, integer, integers
 from .stores import PayloadStore, size_of
 
 logger = logging.getLogger(__name__)
@@ -255,6 +256,7 @@ class Admission:
         self._pending = PendingLeases()
         self._granted: OrderedDict[tuple[bytes, int], list[GrantedLease | Group]] = OrderedDict()
         self._turns = FairQueue()
+        self._balance = WorkBalance()
         self.heartbeats = Heartbeats(silent_s)
         self.operations = {
             "lease": self._lease,
@@ -289,13 +291,21 @@ class Admission:
             return
         version = integer(message.fields, "engine_version")
         num_wanted = integer(message.fields, "max_groups")
-        self._ledger.check_engine_version(version)
-        fields = {"version": version, "wanted": num_wanted, "granted": []}
+        incarnation = incarnation_of(message.fields)
+        if incarnation == self._ledger.incarnation:
+            self._ledger.check_engine_version(version)
+        fields = {"version": version, "wanted": num_wanted, "granted": [], "incarnation": incarnation}
         request = PendingRequest(client=client, request_id=message.request_id, fields=fields)
         self._pending.add(request, self._hold_s, self._answer_nothing)
 
     def _answer_nothing(self, request: PendingRequest) -> None:
         self._answer(request.client, request.request_id, [])
+
+    def adopt(self, client: bytes, version: int) -> None:
+        """The engine of a client has loaded ``version`` from the learner that lives."""
+        for request in self._pending.of_client(client):
+            if request.fields["version"] == version:
+                request.fields["incarnation"] = self._ledger.incarnation
 
     def answer_outdated(self) -> None:
         """After a commit: let workers ask again whose engine is now too far behind for any group to begin."""
@@ -311,31 +321,60 @@ class Admission:
         return {version for version in versions if self._ledger.admits(version)}
 
     def grant(self) -> None:
-        """One lease at a time to the waiting worker whose turn it is, until nothing more is admitted.
+        """One lease at a time to the waiting worker that will be done first, until nothing more is admitted.
 
-        Only requests at a version that is admitted are looked at: it costs little while all engines are too far behind.
+        Workers that would be done at the same time take turns. Only requests at a version that is admitted are looked
+        at: it costs little while all engines are too far behind.
         """
-        if not self._pending or not (versions := self._admitted(self._pending.versions)):
+        if not self._pending:
+            return
+        if not (versions := self._admitted(self._pending.versions)):
+            self._relieve()
             return
         waiting = [entry for version in versions for entry in self._pending.at_version(version)]
         line = [
-            (self._turns.turn_of(request.client), place, request)
+            (self._delay_s(request), self._turns.turn_of(request.client), place, request)
             for place, request in waiting
-            if request.fields["wanted"] > 0
+            # An engine with weights of a learner that was replaced waits until it has loaded others.
+            if request.fields["wanted"] > 0 and request.fields["incarnation"] == self._ledger.incarnation
         ]
         heapify(line)
         served: list[PendingRequest] = []
         try:
             while line and versions:
-                turn, place, request = heappop(line)
+                _, turn, place, request = heappop(line)
                 if request.fields["version"] in versions and self._grant_one(request, served):
-                    heappush(line, (turn + 1, place, request))
+                    heappush(line, (self._delay_s(request), turn + 1, place, request))
                 versions = self._admitted(versions)
         finally:  # also where the journal could not be written for one more
             for request in served:
                 self._pending.remove(request.client, request.request_id)
                 self._remember(request)
                 self._answer(request.client, request.request_id, request.fields["granted"])
+
+    def _delay_s(self, request: PendingRequest) -> float:
+        num_held = self._ledger.num_leases_of(request.client)
+        return self._balance.delay_s(request.client, num_held, self._clock.time())
+
+    def _relieve(self) -> None:
+        """Nothing is admitted: ask the most loaded worker to hand groups on to one that waits and has none.
+
+        Its engine must be as new as theirs began, or they could not begin on it.
+        """
+        idle = next((r for r in self._pending.all() if not self._ledger.num_leases_of(r.client)), None)
+        if idle is None:
+            return
+        leases = self._ledger.leases()
+        version, num_held = idle.fields["version"], Counter(lease.owner for lease in leases)
+        too_new = {lease.owner for lease in leases if lease.engine_version > version}
+        candidates = {worker: number for worker, number in num_held.items() if worker not in too_new}
+        if (asked := self._balance.hand_on(idle.client, candidates, self._clock.time())) is not None:
+            self._replies.push(asked[0], HAND_ON, {"groups": asked[1]})
+
+    def done(self, client: bytes, num_tokens: int) -> None:
+        """A worker stored a group."""
+        self.heartbeats.count_put(client, num_tokens)
+        self._balance.done(client, self._clock.time())
 
     def _grant_one(self, request: PendingRequest, served: list[PendingRequest]) -> bool:
         """Grant a group if its engine is admitted; whether the worker wants more and may get it."""
@@ -346,12 +385,14 @@ class Admission:
             owner=request.client,
             request_id=request.request_id,
         )
+        num_held = self._ledger.num_leases_of(request.client)
         new = self._ledger.apply(command, self._clock.time()).leases
         for lease in new:
             if lease.progress is None:
                 self._store.prefixes.remove(lease.group_id)
         if new:
             self._turns.take(request.client)
+            self._balance.granted(request.client, num_held, self._clock.time())
         granted.extend(new)
         if new and len(granted) == 1:
             served.append(request)
@@ -413,6 +454,20 @@ class Admission:
         self._pending.withdraw(client)
         if taken := self._ledger.apply(TakeBack(owner=client)).group_ids:
             logger.warning("producer %s is silent; %d leases were taken back", client.hex()[:8], len(taken))
+
+    def bury(self, client: bytes) -> int:
+        """A producer is dead: take its leases, and count what it can no longer report; returns all that it generated.
+
+        What of that was only in its memory counts as lost.
+        """
+        self._pending.withdraw(client)
+        self._balance.forget(client)
+        account = self._ledger.account
+        settled, before = account.settled_by(client), account.num_tokens
+        taken = self._ledger.apply(TakeBack(owner=client, num_generated=self.heartbeats.leave(client)))
+        name, num_leases = client.hex()[:8], len(taken.group_ids)
+        logger.warning("producer %s is dead; %d leases, and %d tokens lost", name, num_leases, taken.num_lost or 0)
+        return settled + account.num_tokens - before
 
 
 def _groups_and_attempts(message: Message) -> tuple[list[int], list[int]]:

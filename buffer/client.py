@@ -7,13 +7,16 @@ import asyncio
 import logging
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from asyncrl.protocol import record
 from asyncrl.protocol.errors import (
     AsyncRLError,
     LeaseExpired,
@@ -31,6 +34,7 @@ from .client_socket import ClientSocket
 from .encoding import CHUNK_BYTES, JOIN_BELOW_BYTES, group_frames, group_of, prompt_frames, prompt_of
 from .keys import BufferRole, ClientKeys, client_keys
 from .messages import (
+    HAND_ON,
     MAX_REASON,
     REVOKED,
     SPACE,
@@ -66,6 +70,7 @@ class BufferClient:
         keys: CURVE keys, where the server has them.
         epoch: The run that this client belongs to; empty takes the one that the server names first.
         name: Of a rollout worker's engine, by which the controller knows it.
+        incarnation: Of a learner rank: which life of the learner it belongs to.
     """
 
     def __init__(
@@ -77,22 +82,27 @@ class BufferClient:
         keys: ClientKeys | None = None,
         epoch: str = "",
         name: str = "",
+        incarnation: int = 0,
     ) -> None:
         self.address = address
+        self.num_generated = 0
         self._name = name
         self._epoch = epoch
+        self._incarnation = self._offered_incarnation = incarnation
         self._timeout_s = request_timeout_s
         self._keys = keys
         self._window = asyncio.Semaphore(window)
         self._link: ClientSocket | None = None
         self._store_links: list[ClientSocket] | None = None
         self._beat_s = 0.0
-        self._serves: dict[str, int | str] = {}
+        self._is_elsewhere: bool | None = None  # whether the server's clock is another one, once it is known
+        self._serves: dict[str, float | str] = {}
         self._beat: asyncio.TimerHandle | None = None
         self._revocations: deque[tuple[int, int]] = deque()
         self._held: set[tuple[int, int]] = set()
         self._prefixes: dict[tuple[int, int], TrajectoryGroup] = {}
         self._pushed = asyncio.Event()
+        self._hand_on: asyncio.Queue[int] = asyncio.Queue()
         self._space = asyncio.Event()
         self._fetching = asyncio.Lock()
         self._closed = False
@@ -103,6 +113,10 @@ class BufferClient:
 
     # What a rollout worker does
 
+    async def enter(self) -> str:
+        """See `RolloutBuffer.enter`."""
+        return (await self._entered("enter")).identity.hex()
+
     async def lease(self, engine_version: int, max_groups: int) -> list[Lease]:
         """See `RolloutBuffer.lease`. Cancelling it gives back whatever is granted meanwhile.
 
@@ -110,7 +124,7 @@ class BufferClient:
         """
         link = await self._entered("lease")
         request_id = link.next_id()
-        fields = {"engine_version": engine_version, "max_groups": max_groups}
+        fields = {"engine_version": engine_version, "max_groups": max_groups, "incarnation": self._incarnation}
         try:
             reply = await link.request("lease", fields, request_id=request_id)
         except asyncio.CancelledError:
@@ -193,29 +207,47 @@ class BufferClient:
             await self._pushed.wait()
         return self._revocations.popleft()
 
+    async def hand_on_request(self) -> int:
+        """See `RolloutBuffer.hand_on_request`."""
+        self._connect()
+        return await self._hand_on.get()
+
     async def next_offer(self, after: int) -> WeightOffer:
         """See `RolloutBuffer.next_offer`. It waits as long as the server answers."""
         link = await self._entered("next_offer")
+        fields = {"at_least": after + 1, "incarnation": self._offered_incarnation}
         while True:
-            reply = await link.request("next_offer", {"at_least": after + 1})
+            reply = await link.request("next_offer", fields)
             if "offer" in reply.fields:
-                return offer_of(reply.fields["offer"])
+                offer = offer_of(reply.fields["offer"])
+                self._offered_incarnation = offer.incarnation
+                return offer
 
     async def loaded(self, version: int, took_s: float) -> None:
         """See `RolloutBuffer.loaded`. Each heartbeat repeats it."""
         link = await self._entered("loaded")
-        self._serves = {"serves": version, "engine": self._name}
-        await link.request("loaded", {"version": version, "seconds": took_s, "engine": self._name})
+        self._incarnation = self._offered_incarnation
+        fields = {"seconds": took_s, "engine": self._name, "incarnation": self._incarnation}
+        self._serves = fields | {"serves": version}
+        await link.request("loaded", fields | {"version": version})
+
+    async def fenced(self) -> None:
+        """See `RolloutBuffer.fenced`."""
+        self._serves = {}
+        await (await self._entered("fenced")).request("fenced", {})
 
     # What the learner does
 
     async def offer(self, offer: WeightOffer) -> int:
         """See `WeightLog.offer`."""
-        return integer((await self._connect().request("offer", {"offer": asdict(offer)})).fields, "oldest")
+        named = {"incarnation": self._incarnation}
+        reply = await self._connect().request("offer", {"offer": asdict(offer) | named, **named})
+        return integer(reply.fields, "oldest")
 
     async def publish_failed(self, reason: str) -> None:
         """See `WeightLog.publish_failed`."""
-        await self._connect().request("offer", {"failure": reason[:MAX_REASON]})
+        fields = {"failure": reason[:MAX_REASON], "incarnation": self._incarnation}
+        await self._connect().request("offer", fields)
 
     # What the controller does
 
@@ -251,6 +283,10 @@ class BufferClient:
             pass
         return integer(reply.fields, "version"), seconds(reply.fields, "seconds")
 
+    async def bury(self, worker: str) -> int:
+        """See `ControlBuffer.bury`."""
+        return integer((await self._connect().request("bury", {"worker": worker})).fields, "generated")
+
     async def pin(self, version: int, num_engines: int, known: Collection[str] = ()) -> set[str]:
         """See `ControlBuffer.pin`. It waits as long as the server answers, and tells a restarted one again."""
         fields = {"version": version, "num_engines": num_engines, "known": sorted(known)}
@@ -261,6 +297,25 @@ class BufferClient:
     async def unpin(self) -> None:
         """See `ControlBuffer.unpin`."""
         await self._connect().request("unpin", {})
+
+    async def rewind(
+        self,
+        version: int,
+        *,
+        incarnation: int,
+        finished: Sequence[tuple[int, int]],
+        tokens_trained: int,
+        lag_histogram: Mapping[int, int],
+    ) -> None:
+        """See `ControlBuffer.rewind`."""
+        fields = {
+            "version": version,
+            "incarnation": incarnation,
+            "finished": [bound for part in finished for bound in part],
+            "tokens_trained": tokens_trained,
+            "lag_histogram": [number for part in sorted(lag_histogram.items()) for number in part],
+        }
+        await self._connect().request("rewind", fields)
 
     async def stats(self) -> BufferStats:
         """See `ControlBuffer.stats`."""
@@ -273,6 +328,8 @@ class BufferClient:
         per request, so that those that have come are decoded while the others are on their way.
         """
         async with self._fetching:
+            if record.current() is not None and self._is_elsewhere is not False:
+                await self._hello({}, "fetch")
             some = (group_ids[start : start + _GROUPS_AT_ONCE] for start in range(0, len(group_ids), _GROUPS_AT_ONCE))
             parts = await asyncio.gather(*map(self._fetch, some))
             return [group for part in parts for group in part]
@@ -339,7 +396,7 @@ class BufferClient:
         if self._closed:
             raise self._closed_error()
         if self._link is None:
-            self._link = self._link_to(self.address)
+            self._link = self._link_to(self.address, on_connected=self._say_beat)
         elif self._link.loop is not asyncio.get_running_loop():
             raise ReplayBufferError(
                 f"the client of the buffer at {self.address} lives on another event loop, that of its first call; make "
@@ -347,9 +404,14 @@ class BufferClient:
             )
         return self._link
 
-    def _link_to(self, address: str) -> ClientSocket:
+    def _link_to(self, address: str, *, on_connected: Callable[[], None] = lambda: None) -> ClientSocket:
         return ClientSocket(
-            address, timeout_s=self._timeout_s, keys=self._keys, on_push=self._on_push, epoch=self._epoch
+            address,
+            timeout_s=self._timeout_s,
+            keys=self._keys,
+            on_push=self._on_push,
+            on_connected=on_connected,
+            epoch=self._epoch,
         )
 
     def _closed_error(self) -> ReplayBufferError:
@@ -359,20 +421,40 @@ class BufferClient:
         """The connection of a producer, which beats from the first call on."""
         link = self._connect()
         if not self._beat_s:
-            self._beat_s = float((await link.request("hello", {"produces": True}, caller=caller)).fields["heartbeat_s"])
+            self._beat_s = float((await self._hello({"produces": True}, caller)).fields["heartbeat_s"])
             if self._beat is None:
                 self._send_beat()
         return link
 
+    async def _hello(self, fields: Mapping[str, Any], caller: str) -> Message:
+        sent_ns = time.monotonic_ns()
+        reply = await self._connect().request("hello", fields, caller=caller)
+        self._note_clock(sent_ns, reply)
+        return reply
+
+    def _note_clock(self, sent_ns: int, reply: Message) -> None:
+        """Record how this host's clock stands against the server's, where it is another one."""
+        clock = reply.fields["clock"]
+        self._is_elsewhere = clock != record.clock_id()
+        if self._is_elsewhere:
+            now_ns = time.monotonic_ns()
+            offset_ns = reply.fields["now_ns"] - (sent_ns + now_ns) // 2
+            record.clock(clock, offset_ns=offset_ns, error_ns=(now_ns - sent_ns) // 2)
+
+    def _say_beat(self) -> None:
+        """Also at once to a server that was started again: it knows neither this producer nor its engine's version."""
+        if self._beat_s and self._link is not None:
+            fields = {**self._serves, "generated": self.num_generated}
+            self._link.post("beat", fields, partial(self._note_clock, time.monotonic_ns()))
+
     def _send_beat(self) -> None:
-        if self._link is not None:
-            self._link.post("beat", self._serves)
+        self._say_beat()
         self._beat = asyncio.get_running_loop().call_later(self._beat_s, self._send_beat)
 
     async def _stores(self, caller: str) -> list[ClientSocket]:
         """Connections to the store servers; none if the ledger's server keeps the payloads itself."""
         if self._store_links is None:
-            addresses = (await self._connect().request("hello", {}, caller=caller)).fields["stores"]
+            addresses = (await self._hello({}, caller)).fields["stores"]
             if self._store_links is None:
                 self._store_links = [self._link_to(address) for address in addresses]
         return self._store_links
@@ -419,6 +501,8 @@ class BufferClient:
         if message.name == REVOKED:
             self._revocations.append((integer(message.fields, "group_id"), integer(message.fields, "attempt")))
             self._pushed.set()
+        elif message.name == HAND_ON:
+            self._hand_on.put_nowait(integer(message.fields, "groups"))
         elif message.name == SPACE:
             self._space.set()
             self._space = asyncio.Event()
@@ -470,10 +554,18 @@ class SyncBufferClient:
     """
 
     def __init__(
-        self, address: str, *, request_timeout_s: float = 30.0, keys: ClientKeys | None = None, epoch: str = ""
+        self,
+        address: str,
+        *,
+        request_timeout_s: float = 30.0,
+        keys: ClientKeys | None = None,
+        epoch: str = "",
+        incarnation: int = 0,
     ) -> None:
         self.address = address
-        self._client = BufferClient(address, request_timeout_s=request_timeout_s, keys=keys, epoch=epoch)
+        self._client = BufferClient(
+            address, request_timeout_s=request_timeout_s, keys=keys, epoch=epoch, incarnation=incarnation
+        )
         self._process = os.getpid()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name=f"buffer client {address}", daemon=True)
@@ -541,6 +633,7 @@ class BufferConnection:
     keys: str = ""
     role: BufferRole = BufferRole.controller
     epoch: str = ""
+    incarnation: int = 0
 
     def for_role(self, role: BufferRole) -> "BufferConnection":
         """The same connection for another role."""
@@ -556,4 +649,5 @@ class BufferConnection:
 
     def _options(self) -> dict[str, Any]:
         keys = client_keys(Path(self.keys), self.role) if self.keys else None
-        return {"request_timeout_s": self.request_timeout_s, "keys": keys, "epoch": self.epoch}
+        names = ("request_timeout_s", "epoch", "incarnation")
+        return {"keys": keys, **{name: getattr(self, name) for name in names}}

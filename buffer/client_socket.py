@@ -111,6 +111,7 @@ class ClientSocket:
         is_connected: Whether the server can be reached now.
         num_read: Largest request id of a fetch whose reply has come, also if nobody waited for it any more.
         loop: The loop that it lives on.
+        identity: What the server knows this client by.
     """
 
     def __init__(
@@ -132,7 +133,7 @@ class ClientSocket:
         self._epoch = epoch
         self._on_push = on_push
         self._when_connected = on_connected
-        self._identity = uuid.uuid4().bytes
+        self.identity = uuid.uuid4().bytes
         self._unanswered: dict[int, _UnansweredRequest] = {}
         self._outbox: list[Message] = []
         self._flush_handle: asyncio.Handle | None = None
@@ -144,11 +145,12 @@ class ClientSocket:
         self._closed = False
         self._is_bulk_ready = False
         self._bulk: Connection | None = None
+        self._bulk_port = 0
         self._sender = ChunkSender(self._send_bulk)
         self._receiver = ChunkReceiver(_MAX_REPLY_BYTES)
         self._control = Connection(
             address,
-            identity=self._identity,
+            identity=self.identity,
             keys=keys,
             on_message=self._on_message,
             on_change=self._on_control_change,
@@ -184,16 +186,21 @@ class ClientSocket:
             raise messages.error_of(reply)
         return reply
 
-    def post(self, name: str, fields: Mapping[str, Any]) -> None:
-        """Send a request whose reply nobody waits for; after a reconnect it is sent again like any other."""
+    def post(self, name: str, fields: Mapping[str, Any], on_reply: Callable[[Message], None] | None = None) -> None:
+        """Send a request whose reply nobody waits for; after a reconnect it is sent again like any other.
+
+        ``on_reply`` gets the reply, if one comes and is no error.
+        """
         if self._closed:
             return
         request = Message(name=name, request_id=next(self._ids), fields=fields)
 
         def forget(reply: asyncio.Future[Message]) -> None:
             self._unanswered.pop(request.request_id, None)
-            if not reply.cancelled():
-                reply.exception()
+            if reply.cancelled() or reply.exception() is not None or on_reply is None:
+                return
+            if reply.result().name == OK:
+                on_reply(reply.result())
 
         self._begin(request, name).add_done_callback(forget)
 
@@ -316,13 +323,18 @@ class ClientSocket:
             return
         self._epoch = messages.text(reply.fields, "epoch")
         self.is_connected = True
-        self._when_connected()
         self._resend(needs_bulk=False)
+        self._when_connected()
+        port = messages.integer(reply.fields, "bulk_port")
+        if self._bulk is not None and port != self._bulk_port:  # of a server that was started again without a journal
+            self._bulk.close()
+            self._bulk = None
+            self._on_bulk_change(False)
         if self._bulk is None:
-            port = messages.integer(reply.fields, "bulk_port")
+            self._bulk_port = port
             self._bulk = Connection(
                 f"{self.address.rpartition(':')[0]}:{port}",
-                identity=self._identity,
+                identity=self.identity,
                 keys=self._keys,
                 on_message=self._on_chunk,
                 on_change=self._on_bulk_change,
@@ -344,9 +356,14 @@ class ClientSocket:
         self._resend(needs_bulk=True)
 
     def _resend(self, *, needs_bulk: bool) -> None:
-        """Send what has no reply yet: a connection that was lost may have lost it."""
+        """Send what has no reply yet: a connection that was lost may have lost it.
+
+        It is due as if it were new: a server that was started again may hold it as long as the one before.
+        """
+        due = self._clock.time() + self._timeout_s
         for unanswered in list(self._unanswered.values()):
             if unanswered.needs_bulk == needs_bulk and not unanswered.reply.done():
+                unanswered.due = due
                 self._send(unanswered)
 
     # What comes

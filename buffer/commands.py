@@ -125,9 +125,13 @@ class Released:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TakenBack:
-    """The groups whose leases were revoked; their prompts are queued again."""
+    """The groups whose leases were revoked; their prompts are queued again.
+
+    ``num_lost`` tokens of an owner that died are counted as lost, None if it may still report.
+    """
 
     group_ids: tuple[int, ...]
+    num_lost: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -159,7 +163,28 @@ class Committed:
     group_ids: tuple[int, ...]
 
 
-Outcome = Queued | Granted | Renewed | Saved | Reserved | PutOutcome | Released | TakenBack | Lost | Planned | Committed
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rewound:
+    """Whether the learner was taken back, or had been already; ``group_ids`` lost an attempt, or what was saved."""
+
+    is_new: bool
+    group_ids: tuple[int, ...] = ()
+
+
+Outcome = (
+    Queued
+    | Granted
+    | Renewed
+    | Saved
+    | Reserved
+    | PutOutcome
+    | Released
+    | TakenBack
+    | Lost
+    | Planned
+    | Committed
+    | Rewound
+)
 """What was decided."""
 Result = TypeVar("Result", covariant=True)
 
@@ -264,9 +289,14 @@ class Expire(Command[TakenBack]):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TakeBack(Command[TakenBack]):
-    """Take back every lease of an owner that is gone."""
+    """Take back every lease of an owner that is gone.
+
+    ``num_generated`` are the tokens of one that has died for certain: what it has not reported of them is lost. None
+    for one that is only silent.
+    """
 
     owner: bytes
+    num_generated: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -288,6 +318,28 @@ class Commit(Command[Committed]):
     """Mark the batch of ``version`` consumed."""
 
     version: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rewind(Command[Rewound]):
+    """Take the learner back to ``version``, where a checkpoint stands: its weights of later versions are lost.
+
+    No attempt that runs is accepted any more, and what is stored is dropped: it may hold tokens of such a version. All
+    unfinished prompts are queued; those that were finished since then may be queued again.
+
+    Attributes:
+        version: Learner version to go on from; no later than the learner's.
+        incarnation: Which life of the learner begins: 1 for the first that follows another.
+        finished: Groups that were consumed or dropped before ``version``, as sorted ranges [start, end).
+        tokens_trained: Policy tokens that this ledger's groups consumed before ``version`` had.
+        lag_histogram: Lag in learner steps and number of these groups.
+    """
+
+    version: int
+    incarnation: int
+    finished: tuple[tuple[int, int], ...] = ()
+    tokens_trained: int = 0
+    lag_histogram: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

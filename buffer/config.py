@@ -29,6 +29,7 @@ _MAY_BE_ZERO = {
     "max_filtered_steps": "0 goes on for ever",
     "first_version": "a new run begins at 0",
     "num_store_servers": "0 needs no others",
+    "restarts": "0 ends the run where a server dies",
 }
 
 
@@ -59,6 +60,9 @@ class BufferConfig:
         durability: ``memory`` ends with the server; ``disk`` keeps every acknowledged put, lease and prompt in
             ``directory``, and a server started there again goes on from it.
         directory: Where ``disk`` keeps its file. Example: ``outputs/quickstart/buffer``.
+        restarts: How often a run starts a server of ``disk`` again that died, or that answers nothing for half of
+            ``request_timeout_s``. Each store server is started again as often, with ``memory`` too: then it is empty,
+            and its groups are generated again. 0 ends the run.
         max_message_bytes: Largest frame a client may send; longer ones close its connection.
         max_requests_per_s: Requests of one client that are answered in a second; more are refused.
         num_store_servers: Further processes that hold the payloads, by group id; 0 keeps them beside the ledger.
@@ -86,6 +90,7 @@ class BufferConfig:
     max_filtered_steps: int = 100
     durability: Durability = Durability.memory
     directory: str = ""
+    restarts: int = 3
     max_message_bytes: int = 256 * 1024**2
     max_requests_per_s: int = 50_000
     num_store_servers: int = 0

@@ -213,6 +213,10 @@ class GroupTable:
         """The groups that an owner holds leases on."""
         return [self._groups[group_id] for group_id in self._by_owner.get(owner, ())]
 
+    def num_of_owner(self, owner: bytes) -> int:
+        """How many groups an owner holds leases on."""
+        return len(self._by_owner.get(owner, ()))
+
     def head(self, number: int) -> list[Group]:
         """The first groups of the queue."""
         return [self._groups[group_id] for group_id in islice(self._queue, number)]
@@ -261,9 +265,9 @@ class GroupTable:
 
     # Moving on
 
-    def enqueue(self, group_id: int) -> None:
-        """Queue a new group at the tail."""
-        self._groups[group_id] = Group(group_id=group_id, place=self._place())
+    def enqueue(self, group_id: int, *, num_attempts: int = 0) -> None:
+        """Queue a group that is new at the tail, or one that was finished, with its attempts."""
+        self._groups[group_id] = Group(group_id=group_id, place=self._place(), num_attempts=num_attempts)
         self._queue.append(group_id)
 
     def requeue(self, group: Group, *, keeps_progress: bool) -> None:

@@ -40,11 +40,12 @@ _COMMON = frozenset({CONNECT, "hello", "stats"})
 _ALLOWED = {
     BufferRole.rollout: _COMMON
     | {"lease", "cancel", "renew", "beat", "leave", "reserve", "put", "put_payload", "save", "release"}
-    | {"next_offer", "loaded"},
+    | {"next_offer", "loaded", "fenced"},
     BufferRole.learner: _COMMON | {"fetch", "offer"},
-    BufferRole.controller: _COMMON | {"enqueue", "plan", "commit", "fetch", "inspect", "served", "pin", "unpin"},
+    BufferRole.controller: _COMMON
+    | {"enqueue", "plan", "commit", "rewind", "fetch", "inspect", "served", "pin", "unpin", "bury"},
     BufferRole.inspector: _COMMON | {"inspect"},
-    BufferRole.ledger: _COMMON | {"remove", "missing"},
+    BufferRole.ledger: _COMMON | {"remove", "reconcile"},
 }
 
 

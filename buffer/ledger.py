@@ -104,12 +104,16 @@ class Ledger(LedgerState):
                 return True
             case commands.Renewed():
                 return False
+            case commands.TakenBack():
+                return bool(outcome.group_ids) or outcome.num_lost is not None
             case commands.Granted():
                 return bool(outcome.leases)
             case commands.Planned():
                 return bool(outcome.group_ids) and outcome.version not in self._groups.plans
             case commands.Reserved():
                 return bool(outcome.evicted) or len(self._groups.stored_bytes) > 1
+            case commands.Rewound():
+                return outcome.is_new
             case commands.Released():
                 return outcome.was_running or outcome.was_owed
             case _:
@@ -174,6 +178,10 @@ class Ledger(LedgerState):
         """The groups that an owner holds leases on."""
         return self._groups.of_owner(owner)
 
+    def num_leases_of(self, owner: bytes) -> int:
+        """How many leases an owner holds."""
+        return self._groups.num_of_owner(owner)
+
     def stored_attempt(self, group_id: int) -> int:
         """Which attempt of a group is stored. Raises `UnknownGroup` if none is."""
         return self._groups.stored(group_id).result.attempt
@@ -195,6 +203,11 @@ class Ledger(LedgerState):
         """Whether the trajectories of a group are stored or planned."""
         group = self._groups.get(group_id)
         return group is not None and group.summary is not None
+
+    def is_planned(self, group_id: int) -> bool:
+        """Whether a batch holds the group."""
+        group = self._groups.get(group_id)
+        return group is not None and group.state is GroupState.planned
 
     def is_unfinished(self, group_id: int) -> bool:
         """Whether a group is queued, leased, stored or planned."""
@@ -345,7 +358,12 @@ class Ledger(LedgerState):
         return commands.TakenBack(group_ids=tuple(group.group_id for group in self._groups.expired(now)))
 
     def _decide_take_back(self, command: commands.TakeBack, now: float) -> commands.TakenBack:
-        return commands.TakenBack(group_ids=tuple(group.group_id for group in self.leases_of(command.owner)))
+        groups = self.leases_of(command.owner)
+        group_ids, num_lost = tuple(group.group_id for group in groups), None
+        if command.num_generated is not None:
+            num_saved = sum(group.num_saved - group.num_inherited for group in groups)
+            num_lost = max(0, command.num_generated - self.account.settled_by(command.owner) - num_saved)
+        return commands.TakenBack(group_ids=group_ids, num_lost=num_lost)
 
     # Results
 
@@ -477,6 +495,23 @@ class Ledger(LedgerState):
                 f"token of version {group.result.oldest_version}: lag {lag}, bound {self.rule.max_lag}"
             )
 
+    def _decide_rewind(self, command: commands.Rewind, now: float) -> commands.Rewound:
+        """The same rewind again, or an earlier one, changes nothing."""
+        if command.incarnation <= self.incarnation:
+            return commands.Rewound(is_new=False)
+        if not 0 <= command.version <= self.learner_version:
+            raise ReplayBufferError(
+                f"rewind({command.version}) was asked while the learner is at version {self.learner_version}; go back "
+                "to the version of a checkpoint whose steps are committed"
+            )
+        if not 0 <= command.tokens_trained <= self.account.tokens_trained:
+            raise ReplayBufferError(
+                f"rewind({command.version}) says that {command.tokens_trained} tokens were trained by then, the ledger "
+                f"counts {self.account.tokens_trained} by now; the checkpoint is of another run"
+            )
+        lost = (group for group in self._groups if group.state is not GroupState.queued or group.progress is not None)
+        return commands.Rewound(is_new=True, group_ids=tuple(group.group_id for group in lost))
+
 
 _DECIDE: Mapping[type, Any] = {
     commands.Enqueue: Ledger._decide_enqueue,
@@ -491,5 +526,6 @@ _DECIDE: Mapping[type, Any] = {
     commands.PlanBatch: Ledger._decide_plan,
     commands.LoseGroups: Ledger._decide_lose,
     commands.Commit: Ledger._decide_commit,
+    commands.Rewind: Ledger._decide_rewind,
 }
 """Command to what decides it; deciding changes nothing."""

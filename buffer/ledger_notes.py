@@ -32,13 +32,8 @@ class LedgerNotes:
                 self._stamp_put(command, outcome)
             case commands.Released(was_running=True):
                 self._stamp_released(command)
-            case commands.TakenBack():
-                reason = "silent" if isinstance(command, commands.TakeBack) else "expired"
-                self._stamp_all(GroupEvent.requeued, outcome.group_ids, reason=reason)
-            case commands.Lost():
-                self._stamp_all(GroupEvent.requeued, outcome.group_ids, reason="store_lost")
-            case commands.Reserved():
-                self._stamp_all(GroupEvent.requeued, outcome.evicted, reason="no_room")
+            case commands.TakenBack() | commands.Lost() | commands.Reserved() | commands.Rewound():
+                self._stamp_requeued(command, outcome)
             case commands.Planned():
                 self._stamp_planned(outcome)
             case commands.Committed():
@@ -93,6 +88,20 @@ class LedgerNotes:
             rewards=summary.rewards,
             **details,
         )
+
+    def _stamp_requeued(self, command: Any, outcome: Any) -> None:
+        match outcome:
+            case commands.TakenBack():
+                reason = "silent" if isinstance(command, commands.TakeBack) else "expired"
+            case commands.Lost():
+                reason = "store_lost"
+            case commands.Rewound():
+                self._planned.clear()
+                reason = "rewound"
+            case _:
+                self._stamp_all(GroupEvent.requeued, outcome.evicted, reason="no_room")
+                return
+        self._stamp_all(GroupEvent.requeued, outcome.group_ids, reason=reason)
 
     def _stamp_released(self, command: Any) -> None:
         event = GroupEvent.dropped if command.drop else GroupEvent.requeued

@@ -9,16 +9,18 @@ from . import commands
 from .account import (
     DISCARDED_PREFIX,
     NO_ROOM,
+    REWOUND,
     STALE_PREFIX,
     STORE_LOST,
     VERSION_TOO_OLD,
     Account,
     AttemptHistory,
     EndedAttempt,
+    IdSet,
 )
 from .groups import Group, GroupState, GroupTable
 
-SNAPSHOT_FORMAT = 5
+SNAPSHOT_FORMAT = 6
 
 
 class LedgerState:
@@ -30,11 +32,13 @@ class LedgerState:
 
     Attributes:
         learner_version: v, steps committed.
+        incarnation: How often the learner was taken back to a checkpoint.
         account: Where every token went.
     """
 
     def __init__(self, *, first_version: int, num_stores: int) -> None:
         self.learner_version = first_version
+        self.incarnation = 0
         self._groups = GroupTable(num_stores=num_stores)
         self._history = AttemptHistory()
         self.account = Account()
@@ -47,7 +51,7 @@ class LedgerState:
 
     def _queue(self, command: commands.Enqueue, outcome: commands.Queued) -> None:
         for group_id in outcome.group_ids:
-            self._groups.enqueue(group_id)
+            self._groups.enqueue(group_id, num_attempts=self._history.num_attempts(group_id))
 
     def _grant(self, command: commands.LeaseGroups, outcome: commands.Granted) -> None:
         for granted in outcome.leases:
@@ -78,7 +82,10 @@ class LedgerState:
         for group_id in outcome.group_ids:
             group = self._get(group_id)
             self._revoke(group, reason="expired")
-            self._hand_on(group)
+            with self.account.settling(group.owner):
+                self._hand_on(group)
+        if isinstance(command, commands.TakeBack) and outcome.num_lost is not None:
+            self.account.lose(command.owner, outcome.num_lost)
 
     def _hand_on(self, group: Group) -> None:
         """Queue the prompt of a lease that ended, with what was saved of it."""
@@ -130,6 +137,12 @@ class LedgerState:
         if group is None:
             self._count_late(command)
             return
+        with self.account.settling(group.owner):
+            self._settle(group, command, outcome)
+
+    def _settle(self, group: Group, command: commands.Put, outcome: commands.PutOutcome) -> None:
+        """A running group is stored, dropped by a filter, or refused."""
+        summary, result = command.summary, outcome.result
         self._settle_prefix(group, summary.num_tokens, command.continued)
         num_inherited = group.num_inherited
         if result is commands.PutResult.stored:
@@ -150,9 +163,19 @@ class LedgerState:
         """A put whose lease was taken away: its tokens are dropped, the first time that it comes."""
         owed = self._history.settle(command.summary.group_id, command.summary.attempt)
         if owed is not None:
-            self.account.refuse(command.summary, owed.reason, num_counted=owed.num_counted if command.continued else 0)
+            with self.account.settling(owed.owner):
+                num_counted = owed.num_counted if command.continued else 0
+                self.account.refuse(command.summary, owed.reason, num_counted=num_counted)
 
     def _release(self, command: commands.Release, outcome: commands.Released) -> None:
+        group = self._groups.running(command.group_id, command.attempt)
+        ended = self._history.of(command.group_id, command.attempt)
+        attempt = ended if group is None else group
+        if attempt is not None:
+            with self.account.settling(attempt.owner):
+                self._count_release(command, outcome)
+
+    def _count_release(self, command: commands.Release, outcome: commands.Released) -> None:
         num_counted, reason = 0, command.reason
         if outcome.was_running:
             group = self._groups.running(command.group_id, command.attempt)
@@ -178,13 +201,14 @@ class LedgerState:
             self._give_up(group, is_dropped=outcome.is_dropped)
         self._groups.plan(outcome.version, outcome.group_ids)
 
-    def _give_up(self, group: Group, *, is_dropped: bool) -> None:
+    def _give_up(self, group: Group, *, is_dropped: bool, reason: str = "stale") -> None:
         """A straggler: revoke it, then lease its prompt again or drop it."""
-        self._revoke(group, reason="stale")
-        self.account.give_up("stale", num_saved=group.num_saved, num_inherited=group.num_inherited)
+        self._revoke(group, reason=reason)
+        with self.account.settling(group.owner):
+            self.account.give_up(reason, num_saved=group.num_saved, num_inherited=group.num_inherited)
         if is_dropped:
             self._drop(group, stored=False)
-            self.account.groups_dropped["stale"] += 1
+            self.account.groups_dropped[reason] += 1
         else:
             self._groups.requeue(group, keeps_progress=False)
 
@@ -206,6 +230,20 @@ class LedgerState:
             self.account.consume(group.result, outcome.version)
         self._groups.finish_batch(outcome.version)
         self.learner_version += 1
+
+    def _rewind(self, command: commands.Rewind, outcome: commands.Rewound) -> None:
+        if not outcome.is_new:
+            return
+        self._groups.dissolve(tuple(self._groups.plans))
+        for group_id in sorted(outcome.group_ids, reverse=True):  # so that the first comes to the head
+            group = self._get(group_id)
+            if group.state is GroupState.leased:
+                self._give_up(group, is_dropped=False, reason=REWOUND)
+            else:
+                self._evict(group, REWOUND)
+        self._history.reopen(IdSet(command.finished))
+        self.account.rewind(tokens_trained=command.tokens_trained, lags=dict(command.lag_histogram))
+        self.learner_version, self.incarnation = command.version, command.incarnation
 
     # For people and for the server
 
@@ -265,6 +303,7 @@ class LedgerState:
         return {
             "format": SNAPSHOT_FORMAT,
             "learner_version": self.learner_version,
+            "incarnation": self.incarnation,
             "groups": self._groups.snapshot(),
             "history": self._history.snapshot(),
             "account": self.account.snapshot(),
@@ -277,7 +316,7 @@ class LedgerState:
                 f"the ledger's snapshot has format={values.get('format')}, expected {SNAPSHOT_FORMAT}; resume with the "
                 "release that wrote it, or start without it"
             )
-        self.learner_version = values["learner_version"]
+        self.learner_version, self.incarnation = values["learner_version"], values["incarnation"]
         self._groups.restore(values["groups"])
         self._history.restore(values["history"])
         self.account.restore(values["account"])
@@ -296,4 +335,5 @@ _ENACT: Mapping[type, Any] = {
     commands.LoseGroups: LedgerState._lose,
     commands.PlanBatch: LedgerState._plan,
     commands.Commit: LedgerState._commit,
+    commands.Rewind: LedgerState._rewind,
 }

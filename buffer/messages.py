@@ -29,7 +29,8 @@ OK = "ok"
 REVOKED = "revoked"
 SPACE = "space"
 ACKS = "acks"
-PUSHES = frozenset({REVOKED, SPACE})
+HAND_ON = "hand_on"
+PUSHES = frozenset({REVOKED, SPACE, HAND_ON})
 PUSH_ID = 0
 CONNECT = "connect"
 MAX_COUNT = 1 << 40
@@ -196,6 +197,11 @@ def count(fields: Mapping[str, Any], name: str) -> int:
     return value
 
 
+def incarnation_of(fields: Mapping[str, Any]) -> int:
+    """Which life of the learner a message is of; 0 where it does not say. Raises `WireError` if it is no integer."""
+    return integer(fields, "incarnation") if "incarnation" in fields else 0
+
+
 def text(fields: Mapping[str, Any], name: str) -> str:
     """A string of at most 200 characters. Raises `WireError` if it is missing, or something else."""
     value = fields.get(name)
@@ -226,6 +232,14 @@ def integers(fields: Mapping[str, Any], name: str) -> list[int]:
     if isinstance(values, list) and (not values or _are_int64(values)):
         return values
     raise WireError(f"field {name!r} must be a list of integers in [0, 2**63)")
+
+
+def pairs(fields: Mapping[str, Any], name: str) -> list[tuple[int, int]]:
+    """Pairs of int64 >= 0, sent end to end. Raises `WireError` if it is missing, or something else."""
+    values = integers(fields, name)
+    if len(values) % 2:
+        raise WireError(f"field {name!r} must be pairs of integers, got {len(values)} of them")
+    return list(zip(values[::2], values[1::2], strict=True))
 
 
 def _are_int64(values: list[Any]) -> bool:

@@ -4,18 +4,27 @@ A version is shown to the workers when the step that made it is committed. A few
 which the controller evaluates on them; they are shown nothing newer until it is done. A request waits until newer
 weights are shown, under the timer of all long polls. It is woken by an offer, a commit, a pin that moves, or a failed
 publish; a controller by the last worker that loads, or by a pinned one.
+
+Every offer names the incarnation of its learner. When the learner goes back to a checkpoint, what the one before had
+offered is withdrawn, and every engine is shown the next offer, whatever version it serves: the same number may now mean
+other weights.
+
+With a journal the log survives its server. Which version each engine serves is not written down: the workers say so
+again with their next heartbeat, which a client sends as soon as it reaches a server again.
 """
 
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from asyncrl.protocol.errors import WeightsError, WeightsGone, WireError
+from asyncrl.protocol.errors import WeightsError, WeightsGone, WireError, WrongEpoch
 
 from .admission import Collaborators, PendingRequest, PendingRequests
-from .messages import MAX_REASON, Message, integer, seconds, text
+from .journal import Journal
+from .messages import MAX_REASON, Message, incarnation_of, integer, seconds, text
 
 _MAX_OFFERS = 64
+_JOURNALED_AS = "offers"
 
 
 class OfferLog:
@@ -141,12 +150,32 @@ class OfferLog:
         oldest = min(self._num_serving)
         return oldest, self._slowest_s[oldest]
 
+    @property
+    def num_pinned(self) -> int:
+        """Engines that are pinned, whether they serve the version yet or not."""
+        return len(self._pinned)
+
+    def snapshot(self) -> dict[str, Any]:
+        """What a server that is started again must know, as plain values."""
+        return {
+            "offers": list(self._offers.values()),
+            "pin": [self._pin, self._num_wanted, sorted(self._pinned)],
+            "failure": self.failure,
+        }
+
+    def restore(self, values: Mapping[str, Any]) -> None:
+        """Take up a snapshot into this new log."""
+        self._offers = {offer["version"]: offer for offer in values["offers"]}
+        self._pin, self._num_wanted, pinned = values["pin"]
+        self._pinned, self.failure = set(pinned), values["failure"]
+
 
 class OfferRequests:
-    """The operations on the log of offers."""
+    """The operations on the log of offers, which a journal keeps, where there is one."""
 
-    def __init__(self, shared: Collaborators) -> None:
+    def __init__(self, shared: Collaborators, journal: Journal | None = None) -> None:
         self._ledger, self._replies, self._hold_s = shared.ledger, shared.replies, shared.hold_s
+        self._journal = journal
         self._log = OfferLog()
         self._shown: int | None = None
         self._receivers = PendingRequests()
@@ -155,11 +184,17 @@ class OfferRequests:
         self.operations: dict[str, Callable[[bytes, Message], None]] = {
             "offer": self._offer,
             "next_offer": self._next_offer,
-            "loaded": self._loaded,
+            "fenced": self._fenced,
             "served": self._served,
             "pin": self._pin,
             "unpin": self._unpin,
         }
+
+    def recover(self, journal: Journal) -> None:
+        """Take up what an earlier server wrote, if the learner that offered it lives, by the recovered ledger."""
+        incarnation, values = journal.read(_JOURNALED_AS) or (0, None)
+        if values is not None and incarnation == self._ledger.incarnation:
+            self._log.restore(values)
 
     def close(self) -> None:
         """Stop whatever waits."""
@@ -176,22 +211,39 @@ class OfferRequests:
 
     def note_beat(self, client: bytes, fields: Mapping[str, Any]) -> None:
         """A sign of life, with the version that the client's engine serves: makes one known again that was silent."""
-        if "serves" in fields:
-            self._log.loaded(client, integer(fields, "serves"), name=text(fields, "engine"))
+        if "serves" in fields and self.is_current(fields):
+            took_s, name = seconds(fields, "seconds"), text(fields, "engine")
+            self._log.loaded(client, integer(fields, "serves"), took_s, name)
             self._tell_controllers()
 
     def forget(self, client: bytes) -> None:
-        """A client left, or is silent: nobody waits for its engine."""
+        """A client left or is silent, or its engine has failed: nobody waits for it."""
         self._log.forget(client)
         self._tell_controllers()
 
+    def withdraw(self) -> None:
+        """The learner was replaced: nothing that it offered is shown any more, also after a restart."""
+        self._log = OfferLog()
+        self._shown = None
+
+    def is_current(self, fields: Mapping[str, Any]) -> bool:
+        """Whether a message is of the learner that lives, or of an engine that serves weights of it."""
+        return incarnation_of(fields) == self._ledger.incarnation
+
     def _offer(self, client: bytes, message: Message) -> None:
+        if not self.is_current(message.fields):
+            raise WrongEpoch(
+                f"an offer came from the learner's life {incarnation_of(message.fields)}, this buffer serves its life "
+                f"{self._ledger.incarnation}: that learner was replaced by one from a checkpoint, and must end"
+            )
         offer, reason = message.fields.get("offer"), message.fields.get("failure")
         if isinstance(offer, dict):
             self._log.append(integer(offer, "version"), offer)
+            self._write()
             self.show()
         elif isinstance(reason, str) and 0 < len(reason) <= MAX_REASON:
             self._log.failure = reason
+            self._write()
             self._fail_all()
         else:
             got = str({name: message.fields[name] for name in ("offer", "failure") if name in message.fields})[:200]
@@ -200,6 +252,11 @@ class OfferRequests:
             )
         self._replies.reply(client, message.request_id, {"oldest": self._log.oldest()})
 
+    def _write(self) -> None:
+        """Write the log down, before anybody is told. Raises `ReplayBufferError` if the disk is full."""
+        if self._journal is not None:
+            self._journal.write(_JOURNALED_AS, [self._ledger.incarnation, self._log.snapshot()])
+
     def _fail_all(self) -> None:
         for pending in (self._receivers, self._followers, self._evaluators):
             for request in pending.all():
@@ -207,22 +264,34 @@ class OfferRequests:
                 self._replies.fail(request.client, request.request_id, WeightsError(self._log.failure))
 
     def _next_offer(self, client: bytes, message: Message) -> None:
-        request = _pending(client, message, {"at_least": integer(message.fields, "at_least")})
+        fields = {"at_least": integer(message.fields, "at_least"), "incarnation": incarnation_of(message.fields)}
+        request = _pending(client, message, fields)
         if not self._answer_receiver(request):
             self._receivers.add(request, self._hold_s, self._answer_nothing)
 
     def _answer_receiver(self, request: PendingRequest) -> bool:
-        offer = self._log.next_for(request.client, request.fields["at_least"], self._ledger.learner_version)
+        is_new = request.fields["incarnation"] != self._ledger.incarnation  # to this engine, whatever its number
+        at_least, num_pinned = 0 if is_new else request.fields["at_least"], self._log.num_pinned
+        offer = self._log.next_for(request.client, at_least, self._ledger.learner_version)
+        if self._log.num_pinned != num_pinned:
+            self._write()
         if offer is not None:
             self._replies.reply(request.client, request.request_id, {"offer": offer})
         return offer is not None
 
-    def _loaded(self, client: bytes, message: Message) -> None:
-        version = integer(message.fields, "version")
-        self._ledger.check_engine_version(version)
-        self._log.loaded(client, version, seconds(message.fields, "seconds"), text(message.fields, "engine"))
+    def loaded(self, client: bytes, message: Message) -> None:
+        """The operation ``loaded``: an engine serves a version."""
+        version, took_s = integer(message.fields, "version"), seconds(message.fields, "seconds")
+        name = text(message.fields, "engine")
+        if self.is_current(message.fields):
+            self._ledger.check_engine_version(version)
+            self._log.loaded(client, version, took_s, name)
         self._replies.reply(client, message.request_id)
         self._tell_controllers()
+
+    def _fenced(self, client: bytes, message: Message) -> None:
+        self.forget(client)
+        self._replies.reply(client, message.request_id)
 
     def _served(self, client: bytes, message: Message) -> None:
         fields = {name: integer(message.fields, name) for name in ("at_least", "num_engines")}
@@ -255,6 +324,7 @@ class OfferRequests:
             raise WireError("field 'known' must be a list of names of engines")
         self._log.check()
         if self._log.pin(**fields):
+            self._write()
             self._answer_all(self._receivers, self._answer_receiver)
         request = _pending(client, message, {"version": fields["version"], "known": set(known)})
         if not self._answer_evaluator(request):
@@ -262,6 +332,7 @@ class OfferRequests:
 
     def _unpin(self, client: bytes, message: Message) -> None:
         self._log.unpin()
+        self._write()
         if not self._log.failure:
             self._answer_all(self._receivers, self._answer_receiver)
         self._replies.reply(client, message.request_id)

@@ -1,23 +1,31 @@
-"""The buffer server as a child process: start it, learn its address, stop it."""
+"""The buffer server as a child process: start it, learn its address, start it again where it dies, stop it."""
 
+import asyncio
 import json
+import logging
 import os
 import select
 import subprocess
 import sys
 import time
-from contextlib import nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import IO, NoReturn, Self
 
-from asyncrl.protocol.errors import DeadlineError, WorkerDiedError
+from asyncrl.protocol.errors import AsyncRLError, DeadlineError, ReplayBufferError, WorkerDiedError
 from asyncrl.protocol.record import ProfileConfig
 from asyncrl.protocol.remote import last_lines, process_end
 
 from .client import BufferConnection
-from .config import BufferConfig
-from .keys import ensure_keys
+from .client_socket import ClientSocket
+from .config import BufferConfig, Durability
+from .keys import BufferRole, client_keys, ensure_keys
+
+logger = logging.getLogger(__name__)
+
+_PROBES_PER_DEADLINE = 6
 
 
 class BufferProcess:
@@ -95,13 +103,42 @@ class BufferProcess:
             epoch=self._config.epoch,
         )
 
-    async def death(self) -> NoReturn:
-        """Wait for the server to end. Raises `WorkerDiedError` if it ended; the message ends with its log."""
-        await process_end(self.process.pid)
+    async def end(self, *, notices_silence: bool, role: BufferRole = BufferRole.controller) -> str:
+        """Wait until the server has ended, or has answered nothing for long and is killed; how that was.
+
+        Only a timer notices silence: the server is asked for a sign of life now and then. It ends within two thirds of
+        the deadline that the clients' own requests have, so that these survive it. ``role`` is who asks.
+        """
+        waiting = {asyncio.ensure_future(process_end(self.process.pid))}
+        if notices_silence:
+            waiting.add(asyncio.ensure_future(self._silence(role)))
+        try:
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in waiting:
+                task.cancel()
+            await asyncio.gather(*waiting, return_exceptions=True)
         status = self.process.poll()
-        raise WorkerDiedError(
-            f"the buffer server (pid {self.process.pid}) died with status {status}; its log ends:\n{self.log_tail()}"
-        )
+        self.kill()
+        if status is None:
+            limit_s = self._config.request_timeout_s / 2
+            return f"answered nothing for {limit_s:.1f} s (half of buffer.request_timeout_s) and is killed"
+        return f"died with status {status}"
+
+    async def _silence(self, role: BufferRole) -> None:
+        """Wait until the server does not answer."""
+        timeout_s = self._config.request_timeout_s
+        keys = client_keys(Path(self._config.keys), role) if self._config.keys else None
+        link = ClientSocket(self.address, timeout_s=timeout_s / 2, keys=keys, on_push=lambda message: None)
+        try:
+            while True:
+                await asyncio.sleep(timeout_s / _PROBES_PER_DEADLINE)
+                with suppress(ReplayBufferError):  # an answer too
+                    await link.request("hello", {})
+        except DeadlineError:
+            return
+        finally:
+            link.close()
 
     def log_tail(self) -> str:
         """The last lines of its log."""
@@ -112,13 +149,105 @@ class BufferProcess:
     def stop(self, timeout_s: float = 2.0) -> None:
         """End the server: SIGTERM, then SIGKILL after ``timeout_s``."""
         self.process.terminate()
-        try:
+        with suppress(subprocess.TimeoutExpired):
             self.process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
+        self.kill()
+
+    def kill(self) -> None:
+        """End the server by SIGKILL, which a stopped process obeys too."""
+        self.process.kill()
+        self.process.wait()
         if self.process.stdout is not None:
             self.process.stdout.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+
+class BufferSupervisor:
+    """A buffer server that is started again on its journal and its address, ``buffer.restarts`` times at most.
+
+    Its clients reconnect and send what was not acknowledged again; leases and the log of offers come back with it. A
+    server without a journal is not started again. Made on the thread that outlives it: the kernel ends a server with
+    the thread that started it. Arguments and errors are `BufferProcess`'s.
+
+    Args:
+        on_restart: Is told of each restart, in one line.
+
+    Attributes:
+        connection: How to reach the server, also when it was started again.
+        num_restarts: How often it was started again.
+    """
+
+    def __init__(
+        self,
+        config: BufferConfig,
+        *,
+        groups_per_step: int,
+        log_path: Path | None,
+        start_timeout_s: float = 30.0,
+        profile: ProfileConfig | None = None,
+        on_restart: Callable[[str], None] = logger.warning,
+    ) -> None:
+        self._config = config
+        self._groups_per_step = groups_per_step
+        self._log_path = log_path
+        self._start_timeout_s = start_timeout_s
+        self._profile = profile
+        self._on_restart = on_restart
+        self.num_restarts = 0
+        self._server = self._launch()
+        self._server.read_address()
+        self.connection = self._server.connection
+
+    def _launch(self) -> BufferProcess:
+        return BufferProcess(
+            self._config,
+            groups_per_step=self._groups_per_step,
+            log_path=self._log_path,
+            start_timeout_s=self._start_timeout_s,
+            waits=False,
+            profile=self._profile,
+        )
+
+    async def watch(self) -> NoReturn:
+        """Start the server again as often as it dies or hangs. Raises `WorkerDiedError` where it may not be."""
+        is_kept = self._config.durability is Durability.disk
+        while True:
+            dead = self._server
+            how = await dead.end(notices_silence=is_kept)
+            what = f"the buffer server (pid {dead.process.pid}) {how}"
+            fault = WorkerDiedError(f"{what}; its log ends:\n{dead.log_tail()}")
+            if not is_kept:
+                raise fault
+            began_s = time.monotonic()
+            while not await self._is_up_again(fault):
+                pass
+            took_s = time.monotonic() - began_s
+            self._on_restart(
+                f"{what}; it was started again at {self.connection.address} within {took_s:.1f} s (restart "
+                f"{self.num_restarts} of buffer.restarts={self._config.restarts})"
+            )
+
+    async def _is_up_again(self, fault: WorkerDiedError) -> bool:
+        """Start a server in the place of the one that ended; whether it came up. Raises ``fault`` if none may be."""
+        if self.num_restarts >= self._config.restarts:
+            raise WorkerDiedError(f"buffer.restarts={self._config.restarts} are used up: {fault}")
+        self.num_restarts += 1
+        self._server = self._launch()
+        try:
+            await asyncio.to_thread(self._server.read_address)
+        except AsyncRLError as error:
+            logger.error("restart %d of the buffer server failed: %s", self.num_restarts, error)
+            return False
+        return True
+
+    def stop(self) -> None:
+        """End the server."""
+        self._server.stop()
 
     def __enter__(self) -> Self:
         return self

@@ -392,6 +392,7 @@ class BufferServer:
                 config,
                 groups_per_step=groups_per_step,
                 send=endpoint.send,
+                on_rewound=self._check_stores,
                 counters=endpoint.counters,
                 store_addresses=self._stores.addresses,
                 remove_elsewhere=self._stores.remove if config.num_store_servers else None,
@@ -417,15 +418,21 @@ class BufferServer:
         self._stores.close()
 
     def _check_store(self, number: int) -> None:
-        """A store server may have come back without what it acknowledged: after a loss of power, of its disk."""
+        """A store server may have come back without what it acknowledged, or with what the ledger has removed since."""
         check = asyncio.get_running_loop().create_task(self._requeue_missing(number))
         self._checks.add(check)
         check.add_done_callback(self._checks.discard)
 
+    def _check_stores(self) -> None:
+        for number in range(len(self._stores.addresses)):
+            self._check_store(number)
+
     async def _requeue_missing(self, number: int) -> None:
-        stored = self._service.ledger.stored_groups(number)
+        ledger = self._service.ledger
+        stored = ledger.stored_groups(number)
         try:
-            self._service.lose_from_store(number, await self._stores.missing(number, stored), stored)
+            missing = await self._stores.reconcile(number, stored, ledger.finished())
+            self._service.lose_from_store(number, missing, stored)
         except AsyncRLError as error:
             logger.warning("store server %d does not say what it holds: %s", number, error)
 

@@ -5,12 +5,13 @@ more timers stand at the next lease's expiry and the next producer's silence. No
 """
 
 import logging
+import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
 from asyncrl.protocol import record
-from asyncrl.protocol.errors import AsyncRLError, ReplayBufferError, StoreFull, WireError
+from asyncrl.protocol.errors import AsyncRLError, DeclaredDead, ReplayBufferError, StoreFull, WireError
 from asyncrl.protocol.types import BufferStats
 
 from .admission import Admission, Collaborators, PendingRequest, PendingRequests, PromptIntake
@@ -25,6 +26,7 @@ from .commands import (
     PutResult,
     Release,
     Reserve,
+    Rewind,
     SavePrefix,
 )
 from .config import BufferConfig
@@ -43,6 +45,7 @@ from .messages import (
     flag,
     integer,
     integers,
+    pairs,
     stats_fields,
     summary_fields,
     summary_of,
@@ -56,6 +59,7 @@ logger = logging.getLogger(__name__)
 
 _BEATS_TO_SILENCE = 4
 _FIRST_WARNING_STEPS = 4
+_MAX_BURIED = 4096
 
 
 class BufferService:
@@ -65,6 +69,7 @@ class BufferService:
         config: Options.
         groups_per_step: B.
         send: Sends one message to one client.
+        on_rewound: Called after the learner was taken back: groups that were finished may come again.
         counters: What the server counts, for `buffer.inspect`.
         store_addresses: Where clients find the payloads, in the order that the ledger counts stores by; empty if here.
         remove_elsewhere: See `PayloadStore`.
@@ -78,6 +83,7 @@ class BufferService:
         *,
         groups_per_step: int,
         send: Send,
+        on_rewound: Callable[[], None] = lambda: None,
         counters: Callable[[], dict[str, int]] = dict,
         store_addresses: Sequence[str] = (),
         remove_elsewhere: Callable[[int, bool], None] | None = None,
@@ -96,6 +102,7 @@ class BufferService:
         )
         self._config = config
         self._counters = counters
+        self._on_rewound = on_rewound
         self._store_addresses = list(store_addresses)
         self._clock = LoopClock() if clock is None else clock
         self._replies = Replies(send)
@@ -107,9 +114,10 @@ class BufferService:
         self._admission = Admission(shared, clock=self._clock, silent_s=_BEATS_TO_SILENCE * config.heartbeat_s)
         max_filtered = config.max_filtered_steps * groups_per_step
         self._batches = BatchRequests(shared, store_addresses=store_addresses, max_filtered=max_filtered)
-        self._offers = OfferRequests(shared)
+        self._offers = OfferRequests(shared, journal)
         self._reserving = PendingRequests()
         self._refused_for_space: set[bytes] = set()
+        self._buried: dict[bytes, int] = {}
         self._journal = journal
         self._expiry = Deadline(self._expire, self._clock)
         self._silence = Deadline(self._take_from_silent, self._clock)
@@ -134,14 +142,17 @@ class BufferService:
             **self._admission.operations,
             **self._batches.operations,
             **self._offers.operations,
+            "loaded": self._loaded,
             "beat": self._beat,
             "leave": self._leave,
+            "bury": self._bury,
             "hello": self._hello,
             "reserve": self._reserve,
             "put": self._put,
             "release": self._release,
             "save": self._save_progress,
             "commit": self._commit,
+            "rewind": self._rewind,
             "stats": self._stats,
             "inspect": self._inspect,
         }
@@ -151,6 +162,8 @@ class BufferService:
         self._admission.heartbeats.hear(client, self._clock.time())
         operation = self._operations.get(request.name)
         try:
+            if client in self._buried:
+                raise DeclaredDead(f"{request.name} came from a worker that was declared dead and replaced; end it")
             if operation is None:
                 raise WireError(f"unknown operation {request.name!r:.40}; known are {sorted(self._operations)}")
             operation(client, request)
@@ -231,6 +244,7 @@ class BufferService:
         ledger.drain_revocations()
         ledger.drain_finished()
         ledger.log = journal
+        self._offers.recover(journal)
         journal.on_written = self.settle
         self._store.recover(recovered.frames, ledger)
         self._lose(group_id for group_id, _ in ledger.stored_groups() if group_id not in self._store.payloads)
@@ -248,10 +262,11 @@ class BufferService:
     def lose_from_store(self, store: int, group_ids: Iterable[int], asked: Sequence[tuple[int, int]]) -> None:
         """A store server does not hold these of the groups and attempts ``asked``: generate them again.
 
-        What happened to a group since it was asked for is not the store's fault.
+        What happened to a group since it was asked for is not the store's fault. A batch stays as it was planned: its
+        ranks may have its groups; one that has not is refused them, and says so.
         """
-        unchanged = dict(set(asked) & set(self.ledger.stored_groups(store)))
-        self._lose(group_id for group_id in group_ids if group_id in unchanged)
+        ledger, unchanged = self.ledger, dict(set(asked) & set(self.ledger.stored_groups(store)))
+        self._lose(group_id for group_id in group_ids if group_id in unchanged and not ledger.is_planned(group_id))
         self.settle()
 
     def _forget_finished(self) -> None:
@@ -350,7 +365,7 @@ class BufferService:
             self._batches.note_filtered()
         elif result is PutResult.stored:
             self._store.keep_payload(group_id, request.payload, command.num_bytes)
-            self._admission.heartbeats.count_put(client, command.summary.num_tokens)
+            self._admission.done(client, command.summary.num_tokens)
         self._replies.reply(client, request.request_id)
 
     def _release(self, client: bytes, request: Message) -> None:
@@ -398,17 +413,56 @@ class BufferService:
         self._stats(client, request)
         self._offers.show()  # the controller's answer first, however many engines wait
 
+    def _rewind(self, client: bytes, request: Message) -> None:
+        fields = request.fields
+        command = Rewind(
+            version=integer(fields, "version"),
+            incarnation=integer(fields, "incarnation"),
+            finished=tuple(pairs(fields, "finished")),
+            tokens_trained=count(fields, "tokens_trained"),
+            lag_histogram=tuple(pairs(fields, "lag_histogram")),
+        )
+        self._forget_finished()  # before any of them is queued again
+        rewound = self.ledger.apply(command)
+        if rewound.is_new:
+            self._store.evict(rewound.group_ids)
+            self._offers.withdraw()
+            self._on_rewound()
+            logger.warning("the learner goes on from version %d, life %d", command.version, command.incarnation)
+        self._replies.reply(client, request.request_id)
+
     # What clients say of themselves, and ask about the buffer
 
     def _beat(self, client: bytes, request: Message) -> None:
         """A sign of life, which also makes a producer known that an earlier server knew."""
         self._admission.heartbeats.enter(client, self._clock.time())
+        if "generated" in request.fields:
+            self._admission.heartbeats.count_generated(client, count(request.fields, "generated"))
         self._offers.note_beat(client, request.fields)
-        self._replies.reply(client, request.request_id)
+        self._replies.reply(client, request.request_id, _clock_fields())
+
+    def _loaded(self, client: bytes, request: Message) -> None:
+        """An engine serves a version; a request for leases that it waits with is of these weights now."""
+        self._offers.loaded(client, request)
+        if self._offers.is_current(request.fields):
+            self._admission.adopt(client, integer(request.fields, "version"))
 
     def _leave(self, client: bytes, request: Message) -> None:
         self._offers.forget(client)
         self._admission.leave(client, request)
+
+    def _bury(self, client: bytes, request: Message) -> None:
+        """A worker is dead, says the controller, who started it."""
+        try:
+            dead = bytes.fromhex(text(request.fields, "worker"))
+        except ValueError as error:
+            raise WireError(f"a worker is named by the hexadecimal digits of its identity: {error}") from error
+        if dead not in self._buried:
+            self._offers.forget(dead)
+            self._buried[dead] = self._admission.bury(dead)
+            if len(self._buried) > _MAX_BURIED:
+                del self._buried[next(iter(self._buried))]
+        self._replies.reply(client, request.request_id, {"generated": self._buried[dead]})
 
     def _hello(self, client: bytes, request: Message) -> None:
         """What a client must know; a producer says so, and is heard of from then on."""
@@ -416,7 +470,8 @@ class BufferService:
             self._admission.heartbeats.enter(client, self._clock.time())
         rule = self.ledger.rule
         fields = {"max_lag": rule.max_lag, "groups_per_step": rule.groups_per_step, "stores": self._store_addresses}
-        self._replies.reply(client, request.request_id, {**fields, "heartbeat_s": self._config.heartbeat_s})
+        fields["heartbeat_s"] = self._config.heartbeat_s
+        self._replies.reply(client, request.request_id, {**fields, **_clock_fields()})
 
     def _stats(self, client: bytes, request: Message) -> None:
         self._replies.reply(client, request.request_id, stats_fields(self._totals()))
@@ -441,6 +496,11 @@ class BufferService:
             "producers": self._admission.describe(),
         }
         self._replies.reply(client, request.request_id, fields)
+
+
+def _clock_fields() -> dict[str, Any]:
+    """The time here, for clients on other hosts."""
+    return {"clock": record.clock_id(), "now_ns": time.monotonic_ns()}
 
 
 class BatchRequests:

@@ -1,11 +1,13 @@
 """Store servers: processes beside the ledger's server that hold the payloads.
 
 A payload is stored before the ledger hears of it and removed when the ledger is done with its group. If a client dies
-in between, its payload leaves with the ledger's next removal, or at the end of the run.
+in between, its payload leaves with the ledger's next removal. Whenever the ledger's server reaches a store server, also
+one that was started again, it says which groups are finished, and asks which of the others are missing.
 """
 
 import asyncio
 import logging
+import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -20,7 +22,6 @@ from asyncrl.protocol.errors import (
     WireError,
     WorkerDiedError,
 )
-from asyncrl.protocol.remote import process_end
 
 from .account import IdSet
 from .admission import PendingRequest, PendingRequests
@@ -30,7 +31,7 @@ from .config import BufferConfig, Durability
 from .encoding import JOIN_BELOW_BYTES
 from .journal import Journal
 from .keys import BufferRole, client_keys
-from .messages import Message, Replies, Send, flag, integer, integers
+from .messages import Message, Replies, Send, flag, integer, integers, pairs
 from .process import BufferProcess
 from .stores import FetchWindow, size_of
 
@@ -47,6 +48,7 @@ class StoreService:
         self._payloads: dict[int, dict[int, Frames]] = {}
         self._unread = FetchWindow(self._limit)
         self._finished = IdSet()
+        self._unwritten_removals: set[int] = set()
         self._stored_bytes = 0
         self._reserved: dict[tuple[int, int], int] = {}
         self._reserving = PendingRequests()
@@ -55,7 +57,8 @@ class StoreService:
             "reserve": self._reserve,
             "put_payload": self._put,
             "fetch": self._fetch,
-            "missing": self._missing,
+            "reconcile": self._reconcile,
+            "hello": lambda client, request: self._replies.reply(client, request.request_id),
             "remove": self._remove,
         }
         if journal is not None:
@@ -75,6 +78,7 @@ class StoreService:
 
     def settle(self) -> None:
         """Reserve bytes for those who wait, first come first."""
+        self._write_removals()
         if self._journal is not None and self._journal.is_grown():
             self._compact(self._journal)
         for pending in self._reserving.all():
@@ -168,6 +172,7 @@ class StoreService:
 
     def _keep(self, group_id: int, attempt: int, payload: Frames) -> None:
         self._payloads.setdefault(group_id, {})[attempt] = payload
+        self._unwritten_removals.discard(_key(group_id, attempt))
         self._stored_bytes += size_of(payload)
 
     def _fetch(self, client: bytes, request: Message) -> None:
@@ -182,8 +187,11 @@ class StoreService:
         self._unread.add(client, request.request_id, size_of(payload), read=integer(request.fields, "read"))
         self._replies.reply(client, request.request_id, {"counts": counts}, payload)
 
-    def _missing(self, client: bytes, request: Message) -> None:
-        """Which of the groups that the ledger believes to be here are not."""
+    def _reconcile(self, client: bytes, request: Message) -> None:
+        """Forget what is finished by the ledger's account, and say which groups are not here that it knows here."""
+        self._finished = IdSet(pairs(request.fields, "finished"))
+        for group_id in [group_id for group_id in self._payloads if group_id in self._finished]:
+            self._forget(group_id)
         missing = [
             group_id for group_id, attempt in _attempts(request) if attempt not in self._payloads.get(group_id, {})
         ]
@@ -194,13 +202,27 @@ class StoreService:
         for group_id in integers(request.fields, "groups"):
             if is_finished:
                 self._finished.add(group_id)
-            attempts = self._payloads.pop(group_id, {})
-            self._stored_bytes -= sum(map(size_of, attempts.values()))
-            if self._journal is not None and attempts:
-                self._journal.note({("payload", _key(group_id, attempt)): 0 for attempt in attempts})
-            for key in [key for key in self._reserved if key[0] == group_id]:
-                del self._reserved[key]
+            self._forget(group_id)
         self._replies.reply(client, request.request_id)
+
+    def _forget(self, group_id: int) -> None:
+        attempts = self._payloads.pop(group_id, {})
+        self._stored_bytes -= sum(map(size_of, attempts.values()))
+        if self._journal is not None:
+            self._unwritten_removals.update(_key(group_id, attempt) for attempt in attempts)
+        for key in [key for key in self._reserved if key[0] == group_id]:
+            del self._reserved[key]
+
+    def _write_removals(self) -> None:
+        """Write down what left; where the disk is full, with what leaves later."""
+        if self._journal is None or not self._unwritten_removals:
+            return
+        try:
+            self._journal.note({("payload", key): 0 for key in self._unwritten_removals})
+        except ReplayBufferError as error:
+            logger.warning("the journal still holds %d payloads that left: %s", len(self._unwritten_removals), error)
+        else:
+            self._unwritten_removals.clear()
 
 
 def _key(group_id: int, attempt: int) -> int:
@@ -218,8 +240,9 @@ def _attempts(request: Message) -> list[tuple[int, int]]:
 class StoreServers:
     """``num_store_servers`` processes that hold the payloads; made on a running loop.
 
-    ``on_lost`` is called when one is dead for good, with its payloads; ``on_connected`` with the number of one that is
-    reached, also after it was started again. Raises `AsyncRLError` if one did not come up.
+    One that dies or hangs is started again where it was, ``buffer.restarts`` times, without a journal empty.
+    ``on_lost`` is called when one is dead for good; ``on_connected`` with the number of one that is reached, also after
+    it was started again. Raises `AsyncRLError` if one did not come up.
 
     Attributes:
         addresses: Where they listen, in the order that the ledger counts stores by.
@@ -234,6 +257,8 @@ class StoreServers:
         on_connected: Callable[[int], None],
     ) -> None:
         self._config = replace(config, port=0, bulk_port=0, num_store_servers=0)
+        if config.durability is Durability.memory:  # a journal would remember both
+            self._config = replace(self._config, epoch=config.epoch or uuid.uuid4().hex[:16])
         self._groups_per_step = groups_per_step
         self._on_lost = on_lost
         self._processes: list[BufferProcess] = []
@@ -265,10 +290,16 @@ class StoreServers:
         for link in self._links:
             link.post("remove", {"groups": [group_id], "finished": is_finished})
 
-    async def missing(self, number: int, attempts: Sequence[tuple[int, int]]) -> list[int]:
-        """Which of these groups and attempts a server does not hold. Raises `AsyncRLError` if it does not answer."""
+    async def reconcile(
+        self, number: int, attempts: Sequence[tuple[int, int]], finished: Sequence[tuple[int, int]]
+    ) -> list[int]:
+        """Have a server forget finished groups, given as ranges; which of the groups and attempts it does not hold.
+
+        Raises `AsyncRLError` if it does not answer.
+        """
         groups, numbers = zip(*attempts, strict=True) if attempts else ((), ())
-        reply = await self._links[number].request("missing", {"groups": groups, "attempts": numbers})
+        fields = {"groups": groups, "attempts": numbers, "finished": [bound for part in finished for bound in part]}
+        reply = await self._links[number].request("reconcile", fields)
         return integers(reply.fields, "groups")
 
     def close(self) -> None:
@@ -280,25 +311,26 @@ class StoreServers:
         for process in self._processes:
             process.stop()
 
-    def _launch(self, number: int) -> BufferProcess:
-        return BufferProcess(
-            self._config, groups_per_step=self._groups_per_step, log_path=None, store=number, waits=False
-        )
+    def _launch(self, number: int, port: int = 0) -> BufferProcess:
+        config = replace(self._config, port=port)
+        return BufferProcess(config, groups_per_step=self._groups_per_step, log_path=None, store=number, waits=False)
 
     async def _keep_up(self, number: int) -> None:
-        """Start a server again as often as it dies, if its payloads are on disk; report the loss otherwise."""
+        """Start a server again as often as it may be; report its loss then."""
+        port, num_restarts, is_kept = 0, 0, self._config.durability is Durability.disk
         while True:
-            dead = self._processes[number]
-            await process_end(dead.process.pid)
-            dead.stop()
-            status = dead.process.returncode
-            what = f"store server {number} (pid {dead.process.pid}, {dead.address}) died, status {status}"
-            if self._config.durability == Durability.memory:
-                self._on_lost(WorkerDiedError(f"{what}; its payloads are lost, buffer.durability=disk would keep them"))
+            dead, num_restarts = self._processes[number], num_restarts + 1
+            how = await dead.end(notices_silence=True, role=BufferRole.ledger)
+            what = f"store server {number} (pid {dead.process.pid}, {dead.address}) {how}"
+            if num_restarts > self._config.restarts:
+                remedy = "" if is_kept else "; its payloads are lost, buffer.durability=disk would keep them"
+                self._on_lost(WorkerDiedError(f"{what}, and buffer.restarts={num_restarts - 1} are used up{remedy}"))
                 return
-            logger.error("%s; it is started again where it was", what)
+            where = "it is started again where it was"
+            logger.error("%s; %s", what, where if is_kept else f"{where}, and its groups are generated again")
+            port = port or int(dead.address.rpartition(":")[2])
             try:
-                self._processes[number] = self._launch(number)
+                self._processes[number] = self._launch(number, port)
                 await asyncio.to_thread(self._processes[number].read_address)
             except (AsyncRLError, OSError) as error:
                 self._on_lost(WorkerDiedError(f"{what}, and did not come up again: {error}"))

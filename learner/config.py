@@ -335,6 +335,8 @@ class LearnerConfig:
         keep_snapshots: Published weight versions that stay, the newest included; -1 keeps all.
         keep_checkpoints: Checkpoints kept on disk, the newest included; -1 keeps all.
         start_timeout_s: Deadline for the group to build its model.
+        restarts: How often the ranks are started again in a run in which one of them died or hangs; they go on from the
+            run's newest checkpoint. Without one, or with 0, the run ends.
         step_timeout_s: Deadline of one learner step, and of a collective between ranks. The controller gives the first
             step twice as long, since the step before it may still have the ranks; later steps get ten times the
             longest step so far, at least 120 s and at most that. Calls that save, load or publish always get twice.
@@ -365,6 +367,7 @@ class LearnerConfig:
     keep_snapshots: int = 2
     keep_checkpoints: int = 2
     start_timeout_s: float = 300.0
+    restarts: int = 1
     step_timeout_s: float = 600.0
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
@@ -373,6 +376,7 @@ class LearnerConfig:
 
     def __post_init__(self) -> None:
         _at_least(self, "learner", "num_ranks", 1)
+        _at_least(self, "learner", "restarts", 0, remedy="; 0 ends the run where a rank dies")
         _require(
             self.sp_size >= 1 and self.num_ranks % self.sp_size == 0,
             f"learner.sp_size must divide learner.num_ranks, got sp_size={self.sp_size}, num_ranks={self.num_ranks}",

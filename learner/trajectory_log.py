@@ -1,8 +1,13 @@
-"""A log of what was trained on: one parquet file per learner step and rank, one row per branch."""
+"""A log of what was trained on: one parquet file per learner step and rank, one row per branch.
+
+A run writes all of it where ``record_trajectories`` says so, and a few sequences of some steps for people to read, with
+the learner's own log-probs beside the engine's (`TokenLogOptions`).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +26,32 @@ SCHEMA = pa.schema(
         "response_ids": pa.list_(pa.int32()),
         "response_mask": pa.list_(pa.bool_()),
         "behavior_logprobs": pa.list_(pa.float32()),
+        "learner_logprobs": pa.list_(pa.float32()),
         "versions": pa.list_(pa.int32()),
         "reward": pa.float32(),
         "advantage": pa.float32(),
         "lag": pa.int32(),
     }
 )
+
+
+LEARNER_LOGPROBS = "learner_logprobs"
+"""Column of a sequence: the learner's log-probs before its update, where they were taken."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenLogOptions:
+    """What of training is kept for people to read, on the first data-parallel rank.
+
+    Attributes:
+        directory: Gets the files.
+        every_steps: Learner steps between two files.
+        num_sequences: Of one file; each costs a forward pass.
+    """
+
+    directory: str
+    every_steps: int
+    num_sequences: int = 8
 
 
 class TrajectoryLog:
@@ -47,7 +72,7 @@ class TrajectoryLog:
         """Write the samples of one step and data-parallel rank; returns the file.
 
         The rewards of ``batch`` are those that were trained on, a reward model's for one. ``sequences`` are one per
-        branch, in the order of the batch's shares, with ``advantages``.
+        branch, in the order of the batch's shares, with ``advantages``; all of them, or the first ones.
         """
         branches = [
             (groups[share.group_id], branch)
@@ -57,7 +82,7 @@ class TrajectoryLog:
         rewards = batch.rewards
         rows = [
             _row(group, branch, sequence, rewards[sequence.trajectory], batch.version)
-            for (group, branch), sequence in zip(branches, sequences, strict=True)
+            for (group, branch), sequence in zip(branches, sequences, strict=False)
         ]
         path = self._directory / f"step_{batch.version:08d}_rank{rank}.parquet"
         pq.write_table(pa.Table.from_pylist(rows, schema=SCHEMA), path)
@@ -71,6 +96,7 @@ def _row(
     versions = group.along(branch, "versions")
     sampled = versions[versions != UNVERSIONED]
     advantages = sequence.columns["advantages"][sequence.loss_mask]
+    own = sequence.columns.get(LEARNER_LOGPROBS)
     return {
         "group_id": group.group_id,
         "attempt": group.attempt,
@@ -78,6 +104,7 @@ def _row(
         "response_ids": sequence.input_ids[num_prompt:],
         "response_mask": group.trained_mask(branch)[num_prompt:],
         "behavior_logprobs": sequence.columns["behavior_logprobs"][num_prompt:],
+        "learner_logprobs": None if own is None else own[num_prompt:],
         "versions": versions[num_prompt:],
         "reward": reward,
         "advantage": float(advantages.mean()) if len(advantages) else 0.0,

@@ -38,7 +38,7 @@ from .offload import OffloadPolicy
 from .packed_model import PackedModel
 from .roles import CRITIC, Role, Scores, scored_by
 from .trainer import LearnerStep, Trainer
-from .trajectory_log import TrajectoryLog
+from .trajectory_log import LEARNER_LOGPROBS, TokenLogOptions, TrajectoryLog
 from .types import RankBatch, SampleKey, TokenSequence, group_sequences
 from .weights import WeightPublisher
 
@@ -68,19 +68,16 @@ PER_DP_RANK = {"dispatch_fn": _share_of_each_rank, "collect_fn": lambda _group, 
 """Dispatch of a run's methods: lists of one entry per data-parallel rank; options by name go to everyone."""
 
 
-def _timed(method: Callable[..., T]) -> Callable[..., T]:
-    """Note for `ModelWorker.busy` and for the run's profile when a method worked on a batch, its first argument."""
+def _recorded(method: Callable[..., T]) -> Callable[..., T]:
+    """Note for the run's profile when a method worked on a batch, its first argument."""
     kind = SpanKind.update if method.__name__ == "step" else SpanKind.score
 
     @wraps(method)
-    def timed(self: ModelWorker, batch: RankBatch, *arguments: Any, **options: Any) -> T:
-        began_at = time.time()
+    def recorded(self: ModelWorker, batch: RankBatch, *arguments: Any, **options: Any) -> T:
         with record.span(kind, step=batch.version, cause=self.role.name):
-            result = method(self, batch, *arguments, **options)
-        self.own_times.append((began_at, time.time()))
-        return result
+            return method(self, batch, *arguments, **options)
 
-    return timed
+    return recorded
 
 
 class BatchCache:
@@ -127,13 +124,13 @@ class ModelWorker(Worker):
         full_every: See `WeightPublisher`.
         adapters: See `WeightPublisher`.
         trajectory_dir: Where consumed samples are logged, one file per step and rank; None logs nothing.
+        token_log: What is kept for people to read; None keeps nothing.
         collective: Sends published weights to the hosts of the engines; None leaves them in ``snapshot_dir``.
         profile: What this process records of its time, as ``pool`` and its rank.
         pool: Name of the pool that the role runs in.
 
     Attributes:
         own_cache: The cache of this worker, which the first role of a process shares with the others.
-        own_times: When it worked on batches.
     """
 
     def __init__(
@@ -151,6 +148,7 @@ class ModelWorker(Worker):
         full_every: int = 1,
         adapters: bool = False,
         trajectory_dir: str | None = None,
+        token_log: TokenLogOptions | None = None,
         collective: CollectiveOptions | None = None,
         profile: ProfileConfig | None = None,
         pool: str = "learner",
@@ -160,7 +158,6 @@ class ModelWorker(Worker):
         record.start(self._profile, process=f"{pool}-{self.rank}", pool=record.Pool.learner)
         self.role = role
         self.own_cache = BatchCache()
-        self.own_times: list[tuple[float, float]] = []
         self._config = config
         self._algorithm = algorithm
         self._model_path = model_path
@@ -176,6 +173,7 @@ class ModelWorker(Worker):
         self._collective = collective
         self._publisher: WeightPublisher | None = None
         self._log = TrajectoryLog(trajectory_dir) if trajectory_dir else None
+        self._token_log_options = token_log
         dp_rank, sp_rank = divmod(self.rank, config.sp_size)
         self._register_dispatch_collect_info(_MESH, dp_rank=dp_rank, is_collect=sp_rank == 0)
 
@@ -203,7 +201,7 @@ class ModelWorker(Worker):
         self.cache.open_roles.add(self.role.name)
 
     @register(dispatch_mode=PER_DP_RANK, blocking=False)
-    @_timed
+    @_recorded
     def score(self, batch: RankBatch, send: bool = True) -> Scores | None:
         """Score the role's column for planned samples, under the weights that the run starts from where it is frozen.
 
@@ -215,7 +213,7 @@ class ModelWorker(Worker):
         return scores if send and self._model.mesh.sp_rank == 0 else None
 
     @register(dispatch_mode=PER_DP_RANK, blocking=False)
-    @_timed
+    @_recorded
     def rewards(self, batch: RankBatch) -> dict[SampleKey, float]:
         """What each planned trajectory earned: the reward model's score of its last branch, and its turns' rewards."""
         sequences, groups = self._sequences(batch), self._fetch(batch)
@@ -225,7 +223,7 @@ class ModelWorker(Worker):
         return {key: score + float(groups[key[0]].turn_sums[key[1]]) for key, score in earned.items()}
 
     @register(dispatch_mode=PER_DP_RANK, blocking=False)
-    @_timed
+    @_recorded
     def step(self, batch: RankBatch, *sent: Scores | None) -> dict[str, float]:
         """Make one learner step; in its measured steps the role is only measured.
 
@@ -249,22 +247,20 @@ class ModelWorker(Worker):
         sequences = self._with_columns(batch, self._sequences(batch), sent)
         with self._offload.updating(), self._torch_trace(batch.version):
             sequences, metrics = self._advantages.assign(sequences, batch.rewards)
+            readable = self._for_people(batch.version, sequences)
             learn = self._step.measure if batch.version < self._measured_steps else self._step.run
             metrics |= learn(sequences)
         ended_at = time.time()
         if self._log is not None and self._model.mesh.sp_rank == 0:
             self._log.write(batch, groups, sequences, rank=self._model.mesh.dp_rank)
+        if readable and self._token_log_options is not None and self.rank == 0:
+            TrajectoryLog(self._token_log_options.directory).write(batch, groups, readable, rank=0)
         own = [fetched_at - started_at, ended_at - fetched_at, -started_at, ended_at, lag]
         with record.span(SpanKind.wait_ranks, step=batch.version):
             slowest = self._model.mesh.largest(torch.tensor(own, dtype=torch.float64))
         fetch_s, train_s, minus_start, ended_at, lag = slowest.tolist()
         times = {"fetch_s": fetch_s, "train_s": train_s, "started_at": -minus_start, "ended_at": ended_at}
         return metrics | self._offload.metrics | times | {"lag_max": lag}
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
-    def busy(self) -> list[tuple[float, float]]:
-        """When this rank scored or trained, as spans in seconds since the epoch."""
-        return self.own_times
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def publish_weights(self, version: int) -> None:
@@ -379,6 +375,15 @@ class ModelWorker(Worker):
             scores[sequence.trajectory].append(value[sequence.loss_mask])
         return {key: np.concatenate(parts) for key, parts in scores.items()}
 
+    def _for_people(self, version: int, sequences: Sequence[TokenSequence]) -> list[TokenSequence]:
+        """In the steps that are due, this rank's first sequences with its own log-probs; a collective there."""
+        options = self._token_log_options
+        if options is None or version % options.every_steps:
+            return []
+        chosen = sequences[: options.num_sequences]
+        scores = self._model.scores(chosen)
+        return [sequence.with_column(LEARNER_LOGPROBS, own) for sequence, own in zip(chosen, scores, strict=True)]
+
     def _with_columns(
         self, batch: RankBatch, sequences: Sequence[TokenSequence], sent: Sequence[Scores | None]
     ) -> list[TokenSequence]:
@@ -432,7 +437,7 @@ class ModelWorker(Worker):
             return
         with torch.profiler.profile(record_shapes=False) as trace:
             yield
-        name = f"torch-step{version}-{self.role.name}-{self.rank}.json.gz"
+        name = record.torch_trace_name(version, self.role.name, self.rank)
         trace.export_chrome_trace(str(Path(self._profile.directory, name)))
 
     def _sequences(self, batch: RankBatch) -> list[TokenSequence]:

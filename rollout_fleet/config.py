@@ -4,6 +4,8 @@ import math
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+SLOWEST_LOAD = 1e8
+"""Bytes of weights per second, by which the deadline of a load grows."""
 CLEANUP_S = 2.0
 """Seconds to remove what a killed server left behind, or to close a log."""
 
@@ -148,6 +150,7 @@ class RolloutFleetConfig:
         engine: What generates.
         device: Where the engines compute.
         num_engines: Rollout workers, one engine each.
+        min_engines: The run ends when fewer engines than this are left that have not failed for good.
         groups_in_flight: Prompt groups one worker generates at a time.
         reward: ``exact_match``, ``last_number``, ``final_answer``, or your own as ``file.py:function`` or
             ``module:function``, called as reward(prompt, response_text) -> float.
@@ -163,6 +166,11 @@ class RolloutFleetConfig:
             take a second per 100 MB on top.
         silence_timeout_s: How long an engine with running requests may produce no token at all. One that does not
             answer a probe by then has failed. A single slow sample is no failure.
+        restarts: How often an engine that failed, or a worker that died, is replaced within ``restart_window_s``; the
+            next failure is final. Its prompt groups go on elsewhere with what is written of them, unless
+            ``save_progress=never``. 0 replaces nothing.
+        restart_window_s: Failures that are older count no more.
+        restart_backoff_s: Pause before a replacement; it doubles with each further one of the window, up to a minute.
         drain_timeout_s: How long running prompt groups may go on when the learner takes the device
             (``placement.colocated``); then they are cut off, and continued after the weight update.
         stop_timeout_s: Deadline of each step of stopping a worker: cutting running groups off, giving leases back, and
@@ -181,6 +189,7 @@ class RolloutFleetConfig:
     engine: EngineKind = EngineKind.sglang
     device: EngineDevice = EngineDevice.auto
     num_engines: int = 1
+    min_engines: int = 1
     groups_in_flight: int = 32
     reward: str = "exact_match"
     rewards: list[str] = field(default_factory=list)
@@ -191,6 +200,9 @@ class RolloutFleetConfig:
     start_timeout_s: float = 300.0
     load_timeout_s: float = 60.0
     silence_timeout_s: float = 60.0
+    restarts: int = 3
+    restart_window_s: float = 600.0
+    restart_backoff_s: float = 1.0
     drain_timeout_s: float = 600.0
     stop_timeout_s: float = 2.0
     renew_every_s: float = 20.0
@@ -211,6 +223,10 @@ class RolloutFleetConfig:
         """How long a worker may take to stop: put down, give back, stop the server, close its log."""
         return 2 * self.stop_timeout_s + self.server_stop_timeout_s + CLEANUP_S
 
+    def update_timeout_s(self, num_bytes: int) -> float:
+        """How long a member may take for new weights: to bring them near, to end a batch, and to load them."""
+        return 2 * (self.load_timeout_s + num_bytes / SLOWEST_LOAD) + self.drain_timeout_s
+
     @property
     def reward_weights(self) -> dict[str, float]:
         """The weight of each reward by its name, which may be a user's ``file.py:function``."""
@@ -223,6 +239,12 @@ class RolloutFleetConfig:
         for name in ("num_engines", "groups_in_flight", "reward_processes", "max_attempts", "max_failures_in_a_row"):
             if getattr(self, name) < 1:
                 raise ValueError(f"rollout_fleet.{name} must be >= 1, got {getattr(self, name)}")
+        if not 1 <= self.min_engines <= self.num_engines:
+            raise ValueError(
+                f"rollout_fleet.min_engines must be in 1..num_engines={self.num_engines}, got {self.min_engines}"
+            )
+        if self.restarts < 0:
+            raise ValueError(f"rollout_fleet.restarts must be >= 0, got {self.restarts}; 0 replaces nothing")
         for name, value in vars(self).items():
             if name.endswith("_s") and value <= 0:
                 raise ValueError(f"rollout_fleet.{name} must be > 0 seconds, got {value}")

@@ -14,12 +14,14 @@ or the loop's state notifies it.
   buffer.
 - `_keep_loading`: the next weights. Woken by the buffer, when a version that is committed is offered.
 - `_keep_renewing`: its timer. `_obey_revocations`: the next revoked lease; woken by the buffer.
-- the engine's `wait_failed`: the engine's failure.
+- `_hand_on`: a worker that has nothing to do; woken by the buffer.
+- the engine's `wait_failed`: the engine's failure, which ends `run`; `use` gives the loop another engine.
 - `run`: a stop, or the first failure of any task. Woken by `stop` or the failed task.
 - `load_weights`, `release_device`, `stop`: groups that leave the engine or the loop. Woken by `_generate`, `_settle`.
 
-A group that is cut off, by a stop or by a weight update, is saved with its lease as far as it is written. Whoever
-leases it next, or this worker after the update, continues it. The loop knows neither Ray nor sockets nor any engine.
+A group that is cut off, by a stop, by a weight update or by its engine's failure, is saved with its lease as far as it
+is written. Whoever leases it next, or this worker after the update, continues it. The loop knows neither Ray nor
+sockets nor any engine.
 """
 
 from __future__ import annotations
@@ -52,12 +54,15 @@ from .config import RolloutFleetConfig, SaveProgress
 from .engines.engine import Engine, SampleRequest
 from .engines.model_files import Decode
 from .inflight import ON_ENGINE, GroupPhase, InflightGroup, to_prefixes, to_progress, to_trajectory_group
+from .member import Member
 from .metrics import FleetCounters, FleetMeter, note_places
 from .rewards import Scores, WeightedRewards
 from .sample_log import SampleLog
 
 logger = logging.getLogger(__name__)
 
+ENGINE_FAILED = "engine_failed"
+"""Why a group is given back whose engine has failed."""
 MAX_RENEWAL_FAILURES = 3
 GATHER_S = 0.02
 """How long a free place waits for others, so that what ends in the same moment is leased and sampled together."""
@@ -66,7 +71,7 @@ MAX_FAILED_GROUPS = 4096
 
 
 class LoopState(Enum):
-    """The life of a `RolloutLoop`, in this order."""
+    """The life of a `RolloutLoop`, in this order; an engine that fails takes it back to ``idle``."""
 
     idle = auto()
     running = auto()
@@ -75,11 +80,12 @@ class LoopState(Enum):
 
 
 class RolloutLoop:
-    """Rolls prompt groups out on one engine. Call `run` once; the other methods may be called while it runs.
+    """Rolls prompt groups out on one engine. Call `run` once per engine; all else may be called while it runs.
 
-    The collaborators are started, and the loop closes none of them. ``decode`` turns response tokens into the text that
-    rewards read; ``greedy_baseline`` samples one more response per prompt greedily, which is not trained on;
-    ``samples`` keeps some of what is scored. ``stage`` brings an offer near the engine, which loads what it yields.
+    The collaborators are started, and the loop closes none of them. ``member`` is told of weights that are loaded, and
+    says whether leases may be asked for. ``decode`` turns response tokens into the text that rewards read;
+    ``greedy_baseline`` samples one more response per prompt greedily, which is not trained on; ``samples`` keeps some
+    of what is scored. ``stage`` brings an offer near the engine, which loads what it yields.
     """
 
     def __init__(
@@ -87,6 +93,7 @@ class RolloutLoop:
         config: RolloutFleetConfig,
         *,
         engine: Engine,
+        member: Member,
         buffer: RolloutBuffer,
         rewards: WeightedRewards,
         decode: Decode,
@@ -98,6 +105,7 @@ class RolloutLoop:
         self._config = config
         self._stage = stage
         self._engine = engine
+        self._member = member
         self._buffer = buffer
         self._rewards = rewards
         self._decode = decode
@@ -115,6 +123,7 @@ class RolloutLoop:
         self._num_failures_in_a_row = 0
         self._num_failures: dict[int, int] = {}
         self._released = record.NO_SPAN
+        self._is_noting = False
         num_samples = samples_per_prompt + int(greedy_baseline)
         record.level(LevelName.capacity, config.groups_in_flight * num_samples)
 
@@ -122,25 +131,39 @@ class RolloutLoop:
         """Roll out until `stop`; then abort, give back what is held, and return the final counters.
 
         Raises `AsyncRLError` if the engine or the buffer fails; all leases are given back first, as far as the buffer
-        still answers.
+        still answers. After a failure of the engine the loop can run again; see `use`.
         """
-        if self._state is LoopState.idle:
-            self._state = LoopState.running
-        pumps = (self._keep_leasing, self._keep_renewing, self._obey_revocations, self._engine.wait_failed)
-        pump_tasks = {self._spawn(pump) for pump in pumps}
+        if self._state is LoopState.stopping:  # stopped before, or between two engines: nothing is held
+            self._state = LoopState.ended
+            return self._meter.counters()
+        self._state = LoopState.running
+        leasing = self._spawn(self._keep_leasing)
+        pumps = (self._keep_renewing, self._obey_revocations, self._hand_on, self._engine.wait_failed)
+        pump_tasks = {leasing, *(self._spawn(pump) for pump in pumps)}
         self._spawn(self._keep_loading)  # a load that has begun goes on while the groups are put down
         try:
             await self._until(lambda: self._state is LoopState.stopping or self._failure is not None)
             if self._failure is not None:
+                await _cancel({leasing})
+                if self._engine.has_failed:
+                    await self._let_settle()
                 raise self._failure
             await _cancel(pump_tasks)
             await self._put_down()
         finally:
             await _cancel(self._tasks)
             await self._release_all()
-            self._state = LoopState.ended
+            self._count_running()
+            may_go_on = self._engine.has_failed and self._state is LoopState.running
+            self._state = LoopState.idle if may_go_on else LoopState.ended
             await self._notify()
-        return self._meter.counters(final=True)
+        return self._meter.counters()
+
+    async def use(self, engine: Engine) -> None:
+        """Wait until `run` has ended under an engine that failed, and take another; `load_next`, then `run` again."""
+        await self._until(lambda: self._state is not LoopState.running)
+        self._engine = engine
+        self._failure = None
 
     async def stop(self) -> None:
         """End `run`; returns when it has given everything back. May be called more than once, or before `run`."""
@@ -182,12 +205,22 @@ class RolloutLoop:
         Leases are asked for at their version from then on. Raises as `Engine.load_weights`, and `WeightsGone` if they
         were removed before they were staged.
         """
+        member, epoch, now_s = self._member, self._member.epoch, time.monotonic()
+        version = member.version
+        member.offered(epoch, offer.version, now_s, within_s=self._config.update_timeout_s(offer.num_bytes))
         staging = record.span(SpanKind.stage, lane="/staging", version=offer.version)
-        async with self._stage(offer) as local:
-            staging.close()
-            if self._config.save_progress is SaveProgress.at_updates:
-                await self._park(self._config.load_timeout_s)
-            self._meter.loaded(await self._engine.load_weights(local))
+        try:
+            async with asyncio.timeout(member.seconds_left(now_s)), self._stage(offer) as local:
+                staging.close()
+                if self._config.save_progress is SaveProgress.at_updates:
+                    await self._park(self._config.load_timeout_s)
+                self._meter.loaded(await self._engine.load_weights(local))
+        except WeightsGone:
+            member.skipped(epoch, version)
+            raise
+        except TimeoutError:
+            raise DeadlineError(f"{member.name} was {member.state} for longer than it may be") from None
+        member.verified(epoch, offer.version)
         self._released.close()
         record.level(LevelName.version, self._engine.version)
         self._has_device = True
@@ -216,9 +249,19 @@ class RolloutLoop:
         await self._engine.release_memory()
         self._released = record.span(SpanKind.released)
 
-    def counters(self, *, final: bool = False) -> FleetCounters:
+    @property
+    def is_stopping(self) -> bool:
+        """Whether `stop` was called, or `run` has ended for good."""
+        return self._state in (LoopState.stopping, LoopState.ended)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether `run` has ended for good."""
+        return self._state is LoopState.ended
+
+    def counters(self) -> FleetCounters:
         """What has been done up to now."""
-        return self._meter.counters(final=final)
+        return self._meter.counters()
 
     # Tasks
 
@@ -236,7 +279,7 @@ class RolloutLoop:
             if self._state is LoopState.running and self._failure is None:
                 self._failure = error
                 await self._notify()
-            else:
+            elif error is not self._failure:
                 logger.warning("rollout worker: another failure while it was ending: %s", error)
 
     async def _until(self, is_true: Callable[[], bool]) -> None:
@@ -260,9 +303,9 @@ class RolloutLoop:
         sent again at the new version.
         """
         while True:
-            await self._until(lambda: self._has_device and self._num_free > 0)
+            await self._until(lambda: self._may_lease and self._num_free > 0)
             await asyncio.sleep(GATHER_S)
-            if not self._has_device:
+            if not self._may_lease:
                 continue
             version = self._engine.version
             grant = asyncio.create_task(self._buffer.lease(version, self._num_free))
@@ -285,6 +328,10 @@ class RolloutLoop:
                 self._meter.asking(False)
                 record.level(LevelName.asking, 0)
                 await self._notify()
+
+    @property
+    def _may_lease(self) -> bool:
+        return self._has_device and self._member.may_lease
 
     @property
     def _num_free(self) -> int:
@@ -335,6 +382,17 @@ class RolloutLoop:
             await self._end(group, "revoked")
             await self._engine.abort(group.outstanding)
 
+    async def _hand_on(self) -> None:
+        """Hand groups on when another worker has nothing to do: those that were begun last, which have most left."""
+        while True:
+            number = await self._buffer.hand_on_request()
+            if self._config.save_progress is SaveProgress.never:
+                continue
+            chosen = self._running(GroupPhase.generating)[-number:]
+            for group in chosen:
+                await self._end(group, "handed_on")
+            await self._engine.abort([request_id for group in chosen for request_id in group.outstanding])
+
     # One group's way
 
     async def _generate(self, groups: Sequence[InflightGroup]) -> None:
@@ -342,22 +400,35 @@ class RolloutLoop:
         asked: dict[str, InflightGroup] = {}
         requests: list[SampleRequest] = []
         for group in groups:
-            new = group.next_requests(self._config.sampling) if group.phase is GroupPhase.generating else []
+            new: list[SampleRequest] = []
+            if group.phase is GroupPhase.generating:
+                new = group.next_requests(self._config.sampling, on_first_token=self._first_token_of(group))
             asked.update((request.id, group) for request in new)
             requests += new
             if not new:
                 await self._leave_engine(group)
         self._count_running()
-        async for request, output in self._engine.generate(requests):
-            group = asked[request.id]
-            self._meter.generated(group.take(request.id, output))
-            note_places(self._groups.values())
-            if not group.outstanding:
-                await self._leave_engine(group)
+        try:
+            async for request, output in self._engine.generate(requests):
+                group = asked[request.id]
+                if self._engine.has_failed and not output.finish_reason:
+                    group.end_reason = group.end_reason or ENGINE_FAILED
+                num_tokens = group.take(request.id, output)
+                self._meter.generated(num_tokens)
+                self._buffer.num_generated += num_tokens
+                self._places_changed()
+                if not group.outstanding:
+                    await self._leave_engine(group)
+        except AsyncRLError:
+            for group in groups:  # what the engine was never asked for
+                if self._engine.has_failed and group.phase in ON_ENGINE:
+                    group.end_reason = group.end_reason or ENGINE_FAILED
+                    await self._leave_engine(group)
+            raise
 
     async def _leave_engine(self, group: InflightGroup) -> None:
         """See to what becomes of a group that the engine is done with."""
-        if group.phase is GroupPhase.cutting and not group.is_finished:
+        if group.phase is GroupPhase.cutting and not group.is_finished and not group.end_reason:
             group.phase = GroupPhase.parked
             self._spawn(self._save, group)
         else:
@@ -384,7 +455,10 @@ class RolloutLoop:
         elif not group.is_finished:
             if self._config.save_progress is not SaveProgress.never:
                 await self._save(group)
-            if group.end_reason:
+            if group.end_reason == ENGINE_FAILED:
+                self._meter.failed(ENGINE_FAILED)
+                await self._try_again(group, ENGINE_FAILED, self._failure)
+            elif group.end_reason:
                 await self._release(group, group.end_reason)
             else:
                 await self._fail_attempt(group, "aborted", EngineError(f"the engine aborted prompt group {group.key}"))
@@ -408,7 +482,7 @@ class RolloutLoop:
         return scores
 
     async def _fail_attempt(self, group: InflightGroup, reason: str, error: AsyncRLError) -> None:
-        """Give a group back, or drop it after ``max_attempts``. Raises ``error`` if one group after another fails."""
+        """Have a group tried again. Raises ``error`` if one group after another fails."""
         self._meter.failed(reason)
         self._num_failures_in_a_row += 1
         if self._num_failures_in_a_row >= self._config.max_failures_in_a_row:
@@ -416,6 +490,10 @@ class RolloutLoop:
                 f"{error} (failure {self._num_failures_in_a_row} in a row, the limit of "
                 "rollout_fleet.max_failures_in_a_row)"
             )
+        await self._try_again(group, reason, error)
+
+    async def _try_again(self, group: InflightGroup, reason: str, error: Exception | None) -> None:
+        """Give a group back, or drop it when this has happened ``max_attempts`` times to it."""
         group_id = group.lease.prompt.group_id
         num_failures = self._num_failures.pop(group_id, 0) + 1
         is_last = num_failures >= self._config.max_attempts
@@ -448,7 +526,7 @@ class RolloutLoop:
 
     async def _forget(self, group: InflightGroup) -> None:
         del self._groups[group.key]
-        note_places(self._groups.values())
+        self._places_changed()
         await self._notify()
 
     # Cutting off
@@ -502,13 +580,47 @@ class RolloutLoop:
 
     def _count_running(self) -> None:
         self._meter.running(len(self._running()))
+        self._places_changed()
+
+    def _places_changed(self) -> None:
+        """Note what holds the engine's places, once for all that happens in this turn of the event loop."""
+        if not self._is_noting and record.current() is not None:
+            self._is_noting = True
+            asyncio.get_running_loop().call_soon(self._note_places)
+
+    def _note_places(self) -> None:
+        self._is_noting = False
         note_places(self._groups.values())
+
+    def _first_token_of(self, group: InflightGroup) -> Callable[[], None] | None:
+        """Notes the group's first token, whichever sample it belongs to; None where nothing is recorded."""
+        if record.current() is None:
+            return None
+        has_come = False
+
+        def note() -> None:
+            nonlocal has_come
+            if not has_come:
+                has_come = True
+                self._stamp(GroupEvent.first_token, group)
+
+        return note
 
     def _stamp(self, event: GroupEvent, group: InflightGroup) -> None:
         group_id, attempt = group.key
         record.stamp(event, group_id, attempt=attempt, version=self._engine.version)
 
     # The end
+
+    async def _let_settle(self) -> None:
+        """After the engine's failure: store what is whole, and give back the rest with what is written of it."""
+        for group in self._running(GroupPhase.parked):
+            await self._end(group, ENGINE_FAILED)
+        try:
+            async with asyncio.timeout(self._config.reward_timeout_s + self._config.stop_timeout_s):
+                await self._until(lambda: not self._groups)
+        except TimeoutError:
+            logger.warning("%d prompt groups of a failed engine are given back as they are", len(self._groups))
 
     async def _put_down(self) -> None:
         """Cut running groups off and wait for what they wrote so far, so that their tokens are accounted for."""

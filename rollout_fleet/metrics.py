@@ -5,16 +5,13 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from asyncrl.protocol import record
 from asyncrl.protocol.record import LevelName
 
 from .inflight import ON_ENGINE, GroupPhase, InflightGroup
-
-_GAP_S = 1e-3
-"""A shorter pause does not end a span of busy time."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,7 +27,6 @@ class FleetCounters:
         groups_refused: Finished groups that the buffer refused because their lease had run out.
         groups_failed: Attempts that failed, by reason: ``aborted`` by the engine, or ``reward``.
         busy_s: Time with at least one training request on the engine, without weight loads.
-        busy: Of the final counters: that time as spans in seconds since the epoch, gaps below a millisecond left out.
         wait_s: Time in which the engine had no training request because none was admitted.
         load_s: Per weight load, the seconds for which generation stood still.
         reward_s: Time spent waiting for rewards, summed over groups.
@@ -43,10 +39,18 @@ class FleetCounters:
     groups_refused: int = 0
     groups_failed: Counter[str] = field(default_factory=Counter)
     busy_s: float = 0.0
-    busy: tuple[tuple[float, float], ...] = ()
     wait_s: float = 0.0
     load_s: tuple[float, ...] = ()
     reward_s: float = 0.0
+
+    @classmethod
+    def total(cls, parts: Iterable[FleetCounters]) -> FleetCounters:
+        """The sum of what several have done, or one in several lives."""
+        sums: dict[str, Any] = asdict(cls())
+        for part in parts:
+            for name in sums:
+                sums[name] = sums[name] + getattr(part, name)
+        return cls(**sums)
 
 
 def note_places(groups: Iterable[InflightGroup]) -> None:
@@ -77,7 +81,6 @@ class FleetMeter:
         self._since = clock()
         self._running = 0
         self._asking = False
-        self._busy: list[tuple[float, float]] = []
         self._counts: dict[str, Any] = asdict(FleetCounters())
 
     def running(self, num_groups: int) -> None:
@@ -94,10 +97,8 @@ class FleetMeter:
         """Generation stood still for ``seconds`` during a weight load; they do not count as busy."""
         self._pass_time()
         self._add(load_s=(seconds,))
-        if self._running and self._busy:
-            start, end = self._busy[-1]
-            self._busy[-1] = (start, max(start, end - seconds))
-            self._add(busy_s=-min(seconds, end - start))
+        if self._running:
+            self._add(busy_s=-min(seconds, self._counts["busy_s"]))
 
     def generated(self, num_tokens: int) -> None:
         """The engine answered with policy tokens; they are in flight from now on."""
@@ -123,10 +124,10 @@ class FleetMeter:
         """An attempt failed."""
         self._add(groups_failed=Counter({reason: 1}))
 
-    def counters(self, *, final: bool = False) -> FleetCounters:
-        """Everything up to now; the final counters have the spans of ``busy``, too many to be asked for often."""
+    def counters(self) -> FleetCounters:
+        """Everything up to now."""
         self._pass_time()
-        return replace(FleetCounters(**self._counts), busy=tuple(self._busy) if final else ())
+        return FleetCounters(**self._counts)
 
     def _add(self, **changes: Any) -> None:
         for name, change in changes.items():
@@ -136,8 +137,6 @@ class FleetMeter:
         now = self._clock()
         if self._running:
             self._add(busy_s=now - self._since)
-            follows = self._busy and self._since - self._busy[-1][1] < _GAP_S
-            self._busy.append((self._busy.pop()[0] if follows else self._since, now))
         elif self._asking:
             self._add(wait_s=now - self._since)
         self._since = now

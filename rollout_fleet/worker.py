@@ -1,10 +1,12 @@
 """The rollout worker: one actor with an engine, a connection to the buffer, and the loop between them.
 
-Its methods are asynchronous and overlap: counters are read while `run` rolls out, which takes new weights by itself.
+Its methods are asynchronous and overlap: counters are read while `run` rolls out, which takes new weights by itself. An
+engine that fails is replaced by `EngineSupervisor`, and `run` goes on.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -25,6 +27,7 @@ from .loop import RolloutLoop
 from .metrics import FleetCounters
 from .rewards import WeightedRewards
 from .sample_log import SampleLog
+from .supervisor import EngineSupervisor
 
 
 class RolloutWorker(Worker):
@@ -58,18 +61,16 @@ class RolloutWorker(Worker):
         self._connect_buffer = connect_buffer
         self._rewards = WeightedRewards(config)
         self._decode = load_decoder(model_path)
-        self._engine = make_engine(config, model_path=model_path, rank=self.rank, log_dir=log_dir, seed=seed)
+        make = partial(make_engine, config, model_path=model_path, rank=self.rank, log_dir=log_dir, seed=seed)
+        self._supervisor = EngineSupervisor(f"engine-{self.rank}", config, make=make)
         self._stager = WeightStager(
-            f"engine-{self.rank}",
-            memory=Path(staging_dir),
-            copies=copy_weights,
-            timeout_s=config.load_timeout_s,
+            f"engine-{self.rank}", memory=Path(staging_dir), copies=copy_weights, timeout_s=config.load_timeout_s
         )
         self._samples = None
         if sample_dir:
             self._samples = SampleLog(Path(sample_dir), rank=self.rank, config=config.samples, decode=self._decode)
         self._held_out = HeldOutAnswers(
-            engine=self._engine,
+            engine=self._supervisor.engine,
             rewards=self._rewards,
             decode=self._decode,
             sampling=config.sampling,
@@ -79,34 +80,56 @@ class RolloutWorker(Worker):
         self._make_loop = partial(
             RolloutLoop,
             config,
-            engine=self._engine,
+            member=self._supervisor.member,
             rewards=self._rewards,
             decode=self._decode,
             samples_per_prompt=samples_per_prompt,
             greedy_baseline=greedy_baseline,
             samples=self._samples,
-            stage=self._stager.staged,
         )
         self._loop: RolloutLoop | None = None
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
-    async def start(self) -> None:
-        """Bring up the engine and connect to the buffer; `load_first` comes next. Raises as `Engine.start` does."""
-        await self._engine.start()
+    async def start(self) -> str:
+        """Bring up the engine and connect to the buffer; `load_first` comes next. Raises as `Engine.start` does.
+
+        Returns the name that the buffer knows this worker by.
+        """
+        await self._supervisor.start()
         await self._rewards.start()
         self._buffer = self._connect_buffer(str(self.rank))
-        self._loop = self._make_loop(buffer=self._buffer)
+        engine, stage = self._supervisor.engine, self._stager.staged
+        self._loop = self._make_loop(engine=engine, buffer=self._buffer, stage=stage)
+        return await self._buffer.enter()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     async def load_first(self) -> None:
         """Wait for what the learner holds when the run begins, and load it; see `RolloutLoop.load_next`."""
-        await self._started().load_next(-1)
+        loop = self._started()
+        assert self._buffer is not None
+        await self._supervisor.load_first(loop, self._buffer)
         self._starting.close()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     async def run(self) -> FleetCounters:
-        """Roll out until `stop`; see `RolloutLoop.run`."""
-        return await self._started().run()
+        """Roll out until `stop`, on one engine after another where they fail; see `RolloutLoop.run`.
+
+        Raises `EngineLost` when the engine is replaced no more.
+        """
+        loop = self._started()
+        while not loop.has_ended:
+            engine = await self._supervisor.ready(unless=lambda: loop.is_stopping)
+            try:
+                await loop.run()
+            except AsyncRLError:
+                if not engine.has_failed:
+                    raise
+        return loop.counters()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    async def next_note(self, num_heard: int) -> tuple[bool, str]:
+        """See `EngineSupervisor.next_note`."""
+        return await self._supervisor.next_note(num_heard)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     async def release_device(self) -> None:
@@ -115,6 +138,7 @@ class RolloutWorker(Worker):
 
     async def answer(self, prompts: Sequence[Prompt], version: int, num_samples: int) -> list[AnsweredPrompt]:
         """Answer held-out prompts with the policy of ``version``; see `HeldOutAnswers.answer`."""
+        self._held_out.use(await self._supervisor.ready())
         with record.span(record.SpanKind.evaluation, version=version):
             return await self._held_out.answer(prompts, version=version, num_samples=num_samples)
 
@@ -126,23 +150,29 @@ class RolloutWorker(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     async def drain(self) -> FleetCounters:
         """End `run`, give all leases back; the engine stays up for `answer`. Returns the final counters."""
-        await self._started().stop()
-        return self._started().counters(final=True)
+        await self._stop_loop(self._started())
+        return self._started().counters()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     async def stop(self) -> FleetCounters | None:
         """End `run`, give all back, stop the engine; returns the final counters, None if it was never started."""
         try:
             if self._loop is not None:
-                await self._loop.stop()
+                await self._stop_loop(self._loop)
         finally:
-            await self._engine.stop()
+            await self._supervisor.stop()
             self._stager.close()
             await self._rewards.close()
             if self._buffer is not None:
                 await self._buffer.close()
             record.stop()
-        return self._loop.counters(final=True) if self._loop is not None else None
+        return self._loop.counters() if self._loop is not None else None
+
+    async def _stop_loop(self, loop: RolloutLoop) -> None:
+        stopping = asyncio.create_task(loop.stop())
+        await asyncio.sleep(0)  # it is stopping now
+        await self._supervisor.wake()
+        await stopping
 
     def _started(self) -> RolloutLoop:
         if self._loop is None:

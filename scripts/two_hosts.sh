@@ -29,8 +29,8 @@ case $OUT/ in /tmp/*) fail 2 "OUT=$OUT lies in /tmp, which each host has of its 
 
 # A host is the processes under its first one. It dies with this script: the kernel ends the first one then, and with it
 # all others, their mounts and their end of the link.
-FIRST_PROCESS='mount -t tmpfs tmpfs /tmp && mount -t tmpfs tmpfs /dev/shm && hostname "$1" && ip link set lo up &&
-    echo up && { sleep infinity & while :; do wait; done; }'
+FIRST_PROCESS='mount --bind "$2/hosts" /etc/hosts && mount --bind "$2/resolv.conf" /etc/resolv.conf &&
+    mount -t tmpfs tmpfs /tmp && mount -t tmpfs tmpfs /dev/shm && hostname "$1" && ip link set lo up && echo up && { sleep infinity & while :; do wait; done; }'
 namespaces=(--mount --propagation private --net --uts --pid --fork --kill-child --mount-proc)
 
 why_not() { # Why hosts cannot be made here; nothing where they can.
@@ -66,7 +66,8 @@ wait_for() { # wait_for WORDS FILE PID: until a line of the file, which the proc
 }
 
 make_host() {
-    setpriv --pdeathsig KILL unshare "${namespaces[@]}" bash -c "$FIRST_PROCESS" first "host-$1" >"$scratch/host-$1.log" 2>&1 &
+    setpriv --pdeathsig KILL unshare "${namespaces[@]}" bash -c "$FIRST_PROCESS" first "host-$1" "$scratch" \
+        >"$scratch/host-$1.log" 2>&1 &
     firsts+=($!)
     wait_for '^up$' "$scratch/host-$1.log" $!
 }
@@ -124,11 +125,16 @@ trap 'stop 143' TERM HUP
 export RAY_AUTH_MODE=token RAY_AUTH_TOKEN PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH} OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
 export RAY_worker_niceness=0 RAY_enable_worker_prestart=0 RAY_prestart_worker_first_driver=0
 RAY_AUTH_TOKEN=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \n')
+{
+    printf '127.0.0.1 localhost\n'
+    for number in 0 1; do printf '%s host-%s\n' "${ADDRESSES[$number]}" "$number"; done
+} >"$scratch/hosts"
+echo 'nameserver 127.0.0.1' >"$scratch/resolv.conf" # there is none: other names are unknown at once
 make_host 0
 make_host 1
 join_hosts
 start_ray 0 --head --port "$PORT" --num-cpus 2 --include-dashboard=false
-start_ray 1 --address "${ADDRESSES[0]}:$PORT" --num-cpus 1
+start_ray 1 --address "${ADDRESSES[0]}:$PORT" --num-cpus 2
 for transport in "${transports[@]}"; do
     train "$transport" "$@" || exit $?
     say "$transport: done, kept in $OUT/$transport"

@@ -8,13 +8,17 @@ import pytest
 
 from asyncrl.cli.compose import describe
 from asyncrl.config import RunConfig
-from asyncrl.metrics import Overlap, StepRecord
+from asyncrl.metrics import StepRecord
+from asyncrl.profile import FleetCause, LearnerCause
 from tests.support.training_run import ROOT, documented_metrics
 
 CODE = [
     path for package in ("asyncrl", "rollout_fleet", "learner", "buffer") for path in (ROOT / package).rglob("*.py")
 ]
-PAGES = {name: (ROOT / "docs" / f"{name}.md").read_text() for name in ("metrics", "tuning", "troubleshooting")}
+PAGES = {
+    name: (ROOT / "docs" / f"{name}.md").read_text()
+    for name in ("metrics", "tuning", "troubleshooting", "profiling", "several_hosts")
+}
 
 
 def messages_of(page):
@@ -53,7 +57,13 @@ def test_every_field_of_a_step_is_on_the_page_and_every_metric_there_is_in_the_c
     ends = {name.rpartition(".")[2] for name in documented if name.startswith("learner.")}
     ends -= {f"{mode}_device_bytes_{when}" for mode in ("rollout", "trainer") for when in ("before", "after")}
     assert [name for name in sorted(ends) if f'"{name}"' not in source] == []
-    assert all(f"`{field.name}`" in PAGES["metrics"] for field in fields(Overlap))
+
+
+def test_every_cause_of_idle_time_is_on_the_page_and_the_other_way_round():
+    for title, causes in (("an engine's place", FleetCause), ("a rank", LearnerCause)):
+        part = PAGES["profiling"].partition(f"## Why {title} was idle")[2].partition("\n## ")[0]
+        rows = [row.split("|")[1] for row in part.splitlines() if row.startswith("| `")]
+        assert [name for row in rows for name in re.findall(r"`(\w+)`", row)] == list(causes)
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -19,6 +19,7 @@ _COMMANDS = {
     "profile": ("asyncrl.profile.command", "say why learner and fleet of a run were idle"),
     "evaluate": ("asyncrl.cli.evaluate_command", "evaluate a model, a checkpoint or a run on held-out prompts"),
     "samples": ("asyncrl.samples", "read the decoded samples that a run has kept"),
+    "dashboard": ("asyncrl.profile.dashboard", "serve the report of a run, live"),
     "inspect": ("buffer.inspect", "look into the replay buffer of a running training"),
     "export": ("learner.checkpoint", "turn a checkpoint into a model in Hugging Face layout"),
 }

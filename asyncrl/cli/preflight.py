@@ -19,6 +19,8 @@ from asyncrl.config import RunConfig, Transport, check_files, check_placement, l
 from asyncrl.controller.run_folder import SHARED_MEMORY, check_memory
 from asyncrl.data.prompts import PromptStream, load_eval_prompts
 from asyncrl.data.tokenization import Tokenizer, load_tokenizer
+from asyncrl.metrics import check_trackers
+from asyncrl.metrics.prometheus import split_address
 from asyncrl.protocol.errors import AsyncRLError
 from asyncrl.protocol.types import Prompt
 from asyncrl.sft.warm_start import finished_warm_start
@@ -50,6 +52,7 @@ async def preflight(config: RunConfig, say: Callable[[str], None]) -> tuple[Prom
         check_placement(config, num_cpus=os.cpu_count() or 1, num_gpus=visible_gpus())
         check_engine_installed(config.rollout_fleet)
     check_files(config)
+    check_watchers(config)
     check_heads(config)
     check_memory(config)
     allow_clients(config.rollout_fleet.num_engines + sum(learner_pools(config).values()) + _OWN_CLIENTS)
@@ -86,6 +89,16 @@ def check_folders(config: RunConfig) -> None:
             f"weights.transport={config.weights.transport} publishes weights in shared memory, which must be writable: "
             f"{reason}; mend its permissions, or publish in a folder with weights.transport=file"
         )
+
+
+def check_watchers(config: RunConfig) -> None:
+    """Check that trackers and dashboard are installed, and where they are served."""
+    check_trackers(config.tracker)
+    split_address(config.prometheus_address, "prometheus_address")
+    if config.dashboard:
+        from asyncrl.profile.dashboard import TOKEN_VARIABLE, check_dashboard  # with a web server
+
+        check_dashboard(config.dashboard_address, os.environ.get(TOKEN_VARIABLE, ""))
 
 
 def check_folder(option: str, folder: str) -> None:

@@ -204,6 +204,16 @@ async def stop_groups(groups: Sequence[Any], shutdown: Callable[[], None], timeo
         await asyncio.to_thread(shutdown)
 
 
+async def finished_in_thread(work: Callable[[], T], timeout_s: float) -> T:
+    """Do work in a thread; a cancellation waits for it, since it needs the Ray that is stopped next."""
+    working = asyncio.create_task(asyncio.to_thread(work))
+    try:
+        return await asyncio.shield(working)
+    except asyncio.CancelledError:
+        await asyncio.wait([working], timeout=timeout_s)
+        raise
+
+
 class AllOf:
     """Calls made to several groups, awaited one after another; ``futures`` lets a message name the late workers."""
 

@@ -25,7 +25,8 @@ So the only cycle is plan → rollouts → admission → complete → plan, and 
 version is admitted without any further commit (docs/staleness.md).
 
 The plan loop queues a checkpoint on the ranks between two updates, with what the run needs to go on
-(asyncrl/controller/resume.py); the ranks write it while they train on.
+(asyncrl/controller/resume.py); the ranks write it while they train on. Where a rank dies, the loops end, and
+begin again at the newest checkpoint (asyncrl/controller/learner_restarts.py).
 
 `ColocatedController` has devices that both pools share. Beside feed it has one loop, in which each step waits for the
 one before::
@@ -47,12 +48,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from asyncrl.config import RunConfig
 from asyncrl.controller.evaluator import PinnedEngines, num_pinned_engines
 from asyncrl.controller.reporting import Reporter
-from asyncrl.controller.resume import Checkpointer, RunState
+from asyncrl.controller.resume import Checkpointer, Resumed, RunState
 from asyncrl.metrics import StepRecord, TrainingResult
 from asyncrl.protocol import record
 from asyncrl.protocol.ports import (
@@ -111,11 +113,12 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
         """
         resumed = resumed or RunState()
         self._evaluate = evaluate
+        self._resumed = resumed
         self._evaluation_steps = config.evaluation.every_steps if config.evaluation.enabled else 0
         self._versions = range(resumed.version, config.total_steps)
         self._publish_every = config.weights.publish_every
-        self._num_engines = config.rollout_fleet.num_engines
-        self._num_pinned = num_pinned_engines(config, self._num_engines)
+        self._min_engines = config.rollout_fleet.min_engines
+        self._num_pinned = num_pinned_engines(config, config.rollout_fleet.num_engines)
         self._queued_version = resumed.version
         self._prompts_per_call = config.algorithm.groups_per_step
         self._buffer = buffer
@@ -130,12 +133,39 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
         )
 
     async def train(self) -> None:
-        """Train to the last step and publish its weights. Raises `AsyncRLError` if a part died or was late."""
+        """Train to the last step and publish its weights. Raises `AsyncRLError` if a part died or was late.
+
+        After it has raised `LearnerDiedError`, and `rewind`, it may be called again.
+        """
         self._reporter.begin()
         async with asyncio.TaskGroup() as tasks:
             feed = tasks.create_task(self._feed(), name="feed")
             await asyncio.gather(*(tasks.create_task(loop()) for loop in self._loops()))
             feed.cancel()
+
+    def newest_checkpoint(self, folder: Path) -> Resumed | None:
+        """See `Checkpointer.newest`."""
+        return self._checkpointer.newest(folder)
+
+    async def rewind(self, state: RunState, *, incarnation: int) -> None:
+        """Take the buffer and this controller back to a checkpoint; the learner's next life, ``incarnation``, follows.
+
+        The checkpoint may hold a step more than the ledger has heard of.
+        """
+        for version in range((await self._buffer.stats()).learner_version, state.version):
+            await self._buffer.commit(version)
+        added = state.since(self._resumed)
+        await self._buffer.rewind(
+            state.version,
+            incarnation=incarnation,
+            finished=state.finished,
+            tokens_trained=added.tokens_trained,
+            lag_histogram=added.lag_histogram,
+        )
+        self._versions = range(state.version, self._versions.stop)
+        self._queued_version = state.version
+        self._checkpointer.rewind(state.version)
+        self._reporter.rewind(state.version)
 
     async def settle(self) -> None:
         """Commit the steps that a cancelled `train` left queued on the ranks; call it when they are done with them."""
@@ -145,7 +175,7 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
     async def account(self) -> TrainingResult:
         """Let the fleet stop all work, and close the account. Raises `AccountError` if it does not balance."""
         counts = await self._fleet.drain()
-        return self._reporter.result(await self._buffer.stats(), counts, learner_busy=await self._learner.busy())
+        return self._reporter.result(await self._buffer.stats(), counts)
 
     @abstractmethod
     def _loops(self) -> Sequence[Loop]:
@@ -153,7 +183,7 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
 
     async def _follow_fleet(self) -> None:
         """Wait until all engines serve newer weights."""
-        version, took_s = await self._buffer.served(self._reporter.engine_version, self._num_engines)
+        version, took_s = await self._buffer.served(self._reporter.engine_version, self._min_engines)
         self._reporter.published(version, took_s)
 
     def _next_evaluated(self, after: int) -> int | None:
@@ -187,6 +217,11 @@ class Controller(_Training[LearnerPort, FleetPort]):
         super().__init__(config, **parts)
         self._steps: asyncio.Queue[_QueuedStep] = asyncio.Queue()
         self._places = asyncio.Semaphore(_PIPELINE_STEPS)
+
+    async def rewind(self, state: RunState, *, incarnation: int) -> None:
+        """As of every controller; what was queued on the ranks is gone with them."""
+        self._steps, self._places = asyncio.Queue(), asyncio.Semaphore(_PIPELINE_STEPS)
+        await super().rewind(state, incarnation=incarnation)
 
     def _loops(self) -> Sequence[Loop]:
         return self._plan, self._complete, self._follow, self._examine

@@ -5,21 +5,25 @@ Every wait is for the ranks, under a deadline of `within`; Ray wakes it when the
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from asyncrl.config import RunConfig, Transport, learner_pools, learner_roles
-from asyncrl.controller.cluster import AllOf, learner_layout, stop_groups, worker_env
-from asyncrl.controller.run_folder import RunPaths
+from asyncrl.controller.cluster import AllOf, finished_in_thread, learner_layout, stop_groups, worker_env
+from asyncrl.controller.run_folder import RunPaths, remove_published
 from asyncrl.protocol.collective import CollectiveOptions
-from asyncrl.protocol.remote import StepDeadline, within
+from asyncrl.protocol.errors import ClusterDiedError, DeadlineError, LearnerDiedError, UnknownGroup, WorkerDiedError
+from asyncrl.protocol.remote import StepDeadline, death_among, refs_of, within
 from asyncrl.protocol.types import Plan
 from asyncrl.single_controller import (
     RayClassWithInitArgs,
     RayResourcePool,
     RayWorkerGroup,
+    ResourcePoolManager,
     Role,
     create_colocated_worker_cls_fused,
 )
@@ -28,10 +32,14 @@ from learner.advantages import ADVANTAGES, needs_whole_groups
 from learner.batching import rank_batches
 from learner.config import LearnerConfig
 from learner.roles import ROLES, RemoteScores, scored_by
+from learner.trajectory_log import TokenLogOptions
 from learner.types import RankBatch
 from learner.verl_api import ActorWorker, CriticWorker, ReferenceWorker, RewardModelWorker
 
 T = TypeVar("T")
+
+_DEATH_NOTICED_S = 10.0
+"""How long Ray may take to report a rank's death after another rank has felt it."""
 
 WORKER_CLASSES = {"actor": ActorWorker, "critic": CriticWorker, "ref": ReferenceWorker, "rm": RewardModelWorker}
 
@@ -41,28 +49,59 @@ class LearnerGroup:
 
     A step queues, role by role: the reference's and the critic's scores, the actor's step, the weights, the critic's
     step. What a role scored reaches the others from worker to worker, or stays in the process that they share.
+
+    Attributes:
+        checkpoints: The folder of its checkpoints.
     """
 
     def __init__(self, config: RunConfig, *, buffer: BufferConnection, paths: RunPaths) -> None:
         """Start the ranks; `init` builds their models."""
         self._config = config
-        self._checkpoints = paths.checkpoints
+        self._buffer = buffer
+        self._paths = paths
+        self.checkpoints = paths.checkpoints
+        self._layout = learner_layout(config, learner_pools(config), learner_roles(config))
+        for pool in self._layout.resource_pool_dict.values():
+            pool.enter()  # so that the next life of the learner has the same places
+        self._begin(incarnation=0)
+
+    def _begin(self, *, incarnation: int) -> None:
+        """Start the ranks of a life of the learner, in the places that all its lives have."""
         self._batches: tuple[Plan | None, dict[str, list[RankBatch]]] = (None, {})
         self._scores: dict[str, RemoteScores] = {}
-        self._deadline = StepDeadline(2 * config.learner.step_timeout_s)
+        self._deadline = StepDeadline(2 * self._config.learner.step_timeout_s)
         self._roles = RoleGroups(
-            config,
-            buffer=buffer,
-            log_dir=paths.logs,
-            snapshots=paths.snapshots,
-            trajectories=paths.trajectories,
+            self._config,
+            layout=self._layout,
+            buffer=replace(self._buffer, incarnation=incarnation),
+            log_dir=self._paths.logs,
+            snapshots=self._paths.snapshots,
+            trajectories=self._paths.trajectories,
+            tokens=self._paths.tokens,
         )
 
     async def init(self) -> None:
         """Load the models on every rank. Raises `DeadlineError` or `WorkerDiedError`."""
         timeout_s = self._config.learner.start_timeout_s
-        pending = [group.init_model() for group in self._roles]
-        await within(AllOf(pending), timeout_s, "the learner's models", "learner.start_timeout_s")
+        pending = AllOf([group.init_model() for group in self._roles])
+        loading = within(pending, timeout_s, "the learner's models", "learner.start_timeout_s")
+        await _or_death(loading, pending)
+
+    async def end(self) -> None:
+        """Kill what is left of a group of which a rank died; `begin_again` comes next, or `stop`."""
+        await asyncio.to_thread(self._roles.shutdown)
+
+    async def begin_again(self, checkpoint: Path, version: int, *, incarnation: int) -> None:
+        """Start the ranks anew from a checkpoint of ``version``, and publish it. Raises as `init` and `load` do.
+
+        What the life before has published beyond that version is removed.
+        """
+        await finished_in_thread(partial(self._begin, incarnation=incarnation), self._config.ray.start_timeout_s)
+        await asyncio.to_thread(remove_published, self._paths.snapshots, after=version)
+        await self.init()
+        await self.load(checkpoint)
+        await self.publish(version)
+        await self.finish_publish()
 
     async def scored(self, plan: Plan) -> Plan:
         """See `LearnerPort.scored`."""
@@ -92,11 +131,6 @@ class LearnerGroup:
             return _nothing()
         step = self._roles["critic"].step(*self._step_arguments("critic", plan))
         return self._critic_metrics(step, f"the critic's update of step {plan.version}")
-
-    async def busy(self) -> list[tuple[float, float]]:
-        """See `LearnerPort.busy`."""
-        answers = [await self._in_time(group.busy(), "when the ranks worked") for group in self._roles]
-        return [span for ranks in answers for spans in ranks for span in spans]
 
     def publish(self, version: int) -> Awaitable[None]:
         """See `LearnerPort.publish`."""
@@ -128,8 +162,8 @@ class LearnerGroup:
         """See `LearnerPort.save`."""
         critic = []
         if "critic" in self._roles:
-            critic = [self._roles["critic"].save_checkpoint(str(self._checkpoints / "critic"), version, wait)]
-        actor = self._roles["actor"].save_checkpoint(str(self._checkpoints), version, wait, run)
+            critic = [self._roles["critic"].save_checkpoint(str(self.checkpoints / "critic"), version, wait)]
+        actor = self._roles["actor"].save_checkpoint(str(self.checkpoints), version, wait, run)
         return self._after(critic, actor, f"the checkpoint of version {version}")
 
     async def load(self, checkpoint: Path) -> int:
@@ -149,8 +183,12 @@ class LearnerGroup:
         await self._first(self._roles["actor"].save_policy(str(directory)), "the saved policy")
 
     async def stop(self, timeout_s: float) -> None:
-        """End the ranks: ask, then kill."""
-        await stop_groups(list(self._roles), self._roles.shutdown, timeout_s)
+        """End the ranks: ask, then kill, and give their places back."""
+        try:
+            await stop_groups(list(self._roles), self._roles.shutdown, timeout_s)
+        finally:
+            while self._layout.resource_pool_dict:
+                self._layout.resource_pool_dict.popitem()[1].leave()
 
     def _shares(self, plan: Plan, role: str) -> list[RankBatch]:
         """The plan as the data-parallel ranks of a role's pool share it."""
@@ -207,6 +245,10 @@ class LearnerGroup:
         return (await self._in_time(pending, what))[0]
 
     async def _in_time(self, pending: Awaitable[T], what: str) -> T:
+        """Await a call; raises as `_or_death` does."""
+        return await _or_death(self._within(pending, what), pending)
+
+    async def _within(self, pending: Awaitable[T], what: str) -> T:
         """Await a call; steps under a deadline that follows their durations, at first twice ``step_timeout_s``."""
         kind, _, number = what.rpartition(" of step ")
         if number and kind:
@@ -215,21 +257,49 @@ class LearnerGroup:
         return await within(pending, 2 * self._config.learner.step_timeout_s, what, "learner.step_timeout_s")
 
 
+async def _or_death(result: Awaitable[T], pending: Any) -> T:
+    """Await a call that is ``pending`` on the ranks.
+
+    Raises `LearnerDiedError` if a rank died, is late or was refused its batch, or else what a rank raised. A death
+    makes the other ranks fail in their own ways, some of them sooner than Ray notices it.
+    """
+    try:
+        return await result
+    except ClusterDiedError:
+        raise
+    except (WorkerDiedError, DeadlineError, UnknownGroup) as fault:
+        raise LearnerDiedError(str(fault)) from fault
+    except Exception:
+        death = await asyncio.to_thread(death_among, refs_of(pending), _DEATH_NOTICED_S)
+        if death is None:
+            raise
+        raise LearnerDiedError(str(death)) from death
+
+
 class RoleGroups:
     """A group for each role that the run needs; every group has the methods of its role's worker class.
 
-    ``log_dir`` gets one log per process, ``<pool>-<rank>.log``. The actor publishes weights in ``snapshots``, and
-    records what it consumed in ``trajectories``, unless that is None. Engines may share ``actor_pool``.
+    ``layout`` has the pools. ``log_dir`` gets one log per process, ``<pool>-<rank>.log``. The actor publishes weights
+    in ``snapshots``, and records what it consumed in ``trajectories``, unless that is None, and a little of it for
+    people in ``tokens``. Engines may share ``actor_pool``.
     """
 
     def __init__(
-        self, config: RunConfig, *, buffer: BufferConnection, log_dir: Path, snapshots: Path, trajectories: Path | None
+        self,
+        config: RunConfig,
+        *,
+        layout: ResourcePoolManager,
+        buffer: BufferConnection,
+        log_dir: Path,
+        snapshots: Path,
+        trajectories: Path | None,
+        tokens: Path | None = None,
     ) -> None:
         self.pools = learner_roles(config)
         self.pool_sizes = learner_pools(config)
         self._groups: dict[str, Any] = {}
         self._hosts: list[RayWorkerGroup] = []
-        layout = learner_layout(config, self.pool_sizes, self.pools)
+        self._is_down = False
         self.actor_pool = layout.get_resource_pool(Role.from_string("actor"))
         for pool in self.pool_sizes:
             roles = [role for role, its_pool in self.pools.items() if its_pool == pool]
@@ -237,7 +307,14 @@ class RoleGroups:
             connect = buffer.for_role(BufferRole.learner).sync_client
             classes = {
                 role: _worker_class(
-                    role, config, options, connect, pool=pool, snapshots=snapshots, trajectories=trajectories
+                    role,
+                    config,
+                    options,
+                    connect,
+                    pool=pool,
+                    snapshots=snapshots,
+                    trajectories=trajectories,
+                    tokens=tokens,
                 )
                 for role in roles
             }
@@ -256,6 +333,8 @@ class RoleGroups:
 
     def __getitem__(self, role: str) -> Any:
         """A role's group; typed Any, because its methods are bound from the worker class when it is made."""
+        if self._is_down:
+            raise LearnerDiedError("a learner rank died, and the ranks are not started again yet")
         return self._groups[role]
 
     def __iter__(self) -> Any:
@@ -267,6 +346,7 @@ class RoleGroups:
 
     def shutdown(self) -> None:
         """Kill the processes of all roles."""
+        self._is_down = True
         for host in self._hosts:
             host.shutdown()
 
@@ -290,6 +370,11 @@ def _collective_options(config: RunConfig) -> CollectiveOptions | None:
     )
 
 
+def _token_log_options(config: RunConfig, tokens: Path | None) -> TokenLogOptions | None:
+    every_steps = config.rollout_fleet.samples.every_steps
+    return TokenLogOptions(directory=str(tokens), every_steps=every_steps) if tokens and every_steps else None
+
+
 def _worker_class(
     role: str,
     config: RunConfig,
@@ -299,6 +384,7 @@ def _worker_class(
     pool: str,
     snapshots: Path,
     trajectories: Path | None,
+    tokens: Path | None,
 ) -> RayClassWithInitArgs:
     paths = {"rm": config.learner.reward_model.path, "critic": config.learner.critic.path or config.model.path}
     publishes = {
@@ -306,6 +392,7 @@ def _worker_class(
         "full_every": config.weights.full_every,
         "adapters": config.publishes_adapters,
         "trajectory_dir": str(trajectories) if trajectories else None,
+        "token_log": _token_log_options(config, tokens),
         "collective": _collective_options(config),
     }
     return RayClassWithInitArgs(

@@ -36,7 +36,8 @@ logger = logging.getLogger(__name__)
 
 CHUNK_BYTES = 32 << 20
 SAMPLED_BYTES = 1 << 20
-COLLECTED = ("logs", "profile", "samples", "trajectories")
+CLOSE_S = 5.0
+COLLECTED = ("logs", "profile", "samples", "tokens", "trajectories")
 """What comes back, of the run's folder."""
 APPENDED = (".log", ".msgpack")
 """Endings of files that grow; others appear whole."""
@@ -207,16 +208,19 @@ class NodeFolders:
                 await self._read(address, name, 0, size, self._run_dir / name)
 
     async def close(self) -> None:
-        """Bring back what is left; remove the copies, and the folders of nodes that have their own."""
-        await self.collect()
+        """Bring back what is left, for at most `CLOSE_S`; remove the copies, and the folders of nodes that have own."""
         for copy in self._copies:
             shutil.rmtree(copy, ignore_errors=True)
         folders = [str(self._run_dir), str(shared_folder(self._run_dir))]
         for address in self.apart:
             try:
-                await self._ask([address], "remove", folders)
-            except (AsyncRLError, RayError) as error:
-                logger.warning("node %s keeps %s: %s", address, folders, error)
+                async with asyncio.timeout(CLOSE_S), self._collecting:
+                    await self._collect_from(address)
+                    await self._ask([address], "remove", folders)
+            except (AsyncRLError, RayError, OSError) as error:  # a TimeoutError is an OSError
+                logger.warning(
+                    "node %s keeps what did not come back, in %s: %s", address, folders, str(error) or "too slow"
+                )
 
     async def _blind_to(self, folder: Path) -> list[str]:
         """The nodes that do not see a folder of this one."""
@@ -322,7 +326,8 @@ def _node_actors() -> dict[str, Any]:
 
 
 def _copy_folder(source: Path, target: Path) -> None:
-    """Copy a folder's files, as links where the file system has them."""
+    """Copy a folder's files, as links where the file system has them, in the place of what was there."""
+    shutil.rmtree(target, ignore_errors=True)
     target.mkdir(parents=True, exist_ok=True)
     for path in source.iterdir():
         if path.is_file():

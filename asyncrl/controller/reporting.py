@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from asyncrl.controller.resume import RunState
-from asyncrl.metrics import Overlap, StepRecord, TrainingResult
+from asyncrl.metrics import StepRecord, TrainingResult
 from asyncrl.protocol import record
 from asyncrl.protocol.errors import AccountError
 from asyncrl.protocol.ports import FleetCounts
@@ -41,9 +41,15 @@ class Reporter:
         self._step_span = record.NO_SPAN
 
     def begin(self) -> None:
-        """Training begins now."""
-        self._began_s = self._last_record_s = time.time()
-        self._step_span = record.span(record.SpanKind.step, step=self._resumed.version)
+        """Training begins now, or again after `rewind`."""
+        self._began_s = self._began_s or time.time()
+        self._last_record_s = time.time()
+        self._step_span = record.span(record.SpanKind.step, step=self.engine_version)
+
+    def rewind(self, version: int) -> None:
+        """The learner goes on from an earlier version; engines load it again. Time and tokens go on counting."""
+        self._step_span.close()
+        self.engine_version = version
 
     def published(self, version: int, took_s: float) -> None:
         """Every engine serves ``version``, after ``took_s`` seconds of publishing."""
@@ -87,25 +93,22 @@ class Reporter:
                 update_s=update_s,
                 publish_s=self._publish_s,
                 learner={name: value for name, value in metrics.items() if not name.endswith(_TIMES)},
+                groups=stats.groups,
             )
         )
 
-    def result(
-        self, stats: BufferStats, counts: FleetCounts, *, learner_busy: Sequence[tuple[float, float]]
-    ) -> TrainingResult:
+    def result(self, stats: BufferStats, counts: FleetCounts) -> TrainingResult:
         """Close the token account with the ledger after the last commit and the fleet's final counters.
 
-        ``learner_busy`` is what `LearnerPort.busy` returns. Raises `AccountError` if it does not balance.
+        Raises `AccountError` if it does not balance.
         """
         tokens = balanced_account(stats, counts)
         before = self._resumed
         dropped = Counter(before.all_dropped()) + Counter(stats.tokens_dropped)
         lags = Counter(before.lag_histogram) + Counter(stats.lag_histogram)
-        span = (self._began_s, self._ended_s)
         return TrainingResult(
             policy_version=stats.learner_version,
             train_wall_s=self._ended_s - self._began_s,
-            overlap=Overlap.within(span, engines=counts.busy, learner=learner_busy),
             tokens=replace(
                 tokens,
                 generated=before.tokens_generated + tokens.generated,
@@ -134,6 +137,7 @@ class Reporter:
             "response_length": statistics.fmean(lengths),
             "lag_mean": statistics.fmean(lags),
             "lag_max": max(lags),
+            "lags": dict(Counter(lags)),
         }
 
 

@@ -1,22 +1,25 @@
-"""Where a run stood at a checkpoint, and how another run goes on from there.
+"""Where a run stood at a checkpoint, and how it, or another run, goes on from there.
 
 A checkpoint of policy version v holds what every step before v has consumed, and nothing later. Prompts that were
 queued, in flight or stored at that moment are handed out again; the tokens that had been written for them count as
 dropped, for the reason ``resume``.
+
+Within a run whose learner died (`asyncrl.controller.learner_restarts`) the same holds, with one difference: the buffer
+stays up, so prompts that it still knows need not be handed out again, and tokens count as dropped for ``rewound``.
 """
 
 from __future__ import annotations
 
+import json
 import time
 from collections import Counter
-from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from asyncrl.config import RunConfig, learner_roles
 from asyncrl.data.prompts import PromptStream
-from asyncrl.metrics.overlap import joined
 from asyncrl.protocol.ports import ControlBuffer, FleetPort, LearnerPort, PromptSource
 from asyncrl.protocol.types import BufferStats, Plan, Prompt
 from buffer.config import BufferConfig, Durability
@@ -59,6 +62,16 @@ class RunState:
             gaps.extend(range(start, first))
             start = end
         return gaps
+
+    def since(self, before: RunState) -> RunState:
+        """What the life of the run that began at ``before`` has added to the account of trained groups."""
+        lags = Counter(self.lag_histogram)
+        lags.subtract(before.lag_histogram)
+        return replace(
+            self,
+            tokens_trained=self.tokens_trained - before.tokens_trained,
+            lag_histogram={k: n for k, n in lags.items() if n},
+        )
 
     @property
     def tokens_lost(self) -> int:
@@ -114,12 +127,23 @@ class RunState:
         return RunState(
             version=version,
             prompts=prompts,
-            finished=joined([*self.finished, *finished, *ids]),
+            finished=_joined([*self.finished, *finished, *ids]),
             tokens_generated=self.tokens_generated + tokens_generated,
             tokens_trained=self.tokens_trained + stats.tokens_trained + sum(group.num_tokens for group in groups),
             tokens_dropped=dict(Counter(self.all_dropped()) + Counter(stats.tokens_dropped)),
             lag_histogram=dict(Counter(self.lag_histogram) + Counter(stats.lag_histogram) + lags),
         )
+
+
+def _joined(ranges: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """Sorted, disjoint ranges. Example: [(2, 3), (0, 2), (5, 6)] gives ((0, 3), (5, 6))."""
+    found: list[tuple[int, int]] = []
+    for start, end in sorted(ranges):
+        if found and start <= found[-1][1]:
+            found[-1] = (found[-1][0], max(found[-1][1], end))
+        else:
+            found.append((start, end))
+    return tuple(found)
 
 
 def learning_options(config: RunConfig) -> dict[str, str]:
@@ -135,6 +159,14 @@ def learning_options(config: RunConfig) -> dict[str, str]:
     found = {f"{name}.{key}": str(value) for name, part in sections.items() for key, value in asdict(part).items()}
     buffer = {f"buffer.{key}": str(getattr(config.buffer, key)) for key in ("max_lag", "on_stale", "order", "filters")}
     return found | buffer | {"rollout_fleet.reward": str(config.rollout_fleet.reward_weights)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resumed:
+    """A checkpoint's folder, and where the run stood there."""
+
+    checkpoint: Path
+    state: RunState
 
 
 class Checkpointer:
@@ -154,6 +186,7 @@ class Checkpointer:
         resumed: RunState,
     ) -> None:
         self._every_steps = config.checkpoint.every_steps
+        self._has_critic = "critic" in learner_roles(config)
         self._total_steps = config.total_steps
         self._buffer = buffer
         self._learner = learner
@@ -162,6 +195,7 @@ class Checkpointer:
         self._resumed = resumed
         self._options = learning_options(config)
         self._uncommitted: dict[int, Plan] = {}
+        self._queued: dict[int, RunState] = {}
 
     def planned(self, plan: Plan) -> None:
         """A batch was planned."""
@@ -186,15 +220,25 @@ class Checkpointer:
             tokens_generated=(await self._fleet.counters()).tokens_generated,
             version=version,
         )
-        return self._learner.save(version, replace(state, options=self._options).to_dict(), wait=is_last)
+        state = self._queued[version] = replace(state, options=self._options)
+        return self._learner.save(version, state.to_dict(), wait=is_last)
 
+    def newest(self, folder: Path) -> Resumed | None:
+        """The newest whole checkpoint that this life of the run has saved in ``folder``; None where there is none."""
+        for path in reversed(whole_checkpoints(folder)):
+            state = self._queued.get(int(path.name[1:]))
+            if (
+                state is not None
+                and _is_of(path, state)
+                and (not self._has_critic or (folder / "critic" / path.name).is_dir())
+            ):
+                return Resumed(checkpoint=path, state=state)
+        return None
 
-@dataclass(frozen=True, kw_only=True)
-class Resumed:
-    """A checkpoint's folder, and where the run stood there."""
-
-    checkpoint: Path
-    state: RunState
+    def rewind(self, version: int) -> None:
+        """The learner goes on from ``version``: batches planned meanwhile count no more."""
+        self._uncommitted.clear()
+        self._queued = {saved: state for saved, state in self._queued.items() if saved <= version}
 
 
 def find_checkpoint(config: RunConfig) -> Resumed | None:
@@ -259,6 +303,16 @@ def begin_buffer_at(options: BufferConfig, version: int) -> BufferConfig:
     return replace(options, first_version=version)
 
 
+def _is_of(path: Path, state: RunState) -> bool:
+    """Whether a checkpoint is the one that was saved with this state, and not of another run in the same folder."""
+    try:
+        return RunState.from_dict(read_progress(path).run) == RunState.from_dict(
+            json.loads(json.dumps(state.to_dict()))
+        )
+    except ValueError:
+        return False
+
+
 def _newest_of_experiment(config: RunConfig) -> Path | None:
     if config.checkpoint.directory:
         return _newest(Path(config.checkpoint.directory).resolve(), config)
@@ -273,6 +327,32 @@ def _newest(path: Path, config: RunConfig) -> Path | None:
         return newest
     both = [found for found in whole_checkpoints(path) if (path / "critic" / found.name).is_dir()]
     return both[-1] if both else newest
+
+
+class PromptsAgain:
+    """Prompts, before which those that a restarted learner needs once more are handed out.
+
+    ``at`` gives prompts by group id.
+    """
+
+    def __init__(self, prompts: PromptSource, at: Callable[[Sequence[int]], list[Prompt]]) -> None:
+        self._prompts = prompts
+        self._at = at
+        self._again: list[int] = []
+
+    def again(self, finished: Sequence[tuple[int, int]]) -> int:
+        """Hand out all that were handed out and are not ``finished``; how many they are. The buffer knows some."""
+        self._again = RunState(prompts=self._prompts.state(), finished=finished).unfinished
+        return len(self._again)
+
+    def take(self, count: int) -> list[Prompt]:
+        """The next ``count`` prompts."""
+        again, self._again = self._again[:count], self._again[count:]
+        return [*self._at(again), *self._prompts.take(count - len(again))]
+
+    def state(self) -> Mapping[str, Any]:
+        """The state of the prompts behind."""
+        return self._prompts.state()
 
 
 class ResumedPrompts:

@@ -1,7 +1,8 @@
 """The life of a run: start every part, evaluate, train, evaluate again, save, stop.
 
 A part that dies ends the run: its watcher raises, everything else is cancelled, and what was started is stopped in the
-reverse order, whatever happened.
+reverse order, whatever happened. The buffer server and the learner's ranks are started again first, as often as
+``buffer.restarts`` and ``learner.restarts`` allow.
 """
 
 from __future__ import annotations
@@ -9,22 +10,31 @@ from __future__ import annotations
 import asyncio
 import shutil
 import uuid
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from asyncrl.config import RunConfig, stop_deadlines
-from asyncrl.controller.cluster import ray_cluster
+from asyncrl.controller.cluster import finished_in_thread, ray_cluster
 from asyncrl.controller.controller import ColocatedController, Controller
 from asyncrl.controller.evaluator import HeldOutEvaluator, PinnedEngines
 from asyncrl.controller.fleet_group import FleetGroup
-from asyncrl.controller.learner_group import LearnerGroup
+from asyncrl.controller.learner_restarts import AnyController, LearnerRestarts
 from asyncrl.controller.node_folders import NodeFolders, node_folders
-from asyncrl.controller.resume import Resumed, ResumedPrompts, RunState, begin_buffer_at, find_checkpoint
+from asyncrl.controller.resume import (
+    PromptsAgain,
+    Resumed,
+    ResumedPrompts,
+    RunState,
+    begin_buffer_at,
+    find_checkpoint,
+)
 from asyncrl.controller.run_folder import RunPaths, shared_folder
+from asyncrl.controller.watching import Watching
 from asyncrl.data.prompts import PromptStream
 from asyncrl.metrics import (
     Evaluation,
@@ -36,17 +46,21 @@ from asyncrl.metrics import (
     summary_document,
     write_json,
 )
+from asyncrl.profile.command import explain
 from asyncrl.protocol import record
 from asyncrl.protocol.errors import AsyncRLError
 from asyncrl.protocol.ports import PromptSource
 from asyncrl.protocol.types import Prompt
 from asyncrl.samples import NewSamples, sample_line
+from asyncrl.sft.warm_start import policy_path
 from asyncrl.single_controller import ray_death
-from buffer import BufferClient, BufferConnection, BufferProcess
+from buffer import BufferClient, BufferConnection, BufferSupervisor
+
+if TYPE_CHECKING:
+    from asyncrl.controller.learner_group import LearnerGroup
 
 T = TypeVar("T")
 U = TypeVar("U")
-AnyController: TypeAlias = Controller | ColocatedController
 Starter: TypeAlias = Callable[..., Coroutine[Any, Any, T]]
 
 
@@ -85,8 +99,11 @@ class Run:
         self._records: list[StepRecord] = []
         self._evaluations: list[Evaluation] = []
         self._samples = NewSamples(run_dir)
+        self._watching = Watching(config, run_dir, view)
         self._start_s = 0.0
         self._resumed: Resumed | None = None
+        self._server: BufferSupervisor | None = None
+        self._restarts: LearnerRestarts | None = None
         self._nodes = NodeFolders(run_dir, {}, timeout_s=config.ray.start_timeout_s)
         self._collecting: asyncio.Future[None] | None = None
 
@@ -99,16 +116,18 @@ class Run:
             stack.callback(record.stop)
             stack.callback(shutil.rmtree, shared_folder(self._run_dir), ignore_errors=True)
             try:
+                await stack.enter_async_context(self._watching)
                 server = self._start_buffer(stack)
                 with self._view.waiting_for("Ray"):
                     await stack.enter_async_context(ray_cluster(self._config))
                 folders = node_folders(self._config, self._run_dir, self._view.say)
                 self._nodes = await stack.enter_async_context(folders)
-                with self._view.waiting_for("the nodes' models and keys"):
+                several = self._config.placement.num_nodes > 1
+                with self._view.waiting_for("the nodes' models and keys") if several else nullcontext():
                     resumes, keys = self._resumed is not None, server.connection.keys
                     self._config = await self._nodes.supply(self._config, keys=keys, resumes=resumes)
                 work = self._run_parts(stack, server, prompts)
-                summary = await _unless(work, [server.death(), ray_death()])
+                summary = await _unless(work, [server.watch(), ray_death()])
             except BaseException as fault:
                 self._on_fault(fault)
                 raise
@@ -126,7 +145,7 @@ class Run:
             self._view.say(f"resuming with other options than the checkpoint's: {'; '.join(changed)}")
         return ResumedPrompts(self._prompts, state)
 
-    def _start_buffer(self, stack: AsyncExitStack) -> BufferProcess:
+    def _start_buffer(self, stack: AsyncExitStack) -> BufferSupervisor:
         options = self._config.buffer
         options = replace(options, epoch=options.epoch or uuid.uuid4().hex[:16])
         if self._config.placement.num_nodes > 1:  # its sockets are open to other hosts
@@ -136,19 +155,23 @@ class Run:
         # Started from this thread, which outlives it: the server dies with the thread that started it.
         with self._view.waiting_for("buffer"):
             server = stack.enter_context(
-                BufferProcess(
+                BufferSupervisor(
                     options,
                     groups_per_step=self._config.algorithm.groups_per_step,
                     log_path=self._run_dir / "logs" / "buffer.log",
                     start_timeout_s=self._config.buffer.request_timeout_s,
+                    on_restart=self._view.say,
                     profile=self._config.profile,
                 )
             )
+        self._server = server
         keys = f" --keys {server.connection.keys}" if server.connection.keys else ""
-        self._view.say(f"to look into the buffer: python -m buffer.inspect {server.address}{keys}")
+        self._view.say(f"to look into the buffer: python -m buffer.inspect {server.connection.address}{keys}")
         return server
 
-    async def _run_parts(self, stack: AsyncExitStack, server: BufferProcess, prompts: PromptSource) -> dict[str, Any]:
+    async def _run_parts(
+        self, stack: AsyncExitStack, server: BufferSupervisor, prompts: PromptSource
+    ) -> dict[str, Any]:
         buffer = server.connection.client()
         stack.push_async_callback(buffer.close)
         if self._config.placement.colocated:
@@ -181,25 +204,32 @@ class Run:
         return learner, fleet
 
     async def _start_fleet(self, stack: AsyncExitStack, make: Starter[FleetGroup]) -> FleetGroup:
-        fleet = await make(FleetGroup, self._config)
+        fleet = await make(FleetGroup, self._config, say=self._view.say)
         stack.push_async_callback(fleet.stop, stop_deadlines(self._config).fleet_s)
         count, engine = self._config.rollout_fleet.num_engines, self._config.rollout_fleet.engine
         await self._ready(f"rollout fleet ({count} {engine} engines)", fleet.start())
         return fleet
 
     async def _start_learner(self, stack: AsyncExitStack, make: Starter[LearnerGroup]) -> LearnerGroup:
-        """Start the learner on the warm-started policy, or where the checkpoint stands."""
-        with self._view.waiting_for("warm start") if self._config.sft.enabled else nullcontext():
-            policy = await self._warming
-        policy = await self._nodes.bring(policy, "start")
+        """Start the ranks while the policy is warm-started, and load it then, or the checkpoint."""
+        policy = await asyncio.to_thread(policy_path, self._config)
+        if self._config.placement.num_nodes > 1:  # ranks elsewhere may need a copy of what is finished
+            policy = await self._nodes.bring(await self._warmed(), "start")
         config = replace(self._config, model=replace(self._config.model, path=str(policy)))
-        learner = await make(LearnerGroup, config)
+        module = await asyncio.to_thread(import_module, "asyncrl.controller.learner_group")  # torch: takes seconds
+        learner = await make(module.LearnerGroup, config)
         stack.push_async_callback(learner.stop, stop_deadlines(self._config).learner_s)
+        await self._warmed()
         await self._ready(f"learner ({config.learner.num_ranks} ranks)", learner.init())
         if self._resumed is not None:
             with self._view.waiting_for("checkpoint"):
                 await learner.load(self._resumed.checkpoint)
         return learner
+
+    async def _warmed(self) -> Path:
+        """The policy that training starts from, once it is there."""
+        with nullcontext() if self._warming.done() else self._view.waiting_for("warm start"):
+            return await self._warming
 
     @property
     def _state(self) -> RunState:
@@ -217,6 +247,7 @@ class Run:
         before = await evaluate(self._state.version)
         self._start_s = self._view.elapsed_s
         kind = ColocatedController if self._config.placement.colocated else Controller
+        prompts = PromptsAgain(prompts, self._prompts.at)
         controller = kind(
             self._config,
             buffer=parts.buffer,
@@ -227,17 +258,27 @@ class Run:
             evaluate=evaluate,
             resumed=self._state,
         )
+        self._restarts = LearnerRestarts(
+            self._config,
+            controller=controller,
+            learner=parts.learner,
+            prompts=prompts,
+            resumed=self._resumed,
+            say=self._view.say,
+        )
+        work = self._restarts.through(partial(self._train_and_save, controller, parts.learner))
         try:
-            await _unless(self._train_and_save(controller, parts.learner), [parts.fleet.run()])
+            await _unless(work, [parts.fleet.run()])
             result = await controller.account()
             after = await evaluate(result.policy_version)
+            overlap = await self._explain(writer)
         except asyncio.CancelledError as end:
             if self._records and not is_death(end):  # what is left of the run could not answer
-                await self._keep(controller, parts.learner, before)
+                await self._keep(controller, parts.learner, writer, before)
             raise
         finally:
             writer.close()
-        return self._summarise(result, before, after)
+        return self._summarise(result, before, after, overlap)
 
     async def _train_and_save(self, controller: AnyController, learner: LearnerGroup) -> None:
         """Save the policy as soon as it is trained: whatever goes wrong later, it is there."""
@@ -251,7 +292,9 @@ class Run:
         await self._nodes.fetch(unfinished)
         unfinished.rename(self._run_dir / "policy")
 
-    async def _keep(self, controller: AnyController, learner: LearnerGroup, before: Evaluation | None) -> None:
+    async def _keep(
+        self, controller: AnyController, learner: LearnerGroup, writer: MetricsWriter, before: Evaluation | None
+    ) -> None:
         """Write what a run that is stopped by a signal has learned until then."""
         timeout_s = self._config.save_timeout_s
         try:
@@ -260,12 +303,13 @@ class Run:
                     await self._save_policy(learner)
                 await controller.settle()
                 result = await controller.account()
+                overlap = await self._explain(writer)
         except TimeoutError:
             self._view.say(f"writing policy and summary took longer than save_timeout_s={timeout_s:g}; raise it")
         except AsyncRLError as error:
             self._view.say(f"policy and summary could not be written: {error}")
         else:
-            self._summarise(result, before, None)
+            self._summarise(result, before, None, overlap)
 
     async def _evaluate(
         self, evaluator: HeldOutEvaluator, writer: MetricsWriter, version: int, pinned: PinnedEngines | None = None
@@ -281,21 +325,43 @@ class Run:
             return None
         self._evaluations.append(evaluation)
         writer.evaluation(evaluation)
-        self._view.evaluation(evaluation)
+        self._watching.evaluation(evaluation)
         await self._nodes.collect()
         return evaluation
+
+    async def _explain(self, writer: MetricsWriter) -> dict[str, Any] | None:
+        """Say what the time went into, where it was recorded: in files of the run's folder, and for the summary.
+
+        What cannot be explained is said, and costs the run nothing that it has learned.
+        """
+        if record.current() is None:
+            return None
+        try:
+            report = await asyncio.to_thread(explain, self._run_dir)
+        except (OSError, ValueError) as error:
+            self._view.say(f"the profile could not be written: {error}")
+            return None
+        for step, figures in report.steps.items():
+            writer.profile(step, figures.flat())
+        return report.summary()
 
     def _on_step(self, writer: MetricsWriter, record: StepRecord) -> None:
         self._records.append(record)
         writer.write(record)
-        self._view.step(record)
+        self._watching.step(record)
         kept = self._config.rollout_fleet.samples
         if kept.every_steps and (record.step + 1) % kept.every_steps == 0:
             self._collecting = asyncio.ensure_future(self._nodes.collect())
             for sample in self._samples.extremes(kept.num_shown) if kept.num_shown else ():
                 self._view.say(sample_line(sample))
 
-    def _summarise(self, result: TrainingResult, before: Evaluation | None, after: Evaluation | None) -> dict[str, Any]:
+    def _summarise(
+        self,
+        result: TrainingResult,
+        before: Evaluation | None,
+        after: Evaluation | None,
+        overlap: Mapping[str, Any] | None,
+    ) -> dict[str, Any]:
         """Write the summary, at once after the last evaluation: a run that is stopped later keeps it."""
         summary = summary_document(
             experiment=self._config.experiment,
@@ -306,7 +372,12 @@ class Run:
             before=before,
             after=after,
             evaluations=self._evaluations,
+            restarts={
+                "buffer": self._server.num_restarts if self._server else 0,
+                "learner": self._restarts.num_restarts if self._restarts else 0,
+            },
             wall_s={"total": self._view.elapsed_s, "start": self._start_s},
+            overlap=overlap,
         )
         write_json(self._run_dir / "summary.json", summary)
         plot_reward(self._run_dir / "reward.png", self._records, self._evaluations)
@@ -341,13 +412,8 @@ async def _unless(work: Coroutine[Any, Any, T], watchers: Sequence[Coroutine[Any
 
 
 async def _made(kind: Callable[..., T], config: RunConfig, **parts: Any) -> T:
-    """Make a group in a thread; a cancellation waits for the thread, which needs the Ray that is stopped next."""
-    making = asyncio.create_task(asyncio.to_thread(kind, config, **parts))
-    try:
-        return await asyncio.shield(making)
-    except asyncio.CancelledError:
-        await asyncio.wait([making], timeout=config.ray.start_timeout_s)
-        raise
+    """Make a group in a thread, which a cancellation waits for."""
+    return await finished_in_thread(partial(kind, config, **parts), config.ray.start_timeout_s)
 
 
 async def _together(first: Coroutine[Any, Any, T], second: Coroutine[Any, Any, U]) -> tuple[T, U]:

@@ -6,6 +6,7 @@ Loads no Ray and no torch: the supervisor's process uses it too.
 from __future__ import annotations
 
 import hashlib
+import re
 import shutil
 import time
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from pathlib import Path
 from asyncrl.config import RunConfig, Transport
 
 SHARED_MEMORY = Path("/dev/shm")
+_VERSION = re.compile(r"v\d{8,}")
 
 
 def make_run_dir(config: RunConfig, config_yaml: str) -> Path:
@@ -41,6 +43,7 @@ class RunPaths:
         staging: Where engines keep images of the weights; in the memory of their host.
         samples: Decoded samples for reading.
         trajectories: Consumed trajectories; None records none.
+        tokens: A few of them for reading, token by token, with the learner's log-probs.
         checkpoints: Checkpoints of the learner.
     """
 
@@ -49,6 +52,7 @@ class RunPaths:
     staging: Path
     samples: Path
     trajectories: Path | None
+    tokens: Path
     checkpoints: Path
 
     @classmethod
@@ -60,6 +64,7 @@ class RunPaths:
             staging=shared_folder(run_dir) if SHARED_MEMORY.is_dir() else run_dir / "staging",
             samples=run_dir / "samples",
             trajectories=run_dir / "trajectories" if config.record_trajectories else None,
+            tokens=run_dir / "tokens",
             checkpoints=cls.checkpoints_of(config, run_dir),
         )
 
@@ -95,6 +100,16 @@ def _make_snapshot_folder(config: RunConfig, run_dir: Path) -> Path:
         folder.parent.mkdir(parents=True, exist_ok=True)
     folder.mkdir(mode=0o700)
     return folder
+
+
+def remove_published(snapshots: Path, *, after: int) -> None:
+    """Remove weights of versions above ``after``, and what was not finished: their learner is gone.
+
+    Engines have links to what they still read. Example: with ``after`` = 4, ``v00000005`` and ``.next-7`` go.
+    """
+    for path in snapshots.iterdir() if snapshots.is_dir() else ():
+        if path.name.startswith(".next-") or (_VERSION.fullmatch(path.name) and int(path.name[1:]) > after):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def check_memory(config: RunConfig) -> None:

@@ -1,7 +1,6 @@
 """Metrics: typed records, the files they go to, and the view on the terminal."""
 
 from .estimates import Estimate, Evaluation, evaluation_of
-from .overlap import Overlap
 from .records import (
     MetricsWriter,
     StepRecord,
@@ -11,15 +10,22 @@ from .records import (
     write_json,
 )
 from .terminal import TerminalView
+from .trackers import TrackedRun, Trackers, check_trackers
+from .use import BUSY, PoolUse, RunUse
 
 __all__ = [
+    "BUSY",
     "Estimate",
     "Evaluation",
     "MetricsWriter",
-    "Overlap",
+    "PoolUse",
+    "RunUse",
     "StepRecord",
     "TerminalView",
+    "TrackedRun",
+    "Trackers",
     "TrainingResult",
+    "check_trackers",
     "evaluation_of",
     "plot_reward",
     "summary_document",

@@ -14,7 +14,6 @@ from asyncrl.protocol.errors import AsyncRLError
 from asyncrl.protocol.types import TokenAccount
 
 from .estimates import Evaluation
-from .overlap import Overlap
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +46,8 @@ class StepRecord:
         learner: The learner's own metrics, by name (loss, grad_norm, clip_fraction, …).
         metrics: Mean over the batch's groups of what their trajectories carry, such as ``reward.NAME`` of each of
             several rewards.
+        groups: Groups by state after the step's commit; for trackers, not in ``metrics.jsonl``.
+        lags: Number of the batch's groups by lag; likewise.
     """
 
     step: int
@@ -73,11 +74,14 @@ class StepRecord:
     publish_s: float
     learner: Mapping[str, float]
     metrics: Mapping[str, float] = field(default_factory=dict)
+    groups: Mapping[str, int] = field(default_factory=dict)
+    lags: Mapping[int, int] = field(default_factory=dict)
 
     def flat(self) -> dict[str, float]:
         """Return every number under a dotted name. Example: ``learner.loss``."""
         numbers = asdict(self)
         learner, metrics = numbers.pop("learner"), numbers.pop("metrics")
+        del numbers["groups"], numbers["lags"]
         return numbers | metrics | {f"learner.{name}": value for name, value in learner.items()}
 
 
@@ -88,7 +92,6 @@ class TrainingResult:
     Attributes:
         policy_version: Learner version at the end.
         train_wall_s: Seconds from the first admission to the last update.
-        overlap: Its parts, which add up to ``train_wall_s``.
         tokens: The token account, after the fleet has put down its work.
         max_lag_realised: Largest lag of any group that this run consumed.
         max_lag_before: The same of the runs that it resumes; they may have had another bound. 0 where there were none.
@@ -99,7 +102,6 @@ class TrainingResult:
 
     policy_version: int
     train_wall_s: float
-    overlap: Overlap
     tokens: TokenAccount
     max_lag_realised: int
     max_lag_before: int = 0
@@ -118,7 +120,9 @@ def summary_document(
     before: Evaluation | None,
     after: Evaluation | None,
     evaluations: Sequence[Evaluation] = (),
+    restarts: Mapping[str, int] | None = None,
     wall_s: Mapping[str, float],
+    overlap: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Return ``summary.json``.
 
@@ -131,8 +135,11 @@ def summary_document(
         before: Evaluation at version 0; None where evaluation is off.
         after: Evaluation at the final version.
         evaluations: All, in their order.
+        restarts: How often a part was started again, by its name.
         wall_s: Seconds by part of the run: ``total``, ``start`` (until the first step could begin), …
+        overlap: How well generation and training overlapped; None where the run was not recorded.
     """
+    evaluated = (("before", before), ("after", after))
     return {
         "experiment": experiment,
         "seed": seed,
@@ -141,10 +148,7 @@ def summary_document(
         "wall_s": wall_s["total"],
         "start_wall_s": wall_s["start"],
         "train_wall_s": result.train_wall_s,
-        "eval": {
-            name: None if evaluation is None else asdict(evaluation)
-            for name, evaluation in (("before", before), ("after", after))
-        }
+        "eval": {name: None if found is None else asdict(found) for name, found in evaluated}
         | {"all": [asdict(evaluation) for evaluation in evaluations]},
         "max_lag": {
             "bound": max_lag,
@@ -154,7 +158,8 @@ def summary_document(
         },
         "tokens": asdict(result.tokens) | {"dropped_by_reason": dict(result.tokens_dropped)},
         "groups_failed": dict(result.groups_failed),
-        "overlap": asdict(result.overlap),
+        "restarts": dict(restarts or {}),
+        "overlap": overlap if overlap is None else dict(overlap),
     }
 
 
@@ -192,6 +197,11 @@ class MetricsWriter:
             file.write(json.dumps(numbers) + "\n")
         for name, value in evaluation.scalars().items():
             self._events.add_scalar(f"evaluation/{name}", value, evaluation.policy_version)
+
+    def profile(self, step: int, figures: Mapping[str, float]) -> None:
+        """Write what a step did with its time as scalars under ``profile/``."""
+        for name, value in figures.items():
+            self._events.add_scalar(f"profile/{name.replace('.', '/')}", value, step)
 
     def close(self) -> None:
         """Flush and close both files."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,10 +22,15 @@ from rich.text import Text
 
 from .estimates import Evaluation
 from .records import StepRecord
+from .use import BUSY, PoolUse, RunUse
 
 LINE_EVERY_S = 5.0
 RATE_STEPS = 10
 """Steps that a rate on the terminal is measured over; ``metrics.jsonl`` has each step's own."""
+SPARK_STEPS = 60
+"""Steps that a sparkline shows."""
+_SPARKS = "▁▂▃▄▅▆▇█"
+_BAR_WIDTH = 30
 _OF_THE_POLICY = (("entropy", "entropy"), ("kl", "behavior_kl"), ("gradient", "grad_norm"))
 
 
@@ -39,7 +44,8 @@ class TerminalView:
         self._began_s = time.monotonic()
         self._waiting: dict[str, float] = {}
         self._records: deque[StepRecord] = deque(maxlen=RATE_STEPS + 1)
-        self._first_reward: float | None = None
+        self._history: deque[StepRecord] = deque(maxlen=SPARK_STEPS)
+        self._use: RunUse | None = None
         self._last_line_s = 0.0
         self._live = Live(
             get_renderable=self._render, console=self._console, refresh_per_second=4, transient=True, auto_refresh=True
@@ -77,11 +83,18 @@ class TerminalView:
     def step(self, record: StepRecord) -> None:
         """Show a finished learner step."""
         self._records.append(record)
+        self._history.append(record)
         now = time.monotonic()
         last = record.step + 1 == self._total_steps
         if not self._console.is_terminal and (now - self._last_line_s >= LINE_EVERY_S or record.step == 0 or last):
             self._last_line_s = now
             self.say(self._line(record))
+
+    def use(self, use: RunUse) -> None:
+        """Show how the pools are used, until it is told anew; advice that is new becomes a line that stays."""
+        if use.advice and use.advice != (self._use.advice if self._use else "") and not self._console.is_terminal:
+            self.say(f"advice: {use.advice}")
+        self._use = use
 
     def evaluation(self, evaluation: Evaluation) -> None:
         """Show a held-out evaluation."""
@@ -111,10 +124,13 @@ class TerminalView:
             self._console.print(
                 f"  failed    attempts at a prompt group: {reasons}; see logs/rollout-*.log", markup=False
             )
-        self._console.print(
-            f"  busy      fleet and learner {overlap['both_s']:.1f} s, learner alone {overlap['learner_alone_s']:.1f} "
-            f"s, fleet alone {overlap['fleet_alone_s']:.1f} s, neither {overlap['neither_s']:.1f} s"
-        )
+        if overlap:
+            busy = overlap["utilisation"]
+            self._console.print(
+                f"  busy      learner {busy['learner']:.0%}, fleet {busy['fleet']:.0%}; {overlap['step_s']:.3f} s per "
+                f"step, {overlap['ideal_step_s']:.3f} s for the slower pool alone; why: asyncrl profile {run_dir}",
+                markup=False,
+            )
         self._console.print(
             f"  time      {_duration(summary['wall_s'])}, of which training {_duration(summary['train_wall_s'])}"
         )
@@ -133,6 +149,7 @@ class TerminalView:
             ("rollout", f"{rollout_rate:,.0f} tok/s"),
             ("learner", f"{learner_rate:,.0f} tok/s"),
             *((shown, f"{value:.3g}") for shown, value in policy if value is not None),
+            *(_shares(self._use) if self._use else ()),
             ("buffer", f"{record.buffer_groups} stored, {record.leased_groups} generating"),
             ("left", _duration(self._step_s() * (self._total_steps - record.step - 1))),
         ]
@@ -157,6 +174,9 @@ class TerminalView:
         if self._records:
             record = self._records[-1]
             rows += [ProgressBar(total=self._total_steps, completed=record.step + 1), self._table(record)]
+            rows += [self._pools(self._use)] if self._use else []
+            rows.append(self._sparks())
+            rows += [Text(f"advice: {self._use.advice}", style="cyan")] if self._use and self._use.advice else []
         rows += [
             Text(f"waiting for {part} ({time.monotonic() - since:.0f} s)", style="yellow")
             for part, since in self._waiting.items()
@@ -168,6 +188,51 @@ class TerminalView:
         table.add_row(*(Text(name, style="dim") for name, _ in cells))
         table.add_row(*(Text(value, style="bold") for _, value in cells))
         return table
+
+    def _pools(self, use: RunUse) -> Table:
+        """A bar of work for each pool, over the last steps, and what cost it most."""
+        table = Table.grid(padding=(0, 2))
+        for pool in (use.learner, use.fleet):
+            busy, cause = pool.recent.get(BUSY, 0.0), pool.top_cause
+            table.add_row(
+                Text(pool.name, style="dim"),
+                ProgressBar(total=1.0, completed=busy, width=_BAR_WIDTH, complete_style="green"),
+                Text(f"{busy:.0%}", style="bold"),
+                Text(f"{_words(cause[0])} {cause[1]:.0%}" if cause else "", style="yellow"),
+            )
+        return table
+
+    def _sparks(self) -> Table:
+        """Buffer, in-flight and lag over the last steps."""
+        table, last = Table.grid(padding=(0, 2)), self._history[-1]
+        series = {
+            "buffer": ([record.buffer_groups for record in self._history], f"{last.buffer_groups}"),
+            "in flight": ([record.leased_groups for record in self._history], f"{last.leased_groups}"),
+            "lag": ([record.lag_mean for record in self._history], f"{last.lag_mean:.2f}"),
+        }
+        for name, (values, now) in series.items():
+            table.add_row(Text(name, style="dim"), Text(sparkline(values), style="blue"), Text(now, style="bold"))
+        return table
+
+
+def sparkline(values: Sequence[float]) -> str:
+    """A character per value, from 0 to the largest. Example: [0, 1, 2] gives ``▁▅█``."""
+    top = max(values, default=0.0) or 1.0
+    return "".join(_SPARKS[min(7, max(0, round(7 * value / top)))] for value in values)
+
+
+def _shares(use: RunUse) -> list[tuple[str, str]]:
+    """The pools' use as plain words."""
+
+    def words(pool: PoolUse) -> str:
+        cause = pool.top_cause
+        return f"{pool.recent.get(BUSY, 0.0):.0%}" + (f" ({_words(cause[0])} {cause[1]:.0%})" if cause else "")
+
+    return [(f"{pool.name} at work", words(pool)) for pool in (use.learner, use.fleet)]
+
+
+def _words(cause: str) -> str:
+    return cause.replace("_", " ")
 
 
 def _duration(seconds: float) -> str:

@@ -37,8 +37,8 @@ class FleetCause(StrEnum):
     group_tail = "group_tail"
     no_prompts = "no_prompts"
     buffer_full = "buffer_full"
-    publish_wait = "publish_wait"
     staleness_gate = "staleness_gate"
+    publish_wait = "publish_wait"
     lease = "lease"
 
 

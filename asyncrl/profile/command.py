@@ -1,4 +1,7 @@
-"""``asyncrl profile RUN``: why a run's pools were idle, as a table; writes ``overlap.json`` and ``trace.json``."""
+"""``asyncrl profile RUN``: why a run's pools were idle, as a table.
+
+Writes ``overlap.json``, ``trace.json`` and ``report.html`` into the run's folder.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +18,24 @@ from rich.table import Table
 
 from .overlap import POOLS, Figures, OverlapReport
 from .perfetto import trace_events
-from .trace import Trace
+from .report import REPORT, write_report
+from .trace import FOLDER, Trace
 
 _SHOWN_STEPS = 8
 
 
-def write_profile(run_dir: Path, trace: Trace, report: OverlapReport) -> None:
-    """Write ``overlap.json`` and ``trace.json`` into the run's folder, each whole or not at all."""
+def explain(run_dir: Path) -> OverlapReport:
+    """Explain what a run has recorded; write ``overlap.json``, ``trace.json`` and the report, each whole or not at all.
+
+    Raises `OSError` where that is not possible, `ValueError` if another version wrote the record.
+    """
+    trace = Trace.load(run_dir)
+    report = OverlapReport.of(trace)
     _write_whole(run_dir / "overlap.json", report.to_dict(), indent=1)
-    _write_whole(run_dir / "trace.json", trace_events(trace))
+    torch_traces = [path.name for path in (run_dir / FOLDER).glob("torch-*.json.gz")]
+    _write_whole(run_dir / "trace.json", trace_events(trace, torch_traces=torch_traces))
+    write_report(run_dir, trace, report)
+    return report
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -36,9 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print overlap.json instead of the table")
     args = parser.parse_args(arguments)
     try:
-        trace = Trace.load(args.run)
-        report = OverlapReport.of(trace)
-        write_profile(args.run, trace, report)
+        report = explain(args.run)
     except (OSError, ValueError) as error:
         sys.stderr.write(f"error: {error}\n")
         return 1
@@ -46,6 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.write(json.dumps(report.to_dict(), indent=1) + "\n")
     else:
         show(report, Console(highlight=False, soft_wrap=True))
+        sys.stdout.write(f"more: {args.run / REPORT}, and {args.run / 'trace.json'} for ui.perfetto.dev\n")
     return 0
 
 

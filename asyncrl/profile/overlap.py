@@ -92,6 +92,15 @@ class Figures:
             **{pool: self._pool(pool) for pool in POOLS},
         }
 
+    def flat(self) -> dict[str, float]:
+        """The figures of a step under dotted names. Example: ``learner.idle_s.fetch``."""
+        found = {"step_s": self.step_s, "ideal_step_s": self.ideal_step_s, "utilisation": self.utilisation}
+        found |= {f"lag.{name}": value for name, value in self.lag.to_dict().items()}
+        for pool in POOLS:
+            found[f"{pool}.utilisation"] = self.pools[pool].utilisation
+            found |= {f"{pool}.idle_s.{cause}": seconds for cause, seconds in self.idle_s(pool).items()}
+        return found
+
     def _pool(self, pool: str) -> dict[str, Any]:
         time = self.pools[pool]
         return {

@@ -7,10 +7,10 @@ to the step that trained on it; counters. Times are microseconds since the first
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from asyncrl.protocol.record import NONE, GroupEvent, LevelName, Pool
+from asyncrl.protocol.record import NONE, GroupEvent, LevelName, Pool, torch_trace_name
 
 from .trace import BUFFER_LANE, CONTROLLER_LANE, GroupLife, Span, Trace
 
@@ -19,9 +19,9 @@ _COUNTERS = (LevelName.stored, LevelName.leased, LevelName.planned, LevelName.bu
 _ENGINE_COUNTERS = (LevelName.running, LevelName.tail, LevelName.settling, LevelName.parked)
 
 
-def trace_events(trace: Trace) -> dict[str, Any]:
-    """The trace as one JSON document."""
-    events = _Events(trace)
+def trace_events(trace: Trace, *, torch_traces: Iterable[str] = ()) -> dict[str, Any]:
+    """The trace as one JSON document; ``torch_traces`` name files of `profile.torch_steps`, which updates refer to."""
+    events = _Events(trace, frozenset(torch_traces))
     return {
         "displayTimeUnit": "ms",
         "traceEvents": [*events.names(), *events.spans(), *events.groups(), *events.counters(), *events.lags()],
@@ -29,8 +29,9 @@ def trace_events(trace: Trace) -> dict[str, Any]:
 
 
 class _Events:
-    def __init__(self, trace: Trace) -> None:
+    def __init__(self, trace: Trace, torch_traces: frozenset[str]) -> None:
         self._trace = trace
+        self._torch_traces = torch_traces
         self._pools = {process.name: process.pool for process in trace.processes}
         lanes = {(self._pools[note.process], note.lane) for notes in (trace.spans, trace.levels) for note in notes}
         lanes |= {(self._pools[stamp.process], stamp.lane) for stamp in trace.stamps}
@@ -51,6 +52,8 @@ class _Events:
             args: dict[str, Any] = {name: value for name, value in about.items() if value != NONE}
             args |= {"cause": span.cause} if span.cause else {}
             args |= {"is_open": True} if span.is_open else {}
+            torch_trace = torch_trace_name(span.step, span.cause, span.lane.rpartition("-")[2])
+            args |= {"torch_trace": torch_trace} if torch_trace in self._torch_traces else {}
             place = self._place(span.process, span.lane)
             if "/" in span.lane or span.lane == CONTROLLER_LANE:
                 place |= {"cat": span.kind, "id": number, "name": span.kind}

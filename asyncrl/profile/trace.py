@@ -25,6 +25,7 @@ CONTROLLER_LANE, BUFFER_LANE = "controller", "buffer"
 UNMEASURED_ERROR_NS = 1_000_000_000
 """Error of a clock that was never measured: it is placed by the hosts' wall clocks."""
 _CHUNK_BYTES = 1 << 20
+_WORST_OF_BEST = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -374,9 +375,10 @@ class _ProcessFile:
                 self._num_dropped += items[0]
 
     @property
-    def rank(self) -> tuple[int, int]:
-        """The smallest is the process whose clock all others are shown on."""
-        return _REFERENCE_ORDER.index(self.header["pool"]), self.header["started_ns"]
+    def rank(self) -> tuple[int, bool, int]:
+        """The smallest is the process whose clock all others are shown on: the buffer's, before its store servers'."""
+        is_other = self.header["process"] != BUFFER_LANE
+        return _REFERENCE_ORDER.index(self.header["pool"]), is_other, self.header["started_ns"]
 
     def set_reference(self, reference: Mapping[str, Any]) -> None:
         """Show times on the clock of another process from now on."""
@@ -450,11 +452,14 @@ class ClockOffsets:
     """How one clock stands against another: measurements (time, offset, error), and between them a straight line.
 
     Two quartz clocks drift apart by some tens of microseconds a second, so that one offset does not last an hour.
-    Without a measurement both are the same clock.
+    A measurement that is much less exact than the best one, because a reply was late, is left out. Without any both are
+    the same clock.
     """
 
     def __init__(self, measured: Iterable[tuple[int, int, int]] = ()) -> None:
-        self._measured: Sequence[tuple[int, int, int]] = sorted(measured)
+        rows = sorted(measured)
+        best = min((error for _, _, error in rows), default=0)
+        self._measured = [row for row in rows if row[2] <= _WORST_OF_BEST * best]
 
     def at(self, time: int) -> tuple[int, int]:
         """Offset and error at a time of the measuring clock, both in nanoseconds."""

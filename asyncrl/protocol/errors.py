@@ -29,6 +29,10 @@ class WorkerDiedError(AsyncRLError):
     """A process of the run died; the message names it and ends with the last lines of its log."""
 
 
+class LearnerDiedError(WorkerDiedError):
+    """A learner rank died, hangs, or lost its batch: the group can go on from a checkpoint, and not otherwise."""
+
+
 class ClusterDiedError(WorkerDiedError):
     """One of Ray's own processes died, or did not come up; nothing can be stopped through Ray any more."""
 
@@ -39,6 +43,14 @@ class CheckpointError(AsyncRLError):
 
 class EngineError(AsyncRLError):
     """An inference engine refused a request or broke its contract."""
+
+
+class EngineLost(EngineError):
+    """An engine has failed for good: it was replaced as often as the options allow."""
+
+
+class RequestRefused(EngineError):
+    """A request that every engine would refuse: the prompt or an option is wrong, and no restart mends it."""
 
 
 class WeightsError(AsyncRLError):
@@ -81,8 +93,12 @@ class NotLeaseOwner(ReplayBufferError):
     """A put, renewal or release came from another client than the one that holds the lease."""
 
 
+class DeclaredDead(ReplayBufferError):
+    """A message of a rollout worker that was replaced because it seemed dead; it must end."""
+
+
 class WrongEpoch(ReplayBufferError):
-    """A message belongs to another run than the replay buffer; its sender must end."""
+    """A message belongs to another run than the replay buffer's, or to a learner that was replaced: its sender ends."""
 
 
 class NotAllowed(ReplayBufferError):

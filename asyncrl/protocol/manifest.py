@@ -64,6 +64,8 @@ class WeightOffer:
         kind: A delta becomes a full version on the engine's side before the engine loads it; an adapter is loaded, or
             merged into the frozen weights, by the engine.
         base_version: To which a delta applies; `FROZEN` for an adapter, None for a full version.
+        incarnation: How often the learner had been started again from a checkpoint. The same version of two
+            incarnations may be different weights.
     """
 
     version: int
@@ -72,6 +74,7 @@ class WeightOffer:
     num_bytes: int
     kind: OfferKind = "full"
     base_version: int | None = None
+    incarnation: int = 0
 
     @property
     def name(self) -> str:

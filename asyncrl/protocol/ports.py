@@ -12,7 +12,17 @@ from .types import BufferStats, Lease, Plan, Prompt
 
 
 class RolloutBuffer(Protocol):
-    """What a rollout worker needs of the replay buffer. Every call is awaited under the client's deadline."""
+    """What a rollout worker needs of the replay buffer. Every call is awaited under the client's deadline.
+
+    Attributes:
+        num_generated: Policy tokens that this worker has generated; the worker keeps it, and each beat reports it.
+    """
+
+    num_generated: int
+
+    async def enter(self) -> str:
+        """Connect, and be heard of from now on; returns the name that `ControlBuffer.bury` knows this worker by."""
+        ...
 
     async def lease(self, engine_version: int, max_groups: int) -> list[Lease]:
         """Wait until at least one group is admitted at ``engine_version``; return up to ``max_groups`` leases.
@@ -60,6 +70,13 @@ class RolloutBuffer(Protocol):
         """Wait for the next (group_id, attempt) whose rollout is to be aborted."""
         ...
 
+    async def hand_on_request(self) -> int:
+        """Wait until another worker has nothing to do and nothing more is admitted; how many groups to hand on to it.
+
+        What is saved and released goes to it.
+        """
+        ...
+
     async def next_offer(self, after: int) -> WeightOffer:
         """Wait for weights newer than version ``after``, -1 for any; the newest are answered, others are skipped.
 
@@ -69,6 +86,10 @@ class RolloutBuffer(Protocol):
 
     async def loaded(self, version: int, took_s: float) -> None:
         """Report that this worker's engine serves ``version``, which it took ``took_s`` seconds to load."""
+        ...
+
+    async def fenced(self) -> None:
+        """Report that this worker's engine serves nothing until `loaded` is called again: nobody waits for it."""
         ...
 
     async def close(self) -> None:
@@ -131,6 +152,14 @@ class ControlBuffer(Protocol):
         """
         ...
 
+    async def bury(self, worker: str) -> int:
+        """A rollout worker is dead: take its leases back, and accept nothing of it any more.
+
+        Returns all tokens that it generated, as far as they are known; those that nobody can report count as lost.
+        ``worker`` is what `RolloutBuffer.enter` returned to it. Asking again returns the same.
+        """
+        ...
+
     async def pin(self, version: int, num_engines: int, known: Collection[str] = ()) -> set[str]:
         """Have up to ``num_engines`` engines keep ``version``, which is still to come, until `unpin` or another pin.
 
@@ -143,6 +172,24 @@ class ControlBuffer(Protocol):
 
     async def unpin(self) -> None:
         """Offer all engines the newest version again."""
+        ...
+
+    async def rewind(
+        self,
+        version: int,
+        *,
+        incarnation: int,
+        finished: Sequence[tuple[int, int]],
+        tokens_trained: int,
+        lag_histogram: Mapping[int, int],
+    ) -> None:
+        """Take the learner back to ``version``, which a checkpoint holds, for its next life, number ``incarnation``.
+
+        ``finished`` are the groups that were consumed or dropped before ``version``; ``tokens_trained`` and
+        ``lag_histogram`` what the steps of this run before it had consumed. Offers are withdrawn, running attempts
+        revoked, and engines lease again once they have loaded what the new learner offers. Prompts that were finished
+        since then have to be enqueued again. Idempotent.
+        """
         ...
 
     async def close(self) -> None:
@@ -176,10 +223,6 @@ class LearnerPort(Protocol):
         """Let the critic learn from the batch of the last `update`; no metrics where there is no critic."""
         ...
 
-    async def busy(self) -> Sequence[tuple[float, float]]:
-        """Return when any role worked on batches, as spans in seconds since the epoch, in any order."""
-        ...
-
     def save(self, version: int, run: Mapping[str, Any], *, wait: bool) -> Awaitable[str]:
         """Save a checkpoint of ``version`` with the run's own state; with ``wait``, until it is complete."""
         ...
@@ -205,13 +248,11 @@ class FleetCounts:
         tokens_generated: Policy tokens that the engines produced for training, including those of aborted requests.
         tokens_in_flight: Those of them that are not yet stored or given back.
         groups_failed: Attempts that failed, by reason: ``aborted`` by the engine, or ``reward``.
-        busy: Of the final counts: when each engine had a training request, as spans in seconds since the epoch.
     """
 
     tokens_generated: int
     tokens_in_flight: int
     groups_failed: Mapping[str, int] = field(default_factory=dict)
-    busy: Sequence[Sequence[tuple[float, float]]] = ()
 
 
 class FleetPort(Protocol):

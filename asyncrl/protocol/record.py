@@ -22,6 +22,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
+from functools import cache
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, cast
@@ -420,7 +421,8 @@ def stamp(event: str, group: int, *, attempt: int = 0, version: int = NONE, lane
 
     - lease: ``version`` at which it is admitted, ``deadline`` the last one that may consume it, ``inherited`` tokens of
       a saved prefix.
-    - first_token, last_token, reward: ``version`` of the engine then; they are on the engine's lane.
+    - first_token, last_token, reward: ``version`` of the engine then; they are on the engine's lane. The in-process
+      engine, which answers whole samples, has no first_token.
     - stored: ``version`` of the oldest token, ``newest``, ``learner`` the learner's then, ``tokens`` of the policy,
       ``prompt_tokens``, ``lengths`` [G] of the responses, ``rewards`` [G], ``bytes``.
     - planned, trained: ``version`` the step that takes it.
@@ -438,6 +440,12 @@ def clock(reference: str, *, offset_ns: int, error_ns: int) -> None:
         _recorder.clock(reference, offset_ns=offset_ns, error_ns=error_ns)
 
 
+def torch_trace_name(step: int, role: str, rank: int | str) -> str:
+    """The file beside the records with torch.profiler's trace of a role's step on a rank."""
+    return f"torch-step{step}-{role}-{rank}.json.gz"
+
+
+@cache
 def clock_id() -> str:
     """Names the monotonic clock of this process: all processes of a boot of a machine share one."""
     parts = []

@@ -83,9 +83,30 @@ async def within(pending: Awaitable[T], timeout_s: float, what: str, option: str
             return await pending
     except TimeoutError:
         message = f"waited {timeout_s:g} s for {what}; raise {option} if it is only slow"
-        refs = pending if isinstance(pending, list) else getattr(pending, "futures", [])
+        refs = refs_of(pending)
         late = await asyncio.to_thread(late_workers, refs) if refs else "look into the logs"
         raise DeadlineError(f"{message}; {late}") from None
+
+
+def refs_of(pending: Any) -> list[Any]:
+    """The references that a group's call returned, where it returned any."""
+    return pending if isinstance(pending, list) else getattr(pending, "futures", [])
+
+
+def death_among(refs: Sequence[Any], timeout_s: float) -> WorkerDiedError | None:
+    """The death of a worker that was to compute one of the references; waits for their results for ``timeout_s``."""
+    import ray
+    from ray.exceptions import RayError
+
+    done, _ = ray.wait(list(refs), num_returns=len(refs), timeout=timeout_s, fetch_local=False) if refs else ([], [])
+    for ref in done:
+        try:
+            ray.get(ref)
+        except RayError as error:
+            cause = translated(error)
+            if isinstance(cause, WorkerDiedError):
+                return cause
+    return None
 
 
 class StepDeadline:

@@ -1,7 +1,7 @@
 """The policy that a run starts from: fine-tuned before training, and reused for the same settings only.
 
 The warm start is ``asyncrl sft`` in a process of its own, as a user would run it; the controller's process relays its
-lines, waits for each under a deadline, and for its exit.
+lines, waits for each under a deadline, and for the one that names the policy that it has written.
 """
 
 from __future__ import annotations
@@ -33,6 +33,11 @@ def warm_start_path(config: RunConfig) -> Path:
     if config.sft.output_path:
         return Path(config.sft.output_path).expanduser().resolve()
     return Path(config.output_dir, config.experiment, "sft", settings_digest(config)).resolve()
+
+
+def policy_path(config: RunConfig) -> Path:
+    """Where the policy lies that training starts from, once it is fine-tuned where ``sft.enabled``."""
+    return warm_start_path(config) if config.sft.enabled else Path(config.model.path)
 
 
 def finished_warm_start(config: RunConfig) -> dict[str, Any] | None:
@@ -129,11 +134,11 @@ async def warm_start(config: RunConfig, overrides: Sequence[str], log_path: Path
     Raises:
         WorkerDiedError: the warm start failed; the message ends with its last lines.
     """
+    policy = policy_path(config)
     if not config.sft.enabled:
-        return Path(config.model.path)
-    policy = warm_start_path(config)
+        return policy
     if (known := finished_warm_start(config)) is None:
-        await _fine_tune(overrides, log_path, config.sft.progress_timeout_s, say)
+        await _fine_tune(overrides, log_path, config.sft.progress_timeout_s, say, policy)
         return policy
     measured = [f"{name} {known[name]:.3f}" for name in ("accuracy", "val_loss") if known[name] is not None]
     say(f"warm start: reusing {policy} ({', '.join(measured)})")
@@ -141,8 +146,9 @@ async def warm_start(config: RunConfig, overrides: Sequence[str], log_path: Path
 
 
 async def _fine_tune(
-    overrides: Sequence[str], log_path: Path, progress_timeout_s: float, say: Callable[[str], None]
+    overrides: Sequence[str], log_path: Path, progress_timeout_s: float, say: Callable[[str], None], policy: Path
 ) -> None:
+    """Run the warm start until it names the ``policy`` that it has written; its own end takes a second more."""
     scratch = log_path.with_name("sft-scratch")  # removed here: what is killed removes nothing itself
     scratch.mkdir(exist_ok=True)
     process = await asyncio.create_subprocess_exec(
@@ -157,13 +163,15 @@ async def _fine_tune(
     )
     lines: deque[str] = deque(maxlen=20)
     assert process.stdout is not None
+    is_written = False
     try:
         with log_path.open("w") as log:
-            while line := await _next_line(process.stdout, progress_timeout_s, log_path):
+            while not is_written and (line := await _next_line(process.stdout, progress_timeout_s, log_path)):
                 log.write(line)
                 lines.append(line.rstrip())
                 if line.startswith("sft: "):
                     say("warm start: " + line.removeprefix("sft: ").rstrip())
+                    is_written = line.rstrip().endswith(str(policy)) and (policy / RESULT).is_file()
     finally:
         if process.stdout.at_eof():  # it has said its last word: let it end
             with suppress(TimeoutError):
@@ -172,7 +180,7 @@ async def _fine_tune(
             process.kill()
         status = await process.wait()
         shutil.rmtree(scratch, ignore_errors=True)
-    if status != 0:
+    if status != 0 and not is_written:
         raise WorkerDiedError(
             f"the warm start (python -m asyncrl.sft) ended with status {status}; its last lines, of {log_path}:\n"
             + "\n".join(lines)

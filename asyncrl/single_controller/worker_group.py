@@ -185,6 +185,8 @@ class RayWorkerGroup(WorkerGroup):
         self.log_dir = log_dir
         self.timeout_s = timeout_s
         self.sub_cls_name = ""
+        self._replacements: list[Callable[..., tuple[Any, str]]] = []
+        self._num_replaced = 0
         self.fused_worker_used = ray_cls_with_init is not None and ray_cls_with_init.fused_worker_used
         self.wg_dict: dict[str, RayWorkerGroup] | None = None
         if (master_addr is None) != (master_port is None):
@@ -259,14 +261,33 @@ class RayWorkerGroup(WorkerGroup):
             if self.master_address is None:
                 self.master_address, self.master_port = master_address_port(slots[0], master_ports, port_timeout_s)
             for slot in slots:
-                self._start_worker(slot, len(slots), pool.num_devices_per_process / pool.max_colocate_count, detached)
+                num_devices = pool.num_devices_per_process / pool.max_colocate_count
+                start = partial(self._start_worker, slot, len(slots), num_devices, detached)
+                worker, name = start()
+                self._workers.append(worker)
+                self._worker_names.append(name)
+                self._replacements.append(start)
         except BaseException:
             self.shutdown()
             raise
 
-    def _start_worker(self, slot: Slot, world_size: int, num_devices: float, detached: bool) -> None:
+    def replace_worker(self, rank: int) -> None:
+        """Kill the worker of a rank, if it is not dead, and start another of the same class in the same place.
+
+        The new one is made when the place is free; calls to it wait until then.
+        """
+        if not self._replacements:
+            raise UsageError(f"group {self.name_prefix!r} has not started its workers; whoever did can replace them")
+        ray.kill(self._workers[rank])
+        self._num_replaced += 1
+        self._workers[rank], self._worker_names[rank] = self._replacements[rank](f"~{self._num_replaced}")
+
+    def _start_worker(
+        self, slot: Slot, world_size: int, num_devices: float, detached: bool, suffix: str = ""
+    ) -> tuple[Any, str]:
+        """Start one worker; its handle and its name, which ends in ``suffix``."""
         ray_class: Any = self.ray_cls_with_init
-        name = f"{self.name_prefix}{unwrap(ray_class.cls).__name__}_{slot.node_index}:{slot.local_rank}"
+        name = f"{self.name_prefix}{unwrap(ray_class.cls).__name__}_{slot.node_index}:{slot.local_rank}{suffix}"
         log_file = None
         if self.log_dir is not None:
             log_file = str(Path(self.log_dir).resolve() / f"{self.name_prefix}-{slot.rank}.log")
@@ -282,8 +303,7 @@ class RayWorkerGroup(WorkerGroup):
             device_name=self.device_name,
         )
         self._introduce(worker, slot.rank, slot.node_address, log_file)
-        self._workers.append(worker)
-        self._worker_names.append(name)
+        return worker, name
 
     def _environment(self, slot: Slot, world_size: int, log_file: str | None) -> dict[str, str]:
         """The variables that tell a worker its place, and the user's own."""
@@ -339,6 +359,10 @@ class RayWorkerGroup(WorkerGroup):
         return self._fetch(self.execute_rank_zero_async(method_name, *args, **kwargs))
 
     execute_rank_zero = execute_rank_zero_async
+
+    def execute_rank_async(self, rank: int, method_name: str, *args: Any, **kwargs: Any) -> PendingResult:
+        """Call a method of one rank; returns a reference to the result."""
+        return PendingResult(self._execute_remote_single_worker(self._workers[rank], method_name, *args, **kwargs))
 
     def execute_all_async(self, method_name: str, *args: Any, **kwargs: Any) -> PendingResults:
         """Call a method of every worker; returns references to the results.

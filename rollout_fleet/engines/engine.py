@@ -16,14 +16,13 @@ from typing import Any, NoReturn, Protocol, TypeVar
 import numpy as np
 
 from asyncrl.protocol import record
-from asyncrl.protocol.errors import AsyncRLError, DeadlineError, EngineError
+from asyncrl.protocol.errors import AsyncRLError, DeadlineError, EngineError, RequestRefused
 from asyncrl.protocol.manifest import WeightOffer
 from asyncrl.protocol.record import SpanKind
 from asyncrl.protocol.types import FinishReason
-from rollout_fleet.config import SamplingConfig
+from rollout_fleet.config import SLOWEST_LOAD, SamplingConfig
 
 LOGPROB_ROUNDING = 1e-4
-SLOWEST_LOAD = 1e8  # bytes per second of a load, on top of which its deadline stands
 PROBE_SHARE = 0.25  # of the deadline on silence
 MAX_SILENT_PERIODS = 3
 T = TypeVar("T")
@@ -41,11 +40,13 @@ class SampleRequest:
         id: Unique among the engine's running requests; holds no ``/``. Example: ``"4711-0-3-0"``.
         prompt_ids: [P] int32 token ids.
         sampling: How to sample; behaviour log-probs are taken under its temperature.
+        on_first_token: Called when the first token arrives, by engines that see it before the sample is finished.
     """
 
     id: str
     prompt_ids: np.ndarray
     sampling: SamplingConfig
+    on_first_token: Callable[[], None] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,13 +70,19 @@ class Engine(Protocol):
     """An inference engine that serves one policy version at a time.
 
     The unit is a sample. Requests that are given together may travel together, but each answer is yielded as soon as
-    its sample is finished. An engine fails once and for good: by its death, by silence while requests run, or because
-    weights could not be loaded and verified. From then on every call raises its failure.
+    its sample is finished. An engine fails once and for good: by its death, by silence while requests run, by an answer
+    against this contract, or because weights could not be loaded and verified. From then on every call raises its
+    failure; a new engine takes its place.
     """
 
     @property
     def version(self) -> int:
         """Policy version that newly sampled tokens carry."""
+        ...
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the engine has failed: nothing that comes from it now counts."""
         ...
 
     async def start(self) -> None:
@@ -88,8 +95,10 @@ class Engine(Protocol):
     def generate(self, requests: Sequence[SampleRequest]) -> AsyncIterator[tuple[SampleRequest, SampleOutput]]:
         """Sample responses; yields each request with its answer when the sample is finished or aborted, in any order.
 
-        Raises `EngineError` if a request is refused or an answer breaks the contract, `DeadlineError` if no running
-        request received a token within ``silence_timeout_s``, `WorkerDiedError` if the engine died.
+        When the engine fails, what it had written of each running sample until then is yielded first, as aborted, as
+        far as it is certain which version sampled it. Then raises `DeadlineError` if no running request received a
+        token within ``silence_timeout_s``, `WorkerDiedError` if the engine died, `EngineError` if an answer broke the
+        contract. Raises `RequestRefused`, which is no failure of the engine, if a request is wrong.
         """
         ...
 
@@ -146,7 +155,7 @@ class EngineFailure:
     @property
     def has_come(self) -> bool:
         """Whether the engine has failed."""
-        return self._future is not None and self._future.done()
+        return self._future is not None and self._future.done() and not self._future.cancelled()
 
     def fail(self, error: Exception) -> None:
         """Fail for good, unless the engine has failed or was stopped before."""
@@ -218,12 +227,12 @@ class EngineFailure:
 
 
 def check_prompt(request: SampleRequest, vocab_size: int) -> None:
-    """Raise `EngineError` for a prompt that would kill an engine: empty, or with a token id outside the vocabulary."""
+    """Raise `RequestRefused` for a prompt that would kill an engine: empty, or with an id outside the vocabulary."""
     if len(request.prompt_ids) == 0:
-        raise EngineError(f"request {request.id} has an empty prompt; a prompt needs at least one token")
+        raise RequestRefused(f"request {request.id} has an empty prompt; a prompt needs at least one token")
     low, high = int(request.prompt_ids.min()), int(request.prompt_ids.max())
     if low < 0 or high >= vocab_size:
-        raise EngineError(
+        raise RequestRefused(
             f"request {request.id}: prompt token ids must be in 0..{vocab_size - 1}, got {low}..{high}; "
             "the prompts were tokenized with another model's tokenizer"
         )

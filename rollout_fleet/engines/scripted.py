@@ -9,10 +9,11 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from asyncrl.protocol.errors import EngineError, WorkerDiedError
+from asyncrl.protocol.errors import EngineError, RequestRefused, WorkerDiedError
 from asyncrl.protocol.manifest import WeightOffer
 from asyncrl.protocol.types import FinishReason
 
@@ -64,7 +65,9 @@ class ScriptedEngine:
         self._version = 0
         self._aborted: set[str] = set()
         self._running: set[str] = set()
-        self._failure = EngineFailure("the scripted engine", tell=lambda _: None)
+        self._written: dict[str, tuple[ScriptedAnswer, Sequence[int]]] = {}
+        self._waiting_for_answers: set[asyncio.Queue[Any]] = set()
+        self._failure = EngineFailure("the scripted engine", tell=self._tell)
         self.requests: list[SampleRequest] = []
         self.running_at_once = 0
         self.released = False
@@ -76,6 +79,11 @@ class ScriptedEngine:
         """See `Engine.version`."""
         return self._version
 
+    @property
+    def has_failed(self) -> bool:
+        """See `Engine.has_failed`."""
+        return self._failure.has_come
+
     async def start(self) -> None:
         """See `Engine.start`."""
         self._failure.begin()
@@ -86,14 +94,27 @@ class ScriptedEngine:
             raise EngineError("requests came while the memory was released")
         self._failure.check()
         self.requests.extend(requests)
-        tasks = [asyncio.create_task(self._answer(request)) for request in requests]
+        answers: asyncio.Queue[tuple[SampleRequest, SampleOutput] | Exception] = asyncio.Queue()
+        self._waiting_for_answers.add(answers)
+        tasks = [asyncio.create_task(self._answer(request, answers)) for request in requests]
+        running = {request.id: request for request in requests}
         try:
-            for finished in asyncio.as_completed(tasks):
-                yield await finished
+            while running:
+                finished = await answers.get()
+                if isinstance(finished, Exception):
+                    if self.has_failed:
+                        for request in running.values():
+                            yield request, self._so_far(request)
+                    raise finished
+                del running[finished[0].id]
+                yield finished
         finally:
+            self._waiting_for_answers.remove(answers)
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            for request in requests:
+                self._written.pop(request.id, None)
 
     async def release_memory(self) -> None:
         """See `Engine.release_memory`."""
@@ -132,12 +153,23 @@ class ScriptedEngine:
         self._failure.fail(error)
         return error
 
-    async def _answer(self, request: SampleRequest) -> tuple[SampleRequest, SampleOutput]:
+    def _so_far(self, request: SampleRequest) -> SampleOutput:
+        answer, versions = self._written.get(request.id, (ScriptedAnswer(), ()))
+        return _output(answer, versions, is_whole=False)
+
+    def _tell(self, error: Exception) -> None:
+        for answers in self._waiting_for_answers:
+            answers.put_nowait(error)
+
+    async def _answer(self, request: SampleRequest, answers: asyncio.Queue[Any]) -> None:
+        """Write a sample, and put it, or what went wrong."""
         answer = self._script(request, self._version)
         self._running.add(request.id)
         self.running_at_once = max(self.running_at_once, len(self._running))
         try:
-            return request, await self._write(request, answer)
+            answers.put_nowait((request, await self._write(request, answer)))
+        except Exception as error:  # noqa: BLE001 - raised by whoever takes it
+            answers.put_nowait(error)
         finally:
             self._running.discard(request.id)
             self._aborted.discard(request.id)
@@ -145,20 +177,26 @@ class ScriptedEngine:
     async def _write(self, request: SampleRequest, answer: ScriptedAnswer) -> SampleOutput:
         """Write the sample, token by token."""
         versions: list[int] = []
+        self._written[request.id] = answer, versions
         for _ in answer.response:
             await asyncio.sleep(answer.token_delay_s)
             self._failure.check()
             if request.id in self._aborted or len(versions) == answer.cut_off:
                 break
             versions.append(self._version)
+            if len(versions) == 1 and request.on_first_token is not None:
+                request.on_first_token()
         if answer.die:
             raise self.die(answer.die)
         if answer.error:
-            raise EngineError(f"request {request.id}: {answer.error}")
-        is_whole = len(versions) == len(answer.response)
-        return SampleOutput(
-            token_ids=np.asarray(answer.response[: len(versions)], dtype=np.int32),
-            logprobs=np.full(len(versions), answer.logprob, dtype=np.float32),
-            versions=np.asarray(versions, dtype=np.int32),
-            finish_reason=FinishReason.stop if is_whole else None,
-        )
+            raise RequestRefused(f"request {request.id}: {answer.error}")
+        return _output(answer, versions, is_whole=len(versions) == len(answer.response))
+
+
+def _output(answer: ScriptedAnswer, versions: Sequence[int], *, is_whole: bool) -> SampleOutput:
+    return SampleOutput(
+        token_ids=np.asarray(answer.response[: len(versions)], dtype=np.int32),
+        logprobs=np.full(len(versions), answer.logprob, dtype=np.float32),
+        versions=np.asarray(versions, dtype=np.int32),
+        finish_reason=FinishReason.stop if is_whole else None,
+    )

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from asyncrl.protocol.errors import DeadlineError, EngineError
+from asyncrl.protocol.errors import DeadlineError, EngineError, RequestRefused
 from asyncrl.protocol.manifest import WeightOffer
 from asyncrl.protocol.types import FinishReason
 from rollout_fleet.config import EngineDevice, OnUpdate, RolloutFleetConfig, SamplingConfig
@@ -84,6 +84,11 @@ class SGLangEngine:
         """See `Engine.version`."""
         return self._version
 
+    @property
+    def has_failed(self) -> bool:
+        """See `Engine.has_failed`."""
+        return self._failure.has_come
+
     async def start(self) -> None:
         """See `Engine.start`."""
         self._failure.begin()
@@ -103,24 +108,30 @@ class SGLangEngine:
         batches = [requests[start : start + size] for start in range(0, len(requests), size)]
         answers: _Answers = asyncio.Queue()
         self._waiting_for_answers.add(answers)
-        ids = {request.id for request in requests}
-        self._running |= ids
-        tasks = [asyncio.create_task(self._generate_batch(batch, answers)) for batch in batches]
+        running = {request.id: (request, _StreamedSample(self._version)) for request in requests}
+        self._running |= running.keys()
+        tasks = [
+            asyncio.create_task(self._generate_batch(batch, [running[request.id][1] for request in batch], answers))
+            for batch in batches
+        ]
         try:
             with self._silence.running(len(requests)):
-                while ids:
+                while running:
                     finished = await answers.get()
                     if isinstance(finished, Exception):
+                        if self._failure.has_come:
+                            for request, sample in running.values():
+                                yield request, self._so_far(request, sample)
                         raise finished
                     for request, output in finished:
-                        ids.remove(request.id)
+                        del running[request.id]
                         self._running.discard(request.id)
                         yield request, output
             # The server ends each stream at once; a connection that is closed before that cannot be used again.
             if tasks:
                 await asyncio.wait(tasks, timeout=STREAM_END_S)
         finally:
-            self._running -= ids
+            self._running -= running.keys()
             self._waiting_for_answers.remove(answers)
             for task in tasks:
                 task.cancel()
@@ -203,38 +214,60 @@ class SGLangEngine:
 
     # Generation
 
-    async def _generate_batch(self, requests: Sequence[SampleRequest], answers: _Answers) -> None:
+    async def _generate_batch(
+        self, requests: Sequence[SampleRequest], samples: Sequence[_StreamedSample], answers: _Answers
+    ) -> None:
         """Send samples as one HTTP request; put each answer, or what went wrong."""
-        samples, num_left = [_StreamedSample() for _ in requests], len(requests)
+        num_left = len(requests)
         try:
             async for events in self._client.stream("/generate", self._request_body(requests)):
                 self._silence.token()
                 if self._failure.has_come:
                     return
-                taken = [self._take(event, requests, samples) for event in events]
-                if finished := [answer for answer in taken if answer is not None]:
+                finished: list[tuple[SampleRequest, SampleOutput]] = []
+                try:
+                    for event in events:
+                        finished += self._take(event, requests, samples)
+                finally:
                     num_left -= len(finished)
                     answers.put_nowait(finished)
             if num_left:
                 raise EngineError(f"{self._name} left {num_left} of {len(requests)} samples unanswered")
-        except Exception as error:  # noqa: BLE001 - raised by whoever takes it
+        except RequestRefused as error:
             answers.put_nowait(error)
+        except Exception as error:  # noqa: BLE001 - an engine that answers against its contract has failed
+            self._failure.fail(error)
+            answers.put_nowait(error)
+
+    def _so_far(self, request: SampleRequest, sample: _StreamedSample) -> SampleOutput:
+        """What a sample of a failed server keeps: nothing where one of its tokens could not be true."""
+        output = sample.so_far()
+        try:
+            check_output(output, request, vocab_size=self._facts.vocab_size, loaded_versions=self._verified)
+        except EngineError as error:
+            logger.warning("%s: what it wrote is not continued: %s", self._name, error)
+            return _StreamedSample(self._version).so_far()
+        return output
 
     def _take(
         self, event: Any, requests: Sequence[SampleRequest], samples: Sequence[_StreamedSample]
-    ) -> tuple[SampleRequest, SampleOutput] | None:
-        """Add an event to its sample; returns the sample with its request if it was the last."""
+    ) -> list[tuple[SampleRequest, SampleOutput]]:
+        """Add an event to its sample; returns the sample with its request if it was the last, else nothing."""
         if "error" in event:
-            raise EngineError(f"{self._name} answered POST /generate with {str(event['error'])[:500]}")
+            raise RequestRefused(f"{self._name} answered POST /generate with {str(event['error'])[:500]}")
         try:
             index = event.get("index", 0)
+            had_begun = samples[index].has_begun
             output = samples[index].add(event)
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise EngineError(f"{self._name} answered against its contract: {error!r} in {str(event)[:500]}") from error
+        on_first_token = requests[index].on_first_token
+        if on_first_token is not None and samples[index].has_begun and not had_begun:
+            on_first_token()
         if output is None:
-            return None
+            return []
         check_output(output, requests[index], vocab_size=self._facts.vocab_size, loaded_versions=self._verified)
-        return requests[index], output
+        return [(requests[index], output)]
 
     def _request_body(self, requests: Sequence[SampleRequest]) -> dict[str, Any]:
         options = {sampling: self._sampling_parameters(sampling) for sampling in {r.sampling for r in requests}}
@@ -337,12 +370,21 @@ class _StreamedSample:
     """Puts the chunks of one sample together.
 
     A chunk holds the tokens since the one before, or (the last chunk of a request that was aborted in the queue) all
-    of them; its number of tokens in all says which. Versions come with the last chunk.
+    of them; its number of tokens in all says which. The version of each token comes with the last chunk. Until then it
+    is certain only of a chunk which the server sent under the same version as the one before: of every chunk before the
+    first weight update. ``version`` is what the server served when the sample was asked for.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, version: int) -> None:
         self._token_ids: list[int] = []
         self._logprobs: list[float] = []
+        self._version = str(version)
+        self._num_certain = 0
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a token has come."""
+        return bool(self._token_ids)
 
     def add(self, chunk: Any) -> SampleOutput | None:
         """Take a chunk; returns the sample if it was the last."""
@@ -359,7 +401,21 @@ class _StreamedSample:
             raise ValueError("output_token_logprobs name other tokens than output_ids")
         self._token_ids += new_ids
         self._logprobs += [triple[0] for triple in new]
-        return None if reason is None else self._finished(reason["type"], meta.get("weight_versions") or [])
+        if reason is not None:
+            return self._finished(reason["type"], meta.get("weight_versions") or [])
+        if self._num_certain + num_new == len(self._token_ids) and meta.get("weight_version") == self._version:
+            self._num_certain = len(self._token_ids)
+        return None
+
+    def so_far(self) -> SampleOutput:
+        """What is written of a sample whose server has failed, as far as its versions are certain."""
+        certain = slice(self._num_certain)
+        return SampleOutput(
+            token_ids=np.asarray(self._token_ids[certain], dtype=np.int32),
+            logprobs=np.asarray(self._logprobs[certain], dtype=np.float32),
+            versions=np.full(self._num_certain, int(self._version), dtype=np.int32),
+            finish_reason=None,
+        )
 
     def _finished(self, reason: str, spans: Sequence[Any]) -> SampleOutput:
         versions = np.full(len(self._token_ids), -1, dtype=np.int32)

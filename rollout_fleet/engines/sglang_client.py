@@ -10,7 +10,7 @@ from typing import Any
 import aiohttp
 import orjson
 
-from asyncrl.protocol.errors import EngineError
+from asyncrl.protocol.errors import EngineError, RequestRefused
 
 from .sglang_server import SERVER_KEEP_ALIVE_S, SGLangServer
 
@@ -27,8 +27,8 @@ _LAST_EVENT = b"data: [DONE]"
 class SGLangClient:
     """A connection pool to one server, which its owner starts and stops; `open` it once the server is up.
 
-    Every call raises `EngineError` if the server refuses it, or cannot be reached although it lives, and
-    `WorkerDiedError` if it died.
+    Every call raises `RequestRefused` if the server calls it wrong (a status of 4xx), `EngineError` if the server fails
+    at it or cannot be reached although it lives, and `WorkerDiedError` if it died.
     """
 
     def __init__(self, server: SGLangServer) -> None:
@@ -94,7 +94,8 @@ class SGLangClient:
 
     def _check_status(self, status: int, method: str, path: str, content: bytes) -> None:
         if status != 200:
-            raise EngineError(f"{self._server.name} answered {method} {path} with {status}: {content[:500]!r}")
+            kind = RequestRefused if 400 <= status < 500 else EngineError
+            raise kind(f"{self._server.name} answered {method} {path} with {status}: {content[:500]!r}")
 
     def _decoded(self, content: bytes, method: str, path: str) -> Any:
         try:

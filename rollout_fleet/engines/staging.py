@@ -23,8 +23,7 @@ import numpy as np
 from asyncrl.protocol.delta import apply_delta
 from asyncrl.protocol.errors import DeadlineError, WeightsError, WeightsGone
 from asyncrl.protocol.manifest import Manifest, WeightOffer, read_manifest
-
-from .engine import SLOWEST_LOAD
+from rollout_fleet.config import SLOWEST_LOAD
 
 logger = logging.getLogger(__name__)
 

@@ -67,6 +67,11 @@ class TransformersEngine:
         """See `Engine.version`."""
         return self._version
 
+    @property
+    def has_failed(self) -> bool:
+        """See `Engine.has_failed`."""
+        return self._failure.has_come
+
     async def start(self) -> None:
         """See `Engine.start`."""
         async with self._failure.deadline("load its model", self._config.start_timeout_s, "start_timeout_s"):

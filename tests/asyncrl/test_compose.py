@@ -67,8 +67,8 @@ def test_a_wrong_override_fails_with_the_option_and_the_value(override, words):
         (["algorithm.samples_per_prompt=1"], ["algorithm.samples_per_prompt must be >= 2", "grpo"]),
         (["learner.num_ranks=64"], ["algorithm.groups_per_step must be >= the 64"]),
         (
-            ["learner.device=cuda", "rollout_fleet.sglang.tp_size=2"],
-            ["tp_size must be 1 on GPUs", "got 2", "num_engines"],
+            ["learner.device=cuda", "rollout_fleet.sglang.tp_size=2", "placement.colocated=true"],
+            ["tp_size must be 1 with placement.colocated=true", "got 2"],
         ),
         (["rollout_fleet.engine=scripted"], ["rollout_fleet.engine", "scripted"]),
         (["rollout_fleet.sampling.temperature=0"], ["temperature must be > 0"]),

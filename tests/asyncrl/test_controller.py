@@ -3,7 +3,6 @@
 import asyncio
 import time
 from collections import Counter
-from dataclasses import asdict
 
 import pytest
 
@@ -142,9 +141,6 @@ class ScriptedLearner:
             raise CheckpointError("no space left on device")
         return f"/checkpoints/{version}"
 
-    async def busy(self):
-        return self.spans
-
 
 class ScriptedFleet:
     """Takes weights slowly, so that versions are skipped."""
@@ -190,14 +186,16 @@ def make_controller(
     saved=None,
     evaluate=None,
     unpublished=None,
+    learner=None,
+    fleet=None,
 ):
     buffer = buffer or ScriptedBuffer(version=resumed.version if resumed else 0)
-    fleet = ScriptedFleet(buffer, load_s)
+    fleet = fleet or ScriptedFleet(buffer, load_s)
     records = []
     controller = Controller(
         compose_run([f"total_steps={steps}", *overrides]),
         buffer=buffer,
-        learner=ScriptedLearner(buffer, dies_at, full_at, saved, unpublished),
+        learner=learner or ScriptedLearner(buffer, dies_at, full_at, saved, unpublished),
         fleet=fleet,
         prompts=Prompts(),
         on_step=records.append,
@@ -226,8 +224,6 @@ async def test_training_consumes_every_version_once_and_ends_with_the_last_weigh
     assert fleet.loaded[-1] == 6
     assert result.tokens.balance == 0
     assert result.max_lag_realised == 1
-    assert sum(asdict(result.overlap).values()) == pytest.approx(result.train_wall_s)
-    assert result.overlap.learner_alone_s > 0
 
 
 async def test_the_next_update_is_queued_on_the_ranks_before_the_running_one_is_committed():

@@ -3,15 +3,16 @@ import io
 import json
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from rich.console import Console
+from rich.text import Text
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from asyncrl.metrics import (
+    BUSY,
     Evaluation,
     MetricsWriter,
-    Overlap,
+    PoolUse,
+    RunUse,
     StepRecord,
     TerminalView,
     TrainingResult,
@@ -21,6 +22,7 @@ from asyncrl.metrics import (
     write_json,
 )
 from asyncrl.metrics.records import DiskError
+from asyncrl.metrics.terminal import sparkline
 from asyncrl.protocol.types import AnsweredPrompt, TokenAccount
 
 
@@ -53,34 +55,12 @@ def make_result():
     return TrainingResult(
         policy_version=4,
         train_wall_s=10.0,
-        overlap=Overlap(both_s=5.0, learner_alone_s=1.0, fleet_alone_s=4.0, neither_s=0.0),
         tokens=TokenAccount(generated=10, trained=6, dropped=2, buffered=1, in_flight=1),
         max_lag_realised=2,
         lag_histogram={0: 1, 2: 3},
         tokens_dropped={"drained": 2},
         groups_failed={"reward": 2},
     )
-
-
-def test_busy_time_is_told_by_who_was_busy():
-    learner = [(4.0, 6.0), (5.0, 7.0), (9.0, 12.0)]  # roles compute at the same time; the last ends after training
-    one = Overlap.within((0.0, 10.0), engines=[[(-1.0, 3.0), (5.0, 8.0)]], learner=learner)
-    assert one == Overlap(both_s=2.0, learner_alone_s=2.0, fleet_alone_s=4.0, neither_s=2.0)
-    two = Overlap.within((0.0, 10.0), engines=[[(0.0, 10.0)], []], learner=learner)
-    assert two == Overlap(both_s=2.0, learner_alone_s=2.0, fleet_alone_s=3.0, neither_s=3.0)
-    serial = Overlap.within((0.0, 4.0), engines=[[(0.0, 1.0), (2.0, 3.0)]], learner=[(1.0, 2.0), (3.0, 4.0)])
-    assert serial == Overlap(both_s=0.0, learner_alone_s=2.0, fleet_alone_s=2.0, neither_s=0.0)
-    assert Overlap.within((3.0, 5.0), engines=[], learner=[]).neither_s == 2.0
-
-
-spans = st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50)).map(sorted).map(tuple), max_size=8)
-
-
-@given(st.lists(spans, max_size=3), spans)
-def test_the_parts_of_busy_time_add_up_to_the_training_time(engines, learner):
-    parts = dataclasses.asdict(Overlap.within((5.0, 45.0), engines=engines, learner=learner))
-    assert sum(parts.values()) == pytest.approx(40.0)
-    assert min(parts.values()) >= -1e-9
 
 
 def test_a_step_is_one_line_of_json_and_tensorboard_events(tmp_path):
@@ -149,7 +129,7 @@ def test_the_summary_holds_every_promised_number(tmp_path):
     assert summary["max_lag"] == {"bound": 2, "realised": 2, "before_resume": 0, "histogram": {"0": 1, "2": 3}}
     assert summary["tokens"]["generated"] == 10
     assert summary["groups_failed"] == {"reward": 2}
-    assert sum(summary["overlap"].values()) == summary["train_wall_s"]
+    assert summary["overlap"] is None
     assert (summary["policy_version"], summary["wall_s"], summary["train_wall_s"]) == (4, 30.0, 10.0)
 
 
@@ -208,12 +188,13 @@ def test_a_resumed_run_tells_its_own_lag_from_that_of_the_runs_before(tmp_path):
         before=None,
         after=None,
         wall_s={"total": 1.0, "start": 0.5},
+        overlap={"step_s": 0.5, "ideal_step_s": 0.4, "utilisation": {"learner": 0.75, "fleet": 0.5}},
     )
     output = io.StringIO()
     TerminalView(title="run", total_steps=2, console=Console(file=output, width=200)).summary(summary, tmp_path)
     assert "lag       at most 0 of 0 learner steps (4 before resuming)" in output.getvalue()
     assert "failed    attempts at a prompt group: 2 by reward" in output.getvalue()
-    words = "busy      fleet and learner 5.0 s, learner alone 1.0 s, fleet alone 4.0 s, neither 0.0 s"
+    words = "busy      learner 75%, fleet 50%; 0.500 s per step, 0.400 s for the slower pool alone; why: "
     assert words in output.getvalue()
 
 
@@ -223,3 +204,48 @@ def test_a_full_disk_is_an_error_with_the_process_and_the_path(tmp_path):
     with pytest.raises(DiskError, match=r"the controller cannot write .*metrics\.jsonl: No space left on device"):
         writer.write(make_record(0))
     writer.close()
+
+
+def make_use(advice=""):
+    learner = PoolUse(
+        name="learner",
+        capacity=2,
+        busy_s=9.0,
+        idle_s={"slow_generation": 3.0},
+        recent={BUSY: 0.75, "slow_generation": 0.25},
+    )
+    fleet = PoolUse(name="fleet", capacity=8, busy_s=1.0, idle_s={}, recent={BUSY: 1.0})
+    return RunUse(learner=learner, fleet=fleet, advice=advice)
+
+
+def test_how_the_pools_are_used_is_on_the_terminal_with_what_cost_most():
+    output = io.StringIO()
+    view = TerminalView(title="run", total_steps=2, console=Console(file=output, width=160, force_terminal=True))
+    with view:
+        view.use(make_use("buffer.max_lag=2 would make a step 0.2 s"))
+        for step in (0, 1):
+            view.step(make_record(step))
+        view._live.refresh()
+    text = Text.from_ansi(output.getvalue()).plain
+    assert "slow generation 25%" in text
+    assert "75%" in text
+    assert "100%" in text
+    assert "██" in text
+    assert "advice: buffer.max_lag=2 would make a step 0.2 s" in text
+
+
+def test_without_a_terminal_the_use_is_in_the_line_and_new_advice_is_said_once():
+    output = io.StringIO()
+    view = TerminalView(title="run", total_steps=2, console=Console(file=output, width=250))
+    with view:
+        for advice in ("", "publish less often", "publish less often"):
+            view.use(make_use(advice))
+        view.step(make_record(0))
+    assert "learner at work 75% (slow generation 25%)  fleet at work 100%" in output.getvalue()
+    assert output.getvalue().count("advice: publish less often") == 1
+
+
+def test_a_sparkline_is_as_high_as_its_values():
+    assert sparkline([0, 1, 2]) == "▁▅█"
+    assert sparkline([0, 0]) == "▁▁"
+    assert sparkline([]) == ""

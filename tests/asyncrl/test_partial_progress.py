@@ -19,6 +19,7 @@ from rollout_fleet.engines.scripted import ScriptedAnswer, ScriptedEngine
 from rollout_fleet.loop import RolloutLoop
 from rollout_fleet.rewards import WeightedRewards
 from tests.support.offers import bare_offer
+from tests.support.rollout import ready_member
 from tests.support.trajectories import make_group
 
 pytestmark = pytest.mark.timeout(120)
@@ -45,6 +46,7 @@ async def make_loop(buffer: BufferClient, *, version: int, token_delay_s: float)
     loop = RolloutLoop(
         RolloutFleetConfig(save_progress=SaveProgress.at_updates, groups_in_flight=1),
         engine=engine,
+        member=ready_member(version),
         buffer=buffer,
         rewards=WeightedRewards(RolloutFleetConfig()),
         decode=str,

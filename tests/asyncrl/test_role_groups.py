@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,6 +20,7 @@ from asyncrl.cli.compose import compose_run
 from asyncrl.config import RunConfig, check_options, learner_pools, learner_roles, requested_cpus
 from asyncrl.controller.learner_group import LearnerGroup
 from asyncrl.controller.run_folder import RunPaths
+from asyncrl.protocol.errors import LearnerDiedError
 from asyncrl.protocol.manifest import WeightOffer
 from asyncrl.protocol.trajectory import TrajectoryGroup
 from asyncrl.protocol.types import FinishReason, Plan
@@ -104,6 +106,7 @@ class Learners:
             staging=folder / "staging",
             samples=folder / "samples",
             trajectories=None,
+            tokens=folder / "tokens",
             checkpoints=folder / "checkpoints",
         )
         paths.logs.mkdir(parents=True)
@@ -146,7 +149,7 @@ async def run_steps(
         metrics.append({**await update, **await critic})
         await weights
     await learner.finish_publish()
-    return metrics, load_file(learner._checkpoints.parent / "s" / f"v{num_steps:08d}" / "model.safetensors")
+    return metrics, load_file(learner.checkpoints.parent / "s" / f"v{num_steps:08d}" / "model.safetensors")
 
 
 def pids(learner: LearnerGroup) -> dict[str, int]:
@@ -179,20 +182,32 @@ async def fail(learner: LearnerGroup) -> None:
 
 @pytest.fixture(scope="module")
 def fused(cluster, tmp_path_factory):
-    """What a learner does whose roles share one process: two steps, a checkpoint, a third step, and one that fails."""
+    """What a learner does whose roles share one process, until it dies, and when it begins again.
+
+    Two steps, a checkpoint, a third step, one that fails; then its process is killed, and from the checkpoint it does
+    the third step once more.
+    """
     learners = Learners(tmp_path_factory.mktemp("fused"))
     learner = learners.start()
 
     async def act() -> SimpleNamespace:
         steps = await run_steps(learner)
         await learner.save(2, {"prompts": 8}, wait=True)
-        return SimpleNamespace(
+        facts = SimpleNamespace(
             steps=steps,
-            checkpoint=learner._checkpoints / "v00000002",
+            checkpoint=learner.checkpoints / "v00000002",
             third_step=await next_step(learner),
             pids=await asyncio.to_thread(pids, learner),
             failure=(await asyncio.gather(fail(learner), return_exceptions=True))[0],
         )
+        os.kill(facts.pids["actor"], signal.SIGKILL)
+        facts.death = (await asyncio.gather(learner.finish_publish(), return_exceptions=True))[0]
+        await learner.end()
+        facts.meanwhile = (await asyncio.gather(learner.save_policy(Path("x")), return_exceptions=True))[0]
+        await learner.begin_again(facts.checkpoint, 2, incarnation=1)
+        facts.third_step_again = await next_step(learner)
+        facts.published = sorted(path.name for path in (learner.checkpoints.parent / "s").glob("v*"))
+        return facts
 
     try:
         return asyncio.run(asyncio.wait_for(act(), DEADLINE_S))
@@ -215,15 +230,13 @@ def test_fused_roles_share_a_process_and_compute_what_separate_pools_do(fused, s
     assert first["loss"] != pytest.approx(second["loss"], abs=1e-5)
 
 
-def test_actor_and_critic_go_on_from_their_checkpoint(fused, start) -> None:
-    async def load_and_step(learner: LearnerGroup) -> dict[str, float]:
-        await learner.init()
-        assert await learner.load(fused.checkpoint) == 2
-        return await next_step(learner)
-
-    got = asyncio.run(asyncio.wait_for(load_and_step(start()), DEADLINE_S))
+def test_actor_and_critic_that_died_go_on_from_their_checkpoint_as_if_they_had_not(fused) -> None:
+    assert isinstance(fused.death, LearnerDiedError)
+    assert "learner" in str(fused.death)
+    assert "the ranks are not started again yet" in str(fused.meanwhile)
     for name in ("loss", "grad_norm", "reward_kl", "critic.value_loss", "critic.grad_norm", "critic.lr"):
-        assert got[name] == fused.third_step[name], name
+        assert fused.third_step_again[name] == fused.third_step[name], name
+    assert fused.published[-1] == "v00000002"
 
 
 def test_a_role_that_fails_is_the_error_that_is_seen(fused) -> None:
@@ -253,7 +266,7 @@ def test_an_estimator_of_ones_own_has_a_critic_which_learns_while_the_policy_war
     assert ["grad_norm" in step for step in metrics] == [False, False, True, True]
     assert metrics[0]["num_tokens"] == 4 * 7
     before = load_file(f"{learners.model}/model.safetensors")
-    after_warm_up = load_file(learner._checkpoints.parent / "s/v00000002/model.safetensors")
+    after_warm_up = load_file(learner.checkpoints.parent / "s/v00000002/model.safetensors")
     for name, value in before.items():
         torch.testing.assert_close(after_warm_up[name], value, rtol=0, atol=0)
     assert any((weights[name] != value).any() for name, value in before.items())

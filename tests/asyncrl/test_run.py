@@ -32,7 +32,7 @@ async def keep(tmp_path, learner):
     output = io.StringIO()
     view = TerminalView(title="run", total_steps=3, console=Console(file=output, width=200))
     run = Run(compose_run(["save_timeout_s=0.2"]), tmp_path, (None, []), None, view, print)
-    await run._keep(controller, learner, None)
+    await run._keep(controller, learner, None, None)
     return output.getvalue(), sorted(path.name for path in tmp_path.iterdir())
 
 

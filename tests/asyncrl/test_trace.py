@@ -159,3 +159,8 @@ def test_offsets_between_measurements_lie_on_a_line_and_beyond_them_stay():
     offsets = ClockOffsets([(100, 10, 1), (200, 20, 5)])
     assert [offsets.at(time) for time in (0, 100, 150, 200, 999)] == [(10, 1), (10, 5), (15, 5), (20, 5), (20, 5)]
     assert ClockOffsets().at(5) == (0, 0)
+
+
+def test_a_measurement_whose_reply_was_late_is_left_out():
+    offsets = ClockOffsets([(100, 10, 1), (150, 900, 700), (200, 20, 5)])
+    assert offsets.at(150) == (15, 5)

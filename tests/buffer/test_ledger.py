@@ -39,6 +39,7 @@ from buffer.commands import (
     Renew,
     Reserve,
     Reserved,
+    TakeBack,
 )
 from buffer.config import BufferConfig, Durability, OnStale
 from buffer.encoding import pack, unpack
@@ -376,7 +377,7 @@ def test_what_a_given_up_straggler_had_saved_counts_as_dropped_though_its_worker
 
 def test_a_snapshot_of_another_format_is_refused_by_name():
     of = ledger(1, 1)
-    with pytest.raises(ValueError, match="snapshot has format=1, expected 5"):
+    with pytest.raises(ValueError, match="snapshot has format=1, expected 6"):
         ledger(1, 1).restore({**of.snapshot(), "format": 1})
 
 
@@ -668,3 +669,17 @@ def test_of_a_stored_group_only_the_attempt_that_is_stored_is_acknowledged_again
     assert [ledger.put(summary_of(again)) for _ in range(2)] == [PutResult.stored, PutResult.duplicate]
     with pytest.raises(LeaseExpired):
         ledger.put(summary_of(lost))
+
+
+@pytest.mark.parametrize(("num_generated", "num_lost"), [(20, 9), (11, 0), (5, 0)])
+def test_what_a_dead_worker_had_generated_and_nobody_can_report_is_lost(num_generated, num_lost):
+    new = ledger(2, 2)
+    first, second, _ = new.lease(0, 3, owner=b"a")
+    new.put(summary_of(first, lengths=(3, 4)))
+    new.save(second, Progress(num_tokens=4, oldest_version=0, newest_version=0))
+    taken = new.apply(TakeBack(owner=b"a", num_generated=num_generated))
+    assert (taken.group_ids, taken.num_lost) == ((1, 2), num_lost)
+    assert new.account.tokens_dropped == ({"lost": num_lost} if num_lost else {})
+    assert (new.account.tokens_buffered, new.account.num_tokens) == (11, 11 + num_lost)
+    [again] = new.lease(0, 1, owner=b"b")
+    assert (again.group_id, again.attempt) == (2, 1)

@@ -516,6 +516,10 @@ class LedgerMachine(RuleBasedStateMachine):
         assert stats.tokens_buffered == sum(summary.num_tokens for summary, _ in self.stored.values()) + in_prefixes
         accounted = stats.tokens_trained + stats.tokens_buffered + sum(stats.tokens_dropped.values())
         assert accounted == sum(self.own_tokens.values())
+        owner_of = {(lease.group_id, lease.attempt): lease.owner for lease in self.granted}
+        for owner in set(owner_of.values()):
+            own = sum(number for key, number in self.own_tokens.items() if owner_of[key] == owner)
+            assert self.ledger.account.settled_by(owner) == own
         assert sum(stats.lag_histogram.values()) == len(self.consumed)
         assert all(0 <= lag <= self.max_lag for lag in stats.lag_histogram)
 

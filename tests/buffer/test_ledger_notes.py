@@ -1,10 +1,17 @@
 """What the buffer notes of its ledger."""
 
+from itertools import repeat
+
+import msgpack
+import pytest
+
 from asyncrl.profile.trace import FOLDER, Trace
-from asyncrl.protocol.record import Pool, Recorder
+from asyncrl.protocol import record
+from asyncrl.protocol.record import Pool, ProfileConfig, Recorder, Tag
 from buffer.config import OnStale
 from buffer.ledger_notes import LedgerNotes
 from buffer.rule import StalenessRule
+from tests.support.buffer_groups import prompt, running
 from tests.support.ledgers import DrivenLedger, summary_of
 
 
@@ -71,3 +78,25 @@ def test_counts_are_noted_where_they_change(tmp_path):
     assert [level.value for level in trace.levels_of("leased", "buffer")] == [0, 2]
     assert [level.value for level in trace.levels_of("budget", "buffer")] == [4, 2]
     assert len(trace.levels_of("full", "buffer")) == 1
+
+
+@pytest.mark.parametrize("is_elsewhere", [False, True])
+async def test_a_client_on_another_host_measures_how_its_clock_stands(tmp_path, monkeypatch, is_elsewhere):
+    config = ProfileConfig(directory=str(tmp_path / FOLDER))
+    async with running(heartbeat_s=0.05) as buffer:
+        record.start(config, process="engine-0", pool=Pool.fleet)
+        try:
+            here = record.clock_id()
+            answers = iter([here]) if is_elsewhere else repeat(here)  # the first to ask is the server
+            monkeypatch.setattr(record, "clock_id", lambda: next(answers, "elsewhere"))
+            client = buffer.client()
+            await client.enqueue([prompt(1)])
+            await client.lease(0, 1)
+        finally:
+            record.stop()
+    (path,) = (tmp_path / FOLDER).iterdir()
+    clocks = [items for items in msgpack.Unpacker(path.open("rb")) if items[0] == Tag.clock]
+    assert bool(clocks) == is_elsewhere
+    for _, clock, _, offset_ns, error_ns in clocks:
+        assert clock == here
+        assert abs(offset_ns) <= error_ns  # it is the same clock, after all

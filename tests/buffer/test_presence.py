@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.protocol.errors import LeaseExpired, NotLeaseOwner
+from asyncrl.protocol.errors import DeclaredDead, LeaseExpired, NotLeaseOwner, WireError
 from buffer import BufferClient, BufferConfig, BufferProcess
 from buffer.admission import FairQueue
 from buffer.heartbeats import LoopClock
@@ -207,3 +207,32 @@ async def test_the_time_in_which_a_loop_stands_still_does_not_count():
     now += 0.2
     assert clock.time() == pytest.approx(100.5)
     clock.close()
+
+
+async def test_a_worker_that_is_buried_loses_its_leases_at_once_and_what_it_cannot_report_is_lost():
+    async with running(lease_s=600.0) as run:
+        worker, control = run.client(), run.client()
+        name = await worker.enter()
+        await control.enqueue([prompt(0), prompt(1)])
+        first, second = await worker.lease(0, 2)
+        await worker.put(rollout(first))
+        worker.num_generated = 12
+        worker._send_beat()
+        await worker.stats()  # the beat came before it
+        for _ in range(2):
+            assert await control.bury(name) == 12
+        stats = await control.stats()
+        assert (stats.tokens_buffered, stats.tokens_dropped) == (5, {"lost": 7})
+        [again] = await control.lease(0, 1)
+        assert (again.prompt.group_id, again.attempt) == (1, 1)
+        with pytest.raises(DeclaredDead, match="put came from a worker that was declared dead and replaced"):
+            await worker.put(rollout(second))
+        assert (await control.stats()).tokens_dropped == {"lost": 7}
+
+
+async def test_a_name_that_is_no_workers_is_refused_and_an_unknown_worker_has_generated_nothing():
+    async with running() as run:
+        control = run.client()
+        assert await control.bury("00ff") == 0
+        with pytest.raises(WireError, match="hexadecimal digits of its identity"):
+            await control.bury("worker 1")

@@ -265,6 +265,8 @@ operations = st.sampled_from(
         "offer",
         "next_offer",
         "loaded",
+        "fenced",
+        "bury",
         "served",
         "pin",
         "unpin",
@@ -298,6 +300,8 @@ field_names = st.sampled_from(
         "num_engines",
         "seconds",
         "serves",
+        "generated",
+        "worker",
         "engine",
         "known",
     ]

@@ -72,8 +72,8 @@ async def put_one(client: BufferClient) -> None:
     await client.put(rollout(lease))
 
 
-async def test_a_dead_store_server_ends_the_ledgers_server_which_says_what_is_lost(tmp_path: Path):
-    config = BufferConfig(num_store_servers=2)
+async def test_a_dead_store_server_that_may_not_be_restarted_ends_the_ledgers_server_which_says_what_is_lost(tmp_path):
+    config = BufferConfig(num_store_servers=2, restarts=0)
     with BufferProcess(config, groups_per_step=1, log_path=tmp_path / "log") as process:
         client = BufferClient(process.address, request_timeout_s=5.0)
         await put_one(client)
@@ -83,6 +83,27 @@ async def test_a_dead_store_server_ends_the_ledgers_server_which_says_what_is_lo
         assert "store server 0" in process.log_tail()
         assert "its payloads are lost, buffer.durability=disk would keep them" in process.log_tail()
         await client.close()
+
+
+async def test_the_groups_of_a_store_server_in_memory_that_died_are_generated_again_and_counted():
+    async with running(groups_per_step=2, max_lag=1, num_store_servers=1, request_timeout_s=20.0) as run:
+        client = run.client(request_timeout_s=20.0)
+        await client.enqueue([prompt(i) for i in range(4)])
+        first, second, third, fourth = await client.lease(0, 4)
+        for lease in (first, second, third):
+            await client.put(rollout(lease))
+        assert [group.group_id for group in (await client.plan(0)).groups] == [0, 1]
+        [store] = await client._stores("put")
+        os.kill(pid_listening_at(store.address), signal.SIGKILL)
+        [again] = await client.lease(0, 1)
+        assert (again.prompt.group_id, again.attempt) == (2, 1)
+        assert (await client.stats()).tokens_dropped == {"store_lost": 5}
+        with pytest.raises(UnknownGroup, match="no trajectories of group 0 attempt 0 are stored here"):
+            await client.fetch([0, 1])
+        assert (await client.commit(0)).tokens_trained == 10, "a batch that its ranks have already counts"
+        for lease in (again, fourth):
+            await client.put(rollout(lease, num_tokens=100_000))
+        assert [group.group_id for group in await client.fetch([2, 3])] == [2, 3]
 
 
 async def test_a_store_server_on_disk_is_started_again_where_it_was_and_its_payloads_are_there(tmp_path: Path):
@@ -127,10 +148,10 @@ async def test_what_a_store_server_lost_is_generated_again_and_counted(tmp_path:
     options = {"num_store_servers": 1, "durability": Durability.disk, "directory": str(tmp_path), "max_lag": 0}
     launch = StoreServers._launch
 
-    def launch_after_a_loss_of_power(servers: StoreServers, number: int) -> BufferProcess:
+    def launch_after_a_loss_of_power(servers: StoreServers, number: int, port: int = 0) -> BufferProcess:
         for path in tmp_path.glob("store0.*.frames"):
             path.write_bytes(path.read_bytes()[:-100])
-        return launch(servers, number)
+        return launch(servers, number, port)
 
     async with running(groups_per_step=2, **options) as run:
         client = run.client(request_timeout_s=40.0)

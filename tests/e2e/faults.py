@@ -1,5 +1,7 @@
 """The endings of a run as a table: who gets which signal at which moment, and how the run is expected to end.
 
+Beside it a table of faults that a run outlives.
+
 ``pytest -m "slow or not slow" tests/e2e/test_faults.py`` runs every row on both engines. The moment within a phase is
 drawn from a seed, which is printed: ``ASYNCRL_FAULT_SEED=N`` repeats it.
 """
@@ -29,6 +31,7 @@ class Fault:
         options: Further options of the run.
         engines: Engines that the row is about.
         end_timeout_s: How soon the run must have ended.
+        goes_on: The run outlives the fault, makes further steps, and is then stopped by SIGTERM.
     """
 
     part: str
@@ -39,6 +42,7 @@ class Fault:
     options: tuple[str, ...] = ()
     engines: tuple[str, ...] = ("transformers", "sglang")
     end_timeout_s: float = 20.0
+    goes_on: bool = False
 
     def __str__(self) -> str:
         """For the test's name."""
@@ -46,8 +50,36 @@ class Fault:
         return f"{self.part}-{self.signal.name}-{self.moment.strip().replace(' ', '_')}" + f"-{options}" * bool(options)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Recovery:
+    """A fault that the run outlives.
+
+    Attributes:
+        part: Words of the command line of the process that gets the signal.
+        signal: The signal.
+        words: Stand in the line that says that the part is up again; where nothing says so, three steps count.
+        after_steps: When the signal comes.
+        options: Further options of the run.
+        restarts: What the summary counts as started again, by part.
+    """
+
+    part: str
+    signal: signal.Signals
+    options: tuple[str, ...]
+    words: str = ""
+    after_steps: int = 5
+    restarts: tuple[tuple[str, int], ...] = ()
+
+    def __str__(self) -> str:
+        """For the test's name."""
+        options = "-".join(option.partition("=")[0].rpartition(".")[2] for option in self.options)
+        return f"{self.part.replace(' ', '_')}-{self.signal.name}-{options}"
+
+
 STARTED, TRAINING = "writing to", "step 1/"
 _OWN_REWARD = f"{ROOT / 'scripts/examples/sorting/sorting_reward.py'}:leading_numbers"
+_NO_RESTARTS = ("rollout_fleet.restarts=0",)
+_SHORT_SILENCE = ("rollout_fleet.silence_timeout_s=4",)
 _SHORT_WAITS = ("buffer.request_timeout_s=6", "rollout_fleet.load_timeout_s=6")
 
 
@@ -55,6 +87,13 @@ def _stopped(number: signal.Signals, moment: str) -> Fault:
     """A run that is asked to stop says so, and its status is the one that shells give to this signal."""
     return Fault(
         part=SUPERVISOR, signal=number, moment=moment, status=128 + number, words=(f"stopped by {number.name}",)
+    )
+
+
+def _replaced(part: str, **changes: Any) -> Fault:
+    """A member of the fleet that is killed while training is replaced: the run goes on until it is stopped."""
+    return _killed(
+        part, **{"status": 128 + signal.SIGTERM, "words": ("stopped by SIGTERM",), "goes_on": True} | changes
     )
 
 
@@ -83,9 +122,13 @@ FAULTS = (
     _killed("raylet/raylet", "error: Ray's node manager (raylet"),
     _killed("buffer.server", "error: the buffer server (pid"),
     _killed("ray::ActorWorker", "error: ", "learner"),
-    _killed("ray::RolloutWorker", "error: ", "rollout"),
-    _killed("sglang.launch_server", "error: sglang-0", "sglang-0.log", engines=("sglang",)),
-    _killed("sglang::scheduler", "error: sglang-0", "sglang-0.log", engines=("sglang",)),
+    _killed("ray::RolloutWorker", "error: ", "rollout", options=_NO_RESTARTS),
+    _killed("sglang.launch_server", "sglang-0 died", "sglang-0.log", engines=("sglang",), options=_NO_RESTARTS),
+    _replaced("ray::RolloutWorker"),
+    _replaced("sglang.launch_server", engines=("sglang",)),
+    _replaced("sglang::scheduler", engines=("sglang",)),
+    _replaced("sglang::scheduler", engines=("sglang",), signal=signal.SIGSTOP, options=_SHORT_SILENCE),
+    _replaced("ray::RolloutWorker", signal=signal.SIGSTOP, options=_SHORT_WAITS),
     _killed(
         "asyncrl.sft",
         "error: the warm start",
@@ -93,14 +136,56 @@ FAULTS = (
         options=("sft.enabled=true", "sft.target_accuracy=1.01"),
         engines=("transformers",),
     ),
-    Fault(
-        part="ray::RolloutWorker",
+)
+
+
+_ON_DISK = ("buffer.durability=disk", "buffer.directory={folder}/journal")
+_STORES = ("buffer.num_store_servers=2",)
+_CHECKPOINTS = ("checkpoint.every_steps=2",)
+_BUFFER, _LEARNER = ("buffer", 1), ("learner", 1)
+
+RECOVERIES = (
+    Recovery(
+        part="buffer.server --groups",
+        signal=signal.SIGKILL,
+        words="it was started again at",
+        options=_ON_DISK,
+        restarts=(_BUFFER,),
+    ),
+    Recovery(
+        part="buffer.server --groups",
         signal=signal.SIGSTOP,
-        moment=TRAINING,
-        status=1,
-        words=("error: waited", "group 'rollout' rank 0"),
-        options=_SHORT_WAITS,
-        end_timeout_s=90.0,
+        words="answered nothing for 6.0 s (half of buffer.request_timeout_s) and is killed; it was started again at",
+        options=(*_ON_DISK, "buffer.request_timeout_s=12"),
+        restarts=(_BUFFER,),
+    ),
+    Recovery(part="--store 0", signal=signal.SIGKILL, options=(*_ON_DISK, *_STORES)),
+    Recovery(part="--store 0", signal=signal.SIGSTOP, options=(*_ON_DISK, *_STORES, "buffer.request_timeout_s=12")),
+    Recovery(
+        part="--store 0",
+        signal=signal.SIGKILL,
+        options=(*_STORES, *_CHECKPOINTS, "learner.restarts=2"),
+    ),
+    Recovery(
+        part="ray::ActorWorker",
+        signal=signal.SIGKILL,
+        words="the learner goes on from version",
+        options=_CHECKPOINTS,
+        restarts=(_LEARNER,),
+    ),
+    Recovery(
+        part="ray::ActorWorker",
+        signal=signal.SIGKILL,
+        words="the learner goes on from version",
+        options=(*_CHECKPOINTS, "learner.num_ranks=2", "weights.full_every=3"),
+        restarts=(_LEARNER,),
+    ),
+    Recovery(
+        part="ray::ActorWorker",
+        signal=signal.SIGSTOP,
+        words="the learner goes on from version",
+        options=(*_CHECKPOINTS, "learner.step_timeout_s=10"),
+        restarts=(_LEARNER,),
     ),
 )
 

@@ -7,10 +7,21 @@ kill workers, Ray's daemons and engines.
 import os
 import random
 import time
+from collections import Counter
 
+import pyarrow.parquet as pq
 import pytest
 
-from tests.e2e.faults import CONTROLLER, FAULTS, SUPERVISOR, Fault, assert_nothing_is_left
+from tests.e2e.faults import (
+    CONTROLLER,
+    FAULTS,
+    RECOVERIES,
+    STARTED,
+    SUPERVISOR,
+    Fault,
+    Recovery,
+    assert_nothing_is_left,
+)
 from tests.support.leftovers import shared_memory_of
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -30,10 +41,58 @@ def test_a_run_ends_as_the_table_says_and_leaves_nothing(start, fault: Fault, en
     shared_memory = shared_memory_of(run.family.values())
     words = "asyncrl.train" if fault.part == CONTROLLER else fault.part
     os.kill(run.process.pid if fault.part == SUPERVISOR else run.pid_of(words), fault.signal)
+    if fault.goes_on:
+        struck_s = time.monotonic()
+        run.wait_for_line("rollout worker 0 is back" if "RolloutWorker" in fault.part else "serves version")
+        print(f"{fault}: back after {time.monotonic() - struck_s:.1f} s")  # noqa: T201 - as above
+        run.wait_for_line("step ")
+        run.wait_for_line("step ")
+        run.process.terminate()
     assert run.finish(fault.end_timeout_s) == fault.status, run.output
     last_words = "\n".join(run.lines[-40:])
     for words in fault.words:
         assert words in last_words
     assert "memory ran out" not in last_words or fault.part == CONTROLLER
     assert "Traceback" not in "\n".join(run.lines[-5:])
+    assert_nothing_is_left(run, shared_memory)
+
+
+STEPS = 30
+
+
+@pytest.mark.parametrize("engine", ["transformers", "sglang"])
+@pytest.mark.parametrize("recovery", RECOVERIES, ids=str)
+def test_a_run_outlives_the_fault_and_ends_as_one_without(start, tmp_path, recovery: Recovery, engine: str):
+    run = start(
+        f"total_steps={STEPS}",
+        "sft.enabled=false",
+        "evaluation.enabled=false",
+        f"rollout_fleet.engine={engine}",
+        "algorithm.groups_per_step=8",
+        "record_trajectories=true",
+        *(option.format(folder=tmp_path) for option in recovery.options),
+    )
+    run.wait_for_line(STARTED)
+    run.wait_for_steps(recovery.after_steps)
+    os.kill(run.pid_at(recovery.part), recovery.signal)
+    began_s = time.monotonic()
+    if recovery.words:
+        run.wait_for_line(recovery.words, timeout_s=120)
+    else:
+        run.wait_for_steps(len(run.records) + 3, timeout_s=120)
+    print(f"recovered from {recovery} within {time.monotonic() - began_s:.1f} s")  # noqa: T201 - the time to recovery
+    run.remember_family()
+    shared_memory = shared_memory_of(run.family.values())
+    assert run.finish(240) == 0, run.output
+    summary, tokens = run.summary, run.summary["tokens"]
+    assert summary["policy_version"] == STEPS
+    assert tokens["generated"] == sum(tokens[name] for name in ("trained", "dropped", "buffered", "in_flight"))
+    assert summary["max_lag"]["realised"] <= summary["max_lag"]["bound"]
+    assert sum(summary["max_lag"]["histogram"].values()) == 8 * STEPS
+    assert dict(recovery.restarts).items() <= summary["restarts"].items()
+    files = sorted((run.run_dir / "trajectories").glob("*.parquet"))
+    rows = [row for file in files for row in pq.read_table(file, columns=["group_id", "response_ids"]).to_pylist()]
+    assert tokens["trained"] == sum(len(row["response_ids"]) for row in rows)
+    times = Counter(row["group_id"] for row in rows)
+    assert len(times) == 8 * STEPS, "nothing was trained on twice"
     assert_nothing_is_left(run, shared_memory)

@@ -103,6 +103,18 @@ def test_its_logs_do_not_begin_with_what_torchvision_lacks(run):
     assert [name for name, text in logs.items() if "Failed to load image Python extension" in text] == []
 
 
+def test_its_buffer_is_killed_and_started_again_and_training_goes_on(run):
+    run.kill("buffer.server")
+    line = run.wait_for_line("it was started again at", timeout_s=60)
+    assert "died with status -9" in line
+    assert run.inspector[0] in line, "where it was"
+    run.wait_for_steps(len(run.records) + 5, timeout_s=60)
+    steps = [record["step"] for record in run.records]
+    assert steps == list(range(len(steps)))
+    report = json.loads(inspect(*run.inspector, "--json").stdout)
+    assert report["stats"]["tokens_dropped"] == {}, "no lease was lost"
+
+
 def test_its_supervisors_death_ends_all_of_it_and_leaves_nothing(run):
     run.remember_family()
     shared_memory = shared_memory_of(run.family.values())

@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from asyncrl.profile import Trace
 from tests.support.training_run import RunningTraining, undocumented
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
@@ -41,6 +42,7 @@ def run(request, tmp_path_factory):
         "algorithm.groups_per_step=16",
         "evaluation.num_samples=1",
         "sft.target_accuracy=0.3",
+        "profile.torch_steps=[2]",
     )
     running.wait_for_line("step 1/")
     running.remember_family()
@@ -67,6 +69,32 @@ def test_versions_advance_one_a_step_and_no_lag_exceeds_the_bound(run):
     versions = {version for row in trained_samples(run) for version in row["versions"]}
     assert 0 in versions
     assert max(versions) > 0, "no token was sampled under trained weights"
+
+
+def test_the_record_of_the_run_explains_every_second_of_both_pools(run):
+    document = json.loads((run.run_dir / "overlap.json").read_text())
+    assert document["run"]["num_steps"] == STEPS
+    assert document["recorded"]["dropped_records"] == document["recorded"]["torn_files"] == 0
+    engines = document["recorded"]["processes"]["fleet"]
+    assert document["recorded"]["processes"] == {"controller": 1, "buffer": 1, "fleet": engines, "learner": 2}
+    for pool in ("learner", "fleet"):
+        time = document["run"][pool]
+        assert time["capacity_ns"] == time["busy_ns"] + sum(time["idle_ns"].values())
+        assert time["busy_ns"] > 0
+    assert run.summary["overlap"]["step_s"] == document["run"]["step_s"]
+    assert document["run"]["lag"]["mean"] == pytest.approx(np.mean([record["lag_mean"] for record in run.records]))
+    trace = Trace.load(run.run_dir)
+    trained = [group for group in trace.groups.values() if group.step >= 0]
+    assert len(trained) == STEPS * 16
+    for group in trained:
+        times = [group.time(event) for event in ("lease", "last_token", "reward", "stored", "planned", "trained")]
+        assert times == sorted(times)
+    assert len(trace.spans_of("pause")) > 0
+    assert sorted(path.name for path in (run.run_dir / "profile").glob("torch-*")) == [
+        f"torch-step2-actor-{rank}.json.gz" for rank in range(2)
+    ]
+    events = json.loads((run.run_dir / "trace.json").read_text())["traceEvents"]
+    assert sum("torch_trace" in event.get("args", {}) for event in events) == 2
 
 
 def test_every_metric_is_explained(run):

@@ -18,6 +18,7 @@ from asyncrl.protocol.manifest import WeightOffer, read_manifest
 from asyncrl.protocol.trajectory import TrajectoryGroup
 from asyncrl.protocol.types import FinishReason
 from learner.config import AlgorithmConfig, Device, LearnerConfig, OptimizerConfig
+from learner.trajectory_log import TokenLogOptions
 from learner.types import GroupShare, RankBatch
 from learner.verl_api import ActorWorker
 from learner.worker import PER_DP_RANK
@@ -83,6 +84,7 @@ def start(directory: str, num_ranks: int, **options: bool) -> ActorWorker:
         snapshot_dir=f"{directory}/snapshots{num_ranks}",
         seed=0,
         trajectory_dir=f"{directory}/trajectories{num_ranks}",
+        token_log=TokenLogOptions(directory=f"{directory}/tokens{num_ranks}", every_steps=7, num_sequences=3),
     )
     worker.init_model()
     return worker
@@ -111,9 +113,14 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-def test_two_ranks_make_the_same_step_as_one(directory: str) -> None:
+@pytest.fixture(scope="module")
+def outcomes(directory: str) -> list[tuple[dict[str, float], str]]:
+    """Of one step on two ranks."""
+    return run_on_ranks(2, one_step, directory, 2)
+
+
+def test_two_ranks_make_the_same_step_as_one(directory: str, outcomes: list[tuple[dict[str, float], str]]) -> None:
     alone, path = one_step(directory, 1)
-    outcomes = run_on_ranks(2, one_step, directory, 2)
     for metrics, _ in outcomes:
         for name in ("loss", "grad_norm", "entropy", "ratio", "behavior_kl", "clip_fraction", "num_tokens", "lr"):
             assert metrics[name] == pytest.approx(alone[name], rel=1e-4), name
@@ -137,6 +144,19 @@ def test_the_record_replays_under_the_weights_that_were_trained(directory: str) 
     assert table[1]["response_ids"] == group(1).token_ids[len(group(1).prompt_ids) :][3:].tolist()
     assert table[1]["versions"] == [7] * 5
     assert table[1]["advantage"] == pytest.approx(-(0.5**0.5))
+
+
+@pytest.mark.usefixtures("outcomes")
+def test_what_people_read_has_the_log_probs_before_the_update_and_is_written_by_one_rank(directory: str) -> None:
+    (file,) = Path(directory, "tokens2").iterdir()
+    rows = pq.read_table(file).to_pylist()
+    assert [(row["group_id"], len(row["response_ids"])) for row in rows] == [(2, 3), (2, 5)]
+    model = AutoModelForCausalLM.from_pretrained(f"{directory}/model")
+    for row in rows:
+        tokens = torch.tensor([row["prompt_ids"] + row["response_ids"]])
+        log_probs = torch.log_softmax(model(tokens).logits[0, :-1].float() / TEMPERATURE, dim=-1)
+        own = log_probs.gather(1, tokens[0, 1:, None])[-len(row["response_ids"]) :, 0]
+        torch.testing.assert_close(torch.tensor(row["learner_logprobs"]), own, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("max_lag", [0, 1])

@@ -23,7 +23,7 @@ from rollout_fleet.loop import RolloutLoop
 from rollout_fleet.metrics import FleetMeter
 from rollout_fleet.rewards import REWARDS, WeightedRewards
 from tests.support.offers import bare_offer
-from tests.support.rollout import WRITTEN, digits, running_loop, update, writes
+from tests.support.rollout import WRITTEN, digits, ready_member, running_loop, update, writes
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("virtual_time")]
 
@@ -368,6 +368,7 @@ async def test_leases_granted_at_the_very_moment_of_a_stop_are_given_back(make_b
     loop = RolloutLoop(
         RolloutFleetConfig(groups_in_flight=2),
         engine=engine,
+        member=ready_member(),
         buffer=buffer,
         rewards=WeightedRewards(RolloutFleetConfig()),
         decode=digits,

@@ -154,5 +154,23 @@ async def test_after_a_failed_update_nothing_is_continued_and_what_was_cut_off_i
         num_asked = len(engine.requests)
     assert num_asked == 4
     assert buffer.held == set()
-    assert {reason for _, _, reason in buffer.released} == {"stopped"}
+    assert {reason for _, _, reason in buffer.released} == {"engine_failed"}
     assert [buffer.progress[index].summary.num_tokens > 0 for index in range(2)] == [True, True]
+
+
+async def test_groups_are_handed_on_with_what_is_written_of_them_those_begun_last_first(make_buffer):
+    buffer = make_buffer(3)
+    async with running_loop(buffer, writes(60, 0.01), groups_in_flight=3) as (loop, _, run):
+        await asyncio.sleep(0.3)
+        buffer.hand_on_requests.put_nowait(2)
+        await asyncio.sleep(0.1)
+        assert sorted((group_id, reason) for group_id, _, reason in buffer.released) == [
+            (1, "handed_on"),
+            (2, "handed_on"),
+        ]
+        assert sorted(buffer.progress) == [1, 2]
+        assert dict(buffer.ledger.account.tokens_dropped) == {}
+        await buffer.stored(3)
+        await loop.stop()
+        counters = await run
+    assert counters.tokens_generated == 3 * 2 * 60 == buffer.num_accounted

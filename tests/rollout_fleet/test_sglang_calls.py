@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from asyncrl.protocol.errors import DeadlineError, EngineError
+from asyncrl.protocol.errors import DeadlineError, EngineError, RequestRefused, WorkerDiedError
 from asyncrl.protocol.types import FinishReason
 from rollout_fleet.config import EngineDevice, OnUpdate, RolloutFleetConfig, SamplingConfig, SGLangConfig
 from rollout_fleet.engines.engine import SampleRequest
@@ -295,7 +295,7 @@ async def test_a_server_without_a_memory_saver_stands_still_and_says_once_that_i
     assert caplog.text.count("it has no memory saver and keeps its memory") == 1
 
 
-def chunk(token_ids, num_so_far, *, triples=None, reason=None, spans=()):
+def chunk(token_ids, num_so_far, *, triples=None, reason=None, spans=(), version="3"):
     triples = [[-0.5, token, None] for token in token_ids] if triples is None else triples
     return {
         "output_ids": token_ids,
@@ -303,6 +303,7 @@ def chunk(token_ids, num_so_far, *, triples=None, reason=None, spans=()):
             "output_token_logprobs": triples,
             "completion_tokens": num_so_far,
             "finish_reason": reason and {"type": reason},
+            "weight_version": version,
             "weight_versions": list(spans),
         },
     }
@@ -358,7 +359,7 @@ async def test_nothing_is_answered_after_the_engine_has_failed(engine, server):
 
 
 def test_chunks_are_put_together_with_the_versions_of_the_last():
-    sample = _StreamedSample()
+    sample = _StreamedSample(3)
     assert sample.add(chunk([5], 1)) is None
     assert sample.add(chunk([6, 7], 3)) is None
     spans = [{"version": "3", "start": 0, "end": 2}, {"version": "4", "start": 2, "end": 4}]
@@ -369,7 +370,7 @@ def test_chunks_are_put_together_with_the_versions_of_the_last():
 
 
 def test_a_sample_that_is_aborted_in_the_queue_repeats_its_tokens_and_counts_them_once():
-    sample = _StreamedSample()
+    sample = _StreamedSample(3)
     sample.add(chunk([5, 6], 2))
     repeated = [[-0.5, 5, None], [-0.5, 6, None]]
     spans = [{"version": "3", "start": 0, "end": 2}]
@@ -382,4 +383,54 @@ def test_a_sample_that_is_aborted_in_the_queue_repeats_its_tokens_and_counts_the
 @pytest.mark.parametrize("wrong", [chunk([5], 3), chunk([5], 1, triples=[[-0.5, 6, None]])])
 def test_a_chunk_that_lacks_tokens_or_names_others_is_refused(wrong):
     with pytest.raises(ValueError, match=r"log-probs|output_ids"):
-        _StreamedSample().add(wrong)
+        _StreamedSample(3).add(wrong)
+
+
+async def test_what_had_come_of_each_sample_is_answered_as_aborted_when_the_server_dies(engine, server):
+    async def stream(path, body):
+        yield [chunk([5], 1, version="0") | {"index": 0}]
+        yield [chunk([6, 7], 3, version="0") | {"index": 0}, finished(1, [4, 1])]
+        raise WorkerDiedError("sglang-0 died")
+
+    server.stream = stream
+    options = SamplingConfig(max_new_tokens=4)
+    prompt = np.array([3, 4], dtype=np.int32)
+    requests = [SampleRequest(id=f"7-0-{index}", prompt_ids=prompt, sampling=options) for index in range(2)]
+    answers = {}
+
+    async def take_all():
+        async for request, output in engine.generate(requests):
+            answers[request.id] = output
+
+    with pytest.raises(WorkerDiedError, match="sglang-0 died"):
+        await take_all()
+    assert answers["7-0-1"].finish_reason is FinishReason.stop
+    partial = answers["7-0-0"]
+    assert (partial.finish_reason, partial.token_ids.tolist(), partial.versions.tolist()) == (None, [5, 6, 7], [0] * 3)
+    assert engine.has_failed
+
+
+@pytest.mark.parametrize(
+    ("later", "kept"),
+    [
+        ([chunk([6], 2)], [5, 6]),
+        ([chunk([6], 2, version="4")], [5]),  # some of it may be of version 3, some of 4
+        ([chunk([6], 2, version="4"), chunk([7], 3, version="4")], [5]),
+        ([chunk([6], 2), chunk([1], 3, reason="stop", spans=[{"version": "3", "start": 0, "end": 3}])], [5, 6]),
+    ],
+)
+def test_of_a_sample_that_did_not_end_only_tokens_whose_version_is_certain_are_kept(later, kept):
+    sample = _StreamedSample(3)
+    sample.add(chunk([5], 1))
+    for more in later:
+        sample.add(more)
+    output = sample.so_far()
+    assert (output.token_ids.tolist(), output.versions.tolist()) == (kept, [3] * len(kept))
+    assert output.finish_reason is None
+
+
+async def test_a_request_that_the_server_refuses_is_no_failure_of_the_engine(engine, server):
+    server.events = [[{"error": {"message": "too long"}}]]
+    with pytest.raises(RequestRefused, match="too long"):
+        await answers_of(engine, 1)
+    assert not engine.has_failed

@@ -70,10 +70,13 @@ async def test_a_worker_rolls_out_across_weight_loads_and_every_token_is_account
 
 
 async def test_after_a_drain_the_engine_still_answers_held_out_prompts_and_keeps_the_answers(
-    make_worker, make_buffer, make_prompts, tmp_path
+    make_worker, make_buffer, make_prompts, model_path, tmp_path
 ):
-    worker = make_worker(make_buffer(4), sampling=SamplingConfig(max_new_tokens=5))
+    buffer = make_buffer(4)
+    worker = make_worker(buffer, sampling=SamplingConfig(max_new_tokens=5))
     await worker.start()
+    await buffer.offer(publish_weights(model_path, tmp_path, 0))
+    await worker.load_first()
     run = asyncio.create_task(worker.run())
     drained = await worker.drain()
     assert await run == drained

@@ -51,6 +51,10 @@ class OffersInMemory:
         self.log.loaded(engine.encode(), version, took_s, engine)
         await self._notify()
 
+    async def fenced(self, engine: bytes = b"0") -> None:
+        self.log.forget(engine)
+        await self._notify()
+
     async def served(self, after: int, num_engines: int) -> tuple[int, float]:
         async with self._changed:
             while True:

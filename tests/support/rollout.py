@@ -17,8 +17,10 @@ from buffer.rule import StalenessRule
 from rollout_fleet.config import RolloutFleetConfig
 from rollout_fleet.engines.scripted import Script, ScriptedAnswer, ScriptedEngine, repeat_last_token
 from rollout_fleet.loop import RolloutLoop
+from rollout_fleet.member import Member
 from rollout_fleet.metrics import FleetCounters
 from rollout_fleet.rewards import WeightedRewards
+from rollout_fleet.supervisor import engine_limits
 from tests.support.offers import OffersInMemory, bare_offer
 
 VOCABULARY = ["<pad>", "<eos>", "<bos>", *"0123456789", *">+=- r"]
@@ -53,6 +55,8 @@ class InMemoryBuffer(OffersInMemory):
         self._continued: set[tuple[int, int]] = set()
         self._now = 0.0
         self._num_others = 0
+        self.num_generated = 0
+        self.hand_on_requests: asyncio.Queue[int] = asyncio.Queue()
         self._revocations: asyncio.Queue[tuple[int, int]] = asyncio.Queue()
 
     @property
@@ -125,6 +129,9 @@ class InMemoryBuffer(OffersInMemory):
         async with asyncio.timeout(20), self._changed:
             await self._changed.wait_for(lambda: sum(self.ledger.account.groups_dropped.values()) >= num_groups)
 
+    async def enter(self) -> str:
+        return "00"
+
     async def lease(self, engine_version: int, max_groups: int) -> list[Lease]:
         self.leases_asked.append((engine_version, max_groups))
         command = LeaseGroups(engine_version=engine_version, max_groups=max_groups)
@@ -175,6 +182,9 @@ class InMemoryBuffer(OffersInMemory):
     async def revocation(self) -> tuple[int, int]:
         return await self._revocations.get()
 
+    async def hand_on_request(self) -> int:
+        return await self.hand_on_requests.get()
+
     async def close(self) -> None:
         self.closed = True
 
@@ -206,6 +216,14 @@ def writes(num_tokens: int, token_delay_s: float = 0.01) -> Script:
     return script
 
 
+def ready_member(version: int = 0) -> Member:
+    """A member that serves a version."""
+    member = Member("engine-0", engine_limits(RolloutFleetConfig()), now=0.0)
+    member.started(0)
+    member.verified(0, version)
+    return member
+
+
 def digits(token_ids: Sequence[int]) -> str:
     return "".join(str(token - 3) for token in token_ids if 3 <= token <= 12)
 
@@ -229,6 +247,7 @@ async def running_loop(
     loop = RolloutLoop(
         RolloutFleetConfig(**options),
         engine=engine,
+        member=ready_member(version),
         buffer=buffer,
         rewards=WeightedRewards(RolloutFleetConfig(reward=reward, reward_timeout_s=5.0)),
         decode=digits,

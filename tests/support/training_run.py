@@ -76,6 +76,16 @@ class RunningTraining:
             if words in line:
                 return line
 
+    def wait_for_steps(self, number: int, timeout_s: float = START_TIMEOUT_S) -> None:
+        """Wait until ``metrics.jsonl`` has so many records."""
+        deadline, path = time.monotonic() + timeout_s, self.run_dir / "metrics.jsonl"
+        while not path.exists() or len(self.records) < number:
+            if self.process.poll() is not None:
+                self.finish(5.0)
+                raise AssertionError(f"the run ended before step {number}:\n{self.output}")
+            assert time.monotonic() < deadline, f"no {number} steps within {timeout_s} s"
+            time.sleep(0.05)
+
     def finish(self, timeout_s: float) -> int:
         """Wait for the end; returns the exit status."""
         self.process.wait(timeout_s)
@@ -117,6 +127,14 @@ class RunningTraining:
         raise AssertionError(
             f"no process of the run is called {words!r}: {[c.cmdline() for c in self.family.values()]}"
         )
+
+    def pid_at(self, words: str) -> int:
+        """Pid of the first process of the run whose name or whole command line holds ``words``."""
+        self.remember_family()
+        for child in self.family.values():
+            if child.is_running() and words in child.name() + " " + " ".join(child.cmdline()):
+                return child.pid
+        raise AssertionError(f"no process of the run has {words!r} in its command line")
 
     def signal(self, number: signal.Signals) -> None:
         """Signal the run's whole process group, as a terminal does on Ctrl-C."""

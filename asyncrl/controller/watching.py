@@ -1,0 +1,147 @@
+"""Who watches a run: the terminal, the trackers, the dashboard. None of them may slow it down, or end it.
+
+The dashboard is a process of its own. How the pools are used is read from the run's own record, on a thread, after
+learner steps; `Watching.step` wakes that, and it rests long enough to stay below a hundredth of the time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+import time
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Self
+
+from asyncrl.config import RunConfig
+from asyncrl.metrics import Evaluation, RunUse, StepRecord, TerminalView, TrackedRun, Trackers
+from asyncrl.profile.live import LiveUse
+
+logger = logging.getLogger(__name__)
+
+_REST_FACTOR = 100.0
+_LEAST_REST_S = 1.0
+_START_TIMEOUT_S = 30.0
+_CLOSE_TIMEOUT_S = 30.0
+
+
+class Watching:
+    """Tells all who watch a run of each step and evaluation.
+
+    Args:
+        config: Of the run.
+        run_dir: Its folder.
+        view: The terminal.
+    """
+
+    def __init__(self, config: RunConfig, run_dir: Path, view: TerminalView) -> None:
+        self._config = config
+        self._run_dir = run_dir
+        self._view = view
+        self._trackers = Trackers({})
+        self._dashboard = DashboardProcess(run_dir, config.dashboard_address)
+        self._stepped = asyncio.Event()
+        self._reading: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        """Open trackers and dashboard. Raises `ValueError` where a tracker cannot be opened."""
+        config = self._config
+        tracked = TrackedRun(
+            experiment=config.experiment,
+            folder=self._run_dir,
+            options=asdict(config),
+            prometheus_address=config.prometheus_address,
+        )
+        self._trackers = await asyncio.to_thread(Trackers.open, config.tracker, tracked)
+        for line in self._trackers.lines:
+            self._view.say(line)
+        if config.dashboard:
+            self._view.say(await self._dashboard.start())
+        self._reading = asyncio.create_task(self._read_use())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Send what is left, and end the dashboard."""
+        if self._reading is not None:
+            self._reading.cancel()
+            await asyncio.gather(self._reading, return_exceptions=True)
+        await self._dashboard.stop()
+        try:
+            async with asyncio.timeout(_CLOSE_TIMEOUT_S):
+                await asyncio.to_thread(self._trackers.close)
+        except TimeoutError:
+            self._view.say(f"the trackers {self._config.tracker} took longer than {_CLOSE_TIMEOUT_S:g} s to end")
+        if failed := {name: count for name, count in self._trackers.num_failed.items() if count}:
+            self._view.say(f"trackers that failed, and how often: {failed}; logs/controller.log says why")
+
+    def step(self, record: StepRecord) -> None:
+        """A learner step is done."""
+        self._view.step(record)
+        self._trackers.step(record)
+        self._stepped.set()
+
+    def evaluation(self, evaluation: Evaluation) -> None:
+        """A held-out evaluation is done."""
+        self._view.evaluation(evaluation)
+        self._trackers.evaluation(evaluation)
+
+    async def _read_use(self) -> None:
+        live = LiveUse(self._run_dir)
+        while True:
+            await self._stepped.wait()
+            self._stepped.clear()
+            began_s = time.monotonic()
+            try:
+                use: RunUse | None = await asyncio.to_thread(live.read)
+            except FileNotFoundError:  # profile.enabled=false
+                return
+            except (OSError, ValueError) as error:
+                logger.warning("how the pools are used cannot be read: %s", error)
+                return
+            if use is not None:
+                self._view.use(use)
+                self._trackers.use(use)
+            await asyncio.sleep(max(_LEAST_REST_S, _REST_FACTOR * (time.monotonic() - began_s)))
+
+
+class DashboardProcess:
+    """The dashboard of a run, as a child that ends with this process, whatever that dies of: its stdin ends then.
+
+    Args:
+        run_dir: Folder of the run.
+        address: ``host:port`` to serve it at.
+    """
+
+    def __init__(self, run_dir: Path, address: str) -> None:
+        self._run_dir = run_dir
+        self._address = address
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def start(self) -> str:
+        """Start it; returns a line for the user: where it is, or why it is not."""
+        log = self._run_dir / "logs" / "dashboard.log"
+        command = [sys.executable, "-m", "asyncrl.profile.dashboard", str(self._run_dir), "--with-parent"]
+        with log.open("ab") as stderr:
+            self._process = await asyncio.create_subprocess_exec(
+                *command,
+                *("--address", self._address),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=stderr,
+                start_new_session=True,  # Ctrl-C is the run's: the page shows how it ends
+            )
+        assert self._process.stdout is not None
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_START_TIMEOUT_S):
+                if url := (await self._process.stdout.readline()).decode().strip():
+                    return f"dashboard: {url}"
+        return f"the dashboard did not come up at {self._address}, the run goes on without it; see {log}"
+
+    async def stop(self) -> None:
+        """End it, if it runs."""
+        if self._process is not None and self._process.returncode is None:
+            with suppress(ProcessLookupError):
+                self._process.terminate()
+            await self._process.wait()

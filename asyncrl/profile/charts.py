@@ -1,0 +1,361 @@
+"""The numbers behind each chart of the report, from a trace: plain lists, ready for JSON. Pure; nothing is drawn here.
+
+Each function returns one part of the document that ``page/charts.js`` draws. Times are seconds since training began,
+versions and lags are learner steps.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from asyncrl.protocol.record import GroupEvent, LevelName, Pool, SpanKind
+
+from .attribution import BUSY, Attribution, PoolTime, Stretch
+from .trace import GroupLife, Span, StepWindow, Trace
+
+Chart = dict[str, Any]
+
+MAX_BINS = 4000
+"""Columns of the timeline."""
+_LEAST_WIDTH_NS = 1_000_000
+MAX_BARS = 600
+"""Bars of the steps; more steps than these share bars."""
+MAX_CURVES = 24
+MAX_CURVE_POINTS = 64
+LAST_SHARE = 0.05
+"""What counts as the tail of a batch."""
+NUM_LENGTH_BINS = 40
+_SECOND = 1_000_000_000
+_FIGURES = 4
+
+
+def timeline(trace: Trace, attribution: Attribution) -> Chart:
+    """Both pools' use over time, with publishes, buffer and lag, in at most `MAX_BINS` columns of equal width."""
+    start, end = attribution.window
+    count = max(1, min(MAX_BINS, (end - start) // _LEAST_WIDTH_NS))
+    edges = np.linspace(start, end, count + 1)
+    return {
+        "width_s": (end - start) / count / _SECOND,
+        "learner": _pool_use(attribution, Pool.learner, edges),
+        "fleet": _pool_use(attribution, Pool.fleet, edges),
+        "stored": _short(_level_means(trace, LevelName.stored, edges)),
+        "in_flight": _short(_level_means(trace, LevelName.leased, edges)),
+        "lag": _short(_lag_of_batches(trace, edges)),
+        "publishes": [[_rounded((when - start) / _SECOND), version] for version, when in _served(trace) if when <= end],
+    }
+
+
+def _pool_use(attribution: Attribution, pool: Pool, edges: np.ndarray) -> Chart:
+    shares = _shares(attribution.stretches[pool], edges)
+    busy = shares.pop(BUSY, np.zeros(len(edges) - 1))
+    capacity = round(attribution.total(pool).capacity / (edges[-1] - edges[0]))
+    return {"capacity": capacity, "busy": _short(busy), "idle": {label(c): _short(row) for c, row in shares.items()}}
+
+
+def label(cause: str) -> str:
+    """A cause as it is shown. Example: ``publish_pause`` gives ``publish pause``."""
+    return cause.replace("_", " ")
+
+
+def steps(attribution: Attribution, windows: Sequence[StepWindow]) -> Chart:
+    """A bar per finished step, or per run of steps where there are many: seconds of a rank at work, and by cause.
+
+    The line is the fleet's work for the step: what its places did in all, as seconds of the whole fleet.
+    """
+    width = math.ceil(len(windows) / MAX_BARS) or 1
+    bars = [slice(first, first + width) for first in range(0, len(windows), width)]
+    learner, fleet = (attribution.per_step(pool, windows) for pool in (Pool.learner, Pool.fleet))
+    causes = list(dict.fromkeys(cause for time in learner for cause in time.idle))
+
+    def rank_seconds(window: StepWindow, time: PoolTime, part: int) -> float:
+        return part / time.capacity * window.duration / _SECOND if time.capacity else 0.0
+
+    def name(bar: slice) -> str:
+        first, last = windows[bar][0].version, windows[bar][-1].version
+        return str(first) if first == last else f"{first}–{last}"
+
+    def means(pool: Sequence[PoolTime], part: Callable[[PoolTime], int]) -> list[float]:
+        values = [rank_seconds(window, time, part(time)) for window, time in zip(windows, pool, strict=True)]
+        return [_rounded(statistics.fmean(values[bar])) for bar in bars]
+
+    return {
+        "labels": [name(bar) for bar in bars],
+        "busy_s": means(learner, lambda time: time.busy),
+        "idle_s": {label(cause): means(learner, partial(_idle_of, cause)) for cause in causes},
+        "fleet_s": means(fleet, lambda time: time.busy),
+    }
+
+
+def _idle_of(cause: str, time: PoolTime) -> int:
+    return time.idle.get(cause, 0)
+
+
+def fill(trace: Trace) -> Chart:
+    """How batches fill: of evenly spread steps, the share that is stored against the time until the batch is whole.
+
+    Each curve has ``points`` [seconds until whole (≤ 0), share], and ``tail``, the index where the last 5% begin.
+    """
+    stored: dict[int, list[int]] = defaultdict(list)
+    for life in trained_groups(trace):
+        moment = life.time(GroupEvent.stored)
+        if moment is not None:
+            stored[life.step].append(moment)
+    batches = [(step, sorted(stored[step])) for step in sorted(stored)]
+    return {"curves": [_fill_curve(step, moments) for step, moments in _spread(batches, MAX_CURVES)]}
+
+
+def _fill_curve(step: int, moments: Sequence[int]) -> Chart:
+    whole, count = moments[-1], len(moments)
+    points = [((moment - whole) / _SECOND, (index + 1) / count) for index, moment in enumerate(moments)]
+    body = [point for point in points if point[1] <= 1 - LAST_SHARE]
+    tail = [point for point in points if point[1] > 1 - LAST_SHARE]
+    body = _spread(body, MAX_CURVE_POINTS) or [(points[0][0], 0.0)]
+    shown = [*body, *_spread(tail, MAX_CURVE_POINTS)]
+    return {"step": step, "points": [[_rounded(x), _rounded(y)] for x, y in shown], "tail": len(body) - 1}
+
+
+def lag(trace: Trace, *, bound: int) -> Chart:
+    """Trained groups by lag. Each bar is shared between what arose before a group was stored, and afterwards."""
+    before, in_queue, none = defaultdict(float), defaultdict(float), defaultdict(int)
+    largest = bound
+    for life in trained_groups(trace):
+        largest = max(largest, life.lag)
+        if life.lag == 0:
+            none[0] += 1
+        else:
+            before[life.lag] += life.lag_before_queue / life.lag
+            in_queue[life.lag] += life.lag_in_queue / life.lag
+    lags = range(largest + 1)
+    return {
+        "bound": bound,
+        "lags": list(lags),
+        "none": [none[value] for value in lags],
+        "before": [_rounded(before[value]) for value in lags],
+        "in_queue": [_rounded(in_queue[value]) for value in lags],
+    }
+
+
+def trained_groups(trace: Trace) -> list[GroupLife]:
+    """The groups that were trained on, but for those that a process of an earlier run stored."""
+    return [life for life in trace.groups.values() if life.step >= 0 and life.last(GroupEvent.stored) is not None]
+
+
+def lengths(trace: Trace) -> Chart:
+    """Samples by response length: generated, trained and dropped."""
+    found: dict[str, list[int]] = {"generated": [], "trained": [], "dropped": []}
+    for life in trace.groups.values():
+        for stamp in life.stamps:
+            if stamp.event == GroupEvent.stored:
+                found["generated"] += stamp.details.get("lengths", ())
+        last = life.last(GroupEvent.stored)
+        kept = last.details.get("lengths", ()) if last is not None else ()
+        if life.step >= 0:
+            found["trained"] += kept
+        elif life.last(GroupEvent.dropped) is not None:
+            found["dropped"] += kept
+    longest = max(found["generated"], default=0)
+    width = max(1, math.ceil((longest + 1) / NUM_LENGTH_BINS))
+    edges = list(range(0, longest + 1 + width, width))
+    counts = {name: np.histogram(values, bins=edges)[0].tolist() for name, values in found.items()}
+    return {"edges": edges, **counts}
+
+
+def publishes(trace: Trace) -> Chart:
+    """The stages of weight updates: their median begin and end after the copy began; and each version's whole time.
+
+    A stage on several ranks or engines lasts from its first begin to its last end.
+    """
+    began = {span.version: span.start for span in reversed(trace.spans_of(SpanKind.publish_copy))}
+    stages: dict[str, dict[int, list[Span]]] = defaultdict(lambda: defaultdict(list))
+    for span in trace.spans:
+        name = _stage_of(span)
+        if name and span.version in began and not span.is_open and span.start >= began[span.version]:
+            stages[name][span.version].append(span)
+    served = {version: when for version, when in _served(trace) if version in began}
+    rows = [_stage(name, by_version, began) for name, by_version in stages.items()]
+    pauses = stages.get("pause and load", {})
+    return {
+        "stages": sorted(rows, key=lambda row: (row["start_s"], row["end_s"])),
+        "versions": list(served),
+        "total_s": [_rounded((when - began[version]) / _SECOND) for version, when in served.items()],
+        "pause_s": [
+            _rounded(max((span.end - span.start for span in pauses.get(version, ())), default=0) / _SECOND)
+            for version in served
+        ],
+    }
+
+
+_STAGES = {
+    SpanKind.publish_copy: "copy",
+    SpanKind.stage: "stage on the engine",
+    SpanKind.pause: "pause and load",
+    SpanKind.re_prefill: "re-prefill",
+}
+
+
+def _stage_of(span: Span) -> str:
+    return span.cause if span.kind == SpanKind.publish_stage else _STAGES.get(SpanKind(span.kind), "")
+
+
+def _stage(name: str, by_version: Mapping[int, Sequence[Span]], began: Mapping[int, int]) -> Chart:
+    starts = [min(span.start for span in spans) - began[version] for version, spans in by_version.items()]
+    ends = [max(span.end for span in spans) - began[version] for version, spans in by_version.items()]
+    on_learner = any(span.lane.startswith("learner") for spans in by_version.values() for span in spans)
+    return {
+        "name": name,
+        "side": "learner" if on_learner else "fleet",
+        "pauses": name in ("pause and load", "re-prefill"),
+        "start_s": _rounded(statistics.median(starts) / _SECOND),
+        "end_s": _rounded(statistics.median(ends) / _SECOND),
+    }
+
+
+_STATES = {
+    SpanKind.down: "down",
+    SpanKind.start: "starting",
+    SpanKind.released: "device with the learner",
+    SpanKind.evaluation: "evaluating",
+    SpanKind.pause: "loading weights",
+}
+
+
+def members(trace: Trace) -> Chart:
+    """The fleet's engines: a row of text each, as of the trace's end."""
+    finished = Counter(stamp.lane for stamp in trace.stamps if stamp.event == GroupEvent.last_token)
+    hosts = {process.name: process.host for process in trace.processes}
+    rows = []
+    for lane in trace.lanes(Pool.fleet):
+        spans = [span for kind in _STATES for span in trace.spans_of(kind, lane)]
+        state = next((_STATES[SpanKind(span.kind)] for span in spans if span.is_open), "ready")
+        process = next((note.process for note in trace.levels if note.lane == lane), "")
+        at_end = {name: trace.level_at(name, lane, trace.end) for name in ("version", "running", "tail", "capacity")}
+        pauses = [span.end - span.start for span in trace.spans_of(SpanKind.pause, lane) if not span.is_open]
+        rows.append(
+            [
+                lane,
+                state,
+                str(at_end["version"]),
+                f"{at_end['running']} / {at_end['capacity']}",
+                str(finished[lane]),
+                str(len(pauses)),
+                f"{1000 * statistics.median(pauses) / _SECOND:.0f} ms" if pauses else "",
+                str(len(trace.spans_of(SpanKind.down, lane))),
+                hosts.get(process, ""),
+            ]
+        )
+    columns = [
+        "engine", "state", "policy version", "running / places", "groups finished", "weight updates", "median pause",
+        "times down", "host",
+    ]  # fmt: skip
+    return {"columns": columns, "rows": rows}
+
+
+def frontier(predictions: Mapping[str, Any], here: tuple[float, float]) -> Chart:
+    """Predicted seconds per step against mean lag; ``here`` is the run's own (mean lag, seconds per step)."""
+    return {
+        "curves": predictions["curves"],
+        "here": {"lag": _rounded(here[0]), "step_s": _rounded(here[1])},
+    }
+
+
+def _served(trace: Trace) -> list[tuple[int, int]]:
+    """When every engine came to serve each version: version and nanoseconds, in order; skipped ones are left out."""
+    changes = sorted((level.time, level.lane, level.value) for level in _engine_versions(trace))
+    serves: dict[str, int] = {}
+    found: list[tuple[int, int]] = []
+    lanes = {lane for _, lane, _ in changes}
+    for when, lane, version in changes:
+        serves[lane] = version
+        oldest = min(serves.values())
+        if len(serves) == len(lanes) and oldest > (found[-1][0] if found else -1):
+            found.append((oldest, when))
+    start, _ = _window(trace)
+    return [(version, when) for version, when in found if when >= start]
+
+
+def _engine_versions(trace: Trace) -> list[Any]:
+    return [level for lane in trace.lanes(Pool.fleet) for level in trace.levels_of(LevelName.version, lane)]
+
+
+def _window(trace: Trace) -> tuple[int, int]:
+    start, end = trace.window
+    return (start, end) if end > start else (trace.start, max(trace.end, trace.start + 1))
+
+
+def _shares(stretches: Iterable[Stretch], edges: np.ndarray) -> dict[str, np.ndarray]:
+    """Of each state, its share of all places' time in each bin: [bins] float64; those of a bin add up to 1."""
+    by_cause: dict[str, list[tuple[int, int, int]]] = defaultdict(list)
+    for stretch in stretches:
+        by_cause[stretch.state].append((stretch.start, stretch.end, stretch.places))
+    sums = {cause: _overlaps(np.array(rows, dtype=np.float64), edges) for cause, rows in by_cause.items()}
+    total = np.sum(list(sums.values()), axis=0) if sums else np.zeros(len(edges) - 1)
+    total = np.where(total > 0, total, 1.0)
+    return {cause: row / total for cause, row in sums.items()}
+
+
+def _overlaps(rows: np.ndarray, edges: np.ndarray) -> np.ndarray:
+    """Weighted time of spans in each bin.
+
+    Args:
+        rows: [N, 3] start, end, weight.
+        edges: [bins + 1] ascending.
+
+    Returns:
+        [bins] float64. The integral of all weights up to each edge, differenced.
+    """
+    times = np.concatenate([rows[:, 0], rows[:, 1]])
+    slopes = np.concatenate([rows[:, 2], -rows[:, 2]])
+    order = np.argsort(times, kind="stable")
+    times, height = times[order], np.cumsum(slopes[order])
+    area = np.concatenate([[0.0], np.cumsum(height[:-1] * np.diff(times))])
+    index = np.clip(np.searchsorted(times, edges, side="right") - 1, 0, len(times) - 1)
+    upto = area[index] + height[index] * (edges - times[index])
+    upto[edges < times[0]] = 0.0
+    return np.diff(upto)
+
+
+def _level_means(trace: Trace, name: str, edges: np.ndarray) -> np.ndarray:
+    """[bins] mean of a count of the buffer in each bin."""
+    changes = trace.levels_of(name, "buffer")
+    if not changes:
+        return np.zeros(len(edges) - 1)
+    times = np.array([change.time for change in changes] + [max(edges[-1], changes[-1].time)], dtype=np.float64)
+    rows = np.column_stack([times[:-1], times[1:], [change.value for change in changes]])
+    return _overlaps(rows, edges) / np.diff(edges)
+
+
+def _lag_of_batches(trace: Trace, edges: np.ndarray) -> np.ndarray:
+    """[bins] mean lag of the batch that was last trained."""
+    lags: dict[int, list[int]] = defaultdict(list)
+    for life in trained_groups(trace):
+        lags[life.step].append(life.lag)
+    ends = {step.version: step.end for step in trace.steps if not step.is_open}
+    known = [(ends[step], statistics.fmean(values)) for step, values in sorted(lags.items()) if step in ends]
+    if not known:
+        return np.zeros(len(edges) - 1)
+    times, values = np.array(known).T
+    index = np.searchsorted(times, edges[1:], side="right") - 1
+    return np.where(index >= 0, values[np.clip(index, 0, None)], 0.0)
+
+
+def _spread(items: Sequence[Any], count: int) -> list[Any]:
+    """At most ``count`` items, evenly spread, the first and the last among them."""
+    if len(items) <= count:
+        return list(items)
+    return [items[round(index * (len(items) - 1) / (count - 1))] for index in range(count)]
+
+
+def _short(values: np.ndarray) -> list[float]:
+    return [_rounded(value) for value in values.tolist()]
+
+
+def _rounded(value: float) -> float:
+    """To four significant figures at least, and to 0.0001: what a chart shows, and little to send."""
+    return float(f"{value:.{_FIGURES}g}") if abs(value) < 1 else round(value, _FIGURES)

@@ -1,0 +1,239 @@
+"""``asyncrl dashboard RUN``: serves the report of a run over HTTP, live while the run goes on.
+
+A process of its own that reads the run's folder and nothing else: it costs the training no time, and whatever happens
+to it, the run goes on. It waits for files of the folder to change (inotify, by ``watchfiles``), reads what is new, and
+tells every open page over server-sent events.
+
+On loopback it asks for no password unless it is given a token; anywhere else it refuses to start without one. There is
+no TLS: over a network that you do not trust, tunnel it (``ssh -L``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import hmac
+import importlib.util
+import ipaddress
+import os
+import sys
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from aiohttp import web
+
+from asyncrl.metrics.prometheus import split_address
+from asyncrl.profile.page import render
+from asyncrl.profile.report import RunReport
+
+TOKEN_VARIABLE = "ASYNCRL_DASHBOARD_TOKEN"
+_COOKIE = "asyncrl_token"
+_KEEP_ALIVE_S = 15.0
+_DEBOUNCE_MS = 1000
+_REST_FACTOR = 5.0
+"""After a report that took so long to make, rest this many times as long: at most a sixth of one core."""
+_HEADERS = {
+    "Cache-Control": "no-store",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+}
+_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Dashboard:
+    """The pages of one run.
+
+    Args:
+        run_dir: Folder of the run.
+        token: What a visitor must show, once as ``/?token=``, or as a bearer; empty asks for none.
+        only_loopback: Answer only requests that name this machine as loopback does, so that no web page elsewhere can
+            reach it through a name that it made resolve to 127.0.0.1.
+    """
+
+    def __init__(self, run_dir: Path, *, token: str = "", only_loopback: bool = True) -> None:
+        self._run_dir = run_dir
+        self._report = RunReport(run_dir)
+        self._token = token
+        self._only_loopback = only_loopback
+        self._news = asyncio.Condition()
+        self._count = 0
+        self._document = b""
+        self._failure = "nothing is recorded yet"
+
+    def app(self) -> web.Application:
+        """The routes; while the application runs, the folder is followed."""
+        app = web.Application(middlewares=[self._guard])
+        app.add_routes(
+            [
+                web.get("/", self._page),
+                web.get("/document.json", self._send_document),
+                web.get("/events", self._send_events),
+            ]
+        )
+        app.cleanup_ctx.append(self._following)
+        return app
+
+    async def refresh(self) -> None:
+        """Make the report anew, and tell every page."""
+        try:
+            self._document = await asyncio.to_thread(self._report.to_json)
+            self._failure = ""
+        except (OSError, ValueError) as error:
+            self._failure = str(error)
+        async with self._news:
+            self._count += 1
+            self._news.notify_all()
+
+    async def _following(self, _: web.Application):  # noqa: ANN202 - an async generator, as aiohttp wants it
+        following = asyncio.create_task(self._follow())
+        yield
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
+
+    async def _follow(self) -> None:
+        from watchfiles import awatch
+
+        await self.refresh()
+        async for _ in awatch(self._run_dir, watch_filter=_is_read, debounce=_DEBOUNCE_MS, step=200):
+            began_s = time.monotonic()
+            await self.refresh()
+            await asyncio.sleep(_REST_FACTOR * (time.monotonic() - began_s))
+
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
+        """Refuse what comes by a foreign name or without the token."""
+        host = request.host.rpartition(":")[0] if request.host.rpartition(":")[2].isdigit() else request.host
+        if self._only_loopback and not is_loopback(host.strip("[]")):
+            raise web.HTTPForbidden(text=f"this dashboard answers on loopback only, got the host {request.host}\n")
+        if self._token:
+            if self._is_token(request.query.get("token", "")):
+                answer = web.HTTPFound("/")
+                answer.set_cookie(_COOKIE, self._token, httponly=True, samesite="Strict")
+                raise answer
+            bearer = request.headers.get("Authorization", "").removeprefix("Bearer ")
+            if not self._is_token(bearer) and not self._is_token(request.cookies.get(_COOKIE, "")):
+                raise web.HTTPUnauthorized(text="open the dashboard with its token: /?token=...\n")
+        answer = await handler(request)
+        if not answer.prepared:
+            answer.headers.update(_HEADERS)
+        return answer
+
+    def _is_token(self, shown: str) -> bool:
+        return hmac.compare_digest(shown.encode(), self._token.encode())
+
+    async def _page(self, _: web.Request) -> web.Response:
+        return web.Response(text=render(None, title=f"asyncrl {self._run_dir.name}"), content_type="text/html")
+
+    async def _send_document(self, _: web.Request) -> web.Response:
+        if not self._document:
+            raise web.HTTPServiceUnavailable(text=self._failure + "\n")
+        answer = web.Response(body=self._document, content_type="application/json")
+        answer.enable_compression()
+        return answer
+
+    async def _send_events(self, request: web.Request) -> web.StreamResponse:
+        answer = web.StreamResponse(headers={"Content-Type": "text/event-stream", **_HEADERS})
+        await answer.prepare(request)
+        told = 0
+        with suppress(ConnectionResetError):
+            while True:
+                if self._count > told:
+                    told = self._count
+                    kind, data = ("failed", self._failure) if self._failure else ("report", str(told))
+                    await answer.write(f"event: {kind}\ndata: {' '.join(data.split())}\n\n".encode())
+                elif not await self._newer(told):
+                    await answer.write(b": still here\n\n")
+        return answer
+
+    async def _newer(self, count: int) -> bool:
+        """Wait for news after the ``count``-th; False where there was none for a while."""
+        try:
+            async with asyncio.timeout(_KEEP_ALIVE_S), self._news:
+                await self._news.wait_for(lambda: self._count > count)
+        except TimeoutError:
+            return False
+        return True
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host is this machine, reached from itself only."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def check_dashboard(address: str, token: str) -> None:
+    """Check where a dashboard is to be served.
+
+    Raises:
+        ValueError: not an address, one beyond loopback without a token, or a package is not installed.
+    """
+    host, _ = split_address(address, "dashboard_address")
+    if importlib.util.find_spec("watchfiles") is None:
+        raise ValueError(
+            "dashboard=true needs the package watchfiles, which is not installed; install it with "
+            "pip install 'asyncrl[dashboard]', or set dashboard=false"
+        )
+    if not is_loopback(host) and not token:
+        raise ValueError(
+            f"dashboard_address={address} is not loopback, and the page would be open to whoever reaches it; set the "
+            f"environment variable {TOKEN_VARIABLE} to a secret that visitors must show, or serve it on 127.0.0.1"
+        )
+
+
+async def serve(run_dir: Path, address: str, *, token: str, with_parent: bool) -> None:
+    """Serve until cancelled; ``with_parent``: until stdin ends, which its parent holds open. Writes the URL first."""
+    host, port = split_address(address, "dashboard_address")
+    dashboard = Dashboard(run_dir, token=token, only_loopback=is_loopback(host))
+    runner = web.AppRunner(dashboard.app(), access_log=None, shutdown_timeout=1.0)
+    await runner.setup()
+    try:
+        site = web.TCPSite(runner, host, port)
+        await site.start()
+        bound = runner.addresses[0]
+        shown = f"[{bound[0]}]" if ":" in bound[0] else bound[0]
+        sys.stdout.write(f"http://{shown}:{bound[1]}/\n")
+        sys.stdout.flush()
+        if with_parent:
+            await asyncio.to_thread(sys.stdin.buffer.read)
+        else:
+            await asyncio.Event().wait()
+    finally:
+        await runner.cleanup()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="asyncrl dashboard", description="Serve the report of a run, live.")
+    parser.add_argument("run", type=Path, help="folder of a run")
+    parser.add_argument("--address", default="127.0.0.1:8265", help="HOST:PORT (default 127.0.0.1:8265; port 0: any)")
+    parser.add_argument("--with-parent", action="store_true", help="end when stdin ends")
+    options = parser.parse_args(arguments)
+    token = os.environ.get(TOKEN_VARIABLE, "")
+    try:
+        check_dashboard(options.address, token)
+        if not options.run.is_dir():
+            raise ValueError(f"RUN must be the folder of a run, got {options.run}")
+        asyncio.run(serve(options.run, options.address, token=token, with_parent=options.with_parent))
+    except (ValueError, OSError) as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def _is_read(_: object, path: str) -> bool:
+    """Whether the report reads a file of the run's folder."""
+    file = Path(path)
+    return file.parent.name in ("profile", "samples") or file.name in ("metrics.jsonl", "summary.json", "plan.json")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,69 @@
+"""How a run that goes on uses its pools, from its own record, read on as it grows."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, deque
+from pathlib import Path
+
+from asyncrl.metrics import BUSY, PoolUse, RunUse
+from asyncrl.protocol.record import Pool
+
+from .attribution import Attribution, PoolTime
+from .trace import Trace, TraceReader
+
+RECENT_STEPS = 10
+_SECOND = 1_000_000_000
+
+
+class LiveUse:
+    """Adds up the finished steps of a run's folder; a step that was added is not looked at again.
+
+    Args:
+        run_dir: Folder of the run.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self._plan = run_dir / "plan.json"
+        self._reader = TraceReader(run_dir)
+        self._upto: int | None = None
+        self._busy: Counter[str] = Counter()
+        self._idle: dict[str, Counter[str]] = {Pool.learner: Counter(), Pool.fleet: Counter()}
+        self._recent: dict[str, deque[PoolTime]] = {pool: deque(maxlen=RECENT_STEPS) for pool in self._idle}
+        self._capacity: dict[str, int] = {}
+
+    def read(self) -> RunUse | None:
+        """The use up to the last finished step; None before the first. Raises as `TraceReader.read`."""
+        trace: Trace = self._reader.read()
+        # By time: a learner that goes back to a checkpoint takes steps again.
+        new = [step for step in trace.steps if not step.is_open and (self._upto is None or step.start >= self._upto)]
+        if new:
+            self._upto = new[-1].end
+            attribution = Attribution.of(trace, (new[0].start, new[-1].end))
+            for pool in self._idle:
+                for window, time in zip(new, attribution.per_step(pool, new), strict=True):
+                    self._recent[pool].append(time)
+                    self._busy[pool] += time.busy
+                    self._idle[pool].update(time.idle)
+                    self._capacity[pool] = round(time.capacity / window.duration) if window.duration else 0
+        if self._upto is None:
+            return None
+        return RunUse(learner=self._use(Pool.learner), fleet=self._use(Pool.fleet), advice=self._advice())
+
+    def _advice(self) -> str:
+        """What ``asyncrl plan`` has left in the folder; empty where it was not run, or advises nothing."""
+        return json.loads(self._plan.read_text()).get("advice", "") if self._plan.is_file() else ""
+
+    def _use(self, pool: str) -> PoolUse:
+        recent: Counter[str] = Counter()
+        for time in self._recent[pool]:
+            recent.update(time.idle)
+            recent[BUSY] += time.busy
+        total = recent.total() or 1
+        return PoolUse(
+            name=pool,
+            capacity=self._capacity[pool],
+            busy_s=self._busy[pool] / _SECOND,
+            idle_s={cause: time / _SECOND for cause, time in self._idle[pool].items()},
+            recent={cause: time / total for cause, time in recent.items()},
+        )

@@ -1,0 +1,179 @@
+"use strict";
+/* The page: draws the document into the sections, and draws it again when the theme changes or a live run reports. */
+
+const element = (id) => document.getElementById(id);
+const drawn = {};
+let report = null;
+
+function make(tag, text, properties = {}) {
+  const node = Object.assign(document.createElement(tag), properties);
+  if (text !== undefined) node.textContent = text;
+  return node;
+}
+
+function theme() {
+  return document.documentElement.dataset.theme;
+}
+
+function setTheme(name) {
+  document.documentElement.dataset.theme = name;
+  if (report) draw(report);
+}
+
+/** Draws one chart, or says by name why it is absent. */
+function drawChart(name, option) {
+  const place = element(name), reason = report.absent[name];
+  let note = place.parentElement.querySelector(".absent");
+  if (reason) {
+    drawn[name]?.dispose();
+    delete drawn[name];
+    place.hidden = true;
+    note ??= place.parentElement.appendChild(make("p", "", { className: "absent" }));
+    note.textContent = reason;
+    return;
+  }
+  note?.remove();
+  place.hidden = false;
+  const chart = drawn[name] ??= echarts.init(place);
+  const zoom = chart.getOption()?.dataZoom?.map(({ start, end }) => ({ start, end }));
+  option.dataZoom?.forEach((entry, index) => Object.assign(entry, zoom?.[index]));
+  place.setAttribute("aria-label", place.parentElement.querySelector("h2").textContent);
+  place.setAttribute("role", "group");
+  chart.setOption(option, { notMerge: true });
+}
+
+function drawMembers(members) {
+  const table = element("members");
+  element("section-members").hidden = !members.rows.length;
+  const head = make("tr"), body = members.rows.map((row) => {
+    const line = make("tr");
+    line.append(...row.map((cell) => make("td", cell)));
+    return line;
+  });
+  head.append(...members.columns.map((name) => make("th", name)));
+  table.replaceChildren(make("thead"), make("tbody"));
+  table.firstChild.append(head);
+  table.lastChild.append(...body);
+}
+
+const ORDERS = {
+  newest: (sample) => -sample.newest_version, worst: (sample) => sample.reward, best: (sample) => -sample.reward,
+  longest: (sample) => -sample.num_tokens,
+  apart: (sample) => -Math.max(0, ...(sample.tokens ?? []).map((token) => Math.abs(token.difference ?? 0))),
+};
+const VERSION_SCALE = ["#9ecae9", "#a6dbb0", "#f7d488", "#f4b8a0", "#d3b6e6", "#c9d5a0"];
+const FULL_COLOUR_NATS = 0.5;
+
+/** Background of a token: by its policy version, or by how far engine and learner are apart; null where unknown. */
+function tokenColour(token, by) {
+  if (by === "version") return token.version < 0 ? null : VERSION_SCALE[token.version % VERSION_SCALE.length];
+  if (token.difference === null || token.difference === undefined) return null;
+  const strength = Math.min(1, Math.abs(token.difference) / FULL_COLOUR_NATS);
+  return `color-mix(in srgb, ${token.difference > 0 ? "#f28e5c" : "#6ba6e8"} ${Math.round(100 * strength)}%, #f3f4f6)`;
+}
+
+function tokenSpan(token, by) {
+  const colour = tokenColour(token, by);
+  const apart = token.difference === null || token.difference === undefined ? "" : `, engine − learner ${token.difference.toFixed(3)} nats`;
+  const node = make("i", token.text, { title: `version ${token.version < 0 ? "none: not sampled" : token.version}${apart}` });
+  if (colour) node.style.background = colour;
+  else node.className = "plain";
+  return node;
+}
+
+function sampleCard(sample, by) {
+  const card = make("article", undefined, { className: "sample" }), text = make("pre");
+  const versions = sample.oldest_version === sample.newest_version ? `version ${sample.newest_version}` : `versions ${sample.oldest_version} to ${sample.newest_version}`;
+  const truth = sample.ground_truth ? `, ground truth ${sample.ground_truth}` : "";
+  card.append(make("p", `${sample.kind}, group ${sample.group_id}, ${versions}, reward ${sample.reward.toFixed(3)}, ${sample.num_tokens} tokens, ${sample.finish_reason}${truth}`));
+  text.append(make("span", sample.prompt, { className: "prompt" }));
+  if (sample.tokens) text.append(...sample.tokens.map((token) => tokenSpan(token, by)));
+  else text.append(sample.response);
+  card.append(text);
+  return card;
+}
+
+function drawSamples() {
+  const form = element("sample-options"), place = element("samples"), reason = report.absent.samples;
+  form.hidden = Boolean(reason);
+  if (reason) return place.replaceChildren(make("p", reason, { className: "absent" }));
+  const kinds = [...new Set(report.samples.map((sample) => sample.kind))], select = form.elements.kind;
+  if (select.options.length !== kinds.length + 1) select.replaceChildren(make("option", "all", { value: "" }), ...kinds.map((kind) => make("option", kind, { value: kind })));
+  const kept = report.samples.filter((sample) => !select.value || sample.kind === select.value), by = form.elements.colour.value;
+  kept.sort((left, right) => ORDERS[form.elements.order.value](left) - ORDERS[form.elements.order.value](right));
+  const scale = by === "version"
+    ? [...new Set(kept.flatMap((sample) => (sample.tokens ?? []).map((token) => token.version)))].filter((version) => version >= 0).sort((left, right) => left - right).slice(-8).map((version) => ({ version, text: `v${version}` }))
+    : [-FULL_COLOUR_NATS, 0, FULL_COLOUR_NATS].map((difference) => ({ difference, version: -1, text: `${difference > 0 ? "+" : ""}${difference} nats` }));
+  element("sample-scale").replaceChildren(...scale.map((token) => tokenSpan(token, by)));
+  place.replaceChildren(...kept.slice(0, 60).map((sample) => sampleCard(sample, by)));
+}
+
+function draw(next) {
+  report = next;
+  element("title").textContent = report.run.title;
+  element("facts").textContent = report.run.facts;
+  element("advice").hidden = !report.advice;
+  element("advice").textContent = report.advice ?? "";
+  element("figures").replaceChildren(...report.figures.map(({ name, value, note }) => {
+    const item = make("li", undefined, { title: note ?? "" });
+    item.append(make("b", value), make("span", name));
+    return item;
+  }));
+  const palette = PALETTES[theme()];
+  for (const [name, build] of Object.entries(CHARTS)) drawChart(name, report.absent[name] ? null : build(report, palette));
+  drawMembers(report.members);
+  drawSamples();
+}
+
+/** Zooms and moves a chart from the keyboard. */
+function onKey(event) {
+  const chart = drawn[event.currentTarget.id], zoom = chart?.getOption().dataZoom?.[0];
+  if (!zoom || event.ctrlKey || event.metaKey || event.altKey) return;
+  const middle = (zoom.start + zoom.end) / 2, half = (zoom.end - zoom.start) / 2;
+  const moves = {
+    "+": [middle, half / 1.6], "=": [middle, half / 1.6], "-": [middle, half * 1.6], "_": [middle, half * 1.6],
+    ArrowLeft: [middle - half / 3, half], ArrowRight: [middle + half / 3, half], 0: [50, 50], Home: [half, half], End: [100 - half, half],
+  };
+  if (!(event.key in moves)) return;
+  event.preventDefault();
+  let [centre, width] = moves[event.key];
+  width = Math.max(0.01, Math.min(50, width));
+  centre = Math.max(width, Math.min(100 - width, centre));
+  chart.dispatchAction({ type: "dataZoom", start: centre - width, end: centre + width });
+}
+
+/** Follows a running training: each event says that there is a newer document. */
+function follow() {
+  const live = element("live"), events = new EventSource("events");
+  const say = (text, lost) => Object.assign(live, { hidden: false, textContent: text, className: lost ? "lost" : "" });
+  const fetchReport = async () => {
+    const answer = await fetch("document.json");
+    if (!answer.ok) throw new Error(`document.json: ${answer.status}`);
+    draw(await answer.json());
+  };
+  events.addEventListener("report", async () => {
+    try {
+      await fetchReport();
+      say(report.run.running ? "live" : "the run has ended");
+    } catch (error) {
+      say(`no report: ${error.message}`, true);
+    }
+  });
+  events.addEventListener("failed", (event) => say(event.data, true));
+  events.onerror = () => say("the run does not answer: it has ended, or the connection is lost", true);
+}
+
+function start() {
+  const dark = matchMedia("(prefers-color-scheme: dark)");
+  document.documentElement.dataset.theme = dark.matches ? "dark" : "light";
+  dark.addEventListener("change", () => setTheme(dark.matches ? "dark" : "light"));
+  element("theme").addEventListener("click", () => setTheme(theme() === "dark" ? "light" : "dark"));
+  element("sample-options").addEventListener("change", drawSamples);
+  for (const name of Object.keys(CHARTS)) element(name).addEventListener("keydown", onKey);
+  addEventListener("resize", () => Object.values(drawn).forEach((chart) => chart.resize()));
+  const embedded = JSON.parse(element("document").textContent);
+  if (embedded) draw(embedded);
+  else follow();
+}
+
+start();

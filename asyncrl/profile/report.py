@@ -1,0 +1,300 @@
+"""The report of a run: one document of figures, charts, members and samples, and ``report.html`` made of it.
+
+The dashboard serves the same document while the run goes on. What a run did not record is absent by name, with what
+would bring it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from asyncrl.protocol.record import Pool
+from asyncrl.samples import read_samples
+from rollout_fleet.engines.model_files import Decode, load_decoder
+
+from . import charts
+from .overlap import OverlapReport
+from .page import render
+from .trace import Trace, TraceReader
+
+REPORT = "report.html"
+_MAX_FILES = 12
+_MAX_SAMPLES = 160
+_QUIET_S = 30.0
+_SECOND = 1_000_000_000
+
+
+class RunReport:
+    """Makes the document of a run's folder; again and again while it goes on, reading only what is new.
+
+    Args:
+        run_dir: Folder of the run.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+        self._reader = TraceReader(run_dir)
+        self._samples = SampleFiles(run_dir, lambda: _decoder(run_dir, _options(run_dir)))
+
+    def to_json(self) -> bytes:
+        """The document as JSON. Raises as `document`."""
+        return json.dumps(self.document(), allow_nan=False, separators=(",", ":")).encode()
+
+    def document(self, trace: Trace | None = None, overlap: OverlapReport | None = None) -> dict[str, Any]:
+        """What the page draws (docs/watching.md), of ``trace`` and its figures, or of what is recorded by now.
+
+        Raises:
+            FileNotFoundError: the run recorded nothing.
+        """
+        trace = trace if trace is not None else self._reader.read()
+        options, summary = _options(self._run_dir), _read_json(self._run_dir / "summary.json")
+        is_running = summary is None and self._is_fresh()
+        return report_document(
+            trace,
+            overlap or OverlapReport.of(trace),
+            options=options,
+            records=read_lines(self._run_dir / "metrics.jsonl"),
+            predictions=_read_json(self._run_dir / "plan.json"),
+            samples=self._samples.newest(_MAX_SAMPLES),
+            name=self._run_dir.name,
+            is_running=is_running,
+        )
+
+    def _is_fresh(self) -> bool:
+        """Whether a process of the run noted something of late."""
+        written = [path.stat().st_mtime for path in (self._run_dir / "profile").glob("*.msgpack")]
+        return time.time() - max(written, default=0.0) < _QUIET_S
+
+
+def write_report(run_dir: Path, trace: Trace | None = None, overlap: OverlapReport | None = None) -> Path:
+    """Write ``report.html``, whole or not at all, and return its path. Arguments and errors as `RunReport.document`."""
+    path = run_dir / REPORT
+    partial = path.with_suffix(".html.partial")
+    partial.write_text(
+        render(RunReport(run_dir).document(trace, overlap), title=f"asyncrl {run_dir.name}"), encoding="utf-8"
+    )
+    os.replace(partial, path)
+    return path
+
+
+def report_document(
+    trace: Trace,
+    overlap: OverlapReport,
+    *,
+    options: Mapping[str, Any],
+    records: Sequence[Mapping[str, Any]] = (),
+    predictions: Mapping[str, Any] | None = None,
+    samples: Sequence[Mapping[str, Any]] = (),
+    name: str = "run",
+    is_running: bool = False,
+) -> dict[str, Any]:
+    """The document of a trace and of what else a run's folder holds.
+
+    Args:
+        trace: What the run recorded.
+        overlap: Its figures.
+        options: Its resolved configuration.
+        records: Lines of ``metrics.jsonl``.
+        predictions: ``plan.json``; None where nothing was predicted.
+        samples: Rows of sample files; see `SampleFiles`.
+        name: Of the run's folder.
+        is_running: Whether it still goes on.
+    """
+    bound = _bound(trace, options)
+    causes = dict.fromkeys(cause for pool in overlap.run.pools.values() for cause in pool.idle)
+    parts = _charts(trace, overlap, bound, predictions)
+    parts["samples"] = list(samples) or "No samples were kept; rollout_fleet.samples.every_steps keeps some."
+    return {
+        "run": _facts(trace, bound, options, name=name, is_running=is_running),
+        "figures": _figures(overlap, bound, options, records),
+        "advice": (predictions or {}).get("advice", ""),
+        "causes": [charts.label(cause) for cause in causes],
+        "members": charts.members(trace),
+        "absent": {name: part for name, part in parts.items() if isinstance(part, str)},
+        **{name: part for name, part in parts.items() if not isinstance(part, str)},
+    }
+
+
+def _charts(trace: Trace, overlap: OverlapReport, bound: int, predictions: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Each chart by its name; of one that is absent, why."""
+    finished = [step for step in trace.steps if not step.is_open]
+    if not finished:
+        early = "No learner step is finished yet."
+        return dict.fromkeys(("timeline", "steps", "fill", "lag", "frontier", "lengths", "publishes"), early)
+    fill, lengths, publishes = charts.fill(trace), charts.lengths(trace), charts.publishes(trace)
+    absent = "Nothing is predicted: python -m asyncrl.plan RUN replays the run under other options."
+    return {
+        "timeline": charts.timeline(trace, overlap.attribution),
+        "steps": charts.steps(overlap.attribution, finished),
+        "fill": fill if fill["curves"] else "No stored group of a trained batch is recorded.",
+        "lag": charts.lag(trace, bound=bound),
+        "frontier": charts.frontier(predictions, (overlap.run.lag.mean, overlap.run.step_s)) if predictions else absent,
+        "lengths": lengths if any(lengths["generated"]) else "No response lengths are recorded.",
+        "publishes": publishes if publishes["versions"] else "No version was both published and served yet.",
+    }
+
+
+def _figures(
+    overlap: OverlapReport, bound: int, options: Mapping[str, Any], records: Sequence[Mapping[str, Any]]
+) -> list[dict[str, str]]:
+    """The numbers at the top of the page: name, value, and how to read it."""
+    run = overlap.run
+    figures = [("learner steps", f"{run.num_steps} of {options.get('total_steps', run.num_steps)}", "finished")]
+    if run.num_steps:
+        ideal = f"the slower pool alone would take {run.ideal_step_s:.3g} s per step"
+        figures += [
+            ("seconds per step", f"{run.step_s:.3g}", "mean over the finished steps"),
+            ("overlap efficiency", f"{run.efficiency:.2f}", ideal),
+            ("learner at work", f"{run.pools[Pool.learner].utilisation:.1%}", "share of the ranks' time"),
+            ("fleet at work", f"{run.pools[Pool.fleet].utilisation:.1%}", "share of the time of the engines' places"),
+            ("mean lag", f"{run.lag.mean:.2f}", f"learner steps; the bound is {bound}"),
+        ]
+    for pool, time_of in run.pools.items():
+        if time_of.idle:
+            cause, part = max(time_of.idle.items(), key=itemgetter(1))
+            figures.append((f"{pool}: {charts.label(cause)}", f"{part / time_of.capacity:.1%}", "what cost it most"))
+    if records:
+        last = records[-1]
+        figures += [
+            ("reward", f"{last['reward']:.3f}", f"of the batch of step {last['step']}"),
+            ("tokens generated", f"{last['generated_tokens']:,}", "policy tokens, since training began"),
+        ]
+    return [{"name": name, "value": value, "note": note} for name, value, note in figures]
+
+
+def _facts(trace: Trace, bound: int, options: Mapping[str, Any], *, name: str, is_running: bool) -> dict[str, Any]:
+    experiment = options.get("experiment", "run")
+    began = time.strftime("%Y-%m-%d %H:%M", time.localtime(min(p.wall_ns for p in trace.processes) / _SECOND))
+    hosts = {process.host for process in trace.processes}
+    facts = [
+        f"began {began}",
+        f"{len(trace.lanes(Pool.learner))} learner ranks and {len(trace.lanes(Pool.fleet))} engines",
+        f"{len(hosts)} hosts" if len(hosts) > 1 else "",
+        f"buffer.max_lag={bound}",
+        f"{trace.num_dropped:,} records lost" if trace.num_dropped else "",
+    ]
+    clocks = max((process.error_ns for process in trace.processes), default=0)
+    facts.append(f"clocks within {clocks / 1e6:.1f} ms" if clocks else "")
+    return {"title": f"{experiment} · {name}", "facts": " · ".join(filter(None, facts)), "running": is_running}
+
+
+def _bound(trace: Trace, options: Mapping[str, Any]) -> int:
+    """``buffer.max_lag``; of a run without its configuration, the largest lag that it had."""
+    known = options.get("buffer", {}).get("max_lag")
+    return known if known is not None else max((life.lag for life in charts.trained_groups(trace)), default=0)
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The whole lines of a ``jsonl`` file; none where there is no file."""
+    if not path.is_file():
+        return []
+    lines = path.read_text().split("\n")
+    return [json.loads(line) for line in lines[:-1] if line]
+
+
+def _options(run_dir: Path) -> dict[str, Any]:
+    path = run_dir / "config.yaml"
+    return yaml.safe_load(path.read_text()) if path.is_file() else {}
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    return json.loads(path.read_text()) if path.is_file() else None
+
+
+class SampleFiles:
+    """The newest samples of a run, as the page shows them; files are written once, so each is read once.
+
+    Args:
+        run_dir: With ``samples/`` of `rollout_fleet.sample_log`, and ``tokens/`` of `learner.trajectory_log`.
+        load_decode: Returns what turns token ids into text; called once there are tokens. None where there is no
+            tokenizer any more: tokens are left out then.
+    """
+
+    def __init__(self, run_dir: Path, load_decode: Callable[[], Decode | None]) -> None:
+        self._run_dir = run_dir
+        self._load_decode = load_decode
+        self._read: dict[Path, list[dict[str, Any]]] = {}
+
+    def newest(self, count: int) -> list[dict[str, Any]]:
+        """At most ``count`` samples, those of the newest files of each kind."""
+        kinds: dict[str, list[Path]] = defaultdict(list)
+        for path in sorted(self._run_dir.glob("samples/*-v*.parquet"), reverse=True):
+            kinds[path.name.partition("-")[0]].append(path)
+        kinds["tokens"] = sorted(self._run_dir.glob("tokens/*.parquet"), reverse=True)
+        present = [files for files in kinds.values() if files]
+        kept = [path for files in present for path in files[: max(1, _MAX_FILES // len(present))]]
+        self._read = {path: self._read[path] if path in self._read else self._samples_of(path) for path in kept}
+        share = max(1, count // max(1, len(kept)))
+        return [sample for path in kept for sample in self._read[path][:share]]
+
+    def _samples_of(self, path: Path) -> list[dict[str, Any]]:
+        rows = read_samples([path])
+        if path.parent.name != "tokens":
+            return [_sample(row) for row in rows]
+        decode = self._decode
+        return [] if decode is None else [_trained_sample(row, path, decode) for row in rows]
+
+    @cached_property
+    def _decode(self) -> Decode | None:
+        return self._load_decode()
+
+
+_SAMPLE_FIELDS = (
+    "kind", "group_id", "prompt", "response", "ground_truth", "num_tokens", "finish_reason", "oldest_version",
+    "newest_version",
+)  # fmt: skip
+
+
+def _sample(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: row[name] for name in _SAMPLE_FIELDS} | {"reward": _finite(row["reward"]) or 0.0}
+
+
+def _trained_sample(row: Mapping[str, Any], path: Path, decode: Decode) -> dict[str, Any]:
+    """A row of the learner's, token by token: the policy version, and the engine's log-prob minus the learner's."""
+    own = row["learner_logprobs"]
+    names = ("response_ids", "versions", "response_mask", "behavior_logprobs")
+    columns = zip(*(row[name] for name in names), own, strict=True)
+    tokens = [
+        {
+            "text": decode([token]),
+            "version": version,
+            "difference": _finite(engine - learner) if in_loss else None,
+        }
+        for token, version, in_loss, engine, learner in columns
+    ]
+    versions = [token["version"] for token in tokens if token["version"] >= 0] or [-1]
+    return {
+        "kind": "trained",
+        "group_id": row["group_id"],
+        "prompt": decode(row["prompt_ids"]),
+        "response": "".join(token["text"] for token in tokens),
+        "ground_truth": "",
+        "reward": _finite(row["reward"]) or 0.0,
+        "num_tokens": len(tokens),
+        "finish_reason": f"in step {int(path.stem.split('_')[1])}",
+        "oldest_version": min(versions),
+        "newest_version": max(versions),
+        "tokens": tokens,
+    }
+
+
+def _decoder(run_dir: Path, options: Mapping[str, Any]) -> Decode | None:
+    """The decoder of the policy that the run wrote, or else started from; None where neither is there."""
+    folders = (run_dir / "policy", Path(options.get("model", {}).get("path", "") or run_dir / "policy"))
+    found = next((folder for folder in folders if any(folder.glob("tokenizer*"))), None)
+    return None if found is None else load_decoder(str(found), special_tokens=True)
+
+
+def _finite(value: float | None) -> float | None:
+    return None if value is None or not math.isfinite(value) else round(value, 5)

@@ -1,0 +1,204 @@
+"""How well generation and training overlap: the same work at several ``buffer.max_lag``, against each pool alone.
+
+``python -m benchmarks.overlap`` trains the quickstart's policy, from random weights and with neither warm start nor
+evaluation, at ``buffer.max_lag`` 0, 1, 2 and 4, each run in processes of its own, with the engine and the learner rank
+pinned to a core each. What each pool takes alone is measured where the two really take turns: in the run at max_lag 0
+the engine generates while the rank stands still, and the other way round. The ideal step is the longer of the two.
+
+The recorder's cost is measured apart, since it is far below what two runs differ by: the seconds that one record costs
+its process, the writing thread's included, times the records per step of the process that notes most.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgpack
+
+from asyncrl.profile.attribution import Attribution
+from asyncrl.profile.overlap import OverlapReport
+from asyncrl.profile.trace import FOLDER, Span, StepWindow, Trace
+from asyncrl.protocol.record import GroupEvent, LevelName, Pool, Recorder, SpanKind
+from benchmarks.report import Target, print_report
+
+LAGS = (0, 1, 2, 4)
+ENGINES = ("transformers", "sglang")
+NUM_WARM_UP = 5
+"""Steps at the begin that do not count: code is loaded, memory is touched first."""
+NUM_RECORDS = 50_000
+_RUN_TIMEOUT_S = 600
+_LOOK_EVERY_S = 0.05
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """One run: its trace, and the steps that count."""
+
+    trace: Trace
+    steps: tuple[StepWindow, ...]
+
+    @property
+    def step_s(self) -> float:
+        """Mean seconds per step."""
+        return (self.steps[-1].end - self.steps[0].start) / len(self.steps) * 1e-9
+
+    @property
+    def counted(self) -> set[int]:
+        """Versions of the steps that count."""
+        return {step.version for step in self.steps}
+
+    def learner_alone_s(self) -> float:
+        """Median seconds of a rank's step, its weights' copy included."""
+        updates = self._median(span for span in self.trace.spans_of(SpanKind.update) if span.step in self.counted)
+        return updates + self._median(self.trace.spans_of(SpanKind.publish_copy))
+
+    def fleet_alone_s(self) -> float:
+        """Median seconds from the first lease of a batch to its last group being stored; only where they take turns."""
+        times: dict[int, list[int]] = {}
+        for group in self.trace.groups.values():
+            if group.step in self.counted:
+                moments = (group.time(GroupEvent.lease), group.time(GroupEvent.stored))
+                times.setdefault(group.step, []).extend(moment for moment in moments if moment is not None)
+        return statistics.median(max(moments) - min(moments) for moments in times.values()) * 1e-9
+
+    def attribution_error_ns(self) -> int:
+        """Nanoseconds by which busy and idle time miss what the places had, over both pools."""
+        attribution, (start, end) = Attribution.of(self.trace), self.trace.window
+        places = {Pool.learner: len(self.trace.lanes(Pool.learner)), Pool.fleet: 0}
+        for lane in self.trace.lanes(Pool.fleet):
+            places[Pool.fleet] += self.trace.level_at(LevelName.capacity, lane, start)
+        totals = {pool: attribution.total(pool) for pool in places}
+        return sum(abs(places[pool] * (end - start) - time.busy - time.idle_total) for pool, time in totals.items())
+
+    def _median(self, spans: Iterator[Span] | tuple[Span, ...]) -> float:
+        return statistics.median(span.end - span.start for span in spans) * 1e-9
+
+
+def main() -> int:
+    """Measure, print, and return 0 if every target is met."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--engine", choices=ENGINES, default="transformers")
+    parser.add_argument("--keep", type=Path, help="keep the runs in this directory")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="overlap-") as scratch:
+        folder = args.keep or Path(scratch)
+        runs = {lag: _measured(folder / f"lag{lag}", lag, args) for lag in LAGS}
+        return _report(runs, engine=args.engine, record_s=seconds_per_record(folder))
+
+
+def _report(runs: dict[int, Measurement], *, engine: str, record_s: float) -> int:
+    learner_s, fleet_s = runs[0].learner_alone_s(), runs[0].fleet_alone_s()
+    ideal_s = max(learner_s, fleet_s)
+    rows = {"learner alone": f"{learner_s:.3f} s per step", "fleet alone": f"{fleet_s:.3f} s per step"}
+    for lag, run in runs.items():
+        rows[f"max_lag {lag}"] = f"{run.step_s:.3f} s per step; {_in_the_way(run)}"
+    per_step = max(_records_per_step(run) for run in runs.values())
+    rows["records"] = f"{per_step:.0f} per step, {record_s * 1e6:.1f} us each"
+    efficiency = {f"efficiency_lag{lag}": ideal_s / runs[lag].step_s for lag in LAGS[1:]}
+    figures: dict[str, float | None] = {
+        **efficiency,
+        "speedup_lag2": runs[0].step_s / runs[2].step_s,
+        "recorder_cost": max(_records_per_step(run) * record_s / run.step_s for run in runs.values()),
+        "attribution_error_ns": float(sum(run.attribution_error_ns() for run in runs.values())),
+    }
+    targets = {
+        "efficiency_lag1": Target(at_least=0.90),
+        "efficiency_lag2": Target(at_least=0.95),
+        "recorder_cost": Target(at_most=0.01),
+        "attribution_error_ns": Target(at_most=0),
+    }
+    title = f"overlap of generation ({engine}) and training, a core each"
+    baseline = f"the slower pool alone: {'learner' if learner_s > fleet_s else 'fleet'}"
+    return 0 if print_report(title, rows, figures, targets, baseline=baseline) else 1
+
+
+def _in_the_way(run: Measurement) -> str:
+    """The largest causes of idle time, in seconds per step."""
+    report = OverlapReport.of(run.trace).run
+    parts = []
+    for pool in (Pool.learner, Pool.fleet):
+        causes = [f"{cause} {s / report.num_steps:.3f}" for cause, s in list(report.idle_s(pool).items())[:4]]
+        parts.append(f"{pool} idle: {', '.join(causes)}")
+    return "; ".join(parts)
+
+
+def _measured(folder: Path, lag: int, args: argparse.Namespace) -> Measurement:
+    trace = Trace.load(_train(folder, f"buffer.max_lag={lag}", f"total_steps={args.steps}", engine=args.engine))
+    return Measurement(trace=trace, steps=tuple(step for step in trace.steps[NUM_WARM_UP:] if not step.is_open))
+
+
+def _train(folder: Path, *overrides: str, engine: str) -> Path:
+    """Train in a process of its own, with engine and rank pinned once they are there; returns the run's folder."""
+    command = [sys.executable, "-m", "asyncrl.train", f"output_dir={folder}", f"rollout_fleet.engine={engine}"]
+    command += ["sft.enabled=false", "evaluation.enabled=false", "rollout_fleet.samples.every_steps=0", *overrides]
+    log_path = folder / "output.log"
+    folder.mkdir(parents=True)
+    with log_path.open("w") as log:
+        process = subprocess.Popen(
+            command, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        )
+    try:
+        pinned: set[int] = set()
+        end_s = time.monotonic() + _RUN_TIMEOUT_S
+        while process.poll() is None and time.monotonic() < end_s:
+            pinned |= _pin(folder, pinned)
+            time.sleep(_LOOK_EVERY_S)
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            process.wait()
+    if process.returncode:
+        raise RuntimeError(f"{' '.join(command[1:4])} ended with {process.returncode}:\n{log_path.read_text()[-3000:]}")
+    return next(path for path in (folder / "quickstart").iterdir() if (path / FOLDER).is_dir())
+
+
+def _pin(folder: Path, pinned: set[int]) -> set[int]:
+    """Pin processes that began to record: engines to the first core, ranks to the last."""
+    cores, found = sorted(os.sched_getaffinity(0)), set()
+    for path in folder.glob(f"quickstart/*/{FOLDER}/*.msgpack"):
+        header = next(iter(msgpack.Unpacker(path.open("rb"))), None)
+        if header is None or header[1]["pid"] in pinned or header[1]["pool"] not in (Pool.fleet, Pool.learner):
+            continue
+        pid = header[1]["pid"]
+        core = cores[0] if header[1]["pool"] == Pool.fleet else cores[-1]
+        for task in Path(f"/proc/{pid}/task").iterdir():  # threads made later inherit it
+            os.sched_setaffinity(int(task.name), {core})
+        found.add(pid)
+    return found
+
+
+def _records_per_step(run: Measurement) -> float:
+    """Records per step of the process that notes most; a span is two."""
+    counts: dict[str, int] = {}
+    for notes, weight in ((run.trace.spans, 2), (run.trace.levels, 1), (run.trace.stamps, 1)):
+        for note in notes:
+            counts[note.process] = counts.get(note.process, 0) + weight
+    return max(counts.values()) / len(run.trace.steps)
+
+
+def seconds_per_record(folder: Path) -> float:
+    """CPU seconds of a process per record of the usual kinds, its writing thread included."""
+    recorder = Recorder(folder / "cost", process="cost", pool=Pool.fleet)
+    began_s = time.process_time()
+    for number in range(NUM_RECORDS // 4):
+        with recorder.span(SpanKind.reward, lane="/reward", group=number):
+            recorder.level(LevelName.running, number)
+        recorder.stamp(
+            GroupEvent.stored, number, version=3, lane="buffer", lengths=[9] * 8, rewards=[0.5] * 8, tokens=72
+        )
+    recorder.close()
+    return (time.process_time() - began_s) / NUM_RECORDS
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,103 @@
+"""From the command to the first learner step: how long, and what each part takes.
+
+``python -m benchmarks.start_up`` starts the quickstart for one step, in a folder of its own: with a warm start, and
+again with the one that is there by then. ``--engine sglang`` or ``transformers``. Wall times hold for an idle machine;
+``cpu_s`` is the CPU time of all processes of the run until then, which others on the machine change less.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from benchmarks.report import Target, print_report
+
+TIMEOUT_S = 600
+_READY = re.compile(r"^\[ *([\d.]+) s\] (.*): ready after ([\d.]+) s$")
+_WALL_S = {"transformers": 8.0, "sglang": 20.0}
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartUp:
+    """One start.
+
+    Attributes:
+        first_step_s: From the command to the end of the first learner step.
+        cpu_s: CPU seconds of all processes until then.
+        parts: What was waited for: when it was ready, and after how long.
+    """
+
+    first_step_s: float
+    cpu_s: float
+    parts: dict[str, tuple[float, float]]
+
+
+def start(engine: str, output_dir: Path) -> StartUp:
+    """Start the quickstart for one step."""
+    command = [sys.executable, "-m", "asyncrl.train", "total_steps=1", f"rollout_fleet.engine={engine}"]
+    began_s = time.monotonic()
+    run = subprocess.Popen(
+        [*command, f"output_dir={output_dir}", "evaluation.enabled=false"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=os.environ | {"PYTHONUNBUFFERED": "1"},
+    )
+    lines, first_step_s, cpu_s, parts = [], None, 0.0, {}
+    assert run.stdout is not None
+    for line in run.stdout:
+        lines.append(line)
+        if "] step 1/" in line:
+            first_step_s, cpu_s = time.monotonic() - began_s, _cpu_s(psutil.Process(run.pid))
+        if found := _READY.match(line.strip()):
+            parts[found[2]] = float(found[1]), float(found[3])
+    if run.wait(TIMEOUT_S) or first_step_s is None:
+        raise RuntimeError(f"the run ended with {run.returncode}:\n{''.join(lines)}"[-4000:])
+    return StartUp(first_step_s=first_step_s, cpu_s=cpu_s, parts=parts)
+
+
+def _cpu_s(run: psutil.Process) -> float:
+    """CPU seconds of the processes of a run, with those that have ended and were waited for."""
+    used = 0.0
+    for process in (run, *run.children(recursive=True)):
+        with suppress(psutil.NoSuchProcess):
+            used += sum(process.cpu_times()[:4])  # user, system, and both of the children that have ended
+    return used
+
+
+def main() -> int:
+    """Measure, and report; returns 0 when the target is met."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.start_up", description="Command to first step.")
+    parser.add_argument("--engine", choices=sorted(_WALL_S), default="transformers")
+    engine = parser.parse_args().engine
+    with tempfile.TemporaryDirectory(prefix="asyncrl-start-") as folder:
+        starts = {"with a warm start": start(engine, Path(folder)), "reusing it": start(engine, Path(folder))}
+    rows = {}
+    for name, one in starts.items():
+        rows[name] = f"first step after {one.first_step_s:.1f} s, {one.cpu_s:.1f} CPU seconds"
+        for part, (at_s, took_s) in one.parts.items():
+            rows[f"{name}: {part}"] = f"ready at {at_s:.1f} s, after {took_s:.1f} s"
+    first, again = starts.values()
+    figures = {
+        "first_step_s": first.first_step_s,
+        "first_step_reusing_s": again.first_step_s,
+        "cpu_s": first.cpu_s,
+        "cpu_reusing_s": again.cpu_s,
+    }
+    targets = {"first_step_reusing_s": Target(at_most=_WALL_S[engine])}
+    title = f"start-up of the quickstart with {engine}"
+    return 0 if print_report(title, rows, figures, targets, baseline="none") else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,260 @@
+"""A learner rank dies while a run trains: from where it goes on, how often, and how it ends where it may not."""
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from asyncrl.cli.compose import compose_run
+from asyncrl.controller.learner_restarts import LearnerRestarts, death_in
+from asyncrl.controller.resume import PromptsAgain, Resumed, RunState
+from asyncrl.controller.run_folder import remove_published
+from asyncrl.protocol.errors import LearnerDiedError, ReplayBufferError, WorkerDiedError
+from asyncrl.protocol.types import Prompt
+from learner.checkpoint_folder import SavedProgress, write_progress
+from tests.asyncrl.test_controller import (
+    TOKENS_PER_STEP,
+    Prompts,
+    ScriptedBuffer,
+    ScriptedFleet,
+    ScriptedLearner,
+    make_controller,
+)
+from tests.support.offers import bare_offer
+
+pytestmark = pytest.mark.usefixtures("virtual_time")
+
+
+class RewindingBuffer(ScriptedBuffer):
+    """As the real one, it goes back; its dropped tokens are what is trained no more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rewinds: list[tuple[int, int, int]] = []
+
+    async def rewind(self, version, *, incarnation, finished, tokens_trained, lag_histogram):
+        assert version <= self.version
+        assert tokens_trained == version * TOKENS_PER_STEP == 10 * sum(lag_histogram.values())
+        assert finished == ((0, version),) * bool(version)
+        self.rewinds.append((version, incarnation, self.version))
+        self.version = self.learner_version = version
+        self.log.__init__()
+
+
+class MortalLearner(ScriptedLearner):
+    """Saves checkpoints to a folder; its ranks die at the updates of ``deaths``, one after another."""
+
+    def __init__(self, buffer, folder: Path, deaths: list[int], error: Exception | None = None) -> None:
+        super().__init__(buffer)
+        self.checkpoints = folder
+        self.deaths = deaths
+        self.error = error or LearnerDiedError("worker of group 'learner', rank 1 died.\nLast lines of learner-1.log")
+        self.lives: list[tuple[str, int]] = []
+        self.is_dead = False
+
+    def update(self, plan):
+        return _unwatched(super().update(plan))
+
+    def save(self, version, run, *, wait):
+        return _unwatched(super().save(version, run, wait=wait))
+
+    async def _update(self, version):
+        await self._live(version)
+        return await super()._update(version)
+
+    async def _live(self, version=None):
+        """Die when it is time; whatever is queued behind a death fails with it."""
+        async with self.turn:
+            if self.deaths and version == self.deaths[0]:
+                self.deaths.pop(0)
+                self.is_dead = True
+            if self.is_dead:
+                raise self.error
+
+    async def _saved(self, version):
+        await self._live()
+        async with self.turn:
+            [run] = [run for saved, run, _ in self.saved if saved == version][-1:]
+            checkpoint = self.checkpoints / f"v{version:08d}"
+            checkpoint.mkdir(parents=True, exist_ok=True)
+            options = {"num_updates": version, "num_ranks": 1, "sp_size": 1, "dtype": "float32"}
+            write_progress(checkpoint, SavedProgress(version=version, run=run, **options))
+        return str(checkpoint)
+
+    async def end(self):
+        self.turn = asyncio.Lock()
+
+    async def begin_again(self, checkpoint, version, *, incarnation):
+        self.lives.append((checkpoint.name, incarnation))
+        self.is_dead = False
+        await self.buffer.offer(bare_offer(version))
+
+
+def _unwatched(call):
+    """A call whose failure need not be seen: what is queued behind a death is awaited by nobody."""
+    call.add_done_callback(lambda done: done.cancelled() or done.exception())
+    return call
+
+
+class RewindingFleet(ScriptedFleet):
+    """Engines that take whatever is offered once the learner went back."""
+
+    async def run(self):
+        num_rewinds, version = 0, 0
+        while True:
+            version = (await self.buffer.next_offer(version)).version
+            await asyncio.sleep(self.load_s)
+            self.loaded.append(version)
+            await self.buffer.loaded(version, self.load_s)
+            if len(self.buffer.rewinds) != num_rewinds:
+                num_rewinds, version = len(self.buffer.rewinds), -1
+
+
+class Run:
+    """A run of six steps with a checkpoint every two, whose learner dies."""
+
+    def __init__(self, folder: Path, deaths: list[int], *overrides: str, error=None, resumed=None) -> None:
+        overrides = ("total_steps=6", "checkpoint.every_steps=2", *overrides)
+        self.buffer = RewindingBuffer()
+        self.learner = MortalLearner(self.buffer, folder, deaths, error)
+        self.fleet = RewindingFleet(self.buffer, 0.0)
+        self.controller, *_, self.records = make_controller(
+            buffer=self.buffer, learner=self.learner, fleet=self.fleet, overrides=overrides
+        )
+        self.said: list[str] = []
+        self.prompts = PromptsAgain(Prompts(), lambda ids: [])
+        self.restarts = LearnerRestarts(
+            compose_run(overrides),
+            controller=self.controller,
+            learner=self.learner,
+            prompts=self.prompts,
+            resumed=resumed,
+            say=self.said.append,
+        )
+
+    async def train(self) -> None:
+        running = asyncio.ensure_future(self.fleet.run())
+        try:
+            await asyncio.wait_for(self.restarts.through(self.controller.train), 60)
+        finally:
+            running.cancel()
+
+
+async def test_a_run_whose_learner_dies_goes_on_from_its_newest_checkpoint_and_ends_as_any_other(tmp_path: Path):
+    run = Run(tmp_path, [3])
+    await run.train()
+    assert run.learner.lives == [("v00000002", 1)]
+    assert [rewind[:2] for rewind in run.buffer.rewinds] == [(2, 1)]
+    assert [record.step for record in run.records] == [0, 1, 2, 2, 3, 4, 5]
+    assert run.records[-1].time_s > run.records[2].time_s
+    assert run.restarts.num_restarts == 1
+    assert run.said[0].startswith("worker of group 'learner', rank 1 died; the learner starts again from the newest")
+    assert "(restart 1 of learner.restarts=1)" in run.said[0]
+    assert "the learner goes on from version 2 (" in run.said[1]
+    result = await run.controller.account()
+    assert (result.policy_version, result.tokens.balance) == (6, 0)
+    last = RunState.from_dict(run.learner.saved[-1][1])
+    assert (last.version, last.finished, last.tokens_trained) == (6, ((0, 6),), 60)
+
+
+async def test_a_step_that_a_checkpoint_holds_and_the_ledger_has_not_heard_of_is_committed_first(tmp_path: Path):
+    run = Run(tmp_path, [])
+    run.buffer.version = run.buffer.learner_version = 3
+    saved = RunState(version=4, finished=((0, 4),), tokens_trained=40, lag_histogram={0: 4})
+    await run.controller.rewind(saved, incarnation=1)
+    assert ("commit", 3) in run.buffer.events
+    assert run.buffer.rewinds == [(4, 1, 4)]
+
+
+async def test_a_learner_dies_again_in_another_restart(tmp_path: Path):
+    run = Run(tmp_path, [3, 5], "learner.restarts=3")
+    await run.train()
+    assert run.learner.lives == [("v00000002", 1), ("v00000004", 2)]
+
+
+@pytest.mark.parametrize(
+    ("deaths", "overrides", "words"),
+    [
+        ([3, 3], [], r"rank 1 died; learner.restarts=1 are used up\nLast lines of learner-1.log"),
+        ([3], ["learner.restarts=0"], r"rank 1 died\.\nLast lines"),
+        (
+            [1],
+            [],
+            r"rank 1 died; the run has no checkpoint to start the learner again from; set checkpoint.every_steps",
+        ),
+        ([3], ["placement.colocated=true"], "with placement.colocated=true no learner is started again within a run"),
+    ],
+)
+async def test_where_it_may_not_start_again_the_run_ends_with_the_death_and_what_to_set(
+    tmp_path: Path, deaths, overrides, words
+):
+    run = Run(tmp_path, deaths, *overrides)
+    with pytest.raises(LearnerDiedError, match=words):
+        await run.train()
+
+
+async def test_what_is_no_death_of_a_rank_ends_the_run(tmp_path: Path):
+    run = Run(tmp_path, [3], error=ValueError("the loss is not a number"))
+    with pytest.raises(ExceptionGroup) as caught:
+        await run.train()
+    assert caught.group_contains(ValueError, match="not a number")
+    assert run.learner.lives == []
+
+
+async def test_a_run_that_was_resumed_goes_back_to_where_it_began(tmp_path: Path):
+    before = Resumed(checkpoint=tmp_path / "before" / "v00000000", state=RunState())
+    run = Run(tmp_path / "own", [1], resumed=before)
+    await run.train()
+    assert run.learner.lives == [("v00000000", 1)]
+
+
+def test_the_death_of_a_rank_is_told_from_other_faults():
+    death, other = LearnerDiedError("rank 0"), ReplayBufferError("the disk is full")
+    assert death_in(death) is death
+    assert death_in(ExceptionGroup("", [ExceptionGroup("", [death])])) is death
+    assert death_in(ExceptionGroup("", [death, other])) is None
+    assert death_in(WorkerDiedError("rollout rank 0")) is None
+
+
+async def test_a_checkpoint_of_another_run_in_the_same_folder_is_not_taken(tmp_path: Path):
+    run = Run(tmp_path, [3])
+    foreign = replace(RunState(), version=2, tokens_generated=7)
+    save = run.learner._saved
+
+    async def save_foreign(version):
+        path = await save(version)
+        progress = {"num_updates": 2, "num_ranks": 1, "sp_size": 1, "dtype": "float32"}
+        write_progress(Path(path), SavedProgress(version=version, run=foreign.to_dict(), **progress))
+        return path
+
+    run.learner._saved = save_foreign
+    with pytest.raises(LearnerDiedError, match="no checkpoint to start the learner again from"):
+        await run.train()
+
+
+def test_prompts_that_were_handed_out_and_are_not_finished_come_again_before_new_ones():
+    class Stream:
+        position = 0
+
+        def take(self, count):
+            taken = [Prompt(group_id=self.position + i, prompt_ids=()) for i in range(count)]
+            self.position += count
+            return taken
+
+        def state(self):
+            return {"position": self.position}
+
+    prompts = PromptsAgain(Stream(), lambda ids: [Prompt(group_id=i, prompt_ids=()) for i in ids])
+    prompts.take(6)
+    assert prompts.again([(0, 2), (4, 5)]) == 3
+    assert [prompt.group_id for prompt in prompts.take(2) + prompts.take(3)] == [2, 3, 5, 6, 7]
+    assert prompts.state() == {"position": 8}
+
+
+def test_weights_of_versions_that_were_lost_are_removed_and_older_ones_stay(tmp_path: Path):
+    for name in ("v00000004", "v00000005", "v00000012", ".next-7", ".staged"):
+        (tmp_path / name).mkdir()
+    remove_published(tmp_path, after=4)
+    assert {path.name for path in tmp_path.iterdir()} == {"v00000004", ".staged"}
+    remove_published(tmp_path / "absent", after=4)

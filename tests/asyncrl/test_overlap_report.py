@@ -1,0 +1,91 @@
+"""What ``asyncrl profile`` says of a run, and the files that it writes."""
+
+import json
+
+import pytest
+
+from asyncrl.profile.command import main
+from asyncrl.profile.overlap import OverlapReport
+from tests.support.traces import record_run, trace_of
+
+
+def half_and_half():
+    """Two steps of 100 ns: a rank works 60 and waits 40, an engine of 2 places runs one sample all the time."""
+    fleet = [("engine-0", "capacity", 0, 2), ("engine-0", "running", 0, 1), ("engine-0", "tail", 0, 1)]
+    learner = [("learner-0", "update", start, start + 60) for start in (40, 140)]
+    waits = [("controller/plan", "plan_wait", start, start + 40) for start in (0, 100)]
+    return OverlapReport.of(trace_of(fleet=fleet, learner=learner, controller=waits, steps=[0, 100, 200]))
+
+
+def test_the_slower_pool_alone_is_the_ideal_and_its_share_of_the_measured_step_the_efficiency():
+    report = half_and_half()
+    run = report.run
+    assert run.step_s == pytest.approx(100e-9)
+    assert run.alone_s("learner") == pytest.approx(60e-9)
+    # A place that waits for the last sample of its group would do so alone, too.
+    assert run.alone_s("fleet") == pytest.approx(100e-9)
+    assert run.efficiency == pytest.approx(1.0)
+    assert run.pools["learner"].utilisation == 0.6
+    assert run.pools["fleet"].utilisation == 0.5
+    assert run.utilisation == pytest.approx(0.55)
+    assert run.idle_s("learner") == pytest.approx({"slow_generation": 80e-9})
+
+
+def test_each_step_has_its_own_figures_and_they_add_up_to_the_run(tmp_path):
+    document = OverlapReport.of(record_run(tmp_path, num_steps=5, max_lag=1)).to_dict()
+    assert [step["step"] for step in document["steps"]] == list(range(5))
+    for pool in ("learner", "fleet"):
+        run, steps = document["run"][pool], [step[pool] for step in document["steps"]]
+        for name in ("capacity_ns", "busy_ns"):
+            assert run[name] == sum(step[name] for step in steps)
+        for cause, total in run["idle_ns"].items():
+            assert total == sum(step["idle_ns"].get(cause, 0) for step in steps)
+        assert run["capacity_ns"] == run["busy_ns"] + sum(run["idle_ns"].values())
+    lag = document["run"]["lag"]
+    assert lag["mean"] == pytest.approx(lag["before_queue"] + lag["in_queue"])
+    assert 0 < lag["mean"] <= 1
+    assert document["recorded"] == {
+        "processes": {"buffer": 1, "controller": 1, "fleet": 2, "learner": 2},
+        "dropped_records": 0,
+        "torn_files": 0,
+        "clock_error_ns": 0,
+    }
+
+
+def test_the_command_prints_a_table_and_writes_both_files(tmp_path, capsys):
+    record_run(tmp_path, num_steps=3, max_lag=0)
+    assert main([str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert "3 steps of" in printed
+    assert "staleness_gate" in printed
+    assert json.loads((tmp_path / "overlap.json").read_text())["run"]["num_steps"] == 3
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["overlap.json", "profile", "report.html", "trace.json"]
+
+
+def test_the_command_says_what_is_wrong_with_a_folder(tmp_path, capsys):
+    assert main([str(tmp_path)]) == 1
+    assert "holds no record" in capsys.readouterr().err
+
+
+def test_a_run_without_a_finished_step_is_explained_as_far_as_it_goes(tmp_path, capsys):
+    record_run(tmp_path, num_steps=0)
+    assert main([str(tmp_path)]) == 0
+    assert "no learner step is done yet" in capsys.readouterr().out
+
+
+def test_the_trace_has_lanes_of_every_pool_an_arrow_per_group_and_counters(tmp_path):
+    trace = record_run(tmp_path, num_steps=3, max_lag=1)
+    assert main([str(tmp_path)]) == 0
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    lanes = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert {"learner-0", "learner-1", "engine-0", "engine-1", "buffer", "controller", "learner-0/publish"} <= lanes
+    begins = [event for event in events if event["ph"] == "s"]
+    ends = {event["id"]: event for event in events if event["ph"] == "f"}
+    assert len(begins) == len(ends) == 3 * 4
+    for begin in begins:
+        group = trace.groups[begin["id"]]
+        assert begin["ts"] == (group.time("lease") - trace.start) / 1000
+        assert ends[begin["id"]]["ts"] >= begin["ts"]
+    counters = {event["name"] for event in events if event["ph"] == "C"}
+    assert {"stored", "budget", "lag", "engine-0 running"} <= counters
+    assert all(event["dur"] >= 0 for event in events if event["ph"] == "X")

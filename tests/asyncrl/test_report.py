@@ -1,0 +1,188 @@
+"""The report's figures: of simulated runs with known stages, and of what a run's folder holds beside its record."""
+
+import itertools
+import json
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, models
+
+from asyncrl.metrics import BUSY
+from asyncrl.profile import charts
+from asyncrl.profile.attribution import Attribution
+from asyncrl.profile.live import LiveUse
+from asyncrl.profile.report import RunReport, write_report
+from asyncrl.protocol.record import Pool
+from learner.trajectory_log import SCHEMA
+from tests.asyncrl.test_samples import keep
+from tests.support.traces import record_run
+
+NUM_STEPS, GROUPS_PER_STEP = 8, 8
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    record_run(folder, num_steps=NUM_STEPS, groups_per_step=GROUPS_PER_STEP, max_lag=2)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def document(run_dir):
+    return RunReport(run_dir).document()
+
+
+def columns_of(pool):
+    return np.array([pool["busy"], *pool["idle"].values()])
+
+
+def test_every_column_of_the_timeline_is_whole(document):
+    for pool, capacity in (("learner", 2), ("fleet", 16)):
+        columns = columns_of(document["timeline"][pool])
+        assert document["timeline"][pool]["capacity"] == capacity
+        assert columns.sum(axis=0) == pytest.approx(np.ones(columns.shape[1]), abs=2e-3)
+    assert [version for _, version in document["timeline"]["publishes"]] == list(range(1, NUM_STEPS + 1))[:-1]
+    assert max(document["timeline"]["stored"]) > 0
+
+
+def test_a_bar_is_as_long_as_its_step(document, run_dir):
+    part = document["steps"]
+    bars = np.array([part["busy_s"], *part["idle_s"].values()]).sum(axis=0)
+    windows = charts.Trace.load(run_dir).steps
+    assert part["labels"] == [str(step) for step in range(NUM_STEPS)]
+    assert bars == pytest.approx([window.duration / 1e9 for window in windows], abs=2e-3)
+
+
+def test_many_steps_share_bars(run_dir, monkeypatch):
+    monkeypatch.setattr(charts, "MAX_BARS", 3)
+    trace = charts.Trace.load(run_dir)
+    part = charts.steps(Attribution.of(trace), trace.steps)
+    assert part["labels"] == ["0–2", "3–5", "6–7"]
+    whole = [sum(window.duration for window in trace.steps[bar]) / 1e9 / n for bar, n in ((slice(3), 3),)]
+    assert part["busy_s"][0] + sum(values[0] for values in part["idle_s"].values()) == pytest.approx(whole[0], abs=2e-3)
+
+
+def test_every_trained_group_is_in_the_lag_histogram_below_its_bound(document):
+    part = document["lag"]
+    assert part["lags"] == list(range(part["bound"] + 1))
+    total = sum(sum(part[name]) for name in ("none", "before", "in_queue"))
+    assert total == pytest.approx(NUM_STEPS * GROUPS_PER_STEP, abs=1e-2)
+
+
+def test_a_batch_fills_until_it_is_whole_and_its_tail_is_marked(document):
+    for curve in document["fill"]["curves"]:
+        times, shares = zip(*curve["points"], strict=True)
+        assert times[-1] == 0.0
+        assert shares[-1] == 1.0
+        assert list(times) == sorted(times)
+        assert shares[curve["tail"]] <= 0.95 < shares[curve["tail"] + 1]
+
+
+def test_the_waterfall_has_the_stages_where_they_were(document):
+    rows = {row["name"]: (row["start_s"], row["end_s"]) for row in document["publishes"]["stages"]}
+    assert rows["copy"] == (0.0, 0.006)
+    assert rows["pause and load"] == (0.026, 0.041)
+    assert rows["re-prefill"] == (0.041, 0.046)
+    assert set(document["publishes"]["total_s"]) == {0.041}
+
+
+def test_lengths_count_every_sample(document):
+    part = document["lengths"]
+    assert len(part["edges"]) == len(part["trained"]) + 1
+    assert sum(part["trained"]) == 2 * NUM_STEPS * GROUPS_PER_STEP
+    assert sum(part["generated"]) >= sum(part["trained"]) + sum(part["dropped"])
+
+
+def test_what_is_not_there_is_absent_by_name(document):
+    assert set(document["absent"]) == {"frontier", "samples"}
+    assert "asyncrl.plan" in document["absent"]["frontier"]
+
+
+def test_a_run_before_its_first_step_has_a_page_that_says_so(tmp_path):
+    record_run(tmp_path, num_steps=0)
+    document = RunReport(tmp_path).document()
+    assert document["absent"]["timeline"] == "No learner step is finished yet."
+    assert len(document["members"]["rows"]) == 2
+
+
+def test_a_folder_without_a_record_is_refused(tmp_path):
+    with pytest.raises(FileNotFoundError, match="holds no record"):
+        write_report(tmp_path)
+
+
+def test_the_report_is_one_file_that_names_no_other(run_dir):
+    page = write_report(run_dir).read_text()
+    assert "default-src 'none'" in page
+    assert not any(word in page for word in ('src="http', "@import", '<link rel="stylesheet'))
+    assert json.loads(page.partition('id="document">')[2].partition("</script>")[0])["run"]["title"].startswith("run")
+
+
+def test_a_sample_that_closes_the_script_stays_text(tmp_path):
+    record_run(tmp_path)
+    keep(tmp_path, "train", 1, 0.5)
+    file = next(tmp_path.glob("samples/*.parquet"))
+    rows = pq.read_table(file).to_pylist()
+    pq.write_table(pa.Table.from_pylist([rows[0] | {"response": "</script><script>alert(1)</script>"}]), file)
+    page = write_report(tmp_path).read_text()
+    assert "<script>alert" not in page
+    assert RunReport(tmp_path).document()["samples"][0]["response"].startswith("</script>")
+
+
+def test_trained_samples_show_versions_and_how_far_engine_and_learner_are_apart(tmp_path):
+    record_run(tmp_path)
+    (tmp_path / "policy").mkdir()
+    vocabulary = {letter: place for place, letter in enumerate("abcdefghij")}
+    Tokenizer(models.WordLevel(vocabulary, unk_token="a")).save(str(tmp_path / "policy" / "tokenizer.json"))
+    (tmp_path / "tokens").mkdir()
+    row = {
+        "group_id": 7, "attempt": 0, "prompt_ids": [5, 6], "response_ids": [7, 8, 9],
+        "response_mask": [True, True, False],
+        "behavior_logprobs": [-1.0, -2.0, 0.0], "learner_logprobs": [-1.25, -1.5, 0.0], "versions": [3, 4, -1],
+        "reward": 1.0, "advantage": 0.5, "lag": 1,
+    }  # fmt: skip
+    pq.write_table(pa.Table.from_pylist([row], schema=SCHEMA), tmp_path / "tokens" / "step_00000004_rank0.parquet")
+    (sample,) = RunReport(tmp_path).document()["samples"]
+    assert [(token["version"], token["difference"]) for token in sample["tokens"]] == [(3, 0.25), (4, -0.5), (-1, None)]
+    assert (sample["kind"], sample["oldest_version"], sample["newest_version"]) == ("trained", 3, 4)
+    assert ([token["text"] for token in sample["tokens"]], sample["response"]) == (["h", "i", "j"], "hij")
+
+
+def test_the_live_use_is_what_the_attribution_of_the_whole_run_says(run_dir):
+    use = LiveUse(run_dir).read()
+    attribution = Attribution.of(charts.Trace.load(run_dir))
+    for pool, mine in ((Pool.learner, use.learner), (Pool.fleet, use.fleet)):
+        whole = attribution.total(pool)
+        assert mine.utilisation == pytest.approx(whole.utilisation)
+        assert mine.idle_s == pytest.approx({cause: time / 1e9 for cause, time in whole.idle.items()})
+        assert sum(mine.recent.values()) == pytest.approx(1.0)
+        assert mine.recent[BUSY] > 0
+    assert (use.learner.capacity, use.fleet.capacity) == (2, 16)
+
+
+def test_a_run_that_goes_on_is_read_on(tmp_path):
+    live = LiveUse(tmp_path)
+    with pytest.raises(FileNotFoundError):
+        live.read()
+    record_run(tmp_path, num_steps=2)
+    first = live.read()
+    (tmp_path / "plan.json").write_text('{"advice": "buffer.max_lag=2: 0.2 s per step"}')
+    again = live.read()
+    assert (again.learner, again.fleet) == (first.learner, first.fleet)
+    assert (first.advice, again.advice) == ("", "buffer.max_lag=2: 0.2 s per step")
+
+
+spans = st.tuples(st.integers(0, 100), st.integers(1, 30), st.integers(1, 4)).map(lambda s: (s[0], s[0] + s[1], s[2]))
+
+
+@given(st.lists(spans, min_size=1, max_size=12), st.integers(1, 9))
+def test_the_time_of_spans_in_columns_is_their_time_in_the_window(rows, count):
+    edges = np.linspace(20, 80, count + 1)
+    expected = [
+        sum(places * max(0.0, min(end, right) - max(start, left)) for start, end, places in rows)
+        for left, right in itertools.pairwise(edges)
+    ]
+    assert charts._overlaps(np.array(rows, dtype=float), edges) == pytest.approx(expected, abs=1e-6)

@@ -1,0 +1,175 @@
+"""Trackers: what reaches Prometheus, Weights & Biases and MLflow, and what a tracker that fails costs."""
+
+import dataclasses
+import importlib.util
+import json
+import logging
+import re
+import urllib.request
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from asyncrl.metrics import Evaluation, PoolUse, RunUse, TrackedRun, Trackers, check_trackers
+from asyncrl.metrics.prometheus import PrometheusTracker, split_address
+from tests.asyncrl.test_metrics import make_record
+
+ROOT = Path(__file__).resolve().parents[2]
+EVALUATION = Evaluation(sampled=0.25, greedy=0.75, num_prompts=16, policy_version=2)
+
+
+def record(step):
+    groups = {"queued": 8, "leased": 5, "stored": 3, "planned": 2, "consumed": 4 * (step + 1), "dropped": 1}
+    return dataclasses.replace(make_record(step), groups=groups, lags={0: 1, 2: 3}, failed_groups=step)
+
+
+def use(scale):
+    learner = PoolUse(name="learner", capacity=2, busy_s=3.0 * scale, idle_s={"slow generation": 1.0 * scale})
+    fleet = PoolUse(name="fleet", capacity=8, busy_s=12.0 * scale, idle_s={"publish pause": 4.0 * scale})
+    return RunUse(learner=learner, fleet=fleet)
+
+
+def tracked(tmp_path):
+    return TrackedRun(
+        experiment="sorting",
+        folder=tmp_path,
+        options={"seed": 3, "buffer": {"max_lag": 2, "filters": []}},
+        prometheus_address="127.0.0.1:0",
+    )
+
+
+@pytest.fixture
+def prometheus():
+    pytest.importorskip("prometheus_client")
+    tracker = PrometheusTracker("127.0.0.1:0", "sorting")
+    yield tracker
+    tracker.close()
+
+
+def page_of(tracker):
+    with urllib.request.urlopen(tracker.place, timeout=5) as answer:
+        return dict(line.rsplit(" ", 1) for line in answer.read().decode().splitlines() if not line.startswith("#"))
+
+
+def test_prometheus_shows_the_run_as_it_is_and_counts_what_adds_up(prometheus):
+    for step in (0, 1):
+        prometheus.step(record(step))
+        prometheus.use(use(step + 1))
+    prometheus.evaluation(EVALUATION)
+    shown = page_of(prometheus)
+    assert shown['asyncrl_idle_seconds_total{cause="slow generation",pool="learner"}'] == "2.0"
+    assert shown['asyncrl_busy_seconds_total{pool="fleet"}'] == "24.0"
+    assert shown['asyncrl_capacity{pool="fleet"}'] == "8.0"
+    assert shown['asyncrl_groups{state="stored"}'] == "3.0"
+    assert shown['asyncrl_lag_bucket{le="1.0"}'] == "2.0"
+    assert shown['asyncrl_lag_bucket{le="2.0"}'] == "8.0"
+    assert shown["asyncrl_publish_seconds_count"] == "2.0"
+    assert shown['asyncrl_tokens_total{kind="generated"}'] == "200.0"
+    assert shown['asyncrl_tokens_total{kind="trained"}'] == "4000.0"
+    assert shown["asyncrl_failed_groups_total"] == "1.0"
+    assert shown['asyncrl_evaluation{decoding="greedy"}'] == "0.75"
+    assert shown['asyncrl_policy_version{pool="learner"}'] == "2.0"
+    assert shown['asyncrl_step_metric{name="learner.entropy"}'] == "1.25"
+    assert shown['asyncrl_run_info{experiment="sorting"}'] == "1.0"
+
+
+def test_a_total_that_falls_never_makes_a_counter_fall(prometheus):
+    for scale in (2, 1, 3):
+        prometheus.use(use(scale))
+    assert page_of(prometheus)['asyncrl_busy_seconds_total{pool="learner"}'] == "9.0"
+
+
+def test_grafana_draws_only_what_is_exported(prometheus):
+    prometheus.step(record(0))
+    prometheus.use(use(1))
+    prometheus.evaluation(EVALUATION)
+    exported = {name.partition("{")[0] for name in page_of(prometheus)}
+    dashboard = json.loads((ROOT / "configs" / "grafana.json").read_text())
+    drawn = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    named = {name for expression in drawn for name in re.findall(r"asyncrl_\w+", expression)}
+    assert named <= exported
+    assert {
+        "asyncrl_idle_seconds_total",
+        "asyncrl_groups",
+        "asyncrl_lag_bucket",
+        "asyncrl_publish_seconds_sum",
+    } <= named
+
+
+def test_an_address_that_is_taken_is_refused_by_its_option(prometheus, tmp_path):
+    taken = dataclasses.replace(tracked(tmp_path), prometheus_address=f"127.0.0.1:{prometheus.port}")
+    with pytest.raises(ValueError, match=r"tracker=prometheus cannot be opened: prometheus_address=127\.0\.0\.1:\d+"):
+        Trackers.open(["prometheus"], taken)
+
+
+@pytest.mark.parametrize("address", ["9464", "localhost", "localhost:", "localhost:99999", ""])
+def test_what_is_no_address_is_refused(address):
+    with pytest.raises(ValueError, match="prometheus_address must be HOST:PORT"):
+        split_address(address, "prometheus_address")
+
+
+def test_unknown_trackers_and_missing_packages_are_refused_by_name(monkeypatch):
+    with pytest.raises(ValueError, match=r"tracker must name some of \['wandb', .*\], got 'tensor'"):
+        check_trackers(["tensor"])
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"tracker=mlflow needs the package mlflow.*pip install 'asyncrl\[mlflow\]'"):
+        check_trackers(["mlflow"])
+
+
+def test_a_tracker_that_fails_costs_a_warning_and_the_others_go_on(caplog):
+    seen = []
+
+    def fail(*_):
+        raise ConnectionError("no route")
+
+    broken = SimpleNamespace(step=fail, evaluation=fail, use=fail, close=fail)
+    works = SimpleNamespace(
+        step=seen.append, evaluation=seen.append, use=seen.append, close=lambda: seen.append("closed")
+    )
+    trackers = Trackers({"broken": broken, "works": works})
+    with caplog.at_level(logging.WARNING):
+        trackers.step(record(0))
+        trackers.evaluation(EVALUATION)
+        trackers.use(use(1))
+        trackers.close()
+    assert trackers.num_failed == {"broken": 4, "works": 0}
+    assert "tracker broken failed, for the 4. time: no route" in caplog.text
+    assert seen == [record(0), EVALUATION, use(1), "closed"]
+
+
+def test_mlflow_keeps_options_steps_and_evaluations(tmp_path, monkeypatch):
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    trackers = Trackers.open(["mlflow"], tracked(tmp_path))
+    trackers.step(record(0))
+    trackers.step(dataclasses.replace(record(1), reward=float("nan")))
+    trackers.evaluation(EVALUATION)
+    trackers.use(use(1))
+    trackers.close()
+    assert trackers.num_failed == {"mlflow": 0}
+    client = mlflow.MlflowClient(tracking_uri=f"sqlite:///{tmp_path}/mlflow.db")
+    experiment = client.get_experiment_by_name("sorting")
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert run.info.status == "FINISHED"
+    assert run.data.params == {"seed": "3", "buffer.max_lag": "2", "buffer.filters": "[]"}
+    assert run.data.metrics["learner/loss"] == -0.5
+    assert run.data.metrics["use/fleet/publish pause"] == 0.25
+    assert [(point.step, point.value) for point in client.get_metric_history(run.info.run_id, "reward")] == [(0, 0.25)]
+    assert [point.step for point in client.get_metric_history(run.info.run_id, "evaluation/greedy")] == [2]
+
+
+def test_wandb_keeps_a_run_offline(tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    trackers = Trackers.open(["wandb"], tracked(tmp_path))
+    assert trackers.lines[0].startswith("tracker wandb: offline, in ")
+    trackers.step(record(0))
+    trackers.evaluation(EVALUATION)
+    trackers.use(use(1))
+    trackers.close()
+    assert trackers.num_failed == {"wandb": 0}
+    (written,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    logged = written.read_bytes()
+    assert all(name in logged for name in (b"learner/loss", b"evaluation/greedy", b"use/fleet/busy"))

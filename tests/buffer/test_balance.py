@@ -1,0 +1,88 @@
+"""Leases by measured speed, and running groups that pass from a loaded worker to an idle one."""
+
+import asyncio
+
+import pytest
+
+from buffer.balance import WorkBalance
+from tests.support.buffer_groups import prompt, rollout, running
+
+FAST, SLOW = b"fast", b"slow"
+
+
+def measured(**paces_s: float) -> WorkBalance:
+    """Workers that have done ten groups each at these paces, the last of them at 100 s."""
+    balance = WorkBalance()
+    for name, pace_s in paces_s.items():
+        worker = name.encode()
+        balance.granted(worker, 0, 100.0 - 10 * pace_s)
+        for number in range(10):
+            balance.done(worker, 100.0 - (9 - number) * pace_s)
+    return balance
+
+
+def test_a_pace_is_the_time_per_group_while_any_is_held():
+    balance = measured(fast=2.0)
+    assert balance.pace_s(FAST, 100.0) == pytest.approx(2.0)
+    balance.granted(FAST, 0, 500.0)  # it had nothing to do for 400 s
+    balance.done(FAST, 502.0)
+    assert balance.pace_s(FAST, 502.0) == pytest.approx(2.0)
+    assert balance.pace_s(SLOW, 502.0) is None
+
+
+def test_a_worker_that_stalls_is_slow_before_its_group_is_done():
+    assert measured(fast=2.0).pace_s(FAST, 130.0) == 30.0
+
+
+def test_leases_follow_the_pace_and_nobody_is_left_without_work():
+    balance, held = measured(fast=1.0, slow=10.0), {FAST: 0, SLOW: 0}
+    for _ in range(22):
+        worker = min(held, key=lambda worker: balance.delay_s(worker, held[worker], 100.0))
+        balance.granted(worker, held[worker], 100.0)
+        held[worker] += 1
+    assert held == {FAST: 20, SLOW: 2} or held == {FAST: 21, SLOW: 1}
+
+
+def test_a_worker_of_unknown_pace_counts_as_the_fastest_known():
+    balance = measured(fast=2.0, slow=10.0)
+    assert balance.delay_s(b"new", 3, 100.0) == balance.delay_s(FAST, 3, 100.0) == pytest.approx(8.0)
+
+
+@pytest.mark.parametrize(
+    ("idle", "num_held", "asked"),
+    [
+        (FAST, {SLOW: 11}, (SLOW, 10)),  # 10 groups take the fast one as long as 1 takes the slow one
+        (SLOW, {FAST: 11}, (FAST, 1)),
+        (SLOW, {FAST: 5}, None),  # it would be done last
+        (FAST, {SLOW: 1}, None),
+        (FAST, {SLOW: 2, b"new": 30}, (b"new", 15)),
+        (FAST, {FAST: 5}, None),
+        (FAST, {}, None),
+    ],
+)
+def test_the_most_loaded_worker_hands_on_what_makes_both_end_together(idle, num_held, asked):
+    balance = measured(fast=1.0, slow=10.0)
+    assert balance.hand_on(idle, num_held, 100.0) == asked
+
+
+def test_a_worker_is_not_asked_again_at_once():
+    balance = measured(fast=1.0, slow=10.0)
+    assert balance.hand_on(FAST, {SLOW: 11}, 100.0) == (SLOW, 10)
+    assert balance.hand_on(FAST, {SLOW: 11}, 100.5) is None
+    assert balance.hand_on(FAST, {SLOW: 11}, 101.5) == (SLOW, 10)
+
+
+async def test_an_idle_worker_is_given_groups_of_a_loaded_one_with_what_is_written_of_them():
+    async with running(groups_per_step=4, max_lag=0) as run:
+        loaded, idle, control = run.client(), run.client(), run.client()
+        await control.enqueue([prompt(number) for number in range(8)])
+        leases = await loaded.lease(0, 4)
+        waiting = asyncio.create_task(idle.lease(0, 4))
+        assert await asyncio.wait_for(loaded.hand_on_request(), 10) == 2
+        for lease in leases[:2]:
+            await loaded.save_progress(lease, rollout(lease))
+            await loaded.release(lease, num_tokens=5, reason="handed_on")
+        [first, *_] = await asyncio.wait_for(waiting, 10)
+        assert first.prompt.group_id in {leases[0].prompt.group_id, leases[1].prompt.group_id}
+        assert idle.take_progress(first).summary.num_tokens == 5
+        assert (await control.stats()).tokens_dropped == {}

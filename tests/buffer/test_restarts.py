@@ -1,0 +1,408 @@
+"""A buffer server that dies at any moment and is started again in its place: nothing lost, nothing twice."""
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncrl.protocol.errors import WorkerDiedError
+from buffer import BufferClient, BufferConfig, BufferSupervisor, Durability, journal
+from buffer.encoding import prompt_frames
+from buffer.journal import Journal
+from buffer.messages import PUSH_ID, Message, stats_of, summary_fields, summary_of
+from buffer.service import BufferService
+from buffer.store_servers import StoreService
+from tests.support.buffer_groups import prompt, rollout, running
+from tests.support.offers import bare_offer
+
+WORKER, CONTROLLER = b"worker", b"controller"
+NUM_STEPS = 4
+
+
+class Killed(BaseException):
+    """The process is gone."""
+
+
+class MortalWrites:
+    """Stands for `buffer.journal.write_all`, and ends its process at some of the writes, before, within or after them.
+
+    ``kills`` are the numbers of the write, counted from the last kill on, and how many 32nds of it reach the disk.
+    """
+
+    def __init__(self, kills: list[tuple[int, int]]) -> None:
+        self._kills = list(kills)
+        self._count = 0
+        self._write_all = journal.write_all
+
+    def __call__(self, descriptor: int, parts: list[Any], offset: int) -> None:
+        self._count += 1
+        if not self._kills or self._count < self._kills[0][0]:
+            self._write_all(descriptor, parts, offset)
+            return
+        _, share = self._kills.pop(0)
+        self._count = 0
+        data = b"".join(map(bytes, parts))
+        self._write_all(descriptor, [data[: len(data) * share // 32]], offset)
+        raise Killed
+
+
+class MortalServer:
+    """The service on its journal, without sockets; what was not flushed before a kill is told to nobody."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self.num_kills = 0
+        self._replies: dict[tuple[bytes, int], Message] = {}
+        self._start()
+
+    def _start(self) -> None:
+        while True:
+            self._outbox: list[tuple[bytes, Message]] = []
+            kept = None
+            try:
+                kept = Journal(self._directory / "journal")
+                config = BufferConfig(
+                    durability=Durability.disk, directory=str(self._directory), max_lag=1, request_timeout_s=60.0
+                )
+                self._service = BufferService(config, groups_per_step=2, send=self._send, journal=kept)
+            except Killed:
+                self._bury(kept)
+            else:
+                self._journal = kept
+                return
+
+    def _send(self, client: bytes, message: Message) -> None:
+        self._outbox.append((client, message))
+
+    def _bury(self, kept: Journal | None) -> None:
+        """Release what the kernel would: the lock and the files, as they are."""
+        self.num_kills += 1
+        if kept is not None:
+            os.close(kept._lock)
+            kept._pool.shutdown()
+            for file in (kept._log, kept._frames):
+                os.close(file._descriptor)
+
+    def ask(self, client: bytes, request: Message) -> Message:
+        """Send a request, and again to each server that follows, until one has answered it."""
+        while True:
+            try:
+                self._service.handle(client, request)
+                self._service.settle()
+                self._journal.flush()
+            except Killed:
+                self._service.close()
+                self._bury(self._journal)
+                self._start()
+                continue
+            for receiver, message in self._outbox:
+                if message.request_id != PUSH_ID:
+                    self._replies[receiver, message.request_id] = message
+            self._outbox.clear()
+            reply = self._replies[client, request.request_id]
+            assert reply.name == "ok", reply
+            return reply
+
+    def close(self) -> None:
+        self._service.close()
+        self._journal.close()
+
+
+class Script:
+    """A worker and a controller that ask one thing after the other."""
+
+    def __init__(self, server: MortalServer) -> None:
+        self.server = server
+        self._next_id = 0
+        self.plans: list[list[int]] = []
+
+    def ask(self, client: bytes, name: str, fields: dict[str, Any], payload: list[Any] | None = None) -> Message:
+        self._next_id += 1
+        request = Message(name=name, request_id=self._next_id, fields=fields, payload=payload or [])
+        return self.server.ask(client, request)
+
+    def run(self) -> None:
+        frames = [prompt_frames(prompt(i)) for i in range(2 * NUM_STEPS)]
+        fields = {"groups": list(range(len(frames))), "counts": list(map(len, frames))}
+        assert self.ask(CONTROLLER, "enqueue", fields, [part for parts in frames for part in parts]).fields["queued"]
+        for version in range(NUM_STEPS):
+            self.step(version)
+
+    def step(self, version: int) -> None:
+        leases: list[list[int]] = []
+        while len(leases) < 2:  # a kill between two grants leaves the first
+            fields = {"engine_version": version, "max_groups": 2 - len(leases)}
+            leases += self.ask(WORKER, "lease", fields).fields["leases"]
+        assert [lease[:2] for lease in leases] == [[2 * version, 0], [2 * version + 1, 0]]
+        for group_id, attempt, *_ in leases:
+            self.put(group_id, attempt, version)
+        plan = self.ask(CONTROLLER, "plan", {"version": version}).fields["groups"]
+        assert self.ask(CONTROLLER, "plan", {"version": version}).fields["groups"] == plan
+        self.plans.append([group["group_id"] for group in plan])
+        assert len(self.ask(CONTROLLER, "fetch", {"groups": self.plans[-1], "read": 0}).fields["counts"]) == 2
+        self.ask(CONTROLLER, "commit", {"version": version})
+        offer = {"version": version + 1, "manifest": "", "digest": "", "num_bytes": 0}
+        self.ask(CONTROLLER, "offer", {"offer": offer})
+
+    def put(self, group_id: int, attempt: int, version: int) -> None:
+        class Leased:
+            pass
+
+        lease: Any = Leased()
+        lease.prompt, lease.attempt, lease.engine_version = prompt(group_id), attempt, version
+        group = rollout(lease, num_tokens=4 + group_id)
+        assert summary_of(plain(summary_fields(group.summary))) == group.summary
+        self.ask(WORKER, "put", plain(summary_fields(group.summary)), [b"trajectories"])
+
+
+def plain(fields: dict[str, Any]) -> dict[str, Any]:
+    """Header fields as they come off the wire: lists, not tuples."""
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()}
+
+
+MOMENTS = st.lists(st.tuples(st.integers(1, 12), st.sampled_from([0, 1, 16, 31, 32])), max_size=12)
+
+
+@settings(max_examples=40, deadline=None)
+@given(MOMENTS)
+def test_at_whatever_write_the_server_is_killed_the_steps_are_those_of_a_run_without_kills(tmp_path_factory, kills):
+    async def run() -> None:
+        server = MortalServer(tmp_path_factory.mktemp("journal"))
+        script = Script(server)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(journal, "write_all", MortalWrites(kills))
+            script.run()
+        stats = stats_of(plain(dict(script.ask(CONTROLLER, "stats", {}).fields)))
+        assert script.plans == [[2 * version, 2 * version + 1] for version in range(NUM_STEPS)]
+        assert (stats.learner_version, stats.groups["consumed"]) == (NUM_STEPS, 2 * NUM_STEPS)
+        assert stats.tokens_trained == sum(4 + group_id for group_id in range(2 * NUM_STEPS))
+        assert (stats.tokens_dropped, stats.tokens_buffered, stats.lag_histogram) == ({}, 0, {0: 2 * NUM_STEPS})
+        shown = script.ask(WORKER, "next_offer", {"at_least": 0}).fields["offer"]
+        assert shown["version"] == NUM_STEPS
+        server.close()
+
+    asyncio.run(run())
+
+
+async def test_the_log_of_offers_and_a_pinned_engine_outlive_their_server(tmp_path: Path):
+    options = {"durability": Durability.disk, "directory": str(tmp_path), "max_lag": 4}
+    async with running(groups_per_step=1, **options) as run:
+        worker, control = (BufferClient(run.server.address, request_timeout_s=20.0, name=name) for name in "wc")
+        await control.offer(bare_offer(0))
+        pinning = asyncio.ensure_future(control.pin(0, 1, ()))
+        await control.stats()
+        await worker.loaded((await worker.next_offer(-1)).version, 0.5)
+        assert await pinning == {"w"}
+        await control.enqueue([prompt(0)])
+        [lease] = await worker.lease(0, 1)
+        await worker.put(rollout(lease))
+        await control.plan(0)
+        await control.offer(bare_offer(1))
+        await control.commit(0)
+    async with running(groups_per_step=1, **options) as run:
+        assert await control.served(-1, 1) == (0, 0.5), "the worker says it again as soon as it is back"
+        assert (await run.client().next_offer(-1)).version == 1
+        waiting = asyncio.ensure_future(worker.next_offer(0))
+        await worker.stats()
+        assert not waiting.done(), "it is pinned still"
+        await control.unpin()
+        assert (await asyncio.wait_for(waiting, 5)).version == 1
+        for client in (worker, control):
+            await client.close()
+
+
+async def test_a_request_that_was_held_by_the_server_before_is_due_as_if_it_were_new(tmp_path: Path):
+    options = {"durability": Durability.disk, "directory": str(tmp_path)}
+    async with running(**options) as run:
+        client = BufferClient(run.server.address, request_timeout_s=20.0)
+        waiting = asyncio.ensure_future(client.plan(0))
+        await client.stats()
+        link = client._connect()
+        due = max(held.due for held in link._unanswered.values())
+    async with running(**options), asyncio.timeout(10):
+        while min(held.due for held in link._unanswered.values()) <= due:
+            await client.stats()  # the first may be answered before the client hears that the connection is a new one
+        waiting.cancel()
+        await client.close()
+
+
+async def test_a_failed_publish_is_known_to_the_server_that_follows(tmp_path: Path):
+    options = {"durability": Durability.disk, "directory": str(tmp_path)}
+    async with running(**options) as run:
+        await run.client().publish_failed("no room on rank 1")
+    async with running(**options) as run:
+        with pytest.raises(Exception, match="no room on rank 1"):
+            await run.client().next_offer(-1)
+
+
+def supervised(directory: Path, said: asyncio.Queue[str], **options: Any) -> BufferSupervisor:
+    config = BufferConfig(directory=str(directory), **{"durability": Durability.disk, "max_lag": 1, **options})
+    return BufferSupervisor(config, groups_per_step=2, log_path=directory / "log", on_restart=said.put_nowait)
+
+
+async def test_a_run_starts_its_server_again_as_often_as_it_may_and_then_ends_by_name(tmp_path: Path):
+    said: asyncio.Queue[str] = asyncio.Queue()
+    with supervised(tmp_path, said, restarts=1) as server:
+        watching = asyncio.ensure_future(server.watch())
+        client = server.connection.client()
+        await client.enqueue([prompt(i) for i in range(4)])
+        leases = await client.lease(0, 2)
+        os.kill(server._server.process.pid, signal.SIGKILL)
+        await asyncio.gather(*(client.put(rollout(lease)) for lease in leases))
+        assert [group.group_id for group in (await client.plan(0)).groups] == [0, 1]
+        assert server.num_restarts == 1
+        told = await said.get()
+        assert f"died with status -9; it was started again at {server.connection.address} within" in told
+        assert "(restart 1 of buffer.restarts=1)" in told
+        os.kill(server._server.process.pid, signal.SIGKILL)
+        with pytest.raises(WorkerDiedError, match=r"buffer.restarts=1 are used up: the buffer server \(pid \d+\) died"):
+            await watching
+        await client.close()
+
+
+async def test_a_server_in_memory_is_not_started_again(tmp_path: Path):
+    with supervised(tmp_path, asyncio.Queue(), durability=Durability.memory) as server:
+        os.kill(server._server.process.pid, signal.SIGKILL)
+        with pytest.raises(WorkerDiedError, match=r"^the buffer server \(pid \d+\) died with status -9"):
+            await server.watch()
+
+
+@pytest.mark.slow
+async def test_a_server_that_hangs_is_killed_and_started_again_before_its_clients_give_up(tmp_path: Path):
+    said: asyncio.Queue[str] = asyncio.Queue()
+    with supervised(tmp_path, said, request_timeout_s=6.0) as server:
+        watching = asyncio.ensure_future(server.watch())
+        client = server.connection.client()
+        await client.enqueue([prompt(0)])
+        os.kill(server._server.process.pid, signal.SIGSTOP)
+        assert (await client.stats()).groups["queued"] == 1
+        words = "answered nothing for 3.0 s (half of buffer.request_timeout_s) and is killed; it was started"
+        assert words in await said.get()
+        watching.cancel()
+        await client.close()
+
+
+AT_A_WRITE = """
+import os, signal
+number, share = map(int, os.environ.pop("KILL_AT").split())
+pwritev, done = os.pwritev, []
+
+def mortal(descriptor, parts, offset):
+    done.append(1)
+    if len(done) < number:
+        return pwritev(descriptor, parts, offset)
+    data = b"".join(map(bytes, parts))
+    pwritev(descriptor, [data[: len(data) * share // 2]], offset)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+os.pwritev = mortal
+"""
+FIRST_WRITES = [
+    "begin",
+    "epoch",
+    "address",
+    "bulk address",
+    "owner",
+    "enqueue",
+    "lease",
+    "lease",
+    "put",
+    "plan",
+    "commit",
+]
+
+
+@pytest.mark.parametrize(
+    ("write", "share"),
+    [
+        pytest.param(number, share, id=f"{name}-{number}-{share}", marks=() if is_usual else pytest.mark.slow)
+        for number, name in enumerate(FIRST_WRITES, 1)
+        for share in (0, 1, 2)
+        for is_usual in [(name, share) in {("put", 1), ("plan", 0), ("commit", 2)}]
+        if number > 5  # before these it has not announced itself
+    ],
+)
+async def test_a_server_process_that_is_killed_at_a_write_comes_back_with_what_it_acknowledged(
+    tmp_path: Path, monkeypatch, write: int, share: int
+):
+    (tmp_path / "python").mkdir()
+    (tmp_path / "python" / "sitecustomize.py").write_text(AT_A_WRITE)
+    said: asyncio.Queue[str] = asyncio.Queue()
+    with monkeypatch.context() as patch:
+        patch.setenv("PYTHONPATH", f"{tmp_path / 'python'}:{os.environ.get('PYTHONPATH', os.getcwd())}")
+        patch.setenv("KILL_AT", f"{write} {share}")
+        server = supervised(tmp_path, said)
+    with server:
+        watching = asyncio.ensure_future(server.watch())
+        client = server.connection.client()
+        await client.enqueue([prompt(i) for i in range(4)])
+        leases = await client.lease(0, 2)
+        assert [lease.prompt.group_id for lease in leases] == [0, 1]
+        await asyncio.gather(*(client.put(rollout(lease)) for lease in leases))
+        assert [group.group_id for group in (await client.plan(0)).groups] == [0, 1]
+        assert [group.group_id for group in await client.fetch([0, 1])] == [0, 1]
+        stats = await client.commit(0)
+        assert (stats.tokens_trained, stats.tokens_dropped, stats.groups["queued"]) == (10, {}, 2)
+        await asyncio.wait_for(said.get(), 5)
+        watching.cancel()
+        await client.close()
+
+
+class FullDisk:
+    """Writes to the journal fail while it is full."""
+
+    def __init__(self) -> None:
+        self.is_full = False
+        self._write_all = journal.write_all
+
+    def __call__(self, *call: Any) -> None:
+        if self.is_full:
+            raise OSError(28, "No space left on device")
+        self._write_all(*call)
+
+
+@pytest.mark.parametrize("is_restarted_while_full", [False, True])
+async def test_a_payload_that_left_while_the_disk_was_full_does_not_come_back(
+    tmp_path: Path, monkeypatch, is_restarted_while_full: bool
+):
+    """The removal is written as soon as it can be; else the ledger says again what is finished."""
+    disk = FullDisk()
+    monkeypatch.setattr(journal, "write_all", disk)
+    config = BufferConfig(durability=Durability.disk, directory=str(tmp_path))
+    replies: list[Message] = []
+
+    def ask(service: StoreService, name: str, payload: list[bytes] | None = None, **fields: Any) -> Message:
+        service.handle(b"ledger", Message(name=name, request_id=len(replies) + 1, fields=fields, payload=payload or []))
+        service.settle()
+        return replies[-1]
+
+    def start() -> tuple[StoreService, Journal]:
+        kept = Journal(tmp_path / "store0")
+        return StoreService(config, send=lambda client, message: replies.append(message), journal=kept), kept
+
+    service, kept = start()
+    for group_id in range(2):
+        ask(service, "put_payload", [b"x" * 100], group_id=group_id, attempt=0)
+    disk.is_full = True
+    ask(service, "remove", groups=[0])
+    if not is_restarted_while_full:
+        disk.is_full = False
+        service.settle()
+    service.close()
+    kept.close()
+    disk.is_full = False
+    service, kept = start()
+    if is_restarted_while_full:
+        assert service._stored_bytes == 200
+    missing = ask(service, "reconcile", groups=[1], attempts=[0], finished=[0, 1]).fields["groups"]
+    assert (missing, service._stored_bytes) == ([], 100)
+    assert ask(service, "fetch", groups=[0], attempts=[0], read=0).name == "UnknownGroup"
+    ask(service, "put_payload", [b"late"], group_id=0, attempt=0)
+    assert service._stored_bytes == 100, "its group is finished"
+    service.close()
+    kept.close()

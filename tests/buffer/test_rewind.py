@@ -1,0 +1,247 @@
+"""The learner goes back to a checkpoint: what the ledger, the offers and the stores make of it."""
+
+import asyncio
+from collections import Counter
+
+import msgpack
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncrl.protocol.errors import LeaseExpired, ReplayBufferError, WrongEpoch
+from buffer import Durability
+from buffer.account import IdSet
+from buffer.commands import GrantedLease, Progress, Rewind
+from buffer.journal import pack, unpack
+from buffer.rule import StalenessRule
+from tests.support.buffer_groups import prompt, rollout, running
+from tests.support.ledgers import DrivenLedger, summary_of
+from tests.support.offers import bare_offer
+
+MAX_LAG, SIZE = 2, 2
+
+
+@given(st.sets(st.integers(0, 30)), st.sets(st.integers(0, 30)))
+def test_the_difference_of_two_sets_of_ids_is_that_of_python(one: set[int], other: set[int]):
+    sets = [IdSet() for _ in range(2)]
+    for ids, values in zip(sets, (one, other), strict=True):
+        for value in values:
+            ids.add(value)
+    assert sets[0].minus(sets[1]) == sorted(one - other)
+
+
+class Recorded:
+    def __init__(self) -> None:
+        self.rows: list[bytes] = []
+
+    def record(self, command, outcome, frames) -> None:
+        self.rows.append(pack((command, outcome)))
+
+
+class Life:
+    """A ledger that trains, and what its checkpoints hold."""
+
+    def __init__(self) -> None:
+        self.ledger = self.new()
+        self.ledger.log = self.log = Recorded()
+        self.saved = [(0, (), 0, Counter())]
+        self.running: list[GrantedLease] = []
+        self.reported = 0
+        self.attempts: set[tuple[int, int]] = set()
+
+    @staticmethod
+    def new() -> DrivenLedger:
+        return DrivenLedger(StalenessRule(max_lag=MAX_LAG, groups_per_step=SIZE))
+
+    def lease(self, number: int) -> None:
+        for lease in self.ledger.lease(self.ledger.learner_version, number, owner=b"w"):
+            assert (lease.group_id, lease.attempt) not in self.attempts, "an attempt is the fence of its group"
+            self.attempts.add((lease.group_id, lease.attempt))
+            self.running.append(lease)
+
+    def put(self, number: int) -> None:
+        for lease in self.running[:number]:
+            self.report(lease, refused=False)
+        del self.running[:number]
+
+    def report(self, lease: GrantedLease, *, refused: bool) -> None:
+        summary = summary_of(lease, lengths=(lease.group_id % 5 + 1,))
+        self.reported += summary.num_tokens
+        if refused:
+            with pytest.raises(LeaseExpired):
+                self.ledger.put(summary)
+        else:
+            self.ledger.put(summary)
+
+    def step(self, *, plans_ahead: bool) -> None:
+        version = self.ledger.learner_version
+        if self.ledger.plan(version) is None:
+            return
+        if plans_ahead:
+            self.ledger.plan(version + 1)
+        self.ledger.commit(version)
+        account = self.ledger.account
+        self.saved.append((version + 1, tuple(self.ledger.finished()), account.tokens_trained, Counter(account.lags)))
+
+    def rewind(self, back: int) -> None:
+        del self.saved[max(1, len(self.saved) - back) :]
+        version, finished, tokens, lags = self.saved[-1]
+        command = Rewind(
+            version=version,
+            incarnation=self.ledger.incarnation + 1,
+            finished=finished,
+            tokens_trained=tokens,
+            lag_histogram=tuple(sorted(lags.items())),
+        )
+        assert self.ledger.apply(command).is_new
+        assert not self.ledger.apply(command).is_new
+        for lease in self.running:  # their workers hear of it late
+            self.report(lease, refused=True)
+        self.running.clear()
+        assert self.ledger.learner_version == self.ledger.next_plan == version
+        assert self.ledger.num_leased == self.ledger.num_stored == 0
+        assert self.ledger.account.tokens_trained == tokens
+        self.ledger.enqueue(range(100))  # those that it knows are left out
+
+    def check(self) -> None:
+        account = self.ledger.account
+        assert self.reported == account.tokens_trained + account.tokens_dropped.total() + account.tokens_buffered
+        replayed = self.new()
+        for command, outcome in map(unpack, self.log.rows):
+            replayed.enact(command, outcome)
+        assert msgpack.packb(replayed.snapshot()) == msgpack.packb(self.ledger.snapshot())
+        restored = self.new()
+        restored.restore(msgpack.unpackb(msgpack.packb(self.ledger.snapshot()), strict_map_key=False))
+        assert msgpack.packb(restored.snapshot()) == msgpack.packb(self.ledger.snapshot())
+
+
+ACTIONS = st.one_of(
+    st.tuples(st.just("lease"), st.integers(1, 6)),
+    st.tuples(st.just("put"), st.integers(1, 6)),
+    st.tuples(st.just("step"), st.booleans()),
+    st.tuples(st.just("rewind"), st.integers(0, 4)),
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(ACTIONS, max_size=40))
+def test_whenever_the_learner_goes_back_the_account_balances_and_no_attempt_comes_twice(actions):
+    life = Life()
+    life.ledger.enqueue(range(100))
+    for name, argument in actions:
+        if name == "step":
+            life.step(plans_ahead=argument)
+        else:
+            getattr(life, name)(argument)
+        if name == "rewind":
+            life.check()
+    life.rewind(0)
+    for _ in range(100):  # and every prompt is trained on once more, or for the first time
+        life.lease(2 * SIZE)
+        life.put(2 * SIZE)
+        life.step(plans_ahead=False)
+    life.check()
+    assert life.ledger.finished() == [(0, 100)]
+    assert max(life.ledger.account.lags) <= MAX_LAG
+
+
+def test_a_rewind_to_a_version_to_come_or_of_another_run_is_refused():
+    life = Life()
+    with pytest.raises(ReplayBufferError, match=r"rewind\(1\) was asked while the learner is at version 0"):
+        life.ledger.apply(Rewind(version=1, incarnation=1))
+    with pytest.raises(ReplayBufferError, match="says that 5 tokens were trained by then, the ledger counts 0 by now"):
+        life.ledger.apply(Rewind(version=0, incarnation=1, tokens_trained=5))
+
+
+def test_a_prefix_that_was_saved_before_is_dropped_and_counted():
+    ledger = Life.new()
+    ledger.enqueue([0, 1])
+    first, second = ledger.lease(0, 2, owner=b"w")
+    for lease in (first, second):
+        ledger.save(lease, Progress(num_tokens=4, oldest_version=0, newest_version=0))
+    ledger.release(first.group_id, first.attempt, num_tokens=4, reason="stopped")
+    ledger.apply(Rewind(version=0, incarnation=1))
+    assert (ledger.account.tokens_dropped, ledger.account.tokens_buffered) == ({"rewound": 8}, 0)
+    assert [lease.progress for lease in ledger.lease(0, 2, owner=b"w")] == [None, None]
+
+
+async def train(client, version: int) -> None:
+    for lease in await client.lease(version, 2):
+        await client.put(rollout(lease))
+    await client.plan(version)
+    await client.commit(version)
+
+
+async def test_engines_lease_again_when_they_have_loaded_what_the_new_learner_offers_and_not_before():
+    async with running(groups_per_step=2, max_lag=4, num_store_servers=1) as run:
+        control, worker = run.client(), run.client()
+        old, new = run.client(), run.client(incarnation=1)
+        await control.enqueue([prompt(i) for i in range(8)])
+        await old.offer(bare_offer(0))
+        for version in range(2):
+            await worker.loaded((await worker.next_offer(version - 1)).version, 0.1)
+            await train(worker, version)
+            await old.offer(bare_offer(version + 1))
+        await worker.loaded((await worker.next_offer(1)).version, 0.1)
+        [held] = await worker.lease(2, 1)
+        waiting = asyncio.ensure_future(worker.next_offer(2))
+        following = asyncio.ensure_future(control.served(1, 1))
+        assert (await following)[0] == 2
+        options = {"incarnation": 1, "finished": [(0, 2)], "tokens_trained": 10, "lag_histogram": {0: 2}}
+        await control.rewind(1, **options)
+        await control.rewind(1, **options)  # sent again
+
+        assert await worker.revocation() == (held.prompt.group_id, held.attempt)
+        with pytest.raises(LeaseExpired):
+            await worker.put(rollout(held))
+        with pytest.raises(WrongEpoch, match="came from the learner's life 0, this buffer serves its life 1"):
+            await old.offer(bare_offer(3))
+        leasing = asyncio.ensure_future(worker.lease(2, 2))
+        await control.enqueue([prompt(i) for i in range(8)])
+        await control.stats()
+        assert not leasing.done(), "its engine holds weights that were lost with their learner"
+        assert not waiting.done()
+        await new.offer(bare_offer(1))
+        offer = await asyncio.wait_for(waiting, 5)
+        assert (offer.version, offer.incarnation) == (1, 1)
+        leasing.cancel()
+        await asyncio.gather(leasing, return_exceptions=True)
+        await worker.loaded(1, 0.2)
+        assert await control.served(0, 1) == (1, 0.2)
+        for version in range(1, 4):
+            await train(worker, version)
+        stats = await control.stats()
+        assert (stats.tokens_trained, stats.learner_version) == (40, 4)
+        assert stats.tokens_dropped == {"rewound": 15}, "a batch that was trained on, and a late report"
+
+
+async def test_a_request_for_leases_that_waits_is_of_the_new_weights_when_its_engine_has_them():
+    async with running(groups_per_step=1, max_lag=4) as run:
+        control, worker, new = run.client(), run.client(), run.client(incarnation=1)
+        await control.enqueue([prompt(0)])
+        await control.rewind(0, incarnation=1, finished=[], tokens_trained=0, lag_histogram={})
+        leasing = asyncio.ensure_future(worker.lease(0, 1))
+        await new.offer(bare_offer(0))
+        await worker.loaded((await worker.next_offer(5)).version, 0.1)
+        [lease] = await asyncio.wait_for(leasing, 2)
+        assert lease.engine_version == 0
+
+
+async def test_after_a_restart_of_the_server_what_was_withdrawn_stays_so(tmp_path):
+    options = {"durability": Durability.disk, "directory": str(tmp_path), "max_lag": 4}
+    async with running(groups_per_step=2, **options) as run:
+        control = run.client()
+        await control.enqueue([prompt(i) for i in range(4)])
+        await control.offer(bare_offer(0))
+        await train(control, 0)
+        await control.offer(bare_offer(1))
+        await control.rewind(0, incarnation=1, finished=[], tokens_trained=0, lag_histogram={})
+        before = await control.stats()
+    async with running(groups_per_step=2, **options) as run:
+        control, worker, new = run.client(), run.client(), run.client(incarnation=1)
+        assert await control.stats() == before
+        waiting = asyncio.ensure_future(worker.next_offer(-1))
+        await worker.stats()
+        assert not waiting.done()
+        await new.offer(bare_offer(0))
+        assert (await waiting).incarnation == 1

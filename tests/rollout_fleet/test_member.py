@@ -1,0 +1,209 @@
+"""The state machine of a member, against a driver that does everything at any time, in virtual time."""
+
+import math
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from rollout_fleet.config import EngineKind, RolloutFleetConfig
+from rollout_fleet.member import ENDED, SERVING, Member, MemberLimits, MemberState
+from rollout_fleet.supervisor import engine_limits
+
+LIMITS = MemberLimits(
+    start_s=10.0, stop_s=4.0, drain_s=20.0, restarts=3, window_s=100.0, backoff_s=1.0, longest_backoff_s=3.0
+)
+epochs_ago = st.integers(0, 2)
+versions = st.integers(0, 9)
+
+
+def up(now: float = 0.0) -> Member:
+    """A member that serves version 5."""
+    member = Member("engine-3", LIMITS, now)
+    member.started(0)
+    member.offered(0, 5, now, within_s=2.0)
+    member.verified(0, 5)
+    return member
+
+
+class MemberMachine(RuleBasedStateMachine):
+    """Reports of any epoch, faults and time in any order; what was verified in which epoch is written down."""
+
+    def __init__(self):
+        super().__init__()
+        self.now = 0.0
+        self.member = Member("engine-3", LIMITS, 0.0)
+        self.verified_in: set[int] = set()
+        self.faults: list[float] = []
+        self.entered = (MemberState.starting, 0, 0.0)
+        self.starts = 1
+
+    def epoch(self, ago):
+        return max(0, self.member.epoch - ago)
+
+    @rule(ago=epochs_ago)
+    def started(self, ago):
+        self.member.started(self.epoch(ago))
+
+    @rule(ago=epochs_ago, version=versions, within_s=st.floats(0.1, 30))
+    def offered(self, ago, version, within_s):
+        self.member.offered(self.epoch(ago), version, self.now, within_s=within_s)
+
+    @rule(ago=epochs_ago, version=versions)
+    def skipped(self, ago, version):
+        self.member.skipped(self.epoch(ago), version)
+
+    @rule(ago=epochs_ago, version=versions)
+    def verified(self, ago, version):
+        epoch = self.epoch(ago)
+        before = self.member.state
+        self.member.verified(epoch, version)
+        if self.member.accepts(epoch) and before is not MemberState.starting:
+            self.verified_in.add(epoch)
+
+    @rule(ago=epochs_ago)
+    def fault(self, ago):
+        epoch, before = self.epoch(ago), self.member.epoch
+        if self.member.fault(epoch, "it died", self.now):
+            assert (epoch, self.member.epoch) == (before, before + 1)
+            self.faults.append(self.now)
+        else:
+            assert self.member.epoch == before
+
+    @rule()
+    def stopped(self):
+        was_fenced = self.member.state is MemberState.fenced
+        self.member.stopped(self.now)
+        if was_fenced:
+            recent = [at for at in self.faults if at + LIMITS.window_s > self.faults[-1]]
+            assert (self.member.state is MemberState.failed) == (len(recent) > LIMITS.restarts)
+
+    @precondition(lambda self: self.member.epoch > 1)
+    @rule()
+    def drain(self):
+        self.member.drain(self.now)
+
+    @rule(ago=epochs_ago)
+    def drained(self, ago):
+        self.member.drained(self.epoch(ago))
+
+    @rule(seconds=st.floats(0.0, 40.0))
+    def pass_time(self, seconds):
+        """The driver looks at the clock when a deadline passes."""
+        until = self.now + seconds
+        while self.member.deadline <= until:
+            self.now, state, epoch = self.member.deadline, self.member.state, self.member.epoch
+            self.member.due(self.now)
+            assert (self.member.state, self.member.epoch) != (state, epoch), "a missed deadline changes the state"
+            if self.member.epoch > epoch:
+                self.faults.append(self.now)
+        self.now = until
+
+    @invariant()
+    def leases_only_under_weights_verified_in_this_epoch(self):
+        if self.member.may_lease:
+            assert self.member.epoch in self.verified_in
+        assert self.member.may_lease == (self.member.state in SERVING)
+
+    @invariant()
+    def nothing_of_an_older_epoch_is_accepted(self):
+        assert not any(self.member.accepts(epoch) for epoch in range(self.member.epoch))
+        if self.member.state in (MemberState.fenced, MemberState.backoff, *ENDED):
+            assert not self.member.accepts(self.member.epoch)
+
+    @invariant()
+    def every_state_that_waits_for_the_member_has_a_deadline(self):
+        waits_for_others = {MemberState.ready, MemberState.catching_up, *ENDED}
+        if self.member.state not in waits_for_others:
+            assert self.now <= self.member.deadline < math.inf
+            assert self.member.seconds_left(self.now) == self.member.deadline - self.now
+
+    @invariant()
+    def the_pause_before_a_restart_is_bounded(self):
+        if self.member.state is MemberState.backoff:
+            assert self.member.deadline - self.now <= LIMITS.longest_backoff_s
+
+
+MemberMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+test_a_member_keeps_its_promises_whatever_is_reported_when = MemberMachine.TestCase
+
+
+def test_a_member_leases_from_its_first_verified_version_on():
+    member = Member("engine-3", LIMITS, 0.0)
+    assert not member.may_lease
+    member.started(0)
+    assert (member.state, member.may_lease) == (MemberState.catching_up, False)
+    member.offered(0, 7, 1.0, within_s=2.0)
+    assert (member.version, member.deadline, member.may_lease) == (7, 3.0, False)
+    member.verified(0, 7)
+    assert (member.state, member.may_lease) == (MemberState.ready, True)
+
+
+def test_a_version_that_is_gone_leaves_a_member_where_it_was():
+    member = up()
+    member.offered(0, 6, 1.0, within_s=2.0)
+    assert member.state is MemberState.updating
+    member.skipped(0, 5)
+    assert (member.state, member.version) == (MemberState.ready, 5)
+
+
+def test_what_an_older_life_still_reports_changes_nothing():
+    member = up()
+    member.fault(0, "it died", 1.0)
+    member.stopped(1.0)
+    member.due(2.0)
+    assert (member.state, member.epoch) == (MemberState.starting, 1)
+    member.started(0)
+    member.verified(0, 6)
+    assert not member.fault(0, "it died, again", 2.5)
+    assert (member.state, member.epoch, member.reason) == (MemberState.starting, 1, "it died")
+
+
+def test_restarts_are_paused_longer_each_time_and_capped_within_a_window():
+    member, now, pauses = up(), 0.0, []
+    while True:
+        member.fault(member.epoch, "it died", now)
+        member.stopped(now)
+        if member.has_ended:
+            break
+        pauses.append(member.deadline - now)
+        now = member.deadline
+        member.due(now)
+    assert pauses == [1.0, 2.0, 3.0]
+    assert member.state is MemberState.failed
+
+
+def test_faults_that_are_older_than_the_window_are_forgotten():
+    member = up()
+    for fault in range(10):
+        now = 101.0 * fault
+        member.fault(member.epoch, "it died", now)
+        member.stopped(now)
+        assert member.deadline == now + 1.0
+        member.due(now + 1.0)
+    assert member.epoch == 10
+
+
+def test_a_member_that_cannot_be_stopped_is_not_started_a_second_time():
+    member = up()
+    member.fault(0, "it hangs", 1.0)
+    member.due(5.0)
+    assert member.state is MemberState.failed
+
+
+def test_a_member_that_is_asked_to_leave_takes_no_more_work_and_leaves_by_its_deadline():
+    member = up()
+    member.drain(1.0)
+    assert (member.state, member.may_lease, member.accepts(0)) == (MemberState.draining, False, True)
+    member.due(21.0)
+    assert member.state is MemberState.left
+    early = Member("engine-4", LIMITS, 0.0)
+    early.drain(1.0)
+    early.started(0)
+    assert early.state is MemberState.left
+
+
+@pytest.mark.parametrize(("engine", "restarts"), [(EngineKind.sglang, 3), (EngineKind.transformers, 0)])
+def test_an_engine_inside_the_workers_process_is_replaced_with_the_process(engine, restarts):
+    assert engine_limits(RolloutFleetConfig(engine=engine)).restarts == restarts

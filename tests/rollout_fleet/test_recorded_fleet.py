@@ -1,0 +1,51 @@
+"""What a rollout worker notes of its engine, for the run's profile."""
+
+import pytest
+
+from rollout_fleet.engines.engine import SilenceWatch
+from tests.support.rollout import running_loop, writes
+
+pytestmark = pytest.mark.usefixtures("virtual_time")
+
+
+async def probe():
+    raise AssertionError
+
+
+async def test_a_pause_that_loses_the_cache_is_followed_by_its_computation_until_the_next_token(recorded):
+    watch = SilenceWatch("engine", timeout_s=10, probe=probe)
+    with watch.running(2):
+        with watch.paused(recomputes=True):
+            pass
+        watch.token()
+    trace = recorded()
+    (pause,), (again,) = trace.spans_of("pause"), trace.spans_of("re_prefill")
+    assert pause.lane == again.lane == "engine-0"
+    assert again.start >= pause.end
+    assert not again.is_open
+
+
+async def test_nothing_is_computed_again_where_nothing_runs_or_the_cache_is_kept(recorded):
+    watch = SilenceWatch("engine", timeout_s=10, probe=probe)
+    with watch.paused(recomputes=True):
+        pass
+    with watch.running(1), watch.paused():
+        pass
+    assert recorded().spans_of("re_prefill") == ()
+
+
+async def test_the_places_of_an_engine_are_noted_as_groups_begin_run_and_are_stored(recorded, make_buffer):
+    buffer = make_buffer(12)
+    async with running_loop(buffer, writes(3), groups_in_flight=4, samples_per_prompt=3):
+        await buffer.stored(12)
+    trace = recorded()
+    levels = {name: trace.levels_of(name, "engine-0") for name in ("capacity", "running", "tail", "settling")}
+    assert [level.value for level in levels["capacity"]] == [12]
+    assert max(level.value for level in levels["running"]) == 12
+    assert max(level.value for level in levels["settling"]) > 0
+    for time in {level.time for level in trace.levels}:
+        assert sum(trace.level_at(name, "engine-0", time) for name in ("running", "tail", "settling")) <= 12
+    assert [level.value for name in ("running", "tail", "settling") for level in levels[name][-1:]] == [0, 0, 0]
+    for group in range(12):
+        assert [stamp.event for stamp in trace.groups[group].stamps] == ["first_token", "last_token", "reward"]
+    assert len(trace.spans_of("reward", "engine-0/reward")) == 12
