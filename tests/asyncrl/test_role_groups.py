@@ -309,7 +309,11 @@ def test_a_reward_model_scores_what_is_planned(start, tmp_path) -> None:
 
 def test_adapters_make_the_actor_the_reference(start) -> None:
     learner = start(
-        "learner.lora.rank=4", "placement.pools={values:1}", "placement.critic=values", "algorithm.num_mini_batches=1"
+        "learner.lora.rank=4",
+        "weights.adapters=false",  # `run_steps` reads whole models
+        "placement.pools={values:1}",
+        "placement.critic=values",
+        "algorithm.num_mini_batches=1",
     )
     metrics, _ = asyncio.run(asyncio.wait_for(run_steps(learner), DEADLINE_S))
     assert set(pids(learner)) == {"actor", "critic"}
