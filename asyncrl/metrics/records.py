@@ -132,10 +132,9 @@ def summary_document(
         total_steps: Steps that it was to take; a run that a signal stopped has fewer.
         max_lag: The bound.
         result: What training left behind.
-        before: Evaluation at version 0; None where evaluation is off.
-        after: Evaluation at the final version.
+        before: Evaluation at version 0; None where evaluation is off; ``after``: at the final version.
         evaluations: All, in their order.
-        restarts: How often a part was started again, by its name.
+        restarts: How often a part was started again, by name.
         wall_s: Seconds by part of the run: ``total``, ``start`` (until the first step could begin), …
         overlap: How well generation and training overlapped; None where the run was not recorded.
     """
@@ -159,7 +158,7 @@ def summary_document(
         "tokens": asdict(result.tokens) | {"dropped_by_reason": dict(result.tokens_dropped)},
         "groups_failed": dict(result.groups_failed),
         "restarts": dict(restarts or {}),
-        "overlap": overlap if overlap is None else dict(overlap),
+        "overlap": overlap,
     }
 
 
