@@ -274,6 +274,7 @@ class RunConfig:
         output_dir: Results go to ``<output_dir>/<experiment>/<time>/``.
         total_steps: Learner steps of the run.
         quickstart: Make the quickstart's model, tokenizer and data first, under ``<output_dir>/<experiment>/assets``.
+        dry_run: Check the run, and say what it would take and wait for, without starting anything.
         record_trajectories: Write every consumed trajectory to ``trajectories/``, for inspection.
         save_timeout_s: After a signal, once a step is done: how long writing the policy and the summary may take before
             the run stops.
@@ -290,6 +291,7 @@ class RunConfig:
     output_dir: str = "outputs"
     total_steps: int = 100
     quickstart: bool = False
+    dry_run: bool = False
     record_trajectories: bool = False
     save_timeout_s: float = 60.0
     stop_timeout_s: float = 15.0

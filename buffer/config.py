@@ -61,8 +61,8 @@ class BufferConfig:
             ``directory``, and a server started there again goes on from it.
         directory: Where ``disk`` keeps its file. Example: ``outputs/quickstart/buffer``.
         restarts: How often a run starts a server of ``disk`` again that died, or that answers nothing for half of
-            ``request_timeout_s``. Each store server is started again as often, with ``memory`` empty: its groups are
-            generated again. 0 ends the run.
+            ``request_timeout_s``. Each store server is started again as often, with ``memory`` too: then it is empty,
+            and its groups are generated again. 0 ends the run.
         max_message_bytes: Largest frame a client may send; longer ones close its connection.
         max_requests_per_s: Requests of one client that are answered in a second; more are refused.
         num_store_servers: Further processes that hold the payloads, by group id; 0 keeps them beside the ledger.

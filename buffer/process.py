@@ -19,8 +19,9 @@ from asyncrl.protocol.record import ProfileConfig
 from asyncrl.protocol.remote import last_lines, process_end
 
 from .client import BufferConnection
+from .client_socket import ClientSocket
 from .config import BufferConfig, Durability
-from .keys import ensure_keys
+from .keys import BufferRole, client_keys, ensure_keys
 
 logger = logging.getLogger(__name__)
 
@@ -102,13 +103,42 @@ class BufferProcess:
             epoch=self._config.epoch,
         )
 
-    async def death(self) -> NoReturn:
-        """Wait for the server to end. Raises `WorkerDiedError` if it ended; the message ends with its log."""
-        await process_end(self.process.pid)
+    async def end(self, *, notices_silence: bool, role: BufferRole = BufferRole.controller) -> str:
+        """Wait until the server has ended, or has answered nothing for long and is killed; how that was.
+
+        Only a timer notices silence: the server is asked for a sign of life now and then. It ends within two thirds of
+        the deadline that the clients' own requests have, so that these survive it. ``role`` is who asks.
+        """
+        waiting = {asyncio.ensure_future(process_end(self.process.pid))}
+        if notices_silence:
+            waiting.add(asyncio.ensure_future(self._silence(role)))
+        try:
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in waiting:
+                task.cancel()
+            await asyncio.gather(*waiting, return_exceptions=True)
         status = self.process.poll()
-        raise WorkerDiedError(
-            f"the buffer server (pid {self.process.pid}) died with status {status}; its log ends:\n{self.log_tail()}"
-        )
+        self.kill()
+        if status is None:
+            limit_s = self._config.request_timeout_s / 2
+            return f"answered nothing for {limit_s:.1f} s (half of buffer.request_timeout_s) and is killed"
+        return f"died with status {status}"
+
+    async def _silence(self, role: BufferRole) -> None:
+        """Wait until the server does not answer."""
+        timeout_s = self._config.request_timeout_s
+        keys = client_keys(Path(self._config.keys), role) if self._config.keys else None
+        link = ClientSocket(self.address, timeout_s=timeout_s / 2, keys=keys, on_push=lambda message: None)
+        try:
+            while True:
+                await asyncio.sleep(timeout_s / _PROBES_PER_DEADLINE)
+                with suppress(ReplayBufferError):  # an answer too
+                    await link.request("hello", {})
+        except DeadlineError:
+            return
+        finally:
+            link.close()
 
     def log_tail(self) -> str:
         """The last lines of its log."""
@@ -185,26 +215,28 @@ class BufferSupervisor:
 
     async def watch(self) -> NoReturn:
         """Start the server again as often as it dies or hangs. Raises `WorkerDiedError` where it may not be."""
+        is_kept = self._config.durability is Durability.disk
         while True:
-            fault = await self._fault()
+            dead = self._server
+            how = await dead.end(notices_silence=is_kept)
+            what = f"the buffer server (pid {dead.process.pid}) {how}"
+            fault = WorkerDiedError(f"{what}; its log ends:\n{dead.log_tail()}")
+            if not is_kept:
+                raise fault
             began_s = time.monotonic()
             while not await self._is_up_again(fault):
                 pass
             took_s = time.monotonic() - began_s
-            headline = str(fault).partition("\n")[0].removesuffix("; its log ends:")
             self._on_restart(
-                f"{headline}; it was started again at {self.connection.address} within {took_s:.1f} s (restart "
+                f"{what}; it was started again at {self.connection.address} within {took_s:.1f} s (restart "
                 f"{self.num_restarts} of buffer.restarts={self._config.restarts})"
             )
 
     async def _is_up_again(self, fault: WorkerDiedError) -> bool:
         """Start a server in the place of the one that ended; whether it came up. Raises ``fault`` if none may be."""
-        if self._config.durability is not Durability.disk:
-            raise fault
         if self.num_restarts >= self._config.restarts:
             raise WorkerDiedError(f"buffer.restarts={self._config.restarts} are used up: {fault}")
         self.num_restarts += 1
-        self._server.kill()
         self._server = self._launch()
         try:
             await asyncio.to_thread(self._server.read_address)
@@ -212,45 +244,6 @@ class BufferSupervisor:
             logger.error("restart %d of the buffer server failed: %s", self.num_restarts, error)
             return False
         return True
-
-    async def _fault(self) -> WorkerDiedError:
-        """Wait until the server has died, or answers nothing."""
-        waiting = {asyncio.ensure_future(self._server.death())}
-        if self._config.durability is Durability.disk:
-            waiting.add(asyncio.ensure_future(self._silence()))
-        try:
-            ended, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            for task in ended:
-                task.result()
-            raise AssertionError("a watch ended without a fault")
-        except WorkerDiedError as fault:
-            return fault
-        finally:
-            for task in waiting:
-                task.cancel()
-            await asyncio.gather(*waiting, return_exceptions=True)
-
-    async def _silence(self) -> NoReturn:
-        """Ask the server for a sign of life now and then: only a timer notices silence.
-
-        It is noticed within two thirds of the deadline that the clients' own requests have, so that these survive it.
-        Raises `WorkerDiedError` if no answer came.
-        """
-        limit_s = self._config.request_timeout_s / 2
-        client = replace(self.connection, request_timeout_s=limit_s).client()
-        try:
-            while True:
-                await asyncio.sleep(self._config.request_timeout_s / _PROBES_PER_DEADLINE)
-                with suppress(ReplayBufferError):  # an answer too
-                    await client.stats()
-        except DeadlineError:
-            pid = self._server.process.pid
-            raise WorkerDiedError(
-                f"the buffer server (pid {pid}) answered nothing for {limit_s:.1f} s (half of "
-                f"buffer.request_timeout_s) and is killed; its log ends:\n{self._server.log_tail()}"
-            ) from None
-        finally:
-            await client.close()
 
     def stop(self) -> None:
         """End the server."""

@@ -22,7 +22,6 @@ from asyncrl.protocol.errors import (
     WireError,
     WorkerDiedError,
 )
-from asyncrl.protocol.remote import process_end
 
 from .account import IdSet
 from .admission import PendingRequest, PendingRequests
@@ -59,6 +58,7 @@ class StoreService:
             "put_payload": self._put,
             "fetch": self._fetch,
             "reconcile": self._reconcile,
+            "hello": lambda client, request: self._replies.reply(client, request.request_id),
             "remove": self._remove,
         }
         if journal is not None:
@@ -240,9 +240,9 @@ def _attempts(request: Message) -> list[tuple[int, int]]:
 class StoreServers:
     """``num_store_servers`` processes that hold the payloads; made on a running loop.
 
-    One that dies is started again where it was, ``buffer.restarts`` times, without a journal empty. ``on_lost`` is
-    called when one is dead for good; ``on_connected`` with the number of one that is reached, also after it was started
-    again. Raises `AsyncRLError` if one did not come up.
+    One that dies or hangs is started again where it was, ``buffer.restarts`` times, without a journal empty.
+    ``on_lost`` is called when one is dead for good; ``on_connected`` with the number of one that is reached, also after
+    it was started again. Raises `AsyncRLError` if one did not come up.
 
     Attributes:
         addresses: Where they listen, in the order that the ledger counts stores by.
@@ -319,11 +319,9 @@ class StoreServers:
         """Start a server again as often as it may be; report its loss then."""
         port, num_restarts, is_kept = 0, 0, self._config.durability is Durability.disk
         while True:
-            dead = self._processes[number]
-            await process_end(dead.process.pid)
-            dead.stop()
-            status, num_restarts = dead.process.returncode, num_restarts + 1
-            what = f"store server {number} (pid {dead.process.pid}, {dead.address}) died, status {status}"
+            dead, num_restarts = self._processes[number], num_restarts + 1
+            how = await dead.end(notices_silence=True, role=BufferRole.ledger)
+            what = f"store server {number} (pid {dead.process.pid}, {dead.address}) {how}"
             if num_restarts > self._config.restarts:
                 remedy = "" if is_kept else "; its payloads are lost, buffer.durability=disk would keep them"
                 self._on_lost(WorkerDiedError(f"{what}, and buffer.restarts={num_restarts - 1} are used up{remedy}"))

@@ -5,7 +5,7 @@ Pure and synchronous; the rollout loop drives it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 
@@ -119,7 +119,9 @@ class InflightGroup:
         """Requests that the engine has not answered."""
         return len(self._outstanding)
 
-    def next_requests(self, sampling: SamplingConfig) -> list[SampleRequest]:
+    def next_requests(
+        self, sampling: SamplingConfig, *, on_first_token: Callable[[], None] | None = None
+    ) -> list[SampleRequest]:
         """One request per unfinished sample, which `take` gets the answer to; ``sampling`` bounds whole responses."""
         requests = []
         for index, sample in enumerate(self.samples):
@@ -136,7 +138,9 @@ class InflightGroup:
                 prompt_ids = np.concatenate([prompt_ids, sample.token_ids], dtype=np.int32)
             group_id, attempt = self.key
             request_id = f"{group_id}-{attempt}-{index}-{self._num_rounds}"
-            request = SampleRequest(id=request_id, prompt_ids=prompt_ids, sampling=options)
+            request = SampleRequest(
+                id=request_id, prompt_ids=prompt_ids, sampling=options, on_first_token=on_first_token
+            )
             self._outstanding[request.id] = index
             requests.append(request)
         self._num_rounds += 1

@@ -400,7 +400,9 @@ class RolloutLoop:
         asked: dict[str, InflightGroup] = {}
         requests: list[SampleRequest] = []
         for group in groups:
-            new = group.next_requests(self._config.sampling) if group.phase is GroupPhase.generating else []
+            new: list[SampleRequest] = []
+            if group.phase is GroupPhase.generating:
+                new = group.next_requests(self._config.sampling, on_first_token=self._first_token_of(group))
             asked.update((request.id, group) for request in new)
             requests += new
             if not new:
@@ -589,6 +591,20 @@ class RolloutLoop:
     def _note_places(self) -> None:
         self._is_noting = False
         note_places(self._groups.values())
+
+    def _first_token_of(self, group: InflightGroup) -> Callable[[], None] | None:
+        """Notes the group's first token, whichever sample it belongs to; None where nothing is recorded."""
+        if record.current() is None:
+            return None
+        has_come = False
+
+        def note() -> None:
+            nonlocal has_come
+            if not has_come:
+                has_come = True
+                self._stamp(GroupEvent.first_token, group)
+
+        return note
 
     def _stamp(self, event: GroupEvent, group: InflightGroup) -> None:
         group_id, attempt = group.key

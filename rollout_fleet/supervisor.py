@@ -19,6 +19,7 @@ from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import Any
 
+from asyncrl.protocol import record
 from asyncrl.protocol.errors import AsyncRLError, DeadlineError, EngineLost
 from asyncrl.protocol.ports import RolloutBuffer
 
@@ -129,6 +130,10 @@ class EngineSupervisor:
 
     async def _replace(self, error: Exception, loop: RolloutLoop, buffer: RolloutBuffer) -> None:
         """Take a failed engine out of service until another is ready, or this one has failed for good."""
+        with record.span(record.SpanKind.down, cause=type(error).__name__):
+            await self._replace_fenced(error, loop, buffer)
+
+    async def _replace_fenced(self, error: Exception, loop: RolloutLoop, buffer: RolloutBuffer) -> None:
         member, failed_s = self.member, time.monotonic()
         failure: Exception | None = error
         while failure is not None:

@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config = compose_run(overrides)
         check_options(config)
         check_beginning(config)
-        if not flags:
+        if not flags and not config.dry_run:
             check_folders(config)
     except ValueError as error:
         sys.stderr.write(f"error: {error}\n")
@@ -58,7 +58,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if flags:
         sys.stdout.write(_page(config, flags) + "\n")
         return 0
-    return _train(config, overrides)
+    return _show_dry_run(config) if config.dry_run else _train(config, overrides)
+
+
+def _show_dry_run(config: RunConfig) -> int:
+    from asyncrl.cli.dry_run import dry_run
+
+    found = dry_run(config)
+    sys.stdout.write(found.page())
+    return EXIT_USAGE if found.problems else 0
 
 
 def _page(config: RunConfig, flags: set[str]) -> str:

@@ -326,7 +326,8 @@ def _node_actors() -> dict[str, Any]:
 
 
 def _copy_folder(source: Path, target: Path) -> None:
-    """Copy a folder's files, as links where the file system has them."""
+    """Copy a folder's files, as links where the file system has them, in the place of what was there."""
+    shutil.rmtree(target, ignore_errors=True)
     target.mkdir(parents=True, exist_ok=True)
     for path in source.iterdir():
         if path.is_file():

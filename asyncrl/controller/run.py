@@ -122,7 +122,8 @@ class Run:
                     await stack.enter_async_context(ray_cluster(self._config))
                 folders = node_folders(self._config, self._run_dir, self._view.say)
                 self._nodes = await stack.enter_async_context(folders)
-                with self._view.waiting_for("the nodes' models and keys"):
+                several = self._config.placement.num_nodes > 1
+                with self._view.waiting_for("the nodes' models and keys") if several else nullcontext():
                     resumes, keys = self._resumed is not None, server.connection.keys
                     self._config = await self._nodes.supply(self._config, keys=keys, resumes=resumes)
                 work = self._run_parts(stack, server, prompts)

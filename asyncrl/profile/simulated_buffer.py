@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from asyncio import events
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -110,7 +111,7 @@ def call_after(env: simpy.Environment, delay: float, callback: Callable[[], None
 
 
 class SimulatedBuffer:
-    """The buffer of a simulated run, and its clients' calls. Replies come within the call that made them possible.
+    """The buffer of a simulated run, and its clients' calls. Replies come in the same simulated moment.
 
     Args:
         env: The clock.
@@ -120,19 +121,22 @@ class SimulatedBuffer:
     Attributes:
         ledger: Where everything is, to be looked at.
         num_requests: Requests handled so far.
+        service_s: Real seconds that the service's own code took for them.
     """
 
     def __init__(self, env: simpy.Environment, config: BufferConfig, *, groups_per_step: int) -> None:
+        self._env = env
         clock = _SimulatedClock(SimulatedLoop(env))
         self._service = BufferService(config, groups_per_step=groups_per_step, send=self._send, clock=clock)
         self.ledger: Ledger = self._service.ledger
         self.num_requests = 0
+        self.service_s = 0.0
         self._inbox: deque[tuple[bytes, Message]] = deque()
         self._outbox: deque[tuple[bytes, Message]] = deque()
         self._on_reply: dict[int, tuple[OnReply, OnRefusal | None]] = {}
         self._on_revoked: dict[bytes, OnRevoked] = {}
         self._last_id = 0
-        self._is_busy = False
+        self._is_awake = False
 
     def join(self, client: bytes, on_revoked: OnRevoked) -> None:
         """Tell a client of leases that it loses, by group and attempt."""
@@ -158,8 +162,7 @@ class SimulatedBuffer:
         payload: Sequence[Any] = (_Size(num_bytes),) if num_bytes else ()
         self._inbox.append((client, Message(name=name, request_id=self._last_id, fields=fields, payload=payload)))
         identifier = self._last_id
-        if not self._is_busy:
-            self._work()
+        self._wake()
         return identifier
 
     def cancel_lease(self, client: bytes, request_id: int) -> None:
@@ -170,23 +173,26 @@ class SimulatedBuffer:
     def lose(self, group_id: int, attempt: int) -> None:
         """Take a stored group's trajectories; its prompt is queued again."""
         self._service.lose_from_store(0, [group_id], [(group_id, attempt)])
-        if not self._is_busy:
-            self._work()
+        self._wake()
+
+    def _wake(self) -> None:
+        """Handle what came once everybody has acted who does so at this moment: a burst, as the server reads it."""
+        if not self._is_awake:
+            self._is_awake = True
+            call_after(self._env, 0.0, self._work)
 
     def _work(self) -> None:
-        """Handle what came, settle, and hand out the replies, until nothing is left; callbacks may ask for more."""
-        self._is_busy = True
-        try:
-            while self._inbox or self._outbox:
-                while self._inbox:
-                    client, message = self._inbox.popleft()
-                    self.num_requests += 1
-                    self._service.handle(client, message)
-                self._service.settle()
-                while self._outbox:
-                    self._deliver(*self._outbox.popleft())
-        finally:
-            self._is_busy = False
+        """Handle a burst, settle, and hand out the replies; what these lead to is the next burst."""
+        began_s = time.perf_counter()
+        while self._inbox:
+            client, message = self._inbox.popleft()
+            self.num_requests += 1
+            self._service.handle(client, message)
+        self._service.settle()
+        self.service_s += time.perf_counter() - began_s
+        self._is_awake = False
+        while self._outbox:
+            self._deliver(*self._outbox.popleft())
 
     def _send(self, client: bytes, message: Message) -> None:
         self._outbox.append((client, message))

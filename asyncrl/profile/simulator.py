@@ -154,10 +154,7 @@ class SimulatedWorker:
         wanted = self._scenario.groups_in_flight - len(self._groups)
         if wanted > 0:
             fields = {"engine_version": self.engine.version, "max_groups": wanted}
-            self._asked = -1  # the answer may come within the call
-            asked = self._buffer.request(self._client, "lease", fields, on_reply=self._begin)
-            if self._asked == -1:
-                self._asked = asked
+            self._asked = self._buffer.request(self._client, "lease", fields, on_reply=self._begin)
 
     def _begin(self, fields: Mapping[str, Any]) -> None:
         self.account()

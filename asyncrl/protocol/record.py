@@ -421,7 +421,8 @@ def stamp(event: str, group: int, *, attempt: int = 0, version: int = NONE, lane
 
     - lease: ``version`` at which it is admitted, ``deadline`` the last one that may consume it, ``inherited`` tokens of
       a saved prefix.
-    - first_token, last_token, reward: ``version`` of the engine then; they are on the engine's lane.
+    - first_token, last_token, reward: ``version`` of the engine then; they are on the engine's lane. The in-process
+      engine, which answers whole samples, has no first_token.
     - stored: ``version`` of the oldest token, ``newest``, ``learner`` the learner's then, ``tokens`` of the policy,
       ``prompt_tokens``, ``lengths`` [G] of the responses, ``rewards`` [G], ``bytes``.
     - planned, trained: ``version`` the step that takes it.

@@ -184,6 +184,8 @@ class ScriptedEngine:
             if request.id in self._aborted or len(versions) == answer.cut_off:
                 break
             versions.append(self._version)
+            if len(versions) == 1 and request.on_first_token is not None:
+                request.on_first_token()
         if answer.die:
             raise self.die(answer.die)
         if answer.error:

@@ -257,9 +257,13 @@ class SGLangEngine:
             raise RequestRefused(f"{self._name} answered POST /generate with {str(event['error'])[:500]}")
         try:
             index = event.get("index", 0)
+            had_begun = samples[index].has_begun
             output = samples[index].add(event)
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise EngineError(f"{self._name} answered against its contract: {error!r} in {str(event)[:500]}") from error
+        on_first_token = requests[index].on_first_token
+        if on_first_token is not None and samples[index].has_begun and not had_begun:
+            on_first_token()
         if output is None:
             return []
         check_output(output, requests[index], vocab_size=self._facts.vocab_size, loaded_versions=self._verified)
@@ -373,6 +377,11 @@ class _StreamedSample:
         self._logprobs: list[float] = []
         self._version = str(version)
         self._num_certain = 0
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a token has come."""
+        return bool(self._token_ids)
 
     def add(self, chunk: Any) -> SampleOutput | None:
         """Take a chunk; returns the sample if it was the last."""

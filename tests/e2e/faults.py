@@ -160,6 +160,7 @@ RECOVERIES = (
         restarts=(_BUFFER,),
     ),
     Recovery(part="--store 0", signal=signal.SIGKILL, options=(*_ON_DISK, *_STORES)),
+    Recovery(part="--store 0", signal=signal.SIGSTOP, options=(*_ON_DISK, *_STORES, "buffer.request_timeout_s=12")),
     Recovery(
         part="--store 0",
         signal=signal.SIGKILL,

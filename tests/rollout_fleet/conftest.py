@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from asyncrl.profile.trace import Trace
+from asyncrl.protocol import record
+from asyncrl.protocol.record import Pool, ProfileConfig
 from tests.support.rollout import InMemoryBuffer, make_prompts
 
 
@@ -28,3 +31,16 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
     from tests.support.engine_probes import write_model
 
     return write_model(tmp_path_factory.mktemp("model"), seed=0)
+
+
+@pytest.fixture
+def recorded(tmp_path):
+    """Record this process as an engine's worker; call what it returns to stop and read it."""
+    record.start(ProfileConfig(directory=str(tmp_path / "profile")), process="engine-0", pool=Pool.fleet)
+
+    def load() -> Trace:
+        record.stop()
+        return Trace.load(tmp_path)
+
+    yield load
+    record.stop()

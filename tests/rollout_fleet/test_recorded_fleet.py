@@ -2,25 +2,10 @@
 
 import pytest
 
-from asyncrl.profile.trace import Trace
-from asyncrl.protocol import record
-from asyncrl.protocol.record import Pool, ProfileConfig
 from rollout_fleet.engines.engine import SilenceWatch
 from tests.support.rollout import running_loop, writes
 
 pytestmark = pytest.mark.usefixtures("virtual_time")
-
-
-@pytest.fixture
-def recorded(tmp_path):
-    record.start(ProfileConfig(directory=str(tmp_path / "profile")), process="engine-0", pool=Pool.fleet)
-
-    def load():
-        record.stop()
-        return Trace.load(tmp_path)
-
-    yield load
-    record.stop()
 
 
 async def probe():
@@ -62,5 +47,5 @@ async def test_the_places_of_an_engine_are_noted_as_groups_begin_run_and_are_sto
         assert sum(trace.level_at(name, "engine-0", time) for name in ("running", "tail", "settling")) <= 12
     assert [level.value for name in ("running", "tail", "settling") for level in levels[name][-1:]] == [0, 0, 0]
     for group in range(12):
-        assert [stamp.event for stamp in trace.groups[group].stamps] == ["last_token", "reward"]
+        assert [stamp.event for stamp in trace.groups[group].stamps] == ["first_token", "last_token", "reward"]
     assert len(trace.spans_of("reward", "engine-0/reward")) == 12

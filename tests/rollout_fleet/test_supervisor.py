@@ -86,7 +86,7 @@ def buffer_of(num_prompts):
     return InMemoryBuffer(make_prompts(num_prompts), groups_per_step=1, max_lag=8)
 
 
-async def test_a_dead_engine_is_replaced_and_its_groups_go_on_where_they_were(monkeypatch, tmp_path):
+async def test_a_dead_engine_is_replaced_and_its_groups_go_on_where_they_were(monkeypatch, tmp_path, recorded):
     buffer, engines = buffer_of(4), Engines(writes(40))
     async with working(monkeypatch, tmp_path, buffer, engines) as (worker, run):
         await asyncio.sleep(0.2)
@@ -100,6 +100,8 @@ async def test_a_dead_engine_is_replaced_and_its_groups_go_on_where_they_were(mo
     assert counters.tokens_in_flight == 0
     continued = [len(request.prompt_ids) for request in engines[1].requests]
     assert min(continued) > 15, "the prefix that was written is part of the prompt"
+    (down,) = recorded().spans_of("down", "engine-0")
+    assert (down.cause, down.is_open) == ("WorkerDiedError", False)
 
 
 async def test_nothing_is_leased_until_the_new_engine_serves_verified_weights(monkeypatch, tmp_path):

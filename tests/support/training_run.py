@@ -80,7 +80,9 @@ class RunningTraining:
         """Wait until ``metrics.jsonl`` has so many records."""
         deadline, path = time.monotonic() + timeout_s, self.run_dir / "metrics.jsonl"
         while not path.exists() or len(self.records) < number:
-            assert self.process.poll() is None, "the run ended first"
+            if self.process.poll() is not None:
+                self.finish(5.0)
+                raise AssertionError(f"the run ended before step {number}:\n{self.output}")
             assert time.monotonic() < deadline, f"no {number} steps within {timeout_s} s"
             time.sleep(0.05)
 

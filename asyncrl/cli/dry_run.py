@@ -1,0 +1,176 @@
+"""``dry_run=true``: what a training would take and wait for, without starting anything.
+
+The checks of `asyncrl.cli.preflight` run first; what they refuse is shown beside the figures, which need less.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+from asyncrl.cli.preflight import check_folders, preflight, visible_gpus
+from asyncrl.cli.quickstart import with_quickstart_assets
+from asyncrl.config import RunConfig, learner_pools, learner_roles, requested_cpus, requested_gpus
+from asyncrl.profile.device_memory import GIB, ModelSize, engine_memory, kv_tokens, rank_memory
+
+_BYTES_PER_TOKEN = 14
+"""Of a stored token: id, log-prob and version, and its share of the rest."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DryRun:
+    """What a run would take.
+
+    Attributes:
+        problems: What the checks refuse; empty where the run could start.
+        placement: Who runs where.
+        memory: Device to part to bytes; empty where the model is not there.
+        tokens: Figures of one learner step.
+        staleness: What the bound means for this run.
+        waits: What is waited for, in order, with each deadline.
+        notes: Lines that the checks showed.
+    """
+
+    problems: list[str] = field(default_factory=list)
+    placement: list[str] = field(default_factory=list)
+    memory: dict[str, dict[str, int]] = field(default_factory=dict)
+    tokens: list[str] = field(default_factory=list)
+    staleness: list[str] = field(default_factory=list)
+    waits: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def page(self) -> str:
+        """All of it, for the terminal."""
+        lines = ["dry run: nothing was started", *_section("placement", self.placement)]
+        if self.memory:
+            lines += _section("memory per device (activations, logits and KV cache are estimates)", _table(self.memory))
+        lines += _section("tokens of a learner step", self.tokens)
+        lines += _section("staleness", self.staleness)
+        lines += _section("waits for, in this order", self.waits)
+        lines += _section("checked", self.notes)
+        lines += _section("not ready", self.problems) if self.problems else ["", "every check passed"]
+        return "\n".join(lines) + "\n"
+
+
+def dry_run(config: RunConfig) -> DryRun:
+    """Check a run and work out what it would take. Makes no folder of the run and starts no process of it."""
+    with tempfile.TemporaryDirectory(prefix="asyncrl-dry-run-") as folder:
+        problems: list[str] = []
+        notes: list[str] = []
+        with_assets = with_quickstart_assets(replace(config, output_dir=folder)) if config.quickstart else config
+        with_assets = replace(with_assets, output_dir=config.output_dir)
+        try:
+            check_folders(config)
+            asyncio.run(preflight(with_assets, notes.append))
+        except ValueError as error:
+            problems.append(str(error))
+        memory = _memory(with_assets, problems)
+    return DryRun(
+        problems=problems,
+        placement=list(_placement(config)),
+        memory=memory,
+        tokens=list(_tokens(config)),
+        staleness=list(_staleness(config)),
+        waits=list(_waits(config)),
+        notes=notes,
+    )
+
+
+def _memory(config: RunConfig, problems: list[str]) -> dict[str, dict[str, int]]:
+    """Memory of each kind of device; colocated pools share theirs."""
+    try:
+        model = ModelSize.of(config.model.path)
+    except ValueError as error:
+        problems.append(str(error))
+        return {}
+    ranks = {f"learner rank ({pool})": parts for pool, parts in rank_memory(config, model).items()}
+    engine = engine_memory(config, model)
+    if not config.placement.colocated:
+        return {**ranks, "engine": engine}
+    return {f"{name} and engine, in turns": {**parts, **engine} for name, parts in ranks.items()}
+
+
+def _placement(config: RunConfig) -> Iterator[str]:
+    fleet, learner = config.rollout_fleet, config.learner
+    roles = learner_roles(config)
+    for pool, size in learner_pools(config).items():
+        hosted = ", ".join(role for role, of in roles.items() if of == pool)
+        shape = f"dp {size // learner.sp_size} x sp {learner.sp_size}"
+        yield f"learner pool {pool}: {size} ranks on {learner.device} ({shape}), {hosted}"
+    size = f" x {fleet.sglang.tp_size} tensor-parallel ranks" if fleet.sglang.tp_size > 1 else ""
+    where = "the learner's devices, in turns" if config.placement.colocated else f"{fleet.device}"
+    yield f"fleet: {fleet.num_engines} {fleet.engine} engines{size} on {where}, {fleet.groups_in_flight} groups each"
+    yield f"buffer: 1 server and {config.buffer.num_store_servers} stores; durability {config.buffer.durability}"
+    cluster = f"the Ray cluster at {config.ray.address}" if config.ray.address else "a Ray cluster of its own"
+    have = f"; this machine has {os.cpu_count()} and {visible_gpus()}" if not config.ray.address else ""
+    yield f"{cluster}: {requested_cpus(config):g} CPUs and {requested_gpus(config)} GPUs{have}"
+
+
+def _tokens(config: RunConfig) -> Iterator[str]:
+    algorithm, learner = config.algorithm, config.learner
+    samples = algorithm.groups_per_step * algorithm.samples_per_prompt
+    response, prompt = config.rollout_fleet.sampling.max_new_tokens, config.data.max_prompt_tokens
+    most = samples * (response + prompt)
+    dp_size = learner.num_ranks // learner.sp_size
+    budget = dp_size * learner.sp_size * learner.max_tokens_per_micro_batch
+    yield f"{algorithm.groups_per_step} groups x {algorithm.samples_per_prompt} samples = {samples} trajectories"
+    yield f"at most {most:,} tokens: {samples} x ({prompt:,} of a prompt + {response:,} of a response)"
+    yield f"at most {-(-most // budget):,} micro-batches per rank, {algorithm.num_mini_batches} optimizer updates"
+    yield f"an engine's KV cache holds {kv_tokens(config):,} tokens at most"
+
+
+def _staleness(config: RunConfig) -> Iterator[str]:
+    buffer, fleet, batch = config.buffer, config.rollout_fleet, config.algorithm.groups_per_step
+    updates = config.algorithm.num_mini_batches
+    most_open, places = (buffer.max_lag + 1) * batch, fleet.num_engines * fleet.groups_in_flight
+    yield f"no token is trained on more than {buffer.max_lag} learner steps after it was written"
+    yield f"that is at most {buffer.max_lag * updates + updates - 1} optimizer updates"
+    yield f"at most {most_open} groups are open; the fleet has places for {places}"
+    if places > most_open:
+        yield f"the fleet can never use {places - most_open} of its places: lower rollout_fleet.groups_in_flight"
+    if buffer.max_lag == 0:
+        yield "generation and training take turns: nothing overlaps with buffer.max_lag=0"
+    yield f"weights are published every {config.weights.publish_every} steps; a straggler: {buffer.on_stale}"
+    longest = config.rollout_fleet.sampling.max_new_tokens * config.algorithm.samples_per_prompt
+    held, room = most_open * longest * _BYTES_PER_TOKEN, buffer.max_stored_bytes * max(1, buffer.num_store_servers)
+    fits = "fits" if held <= room else "does not fit; leases wait for room where responses are that long"
+    yield f"the buffer holds at most {held / GIB:.2f} GiB of responses: {fits} (buffer.max_stored_bytes)"
+
+
+def _waits(config: RunConfig) -> Iterator[str]:
+    fleet, learner = config.rollout_fleet, config.learner
+    yield f"Ray: ray.start_timeout_s={config.ray.start_timeout_s:g}"
+    if config.sft.enabled:
+        yield (
+            f"the warm start, {config.sft.max_steps} updates at most: sft.progress_timeout_s="
+            f"{config.sft.progress_timeout_s:g}"
+        )
+    yield f"{sum(learner_pools(config).values())} learner ranks: learner.start_timeout_s={learner.start_timeout_s:g}"
+    yield f"{fleet.num_engines} engines: rollout_fleet.start_timeout_s={fleet.start_timeout_s:g}"
+    if config.evaluation.enabled:
+        yield f"the held-out prompts, {config.evaluation.num_samples + 1} samples of each, before and after training"
+    yield (
+        f"then {config.total_steps} steps: a batch of {config.algorithm.groups_per_step} groups, and its update: "
+        f"learner.step_timeout_s={learner.step_timeout_s:g}"
+    )
+    if config.checkpoint.every_steps:
+        yield f"a checkpoint every {config.checkpoint.every_steps} steps, written while training goes on"
+
+
+def _section(title: str, lines: list[str]) -> list[str]:
+    return ["", title, *(f"  {line}" for line in lines)] if lines else []
+
+
+def _table(memory: Mapping[str, Mapping[str, int]]) -> list[str]:
+    lines = []
+    for device, parts in memory.items():
+        lines.append(f"{device}: {_amount(sum(parts.values()))}")
+        lines += [f"  {part:20} {_amount(size):>12}" for part, size in parts.items()]
+    return lines
+
+
+def _amount(size: int) -> str:
+    return f"{size / GIB:.2f} GiB" if size >= GIB // 10 else f"{size / (1 << 20):.2f} MiB"
