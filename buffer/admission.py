@@ -27,6 +27,9 @@ logger = logging.getLogger(__name__)
 _MAX_PER_CLIENT = 256
 _MAX_IN_ALL = 16_384
 _MAX_REMEMBERED = 4096
+_MANY_LEASES = 256
+_RELIEVE_EVERY_S = 0.1
+"""With many leases, who is the most loaded is looked for this often: it takes a look at each of them."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -255,6 +258,7 @@ class Admission:
         self._clock = clock
         self._pending = PendingLeases()
         self._granted: OrderedDict[tuple[bytes, int], list[GrantedLease | Group]] = OrderedDict()
+        self._relieves_at = 0.0
         self._turns = FairQueue()
         self._balance = WorkBalance()
         self.heartbeats = Heartbeats(silent_s)
@@ -361,6 +365,10 @@ class Admission:
 
         Its engine must be as new as theirs began, or they could not begin on it.
         """
+        now = self._clock.time()
+        if self._ledger.num_leased > _MANY_LEASES and now < self._relieves_at:
+            return
+        self._relieves_at = now + _RELIEVE_EVERY_S
         idle = next((r for r in self._pending.all() if not self._ledger.num_leases_of(r.client)), None)
         if idle is None:
             return
