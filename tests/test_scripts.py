@@ -1,11 +1,14 @@
 """The shell scripts that a user calls."""
 
+import shutil
+import signal
 import subprocess
 
 import pytest
 import yaml
 
 from tests.support.training_run import ROOT
+from tests.support.two_hosts import SCRIPT, left_of, seen_by_hosts, skip_unless_permitted, start_hosts
 
 
 @pytest.mark.timeout(300)
@@ -15,3 +18,63 @@ def test_paths_are_seen_from_where_the_user_stands(tmp_path):
     shown = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=280)
     assert shown.returncode == 0, shown.stderr
     assert yaml.safe_load(shown.stdout)["algorithm"]["loss"] == f"{tmp_path / 'own.py'}:loss"
+
+
+RAY = """#!/bin/sh
+echo Ray runtime started.
+exec sleep 600
+"""
+TRAINING = """#!/bin/sh
+trap 'echo told to stop; exit 143' TERM
+mkdir -p /tmp/asyncrl/quickstart/2030-01-01
+hostname > /tmp/asyncrl/quickstart/2030-01-01/host.txt
+getent hosts host-1
+echo training
+[ "$MODE" = ends ] || sleep 600 & wait $!
+"""
+
+
+@pytest.fixture
+def hosts(monkeypatch):
+    """Two hosts with stand-ins of Ray and of the training, in a folder of their own that both see."""
+    with seen_by_hosts() as folder:
+        programs = {"scripts/setup.sh": "", ".venv/bin/ray": RAY, ".venv/bin/asyncrl": TRAINING}
+        for name, text in programs.items():
+            path = folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+            path.chmod(0o755)
+        shutil.copy(SCRIPT, folder / "scripts")
+        yield folder / "scripts" / SCRIPT.name, folder / "out"
+
+
+@pytest.mark.timeout(120)
+def test_two_hosts_know_each_other_have_a_tmp_of_their_own_and_end_with_their_run(hosts, monkeypatch):
+    monkeypatch.setenv("MODE", "ends")
+    script, out = hosts
+    process, mark = start_hosts(out, script=script)
+    output, _ = process.communicate(timeout=100)
+    skip_unless_permitted(process, output)
+    assert process.returncode == 0, output
+    assert "10.77.0.2       host-1" in output
+    assert sorted(path.name for path in out.iterdir()) == ["collective", "file"]
+    assert (out / "file" / "host.txt").read_text() == "host-0\n"
+    assert left_of(mark) == []
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+def test_two_hosts_that_are_stopped_end_their_run_and_leave_nothing(hosts, number, status):
+    script, out = hosts
+    process, mark = start_hosts(out, script=script)
+    output = ""
+    while "training\n" not in output and (line := process.stdout.readline()):
+        output += line
+    process.send_signal(number)
+    output += process.communicate(timeout=100)[0]
+    skip_unless_permitted(process, output)
+    assert process.returncode == status, output
+    assert left_of(mark) == []
+    if number is not signal.SIGKILL:
+        assert "told to stop" in output
+        assert [path.name for path in out.iterdir() if path.name.startswith(".")] == []

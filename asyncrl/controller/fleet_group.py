@@ -57,7 +57,7 @@ class FleetGroup:
             connect_buffer=buffer.for_role(BufferRole.rollout).client,
             log_dir=str(paths.logs),
             staging_dir=str(paths.staging),
-            copy_weights=config.weights.keeps_images,
+            copy_weights=config.weights.copies,
             seed=config.seed,
             greedy_baseline=config.algorithm.greedy_baseline,
             sample_dir=str(paths.samples),

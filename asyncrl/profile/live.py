@@ -26,7 +26,7 @@ class LiveUse:
     def __init__(self, run_dir: Path) -> None:
         self._plan = run_dir / "plan.json"
         self._reader = TraceReader(run_dir)
-        self._upto = -1
+        self._upto: int | None = None
         self._busy: Counter[str] = Counter()
         self._idle: dict[str, Counter[str]] = {Pool.learner: Counter(), Pool.fleet: Counter()}
         self._recent: dict[str, deque[PoolTime]] = {pool: deque(maxlen=RECENT_STEPS) for pool in self._idle}
@@ -35,9 +35,10 @@ class LiveUse:
     def read(self) -> RunUse | None:
         """The use up to the last finished step; None before the first. Raises as `TraceReader.read`."""
         trace: Trace = self._reader.read()
-        new = [step for step in trace.steps if not step.is_open and step.version > self._upto]
+        # By time: a learner that goes back to a checkpoint takes steps again.
+        new = [step for step in trace.steps if not step.is_open and (self._upto is None or step.start >= self._upto)]
         if new:
-            self._upto = new[-1].version
+            self._upto = new[-1].end
             attribution = Attribution.of(trace, (new[0].start, new[-1].end))
             for pool in self._idle:
                 for window, time in zip(new, attribution.per_step(pool, new), strict=True):
@@ -45,7 +46,8 @@ class LiveUse:
                     self._busy[pool] += time.busy
                     self._idle[pool].update(time.idle)
                     self._capacity[pool] = round(time.capacity / window.duration) if window.duration else 0
-        if self._upto < 0:
+            self._reader.forget(before=new[-1].end)
+        if self._upto is None:
             return None
         return RunUse(learner=self._use(Pool.learner), fleet=self._use(Pool.fleet), advice=self._advice())
 
