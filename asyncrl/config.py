@@ -222,6 +222,8 @@ class WeightsConfig:
             any other, whoever reaches the host's ports may receive the weights, or disturb the transfer.
         full_every: One of so many published versions is full, and the others hold exactly what changed since the one
             before; 1 publishes full versions only. Each engine then keeps an image of its version in shared memory.
+        adapters: With ``learner.lora``, publish the adapters alone, and the frozen weights once; each engine applies
+            the ones to the others. False publishes merged weights. Without adapters it changes nothing.
         copy_to_memory: Each engine copies a version into its host's shared memory while it generates, and loads it from
             there: for a ``directory`` that is slow to read.
     """
@@ -231,12 +233,18 @@ class WeightsConfig:
     publish_every: int = 1
     interface: str = LOOPBACK
     full_every: int = 1
+    adapters: bool = True
     copy_to_memory: bool = False
 
     @property
-    def keeps_images(self) -> bool:
+    def copies(self) -> bool:
         """Whether each engine keeps an image of its version in its host's shared memory."""
-        return self.full_every > 1 or self.copy_to_memory or self.transport is Transport.collective
+        return self.full_every > 1 or self.copy_to_memory
+
+    @property
+    def keeps_images(self) -> bool:
+        """Whether each engine has one there, if only until it is loaded."""
+        return self.copies or self.transport is Transport.collective
 
     def __post_init__(self) -> None:
         if self.publish_every < 1:
@@ -251,11 +259,6 @@ class WeightsConfig:
         if self.directory and self.transport is not Transport.file:
             raise ValueError(
                 f"weights.directory={self.directory} is used by weights.transport=file, got {self.transport}; set it"
-            )
-        if self.full_every > 1 and self.transport is Transport.collective:
-            raise ValueError(
-                f"weights.full_every must be 1 with weights.transport=collective, got {self.full_every}: what is "
-                "broadcast is full; deltas travel by weights.transport=file"
             )
         if self.interface != LOOPBACK and self.transport is not Transport.collective:
             raise ValueError(
@@ -312,6 +315,11 @@ class RunConfig:
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     sft: WarmStartConfig = field(default_factory=WarmStartConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
+
+    @property
+    def publishes_adapters(self) -> bool:
+        """Whether adapters travel alone."""
+        return self.weights.adapters and self.learner.lora.rank > 0
 
     def __post_init__(self) -> None:
         if self.total_steps < 1:
@@ -506,6 +514,11 @@ def _check_weights(config: RunConfig) -> None:
         raise ValueError(
             f"weights.publish_every must be at most buffer.max_lag + 1 = {config.buffer.max_lag + 1}, got "
             f"{config.weights.publish_every}: the learner would wait for rollouts under weights that are not published"
+        )
+    if config.weights.full_every > 1 and config.publishes_adapters:
+        raise ValueError(
+            f"weights.full_every must be 1 where adapters are published alone, got {config.weights.full_every}: they "
+            "are smaller than what they change; set it, or weights.adapters=false to publish merged weights"
         )
     in_memory = config.weights.transport in (Transport.shared_memory, Transport.collective)
     if in_memory and config.learner.keep_snapshots == -1:

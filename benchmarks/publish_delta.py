@@ -1,4 +1,4 @@
-"""What deltas cost, a section of `benchmarks.publish`: bytes that travel, and the time until a version is offered."""
+"""What deltas and adapters cost, a section of `benchmarks.publish`: bytes that travel, and the time until the offer."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 
 from asyncrl.protocol.delta import write_delta
-from asyncrl.protocol.manifest import PIECE_BYTES
+from asyncrl.protocol.manifest import PIECE_BYTES, WeightOffer, read_manifest
 from benchmarks.report import Target
-from learner.config import Device, LearnerConfig
+from learner.config import Device, LearnerConfig, LoraConfig
 from learner.fsdp import local_tensor
 from learner.packed_model import PackedModel
 from learner.roles import ACTOR
@@ -21,7 +21,13 @@ SHARES = (0.01, 0.05)
 """Of values that change at random; what an update of a run does in bfloat16."""
 INDEX_BYTES = 2
 """Of an ideal index: enough for the gap between two changed values at these shares."""
-TARGETS = {"delta_wire_vs_ideal": Target(at_most=1.2), "publish_memcpys_delta": Target()}
+LORA = LoraConfig(rank=16)
+TARGETS = {
+    "delta_wire_vs_ideal": Target(at_most=1.2),
+    "publish_memcpys_delta": Target(),
+    "publish_memcpys_adapter": Target(),
+    "adapter_wire_vs_model": Target(),
+}
 
 
 def measure(model_path: str, folder: Path, num_runs: int) -> dict[str, float]:
@@ -31,9 +37,15 @@ def measure(model_path: str, folder: Path, num_runs: int) -> dict[str, float]:
         for dtype in (torch.bfloat16, torch.float32)
         for seed, share in enumerate(SHARES)
     ]
+    delta_memcpys, _ = publish_memcpys(model_path, folder / "p", num_runs, full_every=num_runs + 1)
+    adapter_memcpys, offer = publish_memcpys(model_path, folder / "a", num_runs, lora=LORA)
+    frozen = read_manifest(offer).base
+    assert frozen is not None, "with adapters nothing else travels"
     return {
         "delta_wire_vs_ideal": max(ratios),
-        "publish_memcpys_delta": publish_memcpys(model_path, folder / "p", num_runs),
+        "publish_memcpys_delta": delta_memcpys,
+        "publish_memcpys_adapter": adapter_memcpys,
+        "adapter_wire_vs_model": offer.num_bytes / frozen.num_bytes - 1,
     }
 
 
@@ -50,13 +62,19 @@ def wire_vs_ideal(folder: Path, dtype: torch.dtype, share: float, *, seed: int) 
     return path.stat().st_size / (num_changed * (INDEX_BYTES + dtype.itemsize))
 
 
-def publish_memcpys(model_path: str, folder: Path, num_runs: int) -> float:
-    """Seconds from the call to the offer of a delta over one memcpy of all weights; one rank, float32."""
-    model = PackedModel(LearnerConfig(device=Device.cpu), ACTOR, model_path=model_path)
+def publish_memcpys(
+    model_path: str, folder: Path, num_runs: int, *, full_every: int = 1, lora: LoraConfig | None = None
+) -> tuple[float, WeightOffer]:
+    """Seconds from the call to the offer over one memcpy of all weights, and the last offer; one rank, float32.
+
+    What is published is a delta under ``full_every``, an adapter under ``lora``.
+    """
+    config = LearnerConfig(device=Device.cpu, lora=lora or LoraConfig())
+    model = PackedModel(config, ACTOR, model_path=model_path)
     weights = [local_tensor(parameter.detach()) for parameter in model.head.parameters()]
     copies = [torch.zeros_like(weight) for weight in weights]
-    publisher = WeightPublisher(model, str(folder), keep=2, full_every=num_runs + 1)
-    publisher.publish(0).result()
+    publisher = WeightPublisher(model, str(folder), keep=2, full_every=full_every, adapters=lora is not None)
+    offer = publisher.publish(0).result()
     ratios = []
     for version in range(1, num_runs + 1):
         for weight in weights:
@@ -67,7 +85,8 @@ def publish_memcpys(model_path: str, folder: Path, num_runs: int) -> float:
             place.copy_(weight)
         memcpy_s = time.perf_counter() - began_s
         began_s = time.perf_counter()
-        publisher.publish(version).result()
+        offer = publisher.publish(version).result()
         ratios.append((time.perf_counter() - began_s) / memcpy_s)
     publisher.close()
-    return statistics.median(ratios)
+    assert offer is not None, "one rank is the first"
+    return statistics.median(ratios), offer

@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 _MAX_PER_CLIENT = 256
 _MAX_IN_ALL = 16_384
 _MAX_REMEMBERED = 4096
+_RELIEF_S = 0.25
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -257,6 +258,7 @@ class Admission:
         self._granted: OrderedDict[tuple[bytes, int], list[GrantedLease | Group]] = OrderedDict()
         self._turns = FairQueue()
         self._balance = WorkBalance()
+        self._relief: asyncio.TimerHandle | None = None
         self.heartbeats = Heartbeats(silent_s)
         self.operations = {
             "lease": self._lease,
@@ -272,6 +274,8 @@ class Admission:
     def close(self) -> None:
         """Stop whatever waits."""
         self._pending.close()
+        if self._relief is not None:
+            self._relief.cancel()
 
     def recover(self, leases: Iterable[Group]) -> None:
         """Take up the leases of the server before this one; their owners get the same timeout as everyone else."""
@@ -370,6 +374,16 @@ class Admission:
         candidates = {worker: number for worker, number in num_held.items() if worker not in too_new}
         if (asked := self._balance.hand_on(idle.client, candidates, self._clock.time())) is not None:
             self._replies.push(asked[0], HAND_ON, {"groups": asked[1]})
+        if leases and self._relief is None:  # what is held may turn out to be slow
+            self._relief = asyncio.get_running_loop().call_later(_RELIEF_S, self._relieve_again)
+
+    def _relieve_again(self) -> None:
+        self._relief = None
+        self.grant()
+
+    def released(self, client: bytes) -> None:
+        """A worker gave a group back unfinished."""
+        self._balance.released(client, self._clock.time())
 
     def done(self, client: bytes, num_tokens: int) -> None:
         """A worker stored a group."""

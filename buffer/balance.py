@@ -11,18 +11,25 @@ from dataclasses import dataclass
 
 _MEMORY = 0.9
 """Weight of the past at each new group: about the last ten count."""
-_HAND_ON_EVERY_S = 1.0
-_LEAST_HELD = 2
+_UNKNOWN_S = 1.0
 _LEAST_S = 1e-6
+_TRY_EVERY = 10.0
+"""An idle worker that is slower than the others is tried after so many times the seconds that it takes per group."""
+_WORTH_IT = 2.0
+"""A worker's only group is handed on where that makes it this much faster."""
 
 
 @dataclass(kw_only=True, slots=True)
 class _Pace:
-    """Groups done and the seconds they took, both fading; ``since`` the last of them, or since it holds any."""
+    """Groups done and the seconds they took, both fading; ``since`` the last change, or since it holds any."""
 
     since: float
     num_groups: float = 0.0
     took_s: float = 0.0
+
+    @property
+    def average_s(self) -> float:
+        return max(self.took_s / max(self.num_groups, 1.0), _LEAST_S)
 
 
 class WorkBalance:
@@ -30,7 +37,7 @@ class WorkBalance:
 
     def __init__(self) -> None:
         self._paces: dict[bytes, _Pace] = {}
-        self._asked: dict[bytes, float] = {}
+        self._asked: set[bytes] = set()
 
     def granted(self, worker: bytes, num_held: int, now: float) -> None:
         """A worker that held ``num_held`` leases gets one more; one that held none was idle, which says nothing."""
@@ -45,55 +52,60 @@ class WorkBalance:
             pace.took_s = _MEMORY * pace.took_s + now - pace.since
             pace.since = now
 
+    def released(self, worker: bytes, now: float) -> None:
+        """A worker gave a group back unfinished: the time that it had it for counts all the same."""
+        self._asked.discard(worker)
+        if (pace := self._paces.get(worker)) is not None:
+            pace.took_s += now - pace.since
+            pace.since = now
+
     def forget(self, worker: bytes) -> None:
         """A worker is gone."""
         self._paces.pop(worker, None)
-        self._asked.pop(worker, None)
+        self._asked.discard(worker)
 
-    def pace_s(self, worker: bytes, now: float) -> float | None:
-        """Seconds per group of a worker that holds some; None before its first is done.
+    def pace_s(self, worker: bytes, num_held: int, now: float) -> float:
+        """Seconds per group; a group that takes longer than those before counts already, while any is held.
 
-        A group that takes longer than those before counts already.
+        A worker that has done nothing yet counts as the fastest that is known.
         """
-        average_s = self._average_s(worker)
-        return None if average_s is None else max(average_s, now - self._paces[worker].since)
+        pace = self._paces.get(worker)
+        held_s = now - pace.since if pace is not None and num_held else 0.0
+        if pace is None or not pace.took_s:
+            return max(self._fastest_s(), held_s)
+        return max(pace.average_s, held_s)
 
     def delay_s(self, worker: bytes, num_held: int, now: float) -> float:
         """Seconds until a worker is done with what it holds and one group more.
 
-        0 for one that holds none: it is never left without work, and its pace stays known. One of unknown pace counts
-        as the fastest that is known.
+        A part of the time for which an idle one has waited is taken off: a slow one is tried again now and then.
         """
-        if num_held == 0:
-            return 0.0
-        pace_s = self.pace_s(worker, now)
-        return (num_held + 1) * (self._fastest_s() if pace_s is None else pace_s)
+        pace = self._paces.get(worker)
+        idle_s = now - pace.since if pace is not None and not num_held else 0.0
+        return (num_held + 1) * self.pace_s(worker, num_held, now) - idle_s / _TRY_EVERY
 
     def hand_on(self, idle: bytes, num_held: Mapping[bytes, int], now: float) -> tuple[bytes, int] | None:
         """Who is to hand on how many groups to an idle worker; None where that would bring nothing.
 
-        ``num_held`` are the leases of each worker. A worker is not asked twice within a second.
+        ``num_held`` are the leases of each worker. One that was asked is not asked again until it has released one.
         """
-        own_s = self._average_s(idle) or self._fastest_s()
+        own_s = self.pace_s(idle, 0, now)
         busy = {
-            worker: number * (self.pace_s(worker, now) or self._fastest_s())
+            worker: number * self.pace_s(worker, number, now)
             for worker, number in num_held.items()
-            if worker != idle and number >= _LEAST_HELD and now - self._asked.get(worker, -1e9) >= _HAND_ON_EVERY_S
+            if worker != idle and number and worker not in self._asked
         }
         if not busy:
             return None
         busiest = max(busy, key=busy.__getitem__)
         theirs_s = busy[busiest] / num_held[busiest]
-        number = min(int(busy[busiest] / (theirs_s + own_s)), num_held[busiest] - 1)
-        if number < 1:
+        number = int(busy[busiest] / (theirs_s + own_s))
+        if number == 0 and theirs_s > _WORTH_IT * own_s:
+            number = 1
+        if number == 0:
             return None
-        self._asked[busiest] = now
+        self._asked.add(busiest)
         return busiest, number
 
     def _fastest_s(self) -> float:
-        known = [average_s for worker in self._paces if (average_s := self._average_s(worker)) is not None]
-        return min(known, default=1.0)
-
-    def _average_s(self, worker: bytes) -> float | None:
-        pace = self._paces.get(worker)
-        return None if pace is None or not pace.num_groups else max(pace.took_s / pace.num_groups, _LEAST_S)
+        return min((pace.average_s for pace in self._paces.values() if pace.num_groups), default=_UNKNOWN_S)

@@ -281,7 +281,7 @@ def offer_of(fields: Any) -> WeightOffer:
     try:
         return WeightOffer(**fields)
     except TypeError as error:
-        raise WireError(f"this is no offer of weights: {error}") from error
+        raise WireError(f"not an offer of weights: got {str(fields)[:200]}: {error}") from error
 
 
 def stats_fields(stats: BufferStats) -> dict[str, Any]:

@@ -246,7 +246,10 @@ class OfferRequests:
             self._write()
             self._fail_all()
         else:
-            raise WireError(f"an offer has the fields of weights, or a reason of at most {MAX_REASON} characters")
+            got = str({name: message.fields[name] for name in ("offer", "failure") if name in message.fields})[:200]
+            raise WireError(
+                f"an offer must have the fields of weights, or a failure of 1 to {MAX_REASON} characters, got {got}"
+            )
         self._replies.reply(client, message.request_id, {"oldest": self._log.oldest()})
 
     def _write(self) -> None:

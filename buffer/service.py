@@ -380,6 +380,7 @@ class BufferService:
             drop=flag(fields, "drop", default=False),
         )
         self.ledger.apply(command)
+        self._admission.released(client)
         self._replies.reply(client, request.request_id)
 
     def _save_progress(self, client: bytes, request: Message) -> None:

@@ -13,15 +13,16 @@ if TYPE_CHECKING:
     from .batching import rank_batches
     from .config import AlgorithmConfig, LearnerConfig
     from .losses import LOSSES, LossInputs, LossTerms, negative_log_likelihood
+    from .model_folder import save_policy
     from .packed_model import PackedModel
     from .roles import Role
     from .trainer import Trainer
     from .types import RankBatch, TokenSequence
     from .verl_api import ActorWorker, CriticWorker, ReferenceWorker, RewardModelWorker
-    from .weights import save_policy
     from .worker import ModelWorker
 
-_HOMES = ("config", "types", "batching", "losses", "advantages", "weights", "trainer", "verl_api")  # each loads more
+# Each loads more.
+_HOMES = ("config", "types", "batching", "losses", "advantages", "model_folder", "trainer", "verl_api")
 
 __all__ = [
     "ADVANTAGES",

@@ -27,7 +27,6 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
-from transformers.core_model_loading import revert_weight_conversion
 
 from asyncrl.protocol.errors import CheckpointError
 
@@ -44,9 +43,12 @@ from .checkpoint_folder import (
     write_progress,
 )
 from .config import LoraConfig
-from .lora import add_adapters, has_adapters, merged_weights
+from .fsdp import stored_buffers
+from .lora import add_adapters, has_adapters
+from .model_folder import copy_tokenizer, new_model_folder, write_description
 from .trainer import Trainer
-from .weights import copy_tokenizer, write_model
+from .weight_files import DATA_FILE, WritableFile
+from .weight_layout import ModelLayout
 
 _PREFIX = "pretrained."
 """What the head puts before the names of the model's parameters."""
@@ -254,17 +256,26 @@ def export(checkpoint: Path, out: Path, *, dtype: str = "") -> Path:
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
     if progress.lora:
         add_adapters(model, LoraConfig(**progress.lora))
-    weights = merged_weights(model, _read(source, model))
-    converted = revert_weight_conversion(model, {name: tensor.to(kind) for name, tensor in weights.items()})
-    write_model(out, model, converted, kind)
-    copy_tokenizer(str(folder), out)
+    layout = ModelLayout(model, kind)
+    with new_model_folder(out) as partial:
+        file = WritableFile(partial / DATA_FILE, layout.num_bytes, [], is_alone=True)
+        layout.fill(file.data, lambda names: _read(source, model, names))
+        file.sync()
+        file.close()
+        write_description(partial, model, kind)
+        copy_tokenizer(str(folder), partial)
     return source
 
 
-def _read(checkpoint: Path, model: PreTrainedModel) -> dict[str, Tensor]:
-    """The weights, tied ones once and adapters beside them, in the float32 that they are trained in."""
-    names = [name for name, _ in model.named_parameters()]
-    empty = {_PREFIX + name: torch.empty(model.get_parameter(name).shape, dtype=torch.float32) for name in names}
+def _read(checkpoint: Path, model: PreTrainedModel, names: Sequence[str]) -> dict[str, Tensor]:
+    """Some of the weights, tied ones once and adapters beside them, parameters in the float32 they are trained in."""
+    buffers = stored_buffers(model)
+    empty = {
+        _PREFIX + name: torch.empty_like(buffers[name], device="cpu")
+        if name in buffers
+        else torch.empty(model.get_parameter(name).shape, dtype=torch.float32)
+        for name in names
+    }
     try:
         state_dict_loader.load({"model": empty}, checkpoint_id=checkpoint, no_dist=True)
     except CheckpointException as fault:

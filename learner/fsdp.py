@@ -8,11 +8,10 @@ whole model per rank.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -273,21 +272,3 @@ def stored_buffers(model: nn.Module) -> dict[str, Tensor]:
         for name, buffer in module._buffers.items()
         if buffer is not None and name not in module._non_persistent_buffers_set
     }
-
-
-def whole_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield every parameter of a plain or sharded model whole, one FSDP unit at a time; every rank iterates to the end.
-
-    Each comes once, tied ones under their first name. A tensor is valid until the next step of the iteration.
-    """
-    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    if not units:
-        yield from ((name, parameter.detach()) for name, parameter in model.named_parameters())
-        return
-    for unit in units:
-        unit.unshard()
-        prefix = next(name for name, module in model.named_modules() if module is unit)
-        for name, parameter in cast("nn.Module", unit).named_parameters(prefix=prefix):
-            if not isinstance(parameter, DTensor):
-                yield name, parameter.detach()
-        unit.reshard()

@@ -1,33 +1,44 @@
 """Where each part of a model's checkpoint file comes from: which bytes a rank writes, and what has to be computed.
 
 A tensor of the checkpoint that is a contiguous part of a parameter, which covers fused experts, is written where it
-belongs at once. Others (merged adapters, transposed or joined parameters) are computed by one rank each from a raw copy
-of their parameters, which the ranks write in the same manner.
+belongs at once. Others (merged adapters, transposed or joined parameters) are computed layer by layer, each by one
+rank, which the others send their parts of its parameters.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from enum import Enum
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from asyncrl.protocol.errors import WeightsError
 from asyncrl.protocol.manifest import DTYPES, StoredTensor, safetensors_header
 
 from .fsdp import local_tensor, stored_buffers
-from .lora import merged_weights
-from .packed_model import PackedModel
+from .lora import adapter_weights, frozen_weights, is_adapter, merged_weights, plain_name
 
 _LAYER = re.compile(r"^.*?\blayers\.\d+\.")
 _DTYPE_NAMES = {getattr(torch, dtype): name for name, dtype in DTYPES.items()}
 _ALIGNMENT = 16
+
+
+class Part(Enum):
+    """What a file holds of a model: all of it, adapters merged; what lies below the adapters; the adapters alone."""
+
+    whole = "whole"
+    frozen = "frozen"
+    adapters = "adapters"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,12 +46,14 @@ class Region:
     """Where a contiguous part of this rank's shard of a parameter is written.
 
     Attributes:
+        name: Of the parameter.
         parameter: The shard, or all of it where it is not sharded.
         first: First value within the shard, flattened; ``num_values`` follow.
         start: First byte in the file.
         dtype: As which the values are written.
     """
 
+    name: str
     parameter: Tensor
     first: int
     num_values: int
@@ -61,23 +74,34 @@ class ModelLayout:
     """Which bytes of a model's checkpoint file this rank writes, and how the rest is computed.
 
     Attributes:
+        part: Of the model.
         head: Bytes of the file before its data.
         tensors: Every tensor of the file.
+        tensor_of: Parameter, as it is named without adapters, to the tensor that it is as it stands; others have none.
         regions: What this rank writes there.
-        raw_regions: What this rank writes into the raw file.
-        num_bytes: Of the file; ``num_raw_bytes`` of the raw file, 0 where nothing is to be computed.
+        raw_regions: What this rank writes into its raw copy.
+        num_bytes: Of the file; ``num_raw_bytes`` of the raw copy, 0 where nothing is to be computed.
     """
 
-    def __init__(self, model: PackedModel) -> None:
-        """Lay a plain or sharded model out. The same on every rank but for the regions.
+    def __init__(self, model: PreTrainedModel, dtype: torch.dtype, part: Part = Part.whole) -> None:
+        """Lay a plain or sharded model out, or a part of it. The same on every rank but for the regions.
+
+        Parameters are written as ``dtype``, adapters alone as they are trained.
 
         Raises:
             WeightsError: a parameter is sharded otherwise than by rows, or a conversion cannot be done by layers.
         """
-        self._model = model
-        held = {**dict(model.head.named_parameters()), **stored_buffers(model.head)}
-        self._held = {name.removeprefix("pretrained."): tensor for name, tensor in held.items()}
-        meta = {name: _as_published(tensor, model.compute_dtype) for name, tensor in self._held.items()}
+        self.part, self._model = part, model
+        self._held = {
+            name: tensor
+            for name, tensor in (*model.named_parameters(), *stored_buffers(model).items())
+            if part is Part.whole or is_adapter(name) is (part is Part.adapters)
+        }
+        # In a smaller type, small updates of adapters would be rounded away before they are merged.
+        meta = {
+            name: _as_published(tensor, tensor.dtype if part is Part.adapters else dtype)
+            for name, tensor in self._held.items()
+        }
         # Wide types first, so that every tensor starts at a multiple of its type's size; and alike on all ranks.
         published = dict(sorted(self._converted(meta).items(), key=lambda item: (-item[1].element_size(), item[0])))
         sizes = [(name, _DTYPE_NAMES[t.dtype], t.shape, t.nbytes) for name, t in published.items()]
@@ -89,6 +113,7 @@ class ModelLayout:
         self.num_bytes = len(self.head) + sum(tensor.num_bytes for tensor in self.tensors)
         sources = {tensor.untyped_storage()._cdata: name for name, tensor in meta.items()}
         self.regions: list[Region] = []
+        self.tensor_of: dict[str, str] = {}
         computed: list[StoredTensor] = []
         for stored in self.tensors:
             tensor = published[stored.name]
@@ -97,14 +122,17 @@ class ModelLayout:
                 computed.append(stored)
             else:
                 begin = int(tensor.storage_offset())
+                if tensor.shape == self._held[source].shape:
+                    self.tensor_of[plain_name(source)] = stored.name
                 self.regions += self._regions(source, begin, tensor.numel(), stored.start, tensor.dtype)
         written = {published[t.name].untyped_storage()._cdata for t in self.tensors if t not in computed}
         self._plan_computed(computed, [name for storage, name in sources.items() if storage not in written])
 
     def _plan_computed(self, computed: Sequence[StoredTensor], needed: Sequence[str]) -> None:
-        """Lay out the raw file: what ``computed`` is made of, whole, layer by layer."""
+        """Lay out the raw copy: what ``computed`` is made of, whole, layer by layer."""
         self.raw_regions: list[Region] = []
         self._raw: dict[str, tuple[int, Tensor]] = {}
+        self._spans: list[list[tuple[str, int, int]]] | None = None
         self.num_raw_bytes = 0
         groups: dict[str, tuple[list[str], list[StoredTensor]]] = {}
         for name in needed:
@@ -121,11 +149,33 @@ class ModelLayout:
             if missing := sorted({stored.name for stored in outputs} - made.keys()):
                 raise WeightsError(f"{missing[0]} cannot be computed from the parameters of its layer: {names}")
 
+    def exchange(self, raw: Tensor, group: dist.ProcessGroup) -> None:
+        """Send what this rank holds of the raw copy to the ranks that compute with it, and receive their parts.
+
+        A collective of all ranks, on the CPU. ``raw``, [bytes] uint8, is this rank's own copy.
+        """
+        rank, size = dist.get_rank(group), dist.get_world_size(group)
+        if self._spans is None:
+            self._spans = [[] for _ in range(size)]
+            own = [(_layer_of(region.name), region.start, region.num_bytes) for region in self.raw_regions]
+            dist.all_gather_object(self._spans, own, group=group)
+        owners = {_layer_of(names[0]): index % size for index, (names, _) in enumerate(self._groups)}
+        transfers: list[Any] = []
+        for sender, spans in enumerate(self._spans):
+            for layer, start, num_bytes in spans:
+                owner, part = owners.get(layer, sender), raw[start : start + num_bytes]
+                if rank == sender != owner:
+                    transfers.append(dist.isend(part, group_dst=owner, group=group))
+                elif rank == owner != sender:
+                    transfers.append(dist.irecv(part, group_src=sender, group=group))
+        for transfer in transfers:
+            transfer.wait()
+
     def compute(self, raw: Tensor, data: Tensor, rank: int, num_ranks: int) -> list[StoredTensor]:
         """Compute this rank's part of the tensors that are no parts of parameters, and write them.
 
         Args:
-            raw: [bytes] uint8, the raw file, written by all ranks.
+            raw: [bytes] uint8, this rank's raw copy, after `exchange`.
             data: [bytes] uint8, the file.
             rank: Computes every ``num_ranks``-th layer.
             num_ranks: See ``rank``.
@@ -138,15 +188,39 @@ class ModelLayout:
                 whole[name] = raw[start : start + meta.nbytes].view(meta.dtype).view(meta.shape)
             made = self._converted(whole)
             for stored in outputs:
-                place = data[stored.start : stored.start + stored.num_bytes]
-                place.view(getattr(torch, DTYPES[stored.dtype])).copy_(made[stored.name].reshape(-1))
+                _place(data, stored).copy_(made[stored.name].reshape(-1))
             done += outputs
         return done
 
+    def fill(self, data: Tensor, read: Callable[[Sequence[str]], dict[str, Tensor]]) -> None:
+        """Write the whole file without ranks, layer by layer.
+
+        Args:
+            data: [bytes] uint8, the file.
+            read: Returns whole parameters and buffers by their names; called once per layer.
+
+        Raises:
+            WeightsError: a tensor of the file cannot be made of what one layer holds.
+        """
+        layers: dict[str, list[str]] = {}
+        for name in self._held:
+            layers.setdefault(_layer_of(name), []).append(name)
+        left = {stored.name: stored for stored in self.tensors}
+        data[: len(self.head)].copy_(torch.frombuffer(bytearray(self.head), dtype=torch.uint8))
+        for names in layers.values():
+            for name, tensor in self._converted(read(names)).items():
+                if stored := left.pop(name, None):
+                    _place(data, stored).copy_(tensor.reshape(-1))
+        if left:
+            raise WeightsError(f"{min(left)} cannot be computed from the parameters of one layer")
+
     def _converted(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Whole weights by the names of parameters, as a checkpoint has them."""
-        pretrained = self._model.pretrained
-        return revert_weight_conversion(pretrained, merged_weights(pretrained, weights))
+        """Whole weights by the names of parameters, as a file has them."""
+        if self.part is Part.adapters:
+            return adapter_weights(self._model, weights)
+        is_whole = self.part is Part.whole
+        plain = merged_weights(self._model, weights) if is_whole else frozen_weights(weights)
+        return revert_weight_conversion(self._model, plain)
 
     def _regions(self, name: str, first: int, num_values: int, start: int, dtype: torch.dtype) -> Iterator[Region]:
         """This rank's part of a contiguous range of a parameter's values, which is written from ``start`` on."""
@@ -154,6 +228,7 @@ class ModelLayout:
         begin, end = max(first, own_first), min(first + num_values, own_first + own_size)
         if begin < end:
             yield Region(
+                name=name,
                 parameter=self._held[name],
                 first=begin - own_first,
                 num_values=end - begin,
@@ -162,9 +237,20 @@ class ModelLayout:
             )
 
 
+def reshard(model: nn.Module) -> None:
+    """Drop what is gathered, if anything is: from here on the parameters are the shards, of which a layout is made."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def item_bytes(stored: StoredTensor) -> int:
     """Bytes per value."""
     return getattr(torch, DTYPES[stored.dtype]).itemsize
+
+
+def _place(data: Tensor, stored: StoredTensor) -> Tensor:
+    return data[stored.start : stored.start + stored.num_bytes].view(getattr(torch, DTYPES[stored.dtype]))
 
 
 def _as_published(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -33,13 +33,14 @@ from .advantages import ADVANTAGES, BatchAdvantages, is_token_level
 from .checkpoint import ShardedCheckpointer
 from .checkpoint_folder import read_progress
 from .config import AlgorithmConfig, LearnerConfig
+from .model_folder import save_policy
 from .offload import OffloadPolicy
 from .packed_model import PackedModel
 from .roles import CRITIC, Role, Scores, scored_by
 from .trainer import LearnerStep, Trainer
 from .trajectory_log import LEARNER_LOGPROBS, TokenLogOptions, TrajectoryLog
 from .types import RankBatch, SampleKey, TokenSequence, group_sequences
-from .weights import WeightPublisher, save_policy
+from .weights import WeightPublisher
 
 T = TypeVar("T")
 
@@ -120,6 +121,8 @@ class ModelWorker(Worker):
         connect_buffer: Opens this rank's connection to the replay buffer; None where only verl's methods are called.
         seed: Seeds dropout, where the model has any, and adapters.
         snapshot_dir: Where published weights go, readable by the engines of this host; None publishes none.
+        full_every: See `WeightPublisher`.
+        adapters: See `WeightPublisher`.
         trajectory_dir: Where consumed samples are logged, one file per step and rank; None logs nothing.
         token_log: What is kept for people to read; None keeps nothing.
         collective: Sends published weights to the hosts of the engines; None leaves them in ``snapshot_dir``.
@@ -143,6 +146,7 @@ class ModelWorker(Worker):
         seed: int = 0,
         snapshot_dir: str | None = None,
         full_every: int = 1,
+        adapters: bool = False,
         trajectory_dir: str | None = None,
         token_log: TokenLogOptions | None = None,
         collective: CollectiveOptions | None = None,
@@ -165,6 +169,7 @@ class ModelWorker(Worker):
         self._checkpoints: dict[str, ShardedCheckpointer] = {}
         self._snapshot_dir = snapshot_dir
         self._full_every = full_every
+        self._adapters = adapters
         self._collective = collective
         self._publisher: WeightPublisher | None = None
         self._log = TrajectoryLog(trajectory_dir) if trajectory_dir else None
@@ -188,6 +193,7 @@ class ModelWorker(Worker):
                 self._snapshot_dir,
                 keep=self._config.keep_snapshots,
                 full_every=self._full_every,
+                adapters=self._adapters,
                 collective=self._collective,
                 log=self._buffer,
             )

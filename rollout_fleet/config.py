@@ -170,7 +170,7 @@ class RolloutFleetConfig:
             next failure is final. Its prompt groups go on elsewhere with what is written of them, unless
             ``save_progress=never``. 0 replaces nothing.
         restart_window_s: Failures that are older count no more.
-        restart_backoff_s: Pause before a replacement; it doubles with each further one of the window, up to a minute.
+        restart_backoff_s: Pause before the second replacement of a window; each further one doubles it, up to a minute.
         drain_timeout_s: How long running prompt groups may go on when the learner takes the device
             (``placement.colocated``); then they are cut off, and continued after the weight update.
         stop_timeout_s: Deadline of each step of stopping a worker: cutting running groups off, giving leases back, and

@@ -50,7 +50,7 @@ class MemberLimits:
         drain_s: From the word to leave until it has left.
         restarts: Faults within ``window_s`` that are mended; the next one is final. Example: 3.
         window_s: Older faults are forgotten.
-        backoff_s: Pause before the first restart; each further one within the window doubles it.
+        backoff_s: Pause before the second restart within the window; each further one doubles it.
         longest_backoff_s: The longest pause.
     """
 
@@ -63,8 +63,8 @@ class MemberLimits:
     longest_backoff_s: float
 
     def pause_s(self, num_faults: int) -> float:
-        """The pause after so many faults. Example: 1, 2, 4 s after 1, 2, 3 faults with ``backoff_s`` 1."""
-        return min(self.longest_backoff_s, self.backoff_s * 2.0 ** min(num_faults - 1, 63))
+        """The pause after so many faults. Example: 0, 1, 2, 4 s after 1, 2, 3, 4 faults with ``backoff_s`` 1."""
+        return 0.0 if num_faults < 2 else min(self.longest_backoff_s, self.backoff_s * 2.0 ** min(num_faults - 2, 63))
 
 
 class Member:

@@ -57,7 +57,7 @@ class FleetGroup:
             connect_buffer=buffer.for_role(BufferRole.rollout).client,
             log_dir=str(paths.logs),
             staging_dir=str(paths.staging),
-            copy_weights=config.weights.keeps_images,
+            copy_weights=config.weights.copies,
             seed=config.seed,
             greedy_baseline=config.algorithm.greedy_baseline,
             sample_dir=str(paths.samples),
@@ -117,7 +117,9 @@ class FleetGroup:
                 f"{num_left} of {len(self._members)} rollout engines are left, rollout_fleet.min_engines is {wanted}. "
                 f"{error}"
             ) from error
-        self._say(f"the run goes on with {num_left} of {len(self._members)} rollout engines: {error}")
+        self._say(
+            f"the run goes on with {num_left} of {len(self._members)} rollout engines: {str(error).splitlines()[0]}"
+        )
 
     def _say_if_idle(self) -> None:
         """Say it when no engine is up any more, and when one is back."""

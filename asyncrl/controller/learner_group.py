@@ -390,6 +390,7 @@ def _worker_class(
     publishes = {
         "snapshot_dir": str(snapshots),
         "full_every": config.weights.full_every,
+        "adapters": config.publishes_adapters,
         "trajectory_dir": str(trajectories) if trajectories else None,
         "token_log": _token_log_options(config, tokens),
         "collective": _collective_options(config),

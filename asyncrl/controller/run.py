@@ -8,6 +8,7 @@ reverse order, whatever happened. The buffer server and the learner's ranks are 
 from __future__ import annotations
 
 import asyncio
+import logging
 import shutil
 import uuid
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -58,6 +59,8 @@ from buffer import BufferClient, BufferConnection, BufferSupervisor
 
 if TYPE_CHECKING:
     from asyncrl.controller.learner_group import LearnerGroup
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -338,8 +341,9 @@ class Run:
             return None
         try:
             report = await asyncio.to_thread(explain, self._run_dir)
-        except (OSError, ValueError) as error:
-            self._view.say(f"the profile could not be written: {error}")
+        except Exception as error:
+            logger.exception("the profile could not be written")
+            self._view.say(f"the profile could not be written: {error!r}; logs/controller.log says more")
             return None
         for step, figures in report.steps.items():
             writer.profile(step, figures.flat())

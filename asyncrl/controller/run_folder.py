@@ -139,8 +139,9 @@ def _num_versions(config: RunConfig) -> int:
 
     The learner keeps ``keep_snapshots``, those that engines may still be offered (the next evaluation holds one back
     while the learner goes on), and the full version before them; one is being written, and one an engine still reads.
+    Adapters are small: where they are published alone, the frozen weights count.
     """
     full_every = config.weights.full_every
     num_kept = max(config.learner.keep_snapshots, config.buffer.max_lag + 2) + full_every - 1
     num_images = 2 + config.rollout_fleet.num_engines if config.weights.keeps_images else 0
-    return num_kept + 2 + num_images
+    return (1 if config.publishes_adapters else num_kept + 2) + num_images

@@ -97,8 +97,8 @@ class Watching:
                 use: RunUse | None = await asyncio.to_thread(live.read)
             except FileNotFoundError:  # profile.enabled=false
                 return
-            except (OSError, ValueError) as error:
-                logger.warning("how the pools are used cannot be read: %s", error)
+            except Exception:
+                logger.exception("how the pools are used cannot be read")
                 return
             if use is not None:
                 self._view.use(use)

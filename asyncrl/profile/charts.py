@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from asyncrl.protocol.record import GroupEvent, LevelName, Pool, SpanKind
+from asyncrl.protocol.record import NONE, GroupEvent, LevelName, Pool, SpanKind
 
 from .attribution import BUSY, Attribution, PoolTime, Stretch
 from .trace import GroupLife, Span, StepWindow, Trace
@@ -176,8 +176,9 @@ def publishes(trace: Trace) -> Chart:
     stages: dict[str, dict[int, list[Span]]] = defaultdict(lambda: defaultdict(list))
     for span in trace.spans:
         name = _stage_of(span)
-        if name and span.version in began and not span.is_open and span.start >= began[span.version]:
-            stages[name][span.version].append(span)
+        version = _version_of(trace, span) if name else NONE
+        if version in began and not span.is_open and span.start >= began[version]:
+            stages[name][version].append(span)
     served = {version: when for version, when in _served(trace) if version in began}
     rows = [_stage(name, by_version, began) for name, by_version in stages.items()]
     pauses = stages.get("pause and load", {})
@@ -202,6 +203,16 @@ _STAGES = {
 
 def _stage_of(span: Span) -> str:
     return span.cause if span.kind == SpanKind.publish_stage else _STAGES.get(SpanKind(span.kind), "")
+
+
+def _version_of(trace: Trace, span: Span) -> int:
+    """The version that a stage is about. Of a pause that names none, the one that its engine serves next."""
+    if span.version != NONE:
+        return span.version
+    if span.kind == SpanKind.re_prefill:  # under the new version already
+        return trace.level_at(LevelName.version, span.lane, span.start)
+    later = (level.value for level in trace.levels_of(LevelName.version, span.lane) if level.time >= span.start)
+    return next(later, NONE)
 
 
 def _stage(name: str, by_version: Mapping[int, Sequence[Span]], began: Mapping[int, int]) -> Chart:

@@ -15,6 +15,7 @@ import asyncio
 import hmac
 import importlib.util
 import ipaddress
+import logging
 import os
 import sys
 import time
@@ -27,6 +28,8 @@ from aiohttp import web
 from asyncrl.metrics.prometheus import split_address
 from asyncrl.profile.page import render
 from asyncrl.profile.report import RunReport
+
+logger = logging.getLogger(__name__)
 
 TOKEN_VARIABLE = "ASYNCRL_DASHBOARD_TOKEN"
 _COOKIE = "asyncrl_token"
@@ -83,6 +86,9 @@ class Dashboard:
             self._failure = ""
         except (OSError, ValueError) as error:
             self._failure = str(error)
+        except Exception as error:
+            logger.exception("the report cannot be made")
+            self._failure = f"the report cannot be made: {error!r}"
         async with self._news:
             self._count += 1
             self._news.notify_all()
@@ -212,7 +218,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     parser = argparse.ArgumentParser(prog="asyncrl dashboard", description="Serve the report of a run, live.")
     parser.add_argument("run", type=Path, help="folder of a run")
-    parser.add_argument("--address", default="127.0.0.1:8265", help="HOST:PORT (default 127.0.0.1:8265; port 0: any)")
+    parser.add_argument("--address", default="127.0.0.1:8300", help="HOST:PORT (default 127.0.0.1:8300; port 0: any)")
     parser.add_argument("--with-parent", action="store_true", help="end when stdin ends")
     options = parser.parse_args(arguments)
     token = os.environ.get(TOKEN_VARIABLE, "")

@@ -46,6 +46,7 @@ class LiveUse:
                     self._busy[pool] += time.busy
                     self._idle[pool].update(time.idle)
                     self._capacity[pool] = round(time.capacity / window.duration) if window.duration else 0
+            self._reader.forget(before=new[-1].end)
         if self._upto is None:
             return None
         return RunUse(learner=self._use(Pool.learner), fleet=self._use(Pool.fleet), advice=self._advice())

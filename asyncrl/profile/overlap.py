@@ -116,7 +116,7 @@ class Figures:
 
 @dataclass(frozen=True, kw_only=True)
 class OverlapReport:
-    """The figures of a run, and of each of its finished steps by version."""
+    """The figures of a run, and of each of its finished steps by version: the last, where one was taken again."""
 
     run: Figures
     steps: Mapping[int, Figures]
@@ -146,7 +146,7 @@ class OverlapReport:
             num_steps=len(steps),
             pools={pool: attribution.total(pool) for pool in POOLS},
             num_lanes=num_lanes,
-            lag=_mean_lag(lag for step in steps for lag in lags[step.version]),
+            lag=_mean_lag(lag for of_step in lags.values() for lag in of_step),
         )
         return cls(run=run, steps=figures, attribution=attribution, recorded=_recorded(trace))
 

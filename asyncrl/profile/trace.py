@@ -41,6 +41,7 @@ class Process:
         offset_ns: What was last added to its clock; ``error_ns``: how far that may be off, either way.
         num_dropped: Records that it had no room for.
         is_whole: False where its file ends in the middle of a record.
+        lanes: On which it noted spans or levels.
     """
 
     name: str
@@ -54,6 +55,7 @@ class Process:
     error_ns: int = 0
     num_dropped: int = 0
     is_whole: bool = True
+    lanes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -247,6 +249,9 @@ class Trace:
     @cached_property
     def _names_by_lane(self) -> Mapping[str, set[str]]:
         found: dict[str, set[str]] = defaultdict(set)
+        for process in self.processes:
+            for lane in process.lanes:
+                found[lane].add(process.name)
         for notes in (self.spans, self.levels):
             for note in notes:
                 found[note.lane].add(note.process)
@@ -298,6 +303,26 @@ class TraceReader:
             end=end,
         )
 
+    def forget(self, before: int) -> None:
+        """Drop what was over before a time of the last trace, so that reading a long run on stays cheap.
+
+        The next trace has the spans that ended, and the stamps, from then on, and where each level stood.
+        """
+        for file in self._files.values():
+            file.forget(before)
+
+
+def _levels_from(levels: Iterable[list[Any]], before: int) -> list[list[Any]]:
+    """Levels from a time on, and before them where each count stood."""
+    stood: dict[tuple[str, str], list[Any]] = {}
+    kept = []
+    for level in levels:
+        if level[2] < before:
+            stood[level[0], level[1]] = level
+        else:
+            kept.append(level)
+    return [*stood.values(), *kept]
+
 
 def _ends_of_open_spans(files: Sequence[_ProcessFile], end: int) -> Mapping[_ProcessFile, int]:
     """When a process ended at the latest: where one of its name came after it, and else with the trace."""
@@ -326,6 +351,7 @@ class _ProcessFile:
         self._levels: list[list[Any]] = []
         self._stamps: list[list[Any]] = []
         self._clocks: list[list[Any]] = []
+        self._lanes: set[str] = set()
         self._num_dropped = 0
         self._last = 0
         self._offsets = ClockOffsets()
@@ -357,6 +383,7 @@ class _ProcessFile:
                 self._last = self.header["started_ns"]
             case Tag.open:
                 self._opened[items[0]] = items
+                self._lanes.add(items[1])
                 self._last = max(self._last, items[3])
             case Tag.close:
                 opened = self._opened.pop(items[0], None)
@@ -365,6 +392,7 @@ class _ProcessFile:
                 self._last = max(self._last, items[1])
             case Tag.level:
                 self._levels.append(items)
+                self._lanes.add(items[1])
                 self._last = max(self._last, items[2])
             case Tag.stamp:
                 self._stamps.append(items)
@@ -401,6 +429,13 @@ class _ProcessFile:
         """Its last note."""
         return self._offsets.shown(self._last)
 
+    def forget(self, before: int) -> None:
+        """Drop what was over before a time."""
+        before -= self._offsets.at(self._last)[0]
+        self._closed = [(opened, end) for opened, end in self._closed if end >= before]
+        self._stamps = [stamp for stamp in self._stamps if stamp[4] >= before]
+        self._levels = _levels_from(self._levels, before)
+
     def process(self) -> Process:
         """The process."""
         offset, error = self._offsets.at(self._last)
@@ -415,6 +450,7 @@ class _ProcessFile:
             offset_ns=offset,
             error_ns=error,
             num_dropped=self._num_dropped,
+            lanes=tuple(sorted(self._lanes)),
             is_whole=not self._is_broken and self._num_whole == self._num_read,
         )
 

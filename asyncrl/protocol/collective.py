@@ -43,7 +43,16 @@ from torch import Tensor
 from torch.distributed import BroadcastOptions, DistStoreError, PrefixStore, ProcessGroupGloo, TCPStore  # type: ignore
 
 from .errors import DeadlineError, WeightsError, WeightsGone
-from .manifest import COLLECTIVE_SCHEME, Manifest, Piece, WeightOffer, digest_of, read_manifest, safetensors_header
+from .manifest import (
+    COLLECTIVE_SCHEME,
+    FROZEN,
+    Manifest,
+    Piece,
+    WeightOffer,
+    digest_of,
+    read_manifest,
+    safetensors_header,
+)
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -87,6 +96,7 @@ class Round:
         store: Where its groups meet. Example: ``"127.0.0.1:41234"``.
         num_receivers: Each group has one member more: rank 0 in it is a learner rank.
         shares: Number of the manifest's pieces that each learner rank sends, in the manifest's order.
+        is_delta: Each rank sends its delta file instead, to those who hold the version before.
         timeout_s: Of the round, the bytes included.
         oldest: Older versions need not be held any more.
     """
@@ -96,8 +106,28 @@ class Round:
     store: str
     num_receivers: int
     shares: tuple[int, ...]
+    is_delta: bool
     timeout_s: float
     oldest: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankPart:
+    """What one learner rank holds of a version: [bytes] uint8, of which it sends ``pieces``, or its delta file."""
+
+    data: Tensor
+    pieces: tuple[Piece, ...]
+    delta: Tensor | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldOffer:
+    """A version on rank 0, with its manifest's text, `Round.shares`, and the digest of what its deltas apply to."""
+
+    offer: WeightOffer
+    manifest: str
+    shares: tuple[int, ...]
+    base: str
 
 
 class RoundDeadline:
@@ -126,8 +156,8 @@ class WeightSender:
             ValueError: there is no such interface.
         """
         self._options, self._rank, self._num_ranks = options, rank, num_ranks
-        self._parts: dict[int, tuple[Tensor, tuple[Piece, ...]]] = {}
-        self._offers: dict[int, tuple[WeightOffer, str, tuple[int, ...]]] = {}
+        self._parts: dict[int, RankPart] = {}
+        self._offers: dict[int, HeldOffer] = {}
         self._oldest = 0
         self._is_closed = False
         self._control: TCPStore | None = None
@@ -140,9 +170,12 @@ class WeightSender:
         self._thread = threading.Thread(target=self._guarded, args=(work,), name="weight-rounds", daemon=True)
         self._thread.start()
 
-    def hold(self, version: int, data: Tensor, pieces: Sequence[Piece]) -> None:
-        """Send ``pieces`` of a version from ``data``, [bytes] uint8, in the rounds to come."""
-        self._parts[version] = (data, tuple(pieces))
+    def hold(self, version: int, data: Tensor, pieces: Sequence[Piece], delta: Tensor | None = None) -> None:
+        """Send ``pieces`` of a version from ``data``, [bytes] uint8, in the rounds to come.
+
+        Those who hold the version before are sent ``delta`` instead, [bytes] uint8 of this rank's delta file.
+        """
+        self._parts[version] = RankPart(data=data, pieces=tuple(pieces), delta=delta)
         _keep_newest(self._parts, self._options.keep)
 
     def offer(self, offer: WeightOffer, shares: Sequence[int]) -> WeightOffer:
@@ -152,7 +185,13 @@ class WeightSender:
             offer: With the manifest's path on this host.
             shares: Number of the manifest's pieces that each rank holds, in the manifest's order.
         """
-        self._offers[offer.version] = (offer, Path(offer.manifest).read_text(), tuple(shares))
+        delta = read_manifest(offer).delta
+        self._offers[offer.version] = HeldOffer(
+            offer=offer,
+            manifest=Path(offer.manifest).read_text(),
+            shares=tuple(shares),
+            base="" if delta is None else delta.base.digest,
+        )
         _keep_newest(self._offers, self._options.keep)
         return replace(offer, manifest=f"{COLLECTIVE_SCHEME}{self.address}")
 
@@ -179,19 +218,24 @@ class WeightSender:
     # Rank 0
 
     def _lead(self) -> None:
-        """Make a round for those who ask, one after the other."""
+        """Make a round for those who ask, for the newest of their versions, and for frozen weights."""
         number = 0
         while not self._is_closed:
             present = self._present(self._next_requests())
             if not present:
                 continue
-            version = max(request["version"] for request in present)
-            offered = self._offers.get(version)
-            served = [request for request in present if offered is not None and request["version"] == version]
-            self._answer([request for request in present if request not in served], {"gone": True})
-            if offered is not None:
-                number += 1
-                self._run(number, offered, served)
+            newest = max(request["version"] for request in present)
+            for version in sorted({request["version"] for request in present}):
+                asked = [request for request in present if request["version"] == version]
+                offered = self._offers.get(version) if version in (newest, FROZEN) else None
+                if offered is None:
+                    self._answer(asked, {"gone": True})
+                    continue
+                holders = [request for request in asked if offered.base and request["holds"] == offered.base]
+                others = [request for request in asked if request not in holders]
+                for requests in filter(None, (holders, others)):
+                    number += 1
+                    self._run(number, offered, requests, is_delta=requests is holders)
         self._store.set(f"round/{number + 1}", _END)
 
     def _next_requests(self) -> list[dict[str, Any]]:
@@ -225,20 +269,18 @@ class WeightSender:
         for index, request in enumerate(requests):
             self._store.set(f"answer/{request['id']}", json.dumps({**answer, "index": index}))
 
-    def _run(
-        self, number: int, offered: tuple[WeightOffer, str, tuple[int, ...]], requests: Sequence[dict[str, Any]]
-    ) -> None:
+    def _run(self, number: int, offered: HeldOffer, requests: Sequence[dict[str, Any]], *, is_delta: bool) -> None:
         """Tell everyone of a round, take part, and wait until the other ranks are done with it."""
-        offer, manifest, shares = offered
         meeting = _serve(self.address.rpartition(":")[0])  # one per round: what its groups leave there goes with it
-        meeting.set("manifest", manifest)
+        meeting.set("manifest", offered.manifest)
         this = Round(
             number=number,
-            version=offer.version,
+            version=offered.offer.version,
             store=f"{meeting.host}:{meeting.port}",
             num_receivers=len(requests),
-            shares=shares,
-            timeout_s=self._options.timeout_s + offer.num_bytes / SLOWEST_ROUND,
+            shares=offered.shares,
+            is_delta=is_delta,
+            timeout_s=self._options.timeout_s + offered.offer.num_bytes / SLOWEST_ROUND,
             oldest=self._oldest,
         )
         deadline = RoundDeadline(this.timeout_s)
@@ -275,10 +317,13 @@ class WeightSender:
             _forget_before(self._parts, this.oldest)
             if (part := self._parts.get(this.version)) is None:
                 raise WeightsGone(f"rank {self._rank} no longer holds policy version {this.version}")
-            data, pieces = part
+            if this.is_delta:
+                data, spans = part.delta, spans_of_file(0 if part.delta is None else part.delta.nbytes)
+            else:
+                data, spans = part.data, map(_range_of, spans_of(part.pieces))
             with _groups(this, [self._rank], index=0, deadline=deadline) as groups:
                 under_way: deque[Any] = deque()
-                for span in spans_of(pieces):
+                for span in spans:
                     under_way.append(_broadcast(groups[0], data, span, deadline))
                     if len(under_way) > 1:
                         under_way.popleft().wait(deadline.left)
@@ -294,16 +339,18 @@ class WeightSender:
         return json.loads(self._store.queue_pop(queue))
 
 
-async def receive_weights(offer: WeightOffer, folder: Path, *, timeout_s: float) -> WeightOffer:
+async def receive_weights(offer: WeightOffer, folder: Path, *, timeout_s: float, holds: str = "") -> WeightOffer:
     """Receive what is offered into ``folder``, made for it, on this host; generation goes on meanwhile.
 
     Args:
         offer: For which `WeightOffer.is_collective` holds.
         folder: Gets ``manifest.json`` and the data file; in shared memory, where there is room.
         timeout_s: As in `CollectiveOptions`.
+        holds: Digest of the manifest of the version that this host holds. If the one that is offered is a delta to it,
+            the delta alone is sent.
 
     Returns:
-        The same version, in ``folder``.
+        The same version, in ``folder``: a delta, which is still to be applied and verified, or one that is whole.
 
     Raises:
         WeightsGone: the ranks hold newer versions only.
@@ -315,7 +362,8 @@ async def receive_weights(offer: WeightOffer, folder: Path, *, timeout_s: float)
         target = folder / f"r{uuid.uuid4().hex[:8]}"
         target.mkdir(parents=True)
         try:
-            return await _received(WeightReceiver(offer, target, timeout_s=timeout_s), offer, timeout_s)
+            receiver = WeightReceiver(offer, target, timeout_s=timeout_s, holds=holds)
+            return await _received(receiver, offer, timeout_s)
         except BaseException as error:
             shutil.rmtree(target, ignore_errors=True)
             if not isinstance(error, WeightsError) or isinstance(error, WeightsGone):
@@ -348,8 +396,8 @@ def _longest_wait_s(timeout_s: float, num_bytes: int) -> float:
 class WeightReceiver:
     """One attempt to receive a version."""
 
-    def __init__(self, offer: WeightOffer, folder: Path, *, timeout_s: float) -> None:
-        self._offer, self._folder, self._timeout_s = offer, folder, timeout_s
+    def __init__(self, offer: WeightOffer, folder: Path, *, timeout_s: float, holds: str = "") -> None:
+        self._offer, self._folder, self._timeout_s, self._holds = offer, folder, timeout_s, holds
 
     def receive(self) -> WeightOffer:
         """Ask, take part in a round, compare. Blocks; raises as `receive_weights` does."""
@@ -368,6 +416,11 @@ class WeightReceiver:
         path.write_bytes(_connect(this.store, deadline.left).get("manifest"))
         offer = replace(self._offer, manifest=str(path))
         manifest = read_manifest(offer)
+        if this.is_delta:
+            self._receive_delta(this, manifest, index, deadline)
+            return offer
+        if offer.kind == "delta":  # the whole version that it results in
+            offer = replace(offer, kind="full", base_version=None)
         data = self._make_file(manifest)
         senders = range(len(this.shares))
         with _groups(this, senders, index=1 + index, deadline=deadline) as groups:
@@ -378,7 +431,7 @@ class WeightReceiver:
             arrived: list[list[Piece]] = []
             for row in zip_longest(*parts):
                 spans = [(group, span) for group, span in zip(groups, row, strict=True) if span]
-                works = [_broadcast(group, data, span, deadline) for group, span in spans]
+                works = [_broadcast(group, data, _range_of(span), deadline) for group, span in spans]
                 self._check(manifest, data, arrived)  # of the row before, while this one is on its way
                 for work in works:
                     work.wait(deadline.left)
@@ -386,12 +439,29 @@ class WeightReceiver:
             self._check(manifest, data, arrived)
         return offer
 
+    def _receive_delta(self, this: Round, manifest: Manifest, index: int, deadline: RoundDeadline) -> None:
+        """Receive the delta file of each rank; what is in them is verified when they are applied."""
+        assert manifest.delta is not None, "a round of a delta"
+        ends: dict[int, int] = {}
+        for change in manifest.delta.changes:
+            ends[change.file] = max(change.at + change.num_bytes, ends.get(change.file, 0))
+        files = [self._map_file(name, ends.get(file, 0)) for file, name in enumerate(manifest.delta.files)]
+        with _groups(this, range(len(files)), index=1 + index, deadline=deadline) as groups:
+            for row in zip_longest(*(spans_of_file(file.nbytes) for file in files)):
+                works = [
+                    _broadcast(group, file, span, deadline)
+                    for group, file, span in zip(groups, files, row, strict=True)
+                    if span
+                ]
+                for work in works:
+                    work.wait(deadline.left)
+
     def _admission(self) -> tuple[Round, int]:
         """Ask rank 0, and answer its call; returns the round and this receiver's place in it."""
         deadline = RoundDeadline(_longest_wait_s(self._timeout_s, self._offer.num_bytes))
         place = self._offer.manifest.removeprefix(COLLECTIVE_SCHEME)
         store, own_id = _connect(place, deadline.left), uuid.uuid4().hex
-        store.queue_push("requests", json.dumps({"id": own_id, "version": self._offer.version}))
+        store.queue_push("requests", json.dumps({"id": own_id, "version": self._offer.version, "holds": self._holds}))
         call = store.get(f"call/{own_id}").decode()
         store.queue_push(call, json.dumps({"id": own_id}))
         answer = json.loads(store.get(f"answer/{own_id}"))
@@ -407,8 +477,16 @@ class WeightReceiver:
     def _make_file(self, manifest: Manifest) -> Tensor:
         """The data file, with its header and room for its data: [bytes] uint8."""
         head, _ = safetensors_header([(t.name, t.dtype, t.shape, t.num_bytes) for t in manifest.tensors])
-        size = len(head) + manifest.num_bytes
-        with (self._folder / manifest.files[0]).open("w+b") as file:
+        data = self._map_file(manifest.files[0], len(head) + manifest.num_bytes)
+        data[: len(head)].copy_(torch.frombuffer(bytearray(head), dtype=torch.uint8))
+        return data
+
+    def _map_file(self, name: str, size: int) -> Tensor:
+        """A new file with room for so many bytes: [bytes] uint8."""
+        if size == 0:
+            (self._folder / name).touch()
+            return torch.empty(0, dtype=torch.uint8)
+        with (self._folder / name).open("w+b") as file:
             try:
                 os.posix_fallocate(file.fileno(), 0, size)
             except OSError as error:
@@ -416,7 +494,6 @@ class WeightReceiver:
                     f"no room for {size} bytes of weights in {self._folder}: {error}; free some there"
                 ) from error
             mapping = mmap.mmap(file.fileno(), size)
-        mapping[: len(head)] = head
         return torch.frombuffer(mapping, dtype=torch.uint8)
 
     def _check(self, manifest: Manifest, data: Tensor, spans: Sequence[Sequence[Piece]]) -> None:
@@ -439,6 +516,16 @@ def spans_of(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
         span.append(piece)
     if span:
         yield span
+
+
+def spans_of_file(num_bytes: int) -> Iterator[tuple[int, int]]:
+    """First byte, and the one behind the last, of what is broadcast at once of a file without pieces."""
+    for start in range(0, num_bytes, SPAN_BYTES):
+        yield start, min(start + SPAN_BYTES, num_bytes)
+
+
+def _range_of(span: Sequence[Piece]) -> tuple[int, int]:
+    return span[0].start, span[-1].start + span[-1].num_bytes
 
 
 def interface_address(interface: str) -> str:
@@ -474,11 +561,11 @@ def _groups(this: Round, senders: Sequence[int], *, index: int, deadline: RoundD
         groups.clear()
 
 
-def _broadcast(group: Any, data: Tensor, span: Sequence[Piece], deadline: RoundDeadline) -> Any:
-    """Begin to send a span, on the rank of the group that holds it, or to receive it."""
+def _broadcast(group: Any, data: Tensor, span: tuple[int, int], deadline: RoundDeadline) -> Any:
+    """Begin to send a range of bytes, on the rank of the group that holds it, or to receive it."""
     options = BroadcastOptions()
     options.rootRank, options.rootTensor, options.timeout = 0, 0, deadline.left
-    return group.broadcast([data[span[0].start : span[-1].start + span[-1].num_bytes]], options)
+    return group.broadcast([data[slice(*span)]], options)
 
 
 def _serve(host: str) -> TCPStore:
@@ -518,13 +605,13 @@ def _on_own_thread(work: Callable[[], T]) -> Future[T]:
 
 
 def _keep_newest(held: dict[int, Any], count: int) -> None:
-    for version in sorted(held)[:-count]:
+    for version in sorted(held.keys() - {FROZEN})[:-count]:
         held.pop(version, None)
 
 
 def _forget_before(held: dict[int, Any], oldest: int) -> None:
     for version in sorted(held):
-        if version < oldest:
+        if FROZEN < version < oldest:
             held.pop(version, None)
 
 

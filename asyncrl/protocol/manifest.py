@@ -45,8 +45,10 @@ CACHED_BYTES = 256 << 10
 DIGEST_THREADS = min(4, os.cpu_count() or 1)
 COLLECTIVE_SCHEME = "gloo://"
 _HEADER_LIMIT = 1 << 28
-OfferKind = Literal["full", "delta"]
-"""What a version's data hold: every byte, or what changed since another version."""
+OfferKind = Literal["full", "delta", "adapter"]
+"""What a version's data hold: every byte, what changed since another version, or what adapts frozen weights."""
+FROZEN = -1
+"""Stands for the version of the frozen weights below adapters, which are no policy version."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,9 +60,10 @@ class WeightOffer:
         manifest: Path of the manifest, readable where the engine runs; where it is received first, of whom. Example:
             ``"gloo://10.0.0.5:41234"``, see `asyncrl.protocol.collective`.
         digest: Of the manifest's bytes, as `digest_of`.
-        num_bytes: Bytes of all tensors; deadlines scale with it.
-        kind: A delta becomes a full version on the engine's side before the engine loads it.
-        base_version: To which a delta applies; None for a full version.
+        num_bytes: Bytes of all tensors, of an adapter also of the frozen weights; deadlines scale with it.
+        kind: A delta becomes a full version on the engine's side before the engine loads it; an adapter is loaded, or
+            merged into the frozen weights, by the engine.
+        base_version: To which a delta applies; `FROZEN` for an adapter, None for a full version.
         incarnation: How often the learner had been started again from a checkpoint. The same version of two
             incarnations may be different weights.
     """
@@ -72,6 +75,11 @@ class WeightOffer:
     kind: OfferKind = "full"
     base_version: int | None = None
     incarnation: int = 0
+
+    @property
+    def name(self) -> str:
+        """For messages. Example: ``"policy version 7"``."""
+        return "the frozen weights" if self.version == FROZEN else f"policy version {self.version}"
 
     @property
     def is_collective(self) -> bool:
@@ -146,6 +154,36 @@ class Delta:
     changes: tuple[Change, ...]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdaptedLayer:
+    """A linear layer that computes with W + scale · B A (LoRA, arXiv 2106.09685).
+
+    Attributes:
+        weight: Name of W, [out, in], in the frozen weights. Example: ``"model.layers.0.self_attn.q_proj.weight"``.
+        down: Name of A, [rank, in], in the version's own data file.
+        up: Name of B, [out, rank], there.
+        scale: Alpha ÷ rank.
+    """
+
+    weight: str
+    down: str
+    up: str
+    scale: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Adapter:
+    """What makes a policy of frozen weights.
+
+    Attributes:
+        base: The frozen weights, a full offer of version `FROZEN`, the same for all versions.
+        layers: Every layer that is adapted.
+    """
+
+    base: WeightOffer
+    layers: tuple[AdaptedLayer, ...]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
     """Everything about a version but its bytes.
@@ -157,6 +195,7 @@ class Manifest:
         tensors: Every tensor.
         pieces: Cover every byte of every tensor, as it is in the end.
         delta: What there is instead of the data file; None where that is there.
+        adapter: Of an adapter, whose tensors are those of all A and B; None of other kinds.
     """
 
     directory: str
@@ -164,10 +203,22 @@ class Manifest:
     tensors: tuple[StoredTensor, ...]
     pieces: tuple[Piece, ...]
     delta: Delta | None = None
+    adapter: Adapter | None = None
+
+    @property
+    def kind(self) -> OfferKind:
+        """See `WeightOffer.kind`."""
+        return "delta" if self.delta is not None else "adapter" if self.adapter is not None else "full"
+
+    @property
+    def base(self) -> WeightOffer | None:
+        """The version that this one needs; None for a full version."""
+        needs = self.delta or self.adapter
+        return None if needs is None else needs.base
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all tensors."""
+        """Bytes of all tensors in ``files``."""
         return sum(tensor.num_bytes for tensor in self.tensors)
 
     def offer(self, path: Path, version: int) -> WeightOffer:
@@ -179,8 +230,8 @@ class Manifest:
         self._check_coverage()
         fields = asdict(self)
         fields["directory"] = _seen_from(path.parent, self.directory)
-        if self.delta is not None:
-            fields["delta"]["base"]["manifest"] = _seen_from(path.parent, self.delta.base.manifest)
+        if self.base is not None:
+            fields[self.kind]["base"]["manifest"] = _seen_from(path.parent, self.base.manifest)
         content = json.dumps(fields).encode()
         with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
             file.write(content)
@@ -190,9 +241,9 @@ class Manifest:
             version=version,
             manifest=str(path),
             digest=digest_of(content),
-            num_bytes=self.num_bytes,
-            kind="full" if self.delta is None else "delta",
-            base_version=None if self.delta is None else self.delta.base.version,
+            num_bytes=self.num_bytes + (0 if self.adapter is None else self.adapter.base.num_bytes),
+            kind=self.kind,
+            base_version=None if self.base is None else self.base.version,
         )
 
     def _check_coverage(self) -> None:
@@ -246,29 +297,38 @@ def read_manifest(offer: WeightOffer) -> Manifest:
     content = Path(offer.manifest).read_bytes()
     if digest_of(content) != offer.digest:
         raise WeightsError(
-            f"policy version {offer.version}: {offer.manifest} is not the manifest that was offered: its digest is "
+            f"{offer.name}: {offer.manifest} is not the manifest that was offered: its digest is "
             f"{digest_of(content)}, expected {offer.digest}"
         )
     fields, folder = json.loads(content), Path(offer.manifest).parent
-    delta = fields["delta"]
+    delta, adapter = fields["delta"], fields["adapter"]
     if delta is not None:
-        base = {**delta["base"], "manifest": os.path.normpath(folder / delta["base"]["manifest"])}
         delta = Delta(
-            base=WeightOffer(**base),
+            base=_base_of(delta, folder),
             files=tuple(delta["files"]),
             changes=tuple(Change(**entry) for entry in delta["changes"]),
         )
+    if adapter is not None:
+        layers = tuple(AdaptedLayer(**entry) for entry in adapter["layers"])
+        adapter = Adapter(base=_base_of(adapter, folder), layers=layers)
     return Manifest(
         directory=os.path.normpath(folder / fields["directory"]),
         files=tuple(fields["files"]),
         tensors=tuple(StoredTensor(**{**entry, "shape": tuple(entry["shape"])}) for entry in fields["tensors"]),
         pieces=tuple(Piece(**entry) for entry in fields["pieces"]),
         delta=delta,
+        adapter=adapter,
     )
 
 
+def _base_of(fields: dict[str, Any], folder: Path) -> WeightOffer:
+    return WeightOffer(**{**fields["base"], "manifest": os.path.normpath(folder / fields["base"]["manifest"])})
+
+
 class PublishedWeights:
-    """The tensors of an offer, mapped read-only. Nothing is verified before `copy` or `verify` reads it.
+    """The tensors of an offer, mapped read-only; of an adapter, its own without the frozen weights.
+
+    Nothing is verified before `copy` or `verify` reads it.
 
     Attributes:
         manifest: Of the offer.
@@ -287,7 +347,7 @@ class PublishedWeights:
                 "staged before it can be loaded"
             )
         self.manifest = read_manifest(offer)
-        self._version = offer.version
+        self._name = offer.name
         self._maps = [map_file(Path(self.manifest.directory, name)) for name in self.manifest.files]
         self._pieces = {(piece.file, piece.start): piece for piece in self.manifest.pieces}
         self._verified: set[Piece] = set()
@@ -330,7 +390,7 @@ class PublishedWeights:
         if wrong := [piece for piece, right in zip(left, is_right, strict=True) if not right]:
             names = sorted({self._tensor_at(piece) for piece in wrong})
             raise WeightsError(
-                f"policy version {self._version}: {self.manifest.directory} holds other bytes than were published: "
+                f"{self._name}: {self.manifest.directory} holds other bytes than were published: "
                 f"{len(names)} of {len(self.manifest.tensors)} tensors differ, first {names[0]}"
             )
         self._verified.update(left)

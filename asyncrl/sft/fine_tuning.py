@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import shutil
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -29,9 +30,10 @@ from asyncrl.sft.warm_start import finished_warm_start, warm_start_path, write_w
 from learner.config import LearnerConfig, LoraConfig, Schedule
 from learner.fsdp import LearnerMesh
 from learner.losses import Objective, negative_log_likelihood
+from learner.model_folder import save_policy
 from learner.trainer import Trainer
 from learner.types import TokenSequence
-from learner.weights import WeightPublisher, copy_tokenizer, gather_weights, write_model
+from learner.weights import WeightPublisher
 from rollout_fleet.config import EngineKind
 from rollout_fleet.engines import make_engine
 from rollout_fleet.engines.model_files import load_decoder
@@ -80,14 +82,17 @@ async def fine_tune(config: RunConfig) -> Path:
     trainer = Trainer(
         _learner_config(config), model_path=config.model.path, total_updates=config.sft.max_steps, seed=config.seed
     )
+    final = warm_start_path(config)
+    kept = final.with_name(f".{final.name}-kept-{os.getpid()}")
     async with AsyncExitStack() as stack:
+        stack.callback(shutil.rmtree, kept, ignore_errors=True)
         evaluator = await stack.enter_async_context(GreedyAccuracy(config, held_out)) if held_out else None
-        loop = _FineTuning(config.sft, trainer, evaluator, validation)
+        loop = _FineTuning(config.sft, trainer, evaluator, validation, kept)
         await loop.run(_batches(train, config.sft.batch_size, config.seed, trainer.mesh), began_s)
-    if trainer.mesh.rank == 0:
-        last = loop.chosen
-        result = {"steps": last.step, "accuracy": last.accuracy, "val_loss": last.val_loss}
-        write_warm_start(config, result, loop.write_policy)
+        if trainer.mesh.rank == 0:
+            last = loop.chosen
+            result = {"steps": last.step, "accuracy": last.accuracy, "val_loss": last.val_loss}
+            write_warm_start(config, result, kept.rename)
     logger.info(
         "%d steps, %s, %.1f s: %s",
         loop.chosen.step,
@@ -106,6 +111,7 @@ class _FineTuning:
         trainer: Holds the policy.
         evaluator: Measures accuracy; None measures none.
         validation: Held-back demonstrations, over all ranks.
+        kept: Where the policy that is kept is written, on rank 0.
     """
 
     def __init__(
@@ -114,13 +120,14 @@ class _FineTuning:
         trainer: Trainer,
         evaluator: GreedyAccuracy | None,
         validation: Sequence[TokenSequence],
+        kept: Path,
     ) -> None:
         self._sft = sft
         self._trainer = trainer
         self._evaluator = evaluator
         self._validation = _share(validation, trainer.mesh)
         self._history: list[SftEvaluation] = []
-        self._weights: Any = None
+        self._kept = kept
 
     @property
     def chosen(self) -> SftEvaluation:
@@ -134,17 +141,14 @@ class _FineTuning:
             if step % self._sft.eval_every and step != self._sft.max_steps:
                 continue
             self._history.append(await self._evaluate(step))
-            if self.chosen.step == step:
-                self._weights = gather_weights(self._trainer)
+            if self._sft.patience and self.chosen.step == step:
+                save_policy(self._trainer, str(self._kept))
             words = ["step %d  loss %.3f  %s  %.1f s", step, metrics["loss"], self._history[-1]]
             logger.info(*words, time.monotonic() - began_s)
             if should_stop(self._history, self._sft):
-                return
-
-    def write_policy(self, directory: Path) -> None:
-        """Write the policy that is kept; on rank 0."""
-        write_model(directory, self._trainer.pretrained, self._weights, self._trainer.compute_dtype)
-        copy_tokenizer(self._trainer.model_path, directory)
+                break
+        if not self._sft.patience:
+            save_policy(self._trainer, str(self._kept))
 
     async def _evaluate(self, step: int) -> SftEvaluation:
         accuracy = await self._evaluator.accuracy(self._trainer, step) if self._evaluator else None

@@ -59,7 +59,7 @@ def finished_warm_start(config: RunConfig) -> dict[str, Any] | None:
     )
 
 
-def write_warm_start(config: RunConfig, result: dict[str, Any], write_policy: Callable[[Path], None]) -> Path:
+def write_warm_start(config: RunConfig, result: dict[str, Any], write_policy: Callable[[Path], object]) -> Path:
     """Make the policy's folder, whole or not at all.
 
     Args:

@@ -329,13 +329,16 @@ class SGLangEngine:
         }
         await self._order("/update_weights_from_tensor", body, success=True)
         num_values = self._verified_values(offer, number)
-        await self._order("/end_weight_update", {}, success=True)
-        if takes_memory_back:  # after the weights, which may need more room while they are loaded
-            await self._post("/resume_memory_occupation", {"tags": ["kv_cache", "cuda_graph"]})
-        # Only now may an answer name the version. The key of the call is `new_version`; running requests stay.
+        # Only now may an answer name the version. The key of the call is `new_version`; running requests stay. Nothing
+        # is sampled before both calls are confirmed, so that they may travel together.
         version = str(offer.version)
         named = {"new_version": version, "abort_all_requests": False}
-        await self._order("/update_weight_version", named, new_version=version)
+        await asyncio.gather(
+            self._order("/end_weight_update", {}, success=True),
+            self._order("/update_weight_version", named, new_version=version),
+        )
+        if takes_memory_back:  # after the weights, which may need more room while they are loaded
+            await self._post("/resume_memory_occupation", {"tags": ["kv_cache", "cuda_graph"]})
         self._is_released = False
         self._version = offer.version
         self._verified.add(offer.version)

@@ -2,7 +2,8 @@
 
 A full version is hard-linked beside the published one: the learner may then remove it at any time. For deltas, where
 the options say so, or where the file system has no links, the engine keeps an image of its version in its host's
-memory, which the next one overwrites. What learner ranks send over the network is received there.
+memory, which the next one overwrites. What learner ranks send over the network is received there. With adapters come
+the frozen weights that they apply to: once where they are copied or received.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import logging
 import mmap
 import os
 import shutil
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -37,7 +38,8 @@ class WeightStager:
     Args:
         name: Unique among the engines of a run. Example: ``"engine-3"``.
         memory: Folder in the host's memory, made if it is not there.
-        copies: Copy full versions to ``memory`` too, instead of linking them.
+        copies: Copy full versions to ``memory`` too, instead of linking them, and keep there what is received over the
+            network, so that deltas apply to it.
         timeout_s: Longest time of staging, beside a second per 100 MB.
     """
 
@@ -47,11 +49,11 @@ class WeightStager:
         self._copies = copies
         self._timeout_s = timeout_s
         self._links: Path | None = None
-        self._held = ""  # digest of the manifest of the version in the image
+        self._held = ""  # digest of the manifest of the version, or of the frozen weights, in the image
 
     @asynccontextmanager
     async def staged(self, offer: WeightOffer) -> AsyncIterator[WeightOffer]:
-        """Stage an offer in a thread; the block loads what is yielded, a full version of the same number.
+        """Stage an offer in a thread; the block loads what is yielded, the same version in full or as an adapter.
 
         A thread that misses the deadline is left behind, and the engine must not be given another offer.
 
@@ -60,17 +62,18 @@ class WeightStager:
             WeightsError: it is damaged, or there is no room for it.
             DeadlineError: it was not staged in time.
         """
-        local = await (self._received(offer) if offer.is_collective else self._stage_in_time(offer))
+        local = await (self._received(offer) if offer.is_collective else self._in_time(self.stage, offer))
         try:
             yield local
         finally:
             self._remove_links()
 
-    async def _stage_in_time(self, offer: WeightOffer) -> WeightOffer:
+    async def _in_time(self, work: Callable[[WeightOffer], WeightOffer], offer: WeightOffer) -> WeightOffer:
+        """Do some of the staging in a thread, under the deadline."""
         limit_s = self._timeout_s + offer.num_bytes / SLOWEST_LOAD
         try:
             async with asyncio.timeout(limit_s):
-                return await asyncio.to_thread(self.stage, offer)
+                return await asyncio.to_thread(work, offer)
         except TimeoutError:
             raise DeadlineError(
                 f"{self._name} did not stage policy version {offer.version} from {offer.manifest} within {limit_s:.0f} "
@@ -78,18 +81,60 @@ class WeightStager:
             ) from None
 
     async def _received(self, offer: WeightOffer) -> WeightOffer:
-        """Receive what the learner ranks send into this host's memory."""
+        """Receive what the learner ranks send into this host's memory; where there are deltas, into the image."""
         from asyncrl.protocol.collective import receive_weights  # torch, which other workers do without
 
-        local = await receive_weights(offer, self._image, timeout_s=self._timeout_s)
+        holds = self._held if offer.kind == "delta" else ""
+        local = await receive_weights(offer, self._image, timeout_s=self._timeout_s, holds=holds)
         self._links = Path(local.manifest).parent
+        if offer.kind == "adapter":
+            await self._receive_frozen(offer, await asyncio.to_thread(read_manifest, local))
+        elif self._copies:
+            try:
+                return await self._in_time(self._into_image, local)
+            except WeightsError as error:
+                if local.kind == "full":
+                    raise
+                logger.warning("%s: %s; it receives the whole version", self._name, error)
+                self._remove_links()
+                return await self._received(offer)
         return local
+
+    async def _receive_frozen(self, offer: WeightOffer, manifest: Manifest) -> None:
+        """Receive what an adapter applies to, where the image does not hold it."""
+        from asyncrl.protocol.collective import receive_weights
+
+        base = manifest.base
+        assert base is not None, "an adapter applies to something"
+        if base.digest == self._held:
+            return
+        self._held = ""
+        frozen = Path(base.manifest).parent
+        shutil.rmtree(frozen, ignore_errors=True)
+        sent = replace(base, manifest=offer.manifest)
+        received = await receive_weights(sent, self._image, timeout_s=self._timeout_s)
+        Path(received.manifest).parent.rename(frozen)
+        self._held = base.digest
+
+    def _into_image(self, received: WeightOffer) -> WeightOffer:
+        """Make the image the version that was received, in whole or as a delta to what the image holds."""
+        manifest = read_manifest(received)
+        self._held = ""
+        if received.kind == "delta":
+            apply_delta(manifest, _map_writable(self._image / manifest.files[0]))
+        else:
+            for name in manifest.files:
+                Path(manifest.directory, name).replace(self._image / name)
+        self._held = received.digest
+        return self._in_image(received)
 
     def stage(self, offer: WeightOffer) -> WeightOffer:
         """See `staged`; without a deadline."""
         try:
-            if offer.kind == "full" and not self._copies and (local := self._linked(offer)):
+            if offer.kind != "delta" and not self._copies and (local := self._linked(offer)):
                 return local
+            if offer.kind == "adapter":
+                return self._adapter_in_memory(offer)
             try:
                 return self._in_memory(offer)
             except WeightsError as error:
@@ -122,18 +167,38 @@ class WeightStager:
         if Path(manifest.directory) != source.parent:
             return offer
         self._links = source.parent.parent / LINKS / self._name
-        target = self._links / source.parent.name
         self._remove_links()  # what an engine of this name has left
+        folders = {source.parent: manifest.files}
+        if manifest.base is not None:
+            folders[Path(manifest.base.manifest).parent] = read_manifest(manifest.base).files
         try:
-            target.mkdir(parents=True)
-            for name in (*manifest.files, source.name):
-                os.link(source.parent / name, target / name)
+            for folder, files in folders.items():
+                target = self._links / folder.name
+                target.mkdir(parents=True)
+                for name in (*files, source.name):
+                    os.link(folder / name, target / name)
         except FileNotFoundError:
             raise
         except OSError as error:
             logger.warning("%s: copies %s to memory, since it cannot be linked: %s", self._name, source.parent, error)
             self._copies = True
             return None
+        return replace(offer, manifest=str(self._links / source.parent.name / source.name))
+
+    def _adapter_in_memory(self, offer: WeightOffer) -> WeightOffer:
+        """Copy a version that is an adapter; the frozen weights only where the image does not hold them."""
+        manifest, source = read_manifest(offer), Path(offer.manifest)
+        assert manifest.base is not None, "an adapter applies to something"
+        frozen = Path(manifest.base.manifest)
+        if manifest.base.digest != self._held:
+            self._held = ""
+            self._copy(read_manifest(manifest.base), self._image / frozen.parent.name)
+            shutil.copyfile(frozen, self._image / frozen.parent.name / frozen.name)
+            self._held = manifest.base.digest
+        target = self._links = self._image / source.parent.name
+        self._remove_links()
+        self._copy(manifest, target)
+        shutil.copyfile(source, target / source.name)
         return replace(offer, manifest=str(target / source.name))
 
     def _in_memory(self, offer: WeightOffer) -> WeightOffer:
@@ -144,21 +209,25 @@ class WeightStager:
         for step, manifest in reversed(steps):
             self._held = ""
             if step.kind == "full":
-                self._copy(manifest)
+                self._copy(manifest, self._image)
             else:
                 apply_delta(manifest, _map_writable(self._image / manifest.files[0]))
             self._held = step.digest
+        return self._in_image(offer)
+
+    def _in_image(self, offer: WeightOffer) -> WeightOffer:
+        """The offered version, of which the image holds the data."""
         local = self._image / "manifest.json"
         shutil.copyfile(offer.manifest, local)
         return replace(offer, manifest=str(local), kind="full", base_version=None)
 
-    def _copy(self, manifest: Manifest) -> None:
-        """Overwrite the image, whose memory stays."""
+    def _copy(self, manifest: Manifest, folder: Path) -> None:
+        """Copy the data files into a folder of the image; what is there is overwritten, and its memory stays."""
         for name in manifest.files:
             with Path(manifest.directory, name).open("rb") as source:
                 try:
-                    self._image.mkdir(mode=0o700, parents=True, exist_ok=True)
-                    descriptor = os.open(self._image / name, os.O_WRONLY | os.O_CREAT, 0o644)
+                    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+                    descriptor = os.open(folder / name, os.O_WRONLY | os.O_CREAT, 0o644)
                     with os.fdopen(descriptor, "wb") as target:
                         shutil.copyfileobj(source, target, COPY_BYTES)
                         target.truncate()

@@ -22,7 +22,7 @@ from rollout_fleet.config import SamplingConfig
 
 from .engine import SampleOutput, SampleRequest
 from .model_files import ModelFacts
-from .weight_loader import ComparedWrites, torch_tensors
+from .weight_loader import AdaptedModules, ComparedWrites, PublishedAdapter, torch_tensors
 
 
 class StepRecorder:
@@ -99,6 +99,8 @@ class GenerationModel:
         self._on_step = on_step
         self._model: Any = None
         self._released: dict[torch.nn.Parameter, torch.Size] = {}
+        self._adapted = AdaptedModules()
+        self._frozen = ""  # digest of the frozen weights that it holds, where it computes with adapters
 
     def load(self) -> None:
         """Read the model from disk."""
@@ -113,11 +115,44 @@ class GenerationModel:
         for parameter in self._model.parameters():
             self._released.setdefault(parameter, parameter.shape)
             parameter.data = parameter.data.new_empty(0)
+        self._adapted.remove()
+        self._frozen = ""
         if self._device == "cuda":
             torch.cuda.empty_cache()
 
     def load_weights(self, offer: WeightOffer) -> None:
-        """Copy offered weights into the model's tensors, each write compared with its source.
+        """Take offered weights over, each write compared with its source: all of them, or the adapters alone.
+
+        The frozen weights below adapters are loaded once. What adapters add is computed beside them, never merged.
+
+        Raises:
+            WeightsError: tensors are missing, unknown, of another shape, or differ from the published digests.
+        """
+        adapter = PublishedAdapter(offer) if offer.kind == "adapter" else None
+        if adapter is None or adapter.base.digest != self._frozen:
+            self._frozen = ""
+            self._adapted.remove()
+            self._load_full(offer if adapter is None else adapter.base)
+        if adapter is not None:
+            self._frozen = adapter.base.digest
+            self._adapted.load(adapter, offer.version, self._linear_layers())
+
+    def _linear_layers(self) -> dict[str, torch.nn.Module]:
+        """Every linear layer, by the name of its weight in a checkpoint."""
+        layers = {
+            (module.weight.data_ptr(), module.weight.shape): module
+            for module in self._model.modules()
+            if isinstance(module, torch.nn.Linear)
+        }
+        held = {name: layers.get((tensor.data_ptr(), tensor.shape)) for name, tensor in self._checkpoint().items()}
+        return {name: module for name, module in held.items() if module is not None}
+
+    def _checkpoint(self) -> dict[str, Tensor]:
+        """The parameters by the names of the checkpoint, in which some tensors are fused and split otherwise."""
+        return revert_weight_conversion(self._model, dict(self._model.named_parameters()))
+
+    def _load_full(self, offer: WeightOffer) -> None:
+        """Copy offered weights into the model's tensors.
 
         Raises:
             WeightsError: tensors are missing, unknown, of another shape, or differ from the published digests.
@@ -127,8 +162,7 @@ class GenerationModel:
             parameter, shape = self._released.popitem()
             parameter.data = parameter.data.new_empty(shape)
         stored = dict(torch_tensors(weights))
-        # In which the learner published: the names of the checkpoint, which fuse and split some tensors otherwise.
-        held = revert_weight_conversion(self._model, dict(self._model.named_parameters()))
+        held = self._checkpoint()
         where = weights.manifest.directory
         tied = {"lm_head.weight"} if self._model.config.tie_word_embeddings else set()
         if stored.keys() - tied != held.keys() - tied:

@@ -11,13 +11,15 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.hooks import RemovableHandle
 
 from asyncrl.protocol.errors import WeightsError
 from asyncrl.protocol.manifest import DTYPES, PublishedWeights, WeightOffer
@@ -49,11 +51,111 @@ def load_verified(model: nn.Module, offer: WeightOffer) -> int:
     Raises:
         WeightsError: the bytes are not those that were published, or a parameter holds something else afterwards.
     """
-    weights = PublishedWeights(offer)
-    with ComparedWrites(dict(model.named_parameters()), weights) as writes:
-        model.load_weights(torch_tensors(weights))  # type: ignore[operator]
+    adapter = PublishedAdapter(offer) if offer.kind == "adapter" else None
+    weights = PublishedWeights(offer if adapter is None else adapter.base)
+    parameters = dict(model.named_parameters())
+    tensors = torch_tensors(weights)
+    if adapter is not None:
+        tensors = adapter.merged(tensors, next(iter(parameters.values())).device)
+    with ComparedWrites(parameters, weights) as writes:
+        model.load_weights(tensors)  # type: ignore[operator]
     writes.check(offer.version)
     return writes.num_values
+
+
+class PublishedAdapter:
+    """The adapters of an offer, every byte of them verified.
+
+    Attributes:
+        weights: The adapters' own tensors.
+        base: The frozen weights that they apply to.
+    """
+
+    def __init__(self, offer: WeightOffer) -> None:
+        """Map and verify.
+
+        Raises:
+            FileNotFoundError: the version is gone: a newer one took its place.
+            WeightsError: the bytes are not those that were published.
+        """
+        self.weights = PublishedWeights(offer)
+        self.weights.verify()
+        fields = self.weights.manifest.adapter
+        assert fields is not None, "the offer is of an adapter"
+        tensors = dict(torch_tensors(self.weights))
+        self.base = fields.base
+        self._layers = {layer.weight: (tensors[layer.down], tensors[layer.up], layer.scale) for layer in fields.layers}
+
+    def layers(self) -> Iterator[tuple[str, Tensor, Tensor, float]]:
+        """Name of W, [out, in], with A, [rank, in], B, [out, rank], and the scale of B A."""
+        for name, (down, up, scale) in self._layers.items():
+            yield name, down, up, scale
+
+    def merged(self, frozen: Iterable[tuple[str, Tensor]], device: torch.device) -> Iterator[tuple[str, Tensor]]:
+        """The frozen weights with what the adapters add, W + scale · B A, computed in float32 on ``device``.
+
+        Raises:
+            WeightsError: a weight that is adapted is not among them.
+        """
+        left = dict(self._layers)
+        for name, weight in frozen:
+            if name in left:
+                *pair, scale = left.pop(name)
+                whole, down, up = (tensor.to(device, torch.float32) for tensor in (weight, *pair))
+                weight = torch.addmm(whole, up, down, alpha=scale).to(weight.dtype)
+            yield name, weight
+        if left:
+            raise WeightsError(f"{len(left)} of {len(self._layers)} adapted weights are not there, first {min(left)}")
+
+
+class AdaptedModules:
+    """The linear layers of a model in this process that compute with adapters, W x + scale · B A x."""
+
+    def __init__(self) -> None:
+        self._hooks: list[RemovableHandle] = []
+
+    def load(self, adapter: PublishedAdapter, version: int, modules: Mapping[str, nn.Module]) -> None:
+        """Compute with the adapters of a version from now on, in the type of the weights; each write is compared.
+
+        Args:
+            adapter: Of the version.
+            version: Its number.
+            modules: The linear layers by the names of their weights in the frozen weights.
+
+        Raises:
+            WeightsError: there is no such layer, or an adapter holds something else afterwards.
+        """
+        layers = list(adapter.layers())
+        if missing := sorted({name for name, *_ in layers} - modules.keys()):
+            raise WeightsError(f"policy version {version}: the model has no linear layer {missing[0]} to adapt")
+        self.remove()
+        targets: dict[str, Tensor] = {}
+        for name, down, up, _ in layers:
+            weight: Any = modules[name].weight
+            targets[f"{name} A"] = torch.empty(down.shape, dtype=weight.dtype, device=weight.device)
+            targets[f"{name} B"] = torch.empty(up.shape, dtype=weight.dtype, device=weight.device)
+        with ComparedWrites(targets, adapter.weights) as writes:
+            for name, down, up, scale in layers:
+                targets[f"{name} A"].copy_(down)
+                targets[f"{name} B"].copy_(up)
+                hook = _added_by(targets[f"{name} A"], targets[f"{name} B"], scale)
+                self._hooks.append(modules[name].register_forward_hook(hook))
+        writes.check(version)
+
+    def remove(self) -> None:
+        """Compute without adapters."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+
+def _added_by(down: Tensor, up: Tensor, scale: float) -> Any:
+    """A forward hook that adds scale · B A x."""
+
+    def add(_module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        return output + scale * F.linear(F.linear(inputs[0], down), up)
+
+    return add
 
 
 def torch_tensors(weights: PublishedWeights) -> Iterator[tuple[str, Tensor]]:

@@ -85,8 +85,8 @@ def test_a_wrong_override_fails_with_the_option_and_the_value(override, words):
             ["weights.transport must be file to keep all versions", "got collective"],
         ),
         (
-            ["weights.transport=collective", "weights.full_every=3"],
-            ["weights.full_every must be 1 with weights.transport=collective", "got 3"],
+            ["learner.lora.rank=4", "weights.full_every=3"],
+            ["weights.full_every must be 1 where adapters are published alone", "got 3", "weights.adapters=false"],
         ),
         (["weights.interface=eth0"], ["weights.interface=eth0 is used by weights.transport=collective", "got auto"]),
         (["placement.colocated=true", "weights.publish_every=2"], ["publish_every must be 1", "got 2"]),

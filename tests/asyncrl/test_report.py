@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
@@ -186,3 +187,11 @@ def test_the_time_of_spans_in_columns_is_their_time_in_the_window(rows, count):
         for left, right in itertools.pairwise(edges)
     ]
     assert charts._overlaps(np.array(rows, dtype=float), edges) == pytest.approx(expected, abs=1e-6)
+
+
+def test_a_pause_that_names_no_version_belongs_to_the_one_that_is_served_next(run_dir):
+    trace = charts.Trace.load(run_dir)
+    nameless = [replace(span, version=-1) if span.kind in ("pause", "re_prefill") else span for span in trace.spans]
+    named, found = charts.publishes(trace), charts.publishes(replace(trace, spans=tuple(nameless)))
+    assert found["stages"] == named["stages"]
+    assert found["pause_s"] == named["pause_s"] == [0.015] * NUM_STEPS

@@ -7,6 +7,7 @@ import pytest
 from rich.console import Console
 
 from asyncrl.cli.compose import compose_run
+from asyncrl.controller import run
 from asyncrl.controller.run import Run
 from asyncrl.metrics import TerminalView
 from asyncrl.protocol.errors import WorkerDiedError
@@ -52,3 +53,15 @@ async def test_a_policy_that_cannot_be_written_is_told_and_never_half_there(tmp_
     said, found = await keep(tmp_path, learner)
     assert words in said
     assert found == [".policy.partial"]
+
+
+async def test_a_profile_that_cannot_be_written_costs_a_line_whatever_was_wrong(tmp_path, monkeypatch):
+    def explain(_):
+        raise KeyError("lag")
+
+    monkeypatch.setattr(run, "explain", explain)
+    monkeypatch.setattr(run.record, "current", object)
+    output = io.StringIO()
+    view = TerminalView(title="run", total_steps=3, console=Console(file=output, width=200))
+    assert await Run(compose_run([]), tmp_path, (None, []), None, view, print)._explain(None) is None
+    assert "the profile could not be written: KeyError('lag')" in output.getvalue()

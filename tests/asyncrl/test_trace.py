@@ -164,3 +164,23 @@ def test_offsets_between_measurements_lie_on_a_line_and_beyond_them_stay():
 def test_a_measurement_whose_reply_was_late_is_left_out():
     offsets = ClockOffsets([(100, 10, 1), (150, 900, 700), (200, 20, 5)])
     assert offsets.at(150) == (15, 5)
+
+
+def test_a_reader_that_forgets_goes_on_with_what_was_not_over(tmp_path):
+    now = 0
+    recording, reader = recorder(tmp_path, clock=lambda: now), TraceReader(tmp_path)
+    old, still = recording.span("fetch"), recording.span("update")
+    recording.level("running", 3)
+    recording.stamp("lease", 1)
+    old.close()
+    now = 100
+    recording.stamp("lease", 2)
+    recording._file.close()
+    assert len(reader.read().spans) == 2
+    reader.forget(before=50)
+    trace = reader.read()
+    assert [(span.kind, span.is_open) for span in trace.spans] == [("update", True)]
+    assert [stamp.group for stamp in trace.stamps] == [2]
+    assert trace.level_at("running", "learner-0", 100) == 3
+    assert trace.lanes("learner") == ("learner-0",)
+    still.close()

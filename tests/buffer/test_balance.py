@@ -23,24 +23,30 @@ def measured(**paces_s: float) -> WorkBalance:
 
 def test_a_pace_is_the_time_per_group_while_any_is_held():
     balance = measured(fast=2.0)
-    assert balance.pace_s(FAST, 100.0) == pytest.approx(2.0)
+    assert balance.pace_s(FAST, 1, 100.0) == pytest.approx(2.0)
     balance.granted(FAST, 0, 500.0)  # it had nothing to do for 400 s
     balance.done(FAST, 502.0)
-    assert balance.pace_s(FAST, 502.0) == pytest.approx(2.0)
-    assert balance.pace_s(SLOW, 502.0) is None
+    assert balance.pace_s(FAST, 1, 502.0) == pytest.approx(2.0)
 
 
-def test_a_worker_that_stalls_is_slow_before_its_group_is_done():
-    assert measured(fast=2.0).pace_s(FAST, 130.0) == 30.0
+def test_a_worker_that_stalls_is_slow_before_its_group_is_done_or_when_it_is_taken_from_it():
+    balance = measured(fast=2.0)
+    assert balance.pace_s(FAST, 1, 130.0) == 30.0
+    balance.granted(SLOW, 0, 100.0)
+    balance.released(SLOW, 140.0)
+    assert balance.pace_s(SLOW, 0, 150.0) == 40.0
 
 
-def test_leases_follow_the_pace_and_nobody_is_left_without_work():
+def test_leases_follow_the_pace_and_a_slow_worker_is_tried_again_now_and_then():
     balance, held = measured(fast=1.0, slow=10.0), {FAST: 0, SLOW: 0}
     for _ in range(22):
         worker = min(held, key=lambda worker: balance.delay_s(worker, held[worker], 100.0))
         balance.granted(worker, held[worker], 100.0)
         held[worker] += 1
-    assert held == {FAST: 20, SLOW: 2} or held == {FAST: 21, SLOW: 1}
+    assert held == {FAST: 20, SLOW: 2}
+    balance = measured(fast=1.0, slow=10.0)
+    assert balance.delay_s(SLOW, 0, 100.0) > balance.delay_s(FAST, 5, 100.0)
+    assert balance.delay_s(SLOW, 0, 200.0) < balance.delay_s(FAST, 0, 100.0)
 
 
 def test_a_worker_of_unknown_pace_counts_as_the_fastest_known():
@@ -54,7 +60,8 @@ def test_a_worker_of_unknown_pace_counts_as_the_fastest_known():
         (FAST, {SLOW: 11}, (SLOW, 10)),  # 10 groups take the fast one as long as 1 takes the slow one
         (SLOW, {FAST: 11}, (FAST, 1)),
         (SLOW, {FAST: 5}, None),  # it would be done last
-        (FAST, {SLOW: 1}, None),
+        (FAST, {SLOW: 1}, (SLOW, 1)),
+        (FAST, {b"new": 1}, None),  # as fast
         (FAST, {SLOW: 2, b"new": 30}, (b"new", 15)),
         (FAST, {FAST: 5}, None),
         (FAST, {}, None),
@@ -65,11 +72,12 @@ def test_the_most_loaded_worker_hands_on_what_makes_both_end_together(idle, num_
     assert balance.hand_on(idle, num_held, 100.0) == asked
 
 
-def test_a_worker_is_not_asked_again_at_once():
+def test_a_worker_is_not_asked_again_before_it_has_released_a_group():
     balance = measured(fast=1.0, slow=10.0)
     assert balance.hand_on(FAST, {SLOW: 11}, 100.0) == (SLOW, 10)
     assert balance.hand_on(FAST, {SLOW: 11}, 100.5) is None
-    assert balance.hand_on(FAST, {SLOW: 11}, 101.5) == (SLOW, 10)
+    balance.released(SLOW, 100.0)
+    assert balance.hand_on(FAST, {SLOW: 11}, 100.0) == (SLOW, 10)
 
 
 async def test_an_idle_worker_is_given_groups_of_a_loaded_one_with_what_is_written_of_them():

@@ -15,11 +15,12 @@ from asyncrl.protocol.errors import CheckpointError
 from learner.checkpoint import ShardedCheckpointer, main
 from learner.checkpoint_folder import newest_checkpoint, read_progress
 from learner.config import AlgorithmConfig, Device, LearnerConfig, OptimizerConfig, Schedule
+from learner.model_folder import save_policy
 from learner.trainer import Trainer
-from learner.weights import gather_weights, save_policy
 from tests.support.policy_step import policy_step
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny_models import random_sequences, save_tiny_model
+from tests.support.whole_weights import gather_weights
 
 
 def trainer_of(model_path: str, num_ranks: int = 1, sp_size: int = 1, fsdp_size: int = -1) -> Trainer:
@@ -230,7 +231,7 @@ def test_a_process_killed_while_saving_leaves_the_checkpoint_before(model_path: 
     assert {path.name for path in (tmp_path / "c").iterdir()} == {"v00000001", "v00000003"}  # nothing unfinished
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "deepseek_v3"])
 def test_an_exported_checkpoint_is_the_policy_that_was_saved(family: str, tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path / "model", family)
     trainer = trainer_of(path)
@@ -247,6 +248,22 @@ def test_an_exported_checkpoint_is_the_policy_that_was_saved(family: str, tmp_pa
         assert torch.equal(value, exported[name]), name
     assert main([str(tmp_path / "c"), str(tmp_path / "half"), "--dtype", "bfloat16"]) == 0
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "half", dtype="auto").dtype == torch.bfloat16
+
+
+def test_an_export_reads_one_layer_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = trainer_of(save_tiny_model(tmp_path / "model"))
+    ShardedCheckpointer(trainer, str(tmp_path / "c")).save(1)
+    reads, read = [], learner.checkpoint._read
+
+    def recorded(checkpoint: Path, model: torch.nn.Module, names: list[str]) -> dict[str, torch.Tensor]:
+        reads.append(names)
+        return read(checkpoint, model, names)
+
+    monkeypatch.setattr(learner.checkpoint, "_read", recorded)
+    learner.checkpoint.export(tmp_path / "c", tmp_path / "out")
+    assert len(reads) == 3
+    for names, layer in zip(reads[1:], ("model.layers.0.", "model.layers.1."), strict=True):
+        assert all(name.startswith(layer) for name in names)
 
 
 def test_exporting_names_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

@@ -17,9 +17,9 @@ from learner.packed_model import PackedModel
 from learner.roles import CRITIC, REWARD_MODEL
 from learner.trainer import LearnerStep, Trainer
 from learner.types import TokenSequence
-from learner.weights import gather_weights
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny_models import FAMILIES, TRAINED_FAMILIES, VOCABULARY, random_sequences, save_tiny_model
+from tests.support.whole_weights import gather_weights
 
 # A large eps: AdamW would blow rounding in vanishing gradients up to whole steps.
 CONFIG = LearnerConfig(

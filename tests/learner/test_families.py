@@ -10,11 +10,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from learner.config import AlgorithmConfig, Device, LearnerConfig, OptimizerConfig
-from learner.fsdp import whole_tensors
 from learner.trainer import Trainer
 from tests.support.policy_step import policy_step
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny_models import FAMILIES, TRAINED_FAMILIES, plain_log_probs, random_sequences, save_tiny_model
+from tests.support.whole_weights import whole_tensors
 
 TEMPERATURE, CLIP, LR, EPS, DECAY, MAX_NORM = 0.7, 0.2, 1e-3, 1e-4, 0.1, 0.5
 

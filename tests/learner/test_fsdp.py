@@ -21,10 +21,10 @@ from learner.losses import LossInputs, LossTerms, Objective
 from learner.packed_model import PackedModel
 from learner.roles import REFERENCE
 from learner.trainer import Trainer
-from learner.weights import gather_weights
 from tests.support.policy_step import policy_step
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny_models import random_sequences
+from tests.support.whole_weights import gather_weights
 
 PLAIN = LearnerConfig(device=Device.cpu)
 

@@ -12,12 +12,13 @@ from transformers import AutoModelForCausalLM
 from learner.batching import karmarkar_karp
 from learner.checkpoint import ShardedCheckpointer, export
 from learner.config import AlgorithmConfig, Device, LearnerConfig, LoraConfig, OptimizerConfig
-from learner.lora import adapters_off, add_adapters
+from learner.lora import adapters_off, add_adapters, merged_weights
+from learner.model_folder import save_policy
 from learner.trainer import Trainer
-from learner.weights import gather_weights, save_policy
 from tests.support.policy_step import policy_step
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny_models import FAMILIES, random_sequences, save_tiny_model
+from tests.support.whole_weights import gather_weights
 
 CONFIG = LearnerConfig(
     device=Device.cpu,
@@ -79,6 +80,18 @@ def test_with_adapters_off_the_model_is_the_one_it_came_from(tmp_path: Path) -> 
     with pytest.raises(RuntimeError, match="inside"), trainer.frozen():
         raise RuntimeError("inside")
     np.testing.assert_array_equal(trainer.scores(sequences)[0], adapted[0])
+
+
+def test_weights_that_are_merged_while_adapters_are_off_have_their_adapters(tmp_path: Path) -> None:
+    """A publish merges in its own thread, while the ranks score the reference, which is the actor without adapters."""
+    trainer = trainer_of(save_tiny_model(tmp_path))
+    trained(trainer)
+    weights = dict(trainer.pretrained.named_parameters())
+    with torch.no_grad():
+        before = merged_weights(trainer.pretrained, weights)
+        with trainer.frozen():
+            meanwhile = merged_weights(trainer.pretrained, weights)
+    assert all(torch.equal(meanwhile[name], tensor) for name, tensor in before.items())
 
 
 def test_a_model_without_adapters_cannot_switch_them_off(tmp_path: Path) -> None:

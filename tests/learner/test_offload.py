@@ -10,10 +10,10 @@ import torch
 from learner.config import AlgorithmConfig, Device, LearnerConfig
 from learner.offload import MovableTensors, OffloadPolicy
 from learner.trainer import Trainer
-from learner.weights import gather_weights
 from tests.support.policy_step import policy_step
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny_models import random_sequences
+from tests.support.whole_weights import gather_weights
 
 PLAIN = LearnerConfig(device=Device.cpu)
 PARAM = replace(PLAIN, param_offload=True)

@@ -15,11 +15,11 @@ from learner.config import Aggregation, AlgorithmConfig, Correction, Device, Lea
 from learner.losses import LOSSES
 from learner.trainer import Trainer
 from learner.types import group_sequences
-from learner.weights import gather_weights
 from tests.support.policy_step import policy_step
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny_models import VOCABULARY, awkward_sequences, random_sequences
 from tests.support.trajectories import make_group
+from tests.support.whole_weights import gather_weights
 
 NUM_UPDATES = 2
 

@@ -6,9 +6,11 @@ import resource
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -18,14 +20,18 @@ from asyncrl.protocol.manifest import PublishedWeights, read_manifest
 from learner import weights
 from learner.config import AlgorithmConfig, Device, LearnerConfig, LoraConfig, OptimizerConfig
 from learner.fsdp import local_tensor
+from learner.lora import adapted_layers
 from learner.losses import policy_objective
+from learner.model_folder import save_policy
 from learner.trainer import Trainer
+from learner.weight_files import ModelFiles, WritableFile
 from learner.weight_layout import ModelLayout, Region
-from learner.weights import ModelFiles, WeightPublisher, WritableFile, gather_weights, save_policy
+from learner.weights import WeightPublisher
 from rollout_fleet.engines.staging import WeightStager
-from rollout_fleet.engines.weight_loader import torch_tensors
+from rollout_fleet.engines.weight_loader import PublishedAdapter, torch_tensors
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny_models import TRAINED_FAMILIES, random_sequences, save_tiny_model
+from tests.support.whole_weights import gather_weights, save_whole
 
 CONFIG = LearnerConfig(device=Device.cpu, optimizer=OptimizerConfig(lr=1e-2))
 
@@ -81,7 +87,7 @@ def published_by_a_rank(config, path, folder):
     offers = [publisher.publish(version).result() for version in (3, 4)]
     whole = gather_weights(trainer)
     publisher.close()
-    own = sum(region.num_bytes for region in ModelLayout(trainer).regions)
+    own = sum(region.num_bytes for region in ModelLayout(trainer.pretrained, trainer.compute_dtype).regions)
     return offers[-1], own, None if whole is None else {name: value.numpy() for name, value in whole.items()}
 
 
@@ -109,7 +115,6 @@ def test_each_of_two_ranks_writes_its_own_shards_of_what_one_would_gather(family
     if not options:
         assert first + second == offer.num_bytes
         assert max(first, second) < 0.6 * offer.num_bytes
-    assert not [path for path in (tmp_path / "p").rglob("raw") if "next" not in str(path)]
 
 
 class NewestOnly:
@@ -139,8 +144,12 @@ def sent_and_received_by_a_rank(config, path, folder, hosts):
 
 @pytest.mark.parametrize(
     ("family", "options", "hosts"),
-    [("qwen3", {}, "ab"), ("qwen3_moe", {"lora": LoraConfig(rank=2, target_modules=["q_proj"])}, "aa")],
-    ids=["two-hosts", "experts-with-adapters"],
+    [
+        ("qwen3", {}, "ab"),
+        ("qwen3_moe", {"lora": LoraConfig(rank=2, target_modules=["q_proj"])}, "aa"),
+        ("qwen3", {"lora": LoraConfig(rank=2)}, "ab"),
+    ],
+    ids=["two-hosts", "experts-with-adapters", "computed-on-two-hosts"],
 )
 def test_what_two_ranks_send_over_the_network_is_what_one_would_gather(family, options, hosts, tmp_path):
     path = save_tiny_model(tmp_path / "model", family)
@@ -158,11 +167,84 @@ def test_what_two_ranks_send_over_the_network_is_what_one_would_gather(family, o
     assert not Path(tmp_path, "host-b", "published").exists()
 
 
-def test_computed_tensors_of_ranks_on_two_hosts_are_refused_by_name(tmp_path):
+def adapters_of_a_rank(config, path, folder, hosts):
+    """What an engine of this rank's host makes of the second version of adapters alone, with what one would gather."""
+    trainer = Trainer(config, model_path=path, total_updates=2)
+    rank, directory = trainer.mesh.rank, Path(folder, f"host-{hosts[trainer.mesh.rank]}")
+    options = None
+    if len(set(hosts)) > 1:
+        weights.socket.gethostname = lambda: hosts[rank]
+        options = CollectiveOptions(interface="lo", num_receivers=2, timeout_s=60.0, keep=2)
+    publisher = WeightPublisher(
+        trainer, str(directory / "p"), keep=1, adapters=True, collective=options, log=NewestOnly()
+    )
+    stager = WeightStager(f"engine-{rank}", memory=directory / "memory", copies=False, timeout_s=60.0)
+    seen = []
+    for version in (3, 4):
+        trainer.update(random_sequences(3), policy_objective(AlgorithmConfig(loss="reinforce")))
+        offers = [publisher.publish(version).result()]
+        dist.broadcast_object_list(offers, src=0)
+        seen.append(asyncio.run(merged_by_an_engine(stager, offers[0])))
+        dist.barrier()
+    folders = sorted(path.name for path in (directory / "p").iterdir() if not path.name.startswith("."))
+    publisher.close()
+    return seen, folders, {name: value.numpy() for name, value in (gather_weights(trainer) or {}).items()}
+
+
+async def merged_by_an_engine(stager, offer):
+    async with stager.staged(offer) as local:
+        return local.kind, *merged_from(local)
+
+
+def merged_from(offer):
+    """Which file the frozen weights are, and what the adapters make of them."""
+    adapter = PublishedAdapter(offer)
+    frozen = PublishedWeights(adapter.base)
+    frozen.verify()
+    merged = {name: t.numpy() for name, t in adapter.merged(torch_tensors(frozen), torch.device("cpu"))}
+    return Path(adapter.base.manifest).stat().st_ino, merged
+
+
+@pytest.mark.parametrize(
+    ("family", "hosts"), [("qwen3", "aa"), ("qwen3_moe", "ab")], ids=["one-host", "two-hosts-and-experts"]
+)
+def test_adapters_alone_on_the_frozen_weights_are_what_one_would_merge(family, hosts, tmp_path):
+    path = save_tiny_model(tmp_path / "model", family)
+    config = replace(CONFIG, num_ranks=2, lora=LoraConfig(rank=3, alpha=6))
+    ranks = run_on_ranks(2, adapters_of_a_rank, config, path, str(tmp_path), hosts)
+    whole = ranks[0][2]
+    for seen, folders, _ in ranks:
+        (kind, frozen, before), (_, frozen_again, merged) = seen
+        assert kind == "adapter"
+        assert frozen == frozen_again, "the frozen weights travel once"
+        assert merged.keys() == before.keys() == whole.keys()
+        assert all(np.array_equal(merged[name], value) for name, value in whole.items())
+        assert any(not np.array_equal(before[name], value) for name, value in whole.items())
+        assert folders in (["frozen", "v00000003", "v00000004"], ["frozen", "v00000004"], [])
+
+
+def test_published_adapters_are_folders_that_peft_loads(tmp_path, publisher_of):
     path = save_tiny_model(tmp_path / "model")
-    config = replace(CONFIG, num_ranks=2, lora=LoraConfig(rank=2))
-    with pytest.raises(AssertionError, match=r"weights\.transport=collective needs all learner ranks on one host"):
-        run_on_ranks(2, sent_and_received_by_a_rank, config, path, str(tmp_path), "ab")
+    trainer = Trainer(replace(CONFIG, lora=LoraConfig(rank=2)), model_path=path, total_updates=1)
+    trainer.update(random_sequences(3), policy_objective(AlgorithmConfig(loss="reinforce")))
+    folder = folder_of(publisher_of(trainer, tmp_path / "p", adapters=True).publish(7).result())
+    frozen = AutoModelForCausalLM.from_pretrained(folder.parent / "frozen", dtype=torch.float32)
+    model = PeftModel.from_pretrained(frozen, folder)
+    merged = AutoModelForCausalLM.from_pretrained(save_whole(tmp_path / "merged", trainer), dtype=torch.float32)
+    ids = torch.arange(3, 15)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids).logits, merged(ids).logits)
+
+
+def test_adapters_of_weights_that_no_checkpoint_holds_are_merged_and_the_log_says_so(
+    tmp_path, publisher_of, monkeypatch, caplog
+):
+    monkeypatch.setattr("learner.weights.adapted_layers", lambda model, _: adapted_layers(model, {}))
+    path = save_tiny_model(tmp_path / "model")
+    trainer = Trainer(replace(CONFIG, lora=LoraConfig(rank=2)), model_path=path, total_updates=1)
+    offer = publisher_of(trainer, tmp_path / "p", adapters=True).publish(1).result()
+    assert offer.kind == "full"
+    assert "adapters are merged before they are published: model.layers.0" in caplog.text
 
 
 def deltas_of_a_rank(config, path, folder):
@@ -239,7 +321,7 @@ def test_old_versions_leave_and_nothing_half_written_is_offered(tmp_path, publis
 def test_a_file_made_ready_takes_no_page_faults_when_it_is_written():
     num_values = 1 << 21
     values = torch.ones(num_values)
-    region = Region(parameter=values, first=0, num_values=num_values, start=64, dtype=torch.float32)
+    region = Region(name="w", parameter=values, first=0, num_values=num_values, start=64, dtype=torch.float32)
     file = WritableFile(None, 64 + values.nbytes, [region])
     before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
     file.write([region])
@@ -257,7 +339,7 @@ def test_a_version_is_offered_only_after_it_has_reached_the_file_system(tmp_path
         fsync(descriptor)
         synced.append((os.fstat(descriptor).st_ino, list(tmp_path.rglob("manifest.json"))))
 
-    monkeypatch.setattr("learner.weights.os.fsync", record)
+    monkeypatch.setattr("learner.weight_files.os.fsync", record)
     folder = folder_of(publisher.publish(1).result())
     assert synced == [((folder / "model.safetensors").stat().st_ino, [])]
 
@@ -271,7 +353,7 @@ def test_no_room_for_the_next_version_is_an_error_by_name(tmp_path, publisher_of
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("learner.weights.os.posix_fallocate", full)
+    monkeypatch.setattr("learner.weight_files.os.posix_fallocate", full)
     publisher.publish(2).result()
     with pytest.raises(WeightsError, match=r"no room for \d+ bytes of weights in .*No space left"):
         publisher.publish(3)
@@ -361,3 +443,47 @@ def test_a_saved_policy_brings_its_tokenizer(tmp_path: Path) -> None:
     names = {file.name for file in (tmp_path / "policy").iterdir()}
     assert {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "model.safetensors"} <= names
     assert "optimizer.pt" not in names
+
+
+def saved_by_a_rank(config, path, folder):
+    """Save with rank 1 in a folder that rank 0 cannot see; returns what one rank would gather."""
+    trainer = Trainer(config, model_path=path, total_updates=1)
+    trainer.update(random_sequences(3), policy_objective(AlgorithmConfig()))
+    save_policy(trainer, f"{folder}/{trainer.mesh.rank}")
+    return {name: value.numpy() for name, value in (gather_weights(trainer) or {}).items()}
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [("qwen3_moe", {}), ("qwen3", {"fsdp_size": 1, "lora": LoraConfig(rank=2)})],
+    ids=["experts", "copies-with-adapters"],
+)
+def test_two_ranks_save_what_one_would_gather_and_the_second_needs_no_folder(family, options, tmp_path):
+    path = save_tiny_model(tmp_path / "model", family)
+    whole, _ = run_on_ranks(2, saved_by_a_rank, replace(CONFIG, num_ranks=2, **options), path, str(tmp_path / "p"))
+    written = load_file(tmp_path / "p" / "0" / "model.safetensors")
+    assert written.keys() == whole.keys()
+    assert all(torch.equal(written[name], torch.from_numpy(value)) for name, value in whole.items())
+    assert [path.name for path in (tmp_path / "p").iterdir()] == ["0"]
+
+
+def save_without_room(config, path, folder):
+    trainer = Trainer(config, model_path=path, total_updates=1)
+    with pytest.MonkeyPatch.context() as patch:
+        if trainer.mesh.rank == 0:
+
+            def full(*_):
+                raise OSError(28, "No space left on device")
+
+            patch.setattr("learner.weight_files.os.posix_fallocate", full)
+        try:
+            save_policy(trainer, folder)
+        except WeightsError as error:
+            return str(error)
+
+
+def test_a_policy_that_finds_no_room_is_an_error_on_every_rank_and_leaves_nothing(tmp_path):
+    path = save_tiny_model(tmp_path / "model")
+    errors = run_on_ranks(2, save_without_room, replace(CONFIG, num_ranks=2), path, str(tmp_path / "p" / "policy"))
+    assert all("the model cannot be written: rank 0: WeightsError: no room for" in error for error in errors)
+    assert list((tmp_path / "p").iterdir()) == []

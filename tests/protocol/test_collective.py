@@ -111,8 +111,7 @@ def fall_at_the_third_broadcast(state, number):
 
 
 def change_what_is_sent(state, version):
-    data, _ = state["sender"]._parts[version]
-    data[-1] ^= 1
+    state["sender"]._parts[version].data[-1] ^= 1
 
 
 def publish(senders, version, folder):

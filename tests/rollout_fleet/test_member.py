@@ -12,7 +12,7 @@ from rollout_fleet.member import ENDED, SERVING, Member, MemberLimits, MemberSta
 from rollout_fleet.supervisor import engine_limits
 
 LIMITS = MemberLimits(
-    start_s=10.0, stop_s=4.0, drain_s=20.0, restarts=3, window_s=100.0, backoff_s=1.0, longest_backoff_s=3.0
+    start_s=10.0, stop_s=4.0, drain_s=20.0, restarts=4, window_s=100.0, backoff_s=1.0, longest_backoff_s=3.0
 )
 epochs_ago = st.integers(0, 2)
 versions = st.integers(0, 9)
@@ -152,7 +152,7 @@ def test_what_an_older_life_still_reports_changes_nothing():
     member = up()
     member.fault(0, "it died", 1.0)
     member.stopped(1.0)
-    member.due(2.0)
+    member.due(1.0)
     assert (member.state, member.epoch) == (MemberState.starting, 1)
     member.started(0)
     member.verified(0, 6)
@@ -170,7 +170,7 @@ def test_restarts_are_paused_longer_each_time_and_capped_within_a_window():
         pauses.append(member.deadline - now)
         now = member.deadline
         member.due(now)
-    assert pauses == [1.0, 2.0, 3.0]
+    assert pauses == [0.0, 1.0, 2.0, 3.0]
     assert member.state is MemberState.failed
 
 
@@ -180,8 +180,8 @@ def test_faults_that_are_older_than_the_window_are_forgotten():
         now = 101.0 * fault
         member.fault(member.epoch, "it died", now)
         member.stopped(now)
-        assert member.deadline == now + 1.0
-        member.due(now + 1.0)
+        assert member.deadline == now
+        member.due(now)
     assert member.epoch == 10
 
 

@@ -14,7 +14,7 @@ import torch
 
 from asyncrl.protocol.collective import CollectiveOptions, WeightSender
 from asyncrl.protocol.errors import DeadlineError, WeightsError, WeightsGone
-from asyncrl.protocol.manifest import read_manifest
+from asyncrl.protocol.manifest import FROZEN, read_manifest
 from rollout_fleet.engines import staging
 from rollout_fleet.engines.staging import WeightStager
 from tests.support.published_bytes import bytes_of, changed, publish_bytes, random_bytes
@@ -223,3 +223,157 @@ async def test_weights_that_no_learner_published_are_read_where_they_are(make_st
         assert local == offer
         assert np.array_equal(bytes_of(local), learner.images[0])
     assert folder.is_dir()
+
+
+class AdapterLearner(Learner):
+    """Publishes random bytes as adapters of frozen weights."""
+
+    def __init__(self, folder):
+        super().__init__(folder)
+        self.frozen_image = random_bytes(90_000, seed=77)
+        self.frozen = publish_bytes(folder, FROZEN, self.frozen_image)
+
+    def publish(self):
+        version = len(self.offers)
+        self.images.append(random_bytes(3_000, seed=version))
+        self.offers.append(publish_bytes(self.folder, version, self.images[-1], frozen=self.frozen))
+        return self.offers[-1]
+
+
+def base_of(offer):
+    """What the adapter that is staged applies to."""
+    return read_manifest(offer).base
+
+
+@pytest.mark.parametrize("copies", [False, True], ids=["linked", "copied"])
+async def test_with_an_adapter_the_frozen_weights_are_staged_however_late_the_engine_joins(
+    copies, make_stager, tmp_path
+):
+    learner = AdapterLearner(tmp_path / "published")
+    for _ in range(3):
+        offer = learner.publish()
+    for old in range(2):
+        learner.remove(old)
+    stager = make_stager(copies=copies)
+    for _ in range(2):
+        async with stager.staged(offer) as local:
+            learner.remove(offer.version)
+            assert (local.kind, local.version) == ("adapter", offer.version)
+            assert np.array_equal(bytes_of(local), learner.images[-1])
+            assert np.array_equal(bytes_of(base_of(local)), learner.frozen_image)
+        offer = learner.publish()
+
+
+async def test_frozen_weights_are_copied_once_and_again_when_they_change(make_stager, tmp_path):
+    learner = AdapterLearner(tmp_path / "published")
+    stager = make_stager(copies=True)
+    async with stager.staged(learner.publish()) as local:
+        held = Path(base_of(local).manifest)
+    (learner.folder / "frozen" / "model.safetensors").unlink()
+    async with stager.staged(learner.publish()) as local:
+        assert Path(base_of(local).manifest) == held
+        assert np.array_equal(bytes_of(base_of(local)), learner.frozen_image)
+    other = AdapterLearner(tmp_path / "restarted")
+    other.frozen = publish_bytes(tmp_path / "others", FROZEN, random_bytes(90_000, seed=78))
+    shutil.rmtree(other.folder)
+    shutil.move(tmp_path / "others", other.folder)
+    other.frozen = replace(other.frozen, manifest=str(other.folder / "frozen" / "manifest.json"))
+    async with stager.staged(other.publish()) as local:
+        assert np.array_equal(bytes_of(base_of(local)), random_bytes(90_000, seed=78))
+
+
+async def test_over_the_network_the_frozen_weights_come_once_and_each_adapter_alone(make_stager, tmp_path):
+    learner = AdapterLearner(tmp_path / "published")
+    options = CollectiveOptions(interface="lo", num_receivers=1, timeout_s=10.0, keep=1)
+    sender, stager = WeightSender(options, rank=0, num_ranks=1), make_stager()
+
+    def send(offer, image):
+        pieces = read_manifest(offer).pieces
+        sender.hold(offer.version, torch.from_numpy(image), pieces)
+        return sender.offer(offer, [len(pieces)])
+
+    try:
+        send(learner.frozen, learner.frozen_image)
+        for version in range(3):
+            offer = send(learner.publish(), learner.images[-1])
+            sender.retire(version)
+            async with stager.staged(offer) as local:
+                assert np.array_equal(bytes_of(local), learner.images[version])
+                assert np.array_equal(bytes_of(base_of(local)), learner.frozen_image)
+            if version == 1:
+                sender._parts.pop(FROZEN)
+    finally:
+        sender.close()
+
+
+class NetworkLearner(Learner):
+    """Sends its versions as one rank over the loopback interface; notes which rounds sent a delta."""
+
+    def __init__(self, folder):
+        super().__init__(folder)
+        options = CollectiveOptions(interface="lo", num_receivers=1, timeout_s=10.0, keep=2)
+        self.sender = WeightSender(options, rank=0, num_ranks=1)
+        self.deltas_sent, send = [], self.sender._send
+        self.sender._send = lambda this: (self.deltas_sent.append(this.is_delta), send(this))
+
+    def publish(self):
+        offer = super().publish()
+        manifest = read_manifest(offer)
+        delta = None
+        if manifest.delta is not None:  # of two files, as if one rank held both
+            manifest = replace(
+                manifest, delta=replace(manifest.delta, files=("delta.bin",), changes=self.joined(manifest))
+            )
+            offer = manifest.offer(Path(offer.manifest), offer.version)
+            parts = [Path(manifest.directory, name).read_bytes() for name in ("delta-0.bin", "delta-1.bin")]
+            delta = torch.frombuffer(bytearray(b"".join(parts)), dtype=torch.uint8)
+            self.offers[-1] = offer
+        self.sender.hold(offer.version, torch.from_numpy(self.images[-1]), manifest.pieces, delta)
+        return self.sender.offer(offer, [len(manifest.pieces)])
+
+    @staticmethod
+    def joined(manifest):
+        first = Path(manifest.directory, "delta-0.bin").stat().st_size
+        return tuple(replace(c, file=0, at=c.at + first * c.file) for c in manifest.delta.changes)
+
+
+@pytest.fixture
+def network(tmp_path):
+    learner = NetworkLearner(tmp_path / "published")
+    yield learner
+    learner.sender.close()
+
+
+async def test_over_the_network_who_holds_the_version_before_is_sent_the_delta_alone(make_stager, network):
+    stager = make_stager(copies=True)
+    for version in range(6):
+        async with stager.staged(network.publish()) as local:
+            assert np.array_equal(bytes_of(local), network.images[version])
+    assert network.deltas_sent == [False, True, True, True, False, True]
+
+
+async def test_over_the_network_who_comes_late_or_has_skipped_a_version_is_sent_it_whole(make_stager, network):
+    stager = make_stager(copies=True)
+    for version in range(4):
+        offer = network.publish()
+        if version != 2:
+            async with stager.staged(offer) as local:
+                assert np.array_equal(bytes_of(local), network.images[version])
+    async with make_stager("engine-1", copies=True).staged(offer) as local:
+        assert np.array_equal(bytes_of(local), network.images[3])
+    assert network.deltas_sent == [False, True, False, False]
+
+
+async def test_over_the_network_a_damaged_image_is_replaced_by_the_whole_version(
+    make_stager, network, tmp_path, caplog
+):
+    stager = make_stager(copies=True)
+    async with stager.staged(network.publish()):
+        pass
+    with (tmp_path / "memory" / "engine-0" / "model.safetensors").open("r+b") as image:
+        image.write(bytes(20_000))
+    with caplog.at_level(logging.WARNING):
+        async with stager.staged(network.publish()) as local:
+            assert np.array_equal(bytes_of(local), network.images[1])
+    assert network.deltas_sent == [False, True, False]
+    assert "it receives the whole version" in caplog.text

@@ -13,7 +13,13 @@ import pytest
 import torch
 
 from asyncrl.protocol.errors import DeadlineError, EngineError, WeightsError, WorkerDiedError
+from asyncrl.protocol.manifest import FROZEN
 from asyncrl.protocol.types import FinishReason
+from learner.config import Device, LearnerConfig, LoraConfig
+from learner.lora import is_adapter
+from learner.packed_model import PackedModel
+from learner.roles import ACTOR
+from learner.weights import WeightPublisher
 from rollout_fleet.config import EngineDevice, RolloutFleetConfig, TransformersConfig
 from rollout_fleet.engines.transformers import TransformersEngine
 from rollout_fleet.engines.transformers_model import StepRecorder
@@ -26,6 +32,7 @@ from tests.support.engine_probes import (
     requests_of,
 )
 from tests.support.offers import bare_offer
+from tests.support.whole_weights import save_whole
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -352,3 +359,33 @@ async def test_memory_is_not_released_under_a_running_request(start):
 
 async def test_what_was_cut_off_is_continued_to_what_it_would_have_been(start, model_path):
     await assert_continues(await start(), model_path, atol=1e-5)
+
+
+@pytest.mark.parametrize("released", [False, True], ids=["kept", "released"])
+async def test_adapters_alone_are_computed_beside_frozen_weights_that_are_loaded_once(
+    released, start, publish, model_path, tmp_path
+):
+    config = LearnerConfig(device=Device.cpu, lora=LoraConfig(rank=4))
+    learner = PackedModel(config, ACTOR, model_path=model_path)
+    publisher = WeightPublisher(learner, str(tmp_path / "published"), keep=2, adapters=True)
+    engine, requests, loads = await start(), requests_of(3, temperature=0.7), []
+    engine._model._load_full = lambda offer, load=engine._model._load_full: (loads.append(offer.version), load(offer))
+    try:
+        for version in (1, 2):
+            for name, parameter in learner.pretrained.named_parameters():
+                if is_adapter(name):
+                    parameter.data.normal_(0, 0.1)
+            await engine.load_weights(publisher.publish(version).result())
+            path = save_whole(tmp_path / f"v{version}", learner)
+            for request, output in zip(requests, await answer(engine, requests), strict=True):
+                assert set(output.versions.tolist()) == {version}
+                np.testing.assert_allclose(output.logprobs, forward_logprobs(path, request, output), atol=1e-4)
+            if released:
+                await engine.release_memory()
+        assert loads == ([FROZEN, FROZEN] if released else [FROZEN])
+        full = publish(3, 1.5)
+        await engine.load_weights(full)
+        for request, output in zip(requests, await answer(engine, requests), strict=True):
+            np.testing.assert_allclose(output.logprobs, forward_logprobs(folder_of(full), request, output), atol=1e-4)
+    finally:
+        publisher.close()

@@ -16,16 +16,18 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from asyncrl.protocol.collective import CollectiveOptions
-from learner.config import Device, LearnerConfig
+from learner.config import Device, LearnerConfig, LoraConfig
 from learner.fsdp import local_tensor
+from learner.lora import is_adapter
 from learner.packed_model import PackedModel
 from learner.roles import ACTOR
-from learner.weights import WeightPublisher, gather_weights, write_model
+from learner.weights import WeightPublisher
 from rollout_fleet.config import EngineDevice, OnUpdate, RolloutFleetConfig, SGLangConfig
 from rollout_fleet.engines.sglang import SGLangEngine
 from rollout_fleet.engines.staging import WeightStager
 from tests.support.engine_probes import answer, forward_by_versions, requests_of
 from tests.support.tiny_models import save_tiny_model
+from tests.support.whole_weights import save_whole
 
 pytestmark = [
     pytest.mark.e2e,
@@ -48,11 +50,13 @@ SHARED_PREFIX = np.asarray([3 + position * 7 % 10 for position in range(60)], dt
         pytest.param("qwen3", 1, "float32", 1e-4, OnUpdate.keep, {}, id="kept-kv-cache"),
         pytest.param("qwen3", 1, "float32", 1e-4, OnUpdate.recompute, {"full_every": 5}, id="deltas"),
         pytest.param("llama", 2, "float32", 1e-4, OnUpdate.recompute, {"collective": NETWORK}, id="over-the-network"),
+        pytest.param("llama", 2, "float32", 1e-4, OnUpdate.recompute, {"adapters": True}, id="adapters-alone"),
     ],
 )
 async def test_every_token_is_of_the_version_that_it_names(family, tp_size, dtype, atol, on_update, offers, tmp_path):
     path = save_tiny_model(tmp_path / "model", family, initializer_range=0.1)
-    learner = PackedModel(LearnerConfig(device=Device.cpu, dtype=dtype), ACTOR, model_path=path)
+    lora = LoraConfig(rank=4 if "adapters" in offers else 0)
+    learner = PackedModel(LearnerConfig(device=Device.cpu, dtype=dtype, lora=lora), ACTOR, model_path=path)
     publisher = WeightPublisher(learner, str(tmp_path / "published"), keep=2, **offers)
     stager = WeightStager("engine-0", memory=tmp_path / "memory", copies="full_every" in offers, timeout_s=30.0)
     config = RolloutFleetConfig(
@@ -65,13 +69,13 @@ async def test_every_token_is_of_the_version_that_it_names(family, tp_size, dtyp
     try:
         await engine.start()
         publisher.publish(0).result()
-        folders = {0: save_version(learner, tmp_path / "v0")}
+        folders = {0: save_whole(tmp_path / "v0", learner)}
         batches = [prefixed_requests(f"b{index}") for index in range(6)]
         asked = [(batch, asyncio.create_task(answer(engine, batch))) for batch in batches[:3]]
         for version in range(1, NUM_UPDATES + 1):
             perturb(learner, version)
             offer = publisher.publish(version).result()
-            folders[version] = save_version(learner, tmp_path / f"v{version}")
+            folders[version] = save_whole(tmp_path / f"v{version}", learner)
             async with stager.staged(offer) as local:
                 await engine.load_weights(local)
             if version % 10 == 0:
@@ -89,12 +93,6 @@ async def test_every_token_is_of_the_version_that_it_names(family, tp_size, dtyp
     assert len(num_tokens) >= 3, f"tokens of at least three versions, got {num_tokens}"
 
 
-def save_version(learner, folder):
-    """The weights that the learner holds, written by other means than a publish."""
-    write_model(folder, learner.pretrained, gather_weights(learner), learner.compute_dtype)
-    return str(folder)
-
-
 def prefixed_requests(name):
     """Eight samples of four prompts that begin alike."""
     requests = requests_of(4, 2, name, max_new_tokens=120, temperature=1.2)
@@ -102,12 +100,15 @@ def prefixed_requests(name):
 
 
 def perturb(learner, seed):
-    """Change a third of the values by tens of per cent, as no optimizer would."""
+    """Change a third of the values by tens of per cent, as no optimizer would; of adapters, which begin at 0, all."""
     generator = torch.Generator().manual_seed(seed)
-    for parameter in learner.pretrained.parameters():
+    for name, parameter in learner.pretrained.named_parameters():
         values = local_tensor(parameter.data)
-        places = torch.rand(values.shape, generator=generator) < 0.3
-        values.mul_(1 + 0.1 * places * torch.randn(values.shape, generator=generator))
+        if is_adapter(name):
+            values.add_(0.05 * torch.randn(values.shape, generator=generator))
+        elif parameter.requires_grad:
+            places = torch.rand(values.shape, generator=generator) < 0.3
+            values.mul_(1 + 0.1 * places * torch.randn(values.shape, generator=generator))
 
 
 def check(answered, folders, dtype, atol, *, keeps):

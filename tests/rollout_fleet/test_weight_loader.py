@@ -1,12 +1,14 @@
 """What the loader inside a server proves of a model, on models of a few lines."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
 
 from asyncrl.protocol.errors import WeightsError
-from asyncrl.protocol.manifest import describe_model
+from asyncrl.protocol.manifest import FROZEN, AdaptedLayer, Adapter, describe_model
 from rollout_fleet.engines.weight_loader import load_verified
 
 
@@ -78,3 +80,55 @@ def test_a_region_that_is_written_twice_holds_the_last_and_each_was_verified(off
     model = Model(lambda held, _, tensor: held["a"].copy_(tensor), a=torch.zeros(3 << 20))
     assert load_verified(model, offer_of(a=first, b=second)) == 3 << 20
     assert model.held["a"][0] == 2.0
+
+
+@pytest.fixture
+def adapter_of(offer_of, tmp_path):
+    """Return a publisher of an adapter on the frozen weight ``w``; ``name`` is the weight that it says it adapts."""
+
+    def make(down, up, scale, *, name="w", spoil=False, **frozen):
+        base = replace(offer_of(**frozen), version=FROZEN)
+        folder = tmp_path / "v7"
+        folder.mkdir()
+        save_file({"down": down, "up": up}, folder / "adapter_model.safetensors")
+        layer = AdaptedLayer(weight=name, down="down", up="up", scale=scale)
+        manifest = replace(describe_model(str(folder)), adapter=Adapter(base=base, layers=(layer,)))
+        offer = manifest.offer(folder / "manifest.json", 7)
+        if spoil:
+            save_file({"down": down + 1, "up": up}, folder / "adapter_model.safetensors")
+        return offer
+
+    return make
+
+
+def test_an_adapter_is_merged_into_the_frozen_weights_as_they_are_loaded(adapter_of):
+    down, up, w, other = torch.randn(2, 3), torch.randn(4, 2), torch.randn(4, 3), torch.randn(5)
+    model = Model(copy_whole, w=torch.zeros(4, 3), other=torch.zeros(5))
+    offer = adapter_of(down, up, 0.5, w=w, other=other)
+    assert (offer.kind, offer.base_version, offer.num_bytes) == ("adapter", FROZEN, 4 * (6 + 8 + 12 + 5))
+    assert load_verified(model, offer) == 17
+    torch.testing.assert_close(model.held["w"].detach(), w + 0.5 * up @ down)
+    assert torch.equal(model.held["other"].detach(), other)
+
+
+def test_an_adapter_of_other_bytes_than_published_changes_nothing_in_the_model(adapter_of):
+    model = Model(copy_whole, w=torch.zeros(4, 3))
+    offer = adapter_of(torch.randn(2, 3), torch.randn(4, 2), 1.0, w=torch.randn(4, 3), spoil=True)
+    with pytest.raises(WeightsError, match=r"policy version 7: .* 1 of 2 tensors differ, first down"):
+        load_verified(model, offer)
+    assert not model.held["w"].any()
+
+
+def test_frozen_weights_of_other_bytes_than_published_are_named(adapter_of, tmp_path):
+    model = Model(copy_whole, w=torch.zeros(4, 3))
+    offer = adapter_of(torch.randn(2, 3), torch.randn(4, 2), 1.0, w=torch.randn(4, 3))
+    save_file({"w": torch.randn(4, 3)}, tmp_path / "model.safetensors")
+    with pytest.raises(WeightsError, match=r"the frozen weights: .* 1 of 1 tensors differ, first w"):
+        load_verified(model, offer)
+
+
+def test_an_adapter_of_a_weight_that_is_not_there_is_refused_by_name(adapter_of):
+    model = Model(copy_whole, w=torch.zeros(4, 3))
+    offer = adapter_of(torch.randn(2, 3), torch.randn(4, 2), 1.0, name="absent", w=torch.randn(4, 3))
+    with pytest.raises(WeightsError, match="1 of 1 adapted weights are not there, first absent"):
+        load_verified(model, offer)

@@ -5,9 +5,20 @@ from pathlib import Path
 import numpy as np
 
 from asyncrl.protocol.delta import write_delta
-from asyncrl.protocol.manifest import Delta, Manifest, PublishedWeights, StoredTensor, WeightOffer, pieces_of
+from asyncrl.protocol.manifest import (
+    FROZEN,
+    AdaptedLayer,
+    Adapter,
+    Delta,
+    Manifest,
+    PublishedWeights,
+    StoredTensor,
+    WeightOffer,
+    pieces_of,
+)
 
 PIECE = 1 << 14
+ADAPTED = AdaptedLayer(weight="w", down="w", up="w", scale=1.0)
 
 
 def random_bytes(num_values: int, item_bytes: int = 2, seed: int = 0) -> np.ndarray:
@@ -30,10 +41,14 @@ def publish_bytes(
     image: np.ndarray,
     *,
     base: tuple[WeightOffer, np.ndarray] | None = None,
+    frozen: WeightOffer | None = None,
     item_bytes: int = 2,
 ) -> WeightOffer:
-    """Publish an image as one tensor of two delta files or one data file, in pieces of 16 KiB."""
-    target = folder / f"v{version:08d}"
+    """Publish an image as one tensor of two delta files or one data file, in pieces of 16 KiB.
+
+    With ``frozen`` it is said to be an adapter of those weights.
+    """
+    target = folder / ("frozen" if version == FROZEN else f"v{version:08d}")
     target.mkdir(parents=True)
     sizes = {at: min(PIECE, len(image) - at) for at in range(0, len(image), PIECE)}
     pieces = [piece for at, size in sizes.items() for piece in pieces_of(0, at, size, image)]
@@ -48,7 +63,12 @@ def publish_bytes(
         delta = Delta(base=base[0], files=files, changes=tuple(changes))
     stored = StoredTensor(name="w", dtype="U8", shape=(len(image),), file=0, start=0, num_bytes=len(image))
     manifest = Manifest(
-        directory=str(target), files=("model.safetensors",), tensors=(stored,), pieces=tuple(pieces), delta=delta
+        directory=str(target),
+        files=("model.safetensors",),
+        tensors=(stored,),
+        pieces=tuple(pieces),
+        delta=delta,
+        adapter=None if frozen is None else Adapter(base=frozen, layers=(ADAPTED,)),
     )
     return manifest.offer(target / "manifest.json", version)
 

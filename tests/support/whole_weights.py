@@ -1,0 +1,67 @@
+"""A model's whole weights on one rank, with which publishes and saved policies are compared."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import cast
+
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from transformers.core_model_loading import revert_weight_conversion
+
+from learner.fsdp import stored_buffers
+from learner.lora import merged_weights
+from learner.model_folder import write_description
+from learner.packed_model import PackedModel
+
+
+def whole_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield every parameter of a plain or sharded model whole, one FSDP unit at a time; every rank iterates to the end.
+
+    Each comes once, tied ones under their first name. A tensor is valid until the next step of the iteration.
+    """
+    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    if not units:
+        yield from ((name, parameter.detach()) for name, parameter in model.named_parameters())
+        return
+    for unit in units:
+        unit.unshard()
+        prefix = next(name for name, module in model.named_modules() if module is unit)
+        for name, parameter in cast("nn.Module", unit).named_parameters(prefix=prefix):
+            if not isinstance(parameter, DTensor):
+                yield name, parameter.detach()
+        unit.reshard()
+
+
+def gather_weights(trainer: PackedModel) -> dict[str, Tensor] | None:
+    """Collect the whole weights of a plain or sharded model. A collective: every rank calls it.
+
+    Returns:
+        On rank 0, checkpoint name to CPU tensor in the computing type, tied tensors once and adapters merged; None on
+        the others.
+    """
+    is_first = trainer.mesh.rank == 0
+    weights: dict[str, Tensor] = {}
+    for name, tensor in whole_tensors(trainer.head):
+        if is_first:
+            whole = tensor.to(device="cpu", dtype=trainer.compute_dtype, copy=True)
+            weights[name.removeprefix("pretrained.")] = whole
+    if not is_first:
+        return None
+    for name, buffer in stored_buffers(trainer.head).items():
+        weights[name.removeprefix("pretrained.")] = buffer.detach().cpu().clone()
+    return revert_weight_conversion(trainer.pretrained, merged_weights(trainer.pretrained, weights))
+
+
+def save_whole(directory: Path, model: PackedModel) -> str:
+    """Write a model of one rank, by other means than a publish or a saved policy."""
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(parents=True)
+    weights = {name: tensor.contiguous() for name, tensor in (gather_weights(model) or {}).items()}
+    save_file(weights, directory / "model.safetensors", {"format": "pt"})
+    write_description(directory, model.pretrained, model.compute_dtype)
+    return str(directory)
