@@ -16,7 +16,13 @@ from asyncrl.sft.fine_tuning import SftEvaluation, best_of, fine_tune, read_demo
 from tests.support.ranks import run_on_ranks
 
 NUM_ROWS = 4096
-OVERRIDES = ["sft.max_steps=60", "sft.eval_every=30", "sft.eval_prompts=32", "sft.target_accuracy=1.01"]
+OVERRIDES = [
+    "sft.max_steps=60",
+    "sft.eval_every=30",
+    "sft.eval_prompts=32",
+    "sft.val_rows=0",
+    "sft.target_val_loss=0.0",
+]
 
 
 @pytest.fixture(scope="module")
