@@ -109,7 +109,7 @@ train() { # train TRANSPORT OVERRIDES ...: returns the run's exit status.
     wait "$driver"
     local status=$?
     driver=''
-    mkdir -p "$OUT/$transport"
+    rm -rf "${OUT:?}/$transport" && mkdir "$OUT/$transport" # an earlier run's
     on_host 0 bash -c 'cp -r /tmp/asyncrl/quickstart/20*/. "$1" && rm -r /tmp/asyncrl/quickstart/20*' copy "$OUT/$transport"
     return "$status"
 }
