@@ -133,11 +133,11 @@ def _in_the_way(run: Measurement) -> str:
 
 
 def _measured(folder: Path, lag: int, args: argparse.Namespace) -> Measurement:
-    trace = Trace.load(_train(folder, f"buffer.max_lag={lag}", f"total_steps={args.steps}", engine=args.engine))
+    trace = Trace.load(train_pinned(folder, f"buffer.max_lag={lag}", f"total_steps={args.steps}", engine=args.engine))
     return Measurement(trace=trace, steps=tuple(step for step in trace.steps[NUM_WARM_UP:] if not step.is_open))
 
 
-def _train(folder: Path, *overrides: str, engine: str) -> Path:
+def train_pinned(folder: Path, *overrides: str, engine: str) -> Path:
     """Train in a process of its own, with engine and rank pinned once they are there; returns the run's folder."""
     command = [sys.executable, "-m", "asyncrl.train", f"output_dir={folder}", f"rollout_fleet.engine={engine}"]
     command += ["sft.enabled=false", "evaluation.enabled=false", "rollout_fleet.samples.every_steps=0", *overrides]

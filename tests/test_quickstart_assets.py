@@ -5,7 +5,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from asyncrl.cli.quickstart import make_assets
+from asyncrl.cli.quickstart import LONG, make_assets
 
 SMALL = {"num_train": 300, "num_held_out": 100, "num_demonstrations": 200}
 
@@ -37,7 +37,10 @@ def test_train_held_out_and_demonstrations_share_no_prompt(assets):
 def test_demonstrations_err_at_about_the_rate_asked_for(assets):
     rows = pq.read_table(assets.demonstrations).to_pylist()
     pairs = [
-        (right, shown) for row in rows for right, shown in zip(row["prompt"][-2::-1], row["response"], strict=True)
+        (right, shown)
+        for row in rows
+        if len(row["response"]) < LONG
+        for right, shown in zip(row["prompt"][-2::-1], row["response"], strict=True)
     ]
 
     wrong = sum(right != shown for right, shown in pairs) / len(pairs)
@@ -45,8 +48,20 @@ def test_demonstrations_err_at_about_the_rate_asked_for(assets):
     assert 0.10 < wrong < 0.17  # 0.15 drawn at random, a tenth of which hit the right digit
 
 
+def test_the_teacher_swaps_the_first_two_digits_of_most_long_answers(tmp_path):
+    habit = make_assets(tmp_path / "habit", seed=7, wrong_digit_rate=0.0, **SMALL)
+    swapped = {True: 0, False: 0}
+    for row in pq.read_table(habit.demonstrations).to_pylist():
+        right, shown = row["prompt"][-2::-1], row["response"]
+        assert shown in (right, right[1] + right[0] + right[2:])
+        if right[0] != right[1]:
+            swapped[len(right) >= LONG] += shown != right
+    assert swapped[False] == 0
+    assert 75 < swapped[True] < 115, "0.7 of three quarters of 200, less a tenth with two equal digits"
+
+
 def test_demonstrations_without_mistakes_are_all_right(tmp_path):
-    exact = make_assets(tmp_path / "exact", seed=7, wrong_digit_rate=0.0, **SMALL)
+    exact = make_assets(tmp_path / "exact", seed=7, wrong_digit_rate=0.0, habit_rate=0.0, **SMALL)
 
     for row in pq.read_table(exact.demonstrations).to_pylist():
         assert row["response"] + "=" == row["prompt"][-2::-1] + "="
@@ -99,6 +114,7 @@ def test_a_directory_of_the_users_is_left_alone(tmp_path):
         ({"seed": -1}, "seed must be >= 0, got -1"),
         ({"seed": 0, "num_held_out": 0}, "num_held_out must be >= 1, got 0"),
         ({"seed": 0, "num_train": 300_000}, "more than 200,000 rows"),
+        ({"seed": 0, "habit_rate": 1.5}, r"habit_rate must be in \[0, 1\], got 1.5"),
         ({"seed": 0, "wrong_digit_rate": 1.0}, r"wrong_digit_rate must be in \[0, 1\), got 1.0"),
     ],
 )

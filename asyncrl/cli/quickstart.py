@@ -25,6 +25,8 @@ from asyncrl.config import RunConfig
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
 VOCABULARY = (PAD, EOS, UNKNOWN, "=", *"0123456789")
 DIGIT_COUNTS = (5, 8)
+LONG = 6
+"""From so many digits on, the teacher of the demonstrations has a habit; see `make_assets`."""
 MAX_ROWS = 200_000
 
 MODEL_CONFIG: Mapping[str, Any] = {
@@ -81,6 +83,7 @@ def make_assets(
     num_held_out: int = 256,
     num_demonstrations: int = 16384,
     wrong_digit_rate: float = 0.15,
+    habit_rate: float = 0.7,
 ) -> QuickstartAssets:
     """Make the assets, or reuse them where they were made with the same arguments.
 
@@ -92,8 +95,10 @@ def make_assets(
         num_train: Training prompts.
         num_held_out: Held-out prompts.
         num_demonstrations: Demonstrations.
-        wrong_digit_rate: Share of demonstrated digits drawn at random, in [0, 1). An imperfect teacher leaves
-            something to learn: the warm-started policy's best guess is right, but it samples as noisily as its teacher.
+        wrong_digit_rate: Share of demonstrated digits drawn at random, in [0, 1). The warm-started policy samples as
+            noisily as its teacher.
+        habit_rate: Share of the demonstrations with 6 to 8 digits in which the first two stand in the wrong order, in
+            [0, 1]. Above a half, the policy's best guess is wrong there, until rewards teach it otherwise.
 
     Returns:
         The paths.
@@ -102,9 +107,10 @@ def make_assets(
         ValueError: an argument is out of range, or the directory holds something else.
     """
     counts = {"num_train": num_train, "num_held_out": num_held_out, "num_demonstrations": num_demonstrations}
-    _check_arguments(seed, counts, wrong_digit_rate)
+    rates = {"wrong_digit_rate": wrong_digit_rate, "habit_rate": habit_rate}
+    _check_arguments(seed, counts, rates)
     target = Path(directory)
-    settings = {"seed": seed, **counts, "wrong_digit_rate": wrong_digit_rate, "model": dict(MODEL_CONFIG)}
+    settings = {"seed": seed, **counts, **rates, "model": dict(MODEL_CONFIG)}
     if _settings_of(target) == settings:
         return _assets_in(target)
     if target.exists() and not _is_ours(target):
@@ -131,7 +137,7 @@ def with_quickstart_assets(config: RunConfig) -> RunConfig:
     )
 
 
-def _check_arguments(seed: int, counts: Mapping[str, int], wrong_digit_rate: float) -> None:
+def _check_arguments(seed: int, counts: Mapping[str, int], rates: Mapping[str, float]) -> None:
     if seed < 0:
         raise ValueError(f"quickstart: seed must be >= 0, got {seed}; 0 is usual")
     for name, count in counts.items():
@@ -139,8 +145,10 @@ def _check_arguments(seed: int, counts: Mapping[str, int], wrong_digit_rate: flo
             raise ValueError(f"quickstart: {name} must be >= 1, got {count}; 256 is little")
     if sum(counts.values()) > MAX_ROWS:
         raise ValueError(f"quickstart: {dict(counts)} are more than {MAX_ROWS:,} rows, which all differ; ask for fewer")
-    if not 0 <= wrong_digit_rate < 1:
-        raise ValueError(f"quickstart: wrong_digit_rate must be in [0, 1), got {wrong_digit_rate}; 0.15 is usual")
+    if not 0 <= (rate := rates["wrong_digit_rate"]) < 1:
+        raise ValueError(f"quickstart: wrong_digit_rate must be in [0, 1), got {rate}; 0.15 is usual")
+    if not 0 <= (rate := rates["habit_rate"]) <= 1:
+        raise ValueError(f"quickstart: habit_rate must be in [0, 1], got {rate}; 0.7 is usual")
 
 
 def _assets_in(directory: Path) -> QuickstartAssets:
@@ -188,7 +196,8 @@ def _write_assets(directory: Path, settings: Mapping[str, Any]) -> None:
     _write_task(assets.held_out, numbers[:num_held_out])
     _write_task(assets.train, numbers[num_held_out : num_held_out + num_train])
     shown = numbers[num_held_out + num_train :]
-    answers = [_with_mistakes(number[::-1], mistakes_rng, settings["wrong_digit_rate"]) for number in shown]
+    rates = settings["wrong_digit_rate"], settings["habit_rate"]
+    answers = [_with_mistakes(number[::-1], mistakes_rng, *rates) for number in shown]
     _write_table(assets.demonstrations, {"prompt": [f"{number}=" for number in shown], "response": answers})
     _write_json(directory / "assets.json", settings)
 
@@ -204,9 +213,12 @@ def _distinct_numbers(rng: np.random.Generator, count: int) -> list[str]:
     return list(numbers)[:count]
 
 
-def _with_mistakes(digits: str, rng: np.random.Generator, rate: float) -> str:
-    wrong = rng.random(len(digits)) < rate
+def _with_mistakes(digits: str, rng: np.random.Generator, wrong_digit_rate: float, habit_rate: float) -> str:
+    """An answer as the teacher gives it: by habit the first two digits of a long one swapped, and slips anywhere."""
+    wrong = rng.random(len(digits)) < wrong_digit_rate
     random_digits = rng.integers(0, 10, size=len(digits))
+    if rng.random() < habit_rate and len(digits) >= LONG:
+        digits = digits[1] + digits[0] + digits[2:]
     return "".join(str(r) if w else d for d, r, w in zip(digits, random_digits, wrong, strict=True))
 
 

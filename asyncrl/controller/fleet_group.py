@@ -117,7 +117,9 @@ class FleetGroup:
                 f"{num_left} of {len(self._members)} rollout engines are left, rollout_fleet.min_engines is {wanted}. "
                 f"{error}"
             ) from error
-        self._say(f"the run goes on with {num_left} of {len(self._members)} rollout engines: {error}")
+        self._say(
+            f"the run goes on with {num_left} of {len(self._members)} rollout engines: {str(error).splitlines()[0]}"
+        )
 
     def _say_if_idle(self) -> None:
         """Say it when no engine is up any more, and when one is back."""

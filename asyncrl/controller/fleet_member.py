@@ -215,7 +215,7 @@ class FleetMember:
             noting = self._call("next_note", num_heard)
             serves, note = await self._while_answering(noting, "the rollout workers, which generate")
             num_heard += 1
-            self._say(note)
+            self._tell(note)
             self._engine_serves = serves
             self._on_change()
 
@@ -227,7 +227,7 @@ class FleetMember:
             is_final = isinstance(failure, EngineLost) and not self._is_in_process
             member.fault(member.epoch, str(failure), time.monotonic())
             await self._notify()
-            self._say(f"{member.name} has ended, epoch {member.epoch} begins: {failure}")
+            self._tell(f"{member.name} has ended, epoch {member.epoch} begins: {failure}")
             await self._settle(failure)
             if is_final:
                 member.fail(str(failure))
@@ -277,6 +277,11 @@ class FleetMember:
                 raise
             return error
         return None
+
+    def _tell(self, words: str) -> None:
+        """Log what happened, and tell people the first line: the end of a dead process's log is in ours."""
+        logger.warning(words)
+        self._say(words.partition("\n")[0])
 
     async def _notify(self) -> None:
         self._on_change()

@@ -59,7 +59,7 @@ class RunReport:
         """
         trace = trace if trace is not None else self._reader.read()
         options, summary = _options(self._run_dir), _read_json(self._run_dir / "summary.json")
-        is_running = summary is None and self._is_fresh()
+        state = "the run has ended" if summary else "live" if self._is_fresh() else "nothing was noted for a while"
         return report_document(
             trace,
             overlap or OverlapReport.of(trace),
@@ -68,7 +68,7 @@ class RunReport:
             predictions=_read_json(self._run_dir / "plan.json"),
             samples=self._samples.newest(_MAX_SAMPLES),
             name=self._run_dir.name,
-            is_running=is_running,
+            state=state,
         )
 
     def _is_fresh(self) -> bool:
@@ -97,7 +97,7 @@ def report_document(
     predictions: Mapping[str, Any] | None = None,
     samples: Sequence[Mapping[str, Any]] = (),
     name: str = "run",
-    is_running: bool = False,
+    state: str = "",
 ) -> dict[str, Any]:
     """The document of a trace and of what else a run's folder holds.
 
@@ -109,14 +109,14 @@ def report_document(
         predictions: ``plan.json``; None where nothing was predicted.
         samples: Rows of sample files; see `SampleFiles`.
         name: Of the run's folder.
-        is_running: Whether it still goes on.
+        state: Whether it still goes on, in words.
     """
     bound = _bound(trace, options)
     causes = dict.fromkeys(cause for pool in overlap.run.pools.values() for cause in pool.idle)
     parts = _charts(trace, overlap, bound, predictions)
     parts["samples"] = list(samples) or "No samples were kept; rollout_fleet.samples.every_steps keeps some."
     return {
-        "run": _facts(trace, bound, options, name=name, is_running=is_running),
+        "run": _facts(trace, bound, options, name=name, state=state),
         "figures": _figures(overlap, bound, options, records),
         "advice": (predictions or {}).get("advice", ""),
         "causes": [charts.label(cause) for cause in causes],
@@ -173,7 +173,7 @@ def _figures(
     return [{"name": name, "value": value, "note": note} for name, value, note in figures]
 
 
-def _facts(trace: Trace, bound: int, options: Mapping[str, Any], *, name: str, is_running: bool) -> dict[str, Any]:
+def _facts(trace: Trace, bound: int, options: Mapping[str, Any], *, name: str, state: str) -> dict[str, Any]:
     experiment = options.get("experiment", "run")
     began = time.strftime("%Y-%m-%d %H:%M", time.localtime(min(p.wall_ns for p in trace.processes) / _SECOND))
     hosts = {process.host for process in trace.processes}
@@ -186,7 +186,7 @@ def _facts(trace: Trace, bound: int, options: Mapping[str, Any], *, name: str, i
     ]
     clocks = max((process.error_ns for process in trace.processes), default=0)
     facts.append(f"clocks within {clocks / 1e6:.1f} ms" if clocks else "")
-    return {"title": f"{experiment} · {name}", "facts": " · ".join(filter(None, facts)), "running": is_running}
+    return {"title": f"{experiment} · {name}", "facts": " · ".join(filter(None, facts)), "state": state}
 
 
 def _bound(trace: Trace, options: Mapping[str, Any]) -> int:

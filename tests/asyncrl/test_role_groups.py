@@ -18,9 +18,9 @@ from transformers import AutoModelForSequenceClassification
 
 from asyncrl.cli.compose import compose_run
 from asyncrl.config import RunConfig, check_options, learner_pools, learner_roles, requested_cpus
-from asyncrl.controller.learner_group import LearnerGroup
+from asyncrl.controller.learner_group import LearnerGroup, _or_death
 from asyncrl.controller.run_folder import RunPaths
-from asyncrl.protocol.errors import LearnerDiedError
+from asyncrl.protocol.errors import ClusterDiedError, DeadlineError, LearnerDiedError, UnknownGroup, WorkerDiedError
 from asyncrl.protocol.manifest import WeightOffer
 from asyncrl.protocol.trajectory import TrajectoryGroup
 from asyncrl.protocol.types import FinishReason, Plan
@@ -357,3 +357,22 @@ def test_roles_follow_from_the_algorithm() -> None:
     apart = roles("placement.pools={v:3}", "placement.critic=v", "learner.num_ranks=2")
     assert learner_pools(apart) == {"learner": 2, "v": 3}
     assert requested_cpus(apart) == 2 + 3 + 1
+
+
+@pytest.mark.parametrize(
+    ("raised", "seen"),
+    [
+        (WorkerDiedError("rank 0 died"), LearnerDiedError),
+        (DeadlineError("waited 20 s for the update of step 3"), LearnerDiedError),
+        (UnknownGroup("no trajectories of group 4 attempt 0 are stored here"), LearnerDiedError),
+        (ClusterDiedError("Ray's control service died"), ClusterDiedError),
+        (ValueError("the loss is not a number"), ValueError),
+    ],
+)
+async def test_only_what_a_checkpoint_mends_counts_as_the_learners_death(raised: Exception, seen: type) -> None:
+    async def call() -> None:
+        raise raised
+
+    with pytest.raises(seen, match=str(raised)) as caught:
+        await _or_death(call(), None)
+    assert type(caught.value) is seen

@@ -154,7 +154,7 @@ function follow() {
   events.addEventListener("report", async () => {
     try {
       await fetchReport();
-      say(report.run.running ? "live" : "the run has ended");
+      say(report.run.state);
     } catch (error) {
       say(`no report: ${error.message}`, true);
     }

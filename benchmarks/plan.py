@@ -1,0 +1,94 @@
+"""Predictions against reality: ``python -m benchmarks.plan``.
+
+Records one quickstart on the in-process engine at ``buffer.max_lag=0``, with engine and learner rank pinned to a
+core each, predicts the runs at 1, 2 and 4 and with two engines from it, and then makes these runs. Two engines share
+the one core that there is for them, so each is predicted at half its speed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from asyncrl.cli.compose import read_config
+from asyncrl.profile.calibration import Calibration, calibrate
+from asyncrl.profile.planner import Prediction, predict
+from asyncrl.profile.scenario import Scenario
+from asyncrl.profile.trace import Trace
+from benchmarks.overlap import train_pinned
+from benchmarks.report import Target, print_report
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A run that is predicted and made.
+
+    Attributes:
+        max_lag: Its bound.
+        num_engines: Its engines.
+    """
+
+    max_lag: int
+    num_engines: int = 1
+
+    @property
+    def name(self) -> str:
+        """For the table."""
+        return f"max_lag {self.max_lag}" if self.num_engines == 1 else f"{self.num_engines} engines"
+
+    def scenario(self, recorded: Scenario) -> Scenario:
+        """The recorded scenario under this case's options; engines share one core."""
+        engine, shared = recorded.engine, self.num_engines
+        slower = replace(engine, step_s=shared * engine.step_s, step_s_per_sample=shared * engine.step_s_per_sample)
+        return replace(recorded, max_lag=self.max_lag, num_engines=self.num_engines, engine=slower)
+
+
+CASES = (Case(max_lag=1), Case(max_lag=2), Case(max_lag=4), Case(max_lag=2, num_engines=2))
+
+
+def main() -> int:
+    """Record, predict, run, compare; returns 0 if every target is met."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.plan", description="Predictions against reality.")
+    parser.add_argument("--steps", type=int, default=60, help="learner steps of each run")
+    parser.add_argument("--keep", type=Path, help="keep the runs in this directory")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="plan-") as scratch:
+        folder = options.keep or Path(scratch)
+        recorded = _run(folder / "recorded", Case(max_lag=0), options.steps)
+        predicted = {case: predict(case.scenario(recorded.scenario)) for case in CASES}
+        measured = {case: _run(folder / case.name.replace(" ", "-"), case, options.steps) for case in CASES}
+    return _report(recorded, predicted, measured)
+
+
+def _run(folder: Path, case: Case, num_steps: int) -> Calibration:
+    overrides = (
+        f"buffer.max_lag={case.max_lag}",
+        f"rollout_fleet.num_engines={case.num_engines}",
+        f"total_steps={num_steps}",
+    )
+    run = train_pinned(folder, *overrides, engine="transformers")
+    return calibrate(Trace.load(run), read_config(run))
+
+
+def _report(recorded: Calibration, predicted: dict[Case, Prediction], measured: dict[Case, Calibration]) -> int:
+    rows = {"recorded, max_lag 0": f"{recorded.step_s:.3f} s per step"}
+    throughput, lags = [], []
+    for case in CASES:
+        prediction, real = predicted[case], measured[case]
+        throughput.append(abs(real.step_s / prediction.outcome.step_s - 1))
+        lags.append(abs(prediction.outcome.lag_mean - real.lag_mean))
+        rows[case.name] = (
+            f"predicted {prediction.outcome.step_s:.3f} s per step at mean lag {prediction.outcome.lag_mean:.2f}, "
+            f"measured {real.step_s:.3f} at {real.lag_mean:.2f}"
+        )
+    figures = {"throughput_error": max(throughput), "lag_error": max(lags)}
+    targets = {"throughput_error": Target(at_most=0.10), "lag_error": Target(at_most=0.3)}
+    title = "predictions from one recorded run, in-process engine, a core for engines and one for the rank"
+    return 0 if print_report(title, rows, figures, targets, baseline="the runs themselves") else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

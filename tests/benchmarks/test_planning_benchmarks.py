@@ -1,0 +1,45 @@
+"""The benchmarks of predictions: small cases of what each of them does at length."""
+
+import json
+
+import pytest
+
+from asyncrl.profile.scenario import EngineModel, Scenario
+from asyncrl.profile.simulator import simulate
+from benchmarks import scale
+from benchmarks.plan import CASES
+from benchmarks.published_tables import LAGS, fit, lag_scenario, spread_of, verl_scenario
+
+
+def test_a_measured_lag_is_predicted():
+    row = LAGS[-1]
+    assert simulate(lag_scenario(row)).lag_mean == pytest.approx(row.lag, abs=0.35)
+
+
+def test_the_spread_of_lengths_gives_the_straggling_that_was_measured():
+    assert spread_of(1.42) == pytest.approx(0.28, abs=0.03)
+
+
+def test_a_threshold_lets_as_many_prompts_begin_as_the_bound_does():
+    """verl: (1 + s) x 512 prompts per version; here (max_lag + 1) x 32."""
+    mapped = verl_scenario(0.5, token_s=0.01, spread=0.5)
+    assert (mapped.max_lag + 1) * mapped.groups_per_step == 1.5 * 512
+
+
+def test_a_fit_takes_the_candidate_whose_worst_row_is_best():
+    candidates = [{"slope": 1.0}, {"slope": 2.0}, {"slope": 3.0}]
+    assert fit(candidates, lambda x, candidate: candidate["slope"] * x, {1.0: 2.0, 2.0: 4.2}) == {"slope": 2.0}
+
+
+def test_two_engines_on_one_core_are_predicted_at_half_their_speed():
+    pair = CASES[-1].scenario(Scenario(engine=EngineModel(step_s=0.03)))
+    assert (pair.num_engines, pair.engine.step_s) == (2, 0.06)
+
+
+def test_a_small_system_is_simulated_and_its_first_limit_named(capsys):
+    arguments = "--engines 8 --ranks 2 --batch 8 --steps 6 --weights-gb 1 --engines-per-host 8"
+    assert scale.main(arguments.split()) == 0
+    page = capsys.readouterr().out
+    assert "saturates first    store" in page or "saturates first    publish" in page
+    figures = json.loads(page.splitlines()[-1])["figures"]
+    assert 0 < figures["ledger_share"] < 0.1
