@@ -70,7 +70,7 @@ class HeldOutEvaluator:
     async def evaluate_all(self, version: int) -> Evaluation | None:
         """Evaluate on all engines, which serve ``version`` and have no other work; None where nobody could answer."""
         engines = set(self._fleet.engines())
-        size = math.ceil(len(self._prompts) / (len(engines) * _CALLS_PER_ENGINE))
+        size = math.ceil(len(self._prompts) / (max(1, len(engines)) * _CALLS_PER_ENGINE))
         return await self._evaluate(version, _Deal(self._prompts, size=size, calls=_CALLS_PER_ENGINE), engines)
 
     async def evaluate_pinned(self, version: int, pinned: PinnedEngines) -> Evaluation | None:

@@ -135,11 +135,10 @@ def summary_document(
         before: Evaluation at version 0; None where evaluation is off.
         after: Evaluation at the final version.
         evaluations: All, in their order.
-        restarts: How often a part was started again, by its name.
+        restarts: How often a part was started again, by name.
         wall_s: Seconds by part of the run: ``total``, ``start`` (until the first step could begin), …
         overlap: How well generation and training overlapped; None where the run was not recorded.
     """
-    evaluated = (("before", before), ("after", after))
     return {
         "experiment": experiment,
         "seed": seed,
@@ -148,7 +147,7 @@ def summary_document(
         "wall_s": wall_s["total"],
         "start_wall_s": wall_s["start"],
         "train_wall_s": result.train_wall_s,
-        "eval": {name: None if found is None else asdict(found) for name, found in evaluated}
+        "eval": {"before": before and asdict(before), "after": after and asdict(after)}
         | {"all": [asdict(evaluation) for evaluation in evaluations]},
         "max_lag": {
             "bound": max_lag,
@@ -159,7 +158,7 @@ def summary_document(
         "tokens": asdict(result.tokens) | {"dropped_by_reason": dict(result.tokens_dropped)},
         "groups_failed": dict(result.groups_failed),
         "restarts": dict(restarts or {}),
-        "overlap": overlap if overlap is None else dict(overlap),
+        "overlap": overlap,
     }
 
 

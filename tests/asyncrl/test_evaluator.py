@@ -87,6 +87,7 @@ async def test_an_evaluation_whose_engines_are_all_lost_is_incomplete_by_name():
     assert (evaluation.num_prompts, evaluation.num_missing) == (40, 30)
     assert evaluation.shortfall == "; incomplete, 30 unanswered (engine 0: engine 0 died)"
     assert await evaluator_on(Engines("0", dies_after={"0": 0})).evaluate_all(7) is None
+    assert await evaluator_on(Engines()).evaluate_all(7) is None, "every engine was lost before"
 
 
 async def test_an_evaluation_between_keeps_to_its_share_of_engines_and_slots():
