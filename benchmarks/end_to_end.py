@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from asyncrl.cli.compose import compose_run
 from asyncrl.cli.quickstart import with_quickstart_assets
 from asyncrl.config import RunConfig
-from asyncrl.sft.warm_start import warm_start_path
+from asyncrl.supervised.warm_start import warm_start_path
 from benchmarks.held_out import HeldOut, first_crossing, load_held_out
 from benchmarks.report import Target, print_report
 

@@ -23,11 +23,11 @@ from buffer import BufferClient, BufferConfig
 from buffer.balance import WorkBalance
 from buffer.server import BufferServer
 from rollout_fleet.config import EngineKind, RolloutFleetConfig
+from rollout_fleet.engine_supervisor import EngineSupervisor
 from rollout_fleet.engines.engine import SampleRequest
 from rollout_fleet.engines.scripted import ScriptedAnswer, ScriptedEngine
 from rollout_fleet.loop import RolloutLoop
 from rollout_fleet.rewards import WeightedRewards
-from rollout_fleet.supervisor import EngineSupervisor
 
 GROUPS_PER_STEP = 16
 MAX_LAG = 3

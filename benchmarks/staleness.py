@@ -22,7 +22,7 @@ import torch
 from asyncrl.cli.compose import compose_run
 from asyncrl.cli.quickstart import with_quickstart_assets
 from asyncrl.config import RunConfig
-from asyncrl.sft.warm_start import finished_warm_start, warm_start_path
+from asyncrl.supervised.warm_start import finished_warm_start, warm_start_path
 from benchmarks.lagged import LaggedTraining
 from learner.config import AlgorithmConfig, Correction, Schedule
 

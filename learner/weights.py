@@ -277,6 +277,7 @@ class WeightPublisher:
 
     def _offers(self, version: int, files: Sequence[ModelFiles], shares: Sequence[Sequence[RankShare]]) -> WeightOffer:
         """Put the files in place on rank 0, the frozen weights first; returns the offer of the version."""
+        offer: WeightOffer | None = None
         for index, part in enumerate(files):
             own = [share[index] for share in shares]
             offer = self._offer(FROZEN if part.is_frozen else version, part, own)
@@ -286,6 +287,7 @@ class WeightPublisher:
                 self._newest = offer
             if self._sender is not None:
                 offer = self._sender.offer(offer, [len(share.pieces) for share in own])
+        assert offer is not None, "a version has files"
         return offer
 
     def _offer(self, version: int, files: ModelFiles, shares: Sequence[RankShare]) -> WeightOffer:

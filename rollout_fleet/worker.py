@@ -19,6 +19,7 @@ from asyncrl.protocol.types import AnsweredPrompt, Prompt
 from asyncrl.single_controller import Dispatch, Worker, register
 
 from .config import RolloutFleetConfig
+from .engine_supervisor import EngineSupervisor
 from .engines import make_engine
 from .engines.model_files import load_decoder
 from .engines.staging import WeightStager
@@ -27,7 +28,6 @@ from .loop import RolloutLoop
 from .metrics import FleetCounters
 from .rewards import WeightedRewards
 from .sample_log import SampleLog
-from .supervisor import EngineSupervisor
 
 
 class RolloutWorker(Worker):

@@ -41,12 +41,13 @@ why_not() { # Why hosts cannot be made here; nothing where they can.
 scratch='' driver='' firsts=()
 end() {
     trap - EXIT INT TERM HUP
-    [ -z "$driver" ] || { kill -KILL "$driver" && wait "$driver"; } 2>/dev/null
-    for pid in "${firsts[@]}"; do kill -KILL "$pid" && wait "$pid"; done 2>/dev/null
+    for pid in "${firsts[@]}"; do kill -KILL "$(child_of "$pid")" || kill -KILL "$pid"; done 2>/dev/null
+    wait 2>/dev/null # for all that ran there
     [ -z "$scratch" ] || rm -rf "$scratch"
 }
 stop() { # Ends the run as its own user would, then this script.
     say "stopping"
+    [ "$driver" != starting ] || driver=$!
     [ -z "$driver" ] || { kill -TERM "$(child_of "$driver")" && wait "$driver"; } 2>/dev/null
     driver=''
     exit "$1"
@@ -99,6 +100,7 @@ train() { # train TRANSPORT OVERRIDES ...: returns the run's exit status.
         *) options=("weights.transport=$transport" "weights.directory=$scratch/weights") ;;
     esac
     say "the quickstart over $transport, on $((${#ADDRESSES[@]})) hosts with a link of $RATE"
+    driver=starting
     # A session of its own: a Ctrl-C reaches it once, through this script.
     setsid nsenter --target "$(child_of "${firsts[0]}")" --mount --net --uts --pid --wd="$PWD" -- \
         "$root/.venv/bin/asyncrl" train experiment=quickstart output_dir=/tmp/asyncrl \

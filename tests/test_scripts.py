@@ -74,7 +74,7 @@ def test_two_hosts_that_are_stopped_end_their_run_and_leave_nothing(hosts, numbe
     output += process.communicate(timeout=100)[0]
     skip_unless_permitted(process, output)
     assert process.returncode == status, output
-    assert left_of(mark) == []
+    assert left_of(mark, grace_s=10.0 if number is signal.SIGKILL else 0.0) == []  # then the kernel ends them
     if number is not signal.SIGKILL:
         assert "told to stop" in output
         assert [path.name for path in out.iterdir() if path.name.startswith(".")] == []

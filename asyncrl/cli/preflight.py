@@ -23,7 +23,7 @@ from asyncrl.metrics import check_trackers
 from asyncrl.metrics.prometheus import split_address
 from asyncrl.protocol.errors import AsyncRLError
 from asyncrl.protocol.types import Prompt
-from asyncrl.sft.warm_start import finished_warm_start
+from asyncrl.supervised.warm_start import finished_warm_start
 from buffer.config import Durability
 from buffer.sockets import allow_clients
 from learner.config import AlgorithmConfig

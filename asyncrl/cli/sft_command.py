@@ -18,7 +18,7 @@ from asyncrl.cli.compose import compose_run, describe, option_lines
 from asyncrl.cli.preflight import check_folder
 from asyncrl.cli.quickstart import with_quickstart_assets
 from asyncrl.config import check_model
-from asyncrl.sft import fine_tuning
+from asyncrl.supervised import fine_tuning
 
 
 def main(overrides: Sequence[str] | None = None) -> int:

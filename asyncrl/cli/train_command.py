@@ -33,7 +33,7 @@ from asyncrl.controller.run_folder import has_trained, make_run_dir, shared_fold
 from asyncrl.metrics import TerminalView
 from asyncrl.protocol.errors import AsyncRLError, ClusterDiedError, DeadlineError
 from asyncrl.protocol.remote import last_lines
-from asyncrl.sft.warm_start import warm_start
+from asyncrl.supervised.warm_start import warm_start
 
 EXIT_USAGE = 2
 

@@ -1,8 +1,8 @@
 """One rollout worker of the fleet, over all its lives: one that dies or hangs is buried, and another takes its place.
 
 What waits here waits for the worker, which answers other calls meanwhile or is taken for dead; Ray wakes it when the
-worker answers or dies. A worker replaces its engine by itself (`rollout_fleet.supervisor`). One whose engine has failed
-for good has failed too, unless the engine lives in the worker's own process.
+worker answers or dies. A worker replaces its engine by itself (`rollout_fleet.engine_supervisor`). One whose engine has
+failed for good has failed too, unless the engine lives in the worker's own process.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from asyncrl.protocol.errors import AsyncRLError, ClusterDiedError, DeadlineErro
 from asyncrl.protocol.remote import within
 from asyncrl.protocol.types import AnsweredPrompt, Prompt
 from rollout_fleet.config import EngineKind
+from rollout_fleet.engine_supervisor import engine_limits
 from rollout_fleet.member import Member, MemberState
 from rollout_fleet.metrics import FleetCounters
-from rollout_fleet.supervisor import engine_limits
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -53,8 +53,8 @@ from asyncrl.protocol.errors import AsyncRLError
 from asyncrl.protocol.ports import PromptSource
 from asyncrl.protocol.types import Prompt
 from asyncrl.samples import NewSamples, sample_line
-from asyncrl.sft.warm_start import policy_path
 from asyncrl.single_controller import ray_death
+from asyncrl.supervised.warm_start import policy_path
 from buffer import BufferClient, BufferConnection, BufferSupervisor
 
 if TYPE_CHECKING:

@@ -132,7 +132,7 @@ _REASONS = {
     "publish_pause": "the engines stand still for weights",
     "re_prefill": "the engines compute KV caches again after each update",
     "reward": "finished groups hold their places while they are scored",
-    "asking": "the engines wait to be given work",
+    "lease": "the engines wait to be given work",
 }
 
 

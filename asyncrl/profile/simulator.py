@@ -42,7 +42,8 @@ class Outcome:
         tokens_per_s: Response tokens trained on per second.
         lag_mean: Mean lag of the consumed groups.
         lag_histogram: Lag to share of the consumed groups.
-        learner_idle: Cause to share of the time in which the ranks stood still for it.
+        learner_idle: Cause to share of the time in which the ranks stood still for it; the names are those of
+            `asyncrl.profile.attribution`.
         fleet_idle: Cause to share of the engines' places, over time, that were idle for it.
         stored_bytes: Most bytes that the buffer held.
         dropped: Share of the written tokens that were dropped.
@@ -138,7 +139,7 @@ class SimulatedWorker:
         num_free = self._scenario.groups_in_flight - len(self._groups)
         if num_free > 0:
             cause = "staleness_gate" if self._buffer.ledger.has_room() else "buffer_full"
-            self.idle["asking" if self._is_gathering else cause] += passed * num_free
+            self.idle["lease" if self._is_gathering else cause] += passed * num_free
 
     # Leases
 

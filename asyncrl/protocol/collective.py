@@ -317,10 +317,10 @@ class WeightSender:
             _forget_before(self._parts, this.oldest)
             if (part := self._parts.get(this.version)) is None:
                 raise WeightsGone(f"rank {self._rank} no longer holds policy version {this.version}")
+            data, spans = part.data, map(_range_of, spans_of(part.pieces))
             if this.is_delta:
-                data, spans = part.delta, spans_of_file(0 if part.delta is None else part.delta.nbytes)
-            else:
-                data, spans = part.data, map(_range_of, spans_of(part.pieces))
+                assert part.delta is not None, "rank 0 offers deltas that all ranks hold"
+                data, spans = part.delta, spans_of_file(part.delta.nbytes)
             with _groups(this, [self._rank], index=0, deadline=deadline) as groups:
                 under_way: deque[Any] = deque()
                 for span in spans:

@@ -4,6 +4,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
+from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from asyncrl.cli.compose import compose_run
@@ -65,10 +66,12 @@ def test_adapters_train_and_the_saved_policy_is_plain(start):
     )
     assert run.records[-1]["learner.reference_kl"] > 0
     policy = AutoModelForCausalLM.from_pretrained(run.run_dir / "policy", dtype=torch.float32)
-    published = AutoModelForCausalLM.from_pretrained(run.run_dir / "snapshots" / "v00000006", dtype=torch.float32)
+    frozen = AutoModelForCausalLM.from_pretrained(run.run_dir / "snapshots" / "frozen", dtype=torch.float32)
+    adapters = PeftModel.from_pretrained(frozen, run.run_dir / "snapshots" / "v00000006")
+    published: torch.nn.Module = adapters.merge_and_unload()
     assert not any("lora" in name for name, _ in policy.named_parameters())
     for (name, one), (_, other) in zip(policy.named_parameters(), published.named_parameters(), strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=0, msg=name)
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-6, msg=name)
     start = next(path.parent for path in run.output_dir.glob("*/sft/*/sft.json"))
     first = AutoModelForCausalLM.from_pretrained(start, dtype=torch.float32)
     moved = {name for (name, a), b in zip(policy.named_parameters(), first.parameters(), strict=True) if (a != b).any()}

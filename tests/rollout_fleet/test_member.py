@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from rollout_fleet.config import EngineKind, RolloutFleetConfig
+from rollout_fleet.engine_supervisor import engine_limits
 from rollout_fleet.member import ENDED, SERVING, Member, MemberLimits, MemberState
-from rollout_fleet.supervisor import engine_limits
 
 LIMITS = MemberLimits(
     start_s=10.0, stop_s=4.0, drain_s=20.0, restarts=4, window_s=100.0, backoff_s=1.0, longest_backoff_s=3.0

@@ -15,12 +15,12 @@ from buffer.commands import Commit, Enqueue, Expire, LeaseGroups, PlanBatch, Pro
 from buffer.ledger import Ledger
 from buffer.rule import StalenessRule
 from rollout_fleet.config import RolloutFleetConfig
+from rollout_fleet.engine_supervisor import engine_limits
 from rollout_fleet.engines.scripted import Script, ScriptedAnswer, ScriptedEngine, repeat_last_token
 from rollout_fleet.loop import RolloutLoop
 from rollout_fleet.member import Member
 from rollout_fleet.metrics import FleetCounters
 from rollout_fleet.rewards import WeightedRewards
-from rollout_fleet.supervisor import engine_limits
 from tests.support.offers import OffersInMemory, bare_offer
 
 VOCABULARY = ["<pad>", "<eos>", "<bos>", *"0123456789", *">+=- r"]

@@ -6,7 +6,7 @@ import subprocess
 import tempfile
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -48,13 +48,11 @@ def skip_unless_permitted(process: subprocess.Popen, output: str) -> None:
         pytest.skip(output.strip().splitlines()[-1])
 
 
-def left_of(mark: str) -> list[list[str]]:
-    """Command lines of the processes with this mark."""
+def left_of(mark: str, grace_s: float = 0.0) -> list[psutil.Process]:
+    """The processes with this mark that are there, or still there after a while."""
     found = []
     for process in psutil.process_iter():
-        try:
+        with suppress(psutil.Error):
             if process.environ().get("MARK") == mark and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process.cmdline())
-        except psutil.Error:
-            continue
-    return found
+                found.append(process)
+    return psutil.wait_procs(found, timeout=grace_s)[1] if grace_s else found

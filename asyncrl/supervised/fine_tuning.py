@@ -26,7 +26,7 @@ from asyncrl.data.demonstrations import Demonstration, DemonstrationFormat, load
 from asyncrl.data.prompts import load_eval_prompts
 from asyncrl.protocol.errors import RewardError
 from asyncrl.protocol.types import Prompt
-from asyncrl.sft.warm_start import finished_warm_start, warm_start_path, write_warm_start
+from asyncrl.supervised.warm_start import finished_warm_start, warm_start_path, write_warm_start
 from learner.config import LearnerConfig, LoraConfig, Schedule
 from learner.fsdp import LearnerMesh
 from learner.losses import Objective, negative_log_likelihood
