@@ -96,7 +96,7 @@ class BufferClient:
         self._store_links: list[ClientSocket] | None = None
         self._beat_s = 0.0
         self._is_elsewhere: bool | None = None  # whether the server's clock is another one, once it is known
-        self._serves: dict[str, float | str] = {}
+        self._serves: Mapping[str, float | str] = {}
         self._beat: asyncio.TimerHandle | None = None
         self._revocations: deque[tuple[int, int]] = deque()
         self._held: set[tuple[int, int]] = set()

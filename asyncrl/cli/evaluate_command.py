@@ -257,8 +257,9 @@ class OneEngine:
 def _show(evaluation: Evaluation, folder: Path) -> None:
     console = Console(highlight=False, soft_wrap=True)
     table = Table(box=None, pad_edge=False)
-    for name, justify in (("", "left"), ("mean", "right"), ("95% from", "right"), ("to", "right")):
-        table.add_column(name, justify=justify)
+    table.add_column("")
+    for name in ("mean", "95% from", "to"):
+        table.add_column(name, justify="right")
     for source, estimates in {"": evaluation.estimates, **evaluation.by_source}.items():
         for name, one in estimates.items():
             table.add_row(f"{source} {name}".strip(), f"{one.mean:.3f}", f"{one.low:.3f}", f"{one.high:.3f}")

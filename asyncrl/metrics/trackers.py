@@ -160,7 +160,7 @@ class WandbTracker:
     """
 
     def __init__(self, run: TrackedRun) -> None:
-        import wandb
+        import wandb  # pyright: ignore[reportMissingImports] - an extra
 
         self._teardown = wandb.teardown
         self._run = wandb.init(
@@ -197,8 +197,8 @@ class MlflowTracker:
     """
 
     def __init__(self, run: TrackedRun) -> None:
-        import mlflow
-        from mlflow.entities import Metric, Param
+        import mlflow  # pyright: ignore[reportMissingImports] - an extra
+        from mlflow.entities import Metric, Param  # pyright: ignore[reportMissingImports]
 
         self._metric = Metric
         uri = mlflow.get_tracking_uri() if mlflow.is_tracking_uri_set() else f"sqlite:///{run.folder / 'mlflow.db'}"

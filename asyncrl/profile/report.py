@@ -57,12 +57,12 @@ class RunReport:
         Raises:
             FileNotFoundError: the run recorded nothing.
         """
-        trace = trace if trace is not None else self._reader.read()
+        known: Trace = self._reader.read() if trace is None else trace
         options, summary = _options(self._run_dir), _read_json(self._run_dir / "summary.json")
         state = "the run has ended" if summary else "live" if self._is_fresh() else "nothing was noted for a while"
         return report_document(
-            trace,
-            overlap or OverlapReport.of(trace),
+            known,
+            overlap or OverlapReport.of(known),
             options=options,
             records=read_lines(self._run_dir / "metrics.jsonl"),
             predictions=_read_json(self._run_dir / "plan.json"),
