@@ -333,7 +333,8 @@ class Admission:
         if not self._pending:
             return
         if not (versions := self._admitted(self._pending.versions)):
-            self._relieve()
+            if self._relief is None:  # a look at all leases, which not every message may cost
+                self._relieve()
             return
         waiting = [entry for version in versions for entry in self._pending.at_version(version)]
         line = [

@@ -38,6 +38,7 @@ class WorkBalance:
     def __init__(self) -> None:
         self._paces: dict[bytes, _Pace] = {}
         self._asked: set[bytes] = set()
+        self._known_fastest_s: float | None = None
 
     def granted(self, worker: bytes, num_held: int, now: float) -> None:
         """A worker that held ``num_held`` leases gets one more; one that held none was idle, which says nothing."""
@@ -51,6 +52,7 @@ class WorkBalance:
             pace.num_groups = _MEMORY * pace.num_groups + 1
             pace.took_s = _MEMORY * pace.took_s + now - pace.since
             pace.since = now
+            self._known_fastest_s = None
 
     def released(self, worker: bytes, now: float) -> None:
         """A worker gave a group back unfinished: the time that it had it for counts all the same."""
@@ -58,11 +60,13 @@ class WorkBalance:
         if (pace := self._paces.get(worker)) is not None:
             pace.took_s += now - pace.since
             pace.since = now
+            self._known_fastest_s = None
 
     def forget(self, worker: bytes) -> None:
         """A worker is gone."""
         self._paces.pop(worker, None)
         self._asked.discard(worker)
+        self._known_fastest_s = None
 
     def pace_s(self, worker: bytes, num_held: int, now: float) -> float:
         """Seconds per group; a group that takes longer than those before counts already, while any is held.
@@ -108,4 +112,7 @@ class WorkBalance:
         return busiest, number
 
     def _fastest_s(self) -> float:
-        return min((pace.average_s for pace in self._paces.values() if pace.num_groups), default=_UNKNOWN_S)
+        if self._known_fastest_s is None:
+            paces = (pace.average_s for pace in self._paces.values() if pace.num_groups)
+            self._known_fastest_s = min(paces, default=_UNKNOWN_S)
+        return self._known_fastest_s
