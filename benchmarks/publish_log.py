@@ -25,7 +25,7 @@ from asyncrl.protocol.manifest import WeightOffer
 from asyncrl.protocol.types import Prompt
 from benchmarks.buffer import group_of
 from buffer import BufferClient, BufferConfig, BufferProcess
-from buffer.messages import Message, parse_reply
+from buffer.messages import ACKS, OK, PUSHES, Message, error_of, parse_reply
 from buffer.sockets import Channel
 
 NUM_ENGINES = 1000
@@ -95,6 +95,7 @@ class SimulatedReceiver:
         socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         socket.setsockopt(zmq.IDENTITY, f"engine-{number}".encode())
         socket.connect(address)
+        self._name = f"engine-{number}"
         self._ids = itertools.count(1)
         self._version = -1
         self._channel = Channel(socket, self._on_message)
@@ -107,10 +108,12 @@ class SimulatedReceiver:
         reply = parse_reply(frames)
         if "offer" in reply.fields:
             self._version = reply.fields["offer"]["version"]
-            self._send("loaded", version=self._version, seconds=0.0)
+            self._send("loaded", version=self._version, seconds=0.0, engine=self._name)
             self._ask()
+        elif reply.name not in {OK, ACKS, *PUSHES}:
+            raise error_of(reply)
 
-    def _send(self, name: str, **fields: float) -> None:
+    def _send(self, name: str, **fields: float | str) -> None:
         self._channel.send(Message(name=name, request_id=next(self._ids), fields=fields).frames("benchmark"))
 
 
