@@ -30,8 +30,8 @@ def test_ppo_learns_with_a_critic_and_accounts_for_every_token(start):
     run = finished(start, "experiment=ppo", f"total_steps={steps}")
     records = run.records
     assert [record["step"] for record in records] == list(range(steps))
-    # In the five steps of warm-up the policy stands still, and the critic learns what it is worth. Rewards are 0 or 1, so
-    # a value of 0 costs half of the mean return, and the best that knows no more than the mean return m costs (1 - m) of that.
+    # In the five steps of warm-up the policy stands still, and the critic learns what it is worth. Rewards are 0 or 1:
+    # a value of 0 costs half of the mean return m, and one that knows no more than m costs (1 - m) of that.
     assert all("learner.grad_norm" not in record for record in records[:5])
     cost = [record["learner.critic.value_loss"] / record["learner.critic.return_mean"] for record in records]
     assert np.mean(cost[3:6]) < 0.97 * cost[0]
