@@ -153,7 +153,8 @@ def test_nothing_outlives_the_run(run):
 
 def model_of_version(run, version):
     if version == 0:
-        path = next(path.parent for path in run.output_dir.glob("*/sft/*/sft.json"))
+        warm = next((path.parent for path in run.output_dir.glob("*/sft/*/sft.json")), None)
+        path = warm or next(path.parent for path in run.output_dir.glob("*/assets/**/config.json"))
     else:
         path = run.run_dir / "snapshots" / f"v{version:08d}"
     assert Path(path, "config.json").is_file(), f"no weights of version {version}: {json.dumps(str(path))}"
