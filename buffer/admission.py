@@ -375,12 +375,14 @@ class Admission:
         candidates = {worker: number for worker, number in num_held.items() if worker not in too_new}
         if (asked := self._balance.hand_on(idle.client, candidates, self._clock.time())) is not None:
             self._replies.push(asked[0], HAND_ON, {"groups": asked[1]})
-        if leases and self._relief is None:  # what is held may turn out to be slow
+        if leases:  # what is held may turn out to be slow
             self._relief = asyncio.get_running_loop().call_later(_RELIEF_S, self._relieve_again)
 
     def _relieve_again(self) -> None:
+        """Another look; whatever lets a group begin is a message, and grants it then."""
         self._relief = None
-        self.grant()
+        if not self._admitted(self._pending.versions):
+            self._relieve()
 
     def released(self, client: bytes) -> None:
         """A worker gave a group back unfinished."""
