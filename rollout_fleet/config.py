@@ -1,8 +1,10 @@
 """Options of the rollout fleet: the only home of their defaults."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 SLOWEST_LOAD = 1e8
 """Bytes of weights per second, by which the deadline of a load grows."""
@@ -149,8 +151,11 @@ class RolloutFleetConfig:
     Attributes:
         engine: What generates.
         device: Where the engines compute.
-        num_engines: Rollout workers, one engine each.
-        min_engines: The run ends when fewer engines than this are left that have not failed for good.
+        num_engines: Rollout workers, one engine each. ``{min: 2, max: 8}`` is an elastic fleet: the run starts as soon as
+            ``min`` engines are ready, takes more while it goes, up to ``max``, and lets them leave.
+        min_engines: The run ends when fewer engines than this are left that have not failed for good; an elastic fleet
+            waits ``no_engine_timeout_s`` for others first.
+        no_engine_timeout_s: How long training may wait while no engine is up.
         groups_in_flight: Prompt groups one worker generates at a time.
         reward: ``exact_match``, ``last_number``, ``final_answer``, or your own as ``file.py:function`` or
             ``module:function``, called as reward(prompt, response_text) -> float.
@@ -188,8 +193,9 @@ class RolloutFleetConfig:
 
     engine: EngineKind = EngineKind.sglang
     device: EngineDevice = EngineDevice.auto
-    num_engines: int = 1
+    num_engines: Any = 1
     min_engines: int = 1
+    no_engine_timeout_s: float = 1800.0
     groups_in_flight: int = 32
     reward: str = "exact_match"
     rewards: list[str] = field(default_factory=list)
@@ -214,6 +220,21 @@ class RolloutFleetConfig:
     script: str = "rollout_fleet.engines.scripted:repeat_last_token"
 
     @property
+    def is_elastic(self) -> bool:
+        """Whether engines may join and leave while the run goes."""
+        return isinstance(self.num_engines, Mapping)
+
+    @property
+    def fewest_engines(self) -> int:
+        """Engines that a run starts with; their places are its own until it ends."""
+        return self.num_engines["min"] if self.is_elastic else self.num_engines
+
+    @property
+    def most_engines(self) -> int:
+        """Engines that a run has at most."""
+        return self.num_engines["max"] if self.is_elastic else self.num_engines
+
+    @property
     def server_stop_timeout_s(self) -> float:
         """How long a server's guard may take: the server's grace, then removing what it left."""
         return self.stop_timeout_s + CLEANUP_S
@@ -236,13 +257,10 @@ class RolloutFleetConfig:
         names = [reward_label(_weighted(entry)[0]) for entry in self.rewards]
         if len(set(names)) < len(names):
             raise ValueError(f"rollout_fleet.rewards must have different names, got {names}; rename a function")
-        for name in ("num_engines", "groups_in_flight", "reward_processes", "max_attempts", "max_failures_in_a_row"):
+        for name in ("groups_in_flight", "reward_processes", "max_attempts", "max_failures_in_a_row"):
             if getattr(self, name) < 1:
                 raise ValueError(f"rollout_fleet.{name} must be >= 1, got {getattr(self, name)}")
-        if not 1 <= self.min_engines <= self.num_engines:
-            raise ValueError(
-                f"rollout_fleet.min_engines must be in 1..num_engines={self.num_engines}, got {self.min_engines}"
-            )
+        self._check_num_engines()
         if self.restarts < 0:
             raise ValueError(f"rollout_fleet.restarts must be >= 0, got {self.restarts}; 0 replaces nothing")
         for name, value in vars(self).items():
@@ -250,6 +268,23 @@ class RolloutFleetConfig:
                 raise ValueError(f"rollout_fleet.{name} must be > 0 seconds, got {value}")
         if self.sglang.on_update is OnUpdate.keep:
             self._check_keep()
+
+    def _check_num_engines(self) -> None:
+        size = self.num_engines
+        bounds = [size.get("min"), size.get("max")] if isinstance(size, Mapping) and len(size) == 2 else [size]
+        if not all(type(bound) is int for bound in bounds):
+            raise ValueError(
+                f"rollout_fleet.num_engines must be a number of engines, or {{min: 2, max: 8}}, got {size!r}"
+            )
+        if bounds[0] < 1:
+            raise ValueError(f"rollout_fleet.num_engines must be >= 1, got {size}")
+        if bounds != sorted(bounds):
+            raise ValueError(f"rollout_fleet.num_engines must have min <= max, got {size}; swap them")
+        if not 1 <= self.min_engines <= bounds[0]:
+            raise ValueError(
+                f"rollout_fleet.min_engines must be in 1..{bounds[0]}, the engines that the run starts with "
+                f"(rollout_fleet.num_engines={size}), got {self.min_engines}"
+            )
 
     def _check_keep(self) -> None:
         if self.engine is not EngineKind.sglang:

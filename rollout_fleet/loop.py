@@ -8,7 +8,7 @@ Each task, what it waits for, and who wakes it. There is one condition, ``_chang
 or the loop's state notifies it.
 
 - `_keep_leasing`: a free place, then the buffer's grant. Woken by a group that leaves, then by the buffer. A new
-  version or a released device withdraws the request.
+  version, a released device or a member that leaves withdraws the request.
 - `_generate`, one per batch of leases: the next finished sample. Woken by the engine.
 - `_settle`, one per finished group: the reward, then the buffer's acknowledgement. Woken by the scoring process and the
   buffer.
@@ -249,6 +249,18 @@ class RolloutLoop:
         await self._engine.release_memory()
         self._released = record.span(SpanKind.released)
 
+    async def let_end(self) -> None:
+        """Ask for no more work, since the member leaves; where nothing is saved to be handed on, let what runs end.
+
+        What has not ended within ``drain_timeout_s`` is cut off by `stop`.
+        """
+        await self._notify()
+        if self._config.save_progress is not SaveProgress.never:
+            return
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._config.drain_timeout_s):
+                await self._until(lambda: self._state is not LoopState.running or not (self._is_asking or self._groups))
+
     @property
     def is_stopping(self) -> bool:
         """Whether `stop` was called, or `run` has ended for good."""
@@ -310,7 +322,7 @@ class RolloutLoop:
             version = self._engine.version
             grant = asyncio.create_task(self._buffer.lease(version, self._num_free))
             outdated = asyncio.create_task(
-                self._until(lambda: not self._has_device or self._engine.version != version)  # noqa: B023
+                self._until(lambda: not self._may_lease or self._engine.version != version)  # noqa: B023
             )
             self._is_asking = True
             self._meter.asking(True)

@@ -102,7 +102,8 @@ def _placement(config: RunConfig) -> Iterator[str]:
         yield f"learner pool {pool}: {size} ranks on {learner.device} ({shape}), {hosted}"
     size = f" x {fleet.sglang.tp_size} tensor-parallel ranks" if fleet.sglang.tp_size > 1 else ""
     where = "the learner's devices, in turns" if config.placement.colocated else f"{fleet.device}"
-    yield f"fleet: {fleet.num_engines} {fleet.engine} engines{size} on {where}, {fleet.groups_in_flight} groups each"
+    count = f"{fleet.fewest_engines} to {fleet.most_engines}" if fleet.is_elastic else fleet.num_engines
+    yield f"fleet: {count} {fleet.engine} engines{size} on {where}, {fleet.groups_in_flight} groups each"
     yield f"buffer: 1 server and {config.buffer.num_store_servers} stores; durability {config.buffer.durability}"
     cluster = f"the Ray cluster at {config.ray.address}" if config.ray.address else "a Ray cluster of its own"
     have = f"; this machine has {os.cpu_count()} and {visible_gpus()}" if not config.ray.address else ""
@@ -125,7 +126,7 @@ def _tokens(config: RunConfig) -> Iterator[str]:
 def _staleness(config: RunConfig) -> Iterator[str]:
     buffer, fleet, batch = config.buffer, config.rollout_fleet, config.algorithm.groups_per_step
     updates = config.algorithm.num_mini_batches
-    most_open, places = (buffer.max_lag + 1) * batch, fleet.num_engines * fleet.groups_in_flight
+    most_open, places = (buffer.max_lag + 1) * batch, fleet.most_engines * fleet.groups_in_flight
     yield f"no token is trained on more than {buffer.max_lag} learner steps after it was written"
     yield f"that is at most {buffer.max_lag * updates + updates - 1} optimizer updates"
     yield f"at most {most_open} groups are open; the fleet has places for {places}"
@@ -149,7 +150,7 @@ def _waits(config: RunConfig) -> Iterator[str]:
             f"{config.sft.progress_timeout_s:g}"
         )
     yield f"{sum(learner_pools(config).values())} learner ranks: learner.start_timeout_s={learner.start_timeout_s:g}"
-    yield f"{fleet.num_engines} engines: rollout_fleet.start_timeout_s={fleet.start_timeout_s:g}"
+    yield f"{fleet.fewest_engines} engines: rollout_fleet.start_timeout_s={fleet.start_timeout_s:g}"
     if config.evaluation.enabled:
         yield f"the held-out prompts, {config.evaluation.num_samples + 1} samples of each, before and after training"
     yield (

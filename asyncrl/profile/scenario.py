@@ -250,7 +250,7 @@ def configured(scenario: Scenario, config: RunConfig) -> Scenario:
     )
     return replace(
         scenario,
-        num_engines=fleet.num_engines,
+        num_engines=fleet.most_engines,
         devices_per_engine=fleet.sglang.tp_size,
         num_ranks=config.learner.num_ranks,
         groups_in_flight=fleet.groups_in_flight,
