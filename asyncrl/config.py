@@ -593,8 +593,8 @@ def _check_autoscaling(config: RunConfig) -> None:
     size, num_nodes = config.rollout_fleet.num_engines, config.placement.num_nodes
     if not config.rollout_fleet.is_elastic:
         raise ValueError(
-            f"rollout_fleet.num_engines must be {{min: N, max: M}} with placement.autoscale=true, got {size}: a fleet of "
-            "a fixed size asks for no further nodes"
+            f"rollout_fleet.num_engines must be {{min: N, max: M}} with placement.autoscale=true, got {size}: a "
+            "fleet of a fixed size asks for no further nodes"
         )
     if num_nodes == 1:
         raise ValueError(

@@ -151,8 +151,8 @@ class RolloutFleetConfig:
     Attributes:
         engine: What generates.
         device: Where the engines compute.
-        num_engines: Rollout workers, one engine each. ``{min: 2, max: 8}`` is an elastic fleet: the run starts as soon as
-            ``min`` engines are ready, takes more while it goes, up to ``max``, and lets them leave.
+        num_engines: Rollout workers, one engine each. ``{min: 2, max: 8}`` is an elastic fleet: the run starts as soon
+            as ``min`` engines are ready, takes more while it goes, up to ``max``, and lets them leave.
         min_engines: The run ends when fewer engines than this are left that have not failed for good; an elastic fleet
             waits ``no_engine_timeout_s`` for others first.
         no_engine_timeout_s: How long training may wait while no engine is up.

@@ -63,8 +63,8 @@ class Roster:
             raise MembershipRefused(f"--num must be >= 1 engines, got {num_engines}")
         if num_engines > self.num_free:
             raise MembershipRefused(
-                f"rollout_fleet.num_engines allows {self._most} engines, and {len(self._presence)} are there or on their "
-                f"way, got {num_engines} more; ask for at most {self.num_free}, or let others leave first"
+                f"rollout_fleet.num_engines allows {self._most} engines, and {len(self._presence)} are there or on "
+                f"their way, got {num_engines} more; ask for at most {self.num_free}, or let others leave first"
             )
         kept = [rank for rank in range(self._fewest) if rank not in self._presence] if in_kept_places else []
         new = range(self._next, self._next + max(0, num_engines - len(kept)))
@@ -89,7 +89,7 @@ class Roster:
         if presence is None:
             raise MembershipRefused(f"the fleet has no rollout worker {rank}, only {self.ranks}; name one of these")
         if presence is Presence.leaving:
-            raise MembershipRefused(f"rollout worker {rank} is leaving already; it has left when the first command ends")
+            raise MembershipRefused(f"rollout worker {rank} is leaving already; wait for the first command")
         num_left = sum(one is Presence.present for one in self._presence.values()) - 1
         if presence is Presence.present and num_left < self._needed:
             raise MembershipRefused(

@@ -165,7 +165,7 @@ def learner_layout(config: RunConfig, pool_sizes: Mapping[str, int], pools: Mapp
 
 
 def engine_pool(config: RunConfig, num_engines: int | None = None) -> RayResourcePool:
-    """Places for so many rollout workers with their engines, beside the learner's; by default for those at the start."""
+    """Places for so many rollout workers, each with its engine; by default for those that the run starts with."""
     placement, fleet = config.placement, config.rollout_fleet
     count = fleet.fewest_engines if num_engines is None else num_engines
     by_node = placement.engines_per_node > 0 or placement.num_nodes == 1
@@ -184,7 +184,7 @@ def engine_pool(config: RunConfig, num_engines: int | None = None) -> RayResourc
 
 
 def pool_of_one(config: RunConfig, *, node_id: str, full: Collection[str]) -> RayResourcePool:
-    """The place of one engine that joins: on the node of this id, or, without one, on any but those that are ``full``."""
+    """The place of one engine that joins: on the node of this id, or, without one, on any that is not ``full``."""
     placement = config.placement
     labels = _labels(config, placement.engine_labels)
     if node_id:

@@ -1,5 +1,7 @@
-"""The places of the fleet's workers, by rank. Those of the ranks that a run starts with are one reservation, kept until it
-ends; every engine that joins has a place of its own, which is given back when it leaves.
+"""The places of the fleet's workers, by rank.
+
+Those of the ranks that a run starts with are one reservation, kept until it ends. Every engine that joins has a place
+of its own, which is given back when it leaves.
 
 What waits here waits for the cluster to grant a place, for as long as that takes; Ray wakes it.
 """
@@ -107,7 +109,7 @@ def node_id_at(address: str) -> str:
     nodes = {node["NodeManagerAddress"]: node["NodeID"] for node in ray.nodes() if node["Alive"]}
     if address not in nodes:
         raise MembershipRefused(
-            f"--node must be the address of a node of the run's Ray cluster ({', '.join(sorted(nodes))}), got {address}; "
-            "start Ray there first: ray start --address HEAD"
+            f"--node must be the address of a node of the run's Ray cluster ({', '.join(sorted(nodes))}), got "
+            f"{address}; start Ray there first: ray start --address HEAD"
         )
     return nodes[address]

@@ -50,7 +50,8 @@ class RayClassWithInitArgs(ClassWithInitArgs):
     def for_rank(self, options: dict[str, Any], **changed: Any) -> RayClassWithInitArgs:
         """A copy with the options of one rank on top of its own; environment variables are merged.
 
-        ``changed`` are keyword arguments of the class that this rank gets in place of the others'. A worker class that names no CPUs runs in those that the pool reserved.
+        ``changed`` are keyword arguments of the class that this rank gets in place of the others'. A worker class that
+        names no CPUs runs in those that the pool reserved.
         """
         ours = copy(self)
         ours.kwargs = {**self.kwargs, **changed}

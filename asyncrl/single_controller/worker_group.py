@@ -22,7 +22,14 @@ from .calls import PendingResult, PendingResults, Route, deadline_s, func_genera
 from .dispatch import MAGIC_ATTR, Dispatch, Execute, get_predefined_dispatch_fn, get_predefined_execute_fn
 from .liveness import DeathWatch, address_of, last_words, state_of
 from .placement import RayClassWithInitArgs, Slot, master_address_port, slots_of, unwrap
-from .resource_pool import RayResourcePool, ResourcePool, current_cluster, current_node, get_random_string, node_addresses
+from .resource_pool import (
+    RayResourcePool,
+    ResourcePool,
+    current_cluster,
+    current_node,
+    get_random_string,
+    node_addresses,
+)
 
 _log = logging.getLogger(__name__)
 
