@@ -14,7 +14,7 @@ or the loop's state notifies it.
   buffer.
 - `_keep_loading`: the next weights. Woken by the buffer, when a version that is committed is offered.
 - `_keep_renewing`: its timer. `_obey_revocations`: the next revoked lease; woken by the buffer.
-- `_hand_on`: a worker that has nothing to do; woken by the buffer.
+- `_hand_on`: a faster worker, or one that has nothing to do; woken by the buffer.
 - the engine's `wait_failed`: the engine's failure, which ends `run`; `use` gives the loop another engine.
 - `run`: a stop, or the first failure of any task. Woken by `stop` or the failed task.
 - `load_weights`, `release_device`, `stop`: groups that leave the engine or the loop. Woken by `_generate`, `_settle`.
@@ -375,12 +375,13 @@ class RolloutLoop:
             await self._engine.abort(group.outstanding)
 
     async def _hand_on(self) -> None:
-        """Hand groups on when another worker has nothing to do: those that were begun last, which have most left."""
+        """Hand groups on that another worker would have done sooner; what has left the engine is done as soon here."""
         while True:
-            number = await self._buffer.hand_on_request()
+            asked = await self._buffer.hand_on_request()
             if self._config.save_progress is SaveProgress.never:
                 continue
-            chosen = self._running(GroupPhase.generating)[-number:]
+            running = (self._groups[key] for key in asked if key in self._groups)
+            chosen = [group for group in running if group.phase in (GroupPhase.generating, GroupPhase.parked)]
             for group in chosen:
                 await self._end(group, "handed_on")
             await self._engine.abort([request_id for group in chosen for request_id in group.outstanding])
