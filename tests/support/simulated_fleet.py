@@ -215,7 +215,11 @@ class SimulatedFleet:
         version = 0
         while True:
             made = self.env.event()
-            self.buffer.request(_CONTROLLER, "plan", {"version": version}, on_reply=made.succeed)
+
+            def on_plan(fields: Mapping[str, Any], made: simpy.Event = made) -> None:
+                made.succeed(fields)
+
+            self.buffer.request(_CONTROLLER, "plan", {"version": version}, on_reply=on_plan)
             groups = (yield made)["groups"]
             self._feed(self._groups_per_step)
             yield self.env.timeout(self._step_s)
