@@ -156,7 +156,8 @@ class RolloutFleetConfig:
         min_engines: The run ends when fewer engines than this are left that have not failed for good; an elastic fleet
             waits ``no_engine_timeout_s`` for others first.
         no_engine_timeout_s: How long training may wait while no engine is up.
-        groups_in_flight: Prompt groups one worker generates at a time.
+        groups_in_flight: Prompt groups one worker generates at a time. ``{min: 4, max: 64}`` fits them to the load that
+            the engine reports: more while it has room, fewer while samples wait in it or its KV cache is nearly full.
         reward: ``exact_match``, ``last_number``, ``final_answer``, or your own as ``file.py:function`` or
             ``module:function``, called as reward(prompt, response_text) -> float.
         rewards: Several rewards in the place of ``reward``, each as NAME or WEIGHT*NAME. A trajectory earns their
@@ -179,7 +180,7 @@ class RolloutFleetConfig:
         drain_timeout_s: How long running prompt groups may go on when the learner takes the device
             (``placement.colocated``); then they are cut off, and continued after the weight update.
         stop_timeout_s: Deadline of each step of stopping a worker: cutting running groups off, giving leases back, and
-            the server between SIGTERM and SIGKILL. All deadlines around these follow from it.
+            killing the server. All deadlines around these follow from it.
         renew_every_s: How often running leases are renewed; a third of ``buffer.lease_s`` is usual.
         save_progress: ``at_stop`` saves running groups when a worker stops, and another worker continues them.
             ``at_updates`` also cuts them off at each weight update, saves and continues them, so that a sudden death
@@ -196,7 +197,7 @@ class RolloutFleetConfig:
     num_engines: Any = 1
     min_engines: int = 1
     no_engine_timeout_s: float = 1800.0
-    groups_in_flight: int = 32
+    groups_in_flight: Any = 32
     reward: str = "exact_match"
     rewards: list[str] = field(default_factory=list)
     reward_processes: int = 1
@@ -227,16 +228,26 @@ class RolloutFleetConfig:
     @property
     def fewest_engines(self) -> int:
         """Engines that a run starts with; their places are its own until it ends."""
-        return self.num_engines["min"] if self.is_elastic else self.num_engines
+        return _bounds(self.num_engines)[0]
 
     @property
     def most_engines(self) -> int:
         """Engines that a run has at most."""
-        return self.num_engines["max"] if self.is_elastic else self.num_engines
+        return _bounds(self.num_engines)[1]
+
+    @property
+    def fewest_groups_in_flight(self) -> int:
+        """Prompt groups that one worker generates at a time at the start; where they are a number, always."""
+        return _bounds(self.groups_in_flight)[0]
+
+    @property
+    def most_groups_in_flight(self) -> int:
+        """Prompt groups that one worker generates at a time, at most."""
+        return _bounds(self.groups_in_flight)[1]
 
     @property
     def server_stop_timeout_s(self) -> float:
-        """How long a server's guard may take: the server's grace, then removing what it left."""
+        """How long a server's guard may take: killing the server, then removing what it left."""
         return self.stop_timeout_s + CLEANUP_S
 
     @property
@@ -257,10 +268,21 @@ class RolloutFleetConfig:
         names = [reward_label(_weighted(entry)[0]) for entry in self.rewards]
         if len(set(names)) < len(names):
             raise ValueError(f"rollout_fleet.rewards must have different names, got {names}; rename a function")
-        for name in ("groups_in_flight", "reward_processes", "max_attempts", "max_failures_in_a_row"):
+        for name in ("reward_processes", "max_attempts", "max_failures_in_a_row"):
             if getattr(self, name) < 1:
                 raise ValueError(f"rollout_fleet.{name} must be >= 1, got {getattr(self, name)}")
-        self._check_num_engines()
+        _check_bounds("num_engines", self.num_engines)
+        _check_bounds("groups_in_flight", self.groups_in_flight)
+        if isinstance(self.groups_in_flight, Mapping) and self.engine is EngineKind.transformers:
+            raise ValueError(
+                f"rollout_fleet.groups_in_flight must be a number with rollout_fleet.engine=transformers, got "
+                f"{self.groups_in_flight}: the engine reports no load to fit it to"
+            )
+        if not 1 <= self.min_engines <= self.fewest_engines:
+            raise ValueError(
+                f"rollout_fleet.min_engines must be in 1..{self.fewest_engines}, the engines that the run starts with "
+                f"(rollout_fleet.num_engines={self.num_engines}), got {self.min_engines}"
+            )
         if self.restarts < 0:
             raise ValueError(f"rollout_fleet.restarts must be >= 0, got {self.restarts}; 0 replaces nothing")
         for name, value in vars(self).items():
@@ -268,23 +290,6 @@ class RolloutFleetConfig:
                 raise ValueError(f"rollout_fleet.{name} must be > 0 seconds, got {value}")
         if self.sglang.on_update is OnUpdate.keep:
             self._check_keep()
-
-    def _check_num_engines(self) -> None:
-        size = self.num_engines
-        bounds = [size.get("min"), size.get("max")] if isinstance(size, Mapping) and len(size) == 2 else [size]
-        if not all(type(bound) is int for bound in bounds):
-            raise ValueError(
-                f"rollout_fleet.num_engines must be a number of engines, or {{min: 2, max: 8}}, got {size!r}"
-            )
-        if bounds[0] < 1:
-            raise ValueError(f"rollout_fleet.num_engines must be >= 1, got {size}")
-        if bounds != sorted(bounds):
-            raise ValueError(f"rollout_fleet.num_engines must have min <= max, got {size}; swap them")
-        if not 1 <= self.min_engines <= bounds[0]:
-            raise ValueError(
-                f"rollout_fleet.min_engines must be in 1..{bounds[0]}, the engines that the run starts with "
-                f"(rollout_fleet.num_engines={size}), got {self.min_engines}"
-            )
 
     def _check_keep(self) -> None:
         if self.engine is not EngineKind.sglang:
@@ -297,6 +302,25 @@ class RolloutFleetConfig:
                 "rollout_fleet.sglang.on_update must be recompute with rollout_fleet.save_progress=at_updates, got "
                 "keep: running samples are cut off at each update, and nothing is kept; set save_progress=at_stop"
             )
+
+
+def _bounds(count: Any) -> tuple[int, int]:
+    """The least and the most of a count that is a number, or ``{min: N, max: M}``."""
+    return (count["min"], count["max"]) if isinstance(count, Mapping) else (count, count)
+
+
+def _check_bounds(name: str, count: Any) -> None:
+    if not isinstance(count, Mapping):
+        if type(count) is not int or count < 1:
+            raise ValueError(f"rollout_fleet.{name} must be >= 1, got {count}")
+        return
+    bounds = [count.get("min"), count.get("max")]
+    if (
+        set(count) != {"min", "max"}
+        or any(type(bound) is not int for bound in bounds)
+        or not 0 < bounds[0] <= bounds[1]
+    ):
+        raise ValueError(f"rollout_fleet.{name} must be a number or {{min: N, max: M}} with 1 <= N <= M, got {count}")
 
 
 def reward_label(name: str) -> str:
