@@ -43,6 +43,10 @@ def render(report: dict[str, Any]) -> str:
         f"refused    puts {_counts(stats['puts_refused'])}; messages {report['malformed']} malformed, "
         f"{report['over_rate']} over the rate, {report['unsent']} unsent; {report['unknown_keys']} unknown keys",
     ]
+    for number, store in enumerate(report["stores"]):
+        where = f"of host {store['host']} " * bool(store["host"])
+        what = "gone" if store["is_gone"] else f"at {store['address']}, {store['bytes']} bytes"
+        lines.append(f"store      {number} {where}{what}")
     for producer in report["producers"]:
         lines.append(
             f"producer   {producer['owner']}: {producer['leases']} leases, {producer['puts']} puts, "

@@ -15,8 +15,16 @@ from hypothesis import strategies as st
 
 from asyncrl.protocol.errors import DeadlineError, NotAllowed, RateExceeded, ReplayBufferError, WireError, WrongEpoch
 from asyncrl.protocol.types import BufferStats
-from buffer import BufferClient, BufferConfig, BufferProcess, SyncBufferClient, client_keys, make_keys, messages
-from buffer.client import BufferConnection
+from buffer import (
+    BufferClient,
+    BufferConfig,
+    BufferConnection,
+    BufferProcess,
+    SyncBufferClient,
+    client_keys,
+    make_keys,
+    messages,
+)
 from buffer.keys import BufferRole
 from buffer.messages import PROTOCOL_VERSION, Message
 from buffer.server import BufferServer
