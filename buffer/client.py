@@ -38,6 +38,7 @@ from .messages import (
     REVOKED,
     SPACE,
     Message,
+    flag,
     integer,
     integers,
     offer_of,
@@ -203,24 +204,26 @@ class BufferClient:
             self._store_links[address] = self._link_to(address, keys=keys)
         return self._store_links[address]
 
-    async def release(self, lease: Lease, *, num_tokens: int, reason: str, drop: bool = False) -> None:
+    async def release(self, lease: Lease, *, num_tokens: int, reason: str, max_failures: int = 0) -> bool:
         """See `RolloutBuffer.release`. Also reports the tokens of a revoked lease; counted once."""
         key = lease.prompt.group_id, lease.attempt
-        fields = {"group_id": key[0], "attempt": key[1], "num_tokens": num_tokens, "reason": reason, "drop": drop}
-        await self._report("release", key, fields)
+        fields = {"group_id": key[0], "attempt": key[1], "num_tokens": num_tokens, "reason": reason}
+        reply = await self._report("release", key, fields | {"max_failures": max_failures})
+        return flag(reply.fields, "is_dropped", default=False)
 
     async def _report(
         self, name: str, key: tuple[int, int], fields: dict[str, Any], payload: Sequence[Any] = ()
-    ) -> None:
+    ) -> Message:
         """Send what ends an attempt; once it is answered for good, nothing is known of the attempt here."""
         if key in self._prefixes:
             fields["continued"] = False
         try:
-            await self._put_reserved(self._connect(), name, fields, payload)
+            reply = await self._put_reserved(self._connect(), name, fields, payload)
         except (LeaseExpired, VersionTooOld, UnknownGroup):
             self._forget(key)
             raise
         self._forget(key)
+        return reply
 
     def _forget(self, key: tuple[int, int]) -> None:
         self._held.discard(key)

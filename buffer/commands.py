@@ -117,10 +117,14 @@ class PutOutcome:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Released:
-    """What a release did: it ended the running lease, or it was the report that a revoked attempt owed."""
+    """What a release did: it ended the running lease, or it was the report that a revoked attempt owed.
+
+    ``is_dropped``: it had failed once too often.
+    """
 
     was_running: bool
     was_owed: bool
+    is_dropped: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -301,7 +305,8 @@ class Release(Command[Released]):
         num_tokens: What the attempt has written, including the prefix that it continued.
         reason: What the tokens that are not saved are dropped for.
         continued: As in `SavePrefix`.
-        drop: Drop the group with all of its tokens; otherwise its prompt is queued again.
+        max_failures: Where the attempt has failed, so many failures of the group drop it with all of its tokens, on
+            whichever workers they were; 0 if it has not failed. Otherwise its prompt is queued again.
     """
 
     group_id: int
@@ -310,7 +315,7 @@ class Release(Command[Released]):
     reason: str
     continued: bool = True
     owner: bytes | None = None
-    drop: bool = False
+    max_failures: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -48,6 +48,7 @@ class Group:
         place: Its place among the groups of its state: in the queue, in the order of leasing or of storing, in its
             batch.
         num_attempts: Attempts leased so far; the current or last one is ``num_attempts - 1``.
+        num_failures: How many of them failed.
         engine_version: u of the current attempt.
         deadline: u + max_lag of the current attempt.
         owner: Who holds the lease; opaque.
@@ -69,6 +70,7 @@ class Group:
     state: GroupState = GroupState.queued
     place: int = 0
     num_attempts: int = 0
+    num_failures: int = 0
     engine_version: int = 0
     deadline: int = 0
     owner: bytes = b""
@@ -374,7 +376,7 @@ class GroupTable:
         """A leased group is finished and waits for a plan."""
         self._leave_lease(group)
         group.state, group.place = GroupState.stored, self._place()
-        group.summary, group.rank = summary, rank
+        group.summary, group.rank, group.num_failures = summary, rank, 0
         group.num_inherited, group.owner = 0, b""
         if group.progress is not None:
             self.set_progress(group, None, 0)

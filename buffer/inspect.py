@@ -10,7 +10,7 @@ from typing import Any
 
 from asyncrl.protocol.errors import AsyncRLError
 
-from .client import BufferConnection
+from .connection import BufferConnection
 from .keys import BufferRole
 
 

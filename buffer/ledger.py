@@ -465,7 +465,11 @@ class Ledger(LedgerState):
         self._check_was_leased(group_id, attempt, "it cannot be released")
         group = self._held(command, group_id, attempt)
         ended = self._history.of(group_id, attempt)
-        return commands.Released(was_running=group is not None, was_owed=ended is not None and ended.owes_report)
+        return commands.Released(
+            was_running=group is not None,
+            was_owed=ended is not None and ended.owes_report,
+            is_dropped=group is not None and 0 < command.max_failures <= group.num_failures + 1,
+        )
 
     # Batches
 

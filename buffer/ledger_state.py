@@ -195,7 +195,8 @@ class LedgerState:
             group = self._groups.running(command.group_id, command.attempt)
             assert group is not None
             num_counted = group.num_saved
-            if command.drop:
+            group.num_failures += command.max_failures > 0
+            if outcome.is_dropped:
                 self.account.give_up(reason, num_saved=group.num_saved, num_inherited=group.num_inherited)
                 self.account.groups_dropped[reason] += 1
                 self._drop(group, stored=False)

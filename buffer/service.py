@@ -387,11 +387,11 @@ class BufferService:
             reason=text(fields, "reason"),
             continued=flag(fields, "continued", default=True),
             owner=client,
-            drop=flag(fields, "drop", default=False),
+            max_failures=count(fields, "max_failures"),
         )
-        self.ledger.apply(command)
+        released = self.ledger.apply(command)
         self._admission.released(client)
-        self._replies.reply(client, request.request_id)
+        self._replies.reply(client, request.request_id, {"is_dropped": released.is_dropped})
 
     def _save_progress(self, client: bytes, request: Message) -> None:
         fields, frames = request.fields, request.payload

@@ -161,7 +161,7 @@ async def test_an_unknown_key_and_no_key_are_refused_and_the_unknown_key_is_coun
     make_keys(tmp_path / "run")
     make_keys(tmp_path / "other")
     known, other = (client_keys(tmp_path / name, CONTROLLER) for name in ("run", "other"))
-    stranger = type(other)(public=other.public, secret=other.secret, server_public=known.server_public)
+    stranger = replace(other, server_public=known.server_public)
     async with running(keys=str(tmp_path / "run")) as run:
         for keys in (stranger, None):
             with pytest.raises(DeadlineError, match="refuses this client's key"):
@@ -172,7 +172,7 @@ async def test_an_unknown_key_and_no_key_are_refused_and_the_unknown_key_is_coun
 
 def test_key_files_belong_to_their_owner_only(tmp_path: Path):
     make_keys(tmp_path)
-    for name in ("server", *BufferRole):
+    for name in ("server", "store", *BufferRole):
         assert (tmp_path / f"{name}.json").stat().st_mode & 0o777 == 0o600
     (tmp_path / "rollout.json").chmod(0o644)
     with pytest.raises(ValueError, match=r"rollout.json is readable by others \(mode 644\)"):

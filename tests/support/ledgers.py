@@ -94,12 +94,17 @@ class DrivenLedger(Ledger):
         num_tokens: int,
         reason: str = "aborted",
         continued: bool = True,
-        drop: bool = False,
-    ) -> None:
+        max_failures: int = 0,
+    ) -> bool:
         command = Release(
-            group_id=group_id, attempt=attempt, num_tokens=num_tokens, reason=reason, continued=continued, drop=drop
+            group_id=group_id,
+            attempt=attempt,
+            num_tokens=num_tokens,
+            reason=reason,
+            continued=continued,
+            max_failures=max_failures,
         )
-        self.apply(command)
+        return self.apply(command).is_dropped
 
     def expire(self, now: float) -> int:
         return len(self.apply(Expire(), now).group_ids)
