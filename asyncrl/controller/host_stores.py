@@ -196,11 +196,12 @@ class HostStores:
 
 def ray_actors(config: BufferConfig, *, start_timeout_s: float, log_dir: Path, profile: ProfileConfig) -> NodeActors:
     """Makes `NodeStore` actors of the cluster that this process is connected to; ``config`` is the buffer's own."""
-    actor_class = ray.remote(num_cpus=0, max_concurrency=4, runtime_env={"env_vars": WORKER_ENV})(NodeStore)
+    actor_class: Any = ray.remote(NodeStore)
+    options = {"num_cpus": 0, "max_concurrency": 4, "runtime_env": {"env_vars": WORKER_ENV}}
 
     def make(node_id: str, number: int) -> Any:
         place = NodeAffinitySchedulingStrategy(node_id=node_id, soft=False)
-        return actor_class.options(scheduling_strategy=place).remote(
+        return actor_class.options(scheduling_strategy=place, **options).remote(
             number, config, start_timeout_s=start_timeout_s, log_dir=str(log_dir), profile=profile
         )
 
