@@ -18,12 +18,14 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 
 import ray
 
 from asyncrl.config import RunConfig
 from asyncrl.controller.engine_places import EnginePlaces
 from asyncrl.controller.fleet_member import FleetMember, MemberParts
+from asyncrl.controller.host_stores import client_on_this_node
 from asyncrl.controller.run_folder import RunPaths
 from asyncrl.protocol.errors import EngineLost, MembershipRefused
 from asyncrl.protocol.ports import FleetCounts
@@ -344,7 +346,7 @@ def _worker_class(config: RunConfig, buffer: BufferConnection, paths: RunPaths) 
         _fleet_options(config),
         model_path=config.model.path,
         samples_per_prompt=config.algorithm.samples_per_prompt,
-        connect_buffer=buffer.for_role(BufferRole.rollout).client,
+        connect_buffer=partial(client_on_this_node, buffer.for_role(BufferRole.rollout)),
         log_dir=str(paths.logs),
         staging_dir=str(paths.staging),
         copy_weights=config.weights.copies,

@@ -33,6 +33,7 @@ from asyncrl.protocol.manifest import digest_of
 from asyncrl.protocol.remote import fetch_async, within
 from asyncrl.single_controller.resource_pool import node_addresses
 from buffer import BufferRole
+from buffer.keys import STORE_KEYS
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +42,7 @@ SAMPLED_BYTES = 1 << 20
 CLOSE_S = 5.0
 COLLECTED = ("logs", "profile", "samples", "tokens", "trajectories")
 """What comes back, of the run's folder."""
-_KEY_FILES = [f"{role}.json" for role in (BufferRole.rollout, BufferRole.learner)]
+_KEY_FILES = [STORE_KEYS, *(f"{role}.json" for role in (BufferRole.rollout, BufferRole.learner))]
 APPENDED = (".log", ".msgpack")
 """Endings of files that grow; others appear whole."""
 
