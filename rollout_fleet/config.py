@@ -314,7 +314,7 @@ def _check_bounds(name: str, count: Any) -> None:
         if type(count) is not int or count < 1:
             raise ValueError(f"rollout_fleet.{name} must be >= 1, got {count}")
         return
-    bounds = [count.get("min"), count.get("max")]
+    bounds: list[Any] = [count.get("min"), count.get("max")]
     are_numbers = set(count) == {"min", "max"} and all(type(bound) is int for bound in bounds)
     if not are_numbers or not 1 <= bounds[0] <= bounds[1]:
         raise ValueError(f"rollout_fleet.{name} must be a number or {{min: N, max: M}} with 1 <= N <= M, got {count}")

@@ -20,7 +20,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from enum import StrEnum
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ ADDRESS_FILE = "fleet.json"
 _CONNECT_S = 5.0
 
 
-class Action(StrEnum):
+class Action(Enum):
     """What is asked for."""
 
     join = "join"
@@ -172,7 +172,8 @@ def _desk_of(name: str, run: str) -> Any:
     import ray
     from ray.util import list_named_actors
 
-    names = [actor["name"] for actor in list_named_actors(all_namespaces=True) if actor["namespace"] == NAMESPACE]
+    actors: list[Any] = list_named_actors(all_namespaces=True)
+    names = [actor["name"] for actor in actors if actor["namespace"] == NAMESPACE]
     if not name and len(names) == 1:
         name = names[0]
     if name not in names:

@@ -19,6 +19,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import ray
 
@@ -125,9 +126,10 @@ class FleetGroup:
                 if not (running or has_more or waits):
                     return
         finally:
-            for task in (*running, arriving, giving_up):
+            tasks: list[asyncio.Future[Any]] = [*running, arriving, giving_up]
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(*running, arriving, giving_up, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _take_out(self, member: FleetMember, run: asyncio.Future[None]) -> None:
         """A member rolls out no more: go on without it, if enough are left, or if others may still come."""

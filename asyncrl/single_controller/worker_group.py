@@ -44,6 +44,7 @@ class WorkerGroup:
         self._workers: list[Any] = []
         self._worker_names: list[str] = []
         self._slots: list[Slot] = []
+        self._replacements: list[Callable[..., tuple[Any, str]]] = []
         self._num_replaced = 0
         self._dispatch_info: dict[str, list[int]] = {}
         self._collect_info: dict[str, list[bool]] = {}
@@ -202,7 +203,6 @@ class RayWorkerGroup(WorkerGroup):
         self.timeout_s = timeout_s
         self.first_rank = first_rank
         self.sub_cls_name = ""
-        self._replacements: list[Callable[..., tuple[Any, str]]] = []
         self.fused_worker_used = ray_cls_with_init is not None and ray_cls_with_init.fused_worker_used
         self.wg_dict: dict[str, RayWorkerGroup] | None = None
         if (master_addr is None) != (master_port is None):

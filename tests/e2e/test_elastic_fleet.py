@@ -53,10 +53,10 @@ def check_run(run, steps):
 
 
 def test_one_engine_leaves_and_another_joins_while_the_run_trains(start):
-    steps = 400
+    steps = 600
     run = start(f"total_steps={steps}", "rollout_fleet.num_engines={min: 1, max: 2}", *OPTIONS)
     run.wait_for_line("rollout worker 1 has joined; 2 engines are there")
-    run.wait_for_line("step 2/")
+    run.wait_for_steps(3)
     assert command("join", run.run_dir)[0] == 1, "there are as many as there may be"
     assert command("leave", run.run_dir, "0") == (0, "rollout worker 0 has left\n")
     assert command("leave", run.run_dir)[1].startswith("1: serves\n")
@@ -121,7 +121,7 @@ def test_a_node_dies_and_its_engine_goes_on_where_another_node_comes(start, tmp_
             *OPTIONS,
         )
         run.wait_for_line("rollout worker 1 has joined; 2 engines are there")
-        run.wait_for_line("step 2/")
+        run.wait_for_steps(3)
         kill_node(second)
         run.wait_for_line("rollout worker 1 waits for a place", timeout_s=JOINED_S)
         step = len(run.records)
