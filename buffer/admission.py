@@ -28,6 +28,8 @@ _MAX_PER_CLIENT = 256
 _MAX_IN_ALL = 16_384
 _MAX_REMEMBERED = 4096
 _RELIEF_S = 0.25
+_RELIEF_S_PER_WORKER = 5e-4
+"""How long to rest after a look, for each worker that was looked at: a look takes 1% of that."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -366,22 +368,25 @@ class Admission:
 
         Its engine must be as new as theirs began, or they could not begin on it.
         """
-        idle = next((r for r in self._pending.all() if not self._ledger.num_leases_of(r.client)), None)
-        if idle is None:
-            return
-        leases = self._ledger.leases()
-        version, num_held = idle.fields["version"], Counter(lease.owner for lease in leases)
-        too_new = {lease.owner for lease in leases if lease.engine_version > version}
-        candidates = {worker: number for worker, number in num_held.items() if worker not in too_new}
-        if (asked := self._balance.hand_on(idle.client, candidates, self._clock.time())) is not None:
-            self._replies.push(asked[0], HAND_ON, {"groups": asked[1]})
-        if leases:  # what is held may turn out to be slow
-            self._relief = asyncio.get_running_loop().call_later(_RELIEF_S, self._relieve_again)
+        ledger, rest_s = self._ledger, len(self._pending) * _RELIEF_S_PER_WORKER
+        idle = next((r for r in self._pending.all() if not ledger.num_leases_of(r.client)), None)
+        if idle is not None:
+            version, num_held = idle.fields["version"], ledger.num_leases_by_owner()
 
-    def _relieve_again(self) -> None:
-        """Another look; whatever lets a group begin is a message, and grants it then."""
+            def may_ask(worker: bytes) -> bool:
+                return all(lease.engine_version <= version for lease in ledger.leases_of(worker))
+
+            asked = self._balance.hand_on(idle.client, num_held, self._clock.time(), may_ask=may_ask)
+            if asked is not None:
+                self._replies.push(asked[0], HAND_ON, {"groups": asked[1]})
+            rest_s = max(_RELIEF_S, rest_s + len(num_held) * _RELIEF_S_PER_WORKER)
+        if ledger.num_leased:  # what is held may turn out to be slow
+            self._relief = asyncio.get_running_loop().call_later(rest_s, self._relieve_again, idle is not None)
+
+    def _relieve_again(self, has_idle: bool) -> None:
+        """Another look if a worker was idle; whatever lets a group begin, or makes one idle, is a message."""
         self._relief = None
-        if not self._admitted(self._pending.versions):
+        if has_idle and not self._admitted(self._pending.versions):
             self._relieve()
 
     def released(self, client: bytes) -> None:

@@ -6,7 +6,7 @@ admission leaves. When nothing more is admitted and a worker has nothing to do, 
 as many groups as make both end at the same time. Pure: callers bring the time and the leases that each worker holds.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 _MEMORY = 0.9
@@ -88,10 +88,18 @@ class WorkBalance:
         idle_s = now - pace.since if pace is not None and not num_held else 0.0
         return (num_held + 1) * self.pace_s(worker, num_held, now) - idle_s / _TRY_EVERY
 
-    def hand_on(self, idle: bytes, num_held: Mapping[bytes, int], now: float) -> tuple[bytes, int] | None:
+    def hand_on(
+        self,
+        idle: bytes,
+        num_held: Mapping[bytes, int],
+        now: float,
+        *,
+        may_ask: Callable[[bytes], bool] = lambda _: True,
+    ) -> tuple[bytes, int] | None:
         """Who is to hand on how many groups to an idle worker; None where that would bring nothing.
 
-        ``num_held`` are the leases of each worker. One that was asked is not asked again until it has released one.
+        ``num_held`` are the leases of each worker, and ``may_ask`` is asked of the busiest alone. One that was asked is
+        not asked again until it has released one.
         """
         own_s = self.pace_s(idle, 0, now)
         busy = {
@@ -99,9 +107,11 @@ class WorkBalance:
             for worker, number in num_held.items()
             if worker != idle and number and worker not in self._asked
         }
-        if not busy:
+        busiest = max(busy, key=busy.__getitem__, default=None)
+        if busiest is not None and not may_ask(busiest):
+            busiest = next(filter(may_ask, sorted(busy, key=busy.__getitem__, reverse=True)), None)
+        if busiest is None:
             return None
-        busiest = max(busy, key=busy.__getitem__)
         theirs_s = busy[busiest] / num_held[busiest]
         number = int(busy[busiest] / (theirs_s + own_s))
         if number == 0 and theirs_s > _WORTH_IT * own_s:

@@ -217,6 +217,10 @@ class GroupTable:
         """How many groups an owner holds leases on."""
         return len(self._by_owner.get(owner, ()))
 
+    def num_by_owner(self) -> dict[bytes, int]:
+        """How many groups each owner holds leases on, of those that hold any."""
+        return {owner: len(group_ids) for owner, group_ids in self._by_owner.items()}
+
     def head(self, number: int) -> list[Group]:
         """The first groups of the queue."""
         return [self._groups[group_id] for group_id in islice(self._queue, number)]

@@ -182,6 +182,10 @@ class Ledger(LedgerState):
         """How many leases an owner holds."""
         return self._groups.num_of_owner(owner)
 
+    def num_leases_by_owner(self) -> dict[bytes, int]:
+        """How many leases each owner holds, of those that hold any."""
+        return self._groups.num_by_owner()
+
     def stored_attempt(self, group_id: int) -> int:
         """Which attempt of a group is stored. Raises `UnknownGroup` if none is."""
         return self._groups.stored(group_id).result.attempt
