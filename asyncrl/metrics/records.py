@@ -123,6 +123,7 @@ def summary_document(
     restarts: Mapping[str, int] | None = None,
     wall_s: Mapping[str, float],
     overlap: Mapping[str, Any] | None = None,
+    advice: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Return ``summary.json``.
 
@@ -138,6 +139,7 @@ def summary_document(
         restarts: How often a part was started again, by name.
         wall_s: Seconds by part of the run: ``total``, ``start`` (until the first step could begin), …
         overlap: How well generation and training overlapped; None where the run was not recorded.
+        advice: The change of one option that would have made it faster; None where none is known.
     """
     return {
         "experiment": experiment,
@@ -159,6 +161,7 @@ def summary_document(
         "groups_failed": dict(result.groups_failed),
         "restarts": dict(restarts or {}),
         "overlap": overlap,
+        "advice": advice,
     }
 
 

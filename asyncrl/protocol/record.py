@@ -45,12 +45,14 @@ class ProfileConfig:
 
     Attributes:
         enabled: Record spans, levels and group stamps in the run's ``profile/``.
+        advice: Replay the record beside the run, now and then, to find the option that would make it faster.
         torch_steps: Learner steps of which each rank also writes a trace of torch.profiler. Example: ``[10, 11]``.
         max_file_bytes: Largest file of a process; what would go beyond is dropped, and counted.
         directory: Where processes write; the run sets it: its folder's ``profile/``. Empty records nothing.
     """
 
     enabled: bool = True
+    advice: bool = True
     torch_steps: list[int] = field(default_factory=list)
     max_file_bytes: int = 1 << 30
     directory: str = ""
@@ -421,8 +423,8 @@ def stamp(event: str, group: int, *, attempt: int = 0, version: int = NONE, lane
 
     - lease: ``version`` at which it is admitted, ``deadline`` the last one that may consume it, ``inherited`` tokens of
       a saved prefix.
-    - first_token, last_token, reward: ``version`` of the engine then; they are on the engine's lane. The in-process
-      engine, which answers whole samples, has no first_token.
+    - first_token, last_token, reward: ``version`` of the engine then; they are on the engine's lane. A
+      group that is continued from a saved prefix has its first_token of this attempt.
     - stored: ``version`` of the oldest token, ``newest``, ``learner`` the learner's then, ``tokens`` of the policy,
       ``prompt_tokens``, ``lengths`` [G] of the responses, ``rewards`` [G], ``bytes``.
     - planned, trained: ``version`` the step that takes it.
