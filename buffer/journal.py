@@ -23,6 +23,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from inspect import isclass
 from itertools import accumulate, pairwise
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -76,20 +77,19 @@ def _from_map(named: dict[str, Any]) -> Any:
     return replace(record, result=PutResult(record.result)) if name == "PutOutcome" else record
 
 
-_NUM_SUMMARY_FIELDS, _NUM_PUT_FIELDS = len(fields(GroupSummary)), len(fields(commands.Put))
-
-
-def _put_row(put: commands.Put, outcome: Outcome) -> tuple[Any, ...]:
-    """The plain values of a put and of its outcome: the summary's, the command's others, the outcome's."""
-    return (*values_of(put.summary), *values_of(put)[1:], *values_of(outcome))
+_SUMMARY_FIELDS = [field.name for field in fields(GroupSummary)]
+_OTHER_FIELDS = [field.name for field in fields(commands.Put) if field.name != "summary"]
+_put_values = attrgetter(*(f"summary.{name}" for name in _SUMMARY_FIELDS), *_OTHER_FIELDS)
+"""The plain values of a put: the summary's, then the command's others."""
 
 
 def _put_from(row: Sequence[Any]) -> tuple[commands.Put, commands.PutOutcome]:
-    """What `_put_row` was given."""
-    end = _NUM_SUMMARY_FIELDS + _NUM_PUT_FIELDS - 1
-    summary = record_from(GroupSummary, row[:_NUM_SUMMARY_FIELDS])
+    """A put and its outcome from the plain values of both, end to end."""
+    num_summary = len(_SUMMARY_FIELDS)
+    end = num_summary + len(_OTHER_FIELDS)
+    summary = record_from(GroupSummary, row[:num_summary])
     outcome = record_from(commands.PutOutcome, (PutResult(row[end]), *row[end + 1 :]))
-    return record_from(commands.Put, (summary, *row[_NUM_SUMMARY_FIELDS:end])), outcome
+    return record_from(commands.Put, (summary, *row[num_summary:end])), outcome
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -366,7 +366,7 @@ class Journal:
         except OSError as error:
             raise self._error("written", error) from error
         self._num_later_bytes = num_bytes
-        self._later.append(_put_row(command, outcome))
+        self._later.append(_put_values(command) + values_of(outcome))
         self._later_references += references
         self._later_frames += inline
         self._refer(references)

@@ -35,16 +35,7 @@ from enum import Enum, auto
 from typing import Any
 
 from asyncrl.protocol import record
-from asyncrl.protocol.errors import (
-    AsyncRLError,
-    DeadlineError,
-    EngineError,
-    LeaseExpired,
-    RewardError,
-    StoreFull,
-    VersionTooOld,
-    WeightsGone,
-)
+from asyncrl.protocol.errors import AsyncRLError, DeadlineError, WeightsGone
 from asyncrl.protocol.manifest import WeightOffer
 from asyncrl.protocol.ports import RolloutBuffer
 from asyncrl.protocol.record import GroupEvent, LevelName, SpanKind
@@ -53,21 +44,18 @@ from asyncrl.protocol.types import Lease
 from .config import RolloutFleetConfig, SaveProgress
 from .engines.engine import Engine, SampleRequest
 from .engines.model_files import Decode
-from .inflight import ON_ENGINE, GroupPhase, InflightGroup, to_prefixes, to_progress, to_trajectory_group
+from .inflight import ON_ENGINE, GroupPhase, InflightGroup, to_prefixes
 from .member import Member
 from .metrics import FleetCounters, FleetMeter, note_places
-from .rewards import Scores, WeightedRewards
+from .rewards import WeightedRewards
 from .sample_log import SampleLog
+from .settlement import ENGINE_FAILED, Settlement
 
 logger = logging.getLogger(__name__)
 
-ENGINE_FAILED = "engine_failed"
-"""Why a group is given back whose engine has failed."""
 MAX_RENEWAL_FAILURES = 3
 GATHER_S = 0.02
 """How long a free place waits for others, so that what ends in the same moment is leased and sampled together."""
-MAX_FAILED_GROUPS = 4096
-"""How many groups with failed attempts are remembered; the oldest are forgotten."""
 
 
 class LoopState(Enum):
@@ -107,12 +95,18 @@ class RolloutLoop:
         self._engine = engine
         self._member = member
         self._buffer = buffer
-        self._rewards = rewards
-        self._decode = decode
         self._samples_per_prompt = samples_per_prompt
         self._greedy_baseline = greedy_baseline
-        self._samples = samples
         self._meter = FleetMeter()
+        self._settlement = Settlement(
+            config,
+            buffer=buffer,
+            rewards=rewards,
+            decode=decode,
+            meter=self._meter,
+            stamp=self._stamp,
+            samples=samples,
+        )
         self._groups: dict[tuple[int, int], InflightGroup] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Condition()
@@ -120,8 +114,6 @@ class RolloutLoop:
         self._failure: Exception | None = None
         self._has_device = True
         self._is_asking = False
-        self._num_failures_in_a_row = 0
-        self._num_failures: dict[int, int] = {}
         self._released = record.NO_SPAN
         self._is_noting = False
         num_samples = samples_per_prompt + int(greedy_baseline)
@@ -430,7 +422,7 @@ class RolloutLoop:
         """See to what becomes of a group that the engine is done with."""
         if group.phase is GroupPhase.cutting and not group.is_finished and not group.end_reason:
             group.phase = GroupPhase.parked
-            self._spawn(self._save, group)
+            self._spawn(self._settlement.save, group)
         else:
             group.phase = GroupPhase.settling
             if group.is_finished:
@@ -439,89 +431,8 @@ class RolloutLoop:
         self._count_running()
         await self._notify()
 
-    async def _save(self, group: InflightGroup) -> None:
-        """Save a group that was cut off, as far as it is written. Without room for it, it goes on unsaved."""
-        if group.num_tokens == 0:
-            return
-        try:
-            await self._buffer.save_progress(group.lease, to_progress(group.lease, group.trained_samples))
-        except (LeaseExpired, StoreFull, VersionTooOld) as error:
-            logger.warning("prompt group %d was not saved: %s", group.lease.prompt.group_id, error)
-
     async def _settle(self, group: InflightGroup) -> None:
-        """Score and store a finished group, or give an aborted one back."""
-        if group.end_reason == "revoked":
-            await self._release(group, "revoked")
-        elif not group.is_finished:
-            if self._config.save_progress is not SaveProgress.never:
-                await self._save(group)
-            if group.end_reason == ENGINE_FAILED:
-                self._meter.failed(ENGINE_FAILED)
-                await self._try_again(group, ENGINE_FAILED, self._failure)
-            elif group.end_reason:
-                await self._release(group, group.end_reason)
-            else:
-                await self._fail_attempt(group, "aborted", EngineError(f"the engine aborted prompt group {group.key}"))
-        else:
-            try:
-                scores = await self._score(group)
-            except RewardError as error:
-                await self._fail_attempt(group, "reward", error)
-            else:
-                await self._store(group, scores)
-
-    async def _score(self, group: InflightGroup) -> Scores:
-        started = time.perf_counter()
-        texts = [self._decode(sample.token_ids.tolist()) for sample in group.samples]
-        with record.span(SpanKind.reward, lane="/reward", group=group.lease.prompt.group_id):
-            scores = await self._rewards.score(group.lease.prompt, texts)
-        self._stamp(GroupEvent.reward, group)
-        self._meter.scored(time.perf_counter() - started)
-        if self._samples is not None:
-            await self._samples.add(group.lease.prompt, group.samples, texts, scores)
-        return scores
-
-    async def _fail_attempt(self, group: InflightGroup, reason: str, error: AsyncRLError) -> None:
-        """Have a group tried again. Raises ``error`` if one group after another fails."""
-        self._meter.failed(reason)
-        self._num_failures_in_a_row += 1
-        if self._num_failures_in_a_row >= self._config.max_failures_in_a_row:
-            raise type(error)(
-                f"{error} (failure {self._num_failures_in_a_row} in a row, the limit of "
-                "rollout_fleet.max_failures_in_a_row)"
-            )
-        await self._try_again(group, reason, error)
-
-    async def _try_again(self, group: InflightGroup, reason: str, error: Exception | None) -> None:
-        """Give a group back, or drop it when this has happened ``max_attempts`` times to it."""
-        group_id = group.lease.prompt.group_id
-        num_failures = self._num_failures.pop(group_id, 0) + 1
-        is_last = num_failures >= self._config.max_attempts
-        if not is_last:
-            self._num_failures[group_id] = num_failures
-            if len(self._num_failures) > MAX_FAILED_GROUPS:
-                del self._num_failures[next(iter(self._num_failures))]
-        logger.warning("failure %d, the group is %s: %s", num_failures, "dropped" if is_last else "requeued", error)
-        await self._release(group, reason, drop=is_last)
-
-    async def _store(self, group: InflightGroup, scores: Scores) -> None:
-        self._num_failures_in_a_row = 0
-        self._num_failures.pop(group.lease.prompt.group_id, None)
-        record = to_trajectory_group(
-            group.lease, group.samples, scores.total, parts=scores.parts, num_baselines=group.num_baselines
-        )
-        try:
-            await self._buffer.put(record)
-        except (LeaseExpired, VersionTooOld) as error:
-            logger.warning("prompt group %d was refused: %s", group.lease.prompt.group_id, error)
-            self._meter.refused(group.num_own_tokens)
-        else:
-            self._meter.stored(group.num_own_tokens)
-        await self._forget(group)
-
-    async def _release(self, group: InflightGroup, reason: str, *, drop: bool = False) -> None:
-        await self._buffer.release(group.lease, num_tokens=group.num_tokens, reason=reason, drop=drop)
-        self._meter.released(group.num_own_tokens)
+        await self._settlement.settle(group, engine_failure=self._failure)
         await self._forget(group)
 
     async def _forget(self, group: InflightGroup) -> None:
@@ -641,7 +552,8 @@ class RolloutLoop:
         try:
             async with asyncio.timeout(self._config.stop_timeout_s):
                 for group in list(self._groups.values()):
-                    await self._release(group, "stopped")
+                    await self._settlement.release(group, "stopped")
+                    await self._forget(group)
         except (TimeoutError, AsyncRLError) as error:
             logger.warning("%d leases could not be given back: %r", len(self._groups), error)
 

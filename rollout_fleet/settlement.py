@@ -1,0 +1,155 @@
+"""What becomes of a prompt group that the engine is done with: scored and stored, saved, given back or dropped.
+
+    finished ──▶ score ──▶ put              refused: its lease has run out, or its oldest token is too old
+       │           │
+       │           └─ the reward fails ─┐
+    cut off ──▶ save ──▶ release        ├──▶ tried again, dropped after ``max_attempts`` failures
+       └─ aborted, or its engine fails ─┘
+
+The rollout loop decides when a group leaves the engine, and forgets it once it is settled.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+from asyncrl.protocol import record
+from asyncrl.protocol.errors import AsyncRLError, EngineError, LeaseExpired, RewardError, StoreFull, VersionTooOld
+from asyncrl.protocol.ports import RolloutBuffer
+from asyncrl.protocol.record import GroupEvent, SpanKind
+
+from .config import RolloutFleetConfig, SaveProgress
+from .engines.model_files import Decode
+from .inflight import InflightGroup, to_progress, to_trajectory_group
+from .metrics import FleetMeter
+from .rewards import Scores, WeightedRewards
+from .sample_log import SampleLog
+
+logger = logging.getLogger(__name__)
+
+ENGINE_FAILED = "engine_failed"
+"""Why a group is given back whose engine has failed."""
+MAX_FAILED_GROUPS = 4096
+"""How many groups with failed attempts are remembered; the oldest are forgotten."""
+
+
+class Settlement:
+    """Settles the groups of one rollout worker with its buffer.
+
+    ``decode`` turns response tokens into the text that rewards read; ``samples`` keeps some of what is scored;
+    ``stamp`` notes what happened to a group for the run's profile.
+    """
+
+    def __init__(
+        self,
+        config: RolloutFleetConfig,
+        *,
+        buffer: RolloutBuffer,
+        rewards: WeightedRewards,
+        decode: Decode,
+        meter: FleetMeter,
+        stamp: Callable[[GroupEvent, InflightGroup], None],
+        samples: SampleLog | None = None,
+    ) -> None:
+        self._config = config
+        self._buffer = buffer
+        self._rewards = rewards
+        self._decode = decode
+        self._meter = meter
+        self._stamp = stamp
+        self._samples = samples
+        self._num_failures_in_a_row = 0
+        self._num_failures: dict[int, int] = {}
+
+    async def settle(self, group: InflightGroup, *, engine_failure: Exception | None = None) -> None:
+        """Score and store a finished group, or give back one that was cut off.
+
+        Raises the failure of this attempt, if as many as ``max_failures_in_a_row`` groups have failed one after
+        another, and whatever the buffer raises except for a lease that has run out.
+        """
+        if group.end_reason == "revoked":
+            await self.release(group, "revoked")
+        elif not group.is_finished:
+            await self._settle_unfinished(group, engine_failure)
+        else:
+            try:
+                scores = await self._score(group)
+            except RewardError as error:
+                await self._fail_attempt(group, "reward", error)
+            else:
+                await self._store(group, scores)
+
+    async def save(self, group: InflightGroup) -> None:
+        """Save a group that was cut off, as far as it is written. Without room for it, it goes on unsaved."""
+        if group.num_tokens == 0:
+            return
+        try:
+            await self._buffer.save_progress(group.lease, to_progress(group.lease, group.trained_samples))
+        except (LeaseExpired, StoreFull, VersionTooOld) as error:
+            logger.warning("prompt group %d was not saved: %s", group.lease.prompt.group_id, error)
+
+    async def release(self, group: InflightGroup, reason: str, *, drop: bool = False) -> None:
+        """Give a group back unfinished, to be leased again unless ``drop``."""
+        await self._buffer.release(group.lease, num_tokens=group.num_tokens, reason=reason, drop=drop)
+        self._meter.released(group.num_own_tokens)
+
+    async def _settle_unfinished(self, group: InflightGroup, engine_failure: Exception | None) -> None:
+        if self._config.save_progress is not SaveProgress.never:
+            await self.save(group)
+        if group.end_reason == ENGINE_FAILED:
+            self._meter.failed(ENGINE_FAILED)
+            await self._try_again(group, ENGINE_FAILED, engine_failure)
+        elif group.end_reason:
+            await self.release(group, group.end_reason)
+        else:
+            await self._fail_attempt(group, "aborted", EngineError(f"the engine aborted prompt group {group.key}"))
+
+    async def _score(self, group: InflightGroup) -> Scores:
+        started = time.perf_counter()
+        texts = [self._decode(sample.token_ids.tolist()) for sample in group.samples]
+        with record.span(SpanKind.reward, lane="/reward", group=group.lease.prompt.group_id):
+            scores = await self._rewards.score(group.lease.prompt, texts)
+        self._stamp(GroupEvent.reward, group)
+        self._meter.scored(time.perf_counter() - started)
+        if self._samples is not None:
+            await self._samples.add(group.lease.prompt, group.samples, texts, scores)
+        return scores
+
+    async def _store(self, group: InflightGroup, scores: Scores) -> None:
+        self._num_failures_in_a_row = 0
+        self._num_failures.pop(group.lease.prompt.group_id, None)
+        stored = to_trajectory_group(
+            group.lease, group.samples, scores.total, parts=scores.parts, num_baselines=group.num_baselines
+        )
+        try:
+            await self._buffer.put(stored)
+        except (LeaseExpired, VersionTooOld) as error:
+            logger.warning("prompt group %d was refused: %s", group.lease.prompt.group_id, error)
+            self._meter.refused(group.num_own_tokens)
+        else:
+            self._meter.stored(group.num_own_tokens)
+
+    async def _fail_attempt(self, group: InflightGroup, reason: str, error: AsyncRLError) -> None:
+        """Have a group tried again. Raises ``error`` if one group after another fails."""
+        self._meter.failed(reason)
+        self._num_failures_in_a_row += 1
+        if self._num_failures_in_a_row >= self._config.max_failures_in_a_row:
+            raise type(error)(
+                f"{error} (failure {self._num_failures_in_a_row} in a row, the limit of "
+                "rollout_fleet.max_failures_in_a_row)"
+            )
+        await self._try_again(group, reason, error)
+
+    async def _try_again(self, group: InflightGroup, reason: str, error: Exception | None) -> None:
+        """Give a group back, or drop it when this has happened ``max_attempts`` times to it."""
+        group_id = group.lease.prompt.group_id
+        num_failures = self._num_failures.pop(group_id, 0) + 1
+        is_last = num_failures >= self._config.max_attempts
+        if not is_last:
+            self._num_failures[group_id] = num_failures
+            if len(self._num_failures) > MAX_FAILED_GROUPS:
+                del self._num_failures[next(iter(self._num_failures))]
+        logger.warning("failure %d, the group is %s: %s", num_failures, "dropped" if is_last else "requeued", error)
+        await self.release(group, reason, drop=is_last)
