@@ -203,8 +203,8 @@ def draw(plan: RunPlan, path: Path) -> bool:
         low = [max(0.0, point["step_s"] - point["interval"][0]) for point in points]
         high = [max(0.0, point["interval"][1] - point["step_s"]) for point in points]
         axes.errorbar(lags, times, yerr=[low, high], marker="o", capsize=2, label=curve["name"])
-        for lag, time, point in zip(lags, times, points, strict=True):
-            axes.annotate(str(point["max_lag"]), (lag, time), textcoords="offset points", xytext=(4, 4), fontsize=8)
+        for lag, step_s, point in zip(lags, times, points, strict=True):
+            axes.annotate(str(point["max_lag"]), (lag, step_s), textcoords="offset points", xytext=(4, 4), fontsize=8)
     for one, label, marker in ((plan.current, "now", "D"), (plan.recommended, "recommended", "*")):
         axes.plot(one.outcome.lag_mean, one.outcome.step_s, marker, markersize=12, label=label)
     axes.set(xlabel="mean lag (learner steps)", ylabel="seconds per step", title="predicted, by buffer.max_lag")

@@ -91,6 +91,8 @@ class SpanKind(StrEnum):
     pause = "pause"  # generation stands still for new weights
     re_prefill = "re_prefill"  # from the end of a pause to the next token of what runs
     released = "released"  # the device is the learner's (colocated)
+    # Members: lane ``engine-0/member``, and of its worker, by the controller, ``engine-0/worker``
+    member = "member"  # one state of it; ``cause`` names the state
     # Rollout workers: lane ``engine-0/reward``
     reward = "reward"
     # Learner: lane ``learner-0`` per rank, ``learner-0/publish`` of its publisher thread
@@ -126,6 +128,10 @@ class LevelName(StrEnum):
     budget = "budget"  # groups that may begin now at the learner's version
     full = "full"  # 1 while bytes keep a group from beginning
     bytes = "bytes"  # held trajectories and prefixes
+    # Per member, on its lane
+    epoch = "epoch"  # its faults so far
+    # Per process, on its own lane, once per step
+    cpu = "cpu"  # microseconds of processor time since it began
 
 
 class GroupEvent(StrEnum):
@@ -414,6 +420,11 @@ def level(name: str, value: int, *, lane: str = "") -> None:
     """Note that a count of a lane is at ``value`` from now on; see `LevelName`."""
     if _recorder is not None:
         _recorder.level(name, value, lane=lane)
+
+
+def cpu() -> None:
+    """Note the processor time of this process; see `LevelName.cpu`."""
+    level(LevelName.cpu, time.process_time_ns() // 1000)
 
 
 def stamp(event: str, group: int, *, attempt: int = 0, version: int = NONE, lane: str = "", **details: Any) -> None:

@@ -18,10 +18,11 @@ from asyncrl.profile.advice import Advice, advice_file
 from asyncrl.profile.attribution import Attribution
 from asyncrl.profile.live import LiveUse
 from asyncrl.profile.report import RunReport, write_report
+from asyncrl.profile.trace import Span
 from asyncrl.protocol.record import Pool
 from learner.trajectory_log import SCHEMA
 from tests.asyncrl.test_samples import keep
-from tests.support.traces import record_run
+from tests.support.traces import record_run, trace_of
 
 NUM_STEPS, GROUPS_PER_STEP = 8, 8
 
@@ -109,6 +110,30 @@ def test_a_run_before_its_first_step_has_a_page_that_says_so(tmp_path):
     document = RunReport(tmp_path).document()
     assert document["absent"]["timeline"] == "No learner step is finished yet."
     assert len(document["members"]["rows"]) == 2
+
+
+def test_the_member_table_shows_states_activities_and_epochs():
+    def span(lane, start, kind="member", cause="", is_open=True):
+        return Span(lane=lane, kind=kind, start=start, end=99, cause=cause, process="rollout-0", is_open=is_open)
+
+    fleet = [(f"engine-{rank}", "capacity", 0, 8) for rank in range(4)]
+    trace = trace_of(fleet=[*fleet, ("engine-1/member", "epoch", 3, 2), ("engine-2/worker", "epoch", 3, 1)])
+    spans = (
+        span("engine-0/member", 0, cause="starting", is_open=False),
+        span("engine-0/member", 5, cause="updating"),
+        span("engine-0", 6, kind="pause"),
+        span("engine-0/worker", 5, cause="ready"),
+        span("engine-1/member", 5, cause="catching_up"),
+        span("engine-2/member", 5, cause="ready"),
+        span("engine-2/worker", 6, cause="backoff"),
+    )
+    rows = charts.members(replace(trace, spans=spans, end=99))["rows"]
+    assert [row[:3] for row in rows] == [
+        ["engine-0", "updating, loading weights", "0"],
+        ["engine-1", "catching up", "2"],
+        ["engine-2", "worker backoff", "0 (worker 1)"],
+        ["engine-3", "not noted", "0"],
+    ]
 
 
 def test_a_folder_without_a_record_is_refused(tmp_path):
