@@ -1,4 +1,4 @@
-"""Whether the quickstart learns what its demonstrations do not teach, seed by seed: ``python -m benchmarks.quickstart``.
+"""Whether the quickstart learns what its demonstrations do not teach: ``python -m benchmarks.quickstart``.
 
 Runs the quickstart as a user does, with its warm start and its evaluations, for each engine and each seed in turn. The
 warm start leaves greedy answers that are mostly wrong, so that a high accuracy afterwards was learned from rewards and
@@ -41,8 +41,9 @@ class Learned:
 
     def __str__(self) -> str:
         return (
-            f"greedy {self.greedy[0]:.3f} -> {self.greedy[1]:.3f}, sampled {self.sampled[0]:.3f} -> "
-            f"{self.sampled[1]:.3f}, lag at most {self.max_lag}, {self.train_s:.0f} s of training in {self.wall_s:.0f} s"
+            f"greedy {self.greedy[0]:.3f} -> {self.greedy[1]:.3f}, "
+            f"sampled {self.sampled[0]:.3f} -> {self.sampled[1]:.3f}, lag at most {self.max_lag}, "
+            f"{self.train_s:.0f} s of training in {self.wall_s:.0f} s"
         )
 
 

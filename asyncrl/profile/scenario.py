@@ -127,6 +127,32 @@ class LearnerModel:
 
 
 @dataclass(frozen=True, kw_only=True)
+class HostModel:
+    """What the processors of a host do, where engines and ranks compute on them and on no device of their own.
+
+    All engines share one core, and all ranks another; each core is shared equally by what runs on it. The other
+    processes take whichever core has less to do.
+
+    Attributes:
+        is_shared: Whether that is so; else nothing below counts. Only with engines that take batches.
+        settle_s: Processor time of an engine's process for each finished group, one after the other.
+        publish_s: Processor time of a rank's process for each version, after its copy.
+        group_s: Processor time of the other processes for each group: buffer and rewards.
+        step_s: Processor time of the other processes for each step: the controller.
+    """
+
+    is_shared: bool = False
+    settle_s: float = 0.0
+    publish_s: float = 0.0
+    group_s: float = 0.0
+    step_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("settle_s", "publish_s", "group_s", "step_s"):
+            _check(f"host.{name}", getattr(self, name), 0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Scenario:
     """Everything that is simulated.
 
@@ -156,6 +182,7 @@ class Scenario:
         lengths: Response lengths.
         engine: One engine.
         learner: The learner.
+        host: The processors that they share, if they do.
     """
 
     num_engines: int = 1
@@ -182,6 +209,7 @@ class Scenario:
     lengths: LengthModel = field(default_factory=LengthModel)
     engine: EngineModel = field(default_factory=EngineModel)
     learner: LearnerModel = field(default_factory=LearnerModel)
+    host: HostModel = field(default_factory=HostModel)
 
     @property
     def num_devices(self) -> int:
@@ -199,6 +227,10 @@ class Scenario:
             _check(name, getattr(self, name), 0)
         if not 0 <= self.equal_rewards < 1:
             raise ValueError(f"equal_rewards must be in [0, 1), got {self.equal_rewards}; 1 keeps no group")
+        if self.host.is_shared and not self.engine.takes_batches:
+            raise ValueError(
+                "host.is_shared needs engine.takes_batches=true: other engines on a core are not simulated"
+            )
         if self.warm_up_steps >= self.num_steps:
             raise ValueError(
                 f"warm_up_steps must be below num_steps={self.num_steps}, got {self.warm_up_steps}; simulate more steps"
@@ -229,7 +261,7 @@ def load_spec(path: Path) -> Scenario:
         raise ValueError(f"there is no run and no scenario at {path}; name a run's folder, or a YAML file")
     try:
         schema = OmegaConf.structured(Scenario)
-        for node in (schema, schema.lengths, schema.engine, schema.learner):
+        for node in (schema, schema.lengths, schema.engine, schema.learner, schema.host):
             OmegaConf.set_readonly(node, False)  # it maps a frozen dataclass to a read-only node
         scenario = OmegaConf.to_object(OmegaConf.merge(schema, OmegaConf.load(path)))
     except OmegaConfBaseException as error:

@@ -12,8 +12,8 @@ and a seed give the same outcome each time.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,8 +22,9 @@ import simpy
 from simpy.events import ProcessGenerator
 
 from asyncrl.profile.scenario import Scenario
-from asyncrl.profile.simulated_buffer import SimulatedBuffer, SimulatedLoop, buffer_options, call_after
+from asyncrl.profile.simulated_buffer import SimulatedBuffer, buffer_options
 from asyncrl.profile.simulated_engine import SimulatedEngine, SimulatedGroup
+from asyncrl.profile.simulated_time import SharedCore, SimulatedLoop, call_after
 from asyncrl.protocol.errors import AsyncRLError, LeaseExpired, StoreFull
 
 _CONTROLLER = b"controller"
@@ -110,7 +111,9 @@ class SimulatedWorker:
             prompt_tokens=scenario.lengths.prompt_tokens,
             whole_groups=scenario.whole_groups,
             on_finished=self._settle,
+            after=None if simulation.host is None else simulation.host.engines.run,
         )
+        self._unsettled: deque[SimulatedGroup] = deque()
         self._groups: dict[tuple[int, int], SimulatedGroup] = {}
         self._num_settling = 0
         self._asked: int | None = None
@@ -187,10 +190,27 @@ class SimulatedWorker:
     def _settle(self, group: SimulatedGroup) -> None:
         self.account()
         self._num_settling += 1
-        if self._scenario.settle_s:
+        if self._simulation.host is None:
             call_after(self._env, self._scenario.settle_s, lambda: self._put(group))
-        else:
-            self._put(group)
+            return
+        self._unsettled.append(group)
+        if len(self._unsettled) == 1:
+            self._settle_next()
+
+    def _settle_next(self) -> None:
+        """The engine's process does its part for one group after the other."""
+        host = self._simulation.host
+        assert host is not None
+        group = self._unsettled[0]
+
+        def settled() -> None:
+            host.other(self._scenario.host.group_s, lambda: None)
+            call_after(self._env, self._scenario.settle_s, lambda: self._put(group))
+            self._unsettled.popleft()
+            if self._unsettled:
+                self._settle_next()
+
+        host.engines.run(self._scenario.host.settle_s, settled)
 
     def _put(self, group: SimulatedGroup) -> None:
         num_bytes = round(sum(group.lengths) * self._scenario.bytes_per_token)
@@ -339,12 +359,23 @@ class SimulatedLearner:
             num_response = sum(group["num_tokens"] for group in groups)
             num_prompt = scenario.lengths.prompt_tokens * scenario.samples_per_prompt * len(groups)
             tokens_s = scenario.learner.rank_s_per_token * (num_response + num_prompt) / scenario.num_ranks
-            yield self._env.timeout(scenario.plan_s + scenario.learner.step_s + tokens_s)
+            yield self._env.timeout(scenario.plan_s)
+            yield self._computed(scenario.learner.step_s + tokens_s)
             self._buffer.request(_CONTROLLER, "commit", {"version": version})
             yield self._places.put(1)
             self.steps.append((self._env.now, waited_s, num_response, [version - g["oldest_version"] for g in groups]))
             if (version + 1) % scenario.publish_every == 0:
                 yield from self._publish(version + 1)
+
+    def _computed(self, work_s: float) -> simpy.Event:
+        """So much work of the ranks."""
+        host = self._simulation.host
+        if host is None:
+            return self._env.timeout(work_s)
+        host.other(self._scenario.host.step_s, lambda: None)
+        done = self._env.event()
+        host.ranks.run(work_s, done.succeed)
+        return done
 
     def _publish(self, version: int) -> ProcessGenerator:
         """Copy the weights when the publish before is done; the rest is off the ranks, unless they are in it."""
@@ -356,12 +387,26 @@ class SimulatedLearner:
         call_after(self._env, self._published_at - began_s, lambda: self._offer(version))
         if ready_s + learner.copy_s + shared_s:
             yield self._env.timeout(ready_s + learner.copy_s + shared_s)
+            if self._simulation.host is not None:
+                self._simulation.host.ranks.run(self._scenario.host.publish_s, lambda: None)
             self.idle["publish"] += self._env.now - began_s
             self.stood_s += self._env.now - began_s
 
     def _offer(self, version: int) -> None:
         self.account()
         self._buffer.request(_LEARNER, "offer", {"offer": {"version": version}})
+
+
+class SimulatedHost:
+    """The cores of a host: one that all engines share, and one that all ranks share; see `HostModel`."""
+
+    def __init__(self, env: simpy.Environment) -> None:
+        self.engines, self.ranks = SharedCore(env), SharedCore(env)
+
+    def other(self, work_s: float, then: Callable[[], None]) -> None:
+        """Work of another process, on the core with less to do."""
+        if work_s:
+            min(self.engines, self.ranks, key=lambda core: core.num_running).run(work_s, then)
 
 
 class Simulation:
@@ -372,12 +417,14 @@ class Simulation:
         workers: One per engine.
         learner: Ranks and controller.
         capacity: Groups that all workers hold at most.
+        host: The cores that they share; None where each has a device.
     """
 
     def __init__(self, scenario: Scenario, *, seed: int = 0) -> None:
         self.scenario = scenario
         self.env = simpy.Environment()
         self.lengths = PromptLengths(scenario, seed)
+        self.host = SimulatedHost(self.env) if scenario.host.is_shared else None
         self.num_prompts = 0
         self.capacity = scenario.num_engines * scenario.groups_in_flight
         options = buffer_options(
