@@ -17,14 +17,16 @@ import numpy as np
 
 from asyncrl.config import RunConfig
 from asyncrl.profile.advice import Health
-from asyncrl.profile.scenario import EngineModel, LearnerModel, LengthModel, Scenario, configured
+from asyncrl.profile.scenario import EngineModel, HostModel, LearnerModel, LengthModel, Scenario, configured
 from asyncrl.profile.trace import GroupLife, Span, Stamp, Trace
 from asyncrl.protocol.record import GroupEvent, LevelName, Pool, SpanKind
+from learner.config import Device
+from rollout_fleet.config import EngineDevice, EngineKind
 from rollout_fleet.loop import GATHER_S
 
 MIN_STEPS = 4
 """Recorded steps that a calibration needs at least."""
-_NS = 1e9
+_NS, _MICROSECONDS = 1e9, 1e6
 _WARM_UP_SHARE = 0.1
 _SAME_MOMENT_NS = 5_000_000
 _MIN_VARIATION = 0.1
@@ -77,6 +79,8 @@ def calibrate(trace: Trace, config: RunConfig) -> Calibration:
         ask_s=GATHER_S,
         equal_rewards=reading.equal_rewards(),
     )
+    if _shares_host(config):
+        scenario = reading.on_host(scenario)
     return Calibration(
         scenario=scenario,
         step_s=(steps[-1].end - steps[first].start) / _NS / (len(steps) - first),
@@ -86,6 +90,39 @@ def calibrate(trace: Trace, config: RunConfig) -> Calibration:
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Batch:
+    """A batch of an in-process engine.
+
+    Attributes:
+        num_samples: Its rows.
+        duration_s: From its begin to its end.
+        token_s: Of a decoding step.
+        fixed_s: What it took beside its decoding steps.
+    """
+
+    num_samples: int
+    duration_s: float
+    token_s: float
+    fixed_s: float
+
+    @classmethod
+    def of(cls, lives: Sequence[GroupLife], start: int, end: int) -> _Batch:
+        """The batch of some groups; without their first tokens all of it counts as decoding."""
+        stored = [stamp for life in lives if (stamp := life.last(GroupEvent.stored)) is not None]
+        longest = max(max(stamp.details["lengths"]) for stamp in stored)
+        firsts = [time for life in lives if (time := life.time(GroupEvent.first_token)) is not None]
+        token_s = (end - start) / _NS / longest
+        if longest > 1 and firsts and start < max(firsts) < end:
+            token_s = (end - max(firsts)) / _NS / (longest - 1)
+        return cls(
+            num_samples=sum(len(stamp.details["lengths"]) for stamp in stored),
+            duration_s=(end - start) / _NS,
+            token_s=token_s,
+            fixed_s=max(0.0, (end - start) / _NS - longest * token_s),
+        )
+
+
 class _Reading:
     """What the record of a run says from ``first_step`` on."""
 
@@ -93,7 +130,9 @@ class _Reading:
         self._trace = trace
         self._config = config
         self._first_step = first_step
-        self._start = next(step.start for step in trace.steps if step.version == first_step)
+        steps = [step for step in trace.steps if step.version >= first_step and not step.is_open]
+        self._start = steps[0].start
+        self._seconds_per_step = (steps[-1].end - self._start) / _NS / len(steps)
         self.notes: list[str] = []
         if not self.trained:
             raise ValueError("the record names no group that was trained; was it cut short by profile.max_file_bytes?")
@@ -143,7 +182,62 @@ class _Reading:
         down = sum(span.is_open for span in self._trace.spans_of(SpanKind.down))
         return Health(num_errors=failed, num_fenced=down, num_dropped=self._trace.num_dropped)
 
+    # The host
+
+    def on_host(self, scenario: Scenario) -> Scenario:
+        """The scenario on the cores of one host, by the processor time that its processes noted.
+
+        What engines and ranks took by the clock is scaled down where that is more: they shared their cores then too.
+        """
+        num_steps, groups = len(self._updates), len(self.trained) / len(self._updates)
+        fleet_s, ranks_s = self._cpu_s(Pool.fleet), self._cpu_s(Pool.learner)
+        if not (fleet_s and ranks_s):
+            self.notes.append("no processor time was recorded: engines and ranks share no cores in the simulation")
+            return scenario
+        engine, learner = scenario.engine, scenario.learner
+        wrote_s = sum(batch.duration_s for batch in self._batches) / num_steps
+        loaded_s = learner.load_s * scenario.num_engines / scenario.publish_every
+        by_engines, by_ranks = min(1.0, fleet_s / (wrote_s + loaded_s)), min(1.0, ranks_s / self._step_s)
+        return replace(
+            scenario,
+            engine=replace(
+                engine,
+                step_s=by_engines * engine.step_s,
+                step_s_per_sample=by_engines * engine.step_s_per_sample,
+                batch_s=by_engines * engine.batch_s,
+            ),
+            learner=replace(
+                learner,
+                step_s=by_ranks * learner.step_s,
+                rank_s_per_token=by_ranks * learner.rank_s_per_token,
+                load_s=by_engines * learner.load_s,
+            ),
+            host=HostModel(
+                is_shared=True,
+                settle_s=max(0.0, fleet_s - wrote_s - loaded_s) / groups,
+                publish_s=max(0.0, ranks_s - self._step_s) * scenario.publish_every,
+                group_s=self._cpu_s(Pool.buffer) / groups,
+                step_s=self._cpu_s(Pool.controller),
+            ),
+        )
+
+    def _cpu_s(self, pool: str) -> float:
+        """Processor seconds per step of the processes of a pool; 0 where none were noted."""
+        total_s = 0.0
+        for lane in {level.lane for level in self._trace.levels if level.name == LevelName.cpu}:
+            levels = [level for level in self._trace.levels_of(LevelName.cpu, lane) if level.time >= self._start]
+            is_own = any(process.pool == pool for process in self._trace.processes_of(lane))
+            if is_own and len(levels) > 1:
+                used_s = (levels[-1].value - levels[0].value) / _MICROSECONDS
+                total_s += used_s / ((levels[-1].time - levels[0].time) / _NS)
+        return total_s * self._seconds_per_step
+
     # The learner
+
+    @cached_property
+    def _step_s(self) -> float:
+        """Seconds for which a step's update takes the ranks."""
+        return fmean(_wall_s(spans) for spans in self._updates.values())
 
     @cached_property
     def _updates(self) -> dict[int, list[Span]]:
@@ -157,7 +251,7 @@ class _Reading:
         """A step's fixed part, and what its tokens take: the forward and backward passes."""
         if not self._updates:
             raise ValueError("the record holds no learner update; was profile.enabled set on every rank?")
-        step_s = fmean(_wall_s(spans) for spans in self._updates.values())
+        step_s = self._step_s
         num_ranks = len(self._trace.lanes(Pool.learner)) or 1
         computed = [span for kind in _COMPUTED for span in self._during(kind)]
         computed_s = sum(map(_seconds, computed)) / num_ranks / len(self._updates)
@@ -198,8 +292,11 @@ class _Reading:
 
     def engine(self, base: EngineModel) -> EngineModel:
         """Speed against concurrency, from how long groups took; and the price of a weight update."""
+        batch_s = 0.0
         if base.takes_batches:
-            times, loads = self._batches()
+            batches = self._batches
+            batch_s = fmean(batch.fixed_s for batch in batches) if batches else 0.0
+            times, loads = [batch.token_s for batch in batches], [float(batch.num_samples) for batch in batches]
         else:
             times, loads = self._decodings()
         if not times:
@@ -211,7 +308,11 @@ class _Reading:
                 "and is taken to be the same"
             )
         return replace(
-            base, step_s=step_s, step_s_per_sample=per_sample, prefill_s_per_token=self._prefill_s_per_token()
+            base,
+            step_s=step_s,
+            step_s_per_sample=per_sample,
+            prefill_s_per_token=self._prefill_s_per_token(),
+            batch_s=batch_s,
         )
 
     def _decodings(self) -> tuple[list[float], list[float]]:
@@ -233,31 +334,28 @@ class _Reading:
                 loads.append(self._mean_level(LevelName.running, last.lane, first.time, last.time))
         return times, loads
 
-    def _batches(self) -> tuple[list[float], list[float]]:
-        """Seconds per decoding step of each batch of an in-process engine, and its samples.
+    @cached_property
+    def _batches(self) -> list[_Batch]:
+        """The batches of an in-process engine.
 
         A batch begins with the last lease that it takes, or when the engine is free; its groups end in one moment.
         """
-        ends: dict[str, list[tuple[int, int, list[int]]]] = defaultdict(list)
+        ends: dict[str, list[tuple[int, GroupLife]]] = defaultdict(list)
         for life in self.trained:
-            lease, last, stored = (
-                life.last(event) for event in (GroupEvent.lease, GroupEvent.last_token, GroupEvent.stored)
-            )
-            if lease is not None and last is not None and stored is not None:
-                ends[last.lane].append((last.time, lease.time, stored.details["lengths"]))
-        times, loads = [], []
+            last = life.last(GroupEvent.last_token)
+            if last is not None and life.time(GroupEvent.lease) is not None and life.last(GroupEvent.stored):
+                ends[last.lane].append((last.time, life))
+        batches = []
         for lane, groups in ends.items():
             free_at = 0
-            for batch in _by_moment(sorted(groups)):
-                end = batch[0][0]
+            for batch in _by_moment(sorted(groups, key=lambda group: group[0])):
+                end, lives = batch[0][0], [life for _, life in batch]
                 pauses = [s.end for s in self._trace.spans_of(SpanKind.pause, lane) if free_at <= s.end < end]
-                start = max([free_at, *pauses, *(leased for _, leased, _ in batch)])
+                start = max([free_at, *pauses, *(life.time(GroupEvent.lease) or 0 for life in lives)])
                 free_at = batch[-1][0]
                 if start < end:
-                    longest = max(max(lengths) for _, _, lengths in batch)
-                    times.append((end - start) / _NS / longest)
-                    loads.append(float(sum(len(lengths) for _, _, lengths in batch)))
-        return times, loads
+                    batches.append(_Batch.of(lives, start, end))
+        return batches
 
     def _mean_level(self, name: str, lane: str, start: int, end: int) -> float:
         changes = self._trace.levels_of(name, lane)
@@ -282,6 +380,13 @@ class _Reading:
         return fmean(map(_seconds, spans)) / max(1.0, running * (written + prompt))
 
 
+def _shares_host(config: RunConfig) -> bool:
+    """Whether engines and ranks compute on the processors of one host."""
+    fleet = config.rollout_fleet
+    is_in_process = fleet.engine is EngineKind.transformers and fleet.device is not EngineDevice.cuda
+    return is_in_process and config.learner.device is Device.cpu and config.placement.num_nodes == 1
+
+
 def _seconds(span: Span) -> float:
     return (span.end - span.start) / _NS
 
@@ -300,9 +405,9 @@ def _mean_gap_s(lives: Iterable[GroupLife], first: str, second: str) -> float:
     return fmean(gaps) if gaps else 0.0
 
 
-def _by_moment(groups: Sequence[tuple[int, int, list[int]]]) -> list[list[tuple[int, int, list[int]]]]:
+def _by_moment(groups: Sequence[tuple[int, GroupLife]]) -> list[list[tuple[int, GroupLife]]]:
     """Groups that ended in one moment, by the time of their ends."""
-    batches: list[list[tuple[int, int, list[int]]]] = []
+    batches: list[list[tuple[int, GroupLife]]] = []
     for group in groups:
         if batches and group[0] - batches[-1][-1][0] < _SAME_MOMENT_NS:
             batches[-1].append(group)

@@ -13,7 +13,7 @@ and a seed give the same outcome each time.
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -204,7 +204,7 @@ class SimulatedWorker:
         group = self._unsettled[0]
 
         def settled() -> None:
-            host.other(self._scenario.host.group_s, lambda: None)
+            host.other(self._scenario.host.group_s)
             call_after(self._env, self._scenario.settle_s, lambda: self._put(group))
             self._unsettled.popleft()
             if self._unsettled:
@@ -372,9 +372,9 @@ class SimulatedLearner:
         host = self._simulation.host
         if host is None:
             return self._env.timeout(work_s)
-        host.other(self._scenario.host.step_s, lambda: None)
         done = self._env.event()
         host.ranks.run(work_s, done.succeed)
+        host.other(self._scenario.host.step_s)
         return done
 
     def _publish(self, version: int) -> ProcessGenerator:
@@ -403,10 +403,12 @@ class SimulatedHost:
     def __init__(self, env: simpy.Environment) -> None:
         self.engines, self.ranks = SharedCore(env), SharedCore(env)
 
-    def other(self, work_s: float, then: Callable[[], None]) -> None:
-        """Work of another process, on the core with less to do."""
-        if work_s:
-            min(self.engines, self.ranks, key=lambda core: core.num_running).run(work_s, then)
+    def other(self, work_s: float) -> None:
+        """Work of another process, on the core with less to do; half of it on each where both have as much."""
+        numbers = [core.num_running for core in (self.engines, self.ranks)]
+        chosen = [core for core in (self.engines, self.ranks) if core.num_running == min(numbers)]
+        for core in chosen if work_s else ():
+            core.run(work_s / len(chosen), lambda: None)
 
 
 class Simulation:
