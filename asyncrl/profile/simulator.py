@@ -32,6 +32,8 @@ _LEARNER = b"learner"
 _QUEUED_STEPS = 2
 """Batches' worth of prompts kept queued, so that admission never waits for them."""
 _DRAWN_AT_ONCE = 1024
+_SLICES = 8
+"""Slices of the controller's work for a step, each of which finds the core that has less to do then."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -374,7 +376,7 @@ class SimulatedLearner:
             return self._env.timeout(work_s)
         done = self._env.event()
         host.ranks.run(work_s, done.succeed)
-        host.other(self._scenario.host.step_s)
+        host.other(self._scenario.host.step_s, num_slices=_SLICES)
         return done
 
     def _publish(self, version: int) -> ProcessGenerator:
@@ -402,13 +404,16 @@ class SimulatedHost:
 
     def __init__(self, env: simpy.Environment) -> None:
         self.engines, self.ranks = SharedCore(env), SharedCore(env)
+        self._last = self.ranks
 
-    def other(self, work_s: float) -> None:
-        """Work of another process, on the core with less to do; half of it on each where both have as much."""
-        numbers = [core.num_running for core in (self.engines, self.ranks)]
-        chosen = [core for core in (self.engines, self.ranks) if core.num_running == min(numbers)]
-        for core in chosen if work_s else ():
-            core.run(work_s / len(chosen), lambda: None)
+    def other(self, work_s: float, *, num_slices: int = 1) -> None:
+        """Work of another process, each slice of it on the core with less to do, or else on the other one in turn."""
+        if not work_s or not num_slices:
+            return
+        turns = (self.ranks, self.engines) if self._last is self.engines else (self.engines, self.ranks)
+        self._last = min(turns, key=lambda core: core.num_running)
+        left_s = work_s * (num_slices - 1) / num_slices
+        self._last.run(work_s / num_slices, lambda: self.other(left_s, num_slices=num_slices - 1))
 
 
 class Simulation:
