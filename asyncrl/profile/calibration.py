@@ -95,14 +95,15 @@ class _Batch:
     """A batch of an in-process engine.
 
     Attributes:
+        start: When it began, in nanoseconds; ``end``: when its groups were there.
         num_samples: Its rows.
-        duration_s: From its begin to its end.
         token_s: Of a decoding step.
         fixed_s: What it took beside its decoding steps.
     """
 
+    start: int
+    end: int
     num_samples: int
-    duration_s: float
     token_s: float
     fixed_s: float
 
@@ -116,8 +117,9 @@ class _Batch:
         if longest > 1 and firsts and start < max(firsts) < end:
             token_s = (end - max(firsts)) / _NS / (longest - 1)
         return cls(
+            start=start,
+            end=end,
             num_samples=sum(len(stamp.details["lengths"]) for stamp in stored),
-            duration_s=(end - start) / _NS,
             token_s=token_s,
             fixed_s=max(0.0, (end - start) / _NS - longest * token_s),
         )
@@ -185,38 +187,28 @@ class _Reading:
     # The host
 
     def on_host(self, scenario: Scenario) -> Scenario:
-        """The scenario on the cores of one host, by the processor time that its processes noted.
+        """The scenario on the cores of one host, by what its processes noted of their time and of the processors'.
 
-        What engines and ranks took by the clock is scaled down where that is more: they shared their cores then too.
+        What ran on the engines' core at the same time is taken to have shared it equally, as it does in the simulation.
         """
-        num_steps, groups = len(self._updates), len(self.trained) / len(self._updates)
-        fleet_s, ranks_s = self._cpu_s(Pool.fleet), self._cpu_s(Pool.learner)
-        if not (fleet_s and ranks_s):
+        num_steps, num_groups = len(self._updates), len(self.trained)
+        ranks_s = self._cpu_s(Pool.learner)
+        if not ranks_s:
             self.notes.append("no processor time was recorded: engines and ranks share no cores in the simulation")
             return scenario
-        engine, learner = scenario.engine, scenario.learner
-        wrote_s = sum(batch.duration_s for batch in self._batches) / num_steps
-        loaded_s = learner.load_s * scenario.num_engines / scenario.publish_every
-        by_engines, by_ranks = min(1.0, fleet_s / (wrote_s + loaded_s)), min(1.0, ranks_s / self._step_s)
+        loads = [(s.start, s.end) for s in self._during(SpanKind.pause)]
+        settles = [(life.time(GroupEvent.last_token), life.time(GroupEvent.stored)) for life in self.trained]
+        settled = [(first or 0, max(first or 0, last or 0)) for first, last in settles]
+        load_s, settle_s, _ = fair_shares(loads, settled, [(batch.start, batch.end) for batch in self._batches])
         return replace(
             scenario,
-            engine=replace(
-                engine,
-                step_s=by_engines * engine.step_s,
-                step_s_per_sample=by_engines * engine.step_s_per_sample,
-                batch_s=by_engines * engine.batch_s,
-            ),
-            learner=replace(
-                learner,
-                step_s=by_ranks * learner.step_s,
-                rank_s_per_token=by_ranks * learner.rank_s_per_token,
-                load_s=by_engines * learner.load_s,
-            ),
+            settle_s=0.0,
+            learner=replace(scenario.learner, load_s=load_s / max(1, len(loads))),
             host=HostModel(
                 is_shared=True,
-                settle_s=max(0.0, fleet_s - wrote_s - loaded_s) / groups,
+                settle_s=settle_s / num_groups,
                 publish_s=max(0.0, ranks_s - self._step_s) * scenario.publish_every,
-                group_s=self._cpu_s(Pool.buffer) / groups,
+                group_s=self._cpu_s(Pool.buffer) * num_steps / num_groups,
                 step_s=self._cpu_s(Pool.controller),
             ),
         )
@@ -378,6 +370,28 @@ class _Reading:
         prompt = fmean(stamp.details["prompt_tokens"] for stamp in self._written)
         running = fmean(self._trace.level_at(LevelName.running, span.lane, span.start) for span in spans)
         return fmean(map(_seconds, spans)) / max(1.0, running * (written + prompt))
+
+
+def fair_shares(*kinds: Sequence[tuple[int, int]]) -> list[float]:
+    """Seconds of one core that each kind of activity had, where all that is under way shares the core equally.
+
+    Each kind is a list of (start, end) in nanoseconds. Example: one from 0 to 2 s and one of another kind from 1 to 2 s
+    had 1.5 s and 0.5 s.
+    """
+    changes = sorted(
+        change
+        for kind, spans in enumerate(kinds)
+        for start, end in spans
+        for change in ((start, kind, 1), (end, kind, -1))
+    )
+    shares, running, before = [0.0] * len(kinds), [0] * len(kinds), 0
+    for time, kind, change in changes:
+        if total := sum(running):
+            for other, number in enumerate(running):
+                shares[other] += (time - before) / _NS * number / total
+        running[kind] += change
+        before = time
+    return shares
 
 
 def _shares_host(config: RunConfig) -> bool:

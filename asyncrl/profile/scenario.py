@@ -135,7 +135,7 @@ class HostModel:
 
     Attributes:
         is_shared: Whether that is so; else nothing below counts. Only with engines that take batches.
-        settle_s: Processor time of an engine's process for each finished group, one after the other.
+        settle_s: Processor time of an engine's process for each finished group, in the place of ``Scenario.settle_s``.
         publish_s: Processor time of a rank's process for each version, after its copy.
         group_s: Processor time of the other processes for each group: buffer and rewards.
         step_s: Processor time of the other processes for each step: the controller.

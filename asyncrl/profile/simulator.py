@@ -12,7 +12,7 @@ and a seed give the same outcome each time.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict, deque
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -115,7 +115,6 @@ class SimulatedWorker:
             on_finished=self._settle,
             after=None if simulation.host is None else simulation.host.engines.run,
         )
-        self._unsettled: deque[SimulatedGroup] = deque()
         self._groups: dict[tuple[int, int], SimulatedGroup] = {}
         self._num_settling = 0
         self._asked: int | None = None
@@ -192,27 +191,12 @@ class SimulatedWorker:
     def _settle(self, group: SimulatedGroup) -> None:
         self.account()
         self._num_settling += 1
-        if self._simulation.host is None:
-            call_after(self._env, self._scenario.settle_s, lambda: self._put(group))
-            return
-        self._unsettled.append(group)
-        if len(self._unsettled) == 1:
-            self._settle_next()
-
-    def _settle_next(self) -> None:
-        """The engine's process does its part for one group after the other."""
         host = self._simulation.host
-        assert host is not None
-        group = self._unsettled[0]
-
-        def settled() -> None:
-            host.other(self._scenario.host.group_s)
+        if host is None:
             call_after(self._env, self._scenario.settle_s, lambda: self._put(group))
-            self._unsettled.popleft()
-            if self._unsettled:
-                self._settle_next()
-
-        host.engines.run(self._scenario.host.settle_s, settled)
+        else:
+            host.engines.run(self._scenario.host.settle_s, lambda: self._put(group))
+            host.other(self._scenario.host.group_s)
 
     def _put(self, group: SimulatedGroup) -> None:
         num_bytes = round(sum(group.lengths) * self._scenario.bytes_per_token)

@@ -120,18 +120,11 @@ def test_two_engines_on_one_core_are_no_faster_than_one():
 
 @pytest.mark.parametrize(("max_lag", "expected_s"), [(0, 3 + 0.25 + 0.3 + 3), (2, 3.8)])
 def test_other_work_on_the_host_costs_both_pools_where_both_are_busy(max_lag, expected_s):
-    """The engine: 3 s, four groups of 0.0625 s one by one, 0.3 s until it asks; with a lag some of the others' 1 s."""
+    """The engine: 3 s, four groups of 0.0625 s, 0.3 s until it asks; with a lag some of the others' 1 s."""
     host = HostModel(is_shared=True, settle_s=0.0625, step_s=1.0)
     work = {"engine": BATCHES, "learner": LearnerModel(step_s=3.0), "host": host}
     outcome = simulate(scenario(max_lag=max_lag, ask_s=0.3, **work))
     assert outcome.step_s == pytest.approx(expected_s, rel=0.05)
-
-
-def test_groups_that_are_settled_more_slowly_than_the_worker_gathers_break_up_the_batches():
-    work = {"max_lag": 2, "engine": BATCHES, "learner": LearnerModel(step_s=0.1)}
-    slow = scenario(ask_s=0.1, host=HostModel(is_shared=True, settle_s=0.0625), **work)
-    assert simulate(slow).step_s == pytest.approx(2 * 3.0, rel=0.1)
-    assert simulate(replace(slow, ask_s=0.3)).step_s == pytest.approx(3.0 + 0.25 + 0.3, rel=0.1)
 
 
 def test_engines_that_do_not_take_batches_share_no_core():
