@@ -174,7 +174,7 @@ class RolloutFleetConfig:
         drain_timeout_s: How long running prompt groups may go on when the learner takes the device
             (``placement.colocated``); then they are cut off, and continued after the weight update.
         stop_timeout_s: Deadline of each step of stopping a worker: cutting running groups off, giving leases back, and
-            the server between SIGTERM and SIGKILL. All deadlines around these follow from it.
+            killing the server. All deadlines around these follow from it.
         renew_every_s: How often running leases are renewed; a third of ``buffer.lease_s`` is usual.
         save_progress: ``at_stop`` saves running groups when a worker stops, and another worker continues them.
             ``at_updates`` also cuts them off at each weight update, saves and continues them, so that a sudden death
@@ -215,7 +215,7 @@ class RolloutFleetConfig:
 
     @property
     def server_stop_timeout_s(self) -> float:
-        """How long a server's guard may take: the server's grace, then removing what it left."""
+        """How long a server's guard may take: killing the server, then removing what it left."""
         return self.stop_timeout_s + CLEANUP_S
 
     @property

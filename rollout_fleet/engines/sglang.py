@@ -64,7 +64,7 @@ class SGLangEngine:
             log_dir=log_dir,
             seed=seed,
             start_timeout_s=config.start_timeout_s,
-            stop_timeout_s=config.stop_timeout_s,
+            stop_timeout_s=config.server_stop_timeout_s,
         )
         self._name = self._server.name
         self._client = SGLangClient(self._server)
