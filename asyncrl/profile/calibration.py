@@ -97,6 +97,7 @@ class _Batch:
     Attributes:
         start: When it began, in nanoseconds; ``end``: when its groups were there.
         num_samples: Its rows.
+        longest: Tokens of its longest sample.
         token_s: Of a decoding step.
         fixed_s: What it took beside its decoding steps.
     """
@@ -104,8 +105,14 @@ class _Batch:
     start: int
     end: int
     num_samples: int
+    longest: int
     token_s: float
     fixed_s: float
+
+    @property
+    def duration_s(self) -> float:
+        """From its begin to its end."""
+        return (self.end - self.start) / _NS
 
     @classmethod
     def of(cls, lives: Sequence[GroupLife], start: int, end: int) -> _Batch:
@@ -120,6 +127,7 @@ class _Batch:
             start=start,
             end=end,
             num_samples=sum(len(stamp.details["lengths"]) for stamp in stored),
+            longest=longest,
             token_s=token_s,
             fixed_s=max(0.0, (end - start) / _NS - longest * token_s),
         )
@@ -258,6 +266,7 @@ class _Reading:
             copy_s=self._mean_s(SpanKind.publish_copy),
             publish_s=self._mean_s(SpanKind.publish) + self._mean_s(SpanKind.stage),
             load_s=self._mean_s(SpanKind.pause),
+            spread=spread_of([_wall_s(spans) for _, spans in sorted(self._updates.items())]),
         )
 
     @cached_property
@@ -284,16 +293,22 @@ class _Reading:
 
     def engine(self, base: EngineModel) -> EngineModel:
         """Speed against concurrency, from how long groups took; and the price of a weight update."""
-        batch_s = 0.0
+        batch_s = spread = 0.0
         if base.takes_batches:
             batches = self._batches
             batch_s = fmean(batch.fixed_s for batch in batches) if batches else 0.0
+            spread = spread_of([batch.fixed_s + batch.longest * batch.token_s for batch in batches])
             times, loads = [batch.token_s for batch in batches], [float(batch.num_samples) for batch in batches]
         else:
             times, loads = self._decodings()
         if not times:
             raise ValueError("the record holds no group from its first token to its last: no engine's speed is known")
         step_s, per_sample = _line(loads, times)
+        if base.takes_batches:
+            usual_s = [batch_s + b.longest * (step_s + per_sample * b.num_samples) for b in self._batches]
+            spread = spread_of(
+                [(b.end - b.start) / _NS / usual for b, usual in zip(self._batches, usual_s, strict=True)]
+            )
         if per_sample == 0:
             self.notes.append(
                 f"every engine ran about {fmean(loads):.0f} samples at once: its speed at other loads is not known, "
@@ -305,6 +320,7 @@ class _Reading:
             step_s_per_sample=per_sample,
             prefill_s_per_token=self._prefill_s_per_token(),
             batch_s=batch_s,
+            spread=spread,
         )
 
     def _decodings(self) -> tuple[list[float], list[float]]:
@@ -370,6 +386,12 @@ class _Reading:
         prompt = fmean(stamp.details["prompt_tokens"] for stamp in self._written)
         running = fmean(self._trace.level_at(LevelName.running, span.lane, span.start) for span in spans)
         return fmean(map(_seconds, spans)) / max(1.0, running * (written + prompt))
+
+
+def spread_of(times: Sequence[float]) -> float:
+    """Standard deviation of the logarithm of times, by how each differs from the next: a slow drift does not count."""
+    steps = np.diff(np.log([max(time, 1e-9) for time in times]))
+    return float(np.sqrt(np.mean(steps**2) / 2)) if len(steps) else 0.0
 
 
 def fair_shares(*kinds: Sequence[tuple[int, int]]) -> list[float]:

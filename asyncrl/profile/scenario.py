@@ -78,6 +78,7 @@ class EngineModel:
         takes_batches: The engine writes one batch to its end before the next (the in-process engine); else a sample
             begins as soon as there is room.
         batch_s: Time of a batch beside its decoding steps.
+        spread: Standard deviation of the logarithm of a batch's time, beyond what its lengths say. Example: 0.1.
     """
 
     step_s: float = 0.02
@@ -86,9 +87,10 @@ class EngineModel:
     max_running: int = 256
     takes_batches: bool = False
     batch_s: float = 0.0
+    spread: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("step_s", "step_s_per_sample", "prefill_s_per_token", "batch_s"):
+        for name in ("step_s", "step_s_per_sample", "prefill_s_per_token", "batch_s", "spread"):
             _check(f"engine.{name}", getattr(self, name), 0.0)
         if self.step_s + self.step_s_per_sample <= 0:
             raise ValueError("engine.step_s + engine.step_s_per_sample must be > 0, got 0; a token takes some time")
@@ -109,6 +111,7 @@ class LearnerModel:
         on_update: What an engine does with the KV cache of running samples then.
         shares_learner: The ranks stand still for all of ``publish_s`` and ``load_s`` too, as where one collective moves
             the weights.
+        spread: Standard deviation of the logarithm of a step's time, beyond what its tokens say.
     """
 
     step_s: float = 1.0
@@ -118,9 +121,10 @@ class LearnerModel:
     load_s: float = 0.0
     on_update: OnUpdate = OnUpdate.recompute
     shares_learner: bool = False
+    spread: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("step_s", "rank_s_per_token", "copy_s", "publish_s", "load_s"):
+        for name in ("step_s", "rank_s_per_token", "copy_s", "publish_s", "load_s", "spread"):
             _check(f"learner.{name}", getattr(self, name), 0.0)
         if self.step_s + self.rank_s_per_token <= 0:
             raise ValueError("learner.step_s + learner.rank_s_per_token must be > 0, got 0; a step takes some time")

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -114,6 +115,7 @@ class SimulatedWorker:
             whole_groups=scenario.whole_groups,
             on_finished=self._settle,
             after=None if simulation.host is None else simulation.host.engines.run,
+            vary=partial(simulation.varied, spread=scenario.engine.spread),
         )
         self._groups: dict[tuple[int, int], SimulatedGroup] = {}
         self._num_settling = 0
@@ -346,7 +348,8 @@ class SimulatedLearner:
             num_prompt = scenario.lengths.prompt_tokens * scenario.samples_per_prompt * len(groups)
             tokens_s = scenario.learner.rank_s_per_token * (num_response + num_prompt) / scenario.num_ranks
             yield self._env.timeout(scenario.plan_s)
-            yield self._computed(scenario.learner.step_s + tokens_s)
+            update_s = scenario.learner.step_s + tokens_s
+            yield self._computed(self._simulation.varied(update_s, spread=scenario.learner.spread))
             self._buffer.request(_CONTROLLER, "commit", {"version": version})
             yield self._places.put(1)
             self.steps.append((self._env.now, waited_s, num_response, [version - g["oldest_version"] for g in groups]))
@@ -359,7 +362,7 @@ class SimulatedLearner:
         if host is None:
             return self._env.timeout(work_s)
         done = self._env.event()
-        host.ranks.run(work_s, done.succeed)
+        host.ranks.run(work_s, lambda: _trigger(done))
         host.other(self._scenario.host.step_s, num_slices=_SLICES)
         return done
 
@@ -381,6 +384,10 @@ class SimulatedLearner:
     def _offer(self, version: int) -> None:
         self.account()
         self._buffer.request(_LEARNER, "offer", {"offer": {"version": version}})
+
+
+def _trigger(event: simpy.Event) -> None:
+    event.succeed()
 
 
 class SimulatedHost:
@@ -415,6 +422,7 @@ class Simulation:
         self.scenario = scenario
         self.env = simpy.Environment()
         self.lengths = PromptLengths(scenario, seed)
+        self._rng = np.random.default_rng([seed, 1])
         self.host = SimulatedHost(self.env) if scenario.host.is_shared else None
         self.num_prompts = 0
         self.capacity = scenario.num_engines * scenario.groups_in_flight
@@ -444,6 +452,10 @@ class Simulation:
             for worker in self.workers:
                 worker.account()
             return self._outcome()
+
+    def varied(self, seconds: float, *, spread: float) -> float:
+        """A time as it comes out now: its mean is ``seconds``, its logarithm is normally distributed."""
+        return seconds * self._rng.lognormal(-(spread**2) / 2, spread) if spread else seconds
 
     def stored(self, group: SimulatedGroup) -> None:
         """A group was stored; where a queue is bounded, the one stored first gives way to it."""
