@@ -7,6 +7,7 @@ becomes a simpy event.
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 from asyncio import events
 from collections.abc import Callable, Iterator
@@ -22,11 +23,15 @@ NEVER_S = 1e12
 """Deadlines of a simulated buffer: no simulated client dies, and none is answered "nothing yet"."""
 
 
+_COLLECT_EVERY = 200_000
+
+
 class SimulatedLoop(asyncio.AbstractEventLoop):
     """As much of an event loop as timers need, on a simpy clock."""
 
     def __init__(self, env: simpy.Environment) -> None:
         self._env = env
+        self._never = asyncio.TimerHandle(NEVER_S, lambda: None, (), self)  # of most calls: one handle for all
 
     def time(self) -> float:
         """Now, in simulated seconds."""
@@ -34,9 +39,10 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
 
     def call_later(self, delay: float, callback: Any, *arguments: Any, context: Any = None) -> asyncio.TimerHandle:
         """Call back after ``delay`` seconds; never, where that is `NEVER_S` or more."""
+        if delay >= NEVER_S / 2:
+            return self._never
         handle = asyncio.TimerHandle(self._env.now + delay, callback, arguments, self, context)
-        if delay < NEVER_S / 2:
-            call_after(self._env, delay, lambda: None if handle.cancelled() else handle._run())
+        call_after(self._env, delay, lambda: None if handle.cancelled() else handle._run())
         return handle
 
     def call_at(self, when: float, callback: Any, *arguments: Any, context: Any = None) -> asyncio.TimerHandle:
@@ -54,15 +60,18 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
     def running(self) -> Iterator[None]:
         """Be the running loop of this thread, in the place of whichever runs; nothing else of it runs meanwhile.
 
-        The buffer's warnings are of a run that does not take place, and are not logged.
+        The buffer's warnings are of a run that does not take place, and are not logged. Garbage is looked for rarely:
+        most of the many objects of a large simulation stay, and each look would visit them all.
         """
         before, log = events._get_running_loop(), logging.getLogger("buffer")
         events._set_running_loop(self)
-        level = log.level
+        level, thresholds = log.level, gc.get_threshold()
         log.setLevel(logging.ERROR)
+        gc.set_threshold(_COLLECT_EVERY)
         try:
             yield
         finally:
+            gc.set_threshold(*thresholds)
             log.setLevel(level)
             events._set_running_loop(before)
 
