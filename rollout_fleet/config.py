@@ -1,8 +1,10 @@
 """Options of the rollout fleet: the only home of their defaults."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 SLOWEST_LOAD = 1e8
 """Bytes of weights per second, by which the deadline of a load grows."""
@@ -151,7 +153,8 @@ class RolloutFleetConfig:
         device: Where the engines compute.
         num_engines: Rollout workers, one engine each.
         min_engines: The run ends when fewer engines than this are left that have not failed for good.
-        groups_in_flight: Prompt groups one worker generates at a time.
+        groups_in_flight: Prompt groups one worker generates at a time. ``{min: 4, max: 64}`` fits them to the load that
+            the engine reports: more while it has room, fewer while samples wait in it or its KV cache is nearly full.
         reward: ``exact_match``, ``last_number``, ``final_answer``, or your own as ``file.py:function`` or
             ``module:function``, called as reward(prompt, response_text) -> float.
         rewards: Several rewards in the place of ``reward``, each as NAME or WEIGHT*NAME. A trajectory earns their
@@ -159,7 +162,7 @@ class RolloutFleetConfig:
         reward_processes: Scoring processes per worker and reward; built-in rewards need none.
         reward_timeout_s: Deadline of scoring one prompt group.
         max_attempts: A prompt group whose reward fails, or which the engine aborts by itself, is tried again until that
-            has happened this often on one worker; then it is dropped and counted. Evictions do not count.
+            has happened this often, on whichever workers; then it is dropped and counted. Evictions do not count.
         max_failures_in_a_row: So many such failures on one worker, without a stored group between them, end the run.
         start_timeout_s: Deadline for an engine to come up.
         load_timeout_s: Deadline of one weight update on one engine, from the moment when it stands still; weights may
@@ -190,7 +193,7 @@ class RolloutFleetConfig:
     device: EngineDevice = EngineDevice.auto
     num_engines: int = 1
     min_engines: int = 1
-    groups_in_flight: int = 32
+    groups_in_flight: Any = 32
     reward: str = "exact_match"
     rewards: list[str] = field(default_factory=list)
     reward_processes: int = 1
@@ -212,6 +215,18 @@ class RolloutFleetConfig:
     sglang: SGLangConfig = field(default_factory=SGLangConfig)
     transformers: TransformersConfig = field(default_factory=TransformersConfig)
     script: str = "rollout_fleet.engines.scripted:repeat_last_token"
+
+    @property
+    def fewest_groups_in_flight(self) -> int:
+        """Prompt groups that one worker generates at a time at the start; where they are a number, always."""
+        got = self.groups_in_flight
+        return got["min"] if isinstance(got, Mapping) else got
+
+    @property
+    def most_groups_in_flight(self) -> int:
+        """Prompt groups that one worker generates at a time, at most."""
+        got = self.groups_in_flight
+        return got["max"] if isinstance(got, Mapping) else got
 
     @property
     def server_stop_timeout_s(self) -> float:
@@ -236,9 +251,10 @@ class RolloutFleetConfig:
         names = [reward_label(_weighted(entry)[0]) for entry in self.rewards]
         if len(set(names)) < len(names):
             raise ValueError(f"rollout_fleet.rewards must have different names, got {names}; rename a function")
-        for name in ("num_engines", "groups_in_flight", "reward_processes", "max_attempts", "max_failures_in_a_row"):
+        for name in ("num_engines", "reward_processes", "max_attempts", "max_failures_in_a_row"):
             if getattr(self, name) < 1:
                 raise ValueError(f"rollout_fleet.{name} must be >= 1, got {getattr(self, name)}")
+        self._check_groups_in_flight()
         if not 1 <= self.min_engines <= self.num_engines:
             raise ValueError(
                 f"rollout_fleet.min_engines must be in 1..num_engines={self.num_engines}, got {self.min_engines}"
@@ -250,6 +266,26 @@ class RolloutFleetConfig:
                 raise ValueError(f"rollout_fleet.{name} must be > 0 seconds, got {value}")
         if self.sglang.on_update is OnUpdate.keep:
             self._check_keep()
+
+    def _check_groups_in_flight(self) -> None:
+        got = self.groups_in_flight
+        if isinstance(got, Mapping):
+            bounds = [got.get("min"), got.get("max")]
+            if (
+                set(got) != {"min", "max"}
+                or not all(type(bound) is int for bound in bounds)
+                or not 1 <= got["min"] <= got["max"]
+            ):
+                raise ValueError(
+                    f"rollout_fleet.groups_in_flight must be a number or {{min: N, max: M}} with 1 <= N <= M, got {got}"
+                )
+            if self.engine is EngineKind.transformers:
+                raise ValueError(
+                    f"rollout_fleet.groups_in_flight must be a number with rollout_fleet.engine=transformers, got "
+                    f"{got}: the engine reports no load to fit it to"
+                )
+        elif type(got) is not int or got < 1:
+            raise ValueError(f"rollout_fleet.groups_in_flight must be >= 1, got {got}")
 
     def _check_keep(self) -> None:
         if self.engine is not EngineKind.sglang:

@@ -43,10 +43,11 @@ class RolloutBuffer(Protocol):
         """
         ...
 
-    async def release(self, lease: Lease, *, num_tokens: int, reason: str, drop: bool = False) -> None:
+    async def release(self, lease: Lease, *, num_tokens: int, reason: str, max_failures: int = 0) -> bool:
         """Give a lease back unfinished. Its ``num_tokens`` policy tokens count as dropped for ``reason``.
 
-        The prompt is queued again, unless ``drop`` says that no further attempt is worth it.
+        The prompt is queued again, unless the attempt has failed, and so have ``max_failures`` of its attempts on
+        whichever workers by now: then the group is dropped. 0: it has not failed. Returns whether it was dropped.
         """
         ...
 
@@ -70,10 +71,10 @@ class RolloutBuffer(Protocol):
         """Wait for the next (group_id, attempt) whose rollout is to be aborted."""
         ...
 
-    async def hand_on_request(self) -> int:
-        """Wait until another worker has nothing to do and nothing more is admitted; how many groups to hand on to it.
+    async def hand_on_request(self) -> list[tuple[int, int]]:
+        """Wait for groups that others would have done sooner; returns the (group_id, attempt) of each.
 
-        What is saved and released goes to it.
+        What is saved and released goes to them.
         """
         ...
 
