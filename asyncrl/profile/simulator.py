@@ -185,7 +185,7 @@ class SimulatedWorker:
         self.account()
         del self._groups[group_id, attempt]
         fields = {"group_id": group_id, "attempt": attempt, "num_tokens": self.engine.revoke(group)}
-        self._buffer.request(self._client, "release", {**fields, "reason": "revoked", "drop": False})
+        self._buffer.request(self._client, "release", {**fields, "reason": "revoked", "max_failures": 0})
         self._ask()
 
     # Results
