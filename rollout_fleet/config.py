@@ -151,7 +151,7 @@ class RolloutFleetConfig:
         device: Where the engines compute.
         num_engines: Rollout workers, one engine each.
         min_engines: The run ends when fewer engines than this are left that have not failed for good.
-        groups_in_flight: Prompt groups one worker generates at a time.
+        groups_in_flight: Prompt groups one worker generates at a time. As many again may be scored and stored.
         reward: ``exact_match``, ``last_number``, ``final_answer``, or your own as ``file.py:function`` or
             ``module:function``, called as reward(prompt, response_text) -> float.
         rewards: Several rewards in the place of ``reward``, each as NAME or WEIGHT*NAME. A trajectory earns their

@@ -7,11 +7,11 @@
 Each task, what it waits for, and who wakes it. There is one condition, ``_changed``; whoever changes a phase, a group
 or the loop's state notifies it.
 
-- `_keep_leasing`: a free place, then the buffer's grant. Woken by a group that leaves, then by the buffer. A new
-  version or a released device withdraws the request.
+- `_keep_leasing`: a free place, then the buffer's grant. Woken by a group that leaves the engine, then by the buffer. A
+  new version or a released device withdraws the request.
 - `_generate`, one per batch of leases: the next finished sample. Woken by the engine.
-- `_settle`, one per finished group: the reward, then the buffer's acknowledgement. Woken by the scoring process and the
-  buffer.
+- `_settle`, one per finished group: its turn, the reward, then the buffer's acknowledgement. Woken by the group before
+  it, the scoring process and the buffer.
 - `_keep_loading`: the next weights. Woken by the buffer, when a version that is committed is offered.
 - `_keep_renewing`: its timer. `_obey_revocations`: the next revoked lease; woken by the buffer.
 - `_hand_on`: a worker that has nothing to do; woken by the buffer.
@@ -55,7 +55,8 @@ logger = logging.getLogger(__name__)
 
 MAX_RENEWAL_FAILURES = 3
 GATHER_S = 0.02
-"""How long a free place waits for others, so that what ends in the same moment is leased and sampled together."""
+"""How long a free place waits for others while the engine has work, so that what ends at about the same time is leased
+and sampled together."""
 
 
 class LoopState(Enum):
@@ -110,14 +111,15 @@ class RolloutLoop:
         self._groups: dict[tuple[int, int], InflightGroup] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Condition()
+        self._settling_turn = asyncio.Lock()
         self._state = LoopState.idle
         self._failure: Exception | None = None
         self._has_device = True
         self._is_asking = False
         self._released = record.NO_SPAN
         self._is_noting = False
-        num_samples = samples_per_prompt + int(greedy_baseline)
-        record.level(LevelName.capacity, config.groups_in_flight * num_samples)
+        self._num_places = config.groups_in_flight * (samples_per_prompt + int(greedy_baseline))
+        record.level(LevelName.capacity, self._num_places)
 
     async def run(self) -> FleetCounters:
         """Roll out until `stop`; then abort, give back what is held, and return the final counters.
@@ -296,7 +298,8 @@ class RolloutLoop:
         """
         while True:
             await self._until(lambda: self._may_lease and self._num_free > 0)
-            await asyncio.sleep(GATHER_S)
+            if self._running():
+                await asyncio.sleep(GATHER_S)
             if not self._may_lease:
                 continue
             version = self._engine.version
@@ -327,7 +330,10 @@ class RolloutLoop:
 
     @property
     def _num_free(self) -> int:
-        return self._config.groups_in_flight - len(self._groups)
+        """Places on the engine; as many groups again may be scored and stored beside it."""
+        num_places = self._config.groups_in_flight
+        num_settling = len(self._running(GroupPhase.settling))
+        return num_places - len(self._groups) + min(num_settling, num_places)
 
     async def _give_back(self, grant: asyncio.Task[list[Lease]]) -> None:
         """Give back what was granted at the very moment of a stop."""
@@ -432,6 +438,8 @@ class RolloutLoop:
         await self._notify()
 
     async def _settle(self, group: InflightGroup) -> None:
+        async with self._settling_turn:  # one per turn of the event loop: the engine's next work goes first
+            await asyncio.sleep(0)
         await self._settlement.settle(group, engine_failure=self._failure)
         await self._forget(group)
 
@@ -501,7 +509,7 @@ class RolloutLoop:
 
     def _note_places(self) -> None:
         self._is_noting = False
-        note_places(self._groups.values())
+        note_places(self._groups.values(), num_places=self._num_places)
 
     def _first_token_of(self, group: InflightGroup) -> Callable[[], None] | None:
         """Notes the group's first token, whichever sample it belongs to; None where nothing is recorded."""

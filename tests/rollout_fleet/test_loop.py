@@ -252,6 +252,33 @@ async def test_places_that_fall_free_in_one_moment_are_leased_together(make_buff
     assert len(buffer.leases_asked) <= 15
 
 
+async def test_an_engine_with_nothing_to_do_is_given_work_at_once(make_buffer):
+    buffer = make_buffer(24)
+    began_s = asyncio.get_running_loop().time()
+    async with running_loop(buffer, writes(2), groups_in_flight=8):
+        await buffer.stored(24)
+        took_s = asyncio.get_running_loop().time() - began_s
+    assert took_s == pytest.approx(3 * 0.02), "three batches of two tokens, and no moment between them"
+    assert [num_groups for _, num_groups in buffer.leases_asked[:3]] == [8, 8, 8]
+
+
+async def test_a_group_that_is_scored_holds_no_place_on_the_engine_up_to_as_many_groups_again(make_buffer, monkeypatch):
+    scored = asyncio.Event()
+    score = WeightedRewards.score
+
+    async def wait(self, prompt, texts):
+        await scored.wait()
+        return await score(self, prompt, texts)
+
+    monkeypatch.setattr(WeightedRewards, "score", wait)
+    buffer = make_buffer(12)
+    async with running_loop(buffer, writes(2), groups_in_flight=3):
+        await asyncio.sleep(1.0)
+        assert len(buffer.held) == 2 * 3, "three being scored beside three on the engine, then three with no place"
+        scored.set()
+        await buffer.stored(12)
+
+
 async def test_a_reward_that_fails_for_one_group_after_another_ends_the_run(make_buffer, monkeypatch):
     monkeypatch.setitem(REWARDS._entries, "never a number", nan_reward)
     buffer = make_buffer(20)
