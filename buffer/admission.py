@@ -6,6 +6,7 @@ again; a commit answers those whose version it puts out of reach. Every wait end
 
 import asyncio
 import logging
+import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -15,9 +16,10 @@ from typing import Any
 from asyncrl.protocol.errors import ReplayBufferError, WireError
 
 from .balance import WorkBalance
-from .commands import Enqueue, Frames, GrantedLease, LeaseGroups, Release, Renew, TakeBack
+from .commands import Enqueue, Frames, GrantedLease, LeaseGroups, Put, Release, Renew, TakeBack
 from .groups import Group
-from .heartbeats import Heartbeats, LoopClock
+from .heartbeats import Deadline, Heartbeats, LoopClock
+from .late_groups import ASK_AGAIN_S, LateGroups
 from .ledger import Ledger
 from .messages import HAND_ON, REVOKED, Message, Replies, incarnation_of, integer, integers
 from .stores import PayloadStore, size_of
@@ -27,7 +29,8 @@ logger = logging.getLogger(__name__)
 _MAX_PER_CLIENT = 256
 _MAX_IN_ALL = 16_384
 _MAX_REMEMBERED = 4096
-_RELIEF_S = 0.25
+_LOOK_S = 5e-5
+"""Seconds, per lease, until all leases are looked at again; a look takes a fiftieth of it."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -258,7 +261,10 @@ class Admission:
         self._granted: OrderedDict[tuple[bytes, int], list[GrantedLease | Group]] = OrderedDict()
         self._turns = FairQueue()
         self._balance = WorkBalance()
-        self._relief: asyncio.TimerHandle | None = None
+        self._late = LateGroups(self._ledger, is_waiting=lambda worker: bool(self._pending.of_client(worker)))
+        self._relief = Deadline(self._look_again, clock)
+        self._relieved_at = -math.inf
+        self._asked: dict[bytes, tuple[Sequence[tuple[int, int]], float]] = {}
         self.heartbeats = Heartbeats(silent_s)
         self.operations = {
             "lease": self._lease,
@@ -274,13 +280,13 @@ class Admission:
     def close(self) -> None:
         """Stop whatever waits."""
         self._pending.close()
-        if self._relief is not None:
-            self._relief.cancel()
+        self._relief.close()
 
     def recover(self, leases: Iterable[Group]) -> None:
         """Take up the leases of the server before this one; their owners get the same timeout as everyone else."""
         for lease in leases:
             self._granted.setdefault((lease.owner, lease.request_id), []).append(lease)
+            self._late.granted(lease, self._ledger.num_leases_of(lease.owner) - 1, self._clock.time())
             self.heartbeats.enter(lease.owner, self._clock.time())
 
     def describe(self) -> list[dict[str, Any]]:
@@ -330,12 +336,18 @@ class Admission:
         Workers that would be done at the same time take turns. Only requests at a version that is admitted are looked
         at: it costs little while all engines are too far behind.
         """
-        if not self._pending:
-            return
-        if not (versions := self._admitted(self._pending.versions)):
-            if self._relief is None:  # a look at all leases, which not every message may cost
-                self._relieve()
-            return
+        now = self._clock.time()
+        self._late.note_steps(now)
+        for worker, keys in self._late.take_late(now).items():
+            self._ask_to_hand_on(worker, keys)
+        if self._pending:
+            if versions := self._admitted(self._pending.versions):
+                self._grant_to_waiting(versions)
+            elif now >= self._relieved_at + _LOOK_S * self._ledger.num_leased:
+                self._relieve(now)
+        self._relief.at(self._late.next_look())
+
+    def _grant_to_waiting(self, versions: set[int]) -> None:
         waiting = [entry for version in versions for entry in self._pending.at_version(version)]
         line = [
             (self._delay_s(request), self._turns.turn_of(request.client), place, request)
@@ -361,59 +373,93 @@ class Admission:
         num_held = self._ledger.num_leases_of(request.client)
         return self._balance.delay_s(request.client, num_held, self._clock.time())
 
-    def _relieve(self) -> None:
+    def _relieve(self, now: float) -> None:
         """Nothing is admitted: ask the most loaded worker to hand groups on to one that waits and has none.
 
         Its engine must be as new as theirs began, or they could not begin on it.
         """
+        self._relieved_at = now
         idle = next((r for r in self._pending.all() if not self._ledger.num_leases_of(r.client)), None)
         if idle is None:
             return
         leases = self._ledger.leases()
         version, num_held = idle.fields["version"], Counter(lease.owner for lease in leases)
         too_new = {lease.owner for lease in leases if lease.engine_version > version}
-        candidates = {worker: number for worker, number in num_held.items() if worker not in too_new}
-        if (asked := self._balance.hand_on(idle.client, candidates, self._clock.time())) is not None:
-            self._replies.push(asked[0], HAND_ON, {"groups": asked[1]})
-        if leases:  # what is held may turn out to be slow
-            self._relief = asyncio.get_running_loop().call_later(_RELIEF_S, self._relieve_again)
+        excluded = too_new | self._still_asked(now)
+        candidates = {worker: number for worker, number in num_held.items() if worker not in excluded}
+        if (asked := self._balance.hand_on(idle.client, candidates, now)) is not None:
+            worker, number = asked
+            begun_last = [(lease.group_id, lease.attempt) for lease in leases if lease.owner == worker][-number:]
+            self._ask_to_hand_on(worker, begun_last)  # they have most left
+        elif (when := self._balance.next_hand_on(idle.client, candidates, now)) is not None:
+            self._relief.at(max(when, now + _LOOK_S * len(leases)))
 
-    def _relieve_again(self) -> None:
-        """Another look; whatever lets a group begin is a message, and grants it then."""
-        self._relief = None
-        if not self._admitted(self._pending.versions):
-            self._relieve()
+    def _look_again(self) -> None:
+        """A moment has come at which a group may be late, or a worker is known to be slow. Grants nothing.
 
-    def released(self, client: bytes) -> None:
-        """A worker gave a group back unfinished."""
-        self._balance.released(client, self._clock.time())
+        Whatever lets a group begin is a message, and grants it then.
+        """
+        now = self._clock.time()
+        for worker, keys in self._late.take_late(now).items():
+            self._ask_to_hand_on(worker, keys)
+        if self._pending and not self._admitted(self._pending.versions):
+            self._relieve(now)
+        self._relief.at(self._late.next_look())
 
-    def done(self, client: bytes, num_tokens: int) -> None:
-        """A worker stored a group."""
-        self.heartbeats.count_put(client, num_tokens)
-        self._balance.done(client, self._clock.time())
+    def _still_asked(self, now: float) -> set[bytes]:
+        """The workers that still have a group which they were asked to hand on a short while ago."""
+        for worker, (keys, asked_at) in list(self._asked.items()):
+            if now >= asked_at + ASK_AGAIN_S or not any(self._ledger.holds(*key) for key in keys):
+                del self._asked[worker]
+        return set(self._asked)
+
+    def _ask_to_hand_on(self, worker: bytes, keys: Sequence[tuple[int, int]]) -> None:
+        self._asked[worker] = keys, self._clock.time()
+        groups, attempts = zip(*keys, strict=True)
+        self._replies.push(worker, HAND_ON, {"groups": list(groups), "attempts": list(attempts)})
+
+    def ended(self, client: bytes, command: Put | Release) -> None:
+        """A worker stored a group, or had it filtered, or gave it back unfinished."""
+        now, is_whole = self._clock.time(), isinstance(command, Put)
+        ended = command.summary if isinstance(command, Put) else command
+        self._late.ended(ended.group_id, ended.attempt, ended.num_tokens, now, is_whole=is_whole)
+        if is_whole:
+            self._balance.done(client, now)
+        else:
+            self._balance.released(client, now)
 
     def _grant_one(self, request: PendingRequest, served: list[PendingRequest]) -> bool:
         """Grant a group if its engine is admitted; whether the worker wants more and may get it."""
-        granted = request.fields["granted"]
-        command = LeaseGroups(
-            engine_version=request.fields["version"],
-            max_groups=1,
-            owner=request.client,
-            request_id=request.request_id,
-        )
+        granted, now = request.fields["granted"], self._clock.time()
+        if (command := self._command_for(request, now)) is None:
+            return False
         num_held = self._ledger.num_leases_of(request.client)
-        new = self._ledger.apply(command, self._clock.time()).leases
+        new = self._ledger.apply(command, now).leases
         for lease in new:
             if lease.progress is None:
                 self._store.prefixes.remove(lease.group_id)
+            self._late.granted(lease, num_held, now)
         if new:
             self._turns.take(request.client)
-            self._balance.granted(request.client, num_held, self._clock.time())
+            self._balance.granted(request.client, num_held, now)
         granted.extend(new)
         if new and len(granted) == 1:
             served.append(request)
         return bool(new) and len(granted) < request.fields["wanted"]
+
+    def _command_for(self, request: PendingRequest, now: float) -> LeaseGroups | None:
+        """What a worker may take: nothing that it would hold up, where a faster one is there."""
+        worker, version, first = request.client, request.fields["version"], self._ledger.first_queued
+        skip_saved = first is not None and self._late.is_late(worker, first, now)
+        if (skip_saved or first is None or first.progress is None) and not self._late.is_worth(worker, version, now):
+            return None
+        return LeaseGroups(
+            engine_version=version,
+            max_groups=1,
+            owner=worker,
+            request_id=request.request_id,
+            skip_saved=skip_saved,
+        )
 
     def _remember(self, request: PendingRequest) -> None:
         """Keep the answer, in case the request is sent again because the answer was lost."""
@@ -464,11 +510,13 @@ class Admission:
                 self._give_back(lease, "undelivered")
         if not self._ledger.leases_of(client):
             self.heartbeats.leave(client)
+            self._late.forget(client)
         self._replies.reply(client, message.request_id)
 
     def take_from(self, client: bytes) -> None:
         """Take the leases of a producer that is gone, before they run out."""
         self._pending.withdraw(client)
+        self._late.forget(client)
         if taken := self._ledger.apply(TakeBack(owner=client)).group_ids:
             logger.warning("producer %s is silent; %d leases were taken back", client.hex()[:8], len(taken))
 
@@ -479,6 +527,7 @@ class Admission:
         """
         self._pending.withdraw(client)
         self._balance.forget(client)
+        self._late.forget(client)
         account = self._ledger.account
         settled, before = account.settled_by(client), account.num_tokens
         taken = self._ledger.apply(TakeBack(owner=client, num_generated=self.heartbeats.leave(client)))

@@ -3,7 +3,8 @@
 A worker's pace is the seconds it takes per group, measured over its last groups while it held any. The next group goes
 to the waiting worker that would be done with all it holds first, so a slow engine does not hoard the places that
 admission leaves. When nothing more is admitted and a worker has nothing to do, the one with the most work left hands it
-as many groups as make both end at the same time. Pure: callers bring the time and the leases that each worker holds.
+as many groups as make both end at the same time. Groups that are due are `buffer.late_groups`' business. Pure: callers
+bring the time and the leases that each worker holds.
 """
 
 from collections.abc import Mapping
@@ -37,7 +38,6 @@ class WorkBalance:
 
     def __init__(self) -> None:
         self._paces: dict[bytes, _Pace] = {}
-        self._asked: set[bytes] = set()
         self._known_fastest_s: float | None = None
 
     def granted(self, worker: bytes, num_held: int, now: float) -> None:
@@ -56,7 +56,6 @@ class WorkBalance:
 
     def released(self, worker: bytes, now: float) -> None:
         """A worker gave a group back unfinished: the time that it had it for counts all the same."""
-        self._asked.discard(worker)
         if (pace := self._paces.get(worker)) is not None:
             pace.took_s += now - pace.since
             pace.since = now
@@ -65,7 +64,6 @@ class WorkBalance:
     def forget(self, worker: bytes) -> None:
         """A worker is gone."""
         self._paces.pop(worker, None)
-        self._asked.discard(worker)
         self._known_fastest_s = None
 
     def pace_s(self, worker: bytes, num_held: int, now: float) -> float:
@@ -91,13 +89,13 @@ class WorkBalance:
     def hand_on(self, idle: bytes, num_held: Mapping[bytes, int], now: float) -> tuple[bytes, int] | None:
         """Who is to hand on how many groups to an idle worker; None where that would bring nothing.
 
-        ``num_held`` are the leases of each worker. One that was asked is not asked again until it has released one.
+        ``num_held`` are the leases of each worker that may be asked.
         """
         own_s = self.pace_s(idle, 0, now)
         busy = {
             worker: number * self.pace_s(worker, number, now)
             for worker, number in num_held.items()
-            if worker != idle and number and worker not in self._asked
+            if worker != idle and number
         }
         if not busy:
             return None
@@ -108,8 +106,20 @@ class WorkBalance:
             number = 1
         if number == 0:
             return None
-        self._asked.add(busiest)
         return busiest, number
+
+    def next_hand_on(self, idle: bytes, num_held: Mapping[bytes, int], now: float) -> float | None:
+        """When `hand_on` would ask a worker that ends no group until then; None where it would ask none.
+
+        The longer a worker ends nothing, the slower it is known to be.
+        """
+        own_s = self.pace_s(idle, 0, now)
+        moments = [
+            self._paces[worker].since + (own_s / (number - 1) if number > 1 else _WORTH_IT * own_s)
+            for worker, number in num_held.items()
+            if worker != idle and number and worker in self._paces
+        ]
+        return min(moments, default=None)
 
     def _fastest_s(self) -> float:
         if self._known_fastest_s is None:

@@ -102,7 +102,7 @@ class BufferClient:
         self._held: set[tuple[int, int]] = set()
         self._prefixes: dict[tuple[int, int], TrajectoryGroup] = {}
         self._pushed = asyncio.Event()
-        self._hand_on: asyncio.Queue[int] = asyncio.Queue()
+        self._hand_on: asyncio.Queue[list[tuple[int, int]]] = asyncio.Queue()
         self._space = asyncio.Event()
         self._fetching = asyncio.Lock()
         self._closed = False
@@ -207,7 +207,7 @@ class BufferClient:
             await self._pushed.wait()
         return self._revocations.popleft()
 
-    async def hand_on_request(self) -> int:
+    async def hand_on_request(self) -> list[tuple[int, int]]:
         """See `RolloutBuffer.hand_on_request`."""
         self._connect()
         return await self._hand_on.get()
@@ -502,7 +502,8 @@ class BufferClient:
             self._revocations.append((integer(message.fields, "group_id"), integer(message.fields, "attempt")))
             self._pushed.set()
         elif message.name == HAND_ON:
-            self._hand_on.put_nowait(integer(message.fields, "groups"))
+            groups, attempts = integers(message.fields, "groups"), integers(message.fields, "attempts")
+            self._hand_on.put_nowait(list(zip(groups, attempts, strict=True)))
         elif message.name == SPACE:
             self._space.set()
             self._space = asyncio.Event()

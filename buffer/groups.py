@@ -217,9 +217,10 @@ class GroupTable:
         """How many groups an owner holds leases on."""
         return len(self._by_owner.get(owner, ()))
 
-    def head(self, number: int) -> list[Group]:
-        """The first groups of the queue."""
-        return [self._groups[group_id] for group_id in islice(self._queue, number)]
+    def head(self, number: int, *, skip_saved: bool = False) -> list[Group]:
+        """The first groups of the queue; with ``skip_saved`` the first of which nothing is saved."""
+        queued = map(self._groups.__getitem__, self._queue)
+        return list(islice((g for g in queued if g.progress is None) if skip_saved else queued, number))
 
     def ready(self) -> Mapping[int, Sequence[Entry]]:
         """Deadline to stored groups that no batch holds, sorted by rank."""
@@ -312,8 +313,8 @@ class GroupTable:
         group.prefix_bytes, group.is_evicted = 0, True
 
     def lease(self, group: Group, granted: GrantedLease) -> None:
-        """Begin a lease on the group at the head of the queue."""
-        assert self._queue.popleft() == group.group_id == granted.group_id
+        """Begin a lease on a queued group, which is at the head of the queue or near it."""
+        self._queue.remove(group.group_id)
         group.state, group.place = GroupState.leased, self._place()
         group.num_attempts = granted.attempt + 1
         group.engine_version, group.deadline = granted.engine_version, granted.deadline

@@ -72,7 +72,7 @@ def _spread(groups: list[dict[str, Any]], field: str) -> str:
 
 def main() -> None:
     """Entry point."""
-    parser = argparse.ArgumentParser(prog="python -m buffer.inspect", description="Show what a buffer server holds.")
+    parser = argparse.ArgumentParser(prog="asyncrl inspect", description="Show what a buffer server holds.")
     parser.add_argument("address", help="where it listens, e.g. tcp://127.0.0.1:5555; the run says it when it starts")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.add_argument("--keys", default="", help="directory of the run's CURVE keys")

@@ -142,6 +142,11 @@ class Ledger(LedgerState):
         return self._groups.num_planned
 
     @property
+    def first_queued(self) -> Group | None:
+        """The group at the head of the queue."""
+        return next(iter(self._groups.head(1)), None)
+
+    @property
     def stored_bytes(self) -> int:
         """Bytes of trajectories in all stores, reserved ones among them."""
         return sum(self._groups.stored_bytes)
@@ -256,7 +261,7 @@ class Ledger(LedgerState):
         due = dict(self._groups.open_by_deadline)
         leases: list[commands.GrantedLease] = []
         num_freed_bytes = 0
-        for group in self._groups.head(command.max_groups):
+        for group in self._groups.head(command.max_groups, skip_saved=command.skip_saved):
             if not self._room.has_room(len(leases), num_freed_bytes):
                 break
             oldest, progress = command.engine_version, group.progress

@@ -361,11 +361,13 @@ class BufferService:
     def _store_group(self, client: bytes, request: Message, command: Put, kept: Frames | int) -> None:
         group_id = command.summary.group_id
         result = self.ledger.apply(command, frames={("payload", group_id): kept}).result
+        if result in (PutResult.filtered, PutResult.stored):
+            self._admission.ended(client, command)
         if result is PutResult.filtered:
             self._batches.note_filtered()
         elif result is PutResult.stored:
             self._store.keep_payload(group_id, request.payload, command.num_bytes)
-            self._admission.done(client, command.summary.num_tokens)
+            self._admission.heartbeats.count_put(client, command.summary.num_tokens)
         self._replies.reply(client, request.request_id)
 
     def _release(self, client: bytes, request: Message) -> None:
@@ -380,7 +382,7 @@ class BufferService:
             drop=flag(fields, "drop", default=False),
         )
         self.ledger.apply(command)
-        self._admission.released(client)
+        self._admission.ended(client, command)
         self._replies.reply(client, request.request_id)
 
     def _save_progress(self, client: bytes, request: Message) -> None:

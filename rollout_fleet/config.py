@@ -1,8 +1,10 @@
 """Options of the rollout fleet: the only home of their defaults."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 SLOWEST_LOAD = 1e8
 """Bytes of weights per second, by which the deadline of a load grows."""
@@ -151,7 +153,9 @@ class RolloutFleetConfig:
         device: Where the engines compute.
         num_engines: Rollout workers, one engine each.
         min_engines: The run ends when fewer engines than this are left that have not failed for good.
-        groups_in_flight: Prompt groups one worker generates at a time. As many again may be scored and stored.
+        groups_in_flight: Prompt groups one worker generates at a time; as many again may be scored and stored.
+        ``{min: 4, max: 64}`` fits them to the load that the engine reports: more while it has room, fewer while
+        samples wait in it or its KV cache is nearly full.
         reward: ``exact_match``, ``last_number``, ``final_answer``, or your own as ``file.py:function`` or
             ``module:function``, called as reward(prompt, response_text) -> float.
         rewards: Several rewards in the place of ``reward``, each as NAME or WEIGHT*NAME. A trajectory earns their
@@ -174,7 +178,7 @@ class RolloutFleetConfig:
         drain_timeout_s: How long running prompt groups may go on when the learner takes the device
             (``placement.colocated``); then they are cut off, and continued after the weight update.
         stop_timeout_s: Deadline of each step of stopping a worker: cutting running groups off, giving leases back, and
-            the server between SIGTERM and SIGKILL. All deadlines around these follow from it.
+            killing the server. All deadlines around these follow from it.
         renew_every_s: How often running leases are renewed; a third of ``buffer.lease_s`` is usual.
         save_progress: ``at_stop`` saves running groups when a worker stops, and another worker continues them.
             ``at_updates`` also cuts them off at each weight update, saves and continues them, so that a sudden death
@@ -190,7 +194,7 @@ class RolloutFleetConfig:
     device: EngineDevice = EngineDevice.auto
     num_engines: int = 1
     min_engines: int = 1
-    groups_in_flight: int = 32
+    groups_in_flight: Any = 32
     reward: str = "exact_match"
     rewards: list[str] = field(default_factory=list)
     reward_processes: int = 1
@@ -214,8 +218,20 @@ class RolloutFleetConfig:
     script: str = "rollout_fleet.engines.scripted:repeat_last_token"
 
     @property
+    def fewest_groups_in_flight(self) -> int:
+        """Prompt groups that one worker generates at a time at the start; where they are a number, always."""
+        got = self.groups_in_flight
+        return got["min"] if isinstance(got, Mapping) else got
+
+    @property
+    def most_groups_in_flight(self) -> int:
+        """Prompt groups that one worker generates at a time, at most."""
+        got = self.groups_in_flight
+        return got["max"] if isinstance(got, Mapping) else got
+
+    @property
     def server_stop_timeout_s(self) -> float:
-        """How long a server's guard may take: the server's grace, then removing what it left."""
+        """How long a server's guard may take: killing the server, then removing what it left."""
         return self.stop_timeout_s + CLEANUP_S
 
     @property
@@ -236,9 +252,10 @@ class RolloutFleetConfig:
         names = [reward_label(_weighted(entry)[0]) for entry in self.rewards]
         if len(set(names)) < len(names):
             raise ValueError(f"rollout_fleet.rewards must have different names, got {names}; rename a function")
-        for name in ("num_engines", "groups_in_flight", "reward_processes", "max_attempts", "max_failures_in_a_row"):
+        for name in ("num_engines", "reward_processes", "max_attempts", "max_failures_in_a_row"):
             if getattr(self, name) < 1:
                 raise ValueError(f"rollout_fleet.{name} must be >= 1, got {getattr(self, name)}")
+        self._check_groups_in_flight()
         if not 1 <= self.min_engines <= self.num_engines:
             raise ValueError(
                 f"rollout_fleet.min_engines must be in 1..num_engines={self.num_engines}, got {self.min_engines}"
@@ -250,6 +267,26 @@ class RolloutFleetConfig:
                 raise ValueError(f"rollout_fleet.{name} must be > 0 seconds, got {value}")
         if self.sglang.on_update is OnUpdate.keep:
             self._check_keep()
+
+    def _check_groups_in_flight(self) -> None:
+        got = self.groups_in_flight
+        if isinstance(got, Mapping):
+            bounds = [got.get("min"), got.get("max")]
+            if (
+                set(got) != {"min", "max"}
+                or not all(type(bound) is int for bound in bounds)
+                or not 1 <= got["min"] <= got["max"]
+            ):
+                raise ValueError(
+                    f"rollout_fleet.groups_in_flight must be a number or {{min: N, max: M}} with 1 <= N <= M, got {got}"
+                )
+            if self.engine is EngineKind.transformers:
+                raise ValueError(
+                    f"rollout_fleet.groups_in_flight must be a number with rollout_fleet.engine=transformers, got "
+                    f"{got}: the engine reports no load to fit it to"
+                )
+        elif type(got) is not int or got < 1:
+            raise ValueError(f"rollout_fleet.groups_in_flight must be >= 1, got {got}")
 
     def _check_keep(self) -> None:
         if self.engine is not EngineKind.sglang:

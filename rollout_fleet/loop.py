@@ -13,8 +13,9 @@ or the loop's state notifies it.
 - `_settle`, one per finished group: its turn, the reward, then the buffer's acknowledgement. Woken by the group before
   it, the scoring process and the buffer.
 - `_keep_loading`: the next weights. Woken by the buffer, when a version that is committed is offered.
-- `_keep_renewing`: its timer. `_obey_revocations`: the next revoked lease; woken by the buffer.
-- `_hand_on`: a worker that has nothing to do; woken by the buffer.
+- `_keep_fitting`, where the engine's load sets how many groups it holds, and `_keep_renewing`: their timers.
+- `_obey_revocations`: the next revoked lease; woken by the buffer.
+- `_hand_on`: a faster worker, or one that has nothing to do; woken by the buffer.
 - the engine's `wait_failed`: the engine's failure, which ends `run`; `use` gives the loop another engine.
 - `run`: a stop, or the first failure of any task. Woken by `stop` or the failed task.
 - `load_weights`, `release_device`, `stop`: groups that leave the engine or the loop. Woken by `_generate`, `_settle`.
@@ -35,12 +36,13 @@ from enum import Enum, auto
 from typing import Any
 
 from asyncrl.protocol import record
-from asyncrl.protocol.errors import AsyncRLError, DeadlineError, WeightsGone
+from asyncrl.protocol.errors import AsyncRLError, DeadlineError, EngineError, WeightsGone
 from asyncrl.protocol.manifest import WeightOffer
 from asyncrl.protocol.ports import RolloutBuffer
 from asyncrl.protocol.record import GroupEvent, LevelName, SpanKind
 from asyncrl.protocol.types import Lease
 
+from .concurrency import GroupLimit
 from .config import RolloutFleetConfig, SaveProgress
 from .engines.engine import Engine, SampleRequest
 from .engines.model_files import Decode
@@ -54,6 +56,7 @@ from .settlement import ENGINE_FAILED, Settlement
 logger = logging.getLogger(__name__)
 
 MAX_RENEWAL_FAILURES = 3
+READ_LOAD_EVERY_S = 1.0
 GATHER_S = 0.02
 """How long a free place waits for others while the engine has work, so that what ends at about the same time is leased
 and sampled together."""
@@ -118,8 +121,8 @@ class RolloutLoop:
         self._is_asking = False
         self._released = record.NO_SPAN
         self._is_noting = False
-        self._num_places = config.groups_in_flight * (samples_per_prompt + int(greedy_baseline))
-        record.level(LevelName.capacity, self._num_places)
+        self._limit = GroupLimit(config.fewest_groups_in_flight, config.most_groups_in_flight)
+        self._note_capacity()
 
     async def run(self) -> FleetCounters:
         """Roll out until `stop`; then abort, give back what is held, and return the final counters.
@@ -134,6 +137,8 @@ class RolloutLoop:
         leasing = self._spawn(self._keep_leasing)
         pumps = (self._keep_renewing, self._obey_revocations, self._hand_on, self._engine.wait_failed)
         pump_tasks = {leasing, *(self._spawn(pump) for pump in pumps)}
+        if not self._limit.is_fixed:
+            pump_tasks.add(self._spawn(self._keep_fitting))
         self._spawn(self._keep_loading)  # a load that has begun goes on while the groups are put down
         try:
             await self._until(lambda: self._state is LoopState.stopping or self._failure is not None)
@@ -158,6 +163,8 @@ class RolloutLoop:
         await self._until(lambda: self._state is not LoopState.running)
         self._engine = engine
         self._failure = None
+        self._limit.restart()
+        self._note_capacity()
 
     async def stop(self) -> None:
         """End `run`; returns when it has given everything back. May be called more than once, or before `run`."""
@@ -294,7 +301,7 @@ class RolloutLoop:
         """Keep one request for admission outstanding while a place is free and the engine has the device.
 
         A new policy version supersedes the request: it is cancelled, which gives back what is granted meanwhile, and
-        sent again at the new version.
+        sent again at the new version. So does a limit that has shrunk.
         """
         while True:
             await self._until(lambda: self._may_lease and self._num_free > 0)
@@ -302,10 +309,12 @@ class RolloutLoop:
                 await asyncio.sleep(GATHER_S)
             if not self._may_lease:
                 continue
-            version = self._engine.version
-            grant = asyncio.create_task(self._buffer.lease(version, self._num_free))
+            version, num_asked = self._engine.version, self._num_free
+            grant = asyncio.create_task(self._buffer.lease(version, num_asked))
             outdated = asyncio.create_task(
-                self._until(lambda: not self._has_device or self._engine.version != version)  # noqa: B023
+                self._until(
+                    lambda: not self._has_device or self._engine.version != version or self._num_free < num_asked  # noqa: B023
+                )
             )
             self._is_asking = True
             self._meter.asking(True)
@@ -331,9 +340,42 @@ class RolloutLoop:
     @property
     def _num_free(self) -> int:
         """Places on the engine; as many groups again may be scored and stored beside it."""
-        num_places = self._config.groups_in_flight
-        num_settling = len(self._running(GroupPhase.settling))
-        return num_places - len(self._groups) + min(num_settling, num_places)
+        num_settling = min(self._limit.value, len(self._groups) - self._num_on_engine)
+        return max(0, self._limit.value - len(self._groups) + num_settling)
+
+    @property
+    def _num_on_engine(self) -> int:
+        """Groups that the engine has, or gets back after a weight update."""
+        return len(self._running(*ON_ENGINE, GroupPhase.parked))
+
+    async def _keep_fitting(self) -> None:
+        """Read the engine's load every second while it has work, and hold as many groups as suit it.
+
+        Raises `EngineError` if the first reading fails; a later one that does is left out.
+        """
+        has_read = False
+        while True:
+            await self._until(lambda: bool(self._running()))
+            await asyncio.sleep(READ_LOAD_EVERY_S)
+            try:
+                load = await self._engine.read_load()
+            except EngineError as error:
+                if not has_read or self._engine.has_failed:
+                    raise
+                logger.warning("the limit on prompt groups stays %d: %s", self._limit.value, error)
+                continue
+            has_read = True
+            if self._limit.note(load, num_held=self._num_on_engine):
+                self._note_capacity()
+                await self._notify()
+
+    @property
+    def _num_places(self) -> int:
+        """Samples that the engine may have now."""
+        return self._limit.value * (self._samples_per_prompt + int(self._greedy_baseline))
+
+    def _note_capacity(self) -> None:
+        record.level(LevelName.capacity, self._num_places)
 
     async def _give_back(self, grant: asyncio.Task[list[Lease]]) -> None:
         """Give back what was granted at the very moment of a stop."""
@@ -381,12 +423,13 @@ class RolloutLoop:
             await self._engine.abort(group.outstanding)
 
     async def _hand_on(self) -> None:
-        """Hand groups on when another worker has nothing to do: those that were begun last, which have most left."""
+        """Hand groups on that another worker would have done sooner; what has left the engine is done as soon here."""
         while True:
-            number = await self._buffer.hand_on_request()
+            asked = await self._buffer.hand_on_request()
             if self._config.save_progress is SaveProgress.never:
                 continue
-            chosen = self._running(GroupPhase.generating)[-number:]
+            running = (self._groups[key] for key in asked if key in self._groups)
+            chosen = [group for group in running if group.phase in (GroupPhase.generating, GroupPhase.parked)]
             for group in chosen:
                 await self._end(group, "handed_on")
             await self._engine.abort([request_id for group in chosen for request_id in group.outstanding])

@@ -101,8 +101,10 @@ def _placement(config: RunConfig) -> Iterator[str]:
         shape = f"dp {size // learner.sp_size} x sp {learner.sp_size}"
         yield f"learner pool {pool}: {size} ranks on {learner.device} ({shape}), {hosted}"
     size = f" x {fleet.sglang.tp_size} tensor-parallel ranks" if fleet.sglang.tp_size > 1 else ""
+    fewest, most = fleet.fewest_groups_in_flight, fleet.most_groups_in_flight
+    groups = str(most) if fewest == most else f"{fewest} to {most}"
     where = "the learner's devices, in turns" if config.placement.colocated else f"{fleet.device}"
-    yield f"fleet: {fleet.num_engines} {fleet.engine} engines{size} on {where}, {fleet.groups_in_flight} groups each"
+    yield f"fleet: {fleet.num_engines} {fleet.engine} engines{size} on {where}, {groups} groups each"
     yield f"buffer: 1 server and {config.buffer.num_store_servers} stores; durability {config.buffer.durability}"
     cluster = f"the Ray cluster at {config.ray.address}" if config.ray.address else "a Ray cluster of its own"
     have = f"; this machine has {os.cpu_count()} and {visible_gpus()}" if not config.ray.address else ""
@@ -125,7 +127,7 @@ def _tokens(config: RunConfig) -> Iterator[str]:
 def _staleness(config: RunConfig) -> Iterator[str]:
     buffer, fleet, batch = config.buffer, config.rollout_fleet, config.algorithm.groups_per_step
     updates = config.algorithm.num_mini_batches
-    most_open, places = (buffer.max_lag + 1) * batch, fleet.num_engines * fleet.groups_in_flight
+    most_open, places = (buffer.max_lag + 1) * batch, fleet.num_engines * fleet.most_groups_in_flight
     yield f"no token is trained on more than {buffer.max_lag} learner steps after it was written"
     yield f"that is at most {buffer.max_lag * updates + updates - 1} optimizer updates"
     yield f"at most {most_open} groups are open; the fleet has places for {places}"

@@ -54,7 +54,7 @@ def num_pinned_engines(config: RunConfig, num_engines: int) -> int:
 
 def slots_of_evaluation(config: RunConfig, num_engines: int) -> int:
     """Samples that one pinned engine may have under way for an evaluation between; one prompt's at least."""
-    slots = config.rollout_fleet.groups_in_flight * config.algorithm.samples_per_prompt
+    slots = config.rollout_fleet.most_groups_in_flight * config.algorithm.samples_per_prompt
     share = min(1.0, config.evaluation.share * num_engines / num_pinned_engines(config, num_engines))
     return max(config.evaluation.num_samples + 1, math.floor(share * slots))
 

@@ -166,7 +166,7 @@ def engine_memory(config: RunConfig, model: ModelSize) -> dict[str, int]:
 def kv_tokens(config: RunConfig) -> int:
     """Tokens of the KV cache that one engine can use at most."""
     fleet = config.rollout_fleet
-    num_samples = fleet.groups_in_flight * config.algorithm.samples_per_prompt
+    num_samples = fleet.most_groups_in_flight * config.algorithm.samples_per_prompt
     longest = config.data.max_prompt_tokens + fleet.sampling.max_new_tokens
     wanted = min(num_samples, fleet.sglang.max_running_requests) * longest
     return min(wanted, fleet.sglang.max_total_tokens) if fleet.sglang.max_total_tokens else wanted

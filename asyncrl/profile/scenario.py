@@ -253,7 +253,7 @@ def configured(scenario: Scenario, config: RunConfig) -> Scenario:
         num_engines=fleet.num_engines,
         devices_per_engine=fleet.sglang.tp_size,
         num_ranks=config.learner.num_ranks,
-        groups_in_flight=fleet.groups_in_flight,
+        groups_in_flight=fleet.most_groups_in_flight,
         groups_per_step=config.algorithm.groups_per_step,
         samples_per_prompt=config.algorithm.samples_per_prompt,
         max_lag=buffer.max_lag,

@@ -21,7 +21,7 @@ from asyncrl.protocol.errors import AsyncRLError
 from buffer.config import BufferConfig
 from buffer.heartbeats import LoopClock
 from buffer.ledger import Ledger
-from buffer.messages import OK, REVOKED, Message, error_of
+from buffer.messages import HAND_ON, OK, REVOKED, Message, error_of
 from buffer.service import BufferService
 
 NEVER_S = 1e12
@@ -30,6 +30,7 @@ NEVER_S = 1e12
 OnReply = Callable[[Mapping[str, Any]], None]
 OnRefusal = Callable[[AsyncRLError], None]
 OnRevoked = Callable[[int, int], None]
+OnHandOn = Callable[[Sequence[tuple[int, int]]], None]
 
 
 class SimulatedLoop(asyncio.AbstractEventLoop):
@@ -135,12 +136,15 @@ class SimulatedBuffer:
         self._outbox: deque[tuple[bytes, Message]] = deque()
         self._on_reply: dict[int, tuple[OnReply, OnRefusal | None]] = {}
         self._on_revoked: dict[bytes, OnRevoked] = {}
+        self._on_hand_on: dict[bytes, OnHandOn] = {}
         self._last_id = 0
         self._is_awake = False
 
-    def join(self, client: bytes, on_revoked: OnRevoked) -> None:
-        """Tell a client of leases that it loses, by group and attempt."""
+    def join(self, client: bytes, on_revoked: OnRevoked, on_hand_on: OnHandOn | None = None) -> None:
+        """Tell a client of leases that it loses, or is to hand on, by group and attempt."""
         self._on_revoked[client] = on_revoked
+        if on_hand_on is not None:
+            self._on_hand_on[client] = on_hand_on
 
     def request(
         self,
@@ -200,6 +204,11 @@ class SimulatedBuffer:
     def _deliver(self, client: bytes, message: Message) -> None:
         if message.name == REVOKED:
             self._on_revoked[client](message.fields["group_id"], message.fields["attempt"])
+            return
+        if message.name == HAND_ON:
+            if client in self._on_hand_on:
+                groups = zip(message.fields["groups"], message.fields["attempts"], strict=True)
+                self._on_hand_on[client](list(groups))
             return
         on_reply, on_refusal = self._on_reply.pop(message.request_id, (None, None))
         if message.name == OK:

@@ -70,10 +70,10 @@ class RolloutBuffer(Protocol):
         """Wait for the next (group_id, attempt) whose rollout is to be aborted."""
         ...
 
-    async def hand_on_request(self) -> int:
-        """Wait until another worker has nothing to do and nothing more is admitted; how many groups to hand on to it.
+    async def hand_on_request(self) -> list[tuple[int, int]]:
+        """Wait for groups that others would have done sooner; returns the (group_id, attempt) of each.
 
-        What is saved and released goes to it.
+        What is saved and released goes to them.
         """
         ...
 

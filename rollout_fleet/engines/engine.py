@@ -66,6 +66,21 @@ class SampleOutput:
     finish_reason: FinishReason | None
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineLoad:
+    """What an engine says of its load.
+
+    Attributes:
+        num_running: Samples that it decodes.
+        num_waiting: Samples that it was sent and has no room for.
+        cache_use: Share of its KV cache that running samples take. Example: 0.83.
+    """
+
+    num_running: int
+    num_waiting: int
+    cache_use: float
+
+
 class Engine(Protocol):
     """An inference engine that serves one policy version at a time.
 
@@ -120,6 +135,13 @@ class Engine(Protocol):
 
     async def abort(self, request_ids: Collection[str]) -> None:
         """Cut running requests off; their answers arrive as aborted. Unknown ids are ignored."""
+        ...
+
+    async def read_load(self) -> EngineLoad:
+        """What the engine is loaded with now.
+
+        Raises `EngineError` from an engine that reports none, or as its answers do.
+        """
         ...
 
     async def wait_failed(self) -> None:

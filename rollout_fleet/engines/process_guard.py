@@ -1,12 +1,13 @@
 """Runs a server so that nothing of it outlives its owner.
 
-Usage: ``process_guard.py OWNER_PID GRACE_S SCRATCH_DIR COMMAND...``
+Usage: ``process_guard.py OWNER_PID SCRATCH_DIR COMMAND...``
 
 SGLang's children die with the server only once they have finished importing, so the kernel's parent-death signal on
 the server alone leaks them. This process, of the standard library only, gets that signal instead and kills the
 server's whole process group; then it removes what the group leaves in SCRATCH_DIR and in shared memory. It waits in
-``wait`` and is woken by the server's exit, by its owner's death (SIGHUP), by SIGTERM (terminate the server, kill it
-after GRACE_S), or by SIGUSR1 (remember what shared memory the server has by now).
+``wait`` and is woken by the server's exit, by its owner's death (SIGHUP) or SIGTERM (both kill the server), or by
+SIGUSR1 (remember what shared memory the server has by now). Nothing is terminated gently: what the server holds is of
+no use without its owner, and SGLang looks for a SIGTERM only every five seconds.
 """
 
 import contextlib
@@ -22,7 +23,7 @@ from types import FrameType
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 SHARED_MEMORY = "/dev/shm/"
-HANDLED = {signal.SIGHUP, signal.SIGTERM, signal.SIGALRM, signal.SIGUSR1}
+HANDLED = {signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1}
 
 
 def signal_at_parent_death(signum: int) -> None:
@@ -38,8 +39,7 @@ def adopt_orphans() -> None:
 class Guard:
     """One server process group and what it leaves behind."""
 
-    def __init__(self, command: list[str], grace_s: float) -> None:
-        self._grace_s = grace_s
+    def __init__(self, command: list[str]) -> None:
         self._shared_memory: set[int] = set()
         self._is_looking = self._is_asked = False
         signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED)
@@ -58,11 +58,7 @@ class Guard:
             self._look_until_not_asked()
             return
         self._shared_memory |= self._mapped_shared_memory()
-        if signum == signal.SIGTERM:
-            self._server.send_signal(signal.SIGTERM)
-            signal.setitimer(signal.ITIMER_REAL, self._grace_s)
-        else:
-            self._kill_group()
+        self._kill_group()
 
     def _look_until_not_asked(self) -> None:
         """Remember the shared memory. Signals may come faster than it is found, and must not nest without end."""
@@ -117,14 +113,14 @@ class Guard:
 
 def main() -> int:
     """Guard the command given on the command line."""
-    owner_pid, grace_s, scratch_dir, *command = sys.argv[1:]
+    owner_pid, scratch_dir, *command = sys.argv[1:]
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal_at_parent_death(signal.SIGHUP)
     adopt_orphans()
     try:
         if os.getppid() != int(owner_pid):
             return 1
-        return Guard(command, float(grace_s)).wait()
+        return Guard(command).wait()
     finally:
         shutil.rmtree(scratch_dir, ignore_errors=True)
 

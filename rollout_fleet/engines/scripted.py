@@ -17,7 +17,7 @@ from asyncrl.protocol.errors import EngineError, RequestRefused, WorkerDiedError
 from asyncrl.protocol.manifest import WeightOffer
 from asyncrl.protocol.types import FinishReason
 
-from .engine import EngineFailure, SampleOutput, SampleRequest
+from .engine import EngineFailure, EngineLoad, SampleOutput, SampleRequest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +55,7 @@ class ScriptedEngine:
     Attributes:
         requests: All requests so far.
         running_at_once: The most requests that ran at the same time.
+        num_slots: Samples at which it reports that it is full, though it writes all of them; 0 never.
         released: Whether the memory is released now.
         load_delay_s: How long a weight load takes.
         load_error: Fail the next weight load with this message.
@@ -70,6 +71,7 @@ class ScriptedEngine:
         self._failure = EngineFailure("the scripted engine", tell=self._tell)
         self.requests: list[SampleRequest] = []
         self.running_at_once = 0
+        self.num_slots = 0
         self.released = False
         self.load_delay_s = 0.0
         self.load_error = ""
@@ -135,6 +137,11 @@ class ScriptedEngine:
     async def abort(self, request_ids: Collection[str]) -> None:
         """See `Engine.abort`."""
         self._aborted |= self._running.intersection(request_ids)
+
+    async def read_load(self) -> EngineLoad:
+        """See `Engine.read_load`. Beyond ``num_slots`` samples wait; without it there is room for all."""
+        num_running = min(len(self._running), self.num_slots or len(self._running))
+        return EngineLoad(num_running=num_running, num_waiting=len(self._running) - num_running, cache_use=0.0)
 
     async def wait_failed(self) -> None:
         """See `Engine.wait_failed`."""

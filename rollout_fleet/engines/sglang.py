@@ -28,7 +28,7 @@ from asyncrl.protocol.record import SpanKind
 from asyncrl.protocol.types import FinishReason
 from rollout_fleet.config import EngineDevice, OnUpdate, RolloutFleetConfig, SamplingConfig
 
-from .engine import EngineFailure, SampleOutput, SampleRequest, SilenceWatch, check_output, check_prompt
+from .engine import EngineFailure, EngineLoad, SampleOutput, SampleRequest, SilenceWatch, check_output, check_prompt
 from .model_files import ModelFacts, read_model_facts
 from .sglang_client import SGLangClient
 from .sglang_server import WEIGHT_LOADER, SGLangServer, report_path
@@ -66,7 +66,7 @@ class SGLangEngine:
             log_dir=log_dir,
             seed=seed,
             start_timeout_s=config.start_timeout_s,
-            stop_timeout_s=config.stop_timeout_s,
+            stop_timeout_s=config.server_stop_timeout_s,
         )
         self._name = self._server.name
         self._client = SGLangClient(self._server)
@@ -176,6 +176,19 @@ class SGLangEngine:
             await asyncio.gather(*(self._post("/abort_request", body) for body in bodies))
 
         await self._failure.unless_failed(send())
+
+    async def read_load(self) -> EngineLoad:
+        """See `Engine.read_load`. The server keeps the numbers beside the scheduler, which is not asked."""
+        answer = await self._failure.unless_failed(self._client.call("GET", "/v1/loads?include=core"))
+        try:
+            ranks = answer["loads"]
+            return EngineLoad(
+                num_running=sum(int(rank["num_running_reqs"]) for rank in ranks),
+                num_waiting=sum(int(rank["num_waiting_reqs"]) for rank in ranks),
+                cache_use=max(float(rank["token_usage"]) for rank in ranks),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise EngineError(f"{self._name} answered GET /v1/loads with {str(answer)[:500]}: {error!r}") from error
 
     async def wait_failed(self) -> None:
         """See `Engine.wait_failed`."""

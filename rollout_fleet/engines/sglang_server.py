@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from asyncrl.protocol.errors import DeadlineError, WorkerDiedError
-from rollout_fleet.config import CLEANUP_S, EngineDevice, OnUpdate, SGLangConfig
+from rollout_fleet.config import EngineDevice, OnUpdate, SGLangConfig
 
 from .server_hooks import PLUGIN, write_plugin
 
@@ -56,7 +56,7 @@ class SGLangServer:
     """One server process group, reachable at `url` with `headers` once `start` returned.
 
     ``device`` is ``cpu`` or ``cuda``. ``name`` names the server in messages and its log, ``<name>.log`` in ``log_dir``.
-    ``start_timeout_s`` bounds `start`; ``stop_timeout_s`` is the grace between SIGTERM and SIGKILL.
+    ``start_timeout_s`` bounds `start`, ``stop_timeout_s`` `stop`.
     """
 
     def __init__(
@@ -153,7 +153,7 @@ class SGLangServer:
         raise self._death()
 
     async def stop(self) -> None:
-        """SIGTERM, then SIGKILL of the process group after the grace; returns when nothing of the server is left."""
+        """Kill the server's process group; returns when nothing of the server is left."""
         self._stopping = True
         async with self._launching:  # what is being launched can be stopped when it is there
             guard = self._guard
@@ -162,7 +162,7 @@ class SGLangServer:
         if guard.returncode is None:
             guard.send_signal(signal.SIGTERM)
             try:
-                async with asyncio.timeout(self._stop_timeout_s + CLEANUP_S):
+                async with asyncio.timeout(self._stop_timeout_s):
                     await guard.wait()
             except TimeoutError:
                 logger.error("%s: its guard did not end; killing it, the kernel kills the server with it", self.name)
@@ -184,7 +184,7 @@ class SGLangServer:
         (scratch / "server.yaml").write_text(f"api-key: {self._api_key}\n")
         write_plugin(_plugin_folder(scratch))
         command = [sys.executable, "-m", "sglang.launch_server", *self._arguments(scratch)]
-        guard = [sys.executable, "-I", "-S", str(GUARD), str(os.getpid()), str(self._stop_timeout_s), str(scratch)]
+        guard = [sys.executable, "-I", "-S", str(GUARD), str(os.getpid()), str(scratch)]
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         logger.info("%s: starting on port %d, log in %s", self.name, self._port, self.log_path)
         try:

@@ -19,7 +19,7 @@ from asyncrl.protocol.errors import DeadlineError, EngineError, WorkerDiedError
 from asyncrl.protocol.manifest import WeightOffer
 from rollout_fleet.config import EngineDevice, RolloutFleetConfig
 
-from .engine import EngineFailure, SampleOutput, SampleRequest, SilenceWatch, check_output, check_prompt
+from .engine import EngineFailure, EngineLoad, SampleOutput, SampleRequest, SilenceWatch, check_output, check_prompt
 from .model_files import read_model_facts
 from .transformers_model import GenerationModel
 
@@ -142,6 +142,10 @@ class TransformersEngine:
         for request_id in request_ids:
             if request_id in self._pending:
                 self._pending[request_id].flag.set()
+
+    async def read_load(self) -> EngineLoad:
+        """See `Engine.read_load`."""
+        raise EngineError("the in-process engine reports no load; set rollout_fleet.groups_in_flight to a number")
 
     async def wait_failed(self) -> None:
         """See `Engine.wait_failed`."""

@@ -72,12 +72,13 @@ def test_the_most_loaded_worker_hands_on_what_makes_both_end_together(idle, num_
     assert balance.hand_on(idle, num_held, 100.0) == asked
 
 
-def test_a_worker_is_not_asked_again_before_it_has_released_a_group():
+@pytest.mark.parametrize(("idle", "busy", "number"), [(SLOW, FAST, 1), (SLOW, FAST, 2), (SLOW, FAST, 5)])
+def test_who_will_be_asked_if_nothing_ends_is_known_beforehand(idle, busy, number):
     balance = measured(fast=1.0, slow=10.0)
-    assert balance.hand_on(FAST, {SLOW: 11}, 100.0) == (SLOW, 10)
-    assert balance.hand_on(FAST, {SLOW: 11}, 100.5) is None
-    balance.released(SLOW, 100.0)
-    assert balance.hand_on(FAST, {SLOW: 11}, 100.0) == (SLOW, 10)
+    balance.granted(busy, 0, 100.0)
+    when = balance.next_hand_on(idle, {busy: number}, 100.0)
+    assert balance.hand_on(idle, {busy: number}, when - 1e-6) is None
+    assert balance.hand_on(idle, {busy: number}, when + 1e-6) is not None
 
 
 async def test_an_idle_worker_is_given_groups_of_a_loaded_one_with_what_is_written_of_them():
@@ -86,11 +87,12 @@ async def test_an_idle_worker_is_given_groups_of_a_loaded_one_with_what_is_writt
         await control.enqueue([prompt(number) for number in range(8)])
         leases = await loaded.lease(0, 4)
         waiting = asyncio.create_task(idle.lease(0, 4))
-        assert await asyncio.wait_for(loaded.hand_on_request(), 10) == 2
-        for lease in leases[:2]:
+        asked = await asyncio.wait_for(loaded.hand_on_request(), 10)
+        assert asked == [(lease.prompt.group_id, 0) for lease in leases[2:]]  # which have most left
+        for lease in leases[2:]:
             await loaded.save_progress(lease, rollout(lease))
             await loaded.release(lease, num_tokens=5, reason="handed_on")
         [first, *_] = await asyncio.wait_for(waiting, 10)
-        assert first.prompt.group_id in {leases[0].prompt.group_id, leases[1].prompt.group_id}
+        assert (first.prompt.group_id, 0) in asked
         assert idle.take_progress(first).summary.num_tokens == 5
         assert (await control.stats()).tokens_dropped == {}

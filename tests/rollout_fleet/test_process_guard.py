@@ -44,7 +44,7 @@ OWNER = """
 class Started:
     """A guard with the pretended server under it, and everything it may leave."""
 
-    def __init__(self, tmp_path: Path, *words: str, grace_s: float = 0.5, owner: bool = False) -> None:
+    def __init__(self, tmp_path: Path, *words: str, owner: bool = False) -> None:
         self.shared_memory = Path(f"/dev/shm/asyncrl-test-{os.getpid()}-{tmp_path.name}")
         self.scratch = tmp_path / "scratch"
         self.scratch.mkdir()
@@ -54,7 +54,7 @@ class Started:
             command = [sys.executable, "-c", textwrap.dedent(OWNER), str(GUARD)]
         else:
             command = [sys.executable, "-I", "-S", str(GUARD), str(os.getpid())]
-        self.process = subprocess.Popen([*command, str(grace_s), str(self.scratch), *server], stdout=subprocess.PIPE)
+        self.process = subprocess.Popen([*command, str(self.scratch), *server], stdout=subprocess.PIPE)
         assert self.process.stdout is not None
         lines = [self.process.stdout.readline().split() for _ in range(3 if owner else 2)]
         self.pids = {name.decode(): int(pid) for name, pid in lines}
@@ -96,15 +96,15 @@ def test_the_death_of_the_owner_kills_the_whole_group_and_removes_what_it_left(s
     assert started.nothing_is_left()
 
 
-def test_a_server_that_ignores_sigterm_is_killed_after_its_grace(start):
-    started = start("stubborn", grace_s=0.5)
+def test_a_server_that_ignores_sigterm_is_killed_at_once(start):
+    started = start("stubborn")
     started.process.terminate()
     assert started.process.wait(10) == 128 + signal.SIGKILL
     assert started.nothing_is_left()
 
 
-def test_a_server_that_is_stopped_is_killed_after_its_grace_and_leaves_nothing(start):
-    started = start("stubborn", grace_s=0.3)
+def test_a_server_that_is_stopped_is_killed_and_leaves_nothing(start):
+    started = start("stubborn")
     started.process.send_signal(signal.SIGUSR1)
     for name in ("child", "server"):
         os.kill(started.pids[name], signal.SIGSTOP)
@@ -113,10 +113,10 @@ def test_a_server_that_is_stopped_is_killed_after_its_grace_and_leaves_nothing(s
     assert started.nothing_is_left()
 
 
-def test_a_server_that_obeys_sigterm_leaves_no_child_either(start):
-    started = start(grace_s=30)
+def test_a_server_that_is_killed_leaves_no_child_either(start):
+    started = start()
     started.process.terminate()
-    assert started.process.wait(10) == 128 + signal.SIGTERM
+    assert started.process.wait(10) == 128 + signal.SIGKILL
     assert not any(psutil.pid_exists(pid) for pid in started.pids.values()), "not even a zombie"
     assert started.nothing_is_left()
 
@@ -138,19 +138,19 @@ def test_shared_memory_of_a_killed_server_is_remembered_from_when_it_was_up(star
 
 
 def test_a_guard_that_is_told_of_output_faster_than_it_looks_goes_on(start):
-    started = start(grace_s=30)
+    started = start()
     for _ in range(2_500):
         os.kill(started.process.pid, signal.SIGUSR1)
         time.sleep(0.0002)
     started.process.terminate()
-    assert started.process.wait(30) == 128 + signal.SIGTERM
+    assert started.process.wait(30) == 128 + signal.SIGKILL
     assert started.nothing_is_left()
 
 
 def test_a_guard_without_its_owner_starts_nothing_and_removes_the_scratch_folder(tmp_path):
     mark, scratch = tmp_path / "mark", tmp_path / "scratch"
     scratch.mkdir()
-    command = [sys.executable, "-I", "-S", str(GUARD), "1", "1.0", str(scratch), "touch", str(mark)]
+    command = [sys.executable, "-I", "-S", str(GUARD), "1", str(scratch), "touch", str(mark)]
     assert subprocess.run(command, timeout=10).returncode == 1
     assert not mark.exists()
     assert not scratch.exists()

@@ -158,11 +158,11 @@ async def test_after_a_failed_update_nothing_is_continued_and_what_was_cut_off_i
     assert [buffer.progress[index].summary.num_tokens > 0 for index in range(2)] == [True, True]
 
 
-async def test_groups_are_handed_on_with_what_is_written_of_them_those_begun_last_first(make_buffer):
+async def test_groups_are_handed_on_with_what_is_written_of_them(make_buffer):
     buffer = make_buffer(3)
     async with running_loop(buffer, writes(60, 0.01), groups_in_flight=3) as (loop, _, run):
         await asyncio.sleep(0.3)
-        buffer.hand_on_requests.put_nowait(2)
+        buffer.hand_on_requests.put_nowait([(1, 0), (2, 0), (7, 0)])  # the last is not there any more
         await asyncio.sleep(0.1)
         assert sorted((group_id, reason) for group_id, _, reason in buffer.released) == [
             (1, "handed_on"),

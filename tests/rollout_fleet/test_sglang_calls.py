@@ -12,7 +12,7 @@ import pytest
 from asyncrl.protocol.errors import DeadlineError, EngineError, RequestRefused, WorkerDiedError
 from asyncrl.protocol.types import FinishReason
 from rollout_fleet.config import EngineDevice, OnUpdate, RolloutFleetConfig, SamplingConfig, SGLangConfig
-from rollout_fleet.engines.engine import SampleRequest
+from rollout_fleet.engines.engine import EngineLoad, SampleRequest
 from rollout_fleet.engines.sglang import SGLangEngine, _StreamedSample
 from rollout_fleet.engines.sglang_server import report_path
 from tests.support.offers import bare_offer
@@ -36,6 +36,7 @@ class RecordedServer:
         self.reports = [{"num_values": 3}, {"num_values": 3}]
         self.calls = []
         self.refused = self.unconfirmed = ""
+        self.loads = []
         self.answers = asyncio.Event()
         self.answers.set()
         self.events = None
@@ -65,6 +66,8 @@ class RecordedServer:
                 report_path(self.weight_order, rank).write_text(json.dumps({"order": order, **report}))
         if path == self.unconfirmed:
             return None
+        if path.startswith("/v1/loads"):
+            return {"loads": self.loads}
         return {"success": True, "status": "ok", "new_version": (body or {}).get("new_version")}
 
     async def stream(self, path, body):
@@ -184,6 +187,16 @@ async def test_after_a_release_the_weights_come_back_before_the_kv_cache(engine,
     ]
     assert server.calls[1][1] == {"tags": ["weights"]}
     assert "kv_cache" in server.calls[6][1]["tags"]
+
+
+async def test_the_load_is_that_of_all_ranks_and_the_fullest_cache(engine, server):
+    counts = {"num_running_reqs": 3, "num_waiting_reqs": 2}
+    server.loads = [{**counts, "token_usage": 0.25}, {**counts, "token_usage": 0.5}]
+    assert await engine.read_load() == EngineLoad(num_running=6, num_waiting=4, cache_use=0.5)
+    server.loads = [{"num_running_reqs": 3}]
+    with pytest.raises(EngineError, match="answered GET /v1/loads with"):
+        await engine.read_load()
+    assert not engine.has_failed
 
 
 async def test_aborting_everything_is_one_call(engine, server):

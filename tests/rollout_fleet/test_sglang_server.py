@@ -133,8 +133,7 @@ async def test_a_server_stopped_while_it_is_launched_leaves_nothing(make_server,
     assert not list(tmp_path.glob("asyncrl-*"))
 
 
-async def test_a_guard_that_stands_still_is_killed_and_the_kernel_kills_the_server(make_server, monkeypatch):
-    monkeypatch.setattr(sglang_server, "CLEANUP_S", 0.1)
+async def test_a_guard_that_stands_still_is_killed_and_the_kernel_kills_the_server(make_server):
     server = make_server(COMES_UP, stop_timeout_s=0.1)
     await server.start()
     process, scratch = launched_by(server), server._scratch

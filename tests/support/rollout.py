@@ -56,7 +56,7 @@ class InMemoryBuffer(OffersInMemory):
         self._now = 0.0
         self._num_others = 0
         self.num_generated = 0
-        self.hand_on_requests: asyncio.Queue[int] = asyncio.Queue()
+        self.hand_on_requests: asyncio.Queue[list[tuple[int, int]]] = asyncio.Queue()
         self._revocations: asyncio.Queue[tuple[int, int]] = asyncio.Queue()
 
     @property
@@ -182,7 +182,7 @@ class InMemoryBuffer(OffersInMemory):
     async def revocation(self) -> tuple[int, int]:
         return await self._revocations.get()
 
-    async def hand_on_request(self) -> int:
+    async def hand_on_request(self) -> list[tuple[int, int]]:
         return await self.hand_on_requests.get()
 
     async def close(self) -> None:

@@ -1,0 +1,323 @@
+"""Running groups that would hold up their batch, and when each is handed on to a faster engine.
+
+A plan waits for every group that is due with it, so one slow engine that holds such a group stops the whole fleet. How
+long a group still takes follows from the tokens per second that its worker writes of one group, and from the lengths of
+the groups before it; when its batch is ready without it, from the pace of the fleet and of the learner. A group that
+would come too late where it runs is handed on at the last moment from which a faster engine finishes it in time. So a
+slow engine is at work all the same, and what it writes is used.
+
+Pure: callers bring the time. Nothing looks at all groups: each one is looked at again when half of the time is over
+until it would have to be handed on, or when it should have ended.
+"""
+
+import math
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from itertools import accumulate
+
+from .commands import GrantedLease
+from .groups import Group
+from .ledger import Ledger
+
+_MEMORY = 0.8
+"""Weight of the past at each group that ends: about the last five count."""
+_PLACES_MEMORY = 0.98
+_LENGTHS_KEPT = 128
+_FASTER = 2.0
+"""A group is handed on to an engine that writes so many times as fast, or to none."""
+_MARGIN = 1.25
+"""Room for a group that is longer than expected, in the time that the faster engine needs for it."""
+_HAND_OVER_S = 0.05
+"""What it costs to hand a group on: cutting it off, saving, leasing, computing its cache again."""
+_TRY_EVERY = 10.0
+"""A worker that is refused for being too slow is tried after so many times the seconds that it takes per group."""
+ASK_AGAIN_S = 10.0
+_STEP_MEMORY = 0.7
+_ESTIMATE_S = 5e-5
+"""Seconds, per worker, for which the estimates of the whole fleet are good; computing them takes a fiftieth of it."""
+
+Key = tuple[int, int]
+"""A group and its attempt."""
+
+
+class GroupLengths:
+    """The tokens of the last groups that ended, and what is still to come of one of which some are written."""
+
+    def __init__(self) -> None:
+        self._last: deque[int] = deque(maxlen=_LENGTHS_KEPT)
+        self._sorted: list[int] = []
+        self._sums: list[int] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._last)
+
+    def add(self, num_tokens: int) -> None:
+        """A group ended with so many tokens."""
+        self._last.append(num_tokens)
+        self._sorted = []
+
+    @property
+    def longest(self) -> int:
+        """The most tokens of any."""
+        self._sort()
+        return self._sorted[-1]
+
+    @property
+    def mean(self) -> float:
+        """The mean of all, at least one token."""
+        return max(1.0, sum(self._last) / len(self._last))
+
+    def left(self, num_written: float) -> float:
+        """Tokens still to come after ``num_written``: the mean over the longer groups; a tenth of the longest else.
+
+        Example: of lengths 10, 20, 40 there are 20 to come after 10, and 4 after 40.
+        """
+        self._sort()
+        place = bisect_right(self._sorted, num_written)
+        number = len(self._sorted) - place
+        if not number:
+            return max(1.0, self._sorted[-1] / 10)
+        return (self._sums[-1] - self._sums[place]) / number - num_written
+
+    def _sort(self) -> None:
+        if not self._sorted:
+            self._sorted = sorted(self._last)
+            self._sums = list(accumulate(self._sorted, initial=0))
+
+
+@dataclass(kw_only=True, slots=True)
+class _Worker:
+    """What a worker wrote of single groups, and in how many seconds, both fading.
+
+    ``since`` is when a group of it last ended, or when it had one again; ``most_held`` how many it held at once.
+    """
+
+    since: float
+    num_tokens: float = 0.0
+    took_s: float = 0.0
+    most_held: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _RunningGroup:
+    """A lease: whose, since when, on top of how many tokens, and the last version that may consume it.
+
+    ``due_at`` is when its batch was expected to be ready without it, when it began.
+    """
+
+    worker: bytes
+    began: float
+    num_inherited: int
+    deadline: int
+    due_at: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _FleetEstimate:
+    """The most tokens per second that a worker writes of one group, and the groups per second of all workers."""
+
+    fastest: float
+    groups_per_s: float
+    until: float
+
+
+class LateGroups:
+    """Says which running groups are to be handed on, and who is too slow to begin one.
+
+    Args:
+        ledger: What is leased, stored and planned; only read.
+        is_waiting: Whether a worker waits for work.
+    """
+
+    def __init__(self, ledger: Ledger, *, is_waiting: Callable[[bytes], bool]) -> None:
+        self._ledger = ledger
+        self._is_waiting = is_waiting
+        self._workers: dict[bytes, _Worker] = {}
+        self._running: dict[Key, _RunningGroup] = {}
+        self._looks: list[tuple[float, Key]] = []
+        self._unmeasured: list[Key] = []
+        self._lengths = GroupLengths()
+        self._fleet: _FleetEstimate | None = None
+        self._step_s: float | None = None
+        self._version, self._next_plan = ledger.learner_version, ledger.next_plan
+        self._planned_at: dict[int, float] = {}
+        self._committed_at = -math.inf
+
+    # What is heard
+
+    def granted(self, lease: GrantedLease | Group, num_held: int, now: float) -> None:
+        """A worker that held ``num_held`` leases begins a group, or goes on with one under a server that restarted."""
+        worker = self._workers.setdefault(lease.owner, _Worker(since=now))
+        if num_held == 0:
+            worker.since = now
+        worker.most_held = max(num_held + 1.0, _PLACES_MEMORY * worker.most_held)
+        key = lease.group_id, lease.attempt
+        self._running[key] = _RunningGroup(
+            worker=lease.owner,
+            began=now,
+            num_inherited=lease.num_inherited,
+            deadline=lease.deadline,
+            due_at=now + self._due_s(lease.deadline, now) if self._lengths else math.inf,
+        )
+        if self._lengths:
+            heappush(self._looks, (self._next_look_at(key, now), key))
+        else:
+            self._unmeasured.append(key)
+
+    def ended(self, group_id: int, attempt: int, num_tokens: int, now: float, *, is_whole: bool) -> None:
+        """A worker stored a group of so many tokens, or gave it back."""
+        running = self._running.pop((group_id, attempt), None)
+        if running is None:
+            return
+        if (worker := self._workers.get(running.worker)) is not None:
+            worker.num_tokens = _MEMORY * worker.num_tokens + max(0, num_tokens - running.num_inherited)
+            worker.took_s = _MEMORY * worker.took_s + now - running.began
+            worker.since = now
+        if is_whole:
+            self._lengths.add(num_tokens)
+            for key in self._unmeasured:
+                heappush(self._looks, (now, key))
+            self._unmeasured.clear()
+
+    def forget(self, worker: bytes) -> None:
+        """A worker is gone."""
+        self._workers.pop(worker, None)
+
+    def note_steps(self, now: float) -> None:
+        """The ledger may have planned or committed a step: learn how long the learner takes for one it has."""
+        version, next_plan = self._ledger.learner_version, self._ledger.next_plan
+        if version < self._version:  # it went back
+            self._planned_at.clear()
+            self._version = self._next_plan = version
+        for planned in range(self._next_plan, next_plan):
+            self._planned_at[planned] = now
+        for committed in range(self._version, version):
+            took_s = now - max(self._committed_at, self._planned_at.pop(committed, now))
+            before_s = took_s if self._step_s is None else self._step_s
+            self._step_s = _STEP_MEMORY * before_s + (1 - _STEP_MEMORY) * took_s
+            self._committed_at = now
+        self._version, self._next_plan = version, next_plan
+
+    # What follows
+
+    def next_look(self) -> float | None:
+        """When `take_late` may have something next; None while nothing runs."""
+        return self._looks[0][0] if self._looks else None
+
+    def take_late(self, now: float) -> dict[bytes, list[Key]]:
+        """The groups that are to be handed on now, by the worker that has them."""
+        late: dict[bytes, list[Key]] = {}
+        while self._looks and self._looks[0][0] <= now:
+            _, key = heappop(self._looks)
+            if not self._ledger.holds(*key):
+                self._running.pop(key, None)
+            elif (running := self._running.get(key)) is not None:
+                when = self._next_look_at(key, now)
+                if when <= now:
+                    late.setdefault(running.worker, []).append(key)
+                    when = now + ASK_AGAIN_S
+                heappush(self._looks, (when, key))
+        return late
+
+    def is_late(self, worker: bytes, group: Group, now: float) -> bool:
+        """Whether a group that waits with a saved prefix would come too late from this worker, and not from others."""
+        if not self._lengths or group.progress is None:
+            return False
+        deadline = self._ledger.rule.deadline(group.progress.oldest_version)
+        return self._slack_s(worker, self._lengths.left(group.num_saved), self._due_s(deadline, now), now) < math.inf
+
+    def is_worth(self, worker: bytes, engine_version: int, now: float) -> bool:
+        """Whether this worker should begin a group: it is in time, or writes enough before it hands it on.
+
+        One that has nothing is tried now and then: it may have become faster.
+        """
+        if not self._lengths:
+            return True
+        deadline, mean = self._ledger.rule.deadline(engine_version), self._lengths.mean
+        slack_s = self._slack_s(worker, mean, self._due_s(deadline, now), now)
+        rate = self._rate(worker, now)
+        if slack_s == math.inf or slack_s * rate >= _HAND_OVER_S * self._estimate(now).fastest:
+            return True
+        since = self._workers[worker].since
+        return not self._ledger.num_leases_of(worker) and now - since >= _TRY_EVERY * mean / rate
+
+    # Estimates
+
+    def _rate(self, worker: bytes, now: float) -> float:
+        """Tokens per second of one group; one that has ended none counts as the fastest until that cannot be true."""
+        known = self._workers.get(worker)
+        rate = self._estimate(now).fastest if known is None or not known.took_s else _measured(known)
+        return min(rate, self._limit(worker, now))
+
+    def _limit(self, worker: bytes, now: float) -> float:
+        """What a worker that has ended nothing for a while can be writing at most, by the longest group known."""
+        known = self._workers.get(worker)
+        if known is None or not self._ledger.num_leases_of(worker):
+            return math.inf
+        return self._lengths.longest / max(now - known.since, 1e-6)
+
+    def _estimate(self, now: float) -> _FleetEstimate:
+        """The fleet's speed now; only while a length is known."""
+        if self._fleet is None or now >= self._fleet.until:
+            there = {name: worker for name, worker in self._workers.items() if self._is_there(name, worker, now)}
+            rates = {name: min(_measured(w), self._limit(name, now)) for name, w in there.items() if w.took_s}
+            fastest = max(rates.values(), default=0.0)
+            tokens_per_s = sum(
+                worker.most_held * rates.get(name, min(fastest, self._limit(name, now)))
+                for name, worker in there.items()
+            )
+            groups_per_s = tokens_per_s / self._lengths.mean
+            self._fleet = _FleetEstimate(
+                fastest=max(fastest, 1e-6),
+                groups_per_s=max(groups_per_s, 1e-9),
+                until=now + _ESTIMATE_S * len(there),
+            )
+        return self._fleet
+
+    def _is_there(self, name: bytes, worker: _Worker, now: float) -> bool:
+        """Whether a worker holds or wants work, or had some less than the time of one group ago."""
+        if self._ledger.num_leases_of(name) or self._is_waiting(name):
+            return True
+        return bool(worker.took_s) and now - worker.since < self._lengths.mean / _measured(worker)
+
+    def _due_s(self, deadline: int, now: float) -> float:
+        """Seconds until the plan of version ``deadline`` could be made, were it not for one group."""
+        num_steps = max(0, deadline - self._ledger.next_plan)
+        num_missing = (num_steps + 1) * self._ledger.rule.groups_per_step - self._ledger.num_stored
+        return max(num_missing / self._estimate(now).groups_per_s, num_steps * (self._step_s or 0.0))
+
+    def _slack_s(self, worker: bytes, num_left: float, due_s: float, now: float, *, rate: float | None = None) -> float:
+        """Seconds until a group that is due in ``due_s`` is handed on at the latest.
+
+        Infinite where it is in time with this worker, or nobody is faster.
+        """
+        fleet, rate = self._estimate(now), self._rate(worker, now) if rate is None else rate
+        if fleet.fastest < _FASTER * rate:
+            return math.inf
+        num_before = self._ledger.num_leases_of(worker) + 1  # handed on together, for which places must become free
+        elsewhere_s = _MARGIN * num_left / fleet.fastest + num_before / fleet.groups_per_s + _HAND_OVER_S
+        if num_left / rate - max(due_s, elsewhere_s) < _HAND_OVER_S:
+            return math.inf
+        return due_s - elsewhere_s
+
+    def _next_look_at(self, key: Key, now: float) -> float:
+        """When a running group is to be looked at again; ``now`` where it is to be handed on."""
+        running = self._running[key]
+        rate, took_s = self._rate(running.worker, now), now - running.began
+        written = running.num_inherited + rate * took_s
+        num_left = self._lengths.left(written)
+        if written > self._lengths.longest:  # it should have ended: expect it to take as long again
+            num_left = self._lengths.mean
+            rate = min(rate, num_left / max(took_s, 1e-6))
+        due_s = min(running.due_at - now, self._due_s(running.deadline, now))
+        slack_s = self._slack_s(running.worker, num_left, due_s, now, rate=rate)
+        if slack_s == math.inf:
+            return now + max(num_left / rate, took_s / 4, _HAND_OVER_S)
+        return now if slack_s < _HAND_OVER_S / 2 else now + slack_s / 2
+
+
+def _measured(worker: _Worker) -> float:
+    return max(worker.num_tokens / worker.took_s, 1e-6)

@@ -1,0 +1,139 @@
+"""Groups that would hold up their batch are handed on in time: whole fleets in simulated time, and the estimates."""
+
+import random
+
+import pytest
+
+from asyncrl.protocol.types import GroupSummary
+from buffer import Ledger, StalenessRule
+from buffer.commands import Enqueue, LeaseGroups, Put
+from buffer.late_groups import GroupLengths, LateGroups
+from tests.support.simulated_fleet import SimulatedFleet
+
+FAST, SLOW = 100.0, 10.0
+"""Tokens per second of one group; a group has 80."""
+ONE_SLOW = [FAST, FAST, FAST, SLOW]
+
+
+def share(speeds, *, seconds=40.0, num_places=8, **options) -> float:
+    """Tokens trained on per second, of the sum of what the engines write when every place is taken."""
+    fleet = SimulatedFleet(speeds, num_places=num_places, **options)
+    at_end = [speed(1e9) if callable(speed) else speed for speed in speeds]
+    return fleet.rate(seconds, warm_up_s=10.0) / (num_places * sum(at_end))
+
+
+@pytest.mark.parametrize(
+    ("speeds", "options"),
+    [
+        ([FAST] * 4, {}),
+        (ONE_SLOW, {}),
+        (ONE_SLOW, {"max_lag": 1}),
+        (ONE_SLOW, {"max_lag": 4}),
+        (ONE_SLOW, {"num_places": 16}),
+        (ONE_SLOW, {"num_places": 1, "seconds": 300.0}),
+        ([FAST, SLOW], {}),
+        ([FAST, SLOW, SLOW, SLOW], {"seconds": 80.0}),
+        ([FAST, FAST, FAST, FAST / 3], {"seconds": 20.0}),
+        ([lambda t: FAST if t < 15 else SLOW, lambda t: SLOW if t < 15 else FAST, FAST, FAST], {}),
+    ],
+)
+def test_a_fleet_with_slow_engines_trains_on_nine_tenths_of_what_they_write(speeds, options):
+    assert share(speeds, **options) >= 0.9
+
+
+def lengths(seed: int, *, sigma: float):
+    rng = random.Random(seed)
+    drawn = [max(4, int(rng.lognormvariate(4.0, sigma))) for _ in range(10_000)]
+    return drawn.__getitem__
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_lag": 0},
+        {"max_lag": 0, "groups_per_step": 64},
+        {"length_of": lengths(0, sigma=0.8)},
+        {"length_of": lengths(1, sigma=0.8), "max_lag": 1},
+        {"step_s": 1.0},
+    ],
+    ids=["synchronous", "synchronous large steps", "long tail", "long tail at lag 1", "slow learner"],
+)
+def test_a_slow_engine_costs_nothing_where_batches_are_what_limits_the_fleet(options):
+    with_it = share(ONE_SLOW, seconds=80.0, **options) * sum(ONE_SLOW)
+    without = share(ONE_SLOW[:3], seconds=80.0, **options) * sum(ONE_SLOW[:3])
+    assert with_it >= 0.95 * without
+
+
+def test_groups_in_time_are_left_where_they_are():
+    fleet = SimulatedFleet([FAST, FAST, FAST, FAST / 3], max_lag=8)
+    fleet.rate(20.0, warm_up_s=5.0)
+    assert sum(worker.num_handed_on for worker in fleet.workers) == 0
+
+
+def test_what_is_still_to_come_of_a_group_is_the_mean_of_the_longer_ones():
+    seen = GroupLengths()
+    for length in (10, 40, 20):
+        seen.add(length)
+    assert (seen.mean, seen.longest) == (pytest.approx(70 / 3), 40)
+    assert [seen.left(written) for written in (0, 10, 25, 40, 1000)] == pytest.approx([70 / 3, 20, 15, 4, 4])
+
+
+class Watched:
+    """Two workers on a ledger with steps of 4 groups and a lag of 1, which both have done a group of 100 tokens."""
+
+    def __init__(self, *, slow_took_s: float) -> None:
+        self.ledger = Ledger(StalenessRule(max_lag=1, groups_per_step=4))
+        self.ledger.apply(Enqueue(group_ids=tuple(range(20))))
+        self.late = LateGroups(self.ledger, is_waiting=lambda _: False)
+        self.lease(b"fast", 0.0)
+        self.lease(b"slow", 0.0)
+        self.put(0, 1.0)
+        self.put(1, slow_took_s)
+
+    def lease(self, owner: bytes, now: float) -> None:
+        num_held = self.ledger.num_leases_of(owner)
+        command = LeaseGroups(engine_version=self.ledger.learner_version, max_groups=1, owner=owner)
+        [lease] = self.ledger.apply(command, now).leases
+        self.late.granted(lease, num_held, now)
+
+    def put(self, group_id: int, now: float) -> None:
+        summary = GroupSummary(
+            group_id=group_id,
+            attempt=0,
+            num_prompt_tokens=1,
+            response_lengths=(100,),
+            num_tokens=100,
+            oldest_version=0,
+            newest_version=0,
+            rewards=(0.0,),
+        )
+        self.ledger.apply(Put(summary=summary), now)
+        self.late.ended(group_id, 0, 100, now, is_whole=True)
+
+
+def test_a_group_is_handed_on_at_the_last_moment_from_which_a_faster_engine_is_in_time():
+    watched = Watched(slow_took_s=20.0)  # 100 and 5 tokens per second; 6 groups are missing until version 1 is planned
+    for _ in range(2):
+        watched.lease(b"fast", 20.0)
+    watched.lease(b"slow", 20.01)
+    # At 2.05 groups per second the batch is ready after 2.9 s; the fast engine needs 1.25 s, and a place within 1 s.
+    asked_at, now = None, 20.0
+    while asked_at is None:
+        now = watched.late.next_look()
+        if b"slow" in watched.late.take_late(now):
+            asked_at = now
+    assert 20.5 < asked_at < 21.0
+
+
+@pytest.mark.parametrize(("slow_took_s", "handed_on"), [(20.0, {b"slow"}), (1.5, set())])
+def test_nothing_is_handed_on_where_nobody_is_much_faster(slow_took_s, handed_on):
+    watched = Watched(slow_took_s=slow_took_s)
+    watched.lease(b"fast", 20.0)
+    watched.lease(b"slow", 20.0)
+    asked = set()
+    while (now := watched.late.next_look()) < 23.0:
+        asked |= watched.late.take_late(now).keys() - {b"fast"}
+        if now > 20.9 and watched.ledger.holds(2, 0):
+            watched.put(2, now)
+            watched.lease(b"fast", now)
+    assert asked == handed_on

@@ -1,0 +1,229 @@
+"""A fleet of engines of different speeds on the real buffer service, in simulated time, and a learner.
+
+An engine writes each of its groups at its own pace, however many it holds. What is handed on is saved and continued.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import simpy
+
+from asyncrl.profile.simulated_buffer import SimulatedBuffer, SimulatedLoop, buffer_options, call_after
+
+_CONTROLLER = b"controller"
+_GATHER_S = 0.02
+_CUT_S = 0.01
+
+Speed = Callable[[float], float]
+"""Tokens per second of one group, by the time."""
+
+
+@dataclass(kw_only=True)
+class _Writing:
+    """A group on an engine."""
+
+    length: int
+    num_tokens: float
+    version: int
+    since: float
+    has_ended: bool = False
+
+
+class SimulatedEngineWorker:
+    """A rollout worker with an engine that writes ``speed(now)`` tokens per second of each group, looked at per group.
+
+    Attributes:
+        num_written: Tokens written.
+        num_handed_on: Groups handed on.
+    """
+
+    def __init__(self, fleet: "SimulatedFleet", index: int, speed: Speed, num_places: int) -> None:
+        self._fleet, self._env, self._buffer = fleet, fleet.env, fleet.buffer
+        self._client = b"engine-%d" % index
+        self._speed = speed
+        self._num_places = num_places
+        self._version = 0
+        self._groups: dict[tuple[int, int], _Writing] = {}
+        self._asked: int | None = None
+        self._is_gathering = False
+        self.num_written = 0.0
+        self.num_handed_on = 0
+        self._buffer.join(self._client, self._revoked, self._hand_on)
+        self._follow_weights()
+        self._ask()
+
+    def _follow_weights(self) -> None:
+        fields = {"at_least": self._version + 1}
+        self._buffer.request(self._client, "next_offer", fields, on_reply=self._load)
+
+    def _load(self, fields: Mapping[str, Any]) -> None:
+        self._version = fields["offer"]["version"]
+        if self._asked is not None:
+            self._buffer.cancel_lease(self._client, self._asked)
+            self._asked = None
+        self._follow_weights()
+        self._ask()
+
+    def _ask(self) -> None:
+        if self._asked is None and not self._is_gathering and len(self._groups) < self._num_places:
+            self._is_gathering = True
+            call_after(self._env, _GATHER_S, self._request)
+
+    def _request(self) -> None:
+        self._is_gathering = False
+        wanted = self._num_places - len(self._groups)
+        if self._asked is None and wanted > 0:
+            fields = {"engine_version": self._version, "max_groups": wanted}
+            self._asked = self._buffer.request(self._client, "lease", fields, on_reply=self._begin)
+
+    def _begin(self, fields: Mapping[str, Any]) -> None:
+        self._asked = None
+        for group_id, attempt, version, _, _, num_prefix_frames in fields["leases"]:
+            written = self._fleet.saved.pop(group_id, 0.0) if num_prefix_frames else 0.0
+            group = _Writing(
+                length=self._fleet.length_of(group_id), num_tokens=written, version=version, since=self._env.now
+            )
+            self._groups[group_id, attempt] = group
+            self._write(group_id, attempt, group)
+        self._ask()
+
+    def _write(self, group_id: int, attempt: int, group: _Writing) -> None:
+        speed = self._speed(self._env.now)
+        took_s = (group.length - group.num_tokens) / speed
+
+        def stop() -> None:
+            if not group.has_ended:
+                group.has_ended = True
+                self._put(group_id, attempt, group)
+
+        call_after(self._env, max(0.0, took_s), stop)
+
+    def _count(self, group: _Writing, num_tokens: float) -> None:
+        self.num_written += num_tokens - group.num_tokens
+
+    def _put(self, group_id: int, attempt: int, group: _Writing) -> None:
+        self._count(group, group.length)
+        fields = {
+            "group_id": group_id,
+            "attempt": attempt,
+            "num_prompt_tokens": 8,
+            "num_tokens": group.length,
+            "oldest_version": group.version,
+            "newest_version": self._version,
+            "num_truncated": 0,
+            "response_lengths": [group.length],
+            "branch_tokens": [],
+            "num_branches": [],
+            "rewards": [0.0],
+            "metrics": [],
+        }
+        self._buffer.request(
+            self._client, "put", fields, num_bytes=1, on_reply=lambda _: self._leave(group_id, attempt)
+        )
+
+    def _leave(self, group_id: int, attempt: int) -> None:
+        del self._groups[group_id, attempt]
+        self._ask()
+
+    def _revoked(self, group_id: int, attempt: int) -> None:
+        raise AssertionError("nothing is revoked here")
+
+    def _hand_on(self, keys: Sequence[tuple[int, int]]) -> None:
+        for key in keys:
+            if (group := self._groups.get(key)) is not None and not group.has_ended:
+                group.has_ended = True
+                call_after(self._env, _CUT_S, lambda key=key, group=group: self._save(*key, group))
+
+    def _save(self, group_id: int, attempt: int, group: _Writing) -> None:
+        written = (self._env.now - group.since) * self._speed(group.since)
+        num_tokens = min(group.length, group.num_tokens + written)
+        self._count(group, num_tokens)
+        named = {"group_id": group_id, "attempt": attempt, "num_tokens": int(num_tokens)}
+        if int(num_tokens):
+            versions = {"oldest_version": group.version, "newest_version": self._version}
+            self._buffer.request(self._client, "save", named | versions, num_bytes=1)
+            self._fleet.saved[group_id] = num_tokens
+        self.num_handed_on += 1
+        self._buffer.request(
+            self._client,
+            "release",
+            named | {"reason": "handed_on"},
+            on_reply=lambda _: self._leave(group_id, attempt),
+        )
+
+
+class SimulatedFleet:
+    """Engines by their speeds, and a learner that takes ``step_s`` per step and publishes at once.
+
+    Args:
+        speeds: Tokens per second of one group on each engine; a function of the time where it changes.
+        num_places: Groups that each engine holds at once.
+        groups_per_step: B.
+        max_lag: η.
+        step_s: Seconds that the learner takes for a step.
+        length_of: Tokens of a group by its id.
+    """
+
+    def __init__(
+        self,
+        speeds: Sequence[float | Speed],
+        *,
+        num_places: int = 8,
+        groups_per_step: int = 16,
+        max_lag: int = 3,
+        step_s: float = 0.0,
+        length_of: Callable[[int], int] = lambda _: 80,
+    ) -> None:
+        self.env = simpy.Environment()
+        self.saved: dict[int, float] = {}
+        self.length_of = length_of
+        self.tokens_trained = 0
+        self._step_s = step_s
+        self._groups_per_step = groups_per_step
+        self._num_prompts = 0
+        self._loop = SimulatedLoop(self.env)
+        with self._loop.running():
+            options = buffer_options(max_lag=max_lag, queue_size=100_000)
+            self.buffer = SimulatedBuffer(self.env, options, groups_per_step=groups_per_step)
+            self._offer(0)
+            self._feed(4 * len(speeds) * num_places)
+            self.workers = [
+                SimulatedEngineWorker(self, index, speed if callable(speed) else lambda _, s=speed: s, num_places)
+                for index, speed in enumerate(speeds)
+            ]
+        self.env.process(self._learn())
+
+    def rate(self, seconds: float, *, warm_up_s: float) -> float:
+        """Tokens trained on per second, in so many seconds after the first ones."""
+        with self._loop.running():
+            self.env.run(until=warm_up_s)
+            before = self.tokens_trained
+            self.env.run(until=warm_up_s + seconds)
+        return (self.tokens_trained - before) / seconds
+
+    def _offer(self, version: int) -> None:
+        offer = {"version": version, "manifest": f"/v{version}", "digest": "", "num_bytes": 0}
+        self.buffer.request(b"learner", "offer", {"offer": offer})
+
+    def _feed(self, number: int) -> None:
+        groups = list(range(self._num_prompts, self._num_prompts + number))
+        self._num_prompts += number
+        self.buffer.request(_CONTROLLER, "enqueue", {"groups": groups, "counts": [0] * number})
+
+    def _learn(self) -> Any:
+        version = 0
+        while True:
+            made = self.env.event()
+
+            def on_plan(fields: Mapping[str, Any], made: simpy.Event = made) -> None:
+                made.succeed(fields)
+
+            self.buffer.request(_CONTROLLER, "plan", {"version": version}, on_reply=on_plan)
+            groups = (yield made)["groups"]
+            self._feed(self._groups_per_step)
+            yield self.env.timeout(self._step_s)
+            self.tokens_trained += sum(group["num_tokens"] for group in groups)
+            version += 1
+            self._offer(version)
+            self.buffer.request(_CONTROLLER, "commit", {"version": version - 1})
