@@ -16,7 +16,7 @@ from typing import Any
 from asyncrl.data.config import DataConfig
 from asyncrl.placement_config import LEARNER_POOL, PlacementConfig, RayConfig
 from asyncrl.protocol.record import ProfileConfig
-from buffer.config import BufferConfig, is_loopback
+from buffer.config import BufferConfig, StoresOn, is_loopback
 from learner.config import GROUP_ADVANTAGES, AlgorithmConfig, LearnerConfig
 from rollout_fleet.config import EngineKind, RolloutFleetConfig
 
@@ -347,6 +347,14 @@ def stop_deadlines(config: RunConfig) -> StopDeadlines:
     """The deadlines between an engine's ``rollout_fleet.stop_timeout_s``, from which they follow, and the run's own."""
     fleet = config.rollout_fleet
     return StopDeadlines(fleet_s=fleet.worker_stop_timeout_s, learner_s=fleet.stop_timeout_s)
+
+
+def keeps_stores_on_hosts(config: RunConfig) -> bool:
+    """Whether trajectories are kept on the hosts of the rollout workers; see ``buffer.stores_on``."""
+    buffer = config.buffer
+    if buffer.stores_on is StoresOn.auto:
+        return config.placement.num_nodes > 1 and not buffer.num_store_servers
+    return buffer.stores_on is StoresOn.hosts
 
 
 def check_options(config: RunConfig) -> None:

@@ -13,7 +13,14 @@ from dataclasses import dataclass, field, replace
 
 from asyncrl.cli.preflight import check_folders, preflight, visible_gpus
 from asyncrl.cli.quickstart import with_quickstart_assets
-from asyncrl.config import RunConfig, learner_pools, learner_roles, requested_cpus, requested_gpus
+from asyncrl.config import (
+    RunConfig,
+    keeps_stores_on_hosts,
+    learner_pools,
+    learner_roles,
+    requested_cpus,
+    requested_gpus,
+)
 from asyncrl.profile.device_memory import GIB, ModelSize, engine_memory, kv_tokens, rank_memory
 
 _BYTES_PER_TOKEN = 14
@@ -105,7 +112,9 @@ def _placement(config: RunConfig) -> Iterator[str]:
     groups = str(most) if fewest == most else f"{fewest} to {most}"
     where = "the learner's devices, in turns" if config.placement.colocated else f"{fleet.device}"
     yield f"fleet: {fleet.num_engines} {fleet.engine} engines{size} on {where}, {groups} groups each"
-    yield f"buffer: 1 server and {config.buffer.num_store_servers} stores; durability {config.buffer.durability}"
+    on_hosts = keeps_stores_on_hosts(config)
+    stores = "a store on each host of engines" if on_hosts else f"{config.buffer.num_store_servers} stores"
+    yield f"buffer: 1 server and {stores}; durability {config.buffer.durability}"
     cluster = f"the Ray cluster at {config.ray.address}" if config.ray.address else "a Ray cluster of its own"
     have = f"; this machine has {os.cpu_count()} and {visible_gpus()}" if not config.ray.address else ""
     yield f"{cluster}: {requested_cpus(config):g} CPUs and {requested_gpus(config)} GPUs{have}"

@@ -10,6 +10,7 @@ import shutil
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import ray
@@ -17,6 +18,7 @@ import ray
 from asyncrl.config import RunConfig
 from asyncrl.controller.cluster import engine_pool, stop_groups, worker_env
 from asyncrl.controller.fleet_member import FleetMember
+from asyncrl.controller.host_stores import client_on_this_node
 from asyncrl.controller.run_folder import RunPaths
 from asyncrl.protocol.errors import EngineLost
 from asyncrl.protocol.ports import FleetCounts
@@ -54,7 +56,7 @@ class FleetGroup:
             _fleet_options(config),
             model_path=config.model.path,
             samples_per_prompt=config.algorithm.samples_per_prompt,
-            connect_buffer=buffer.for_role(BufferRole.rollout).client,
+            connect_buffer=partial(client_on_this_node, buffer.for_role(BufferRole.rollout)),
             log_dir=str(paths.logs),
             staging_dir=str(paths.staging),
             copy_weights=config.weights.copies,

@@ -31,6 +31,7 @@ from asyncrl.protocol.errors import AsyncRLError
 from asyncrl.protocol.manifest import digest_of
 from asyncrl.protocol.remote import fetch_async, within
 from buffer import BufferRole
+from buffer.keys import STORE_KEYS
 
 logger = logging.getLogger(__name__)
 
@@ -149,7 +150,8 @@ class NodeFolders:
         if config.weights.directory:
             await self.check_shared("weights.directory", _absolute(config.weights.directory))
         if keys:
-            await self.bring_keys(Path(keys), [f"{role}.json" for role in (BufferRole.rollout, BufferRole.learner)])
+            names = [STORE_KEYS, *(f"{role}.json" for role in (BufferRole.rollout, BufferRole.learner))]
+            await self.bring_keys(Path(keys), names)
         model, learner = config.model, config.learner
         critic, reward_model = learner.critic, learner.reward_model
         learner = replace(

@@ -73,6 +73,10 @@ class StoreFull(ReplayBufferError):
     """The store's byte bound is reached; the sender waits and sends again."""
 
 
+class StoreLost(ReplayBufferError):
+    """The store that took a group's payload does not hold it any more; the sender sends it again."""
+
+
 class LeaseExpired(ReplayBufferError):
     """A put, renewal or release came under a lease that is no longer held."""
 

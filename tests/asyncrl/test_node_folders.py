@@ -92,7 +92,7 @@ async def test_keys_reach_a_node_readable_by_their_owner_only_and_no_others(fold
     config = RunConfig()
     assert (await folders.supply(config, keys=str(tmp_path / "run" / "keys"), resumes=False)) == config
     there = nodes["10.0.0.2"].file(tmp_path / "run" / "keys")
-    assert sorted(path.name for path in there.iterdir()) == ["learner.json", "rollout.json"]
+    assert sorted(path.name for path in there.iterdir()) == ["learner.json", "rollout.json", "store.json"]
     assert {stat.S_IMODE(path.stat().st_mode) for path in there.iterdir()} == {0o600}
     assert stat.S_IMODE(there.stat().st_mode) == 0o700
 

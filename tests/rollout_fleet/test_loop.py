@@ -16,7 +16,6 @@ from asyncrl.protocol.errors import (
     WeightsGone,
     WorkerDiedError,
 )
-from rollout_fleet import settlement
 from rollout_fleet.config import RolloutFleetConfig
 from rollout_fleet.engines.scripted import ScriptedAnswer, ScriptedEngine
 from rollout_fleet.loop import RolloutLoop
@@ -459,20 +458,3 @@ async def test_an_engine_that_fails_while_it_is_stopped_still_gives_the_leases_b
         await run
     assert "2 prompt groups are given back as they are: no aborts today" in caplog.text
     assert buffer.held == set()
-
-
-async def test_only_the_latest_failed_groups_are_remembered(make_buffer, monkeypatch):
-    monkeypatch.setattr(settlement, "MAX_FAILED_GROUPS", 3)
-    buffer = make_buffer(8)
-    release, many = buffer.release, asyncio.Event()
-
-    async def count(lease, **options):
-        await release(lease, **options)
-        if len(buffer.released) == 20:
-            many.set()
-
-    buffer.release = count
-    aborts = {"script": lambda request, version: ScriptedAnswer(response=[WRITTEN] * 3, cut_off=1)}
-    async with running_loop(buffer, **aborts, max_attempts=1000, max_failures_in_a_row=1000) as (loop, _, _):
-        await asyncio.wait_for(many.wait(), 20)
-        assert len(loop._settlement._num_failures) == 3
