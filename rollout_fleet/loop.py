@@ -327,10 +327,12 @@ class RolloutLoop:
                 await self._give_back(grant)
                 raise
             finally:
-                await _cancel({grant, outdated})
-                self._is_asking = False
-                self._meter.asking(False)
-                record.level(LevelName.asking, 0)
+                try:
+                    await _cancel({grant, outdated})
+                finally:  # a stop may come in this very moment
+                    self._is_asking = False
+                    self._meter.asking(False)
+                    record.level(LevelName.asking, 0)
                 await self._notify()
 
     @property

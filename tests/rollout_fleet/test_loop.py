@@ -380,6 +380,36 @@ async def test_what_outlives_the_drain_deadline_is_cut_off_and_continued_after_t
     assert buffer.num_tokens == 2 * 2 * 60
 
 
+async def test_nobody_waits_for_admission_after_a_stop_that_came_while_a_request_was_withdrawn(make_buffer):
+    buffer = make_buffer(4)
+    engine = ScriptedEngine()
+
+    async def be_slow_to_withdraw(engine_version, max_groups):
+        try:
+            await asyncio.Event().wait()
+        finally:
+            asking.cancel()  # the stop
+            await asyncio.sleep(0)
+
+    buffer.lease = be_slow_to_withdraw
+    loop = RolloutLoop(
+        RolloutFleetConfig(groups_in_flight=2),
+        engine=engine,
+        member=ready_member(),
+        buffer=buffer,
+        rewards=WeightedRewards(RolloutFleetConfig()),
+        decode=digits,
+        samples_per_prompt=2,
+    )
+    await engine.start()
+    await loop.load_weights(bare_offer(0))
+    asking = asyncio.create_task(loop._keep_leasing())
+    await asyncio.sleep(0.05)
+    await loop.load_weights(bare_offer(1))  # supersedes the request
+    await asyncio.wait([asking])
+    assert loop.counters().wait_s == loop.counters().wait_s
+
+
 async def test_leases_granted_at_the_very_moment_of_a_stop_are_given_back(make_buffer):
     buffer = make_buffer(4)
     grant = buffer.lease
