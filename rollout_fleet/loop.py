@@ -224,6 +224,7 @@ class RolloutLoop:
         member.verified(epoch, offer.version)
         self._released.close()
         record.level(LevelName.version, self._engine.version)
+        record.cpu()
         self._has_device = True
         self._continue_parked()
         await self._notify()

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -77,6 +78,7 @@ class Member:
         version: Policy version that it has verified, or loads; -1 before the first one is offered.
         deadline: When it has to have left the state, on the clock of ``now``; infinite where only others end it.
         reason: What the last fault was; empty before the first.
+        on_enter: Hears of each state that it enters, and of the epoch.
     """
 
     def __init__(self, name: str, limits: MemberLimits, now: float) -> None:
@@ -86,6 +88,7 @@ class Member:
         self.version = -1
         self.deadline = now + limits.start_s
         self.reason = ""
+        self.on_enter: Callable[[MemberState, int], None] = lambda state, epoch: None
         self._limits = limits
         self._faults: deque[float] = deque()
 
@@ -203,3 +206,4 @@ class Member:
     def _enter(self, state: MemberState, deadline: float) -> None:
         self.state = state
         self.deadline = deadline
+        self.on_enter(state, self.epoch)

@@ -23,7 +23,7 @@ from asyncrl.protocol.types import AnsweredPrompt, Prompt
 from rollout_fleet.config import EngineKind
 from rollout_fleet.engine_supervisor import engine_limits
 from rollout_fleet.member import Member, MemberState
-from rollout_fleet.metrics import FleetCounters
+from rollout_fleet.metrics import FleetCounters, MemberNotes
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -69,6 +69,7 @@ class FleetMember:
         restarts = 0 if config.placement.colocated else fleet.restarts
         limits = replace(engine_limits(fleet), restarts=restarts)
         self.member = Member(f"rollout worker {rank}", limits, time.monotonic())
+        MemberNotes(f"engine-{rank}/worker").follow(self.member)
         self._group = group
         self._bury = bury
         self._on_change = on_change

@@ -48,6 +48,7 @@ from asyncrl.metrics import (
     summary_document,
     write_json,
 )
+from asyncrl.profile.advice import read_advice
 from asyncrl.profile.command import explain
 from asyncrl.protocol import record
 from asyncrl.protocol.errors import AsyncRLError
@@ -300,7 +301,7 @@ class Run:
             await _unless(work, [parts.fleet.run()])
             result = await controller.account()
             after = await evaluate(result.policy_version)
-            overlap = await self._explain(writer)
+            overlap, _ = await asyncio.gather(self._explain(writer), self._watching.last_advice())
         except asyncio.CancelledError as end:
             if self._records and not is_death(end):  # what is left of the run could not answer
                 await self._keep(controller, parts.learner, writer, before)
@@ -396,6 +397,7 @@ class Run:
         overlap: Mapping[str, Any] | None,
     ) -> dict[str, Any]:
         """Write the summary, at once after the last evaluation: a run that is stopped later keeps it."""
+        advice = read_advice(self._run_dir)
         summary = summary_document(
             experiment=self._config.experiment,
             seed=self._config.seed,
@@ -412,6 +414,7 @@ class Run:
             },
             wall_s={"total": self._view.elapsed_s, "start": self._start_s},
             overlap=overlap,
+            advice=advice and advice.to_dict(),
         )
         write_json(self._run_dir / "summary.json", summary)
         plot_reward(self._run_dir / "reward.png", self._records, self._evaluations)
