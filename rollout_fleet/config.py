@@ -156,8 +156,9 @@ class RolloutFleetConfig:
         min_engines: The run ends when fewer engines than this are left that have not failed for good; an elastic fleet
             waits ``no_engine_timeout_s`` for others first.
         no_engine_timeout_s: How long training may wait while no engine is up.
-        groups_in_flight: Prompt groups one worker generates at a time. ``{min: 4, max: 64}`` fits them to the load that
-            the engine reports: more while it has room, fewer while samples wait in it or its KV cache is nearly full.
+        groups_in_flight: Prompt groups one worker generates at a time; as many again may be scored and stored.
+            ``{min: 4, max: 64}`` fits them to the load that the engine reports: more while it has room, fewer while
+            samples wait in it or its KV cache is nearly full.
         reward: ``exact_match``, ``last_number``, ``final_answer``, or your own as ``file.py:function`` or
             ``module:function``, called as reward(prompt, response_text) -> float.
         rewards: Several rewards in the place of ``reward``, each as NAME or WEIGHT*NAME. A trajectory earns their
