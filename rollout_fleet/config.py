@@ -154,8 +154,8 @@ class RolloutFleetConfig:
         num_engines: Rollout workers, one engine each.
         min_engines: The run ends when fewer engines than this are left that have not failed for good.
         groups_in_flight: Prompt groups one worker generates at a time; as many again may be scored and stored.
-        ``{min: 4, max: 64}`` fits them to the load that the engine reports: more while it has room, fewer while
-        samples wait in it or its KV cache is nearly full.
+            ``{min: 4, max: 64}`` fits them to the load that the engine reports: more while it has room, fewer while
+            samples wait in it or its KV cache is nearly full.
         reward: ``exact_match``, ``last_number``, ``final_answer``, or your own as ``file.py:function`` or
             ``module:function``, called as reward(prompt, response_text) -> float.
         rewards: Several rewards in the place of ``reward``, each as NAME or WEIGHT*NAME. A trajectory earns their
@@ -163,7 +163,7 @@ class RolloutFleetConfig:
         reward_processes: Scoring processes per worker and reward; built-in rewards need none.
         reward_timeout_s: Deadline of scoring one prompt group.
         max_attempts: A prompt group whose reward fails, or which the engine aborts by itself, is tried again until that
-            has happened this often on one worker; then it is dropped and counted. Evictions do not count.
+            has happened this often, on whichever workers; then it is dropped and counted. Evictions do not count.
         max_failures_in_a_row: So many such failures on one worker, without a stored group between them, end the run.
         start_timeout_s: Deadline for an engine to come up.
         load_timeout_s: Deadline of one weight update on one engine, from the moment when it stands still; weights may
