@@ -10,7 +10,7 @@ from typing import Any
 
 from asyncrl.protocol.errors import AsyncRLError
 
-from .client import BufferConnection
+from .connection import BufferConnection
 from .keys import BufferRole
 
 
@@ -43,6 +43,10 @@ def render(report: dict[str, Any]) -> str:
         f"refused    puts {_counts(stats['puts_refused'])}; messages {report['malformed']} malformed, "
         f"{report['over_rate']} over the rate, {report['unsent']} unsent; {report['unknown_keys']} unknown keys",
     ]
+    for number, store in enumerate(report["stores"]):
+        where = f"of host {store['host']} " * bool(store["host"])
+        what = "gone" if store["is_gone"] else f"at {store['address']}, {store['bytes']} bytes"
+        lines.append(f"store      {number} {where}{what}")
     for producer in report["producers"]:
         lines.append(
             f"producer   {producer['owner']}: {producer['leases']} leases, {producer['puts']} puts, "

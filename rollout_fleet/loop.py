@@ -8,7 +8,7 @@ Each task, what it waits for, and who wakes it. There is one condition, ``_chang
 or the loop's state notifies it.
 
 - `_keep_leasing`: a free place, then the buffer's grant. Woken by a group that leaves the engine, then by the buffer. A
-  new version or a released device withdraws the request.
+  new version, a released device or a member that leaves withdraws the request.
 - `_generate`, one per batch of leases: the next finished sample. Woken by the engine.
 - `_settle`, one per finished group: its turn, the reward, then the buffer's acknowledgement. Woken by the groups
   before it, the scoring process and the buffer.
@@ -225,6 +225,7 @@ class RolloutLoop:
         member.verified(epoch, offer.version)
         self._released.close()
         record.level(LevelName.version, self._engine.version)
+        record.cpu()
         self._has_device = True
         self._continue_parked()
         await self._notify()
@@ -250,6 +251,18 @@ class RolloutLoop:
                 ) from None
         await self._engine.release_memory()
         self._released = record.span(SpanKind.released)
+
+    async def let_end(self) -> None:
+        """Ask for no more work, since the member leaves; where nothing is saved to be handed on, let what runs end.
+
+        What has not ended within ``drain_timeout_s`` is cut off by `stop`.
+        """
+        await self._notify()
+        if self._config.save_progress is not SaveProgress.never:
+            return
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._config.drain_timeout_s):
+                await self._until(lambda: self._state is not LoopState.running or not (self._is_asking or self._groups))
 
     @property
     def is_stopping(self) -> bool:
@@ -314,7 +327,7 @@ class RolloutLoop:
             grant = asyncio.create_task(self._buffer.lease(version, num_asked))
             outdated = asyncio.create_task(
                 self._until(
-                    lambda: not self._has_device or self._engine.version != version or self._num_free < num_asked  # noqa: B023
+                    lambda: not self._may_lease or self._engine.version != version or self._num_free < num_asked  # noqa: B023
                 )
             )
             self._is_asking = True
@@ -328,10 +341,12 @@ class RolloutLoop:
                 await self._give_back(grant)
                 raise
             finally:
-                await _cancel({grant, outdated})
-                self._is_asking = False
-                self._meter.asking(False)
-                record.level(LevelName.asking, 0)
+                try:
+                    await _cancel({grant, outdated})
+                finally:  # a stop may come in this very moment
+                    self._is_asking = False
+                    self._meter.asking(False)
+                    record.level(LevelName.asking, 0)
                 await self._notify()
 
     @property

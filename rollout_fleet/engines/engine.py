@@ -40,7 +40,7 @@ class SampleRequest:
         id: Unique among the engine's running requests; holds no ``/``. Example: ``"4711-0-3-0"``.
         prompt_ids: [P] int32 token ids.
         sampling: How to sample; behaviour log-probs are taken under its temperature.
-        on_first_token: Called when the first token arrives, by engines that see it before the sample is finished.
+        on_first_token: Called when the first token arrives, on any thread.
     """
 
     id: str

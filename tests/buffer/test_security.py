@@ -15,8 +15,16 @@ from hypothesis import strategies as st
 
 from asyncrl.protocol.errors import DeadlineError, NotAllowed, RateExceeded, ReplayBufferError, WireError, WrongEpoch
 from asyncrl.protocol.types import BufferStats
-from buffer import BufferClient, BufferConfig, BufferProcess, SyncBufferClient, client_keys, make_keys, messages
-from buffer.client import BufferConnection
+from buffer import (
+    BufferClient,
+    BufferConfig,
+    BufferConnection,
+    BufferProcess,
+    SyncBufferClient,
+    client_keys,
+    make_keys,
+    messages,
+)
 from buffer.keys import BufferRole
 from buffer.messages import PROTOCOL_VERSION, Message
 from buffer.server import BufferServer
@@ -153,7 +161,7 @@ async def test_an_unknown_key_and_no_key_are_refused_and_the_unknown_key_is_coun
     make_keys(tmp_path / "run")
     make_keys(tmp_path / "other")
     known, other = (client_keys(tmp_path / name, CONTROLLER) for name in ("run", "other"))
-    stranger = type(other)(public=other.public, secret=other.secret, server_public=known.server_public)
+    stranger = replace(other, server_public=known.server_public)
     async with running(keys=str(tmp_path / "run")) as run:
         for keys in (stranger, None):
             with pytest.raises(NotAllowed, match="refuses this client's key"):
@@ -176,7 +184,7 @@ async def test_keys_are_refused_at_once_where_there_are_none_and_those_of_anothe
 
 def test_key_files_belong_to_their_owner_only(tmp_path: Path):
     make_keys(tmp_path)
-    for name in ("server", *BufferRole):
+    for name in ("server", "store", *BufferRole):
         assert (tmp_path / f"{name}.json").stat().st_mode & 0o777 == 0o600
     (tmp_path / "rollout.json").chmod(0o644)
     with pytest.raises(ValueError, match=r"rollout.json is readable by others \(mode 644\)"):
