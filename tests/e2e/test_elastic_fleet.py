@@ -103,7 +103,7 @@ def kill_node(node):
 
 
 def test_a_node_brings_an_engine_and_dies_and_the_engine_goes_on_where_another_node_comes(start, tmp_path):
-    steps = 600
+    steps = 1000
     with cluster() as nodes:
         run = start(
             f"total_steps={steps}",
