@@ -54,7 +54,7 @@ class FleetCounters:
         return cls(**sums)
 
 
-def note_places(groups: Iterable[InflightGroup]) -> None:
+def note_places(groups: Iterable[InflightGroup], *, num_places: int) -> None:
     """Note for the run's profile what the engine's places for samples are held by; see `LevelName`."""
     if record.current() is None:
         return
@@ -70,7 +70,7 @@ def note_places(groups: Iterable[InflightGroup]) -> None:
             settling += num_samples
     record.level(LevelName.running, running)
     record.level(LevelName.tail, tail)
-    record.level(LevelName.settling, settling)
+    record.level(LevelName.settling, min(settling, num_places - running - tail - parked))
     record.level(LevelName.parked, parked)
 
 

@@ -24,6 +24,7 @@ from asyncrl.controller.cluster import finished_in_thread, ray_cluster
 from asyncrl.controller.controller import ColocatedController, Controller
 from asyncrl.controller.evaluator import HeldOutEvaluator, PinnedEngines
 from asyncrl.controller.fleet_group import FleetGroup
+from asyncrl.controller.fleet_requests import served_requests
 from asyncrl.controller.host_stores import HostStores, ray_actors
 from asyncrl.controller.learner_restarts import AnyController, LearnerRestarts
 from asyncrl.controller.node_folders import NodeFolders, node_folders
@@ -234,9 +235,10 @@ class Run:
         return learner, fleet
 
     async def _start_fleet(self, stack: AsyncExitStack, make: Starter[FleetGroup]) -> FleetGroup:
-        fleet = await make(FleetGroup, self._config, say=self._view.say)
+        fleet = await make(FleetGroup, self._config, say=self._view.say, supply=self._nodes.admit)
         stack.push_async_callback(fleet.stop, stop_deadlines(self._config).fleet_s)
-        count, engine = self._config.rollout_fleet.num_engines, self._config.rollout_fleet.engine
+        await stack.enter_async_context(served_requests(fleet, self._config, self._run_dir))
+        count, engine = self._config.rollout_fleet.fewest_engines, self._config.rollout_fleet.engine
         await self._ready(f"rollout fleet ({count} {engine} engines)", fleet.start())
         return fleet
 

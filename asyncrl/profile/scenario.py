@@ -164,7 +164,7 @@ class Scenario:
         num_engines: Engines.
         devices_per_engine: Devices of one engine; ``rollout_fleet.sglang.tp_size``.
         num_ranks: Learner ranks, one device each.
-        groups_in_flight: Prompt groups that one engine's worker holds at a time, those being scored among them.
+        groups_in_flight: Prompt groups that one engine generates at a time; as many again may be scored and stored.
         groups_per_step: B.
         samples_per_prompt: G.
         max_lag: η.
@@ -173,8 +173,8 @@ class Scenario:
         publish_every: Learner steps between two published versions.
         max_stored_bytes: Bytes that the buffer may hold.
         bytes_per_token: Bytes of a stored token: id, log-prob, version, masks.
-        settle_s: From a group's last token to its storing: reward, encoding, network. It holds its place meanwhile.
-        ask_s: From a free place to the request for a lease.
+        settle_s: From a group's last token to its storing: reward, encoding, network.
+        ask_s: From a free place to the request for a lease, while other places are taken.
         plan_s: From a batch that is complete to the start of the step: plan, fetch, scores of a reference.
         pipeline_steps: Batches planned and not yet consumed, at most; asyncrl has 2.
         equal_rewards: Share of groups that ``buffer.filters=[equal_rewards]`` drops, where that is set; 0 elsewhere.
@@ -286,7 +286,7 @@ def configured(scenario: Scenario, config: RunConfig) -> Scenario:
     )
     return replace(
         scenario,
-        num_engines=fleet.num_engines,
+        num_engines=fleet.most_engines,
         devices_per_engine=fleet.sglang.tp_size,
         num_ranks=config.learner.num_ranks,
         groups_in_flight=fleet.most_groups_in_flight,

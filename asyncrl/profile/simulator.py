@@ -141,8 +141,10 @@ class SimulatedWorker:
         self._stood_s += stood_s
         self.idle["publish_pause"] += stood_s * self._scenario.groups_in_flight
         passed -= stood_s
-        self.idle["reward"] += passed * self._num_settling
-        num_free = self._scenario.groups_in_flight - len(self._groups)
+        num_places = self._scenario.groups_in_flight
+        num_free = num_places - (len(self._groups) - self._num_settling)
+        self.idle["reward"] += passed * min(self._num_settling, num_free)
+        num_free -= min(self._num_settling, num_free)
         if num_free > 0:
             cause = "staleness_gate" if self._buffer.ledger.has_room() else "buffer_full"
             self.idle["lease" if self._is_gathering else cause] += passed * num_free
@@ -151,17 +153,23 @@ class SimulatedWorker:
 
     def _ask(self) -> None:
         """Ask for leases a moment after places became free, once at a time."""
-        if self._asked is None and not self._is_gathering and len(self._groups) < self._scenario.groups_in_flight:
+        if self._asked is None and not self._is_gathering and self._num_free > 0:
             self._is_gathering = True
-            call_after(self._env, self._scenario.ask_s, self._request_leases)
+            is_idle = len(self._groups) == self._num_settling
+            call_after(self._env, 0.0 if is_idle else self._scenario.ask_s, self._request_leases)
 
     def _request_leases(self) -> None:
         self.account()
         self._is_gathering = False
-        wanted = self._scenario.groups_in_flight - len(self._groups)
-        if wanted > 0:
-            fields = {"engine_version": self.engine.version, "max_groups": wanted}
+        if self._num_free > 0:
+            fields = {"engine_version": self.engine.version, "max_groups": self._num_free}
             self._asked = self._buffer.request(self._client, "lease", fields, on_reply=self._begin)
+
+    @property
+    def _num_free(self) -> int:
+        """Places on the engine; as many groups again may be scored and stored beside it."""
+        num_places = self._scenario.groups_in_flight
+        return num_places - len(self._groups) + min(self._num_settling, num_places)
 
     def _begin(self, fields: Mapping[str, Any]) -> None:
         self.account()
@@ -199,6 +207,7 @@ class SimulatedWorker:
         else:
             host.engines.run(self._scenario.host.settle_s, lambda: self._put(group))
             host.other(self._scenario.host.group_s)
+        self._ask()
 
     def _put(self, group: SimulatedGroup) -> None:
         num_bytes = round(sum(group.lengths) * self._scenario.bytes_per_token)

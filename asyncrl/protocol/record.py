@@ -89,6 +89,7 @@ class SpanKind(StrEnum):
     down = "down"  # failed, fenced or restarting
     stage = "stage"  # weights are brought near while generation goes on
     pause = "pause"  # generation stands still for new weights
+    load_stage = "load_stage"  # a part of `pause`, on lane ``engine-0/load``; ``cause`` names it
     re_prefill = "re_prefill"  # from the end of a pause to the next token of what runs
     released = "released"  # the device is the learner's (colocated)
     # Members: lane ``engine-0/member``, and of its worker, by the controller, ``engine-0/worker``
@@ -116,7 +117,7 @@ class LevelName(StrEnum):
     capacity = "capacity"
     running = "running"  # the engine has the sample
     tail = "tail"  # the sample is finished, others of its group run
-    settling = "settling"  # the group is finished: reward, environment, put
+    settling = "settling"  # free, and a finished group is still with its reward, its environment, or on its way
     parked = "parked"  # cut off for new weights
     asking = "asking"  # 1 while the worker waits for admission
     version = "version"  # served by the engine; on the buffer's lane: the learner's committed version

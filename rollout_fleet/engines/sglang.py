@@ -21,8 +21,10 @@ from typing import Any
 
 import numpy as np
 
+from asyncrl.protocol import record
 from asyncrl.protocol.errors import DeadlineError, EngineError, RequestRefused
 from asyncrl.protocol.manifest import WeightOffer
+from asyncrl.protocol.record import SpanKind
 from asyncrl.protocol.types import FinishReason
 from rollout_fleet.config import EngineDevice, OnUpdate, RolloutFleetConfig, SamplingConfig
 
@@ -328,34 +330,39 @@ class SGLangEngine:
         order, number = self._server.weight_order, secrets.token_hex(8)
         order.write_text(json.dumps({"order": number, "offer": asdict(offer)}))
         keeps = self._config.sglang.on_update is OnUpdate.keep
-        await self._order("/pause_generation", {"mode": "in_place" if keeps else "retract"}, status="ok")
+        with _stage("pause", offer):
+            await self._order("/pause_generation", {"mode": "in_place" if keeps else "retract"}, status="ok")
         paused_s = time.perf_counter()
         takes_memory_back = self._is_released and self._server.saves_memory
-        if takes_memory_back:
-            await self._post("/resume_memory_occupation", {"tags": ["weights"]})
-        await self._order("/begin_weight_update", {}, success=True)
+        with _stage("begin", offer):
+            if takes_memory_back:
+                await self._post("/resume_memory_occupation", {"tags": ["weights"]})
+            await self._order("/begin_weight_update", {}, success=True)
         no_tensors = base64.b64encode(pickle.dumps([])).decode()
         body = {
             "serialized_named_tensors": [no_tensors] * self._server.tp_size,
             "load_format": WEIGHT_LOADER,
             "flush_cache": not keeps,
         }
-        await self._order("/update_weights_from_tensor", body, success=True)
-        num_values = self._verified_values(offer, number)
+        with _stage("load and verify", offer):
+            await self._order("/update_weights_from_tensor", body, success=True)
+            num_values = self._verified_values(offer, number)
         # Only now may an answer name the version. The key of the call is `new_version`; running requests stay. Nothing
         # is sampled before both calls are confirmed, so that they may travel together.
         version = str(offer.version)
         named = {"new_version": version, "abort_all_requests": False}
-        await asyncio.gather(
-            self._order("/end_weight_update", {}, success=True),
-            self._order("/update_weight_version", named, new_version=version),
-        )
-        if takes_memory_back:  # after the weights, which may need more room while they are loaded
-            await self._post("/resume_memory_occupation", {"tags": ["kv_cache", "cuda_graph"]})
+        with _stage("end", offer):
+            await asyncio.gather(
+                self._order("/end_weight_update", {}, success=True),
+                self._order("/update_weight_version", named, new_version=version),
+            )
+            if takes_memory_back:  # after the weights, which may need more room while they are loaded
+                await self._post("/resume_memory_occupation", {"tags": ["kv_cache", "cuda_graph"]})
         self._is_released = False
         self._version = offer.version
         self._verified.add(offer.version)
-        await self._order("/continue_generation", {}, status="ok")
+        with _stage("continue", offer):
+            await self._order("/continue_generation", {}, status="ok")
         logger.debug("%s: version %d, %d values verified", self._name, offer.version, num_values)
         return time.perf_counter() - paused_s
 
@@ -377,6 +384,10 @@ class SGLangEngine:
                 raise EngineError(f"{self._name}: rank {rank} did not load {offer.manifest}; its last load is older")
             num_values += report["num_values"]
         return num_values
+
+
+def _stage(name: str, offer: WeightOffer) -> record.OpenSpan:
+    return record.span(SpanKind.load_stage, lane="/load", version=offer.version, cause=name)
 
 
 class _StreamedSample:

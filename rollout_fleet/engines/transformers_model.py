@@ -101,6 +101,7 @@ class GenerationModel:
         self._seed = seed
         self._on_step = on_step
         self._model: Any = None
+        self._held: dict[str, Tensor] = {}
         self._released: dict[torch.nn.Parameter, torch.Size] = {}
         self._adapted = AdaptedModules()
         self._frozen = ""  # digest of the frozen weights that it holds, where it computes with adapters
@@ -118,6 +119,7 @@ class GenerationModel:
         for parameter in self._model.parameters():
             self._released.setdefault(parameter, parameter.shape)
             parameter.data = parameter.data.new_empty(0)
+        self._held.clear()
         self._adapted.remove()
         self._frozen = ""
         if self._device == "cuda":
@@ -152,7 +154,9 @@ class GenerationModel:
 
     def _checkpoint(self) -> dict[str, Tensor]:
         """The parameters by the names of the checkpoint, in which some tensors are fused and split otherwise."""
-        return revert_weight_conversion(self._model, dict(self._model.named_parameters()))
+        if not self._held:
+            self._held = revert_weight_conversion(self._model, dict(self._model.named_parameters()))
+        return self._held
 
     def _load_full(self, offer: WeightOffer) -> None:
         """Copy offered weights into the model's tensors.
