@@ -102,10 +102,9 @@ def kill_node(node):
             worker.kill()
 
 
-def test_a_node_dies_and_its_engine_goes_on_where_another_node_comes(start, tmp_path):
-    steps = 600
+def test_a_node_brings_an_engine_and_dies_and_the_engine_goes_on_where_another_node_comes(start, tmp_path):
+    steps = 1000
     with cluster() as nodes:
-        second = nodes.add_node(**node_at("127.0.0.22"))
         run = start(
             f"total_steps={steps}",
             "rollout_fleet.num_engines={min: 1, max: 2}",
@@ -121,8 +120,11 @@ def test_a_node_dies_and_its_engine_goes_on_where_another_node_comes(start, tmp_
             f"weights.directory={tmp_path / 'weights'}",
             *OPTIONS,
         )
-        run.wait_for_line("rollout worker 1 has joined; 2 engines are there")
+        run.wait_for_line("rollout worker 1 waits for a place")
         run.wait_for_steps(3)
+        second = nodes.add_node(**node_at("127.0.0.22"))
+        run.wait_for_line("rollout worker 1 has joined; 2 engines are there", timeout_s=JOINED_S)
+        run.wait_for_steps(len(run.records) + 3)
         kill_node(second)
         run.wait_for_line("rollout worker 1 waits for a place", timeout_s=JOINED_S)
         step = len(run.records)
