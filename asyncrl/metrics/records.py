@@ -129,13 +129,11 @@ def summary_document(
     """Return ``summary.json``.
 
     Args:
-        experiment: Name of the run.
-        seed: Its seed.
+        experiment: Name of the run; ``seed``: its seed.
         total_steps: Steps that it was to take; a run that a signal stopped has fewer.
         max_lag: The bound.
         result: What training left behind.
-        before: Evaluation at version 0; None where evaluation is off.
-        after: Evaluation at the final version.
+        before: Evaluation at version 0; ``after``: at the final version. None where evaluation is off.
         evaluations: All, in their order.
         restarts: How often a part was started again, by name.
         wall_s: Seconds by part of the run: ``total``, ``start`` (until the first step could begin), …
