@@ -3,6 +3,7 @@
 `LedgerNotes.note` hears of every command from `Ledger.on_applied`; `levels` is called once per burst of messages.
 """
 
+import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -41,6 +42,7 @@ class LedgerNotes:
             case commands.Committed():
                 self._planned.pop(outcome.version, None)
                 self._stamp_all(GroupEvent.trained, outcome.group_ids, version=outcome.version)
+                self._recorder.level(LevelName.cpu, time.process_time_ns() // 1000)
 
     def levels(self, *, held_bytes: int) -> None:
         """Note the counts, where they have changed."""

@@ -24,6 +24,7 @@ from asyncrl.controller.cluster import finished_in_thread, ray_cluster
 from asyncrl.controller.controller import ColocatedController, Controller
 from asyncrl.controller.evaluator import HeldOutEvaluator, PinnedEngines
 from asyncrl.controller.fleet_group import FleetGroup
+from asyncrl.controller.fleet_requests import served_requests
 from asyncrl.controller.host_stores import HostStores, ray_actors
 from asyncrl.controller.learner_restarts import AnyController, LearnerRestarts
 from asyncrl.controller.node_folders import NodeFolders, node_folders
@@ -48,6 +49,7 @@ from asyncrl.metrics import (
     summary_document,
     write_json,
 )
+from asyncrl.profile.advice import read_advice
 from asyncrl.profile.command import explain
 from asyncrl.protocol import record
 from asyncrl.protocol.errors import AsyncRLError
@@ -233,9 +235,10 @@ class Run:
         return learner, fleet
 
     async def _start_fleet(self, stack: AsyncExitStack, make: Starter[FleetGroup]) -> FleetGroup:
-        fleet = await make(FleetGroup, self._config, say=self._view.say)
+        fleet = await make(FleetGroup, self._config, say=self._view.say, supply=self._nodes.admit)
         stack.push_async_callback(fleet.stop, stop_deadlines(self._config).fleet_s)
-        count, engine = self._config.rollout_fleet.num_engines, self._config.rollout_fleet.engine
+        await stack.enter_async_context(served_requests(fleet, self._config, self._run_dir))
+        count, engine = self._config.rollout_fleet.fewest_engines, self._config.rollout_fleet.engine
         await self._ready(f"rollout fleet ({count} {engine} engines)", fleet.start())
         return fleet
 
@@ -300,7 +303,7 @@ class Run:
             await _unless(work, [parts.fleet.run()])
             result = await controller.account()
             after = await evaluate(result.policy_version)
-            overlap = await self._explain(writer)
+            overlap, _ = await asyncio.gather(self._explain(writer), self._watching.last_advice())
         except asyncio.CancelledError as end:
             if self._records and not is_death(end):  # what is left of the run could not answer
                 await self._keep(controller, parts.learner, writer, before)
@@ -396,6 +399,7 @@ class Run:
         overlap: Mapping[str, Any] | None,
     ) -> dict[str, Any]:
         """Write the summary, at once after the last evaluation: a run that is stopped later keeps it."""
+        advice = read_advice(self._run_dir)
         summary = summary_document(
             experiment=self._config.experiment,
             seed=self._config.seed,
@@ -412,6 +416,7 @@ class Run:
             },
             wall_s={"total": self._view.elapsed_s, "start": self._start_s},
             overlap=overlap,
+            advice=advice and advice.to_dict(),
         )
         write_json(self._run_dir / "summary.json", summary)
         plot_reward(self._run_dir / "reward.png", self._records, self._evaluations)

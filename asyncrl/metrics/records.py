@@ -124,6 +124,7 @@ def summary_document(
     restarts: Mapping[str, int] | None = None,
     wall_s: Mapping[str, float],
     overlap: Mapping[str, Any] | None = None,
+    advice: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Return ``summary.json``.
 
@@ -139,6 +140,7 @@ def summary_document(
         restarts: How often a part was started again, by name.
         wall_s: Seconds by part of the run: ``total``, ``start`` (until the first step could begin), …
         overlap: How well generation and training overlapped; None where the run was not recorded.
+        advice: The change of one option that would have made it faster; None where none is known.
     """
     return {
         "experiment": experiment,
@@ -160,6 +162,7 @@ def summary_document(
         "groups_failed": dict(result.groups_failed),
         "restarts": dict(restarts or {}),
         "overlap": overlap,
+        "advice": advice,
     }
 
 

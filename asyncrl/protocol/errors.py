@@ -49,6 +49,10 @@ class EngineLost(EngineError):
     """An engine has failed for good: it was replaced as often as the options allow."""
 
 
+class MembershipRefused(AsyncRLError):
+    """The run does not let an engine join, or leave; the message says why, and what to do."""
+
+
 class RequestRefused(EngineError):
     """A request that every engine would refuse: the prompt or an option is wrong, and no restart mends it."""
 

@@ -259,6 +259,10 @@ class FleetCounts:
 class FleetPort(Protocol):
     """What the controller needs of the rollout fleet. Its engines take offered weights by themselves."""
 
+    def engines(self) -> Sequence[str]:
+        """Names of the engines that are there now."""
+        ...
+
     async def counters(self) -> FleetCounts:
         """Return the fleet's own counts since it began."""
         ...
