@@ -469,6 +469,13 @@ async def test_training_without_engines_goes_on_when_one_joins_and_ends_at_its_d
         await asyncio.wait_for(run, 51)
 
 
+async def test_nobody_joins_or_leaves_before_the_first_engines_are_ready(fleet_of):
+    fleet = fleet_of(Workers(), ELASTIC)
+    for asked in (fleet.join(1), fleet.leave(0)):
+        with pytest.raises(MembershipRefused, match="the run is starting; ask again"):
+            await asked
+
+
 async def test_a_fleet_of_a_fixed_size_lets_nobody_join_or_leave(fleet_of):
     fleet = fleet_of(Workers(), TWO)
     await fleet.start()
