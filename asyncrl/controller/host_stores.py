@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from ipaddress import ip_address
@@ -111,6 +112,7 @@ class HostStores:
         buffer: How to reach the buffer.
         make: Makes the actor of a node.
         start_timeout_s: How long one may take to come up.
+        restarts: How often another is placed on a host whose actor has died.
         say: Tells people what becomes of stores.
 
     Attributes:
@@ -118,14 +120,21 @@ class HostStores:
     """
 
     def __init__(
-        self, buffer: BufferConnection, *, make: NodeActors, start_timeout_s: float, say: Callable[[str], None]
+        self,
+        buffer: BufferConnection,
+        *,
+        make: NodeActors,
+        start_timeout_s: float,
+        restarts: int,
+        say: Callable[[str], None],
     ) -> None:
         self._control: BufferClient = buffer.client()
         self._make = make
         self._start_timeout_s = start_timeout_s
+        self._restarts = restarts
         self._say = say
         self._actors: dict[int, Any] = {}
-        self._num_placed = 0
+        self._num_placed: Counter[str] = Counter()
         self.num_restarts = 0
 
     async def watch(self) -> NoReturn:
@@ -137,22 +146,24 @@ class HostStores:
             while True:
                 done, _ = await asyncio.wait({asking, *keeping}, return_when=asyncio.FIRST_COMPLETED)
                 keeping -= done
-                for kept in done - {asking}:
-                    kept.result()
+                again = {kept.result() for kept in done - {asking}} - {""}
                 if asking in done:
                     host = asking.result()
                     known.add(host)
                     keeping.add(asyncio.ensure_future(self._keep(host)))
+                known -= again
+                if again or asking in done:
+                    asking.cancel()
                     asking = asyncio.ensure_future(self._control.store_wanted(known))
         finally:
             for task in (asking, *keeping):
                 task.cancel()
             await asyncio.gather(asking, *keeping, return_exceptions=True)
 
-    async def _keep(self, host: str) -> None:
-        """A store on a host, until it is gone."""
-        number = self._num_placed
-        self._num_placed += 1
+    async def _keep(self, host: str) -> str:
+        """A store on a host, until it is gone; returns the host if another may be placed there, else nothing."""
+        number = self._num_placed.total()
+        self._num_placed[host] += 1
         joined: int | None = None
         try:
             actor = self._actors[number] = self._make(host, number)
@@ -169,15 +180,17 @@ class HostStores:
             if (lost := self._actors.pop(number, None)) is not None:
                 ray.kill(lost)
             await self._drop(number, joined, error)
+            has_died = isinstance(error, RayActorError) and self._num_placed[host] <= self._restarts
+            return host if has_died else ""
 
     async def _drop(self, number: int, joined: int | None, error: Exception) -> None:
         """A store is gone: its groups are generated again, and its host's go to the other stores."""
         logger.warning("store server %d is gone: %s", number, error)
         num_groups = 0 if joined is None else await self._control.drop_store(joined)
-        has_failed = not isinstance(error, RayActorError)  # else its node has died, with its workers
+        has_failed = not isinstance(error, RayActorError)  # else its actor has died, most likely with the node
         if has_failed and not self._actors:
             raise WorkerDiedError(f"no store server is left: {error}") from error
-        reason = str(error).splitlines()[0] if has_failed else "its node has died"
+        reason = str(error).splitlines()[0] if has_failed else "its actor or its node has died"
         self._say(f"store server {number} is gone, {num_groups} groups are generated again: {reason}")
 
     async def stop(self) -> None:

@@ -180,7 +180,11 @@ class Run:
             options, start_timeout_s=timeout_s, log_dir=self._run_dir / "logs", profile=self._config.profile
         )
         self._stores = HostStores(
-            buffer, make=make, start_timeout_s=timeout_s + self._config.ray.start_timeout_s, say=self._view.say
+            buffer,
+            make=make,
+            start_timeout_s=timeout_s + self._config.ray.start_timeout_s,
+            restarts=options.restarts,
+            say=self._view.say,
         )
         stack.push_async_callback(self._stores.stop)
         return self._stores
