@@ -10,10 +10,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import shutil
-import threading
 import uuid
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from contextlib import AsyncExitStack, nullcontext, suppress
+from contextlib import AsyncExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
@@ -66,7 +65,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_LEARNER_GROUP = "asyncrl.controller.learner_group"
 T = TypeVar("T")
 U = TypeVar("U")
 Starter: TypeAlias = Callable[..., Coroutine[Any, Any, T]]
@@ -128,7 +126,6 @@ class Run:
                 await stack.enter_async_context(self._watching)
                 options = self._buffer_options()
                 server = self._start_buffer(stack, options)
-                import_beside(_LEARNER_GROUP)  # torch: takes seconds, as Ray does
                 with self._view.waiting_for("Ray"):
                     await stack.enter_async_context(ray_cluster(self._config))
                 folders = node_folders(self._config, self._run_dir, self._view.say)
@@ -255,7 +252,7 @@ class Run:
         if self._config.placement.num_nodes > 1:  # ranks elsewhere may need a copy of what is finished
             policy = await self._nodes.bring(await self._warmed(), "start")
         config = replace(self._config, model=replace(self._config.model, path=str(policy)))
-        module = await asyncio.to_thread(import_module, _LEARNER_GROUP)
+        module = await asyncio.to_thread(import_module, "asyncrl.controller.learner_group")  # torch: takes seconds
         learner = await make(module.LearnerGroup, config)
         stack.push_async_callback(learner.stop, stop_deadlines(self._config).learner_s)
         await self._warmed()
@@ -455,16 +452,6 @@ async def _unless(work: Coroutine[Any, Any, T], watchers: Sequence[Coroutine[Any
         for left in {task, *watching}:
             left.cancel()
         await asyncio.gather(task, *watching, return_exceptions=True)
-
-
-def import_beside(module: str) -> None:
-    """Begin to import a module in a thread; who imports it later waits for that one, and is told if it fails."""
-
-    def work() -> None:
-        with suppress(Exception):
-            import_module(module)
-
-    threading.Thread(target=work, name=f"import {module}", daemon=True).start()
 
 
 async def _made(kind: Callable[..., T], config: RunConfig, **parts: Any) -> T:

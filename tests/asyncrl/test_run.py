@@ -2,9 +2,6 @@
 
 import asyncio
 import io
-import sys
-import threading
-from importlib import import_module
 
 import pytest
 from rich.console import Console
@@ -38,22 +35,6 @@ async def keep(tmp_path, learner):
     run = Run(compose_run(["save_timeout_s=0.2"]), tmp_path, (None, []), None, view, print)
     await run._keep(controller, learner, None, None)
     return output.getvalue(), sorted(path.name for path in tmp_path.iterdir())
-
-
-def test_a_module_that_is_imported_beside_is_waited_for_by_who_needs_it_and_its_error_is_theirs(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(str(tmp_path))
-    begun, may_end = threading.Event(), threading.Event()
-    monkeypatch.setattr(threading, "begun_and_may_end", (begun, may_end), raising=False)
-    waits = "import threading\nbegun, may_end = threading.begun_and_may_end\nbegun.set()\nassert may_end.wait(10)\n"
-    (tmp_path / "slow_to_import.py").write_text(waits)
-    (tmp_path / "fails_to_import.py").write_text("raise ValueError('not here')\n")
-    run.import_beside("slow_to_import")
-    assert begun.wait(10)
-    threading.Timer(0.0, may_end.set).start()
-    assert import_module("slow_to_import") is sys.modules["slow_to_import"]
-    run.import_beside("fails_to_import")
-    with pytest.raises(ValueError, match="not here"):
-        import_module("fails_to_import")
 
 
 async def test_policy_summary_and_plot_are_kept(tmp_path):
