@@ -27,6 +27,7 @@ from asyncrl.protocol.record import ProfileConfig
 from asyncrl.protocol.remote import fetch_async, within
 from buffer import BufferClient, BufferConfig, BufferConnection, BufferRole, BufferSupervisor
 from buffer.config import is_loopback
+from buffer.sockets import allow_clients
 from buffer.store_servers import store_config
 
 logger = logging.getLogger(__name__)
@@ -38,9 +39,17 @@ class NodeStore:
     """Keeps the store server of one node up; an actor there."""
 
     def __init__(
-        self, number: int, config: BufferConfig, *, start_timeout_s: float, log_dir: str, profile: ProfileConfig
+        self,
+        number: int,
+        config: BufferConfig,
+        *,
+        num_clients: int,
+        start_timeout_s: float,
+        log_dir: str,
+        profile: ProfileConfig,
     ) -> None:
         self._number = number
+        self._num_clients = num_clients
         self._config = config_of_node(config, ray.util.get_node_ip_address().strip("[]"))
         self._start_timeout_s = start_timeout_s
         self._log_path = Path(log_dir) / f"store-{number}.log"
@@ -50,7 +59,8 @@ class NodeStore:
         self._watching: asyncio.Task[NoReturn] | None = None
 
     async def start(self) -> str:
-        """Start it; returns its address."""
+        """Start it; returns its address. Raises `ValueError` if this node allows too few open files."""
+        allow_clients(self._num_clients)
         self._log_path.parent.mkdir(parents=True, exist_ok=True)
         self._server = BufferSupervisor(
             self._config,
@@ -207,7 +217,9 @@ class HostStores:
             await self._control.close()
 
 
-def ray_actors(config: BufferConfig, *, start_timeout_s: float, log_dir: Path, profile: ProfileConfig) -> NodeActors:
+def ray_actors(
+    config: BufferConfig, *, num_clients: int, start_timeout_s: float, log_dir: Path, profile: ProfileConfig
+) -> NodeActors:
     """Makes `NodeStore` actors of the cluster that this process is connected to; ``config`` is the buffer's own."""
     actor_class: Any = ray.remote(NodeStore)
     options = {"num_cpus": 0, "max_concurrency": 4, "runtime_env": {"env_vars": WORKER_ENV}}
@@ -215,7 +227,12 @@ def ray_actors(config: BufferConfig, *, start_timeout_s: float, log_dir: Path, p
     def make(node_id: str, number: int) -> Any:
         place = NodeAffinitySchedulingStrategy(node_id=node_id, soft=False)
         return actor_class.options(scheduling_strategy=place, **options).remote(
-            number, config, start_timeout_s=start_timeout_s, log_dir=str(log_dir), profile=profile
+            number,
+            config,
+            num_clients=num_clients,
+            start_timeout_s=start_timeout_s,
+            log_dir=str(log_dir),
+            profile=profile,
         )
 
     return make
