@@ -36,7 +36,7 @@ _TRY_EVERY = 10.0
 """A worker that is refused for being too slow is tried after so many times the seconds that it takes per group."""
 ASK_AGAIN_S = 10.0
 _STEP_MEMORY = 0.7
-_ESTIMATE_S = 5e-5
+_ESTIMATE_S = 2.5e-4
 """Seconds, per worker, for which the estimates of the whole fleet are good; computing them takes a fiftieth of it."""
 
 Key = tuple[int, int]
