@@ -38,14 +38,16 @@ NUM_STEPS = 20
 WARM_UP_STEPS = 3
 EPOCH = "benchmark"
 START_TIMEOUT_S = 60.0
+SETTLE_S = 0.2
+"""Before each commit, for whatever the step before still has to say."""
 
 
-def measure_leases(groups_per_step: int, *, num_workers: int = NUM_WORKERS) -> list[float]:
+def measure_leases(groups_per_step: int, *, num_workers: int = NUM_WORKERS, num_steps: int = NUM_STEPS) -> list[float]:
     """Seconds from a commit until each lease of the next version is with its worker, over all steps."""
-    return asyncio.run(_measure(groups_per_step, num_workers))
+    return asyncio.run(_measure(groups_per_step, num_workers, num_steps))
 
 
-async def _measure(groups_per_step: int, num_workers: int) -> list[float]:
+async def _measure(groups_per_step: int, num_workers: int, num_steps: int) -> list[float]:
     config = BufferConfig(epoch=EPOCH, max_lag=0, heartbeat_s=120.0, request_timeout_s=120.0, queue_size=100_000)
     with BufferProcess(config, groups_per_step=groups_per_step, log_path=Path(os.devnull)) as server:
         client = BufferClient(server.address, request_timeout_s=120.0)
@@ -54,7 +56,7 @@ async def _measure(groups_per_step: int, num_workers: int) -> list[float]:
                 async with asyncio.timeout(START_TIMEOUT_S):
                     await client.offer(_offer(0))
                     await client.served(-1, num_workers)
-                committed = await _train(client, groups_per_step)
+                committed = await _train(client, groups_per_step, num_steps)
                 outputs = [await asyncio.to_thread(_end, process) for process in processes]
         finally:
             await client.close()
@@ -69,24 +71,20 @@ async def _measure(groups_per_step: int, num_workers: int) -> list[float]:
     return waits
 
 
-async def _train(client: BufferClient, groups_per_step: int) -> dict[int, int]:
-    """Take the steps; returns when each was committed, without the first ones and the last."""
-    prompt = np.arange(16, dtype=np.int32)
+async def _train(client: BufferClient, groups_per_step: int, num_steps: int) -> dict[int, int]:
+    """Take the steps; returns when each was committed, without the first ones."""
+    prompt_ids = np.arange(16, dtype=np.int32)
     committed = {}
-    for version in range(NUM_STEPS):
+    for version in range(num_steps + 1):
         first = version * groups_per_step
-        await client.enqueue([Prompt(group_id=first + number, prompt_ids=prompt) for number in range(groups_per_step)])
+        prompts = [Prompt(group_id=first + number, prompt_ids=prompt_ids) for number in range(groups_per_step)]
+        await client.enqueue(prompts)
+        await asyncio.sleep(SETTLE_S)
+        if version:
+            committed[version - 1] = time.monotonic_ns()
+            await client.commit(version - 1)
         await client.plan(version)
         await client.offer(_offer(version + 1))
-        await asyncio.sleep(0.2)  # whatever the step before still has to say
-        if version == NUM_STEPS - 1:
-            break
-        next_prompts = [
-            Prompt(group_id=first + groups_per_step + number, prompt_ids=prompt) for number in range(groups_per_step)
-        ]
-        await client.enqueue(next_prompts)
-        committed[version] = time.monotonic_ns()
-        await client.commit(version)
     return {version: at for version, at in committed.items() if version >= WARM_UP_STEPS}
 
 

@@ -230,7 +230,8 @@ async def share_by_turns(delays_s: Sequence[float]) -> float:
 async def occupancy() -> float:
     """The share of the engines' places that is taken until the last lease, where one group in four is ten times longer.
 
-    All samples of a group are as long, so that a place is empty only while a group is scored, stored and leased.
+    All samples of a group are as long, so that a place is empty only while a group is scored, stored and leased. What
+    is handed on while the last groups end is leased once more, which does not count.
     """
 
     def length(prompt_id: int) -> int:
@@ -239,14 +240,12 @@ async def occupancy() -> float:
     meters: list[_Meter] = []
     async with AsyncExitStack() as stack:
         run = await _start(stack, EQUAL, groups_per_step=OCCUPANCY_GROUPS, length=length, meters=meters)
-        ledger, leased_at = run.server._service.ledger, 0.0
+        ledger = run.server._service.ledger
 
         def note(command: object, outcome: object) -> None:
-            nonlocal leased_at
-            if isinstance(outcome, Granted) and outcome.leases:
-                leased_at = time.perf_counter()
+            if isinstance(outcome, Granted) and any(lease.attempt == 0 for lease in outcome.leases):
                 for meter in meters:
-                    meter.mark(leased_at)
+                    meter.mark(time.perf_counter())
 
         ledger.on_applied = note
         await run.control.enqueue([_prompt(number) for number in range(OCCUPANCY_GROUPS)])
