@@ -16,7 +16,7 @@ from typing import Any
 from asyncrl.data.config import DataConfig
 from asyncrl.placement_config import LEARNER_POOL, PlacementConfig, RayConfig
 from asyncrl.protocol.record import ProfileConfig
-from buffer.config import BufferConfig, is_loopback
+from buffer.config import BufferConfig, StoresOn, is_loopback
 from learner.config import GROUP_ADVANTAGES, AlgorithmConfig, LearnerConfig
 from rollout_fleet.config import EngineKind, RolloutFleetConfig
 
@@ -349,6 +349,14 @@ def stop_deadlines(config: RunConfig) -> StopDeadlines:
     return StopDeadlines(fleet_s=fleet.worker_stop_timeout_s, learner_s=fleet.stop_timeout_s)
 
 
+def keeps_stores_on_hosts(config: RunConfig) -> bool:
+    """Whether trajectories are kept on the hosts of the rollout workers; see ``buffer.stores_on``."""
+    buffer = config.buffer
+    if buffer.stores_on is StoresOn.auto:
+        return config.placement.num_nodes > 1 and not buffer.num_store_servers
+    return buffer.stores_on is StoresOn.hosts
+
+
 def check_options(config: RunConfig) -> None:
     """Check what spans packages and needs no file, before anything is made or started; see `check_files`."""
     algorithm = config.algorithm
@@ -384,6 +392,7 @@ def check_options(config: RunConfig) -> None:
         )
     _check_colocation(config)
     _check_nodes(config)
+    _check_autoscaling(config)
     if config.rollout_fleet.engine is EngineKind.scripted:
         raise ValueError(
             "rollout_fleet.engine must be sglang or transformers, got scripted; the scripted engine is for tests"
@@ -417,30 +426,31 @@ def check_placement(config: RunConfig, *, num_cpus: int, num_gpus: int) -> None:
     if gpus > num_gpus:
         raise ValueError(
             f"learner.device={config.learner.device} asks for {gpus} GPUs ({config.learner.num_ranks} learner ranks, "
-            f"{config.rollout_fleet.num_engines} engines), got {num_gpus}; lower learner.num_ranks or "
+            f"{config.rollout_fleet.fewest_engines} engines), got {num_gpus}; lower learner.num_ranks or "
             "rollout_fleet.num_engines, or set learner.device=cpu"
         )
     if cpus > num_cpus and (config.ray.address or not config.placement.oversubscribe):
         raise ValueError(
             f"placement asks for {cpus:g} CPUs ({config.learner.num_ranks} learner ranks, "
-            f"{config.rollout_fleet.num_engines} engines), got {num_cpus}; lower placement.cpus_per_learner_rank, "
+            f"{config.rollout_fleet.fewest_engines} engines), got {num_cpus}; lower placement.cpus_per_learner_rank, "
             "placement.cpus_per_engine or the number of workers, or set placement.oversubscribe=true"
         )
 
 
-def requested_cpus(config: RunConfig) -> float:
-    """Logical CPUs that the run's workers take."""
+def requested_cpus(config: RunConfig, num_engines: int | None = None) -> float:
+    """Logical CPUs that the run's workers take, with the engines that it starts with unless told otherwise."""
+    num_engines = config.rollout_fleet.fewest_engines if num_engines is None else num_engines
     placement = config.placement
     learner = sum(learner_pools(config).values()) * placement.cpus_per_learner_rank
-    return learner + config.rollout_fleet.num_engines * placement.cpus_per_engine
+    return learner + num_engines * placement.cpus_per_engine
 
 
 def requested_gpus(config: RunConfig) -> int:
-    """GPUs that the run's workers take; 0 unless ``learner.device`` is ``cuda``."""
+    """GPUs that the run's workers take when it starts; 0 unless ``learner.device`` is ``cuda``."""
     if config.learner.device != "cuda":
         return 0
     engines = (
-        0 if config.placement.colocated else config.rollout_fleet.num_engines * config.rollout_fleet.sglang.tp_size
+        0 if config.placement.colocated else config.rollout_fleet.fewest_engines * config.rollout_fleet.sglang.tp_size
     )
     return sum(learner_pools(config).values()) + engines
 
@@ -542,6 +552,11 @@ def _check_colocation(config: RunConfig) -> None:
             f"rollout_fleet.sglang.tp_size must be 1 with placement.colocated=true, got {fleet.sglang.tp_size}: an "
             "engine shares the device of one learner rank"
         )
+    if fleet.is_elastic:
+        raise ValueError(
+            f"rollout_fleet.num_engines must be a number with placement.colocated=true, got {fleet.num_engines}: an "
+            "engine shares the device of one learner rank, and neither joins nor leaves without it"
+        )
     if learner.num_ranks != fleet.num_engines:
         raise ValueError(
             "learner.num_ranks must equal rollout_fleet.num_engines with placement.colocated=true, one of each "
@@ -578,6 +593,21 @@ def _check_nodes(config: RunConfig) -> None:
     for option, (value, wanted, is_wrong) in checks.items():
         if is_wrong:
             raise ValueError(f"{option} must be {wanted} with placement.num_nodes={placement.num_nodes}, got {value}")
+
+
+def _check_autoscaling(config: RunConfig) -> None:
+    if not config.placement.autoscale:
+        return
+    size, num_nodes = config.rollout_fleet.num_engines, config.placement.num_nodes
+    if not config.rollout_fleet.is_elastic:
+        raise ValueError(
+            f"rollout_fleet.num_engines must be {{min: N, max: M}} with placement.autoscale=true, got {size}: a "
+            "fleet of a fixed size asks for no further nodes"
+        )
+    if num_nodes == 1:
+        raise ValueError(
+            "placement.num_nodes must be > 1 with placement.autoscale=true, got 1: the run would use no node that comes"
+        )
 
 
 def check_model(config: RunConfig) -> None:

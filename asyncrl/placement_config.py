@@ -19,8 +19,8 @@ class PlacementConfig:
     """What each worker takes of the cluster, and where; a learner rank takes one GPU, an engine ``tp_size`` of them.
 
     Attributes:
-        num_nodes: Nodes of the Ray cluster that the run may use, and that must be there when it starts. 1 is the node
-            where it is started, alone; for more see ``docs/several_hosts.md``.
+        num_nodes: Nodes of the Ray cluster that must be there when the run starts, unless ``autoscale`` brings them. 1
+            is the node where it is started, alone; with more, the run uses all nodes; see ``docs/several_hosts.md``.
         ranks_per_node: Learner ranks on one node; a pool takes as many nodes as that makes. 0: a pool is on one node.
         engines_per_node: Engines on one node. 0: wherever there is room, in the order of ``strategy``.
         strategy: ``pack`` takes as few nodes as will do, and may put ranks beside engines. ``spread`` takes as many as
@@ -38,6 +38,10 @@ class PlacementConfig:
         cpus_per_engine: Logical CPUs of one rollout worker with its engine.
         oversubscribe: On a cluster of our own (``ray.address`` empty), offer as many logical CPUs as the run asks for,
             even where the machine has fewer cores. If false, that is an error.
+        autoscale: With an elastic fleet (``rollout_fleet.num_engines={min, max}``): keep asking the cluster for the
+            places of ``max`` engines. Ray's autoscaler starts nodes for them, where the cluster has one; a node that is
+            started by hand brings engines too. If false, engines take the places that are free at the start, and those
+            that ``asyncrl join`` asks for.
         colocated: Put a learner rank and an engine on each device, taking turns: the engines fill a batch and release
             the device, the learner updates, publishes and offloads as ``learner.offload_at_transition_only`` says.
     """
@@ -56,6 +60,7 @@ class PlacementConfig:
     cpus_per_learner_rank: float = 1.0
     cpus_per_engine: float = 1.0
     oversubscribe: bool = True
+    autoscale: bool = False
     colocated: bool = False
 
     def __post_init__(self) -> None:

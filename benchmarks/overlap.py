@@ -2,8 +2,10 @@
 
 ``python -m benchmarks.overlap`` trains the quickstart's policy, from random weights and with neither warm start nor
 evaluation, at ``buffer.max_lag`` 0, 1, 2 and 4, each run in processes of its own, with the engine and the learner rank
-pinned to a core each. What each pool takes alone is measured where the two really take turns: in the run at max_lag 0
-the engine generates while the rank stands still, and the other way round. The ideal step is the longer of the two.
+pinned to a core each; first with the engine in process, then with SGLang (figures that end in ``_sglang``), whose
+server's processes share the engine's core. What each pool takes alone is measured where the two really take turns: in
+the run at max_lag 0 the engine generates while the rank stands still, and the other way round. The ideal step is the
+longer of the two.
 
 The recorder's cost is measured apart, since it is far below what two runs differ by: the seconds that one record costs
 its process, the writing thread's included, times the records per step of the process that notes most.
@@ -31,7 +33,8 @@ from asyncrl.protocol.record import GroupEvent, LevelName, Pool, Recorder, SpanK
 from benchmarks.report import Target, print_report
 
 LAGS = (0, 1, 2, 4)
-ENGINES = ("transformers", "sglang")
+ENGINES = {"transformers": "", "sglang": "_sglang"}
+"""What the figures of an engine end in."""
 NUM_WARM_UP = 5
 """Steps at the begin that do not count: code is loaded, memory is touched first."""
 NUM_RECORDS = 50_000
@@ -87,38 +90,43 @@ def main() -> int:
     """Measure, print, and return 0 if every target is met."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--engine", choices=ENGINES, default="transformers")
+    parser.add_argument("--engine", choices=ENGINES, help="only this one")
+    parser.add_argument("--lags", type=int, nargs="+", default=LAGS, help="0 must be among them")
     parser.add_argument("--keep", type=Path, help="keep the runs in this directory")
+    parser.add_argument("overrides", nargs="*", help="options of every run, such as weights.publish_every=2")
     args = parser.parse_args()
+    engines = [args.engine] if args.engine else list(ENGINES)
     with tempfile.TemporaryDirectory(prefix="overlap-") as scratch:
         folder = args.keep or Path(scratch)
-        runs = {lag: _measured(folder / f"lag{lag}", lag, args) for lag in LAGS}
-        return _report(runs, engine=args.engine, record_s=seconds_per_record(folder))
+        runs = {
+            engine: {lag: _measured(folder / f"{engine}-lag{lag}", lag, engine, args) for lag in args.lags}
+            for engine in engines
+        }
+        return _report(runs, record_s=seconds_per_record(folder))
 
 
-def _report(runs: dict[int, Measurement], *, engine: str, record_s: float) -> int:
-    learner_s, fleet_s = runs[0].learner_alone_s(), runs[0].fleet_alone_s()
-    ideal_s = max(learner_s, fleet_s)
-    rows = {"learner alone": f"{learner_s:.3f} s per step", "fleet alone": f"{fleet_s:.3f} s per step"}
-    for lag, run in runs.items():
-        rows[f"max_lag {lag}"] = f"{run.step_s:.3f} s per step; {_in_the_way(run)}"
-    per_step = max(_records_per_step(run) for run in runs.values())
+def _report(runs: dict[str, dict[int, Measurement]], *, record_s: float) -> int:
+    rows: dict[str, str] = {}
+    figures: dict[str, float | None] = {}
+    targets = {"recorder_cost": Target(at_most=0.01), "attribution_error_ns": Target(at_most=0)}
+    for engine, by_lag in runs.items():
+        learner_s, fleet_s = by_lag[0].learner_alone_s(), by_lag[0].fleet_alone_s()
+        rows[f"{engine}: alone"] = f"learner {learner_s:.3f}, fleet {fleet_s:.3f} s per step"
+        for lag, run in by_lag.items():
+            rows[f"{engine}: max_lag {lag}"] = f"{run.step_s:.3f} s per step; {_in_the_way(run)}"
+            if lag:
+                figures[f"efficiency_lag{lag}{ENGINES[engine]}"] = max(learner_s, fleet_s) / run.step_s
+        if 2 in by_lag:
+            figures[f"speedup_lag2{ENGINES[engine]}"] = by_lag[0].step_s / by_lag[2].step_s
+        targets[f"efficiency_lag1{ENGINES[engine]}"] = Target(at_least=0.90)
+        targets[f"efficiency_lag2{ENGINES[engine]}"] = Target(at_least=0.95)
+    measured = [run for by_lag in runs.values() for run in by_lag.values()]
+    per_step = max(_records_per_step(run) for run in measured)
     rows["records"] = f"{per_step:.0f} per step, {record_s * 1e6:.1f} us each"
-    efficiency = {f"efficiency_lag{lag}": ideal_s / runs[lag].step_s for lag in LAGS[1:]}
-    figures: dict[str, float | None] = {
-        **efficiency,
-        "speedup_lag2": runs[0].step_s / runs[2].step_s,
-        "recorder_cost": max(_records_per_step(run) * record_s / run.step_s for run in runs.values()),
-        "attribution_error_ns": float(sum(run.attribution_error_ns() for run in runs.values())),
-    }
-    targets = {
-        "efficiency_lag1": Target(at_least=0.90),
-        "efficiency_lag2": Target(at_least=0.95),
-        "recorder_cost": Target(at_most=0.01),
-        "attribution_error_ns": Target(at_most=0),
-    }
-    title = f"overlap of generation ({engine}) and training, a core each"
-    baseline = f"the slower pool alone: {'learner' if learner_s > fleet_s else 'fleet'}"
+    figures["recorder_cost"] = max(_records_per_step(run) * record_s / run.step_s for run in measured)
+    figures["attribution_error_ns"] = float(sum(run.attribution_error_ns() for run in measured))
+    title = "overlap of generation and training, a core each"
+    baseline = "the slower pool alone, in the run at max_lag 0"
     return 0 if print_report(title, rows, figures, targets, baseline=baseline) else 1
 
 
@@ -132,8 +140,9 @@ def _in_the_way(run: Measurement) -> str:
     return "; ".join(parts)
 
 
-def _measured(folder: Path, lag: int, args: argparse.Namespace) -> Measurement:
-    trace = Trace.load(train_pinned(folder, f"buffer.max_lag={lag}", f"total_steps={args.steps}", engine=args.engine))
+def _measured(folder: Path, lag: int, engine: str, args: argparse.Namespace) -> Measurement:
+    overrides = (f"buffer.max_lag={lag}", f"total_steps={args.steps}", *args.overrides)
+    trace = Trace.load(train_pinned(folder, *overrides, engine=engine))
     return Measurement(trace=trace, steps=tuple(step for step in trace.steps[NUM_WARM_UP:] if not step.is_open))
 
 

@@ -1,7 +1,8 @@
 """The replay buffer: a ledger that keeps the staleness bound, a payload store, a server and its clients."""
 
-from .client import BufferClient, BufferConnection, SyncBufferClient
-from .config import BufferConfig, Durability, OnStale
+from .client import BufferClient
+from .config import BufferConfig, Durability, OnStale, StoresOn
+from .connection import BufferConnection, SyncBufferClient
 from .keys import BufferRole, ClientKeys, client_keys, make_keys
 from .ledger import Ledger
 from .process import BufferProcess, BufferSupervisor
@@ -19,6 +20,7 @@ __all__ = [
     "Ledger",
     "OnStale",
     "StalenessRule",
+    "StoresOn",
     "SyncBufferClient",
     "client_keys",
     "make_keys",

@@ -27,10 +27,11 @@ class _Pace:
     since: float
     num_groups: float = 0.0
     took_s: float = 0.0
+    average_s: float = _LEAST_S
 
-    @property
-    def average_s(self) -> float:
-        return max(self.took_s / max(self.num_groups, 1.0), _LEAST_S)
+    def count(self, took_s: float, now: float) -> None:
+        self.took_s, self.since = took_s, now
+        self.average_s = max(took_s / max(self.num_groups, 1.0), _LEAST_S)
 
 
 class WorkBalance:
@@ -50,15 +51,13 @@ class WorkBalance:
         """A worker stored a group."""
         if (pace := self._paces.get(worker)) is not None:
             pace.num_groups = _MEMORY * pace.num_groups + 1
-            pace.took_s = _MEMORY * pace.took_s + now - pace.since
-            pace.since = now
+            pace.count(_MEMORY * pace.took_s + now - pace.since, now)
             self._known_fastest_s = None
 
     def released(self, worker: bytes, now: float) -> None:
         """A worker gave a group back unfinished: the time that it had it for counts all the same."""
         if (pace := self._paces.get(worker)) is not None:
-            pace.took_s += now - pace.since
-            pace.since = now
+            pace.count(pace.took_s + now - pace.since, now)
             self._known_fastest_s = None
 
     def forget(self, worker: bytes) -> None:
@@ -73,9 +72,8 @@ class WorkBalance:
         """
         pace = self._paces.get(worker)
         held_s = now - pace.since if pace is not None and num_held else 0.0
-        if pace is None or not pace.took_s:
-            return max(self._fastest_s(), held_s)
-        return max(pace.average_s, held_s)
+        usual_s = pace.average_s if pace is not None and pace.took_s else self._fastest_s()
+        return usual_s if usual_s > held_s else held_s
 
     def delay_s(self, worker: bytes, num_held: int, now: float) -> float:
         """Seconds until a worker is done with what it holds and one group more.

@@ -1,27 +1,26 @@
-"""The clients of the buffer: `BufferClient` on asyncio, `SyncBufferClient` for learner ranks, and how to make them.
+"""The client of the buffer, on asyncio.
 
 Requests that the server may hold (lease, enqueue, plan) are asked again for as long as it answers "nothing yet".
 """
 
 import asyncio
 import logging
-import os
-import threading
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict
 from functools import partial
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from asyncrl.protocol import record
 from asyncrl.protocol.errors import (
     AsyncRLError,
+    DeadlineError,
     LeaseExpired,
     ReplayBufferError,
     StoreFull,
+    StoreLost,
     UnknownGroup,
     VersionTooOld,
     WireError,
@@ -32,13 +31,14 @@ from asyncrl.protocol.types import BufferStats, Lease, Plan, Prompt
 
 from .client_socket import ClientSocket
 from .encoding import CHUNK_BYTES, JOIN_BELOW_BYTES, group_frames, group_of, prompt_frames, prompt_of
-from .keys import BufferRole, ClientKeys, client_keys
+from .keys import ClientKeys
 from .messages import (
     HAND_ON,
     MAX_REASON,
     REVOKED,
     SPACE,
     Message,
+    flag,
     integer,
     integers,
     offer_of,
@@ -47,11 +47,9 @@ from .messages import (
     summary_fields,
     summary_of,
 )
-from .stores import size_frame
+from .stores import Receipt
 
 logger = logging.getLogger(__name__)
-
-_Result = TypeVar("_Result")
 
 _PROMPTS_AT_ONCE = 128
 _GROUPS_AT_ONCE = 16
@@ -70,6 +68,7 @@ class BufferClient:
         keys: CURVE keys, where the server has them.
         epoch: The run that this client belongs to; empty takes the one that the server names first.
         name: Of a rollout worker's engine, by which the controller knows it.
+        host: Where this client is, as `add_store` names it: what it puts goes to the store there, where that has room.
         incarnation: Of a learner rank: which life of the learner it belongs to.
     """
 
@@ -82,18 +81,21 @@ class BufferClient:
         keys: ClientKeys | None = None,
         epoch: str = "",
         name: str = "",
+        host: str = "",
         incarnation: int = 0,
     ) -> None:
         self.address = address
         self.num_generated = 0
         self._name = name
+        self._host = host
         self._epoch = epoch
         self._incarnation = self._offered_incarnation = incarnation
         self._timeout_s = request_timeout_s
         self._keys = keys
         self._window = asyncio.Semaphore(window)
         self._link: ClientSocket | None = None
-        self._store_links: list[ClientSocket] | None = None
+        self._store_links: dict[str, ClientSocket] = {}
+        self._puts_elsewhere: bool | None = None  # whether store servers hold the payloads, once it is known
         self._beat_s = 0.0
         self._is_elsewhere: bool | None = None  # whether the server's clock is another one, once it is known
         self._serves: Mapping[str, float | str] = {}
@@ -164,34 +166,64 @@ class BufferClient:
         """See `RolloutBuffer.put`. While the store is full it waits for a batch to leave, and sends again."""
         async with self._window:
             payload: Sequence[Any] = group_frames(group)
-            stores = await self._stores("put")
-            if stores:
-                fields = {"group_id": group.group_id, "attempt": group.attempt}
-                reserved = await self._wait_for_room(self._connect(), fields, payload)
-                if reserved["is_held"]:  # else the ledger says below what became of the lease
-                    store = stores[integer(reserved, "store")]
-                    await self._put_reserved(store, "put_payload", fields, payload)
-                payload = [size_frame(sum(map(len, payload)))]
-            await self._report("put", (group.group_id, group.attempt), summary_fields(group.summary), payload)
+            key, fields = (group.group_id, group.attempt), summary_fields(group.summary)
+            if self._puts_elsewhere is None:
+                self._puts_elsewhere = bool((await self._hello({}, "put")).fields["is_elsewhere"])
+            if not self._puts_elsewhere:
+                await self._report("put", key, fields, payload)
+                return
+            receipt = [Receipt.of(payload).to_frame()]
+            while True:
+                await self._put_elsewhere(key, payload)
+                try:
+                    await self._report("put", key, fields, receipt)
+                    return
+                except StoreLost as error:
+                    logger.warning("%s", error)
 
-    async def release(self, lease: Lease, *, num_tokens: int, reason: str, drop: bool = False) -> None:
+    async def _put_elsewhere(self, key: tuple[int, int], payload: Sequence[Any]) -> None:
+        """Have a store server take a payload, another one where that does not answer and is gone.
+
+        Where the lease is lost, no store gets it: the ledger says what becomes of the put.
+        """
+        fields, address, failure = {"group_id": key[0], "attempt": key[1]}, "", None
+        asked = fields | self._where
+        while (reserved := await self._wait_for_room(self._connect(), asked, payload))["is_held"]:
+            if failure is not None and reserved["address"] == address:
+                raise failure
+            address = reserved["address"]
+            try:
+                await self._put_reserved(self._link_to_store(address), "put_payload", fields, payload)
+                return
+            except DeadlineError as error:
+                failure = error
+
+    def _link_to_store(self, address: str) -> ClientSocket:
+        if address not in self._store_links:
+            keys = self._keys.for_stores() if self._keys is not None else None
+            self._store_links[address] = self._link_to(address, keys=keys)
+        return self._store_links[address]
+
+    async def release(self, lease: Lease, *, num_tokens: int, reason: str, max_failures: int = 0) -> bool:
         """See `RolloutBuffer.release`. Also reports the tokens of a revoked lease; counted once."""
         key = lease.prompt.group_id, lease.attempt
-        fields = {"group_id": key[0], "attempt": key[1], "num_tokens": num_tokens, "reason": reason, "drop": drop}
-        await self._report("release", key, fields)
+        fields = {"group_id": key[0], "attempt": key[1], "num_tokens": num_tokens, "reason": reason}
+        reply = await self._report("release", key, fields | {"max_failures": max_failures})
+        return flag(reply.fields, "is_dropped", default=False)
 
     async def _report(
         self, name: str, key: tuple[int, int], fields: dict[str, Any], payload: Sequence[Any] = ()
-    ) -> None:
+    ) -> Message:
         """Send what ends an attempt; once it is answered for good, nothing is known of the attempt here."""
         if key in self._prefixes:
             fields["continued"] = False
         try:
-            await self._put_reserved(self._connect(), name, fields, payload)
+            reply = await self._put_reserved(self._connect(), name, fields, payload)
         except (LeaseExpired, VersionTooOld, UnknownGroup):
             self._forget(key)
             raise
         self._forget(key)
+        return reply
 
     def _forget(self, key: tuple[int, int]) -> None:
         self._held.discard(key)
@@ -287,6 +319,27 @@ class BufferClient:
         """See `ControlBuffer.bury`."""
         return integer((await self._connect().request("bury", {"worker": worker})).fields, "generated")
 
+    async def store_wanted(self, known: Collection[str]) -> str:
+        """Wait until a rollout worker enters from a host that is not ``known``; the host.
+
+        It waits as long as the server answers. Raises as `add_store`.
+        """
+        fields = {"known": sorted(known)}
+        while "host" not in (reply := await self._connect().request("store_wanted", fields)).fields:
+            pass
+        return str(reply.fields["host"])
+
+    async def add_store(self, address: str, host: str) -> int:
+        """A store server has joined, for the workers of ``host`` first; returns its number. The same again is no other.
+
+        Raises `ReplayBufferError` unless ``buffer.stores_on`` is ``hosts``.
+        """
+        return integer((await self._connect().request("add_store", {"address": address, "host": host})).fields, "store")
+
+    async def drop_store(self, store: int) -> int:
+        """A store server is gone for good; returns how many groups were on it, which are generated again."""
+        return integer((await self._connect().request("drop_store", {"store": store})).fields, "groups")
+
     async def pin(self, version: int, num_engines: int, known: Collection[str] = ()) -> set[str]:
         """See `ControlBuffer.pin`. It waits as long as the server answers, and tells a restarted one again."""
         fields = {"version": version, "num_engines": num_engines, "known": sorted(known)}
@@ -337,13 +390,17 @@ class BufferClient:
     async def _fetch(self, group_ids: Sequence[int]) -> list[TrajectoryGroup]:
         reply = await self._fetch_from(self._connect(), {"groups": list(group_ids)})
         if "stores" not in reply.fields:
-            return _checked(_groups_in(reply), group_ids)
-        stores = await self._stores("fetch")
-        places = integers(reply.fields, "places")
-        asked = _split_by_store(group_ids, integers(reply.fields, "attempts"), places, len(stores))
-        calls = (self._fetch_from(store, fields) for store, fields in zip(stores, asked, strict=True))
-        streams = [iter(_groups_in(reply)) for reply in await asyncio.gather(*calls)]
-        return _checked((next(streams[place], None) for place in places), group_ids)
+            return _checked(map(group_of, _payloads_in(reply)), group_ids)
+        places, addresses = integers(reply.fields, "places"), reply.fields["stores"]
+        asked = _split_by_store(group_ids, integers(reply.fields, "attempts"), places)
+        calls = (self._fetch_from(self._link_to_store(addresses[place]), fields) for place, fields in asked.items())
+        replies = zip(asked, await asyncio.gather(*calls), strict=True)
+        streams = {place: _payloads_in(reply) for place, reply in replies}
+        payloads = [next(streams[place], []) for place in places]
+        for group_id, place, payload, digest in zip(group_ids, places, payloads, reply.fields["digests"], strict=True):
+            if Receipt.of(payload).digest != digest:
+                raise WireError(f"the store at {addresses[place]} sent other bytes for group {group_id} than were put")
+        return _checked(map(group_of, payloads), group_ids)
 
     async def _fetch_from(self, link: ClientSocket, fields: dict[str, Any]) -> Message:
         """A server that counts a reply as unread which nobody waited for is told, and asked again."""
@@ -380,7 +437,7 @@ class BufferClient:
             self._link.fail_all(self._closed_error())
             if self._beat_s and self._link.is_connected:
                 await self._say_goodbye(self._link)
-        for link in (self._link, *(self._store_links or ())):
+        for link in (self._link, *self._store_links.values()):
             if link is not None:
                 link.close()
 
@@ -396,7 +453,7 @@ class BufferClient:
         if self._closed:
             raise self._closed_error()
         if self._link is None:
-            self._link = self._link_to(self.address, on_connected=self._say_beat)
+            self._link = self._link_to(self.address, keys=self._keys, on_connected=self._say_beat)
         elif self._link.loop is not asyncio.get_running_loop():
             raise ReplayBufferError(
                 f"the client of the buffer at {self.address} lives on another event loop, that of its first call; make "
@@ -404,11 +461,13 @@ class BufferClient:
             )
         return self._link
 
-    def _link_to(self, address: str, *, on_connected: Callable[[], None] = lambda: None) -> ClientSocket:
+    def _link_to(
+        self, address: str, *, keys: ClientKeys | None, on_connected: Callable[[], None] = lambda: None
+    ) -> ClientSocket:
         return ClientSocket(
             address,
             timeout_s=self._timeout_s,
-            keys=self._keys,
+            keys=keys,
             on_push=self._on_push,
             on_connected=on_connected,
             epoch=self._epoch,
@@ -421,10 +480,15 @@ class BufferClient:
         """The connection of a producer, which beats from the first call on."""
         link = self._connect()
         if not self._beat_s:
-            self._beat_s = float((await self._hello({"produces": True}, caller)).fields["heartbeat_s"])
+            fields = {"produces": True} | self._where
+            self._beat_s = float((await self._hello(fields, caller)).fields["heartbeat_s"])
             if self._beat is None:
                 self._send_beat()
         return link
+
+    @property
+    def _where(self) -> dict[str, str]:
+        return {"host": self._host} if self._host else {}
 
     async def _hello(self, fields: Mapping[str, Any], caller: str) -> Message:
         sent_ns = time.monotonic_ns()
@@ -444,20 +508,12 @@ class BufferClient:
     def _say_beat(self) -> None:
         """Also at once to a server that was started again: it knows neither this producer nor its engine's version."""
         if self._beat_s and self._link is not None:
-            fields = {**self._serves, "generated": self.num_generated}
+            fields = {**self._serves, **self._where, "generated": self.num_generated}
             self._link.post("beat", fields, partial(self._note_clock, time.monotonic_ns()))
 
     def _send_beat(self) -> None:
         self._say_beat()
         self._beat = asyncio.get_running_loop().call_later(self._beat_s, self._send_beat)
-
-    async def _stores(self, caller: str) -> list[ClientSocket]:
-        """Connections to the store servers; none if the ledger's server keeps the payloads itself."""
-        if self._store_links is None:
-            addresses = (await self._hello({}, caller)).fields["stores"]
-            if self._store_links is None:
-                self._store_links = [self._link_to(address) for address in addresses]
-        return self._store_links
 
     async def _request_with_space(
         self, link: ClientSocket, name: str, fields: dict[str, Any], payload: Sequence[Any]
@@ -492,7 +548,8 @@ class BufferClient:
         self, link: ClientSocket, fields: Mapping[str, Any], payload: Sequence[Any]
     ) -> Mapping[str, Any]:
         """Ask a server to set bytes aside, until it has."""
-        asked = {name: fields[name] for name in ("group_id", "attempt")} | {"num_bytes": sum(map(len, payload))}
+        names = ("group_id", "attempt", "host")
+        asked = {name: fields[name] for name in names if name in fields} | {"num_bytes": sum(map(len, payload))}
         while not (reply := await link.request("reserve", asked, caller="put")).fields.get("granted"):
             pass
         return reply.fields
@@ -521,134 +578,29 @@ def _within_a_chunk(encoded: Sequence[Sequence[Any]]) -> list[Sequence[Any]]:
 
 
 def _split_by_store(
-    group_ids: Sequence[int], attempts: Sequence[int], places: Sequence[int], num_stores: int
-) -> list[dict[str, list[int]]]:
-    """The fields of the fetch that each store server is asked for."""
-    asked: list[dict[str, list[int]]] = [{"groups": [], "attempts": []} for _ in range(num_stores)]
+    group_ids: Sequence[int], attempts: Sequence[int], places: Sequence[int]
+) -> dict[int, dict[str, list[int]]]:
+    """The fields of the fetch that each store server that holds any of the groups is asked for."""
+    asked: dict[int, dict[str, list[int]]] = {}
     for group_id, attempt, place in zip(group_ids, attempts, places, strict=True):
-        asked[place]["groups"].append(group_id)
-        asked[place]["attempts"].append(attempt)
+        fields = asked.setdefault(place, {"groups": [], "attempts": []})
+        fields["groups"].append(group_id)
+        fields["attempts"].append(attempt)
     return asked
 
 
-def _groups_in(reply: Message) -> list[TrajectoryGroup]:
-    """The groups in the reply to a fetch."""
+def _payloads_in(reply: Message) -> Iterator[Sequence[Any]]:
+    """The frames of each group in the reply to a fetch."""
     frames = iter(reply.payload)
     counts = integers(reply.fields, "counts")
     if sum(counts) != len(reply.payload):
         raise WireError(f"a fetch says that it has {sum(counts)} frames, and has {len(reply.payload)}")
-    return [group_of([next(frames) for _ in range(number)]) for number in counts]
+    return ([next(frames) for _ in range(number)] for number in counts)
 
 
-def _checked(groups: Iterable[TrajectoryGroup | None], group_ids: Sequence[int]) -> list[TrajectoryGroup]:
+def _checked(groups: Iterable[TrajectoryGroup], group_ids: Sequence[int]) -> list[TrajectoryGroup]:
     """Refuse groups that are not those asked for."""
-    came = [group for group in groups if group is not None]
+    came = list(groups)
     if (got := [group.group_id for group in came]) != list(group_ids):
         raise WireError(f"fetched groups {got[:5]}… instead of {list(group_ids)[:5]}…")
     return came
-
-
-class SyncBufferClient:
-    """Implements the port `LearnerBuffer`: a `BufferClient`, with its arguments, on a thread of its own.
-
-    Any thread may call it. Raises `ValueError` if the address is malformed.
-    """
-
-    def __init__(
-        self,
-        address: str,
-        *,
-        request_timeout_s: float = 30.0,
-        keys: ClientKeys | None = None,
-        epoch: str = "",
-        incarnation: int = 0,
-    ) -> None:
-        self.address = address
-        self._client = BufferClient(
-            address, request_timeout_s=request_timeout_s, keys=keys, epoch=epoch, incarnation=incarnation
-        )
-        self._process = os.getpid()
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name=f"buffer client {address}", daemon=True)
-        self._thread.start()
-        try:
-            self._call("connect", self._client.connect)
-        except BaseException:
-            self.close()
-            raise
-
-    def fetch(self, group_ids: Sequence[int]) -> list[TrajectoryGroup]:
-        """See `LearnerBuffer.fetch`. Where store servers hold the payloads, all are asked at once."""
-        return self._call("fetch", lambda: self._client.fetch(group_ids))
-
-    def offer(self, offer: WeightOffer) -> int:
-        """See `WeightLog.offer`."""
-        return self._call("offer", lambda: self._client.offer(offer))
-
-    def publish_failed(self, reason: str) -> None:
-        """See `WeightLog.publish_failed`."""
-        self._call("publish_failed", lambda: self._client.publish_failed(reason))
-
-    def stats(self) -> BufferStats:
-        """The ledger now."""
-        return self._call("stats", self._client.stats)
-
-    def close(self) -> None:
-        """Close the connection and end the thread."""
-        if os.getpid() != self._process or self._loop.is_closed():
-            return
-        self._call("close", self._client.close)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
-
-    def _call(self, name: str, call: Callable[[], Awaitable[_Result]]) -> _Result:
-        """Run a call of the asynchronous client on its thread."""
-        if os.getpid() != self._process:
-            raise ReplayBufferError(
-                f"buffer.{name}: the client of the buffer at {self.address} was made in process {self._process}, and "
-                f"this is {os.getpid()}; make one in each process"
-            )
-        if self._loop.is_closed():
-            raise ReplayBufferError(f"the client of the buffer at {self.address} is closed")
-
-        async def run() -> _Result:
-            return await call()
-
-        return asyncio.run_coroutine_threadsafe(run(), self._loop).result()
-
-
-@dataclass(frozen=True, kw_only=True)
-class BufferConnection:
-    """Opens clients, each in the process that uses it; the other attributes are `BufferClient`'s.
-
-    No secret travels with it: a key is read where it is needed.
-
-    Attributes:
-        keys: Directory that holds the key of ``role``; empty where the server has no keys.
-        role: What the clients are.
-    """
-
-    address: str
-    request_timeout_s: float = 30.0
-    keys: str = ""
-    role: BufferRole = BufferRole.controller
-    epoch: str = ""
-    incarnation: int = 0
-
-    def for_role(self, role: BufferRole) -> "BufferConnection":
-        """The same connection for another role."""
-        return replace(self, role=role)
-
-    def client(self, name: str = "") -> BufferClient:
-        """A client of the running event loop. Raises ValueError if the keys are missing, or readable by others."""
-        return BufferClient(self.address, name=name, **self._options())
-
-    def sync_client(self) -> SyncBufferClient:
-        """A client that blocks. Raises ValueError if the keys are missing, or readable by others."""
-        return SyncBufferClient(self.address, **self._options())
-
-    def _options(self) -> dict[str, Any]:
-        keys = client_keys(Path(self.keys), self.role) if self.keys else None
-        names = ("request_timeout_s", "epoch", "incarnation")
-        return {"keys": keys, **{name: getattr(self, name) for name in names}}

@@ -14,7 +14,7 @@ from typing import Any
 
 import zmq
 
-from asyncrl.protocol.errors import DeadlineError, ReplayBufferError, WireError
+from asyncrl.protocol.errors import DeadlineError, NotAllowed, ReplayBufferError, WireError
 
 from . import messages
 from .encoding import JOIN_BELOW_BYTES
@@ -29,13 +29,16 @@ _HEARTBEAT_MS = 5000
 _BATCH = 16
 _LARGE_REPLIES = frozenset({"fetch", "lease"})
 _MAX_REPLY_BYTES = 1 << 40
+_REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+"""The server does not know the key, or one side has keys and the other none."""
 
 
 class Connection:
     """A DEALER socket that reconnects by itself; the server knows it by ``identity``.
 
-    ``on_message`` gets the frames of each message, ``on_change`` whether the connection was made or lost. One on which
-    no whole frame came for ``silent_s`` is lost. Raises `ValueError` if the address is malformed.
+    ``on_message`` gets the frames of each message, ``on_change`` whether the connection was made or lost; one on which
+    no whole frame came for ``silent_s`` is lost. ``on_refused`` is called if the server does not take the keys: ZMQ
+    does not try again then. Raises `ValueError` if the address is malformed.
     """
 
     def __init__(
@@ -46,9 +49,11 @@ class Connection:
         keys: ClientKeys | None,
         on_message: Callable[[list[zmq.Frame]], None],
         on_change: Callable[[bool], None],
+        on_refused: Callable[[], None],
         silent_s: float,
     ) -> None:
         self._on_change = on_change
+        self._on_refused = on_refused
         socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.IDENTITY, identity)
@@ -59,7 +64,7 @@ class Connection:
         socket.setsockopt(zmq.SNDHWM, 0)
         if keys is not None:
             secure_client(socket, keys)
-        monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | _REFUSED)
         try:
             socket.connect(address)
         except zmq.ZMQError as error:
@@ -83,7 +88,10 @@ class Connection:
 
     def _on_event(self, event: list[zmq.Frame]) -> None:
         (number,) = struct.unpack_from("=H", event[0].bytes)
-        self._on_change(number == zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        if number & _REFUSED:
+            self._on_refused()
+        else:
+            self._on_change(number == zmq.EVENT_HANDSHAKE_SUCCEEDED)
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -154,6 +162,7 @@ class ClientSocket:
             keys=keys,
             on_message=self._on_message,
             on_change=self._on_control_change,
+            on_refused=self._on_refused,
             silent_s=4 * _HEARTBEAT_MS / 1000,
         )
 
@@ -278,7 +287,7 @@ class ClientSocket:
     def _deadline_error(self, name: str) -> DeadlineError:
         return DeadlineError(
             f"buffer.{name}: no answer from {self.address} within {self._timeout_s:.1f} s; the server is gone or "
-            "overloaded, or refuses this client's key; its log says more"
+            "overloaded, or this client has the keys of another run; its log says more"
         )
 
     def fail_all(self, error: Exception) -> None:
@@ -309,17 +318,29 @@ class ClientSocket:
     def _on_control_change(self, is_connected: bool) -> None:
         """Ask who serves there; what has no reply is sent again when that is known."""
         self.is_connected = False
-        self._refusal = None
         if is_connected:
+            self._refusal = None
             self._connect_id = next(self._ids)
             message = Message(name=CONNECT, request_id=self._connect_id)
             self._control.send(message.frames(self._epoch))
 
+    def _on_refused(self) -> None:
+        self._refuse(
+            NotAllowed(
+                f"the buffer at {self.address} refuses this client's key; give it the keys of its run (buffer.keys, or "
+                "--keys), and none to a run without"
+            )
+        )
+
+    def _refuse(self, refusal: Exception) -> None:
+        """Let every request fail, until another server is there."""
+        self._refusal = refusal
+        self.fail_all(refusal)
+
     def _on_connected(self, reply: Message) -> None:
         """The server named its run and its bulk port."""
         if reply.name != OK:
-            self._refusal = messages.error_of(reply)
-            self.fail_all(self._refusal)
+            self._refuse(messages.error_of(reply))
             return
         self._epoch = messages.text(reply.fields, "epoch")
         self.is_connected = True
@@ -338,6 +359,7 @@ class ClientSocket:
                 keys=self._keys,
                 on_message=self._on_chunk,
                 on_change=self._on_bulk_change,
+                on_refused=self._on_refused,
                 silent_s=max(self._timeout_s, 4 * _HEARTBEAT_MS / 1000),
             )
         elif self._is_bulk_ready:

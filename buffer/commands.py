@@ -117,10 +117,14 @@ class PutOutcome:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Released:
-    """What a release did: it ended the running lease, or it was the report that a revoked attempt owed."""
+    """What a release did: it ended the running lease, or it was the report that a revoked attempt owed.
+
+    ``is_dropped``: it had failed once too often.
+    """
 
     was_running: bool
     was_owed: bool
+    is_dropped: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -136,10 +140,34 @@ class TakenBack:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lost:
-    """The groups that were lost; ``dissolved`` are the versions whose batches are planned anew."""
+    """The groups that were lost; ``dissolved`` are the versions whose batches are planned anew.
+
+    ``unsent`` are the running groups whose reservations are void.
+    """
 
     group_ids: tuple[int, ...]
     dissolved: tuple[int, ...]
+    unsent: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AddedStore:
+    """The number of a store; ``is_new`` unless it was added before."""
+
+    store: int
+    is_new: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DroppedStore:
+    """What went with a store: ``group_ids`` of stored groups, generated again, ``reserved`` of those on their way.
+
+    ``is_new`` is false for a store that was dropped before.
+    """
+
+    is_new: bool
+    group_ids: tuple[int, ...] = ()
+    reserved: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -181,6 +209,8 @@ Outcome = (
     | Released
     | TakenBack
     | Lost
+    | AddedStore
+    | DroppedStore
     | Planned
     | Committed
     | Rewound
@@ -248,22 +278,27 @@ class SavePrefix(Command[Saved]):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reserve(Command[Reserved]):
-    """Make room for the trajectories of a running group, before they are sent or put."""
+    """Make room for the trajectories of a running group, before they are sent or put; on ``host`` where it has any."""
 
     group_id: int
     attempt: int
     num_bytes: int
     owner: bytes | None = None
+    host: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Put(Command[PutOutcome]):
-    """Store a finished group, once however often it is sent; ``continued`` and ``num_bytes`` as in `SavePrefix`."""
+    """Store a finished group, once however often it is sent; ``continued`` and ``num_bytes`` as in `SavePrefix`.
+
+    ``digest`` is that of its trajectories, where a store server holds them.
+    """
 
     summary: GroupSummary
     continued: bool = True
     owner: bytes | None = None
     num_bytes: int = 0
+    digest: bytes = b""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -274,7 +309,8 @@ class Release(Command[Released]):
         num_tokens: What the attempt has written, including the prefix that it continued.
         reason: What the tokens that are not saved are dropped for.
         continued: As in `SavePrefix`.
-        drop: Drop the group with all of its tokens; otherwise its prompt is queued again.
+        max_failures: Where the attempt has failed, so many failures of the group drop it with all of its tokens, on
+            whichever workers they were; 0 if it has not failed. Otherwise its prompt is queued again.
     """
 
     group_id: int
@@ -283,7 +319,7 @@ class Release(Command[Released]):
     reason: str
     continued: bool = True
     owner: bytes | None = None
-    drop: bool = False
+    max_failures: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -305,9 +341,28 @@ class TakeBack(Command[TakenBack]):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoseGroups(Command[Lost]):
-    """The trajectories of stored or planned groups are gone, and their prompts are queued again; or saved prefixes."""
+    """The trajectories of stored or planned groups are gone, and their prompts are queued again; or saved prefixes.
+
+    ``unsent`` are running groups and attempts whose reserved trajectories are not in their store: they are sent again.
+    """
 
     group_ids: tuple[int, ...]
+    unsent: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AddStore(Command[AddedStore]):
+    """A store server joins, at ``address``, for the workers of ``host`` first."""
+
+    address: str
+    host: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DropStore(Command[DroppedStore]):
+    """A store is gone for good, with all that it held. A planned batch stays as it is: its ranks may have it."""
+
+    store: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -21,6 +21,14 @@ class Durability(StrEnum):
     disk = "disk"
 
 
+class StoresOn(StrEnum):
+    """Where trajectories are kept until they are trained on."""
+
+    auto = "auto"
+    ledger = "ledger"
+    hosts = "hosts"
+
+
 _LOOPBACK = ("127.", "localhost", "::1", "[::1]")
 _EVERY_ADDRESS = ("0.0.0.0", "*", "::", "[::]")
 
@@ -65,7 +73,11 @@ class BufferConfig:
             and its groups are generated again. 0 ends the run.
         max_message_bytes: Largest frame a client may send; longer ones close its connection.
         max_requests_per_s: Requests of one client that are answered in a second; more are refused.
-        num_store_servers: Further processes that hold the payloads, by group id; 0 keeps them beside the ledger.
+        stores_on: ``ledger``: in the ledger's own server, or in ``num_store_servers`` processes beside it. ``hosts``:
+            on a store server on each host where rollout workers run, so that trajectories cross the network once, from
+            there to the learner's ranks; the run places them. ``auto``: ``hosts`` where ``placement.num_nodes`` > 1 and
+            ``num_store_servers`` is 0.
+        num_store_servers: Further processes beside the ledger that hold the payloads; 0 keeps them in its own.
         keys: Directory of the run's CURVE keys, made there at the start where there are none; without them nothing but
             loopback is bound. Example: ``outputs/keys``. See `buffer.keys`.
         first_version: Learner version that the ledger begins at; the run sets it where it resumes a checkpoint.
@@ -93,6 +105,7 @@ class BufferConfig:
     restarts: int = 3
     max_message_bytes: int = 256 * 1024**2
     max_requests_per_s: int = 50_000
+    stores_on: StoresOn = StoresOn.auto
     num_store_servers: int = 0
     keys: str = ""
     first_version: int = 0
@@ -113,6 +126,11 @@ class BufferConfig:
                 raise ValueError(f"buffer.{name} must be > 0, got {getattr(self, name)}; see buffer/config.py")
         if self.durability == Durability.disk and not self.directory:
             raise ValueError("buffer.durability=disk needs buffer.directory, got ''; name a directory on a local disk")
+        if self.stores_on is StoresOn.hosts and self.num_store_servers:
+            raise ValueError(
+                f"buffer.num_store_servers are beside the ledger, got {self.num_store_servers} with "
+                "buffer.stores_on=hosts; leave one of them out"
+            )
         if self.host in _EVERY_ADDRESS and not self.advertised_host:
             raise ValueError(
                 f"buffer.host={self.host} is no address that a client can reach; set buffer.advertised_host to one of "

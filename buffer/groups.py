@@ -29,6 +29,15 @@ class GroupState(StrEnum):
     planned = "planned"
 
 
+@dataclass(kw_only=True, slots=True)
+class StorePlace:
+    """Where a store is that joined; empty for the ledger's own server and those beside it. One ``is_gone`` for good."""
+
+    address: str = ""
+    host: str = ""
+    is_gone: bool = False
+
+
 @dataclass(kw_only=True, slots=True, eq=False)
 class Group:
     """One unfinished prompt group.
@@ -39,6 +48,7 @@ class Group:
         place: Its place among the groups of its state: in the queue, in the order of leasing or of storing, in its
             batch.
         num_attempts: Attempts leased so far; the current or last one is ``num_attempts - 1``.
+        num_failures: How many of them failed.
         engine_version: u of the current attempt.
         deadline: u + max_lag of the current attempt.
         owner: Who holds the lease; opaque.
@@ -51,6 +61,7 @@ class Group:
         planned_for: The version whose batch holds it; -1 while none does.
         num_bytes: What its trajectories take, from their reservation on.
         store: Which store they are in.
+        digest: XXH3 of them, 16 bytes, where that is a store server.
         prefix_bytes: What its saved prefix takes.
         is_evicted: Its saved prefix gave way to trajectories: it is counted, and cannot be continued.
     """
@@ -59,6 +70,7 @@ class Group:
     state: GroupState = GroupState.queued
     place: int = 0
     num_attempts: int = 0
+    num_failures: int = 0
     engine_version: int = 0
     deadline: int = 0
     owner: bytes = b""
@@ -71,6 +83,7 @@ class Group:
     planned_for: int = -1
     num_bytes: int = 0
     store: int = 0
+    digest: bytes = b""
     prefix_bytes: int = 0
     is_evicted: bool = False
 
@@ -148,12 +161,14 @@ class GroupTable:
         open_by_deadline: Deadline to number of groups leased or stored, not yet planned.
         plans: Version to the group ids of its batch.
         stored_bytes: Bytes of trajectories by store, reserved ones among them.
+        stores: Where each store is.
         prefix_bytes: Bytes of saved prefixes.
         expected_bytes: What a group's trajectories take: the largest seen, forgotten within some dozens of groups.
     """
 
     def __init__(self, *, num_stores: int = 1) -> None:
         self.stored_bytes = [0] * num_stores
+        self.stores = [StorePlace() for _ in range(num_stores)]
         self.prefix_bytes = self.expected_bytes = 0
         self.open_by_deadline: dict[int, int] = {}
         self.plans: dict[int, tuple[int, ...]] = {}
@@ -296,11 +311,22 @@ class GroupTable:
 
     def set_bytes(self, group: Group, num_bytes: int, store: int | None = None) -> None:
         """Note what a group's trajectories take, and where."""
-        self.stored_bytes[group.store] -= group.num_bytes
+        if group.num_bytes:
+            self.stored_bytes[group.store] -= group.num_bytes
         group.num_bytes = num_bytes
         if store is not None:
             group.store = store
-        self.stored_bytes[group.store] += num_bytes
+        if num_bytes:
+            self.stored_bytes[group.store] += num_bytes
+
+    def add_store(self, address: str, host: str) -> None:
+        """Count one more store."""
+        self.stores.append(StorePlace(address=address, host=host))
+        self.stored_bytes.append(0)
+
+    def open_stores(self) -> list[int]:
+        """The stores that are there."""
+        return [number for number, place in enumerate(self.stores) if not place.is_gone]
 
     def set_progress(self, group: Group, progress: Progress | None, num_bytes: int) -> None:
         """Note what is saved of a group."""
@@ -351,7 +377,7 @@ class GroupTable:
         """A leased group is finished and waits for a plan."""
         self._leave_lease(group)
         group.state, group.place = GroupState.stored, self._place()
-        group.summary, group.rank = summary, rank
+        group.summary, group.rank, group.num_failures = summary, rank, 0
         group.num_inherited, group.owner = 0, b""
         if group.progress is not None:
             self.set_progress(group, None, 0)
@@ -396,7 +422,7 @@ class GroupTable:
         """Remove the groups of a batch."""
         for group_id in self.plans.pop(version):
             group = self._groups.pop(group_id)
-            self.stored_bytes[group.store] -= group.num_bytes
+            self.set_bytes(group, 0)
             self.num_planned -= 1
 
     def finish(self, group: Group) -> None:
@@ -436,6 +462,7 @@ class GroupTable:
         return {
             "places": [self._head_place, self._next_place],
             "expected_bytes": self.expected_bytes,
+            "stores": [values_of(place) for place in self.stores],
             "rows": [group.to_row() for group in self._groups.values()],
         }
 
@@ -443,9 +470,12 @@ class GroupTable:
         """Take up the records of a snapshot into this empty table, and derive the indexes."""
         self._head_place, self._next_place = values["places"]
         self.expected_bytes = values["expected_bytes"]
+        self.stores = [record_from(StorePlace, row) for row in values["stores"]]
+        self.stored_bytes = [0] * len(self.stores)
         for group in map(Group.from_row, values["rows"]):
             self._groups[group.group_id] = group
-            self.stored_bytes[group.store] += group.num_bytes
+            if group.num_bytes:
+                self.stored_bytes[group.store] += group.num_bytes
             self.prefix_bytes += group.prefix_bytes
         self._queue.extend(group.group_id for group in self.of_state(GroupState.queued))
         for group in self.of_state(GroupState.leased):

@@ -10,7 +10,7 @@ from typing import Any
 
 from asyncrl.protocol.errors import AsyncRLError
 
-from .client import BufferConnection
+from .connection import BufferConnection
 from .keys import BufferRole
 
 
@@ -43,6 +43,10 @@ def render(report: dict[str, Any]) -> str:
         f"refused    puts {_counts(stats['puts_refused'])}; messages {report['malformed']} malformed, "
         f"{report['over_rate']} over the rate, {report['unsent']} unsent; {report['unknown_keys']} unknown keys",
     ]
+    for number, store in enumerate(report["stores"]):
+        where = f"of host {store['host']} " * bool(store["host"])
+        what = "gone" if store["is_gone"] else f"at {store['address']}, {store['bytes']} bytes"
+        lines.append(f"store      {number} {where}{what}")
     for producer in report["producers"]:
         lines.append(
             f"producer   {producer['owner']}: {producer['leases']} leases, {producer['puts']} puts, "
@@ -72,7 +76,7 @@ def _spread(groups: list[dict[str, Any]], field: str) -> str:
 
 def main() -> None:
     """Entry point."""
-    parser = argparse.ArgumentParser(prog="python -m buffer.inspect", description="Show what a buffer server holds.")
+    parser = argparse.ArgumentParser(prog="asyncrl inspect", description="Show what a buffer server holds.")
     parser.add_argument("address", help="where it listens, e.g. tcp://127.0.0.1:5555; the run says it when it starts")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.add_argument("--keys", default="", help="directory of the run's CURVE keys")

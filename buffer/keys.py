@@ -1,14 +1,14 @@
 """CURVE keys of a run, one per role: made when the run starts, readable by their owner only.
 
-A directory holds ``server.json`` and one file per role: ``rollout.json``, ``learner.json``, ``controller.json``,
-``inspector.json`` and ``ledger.json``. Copy to each host only the files of the roles that run there. Whoever holds
-another key is refused, and a role is refused what is not its work.
+A directory holds ``server.json``, ``store.json`` for the store servers, and one file per role: ``rollout.json``,
+``learner.json``, ``controller.json``, ``inspector.json`` and ``ledger.json``. Copy to each host only the files of what
+runs there. Whoever holds another key is refused, and a role is refused what is not its work.
 """
 
 import json
 import logging
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,8 @@ from .sockets import Channel
 
 logger = logging.getLogger(__name__)
 
+STORE_KEYS = "store.json"
+"""The file of the store servers' keys."""
 _ZAP_DOMAIN = "buffer"
 _ZAP_ADDRESS = "inproc://zeromq.zap.01"
 
@@ -43,7 +45,8 @@ _ALLOWED = {
     | {"next_offer", "loaded", "fenced"},
     BufferRole.learner: _COMMON | {"fetch", "offer"},
     BufferRole.controller: _COMMON
-    | {"enqueue", "plan", "commit", "rewind", "fetch", "inspect", "served", "pin", "unpin", "bury"},
+    | {"enqueue", "plan", "commit", "rewind", "fetch", "inspect", "served", "pin", "unpin", "bury"}
+    | {"store_wanted", "add_store", "drop_store"},
     BufferRole.inspector: _COMMON | {"inspect"},
     BufferRole.ledger: _COMMON | {"remove", "reconcile"},
 }
@@ -65,24 +68,33 @@ class ServerKeys:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClientKeys:
-    """What a client needs: its own key pair, and the server's public key. Z85 text."""
+    """What a client needs: its own key pair, and the public keys of the server and of the store servers. Z85 text."""
 
     public: str
     secret: str
     server_public: str
+    store_public: str
+
+    def for_stores(self) -> "ClientKeys":
+        """The keys by which store servers are reached."""
+        return replace(self, server_public=self.store_public)
 
 
 def make_keys(directory: Path) -> None:
     """Make a run's key pairs, in files that only their owner may read. Raises `ValueError` if there are some."""
     directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-    server_public, server_secret = _pair()
+    (server_public, server_secret), (store_public, store_secret) = _pair(), _pair()
     publics: dict[str, str] = {}
     files: dict[str, dict[str, Any]] = {}
     for role in BufferRole:
         publics[role.value], secret = _pair()
-        keys = ClientKeys(public=publics[role.value], secret=secret, server_public=server_public)
-        files[f"{role.value}.json"] = asdict(keys)
+        files[f"{role.value}.json"] = asdict(
+            ClientKeys(
+                public=publics[role.value], secret=secret, server_public=server_public, store_public=store_public
+            )
+        )
     files["server.json"] = asdict(ServerKeys(public=server_public, secret=server_secret, role_publics=publics))
+    files[STORE_KEYS] = asdict(ServerKeys(public=store_public, secret=store_secret, role_publics=publics))
     for name, values in files.items():
         path = directory / name
         if path.exists():
@@ -104,20 +116,30 @@ def ensure_keys(directory: Path) -> None:
 
 def server_keys(directory: Path) -> ServerKeys:
     """Read the server's keys. Raises ValueError if they are missing, or readable by others."""
-    return ServerKeys(**_read(directory / "server.json"))
+    return ServerKeys(**_read(directory / "server.json", ServerKeys))
+
+
+def store_keys(directory: Path) -> ServerKeys:
+    """Read the store servers' keys. Raises ValueError if they are missing, or readable by others."""
+    return ServerKeys(**_read(directory / STORE_KEYS, ServerKeys))
 
 
 def client_keys(directory: Path, role: BufferRole) -> ClientKeys:
     """Read the keys of a role. Raises ValueError if they are missing, or readable by others."""
-    return ClientKeys(**_read(directory / f"{role}.json"))
+    return ClientKeys(**_read(directory / f"{role}.json", ClientKeys))
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path, kind: type) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(f"no CURVE keys at {path}; make them with buffer.keys.make_keys({str(path.parent)!r})")
     if path.stat().st_mode & 0o077:
         raise ValueError(f"{path} is readable by others (mode {path.stat().st_mode & 0o777:o}); chmod 600 {path}")
-    return json.loads(path.read_text())
+    values = json.loads(path.read_text())
+    if values.keys() != (names := {field.name for field in fields(kind)}):
+        raise ValueError(
+            f"{path} must hold {sorted(names)}, got {sorted(values)}; remove the directory, new ones are made"
+        )
+    return values
 
 
 def check_exposure(host: str, keys: str) -> None:

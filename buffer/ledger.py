@@ -20,7 +20,7 @@ from asyncrl.protocol.types import GroupSummary, Plan
 
 from . import commands
 from .config import OnStale
-from .groups import Group, GroupState
+from .groups import Group, GroupState, StorePlace
 from .ledger_state import LedgerState
 from .rule import Room, StalenessRule
 from .selection import choose_batch, dropped_by, find_filters, find_order, rank_of
@@ -37,7 +37,7 @@ class Ledger(LedgerState):
         filters: Names from `buffer.selection`, or ``module:function``; a group that one drops is never stored.
         first_version: Learner version to begin at.
         max_bytes: Bytes that each store may hold; 0 is no bound. Saved prefixes are held by the ledger's own server.
-        num_stores: Stores that trajectories are spread over.
+        num_stores: Stores that trajectories are spread over from the beginning; 0 where all of them join.
 
     Attributes:
         options: What a journal must have been written under to be taken up.
@@ -111,8 +111,10 @@ class Ledger(LedgerState):
             case commands.Planned():
                 return bool(outcome.group_ids) and outcome.version not in self._groups.plans
             case commands.Reserved():
-                return bool(outcome.evicted) or len(self._groups.stored_bytes) > 1
-            case commands.Rewound():
+                return bool(outcome.evicted) or not self._room.is_shared
+            case commands.Lost():
+                return bool(outcome.group_ids or outcome.unsent)
+            case commands.Rewound() | commands.AddedStore() | commands.DroppedStore():
                 return outcome.is_new
             case commands.Released():
                 return outcome.was_running or outcome.was_owed
@@ -150,6 +152,16 @@ class Ledger(LedgerState):
     def stored_bytes(self) -> int:
         """Bytes of trajectories in all stores, reserved ones among them."""
         return sum(self._groups.stored_bytes)
+
+    @property
+    def max_bytes(self) -> int:
+        """Bytes that all stores may hold."""
+        return self._room.max_bytes
+
+    @property
+    def stores(self) -> Sequence[StorePlace]:
+        """Where each store is, by number."""
+        return self._groups.stores
 
     @property
     def next_plan(self) -> int:
@@ -191,14 +203,30 @@ class Ledger(LedgerState):
         """Which attempt of a group is stored. Raises `UnknownGroup` if none is."""
         return self._groups.stored(group_id).result.attempt
 
-    def store_of(self, group_id: int) -> int:
-        """Which store holds the trajectories of a group. Raises `UnknownGroup` if none does."""
-        return self._groups.stored(group_id).store
+    def store_of(self, group_id: int) -> tuple[int, bytes]:
+        """Which store holds the trajectories of a group, and their digest. Raises `UnknownGroup` if none does."""
+        group = self._groups.stored(group_id)
+        if (place := self.stores[group.store]).is_gone:
+            raise UnknownGroup(
+                f"the trajectories of group {group_id} were on the store of host {place.host} at {place.address}, "
+                "which is gone"
+            )
+        return group.store, group.digest
 
     def stored_groups(self, store: int | None = None) -> list[tuple[int, int]]:
         """The groups whose trajectories are stored or planned, in one store or in any, and their attempts."""
         stored = (group for group in self._groups if group.summary is not None)
         return [(group.group_id, group.result.attempt) for group in stored if store is None or group.store == store]
+
+    def reserved_groups(self, store: int) -> list[tuple[int, int]]:
+        """The running groups that have bytes reserved in a store, and their attempts."""
+        leased = (group for group in self._groups.of_state(GroupState.leased) if group.num_bytes)
+        return [(group.group_id, group.attempt) for group in leased if group.store == store]
+
+    def is_reserved(self, group_id: int, attempt: int) -> bool:
+        """Whether this attempt runs, and has bytes reserved."""
+        group = self._groups.running(group_id, attempt)
+        return group is not None and group.num_bytes > 0
 
     def groups_with_prefix(self) -> list[int]:
         """The groups, queued or leased, of which something is saved."""
@@ -303,7 +331,27 @@ class Ledger(LedgerState):
         group = self._held(command, command.group_id, command.attempt)
         if group is None:  # the put that follows says what became of it
             return commands.Reserved(store=0)
-        return self._room.reserve(group, command.num_bytes, may_evict=not self.num_planned and not self.can_plan())
+        may_evict = not self.num_planned and not self.can_plan()
+        return self._room.reserve(group, command.num_bytes, host=command.host, may_evict=may_evict)
+
+    def _decide_add_store(self, command: commands.AddStore, now: float) -> commands.AddedStore:
+        known = [
+            number
+            for number, place in enumerate(self.stores)
+            if (place.address, place.host, place.is_gone) == (command.address, command.host, False)
+        ]
+        return commands.AddedStore(store=known[0] if known else len(self.stores), is_new=not known)
+
+    def _decide_drop_store(self, command: commands.DropStore, now: float) -> commands.DroppedStore:
+        """Nobody waits for a store that is gone: what was on its way to it is reserved elsewhere."""
+        if self.stores[command.store].is_gone:
+            return commands.DroppedStore(is_new=False)
+        there = [group for group in self._groups if group.store == command.store and group.num_bytes]
+        return commands.DroppedStore(
+            is_new=True,
+            group_ids=tuple(group.group_id for group in there if group.state is GroupState.stored),
+            reserved=tuple(group.group_id for group in there if group.state is GroupState.leased),
+        )
 
     def cannot_hold_batch(self, group_id: int) -> bool:
         """Whether the groups that are due first, this refused one among them, are more than the stores can hold."""
@@ -422,7 +470,11 @@ class Ledger(LedgerState):
         self._check_was_leased(group_id, attempt, "it cannot be released")
         group = self._held(command, group_id, attempt)
         ended = self._history.of(group_id, attempt)
-        return commands.Released(was_running=group is not None, was_owed=ended is not None and ended.owes_report)
+        return commands.Released(
+            was_running=group is not None,
+            was_owed=ended is not None and ended.owes_report,
+            is_dropped=group is not None and 0 < command.max_failures <= group.num_failures + 1,
+        )
 
     # Batches
 
@@ -453,7 +505,8 @@ class Ledger(LedgerState):
         group_ids = tuple(group.group_id for group in groups if group.summary is not None or group.prefix_bytes)
         planned = [group.planned_for for group in groups if group.state is GroupState.planned]
         dissolved = tuple(version for version in self._groups.plans if planned and version >= min(planned))
-        return commands.Lost(group_ids=group_ids, dissolved=dissolved)
+        unsent = tuple(group_id for group_id, attempt in command.unsent if self.holds(group_id, attempt))
+        return commands.Lost(group_ids=group_ids, dissolved=dissolved, unsent=unsent)
 
     def _decide_plan(self, command: commands.PlanBatch, now: float) -> commands.Planned:
         """A batch once made stays as it is; no groups while it must wait."""
@@ -530,6 +583,8 @@ _DECIDE: Mapping[type, Any] = {
     commands.TakeBack: Ledger._decide_take_back,
     commands.PlanBatch: Ledger._decide_plan,
     commands.LoseGroups: Ledger._decide_lose,
+    commands.AddStore: Ledger._decide_add_store,
+    commands.DropStore: Ledger._decide_drop_store,
     commands.Commit: Ledger._decide_commit,
     commands.Rewind: Ledger._decide_rewind,
 }

@@ -3,6 +3,7 @@
 `LedgerNotes.note` hears of every command from `Ledger.on_applied`; `levels` is called once per burst of messages.
 """
 
+import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -31,14 +32,17 @@ class LedgerNotes:
             case commands.PutOutcome():
                 self._stamp_put(command, outcome)
             case commands.Released(was_running=True):
-                self._stamp_released(command)
-            case commands.TakenBack() | commands.Lost() | commands.Reserved() | commands.Rewound():
+                self._stamp_released(command, outcome)
+            case commands.TakenBack() | commands.Lost() | commands.DroppedStore():
+                self._stamp_requeued(command, outcome)
+            case commands.Reserved() | commands.Rewound():
                 self._stamp_requeued(command, outcome)
             case commands.Planned():
                 self._stamp_planned(outcome)
             case commands.Committed():
                 self._planned.pop(outcome.version, None)
                 self._stamp_all(GroupEvent.trained, outcome.group_ids, version=outcome.version)
+                self._recorder.level(LevelName.cpu, time.process_time_ns() // 1000)
 
     def levels(self, *, held_bytes: int) -> None:
         """Note the counts, where they have changed."""
@@ -93,7 +97,7 @@ class LedgerNotes:
         match outcome:
             case commands.TakenBack():
                 reason = "silent" if isinstance(command, commands.TakeBack) else "expired"
-            case commands.Lost():
+            case commands.Lost() | commands.DroppedStore():
                 reason = "store_lost"
             case commands.Rewound():
                 self._planned.clear()
@@ -103,8 +107,8 @@ class LedgerNotes:
                 return
         self._stamp_all(GroupEvent.requeued, outcome.group_ids, reason=reason)
 
-    def _stamp_released(self, command: Any) -> None:
-        event = GroupEvent.dropped if command.drop else GroupEvent.requeued
+    def _stamp_released(self, command: Any, outcome: commands.Released) -> None:
+        event = GroupEvent.dropped if outcome.is_dropped else GroupEvent.requeued
         self._recorder.stamp(
             event,
             command.group_id,

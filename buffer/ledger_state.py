@@ -20,7 +20,7 @@ from .account import (
 )
 from .groups import Group, GroupState, GroupTable
 
-SNAPSHOT_FORMAT = 6
+SNAPSHOT_FORMAT = 7
 
 
 class LedgerState:
@@ -111,6 +111,19 @@ class LedgerState:
         self._groups.dissolve(outcome.dissolved)
         for group_id in outcome.group_ids:
             self._evict(self._get(group_id), STORE_LOST)
+        for group_id in outcome.unsent:
+            self._groups.set_bytes(self._get(group_id), 0)
+
+    def _add_store(self, command: commands.AddStore, outcome: commands.AddedStore) -> None:
+        if outcome.is_new:
+            self._groups.add_store(command.address, command.host)
+
+    def _drop_store(self, command: commands.DropStore, outcome: commands.DroppedStore) -> None:
+        self._groups.stores[command.store].is_gone = True
+        for group_id in outcome.reserved:
+            self._groups.set_bytes(self._get(group_id), 0)
+        for group_id in outcome.group_ids:
+            self._evict(self._get(group_id), STORE_LOST)
 
     def _evict(self, group: Group, reason: str) -> None:
         """The trajectories of a group are gone, or its saved prefix."""
@@ -147,6 +160,7 @@ class LedgerState:
         num_inherited = group.num_inherited
         if result is commands.PutResult.stored:
             self._groups.set_bytes(group, command.num_bytes)
+            group.digest = command.digest
             self._groups.store(group, summary, outcome.rank)
             self.account.store(summary, num_inherited=num_inherited)
         elif result is commands.PutResult.filtered:
@@ -181,7 +195,8 @@ class LedgerState:
             group = self._groups.running(command.group_id, command.attempt)
             assert group is not None
             num_counted = group.num_saved
-            if command.drop:
+            group.num_failures += command.max_failures > 0
+            if outcome.is_dropped:
                 self.account.give_up(reason, num_saved=group.num_saved, num_inherited=group.num_inherited)
                 self.account.groups_dropped[reason] += 1
                 self._drop(group, stored=False)
@@ -277,6 +292,13 @@ class LedgerState:
         stored = [group for group in self._groups if group.summary is not None]
         return leased + [self._describe_stored(group) for group in stored]
 
+    def describe_stores(self) -> list[dict[str, Any]]:
+        """What is known of every store, for people."""
+        return [
+            {"address": place.address, "host": place.host, "bytes": num_bytes, "is_gone": place.is_gone}
+            for place, num_bytes in zip(self._groups.stores, self._groups.stored_bytes, strict=True)
+        ]
+
     def drain_revocations(self) -> list[commands.Revocation]:
         """Leases taken away since the last call."""
         revocations, self._revocations = self._revocations, []
@@ -333,6 +355,8 @@ _ENACT: Mapping[type, Any] = {
     commands.Expire: LedgerState._take_back,
     commands.TakeBack: LedgerState._take_back,
     commands.LoseGroups: LedgerState._lose,
+    commands.AddStore: LedgerState._add_store,
+    commands.DropStore: LedgerState._drop_store,
     commands.PlanBatch: LedgerState._plan,
     commands.Commit: LedgerState._commit,
     commands.Rewind: LedgerState._rewind,

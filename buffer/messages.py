@@ -18,7 +18,7 @@ from asyncrl.protocol.errors import AsyncRLError, WireError
 from asyncrl.protocol.manifest import WeightOffer
 from asyncrl.protocol.types import BufferStats, GroupSummary
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 MAX_HEADER_BYTES = 1 << 20
 MAX_FRAMES = 4096
 MAX_REPLY_HEADER_BYTES = 1 << 28

@@ -18,14 +18,15 @@ from asyncrl.protocol.errors import AsyncRLError, DeadlineError, ReplayBufferErr
 from asyncrl.protocol.record import ProfileConfig
 from asyncrl.protocol.remote import last_lines, process_end
 
-from .client import BufferConnection
 from .client_socket import ClientSocket
 from .config import BufferConfig, Durability
+from .connection import BufferConnection
 from .keys import BufferRole, client_keys, ensure_keys
 
 logger = logging.getLogger(__name__)
 
 _PROBES_PER_DEADLINE = 6
+_PAYLOADS_LOST = "; its payloads are lost, buffer.durability=disk would keep them"
 
 
 class BufferProcess:
@@ -51,6 +52,7 @@ class BufferProcess:
         profile: ProfileConfig | None = None,
     ) -> None:
         self.address = ""
+        self._is_store = store is not None
         self._log_path = log_path
         self._start_timeout_s = start_timeout_s
         if config.keys:
@@ -103,7 +105,7 @@ class BufferProcess:
             epoch=self._config.epoch,
         )
 
-    async def end(self, *, notices_silence: bool, role: BufferRole = BufferRole.controller) -> str:
+    async def end(self, *, notices_silence: bool, role: BufferRole) -> str:
         """Wait until the server has ended, or has answered nothing for long and is killed; how that was.
 
         Only a timer notices silence: the server is asked for a sign of life now and then. It ends within two thirds of
@@ -129,6 +131,8 @@ class BufferProcess:
         """Wait until the server does not answer."""
         timeout_s = self._config.request_timeout_s
         keys = client_keys(Path(self._config.keys), role) if self._config.keys else None
+        if keys is not None and self._is_store:
+            keys = keys.for_stores()
         link = ClientSocket(self.address, timeout_s=timeout_s / 2, keys=keys, on_push=lambda message: None)
         try:
             while True:
@@ -171,16 +175,20 @@ class BufferSupervisor:
     """A buffer server that is started again on its journal and its address, ``buffer.restarts`` times at most.
 
     Its clients reconnect and send what was not acknowledged again; leases and the log of offers come back with it. A
-    server without a journal is not started again. Made on the thread that outlives it: the kernel ends a server with
-    the thread that started it. Arguments and errors are `BufferProcess`'s.
+    server without a journal is not started again, but for a store server: without one that comes back empty. Made on
+    the thread that outlives it: the kernel ends a server with the thread that started it. Other arguments and errors
+    are `BufferProcess`'s.
 
     Args:
+        role: Whose key asks the server for signs of life.
         on_restart: Is told of each restart, in one line.
 
     Attributes:
-        connection: How to reach the server, also when it was started again.
+        connection: How to reach the server, also when it was started again; there once its address was read.
         num_restarts: How often it was started again.
     """
+
+    connection: BufferConnection
 
     def __init__(
         self,
@@ -189,10 +197,15 @@ class BufferSupervisor:
         groups_per_step: int,
         log_path: Path | None,
         start_timeout_s: float = 30.0,
+        store: int | None = None,
+        waits: bool = True,
         profile: ProfileConfig | None = None,
+        role: BufferRole = BufferRole.controller,
         on_restart: Callable[[str], None] = logger.warning,
     ) -> None:
         self._config = config
+        self._store = store
+        self._role = role
         self._groups_per_step = groups_per_step
         self._log_path = log_path
         self._start_timeout_s = start_timeout_s
@@ -200,8 +213,21 @@ class BufferSupervisor:
         self._on_restart = on_restart
         self.num_restarts = 0
         self._server = self._launch()
+        if waits:
+            self.read_address()
+
+    def read_address(self) -> str:
+        """Wait until the server announces itself; see `BufferProcess.read_address`."""
         self._server.read_address()
         self.connection = self._server.connection
+        if self._store is not None:  # without a journal, which would remember it
+            self._config = replace(self._config, port=int(self._server.address.rpartition(":")[2]))
+        return self._server.address
+
+    @property
+    def pid(self) -> int:
+        """Of the server's process."""
+        return self._server.process.pid
 
     def _launch(self) -> BufferProcess:
         return BufferProcess(
@@ -209,6 +235,7 @@ class BufferSupervisor:
             groups_per_step=self._groups_per_step,
             log_path=self._log_path,
             start_timeout_s=self._start_timeout_s,
+            store=self._store,
             waits=False,
             profile=self._profile,
         )
@@ -216,19 +243,22 @@ class BufferSupervisor:
     async def watch(self) -> NoReturn:
         """Start the server again as often as it dies or hangs. Raises `WorkerDiedError` where it may not be."""
         is_kept = self._config.durability is Durability.disk
+        may_restart = is_kept or self._store is not None
+        name = "the buffer server" if self._store is None else f"store server {self._store}"
         while True:
             dead = self._server
-            how = await dead.end(notices_silence=is_kept)
-            what = f"the buffer server (pid {dead.process.pid}) {how}"
-            fault = WorkerDiedError(f"{what}; its log ends:\n{dead.log_tail()}")
-            if not is_kept:
+            how = await dead.end(notices_silence=may_restart, role=self._role)
+            what = f"{name} (pid {dead.process.pid}) {how}"
+            lost = "" if is_kept or self._store is None else _PAYLOADS_LOST
+            fault = WorkerDiedError(f"{what}{lost}; its log ends:\n{dead.log_tail()}")
+            if not may_restart:
                 raise fault
             began_s = time.monotonic()
             while not await self._is_up_again(fault):
                 pass
             took_s = time.monotonic() - began_s
             self._on_restart(
-                f"{what}; it was started again at {self.connection.address} within {took_s:.1f} s (restart "
+                f"{what}{lost}; it was started again at {self.connection.address} within {took_s:.1f} s (restart "
                 f"{self.num_restarts} of buffer.restarts={self._config.restarts})"
             )
 
@@ -241,7 +271,7 @@ class BufferSupervisor:
         try:
             await asyncio.to_thread(self._server.read_address)
         except AsyncRLError as error:
-            logger.error("restart %d of the buffer server failed: %s", self.num_restarts, error)
+            logger.error("restart %d failed: %s", self.num_restarts, error)
             return False
         return True
 

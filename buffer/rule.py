@@ -5,6 +5,7 @@ and that a bound on bytes never makes everybody wait. Letters: B groups per lear
 that is planned next, k learner steps from w on.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate
@@ -98,14 +99,23 @@ class StalenessRule:
 class Room:
     """The bytes that each store may still take of ``max_bytes``; 0 is no bound.
 
-    A single store shares its bound with the saved prefixes; beside several stores the prefixes have one of that size.
+    A single store shares its bound with the saved prefixes; beside several stores, or stores that join, the prefixes
+    have one of that size.
+
+    Attributes:
+        is_shared: Whether there is one store, from the beginning.
     """
 
     def __init__(self, groups: GroupTable, *, max_bytes: int, groups_per_step: int) -> None:
         self._groups = groups
         self._max_bytes = max_bytes
         self._groups_per_step = groups_per_step
-        self._is_shared = len(groups.stored_bytes) == 1
+        self.is_shared = len(groups.stores) == 1
+
+    @property
+    def max_bytes(self) -> int:
+        """Bytes that all stores may hold."""
+        return self._max_bytes * len(self._groups.open_stores())
 
     def has_room(self, num_granted: int = 0, num_freed_bytes: int = 0) -> bool:
         """Whether one more group fits beside what is held and what the running leases are expected to bring.
@@ -121,47 +131,52 @@ class Room:
             return True
         num_bytes = sum(groups.stored_bytes) + groups.prefix_bytes - num_freed_bytes
         num_bytes += (groups.num_leased + num_granted + 1) * groups.expected_bytes
-        return num_bytes <= self._max_bytes * len(groups.stored_bytes)
+        return num_bytes <= self.max_bytes
 
     def fits(self, num_bytes: int) -> bool:
         """Whether a group may come without a reservation: there is one store, and it has so many bytes to spare."""
         groups = self._groups
-        return self._is_shared and groups.stored_bytes[0] + groups.prefix_bytes + num_bytes <= self._max_bytes
+        return self.is_shared and groups.stored_bytes[0] + groups.prefix_bytes + num_bytes <= self._max_bytes
 
-    def _num_free(self, store: int, group: Group) -> int:
+    def _num_free(self, store: int, group: Group) -> float:
         """Bytes that a store may take for a group, in the place of what it holds of it."""
+        if not self._max_bytes:
+            return math.inf
         num_held = self._groups.stored_bytes[store] - (group.num_bytes if store == group.store else 0)
-        if self._is_shared:
+        if self.is_shared:
             num_held += self._groups.prefix_bytes - group.prefix_bytes
         return self._max_bytes - num_held
 
-    def reserve(self, group: Group, num_bytes: int, *, may_evict: bool) -> Reserved:
+    def reserve(self, group: Group, num_bytes: int, *, host: str, may_evict: bool) -> Reserved:
         """The store that takes ``num_bytes`` of a running group, and the groups that give way for it.
 
-        ``may_evict`` says that no batch is planned, and none can be made of what is stored. Raises `StoreFull` if it
-        fits later, `ReplayBufferError` if it never will.
+        The store of ``host`` takes them where they fit, else the emptiest one. ``may_evict`` says that no batch is
+        planned, and none can be made of what is stored. Raises `StoreFull` if it fits later, `ReplayBufferError` if it
+        never will.
         """
-        if not self._max_bytes or num_bytes <= group.num_bytes:  # reserved before
+        if 0 < num_bytes <= group.num_bytes:  # reserved before
             return Reserved(store=group.store)
-        if num_bytes > self._max_bytes:
+        if 0 < self._max_bytes < num_bytes:
             raise ReplayBufferError(
                 f"a group of {num_bytes} bytes is larger than buffer.max_stored_bytes={self._max_bytes}; raise it"
             )
-        stores = range(len(self._groups.stored_bytes))
-        emptiest_first = sorted(stores, key=lambda store: self._num_free(store, group), reverse=True)
-        num_free = self._num_free(emptiest_first[0], group)
-        if num_bytes <= num_free:
-            return Reserved(store=emptiest_first[0])
+        stores, free = self._groups.stores, lambda store: self._num_free(store, group)
+        emptiest_first = sorted(self._groups.open_stores(), key=free, reverse=True)
+        if not emptiest_first:
+            raise StoreFull(f"{num_bytes} bytes wait for a store; none has joined, or all are gone")
+        fitting = [store for store in emptiest_first if num_bytes <= free(store)]
+        if fitting:
+            return Reserved(store=next((store for store in fitting if host and stores[store].host == host), fitting[0]))
         for store in emptiest_first if may_evict else ():
             evicted = self._who_gives_way(group, store, num_bytes - self._num_free(store, group))
             if evicted is not None:
                 return Reserved(store=store, evicted=evicted)
         raise StoreFull(
-            f"{num_bytes} bytes do not fit: {num_free} of buffer.max_stored_bytes={self._max_bytes} are free; the "
-            "group is sent again when a batch has left"
+            f"{num_bytes} bytes do not fit: {free(emptiest_first[0])} of buffer.max_stored_bytes={self._max_bytes} are "
+            "free; the group is sent again when a batch has left"
         )
 
-    def _who_gives_way(self, group: Group, store: int, num_bytes: int) -> tuple[int, ...] | None:
+    def _who_gives_way(self, group: Group, store: int, num_bytes: float) -> tuple[int, ...] | None:
         """Groups that hold ``num_bytes`` of a store and are needed later than ``group``; None if they hold less.
 
         Saved prefixes go first, those of waiting prompts before those of running ones; then the latest deadlines.
@@ -172,7 +187,7 @@ class Room:
         later = [other for other in stored if other.deadline > group.deadline]
         later.sort(key=lambda other: (-other.deadline, -other.place))
         evicted: list[int] = []
-        for other in [*(prefixes if self._is_shared else ()), *later]:
+        for other in [*(prefixes if self.is_shared else ()), *later]:
             evicted.append(other.group_id)
             num_bytes -= other.prefix_bytes if other.summary is None else other.num_bytes
             if num_bytes <= 0:
@@ -184,7 +199,7 @@ class Room:
         if not self._max_bytes:
             return
         num_held = self._groups.prefix_bytes - group.prefix_bytes
-        num_held += self._groups.stored_bytes[0] if self._is_shared else 0
+        num_held += self._groups.stored_bytes[0] if self.is_shared else 0
         if num_held + num_bytes > self._max_bytes:
             raise StoreFull(
                 f"{num_bytes} bytes of progress do not fit beside the {num_held} held, buffer.max_stored_bytes is "

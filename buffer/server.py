@@ -35,13 +35,14 @@ from asyncrl.protocol.errors import (
 )
 
 from . import messages
-from .config import BufferConfig, Durability, OnStale
+from .config import BufferConfig, Durability, OnStale, StoresOn
 from .encoding import JOIN_BELOW_BYTES
 from .journal import Journal
-from .keys import KeyGate, ServerKeys, check_exposure, may, secure_server, server_keys
+from .keys import KeyGate, ServerKeys, check_exposure, may, secure_server, server_keys, store_keys
 from .messages import CONNECT, OK, PUSH_ID, Message
 from .service import BufferService
 from .sockets import Channel, Chunk, ChunkReceiver, ChunkSender
+from .store_links import StoreLinks
 from .store_servers import StoreServers, StoreService
 
 logger = logging.getLogger(__name__)
@@ -73,6 +74,7 @@ class ServerSocket:
         config: Options.
         make_service: Builds what answers the requests; the service sends through the socket that it is given.
         journal: Remembers epoch and addresses, so that a server started again is found where it was.
+        is_store: Whether it is a store server, which has keys of its own.
 
     Attributes:
         address: Where the control socket listens; ``bulk_port`` is where large payloads go.
@@ -80,7 +82,12 @@ class ServerSocket:
     """
 
     def __init__(
-        self, config: BufferConfig, *, make_service: "Callable[[ServerSocket], Service]", journal: Journal | None
+        self,
+        config: BufferConfig,
+        *,
+        make_service: "Callable[[ServerSocket], Service]",
+        journal: Journal | None,
+        is_store: bool = False,
     ) -> None:
         check_exposure(config.host, config.keys)
         self._config = config
@@ -94,7 +101,8 @@ class ServerSocket:
         self._swept_at = 0.0
         self._limit = RateLimit(config.max_requests_per_s)
         self.epoch = self._choose_epoch()
-        keys = server_keys(Path(config.keys)) if config.keys else None
+        read = store_keys if is_store else server_keys
+        keys = read(Path(config.keys)) if config.keys else None
         if keys is not None:
             self._gate = KeyGate(self._context, keys, partial(self._count, "unknown_keys"))
         control = self._router(keys, silent_s=4 * config.heartbeat_s)
@@ -369,7 +377,9 @@ class RateLimit:
 
 
 class BufferServer:
-    """The ledger's server, with ``num_store_servers`` processes of payloads beside it; made on a running loop.
+    """The ledger's server; the payloads are here, in ``num_store_servers`` processes beside it, or on stores that join.
+
+    Made on a running loop.
 
     Attributes:
         address: Where it listens; ``bulk_port`` is where large payloads go.
@@ -382,9 +392,11 @@ class BufferServer:
     def __init__(self, config: BufferConfig, *, groups_per_step: int) -> None:
         self.lost: asyncio.Future[WorkerDiedError] = asyncio.get_running_loop().create_future()
         self._checks: set[asyncio.Task[None]] = set()
-        self._stores = StoreServers(
-            config, groups_per_step=groups_per_step, on_lost=self._lose, on_connected=self._check_store
-        )
+        may_join = config.stores_on is StoresOn.hosts
+        self._stores = StoreServers(config, groups_per_step=groups_per_step, on_lost=self._lose)
+        self._links = StoreLinks(config, on_connected=self._check_store, may_join=may_join)
+        for address in self._stores.addresses:
+            self._links.connect(address)
         journal = _open_journal(config, "journal")
 
         def make_service(endpoint: ServerSocket) -> BufferService:
@@ -394,8 +406,7 @@ class BufferServer:
                 send=endpoint.send,
                 on_rewound=self._check_stores,
                 counters=endpoint.counters,
-                store_addresses=self._stores.addresses,
-                remove_elsewhere=self._stores.remove if config.num_store_servers else None,
+                links=self._links if may_join or config.num_store_servers else None,
                 journal=journal,
             )
             return self._service
@@ -403,6 +414,7 @@ class BufferServer:
         try:
             self._endpoint = ServerSocket(config, make_service=make_service, journal=journal)
         except BaseException:
+            self._links.close()
             self._stores.close()
             if journal is not None:
                 journal.close()
@@ -415,24 +427,26 @@ class BufferServer:
         for check in self._checks:
             check.cancel()
         self._endpoint.close()
+        self._links.close()
         self._stores.close()
 
     def _check_store(self, number: int) -> None:
-        """A store server may have come back without what it acknowledged, or with what the ledger has removed since."""
+        """A store is reached, or may hold what was finished and is not any more: see that both sides agree."""
         check = asyncio.get_running_loop().create_task(self._requeue_missing(number))
         self._checks.add(check)
         check.add_done_callback(self._checks.discard)
 
     def _check_stores(self) -> None:
-        for number in range(len(self._stores.addresses)):
-            self._check_store(number)
+        for number, address in enumerate(self._links.addresses):
+            if address:
+                self._check_store(number)
 
     async def _requeue_missing(self, number: int) -> None:
         ledger = self._service.ledger
-        stored = ledger.stored_groups(number)
+        asked = ledger.stored_groups(number) + ledger.reserved_groups(number)
         try:
-            missing = await self._stores.reconcile(number, stored, ledger.finished())
-            self._service.lose_from_store(number, missing, stored)
+            missing = await self._links.reconcile(number, asked, ledger.finished())
+            self._service.lose_from_store(number, missing, asked)
         except AsyncRLError as error:
             logger.warning("store server %d does not say what it holds: %s", number, error)
 
@@ -450,6 +464,7 @@ class StoreServer:
             config,
             make_service=lambda endpoint: StoreService(config, send=endpoint.send, journal=journal),
             journal=journal,
+            is_store=True,
         )
         self.lost: asyncio.Future[WorkerDiedError] = asyncio.get_running_loop().create_future()
         self.address = self._endpoint.address
@@ -470,7 +485,7 @@ def config_from_json(values: dict[str, Any]) -> BufferConfig:
     known = {field.name for field in fields(BufferConfig)}
     if unknown := sorted(set(values) - known):
         raise ValueError(f"unknown buffer options {unknown}; known are {sorted(known)}")
-    kinds = {"on_stale": OnStale, "durability": Durability}
+    kinds = {"on_stale": OnStale, "durability": Durability, "stores_on": StoresOn}
     return BufferConfig(**{name: kinds[name](value) if name in kinds else value for name, value in values.items()})
 
 

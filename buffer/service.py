@@ -11,16 +11,16 @@ from functools import partial
 from typing import Any
 
 from asyncrl.protocol import record
-from asyncrl.protocol.errors import AsyncRLError, DeclaredDead, ReplayBufferError, StoreFull, WireError
+from asyncrl.protocol.errors import AsyncRLError, DeclaredDead, ReplayBufferError, StoreFull, StoreLost, WireError
 from asyncrl.protocol.types import BufferStats
 
 from .admission import Admission, Collaborators, PendingRequest, PendingRequests, PromptIntake
+from .batch_requests import BatchRequests
 from .commands import (
     Commit,
     Expire,
     Frames,
     LoseGroups,
-    PlanBatch,
     Progress,
     Put,
     PutResult,
@@ -44,21 +44,20 @@ from .messages import (
     count,
     flag,
     integer,
-    integers,
     pairs,
     stats_fields,
-    summary_fields,
     summary_of,
     text,
 )
 from .offers import OfferRequests
 from .rule import StalenessRule
-from .stores import FetchWindow, PayloadStore, size_of
+from .store_links import StoreLinks
+from .store_requests import StoreRequests
+from .stores import PayloadStore, size_of
 
 logger = logging.getLogger(__name__)
 
 _BEATS_TO_SILENCE = 4
-_FIRST_WARNING_STEPS = 4
 _MAX_BURIED = 4096
 
 
@@ -71,8 +70,7 @@ class BufferService:
         send: Sends one message to one client.
         on_rewound: Called after the learner was taken back: groups that were finished may come again.
         counters: What the server counts, for `buffer.inspect`.
-        store_addresses: Where clients find the payloads, in the order that the ledger counts stores by; empty if here.
-        remove_elsewhere: See `PayloadStore`.
+        links: To the store servers that hold the payloads; None keeps them here.
         journal: What an earlier server left, and where this one writes; None keeps nothing.
         clock: What deadlines are measured by; the running loop's unless a test brings another.
     """
@@ -85,8 +83,7 @@ class BufferService:
         send: Send,
         on_rewound: Callable[[], None] = lambda: None,
         counters: Callable[[], dict[str, int]] = dict,
-        store_addresses: Sequence[str] = (),
-        remove_elsewhere: Callable[[int, bool], None] | None = None,
+        links: StoreLinks | None = None,
         journal: Journal | None = None,
         clock: LoopClock | None = None,
     ) -> None:
@@ -98,23 +95,23 @@ class BufferService:
             filters=config.filters,
             first_version=config.first_version,
             max_bytes=config.max_stored_bytes,
-            num_stores=max(1, len(store_addresses)),
+            num_stores=1 if links is None else len(links.addresses),
         )
         self._config = config
         self._counters = counters
         self._on_rewound = on_rewound
-        self._store_addresses = list(store_addresses)
+        self._links = links
         self._clock = LoopClock() if clock is None else clock
         self._replies = Replies(send)
-        max_bytes = config.max_stored_bytes * max(1, len(store_addresses))
-        self._store = PayloadStore(max_bytes, config.max_prompt_bytes, remove_elsewhere)
+        self._store = PayloadStore(config.max_prompt_bytes, None if links is None else links.remove)
         self._hold_s = config.request_timeout_s / 2
         shared = Collaborators(ledger=self.ledger, store=self._store, replies=self._replies, hold_s=self._hold_s)
         self._intake = PromptIntake(shared, queue_size=config.queue_size)
         self._admission = Admission(shared, clock=self._clock, silent_s=_BEATS_TO_SILENCE * config.heartbeat_s)
         max_filtered = config.max_filtered_steps * groups_per_step
-        self._batches = BatchRequests(shared, store_addresses=store_addresses, max_filtered=max_filtered)
+        self._batches = BatchRequests(shared, links=links, max_filtered=max_filtered)
         self._offers = OfferRequests(shared, journal)
+        self._stores = StoreRequests(shared, links=links)
         self._reserving = PendingRequests()
         self._refused_for_space: set[bytes] = set()
         self._buried: dict[bytes, int] = {}
@@ -142,6 +139,7 @@ class BufferService:
             **self._admission.operations,
             **self._batches.operations,
             **self._offers.operations,
+            **self._stores.operations,
             "loaded": self._loaded,
             "beat": self._beat,
             "leave": self._leave,
@@ -211,6 +209,7 @@ class BufferService:
         for revocation in self.ledger.drain_revocations():
             fields = {"group_id": revocation.group_id, "attempt": revocation.attempt}
             self._replies.push(revocation.owner, REVOKED, fields)
+        self._stores.settle()
         self._expiry.at(self.ledger.next_expiry())
         self._silence.at(self._admission.heartbeats.next_silence())
         self._compact()
@@ -225,6 +224,7 @@ class BufferService:
             self._admission,
             self._batches,
             self._offers,
+            self._stores,
             self._expiry,
             self._silence,
             self._clock,
@@ -244,6 +244,7 @@ class BufferService:
         ledger.drain_revocations()
         ledger.drain_finished()
         ledger.log = journal
+        self._stores.recover()
         self._offers.recover(journal)
         journal.on_written = self.settle
         self._store.recover(recovered.frames, ledger)
@@ -253,9 +254,9 @@ class BufferService:
         self._expiry.at(ledger.next_expiry())
         self._silence.at(self._admission.heartbeats.next_silence())
 
-    def _lose(self, group_ids: Iterable[int]) -> None:
-        """Groups whose frames did not survive with their record are generated again."""
-        if lost := self.ledger.apply(LoseGroups(group_ids=tuple(group_ids))).group_ids:
+    def _lose(self, group_ids: Iterable[int], *, unsent: Iterable[tuple[int, int]] = ()) -> None:
+        """Groups whose frames did not survive with their record are generated again, ``unsent`` ones sent again."""
+        if lost := self.ledger.apply(LoseGroups(group_ids=tuple(group_ids), unsent=tuple(unsent))).group_ids:
             logger.warning("the trajectories or saved prefixes of %d groups are lost", len(lost))
             self._store.evict(group_id for group_id in lost if group_id in self._store.payloads)
 
@@ -263,10 +264,13 @@ class BufferService:
         """A store server does not hold these of the groups and attempts ``asked``: generate them again.
 
         What happened to a group since it was asked for is not the store's fault. A batch stays as it was planned: its
-        ranks may have its groups; one that has not is refused them, and says so.
+        ranks may have its groups; one that has not is refused them, and says so. A group that runs is sent again.
         """
-        ledger, unchanged = self.ledger, dict(set(asked) & set(self.ledger.stored_groups(store)))
-        self._lose(group_id for group_id in group_ids if group_id in unchanged and not ledger.is_planned(group_id))
+        ledger, missing, unchanged = self.ledger, set(group_ids), set(asked)
+        stored = unchanged.intersection(ledger.stored_groups(store))
+        lost = [group_id for group_id, _ in stored if group_id in missing and not ledger.is_planned(group_id)]
+        reserved = unchanged.intersection(ledger.reserved_groups(store))
+        self._lose(lost, unsent=[key for key in reserved if key[0] in missing])
         self.settle()
 
     def _forget_finished(self) -> None:
@@ -311,7 +315,8 @@ class BufferService:
     def _reserve(self, client: bytes, request: Message) -> None:
         """Set bytes aside for a group before it is sent; the request waits until they fit, first come first."""
         names = ("group_id", "attempt", "num_bytes")
-        fields = {name: integer(request.fields, name) for name in names}
+        fields: dict[str, Any] = {name: integer(request.fields, name) for name in names}
+        fields["host"] = text(request.fields, "host") if "host" in request.fields else ""
         pending = PendingRequest(client=client, request_id=request.request_id, fields=fields)
         self._reserving.add(pending, self._hold_s, self._answer_no_room)
 
@@ -320,11 +325,12 @@ class BufferService:
 
     def _grant_reservations(self) -> None:
         for pending in self._reserving.all():
-            group_id, attempt, num_bytes = pending.fields.values()
-            is_held = self.ledger.holds(group_id, attempt)
+            is_held = self.ledger.holds(pending.fields["group_id"], pending.fields["attempt"])
+            fields: dict[str, Any] = {"granted": True, "is_held": is_held}
             try:
-                store = self._make_room(pending.client, group_id, attempt, num_bytes) if is_held else 0
-                fields = {"granted": True, "is_held": is_held, "store": store}
+                if is_held:
+                    store = self._make_room(Reserve(owner=pending.client, **pending.fields))
+                    fields["address"] = self._links.addresses[store] if self._links is not None else ""
                 self._replies.reply(pending.client, pending.request_id, fields)
             except StoreFull:
                 continue
@@ -332,14 +338,14 @@ class BufferService:
                 self._replies.fail(pending.client, pending.request_id, error)
             self._reserving.remove(pending.client, pending.request_id)
 
-    def _make_room(self, client: bytes, group_id: int, attempt: int, num_bytes: int) -> int:
+    def _make_room(self, command: Reserve) -> int:
         """Reserve room for a group; its store. Raises `StoreFull`, also to plans that can then never be made."""
-        command = Reserve(group_id=group_id, attempt=attempt, num_bytes=num_bytes, owner=client)
+        group_id = command.group_id
         try:
             reserved = self.ledger.apply(command)
         except StoreFull:
-            if self.ledger.cannot_hold_batch(group_id):
-                self._batches.fail(num_bytes)
+            if self.ledger.stores and self.ledger.cannot_hold_batch(group_id):
+                self._batches.fail(command.num_bytes)
             raise
         if reserved.evicted:
             logger.warning("%d groups gave way to group %d, which is due earlier", len(reserved.evicted), group_id)
@@ -348,14 +354,18 @@ class BufferService:
 
     def _put(self, client: bytes, request: Message) -> None:
         summary = summary_of(request.fields)
-        size = self._store.measure(request.payload)
+        size, digest = self._store.receipt_of(request.payload)
         continued = flag(request.fields, "continued", default=True)
-        command = Put(summary=summary, continued=continued, owner=client, num_bytes=size)
+        command = Put(summary=summary, continued=continued, owner=client, num_bytes=size, digest=digest)
+        key = summary.group_id, summary.attempt
+        is_held = self.ledger.holds(*key)
+        if is_held and self._store.is_elsewhere and not self.ledger.is_reserved(*key):
+            raise StoreLost(f"the store that took group {key[0]} attempt {key[1]} does not hold it; send it again")
         is_easy = (self._journal is None or size < JOIN_BELOW_BYTES) and self.ledger.fits(size)
-        if is_easy or not self.ledger.holds(summary.group_id, summary.attempt):
+        if is_easy or not is_held or self._store.is_elsewhere:
             self._store_group(client, request, command, request.payload)
         else:
-            self._make_room(client, summary.group_id, summary.attempt, size)
+            self._make_room(Reserve(group_id=key[0], attempt=key[1], num_bytes=size, owner=client))
             self._when_kept(client, request, partial(self._store_group, client, request, command))
 
     def _store_group(self, client: bytes, request: Message, command: Put, kept: Frames | int) -> None:
@@ -379,11 +389,11 @@ class BufferService:
             reason=text(fields, "reason"),
             continued=flag(fields, "continued", default=True),
             owner=client,
-            drop=flag(fields, "drop", default=False),
+            max_failures=count(fields, "max_failures"),
         )
-        self.ledger.apply(command)
+        released = self.ledger.apply(command)
         self._admission.ended(client, command)
-        self._replies.reply(client, request.request_id)
+        self._replies.reply(client, request.request_id, {"is_dropped": released.is_dropped})
 
     def _save_progress(self, client: bytes, request: Message) -> None:
         fields, frames = request.fields, request.payload
@@ -442,6 +452,7 @@ class BufferService:
         if "generated" in request.fields:
             self._admission.heartbeats.count_generated(client, count(request.fields, "generated"))
         self._offers.note_beat(client, request.fields)
+        self._stores.note_host(request.fields)
         self._replies.reply(client, request.request_id, _clock_fields())
 
     def _loaded(self, client: bytes, request: Message) -> None:
@@ -470,10 +481,11 @@ class BufferService:
     def _hello(self, client: bytes, request: Message) -> None:
         """What a client must know; a producer says so, and is heard of from then on."""
         if flag(request.fields, "produces", default=False):
+            self._stores.note_host(request.fields)
             self._admission.heartbeats.enter(client, self._clock.time())
         rule = self.ledger.rule
-        fields = {"max_lag": rule.max_lag, "groups_per_step": rule.groups_per_step, "stores": self._store_addresses}
-        fields["heartbeat_s"] = self._config.heartbeat_s
+        fields = {"max_lag": rule.max_lag, "groups_per_step": rule.groups_per_step}
+        fields |= {"heartbeat_s": self._config.heartbeat_s, "is_elsewhere": self._store.is_elsewhere}
         self._replies.reply(client, request.request_id, {**fields, **_clock_fields()})
 
     def _stats(self, client: bytes, request: Message) -> None:
@@ -491,8 +503,9 @@ class BufferService:
         fields = {
             "max_lag": rule.max_lag,
             "groups_per_step": rule.groups_per_step,
-            "max_stored_bytes": self._store.max_bytes,
+            "max_stored_bytes": self.ledger.max_bytes,
             **self._counters(),
+            "stores": self._stores.describe(),
             "stats": stats_fields(self._totals()),
             "finished": self.ledger.finished(),
             "groups": self.ledger.describe(self._clock.time()),
@@ -504,116 +517,3 @@ class BufferService:
 def _clock_fields() -> dict[str, Any]:
     """The time here, for clients on other hosts."""
     return {"clock": record.clock_id(), "now_ns": time.monotonic_ns()}
-
-
-class BatchRequests:
-    """The operations ``plan`` and ``fetch``; plans fail after ``max_filtered`` filtered groups in a row, if not 0."""
-
-    def __init__(self, shared: Collaborators, *, store_addresses: Sequence[str], max_filtered: int) -> None:
-        self._ledger, self._store, self._replies = shared.ledger, shared.store, shared.replies
-        self._hold_s = shared.hold_s
-        self._store_addresses = list(store_addresses)
-        self._max_filtered = max_filtered
-        self._pending = PendingRequests()
-        self._unread = FetchWindow(shared.store.max_bytes)
-        self.operations = {"plan": self._plan, "fetch": self._fetch}
-
-    def close(self) -> None:
-        """Stop whatever waits."""
-        self._pending.close()
-
-    def _plan(self, client: bytes, message: Message) -> None:
-        version = integer(message.fields, "version")
-        self._ledger.check_plan(version)
-        if self._is_filtered_away():
-            raise ReplayBufferError(self._filtered())
-        request = PendingRequest(client=client, request_id=message.request_id, fields={"version": version})
-        self._pending.add(request, self._hold_s, self._answer_late)
-
-    def make(self) -> None:
-        """Make and send every batch that somebody waits for and that can be made."""
-        for request in sorted(self._pending.all(), key=lambda request: request.fields["version"]):
-            try:
-                version = request.fields["version"]
-                is_made = self._ledger.apply(PlanBatch(version=version)).group_ids
-            except ReplayBufferError as error:
-                self._pending.remove(request.client, request.request_id)
-                self._replies.fail(request.client, request.request_id, error)
-                continue
-            if is_made:
-                self._pending.remove(request.client, request.request_id)
-                groups = [summary_fields(summary) for summary in self._ledger.batch(version).groups]
-                self._replies.reply(request.client, request.request_id, {"groups": groups})
-
-    def _answer_late(self, request: PendingRequest) -> None:
-        """A plan has waited for as long as it may: ask again, unless nothing is left that could make it."""
-        ledger = self._ledger
-        is_idle = not (ledger.num_queued or ledger.num_leased or ledger.num_planned)
-        if is_idle and ledger.account.groups_dropped and ledger.num_stored < ledger.rule.groups_per_step:
-            text = f"{self._stored()}, no prompts are queued and nothing runs; {self._dropped()}. Enqueue more prompts"
-            self._replies.fail(request.client, request.request_id, ReplayBufferError(text))
-            return
-        is_starving = ledger.account.filtered_in_a_row >= ledger.rule.groups_per_step
-        self._replies.reply(request.client, request.request_id, {"warning": self._filtered()} if is_starving else {})
-
-    def note_filtered(self) -> None:
-        """A group was dropped by a filter: say so where none is kept for long, and give up where that has no end."""
-        if self._is_filtered_away():
-            self._fail_all(ReplayBufferError(self._filtered()))
-            return
-        num_steps, rest = divmod(self._ledger.account.filtered_in_a_row, self._ledger.rule.groups_per_step)
-        if rest == 0 and num_steps >= _FIRST_WARNING_STEPS and num_steps.bit_count() == 1:
-            logger.warning(self._filtered())
-            for request in self._pending.all():
-                self._pending.remove(request.client, request.request_id)
-                self._replies.reply(request.client, request.request_id, {"warning": self._filtered()})
-
-    def _is_filtered_away(self) -> bool:
-        ledger = self._ledger
-        is_short = ledger.num_stored < ledger.rule.groups_per_step
-        return is_short and 0 < self._max_filtered <= ledger.account.filtered_in_a_row
-
-    def _filtered(self) -> str:
-        number = self._ledger.account.filtered_in_a_row
-        return (
-            f"{self._stored()}, and buffer.filters dropped the last {number} that were finished; {self._dropped()}. "
-            "Look at the rewards, take other prompts or filters, or raise buffer.max_filtered_steps"
-        )
-
-    def _stored(self) -> str:
-        ledger = self._ledger
-        return f"{ledger.num_stored} of the {ledger.rule.groups_per_step} groups of batch {ledger.next_plan} are stored"
-
-    def _dropped(self) -> str:
-        dropped = self._ledger.account.groups_dropped
-        return "dropped in all: " + ", ".join(f"{number} for {reason}" for reason, number in dropped.items())
-
-    def fail(self, size: int) -> None:
-        """Tell everybody who waits for a batch that it does not fit."""
-        ledger = self._ledger
-        error = StoreFull(
-            f"buffer.max_stored_bytes={self._store.max_bytes} cannot hold a batch: {ledger.num_stored} groups fill "
-            f"it, {ledger.rule.groups_per_step} are needed, the next has {size} bytes; raise it"
-        )
-        self._fail_all(error)
-
-    def _fail_all(self, error: AsyncRLError) -> None:
-        for request in self._pending.all():
-            self._pending.remove(request.client, request.request_id)
-            self._replies.fail(request.client, request.request_id, error)
-
-    def _fetch(self, client: bytes, message: Message) -> None:
-        """Payloads, or where they are: the store servers, and the attempts to ask them for."""
-        group_ids = integers(message.fields, "groups")
-        if len(set(group_ids)) != len(group_ids):
-            raise WireError("a fetch names each group once")
-        if self._store_addresses:
-            attempts = [self._ledger.stored_attempt(group_id) for group_id in group_ids]
-            places = [self._ledger.store_of(group_id) for group_id in group_ids]
-            fields = {"stores": self._store_addresses, "attempts": attempts, "places": places}
-            self._replies.reply(client, message.request_id, fields)
-            return
-        parts = [self._store.trajectories(group_id) for group_id in group_ids]
-        payload: list[Any] = [frame for frames in parts for frame in frames]
-        self._unread.add(client, message.request_id, size_of(payload), read=integer(message.fields, "read"))
-        self._replies.reply(client, message.request_id, {"counts": [len(frames) for frames in parts]}, payload)

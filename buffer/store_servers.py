@@ -1,17 +1,15 @@
-"""Store servers: processes beside the ledger's server that hold the payloads.
+"""Store servers: processes that hold the payloads, beside the ledger's server or on the hosts that produce them.
 
 A payload is stored before the ledger hears of it and removed when the ledger is done with its group. If a client dies
-in between, its payload leaves with the ledger's next removal. Whenever the ledger's server reaches a store server, also
-one that was started again, it says which groups are finished, and asks which of the others are missing.
+in between, its payload leaves with the ledger's next removal. `buffer.store_links` is the ledger's side.
 """
 
 import asyncio
 import logging
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from asyncrl.protocol.errors import (
@@ -25,14 +23,12 @@ from asyncrl.protocol.errors import (
 
 from .account import IdSet
 from .admission import PendingRequest, PendingRequests
-from .client_socket import ClientSocket
 from .commands import Frames
 from .config import BufferConfig, Durability
 from .encoding import JOIN_BELOW_BYTES
 from .journal import Journal
-from .keys import BufferRole, client_keys
 from .messages import Message, Replies, Send, flag, integer, integers, pairs
-from .process import BufferProcess
+from .process import BufferSupervisor
 from .stores import FetchWindow, size_of
 
 logger = logging.getLogger(__name__)
@@ -238,100 +234,55 @@ def _attempts(request: Message) -> list[tuple[int, int]]:
 
 
 class StoreServers:
-    """``num_store_servers`` processes that hold the payloads; made on a running loop.
+    """``num_store_servers`` processes beside the ledger's server that hold the payloads; made on a running loop.
 
     One that dies or hangs is started again where it was, ``buffer.restarts`` times, without a journal empty.
-    ``on_lost`` is called when one is dead for good; ``on_connected`` with the number of one that is reached, also after
-    it was started again. Raises `AsyncRLError` if one did not come up.
+    ``on_lost`` is called when one is dead for good. Raises `AsyncRLError` if one did not come up.
 
     Attributes:
         addresses: Where they listen, in the order that the ledger counts stores by.
     """
 
     def __init__(
-        self,
-        config: BufferConfig,
-        *,
-        groups_per_step: int,
-        on_lost: Callable[[WorkerDiedError], None],
-        on_connected: Callable[[int], None],
+        self, config: BufferConfig, *, groups_per_step: int, on_lost: Callable[[WorkerDiedError], None]
     ) -> None:
-        self._config = replace(config, port=0, bulk_port=0, num_store_servers=0)
-        if config.durability is Durability.memory:  # a journal would remember both
-            self._config = replace(self._config, epoch=config.epoch or uuid.uuid4().hex[:16])
-        self._groups_per_step = groups_per_step
         self._on_lost = on_lost
-        self._processes: list[BufferProcess] = []
+        self._servers: list[BufferSupervisor] = []
         self._watches: list[asyncio.Task[None]] = []
-        self._links: list[ClientSocket] = []
+        own = store_config(config)
         try:
             for number in range(config.num_store_servers):
-                self._processes.append(self._launch(number))
-            for number, process in enumerate(self._processes):
-                process.read_address()
-                self._watches.append(asyncio.get_running_loop().create_task(self._keep_up(number)))
+                server = BufferSupervisor(
+                    own, groups_per_step=groups_per_step, log_path=None, store=number, waits=False, on_restart=_log
+                )
+                self._servers.append(server)
+            self.addresses = [server.read_address() for server in self._servers]
         except BaseException:
             self.close()
             raise
-        self.addresses = [process.address for process in self._processes]
-        keys = client_keys(Path(config.keys), BufferRole.ledger) if config.keys else None
-        for number, address in enumerate(self.addresses):
-            link = ClientSocket(
-                address,
-                timeout_s=config.request_timeout_s,
-                keys=keys,
-                on_push=lambda message: None,
-                on_connected=partial(on_connected, number),
-            )
-            self._links.append(link)
-
-    def remove(self, group_id: int, is_finished: bool) -> None:
-        """Have every server forget a group: attempts that were given up may have left it on others than its own."""
-        for link in self._links:
-            link.post("remove", {"groups": [group_id], "finished": is_finished})
-
-    async def reconcile(
-        self, number: int, attempts: Sequence[tuple[int, int]], finished: Sequence[tuple[int, int]]
-    ) -> list[int]:
-        """Have a server forget finished groups, given as ranges; which of the groups and attempts it does not hold.
-
-        Raises `AsyncRLError` if it does not answer.
-        """
-        groups, numbers = zip(*attempts, strict=True) if attempts else ((), ())
-        fields = {"groups": groups, "attempts": numbers, "finished": [bound for part in finished for bound in part]}
-        reply = await self._links[number].request("reconcile", fields)
-        return integers(reply.fields, "groups")
+        self._watches = [asyncio.get_running_loop().create_task(self._watch(server)) for server in self._servers]
 
     def close(self) -> None:
         """End them."""
         for watch in self._watches:
             watch.cancel()
-        for link in self._links:
-            link.close()
-        for process in self._processes:
-            process.stop()
+        for server in self._servers:
+            server.stop()
 
-    def _launch(self, number: int, port: int = 0) -> BufferProcess:
-        config = replace(self._config, port=port)
-        return BufferProcess(config, groups_per_step=self._groups_per_step, log_path=None, store=number, waits=False)
+    async def _watch(self, server: BufferSupervisor) -> None:
+        try:
+            await server.watch()
+        except AsyncRLError as error:
+            self._on_lost(WorkerDiedError(str(error)))
 
-    async def _keep_up(self, number: int) -> None:
-        """Start a server again as often as it may be; report its loss then."""
-        port, num_restarts, is_kept = 0, 0, self._config.durability is Durability.disk
-        while True:
-            dead, num_restarts = self._processes[number], num_restarts + 1
-            how = await dead.end(notices_silence=True, role=BufferRole.ledger)
-            what = f"store server {number} (pid {dead.process.pid}, {dead.address}) {how}"
-            if num_restarts > self._config.restarts:
-                remedy = "" if is_kept else "; its payloads are lost, buffer.durability=disk would keep them"
-                self._on_lost(WorkerDiedError(f"{what}, and buffer.restarts={num_restarts - 1} are used up{remedy}"))
-                return
-            where = "it is started again where it was"
-            logger.error("%s; %s", what, where if is_kept else f"{where}, and its groups are generated again")
-            port = port or int(dead.address.rpartition(":")[2])
-            try:
-                self._processes[number] = self._launch(number, port)
-                await asyncio.to_thread(self._processes[number].read_address)
-            except (AsyncRLError, OSError) as error:
-                self._on_lost(WorkerDiedError(f"{what}, and did not come up again: {error}"))
-                return
+
+def store_config(config: BufferConfig) -> BufferConfig:
+    """The options of a store server of a buffer."""
+    own = replace(config, port=0, bulk_port=0, num_store_servers=0)
+    if config.durability is Durability.memory:  # a journal would remember it
+        own = replace(own, epoch=config.epoch or uuid.uuid4().hex[:16])
+    return own
+
+
+def _log(line: str) -> None:
+    logger.error("%s", line)

@@ -4,22 +4,40 @@ Trajectories stand beside the ledger, as they came off the socket, or on store s
 server keeps their sizes.
 """
 
+import struct
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
+
+import xxhash
 
 from asyncrl.protocol.errors import ReplayBufferError, StoreFull, UnknownGroup, WireError
 
 from .commands import Frames
 from .ledger import Ledger
 
-_SIZE_BYTES = 8
+_RECEIPT = struct.Struct("<q16s")
 _MAX_CLIENTS = 4096
 
 
-def size_frame(size: int) -> bytes:
-    """What a put carries to the ledger when its payload is on a store server: the payload's size."""
-    return size.to_bytes(_SIZE_BYTES, "little")
+class Receipt(NamedTuple):
+    """What the ledger knows of a payload: its size, and its digest where a store server holds it."""
+
+    size: int
+    digest: bytes = b""
+
+    @classmethod
+    def of(cls, payload: Iterable[Any]) -> "Receipt":
+        """The receipt of the frames of a payload, however it is cut."""
+        size, digest = 0, xxhash.xxh3_128()
+        for frame in payload:
+            size += len(frame)
+            digest.update(frame)
+        return cls(size, digest.digest())
+
+    def to_frame(self) -> bytes:
+        """What a put carries to the ledger in the place of its payload."""
+        return _RECEIPT.pack(*self)
 
 
 class FrameTable:
@@ -58,11 +76,8 @@ class PayloadStore:
     finished. Prompts count from before they are queued until their groups are finished.
     """
 
-    def __init__(
-        self, max_bytes: int, max_prompt_bytes: int, remove_elsewhere: Callable[[int, bool], None] | None = None
-    ) -> None:
+    def __init__(self, max_prompt_bytes: int, remove_elsewhere: Callable[[int, bool], None] | None = None) -> None:
         self.prompts, self.prefixes, self.payloads = FrameTable(), FrameTable(), FrameTable()
-        self.max_bytes = max_bytes
         self.max_prompt_bytes = max_prompt_bytes
         self._remove_elsewhere = remove_elsewhere
 
@@ -71,13 +86,23 @@ class PayloadStore:
         """Bytes of trajectories and prefixes."""
         return self.prefixes.num_bytes + self.payloads.num_bytes
 
-    def measure(self, payload: Frames) -> int:
-        """Bytes that the trajectories of a put take."""
-        if self._remove_elsewhere is None:
-            return size_of(payload)
-        if len(payload) != 1 or len(payload[0]) != _SIZE_BYTES:
-            raise WireError("payloads are kept by store servers here; a put carries its size in 8 bytes")
-        return int.from_bytes(bytes(payload[0]), "little")
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether store servers hold the trajectories."""
+        return self._remove_elsewhere is not None
+
+    def receipt_of(self, payload: Frames) -> Receipt:
+        """What the trajectories of a put take, and their digest where they are elsewhere."""
+        if not self.is_elsewhere:
+            return Receipt(size_of(payload))
+        if len(payload) != 1 or len(payload[0]) != _RECEIPT.size:
+            raise WireError(
+                f"payloads are kept by store servers here; a put carries its size and digest in {_RECEIPT.size} bytes"
+            )
+        receipt = Receipt(*_RECEIPT.unpack(payload[0]))
+        if receipt.size <= 0:
+            raise WireError(f"a payload has at least one byte, got {receipt.size}")
+        return receipt
 
     def trajectories(self, group_id: int) -> Frames:
         """The trajectories of a group. Raises `UnknownGroup` if they are not here."""
@@ -97,7 +122,7 @@ class PayloadStore:
         """Take up what a journal kept of unfinished groups."""
         for group_id, parts in frames.get("payload", {}).items():
             if ledger.is_stored(group_id):
-                self.keep_payload(group_id, parts, self.measure(parts))
+                self.keep_payload(group_id, parts, self.receipt_of(parts).size)
         for group_id, parts in frames.get("prompt", {}).items():
             if ledger.is_unfinished(group_id):
                 self.prompts.put(group_id, parts)

@@ -11,13 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from asyncrl.protocol.delta import write_delta
 from asyncrl.protocol.errors import WeightsError
-from asyncrl.protocol.manifest import DIGEST_THREADS, Change, Piece, map_file, pieces_of
+from asyncrl.protocol.manifest import DIGEST_THREADS, PIECE_BYTES, Change, Piece, map_file, pieces_of
 
 from .weight_layout import ModelLayout, Part, Region, item_bytes
 
@@ -178,10 +179,7 @@ class ModelFiles:
                 torch.frombuffer(bytearray(self.layout.head), dtype=torch.uint8)
             )
         data = self._data.data.numpy()
-        with ThreadPoolExecutor(DIGEST_THREADS + 1) as threads:
-            synced = threads.submit(self._data.sync)
-            digested = list(threads.map(lambda part: pieces_of(0, part[0], part[1], data), parts))
-            synced.result()
+        digested = self._digested([(start, num_bytes) for start, num_bytes, _ in parts], data)
         changes = []
         if not self.is_full:
             assert base is not None, "the first version is full"
@@ -192,6 +190,18 @@ class ModelFiles:
             ]
             changes = write_delta(self.folder / delta_file(rank), rank, base.data.numpy(), data, spans)
         return RankShare(pieces=[piece for pieces in digested for piece in pieces], changes=changes)
+
+    def _digested(self, parts: Sequence[tuple[int, int]], data: np.ndarray) -> list[list[Piece]]:
+        """The pieces of each part, first byte and bytes, while the file system takes them."""
+        if sum(num_bytes for _, num_bytes in parts) <= PIECE_BYTES:  # threads would take longer to wake
+            digested = [pieces_of(0, *part, data) for part in parts]
+            self._data.sync()
+            return digested
+        with ThreadPoolExecutor(DIGEST_THREADS + 1) as threads:
+            synced = threads.submit(self._data.sync)
+            digested = list(threads.map(lambda part: pieces_of(0, *part, data), parts))
+            synced.result()
+        return digested
 
     def delta(self, rank: int) -> Tensor:
         """[bytes] uint8 of a rank's delta file, after `finish`; stays when the file is removed."""

@@ -76,6 +76,7 @@ class WeightPublisher:
         self._needed: str | None = None
         self._base: ModelFiles | None = None
         self._newest: WeightOffer | None = None
+        self._descriptions: dict[str, dict[str, bytes]] = {}
         reshard(model.head)
         self._frozen = _FrozenPart.of(model) if adapters and has_adapters(model.pretrained) else None
         self._layout = ModelLayout(
@@ -181,11 +182,33 @@ class WeightPublisher:
         self._count += 1
         next_one = self._directory / f".next-{self._count}"
         if self._frozen is None:
-            return [ModelFiles(self._layout, next_one, is_full=is_full)]
-        files = [ModelFiles(self._layout, next_one, name=ADAPTER_FILE)]
-        if self._count == 1:
-            files.insert(0, ModelFiles(self._frozen.layout, self._directory / f".{FROZEN_FOLDER}"))
+            files = [ModelFiles(self._layout, next_one, is_full=is_full)]
+        else:
+            files = [ModelFiles(self._layout, next_one, name=ADAPTER_FILE)]
+            if self._count == 1:
+                files.insert(0, ModelFiles(self._frozen.layout, self._directory / f".{FROZEN_FOLDER}"))
+        if self._is_first:
+            try:
+                for part in files:
+                    self._describe(part)
+            except OSError as error:
+                raise WeightsError(f"the model's configuration cannot be written to {next_one}: {error}") from error
         return files
+
+    def _describe(self, files: ModelFiles) -> None:
+        """Write the JSON files beside the weights, which are the same for every version."""
+        if not files.is_full:
+            return
+        known = self._descriptions.get(files.name)
+        if known is not None:
+            for name, content in known.items():
+                (files.folder / name).write_bytes(content)
+            return
+        if self._frozen is not None and not files.is_frozen:
+            write_adapter_config(files.folder, self._model.pretrained)
+        else:
+            write_description(files.folder, self._model.pretrained, self._model.compute_dtype)
+        self._descriptions[files.name] = {path.name: path.read_bytes() for path in files.folder.glob("*.json")}
 
     @property
     def _data_file(self) -> str:
@@ -302,9 +325,6 @@ class WeightPublisher:
             )
         elif self._frozen is not None and not files.is_frozen:
             adapter = self._frozen.adapter()
-            write_adapter_config(files.folder, self._model.pretrained)
-        else:
-            write_description(files.folder, self._model.pretrained, self._model.compute_dtype)
         shutil.rmtree(target, ignore_errors=True)
         files.folder.rename(target)
         manifest = Manifest(

@@ -75,6 +75,7 @@ def _recorded(method: Callable[..., T]) -> Callable[..., T]:
     @wraps(method)
     def recorded(self: ModelWorker, batch: RankBatch, *arguments: Any, **options: Any) -> T:
         with record.span(kind, step=batch.version, cause=self.role.name):
+            record.cpu()
             return method(self, batch, *arguments, **options)
 
     return recorded

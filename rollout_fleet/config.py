@@ -151,10 +151,14 @@ class RolloutFleetConfig:
     Attributes:
         engine: What generates.
         device: Where the engines compute.
-        num_engines: Rollout workers, one engine each.
-        min_engines: The run ends when fewer engines than this are left that have not failed for good.
-        groups_in_flight: Prompt groups one worker generates at a time. ``{min: 4, max: 64}`` fits them to the load that
-            the engine reports: more while it has room, fewer while samples wait in it or its KV cache is nearly full.
+        num_engines: Rollout workers, one engine each. ``{min: 2, max: 8}`` is an elastic fleet: the run starts as soon
+            as ``min`` engines are ready, takes more while it goes, up to ``max``, and lets them leave.
+        min_engines: The run ends when fewer engines than this are left that have not failed for good; an elastic fleet
+            waits ``no_engine_timeout_s`` for others first.
+        no_engine_timeout_s: How long training may wait while no engine is up.
+        groups_in_flight: Prompt groups one worker generates at a time; as many again may be scored and stored.
+            ``{min: 4, max: 64}`` fits them to the load that the engine reports: more while it has room, fewer while
+            samples wait in it or its KV cache is nearly full.
         reward: ``exact_match``, ``last_number``, ``final_answer``, or your own as ``file.py:function`` or
             ``module:function``, called as reward(prompt, response_text) -> float.
         rewards: Several rewards in the place of ``reward``, each as NAME or WEIGHT*NAME. A trajectory earns their
@@ -162,7 +166,7 @@ class RolloutFleetConfig:
         reward_processes: Scoring processes per worker and reward; built-in rewards need none.
         reward_timeout_s: Deadline of scoring one prompt group.
         max_attempts: A prompt group whose reward fails, or which the engine aborts by itself, is tried again until that
-            has happened this often on one worker; then it is dropped and counted. Evictions do not count.
+            has happened this often, on whichever workers; then it is dropped and counted. Evictions do not count.
         max_failures_in_a_row: So many such failures on one worker, without a stored group between them, end the run.
         start_timeout_s: Deadline for an engine to come up.
         load_timeout_s: Deadline of one weight update on one engine, from the moment when it stands still; weights may
@@ -191,8 +195,9 @@ class RolloutFleetConfig:
 
     engine: EngineKind = EngineKind.sglang
     device: EngineDevice = EngineDevice.auto
-    num_engines: int = 1
+    num_engines: Any = 1
     min_engines: int = 1
+    no_engine_timeout_s: float = 1800.0
     groups_in_flight: Any = 32
     reward: str = "exact_match"
     rewards: list[str] = field(default_factory=list)
@@ -217,16 +222,29 @@ class RolloutFleetConfig:
     script: str = "rollout_fleet.engines.scripted:repeat_last_token"
 
     @property
+    def is_elastic(self) -> bool:
+        """Whether engines may join and leave while the run goes."""
+        return isinstance(self.num_engines, Mapping)
+
+    @property
+    def fewest_engines(self) -> int:
+        """Engines that a run starts with; their places are its own until it ends."""
+        return _bounds(self.num_engines)[0]
+
+    @property
+    def most_engines(self) -> int:
+        """Engines that a run has at most."""
+        return _bounds(self.num_engines)[1]
+
+    @property
     def fewest_groups_in_flight(self) -> int:
         """Prompt groups that one worker generates at a time at the start; where they are a number, always."""
-        got = self.groups_in_flight
-        return got["min"] if isinstance(got, Mapping) else got
+        return _bounds(self.groups_in_flight)[0]
 
     @property
     def most_groups_in_flight(self) -> int:
         """Prompt groups that one worker generates at a time, at most."""
-        got = self.groups_in_flight
-        return got["max"] if isinstance(got, Mapping) else got
+        return _bounds(self.groups_in_flight)[1]
 
     @property
     def server_stop_timeout_s(self) -> float:
@@ -251,13 +269,20 @@ class RolloutFleetConfig:
         names = [reward_label(_weighted(entry)[0]) for entry in self.rewards]
         if len(set(names)) < len(names):
             raise ValueError(f"rollout_fleet.rewards must have different names, got {names}; rename a function")
-        for name in ("num_engines", "reward_processes", "max_attempts", "max_failures_in_a_row"):
+        for name in ("reward_processes", "max_attempts", "max_failures_in_a_row"):
             if getattr(self, name) < 1:
                 raise ValueError(f"rollout_fleet.{name} must be >= 1, got {getattr(self, name)}")
-        self._check_groups_in_flight()
-        if not 1 <= self.min_engines <= self.num_engines:
+        _check_bounds("num_engines", self.num_engines)
+        _check_bounds("groups_in_flight", self.groups_in_flight)
+        if isinstance(self.groups_in_flight, Mapping) and self.engine is EngineKind.transformers:
             raise ValueError(
-                f"rollout_fleet.min_engines must be in 1..num_engines={self.num_engines}, got {self.min_engines}"
+                f"rollout_fleet.groups_in_flight must be a number with rollout_fleet.engine=transformers, got "
+                f"{self.groups_in_flight}: the engine reports no load to fit it to"
+            )
+        if not 1 <= self.min_engines <= self.fewest_engines:
+            raise ValueError(
+                f"rollout_fleet.min_engines must be in 1..{self.fewest_engines}, the engines that the run starts with "
+                f"(rollout_fleet.num_engines={self.num_engines}), got {self.min_engines}"
             )
         if self.restarts < 0:
             raise ValueError(f"rollout_fleet.restarts must be >= 0, got {self.restarts}; 0 replaces nothing")
@@ -266,26 +291,6 @@ class RolloutFleetConfig:
                 raise ValueError(f"rollout_fleet.{name} must be > 0 seconds, got {value}")
         if self.sglang.on_update is OnUpdate.keep:
             self._check_keep()
-
-    def _check_groups_in_flight(self) -> None:
-        got = self.groups_in_flight
-        if isinstance(got, Mapping):
-            bounds = [got.get("min"), got.get("max")]
-            if (
-                set(got) != {"min", "max"}
-                or not all(type(bound) is int for bound in bounds)
-                or not 1 <= got["min"] <= got["max"]
-            ):
-                raise ValueError(
-                    f"rollout_fleet.groups_in_flight must be a number or {{min: N, max: M}} with 1 <= N <= M, got {got}"
-                )
-            if self.engine is EngineKind.transformers:
-                raise ValueError(
-                    f"rollout_fleet.groups_in_flight must be a number with rollout_fleet.engine=transformers, got "
-                    f"{got}: the engine reports no load to fit it to"
-                )
-        elif type(got) is not int or got < 1:
-            raise ValueError(f"rollout_fleet.groups_in_flight must be >= 1, got {got}")
 
     def _check_keep(self) -> None:
         if self.engine is not EngineKind.sglang:
@@ -298,6 +303,22 @@ class RolloutFleetConfig:
                 "rollout_fleet.sglang.on_update must be recompute with rollout_fleet.save_progress=at_updates, got "
                 "keep: running samples are cut off at each update, and nothing is kept; set save_progress=at_stop"
             )
+
+
+def _bounds(count: Any) -> tuple[int, int]:
+    """The least and the most of a count that is a number, or ``{min: N, max: M}``."""
+    return (count["min"], count["max"]) if isinstance(count, Mapping) else (count, count)
+
+
+def _check_bounds(name: str, count: Any) -> None:
+    if not isinstance(count, Mapping):
+        if type(count) is not int or count < 1:
+            raise ValueError(f"rollout_fleet.{name} must be >= 1, got {count}")
+        return
+    bounds: list[Any] = [count.get("min"), count.get("max")]
+    are_numbers = set(count) == {"min", "max"} and all(type(bound) is int for bound in bounds)
+    if not are_numbers or not 1 <= bounds[0] <= bounds[1]:
+        raise ValueError(f"rollout_fleet.{name} must be a number or {{min: N, max: M}} with 1 <= N <= M, got {count}")
 
 
 def reward_label(name: str) -> str:

@@ -27,6 +27,7 @@ from .config import EngineKind, RolloutFleetConfig
 from .engines.engine import Engine
 from .loop import RolloutLoop
 from .member import Member, MemberLimits
+from .metrics import MemberNotes
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +60,7 @@ class EngineSupervisor:
     def __init__(self, name: str, config: RolloutFleetConfig, *, make: Callable[[], Engine]) -> None:
         self.engine = make()
         self.member = Member(name, engine_limits(config), time.monotonic())
+        MemberNotes("/member").follow(self.member)
         self._make = make
         self._loop: RolloutLoop | None = None
         self._buffer: RolloutBuffer | None = None

@@ -7,11 +7,11 @@
 Each task, what it waits for, and who wakes it. There is one condition, ``_changed``; whoever changes a phase, a group
 or the loop's state notifies it.
 
-- `_keep_leasing`: a free place, then the buffer's grant. Woken by a group that leaves, then by the buffer. A new
-  version or a released device withdraws the request.
+- `_keep_leasing`: a free place, then the buffer's grant. Woken by a group that leaves the engine, then by the buffer. A
+  new version, a released device or a member that leaves withdraws the request.
 - `_generate`, one per batch of leases: the next finished sample. Woken by the engine.
-- `_settle`, one per finished group: the reward, then the buffer's acknowledgement. Woken by the scoring process and the
-  buffer.
+- `_settle`, one per finished group: its turn, the reward, then the buffer's acknowledgement. Woken by the groups
+  before it, the scoring process and the buffer.
 - `_keep_loading`: the next weights. Woken by the buffer, when a version that is committed is offered.
 - `_keep_fitting`, where the engine's load sets how many groups it holds, and `_keep_renewing`: their timers.
 - `_obey_revocations`: the next revoked lease; woken by the buffer.
@@ -57,8 +57,10 @@ logger = logging.getLogger(__name__)
 
 MAX_RENEWAL_FAILURES = 3
 READ_LOAD_EVERY_S = 1.0
+SETTLED_AT_ONCE = 8
 GATHER_S = 0.02
-"""How long a free place waits for others, so that what ends in the same moment is leased and sampled together."""
+"""How long a free place waits for others while the engine has work, so that what ends at about the same time is leased
+and sampled together."""
 
 
 class LoopState(Enum):
@@ -113,6 +115,7 @@ class RolloutLoop:
         self._groups: dict[tuple[int, int], InflightGroup] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Condition()
+        self._settling_turns = asyncio.Semaphore(SETTLED_AT_ONCE)
         self._state = LoopState.idle
         self._failure: Exception | None = None
         self._has_device = True
@@ -222,6 +225,7 @@ class RolloutLoop:
         member.verified(epoch, offer.version)
         self._released.close()
         record.level(LevelName.version, self._engine.version)
+        record.cpu()
         self._has_device = True
         self._continue_parked()
         await self._notify()
@@ -247,6 +251,18 @@ class RolloutLoop:
                 ) from None
         await self._engine.release_memory()
         self._released = record.span(SpanKind.released)
+
+    async def let_end(self) -> None:
+        """Ask for no more work, since the member leaves; where nothing is saved to be handed on, let what runs end.
+
+        What has not ended within ``drain_timeout_s`` is cut off by `stop`.
+        """
+        await self._notify()
+        if self._config.save_progress is not SaveProgress.never:
+            return
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._config.drain_timeout_s):
+                await self._until(lambda: self._state is not LoopState.running or not (self._is_asking or self._groups))
 
     @property
     def is_stopping(self) -> bool:
@@ -303,14 +319,15 @@ class RolloutLoop:
         """
         while True:
             await self._until(lambda: self._may_lease and self._num_free > 0)
-            await asyncio.sleep(GATHER_S)
+            if self._running():
+                await asyncio.sleep(GATHER_S)
             if not self._may_lease:
                 continue
             version, num_asked = self._engine.version, self._num_free
             grant = asyncio.create_task(self._buffer.lease(version, num_asked))
             outdated = asyncio.create_task(
                 self._until(
-                    lambda: not self._has_device or self._engine.version != version or self._num_free < num_asked  # noqa: B023
+                    lambda: not self._may_lease or self._engine.version != version or self._num_free < num_asked  # noqa: B023
                 )
             )
             self._is_asking = True
@@ -324,10 +341,12 @@ class RolloutLoop:
                 await self._give_back(grant)
                 raise
             finally:
-                await _cancel({grant, outdated})
-                self._is_asking = False
-                self._meter.asking(False)
-                record.level(LevelName.asking, 0)
+                try:
+                    await _cancel({grant, outdated})
+                finally:  # a stop may come in this very moment
+                    self._is_asking = False
+                    self._meter.asking(False)
+                    record.level(LevelName.asking, 0)
                 await self._notify()
 
     @property
@@ -336,7 +355,14 @@ class RolloutLoop:
 
     @property
     def _num_free(self) -> int:
-        return max(0, self._limit.value - len(self._groups))
+        """Places on the engine; as many groups again may be scored and stored beside it."""
+        num_settling = min(self._limit.value, len(self._groups) - self._num_on_engine)
+        return max(0, self._limit.value - len(self._groups) + num_settling)
+
+    @property
+    def _num_on_engine(self) -> int:
+        """Groups that the engine has, or gets back after a weight update."""
+        return len(self._running(*ON_ENGINE, GroupPhase.parked))
 
     async def _keep_fitting(self) -> None:
         """Read the engine's load every second while it has work, and hold as many groups as suit it.
@@ -355,13 +381,17 @@ class RolloutLoop:
                 logger.warning("the limit on prompt groups stays %d: %s", self._limit.value, error)
                 continue
             has_read = True
-            if self._limit.note(load, num_held=len(self._groups)):
+            if self._limit.note(load, num_held=self._num_on_engine):
                 self._note_capacity()
                 await self._notify()
 
+    @property
+    def _num_places(self) -> int:
+        """Samples that the engine may have now."""
+        return self._limit.value * (self._samples_per_prompt + int(self._greedy_baseline))
+
     def _note_capacity(self) -> None:
-        num_samples = self._samples_per_prompt + int(self._greedy_baseline)
-        record.level(LevelName.capacity, self._limit.value * num_samples)
+        record.level(LevelName.capacity, self._num_places)
 
     async def _give_back(self, grant: asyncio.Task[list[Lease]]) -> None:
         """Give back what was granted at the very moment of a stop."""
@@ -467,6 +497,8 @@ class RolloutLoop:
         await self._notify()
 
     async def _settle(self, group: InflightGroup) -> None:
+        async with self._settling_turns:  # a few per turn of the event loop: the engine's next work goes first
+            await asyncio.sleep(0)
         await self._settlement.settle(group, engine_failure=self._failure)
         await self._forget(group)
 
@@ -536,7 +568,7 @@ class RolloutLoop:
 
     def _note_places(self) -> None:
         self._is_noting = False
-        note_places(self._groups.values())
+        note_places(self._groups.values(), num_places=self._num_places)
 
     def _first_token_of(self, group: InflightGroup) -> Callable[[], None] | None:
         """Notes the group's first token, whichever sample it belongs to; None where nothing is recorded."""

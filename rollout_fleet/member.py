@@ -3,9 +3,13 @@
 ::
 
     starting ──▶ catching_up(v) ──▶ ready ◀──▶ updating(v)
+       ▲ │
+       │ ▼
+     pending                                                     no place: it waits for one, and nobody for it
     any of these, and draining ──▶ fenced(epoch + 1) ──▶ backoff ──▶ starting      a fault, or a missed deadline
-                                                    └──▶ failed     too many faults in one window, or not stopped
-    ready, updating ──▶ draining ──▶ left
+                                                    ├──▶ failed     too many faults in one window, or not stopped
+                                                    └──▶ left       it was asked to leave
+    ready, updating ──▶ draining ──▶ left                           any other that is asked to leave ──▶ left
 
 Pure and synchronous: whoever drives a member passes the time in, does the work that belongs to a state, and reports
 what came of it. What is reported names the epoch in which it was begun. A fault begins the next epoch, and what an
@@ -16,6 +20,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -23,6 +28,7 @@ from enum import StrEnum
 class MemberState(StrEnum):
     """Where a member is."""
 
+    pending = "pending"
     starting = "starting"
     catching_up = "catching_up"
     ready = "ready"
@@ -77,6 +83,7 @@ class Member:
         version: Policy version that it has verified, or loads; -1 before the first one is offered.
         deadline: When it has to have left the state, on the clock of ``now``; infinite where only others end it.
         reason: What the last fault was; empty before the first.
+        on_enter: Hears of each state that it enters, and of the epoch.
     """
 
     def __init__(self, name: str, limits: MemberLimits, now: float) -> None:
@@ -86,8 +93,10 @@ class Member:
         self.version = -1
         self.deadline = now + limits.start_s
         self.reason = ""
+        self.on_enter: Callable[[MemberState, int], None] = lambda state, epoch: None
         self._limits = limits
         self._faults: deque[float] = deque()
+        self._is_leaving = False
 
     @property
     def may_lease(self) -> bool:
@@ -108,6 +117,16 @@ class Member:
         return None if math.isinf(self.deadline) else max(0.0, self.deadline - now)
 
     # What the member does
+
+    def unplaced(self, epoch: int) -> None:
+        """It is to start, and has no place: it waits for the cluster to have one."""
+        if self.accepts(epoch) and self.state is MemberState.starting:
+            self._enter(MemberState.pending, math.inf)
+
+    def placed(self, epoch: int, now: float) -> None:
+        """It has a place, and starts."""
+        if self.accepts(epoch) and self.state is MemberState.pending:
+            self._enter(MemberState.starting, now + self._limits.start_s)
 
     def started(self, epoch: int) -> None:
         """It is up, and waits for weights: for the learner, which has deadlines of its own."""
@@ -167,7 +186,9 @@ class Member:
         """Nothing is left of the epoch that ended: begin the pause before the next, or end for good."""
         if self.state is not MemberState.fenced:
             return
-        if len(self._faults) > self._limits.restarts:
+        if self._is_leaving:
+            self._enter(MemberState.left, math.inf)
+        elif len(self._faults) > self._limits.restarts:
             self._enter(MemberState.failed, math.inf)
         else:
             self._enter(MemberState.backoff, now + self._limits.pause_s(len(self._faults)))
@@ -181,6 +202,7 @@ class Member:
 
     def drain(self, now: float) -> None:
         """It is asked to leave: it takes no more work. One that holds none has left at once."""
+        self._is_leaving = True
         if self.state in SERVING:
             self._enter(MemberState.draining, now + self._limits.drain_s)
         elif self.state is not MemberState.draining and not self.has_ended:
@@ -203,3 +225,4 @@ class Member:
     def _enter(self, state: MemberState, deadline: float) -> None:
         self.state = state
         self.deadline = deadline
+        self.on_enter(state, self.epoch)

@@ -9,9 +9,10 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from asyncrl.protocol import record
-from asyncrl.protocol.record import LevelName
+from asyncrl.protocol.record import LevelName, SpanKind
 
 from .inflight import ON_ENGINE, GroupPhase, InflightGroup
+from .member import Member, MemberState
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,7 +54,7 @@ class FleetCounters:
         return cls(**sums)
 
 
-def note_places(groups: Iterable[InflightGroup]) -> None:
+def note_places(groups: Iterable[InflightGroup], *, num_places: int) -> None:
     """Note for the run's profile what the engine's places for samples are held by; see `LevelName`."""
     if record.current() is None:
         return
@@ -69,7 +70,7 @@ def note_places(groups: Iterable[InflightGroup]) -> None:
             settling += num_samples
     record.level(LevelName.running, running)
     record.level(LevelName.tail, tail)
-    record.level(LevelName.settling, settling)
+    record.level(LevelName.settling, min(settling, num_places - running - tail - parked))
     record.level(LevelName.parked, parked)
 
 
@@ -140,3 +141,22 @@ class FleetMeter:
         elif self._asking:
             self._add(wait_s=now - self._since)
         self._since = now
+
+
+class MemberNotes:
+    """Notes for the run's profile which state a member is in, and its epoch; ``lane`` as for `record.span`."""
+
+    def __init__(self, lane: str) -> None:
+        self._lane = lane
+        self._span = record.NO_SPAN
+
+    def follow(self, member: Member) -> None:
+        """Note where a member is, and every state that it enters from now on."""
+        member.on_enter = self.note
+        self.note(member.state, member.epoch)
+
+    def note(self, state: MemberState, epoch: int) -> None:
+        """A member enters a state."""
+        self._span.close()
+        self._span = record.span(SpanKind.member, lane=self._lane, cause=state)
+        record.level(LevelName.epoch, epoch, lane=self._lane)

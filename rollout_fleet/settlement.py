@@ -31,8 +31,6 @@ logger = logging.getLogger(__name__)
 
 ENGINE_FAILED = "engine_failed"
 """Why a group is given back whose engine has failed."""
-MAX_FAILED_GROUPS = 4096
-"""How many groups with failed attempts are remembered; the oldest are forgotten."""
 
 
 class Settlement:
@@ -61,7 +59,6 @@ class Settlement:
         self._stamp = stamp
         self._samples = samples
         self._num_failures_in_a_row = 0
-        self._num_failures: dict[int, int] = {}
 
     async def settle(self, group: InflightGroup, *, engine_failure: Exception | None = None) -> None:
         """Score and store a finished group, or give back one that was cut off.
@@ -90,10 +87,13 @@ class Settlement:
         except (LeaseExpired, StoreFull, VersionTooOld) as error:
             logger.warning("prompt group %d was not saved: %s", group.lease.prompt.group_id, error)
 
-    async def release(self, group: InflightGroup, reason: str, *, drop: bool = False) -> None:
-        """Give a group back unfinished, to be leased again unless ``drop``."""
-        await self._buffer.release(group.lease, num_tokens=group.num_tokens, reason=reason, drop=drop)
+    async def release(self, group: InflightGroup, reason: str, *, max_failures: int = 0) -> bool:
+        """Give a group back unfinished; see `RolloutBuffer.release`."""
+        is_dropped = await self._buffer.release(
+            group.lease, num_tokens=group.num_tokens, reason=reason, max_failures=max_failures
+        )
         self._meter.released(group.num_own_tokens)
+        return is_dropped
 
     async def _settle_unfinished(self, group: InflightGroup, engine_failure: Exception | None) -> None:
         if self._config.save_progress is not SaveProgress.never:
@@ -119,7 +119,6 @@ class Settlement:
 
     async def _store(self, group: InflightGroup, scores: Scores) -> None:
         self._num_failures_in_a_row = 0
-        self._num_failures.pop(group.lease.prompt.group_id, None)
         stored = to_trajectory_group(
             group.lease, group.samples, scores.total, parts=scores.parts, num_baselines=group.num_baselines
         )
@@ -143,13 +142,7 @@ class Settlement:
         await self._try_again(group, reason, error)
 
     async def _try_again(self, group: InflightGroup, reason: str, error: Exception | None) -> None:
-        """Give a group back, or drop it when this has happened ``max_attempts`` times to it."""
-        group_id = group.lease.prompt.group_id
-        num_failures = self._num_failures.pop(group_id, 0) + 1
-        is_last = num_failures >= self._config.max_attempts
-        if not is_last:
-            self._num_failures[group_id] = num_failures
-            if len(self._num_failures) > MAX_FAILED_GROUPS:
-                del self._num_failures[next(iter(self._num_failures))]
-        logger.warning("failure %d, the group is %s: %s", num_failures, "dropped" if is_last else "requeued", error)
-        await self.release(group, reason, drop=is_last)
+        """Give a group back; the buffer drops it when this has happened ``max_attempts`` times to it."""
+        is_dropped = await self.release(group, reason, max_failures=self._config.max_attempts)
+        what = "dropped" if is_dropped else "queued again"
+        logger.warning("attempt %d at group %d failed, it is %s: %s", group.key[1], group.key[0], what, error)

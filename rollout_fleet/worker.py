@@ -7,6 +7,7 @@ engine that fails is replaced by `EngineSupervisor`, and `run` goes on.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -152,6 +153,14 @@ class RolloutWorker(Worker):
         """End `run`, give all leases back; the engine stays up for `answer`. Returns the final counters."""
         await self._stop_loop(self._started())
         return self._started().counters()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    async def leave(self) -> FleetCounters | None:
+        """Take no more work, hand on what runs with what is written of it, and `stop`; see `RolloutLoop.let_end`."""
+        self._supervisor.member.drain(time.monotonic())
+        if self._loop is not None:
+            await self._loop.let_end()
+        return await self.stop()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     async def stop(self) -> FleetCounters | None:

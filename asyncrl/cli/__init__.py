@@ -20,6 +20,8 @@ _COMMANDS = {
     "evaluate": ("asyncrl.cli.evaluate_command", "evaluate a model, a checkpoint or a run on held-out prompts"),
     "samples": ("asyncrl.samples", "read the decoded samples that a run has kept"),
     "dashboard": ("asyncrl.profile.dashboard", "serve the report of a run, live"),
+    "join": ("rollout_fleet.join", "add engines to a run while it goes"),
+    "leave": ("rollout_fleet.leave", "let an engine leave a run while it goes, or list the engines"),
     "inspect": ("buffer.inspect", "look into the replay buffer of a running training"),
     "export": ("learner.checkpoint", "turn a checkpoint into a model in Hugging Face layout"),
 }

@@ -13,7 +13,14 @@ from dataclasses import dataclass, field, replace
 
 from asyncrl.cli.preflight import check_folders, preflight, visible_gpus
 from asyncrl.cli.quickstart import with_quickstart_assets
-from asyncrl.config import RunConfig, learner_pools, learner_roles, requested_cpus, requested_gpus
+from asyncrl.config import (
+    RunConfig,
+    keeps_stores_on_hosts,
+    learner_pools,
+    learner_roles,
+    requested_cpus,
+    requested_gpus,
+)
 from asyncrl.profile.device_memory import GIB, ModelSize, engine_memory, kv_tokens, rank_memory
 
 _BYTES_PER_TOKEN = 14
@@ -104,8 +111,11 @@ def _placement(config: RunConfig) -> Iterator[str]:
     fewest, most = fleet.fewest_groups_in_flight, fleet.most_groups_in_flight
     groups = str(most) if fewest == most else f"{fewest} to {most}"
     where = "the learner's devices, in turns" if config.placement.colocated else f"{fleet.device}"
-    yield f"fleet: {fleet.num_engines} {fleet.engine} engines{size} on {where}, {groups} groups each"
-    yield f"buffer: 1 server and {config.buffer.num_store_servers} stores; durability {config.buffer.durability}"
+    count = f"{fleet.fewest_engines} to {fleet.most_engines}" if fleet.is_elastic else fleet.num_engines
+    yield f"fleet: {count} {fleet.engine} engines{size} on {where}, {groups} groups each"
+    on_hosts = keeps_stores_on_hosts(config)
+    stores = "a store on each host of engines" if on_hosts else f"{config.buffer.num_store_servers} stores"
+    yield f"buffer: 1 server and {stores}; durability {config.buffer.durability}"
     cluster = f"the Ray cluster at {config.ray.address}" if config.ray.address else "a Ray cluster of its own"
     have = f"; this machine has {os.cpu_count()} and {visible_gpus()}" if not config.ray.address else ""
     yield f"{cluster}: {requested_cpus(config):g} CPUs and {requested_gpus(config)} GPUs{have}"
@@ -127,7 +137,7 @@ def _tokens(config: RunConfig) -> Iterator[str]:
 def _staleness(config: RunConfig) -> Iterator[str]:
     buffer, fleet, batch = config.buffer, config.rollout_fleet, config.algorithm.groups_per_step
     updates = config.algorithm.num_mini_batches
-    most_open, places = (buffer.max_lag + 1) * batch, fleet.num_engines * fleet.most_groups_in_flight
+    most_open, places = (buffer.max_lag + 1) * batch, fleet.most_engines * fleet.most_groups_in_flight
     yield f"no token is trained on more than {buffer.max_lag} learner steps after it was written"
     yield f"that is at most {buffer.max_lag * updates + updates - 1} optimizer updates"
     yield f"at most {most_open} groups are open; the fleet has places for {places}"
@@ -151,7 +161,7 @@ def _waits(config: RunConfig) -> Iterator[str]:
             f"{config.sft.progress_timeout_s:g}"
         )
     yield f"{sum(learner_pools(config).values())} learner ranks: learner.start_timeout_s={learner.start_timeout_s:g}"
-    yield f"{fleet.num_engines} engines: rollout_fleet.start_timeout_s={fleet.start_timeout_s:g}"
+    yield f"{fleet.fewest_engines} engines: rollout_fleet.start_timeout_s={fleet.start_timeout_s:g}"
     if config.evaluation.enabled:
         yield f"the held-out prompts, {config.evaluation.num_samples + 1} samples of each, before and after training"
     yield (

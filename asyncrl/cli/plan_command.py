@@ -1,14 +1,17 @@
 """``asyncrl plan RUN | SPEC.yaml``: predict throughput, idle time and lag for other options, and recommend some.
 
 RUN is the folder of a run, which may still go on; SPEC.yaml a scenario (docs/planning.md). Writes ``plan.json``, which
-the run's report shows, and a chart ``plan.png`` beside it.
+the run's report shows, a chart ``plan.png`` beside it, and of a run ``advice.json``. A run that goes on has this done
+beside it for the advice alone (`asyncrl.controller.watching`).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import resource
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,33 +19,37 @@ from typing import Any
 
 from asyncrl.cli.compose import read_config
 from asyncrl.metrics.records import write_json
-from asyncrl.profile.advice import Advice, advise
+from asyncrl.profile.advice import Advice, advice_file, advise
 from asyncrl.profile.calibration import Calibration, calibrate
 from asyncrl.profile.planner import NUM_REPLICATES, Choices, Prediction, RunPlan, make_plan, splits_of
 from asyncrl.profile.scenario import Scenario, load_spec
-from asyncrl.profile.trace import Trace
+from asyncrl.profile.trace import FOLDER, Trace
 from asyncrl.protocol.errors import AsyncRLError
 from buffer.config import OnStale
 
 EXIT_USAGE = 2
 _NUM_SHOWN = 12
+_MAX_RECORD_BYTES = 64 << 20
+"""A record that is larger is read on request only, not beside the run: it takes ten times as much memory."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     options = _parser().parse_args(arguments)
     target = Path(options.target)
+    if options.only_advice:
+        return _advise_beside(target, options)
     try:
         calibration = _read_run(target, options.steps) if target.is_dir() else None
         base = _read_spec(target, options.steps) if calibration is None else calibration.scenario
         notes = () if calibration is None else calibration.notes
         plan = make_plan(base, _choices(options, base), replicates=options.replicates, seed=options.seed, notes=notes)
-        advice = None if calibration is None else _advice(calibration, options.seed)
+        advice = None if calibration is None else _advised(target, calibration, options.seed)
     except (ValueError, AsyncRLError) as error:
         sys.stderr.write(f"error: {error}\n")
         return EXIT_USAGE
     folder = Path(options.out or (target if target.is_dir() else target.parent))
-    document = {**plan.to_dict(), "advice": str(advice or "")}
+    document = {**plan.to_dict(), "advice": advice and advice.to_dict()}
     write_json(folder / "plan.json", document)
     chart = folder / "plan.png" if draw(plan, folder / "plan.png") else None
     if options.json:
@@ -65,6 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, help="learner steps to simulate")
     parser.add_argument("--seed", type=int, default=0, help="of the lengths")
     parser.add_argument("--out", help="folder of plan.json and plan.png; default: the run's, or beside the scenario")
+    parser.add_argument("--only-advice", type=int, metavar="S", help="only advice, with S seconds of CPU at most")
     parser.add_argument("--json", action="store_true", help="print plan.json in the place of the table")
     return parser
 
@@ -100,8 +108,27 @@ def _choices(options: argparse.Namespace, base: Scenario) -> Choices:
     )
 
 
-def _advice(calibration: Calibration, seed: int) -> Advice | None:
-    return advise(calibration.scenario, measured_step_s=calibration.step_s, health=calibration.health, seed=seed)
+def _advised(run_dir: Path, calibration: Calibration, seed: int) -> Advice | None:
+    """Look for advice on a run, and write down what was found."""
+    advice = advise(calibration.scenario, measured_step_s=calibration.step_s, health=calibration.health, seed=seed)
+    write_json(advice_file(run_dir), {"advice": advice and advice.to_dict(), "cpu_s": time.process_time()})
+    return advice
+
+
+def _advise_beside(run_dir: Path, options: argparse.Namespace) -> int:
+    """Advice for a run that goes on: it is to cost little, and the kernel ends it where it would cost more."""
+    resource.setrlimit(resource.RLIMIT_CPU, (options.only_advice, options.only_advice))
+    num_bytes = sum(path.stat().st_size for path in (run_dir / FOLDER).glob("*.msgpack"))
+    if num_bytes > _MAX_RECORD_BYTES:
+        sys.stderr.write(f"error: the record has {num_bytes >> 20} MiB, more than is read beside a run\n")
+        return EXIT_USAGE
+    try:
+        advice = _advised(run_dir, _read_run(run_dir, options.steps), options.seed)
+    except (ValueError, AsyncRLError) as error:
+        sys.stderr.write(f"error: {error}\n")
+        return EXIT_USAGE
+    sys.stdout.write(f"advice: {advice or 'none'}\n")
+    return 0
 
 
 # What is shown
@@ -176,8 +203,8 @@ def draw(plan: RunPlan, path: Path) -> bool:
         low = [max(0.0, point["step_s"] - point["interval"][0]) for point in points]
         high = [max(0.0, point["interval"][1] - point["step_s"]) for point in points]
         axes.errorbar(lags, times, yerr=[low, high], marker="o", capsize=2, label=curve["name"])
-        for lag, time, point in zip(lags, times, points, strict=True):
-            axes.annotate(str(point["max_lag"]), (lag, time), textcoords="offset points", xytext=(4, 4), fontsize=8)
+        for lag, step_s, point in zip(lags, times, points, strict=True):
+            axes.annotate(str(point["max_lag"]), (lag, step_s), textcoords="offset points", xytext=(4, 4), fontsize=8)
     for one, label, marker in ((plan.current, "now", "D"), (plan.recommended, "recommended", "*")):
         axes.plot(one.outcome.lag_mean, one.outcome.step_s, marker, markersize=12, label=label)
     axes.set(xlabel="mean lag (learner steps)", ylabel="seconds per step", title="predicted, by buffer.max_lag")

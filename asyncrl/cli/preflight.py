@@ -55,7 +55,7 @@ async def preflight(config: RunConfig, say: Callable[[str], None]) -> tuple[Prom
     check_watchers(config)
     check_heads(config)
     check_memory(config)
-    allow_clients(config.rollout_fleet.num_engines + sum(learner_pools(config).values()) + _OWN_CLIENTS)
+    allow_clients(config.rollout_fleet.most_engines + sum(learner_pools(config).values()) + _OWN_CLIENTS)
     if config.sft.enabled:
         finished_warm_start(config)  # refuses an output path that holds something else
     prompts, held_out = await asyncio.to_thread(read_prompts, config)

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Generator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
@@ -76,7 +76,7 @@ def _start_own(config: RunConfig) -> None:
     for name, value in _OWN_CLUSTER_ENV.items():
         os.environ.setdefault(name, value)
     cores = os.cpu_count() or 1
-    wanted = requested_cpus(config)
+    wanted = requested_cpus(config, config.rollout_fleet.most_engines)
     ray.init(
         address="local",
         num_cpus=max(cores, int(wanted + 0.999)) if config.placement.oversubscribe else cores,
@@ -94,7 +94,9 @@ def _join(config: RunConfig) -> None:
 
 
 def _check_cluster(config: RunConfig) -> None:
-    """Check a cluster that was joined; see `check_nodes`."""
+    """Check a cluster that was joined; see `check_nodes`. One that grows is not what it will be."""
+    if config.placement.autoscale:
+        return
     nodes = {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
     if config.placement.num_nodes == 1:
         own = ray.get_runtime_context().get_node_id()
@@ -131,7 +133,7 @@ def node_shares(config: RunConfig) -> list[dict[str, float]]:
     placement, fleet = config.placement, config.rollout_fleet
     on_gpus = config.learner.device == "cuda"
     ranks = [n for size in learner_pools(config).values() for n in placement.on_nodes(size, placement.ranks_per_node)]
-    engines = placement.on_nodes(fleet.num_engines, placement.engines_per_node or 1)
+    engines = placement.on_nodes(fleet.fewest_engines, placement.engines_per_node or 1)
     takers = [(count, placement.cpus_per_learner_rank, 1) for count in ranks]
     takers += [
         (count, placement.cpus_per_engine, 0 if placement.colocated else fleet.sglang.tp_size) for count in engines
@@ -163,9 +165,9 @@ def learner_layout(config: RunConfig, pool_sizes: Mapping[str, int], pools: Mapp
 
 
 def engine_pool(config: RunConfig, num_engines: int | None = None) -> RayResourcePool:
-    """Places for so many rollout workers with their engines, all by default, beside the learner's."""
+    """Places for so many rollout workers, each with its engine; by default for those that the run starts with."""
     placement, fleet = config.placement, config.rollout_fleet
-    count = fleet.num_engines if num_engines is None else num_engines
+    count = fleet.fewest_engines if num_engines is None else num_engines
     by_node = placement.engines_per_node > 0 or placement.num_nodes == 1
     return RayResourcePool(
         process_on_nodes=placement.on_nodes(count, placement.engines_per_node),
@@ -178,6 +180,24 @@ def engine_pool(config: RunConfig, num_engines: int | None = None) -> RayResourc
         apart=by_node and placement.strategy is Strategy.spread,
         labels=_labels(config, placement.engine_labels),
         timeout_s=config.ray.start_timeout_s,
+    )
+
+
+def pool_of_one(config: RunConfig, *, node_id: str, full: Collection[str]) -> RayResourcePool:
+    """The place of one engine that joins: on the node of this id, or, without one, on any that is not ``full``."""
+    placement = config.placement
+    labels = _labels(config, placement.engine_labels)
+    if node_id:
+        labels |= {NODE_ID_LABEL: node_id}
+    elif full and NODE_ID_LABEL not in labels:
+        labels |= {NODE_ID_LABEL: f"!in({','.join(sorted(full))})"}
+    return RayResourcePool(
+        process_on_nodes=[1],
+        use_gpu=config.learner.device == "cuda",
+        max_colocate_count=1,
+        num_cpus_per_process=placement.cpus_per_engine,
+        num_devices_per_process=config.rollout_fleet.sglang.tp_size,
+        labels=labels,
     )
 
 

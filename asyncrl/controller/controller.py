@@ -118,7 +118,7 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
         self._versions = range(resumed.version, config.total_steps)
         self._publish_every = config.weights.publish_every
         self._min_engines = config.rollout_fleet.min_engines
-        self._num_pinned = num_pinned_engines(config, config.rollout_fleet.num_engines)
+        self._evaluation_share = config.evaluation.share
         self._queued_version = resumed.version
         self._prompts_per_call = config.algorithm.groups_per_step
         self._buffer = buffer
@@ -280,7 +280,8 @@ class Controller(_Training[LearnerPort, FleetPort]):
         while (version := self._next_evaluated(self._queued_version)) is not None and self._evaluate is not None:
             if version != due:
                 logger.info("training has passed policy version %s: %d is evaluated next", due, version)
-            await self._evaluate(version, partial(self._buffer.pin, version, self._num_pinned))
+            num_engines = num_pinned_engines(self._evaluation_share, len(self._fleet.engines()))
+            await self._evaluate(version, partial(self._buffer.pin, version, num_engines))
             due = self._next_evaluated(version)
         await self._buffer.unpin()
 

@@ -30,7 +30,7 @@ class AnsweringFleet(Protocol):
     """Engines that answer held-out prompts."""
 
     def engines(self) -> Sequence[str]:
-        """Names of all engines."""
+        """Names of the engines that are there now."""
         ...
 
     async def answer(
@@ -47,15 +47,16 @@ PinnedEngines = Callable[[Collection[str]], Awaitable[set[str]]]
 """Waits until the engines that are pinned to the version are others than those given; see `ControlBuffer.pin`."""
 
 
-def num_pinned_engines(config: RunConfig, num_engines: int) -> int:
-    """Engines that an evaluation between is run on: as many as ``evaluation.share`` of the fleet has, at least one."""
-    return max(1, math.floor(config.evaluation.share * num_engines))
+def num_pinned_engines(share: float, num_engines: int) -> int:
+    """Engines that an evaluation between is run on: the ``share`` of those that are there, at least one."""
+    return max(1, math.floor(share * num_engines))
 
 
 def slots_of_evaluation(config: RunConfig, num_engines: int) -> int:
     """Samples that one pinned engine may have under way for an evaluation between; one prompt's at least."""
     slots = config.rollout_fleet.most_groups_in_flight * config.algorithm.samples_per_prompt
-    share = min(1.0, config.evaluation.share * num_engines / num_pinned_engines(config, num_engines))
+    num_pinned = num_pinned_engines(config.evaluation.share, num_engines)
+    share = min(1.0, config.evaluation.share * num_engines / num_pinned)
     return max(config.evaluation.num_samples + 1, math.floor(share * slots))
 
 

@@ -1,5 +1,9 @@
 """One rollout worker of the fleet, over all its lives: one that dies or hangs is buried, and another takes its place.
 
+A life begins with a place in the cluster, for which it waits as long as the cluster takes; Ray moves the place of a
+node that died. Then the node is given what the worker reads, the worker is made, its engine started, and the newest
+weights are loaded.
+
 What waits here waits for the worker, which answers other calls meanwhile or is taken for dead; Ray wakes it when the
 worker answers or dies. A worker replaces its engine by itself (`rollout_fleet.engine_supervisor`). One whose engine has
 failed for good has failed too, unless the engine lives in the worker's own process.
@@ -9,9 +13,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from ray.exceptions import RayTaskError
@@ -23,34 +29,61 @@ from asyncrl.protocol.types import AnsweredPrompt, Prompt
 from rollout_fleet.config import EngineKind
 from rollout_fleet.engine_supervisor import engine_limits
 from rollout_fleet.member import Member, MemberState
-from rollout_fleet.metrics import FleetCounters
+from rollout_fleet.metrics import FleetCounters, MemberNotes
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
+PLACE_NOTICE_S = 5.0
+"""After so many seconds without a place people are told."""
 START_MARGIN_S = 30.0
 """How much longer than its engine a worker may take to start: it keeps that deadline itself, with a better message."""
 
 
-class WorkerPlace(Protocol):
-    """Where one worker of a group lives: what a member asks of `RayWorkerGroup`."""
+class WorkerPlaces(Protocol):
+    """Where workers live, by rank: what a member asks of `EnginePlaces`."""
 
     def execute_rank_async(self, rank: int, method_name: str, *args: Any) -> Awaitable[Any]:
         """Call a method of the worker of a rank."""
         ...
 
-    def replace_worker(self, rank: int) -> None:
-        """Kill the worker of a rank, and start another in its place."""
+    def node_of(self, rank: int, wanted: str = "") -> Awaitable[str]:
+        """Wait until the cluster has a place for a rank; the id of its node, which may be ``wanted`` for a new one."""
+        ...
+
+    def replace_worker(self, rank: int, **changed: Any) -> None:
+        """Start a worker in the place of a rank, with these arguments of its class; kill one that is there."""
+        ...
+
+    def close(self, rank: int) -> None:
+        """Kill the worker of a rank, and give its place back."""
         ...
 
 
-class FleetMember:
-    """One worker; `start` it, then `load_first`.
-
-    ``bury`` is `ControlBuffer.bury`. ``on_change`` is called when `is_serving` may have changed; ``say`` tells people.
+@dataclass(frozen=True, kw_only=True)
+class MemberParts:
+    """What all members work with.
 
     Attributes:
-        rank: Its place in the group.
+        places: Where their workers live.
+        bury: See `ControlBuffer.bury`.
+        supply: Has a node, named by its id, hold what a worker reads; the path of the model there.
+        on_change: Called when `FleetMember.is_serving` may have changed.
+        say: Tells people.
+    """
+
+    places: WorkerPlaces
+    bury: Callable[[str], Awaitable[int]]
+    supply: Callable[[str], Awaitable[str]]
+    on_change: Callable[[], None]
+    say: Callable[[str], None]
+
+
+class FleetMember:
+    """One worker; `start` it, then `load_first`; or `join`, where the fleet runs already.
+
+    Attributes:
+        rank: Its place in the fleet.
         member: What the state of the worker is.
     """
 
@@ -58,26 +91,27 @@ class FleetMember:
         self,
         rank: int,
         config: RunConfig,
-        *,
-        group: WorkerPlace,
-        bury: Callable[[str], Awaitable[int]],
-        on_change: Callable[[], None],
-        say: Callable[[str], None],
+        parts: MemberParts,
     ) -> None:
         fleet = config.rollout_fleet
         self.rank = rank
         restarts = 0 if config.placement.colocated else fleet.restarts
         limits = replace(engine_limits(fleet), restarts=restarts)
         self.member = Member(f"rollout worker {rank}", limits, time.monotonic())
-        self._group = group
-        self._bury = bury
-        self._on_change = on_change
-        self._say = say
+        MemberNotes(f"engine-{rank}/worker").follow(self.member)
+        self._places = parts.places
+        self._bury = parts.bury
+        self._supply = parts.supply
+        self._on_change = parts.on_change
+        self._say = parts.say
         self._engine_serves = True
+        self._has_served = False
         self._answer_s = config.buffer.request_timeout_s
         self._start_s = fleet.start_timeout_s + START_MARGIN_S
         self._stop_s = fleet.worker_stop_timeout_s
+        self._leave_s = fleet.drain_timeout_s + fleet.worker_stop_timeout_s
         self._is_in_process = fleet.engine is EngineKind.transformers
+        self._has_process = True
         self._worker = ""
         self._before: list[FleetCounters] = []
         self._last = FleetCounters()
@@ -89,6 +123,12 @@ class FleetMember:
     def is_serving(self) -> bool:
         """Whether its engine can generate."""
         return self.member.may_lease and self._engine_serves
+
+    @property
+    def is_there(self) -> bool:
+        """Whether it serves, or is expected back: it has served, has a place, and neither leaves nor has ended."""
+        away = (MemberState.pending, MemberState.draining)
+        return self._has_served and not self.member.has_ended and self.member.state not in away
 
     async def start(self) -> None:
         """Bring up the worker and its engine. Raises `DeadlineError`, or `WorkerDiedError` with the dead one's log."""
@@ -102,16 +142,42 @@ class FleetMember:
         await self._catch_up()
         self._watching = asyncio.create_task(self._watch())
 
+    async def join(self, *, node: str = "", place_timeout_s: float = math.inf) -> str:
+        """Come up in a fleet that runs, on the newest weights; from then on the worker is replaced when it dies.
+
+        Args:
+            node: Id of the node to be on; empty for any.
+            place_timeout_s: How long to wait for a place there.
+
+        Returns:
+            The id of its node.
+
+        Raises:
+            AsyncRLError, ValueError: it has no place in time, its node cannot have what it reads, or it does not start.
+        """
+        self._has_process = False
+        try:
+            found = await self._come_up(node, place_timeout_s)
+        except BaseException as error:
+            self.member.fail(str(error))
+            if isinstance(error, Exception):
+                await self._settle(error)
+            await asyncio.to_thread(self._places.close, self.rank)
+            raise
+        self._watching = asyncio.create_task(self._watch())
+        await self._notify()
+        return found
+
     async def run(self) -> None:
-        """Roll out until `drain`, in one life after another. Raises `EngineLost` when it is replaced no more."""
-        while True:
-            epoch = await self._ready()
+        """Roll out until `drain` or `leave`, in one life after another. Raises `EngineLost` when no other follows."""
+        while (epoch := await self._ready()) is not None:
             if await self._tried(epoch, self._call("run")):
                 return
 
     async def answer(self, prompts: Sequence[Prompt], *, version: int, num_samples: int) -> list[AnsweredPrompt]:
         """See `RolloutWorker.answer`. Raises `AsyncRLError` if the worker is lost over it."""
-        await self._ready()
+        if await self._ready() is None:
+            raise EngineLost(f"{self.member.name} has left")
         call = self._call("answer", list(prompts), version, num_samples)
         return await self._while_answering(call, f"rollout worker {self.rank}, which answers held-out prompts")
 
@@ -121,26 +187,68 @@ class FleetMember:
             epoch = self.member.epoch
             found = await self._tried(epoch, self._answer("counters", "the fleet's counters"))
             self._last = found[0] if found else self._last
+        return self.total
+
+    @property
+    def total(self) -> FleetCounters:
+        """What this member is known to have done in all its lives."""
         return FleetCounters.total([*self._before, self._last])
 
     async def drain(self) -> FleetCounters:
         """End `run`, give all leases back; the worker stays for `answer`. Returns the final counters."""
-        while self.member.state is not MemberState.failed:
-            epoch = await self._ready()
-            if found := await self._tried(epoch, self._call("drain")):
+        while await self._is_up():
+            if found := await self._tried(self.member.epoch, self._call("drain")):
                 self._last = found[0]
                 break
-        return FleetCounters.total([*self._before, self._last])
+        return self.total
 
-    def stop(self) -> None:
-        """Watch no more: whatever dies now is meant to."""
+    async def _is_up(self) -> bool:
+        """Wait for a worker that holds work, or until there is none: it has ended, or waits for a place."""
+        async with self._changed:
+            await self._changed.wait_for(
+                lambda: self.member.may_lease or self.member.has_ended or self.member.state is MemberState.pending
+            )
+        return self.member.may_lease
+
+    async def leave(self) -> None:
+        """Take no more work, hand on what runs, and end for good; returns when nothing is left of it.
+
+        One that dies over it has left too. What it has done counts in `counters`.
+        """
+        member, epoch = self.member, self.member.epoch
+        member.drain(time.monotonic())
+        await self._notify()
+        if member.state is MemberState.draining:
+            leaving = self._while_answering(self._call("leave"), f"{member.name}, which leaves")
+            try:
+                async with asyncio.timeout(self._leave_s):
+                    if found := await self._tried(epoch, leaving):
+                        self._before.append(found[0] or FleetCounters())
+                        self._last, self._worker = FleetCounters(), ""
+                        member.drained(epoch)
+                    else:
+                        await self._ready()
+            except TimeoutError:
+                member.due(member.deadline)
         if self._watching is not None:
             self._watching.cancel()
+            await asyncio.gather(self._watching, return_exceptions=True)
+        await self._settle(DeadlineError(f"{member.name} was asked to leave, and did not end"))
+        await asyncio.to_thread(self._places.close, self.rank)
+        self._has_process = False
+        await self._notify()
+
+    async def stop(self) -> None:
+        """End the worker, if there is one, and watch it no more: whatever dies now is meant to."""
+        if self._watching is not None:
+            self._watching.cancel()
+        if self._has_process:
+            await self._call("stop")
 
     # One life
 
     def _call(self, method: str, *arguments: Any) -> Awaitable[Any]:
-        return self._group.execute_rank_async(self.rank, method, *arguments)
+        return self._places.execute_rank_async(self.rank, method, *arguments)
 
     async def _answer(self, method: str, what: str) -> Any:
         """A call that is answered at once, or the worker hangs."""
@@ -162,11 +270,14 @@ class FleetMember:
         epoch = self.member.epoch
         await self._while_answering(self._call("load_first"), "the rollout workers, which wait for the first weights")
         self.member.verified(epoch, 0)
+        self._has_served = True
 
-    async def _ready(self) -> int:
-        """Wait for a worker that serves weights; its epoch. Raises `EngineLost` if there will be none."""
+    async def _ready(self) -> int | None:
+        """Wait for a worker that serves weights; its epoch, None if it has left. Raises `EngineLost` if it failed."""
         async with self._changed:
             await self._changed.wait_for(lambda: self.member.may_lease or self.member.has_ended)
+        if self.member.state is MemberState.left:
+            return None
         if self._failure is not None:
             raise EngineLost(f"{self.member.name}: {self._failure}") from self._failure
         return self.member.epoch
@@ -229,9 +340,9 @@ class FleetMember:
             await self._notify()
             self._tell(f"{member.name} has ended, epoch {member.epoch} begins: {failure}")
             await self._settle(failure)
+            member.stopped(time.monotonic())
             if is_final:
                 member.fail(str(failure))
-            member.stopped(time.monotonic())
             if member.has_ended:
                 self._failure = failure
                 break
@@ -242,8 +353,8 @@ class FleetMember:
             self._say(f"{member.name} is back after {time.monotonic() - died_s:.1f} s")
         await self._notify()
 
-    async def _settle(self, failure: Exception) -> None:
-        """Get the last counters of a worker that still answers; bury one that does not."""
+    async def _settle(self, failure: BaseException) -> None:
+        """Get the last counters of a worker that still answers; bury one that does not, where there is one."""
         if isinstance(failure, EngineLost):
             try:
                 last = await within(self._call("stop"), self._stop_s, self.member.name, "rollout_fleet.stop_timeout_s")
@@ -269,14 +380,43 @@ class FleetMember:
     async def _next_life(self) -> Exception | None:
         """Start another worker and let it catch up; what became of it if it fails at that."""
         try:
-            await asyncio.to_thread(self._group.replace_worker, self.rank)
-            await self.start()
-            await self._catch_up()
-        except AsyncRLError as error:
+            await self._come_up()
+        except (AsyncRLError, ValueError) as error:
             if isinstance(error, ClusterDiedError):
                 raise
             return error
         return None
+
+    async def _come_up(self, node: str = "", place_timeout_s: float = math.inf) -> str:
+        """Take a place, start a worker there, and let it catch up; the id of its node."""
+        found = await self._place(node, place_timeout_s)
+        model_path = await self._supply(found)
+        await asyncio.to_thread(partial(self._places.replace_worker, self.rank, model_path=model_path))
+        self._has_process = True
+        await self.start()
+        await self._catch_up()
+        return found
+
+    async def _place(self, wanted: str, timeout_s: float) -> str:
+        """Wait for a place; the id of its node. People hear of it where it takes a while."""
+        self.member.unplaced(self.member.epoch)
+        await self._notify()
+        placing = asyncio.ensure_future(self._places.node_of(self.rank, wanted))
+        try:
+            await asyncio.wait({placing}, timeout=min(PLACE_NOTICE_S, timeout_s))
+            if not placing.done() and timeout_s > PLACE_NOTICE_S:
+                self._say(f"{self.member.name} waits for a place: no node has room for it")
+            async with asyncio.timeout(None if math.isinf(timeout_s) else max(0.0, timeout_s - PLACE_NOTICE_S)):
+                node = await placing
+        except TimeoutError:
+            raise DeadlineError(
+                f"no node had room for {self.member.name} within ray.start_timeout_s={timeout_s:g} s; start Ray on "
+                "another node, or free what an engine takes"
+            ) from None
+        finally:
+            placing.cancel()
+        self.member.placed(self.member.epoch, time.monotonic())
+        return node
 
     def _tell(self, words: str) -> None:
         """Log what happened, and tell people the first line: the end of a dead process's log is in ours."""

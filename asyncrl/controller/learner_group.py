@@ -363,7 +363,7 @@ def _collective_options(config: RunConfig) -> CollectiveOptions | None:
         return None
     return CollectiveOptions(
         interface=config.weights.interface,
-        num_receivers=config.rollout_fleet.num_engines,
+        num_receivers=config.rollout_fleet.most_engines,
         timeout_s=config.rollout_fleet.load_timeout_s,
         # While engines receive version u + 1, admission at u lets the learner reach u + max_lag + 1, and no further.
         keep=config.buffer.max_lag + 2,

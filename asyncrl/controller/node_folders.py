@@ -1,8 +1,9 @@
 """The run's folder on the other nodes of the cluster: models and keys reach them, logs and samples come back.
 
 Every node has the run's folder under the same path. Where that is one folder, on a shared file system, nothing is
-copied. Elsewhere an actor on the node writes and reads it, and bytes travel through Ray's object store. Every wait is
-for these actors, under ``ray.start_timeout_s`` for each chunk of `CHUNK_BYTES`.
+copied. Elsewhere an actor on the node writes and reads it, and bytes travel through Ray's object store. A node that
+comes later gets the same when an engine is placed there (`NodeFolders.admit`). Every wait is for these actors, under
+``ray.start_timeout_s`` for each chunk of `CHUNK_BYTES`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import logging
 import os
 import shutil
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from itertools import chain
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from asyncrl.config import RunConfig
@@ -30,7 +31,9 @@ from asyncrl.controller.run_folder import RunPaths, shared_folder
 from asyncrl.protocol.errors import AsyncRLError
 from asyncrl.protocol.manifest import digest_of
 from asyncrl.protocol.remote import fetch_async, within
+from asyncrl.single_controller.resource_pool import node_addresses
 from buffer import BufferRole
+from buffer.keys import STORE_KEYS
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +42,7 @@ SAMPLED_BYTES = 1 << 20
 CLOSE_S = 5.0
 COLLECTED = ("logs", "profile", "samples", "tokens", "trajectories")
 """What comes back, of the run's folder."""
+_KEY_FILES = [STORE_KEYS, *(f"{role}.json" for role in (BufferRole.rollout, BufferRole.learner))]
 APPENDED = (".log", ".msgpack")
 """Endings of files that grow; others appear whole."""
 
@@ -114,10 +118,27 @@ class NodeFolders:
         apart: Addresses of the nodes that do not see the controller's folder, and have one of their own.
     """
 
-    def __init__(self, run_dir: Path, nodes: Mapping[str, Any], *, timeout_s: float) -> None:
-        """``nodes`` are `NodeFiles` actors by address; `open` comes next."""
+    def __init__(
+        self,
+        run_dir: Path,
+        nodes: Mapping[str, Any],
+        *,
+        timeout_s: float,
+        known: Collection[str] = (),
+        make: Callable[[str], tuple[str, Any]] | None = None,
+    ) -> None:
+        """``nodes`` are `NodeFiles` actors by address, ``known`` the ids of these nodes and our own; `open` comes next.
+
+        ``make`` makes such an actor on the node with an id that is not known; returns its address too.
+        """
         self._run_dir = run_dir
-        self._nodes = nodes
+        self._nodes = dict(nodes)
+        self._known = set(known)
+        self._make = make or _node_actor
+        self._admissions: dict[str, asyncio.Task[str]] = {}
+        self._weights = ""
+        self._model = ""
+        self._keys = ""
         self._timeout_s = timeout_s
         self.apart: list[str] = []
         self._collected: dict[tuple[str, str], tuple[Path, int]] = {}
@@ -142,6 +163,7 @@ class NodeFolders:
         Raises:
             ValueError: a node does not see a folder that must be shared, or cannot make one of its own.
         """
+        self._model, self._keys, self._weights = config.model.path, keys, config.weights.directory
         if not self._nodes:
             return config
         if config.checkpoint.every_steps or resumes:
@@ -149,7 +171,7 @@ class NodeFolders:
         if config.weights.directory:
             await self.check_shared("weights.directory", _absolute(config.weights.directory))
         if keys:
-            await self.bring_keys(Path(keys), [f"{role}.json" for role in (BufferRole.rollout, BufferRole.learner)])
+            await self.bring_keys(Path(keys), _KEY_FILES)
         model, learner = config.model, config.learner
         critic, reward_model = learner.critic, learner.reward_model
         learner = replace(
@@ -157,35 +179,66 @@ class NodeFolders:
             critic=replace(critic, path=await self._bring_path(critic.path, "critic")),
             reward_model=replace(reward_model, path=await self._bring_path(reward_model.path, "reward_model")),
         )
-        return replace(config, model=replace(model, path=await self._bring_path(model.path, "model")), learner=learner)
+        self._model = await self._bring_path(model.path, "model")
+        return replace(config, model=replace(model, path=self._model), learner=learner)
+
+    async def admit(self, node_id: str) -> str:
+        """Have the node with this id, which may have come later, hold what a rollout worker reads.
+
+        Returns:
+            The path of the model there.
+
+        Raises:
+            ValueError: it does not see a folder that must be shared, or cannot make one of its own.
+        """
+        if node_id in self._known:
+            return self._model
+        admission = self._admissions.get(node_id)
+        if admission is None or (admission.done() and (admission.cancelled() or admission.exception())):
+            admission = self._admissions[node_id] = asyncio.create_task(self._admit(node_id))
+        return await asyncio.shield(admission)
+
+    async def _admit(self, node_id: str) -> str:
+        address, self._nodes[address] = await asyncio.to_thread(self._make, node_id)
+        self._collected = {key: value for key, value in self._collected.items() if key[0] != address}  # it came back
+        blind = await self._blind_to(self._run_dir, [address])
+        self.apart = sorted({*self.apart} - {address} | {*blind})
+        if self._weights:
+            await self.check_shared("weights.directory", _absolute(self._weights), by=[address])
+        if self._keys:
+            await self.bring_keys(Path(self._keys), _KEY_FILES, to=[address])
+        logger.info("node %s is used from now on; it %s the run's folder", address, "copies" if blind else "shares")
+        return str(await self.bring(_absolute(self._model), "model", to=[address]))
 
     async def _bring_path(self, path: str, name: str) -> str:
         return str(await self.bring(_absolute(path), name)) if path else path
 
-    async def bring(self, folder: Path, name: str) -> Path:
-        """Have every node hold a folder of files, such as a model.
+    async def bring(self, folder: Path, name: str, *, to: Collection[str] | None = None) -> Path:
+        """Have every node, or only some, hold a folder of files, such as a model.
 
         Returns:
-            Its path on all nodes: its own where they all have it, or that of a copy, ``name`` in the run's folder.
+            Its path on these nodes: its own where they all have it, or that of a copy, ``name`` in the run's folder.
         """
-        held = await self._ask(self._nodes, "prints", str(folder))
+        held = await self._ask(self._nodes if to is None else to, "prints", str(folder))
         if all(prints == file_prints(folder) for prints in held.values()):
             return folder
         target = self._run_dir / name
-        self._copies.append(target)
-        await asyncio.to_thread(_copy_folder, folder, target)  # those that share the run's folder find it there
-        await self._send(target, sorted(file_prints(target)), to=self.apart, mode=0o755)
+        if target != folder:
+            self._copies.append(target)
+            await asyncio.to_thread(_copy_folder, folder, target)  # those that share the run's folder find it there
+        apart = [address for address in self.apart if address in held]
+        await self._send(target, sorted(file_prints(target)), to=apart, mode=0o755)
         return target
 
-    async def bring_keys(self, directory: Path, names: Sequence[str]) -> None:
-        """Copy key files to the nodes that have none; only their owner may read them there."""
-        held = await self._ask(self._nodes, "prints", str(directory))
+    async def bring_keys(self, directory: Path, names: Sequence[str], *, to: Collection[str] | None = None) -> None:
+        """Copy key files to the nodes, or to some, that have none; only their owner may read them there."""
+        held = await self._ask(self._nodes if to is None else to, "prints", str(directory))
         lacking = [address for address, prints in held.items() if not set(names) <= prints.keys()]
         await self._send(directory, names, to=lacking, mode=0o700)
 
-    async def check_shared(self, option: str, folder: Path) -> None:
-        """Raise `ValueError` unless every node sees a folder of the controller's node; it is made where it is not."""
-        if blind := await self._blind_to(folder):
+    async def check_shared(self, option: str, folder: Path, *, by: Collection[str] | None = None) -> None:
+        """Raise `ValueError` unless all nodes, or some, see a folder of the controller's, which is made."""
+        if blind := await self._blind_to(folder, by):
             raise ValueError(
                 f"{option} must be on a file system that all nodes share, got {folder}, which {', '.join(blind)} "
                 "cannot see; name one that they mount under the same path"
@@ -194,7 +247,7 @@ class NodeFolders:
     async def collect(self) -> None:
         """Bring back what the nodes have written since the last time; a node that does not answer is left out."""
         async with self._collecting:
-            for address in self.apart:
+            for address in list(self.apart):
                 try:
                     await self._collect_from(address)
                 except (AsyncRLError, RayError, OSError) as error:
@@ -203,7 +256,7 @@ class NodeFolders:
     async def fetch(self, folder: Path) -> None:
         """Bring back a folder inside the run's, where one of the nodes has written it."""
         part = str(folder.relative_to(self._run_dir))
-        for address in self.apart:
+        for address in list(self.apart):
             for name, size in (await self._sizes(address, [part])).items():
                 await self._read(address, name, 0, size, self._run_dir / name)
 
@@ -212,7 +265,7 @@ class NodeFolders:
         for copy in self._copies:
             shutil.rmtree(copy, ignore_errors=True)
         folders = [str(self._run_dir), str(shared_folder(self._run_dir))]
-        for address in self.apart:
+        for address in list(self.apart):
             try:
                 async with asyncio.timeout(CLOSE_S), self._collecting:
                     await self._collect_from(address)
@@ -222,14 +275,14 @@ class NodeFolders:
                     "node %s keeps what did not come back, in %s: %s", address, folders, str(error) or "too slow"
                 )
 
-    async def _blind_to(self, folder: Path) -> list[str]:
-        """The nodes that do not see a folder of this one."""
+    async def _blind_to(self, folder: Path, nodes: Collection[str] | None = None) -> list[str]:
+        """Those of the nodes, or of all, that do not see a folder of this one."""
         if not self._nodes:
             return []
         token, content = folder / f".seen-{uuid.uuid4().hex}", uuid.uuid4().hex
         await asyncio.to_thread(_write_token, token, content)
         try:
-            seen = await self._ask(self._nodes, "sees", str(token), content)
+            seen = await self._ask(self._nodes if nodes is None else nodes, "sees", str(token), content)
         finally:
             token.unlink()
         return sorted(address for address, sees in seen.items() if not sees)
@@ -242,7 +295,7 @@ class NodeFolders:
                 self._collected[address, name] = path, size
 
     async def _sizes(self, address: str, parts: Sequence[str]) -> dict[str, int]:
-        return (await self._ask([address], "sizes", str(self._run_dir), list(parts)))[address]
+        return (await self._ask([address], "sizes", str(self._run_dir), list(parts))).get(address, {})
 
     async def _read(self, address: str, name: str, begin: int, end: int, path: Path) -> None:
         """Append a part of a node's file to one of the controller's, or take a file that appears whole."""
@@ -274,11 +327,23 @@ class NodeFolders:
                 await self._ask(to, "write", str(path), offset, data, mode & 0o666)
 
     async def _ask(self, addresses: Iterable[str], method: str, *args: Any) -> dict[str, Any]:
-        """What each of these nodes answers, by address."""
-        calls = {address: getattr(self._nodes[address], method).remote(*args) for address in addresses}
-        what = f"nodes {', '.join(calls)}, {method} {args[0]}"
-        answers = await within(fetch_async(list(calls.values())), self._timeout_s, what, "ray.start_timeout_s")
-        return dict(zip(calls, answers, strict=True))
+        """What each of these nodes answers, by address. One that has died is left out, now and later."""
+        asked = [address for address in addresses if address in self._nodes]
+        calls = [fetch_async([getattr(self._nodes[address], method).remote(*args)]) for address in asked]
+        what = f"nodes {', '.join(asked)}, {method} {args[0]}"
+        ended = asyncio.gather(*calls, return_exceptions=True)
+        answers = dict(zip(asked, await within(ended, self._timeout_s, what, "ray.start_timeout_s"), strict=True))
+        for address, answer in answers.items():
+            if isinstance(answer, RayActorError):
+                self._lose(address, answer)
+            elif isinstance(answer, BaseException):
+                raise answer
+        return {address: answer[0] for address, answer in answers.items() if not isinstance(answer, BaseException)}
+
+    def _lose(self, address: str, error: RayActorError) -> None:
+        logger.warning("node %s is lost, with the logs that it has not sent back: %s", address, error)
+        del self._nodes[address]
+        self.apart = [other for other in self.apart if other != address]
 
 
 @asynccontextmanager
@@ -287,8 +352,10 @@ async def node_folders(config: RunConfig, run_dir: Path, say: Callable[[str], No
 
     Raises `DeadlineError` if a node does not answer.
     """
-    nodes = await asyncio.to_thread(_node_actors) if config.placement.num_nodes > 1 else {}
-    folders = NodeFolders(run_dir, nodes, timeout_s=config.ray.start_timeout_s)
+    own = ray.get_runtime_context().get_node_id()
+    actors = await asyncio.to_thread(_node_actors, own) if config.placement.num_nodes > 1 else {}
+    known = [own, *actors]
+    folders = NodeFolders(run_dir, dict(actors.values()), timeout_s=config.ray.start_timeout_s, known=known)
     await folders.open()
     if folders.apart:
         say(f"nodes that do not share {run_dir} get copies, and send logs back: {', '.join(folders.apart)}")
@@ -313,16 +380,17 @@ def _write_token(path: Path, content: str) -> None:
     path.write_text(content)
 
 
-def _node_actors() -> dict[str, Any]:
-    """An actor on every node but this one, by address."""
-    own = ray.get_runtime_context().get_node_id()
-    others = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
-    others.pop(own, None)
+def _node_actors(own: str) -> dict[str, tuple[str, Any]]:
+    """An actor on every node but our ``own``, with the node's address, by the node's id."""
+    others = [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeID"] != own]
+    return {node_id: _node_actor(node_id) for node_id in others}
+
+
+def _node_actor(node_id: str) -> tuple[str, Any]:
+    """The address of a node, and an actor there."""
     actor = ray.remote(num_cpus=0, runtime_env={"env_vars": WORKER_ENV})(NodeFiles)
-    return {
-        address: actor.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node_id, soft=False)).remote()
-        for node_id, address in others.items()
-    }
+    there = NodeAffinitySchedulingStrategy(node_id=node_id, soft=False)
+    return node_addresses()[node_id], actor.options(scheduling_strategy=there).remote()
 
 
 def _copy_folder(source: Path, target: Path) -> None:

@@ -66,6 +66,7 @@ class Reporter:
         """
         self._step_span.close()
         self._step_span = record.span(record.SpanKind.step, step=plan.version + 1)
+        record.cpu()
         now_s = time.time()
         update_s = metrics["ended_at"] - metrics["started_at"]
         elapsed_s = now_s - self._last_record_s

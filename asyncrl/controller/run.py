@@ -19,11 +19,13 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
-from asyncrl.config import RunConfig, stop_deadlines
+from asyncrl.config import RunConfig, keeps_stores_on_hosts, stop_deadlines
 from asyncrl.controller.cluster import finished_in_thread, ray_cluster
 from asyncrl.controller.controller import ColocatedController, Controller
 from asyncrl.controller.evaluator import HeldOutEvaluator, PinnedEngines
 from asyncrl.controller.fleet_group import FleetGroup
+from asyncrl.controller.fleet_requests import served_requests
+from asyncrl.controller.host_stores import HostStores, ray_actors
 from asyncrl.controller.learner_restarts import AnyController, LearnerRestarts
 from asyncrl.controller.node_folders import NodeFolders, node_folders
 from asyncrl.controller.resume import (
@@ -47,6 +49,7 @@ from asyncrl.metrics import (
     summary_document,
     write_json,
 )
+from asyncrl.profile.advice import read_advice
 from asyncrl.profile.command import explain
 from asyncrl.protocol import record
 from asyncrl.protocol.errors import AsyncRLError
@@ -55,7 +58,7 @@ from asyncrl.protocol.types import Prompt
 from asyncrl.samples import NewSamples, sample_line
 from asyncrl.single_controller import ray_death
 from asyncrl.supervised.warm_start import policy_path
-from buffer import BufferClient, BufferConnection, BufferSupervisor
+from buffer import BufferClient, BufferConfig, BufferConnection, BufferSupervisor, StoresOn
 
 if TYPE_CHECKING:
     from asyncrl.controller.learner_group import LearnerGroup
@@ -106,6 +109,7 @@ class Run:
         self._start_s = 0.0
         self._resumed: Resumed | None = None
         self._server: BufferSupervisor | None = None
+        self._stores: HostStores | None = None
         self._restarts: LearnerRestarts | None = None
         self._nodes = NodeFolders(run_dir, {}, timeout_s=config.ray.start_timeout_s)
         self._collecting: asyncio.Future[None] | None = None
@@ -120,7 +124,8 @@ class Run:
             stack.callback(shutil.rmtree, shared_folder(self._run_dir), ignore_errors=True)
             try:
                 await stack.enter_async_context(self._watching)
-                server = self._start_buffer(stack)
+                options = self._buffer_options()
+                server = self._start_buffer(stack, options)
                 with self._view.waiting_for("Ray"):
                     await stack.enter_async_context(ray_cluster(self._config))
                 folders = node_folders(self._config, self._run_dir, self._view.say)
@@ -130,7 +135,10 @@ class Run:
                     resumes, keys = self._resumed is not None, server.connection.keys
                     self._config = await self._nodes.supply(self._config, keys=keys, resumes=resumes)
                 work = self._run_parts(stack, server, prompts)
-                summary = await _unless(work, [server.watch(), ray_death()])
+                watchers = [server.watch(), ray_death()]
+                if options.stores_on is StoresOn.hosts:
+                    watchers.append(self._host_stores(stack, options, server.connection).watch())
+                summary = await _unless(work, watchers)
             except BaseException as fault:
                 self._on_fault(fault)
                 raise
@@ -148,13 +156,33 @@ class Run:
             self._view.say(f"resuming with other options than the checkpoint's: {'; '.join(changed)}")
         return ResumedPrompts(self._prompts, state)
 
-    def _start_buffer(self, stack: AsyncExitStack) -> BufferSupervisor:
+    def _buffer_options(self) -> BufferConfig:
+        """The buffer's options in this run."""
         options = self._config.buffer
         options = replace(options, epoch=options.epoch or uuid.uuid4().hex[:16])
         if self._config.placement.num_nodes > 1:  # its sockets are open to other hosts
             options = replace(options, keys=options.keys or str(self._run_dir / "keys"))
+        if keeps_stores_on_hosts(self._config):
+            options = replace(options, stores_on=StoresOn.hosts)
         if self._resumed is not None:
             options = begin_buffer_at(options, self._resumed.state.version)
+        return options
+
+    def _host_stores(self, stack: AsyncExitStack, options: BufferConfig, buffer: BufferConnection) -> HostStores:
+        """Stores on the hosts of rollout workers, as these enter; the stack stops them."""
+        if options.directory:
+            options = replace(options, directory=str(Path(options.directory).absolute()))
+        timeout_s = options.request_timeout_s
+        make = ray_actors(
+            options, start_timeout_s=timeout_s, log_dir=self._run_dir / "logs", profile=self._config.profile
+        )
+        self._stores = HostStores(
+            buffer, make=make, start_timeout_s=timeout_s + self._config.ray.start_timeout_s, say=self._view.say
+        )
+        stack.push_async_callback(self._stores.stop)
+        return self._stores
+
+    def _start_buffer(self, stack: AsyncExitStack, options: BufferConfig) -> BufferSupervisor:
         # Started from this thread, which outlives it: the server dies with the thread that started it.
         with self._view.waiting_for("buffer"):
             server = stack.enter_context(
@@ -207,9 +235,10 @@ class Run:
         return learner, fleet
 
     async def _start_fleet(self, stack: AsyncExitStack, make: Starter[FleetGroup]) -> FleetGroup:
-        fleet = await make(FleetGroup, self._config, say=self._view.say)
+        fleet = await make(FleetGroup, self._config, say=self._view.say, supply=self._nodes.admit)
         stack.push_async_callback(fleet.stop, stop_deadlines(self._config).fleet_s)
-        count, engine = self._config.rollout_fleet.num_engines, self._config.rollout_fleet.engine
+        await stack.enter_async_context(served_requests(fleet, self._config, self._run_dir))
+        count, engine = self._config.rollout_fleet.fewest_engines, self._config.rollout_fleet.engine
         await self._ready(f"rollout fleet ({count} {engine} engines)", fleet.start())
         return fleet
 
@@ -274,7 +303,7 @@ class Run:
             await _unless(work, [parts.fleet.run()])
             result = await controller.account()
             after = await evaluate(result.policy_version)
-            overlap = await self._explain(writer)
+            overlap, _ = await asyncio.gather(self._explain(writer), self._watching.last_advice())
         except asyncio.CancelledError as end:
             if self._records and not is_death(end):  # what is left of the run could not answer
                 await self._keep(controller, parts.learner, writer, before)
@@ -350,6 +379,9 @@ class Run:
         return report.summary()
 
     def _on_step(self, writer: MetricsWriter, record: StepRecord) -> None:
+        if self._records and record.step <= self._records[-1].step:  # the learner went back to a checkpoint
+            self._records = [kept for kept in self._records if kept.step < record.step]
+            self._evaluations = [kept for kept in self._evaluations if kept.policy_version <= record.step]
         self._records.append(record)
         writer.write(record)
         self._watching.step(record)
@@ -367,6 +399,7 @@ class Run:
         overlap: Mapping[str, Any] | None,
     ) -> dict[str, Any]:
         """Write the summary, at once after the last evaluation: a run that is stopped later keeps it."""
+        advice = read_advice(self._run_dir)
         summary = summary_document(
             experiment=self._config.experiment,
             seed=self._config.seed,
@@ -378,10 +411,12 @@ class Run:
             evaluations=self._evaluations,
             restarts={
                 "buffer": self._server.num_restarts if self._server else 0,
+                "stores": self._stores.num_restarts if self._stores else 0,
                 "learner": self._restarts.num_restarts if self._restarts else 0,
             },
             wall_s={"total": self._view.elapsed_s, "start": self._start_s},
             overlap=overlap,
+            advice=advice and advice.to_dict(),
         )
         write_json(self._run_dir / "summary.json", summary)
         plot_reward(self._run_dir / "reward.png", self._records, self._evaluations)

@@ -1,13 +1,17 @@
-"""Who watches a run: the terminal, the trackers, the dashboard. None of them may slow it down, or end it.
+"""Who watches a run: the terminal, the trackers, the dashboard, the planner. None may slow it down, or end it.
 
 The dashboard is a process of its own. How the pools are used is read from the run's own record, on a thread, after
-learner steps; `Watching.step` wakes that, and it rests long enough to stay below a hundredth of the time.
+learner steps; `Watching.step` wakes that, and it rests long enough to stay below a hundredth of the time. So does the
+planner, which replays the run under other options, in processes of its own (`AdviceProcess`).
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
+import math
+import os
 import sys
 import time
 from contextlib import suppress
@@ -17,6 +21,7 @@ from typing import Self
 
 from asyncrl.config import RunConfig
 from asyncrl.metrics import Evaluation, RunUse, StepRecord, TerminalView, TrackedRun, Trackers
+from asyncrl.profile.advice import advice_file
 from asyncrl.profile.live import LiveUse
 
 logger = logging.getLogger(__name__)
@@ -25,6 +30,12 @@ _REST_FACTOR = 100.0
 _LEAST_REST_S = 1.0
 _START_TIMEOUT_S = 30.0
 _CLOSE_TIMEOUT_S = 30.0
+MIN_ADVICE_STEPS = 30
+"""Learner steps before the first look for advice."""
+ADVICE_SHARE = 0.01
+"""CPU time that looks for advice may take, as a share of the time since training began."""
+_FIRST_ADVICE_S = 2.0
+_LAST_ADVICE_S = 20.0
 
 
 class Watching:
@@ -42,6 +53,8 @@ class Watching:
         self._view = view
         self._trackers = Trackers({})
         self._dashboard = DashboardProcess(run_dir, config.dashboard_address)
+        is_advised = config.profile.enabled and config.profile.advice and not config.placement.colocated
+        self._advice = AdviceProcess(run_dir) if is_advised else None
         self._stepped = asyncio.Event()
         self._reading: asyncio.Task[None] | None = None
 
@@ -67,6 +80,8 @@ class Watching:
         if self._reading is not None:
             self._reading.cancel()
             await asyncio.gather(self._reading, return_exceptions=True)
+        if self._advice is not None:
+            await self._advice.stop()
         await self._dashboard.stop()
         try:
             async with asyncio.timeout(_CLOSE_TIMEOUT_S):
@@ -80,7 +95,14 @@ class Watching:
         """A learner step is done."""
         self._view.step(record)
         self._trackers.step(record)
+        if self._advice is not None:
+            self._advice.step()
         self._stepped.set()
+
+    async def last_advice(self) -> None:
+        """Look for advice once more, on the whole run: nothing trains any more that it could slow down."""
+        if self._advice is not None:
+            await self._advice.last()
 
     def evaluation(self, evaluation: Evaluation) -> None:
         """A held-out evaluation is done."""
@@ -145,3 +167,72 @@ class DashboardProcess:
             with suppress(ProcessLookupError):
                 self._process.terminate()
             await self._process.wait()
+
+
+class AdviceProcess:
+    """``asyncrl plan --only-advice`` beside a run, again and again: at nice 19, one process at a time.
+
+    The first look is taken once a hundredth of the time since training began suffices for it, the next when it
+    suffices for all so far and one more. A look that fails is counted at four times the cost, and tried again then.
+
+    Args:
+        run_dir: Folder of the run; ``advice.json`` is written there.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+        self._num_steps = 0
+        self._began_s = 0.0
+        self._spent_s, self._next_s = 0.0, _FIRST_ADVICE_S
+        self._looking: asyncio.Task[None] | None = None
+
+    def step(self) -> None:
+        """A learner step is done: take a look, if it may be afforded."""
+        now_s = time.monotonic()
+        self._began_s = self._began_s or now_s
+        self._num_steps += 1
+        is_looking = self._looking is not None and not self._looking.done()
+        affordable_s = ADVICE_SHARE * (now_s - self._began_s)
+        if not is_looking and self._num_steps >= MIN_ADVICE_STEPS and self._spent_s + self._next_s <= affordable_s:
+            self._looking = asyncio.create_task(self._look())
+
+    async def last(self) -> None:
+        """A look after the last step, within a few seconds; none where there were too few steps."""
+        if self._num_steps >= MIN_ADVICE_STEPS:
+            await self.stop()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_LAST_ADVICE_S):
+                    await self._look()
+
+    async def stop(self) -> None:
+        """End a look that is being taken."""
+        if self._looking is not None:
+            self._looking.cancel()
+            await asyncio.gather(self._looking, return_exceptions=True)
+
+    async def _look(self) -> None:
+        limit_s = math.ceil(max(10.0, 4 * self._next_s))
+        command = ["nice", "-n", "19", sys.executable, "-m", "asyncrl.plan", str(self._run_dir)]
+        try:
+            with (self._run_dir / "logs" / "advice.log").open("ab") as log:
+                process = await asyncio.create_subprocess_exec(
+                    *command,
+                    *("--only-advice", str(limit_s)),
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    env={**os.environ, "OMP_NUM_THREADS": "1"},
+                )
+            try:
+                status = await process.wait()
+            finally:
+                with suppress(ProcessLookupError):
+                    process.kill()
+            if status != 0:
+                raise ChildProcessError(f"it ended with status {status}")
+            cost_s = json.loads(advice_file(self._run_dir).read_text())["cpu_s"]
+        except (OSError, ValueError, KeyError) as error:
+            logger.warning("no advice was found: %s; see logs/advice.log", error)
+            cost_s = 4 * self._next_s
+        self._spent_s += cost_s
+        self._next_s = cost_s

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +124,7 @@ def summary_document(
     restarts: Mapping[str, int] | None = None,
     wall_s: Mapping[str, float],
     overlap: Mapping[str, Any] | None = None,
+    advice: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Return ``summary.json``.
 
@@ -138,6 +140,7 @@ def summary_document(
         restarts: How often a part was started again, by name.
         wall_s: Seconds by part of the run: ``total``, ``start`` (until the first step could begin), …
         overlap: How well generation and training overlapped; None where the run was not recorded.
+        advice: The change of one option that would have made it faster; None where none is known.
     """
     return {
         "experiment": experiment,
@@ -159,6 +162,7 @@ def summary_document(
         "groups_failed": dict(result.groups_failed),
         "restarts": dict(restarts or {}),
         "overlap": overlap,
+        "advice": advice,
     }
 
 
@@ -167,14 +171,20 @@ class DiskError(AsyncRLError):
 
 
 class MetricsWriter:
-    """Writes each record as a line of ``metrics.jsonl`` and as TensorBoard scalars."""
+    """Writes each record as a line of ``metrics.jsonl`` and as TensorBoard scalars.
+
+    Each step stands there once. Where the learner goes back to a checkpoint, the lines of the steps that are lost move
+    to ``metrics.lost.jsonl``, and evaluations of lost versions to ``evaluations.lost.jsonl``.
+    """
 
     def __init__(self, run_dir: Path) -> None:
         from torch.utils.tensorboard import SummaryWriter  # takes a second: only where a run begins
 
         self._path = run_dir / "metrics.jsonl"
         self._file = self._path.open("w", buffering=1)
-        self._events = SummaryWriter(log_dir=str(run_dir / "tensorboard"), flush_secs=10)
+        self._open_events = partial(SummaryWriter, log_dir=str(run_dir / "tensorboard"), flush_secs=10)
+        self._events = self._open_events()
+        self._next_step = 0
 
     def write(self, record: StepRecord) -> None:
         """Write one step.
@@ -184,9 +194,21 @@ class MetricsWriter:
         """
         numbers = record.flat()
         with writing(self._path):
+            if record.step < self._next_step:
+                self._go_back(record.step)
+            self._next_step = record.step + 1
             self._file.write(json.dumps(numbers) + "\n")
         for name, value in numbers.items():
             self._events.add_scalar(name.replace(".", "/"), value, record.step)
+
+    def _go_back(self, step: int) -> None:
+        """The learner is at version ``step`` again."""
+        self._file.close()
+        _move_lost(self._path, lambda line: line["step"] >= step)
+        _move_lost(self._path.with_name("evaluations.jsonl"), lambda line: line["policy_version"] > step)
+        self._file = self._path.open("a", buffering=1)
+        self._events.close()
+        self._events = self._open_events(purge_step=step)
 
     def evaluation(self, evaluation: Evaluation) -> None:
         """Write an evaluation as a line of ``evaluations.jsonl``, and as scalars at its version; raises as `write`."""
@@ -207,6 +229,18 @@ class MetricsWriter:
         with suppress(OSError):  # `write` has said so before
             self._file.close()
         self._events.close()
+
+
+def _move_lost(path: Path, is_lost: Callable[[dict[str, Any]], bool]) -> None:
+    """Move lines of a file of JSON lines, if there is one, to one with ``.lost`` in its name."""
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    lost = [line for line in lines if is_lost(json.loads(line))]
+    if lost:
+        with path.with_suffix(f".lost{path.suffix}").open("a") as file:
+            file.writelines(lost)
+        partial_path = path.with_suffix(f"{path.suffix}.partial")
+        partial_path.write_text("".join(line for line in lines if line not in lost))
+        os.replace(partial_path, path)
 
 
 def write_json(path: Path, document: dict[str, Any]) -> None:

@@ -131,6 +131,9 @@ class TerminalView:
                 f"step, {overlap['ideal_step_s']:.3f} s for the slower pool alone; why: asyncrl profile {run_dir}",
                 markup=False,
             )
+        if advice := summary["advice"]:
+            words = f"{advice['change']} is predicted to take {advice['predicted_step_s']:.3g} s per step"
+            self._console.print(f"  advice    {words}; {advice['why']}", markup=False)
         self._console.print(
             f"  time      {_duration(summary['wall_s'])}, of which training {_duration(summary['train_wall_s'])}"
         )

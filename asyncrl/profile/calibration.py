@@ -17,14 +17,16 @@ import numpy as np
 
 from asyncrl.config import RunConfig
 from asyncrl.profile.advice import Health
-from asyncrl.profile.scenario import EngineModel, LearnerModel, LengthModel, Scenario, configured
+from asyncrl.profile.scenario import EngineModel, HostModel, LearnerModel, LengthModel, Scenario, configured
 from asyncrl.profile.trace import GroupLife, Span, Stamp, Trace
 from asyncrl.protocol.record import GroupEvent, LevelName, Pool, SpanKind
+from learner.config import Device
+from rollout_fleet.config import EngineDevice, EngineKind
 from rollout_fleet.loop import GATHER_S
 
 MIN_STEPS = 4
 """Recorded steps that a calibration needs at least."""
-_NS = 1e9
+_NS, _MICROSECONDS = 1e9, 1e6
 _WARM_UP_SHARE = 0.1
 _SAME_MOMENT_NS = 5_000_000
 _MIN_VARIATION = 0.1
@@ -77,6 +79,8 @@ def calibrate(trace: Trace, config: RunConfig) -> Calibration:
         ask_s=GATHER_S,
         equal_rewards=reading.equal_rewards(),
     )
+    if _shares_host(config):
+        scenario = reading.on_host(scenario)
     return Calibration(
         scenario=scenario,
         step_s=(steps[-1].end - steps[first].start) / _NS / (len(steps) - first),
@@ -86,6 +90,49 @@ def calibrate(trace: Trace, config: RunConfig) -> Calibration:
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Batch:
+    """A batch of an in-process engine.
+
+    Attributes:
+        start: When it began, in nanoseconds; ``end``: when its groups were there.
+        num_samples: Its rows.
+        longest: Tokens of its longest sample.
+        token_s: Of a decoding step.
+        fixed_s: What it took beside its decoding steps.
+    """
+
+    start: int
+    end: int
+    num_samples: int
+    longest: int
+    token_s: float
+    fixed_s: float
+
+    @property
+    def duration_s(self) -> float:
+        """From its begin to its end."""
+        return (self.end - self.start) / _NS
+
+    @classmethod
+    def of(cls, lives: Sequence[GroupLife], start: int, end: int) -> _Batch:
+        """The batch of some groups; without their first tokens all of it counts as decoding."""
+        stored = [stamp for life in lives if (stamp := life.last(GroupEvent.stored)) is not None]
+        longest = max(max(stamp.details["lengths"]) for stamp in stored)
+        firsts = [time for life in lives if (time := life.time(GroupEvent.first_token)) is not None]
+        token_s = (end - start) / _NS / longest
+        if longest > 1 and firsts and start < max(firsts) < end:
+            token_s = (end - max(firsts)) / _NS / (longest - 1)
+        return cls(
+            start=start,
+            end=end,
+            num_samples=sum(len(stamp.details["lengths"]) for stamp in stored),
+            longest=longest,
+            token_s=token_s,
+            fixed_s=max(0.0, (end - start) / _NS - longest * token_s),
+        )
+
+
 class _Reading:
     """What the record of a run says from ``first_step`` on."""
 
@@ -93,7 +140,9 @@ class _Reading:
         self._trace = trace
         self._config = config
         self._first_step = first_step
-        self._start = next(step.start for step in trace.steps if step.version == first_step)
+        steps = [step for step in trace.steps if step.version >= first_step and not step.is_open]
+        self._start = steps[0].start
+        self._seconds_per_step = (steps[-1].end - self._start) / _NS / len(steps)
         self.notes: list[str] = []
         if not self.trained:
             raise ValueError("the record names no group that was trained; was it cut short by profile.max_file_bytes?")
@@ -143,7 +192,52 @@ class _Reading:
         down = sum(span.is_open for span in self._trace.spans_of(SpanKind.down))
         return Health(num_errors=failed, num_fenced=down, num_dropped=self._trace.num_dropped)
 
+    # The host
+
+    def on_host(self, scenario: Scenario) -> Scenario:
+        """The scenario on the cores of one host, by what its processes noted of their time and of the processors'.
+
+        What ran on the engines' core at the same time is taken to have shared it equally, as it does in the simulation.
+        """
+        num_steps, num_groups = len(self._updates), len(self.trained)
+        ranks_s = self._cpu_s(Pool.learner)
+        if not ranks_s:
+            self.notes.append("no processor time was recorded: engines and ranks share no cores in the simulation")
+            return scenario
+        loads = [(s.start, s.end) for s in self._during(SpanKind.pause)]
+        settles = [(life.time(GroupEvent.last_token), life.time(GroupEvent.stored)) for life in self.trained]
+        settled = [(first or 0, max(first or 0, last or 0)) for first, last in settles]
+        load_s, settle_s, _ = fair_shares(loads, settled, [(batch.start, batch.end) for batch in self._batches])
+        return replace(
+            scenario,
+            settle_s=0.0,
+            learner=replace(scenario.learner, load_s=load_s / max(1, len(loads))),
+            host=HostModel(
+                is_shared=True,
+                settle_s=settle_s / num_groups,
+                publish_s=max(0.0, ranks_s - self._step_s) * scenario.publish_every,
+                group_s=self._cpu_s(Pool.buffer) * num_steps / num_groups,
+                step_s=self._cpu_s(Pool.controller),
+            ),
+        )
+
+    def _cpu_s(self, pool: str) -> float:
+        """Processor seconds per step of the processes of a pool; 0 where none were noted."""
+        total_s = 0.0
+        for lane in {level.lane for level in self._trace.levels if level.name == LevelName.cpu}:
+            levels = [level for level in self._trace.levels_of(LevelName.cpu, lane) if level.time >= self._start]
+            is_own = any(process.pool == pool for process in self._trace.processes_of(lane))
+            if is_own and len(levels) > 1:
+                used_s = (levels[-1].value - levels[0].value) / _MICROSECONDS
+                total_s += used_s / ((levels[-1].time - levels[0].time) / _NS)
+        return total_s * self._seconds_per_step
+
     # The learner
+
+    @cached_property
+    def _step_s(self) -> float:
+        """Seconds for which a step's update takes the ranks."""
+        return fmean(_wall_s(spans) for spans in self._updates.values())
 
     @cached_property
     def _updates(self) -> dict[int, list[Span]]:
@@ -157,7 +251,7 @@ class _Reading:
         """A step's fixed part, and what its tokens take: the forward and backward passes."""
         if not self._updates:
             raise ValueError("the record holds no learner update; was profile.enabled set on every rank?")
-        step_s = fmean(_wall_s(spans) for spans in self._updates.values())
+        step_s = self._step_s
         num_ranks = len(self._trace.lanes(Pool.learner)) or 1
         computed = [span for kind in _COMPUTED for span in self._during(kind)]
         computed_s = sum(map(_seconds, computed)) / num_ranks / len(self._updates)
@@ -172,6 +266,7 @@ class _Reading:
             copy_s=self._mean_s(SpanKind.publish_copy),
             publish_s=self._mean_s(SpanKind.publish) + self._mean_s(SpanKind.stage),
             load_s=self._mean_s(SpanKind.pause),
+            spread=spread_of([_wall_s(spans) for _, spans in sorted(self._updates.items())]),
         )
 
     @cached_property
@@ -198,20 +293,34 @@ class _Reading:
 
     def engine(self, base: EngineModel) -> EngineModel:
         """Speed against concurrency, from how long groups took; and the price of a weight update."""
+        batch_s = spread = 0.0
         if base.takes_batches:
-            times, loads = self._batches()
+            batches = self._batches
+            batch_s = fmean(batch.fixed_s for batch in batches) if batches else 0.0
+            spread = spread_of([batch.fixed_s + batch.longest * batch.token_s for batch in batches])
+            times, loads = [batch.token_s for batch in batches], [float(batch.num_samples) for batch in batches]
         else:
             times, loads = self._decodings()
         if not times:
             raise ValueError("the record holds no group from its first token to its last: no engine's speed is known")
         step_s, per_sample = _line(loads, times)
+        if base.takes_batches:
+            usual_s = [batch_s + b.longest * (step_s + per_sample * b.num_samples) for b in self._batches]
+            spread = spread_of(
+                [(b.end - b.start) / _NS / usual for b, usual in zip(self._batches, usual_s, strict=True)]
+            )
         if per_sample == 0:
             self.notes.append(
                 f"every engine ran about {fmean(loads):.0f} samples at once: its speed at other loads is not known, "
                 "and is taken to be the same"
             )
         return replace(
-            base, step_s=step_s, step_s_per_sample=per_sample, prefill_s_per_token=self._prefill_s_per_token()
+            base,
+            step_s=step_s,
+            step_s_per_sample=per_sample,
+            prefill_s_per_token=self._prefill_s_per_token(),
+            batch_s=batch_s,
+            spread=spread,
         )
 
     def _decodings(self) -> tuple[list[float], list[float]]:
@@ -233,31 +342,28 @@ class _Reading:
                 loads.append(self._mean_level(LevelName.running, last.lane, first.time, last.time))
         return times, loads
 
-    def _batches(self) -> tuple[list[float], list[float]]:
-        """Seconds per decoding step of each batch of an in-process engine, and its samples.
+    @cached_property
+    def _batches(self) -> list[_Batch]:
+        """The batches of an in-process engine.
 
         A batch begins with the last lease that it takes, or when the engine is free; its groups end in one moment.
         """
-        ends: dict[str, list[tuple[int, int, list[int]]]] = defaultdict(list)
+        ends: dict[str, list[tuple[int, GroupLife]]] = defaultdict(list)
         for life in self.trained:
-            lease, last, stored = (
-                life.last(event) for event in (GroupEvent.lease, GroupEvent.last_token, GroupEvent.stored)
-            )
-            if lease is not None and last is not None and stored is not None:
-                ends[last.lane].append((last.time, lease.time, stored.details["lengths"]))
-        times, loads = [], []
+            last = life.last(GroupEvent.last_token)
+            if last is not None and life.time(GroupEvent.lease) is not None and life.last(GroupEvent.stored):
+                ends[last.lane].append((last.time, life))
+        batches = []
         for lane, groups in ends.items():
             free_at = 0
-            for batch in _by_moment(sorted(groups)):
-                end = batch[0][0]
+            for batch in _by_moment(sorted(groups, key=lambda group: group[0])):
+                end, lives = batch[0][0], [life for _, life in batch]
                 pauses = [s.end for s in self._trace.spans_of(SpanKind.pause, lane) if free_at <= s.end < end]
-                start = max([free_at, *pauses, *(leased for _, leased, _ in batch)])
+                start = max([free_at, *pauses, *(life.time(GroupEvent.lease) or 0 for life in lives)])
                 free_at = batch[-1][0]
                 if start < end:
-                    longest = max(max(lengths) for _, _, lengths in batch)
-                    times.append((end - start) / _NS / longest)
-                    loads.append(float(sum(len(lengths) for _, _, lengths in batch)))
-        return times, loads
+                    batches.append(_Batch.of(lives, start, end))
+        return batches
 
     def _mean_level(self, name: str, lane: str, start: int, end: int) -> float:
         changes = self._trace.levels_of(name, lane)
@@ -282,6 +388,41 @@ class _Reading:
         return fmean(map(_seconds, spans)) / max(1.0, running * (written + prompt))
 
 
+def spread_of(times: Sequence[float]) -> float:
+    """Standard deviation of the logarithm of times, by how each differs from the next: a slow drift does not count."""
+    steps = np.diff(np.log([max(time, 1e-9) for time in times]))
+    return float(np.sqrt(np.mean(steps**2) / 2)) if len(steps) else 0.0
+
+
+def fair_shares(*kinds: Sequence[tuple[int, int]]) -> list[float]:
+    """Seconds of one core that each kind of activity had, where all that is under way shares the core equally.
+
+    Each kind is a list of (start, end) in nanoseconds. Example: one from 0 to 2 s and one of another kind from 1 to 2 s
+    had 1.5 s and 0.5 s.
+    """
+    changes = sorted(
+        change
+        for kind, spans in enumerate(kinds)
+        for start, end in spans
+        for change in ((start, kind, 1), (end, kind, -1))
+    )
+    shares, running, before = [0.0] * len(kinds), [0] * len(kinds), 0
+    for time, kind, change in changes:
+        if total := sum(running):
+            for other, number in enumerate(running):
+                shares[other] += (time - before) / _NS * number / total
+        running[kind] += change
+        before = time
+    return shares
+
+
+def _shares_host(config: RunConfig) -> bool:
+    """Whether engines and ranks compute on the processors of one host."""
+    fleet = config.rollout_fleet
+    is_in_process = fleet.engine is EngineKind.transformers and fleet.device is not EngineDevice.cuda
+    return is_in_process and config.learner.device is Device.cpu and config.placement.num_nodes == 1
+
+
 def _seconds(span: Span) -> float:
     return (span.end - span.start) / _NS
 
@@ -300,9 +441,9 @@ def _mean_gap_s(lives: Iterable[GroupLife], first: str, second: str) -> float:
     return fmean(gaps) if gaps else 0.0
 
 
-def _by_moment(groups: Sequence[tuple[int, int, list[int]]]) -> list[list[tuple[int, int, list[int]]]]:
+def _by_moment(groups: Sequence[tuple[int, GroupLife]]) -> list[list[tuple[int, GroupLife]]]:
     """Groups that ended in one moment, by the time of their ends."""
-    batches: list[list[tuple[int, int, list[int]]]] = []
+    batches: list[list[tuple[int, GroupLife]]] = []
     for group in groups:
         if batches and group[0] - batches[-1][-1][0] < _SAME_MOMENT_NS:
             batches[-1].append(group)

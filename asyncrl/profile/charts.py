@@ -228,13 +228,37 @@ def _stage(name: str, by_version: Mapping[int, Sequence[Span]], began: Mapping[i
     }
 
 
-_STATES = {
-    SpanKind.down: "down",
-    SpanKind.start: "starting",
+_ACTIVITIES = {
     SpanKind.released: "device with the learner",
     SpanKind.evaluation: "evaluating",
     SpanKind.pause: "loading weights",
 }
+_UP = ("starting", "catching_up", "ready", "updating")
+"""States of a worker in which its engine's own state says more."""
+
+
+def _state(trace: Trace, lane: str) -> str:
+    """The state of an engine's member (`rollout_fleet.member`), or of its worker's where that is not up.
+
+    What the engine does beside stands after it.
+    """
+    worker = _newest(trace.spans_of(SpanKind.member, f"{lane}/worker"))
+    if worker is not None and worker.cause not in _UP:
+        return f"worker {worker.cause}"
+    own = _newest(trace.spans_of(SpanKind.member, f"{lane}/member"))
+    state = "not noted" if own is None else own.cause.replace("_", " ")
+    doing = (text for kind, text in _ACTIVITIES.items() for span in trace.spans_of(kind, lane) if span.is_open)
+    return ", ".join([state, *doing])
+
+
+def _newest(spans: Sequence[Span]) -> Span | None:
+    return max(spans, key=lambda span: span.start, default=None)
+
+
+def _epochs(trace: Trace, lane: str) -> str:
+    """Faults of an engine; where its worker had some too, both."""
+    own, worker = (trace.level_at(LevelName.epoch, f"{lane}/{part}", trace.end) for part in ("member", "worker"))
+    return f"{own} (worker {worker})" if worker else str(own)
 
 
 def members(trace: Trace) -> Chart:
@@ -243,27 +267,25 @@ def members(trace: Trace) -> Chart:
     hosts = {process.name: process.host for process in trace.processes}
     rows = []
     for lane in trace.lanes(Pool.fleet):
-        spans = [span for kind in _STATES for span in trace.spans_of(kind, lane)]
-        state = next((_STATES[SpanKind(span.kind)] for span in spans if span.is_open), "ready")
         process = next((note.process for note in trace.levels if note.lane == lane), "")
         at_end = {name: trace.level_at(name, lane, trace.end) for name in ("version", "running", "tail", "capacity")}
         pauses = [span.end - span.start for span in trace.spans_of(SpanKind.pause, lane) if not span.is_open]
         rows.append(
             [
                 lane,
-                state,
+                _state(trace, lane),
+                _epochs(trace, lane),
                 str(at_end["version"]),
                 f"{at_end['running']} / {at_end['capacity']}",
                 str(finished[lane]),
                 str(len(pauses)),
                 f"{1000 * statistics.median(pauses) / _SECOND:.0f} ms" if pauses else "",
-                str(len(trace.spans_of(SpanKind.down, lane))),
                 hosts.get(process, ""),
             ]
         )
     columns = [
-        "engine", "state", "policy version", "running / places", "groups finished", "weight updates", "median pause",
-        "times down", "host",
+        "engine", "state", "epoch", "policy version", "running / places", "groups finished", "weight updates",
+        "median pause", "host",
     ]  # fmt: skip
     return {"columns": columns, "rows": rows}
 

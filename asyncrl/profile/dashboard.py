@@ -238,7 +238,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _is_read(_: object, path: str) -> bool:
     """Whether the report reads a file of the run's folder."""
     file = Path(path)
-    return file.parent.name in ("profile", "samples") or file.name in ("metrics.jsonl", "summary.json", "plan.json")
+    names = ("metrics.jsonl", "summary.json", "plan.json", "advice.json")
+    return file.parent.name in ("profile", "samples") or file.name in names
 
 
 if __name__ == "__main__":

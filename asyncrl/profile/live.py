@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter, deque
 from pathlib import Path
 
 from asyncrl.metrics import BUSY, PoolUse, RunUse
 from asyncrl.protocol.record import Pool
 
+from .advice import read_advice
 from .attribution import Attribution, PoolTime
 from .trace import Trace, TraceReader
 
@@ -24,7 +24,7 @@ class LiveUse:
     """
 
     def __init__(self, run_dir: Path) -> None:
-        self._plan = run_dir / "plan.json"
+        self._run_dir = run_dir
         self._reader = TraceReader(run_dir)
         self._upto: int | None = None
         self._busy: Counter[str] = Counter()
@@ -49,11 +49,8 @@ class LiveUse:
             self._reader.forget(before=new[-1].end)
         if self._upto is None:
             return None
-        return RunUse(learner=self._use(Pool.learner), fleet=self._use(Pool.fleet), advice=self._advice())
-
-    def _advice(self) -> str:
-        """What ``asyncrl plan`` has left in the folder; empty where it was not run, or advises nothing."""
-        return json.loads(self._plan.read_text()).get("advice", "") if self._plan.is_file() else ""
+        advice = str(read_advice(self._run_dir) or "")
+        return RunUse(learner=self._use(Pool.learner), fleet=self._use(Pool.fleet), advice=advice)
 
     def _use(self, pool: str) -> PoolUse:
         recent: Counter[str] = Counter()

@@ -24,6 +24,7 @@ from asyncrl.samples import read_samples
 from rollout_fleet.engines.model_files import Decode, load_decoder
 
 from . import charts
+from .advice import read_advice
 from .overlap import OverlapReport
 from .page import render
 from .trace import Trace, TraceReader
@@ -66,6 +67,7 @@ class RunReport:
             options=options,
             records=read_lines(self._run_dir / "metrics.jsonl"),
             predictions=_read_json(self._run_dir / "plan.json"),
+            advice=str(read_advice(self._run_dir) or ""),
             samples=self._samples.newest(_MAX_SAMPLES),
             name=self._run_dir.name,
             state=state,
@@ -95,6 +97,7 @@ def report_document(
     options: Mapping[str, Any],
     records: Sequence[Mapping[str, Any]] = (),
     predictions: Mapping[str, Any] | None = None,
+    advice: str = "",
     samples: Sequence[Mapping[str, Any]] = (),
     name: str = "run",
     state: str = "",
@@ -107,6 +110,7 @@ def report_document(
         options: Its resolved configuration.
         records: Lines of ``metrics.jsonl``.
         predictions: ``plan.json``; None where nothing was predicted.
+        advice: What to change, in a line; empty where there is none.
         samples: Rows of sample files; see `SampleFiles`.
         name: Of the run's folder.
         state: Whether it still goes on, in words.
@@ -118,7 +122,7 @@ def report_document(
     return {
         "run": _facts(trace, bound, options, name=name, state=state),
         "figures": _figures(overlap, bound, options, records),
-        "advice": (predictions or {}).get("advice", ""),
+        "advice": advice,
         "causes": [charts.label(cause) for cause in causes],
         "members": charts.members(trace),
         "absent": {name: part for name, part in parts.items() if isinstance(part, str)},

@@ -78,6 +78,7 @@ class EngineModel:
         takes_batches: The engine writes one batch to its end before the next (the in-process engine); else a sample
             begins as soon as there is room.
         batch_s: Time of a batch beside its decoding steps.
+        spread: Standard deviation of the logarithm of a batch's time, beyond what its lengths say. Example: 0.1.
     """
 
     step_s: float = 0.02
@@ -86,9 +87,10 @@ class EngineModel:
     max_running: int = 256
     takes_batches: bool = False
     batch_s: float = 0.0
+    spread: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("step_s", "step_s_per_sample", "prefill_s_per_token", "batch_s"):
+        for name in ("step_s", "step_s_per_sample", "prefill_s_per_token", "batch_s", "spread"):
             _check(f"engine.{name}", getattr(self, name), 0.0)
         if self.step_s + self.step_s_per_sample <= 0:
             raise ValueError("engine.step_s + engine.step_s_per_sample must be > 0, got 0; a token takes some time")
@@ -109,6 +111,7 @@ class LearnerModel:
         on_update: What an engine does with the KV cache of running samples then.
         shares_learner: The ranks stand still for all of ``publish_s`` and ``load_s`` too, as where one collective moves
             the weights.
+        spread: Standard deviation of the logarithm of a step's time, beyond what its tokens say.
     """
 
     step_s: float = 1.0
@@ -118,12 +121,39 @@ class LearnerModel:
     load_s: float = 0.0
     on_update: OnUpdate = OnUpdate.recompute
     shares_learner: bool = False
+    spread: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("step_s", "rank_s_per_token", "copy_s", "publish_s", "load_s"):
+        for name in ("step_s", "rank_s_per_token", "copy_s", "publish_s", "load_s", "spread"):
             _check(f"learner.{name}", getattr(self, name), 0.0)
         if self.step_s + self.rank_s_per_token <= 0:
             raise ValueError("learner.step_s + learner.rank_s_per_token must be > 0, got 0; a step takes some time")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostModel:
+    """What the processors of a host do, where engines and ranks compute on them and on no device of their own.
+
+    All engines share one core, and all ranks another; each core is shared equally by what runs on it. The other
+    processes take whichever core has less to do.
+
+    Attributes:
+        is_shared: Whether that is so; else nothing below counts. Only with engines that take batches.
+        settle_s: Processor time of an engine's process for each finished group, in the place of ``Scenario.settle_s``.
+        publish_s: Processor time of a rank's process for each version, after its copy.
+        group_s: Processor time of the other processes for each group: buffer and rewards.
+        step_s: Processor time of the other processes for each step: the controller.
+    """
+
+    is_shared: bool = False
+    settle_s: float = 0.0
+    publish_s: float = 0.0
+    group_s: float = 0.0
+    step_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("settle_s", "publish_s", "group_s", "step_s"):
+            _check(f"host.{name}", getattr(self, name), 0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,7 +164,7 @@ class Scenario:
         num_engines: Engines.
         devices_per_engine: Devices of one engine; ``rollout_fleet.sglang.tp_size``.
         num_ranks: Learner ranks, one device each.
-        groups_in_flight: Prompt groups that one engine's worker holds at a time, those being scored among them.
+        groups_in_flight: Prompt groups that one engine generates at a time; as many again may be scored and stored.
         groups_per_step: B.
         samples_per_prompt: G.
         max_lag: η.
@@ -143,8 +173,8 @@ class Scenario:
         publish_every: Learner steps between two published versions.
         max_stored_bytes: Bytes that the buffer may hold.
         bytes_per_token: Bytes of a stored token: id, log-prob, version, masks.
-        settle_s: From a group's last token to its storing: reward, encoding, network. It holds its place meanwhile.
-        ask_s: From a free place to the request for a lease.
+        settle_s: From a group's last token to its storing: reward, encoding, network.
+        ask_s: From a free place to the request for a lease, while other places are taken.
         plan_s: From a batch that is complete to the start of the step: plan, fetch, scores of a reference.
         pipeline_steps: Batches planned and not yet consumed, at most; asyncrl has 2.
         equal_rewards: Share of groups that ``buffer.filters=[equal_rewards]`` drops, where that is set; 0 elsewhere.
@@ -156,6 +186,7 @@ class Scenario:
         lengths: Response lengths.
         engine: One engine.
         learner: The learner.
+        host: The processors that they share, if they do.
     """
 
     num_engines: int = 1
@@ -182,6 +213,7 @@ class Scenario:
     lengths: LengthModel = field(default_factory=LengthModel)
     engine: EngineModel = field(default_factory=EngineModel)
     learner: LearnerModel = field(default_factory=LearnerModel)
+    host: HostModel = field(default_factory=HostModel)
 
     @property
     def num_devices(self) -> int:
@@ -199,6 +231,10 @@ class Scenario:
             _check(name, getattr(self, name), 0)
         if not 0 <= self.equal_rewards < 1:
             raise ValueError(f"equal_rewards must be in [0, 1), got {self.equal_rewards}; 1 keeps no group")
+        if self.host.is_shared and not self.engine.takes_batches:
+            raise ValueError(
+                "host.is_shared needs engine.takes_batches=true: other engines on a core are not simulated"
+            )
         if self.warm_up_steps >= self.num_steps:
             raise ValueError(
                 f"warm_up_steps must be below num_steps={self.num_steps}, got {self.warm_up_steps}; simulate more steps"
@@ -229,7 +265,7 @@ def load_spec(path: Path) -> Scenario:
         raise ValueError(f"there is no run and no scenario at {path}; name a run's folder, or a YAML file")
     try:
         schema = OmegaConf.structured(Scenario)
-        for node in (schema, schema.lengths, schema.engine, schema.learner):
+        for node in (schema, schema.lengths, schema.engine, schema.learner, schema.host):
             OmegaConf.set_readonly(node, False)  # it maps a frozen dataclass to a read-only node
         scenario = OmegaConf.to_object(OmegaConf.merge(schema, OmegaConf.load(path)))
     except OmegaConfBaseException as error:
@@ -250,7 +286,7 @@ def configured(scenario: Scenario, config: RunConfig) -> Scenario:
     )
     return replace(
         scenario,
-        num_engines=fleet.num_engines,
+        num_engines=fleet.most_engines,
         devices_per_engine=fleet.sglang.tp_size,
         num_ranks=config.learner.num_ranks,
         groups_in_flight=fleet.most_groups_in_flight,

@@ -1,95 +1,28 @@
 """The real replay buffer in simulated time: `buffer.service` itself, without sockets, on simpy's clock.
 
-The service waits with asyncio timers. `SimulatedLoop` is the event loop that it finds: its clock is simpy's, and a
-timer becomes a simpy event. So admission, selection, room and the log of offers are those of a run, by the same code.
+So admission, selection, room and the log of offers are those of a run, by the same code.
 """
 
 from __future__ import annotations
 
-import asyncio
-import logging
 import time
-from asyncio import events
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import simpy
 
+from asyncrl.profile.simulated_time import NEVER_S, SimulatedClock, SimulatedLoop, call_after
 from asyncrl.protocol.errors import AsyncRLError
 from buffer.config import BufferConfig
-from buffer.heartbeats import LoopClock
 from buffer.ledger import Ledger
 from buffer.messages import HAND_ON, OK, REVOKED, Message, error_of
 from buffer.service import BufferService
-
-NEVER_S = 1e12
-"""Deadlines of a simulated buffer: no simulated client dies, and none is answered "nothing yet"."""
 
 OnReply = Callable[[Mapping[str, Any]], None]
 OnRefusal = Callable[[AsyncRLError], None]
 OnRevoked = Callable[[int, int], None]
 OnHandOn = Callable[[Sequence[tuple[int, int]]], None]
-
-
-class SimulatedLoop(asyncio.AbstractEventLoop):
-    """As much of an event loop as timers need, on a simpy clock."""
-
-    def __init__(self, env: simpy.Environment) -> None:
-        self._env = env
-
-    def time(self) -> float:
-        """Now, in simulated seconds."""
-        return self._env.now
-
-    def call_later(self, delay: float, callback: Any, *arguments: Any, context: Any = None) -> asyncio.TimerHandle:
-        """Call back after ``delay`` seconds; never, where that is `NEVER_S` or more."""
-        handle = asyncio.TimerHandle(self._env.now + delay, callback, arguments, self, context)
-        if delay < NEVER_S / 2:
-            call_after(self._env, delay, lambda: None if handle.cancelled() else handle._run())
-        return handle
-
-    def call_at(self, when: float, callback: Any, *arguments: Any, context: Any = None) -> asyncio.TimerHandle:
-        """Call back at ``when``."""
-        return self.call_later(when - self._env.now, callback, *arguments, context=context)
-
-    def get_debug(self) -> bool:
-        """Timers ask; there is no debug mode."""
-        return False
-
-    def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
-        """Do nothing: a cancelled timer stays on simpy's queue, and does nothing when it is due."""
-
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """Be the running loop of this thread, in the place of whichever runs; nothing else of it runs meanwhile.
-
-        The buffer's warnings are of a run that does not take place, and are not logged.
-        """
-        before, log = events._get_running_loop(), logging.getLogger("buffer")
-        events._set_running_loop(self)
-        level = log.level
-        log.setLevel(logging.ERROR)
-        try:
-            yield
-        finally:
-            log.setLevel(level)
-            events._set_running_loop(before)
-
-
-class _SimulatedClock(LoopClock):
-    """The loop's clock, which never stalls."""
-
-    def __init__(self, loop: SimulatedLoop) -> None:
-        self._loop = loop
-
-    def time(self) -> float:
-        """See `LoopClock.time`."""
-        return self._loop.time()
-
-    def close(self) -> None:
-        """See `LoopClock.close`."""
 
 
 class _Size:
@@ -102,13 +35,6 @@ class _Size:
 
     def __len__(self) -> int:
         return self._num_bytes
-
-
-def call_after(env: simpy.Environment, delay: float, callback: Callable[[], None]) -> None:
-    """Call back after ``delay`` simulated seconds."""
-    event = simpy.Timeout(env, delay)
-    assert event.callbacks is not None
-    event.callbacks.append(lambda _: callback())
 
 
 class SimulatedBuffer:
@@ -127,7 +53,7 @@ class SimulatedBuffer:
 
     def __init__(self, env: simpy.Environment, config: BufferConfig, *, groups_per_step: int) -> None:
         self._env = env
-        clock = _SimulatedClock(SimulatedLoop(env))
+        clock = SimulatedClock(SimulatedLoop(env))
         self._service = BufferService(config, groups_per_step=groups_per_step, send=self._send, clock=clock)
         self.ledger: Ledger = self._service.ledger
         self.num_requests = 0

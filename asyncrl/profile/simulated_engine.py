@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from heapq import heapify, heappop, heappush
 
 import simpy
 
 from asyncrl.profile.scenario import EngineModel
-from asyncrl.profile.simulated_buffer import call_after
+from asyncrl.profile.simulated_time import call_after
 from rollout_fleet.config import OnUpdate
 
 
@@ -66,6 +67,8 @@ class SimulatedEngine:
         prompt_tokens: Tokens of a prompt, computed once for all samples of its group.
         whole_groups: See `asyncrl.profile.scenario.Scenario`.
         on_finished: Gets each group whose samples are written.
+        after: Calls back after so many seconds of work: of the clock, or of a core that the engine shares.
+        vary: From the time that a batch should take to what it takes.
 
     Attributes:
         version: Policy version that it serves.
@@ -84,10 +87,13 @@ class SimulatedEngine:
         prompt_tokens: float,
         whole_groups: bool,
         on_finished: Callable[[SimulatedGroup], None],
+        after: Callable[[float, Callable[[], None]], None] | None = None,
+        vary: Callable[[float], float] = lambda seconds: seconds,
     ) -> None:
         self.version = 0
         self.busy_s = self.loading_s = self.prefill_s = self.num_tokens = 0.0
         self._env, self._model, self._on_finished = env, model, on_finished
+        self._after, self._vary = after or partial(call_after, env), vary
         self._recomputes = on_update is OnUpdate.recompute
         self._prompt_tokens, self._whole_groups = prompt_tokens, whole_groups
         self._running: list[_Running] = []
@@ -148,7 +154,7 @@ class SimulatedEngine:
             return
         self._is_loading = True
         self._set_timer()
-        call_after(self._env, load_s, lambda: self._loaded(version, on_loaded))
+        self._after(load_s, lambda: self._loaded(version, on_loaded))
 
     def _loaded(self, version: int, on_loaded: Callable[[], None]) -> None:
         self._advance()
@@ -212,7 +218,8 @@ class SimulatedEngine:
             self._begin(group, length, weight)
         self._timer += 1
         timer = self._timer
-        call_after(self._env, self._model.batch_s + longest * self._token_s(), lambda: self._end_batch(timer))
+        batch_s = self._vary(self._model.batch_s + longest * self._token_s())
+        self._after(batch_s, lambda: self._end_batch(timer))
 
     def _end_batch(self, timer: int) -> None:
         if timer != self._timer:

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,8 +23,9 @@ import simpy
 from simpy.events import ProcessGenerator
 
 from asyncrl.profile.scenario import Scenario
-from asyncrl.profile.simulated_buffer import SimulatedBuffer, SimulatedLoop, buffer_options, call_after
+from asyncrl.profile.simulated_buffer import SimulatedBuffer, buffer_options
 from asyncrl.profile.simulated_engine import SimulatedEngine, SimulatedGroup
+from asyncrl.profile.simulated_time import SharedCore, SimulatedLoop, call_after
 from asyncrl.protocol.errors import AsyncRLError, LeaseExpired, StoreFull
 
 _CONTROLLER = b"controller"
@@ -31,6 +33,8 @@ _LEARNER = b"learner"
 _QUEUED_STEPS = 2
 """Batches' worth of prompts kept queued, so that admission never waits for them."""
 _DRAWN_AT_ONCE = 1024
+_SLICES = 8
+"""Slices of the controller's work for a step, each of which finds the core that has less to do then."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,6 +114,8 @@ class SimulatedWorker:
             prompt_tokens=scenario.lengths.prompt_tokens,
             whole_groups=scenario.whole_groups,
             on_finished=self._settle,
+            after=None if simulation.host is None else simulation.host.engines.run,
+            vary=partial(simulation.varied, spread=scenario.engine.spread),
         )
         self._groups: dict[tuple[int, int], SimulatedGroup] = {}
         self._num_settling = 0
@@ -135,8 +141,10 @@ class SimulatedWorker:
         self._stood_s += stood_s
         self.idle["publish_pause"] += stood_s * self._scenario.groups_in_flight
         passed -= stood_s
-        self.idle["reward"] += passed * self._num_settling
-        num_free = self._scenario.groups_in_flight - len(self._groups)
+        num_places = self._scenario.groups_in_flight
+        num_free = num_places - (len(self._groups) - self._num_settling)
+        self.idle["reward"] += passed * min(self._num_settling, num_free)
+        num_free -= min(self._num_settling, num_free)
         if num_free > 0:
             cause = "staleness_gate" if self._buffer.ledger.has_room() else "buffer_full"
             self.idle["lease" if self._is_gathering else cause] += passed * num_free
@@ -145,17 +153,23 @@ class SimulatedWorker:
 
     def _ask(self) -> None:
         """Ask for leases a moment after places became free, once at a time."""
-        if self._asked is None and not self._is_gathering and len(self._groups) < self._scenario.groups_in_flight:
+        if self._asked is None and not self._is_gathering and self._num_free > 0:
             self._is_gathering = True
-            call_after(self._env, self._scenario.ask_s, self._request_leases)
+            is_idle = len(self._groups) == self._num_settling
+            call_after(self._env, 0.0 if is_idle else self._scenario.ask_s, self._request_leases)
 
     def _request_leases(self) -> None:
         self.account()
         self._is_gathering = False
-        wanted = self._scenario.groups_in_flight - len(self._groups)
-        if wanted > 0:
-            fields = {"engine_version": self.engine.version, "max_groups": wanted}
+        if self._num_free > 0:
+            fields = {"engine_version": self.engine.version, "max_groups": self._num_free}
             self._asked = self._buffer.request(self._client, "lease", fields, on_reply=self._begin)
+
+    @property
+    def _num_free(self) -> int:
+        """Places on the engine; as many groups again may be scored and stored beside it."""
+        num_places = self._scenario.groups_in_flight
+        return num_places - len(self._groups) + min(self._num_settling, num_places)
 
     def _begin(self, fields: Mapping[str, Any]) -> None:
         self.account()
@@ -179,7 +193,7 @@ class SimulatedWorker:
         self.account()
         del self._groups[group_id, attempt]
         fields = {"group_id": group_id, "attempt": attempt, "num_tokens": self.engine.revoke(group)}
-        self._buffer.request(self._client, "release", {**fields, "reason": "revoked", "drop": False})
+        self._buffer.request(self._client, "release", {**fields, "reason": "revoked", "max_failures": 0})
         self._ask()
 
     # Results
@@ -187,10 +201,13 @@ class SimulatedWorker:
     def _settle(self, group: SimulatedGroup) -> None:
         self.account()
         self._num_settling += 1
-        if self._scenario.settle_s:
+        host = self._simulation.host
+        if host is None:
             call_after(self._env, self._scenario.settle_s, lambda: self._put(group))
         else:
-            self._put(group)
+            host.engines.run(self._scenario.host.settle_s, lambda: self._put(group))
+            host.other(self._scenario.host.group_s)
+        self._ask()
 
     def _put(self, group: SimulatedGroup) -> None:
         num_bytes = round(sum(group.lengths) * self._scenario.bytes_per_token)
@@ -339,12 +356,24 @@ class SimulatedLearner:
             num_response = sum(group["num_tokens"] for group in groups)
             num_prompt = scenario.lengths.prompt_tokens * scenario.samples_per_prompt * len(groups)
             tokens_s = scenario.learner.rank_s_per_token * (num_response + num_prompt) / scenario.num_ranks
-            yield self._env.timeout(scenario.plan_s + scenario.learner.step_s + tokens_s)
+            yield self._env.timeout(scenario.plan_s)
+            update_s = scenario.learner.step_s + tokens_s
+            yield self._computed(self._simulation.varied(update_s, spread=scenario.learner.spread))
             self._buffer.request(_CONTROLLER, "commit", {"version": version})
             yield self._places.put(1)
             self.steps.append((self._env.now, waited_s, num_response, [version - g["oldest_version"] for g in groups]))
             if (version + 1) % scenario.publish_every == 0:
                 yield from self._publish(version + 1)
+
+    def _computed(self, work_s: float) -> simpy.Event:
+        """So much work of the ranks."""
+        host = self._simulation.host
+        if host is None:
+            return self._env.timeout(work_s)
+        done = self._env.event()
+        host.ranks.run(work_s, lambda: _trigger(done))
+        host.other(self._scenario.host.step_s, num_slices=_SLICES)
+        return done
 
     def _publish(self, version: int) -> ProcessGenerator:
         """Copy the weights when the publish before is done; the rest is off the ranks, unless they are in it."""
@@ -356,12 +385,35 @@ class SimulatedLearner:
         call_after(self._env, self._published_at - began_s, lambda: self._offer(version))
         if ready_s + learner.copy_s + shared_s:
             yield self._env.timeout(ready_s + learner.copy_s + shared_s)
+            if self._simulation.host is not None:
+                self._simulation.host.ranks.run(self._scenario.host.publish_s, lambda: None)
             self.idle["publish"] += self._env.now - began_s
             self.stood_s += self._env.now - began_s
 
     def _offer(self, version: int) -> None:
         self.account()
         self._buffer.request(_LEARNER, "offer", {"offer": {"version": version}})
+
+
+def _trigger(event: simpy.Event) -> None:
+    event.succeed()
+
+
+class SimulatedHost:
+    """The cores of a host: one that all engines share, and one that all ranks share; see `HostModel`."""
+
+    def __init__(self, env: simpy.Environment) -> None:
+        self.engines, self.ranks = SharedCore(env), SharedCore(env)
+        self._last = self.ranks
+
+    def other(self, work_s: float, *, num_slices: int = 1) -> None:
+        """Work of another process, each slice of it on the core with less to do, or else on the other one in turn."""
+        if not work_s or not num_slices:
+            return
+        turns = (self.ranks, self.engines) if self._last is self.engines else (self.engines, self.ranks)
+        self._last = min(turns, key=lambda core: core.num_running)
+        left_s = work_s * (num_slices - 1) / num_slices
+        self._last.run(work_s / num_slices, lambda: self.other(left_s, num_slices=num_slices - 1))
 
 
 class Simulation:
@@ -372,12 +424,15 @@ class Simulation:
         workers: One per engine.
         learner: Ranks and controller.
         capacity: Groups that all workers hold at most.
+        host: The cores that they share; None where each has a device.
     """
 
     def __init__(self, scenario: Scenario, *, seed: int = 0) -> None:
         self.scenario = scenario
         self.env = simpy.Environment()
         self.lengths = PromptLengths(scenario, seed)
+        self._rng = np.random.default_rng([seed, 1])
+        self.host = SimulatedHost(self.env) if scenario.host.is_shared else None
         self.num_prompts = 0
         self.capacity = scenario.num_engines * scenario.groups_in_flight
         options = buffer_options(
@@ -406,6 +461,10 @@ class Simulation:
             for worker in self.workers:
                 worker.account()
             return self._outcome()
+
+    def varied(self, seconds: float, *, spread: float) -> float:
+        """A time as it comes out now: its mean is ``seconds``, its logarithm is normally distributed."""
+        return seconds * self._rng.lognormal(-(spread**2) / 2, spread) if spread else seconds
 
     def stored(self, group: SimulatedGroup) -> None:
         """A group was stored; where a queue is bounded, the one stored first gives way to it."""

@@ -49,6 +49,10 @@ class EngineLost(EngineError):
     """An engine has failed for good: it was replaced as often as the options allow."""
 
 
+class MembershipRefused(AsyncRLError):
+    """The run does not let an engine join, or leave; the message says why, and what to do."""
+
+
 class RequestRefused(EngineError):
     """A request that every engine would refuse: the prompt or an option is wrong, and no restart mends it."""
 
@@ -71,6 +75,10 @@ class ReplayBufferError(AsyncRLError):
 
 class StoreFull(ReplayBufferError):
     """The store's byte bound is reached; the sender waits and sends again."""
+
+
+class StoreLost(ReplayBufferError):
+    """The store that took a group's payload does not hold it any more; the sender sends it again."""
 
 
 class LeaseExpired(ReplayBufferError):

@@ -13,12 +13,13 @@ import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal, cast
 
 import numpy as np
+import orjson
 import xxhash
 from typing_extensions import Buffer
 
@@ -228,11 +229,11 @@ class Manifest:
             WeightsError: the pieces leave bytes of a tensor without a digest.
         """
         self._check_coverage()
-        fields = asdict(self)
-        fields["directory"] = _seen_from(path.parent, self.directory)
-        if self.base is not None:
-            fields[self.kind]["base"]["manifest"] = _seen_from(path.parent, self.base.manifest)
-        content = json.dumps(fields).encode()
+        written = replace(self, directory=_seen_from(path.parent, self.directory))
+        if needs := self.delta or self.adapter:
+            base = replace(needs.base, manifest=_seen_from(path.parent, needs.base.manifest))
+            written = replace(written, **{self.kind: replace(needs, base=base)})
+        content = orjson.dumps(written)
         with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
             file.write(content)
         Path(file.name).chmod(0o644)
@@ -300,7 +301,7 @@ def read_manifest(offer: WeightOffer) -> Manifest:
             f"{offer.name}: {offer.manifest} is not the manifest that was offered: its digest is "
             f"{digest_of(content)}, expected {offer.digest}"
         )
-    fields, folder = json.loads(content), Path(offer.manifest).parent
+    fields, folder = orjson.loads(content), Path(offer.manifest).parent
     delta, adapter = fields["delta"], fields["adapter"]
     if delta is not None:
         delta = Delta(
@@ -374,7 +375,8 @@ class PublishedWeights:
         """
         ends = list(accumulate(piece.num_bytes for piece in pieces))
         places = [target[end - piece.num_bytes : end] for piece, end in zip(pieces, ends, strict=True)]
-        is_right = all(list(self._threads.map(self._copy, pieces, places)))
+        copied = map(self._copy, pieces, places) if len(pieces) == 1 else self._threads.map(self._copy, pieces, places)
+        is_right = all(list(copied))
         if is_right:
             self._verified.update(pieces)
         return is_right

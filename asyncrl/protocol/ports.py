@@ -43,10 +43,11 @@ class RolloutBuffer(Protocol):
         """
         ...
 
-    async def release(self, lease: Lease, *, num_tokens: int, reason: str, drop: bool = False) -> None:
+    async def release(self, lease: Lease, *, num_tokens: int, reason: str, max_failures: int = 0) -> bool:
         """Give a lease back unfinished. Its ``num_tokens`` policy tokens count as dropped for ``reason``.
 
-        The prompt is queued again, unless ``drop`` says that no further attempt is worth it.
+        The prompt is queued again, unless the attempt has failed, and so have ``max_failures`` of its attempts on
+        whichever workers by now: then the group is dropped. 0: it has not failed. Returns whether it was dropped.
         """
         ...
 
@@ -257,6 +258,10 @@ class FleetCounts:
 
 class FleetPort(Protocol):
     """What the controller needs of the rollout fleet. Its engines take offered weights by themselves."""
+
+    def engines(self) -> Sequence[str]:
+        """Names of the engines that are there now."""
+        ...
 
     async def counters(self) -> FleetCounts:
         """Return the fleet's own counts since it began."""

@@ -45,12 +45,14 @@ class ProfileConfig:
 
     Attributes:
         enabled: Record spans, levels and group stamps in the run's ``profile/``.
+        advice: Replay the record beside the run, now and then, to find the option that would make it faster.
         torch_steps: Learner steps of which each rank also writes a trace of torch.profiler. Example: ``[10, 11]``.
         max_file_bytes: Largest file of a process; what would go beyond is dropped, and counted.
         directory: Where processes write; the run sets it: its folder's ``profile/``. Empty records nothing.
     """
 
     enabled: bool = True
+    advice: bool = True
     torch_steps: list[int] = field(default_factory=list)
     max_file_bytes: int = 1 << 30
     directory: str = ""
@@ -87,8 +89,11 @@ class SpanKind(StrEnum):
     down = "down"  # failed, fenced or restarting
     stage = "stage"  # weights are brought near while generation goes on
     pause = "pause"  # generation stands still for new weights
+    load_stage = "load_stage"  # a part of a load, on lane ``engine-0/load``; ``cause`` names it
     re_prefill = "re_prefill"  # from the end of a pause to the next token of what runs
     released = "released"  # the device is the learner's (colocated)
+    # Members: lane ``engine-0/member``, and of its worker, by the controller, ``engine-0/worker``
+    member = "member"  # one state of it; ``cause`` names the state
     # Rollout workers: lane ``engine-0/reward``
     reward = "reward"
     # Learner: lane ``learner-0`` per rank, ``learner-0/publish`` of its publisher thread
@@ -112,7 +117,7 @@ class LevelName(StrEnum):
     capacity = "capacity"
     running = "running"  # the engine has the sample
     tail = "tail"  # the sample is finished, others of its group run
-    settling = "settling"  # the group is finished: reward, environment, put
+    settling = "settling"  # free, and a finished group is still with its reward, its environment, or on its way
     parked = "parked"  # cut off for new weights
     asking = "asking"  # 1 while the worker waits for admission
     version = "version"  # served by the engine; on the buffer's lane: the learner's committed version
@@ -124,6 +129,10 @@ class LevelName(StrEnum):
     budget = "budget"  # groups that may begin now at the learner's version
     full = "full"  # 1 while bytes keep a group from beginning
     bytes = "bytes"  # held trajectories and prefixes
+    # Per member, on its lane
+    epoch = "epoch"  # its faults so far
+    # Per process, on its own lane, once per step
+    cpu = "cpu"  # microseconds of processor time since it began
 
 
 class GroupEvent(StrEnum):
@@ -414,6 +423,11 @@ def level(name: str, value: int, *, lane: str = "") -> None:
         _recorder.level(name, value, lane=lane)
 
 
+def cpu() -> None:
+    """Note the processor time of this process; see `LevelName.cpu`."""
+    level(LevelName.cpu, time.process_time_ns() // 1000)
+
+
 def stamp(event: str, group: int, *, attempt: int = 0, version: int = NONE, lane: str = "", **details: Any) -> None:
     """Note a moment in the life of a prompt group; ``details`` are whatever msgpack takes.
 
@@ -421,8 +435,8 @@ def stamp(event: str, group: int, *, attempt: int = 0, version: int = NONE, lane
 
     - lease: ``version`` at which it is admitted, ``deadline`` the last one that may consume it, ``inherited`` tokens of
       a saved prefix.
-    - first_token, last_token, reward: ``version`` of the engine then; they are on the engine's lane. The in-process
-      engine, which answers whole samples, has no first_token.
+    - first_token, last_token, reward: ``version`` of the engine then; they are on the engine's lane. A
+      group that is continued from a saved prefix has its first_token of this attempt.
     - stored: ``version`` of the oldest token, ``newest``, ``learner`` the learner's then, ``tokens`` of the policy,
       ``prompt_tokens``, ``lengths`` [G] of the responses, ``rewards`` [G], ``bytes``.
     - planned, trained: ``version`` the step that takes it.

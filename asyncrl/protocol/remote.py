@@ -144,12 +144,17 @@ class StepDeadline:
 
 
 def translated(error: Exception) -> Exception:
-    """`WorkerDiedError` if a known worker's death is the cause, directly or through a call that waited for it."""
-    from ray.exceptions import RayActorError, RayTaskError
+    """`WorkerDiedError` if a known worker's death is the cause, directly or through a call that waited for it.
+
+    So it is where a result was lost with the node that held it.
+    """
+    from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
 
     cause: Any = error
     while isinstance(cause, RayTaskError):
         cause = cause.cause
+    if isinstance(cause, ObjectLostError):
+        return WorkerDiedError(f"a worker's node died, and with it a result that had not come. {cause}")
     identity = identities.get(str(cause.actor_id)) if isinstance(cause, RayActorError) else None
     return error if identity is None else death_of(identity, str(cause))
 

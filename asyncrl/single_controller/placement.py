@@ -47,12 +47,14 @@ class RayClassWithInitArgs(ClassWithInitArgs):
         """Add options of ``ActorClass.options``."""
         self._options.update(options)
 
-    def for_rank(self, options: dict[str, Any]) -> RayClassWithInitArgs:
+    def for_rank(self, options: dict[str, Any], **changed: Any) -> RayClassWithInitArgs:
         """A copy with the options of one rank on top of its own; environment variables are merged.
 
-        A worker class that names no CPUs runs in those that the pool reserved.
+        ``changed`` are keyword arguments of the class that this rank gets in place of the others'. A worker class that
+        names no CPUs runs in those that the pool reserved.
         """
         ours = copy(self)
+        ours.kwargs = {**self.kwargs, **changed}
         runtime_env = {**self._options.get("runtime_env", {}), **options["runtime_env"]}
         own_vars = self._options.get("runtime_env", {}).get("env_vars", {})
         runtime_env["env_vars"] = {**own_vars, **options["runtime_env"]["env_vars"]}

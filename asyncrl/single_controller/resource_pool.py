@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import string
 import time
@@ -168,15 +169,7 @@ class RayResourcePool(ResourcePool):
         pgs: list[PlacementGroup] = []
         for index, count in enumerate(self._store):
             labels = self._labels_apart_from(pgs) if self.apart else self.labels
-            pgs.append(
-                placement_group(
-                    bundles=[self.bundle(device_name) for _ in range(count)],
-                    strategy=strategy or self.strategy,
-                    name=f"{prefix}{index}",
-                    lifetime="detached" if self.detached else None,
-                    bundle_label_selector=[labels] * count if labels else None,  # type: ignore[arg-type]
-                )
-            )
+            pgs.append(self._asked(f"{prefix}{index}", count, labels, device_name, strategy))
             if self.apart:
                 self._wait_until_granted(pgs, len(pgs) - 1, deadline_s, device_name)
         if not self.apart:
@@ -184,6 +177,38 @@ class RayResourcePool(ResourcePool):
         self.pgs = self._reserved = pgs
         self._cluster = current_cluster()
         return pgs
+
+    async def reserve(self, device_name: str = "cuda") -> list[str]:
+        """Make the reservation as `get_placement_groups` does, and wait for as long as the cluster takes to grant it.
+
+        Returns the id of the node of each placement group. A wait that is cancelled leaves nothing reserved. Not for
+        pools whose nodes are to be ``apart``, which are reserved one after another.
+        """
+        pgs = [
+            self._asked(f"{self.name_prefix}_{count}:{index}", count, self.labels, device_name)
+            for index, count in enumerate(self._store)
+        ]
+        try:
+            await asyncio.gather(*(pg.ready() for pg in pgs))
+        except BaseException:
+            for pg in pgs:
+                remove_placement_group(pg)
+            raise
+        self.pgs = self._reserved = pgs
+        self._cluster = current_cluster()
+        return [nodes_of(pg)[0] for pg in pgs]
+
+    def _asked(
+        self, name: str, count: int, labels: Mapping[str, str], device_name: str, strategy: str | None = None
+    ) -> PlacementGroup:
+        """Ask the cluster for a placement group of so many processes."""
+        return placement_group(
+            bundles=[self.bundle(device_name) for _ in range(count)],
+            strategy=strategy or self.strategy,
+            name=name,
+            lifetime="detached" if self.detached else None,
+            bundle_label_selector=[dict(labels)] * count if labels else None,  # type: ignore[arg-type]
+        )
 
     def _labels_apart_from(self, pgs: Sequence[PlacementGroup]) -> dict[str, str]:
         """The labels of nodes where none of these granted placement groups is."""
@@ -260,6 +285,11 @@ def current_cluster() -> Any:
     worker = ray_worker.global_worker
     node = worker.node  # Ray's shutdown takes it away before it says that it is disconnected
     return (node.cluster_id, worker.current_job_id) if node is not None and worker.connected else None
+
+
+def current_node() -> str:
+    """Id of the node that this process is on."""
+    return ray.get_runtime_context().get_node_id()
 
 
 def node_addresses() -> dict[str, str]:

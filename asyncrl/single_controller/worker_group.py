@@ -7,11 +7,13 @@ import signal
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from asyncrl.protocol.errors import UsageError, WorkerDiedError
 from asyncrl.protocol.remote import WorkerIdentity, death_of, fetch, identities
@@ -20,7 +22,14 @@ from .calls import PendingResult, PendingResults, Route, deadline_s, func_genera
 from .dispatch import MAGIC_ATTR, Dispatch, Execute, get_predefined_dispatch_fn, get_predefined_execute_fn
 from .liveness import DeathWatch, address_of, last_words, state_of
 from .placement import RayClassWithInitArgs, Slot, master_address_port, slots_of, unwrap
-from .resource_pool import RayResourcePool, ResourcePool, current_cluster, get_random_string
+from .resource_pool import (
+    RayResourcePool,
+    ResourcePool,
+    current_cluster,
+    current_node,
+    get_random_string,
+    node_addresses,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -34,6 +43,9 @@ class WorkerGroup:
         self._bound: list[str] = []
         self._workers: list[Any] = []
         self._worker_names: list[str] = []
+        self._slots: list[Slot] = []
+        self._replacements: list[Callable[..., tuple[Any, str]]] = []
+        self._num_replaced = 0
         self._dispatch_info: dict[str, list[int]] = {}
         self._collect_info: dict[str, list[bool]] = {}
         self._watch: DeathWatch | None = None
@@ -118,6 +130,9 @@ class WorkerGroup:
         return method_names
 
 
+_node_id: Any = ray.remote(num_cpus=0)(current_node)
+
+
 def _abort(error: WorkerDiedError) -> None:
     _log.critical("%s", error)
     signal.raise_signal(signal.SIGABRT)
@@ -145,6 +160,7 @@ class RayWorkerGroup(WorkerGroup):
         worker_nsight_options: Options of Nsight Systems. Example: ``{"trace": "cuda,nvtx"}``.
         log_dir: Directory for the workers' output, one file per rank; None leaves it to Ray.
         timeout_s: Seconds that a blocking call may take; None is unlimited.
+        first_rank: RANK of the first worker, where several groups number their workers as one.
 
     Raises `UsageError` if options contradict each other or the pool, `DeadlineError` as `slots_of` does.
     """
@@ -170,6 +186,7 @@ class RayWorkerGroup(WorkerGroup):
         worker_nsight_options: dict[str, Any] | str | None = None,
         log_dir: str | Path | None = None,
         timeout_s: float | None = None,
+        first_rank: int = 0,
     ) -> None:
         super().__init__(resource_pool)
         self.resource_pool = resource_pool
@@ -184,9 +201,8 @@ class RayWorkerGroup(WorkerGroup):
         self.worker_nsight_options = worker_nsight_options
         self.log_dir = log_dir
         self.timeout_s = timeout_s
+        self.first_rank = first_rank
         self.sub_cls_name = ""
-        self._replacements: list[Callable[..., tuple[Any, str]]] = []
-        self._num_replaced = 0
         self.fused_worker_used = ray_cls_with_init is not None and ray_cls_with_init.fused_worker_used
         self.wg_dict: dict[str, RayWorkerGroup] | None = None
         if (master_addr is None) != (master_port is None):
@@ -217,6 +233,11 @@ class RayWorkerGroup(WorkerGroup):
     def worker_names(self) -> list[str]:
         """Ray names of the workers, in the order of the ranks."""
         return self._worker_names
+
+    @property
+    def node_ids(self) -> list[str]:
+        """Ids of the nodes where the workers' places are, in the order of the ranks; none where it is attached."""
+        return [slot.node_id for slot in self._slots]
 
     @property
     def workers(self) -> list[Any]:
@@ -256,13 +277,14 @@ class RayWorkerGroup(WorkerGroup):
                 self.name_prefix,
             )
         slots = slots_of(pool, None if bin_pack else "PACK", self.device_name)
+        self._slots = [replace(slot, rank=self.first_rank + slot.rank) for slot in slots]
         pool.enter()
         try:
             if self.master_address is None:
                 self.master_address, self.master_port = master_address_port(slots[0], master_ports, port_timeout_s)
-            for slot in slots:
+            for index in range(len(slots)):
                 num_devices = pool.num_devices_per_process / pool.max_colocate_count
-                start = partial(self._start_worker, slot, len(slots), num_devices, detached)
+                start = partial(self._start_worker, index, len(slots), num_devices, detached)
                 worker, name = start()
                 self._workers.append(worker)
                 self._worker_names.append(name)
@@ -271,23 +293,40 @@ class RayWorkerGroup(WorkerGroup):
             self.shutdown()
             raise
 
-    def replace_worker(self, rank: int) -> None:
+    async def node_of(self, rank: int) -> str:
+        """Wait until the cluster holds the place of a rank; the id of its node. Ray moves a place whose node dies."""
+        slot = self._slots[rank]
+        there = PlacementGroupSchedulingStrategy(
+            placement_group=slot.placement_group, placement_group_bundle_index=slot.bundle_index
+        )
+        node_id = await PendingResult(_node_id.options(scheduling_strategy=there).remote())
+        self._slots[rank] = replace(slot, node_id=node_id, node_address=node_addresses()[node_id])
+        return node_id
+
+    def kill_worker(self, rank: int) -> None:
+        """Kill the worker of a rank, if it is not dead; its place stays reserved."""
+        ray.kill(self._workers[rank])
+
+    def replace_worker(self, rank: int, **changed: Any) -> None:
         """Kill the worker of a rank, if it is not dead, and start another of the same class in the same place.
 
-        The new one is made when the place is free; calls to it wait until then.
+        ``changed`` are keyword arguments of its class that differ from the group's. The new one is made when the place
+        is free; calls to it wait until then.
         """
         if not self._replacements:
             raise UsageError(f"group {self.name_prefix!r} has not started its workers; whoever did can replace them")
-        ray.kill(self._workers[rank])
+        self.kill_worker(rank)
         self._num_replaced += 1
-        self._workers[rank], self._worker_names[rank] = self._replacements[rank](f"~{self._num_replaced}")
+        self._workers[rank], self._worker_names[rank] = self._replacements[rank](f"~{self._num_replaced}", **changed)
 
     def _start_worker(
-        self, slot: Slot, world_size: int, num_devices: float, detached: bool, suffix: str = ""
+        self, index: int, world_size: int, num_devices: float, detached: bool, suffix: str = "", **changed: Any
     ) -> tuple[Any, str]:
-        """Start one worker; its handle and its name, which ends in ``suffix``."""
+        """Start the worker of a slot; its handle and its name, which ends in ``suffix``."""
         ray_class: Any = self.ray_cls_with_init
-        name = f"{self.name_prefix}{unwrap(ray_class.cls).__name__}_{slot.node_index}:{slot.local_rank}{suffix}"
+        slot = self._slots[index]
+        place = f"{slot.node_index}:{slot.local_rank}" + (f"+{self.first_rank}" if self.first_rank else "")
+        name = f"{self.name_prefix}{unwrap(ray_class.cls).__name__}_{place}{suffix}"
         log_file = None
         if self.log_dir is not None:
             log_file = str(Path(self.log_dir).resolve() / f"{self.name_prefix}-{slot.rank}.log")
@@ -295,7 +334,7 @@ class RayWorkerGroup(WorkerGroup):
         if self.profile_steps and self.device_name == "cuda" and self.worker_nsight_options is not None:
             runtime_env["nsight"] = self.worker_nsight_options
         options = {"name": name, "runtime_env": runtime_env} | ({"lifetime": "detached"} if detached else {})
-        worker = ray_class.for_rank(options)(
+        worker = ray_class.for_rank(options, **changed)(
             placement_group=slot.placement_group,
             placement_group_bundle_idx=slot.bundle_index,
             use_gpu=self.use_gpu,

@@ -15,14 +15,16 @@ import logging
 import pickle
 import secrets
 import time
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 
+from asyncrl.protocol import record
 from asyncrl.protocol.errors import DeadlineError, EngineError, RequestRefused
 from asyncrl.protocol.manifest import WeightOffer
+from asyncrl.protocol.record import SpanKind
 from asyncrl.protocol.types import FinishReason
 from rollout_fleet.config import EngineDevice, OnUpdate, RolloutFleetConfig, SamplingConfig
 
@@ -156,9 +158,10 @@ class SGLangEngine:
         """See `Engine.load_weights`."""
         async with self._loading:
             self._failure.check()
-            with self._silence.paused(recomputes=self._config.sglang.on_update is OnUpdate.recompute):
+            recomputes = self._config.sglang.on_update is OnUpdate.recompute
+            with self._silence.paused(recomputes=recomputes) as stands_still:
                 async with self._failure.if_load_fails(offer, self._config.load_timeout_s):
-                    return await self._transact(offer)
+                    return await self._transact(offer, stands_still)
 
     async def abort(self, request_ids: Collection[str]) -> None:
         """See `Engine.abort`. All at once, in one call where everything that runs is aborted.
@@ -319,43 +322,52 @@ class SGLangEngine:
         if not isinstance(answer, dict) or any(answer.get(key) != value for key, value in confirmed.items()):
             raise EngineError(f"{self._name} answered POST {path} with {str(answer)[:500]}, expected {confirmed}")
 
-    async def _transact(self, offer: WeightOffer) -> float:
+    async def _transact(self, offer: WeightOffer, stands_still: Callable[[], None]) -> float:
         """Pause, load, verify, name the version, continue. What ends it early leaves the server standing still.
 
+        The server confirms the pause before its scheduler hears of it, and the begin of an update once the step that
+        runs is done: ``stands_still`` is called then.
+
         Returns:
-            Seconds from the server's word that it stands still to its word that it goes on.
+            Seconds from there to the server's word that it goes on.
         """
         order, number = self._server.weight_order, secrets.token_hex(8)
         order.write_text(json.dumps({"order": number, "offer": asdict(offer)}))
         keeps = self._config.sglang.on_update is OnUpdate.keep
-        await self._order("/pause_generation", {"mode": "in_place" if keeps else "retract"}, status="ok")
-        paused_s = time.perf_counter()
+        with _stage("pause", offer):
+            await self._order("/pause_generation", {"mode": "in_place" if keeps else "retract"}, status="ok")
         takes_memory_back = self._is_released and self._server.saves_memory
-        if takes_memory_back:
-            await self._post("/resume_memory_occupation", {"tags": ["weights"]})
-        await self._order("/begin_weight_update", {}, success=True)
+        with _stage("running step", offer):
+            if takes_memory_back:
+                await self._post("/resume_memory_occupation", {"tags": ["weights"]})
+            await self._order("/begin_weight_update", {}, success=True)
+        stands_still()
+        paused_s = time.perf_counter()
         no_tensors = base64.b64encode(pickle.dumps([])).decode()
         body = {
             "serialized_named_tensors": [no_tensors] * self._server.tp_size,
             "load_format": WEIGHT_LOADER,
             "flush_cache": not keeps,
         }
-        await self._order("/update_weights_from_tensor", body, success=True)
-        num_values = self._verified_values(offer, number)
+        with _stage("load and verify", offer):
+            await self._order("/update_weights_from_tensor", body, success=True)
+            num_values = self._verified_values(offer, number)
         # Only now may an answer name the version. The key of the call is `new_version`; running requests stay. Nothing
         # is sampled before both calls are confirmed, so that they may travel together.
         version = str(offer.version)
         named = {"new_version": version, "abort_all_requests": False}
-        await asyncio.gather(
-            self._order("/end_weight_update", {}, success=True),
-            self._order("/update_weight_version", named, new_version=version),
-        )
-        if takes_memory_back:  # after the weights, which may need more room while they are loaded
-            await self._post("/resume_memory_occupation", {"tags": ["kv_cache", "cuda_graph"]})
+        with _stage("end", offer):
+            await asyncio.gather(
+                self._order("/end_weight_update", {}, success=True),
+                self._order("/update_weight_version", named, new_version=version),
+            )
+            if takes_memory_back:  # after the weights, which may need more room while they are loaded
+                await self._post("/resume_memory_occupation", {"tags": ["kv_cache", "cuda_graph"]})
         self._is_released = False
         self._version = offer.version
         self._verified.add(offer.version)
-        await self._order("/continue_generation", {}, status="ok")
+        with _stage("continue", offer):
+            await self._order("/continue_generation", {}, status="ok")
         logger.debug("%s: version %d, %d values verified", self._name, offer.version, num_values)
         return time.perf_counter() - paused_s
 
@@ -377,6 +389,10 @@ class SGLangEngine:
                 raise EngineError(f"{self._name}: rank {rank} did not load {offer.manifest}; its last load is older")
             num_values += report["num_values"]
         return num_values
+
+
+def _stage(name: str, offer: WeightOffer) -> record.OpenSpan:
+    return record.span(SpanKind.load_stage, lane="/load", version=offer.version, cause=name)
 
 
 class _StreamedSample:

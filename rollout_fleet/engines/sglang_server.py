@@ -26,6 +26,8 @@ from typing import NoReturn
 from asyncrl.protocol.errors import DeadlineError, WorkerDiedError
 from rollout_fleet.config import EngineDevice, OnUpdate, SGLangConfig
 
+from .server_hooks import PLUGIN, write_plugin
+
 logger = logging.getLogger(__name__)
 
 READY_LINE = "Uvicorn running on"
@@ -180,6 +182,7 @@ class SGLangServer:
         self._scratch = scratch = Path(tempfile.mkdtemp(prefix="asyncrl-"))
         (scratch / "logging.json").write_text(json.dumps(_LOGGING))
         (scratch / "server.yaml").write_text(f"api-key: {self._api_key}\n")
+        write_plugin(_plugin_folder(scratch))
         command = [sys.executable, "-m", "sglang.launch_server", *self._arguments(scratch)]
         guard = [sys.executable, "-I", "-S", str(GUARD), str(os.getpid()), str(scratch)]
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
@@ -261,6 +264,7 @@ class SGLangServer:
         return [*(word for pair in arguments.items() for word in pair), *flags, *config.extra_args]
 
     def _environment(self, scratch: Path) -> dict[str, str]:
+        imported = [str(_plugin_folder(scratch))]
         environment = {
             **os.environ,
             "TMPDIR": str(scratch),
@@ -271,6 +275,8 @@ class SGLangServer:
             "SGLANG_TIMEOUT_KEEP_ALIVE": str(SERVER_KEEP_ALIVE_S),
             ORDER_VARIABLE: str(scratch / "weights.json"),
         }
+        if others := os.environ.get("SGLANG_PLUGINS"):  # a choice among those that are installed
+            environment["SGLANG_PLUGINS"] = f"{others},{PLUGIN}"
         if self._device is EngineDevice.cpu:
             environment["SGLANG_USE_CPU_ENGINE"] = "1"
             environment.setdefault("OMP_NUM_THREADS", "1")
@@ -282,9 +288,8 @@ class SGLangServer:
                 logger.info(
                     "%s: no sgl_kernel on this machine; the server imports a stand-in from %s", self.name, STAND_IN
                 )
-                environment["PYTHONPATH"] = os.pathsep.join([str(STAND_IN), os.environ.get("PYTHONPATH", "")]).strip(
-                    os.pathsep
-                )
+                imported.append(str(STAND_IN))
+        environment["PYTHONPATH"] = os.pathsep.join([*imported, os.environ.get("PYTHONPATH", "")]).strip(os.pathsep)
         return environment
 
     def _death(self) -> WorkerDiedError:
@@ -310,6 +315,10 @@ async def _read_line(stream: asyncio.StreamReader) -> bytes:
 def report_path(order: Path, rank: int) -> Path:
     """Where a tensor-parallel rank reports what came of an order to load weights."""
     return order.with_name(f"{order.name}.{rank}")
+
+
+def _plugin_folder(scratch: Path) -> Path:
+    return scratch / "plugins"
 
 
 def _free_port() -> int:

@@ -25,14 +25,23 @@ from .transformers_model import GenerationModel
 
 logger = logging.getLogger(__name__)
 
+_Answers = asyncio.Queue[tuple[SampleRequest, SampleOutput] | Exception]
+
 
 @dataclass(eq=False, kw_only=True)
 class PendingSample:
-    """A sample that waits for a batch, or is in one."""
+    """A sample that waits for a batch, or is in one; its answer, or its failure, is put into ``answers`` once."""
 
     request: SampleRequest
-    output: asyncio.Future[tuple[SampleRequest, SampleOutput]]
+    answers: _Answers
     flag: Event = field(default_factory=Event)
+    is_answered: bool = False
+
+    def answer(self, outcome: tuple[SampleRequest, SampleOutput] | Exception) -> None:
+        """Answer it, unless it was answered before."""
+        if not self.is_answered:
+            self.is_answered = True
+            self.answers.put_nowait(outcome)
 
 
 class TransformersEngine:
@@ -87,15 +96,18 @@ class TransformersEngine:
             return
         for request in requests:
             check_prompt(request, self._facts.vocab_size)
-        loop = asyncio.get_running_loop()
-        samples = [PendingSample(request=request, output=loop.create_future()) for request in requests]
+        answers: _Answers = asyncio.Queue()
+        samples = [PendingSample(request=request, answers=answers) for request in requests]
         self._pending.update({sample.request.id: sample for sample in samples})
         self._waiting.extend(samples)
         self._arrived.set()
         try:
             with self._silence.running(len(samples)):
-                for finished in asyncio.as_completed([sample.output for sample in samples]):
-                    yield await finished
+                for _ in samples:
+                    answer = await answers.get()
+                    if isinstance(answer, Exception):
+                        raise answer
+                    yield answer
         finally:
             for sample in samples:
                 sample.flag.set()
@@ -118,7 +130,8 @@ class TransformersEngine:
     async def _load_when_idle(self, offer: WeightOffer) -> float:
         async with self._idle_model:
             started = time.perf_counter()
-            with self._silence.paused():
+            with self._silence.paused() as stands_still:
+                stands_still()
                 async with self._failure.if_load_fails(offer, self._config.load_timeout_s):
                     loop = asyncio.get_running_loop()
                     await loop.run_in_executor(self._thread, self._model.load_weights, offer)
@@ -191,14 +204,14 @@ class TransformersEngine:
         return batch
 
     def _resolve(self, sample: PendingSample, output: SampleOutput, version: int) -> None:
-        if sample.output.done():
+        if sample.is_answered:
             return
         try:
             check_output(output, sample.request, vocab_size=self._facts.vocab_size, loaded_versions={version})
         except EngineError as error:
-            sample.output.set_exception(error)
+            sample.answer(error)
         else:
-            sample.output.set_result((sample.request, output))
+            sample.answer((sample.request, output))
 
     # Failure
 
@@ -215,6 +228,4 @@ class TransformersEngine:
     def _tell(self, error: Exception) -> None:
         for sample in self._pending.values():
             sample.flag.set()
-            if not sample.output.done():
-                sample.output.set_exception(error)
-                sample.output.exception()
+            sample.answer(error)

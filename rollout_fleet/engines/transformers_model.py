@@ -29,8 +29,8 @@ class StepRecorder:
     """Sees every step twice: the logits before sampling and the tokens after. Records log-probs, stops rows.
 
     A row ends at its ``max_new_tokens``, or at its next token once its flag is set. Under ``temperature`` 0 (greedy)
-    log-probs are those of temperature 1. ``on_step`` is called after every step. ``num_steps_kept`` are [B] int64 steps
-    before a row was aborted, very large where it was not.
+    log-probs are those of temperature 1. ``on_step`` is called after every step, ``on_first_step`` after the first.
+    ``num_steps_kept`` are [B] int64 steps before a row was aborted, very large where it was not.
     """
 
     def __init__(
@@ -40,11 +40,12 @@ class StepRecorder:
         max_new_tokens: Sequence[int],
         temperature: float,
         on_step: Callable[[], None] = lambda: None,
+        on_first_step: Callable[[], None] = lambda: None,
     ) -> None:
         self._flags = flags
         self._max_new_tokens = torch.tensor(max_new_tokens)
         self._temperature = temperature or 1.0
-        self._on_step = on_step
+        self._on_step, self._on_first_step = on_step, on_first_step
         self._step_logprobs: Tensor | None = None
         self._sampled_logprobs: list[Tensor] = []
         self.num_steps_kept = torch.full((len(flags),), torch.iinfo(torch.int64).max)
@@ -66,6 +67,8 @@ class StepRecorder:
         self._sampled_logprobs.append(self._step_logprobs.gather(1, token_ids).squeeze(1))
         self._on_step()
         num_steps = len(self._sampled_logprobs)
+        if num_steps == 1:
+            self._on_first_step()
         ends = self._max_new_tokens <= num_steps
         aborted = torch.tensor([flag.is_set() for flag in self._flags])
         if aborted.any():
@@ -98,6 +101,7 @@ class GenerationModel:
         self._seed = seed
         self._on_step = on_step
         self._model: Any = None
+        self._held: dict[str, Tensor] = {}
         self._released: dict[torch.nn.Parameter, torch.Size] = {}
         self._adapted = AdaptedModules()
         self._frozen = ""  # digest of the frozen weights that it holds, where it computes with adapters
@@ -115,6 +119,7 @@ class GenerationModel:
         for parameter in self._model.parameters():
             self._released.setdefault(parameter, parameter.shape)
             parameter.data = parameter.data.new_empty(0)
+        self._held.clear()
         self._adapted.remove()
         self._frozen = ""
         if self._device == "cuda":
@@ -149,7 +154,9 @@ class GenerationModel:
 
     def _checkpoint(self) -> dict[str, Tensor]:
         """The parameters by the names of the checkpoint, in which some tensors are fused and split otherwise."""
-        return revert_weight_conversion(self._model, dict(self._model.named_parameters()))
+        if not self._held:
+            self._held = revert_weight_conversion(self._model, dict(self._model.named_parameters()))
+        return self._held
 
     def _load_full(self, offer: WeightOffer) -> None:
         """Copy offered weights into the model's tensors.
@@ -182,13 +189,17 @@ class GenerationModel:
     def generate(self, requests: Sequence[SampleRequest], flags: Sequence[Event], version: int) -> list[SampleOutput]:
         """Sample all requests in one batch; their sampling options differ in ``max_new_tokens`` at most.
 
-        Each request has its flag in ``flags``, and its answer at its place in the result. Every token carries
-        ``version``, the policy version of the weights.
+        Each request has its flag in ``flags``, and its answer at its place in the result; its ``on_first_token`` is
+        called in this thread. Every token carries ``version``, the policy version of the weights.
         """
         sampling = requests[0].sampling
         max_new_tokens = [request.sampling.max_new_tokens for request in requests]
         recorder = StepRecorder(
-            flags, max_new_tokens=max_new_tokens, temperature=sampling.temperature, on_step=self._on_step
+            flags,
+            max_new_tokens=max_new_tokens,
+            temperature=sampling.temperature,
+            on_step=self._on_step,
+            on_first_step=lambda: _tell_first_tokens(requests),
         )
         input_ids, attention_mask = self._left_padded(requests)
         sequences = self._model.generate(
@@ -245,3 +256,10 @@ class GenerationModel:
             )
             for row, length in enumerate(lengths.tolist())
         ]
+
+
+def _tell_first_tokens(requests: Sequence[SampleRequest]) -> None:
+    """Every row of a batch has its first token in the same moment."""
+    for request in requests:
+        if request.on_first_token is not None:
+            request.on_first_token()

@@ -49,6 +49,10 @@ async def test_pools_take_turns_step_by_step():
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
+        (
+            ["rollout_fleet.num_engines={min: 1, max: 2}"],
+            "num_engines must be a number with placement.co",
+        ),
         (["rollout_fleet.num_engines=2"], "learner.num_ranks must equal rollout_fleet.num_engines"),
         (["rollout_fleet.device=cuda"], "learner.device and rollout_fleet.device must be the same"),
     ],

@@ -159,6 +159,9 @@ class ScriptedFleet:
             self.loaded.append(version)
             await self.buffer.loaded(version, self.load_s)
 
+    def engines(self):
+        return ["0"]
+
     async def counters(self):
         return FleetCounts(tokens_generated=self.tokens_generated, tokens_in_flight=0)
 

@@ -94,7 +94,8 @@ async def test_an_evaluation_between_keeps_to_its_share_of_engines_and_slots():
     config = compose_run(["rollout_fleet.groups_in_flight=4", "algorithm.samples_per_prompt=6"])
     expected = {1: (1, 6), 2: (1, 12), 4: (1, 24), 6: (1, 24), 8: (2, 24), 9: (2, 24)}
     for number, (engines, slots) in expected.items():
-        assert (num_pinned_engines(config, number), slots_of_evaluation(config, number)) == (engines, slots)
+        assert num_pinned_engines(config.evaluation.share, number) == engines
+        assert slots_of_evaluation(config, number) == slots
         assert number == 1 or engines <= 0.25 * number or engines == 1
         assert engines * slots <= 0.25 * number * 24
     fleet = Engines("0")

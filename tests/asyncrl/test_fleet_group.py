@@ -12,18 +12,21 @@ from asyncrl.controller.cluster import AllOf
 from asyncrl.controller.fleet_group import FleetGroup
 from asyncrl.controller.run_folder import RunPaths
 from asyncrl.protocol import remote
-from asyncrl.protocol.errors import DeadlineError, EngineLost, RewardError, WorkerDiedError
+from asyncrl.protocol.errors import DeadlineError, EngineLost, MembershipRefused, RewardError, WorkerDiedError
 from rollout_fleet.metrics import FleetMeter
 
 pytestmark = [pytest.mark.timeout(30), pytest.mark.usefixtures("virtual_time")]
 
 
 class Workers:
-    """Stands in for the worker group; its calls take ``takes_s``, and `counters` never answers where it ``hangs``.
+    """Stands in for the places and workers; calls take ``takes_s``, and `counters` never answers where it ``hangs``.
 
     Attributes:
         deaths: By rank, what ends the worker's life.
         replaced: Ranks, in the order in which their workers were replaced.
+        full: Whether no node has room, until `make_room`.
+        closed: Ranks whose places were given back.
+        made_with: What the last worker was made with.
         calls: Rank and method of every call but `counters`.
     """
 
@@ -35,6 +38,11 @@ class Workers:
         self.calls = []
         self.run_error = None
         self.said = []
+        self.full = None
+        self.closed = []
+        self.supplied = []
+        self.made_with = {}
+        self.lives = {}
 
     def execute_rank_async(self, rank, method, *arguments):
         if method != "counters":
@@ -46,11 +54,27 @@ class Workers:
 
     def die(self, rank, error):
         self.death_of(rank).set_exception(error)
+        self.death_of(rank).exception()  # nobody may have called it
 
-    def replace_worker(self, rank):
+    def fill(self):
+        self.full = asyncio.Event()
+
+    async def node_of(self, rank, wanted=""):
+        if self.full is not None:
+            await self.full.wait()
+        return wanted or f"node-{rank}"
+
+    def replace_worker(self, rank, **made_with):
         self.replaced.append(rank)
         self.deaths.pop(rank, None)
+        self.lives.pop(rank, None)
         self.hangs = False
+        self.made_with = made_with
+
+    def close(self, rank):
+        self.closed.append(rank)
+        if not self.death_of(rank).done():
+            self.die(rank, WorkerDiedError(f"rank {rank} was killed"))
 
     async def _unless_dead(self, death, work):
         task = asyncio.ensure_future(work)
@@ -65,7 +89,8 @@ class Workers:
         return [(prompt, version, num_samples) for prompt in prompts]
 
     async def run(self, rank):
-        await asyncio.sleep(self.takes_s)
+        left = self.lives.setdefault(rank, asyncio.Event())
+        await asyncio.wait({asyncio.ensure_future(left.wait())}, timeout=self.takes_s)
         if self.run_error is not None:
             raise self.run_error
         return FleetMeter().counters()
@@ -79,8 +104,10 @@ class Workers:
     async def next_note(self, rank, num_heard):
         await asyncio.Event().wait()
 
-    def execute_all_async(self, method):
-        return []
+    async def leave(self, rank):
+        await asyncio.sleep(1.0)
+        self.lives[rank].set()
+        return await self.counters(rank)
 
     def shutdown(self):
         pass
@@ -121,14 +148,21 @@ def fleet_of(monkeypatch, tmp_path):
     """Return a maker of a fleet with these workers."""
 
     def make(workers, *options):
-        monkeypatch.setattr(fleet_group, "RayWorkerGroup", lambda *_, **__: workers)
+        monkeypatch.setattr(fleet_group, "EnginePlaces", lambda *_, **__: workers)
+
+        async def supply(node_id):
+            workers.supplied.append(node_id)
+            return f"/models/of/{node_id}"
+
         workers.graves = Graves()
         role = SimpleNamespace(client=None)
         connection = SimpleNamespace(for_role=lambda _: role, client=lambda: workers.graves)
         folders = dict.fromkeys(("logs", "snapshots", "staging", "samples", "tokens", "checkpoints"), tmp_path)
         paths = RunPaths(**folders, trajectories=None)
-        options = ["buffer.request_timeout_s=0.1", "rollout_fleet.load_timeout_s=0.1", *options]
-        return FleetGroup(compose_run(options), buffer=connection, paths=paths, pool=object(), say=workers.said.append)
+        short = ["buffer.request_timeout_s=0.1", "rollout_fleet.load_timeout_s=0.1", "ray.start_timeout_s=10"]
+        options = [*short, *options]
+        said = workers.said.append
+        return FleetGroup(compose_run(options), buffer=connection, paths=paths, pool=object(), say=said, supply=supply)
 
     return make
 
@@ -269,3 +303,156 @@ async def test_a_wait_for_several_groups_names_all_that_are_late(monkeypatch):
     monkeypatch.setattr(remote, "late_workers", lambda refs: f"late: {refs}, last lines of {Path('actor.log')}")
     with pytest.raises(DeadlineError, match=r"the learner's models; .*late: \['actor-0', 'critic-0'\], last lines of"):
         await remote.within(AllOf([Call(["actor-0"]), Call(["critic-0"])]), 0.05, "the learner's models", "an.option")
+
+
+ELASTIC = "rollout_fleet.num_engines={min: 1, max: 3}"
+
+
+async def started(fleet, workers):
+    """The fleet's `run`, once all that comes by itself has come or has been given up."""
+    workers.takes_s = 0.1
+    await fleet.start()
+    workers.takes_s = 1e4
+    run = asyncio.create_task(fleet.run())
+    await asyncio.sleep(12)
+    return run
+
+
+async def test_a_run_begins_with_the_fewest_engines_and_takes_the_others_when_they_have_a_place(fleet_of):
+    workers = Workers()
+    workers.fill()
+    fleet = fleet_of(workers, ELASTIC, "placement.num_nodes=2", "placement.autoscale=true")
+    run = await started(fleet, workers)
+    assert fleet.engines() == ["0"]
+    assert workers.said.count("rollout worker 1 waits for a place: no node has room for it") == 1
+    assert fleet.describe().splitlines()[:2] == ["0: serves", "1: coming, pending"]
+    workers.takes_s = 1.0
+    workers.full.set()
+    await asyncio.sleep(5)
+    assert (fleet.engines(), workers.supplied) == (["0", "1", "2"], ["node-1", "node-2"])
+    assert workers.made_with == {"model_path": "/models/of/node-2"}
+    assert "rollout worker 2 has joined; 3 engines are there" in workers.said
+    assert "no rollout engine is up; training waits" not in workers.said
+    run.cancel()
+
+
+async def test_engines_that_find_no_place_at_the_start_do_not_come_and_join_later(fleet_of):
+    workers = Workers(takes_s=1.0)
+    workers.fill()
+    fleet = fleet_of(workers, ELASTIC)
+    run = await started(fleet, workers)
+    workers.takes_s = 0.1
+    assert "rollout worker 1 did not join: no node had room for rollout worker 1 within ray.start_time" in str(
+        workers.said
+    )
+    with pytest.raises(MembershipRefused, match=r"1 of 1 engines did not join: no node had room .*start Ray on"):
+        await fleet.join(1)
+    workers.full.set()
+    assert await fleet.join(2, node="node-b") == "joined: rollout worker 4, 5"
+    assert (fleet.engines(), workers.supplied) == (["0", "4", "5"], ["node-b", "node-b"])
+    with pytest.raises(MembershipRefused, match="allows 3 engines"):
+        await fleet.join(1)
+    run.cancel()
+
+
+async def test_who_leaves_hands_on_what_it_has_and_counts_with_what_it_has_done(fleet_of):
+    workers = Workers()
+    fleet = fleet_of(workers, ELASTIC)
+    run = await started(fleet, workers)
+    before = await fleet.counters()
+    leaving = asyncio.create_task(fleet.leave(0))
+    await asyncio.sleep(0.5)
+    assert (fleet.engines(), fleet.describe().splitlines()[0]) == (["1", "2"], "0: leaving, draining")
+    with pytest.raises(MembershipRefused, match="leaving already"):
+        await fleet.leave(0)
+    assert await leaving == "rollout worker 0 has left"
+    assert (workers.closed, workers.graves.buried, workers.replaced) == ([0], [], [1, 2])
+    assert (await fleet.counters()).tokens_generated == before.tokens_generated == 300
+    assert await fleet.leave(2) == "rollout worker 2 has left"
+    with pytest.raises(MembershipRefused, match="rollout worker 1 must stay: 0 engines would be left"):
+        await fleet.leave(1)
+    with pytest.raises(EngineLost, match="rollout worker 0 has left"):
+        await fleet.answer("0", [], version=0, num_samples=1)
+    workers.takes_s = 1.0
+    assert await fleet.join(1) == "joined: rollout worker 0"
+    assert (await fleet.drain()).tokens_generated == 400
+    assert not run.done()
+    run.cancel()
+
+
+async def test_a_worker_that_dies_while_it_leaves_has_left_and_is_buried(fleet_of):
+    workers = Workers()
+    fleet = fleet_of(workers, ELASTIC)
+    run = await started(fleet, workers)
+    leaving = asyncio.create_task(fleet.leave(1))
+    await asyncio.sleep(0.5)
+    workers.die(1, WorkerDiedError("rank 1 died of its own"))
+    assert await leaving == "rollout worker 1 has left"
+    await asyncio.sleep(1)
+    assert (workers.replaced, workers.graves.buried, fleet.engines()) == ([1, 2], ["worker-1-1"], ["0", "2"])
+    assert (await fleet.counters()).tokens_generated == 200 + 70
+    assert not run.done()
+    run.cancel()
+
+
+async def test_one_that_waits_for_a_place_is_withdrawn_by_leave_and_at_the_end(fleet_of):
+    workers = Workers()
+    workers.fill()
+    fleet = fleet_of(workers, ELASTIC, "placement.num_nodes=2", "placement.autoscale=true")
+    run = await started(fleet, workers)
+    assert await fleet.leave(1) == "rollout worker 1 does not come"
+    assert fleet.describe().endswith("1 more may join")
+    counts = await asyncio.wait_for(fleet.drain(), 10)
+    assert (counts.tokens_generated, fleet.describe().splitlines()[0]) == (100, "0: serves")
+    with pytest.raises(MembershipRefused, match="the run is ending"):
+        await fleet.join(1)
+    run.cancel()
+
+
+async def test_a_worker_whose_node_died_waits_for_another_place_as_long_as_it_takes(fleet_of):
+    workers = Workers()
+    fleet = fleet_of(workers, TWO)
+    run = await started(fleet, workers)
+    workers.fill()
+    workers.die(1, WorkerDiedError("rank 1 died: its node is dead"))
+    await asyncio.sleep(30)
+    assert (fleet.engines(), workers.graves.buried) == (["0"], ["worker-1-0"])
+    assert "rollout worker 1 waits for a place: no node has room for it" in workers.said
+    workers.takes_s = 1.0
+    workers.full.set()
+    await asyncio.sleep(10)
+    assert (fleet.engines(), workers.made_with) == (["0", "1"], {"model_path": "/models/of/node-1"})
+    assert not run.done()
+    run.cancel()
+
+
+async def test_training_without_engines_goes_on_when_one_joins_and_ends_at_its_deadline_otherwise(fleet_of):
+    workers = Workers(takes_s=1.0)
+    options = ("rollout_fleet.restarts=0", "rollout_fleet.no_engine_timeout_s=50", "rollout_fleet.engine=sglang")
+    fleet = fleet_of(workers, "rollout_fleet.num_engines={min: 1, max: 1}", *options)
+    await fleet.start()
+    workers.takes_s = 1e4
+    run = asyncio.create_task(fleet.run())
+    for _ in range(2):
+        await asyncio.sleep(10)
+        workers.takes_s = 1.0
+        workers.die(0, EngineLost("sglang-0 died"))
+        await asyncio.sleep(40)
+        assert not run.done()
+        assert await fleet.join(1) == "joined: rollout worker 0"
+        workers.takes_s = 1e4
+    await asyncio.sleep(60)
+    paused = [words for words in workers.said if "training" in words]
+    assert paused == ["no rollout engine is up; training waits", "training goes on"] * 2
+    workers.die(0, EngineLost("sglang-0 died"))
+    words = r"0 of 0 rollout engines are left, .*min_engines is 1. Training waited .*no_engine_timeout_s=50 s"
+    with pytest.raises(EngineLost, match=words):
+        await asyncio.wait_for(run, 51)
+
+
+async def test_a_fleet_of_a_fixed_size_lets_nobody_join_or_leave(fleet_of):
+    fleet = fleet_of(Workers(), TWO)
+    await fleet.start()
+    for asked in (fleet.join(1), fleet.leave(0)):
+        with pytest.raises(MembershipRefused, match=r"an elastic fleet only, .*num_engines=\{min: 2, max: 4\}"):
+            await asked

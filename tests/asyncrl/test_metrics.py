@@ -26,11 +26,11 @@ from asyncrl.metrics.terminal import sparkline
 from asyncrl.protocol.types import AnsweredPrompt, TokenAccount
 
 
-def make_record(step):
+def make_record(step, reward=0.25):
     return StepRecord(
         step=step,
         time_s=0.5 * (step + 1),
-        reward=0.25,
+        reward=reward,
         reward_std=0.5,
         equal_reward_groups=0.5,
         truncated_samples=0.0,
@@ -72,6 +72,31 @@ def test_a_step_is_one_line_of_json_and_tensorboard_events(tmp_path):
     assert [line["step"] for line in lines] == [0, 1]
     assert (lines[0]["learner.loss"], lines[0]["reward.format"]) == (-0.5, 0.125)
     assert any((tmp_path / "tensorboard").iterdir())
+
+
+def test_a_learner_that_went_back_leaves_each_step_and_evaluation_once_and_what_was_lost_apart(tmp_path):
+    writer = MetricsWriter(tmp_path)
+
+    def evaluate(version):
+        writer.evaluation(Evaluation(sampled=0.25, greedy=0.75, num_prompts=256, policy_version=version))
+
+    evaluate(0)
+    for step in range(4):
+        writer.write(make_record(step, reward=0.25))
+    for version in (2, 3):
+        evaluate(version)
+    for step in (2, 3, 4):
+        writer.write(make_record(step, reward=0.5))
+    writer.close()
+
+    def lines_of(name, *keys):
+        lines = [json.loads(line) for line in (tmp_path / name).read_text().splitlines()]
+        return [tuple(line[key] for key in keys) for line in lines]
+
+    assert lines_of("metrics.jsonl", "step", "reward") == [(0, 0.25), (1, 0.25), (2, 0.5), (3, 0.5), (4, 0.5)]
+    assert lines_of("metrics.lost.jsonl", "step", "reward") == [(2, 0.25), (3, 0.25)]
+    assert lines_of("evaluations.jsonl", "policy_version") == [(0,), (2,)]
+    assert lines_of("evaluations.lost.jsonl", "policy_version") == [(3,)]
 
 
 def test_an_evaluation_is_one_line_of_json_and_a_point_at_its_version(tmp_path):

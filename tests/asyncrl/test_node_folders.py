@@ -1,11 +1,14 @@
 """What reaches the other nodes of a cluster, and what comes back; folders of this machine are their file systems."""
 
+import asyncio
 import stat
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+from ray.exceptions import RayActorError
 
-from asyncrl.config import RunConfig
+from asyncrl.config import ModelConfig, RunConfig, Transport, WeightsConfig
 from asyncrl.controller import node_folders
 from asyncrl.controller.node_folders import NodeFiles, NodeFolders
 from asyncrl.protocol.errors import AsyncRLError
@@ -92,7 +95,7 @@ async def test_keys_reach_a_node_readable_by_their_owner_only_and_no_others(fold
     config = RunConfig()
     assert (await folders.supply(config, keys=str(tmp_path / "run" / "keys"), resumes=False)) == config
     there = nodes["10.0.0.2"].file(tmp_path / "run" / "keys")
-    assert sorted(path.name for path in there.iterdir()) == ["learner.json", "rollout.json"]
+    assert sorted(path.name for path in there.iterdir()) == ["learner.json", "rollout.json", "store.json"]
     assert {stat.S_IMODE(path.stat().st_mode) for path in there.iterdir()} == {0o600}
     assert stat.S_IMODE(there.stat().st_mode) == 0o700
 
@@ -160,3 +163,46 @@ async def test_a_run_of_one_node_asks_nobody(tmp_path):
     assert await alone.supply(config, keys="", resumes=True) is config
     assert await alone.bring(tmp_path / "policy", "start") == tmp_path / "policy"
     await alone.close()
+
+
+async def test_a_node_that_comes_later_gets_the_model_and_the_keys_of_the_others(folders, nodes, tmp_path, monkeypatch):
+    model, keys = make_model(tmp_path / "model"), tmp_path / "run" / "keys"
+    make_keys(keys)
+    make_model(nodes["10.0.0.2"].file(model))
+    config = replace(RunConfig(), model=ModelConfig(path=str(model)))
+    assert (await folders.supply(config, keys=str(keys), resumes=False)).model.path == str(model)
+    late, made = Node(tmp_path / "late"), []
+
+    def make(node_id):
+        made.append(node_id)
+        return "10.0.0.3", late
+
+    monkeypatch.setattr(folders, "_make", make)
+    first, second = await asyncio.gather(folders.admit("c3"), folders.admit("c3"))
+    assert first == second == str(tmp_path / "run" / "model")
+    assert (late.file(first) / "model.safetensors").read_text() == "weights of twenty bytes"
+    assert "rollout.json" in {path.name for path in late.file(keys).iterdir()}
+    assert (made, folders.apart) == (["c3"], ["10.0.0.2", "10.0.0.3"])
+
+
+async def test_a_node_that_comes_back_under_its_address_is_supplied_again(folders, nodes, tmp_path, monkeypatch):
+    model = make_model(tmp_path / "model")
+    config = replace(RunConfig(), model=ModelConfig(path=str(model)))
+    path = (await folders.supply(config, keys="", resumes=False)).model.path
+    nodes["10.0.0.2"].error = RayActorError()
+    await folders.collect()
+    assert folders.apart == []
+    back = Node(tmp_path / "back")
+    monkeypatch.setattr(folders, "_make", lambda node_id: ("10.0.0.2", back))
+    assert await folders.admit("b2") == path
+    assert (back.file(path) / "config.json").read_text() == "{}"
+
+
+async def test_a_node_that_does_not_see_a_folder_that_must_be_shared_is_not_used(folders, tmp_path, monkeypatch):
+    weights = WeightsConfig(transport=Transport.file, directory=str(tmp_path / "weights"))
+    alone = NodeFolders(tmp_path / "run", {}, timeout_s=1.0, known=["own"])
+    await alone.supply(replace(RunConfig(), weights=weights), keys="", resumes=False)
+    monkeypatch.setattr(alone, "_make", lambda node_id: ("10.0.0.3", Node(tmp_path / "late")))
+    with pytest.raises(ValueError, match=r"weights.directory must be on a file system .* which 10.0.0.3 cannot see"):
+        await alone.admit("c3")
+    assert await alone.admit("own") == ""

@@ -5,7 +5,7 @@ from dataclasses import fields
 import pytest
 
 from asyncrl.config import RunConfig, Transport, check_options
-from asyncrl.controller.cluster import check_nodes, engine_pool, node_shares, worker_env
+from asyncrl.controller.cluster import check_nodes, engine_pool, node_shares, pool_of_one, worker_env
 from asyncrl.placement_config import PlacementConfig, RayConfig, Strategy
 from learner.config import Device
 from rollout_fleet.config import SGLangConfig
@@ -47,6 +47,38 @@ def test_a_run_on_several_nodes_that_names_what_they_share_is_let_through(weight
 def test_what_only_one_node_has_is_refused_by_name(sections, words):
     with pytest.raises(ValueError, match=words):
         check_options(config_of(**sections))
+
+
+@pytest.mark.parametrize(
+    ("sections", "words"),
+    [
+        (
+            {"placement": {"num_nodes": 2, "autoscale": True}},
+            r"num_engines must be \{min: N, max: M\} .*got 1: a f",
+        ),
+        (
+            {"placement": {"num_nodes": 1, "autoscale": True}, "rollout_fleet": {"num_engines": {"min": 1, "max": 2}}},
+            "placement.num_nodes must be > 1 with placement.autoscale=true, got 1: the run would use no node",
+        ),
+    ],
+)
+def test_a_run_that_could_use_no_further_node_asks_for_none(sections, words):
+    with pytest.raises(ValueError, match=words):
+        check_options(config_of(weights=FILE, **sections))
+
+
+def test_only_the_engines_that_a_run_starts_with_must_fit_the_nodes():
+    config = config_of(weights=FILE, rollout_fleet={"num_engines": {"min": 1, "max": 9}})
+    check_nodes(config, {"10.0.0.1": {"CPU": 1.0}, "10.0.0.2": {"CPU": 1.0}})
+    assert engine_pool(config).store == [1]
+
+
+def test_an_engine_that_joins_is_placed_by_itself_on_no_full_node_or_where_it_is_asked_for():
+    config = on_gpus(engine_labels={"pool": "inference"}, engines_per_node=2)
+    pool = pool_of_one(config, node_id="", full={"b", "a"})
+    assert (pool.store, pool.bundle()) == ([1], {"CPU": 1.0, "GPU": 2.0})
+    assert pool.labels == {"pool": "inference", "ray.io/node-id": "!in(a,b)"}
+    assert pool_of_one(config, node_id="c", full={"a"}).labels["ray.io/node-id"] == "c"
 
 
 def test_options_for_several_nodes_are_refused_on_one():

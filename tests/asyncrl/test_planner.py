@@ -7,8 +7,8 @@ import pytest
 
 from asyncrl.cli import plan_command
 from asyncrl.cli.compose import compose_run, dump_yaml, read_config
-from asyncrl.profile.advice import Health, advise
-from asyncrl.profile.calibration import calibrate
+from asyncrl.profile.advice import Advice, Health, advice_file, advise, read_advice
+from asyncrl.profile.calibration import calibrate, fair_shares
 from asyncrl.profile.planner import Choices, Prediction, make_plan, recommend, splits_of
 from asyncrl.profile.scenario import EngineModel, LearnerModel, LengthModel, Scenario
 from asyncrl.profile.simulator import Outcome, simulate
@@ -139,6 +139,12 @@ def test_a_serial_record_predicts_runs_with_lag(tmp_path):
         assert prediction.lag_mean == pytest.approx(real.lag_mean, abs=0.3)
 
 
+def test_what_runs_at_once_on_a_core_had_equal_shares_of_it():
+    second = 10**9
+    assert fair_shares([(0, 2 * second)], [(second, 2 * second)]) == [1.5, 0.5]
+    assert fair_shares([(0, 4), (0, 4)], [(8, 9)]) == pytest.approx([4e-9, 1e-9])
+
+
 def test_a_record_of_too_few_steps_is_refused(tmp_path):
     with pytest.raises(ValueError, match="at least 5 learner steps, got 3"):
         calibrate(record_run(tmp_path, num_steps=3), recorded_config(1))
@@ -165,9 +171,25 @@ def test_the_command_plans_from_a_run_and_leaves_what_the_report_shows(tmp_path,
     assert "recommended: buffer.max_lag=1" in page
     assert "advice: buffer.max_lag=" in page
     document = json.loads((tmp_path / "plan.json").read_text())
-    assert document["advice"].startswith("buffer.max_lag=")
+    assert document["advice"]["change"].startswith("buffer.max_lag=")
+    assert read_advice(tmp_path).to_dict() == Advice.from_dict(document["advice"]).to_dict()
     assert document["curves"][0]["points"][0].keys() == {"lag", "step_s", "max_lag", "interval"}
     assert (tmp_path / "plan.png").stat().st_size > 0
+
+
+def test_beside_a_run_only_advice_is_looked_for_under_a_limit_of_the_kernels(tmp_path, capsys, monkeypatch):
+    record_run(tmp_path, max_lag=0, **RECORDED)
+    (tmp_path / "config.yaml").write_text(dump_yaml(recorded_config(0)))
+    limits = []
+    monkeypatch.setattr(plan_command.resource, "setrlimit", lambda *limit: limits.append(limit))
+    assert plan_command.main([str(tmp_path), "--only-advice", "7", "--steps", "14"]) == 0
+    assert limits == [(plan_command.resource.RLIMIT_CPU, (7, 7))]
+    assert capsys.readouterr().out.startswith("advice: buffer.max_lag=")
+    assert json.loads(advice_file(tmp_path).read_text())["cpu_s"] > 0
+    assert not (tmp_path / "plan.json").exists()
+    monkeypatch.setattr(plan_command, "_MAX_RECORD_BYTES", 9)
+    assert plan_command.main([str(tmp_path), "--only-advice", "7"]) == 2
+    assert "more than is read beside a run" in capsys.readouterr().err
 
 
 def test_the_command_says_what_it_needs(tmp_path, capsys):

@@ -14,13 +14,15 @@ from tokenizers import Tokenizer, models
 
 from asyncrl.metrics import BUSY
 from asyncrl.profile import charts
+from asyncrl.profile.advice import Advice, advice_file
 from asyncrl.profile.attribution import Attribution
 from asyncrl.profile.live import LiveUse
 from asyncrl.profile.report import RunReport, write_report
+from asyncrl.profile.trace import Span
 from asyncrl.protocol.record import Pool
 from learner.trajectory_log import SCHEMA
 from tests.asyncrl.test_samples import keep
-from tests.support.traces import record_run
+from tests.support.traces import record_run, trace_of
 
 NUM_STEPS, GROUPS_PER_STEP = 8, 8
 
@@ -110,6 +112,30 @@ def test_a_run_before_its_first_step_has_a_page_that_says_so(tmp_path):
     assert len(document["members"]["rows"]) == 2
 
 
+def test_the_member_table_shows_states_activities_and_epochs():
+    def span(lane, start, kind="member", cause="", is_open=True):
+        return Span(lane=lane, kind=kind, start=start, end=99, cause=cause, process="rollout-0", is_open=is_open)
+
+    fleet = [(f"engine-{rank}", "capacity", 0, 8) for rank in range(4)]
+    trace = trace_of(fleet=[*fleet, ("engine-1/member", "epoch", 3, 2), ("engine-2/worker", "epoch", 3, 1)])
+    spans = (
+        span("engine-0/member", 0, cause="starting", is_open=False),
+        span("engine-0/member", 5, cause="updating"),
+        span("engine-0", 6, kind="pause"),
+        span("engine-0/worker", 5, cause="ready"),
+        span("engine-1/member", 5, cause="catching_up"),
+        span("engine-2/member", 5, cause="ready"),
+        span("engine-2/worker", 6, cause="backoff"),
+    )
+    rows = charts.members(replace(trace, spans=spans, end=99))["rows"]
+    assert [row[:3] for row in rows] == [
+        ["engine-0", "updating, loading weights", "0"],
+        ["engine-1", "catching up", "2"],
+        ["engine-2", "worker backoff", "0 (worker 1)"],
+        ["engine-3", "not noted", "0"],
+    ]
+
+
 def test_a_folder_without_a_record_is_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match="holds no record"):
         write_report(tmp_path)
@@ -170,10 +196,11 @@ def test_a_run_that_goes_on_is_read_on(tmp_path):
         live.read()
     record_run(tmp_path, num_steps=2)
     first = live.read()
-    (tmp_path / "plan.json").write_text('{"advice": "buffer.max_lag=2: 0.2 s per step"}')
+    advice = Advice(change="buffer.max_lag=2", why="w", predicted_step_s=0.2, interval=(0.1, 0.3), predicted_lag=1.0)
+    advice_file(tmp_path).write_text(json.dumps({"advice": advice.to_dict()}))
     again = live.read()
     assert (again.learner, again.fleet) == (first.learner, first.fleet)
-    assert (first.advice, again.advice) == ("", "buffer.max_lag=2: 0.2 s per step")
+    assert (first.advice, again.advice) == ("", str(advice))
 
 
 spans = st.tuples(st.integers(0, 100), st.integers(1, 30), st.integers(1, 4)).map(lambda s: (s[0], s[0] + s[1], s[2]))

@@ -3,9 +3,19 @@
 from dataclasses import replace
 
 import pytest
+import simpy
 
-from asyncrl.profile.scenario import EngineModel, LearnerModel, LengthModel, Scenario, load_spec, overrides
+from asyncrl.profile.scenario import (
+    EngineModel,
+    HostModel,
+    LearnerModel,
+    LengthModel,
+    Scenario,
+    load_spec,
+    overrides,
+)
 from asyncrl.profile.simulated_engine import SimulatedEngine, SimulatedGroup
+from asyncrl.profile.simulated_time import SharedCore
 from asyncrl.profile.simulator import Simulation, simulate
 from buffer.config import OnStale
 from rollout_fleet.config import OnUpdate
@@ -82,6 +92,44 @@ def test_a_batch_engine_writes_until_its_longest_sample_ends():
     lengths = LengthModel(recorded=[[10, 100]])
     outcome = simulate(scenario(max_lag=0, engine=engine, lengths=lengths))
     assert outcome.step_s == pytest.approx(0.5 + 100 * (0.01 + 8 * 0.001) + 2)
+
+
+def test_a_core_is_shared_equally_by_what_runs_on_it():
+    env, ends = simpy.Environment(), {}
+    core = SharedCore(env)
+    core.run(3.0, lambda: ends.setdefault("long", env.now))
+    core.run(1.0, lambda: ends.setdefault("short", env.now))
+    env.run(until=3.0)
+    core.run(0.5, lambda: ends.setdefault("late", env.now))  # 1.5 s are left of the long one
+    env.run()
+    assert ends == pytest.approx({"short": 2.0, "late": 4.0, "long": 4.5})
+    assert core.busy_s == pytest.approx(4.5)
+
+
+BATCHES = EngineModel(step_s=0.03, takes_batches=True)
+
+
+def test_two_engines_on_one_core_are_no_faster_than_one():
+    engine = EngineModel(step_s=1e-9, step_s_per_sample=0.03 / 8, takes_batches=True)
+    shared = {"max_lag": 2, "ask_s": 0.01, "engine": engine, "learner": LearnerModel(step_s=0.1)}
+    one = scenario(host=HostModel(is_shared=True), **shared)
+    assert simulate(one).step_s == pytest.approx(3.0, rel=0.05)
+    assert simulate(replace(one, num_engines=2)).step_s == pytest.approx(3.0, rel=0.1)
+    assert simulate(replace(one, num_engines=2, host=HostModel())).step_s == pytest.approx(1.5, rel=0.1)
+
+
+@pytest.mark.parametrize(("max_lag", "expected_s"), [(0, 3 + 0.25 + 0.3 + 3), (2, 3.8)])
+def test_other_work_on_the_host_costs_both_pools_where_both_are_busy(max_lag, expected_s):
+    """The engine: 3 s, four groups of 0.0625 s, 0.3 s until it asks; with a lag some of the others' 1 s."""
+    host = HostModel(is_shared=True, settle_s=0.0625, step_s=1.0)
+    work = {"engine": BATCHES, "learner": LearnerModel(step_s=3.0), "host": host}
+    outcome = simulate(scenario(max_lag=max_lag, ask_s=0.3, **work))
+    assert outcome.step_s == pytest.approx(expected_s, rel=0.05)
+
+
+def test_engines_that_do_not_take_batches_share_no_core():
+    with pytest.raises(ValueError, match=r"host.is_shared needs engine.takes_batches=true"):
+        scenario(host=HostModel(is_shared=True))
 
 
 def test_no_sample_begins_above_the_engines_limit():

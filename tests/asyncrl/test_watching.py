@@ -10,7 +10,7 @@ from rich.console import Console
 
 from asyncrl.cli.compose import compose_run
 from asyncrl.controller import watching
-from asyncrl.controller.watching import Watching
+from asyncrl.controller.watching import AdviceProcess, Watching
 from asyncrl.metrics import TerminalView, Trackers
 from tests.asyncrl.test_metrics import make_record
 from tests.support.traces import record_run
@@ -61,3 +61,43 @@ async def test_trackers_that_do_not_end_are_left(watched, monkeypatch):
     async with watched_run:
         watched_run._trackers = Trackers({"slow": SimpleNamespace(close=lambda: time.sleep(0.5))})
     assert "took longer than 0.05 s to end" in said.getvalue()
+
+
+@pytest.fixture
+def advised(tmp_path, monkeypatch):
+    """Return the looks for advice of a run whose steps take a simulated second; each look takes 3 s of CPU."""
+    (tmp_path / "logs").mkdir()
+    looks, process = [], AdviceProcess(tmp_path)
+
+    async def look():
+        looks.append(process._num_steps)
+        process._spent_s, process._next_s = process._spent_s + 3, 3
+
+    monkeypatch.setattr(process, "_look", look)
+    monkeypatch.setattr(watching, "time", SimpleNamespace(monotonic=lambda: 1000.0 + process._num_steps))
+    return process, looks
+
+
+async def test_looks_for_advice_take_a_hundredth_of_the_time(advised):
+    process, looks = advised
+    for _ in range(1300):
+        process.step()
+        await asyncio.sleep(0)
+    assert looks == [201, 601, 901, 1201]  # 2 s are expected of the first; then 3 + 3, 6 + 3, ...
+
+
+async def test_after_the_last_step_there_is_one_look_more_unless_there_were_few_steps(advised):
+    process, looks = advised
+    await process.last()
+    for _ in range(40):
+        process.step()
+    await process.last()
+    assert looks == [40]
+
+
+async def test_a_look_for_advice_that_fails_is_counted_and_costs_the_run_nothing(tmp_path, monkeypatch):
+    (tmp_path / "logs").mkdir()
+    monkeypatch.setattr(watching.sys, "executable", "/bin/false")
+    process = AdviceProcess(tmp_path)
+    await process._look()
+    assert (process._spent_s, process._next_s) == (8.0, 8.0)

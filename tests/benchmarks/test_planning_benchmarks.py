@@ -1,6 +1,7 @@
 """The benchmarks of predictions: small cases of what each of them does at length."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -31,9 +32,9 @@ def test_a_fit_takes_the_candidate_whose_worst_row_is_best():
     assert fit(candidates, lambda x, candidate: candidate["slope"] * x, {1.0: 2.0, 2.0: 4.2}) == {"slope": 2.0}
 
 
-def test_two_engines_on_one_core_are_predicted_at_half_their_speed():
-    pair = CASES[-1].scenario(Scenario(engine=EngineModel(step_s=0.03)))
-    assert (pair.num_engines, pair.engine.step_s) == (2, 0.06)
+def test_a_case_changes_the_recorded_scenario_in_its_own_options_alone():
+    recorded = Scenario(engine=EngineModel(step_s=0.03))
+    assert CASES[-1].scenario(recorded) == replace(recorded, max_lag=2, num_engines=2, num_steps=300)
 
 
 def test_a_small_system_is_simulated_and_its_first_limit_named(capsys):

@@ -224,11 +224,30 @@ def test_a_group_that_is_released_to_be_dropped_is_finished_with_all_of_its_toke
     [lease] = of.lease(0, 1, now=0.0)
     of.save(lease, Progress(num_tokens=40, oldest_version=0, newest_version=0))
     for _ in range(2):
-        of.release(0, 0, num_tokens=45, reason="reward", drop=True)
+        of.release(0, 0, num_tokens=45, reason="reward", max_failures=1)
     stats = of.stats()
     assert (stats.tokens_buffered, stats.tokens_dropped, stats.groups_dropped) == (0, {"reward": 45}, {"reward": 1})
     assert of.finished() == [(0, 1)]
     assert [each.group_id for each in of.lease(0, 1, now=0.0)] == [1]
+
+
+def test_failures_of_a_group_add_up_over_its_workers_and_nothing_else_is_one():
+    of = ledger(2, 1, lease_s=10.0)
+    [lease] = of.lease(0, 1, owner=b"first", now=0.0)
+    assert not of.release(0, 0, num_tokens=5, reason="reward", max_failures=3)
+    of.lease(0, 1, owner=b"second", now=0.0)
+    of.expire(now=11.0)
+    of.lease(0, 1, owner=b"second", now=11.0)
+    assert not of.release(0, 2, num_tokens=5, reason="stopped")
+    of.lease(0, 1, owner=b"second", now=11.0)
+    assert not of.release(0, 3, num_tokens=5, reason="reward", max_failures=3)
+    restarted = DrivenLedger(of.rule)
+    restarted.restore(of.snapshot())
+    for each in (of, restarted):
+        [last] = each.lease(0, 1, owner=b"third", now=11.0)
+        assert (last.group_id, last.attempt) == (lease.group_id, 4)
+        assert each.release(0, 4, num_tokens=5, reason="reward", max_failures=3)
+        assert each.stats().groups_dropped == {"reward": 1}
 
 
 def test_a_commit_that_breaks_the_bound_is_refused_before_anything_changes():
@@ -377,7 +396,7 @@ def test_what_a_given_up_straggler_had_saved_counts_as_dropped_though_its_worker
 
 def test_a_snapshot_of_another_format_is_refused_by_name():
     of = ledger(1, 1)
-    with pytest.raises(ValueError, match="snapshot has format=1, expected 6"):
+    with pytest.raises(ValueError, match="snapshot has format=1, expected 7"):
         ledger(1, 1).restore({**of.snapshot(), "format": 1})
 
 

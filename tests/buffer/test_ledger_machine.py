@@ -65,6 +65,7 @@ class LedgerMachine(RuleBasedStateMachine):
         filters=st.sampled_from([[], ["equal_rewards"]]),
         max_bytes=st.sampled_from([0, 10, 20, 40]),
         num_stores=st.integers(1, 2),
+        joining=st.booleans(),
     )
     def start(
         self,
@@ -75,15 +76,17 @@ class LedgerMachine(RuleBasedStateMachine):
         filters: list[str],
         max_bytes: int,
         num_stores: int,
+        joining: bool,
     ) -> None:
-        self.max_bytes, self.num_stores = max_bytes, num_stores
+        self.max_bytes, self.joining = max_bytes, joining
         self.max_lag, self.size, self.on_stale, self.filters = max_lag, groups_per_step, on_stale, filters
         rule = StalenessRule(max_lag=max_lag, groups_per_step=groups_per_step)
-        self.memory = {"max_bytes": max_bytes, "num_stores": num_stores}
+        self.memory = {"max_bytes": max_bytes, "num_stores": 0 if joining else num_stores}
         self.new_ledger = lambda: DrivenLedger(
             rule, on_stale=on_stale, order=order, lease_s=LEASE_S, filters=filters, **self.memory
         )
         self.places: dict[int, int] = {}
+        self.hosts: dict[int, str] = {} if joining else dict.fromkeys(range(num_stores), "")
         self.lost_prefixes: set[tuple[int, int]] = set()
         self.ledger = self.new_ledger()
         self.ledger.log = self.log = RecordedCommands()
@@ -104,6 +107,28 @@ class LedgerMachine(RuleBasedStateMachine):
         self.stored: dict[int, tuple[GroupSummary, int]] = {}
         self.planned: dict[int, list[int]] = {}
         self.consumed: dict[int, GroupSummary] = {}
+        for host in "ab"[:num_stores] * joining:
+            self.a_store_joins(host)
+
+    @precondition(lambda self: self.joining and len(self.hosts) < 4)
+    @rule(host=st.sampled_from("abc"))
+    def a_store_joins(self, host: str) -> None:
+        number = self.ledger.add_store(host)
+        assert number not in {*self.hosts, *self.places.values()}
+        self.hosts[number] = host
+
+    @precondition(lambda self: len(self.hosts) > 1 and self.joining)
+    @rule(data=st.data())
+    def a_store_is_gone(self, data: st.DataObject) -> None:
+        """Its groups are queued again, but for those of a planned batch."""
+        number = data.draw(st.sampled_from(sorted(self.hosts)))
+        planned = {group_id for ids in self.planned.values() for group_id in ids}
+        lost = {group_id for group_id in self.stored if self.places[group_id] == number} - planned
+        assert set(self.ledger.drop_store(number).group_ids) == lost
+        assert not self.ledger.drop_store(number).is_new
+        del self.hosts[number]
+        for group_id in lost:
+            del self.stored[group_id]
 
     # What may happen
 
@@ -196,18 +221,19 @@ class LedgerMachine(RuleBasedStateMachine):
 
     def _reserve(self, lease: GrantedLease) -> bool:
         """Ask for room; whether there is any now. Who gives way for it is due later, or only a saved prefix."""
-        size = self._size(lease.group_id)
+        size, host = self._size(lease.group_id), "ab"[lease.group_id % 2]
+        near = {number for number in self.hosts if self.hosts[number] == host}
+        has_near = any(self._held(number) + size <= self.max_bytes or not self.max_bytes for number in near)
         may_move = bool(self.planned) or self.ledger.can_plan()
         try:
-            reserved = self.ledger.reserve(lease, size)
+            reserved = self.ledger.reserve(lease, size, host=host)
         except StoreFull:
             due_first = [group_id for group_id, (_, deadline) in self.stored.items() if deadline <= lease.deadline]
-            held = [
-                sum(self._size(g) for g in due_first if self.places[g] == place) for place in range(self.num_stores)
-            ]
+            held = [sum(self._size(g) for g in due_first if self.places[g] == place) for place in self.hosts]
             assert may_move or min(held) + size > self.max_bytes, "the groups that are due first would have fitted"
             return False
         assert not (may_move and reserved.evicted)
+        assert not has_near or reserved.store in near, "what fits there goes to the store of its host"
         for group_id in reserved.evicted:
             if group_id in self.running:
                 other, _ = self.running[group_id]
@@ -220,13 +246,14 @@ class LedgerMachine(RuleBasedStateMachine):
         assert self.ledger.reserve(lease, size) == Reserved(store=reserved.store), "the bytes are on their way there"
         return True
 
+    def _held(self, place: int) -> int:
+        return sum(self._size(group_id) for group_id in self.stored if self.places[group_id] == place)
+
     @invariant()
     def no_store_holds_more_than_its_bound(self) -> None:
         if not self.max_bytes:
             return
-        for place in range(self.num_stores):
-            held = sum(self._size(group_id) for group_id in self.stored if self.places[group_id] == place)
-            assert held <= self.max_bytes
+        assert all(self._held(place) <= self.max_bytes for place in self.hosts)
 
     @precondition(lambda self: self.running)
     @rule(data=st.data(), num_tokens=st.integers(0, 50))

@@ -15,8 +15,16 @@ from hypothesis import strategies as st
 
 from asyncrl.protocol.errors import DeadlineError, NotAllowed, RateExceeded, ReplayBufferError, WireError, WrongEpoch
 from asyncrl.protocol.types import BufferStats
-from buffer import BufferClient, BufferConfig, BufferProcess, SyncBufferClient, client_keys, make_keys, messages
-from buffer.client import BufferConnection
+from buffer import (
+    BufferClient,
+    BufferConfig,
+    BufferConnection,
+    BufferProcess,
+    SyncBufferClient,
+    client_keys,
+    make_keys,
+    messages,
+)
 from buffer.keys import BufferRole
 from buffer.messages import PROTOCOL_VERSION, Message
 from buffer.server import BufferServer
@@ -53,8 +61,8 @@ async def test_a_server_makes_the_keys_where_there_are_none_and_says_how_to_reac
             client = process.connection.client()
             assert (await client.stats()).learner_version == 0
             await client.close()
-            stranger = BufferClient(process.address, request_timeout_s=0.5)
-            with pytest.raises(DeadlineError, match="refuses this client's key"):
+            stranger = BufferClient(process.address, request_timeout_s=60)
+            with pytest.raises(NotAllowed, match="refuses this client's key"):
                 await stranger.stats()
             await stranger.close()
     assert (tmp_path / "keys" / "rollout.json").stat().st_mode & 0o777 == 0o600
@@ -153,18 +161,30 @@ async def test_an_unknown_key_and_no_key_are_refused_and_the_unknown_key_is_coun
     make_keys(tmp_path / "run")
     make_keys(tmp_path / "other")
     known, other = (client_keys(tmp_path / name, CONTROLLER) for name in ("run", "other"))
-    stranger = type(other)(public=other.public, secret=other.secret, server_public=known.server_public)
+    stranger = replace(other, server_public=known.server_public)
     async with running(keys=str(tmp_path / "run")) as run:
         for keys in (stranger, None):
-            with pytest.raises(DeadlineError, match="refuses this client's key"):
-                await run.client(keys=keys, request_timeout_s=0.5).stats()
+            with pytest.raises(NotAllowed, match="refuses this client's key"):
+                await run.client(keys=keys, request_timeout_s=60).stats()
         assert run.server.counters()["unknown_keys"] >= 1
         assert (await run.client(keys=known).stats()).learner_version == 0
 
 
+async def test_keys_are_refused_at_once_where_there_are_none_and_those_of_another_run_by_their_deadline(tmp_path: Path):
+    make_keys(tmp_path / "run")
+    make_keys(tmp_path / "other")
+    known, other = (client_keys(tmp_path / name, CONTROLLER) for name in ("run", "other"))
+    async with running() as run:
+        with pytest.raises(NotAllowed, match="none to a run without"):
+            await run.client(keys=known, request_timeout_s=60).stats()
+    async with running(keys=str(tmp_path / "run")) as run:
+        with pytest.raises(DeadlineError, match="the keys of another run"):
+            await run.client(keys=other, request_timeout_s=0.3).stats()
+
+
 def test_key_files_belong_to_their_owner_only(tmp_path: Path):
     make_keys(tmp_path)
-    for name in ("server", *BufferRole):
+    for name in ("server", "store", *BufferRole):
         assert (tmp_path / f"{name}.json").stat().st_mode & 0o777 == 0o600
     (tmp_path / "rollout.json").chmod(0o644)
     with pytest.raises(ValueError, match=r"rollout.json is readable by others \(mode 644\)"):

@@ -10,10 +10,9 @@ import psutil
 import pytest
 
 from asyncrl.protocol.errors import LeaseExpired, UnknownGroup
-from buffer import BufferConfig, BufferProcess, Durability, SyncBufferClient
+from buffer import BufferConfig, BufferProcess, BufferSupervisor, Durability, SyncBufferClient
 from buffer.client import BufferClient
 from buffer.client_socket import ClientSocket
-from buffer.store_servers import StoreServers
 from tests.support.buffer_groups import prompt, rollout, running
 
 
@@ -55,7 +54,7 @@ async def test_store_servers_end_with_the_ledgers_server(tmp_path: Path):
         await client.enqueue([prompt(0)])
         [lease] = await client.lease(0, 1)
         await client.put(rollout(lease))
-        stores = [link.address for link in await client._stores("put")]
+        stores = await stores_of(client)
         await client.close()
         process.process.kill()
         process.process.wait()
@@ -64,6 +63,10 @@ async def test_store_servers_end_with_the_ledgers_server(tmp_path: Path):
         with pytest.raises(Exception, match="no answer"):
             await link.request("fetch", {"groups": [], "attempts": []})
         link.close()
+
+
+async def stores_of(client: BufferClient) -> list[str]:
+    return [store["address"] for store in (await client.inspect())["stores"]]
 
 
 async def put_one(client: BufferClient) -> None:
@@ -77,8 +80,8 @@ async def test_a_dead_store_server_that_may_not_be_restarted_ends_the_ledgers_se
     with BufferProcess(config, groups_per_step=1, log_path=tmp_path / "log") as process:
         client = BufferClient(process.address, request_timeout_s=5.0)
         await put_one(client)
-        [store, _] = await client._stores("put")
-        os.kill(pid_listening_at(store.address), signal.SIGKILL)
+        [store, _] = await stores_of(client)
+        os.kill(pid_listening_at(store), signal.SIGKILL)
         assert await asyncio.to_thread(process.process.wait, 60) == 1
         assert "store server 0" in process.log_tail()
         assert "its payloads are lost, buffer.durability=disk would keep them" in process.log_tail()
@@ -93,8 +96,8 @@ async def test_the_groups_of_a_store_server_in_memory_that_died_are_generated_ag
         for lease in (first, second, third):
             await client.put(rollout(lease))
         assert [group.group_id for group in (await client.plan(0)).groups] == [0, 1]
-        [store] = await client._stores("put")
-        os.kill(pid_listening_at(store.address), signal.SIGKILL)
+        [store] = await stores_of(client)
+        os.kill(pid_listening_at(store), signal.SIGKILL)
         [again] = await client.lease(0, 1)
         assert (again.prompt.group_id, again.attempt) == (2, 1)
         assert (await client.stats()).tokens_dropped == {"store_lost": 5}
@@ -111,11 +114,11 @@ async def test_a_store_server_on_disk_is_started_again_where_it_was_and_its_payl
     with BufferProcess(config, groups_per_step=1, log_path=tmp_path / "log") as process:
         client = BufferClient(process.address, request_timeout_s=20.0)
         await put_one(client)
-        [store, _] = await client._stores("put")
-        os.kill(pid_listening_at(store.address), signal.SIGKILL)
+        [store, _] = await stores_of(client)
+        os.kill(pid_listening_at(store), signal.SIGKILL)
         [group] = await client.fetch([0])
         assert group.group_id == 0
-        assert "it is started again where it was" in process.log_tail()
+        assert "it was started again at" in process.log_tail()
         await client.plan(0)
         assert (await client.commit(0)).stored_bytes == 0
         await client.close()
@@ -135,8 +138,8 @@ async def test_the_ledger_goes_on_while_a_store_server_is_started_again(tmp_path
         client = run.client(request_timeout_s=20.0)
         await put_one(client)
         monkeypatch.setattr(BufferProcess, "read_address", read_late)
-        [store] = await client._stores("put")
-        os.kill(pid_listening_at(store.address), signal.SIGKILL)
+        [store] = await stores_of(client)
+        os.kill(pid_listening_at(store), signal.SIGKILL)
         await asyncio.to_thread(starting.wait, 60)
         for _ in range(10):
             await client.stats()
@@ -146,21 +149,21 @@ async def test_the_ledger_goes_on_while_a_store_server_is_started_again(tmp_path
 
 async def test_what_a_store_server_lost_is_generated_again_and_counted(tmp_path: Path, monkeypatch):
     options = {"num_store_servers": 1, "durability": Durability.disk, "directory": str(tmp_path), "max_lag": 0}
-    launch = StoreServers._launch
+    launch = BufferSupervisor._launch
 
-    def launch_after_a_loss_of_power(servers: StoreServers, number: int, port: int = 0) -> BufferProcess:
+    def launch_after_a_loss_of_power(server: BufferSupervisor) -> BufferProcess:
         for path in tmp_path.glob("store0.*.frames"):
             path.write_bytes(path.read_bytes()[:-100])
-        return launch(servers, number, port)
+        return launch(server)
 
     async with running(groups_per_step=2, **options) as run:
         client = run.client(request_timeout_s=40.0)
         await client.enqueue([prompt(i) for i in range(2)])
         for lease in await client.lease(0, 2):
             await client.put(rollout(lease, num_tokens=30_000))
-        monkeypatch.setattr(StoreServers, "_launch", launch_after_a_loss_of_power)
-        [store] = await client._stores("put")
-        os.kill(pid_listening_at(store.address), signal.SIGKILL)
+        monkeypatch.setattr(BufferSupervisor, "_launch", launch_after_a_loss_of_power)
+        [store] = await stores_of(client)
+        os.kill(pid_listening_at(store), signal.SIGKILL)
         [again] = await client.lease(0, 1)
         assert (again.prompt.group_id, again.attempt) == (1, 1)
         assert (await client.stats()).tokens_dropped == {"store_lost": 30_000}

@@ -141,8 +141,9 @@ FAULTS = (
 
 _ON_DISK = ("buffer.durability=disk", "buffer.directory={folder}/journal")
 _STORES = ("buffer.num_store_servers=2",)
+_HOST_STORES = ("buffer.stores_on=hosts",)
 _CHECKPOINTS = ("checkpoint.every_steps=2",)
-_BUFFER, _LEARNER = ("buffer", 1), ("learner", 1)
+_BUFFER, _LEARNER, _HOST_STORE = ("buffer", 1), ("learner", 1), ("stores", 1)
 
 RECOVERIES = (
     Recovery(
@@ -165,6 +166,34 @@ RECOVERIES = (
         part="--store 0",
         signal=signal.SIGKILL,
         options=(*_STORES, *_CHECKPOINTS, "learner.restarts=2"),
+    ),
+    Recovery(
+        part="buffer.server --groups-per-step 8",
+        signal=signal.SIGKILL,
+        words="it was started again at",
+        options=(*_ON_DISK, *_HOST_STORES),
+        restarts=(_BUFFER,),
+    ),
+    Recovery(
+        part="--store 0",
+        signal=signal.SIGKILL,
+        words="it was started again at",
+        options=(*_ON_DISK, *_HOST_STORES),
+        restarts=(_HOST_STORE,),
+    ),
+    Recovery(
+        part="--store 0",
+        signal=signal.SIGSTOP,
+        words="it was started again at",
+        options=(*_ON_DISK, *_HOST_STORES, "buffer.request_timeout_s=12"),
+        restarts=(_HOST_STORE,),
+    ),
+    Recovery(
+        part="--store 0",
+        signal=signal.SIGKILL,
+        words="it was started again at",
+        options=(*_HOST_STORES, *_CHECKPOINTS, "learner.restarts=2"),
+        restarts=(_HOST_STORE,),
     ),
     Recovery(
         part="ray::ActorWorker",

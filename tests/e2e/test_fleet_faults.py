@@ -7,13 +7,15 @@ version that it names, also where a sample was begun on an engine that died.
 import os
 import signal
 import time
-from collections import defaultdict
 
-import numpy as np
 import psutil
 import pytest
 
-from tests.e2e.test_training import TOLERANCE, model_of_version, response_logprobs, trained_samples
+from tests.e2e.run_checks import (
+    assert_every_step_is_made_and_no_version_goes_back,
+    assert_every_token_is_accounted_for,
+    assert_trained_tokens_have_the_log_prob_of_their_version,
+)
 from tests.support.training_run import RunningTraining
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(2400)]
@@ -63,33 +65,12 @@ def is_zombie(process: psutil.Process) -> bool:
 
 
 def test_every_step_is_made_and_no_version_goes_back(run):
-    assert [record["step"] for record in run.records] == list(range(STEPS))
-    versions = [record["engine_version"] for record in run.records]
-    assert versions == sorted(versions)
-    assert run.summary["policy_version"] == STEPS
-    assert run.summary["max_lag"]["realised"] <= run.summary["max_lag"]["bound"]
+    assert_every_step_is_made_and_no_version_goes_back(run, STEPS)
 
 
 def test_every_token_is_accounted_for(run):
-    tokens = run.summary["tokens"]
-    parts = tokens["trained"] + tokens["dropped"] + tokens["buffered"] + tokens["in_flight"]
-    assert tokens["generated"] == parts
-    assert tokens["trained"] == sum(len(row["response_ids"]) for row in trained_samples(run))
+    assert_every_token_is_accounted_for(run)
 
 
 def test_trained_tokens_have_the_log_prob_of_the_version_that_they_name(run):
-    rows_by_version = defaultdict(list)
-    for row in trained_samples(run)[::CHECKED_EVERY]:
-        for version in set(row["versions"]):
-            rows_by_version[version].append(row)
-    for version, rows in rows_by_version.items():
-        model = model_of_version(run, version)
-        for row in rows:
-            mine = np.asarray(row["versions"]) == version
-            np.testing.assert_allclose(
-                np.asarray(row["behavior_logprobs"])[mine],
-                response_logprobs(model, row)[mine],
-                atol=TOLERANCE,
-                err_msg=f"version {version}",
-            )
-    assert len(rows_by_version) > 20
+    assert_trained_tokens_have_the_log_prob_of_their_version(run, every=CHECKED_EVERY)

@@ -56,7 +56,7 @@ def run(own_folder, tmp_path_factory):
         "algorithm.advantage=own.py:sevens",
         "rollout_fleet.reward=beside.py:parity",
         f"buffer.keys={root / 'keys'}",
-        "buffer.num_store_servers=2",
+        "buffer.stores_on=hosts",
         "buffer.durability=disk",
         f"buffer.directory={root / 'journal'}",
         cwd=own_folder,
@@ -104,7 +104,7 @@ def test_its_logs_do_not_begin_with_what_torchvision_lacks(run):
 
 
 def test_its_buffer_is_killed_and_started_again_and_training_goes_on(run):
-    run.kill("buffer.server")
+    os.kill(run.pid_at("buffer.server --groups-per-step 4"), signal.SIGKILL)
     line = run.wait_for_line("it was started again at", timeout_s=60)
     assert "died with status -9" in line
     assert run.inspector[0] in line, "where it was"

@@ -2,21 +2,19 @@
 
 import json
 from collections import defaultdict
-from pathlib import Path
 
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from asyncrl.profile import Trace
+from tests.e2e.run_checks import TOLERANCE, model_of_version, response_logprobs, trained_samples
 from tests.support.training_run import RunningTraining, undocumented
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 STEPS = 6
-TOLERANCE = 1e-3
 
 
 @pytest.fixture(
@@ -52,13 +50,6 @@ def run(request, tmp_path_factory):
         yield running
     finally:
         running.end()
-
-
-def trained_samples(run):
-    rows = []
-    for path in sorted((run.run_dir / "trajectories").glob("*.parquet")):
-        rows += pq.read_table(path).to_pylist()
-    return rows
 
 
 def test_versions_advance_one_a_step_and_no_lag_exceeds_the_bound(run):
@@ -149,22 +140,3 @@ def test_the_folder_holds_what_the_readme_says(run):
 def test_nothing_outlives_the_run(run):
     assert run.survivors() == []
     assert not run.left_in_shared_memory()
-
-
-def model_of_version(run, version):
-    if version == 0:
-        warm = next((path.parent for path in run.output_dir.glob("*/sft/*/sft.json")), None)
-        path = warm or next(path.parent for path in run.output_dir.glob("*/assets/**/config.json"))
-    else:
-        path = run.run_dir / "snapshots" / f"v{version:08d}"
-    assert Path(path, "config.json").is_file(), f"no weights of version {version}: {json.dumps(str(path))}"
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-
-
-@torch.no_grad()
-def response_logprobs(model, row):
-    """[R] float32 log-probs of the response under a plain Hugging Face forward."""
-    ids = torch.tensor([row["prompt_ids"] + row["response_ids"]])
-    logits = model(ids).logits[0, len(row["prompt_ids"]) - 1 : -1]
-    chosen = torch.tensor(row["response_ids"])
-    return logits.log_softmax(-1).gather(-1, chosen[:, None])[:, 0].numpy()

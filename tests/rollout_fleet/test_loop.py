@@ -16,7 +16,6 @@ from asyncrl.protocol.errors import (
     WeightsGone,
     WorkerDiedError,
 )
-from rollout_fleet import settlement
 from rollout_fleet.config import RolloutFleetConfig
 from rollout_fleet.engines.scripted import ScriptedAnswer, ScriptedEngine
 from rollout_fleet.loop import RolloutLoop
@@ -252,6 +251,33 @@ async def test_places_that_fall_free_in_one_moment_are_leased_together(make_buff
     assert len(buffer.leases_asked) <= 15
 
 
+async def test_an_engine_with_nothing_to_do_is_given_work_at_once(make_buffer):
+    buffer = make_buffer(24)
+    began_s = asyncio.get_running_loop().time()
+    async with running_loop(buffer, writes(2), groups_in_flight=8):
+        await buffer.stored(24)
+        took_s = asyncio.get_running_loop().time() - began_s
+    assert took_s == pytest.approx(3 * 0.02), "three batches of two tokens, and no moment between them"
+    assert [num_groups for _, num_groups in buffer.leases_asked[:3]] == [8, 8, 8]
+
+
+async def test_a_group_that_is_scored_holds_no_place_on_the_engine_up_to_as_many_groups_again(make_buffer, monkeypatch):
+    scored = asyncio.Event()
+    score = WeightedRewards.score
+
+    async def wait(self, prompt, texts):
+        await scored.wait()
+        return await score(self, prompt, texts)
+
+    monkeypatch.setattr(WeightedRewards, "score", wait)
+    buffer = make_buffer(12)
+    async with running_loop(buffer, writes(2), groups_in_flight=3):
+        await asyncio.sleep(1.0)
+        assert len(buffer.held) == 2 * 3, "three being scored beside three on the engine, then three with no place"
+        scored.set()
+        await buffer.stored(12)
+
+
 async def test_a_reward_that_fails_for_one_group_after_another_ends_the_run(make_buffer, monkeypatch):
     monkeypatch.setitem(REWARDS._entries, "never a number", nan_reward)
     buffer = make_buffer(20)
@@ -354,6 +380,36 @@ async def test_what_outlives_the_drain_deadline_is_cut_off_and_continued_after_t
     assert buffer.num_tokens == 2 * 2 * 60
 
 
+async def test_nobody_waits_for_admission_after_a_stop_that_came_while_a_request_was_withdrawn(make_buffer):
+    buffer = make_buffer(4)
+    engine = ScriptedEngine()
+
+    async def be_slow_to_withdraw(engine_version, max_groups):
+        try:
+            await asyncio.Event().wait()
+        finally:
+            asking.cancel()  # the stop
+            await asyncio.sleep(0)
+
+    buffer.lease = be_slow_to_withdraw
+    loop = RolloutLoop(
+        RolloutFleetConfig(groups_in_flight=2),
+        engine=engine,
+        member=ready_member(),
+        buffer=buffer,
+        rewards=WeightedRewards(RolloutFleetConfig()),
+        decode=digits,
+        samples_per_prompt=2,
+    )
+    await engine.start()
+    await loop.load_weights(bare_offer(0))
+    asking = asyncio.create_task(loop._keep_leasing())
+    await asyncio.sleep(0.05)
+    await loop.load_weights(bare_offer(1))  # supersedes the request
+    await asyncio.wait([asking])
+    assert loop.counters().wait_s == loop.counters().wait_s
+
+
 async def test_leases_granted_at_the_very_moment_of_a_stop_are_given_back(make_buffer):
     buffer = make_buffer(4)
     grant = buffer.lease
@@ -432,20 +488,3 @@ async def test_an_engine_that_fails_while_it_is_stopped_still_gives_the_leases_b
         await run
     assert "2 prompt groups are given back as they are: no aborts today" in caplog.text
     assert buffer.held == set()
-
-
-async def test_only_the_latest_failed_groups_are_remembered(make_buffer, monkeypatch):
-    monkeypatch.setattr(settlement, "MAX_FAILED_GROUPS", 3)
-    buffer = make_buffer(8)
-    release, many = buffer.release, asyncio.Event()
-
-    async def count(lease, **options):
-        await release(lease, **options)
-        if len(buffer.released) == 20:
-            many.set()
-
-    buffer.release = count
-    aborts = {"script": lambda request, version: ScriptedAnswer(response=[WRITTEN] * 3, cut_off=1)}
-    async with running_loop(buffer, **aborts, max_attempts=1000, max_failures_in_a_row=1000) as (loop, _, _):
-        await asyncio.wait_for(many.wait(), 20)
-        assert len(loop._settlement._num_failures) == 3

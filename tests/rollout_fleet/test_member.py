@@ -38,9 +38,18 @@ class MemberMachine(RuleBasedStateMachine):
         self.faults: list[float] = []
         self.entered = (MemberState.starting, 0, 0.0)
         self.starts = 1
+        self.is_leaving = False
 
     def epoch(self, ago):
         return max(0, self.member.epoch - ago)
+
+    @rule(ago=epochs_ago)
+    def unplaced(self, ago):
+        self.member.unplaced(self.epoch(ago))
+
+    @rule(ago=epochs_ago)
+    def placed(self, ago):
+        self.member.placed(self.epoch(ago), self.now)
 
     @rule(ago=epochs_ago)
     def started(self, ago):
@@ -59,7 +68,7 @@ class MemberMachine(RuleBasedStateMachine):
         epoch = self.epoch(ago)
         before = self.member.state
         self.member.verified(epoch, version)
-        if self.member.accepts(epoch) and before is not MemberState.starting:
+        if self.member.accepts(epoch) and before not in (MemberState.pending, MemberState.starting):
             self.verified_in.add(epoch)
 
     @rule(ago=epochs_ago)
@@ -77,12 +86,14 @@ class MemberMachine(RuleBasedStateMachine):
         self.member.stopped(self.now)
         if was_fenced:
             recent = [at for at in self.faults if at + LIMITS.window_s > self.faults[-1]]
-            assert (self.member.state is MemberState.failed) == (len(recent) > LIMITS.restarts)
+            ends = MemberState.left if self.is_leaving else MemberState.failed
+            assert (self.member.state is ends) == (self.is_leaving or len(recent) > LIMITS.restarts)
 
     @precondition(lambda self: self.member.epoch > 1)
     @rule()
     def drain(self):
         self.member.drain(self.now)
+        self.is_leaving = True
 
     @rule(ago=epochs_ago)
     def drained(self, ago):
@@ -114,10 +125,15 @@ class MemberMachine(RuleBasedStateMachine):
 
     @invariant()
     def every_state_that_waits_for_the_member_has_a_deadline(self):
-        waits_for_others = {MemberState.ready, MemberState.catching_up, *ENDED}
+        waits_for_others = {MemberState.pending, MemberState.ready, MemberState.catching_up, *ENDED}
         if self.member.state not in waits_for_others:
             assert self.now <= self.member.deadline < math.inf
             assert self.member.seconds_left(self.now) == self.member.deadline - self.now
+
+    @invariant()
+    def a_member_that_was_asked_to_leave_takes_no_more_work_and_is_not_started_again(self):
+        ending = {MemberState.draining, MemberState.fenced, MemberState.left, MemberState.failed}
+        assert not self.is_leaving or self.member.state in ending
 
     @invariant()
     def the_pause_before_a_restart_is_bounded(self):
@@ -190,6 +206,23 @@ def test_a_member_that_cannot_be_stopped_is_not_started_a_second_time():
     member.fault(0, "it hangs", 1.0)
     member.due(5.0)
     assert member.state is MemberState.failed
+
+
+def test_a_member_without_a_place_waits_as_long_as_it_takes_and_then_starts_under_its_deadline():
+    member = Member("engine-3", LIMITS, 0.0)
+    member.unplaced(0)
+    member.due(1e6)
+    assert (member.state, member.seconds_left(1e6)) == (MemberState.pending, None)
+    member.placed(0, 1e6)
+    assert (member.state, member.seconds_left(1e6)) == (MemberState.starting, 10.0)
+
+
+def test_a_member_that_dies_while_it_leaves_has_left():
+    member = up()
+    member.drain(1.0)
+    assert member.fault(0, "it died", 2.0)
+    member.stopped(3.0)
+    assert (member.state, member.epoch) == (MemberState.left, 1)
 
 
 def test_a_member_that_is_asked_to_leave_takes_no_more_work_and_leaves_by_its_deadline():

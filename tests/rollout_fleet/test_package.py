@@ -76,6 +76,16 @@ def test_stop_deadlines_nest():
     ("make", "message"),
     [
         (lambda: RolloutFleetConfig(num_engines=0), "rollout_fleet.num_engines must be >= 1, got 0"),
+        (lambda: RolloutFleetConfig(num_engines="two"), "rollout_fleet.num_engines must be >= 1, got two"),
+        (
+            lambda: RolloutFleetConfig(num_engines={"min": 3, "max": 2}),
+            "must be a number or {min: N, max: M} with 1",
+        ),
+        (lambda: RolloutFleetConfig(num_engines={"min": 3}), "rollout_fleet.num_engines must be a number or {min: N"),
+        (
+            lambda: RolloutFleetConfig(num_engines={"min": 1, "max": 4}, min_engines=2),
+            "min_engines must be in 1..1, the engines that the run starts with",
+        ),
         (lambda: RolloutFleetConfig(renew_every_s=0), "rollout_fleet.renew_every_s must be > 0 seconds, got 0"),
         (lambda: RolloutFleetConfig(reward_processes=0), "rollout_fleet.reward_processes must be >= 1, got 0"),
         (lambda: TransformersConfig(max_rows=0), "rollout_fleet.transformers.max_rows must be >= 1, got 0"),

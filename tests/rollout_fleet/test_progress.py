@@ -174,3 +174,41 @@ async def test_groups_are_handed_on_with_what_is_written_of_them(make_buffer):
         await loop.stop()
         counters = await run
     assert counters.tokens_generated == 3 * 2 * 60 == buffer.num_accounted
+
+
+async def test_a_worker_that_leaves_asks_for_no_more_work_and_hands_on_what_it_has_written(make_buffer):
+    buffer = make_buffer(6)
+    async with running_loop(buffer, writes(40), groups_in_flight=2) as (loop, _, run):
+        await asyncio.sleep(0.1)
+        loop._member.drain(0.0)
+        await loop.let_end()
+        await loop.stop()
+        counters = await run
+    assert len(buffer.leases_asked) == 1
+    assert (buffer.groups, buffer.held, counters.tokens_in_flight) == ([], set(), 0)
+    assert sum(group.summary.num_tokens for group in buffer.progress.values()) == counters.tokens_generated > 0
+
+
+async def test_where_nothing_is_saved_what_runs_may_end_before_its_worker_leaves(make_buffer):
+    buffer = make_buffer(6)
+    options = {"save_progress": SaveProgress.never, "groups_in_flight": 2}
+    async with running_loop(buffer, writes(40), **options) as (loop, _, run):
+        await asyncio.sleep(0.1)
+        loop._member.drain(0.0)
+        await loop.let_end()
+        await loop.stop()
+        counters = await run
+    assert (len(buffer.groups), counters.tokens_generated) == (2, 160)
+    assert (buffer.held, buffer.released) == (set(), [])
+
+
+async def test_a_worker_that_leaves_withdraws_the_request_that_waits_for_admission(make_buffer):
+    buffer = make_buffer(1)
+    async with running_loop(buffer, writes(1)) as (loop, _, _):
+        await buffer.stored(1)
+        await asyncio.sleep(0.1)
+        assert loop._is_asking
+        loop._member.drain(0.0)
+        await loop.let_end()
+        await asyncio.sleep(0.1)
+        assert not loop._is_asking

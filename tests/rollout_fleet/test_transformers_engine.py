@@ -5,6 +5,7 @@ import shutil
 import threading
 import time
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -229,6 +230,14 @@ def test_an_aborted_row_keeps_the_tokens_up_to_the_step_that_saw_the_abort():
     assert recorder.num_steps_kept[0] > 3
     assert recorder.num_steps_kept[1:].tolist() == [2, 2]
     np.testing.assert_allclose(recorder.logprobs, np.full((3, 3), -np.log(5)), atol=1e-6)
+
+
+async def test_each_sample_of_a_batch_tells_of_its_first_token_once_and_before_its_answer(start):
+    engine, told = await start(), []
+    requests = [replace(r, on_first_token=partial(told.append, r.id)) for r in requests_of(2)]
+    async for request, _ in engine.generate(requests):
+        assert request.id in told
+    assert sorted(told) == sorted(request.id for request in requests)
 
 
 async def test_batches_hold_no_more_rows_than_allowed(start, monkeypatch):

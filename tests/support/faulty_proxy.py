@@ -39,10 +39,10 @@ class FaultyProxy(RunningServer):
         """In the place of the server's."""
         return f"http://127.0.0.1:{self._listener.sockets[0].getsockname()[1]}"
 
-    async def start(self) -> None:
-        """Listen."""
+    async def start(self, port: int = 0) -> None:
+        """Listen, at a free port by default."""
         self._tasks: set[asyncio.Task[None]] = set()
-        self._listener = await asyncio.start_server(self._accept, "127.0.0.1", 0)
+        self._listener = await asyncio.start_server(self._accept, "127.0.0.1", port)
 
     async def stop(self) -> None:
         """Close all connections."""

@@ -4,7 +4,10 @@ from collections.abc import Iterable
 
 from asyncrl.protocol.types import GroupSummary, Plan
 from buffer.commands import (
+    AddStore,
     Commit,
+    DroppedStore,
+    DropStore,
     Enqueue,
     Expire,
     GrantedLease,
@@ -60,8 +63,14 @@ class DrivenLedger(Ledger):
     def renew(self, group_id: int, attempt: int, *, now: float) -> bool:
         return self.apply(Renew(group_id=group_id, attempt=attempt), now).expires_at is not None
 
-    def reserve(self, lease: GrantedLease, num_bytes: int) -> Reserved:
-        return self.apply(Reserve(group_id=lease.group_id, attempt=lease.attempt, num_bytes=num_bytes))
+    def reserve(self, lease: GrantedLease, num_bytes: int, *, host: str = "") -> Reserved:
+        return self.apply(Reserve(group_id=lease.group_id, attempt=lease.attempt, num_bytes=num_bytes, host=host))
+
+    def add_store(self, host: str) -> int:
+        return self.apply(AddStore(address=f"tcp://{host}:{len(self.stores)}", host=host)).store
+
+    def drop_store(self, store: int) -> DroppedStore:
+        return self.apply(DropStore(store=store))
 
     def save(self, lease: GrantedLease, progress: Progress, *, continued: bool = True, num_bytes: int = 0) -> None:
         self.apply(
@@ -85,12 +94,17 @@ class DrivenLedger(Ledger):
         num_tokens: int,
         reason: str = "aborted",
         continued: bool = True,
-        drop: bool = False,
-    ) -> None:
+        max_failures: int = 0,
+    ) -> bool:
         command = Release(
-            group_id=group_id, attempt=attempt, num_tokens=num_tokens, reason=reason, continued=continued, drop=drop
+            group_id=group_id,
+            attempt=attempt,
+            num_tokens=num_tokens,
+            reason=reason,
+            continued=continued,
+            max_failures=max_failures,
         )
-        self.apply(command)
+        return self.apply(command).is_dropped
 
     def expire(self, now: float) -> int:
         return len(self.apply(Expire(), now).group_ids)

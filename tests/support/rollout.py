@@ -158,12 +158,15 @@ class InMemoryBuffer(OffersInMemory):
         self.groups.append(group)
         await self._notify()
 
-    async def release(self, lease: Lease, *, num_tokens: int, reason: str, drop: bool = False) -> None:
+    async def release(self, lease: Lease, *, num_tokens: int, reason: str, max_failures: int = 0) -> bool:
         group_id, attempt = lease.prompt.group_id, lease.attempt
         self.released.append((group_id, num_tokens, reason))
-        release = Release(group_id=group_id, attempt=attempt, num_tokens=num_tokens, reason=reason, drop=drop)
-        self.ledger.apply(release, self._now)
+        release = Release(
+            group_id=group_id, attempt=attempt, num_tokens=num_tokens, reason=reason, max_failures=max_failures
+        )
+        is_dropped = self.ledger.apply(release, self._now).is_dropped
         await self._notify()
+        return is_dropped
 
     def take_progress(self, lease: Lease) -> TrajectoryGroup | None:
         key = lease.prompt.group_id, lease.attempt

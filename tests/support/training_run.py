@@ -11,7 +11,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -34,6 +35,14 @@ def undocumented(names: Iterable[str]) -> list[str]:
     known = documented_metrics()
     known |= {name.replace("learner.", "learner.critic.", 1) for name in known}
     return sorted(name for name in names if name not in known)
+
+
+def _words_of(process: psutil.Process) -> str:
+    """Name and command line; nothing of a process that is gone."""
+    with suppress(psutil.Error):
+        if process.status() != psutil.STATUS_ZOMBIE:
+            return process.name() + " " + " ".join(process.cmdline())
+    return ""
 
 
 class RunningTraining:
@@ -78,12 +87,15 @@ class RunningTraining:
 
     def wait_for_steps(self, number: int, timeout_s: float = START_TIMEOUT_S) -> None:
         """Wait until ``metrics.jsonl`` has so many records."""
-        deadline, path = time.monotonic() + timeout_s, self.run_dir / "metrics.jsonl"
-        while not path.exists() or len(self.records) < number:
+        self._wait_until(lambda: len(self.records) >= number, f"{number} records", timeout_s)
+
+    def _wait_until(self, is_true: Callable[[], bool], what: str, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not is_true():
             if self.process.poll() is not None:
                 self.finish(5.0)
-                raise AssertionError(f"the run ended before step {number}:\n{self.output}")
-            assert time.monotonic() < deadline, f"no {number} steps within {timeout_s} s"
+                raise AssertionError(f"the run ended before {what}:\n{self.output}")
+            assert time.monotonic() < deadline, f"no {what} within {timeout_s} s"
             time.sleep(0.05)
 
     def finish(self, timeout_s: float) -> int:
@@ -111,7 +123,8 @@ class RunningTraining:
     @property
     def records(self) -> list[dict]:
         """``metrics.jsonl``."""
-        return [json.loads(line) for line in (self.run_dir / "metrics.jsonl").read_text().splitlines()]
+        path = self.run_dir / "metrics.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
     def remember_family(self) -> None:
         """Note every process of the run, to look for survivors later."""
@@ -130,11 +143,23 @@ class RunningTraining:
 
     def pid_at(self, words: str) -> int:
         """Pid of the first process of the run whose name or whole command line holds ``words``."""
+        pids = self.pids_at(words)
+        assert pids, f"no process of the run has {words!r} in its command line"
+        return pids[0]
+
+    def pids_at(self, words: str) -> list[int]:
+        """Pids of all such processes that run."""
         self.remember_family()
-        for child in self.family.values():
-            if child.is_running() and words in child.name() + " " + " ".join(child.cmdline()):
-                return child.pid
-        raise AssertionError(f"no process of the run has {words!r} in its command line")
+        return [child.pid for child in self.family.values() if words in _words_of(child)]
+
+    @property
+    def num_steps(self) -> int:
+        """How many steps are made, and not lost."""
+        return self.records[-1]["step"] + 1 if self.records else 0
+
+    def wait_for_step(self, number: int, timeout_s: float = START_TIMEOUT_S) -> None:
+        """Wait until so many steps are made."""
+        self._wait_until(lambda: self.num_steps >= number, f"step {number}", timeout_s)
 
     def signal(self, number: signal.Signals) -> None:
         """Signal the run's whole process group, as a terminal does on Ctrl-C."""

@@ -1,0 +1,221 @@
+"""What crosses the network where rollouts are kept on their hosts: ``python -m benchmarks.stores``, as root.
+
+Two hosts with a network of their own each, joined by a link of a shaped rate. The ledger is on the first, a worker on
+each, a learner rank on the second. Each worker puts groups as fast as it can; the rank fetches each batch and commits
+it. The same with the payloads beside the ledger, and on a store per host. The link's own counters are compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from asyncrl.protocol.types import Prompt
+from benchmarks.buffer import group_of
+from benchmarks.report import Target, print_report
+from buffer import BufferClient, BufferConfig, BufferRole, StoresOn, client_keys, make_keys
+from buffer.server import BufferServer, StoreServer
+
+ADDRESSES = ("10.78.0.1", "10.78.0.2")
+GROUPS_PER_STEP = 16
+MAX_LAG = 1
+WARM_UP_STEPS = 2
+_MB = 1e6
+
+
+class HostProcess:
+    """A host: a process with a network namespace of its own, under which others are started; ends with this process."""
+
+    def __init__(self) -> None:
+        command = ["setpriv", "--pdeathsig", "KILL", "unshare", "--net", "sh", "-c", "echo up; exec sleep infinity"]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert self.process.stdout is not None
+        if self.process.stdout.readline() != "up\n":
+            sys.exit("network namespaces are not permitted here; run it as root on a machine of your own")
+
+    def run(self, *command: str, check: bool = True) -> None:
+        """Run a command there."""
+        subprocess.run(self.inside(command), check=check, stderr=None if check else subprocess.DEVNULL)
+
+    def inside(self, command: Sequence[str]) -> list[str]:
+        """The command that runs another one there."""
+        return ["nsenter", "--target", str(self.process.pid), "--net", "--", *command]
+
+
+@contextmanager
+def two_hosts(rate: str) -> Iterator[list[HostProcess]]:
+    """Two hosts that a link joins, of this rate in each direction, as tc writes it."""
+    hosts = [HostProcess() for _ in ADDRESSES]
+    try:
+        first, second = (str(host.process.pid) for host in hosts)
+        link = ["ip", "link", "add", "eth0", "netns", first, "type", "veth", "peer", "name", "eth0", "netns", second]
+        subprocess.run(link, check=True)
+        for host, address in zip(hosts, ADDRESSES, strict=True):
+            host.run("ip", "link", "set", "lo", "up")
+            host.run("ip", "address", "add", f"{address}/24", "dev", "eth0")
+            host.run("ip", "link", "set", "eth0", "up")
+            shaped = ["tc", "qdisc", "add", "dev", "eth0", "root", "tbf", "rate", rate, "burst", "1mb"]
+            host.run(*shaped, "latency", "100ms", check=False)
+        yield hosts
+    finally:
+        for host in hosts:
+            host.process.kill()
+            host.process.wait()
+
+
+class Host:
+    """What runs on one of the two hosts, in one process.
+
+    ``keys`` is the directory of the keys, ``number`` that of the host.
+    """
+
+    def __init__(self, number: int, *, keys: Path, stores_on: StoresOn, num_bytes: int) -> None:
+        self._number = number
+        self._keys = keys
+        self._num_bytes = num_bytes
+        self._config = BufferConfig(
+            host=ADDRESSES[number], keys=str(keys), epoch="benchmark", stores_on=stores_on, max_lag=MAX_LAG
+        )
+
+    def client(self, address: str, role: BufferRole) -> BufferClient:
+        """A client on this host."""
+        return BufferClient(address, keys=client_keys(self._keys, role), epoch="benchmark", host=str(self._number))
+
+    async def join(self, address: str) -> None:
+        """Have a store of this host join, where the payloads are on hosts."""
+        if self._config.stores_on is StoresOn.hosts:
+            store = StoreServer(self._config, number=self._number)
+            await self.client(address, BufferRole.controller).add_store(store.address, str(self._number))
+
+    async def work(self, address: str) -> None:
+        """Put one group after another, until cancelled."""
+        client = self.client(address, BufferRole.rollout)
+        version = 0
+        while True:
+            for lease in await client.lease(version, GROUPS_PER_STEP // 2):
+                await client.put(group_of(lease, self._num_bytes))
+            version = (await client.stats()).learner_version
+
+    async def serve(self) -> None:
+        """The first host: the ledger and a worker, until this process is killed."""
+        server = BufferServer(self._config, groups_per_step=GROUPS_PER_STEP)
+        sys.stdout.write(f"{server.address}\n")
+        sys.stdout.flush()
+        await self.join(server.address)
+        await self.work(server.address)
+
+    async def learn(self, address: str, num_steps: int) -> dict[str, float]:
+        """The second host: a worker, and the rank, which makes the steps; bytes over the link and seconds per step."""
+        await self.join(address)
+        control, rank = self.client(address, BufferRole.controller), self.client(address, BufferRole.learner)
+        working = asyncio.create_task(self.work(address))
+        began_s, began_bytes, num_payload_bytes = 0.0, 0, 0
+        for version in range(WARM_UP_STEPS + num_steps):
+            if version == WARM_UP_STEPS:
+                began_s, began_bytes = time.monotonic(), link_bytes()
+            first = (MAX_LAG + 1) * GROUPS_PER_STEP * (version > 0) + GROUPS_PER_STEP * max(0, version - 1)
+            number = GROUPS_PER_STEP * (1 if version else MAX_LAG + 1)
+            await control.enqueue([_prompt(group_id) for group_id in range(first, first + number)])
+            plan = await control.plan(version)
+            groups = await rank.fetch([group.group_id for group in plan.groups])
+            num_payload_bytes += sum(_size_of(group) for group in groups) * (version >= WARM_UP_STEPS)
+            await control.commit(version)
+        took_s, crossed = time.monotonic() - began_s, link_bytes() - began_bytes
+        working.cancel()
+        await asyncio.gather(working, return_exceptions=True)
+        return {
+            "step_s": took_s / num_steps,
+            "link_bytes": crossed / num_steps,
+            "payload_bytes": num_payload_bytes / num_steps,
+        }
+
+
+def _prompt(group_id: int) -> Prompt:
+    return Prompt(group_id=group_id, prompt_ids=np.arange(100, dtype=np.int32), ground_truth="x")
+
+
+def _size_of(group: Any) -> int:
+    columns = (group.token_columns, group.trajectory_columns, group.turn_columns)
+    return sum(column.nbytes for scope in columns for column in scope.values())
+
+
+def link_bytes() -> int:
+    """Bytes that have crossed this host's link, in both directions, by the interface's counters."""
+    lines = Path("/proc/net/dev").read_text().splitlines()
+    numbers = next(line for line in lines if line.strip().startswith("eth0:")).partition(":")[2].split()
+    return int(numbers[0]) + int(numbers[8])
+
+
+def measure(options: argparse.Namespace, stores_on: StoresOn) -> dict[str, float]:
+    """One run on two new hosts."""
+    command = [sys.executable, "-m", "benchmarks.stores", "--stores-on", stores_on]
+    command += ["--mb", str(options.mb), "--steps", str(options.steps)]
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        make_keys(folder / "keys")
+        command += ["--keys", str(folder / "keys")]
+        first, second = stack.enter_context(two_hosts(options.rate))
+        serving = subprocess.Popen(first.inside([*command, "--host", "0"]), stdout=subprocess.PIPE, text=True)
+        stack.callback(serving.wait)
+        stack.callback(serving.kill)
+        assert serving.stdout is not None
+        address = serving.stdout.readline().strip()
+        learning = second.inside([*command, "--host", "1", "--address", address])
+        found = subprocess.run(learning, check=True, stdout=subprocess.PIPE, text=True, timeout=300)
+    return json.loads(found.stdout.splitlines()[-1])
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure both, or be one of the hosts."""
+    options = _parser().parse_args(arguments)
+    if options.host is not None:
+        host = Host(options.host, keys=options.keys, stores_on=options.stores_on, num_bytes=int(options.mb * _MB))
+        work = host.learn(options.address, options.steps) if options.host else host.serve()
+        sys.stdout.write(json.dumps(asyncio.run(work)) + "\n")
+        return 0
+    if os.geteuid():
+        sys.exit("hosts are made of network namespaces; run it as root")
+    ledger, hosts = measure(options, StoresOn.ledger), measure(options, StoresOn.hosts)
+    rows = {"beside the ledger": _in_words(ledger), "on their hosts": _in_words(hosts)}
+    figures = {
+        "link_bytes_per_step": hosts["link_bytes"],
+        "link_bytes_vs_ledger": hosts["link_bytes"] / ledger["link_bytes"],
+        "link_bytes_vs_payload": hosts["link_bytes"] / hosts["payload_bytes"],
+        "step_s_vs_ledger": hosts["step_s"] / ledger["step_s"],
+    }
+    title = f"{GROUPS_PER_STEP} groups of {options.mb:g} MB per step from two hosts, a link of {options.rate}"
+    targets = {"link_bytes_vs_ledger": Target(at_most=0.4)}
+    return 0 if print_report(title, rows, figures, targets, baseline="payloads beside the ledger") else 1
+
+
+def _in_words(run: Mapping[str, float]) -> str:
+    share = run["link_bytes"] / run["payload_bytes"]
+    return f"{run['link_bytes'] / _MB:.1f} MB over the link per step, {share:.2f} of the payload; {run['step_s']:.2f} s"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.stores", description=__doc__)
+    parser.add_argument("--mb", type=float, default=2.0, help="size of a group")
+    parser.add_argument("--steps", type=int, default=8, help="learner steps that are measured")
+    parser.add_argument("--rate", default="1gbit", help="of the link, as tc writes it")
+    parser.add_argument("--host", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--address", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--keys", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--stores-on", type=StoresOn, help=argparse.SUPPRESS)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,104 @@
+"""What a buffer server does with store servers that join from the hosts of its rollout workers, and leave.
+
+A host is known by the workers on it, which name it. `StoreRequests.settle` answers the controller, who waits for a host
+that has none of the stores; a timer answers "nothing yet" otherwise.
+"""
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from asyncrl.protocol.errors import ReplayBufferError, WireError
+
+from .admission import Collaborators, PendingRequest, PendingRequests
+from .commands import AddStore, DropStore
+from .messages import Message, integer, text
+from .store_links import StoreLinks
+
+logger = logging.getLogger(__name__)
+
+_MAX_HOSTS = 65_536
+
+
+class StoreRequests:
+    """The operations ``add_store``, ``drop_store`` and ``store_wanted``; ``links`` lead to the stores."""
+
+    def __init__(self, shared: Collaborators, *, links: StoreLinks | None) -> None:
+        self._ledger, self._store, self._replies = shared.ledger, shared.store, shared.replies
+        self._hold_s = shared.hold_s
+        self._links = links
+        self._hosts: dict[str, None] = {}
+        self._pending = PendingRequests()
+        self.operations: dict[str, Callable[[bytes, Message], None]] = {
+            "add_store": self._add,
+            "drop_store": self._drop,
+            "store_wanted": self._wanted,
+        }
+
+    def close(self) -> None:
+        """Stop whatever waits."""
+        self._pending.close()
+
+    def note_host(self, fields: Mapping[str, Any]) -> None:
+        """A worker says where it is, if it does."""
+        if "host" in fields and len(self._hosts) < _MAX_HOSTS:
+            self._hosts[text(fields, "host")] = None
+
+    def recover(self) -> None:
+        """Reach the stores that an earlier server knew."""
+        if self._links is not None and self._links.may_join:
+            for place in self._ledger.stores:
+                self._links.connect("" if place.is_gone else place.address)
+
+    def settle(self) -> None:
+        """Name a host without a store to whoever waits for one."""
+        for pending in self._pending.all():
+            known = pending.fields["known"]
+            if (host := next((host for host in self._hosts if host not in known), None)) is not None:
+                self._pending.remove(pending.client, pending.request_id)
+                self._replies.reply(pending.client, pending.request_id, {"host": host})
+
+    def describe(self) -> list[dict[str, Any]]:
+        """What is known of the store servers, for people; nothing where there are none."""
+        if self._links is None:
+            return []
+        described = zip(self._ledger.describe_stores(), self._links.addresses, strict=True)
+        return [store | {"address": address} for store, address in described]
+
+    def _wanted(self, client: bytes, request: Message) -> None:
+        self._check_may_join()
+        known = request.fields.get("known")
+        if not isinstance(known, list) or not all(isinstance(host, str) for host in known):
+            raise WireError("field 'known' must be a list of hosts")
+        pending = PendingRequest(client=client, request_id=request.request_id, fields={"known": frozenset(known)})
+        self._pending.add(pending, self._hold_s, self._answer_none)
+
+    def _answer_none(self, pending: PendingRequest) -> None:
+        self._replies.reply(pending.client, pending.request_id)
+
+    def _check_may_join(self) -> StoreLinks:
+        if self._links is None or not self._links.may_join:
+            raise ReplayBufferError("no store may join this buffer; set buffer.stores_on=hosts")
+        return self._links
+
+    def _add(self, client: bytes, request: Message) -> None:
+        """A store joins; its number. The same one again changes nothing."""
+        links = self._check_may_join()
+        address, host = text(request.fields, "address"), text(request.fields, "host")
+        added = self._ledger.apply(AddStore(address=address, host=host))
+        if added.is_new:
+            links.connect(address)
+            logger.info("store %d of host %s joins at %s", added.store, host, address)
+        self._replies.reply(client, request.request_id, {"store": added.store})
+
+    def _drop(self, client: bytes, request: Message) -> None:
+        """A store is gone for good, says the controller, who placed it; how many groups went with it."""
+        links, number = self._check_may_join(), integer(request.fields, "store")
+        if number >= len(self._ledger.stores):
+            raise WireError(f"store {number} has not joined; {len(self._ledger.stores)} have")
+        dropped = self._ledger.apply(DropStore(store=number))
+        if dropped.is_new:
+            links.disconnect(number)
+            self._store.evict(dropped.group_ids)
+            logger.warning("store %d is gone, and %d groups with it", number, len(dropped.group_ids))
+        self._replies.reply(client, request.request_id, {"groups": len(dropped.group_ids)})

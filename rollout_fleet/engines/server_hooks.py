@@ -1,0 +1,53 @@
+"""What is changed in an SGLang server of ours: its processes start by a fork, and a scheduler that stands still sleeps.
+
+SGLang spawns its scheduler and its detokenizer, which import everything once more: on a CPU that is half of the time
+and of the work until a server is up. On a GPU they are spawned all the same, since CUDA does not survive a fork.
+
+SGLang's own loop spins while generation is paused, also under ``--sleep-on-idle``. On a CPU that takes the core from
+the server's other processes, through which every call of a weight update goes, and from a learner that has the device
+while the engine stands still.
+
+SGLang finds `register` through the entry point that `write_plugin` puts into a folder of the server's import path. No
+other server of the environment sees it.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from pathlib import Path
+from typing import Any
+
+PLUGIN = "asyncrl"
+"""What SGLang calls it."""
+PREPARED = "sglang.srt.entrypoints.engine._set_envs_and_config"
+"""Ends with the choice of how processes start, just before they do."""
+PAUSED = "sglang.srt.managers.scheduler.Scheduler._record_scheduler_state_for_paused_engine"
+
+
+def write_plugin(folder: Path) -> None:
+    """Make the plugin known to a server with ``folder`` on its import path."""
+    installed = folder / f"{PLUGIN}_server_hooks-1.dist-info"
+    installed.mkdir(parents=True)
+    (installed / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {PLUGIN}-server-hooks\nVersion: 1\n")
+    (installed / "entry_points.txt").write_text(f"[sglang.srt.plugins]\n{PLUGIN} = {__name__}:register\n")
+
+
+def register() -> None:
+    """SGLang's entry, in each process of the server."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register(PREPARED, fork_on_cpu, HookType.AFTER)
+    HookRegistry.register(PAUSED, rest_while_paused, HookType.AFTER)
+
+
+def fork_on_cpu(_result: None, *_arguments: Any) -> None:
+    """Have the server's processes forked, if it is a CPU's and has one thread: a lock of another would stay locked."""
+    if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1" and len(os.listdir("/proc/self/task")) == 1:
+        multiprocessing.set_start_method("fork", force=True)
+
+
+def rest_while_paused(_result: None, scheduler: Any) -> None:
+    """Sleep until a call comes; ranks without a socket of their own wait for the first rank's anyway."""
+    if scheduler.idle_sleeper is not None:
+        scheduler.idle_sleeper.maybe_sleep()

@@ -1,0 +1,163 @@
+"""The stores on the hosts of rollout workers: where one is placed, and what becomes of one that dies."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+from ray.exceptions import ActorDiedError
+
+from asyncrl.config import RunConfig, keeps_stores_on_hosts
+from asyncrl.controller import host_stores
+from asyncrl.controller.host_stores import HostStores, config_of_node
+from asyncrl.placement_config import PlacementConfig
+from asyncrl.protocol.errors import WorkerDiedError
+from buffer import BufferConfig, StoresOn
+
+pytestmark = [pytest.mark.timeout(30), pytest.mark.usefixtures("virtual_time")]
+
+
+class Control:
+    """The calls of a controller's client; tests name the ``hosts`` from which workers enter."""
+
+    def __init__(self) -> None:
+        self.hosts: asyncio.Queue[str] = asyncio.Queue()
+        self.stores: list[tuple[str, str]] = []
+        self.dropped: asyncio.Queue[int] = asyncio.Queue()
+        self.is_closed = False
+
+    async def store_wanted(self, known) -> str:
+        while (host := await self.hosts.get()) in known:
+            pass
+        return host
+
+    async def add_store(self, address: str, host: str) -> int:
+        self.stores.append((address, host))
+        return len(self.stores) - 1
+
+    async def drop_store(self, store: int) -> int:
+        self.dropped.put_nowait(store)
+        return 3
+
+    async def close(self) -> None:
+        self.is_closed = True
+
+
+class Actor:
+    """A `NodeStore` behind ``.remote``; tests put restarts, or the error that it ends with, into ``events``."""
+
+    def __init__(self, host: str, number: int) -> None:
+        self.host, self.number = host, number
+        self.events: asyncio.Queue = asyncio.Queue()
+        self.was_stopped = False
+        for name in ("start", "next_restart", "stop"):
+            call = getattr(self, f"_{name}")
+            setattr(self, name, SimpleNamespace(remote=lambda call=call: asyncio.ensure_future(call())))
+
+    async def _start(self) -> str:
+        return f"tcp://{self.host}:{self.number}"
+
+    async def _next_restart(self) -> str:
+        event = await self.events.get()
+        if isinstance(event, Exception):
+            raise event
+        return event
+
+    async def _stop(self) -> None:
+        self.was_stopped = True
+
+
+class Placed:
+    def __init__(self, monkeypatch) -> None:
+        self.control, self.actors, self.said, self.killed = Control(), {}, [], []
+        monkeypatch.setattr(host_stores.ray, "kill", self.killed.append)
+        connection = SimpleNamespace(client=lambda: self.control)
+        self.stores = HostStores(connection, make=self._make, start_timeout_s=10.0, say=self.said.append)
+
+    def _make(self, node_id: str, number: int) -> Actor:
+        self.actors[node_id] = Actor(node_id, number)
+        return self.actors[node_id]
+
+    async def enter(self, *hosts: str) -> None:
+        for host in hosts:
+            self.control.hosts.put_nowait(host)
+        await asyncio.sleep(0.1)
+
+
+@pytest.fixture
+async def placed(monkeypatch):
+    placed = Placed(monkeypatch)
+    placed.watching = asyncio.ensure_future(placed.stores.watch())
+    yield placed
+    placed.watching.cancel()
+    await asyncio.gather(placed.watching, return_exceptions=True)
+
+
+async def test_each_host_from_which_workers_enter_gets_one_store_also_later(placed):
+    await placed.enter("a", "b", "a")
+    await placed.enter("c")
+    assert placed.control.stores == [("tcp://a:0", "a"), ("tcp://b:1", "b"), ("tcp://c:2", "c")]
+
+
+async def test_a_store_server_that_is_started_again_is_counted_and_said(placed):
+    await placed.enter("a")
+    placed.actors["a"].events.put_nowait("store server 0 died; it was started again")
+    await asyncio.sleep(0.1)
+    assert placed.stores.num_restarts == 1
+    assert placed.said[-1] == "store server 0 died; it was started again"
+    assert placed.control.dropped.empty()
+
+
+async def test_a_store_whose_node_dies_is_dropped_and_the_run_goes_on_also_without_any(placed):
+    await placed.enter("a", "b")
+    for number, host in enumerate("ab"):
+        placed.actors[host].events.put_nowait(ActorDiedError())
+        assert await placed.control.dropped.get() == number
+    await asyncio.sleep(0.1)
+    assert placed.said[-1] == "store server 1 is gone, 3 groups are generated again: its node has died"
+    assert not placed.watching.done()
+
+
+async def test_a_store_that_may_not_be_started_again_is_dropped_and_the_last_one_ends_the_run(placed):
+    await placed.enter("a", "b")
+    placed.actors["a"].events.put_nowait(WorkerDiedError("buffer.restarts=3 are used up: it died\nlog"))
+    await asyncio.sleep(0.1)
+    assert placed.said[-1].endswith("3 groups are generated again: buffer.restarts=3 are used up: it died")
+    placed.actors["b"].events.put_nowait(WorkerDiedError("store server 1 died"))
+    with pytest.raises(WorkerDiedError, match="no store server is left: store server 1 died"):
+        await placed.watching
+
+
+async def test_stores_are_stopped_and_killed_at_the_end(placed):
+    await placed.enter("a", "b")
+    placed.watching.cancel()
+    await asyncio.gather(placed.watching, return_exceptions=True)
+    await placed.stores.stop()
+    assert [actor.was_stopped for actor in placed.actors.values()] == [True, True]
+    assert placed.killed == list(placed.actors.values())
+    assert placed.control.is_closed
+
+
+@pytest.mark.parametrize(
+    ("host", "advertised", "expected"),
+    [
+        ("127.0.0.1", "", ("127.0.0.1", "")),
+        ("10.0.0.1", "", ("10.0.0.2", "")),
+        ("eth0", "", ("eth0", "")),
+        ("10.0.0.1", "192.0.2.1", ("10.0.0.2", "")),
+        ("eth0", "192.0.2.1", ("eth0", "10.0.0.2")),
+    ],
+)
+def test_a_store_listens_where_its_node_is_reached(host: str, advertised: str, expected: tuple[str, str]):
+    config = BufferConfig(host=host, advertised_host=advertised, port=5555, epoch="run", stores_on=StoresOn.hosts)
+    own = config_of_node(config, "10.0.0.2")
+    assert (own.host, own.advertised_host) == expected
+    assert (own.port, own.epoch) == (0, "run")
+
+
+def test_stores_are_on_hosts_where_there_are_several_unless_the_options_say_otherwise():
+    several = PlacementConfig(num_nodes=2)
+    assert not keeps_stores_on_hosts(RunConfig())
+    assert keeps_stores_on_hosts(RunConfig(placement=several))
+    assert keeps_stores_on_hosts(RunConfig(buffer=BufferConfig(stores_on=StoresOn.hosts)))
+    assert not keeps_stores_on_hosts(RunConfig(placement=several, buffer=BufferConfig(num_store_servers=2)))
+    assert not keeps_stores_on_hosts(RunConfig(placement=several, buffer=BufferConfig(stores_on=StoresOn.ledger)))

@@ -1,0 +1,235 @@
+"""Store servers that join from the hosts of rollout workers, and leave."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from asyncrl.protocol.errors import DeadlineError, ReplayBufferError, UnknownGroup, WireError
+from buffer import BufferConfig, Durability, StoresOn, make_keys
+from buffer.client import BufferClient
+from buffer.keys import BufferRole, client_keys
+from buffer.server import StoreServer
+from tests.support.buffer_groups import Running, prompt, rollout, running
+
+ON_HOSTS = {"stores_on": StoresOn.hosts}
+
+
+@dataclass
+class Hosts:
+    """A buffer, and store servers on this loop that joined it as those of hosts."""
+
+    run: Running
+    control: BufferClient
+    stores: dict[str, StoreServer] = field(default_factory=dict)
+
+    async def join(self, host: str, config: BufferConfig | None = None) -> int:
+        self.stores[host] = StoreServer(config or BufferConfig(), number=len(self.stores))
+        return await self.control.add_store(self.stores[host].address, host)
+
+    def worker(self, host: str, **options) -> BufferClient:
+        return self.run.client(host=host, **options)
+
+    def held_by(self, host: str) -> dict:
+        return self.stores[host]._endpoint._service._payloads
+
+
+@asynccontextmanager
+async def hosts(*names: str, groups_per_step: int = 2, **options) -> AsyncIterator[Hosts]:
+    async with running(groups_per_step=groups_per_step, **ON_HOSTS, **options) as run:
+        control = run.client()
+        of = Hosts(run, control)
+        try:
+            for name in names:
+                await of.join(name)
+            yield of
+        finally:
+            for store in of.stores.values():
+                store.close()
+
+
+async def test_what_a_worker_puts_stays_on_its_host_and_is_fetched_from_all_of_them_at_once():
+    async with hosts("a", "b", groups_per_step=4) as of:
+        a, b = of.worker("a"), of.worker("b")
+        await of.control.enqueue([prompt(i) for i in range(4)])
+        first, second = await a.lease(0, 2), await b.lease(0, 2)
+        await asyncio.gather(*(a.put(rollout(lease)) for lease in first), *(b.put(rollout(lease)) for lease in second))
+        assert set(of.held_by("a")) == {lease.prompt.group_id for lease in first}
+        assert set(of.held_by("b")) == {lease.prompt.group_id for lease in second}
+        ids = [group.group_id for group in (await of.control.plan(0)).groups]
+        fetched = await of.control.fetch(ids)
+        assert [group.group_id for group in fetched] == ids
+        await of.control.commit(0)
+        await of.control.stats()
+        assert (of.held_by("a"), of.held_by("b")) == ({}, {})
+
+
+async def test_a_full_store_sends_what_its_host_makes_next_to_another():
+    async with hosts("a", "b", max_stored_bytes=1500, max_lag=1) as of:
+        a = of.worker("a")
+        await of.control.enqueue([prompt(i) for i in range(2)])
+        for lease in await a.lease(0, 2):
+            await a.put(rollout(lease, num_tokens=50))
+        assert (len(of.held_by("a")), len(of.held_by("b"))) == (1, 1)
+
+
+async def test_a_host_is_asked_for_a_store_when_its_first_worker_enters():
+    async with hosts() as of:
+        waiting = asyncio.ensure_future(of.control.store_wanted(()))
+        await of.control.stats()
+        assert not waiting.done()
+        await of.worker("a").enter()
+        assert await waiting == "a"
+        waiting = asyncio.ensure_future(of.control.store_wanted({"a"}))
+        await of.worker("a").enter()
+        await of.worker("b").enter()
+        assert await waiting == "b"
+
+
+async def test_a_put_waits_until_a_store_has_joined():
+    async with hosts() as of:
+        a = of.worker("a")
+        await of.control.enqueue([prompt(0)])
+        [lease] = await a.lease(0, 1)
+        putting = asyncio.ensure_future(a.put(rollout(lease)))
+        await of.control.stats()
+        assert not putting.done()
+        await of.join("a")
+        await putting
+        assert set(of.held_by("a")) == {0}
+
+
+async def test_the_groups_of_a_store_that_is_gone_are_generated_again_and_counted_and_its_host_goes_on():
+    async with hosts("a", "b", max_lag=2) as of:
+        a, b = of.worker("a"), of.worker("b")
+        await of.control.enqueue([prompt(i) for i in range(4)])
+        for lease in await a.lease(0, 3):
+            await a.put(rollout(lease))
+        [last] = await b.lease(0, 1)
+        await b.put(rollout(last))
+        assert [group.group_id for group in (await of.control.plan(0)).groups] == [0, 1]
+        of.stores["a"].close()
+        assert await of.control.drop_store(0) == 1
+        assert await of.control.drop_store(0) == 0
+        assert (await of.control.stats()).tokens_dropped == {"store_lost": 5}
+        with pytest.raises(UnknownGroup, match=r"group 0 were on the store of host a at tcp://.*, which is gone"):
+            await of.control.fetch([0, 1])
+        [again] = await a.lease(0, 1)
+        assert (again.prompt.group_id, again.attempt) == (2, 1)
+        await a.put(rollout(again))
+        assert set(of.held_by("b")) == {2, 3}
+        assert (await of.control.commit(0)).tokens_trained == 10, "a batch that its ranks have already counts"
+
+
+async def test_a_put_whose_store_is_gone_on_the_way_goes_to_another():
+    async with hosts("a", "b") as of:
+        a = of.worker("a", request_timeout_s=0.5)
+        await of.control.enqueue([prompt(0)])
+        [lease] = await a.lease(0, 1)
+        of.stores["a"].close()
+        putting = asyncio.ensure_future(a.put(rollout(lease)))
+        while not of.run.server._service.ledger.is_reserved(0, 0):
+            await of.control.stats()
+        await of.control.drop_store(0)
+        await putting
+        assert set(of.held_by("b")) == {0}
+
+
+async def test_a_put_to_a_store_that_does_not_answer_and_is_not_gone_ends_at_its_deadline():
+    async with hosts("a") as of:
+        a = of.worker("a", request_timeout_s=0.3)
+        await of.control.enqueue([prompt(0)])
+        [lease] = await a.lease(0, 1)
+        of.stores["a"].close()
+        with pytest.raises(DeadlineError, match="put"):
+            await a.put(rollout(lease))
+
+
+async def test_a_payload_that_its_store_lost_before_the_ledger_heard_of_it_is_sent_again(monkeypatch):
+    async with hosts("a") as of:
+        a = of.worker("a")
+        await of.control.enqueue([prompt(0)])
+        [lease] = await a.lease(0, 1)
+        report = a._report
+
+        async def report_after_the_store_came_back_empty(*arguments) -> None:
+            monkeypatch.setattr(a, "_report", report)
+            of.held_by("a").clear()
+            await of.run.server._requeue_missing(0)
+            await report(*arguments)
+
+        monkeypatch.setattr(a, "_report", report_after_the_store_came_back_empty)
+        await a.put(rollout(lease))
+        [group] = await of.control.fetch([0])
+        assert (group.group_id, group.attempt) == (0, 0)
+        assert (await of.control.stats()).tokens_dropped == {}
+
+
+async def test_other_bytes_than_were_put_are_refused_by_whoever_fetches_them():
+    async with hosts("a") as of:
+        a = of.worker("a")
+        await of.control.enqueue([prompt(0)])
+        [lease] = await a.lease(0, 1)
+        await a.put(rollout(lease))
+        held = of.held_by("a")[0]
+        payload = bytearray(b"".join(held[0]))
+        payload[-1] ^= 1
+        held[0] = [bytes(payload)]
+        with pytest.raises(WireError, match="sent other bytes for group 0 than were put"):
+            await of.control.fetch([0])
+
+
+async def test_a_ledger_that_is_started_again_knows_its_stores_and_those_that_are_gone(tmp_path: Path):
+    options = {"durability": Durability.disk, "directory": str(tmp_path), "epoch": "run"}
+    stores: dict[str, StoreServer] = {}
+    async with hosts("a", "b", **options) as of:
+        a, stores = of.worker("a"), dict(of.stores)
+        await of.control.enqueue([prompt(i) for i in range(2)])
+        for lease in await a.lease(0, 2):
+            await a.put(rollout(lease))
+        await of.control.drop_store(1)
+        of.stores.clear()
+    try:
+        async with running(**ON_HOSTS, **options) as run:
+            again = run.client()
+            assert [(s["host"], s["is_gone"]) for s in (await again.inspect())["stores"]] == [("a", False), ("b", True)]
+            assert await again.add_store(stores["a"].address, "a") == 0
+            assert [group.group_id for group in await again.fetch([0, 1])] == [0, 1]
+    finally:
+        for store in stores.values():
+            store.close()
+
+
+async def test_stores_join_only_where_the_buffer_is_made_for_them():
+    async with running() as run:
+        with pytest.raises(ReplayBufferError, match=r"set buffer\.stores_on=hosts"):
+            await run.client().add_store("tcp://127.0.0.1:1", "a")
+    with pytest.raises(ValueError, match=r"buffer\.num_store_servers are beside the ledger"):
+        BufferConfig(**ON_HOSTS, num_store_servers=1)
+
+
+async def test_store_servers_have_keys_of_their_own_and_the_ledgers_secret_stays_with_it(tmp_path: Path):
+    make_keys(tmp_path / "all")
+    there = tmp_path / "host"
+    there.mkdir(mode=0o700)
+    for name in ("store.json", "rollout.json"):
+        (there / name).touch(mode=0o600)
+        (there / name).write_text((tmp_path / "all" / name).read_text())
+
+    def keys_of(role: BufferRole):
+        return {"keys": client_keys(tmp_path / "all", role)}
+
+    async with running(**ON_HOSTS, keys=str(tmp_path / "all"), epoch="run") as run:
+        store = StoreServer(BufferConfig(keys=str(there), epoch="run"), number=0)
+        control = run.client(**keys_of(BufferRole.controller))
+        worker = run.client(host="a", **keys_of(BufferRole.rollout))
+        assert await control.add_store(store.address, "a") == 0
+        await control.enqueue([prompt(0)])
+        [lease] = await worker.lease(0, 1)
+        await worker.put(rollout(lease))
+        [group] = await control.fetch([0])
+        assert group.group_id == 0
+        store.close()

@@ -1,0 +1,82 @@
+"""What must hold of a whole run, whatever has happened to its parts meanwhile."""
+
+import json
+from collections import Counter, defaultdict
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.support.training_run import RunningTraining
+
+TOLERANCE = 1e-3
+
+
+def assert_every_step_is_made_and_no_version_goes_back(run: RunningTraining, num_steps: int) -> None:
+    """Each step once, in order; engines never serve older weights at a later step; no lag above the bound."""
+    assert [record["step"] for record in run.records] == list(range(num_steps))
+    versions = [record["engine_version"] for record in run.records]
+    assert versions == sorted(versions)
+    assert run.summary["policy_version"] == num_steps
+    assert run.summary["max_lag"]["realised"] <= run.summary["max_lag"]["bound"]
+
+
+def assert_every_token_is_accounted_for(run: RunningTraining) -> None:
+    """What was generated is trained, dropped, buffered or in flight; no group was trained on twice."""
+    tokens = run.summary["tokens"]
+    assert tokens["generated"] == sum(tokens[name] for name in ("trained", "dropped", "buffered", "in_flight"))
+    rows = trained_samples(run, "group_id", "response_ids")
+    assert tokens["trained"] == sum(len(row["response_ids"]) for row in rows)
+    num_groups = sum(run.summary["max_lag"]["histogram"].values())
+    samples = Counter(row["group_id"] for row in rows)
+    assert len(samples) == num_groups, "each group is consumed once"
+    assert len(set(samples.values())) == 1, "and whole"
+
+
+def assert_trained_tokens_have_the_log_prob_of_their_version(run: RunningTraining, *, every: int = 1) -> None:
+    """Recomputes every ``every``-th sample under each version that its tokens name."""
+    rows_by_version = defaultdict(list)
+    for row in trained_samples(run)[::every]:
+        for version in set(row["versions"]):
+            rows_by_version[version].append(row)
+    assert len(rows_by_version) > 1
+    for version, rows in rows_by_version.items():
+        model = model_of_version(run, version)
+        for row in rows:
+            mine = np.asarray(row["versions"]) == version
+            np.testing.assert_allclose(
+                np.asarray(row["behavior_logprobs"])[mine],
+                response_logprobs(model, row)[mine],
+                atol=TOLERANCE,
+                err_msg=f"version {version}",
+            )
+
+
+def trained_samples(run: RunningTraining, *columns: str) -> list[dict]:
+    """The rows of all trajectories that were trained on; all columns by default."""
+    rows = []
+    for path in sorted((run.run_dir / "trajectories").glob("*.parquet")):
+        rows += pq.read_table(path, columns=list(columns) or None).to_pylist()
+    return rows
+
+
+def model_of_version(run: RunningTraining, version: int):
+    """The published weights of a version; the run must have kept them."""
+    if version == 0:
+        warm = next((path.parent for path in run.output_dir.glob("*/sft/*/sft.json")), None)
+        path = warm or next(path.parent for path in run.output_dir.glob("*/assets/**/config.json"))
+    else:
+        path = run.run_dir / "snapshots" / f"v{version:08d}"
+    assert Path(path, "config.json").is_file(), f"no weights of version {version}: {json.dumps(str(path))}"
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+
+
+@torch.no_grad()
+def response_logprobs(model, row: dict) -> np.ndarray:
+    """[R] float32 log-probs of the response under a plain Hugging Face forward."""
+    ids = torch.tensor([row["prompt_ids"] + row["response_ids"]])
+    logits = model(ids).logits[0, len(row["prompt_ids"]) - 1 : -1]
+    chosen = torch.tensor(row["response_ids"])
+    return logits.log_softmax(-1).gather(-1, chosen[:, None])[:, 0].numpy()

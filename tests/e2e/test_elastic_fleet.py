@@ -1,0 +1,131 @@
+"""Engines join and leave a run while it trains, and a node of the cluster dies under it; engines in process.
+
+Every step is made, every token is accounted for, and has the log-prob of the version that it names.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+from contextlib import contextmanager
+
+import psutil
+import pytest
+
+from tests.e2e.run_checks import (
+    assert_every_step_is_made_and_no_version_goes_back,
+    assert_every_token_is_accounted_for,
+    assert_trained_tokens_have_the_log_prob_of_their_version,
+)
+from tests.support.ray_cluster import ENVIRONMENT, NODE_OPTIONS
+from tests.support.training_run import ROOT
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1200)]
+
+OPTIONS = [
+    "rollout_fleet.engine=transformers",
+    "learner.keep_snapshots=-1",
+    "record_trajectories=true",
+    "algorithm.groups_per_step=16",
+    "evaluation.enabled=false",
+    "sft.enabled=false",
+]
+JOINED_S = 300
+
+
+def command(name, run_dir, *arguments):
+    """``asyncrl join`` or ``leave``; its status and all that it said."""
+    ended = subprocess.run(
+        [sys.executable, "-m", f"rollout_fleet.{name}", "--run", str(run_dir), *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=JOINED_S,
+    )
+    return ended.returncode, ended.stdout + ended.stderr
+
+
+def check_run(run, steps):
+    assert run.finish(timeout_s=900) == 0, run.output
+    assert_every_step_is_made_and_no_version_goes_back(run, steps)
+    assert_every_token_is_accounted_for(run)
+    assert_trained_tokens_have_the_log_prob_of_their_version(run, every=97)
+
+
+def test_one_engine_leaves_and_another_joins_while_the_run_trains(start):
+    steps = 600
+    run = start(f"total_steps={steps}", "rollout_fleet.num_engines={min: 1, max: 2}", *OPTIONS)
+    run.wait_for_line("rollout worker 1 has joined; 2 engines are there")
+    run.wait_for_steps(3)
+    assert command("join", run.run_dir)[0] == 1, "there are as many as there may be"
+    assert command("leave", run.run_dir, "0") == (0, "rollout worker 0 has left\n")
+    assert command("leave", run.run_dir)[1].startswith("1: serves\n")
+    assert command("join", run.run_dir) == (0, "joined: rollout worker 0\n")
+    assert command("leave", run.run_dir, "1") == (0, "rollout worker 1 has left\n")
+    status, words = command("leave", run.run_dir, "0")
+    assert (status, "0 engines would be left" in words) == (1, True)
+    run.remember_family()
+    check_run(run, steps)
+    assert run.survivors() == []
+    status, words = command("join", run.run_dir)
+    assert (status, "this run has ended" in words) == (2, True)
+
+
+@contextmanager
+def cluster():
+    """A Ray node for the run, and what starts others beside it, each with a CPU for one engine."""
+    from ray.cluster_utils import Cluster
+
+    before = {name: os.environ.get(name) for name in ENVIRONMENT}
+    os.environ.update(ENVIRONMENT)
+    nodes = Cluster(initialize_head=True, head_node_args={**node_at("127.0.0.21"), "num_cpus": 2})
+    try:
+        yield nodes
+    finally:
+        nodes.shutdown()
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
+def node_at(address):
+    return {"num_cpus": 1, "node_ip_address": address, **NODE_OPTIONS}
+
+
+def kill_node(node):
+    """SIGKILL the raylet of a node; its workers end with it."""
+    (raylet,) = [info.process.pid for info in node.all_processes["raylet"]]
+    workers = psutil.Process(raylet).children(recursive=True)
+    os.kill(raylet, signal.SIGKILL)
+    for worker in workers:
+        if worker.is_running():
+            worker.kill()
+
+
+def test_a_node_dies_and_its_engine_goes_on_where_another_node_comes(start, tmp_path):
+    steps = 600
+    with cluster() as nodes:
+        second = nodes.add_node(**node_at("127.0.0.22"))
+        run = start(
+            f"total_steps={steps}",
+            "rollout_fleet.num_engines={min: 1, max: 2}",
+            f"ray.address={nodes.address}",
+            "ray.node_address=127.0.0.21",
+            "placement.num_nodes=2",
+            "placement.autoscale=true",
+            "placement.engines_per_node=1",
+            "buffer.host=127.0.0.1",
+            "buffer.advertised_host=127.0.0.1",
+            "buffer.stores_on=ledger",  # else the store of the node that dies takes its groups of a batch with it
+            "weights.transport=file",
+            f"weights.directory={tmp_path / 'weights'}",
+            *OPTIONS,
+        )
+        run.wait_for_line("rollout worker 1 has joined; 2 engines are there")
+        run.wait_for_steps(3)
+        kill_node(second)
+        run.wait_for_line("rollout worker 1 waits for a place", timeout_s=JOINED_S)
+        step = len(run.records)
+        run.wait_for_steps(step + 20)
+        nodes.add_node(**node_at("127.0.0.23"))
+        run.wait_for_line("rollout worker 1 is back after", timeout_s=JOINED_S)
+        check_run(run, steps)

@@ -1,0 +1,72 @@
+"""What is changed in an SGLang server of ours, without a server."""
+
+import importlib.metadata
+import importlib.util
+import multiprocessing
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from rollout_fleet.engines import server_hooks
+from rollout_fleet.engines.server_hooks import (
+    PAUSED,
+    PLUGIN,
+    PREPARED,
+    fork_on_cpu,
+    register,
+    rest_while_paused,
+    write_plugin,
+)
+
+
+def test_sglang_finds_the_hooks_on_the_import_path_of_the_server_alone(tmp_path, monkeypatch):
+    write_plugin(tmp_path / "plugins")
+    assert not [entry for entry in importlib.metadata.entry_points(group="sglang.srt.plugins") if entry.name == PLUGIN]
+    monkeypatch.syspath_prepend(str(tmp_path / "plugins"))
+    (found,) = (entry for entry in importlib.metadata.entry_points(group="sglang.srt.plugins") if entry.name == PLUGIN)
+    assert found.load() is register
+    assert found.dist.name
+
+
+@pytest.mark.parametrize(
+    ("on_cpu", "num_threads", "expected"), [("1", 1, ["fork"]), ("1", 2, []), ("0", 1, []), ("", 1, [])]
+)
+def test_the_processes_of_a_server_are_forked_on_a_cpu_and_before_there_are_threads(
+    monkeypatch, on_cpu, num_threads, expected
+):
+    chosen = []
+    monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", on_cpu)
+    monkeypatch.setattr(server_hooks.os, "listdir", lambda path: [str(n) for n in range(num_threads)])
+    monkeypatch.setattr(multiprocessing, "set_start_method", lambda method, force: chosen.append(method))
+    fork_on_cpu(None, "server_args")
+    assert chosen == expected
+
+
+def test_a_scheduler_that_stands_still_sleeps_where_it_has_a_socket():
+    naps = []
+    rest_while_paused(None, SimpleNamespace(idle_sleeper=SimpleNamespace(maybe_sleep=lambda: naps.append(1))))
+    rest_while_paused(None, SimpleNamespace(idle_sleeper=None))
+    assert naps == [1]
+
+
+def source_of(module: str) -> str:
+    package = importlib.util.find_spec("sglang")
+    if package is None or package.submodule_search_locations is None:
+        pytest.skip("sglang is not installed")
+    return (
+        Path(package.submodule_search_locations[0]).parent.joinpath(*module.split(".")).with_suffix(".py").read_text()
+    )
+
+
+def test_the_installed_sglang_calls_what_is_hooked_in_each_turn_of_a_paused_loop():
+    module, _, method = PAUSED.partition(".Scheduler.")
+    loops = re.findall(rf"if self\._engine_paused:\n\s+self\.{method}\(\)\n\s+continue", source_of(module))
+    assert len(loops) == 2, "the scheduler's plain loop, and the one that overlaps"
+
+
+def test_the_installed_sglang_chooses_how_processes_start_in_what_is_hooked():
+    module, _, function = PREPARED.rpartition(".")
+    body = source_of(module).partition(f"def {function}(")[2].partition("\ndef ")[0]
+    assert "mp.set_start_method(" in body

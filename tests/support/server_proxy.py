@@ -1,0 +1,95 @@
+"""A proxy in front of the SGLang server of a whole run: it finds the server by itself, and goes wrong on demand.
+
+The run's server listens elsewhere (``--port`` among its further arguments); the proxy takes the port that its worker
+calls, also that of each server that is started in the place of another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import psutil
+
+from asyncrl.single_controller.placement import free_port
+from tests.support.faulty_proxy import FaultyProxy
+from tests.support.training_run import RunningTraining
+
+_LOOK_S = 0.1
+
+
+class ServerProxy:
+    """One server per run; `fail` and `heal` may be called from any thread.
+
+    Attributes:
+        option: What the run must be started with.
+        num_failed: How many calls went wrong.
+    """
+
+    def __init__(self) -> None:
+        self._port = free_port()
+        self.option = f"rollout_fleet.sglang.extra_args=['--port','{self._port}']"
+        self.num_failed = 0
+        self._loop = asyncio.new_event_loop()
+        self._proxies: dict[int, FaultyProxy] = {}
+        self._fault: tuple[str, str, bytes] | None = None
+        threading.Thread(target=self._loop.run_forever, daemon=True, name="proxy").start()
+
+    def fail(self, path: str, moment: str, answer: bytes) -> None:
+        """Every call of a path goes wrong from now on; see `FaultyProxy.fail`."""
+        self._set((path, moment, answer))
+
+    def heal(self) -> None:
+        """Pass every call on again."""
+        self._set(None)
+
+    def _set(self, fault: tuple[str, str, bytes] | None) -> None:
+        self._fault = fault
+        self._loop.call_soon_threadsafe(lambda: [self._apply(proxy) for proxy in self._proxies.values()])
+
+    def _apply(self, proxy: FaultyProxy) -> None:
+        path, moment, answer = self._fault or ("", "", None)
+        proxy.fail(path, moment, answer=answer, act=self._count if self._fault else None)
+
+    async def _count(self) -> None:
+        self.num_failed += 1
+
+    @contextlib.contextmanager
+    def serving(self, run: RunningTraining) -> Iterator[ServerProxy]:
+        """Serve the servers of a run as they come."""
+        ended = threading.Event()
+        looking = threading.Thread(target=self._look, args=(run, ended), daemon=True)
+        looking.start()
+        try:
+            yield self
+        finally:
+            ended.set()
+            looking.join()
+            for proxy in self._proxies.values():
+                self._do(proxy.stop())
+            self._loop.call_soon_threadsafe(self._loop.stop)
+
+    def _look(self, run: RunningTraining, ended: threading.Event) -> None:
+        while not ended.wait(_LOOK_S):
+            for port in self._called_ports(run):
+                if port not in self._proxies:
+                    proxy = self._proxies[port] = FaultyProxy(SimpleNamespace(url=f"http://127.0.0.1:{self._port}"))
+                    self._apply(proxy)
+                    self._do(proxy.start(port=port))
+
+    def _called_ports(self, run: RunningTraining) -> set[int]:
+        """The ports at which workers look for their servers: the first of each server's ``--port``."""
+        ports = set()
+        with contextlib.suppress(psutil.Error):
+            for child in psutil.Process(run.process.pid).children(recursive=True):
+                with contextlib.suppress(psutil.Error, ValueError, IndexError):
+                    words = child.cmdline()
+                    if "sglang.launch_server" in words:
+                        ports.add(int(words[words.index("--port") + 1]))
+        return ports
+
+    def _do(self, work) -> None:
+        asyncio.run_coroutine_threadsafe(work, self._loop).result(10)
