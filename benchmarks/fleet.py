@@ -2,13 +2,14 @@
 
 The parts: `scripted` (engines of different speeds, samples of two lengths, an engine that dies; two minutes of little
 work), `leases` (a thousand simulated workers on the real buffer server; half a minute) and `engines` (two real SGLang
-servers against a bare client, one of them killed; four minutes, on a quiet machine with two cores or more).
+servers against a bare client, one of them killed; three minutes, on a quiet machine with two cores or more).
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import logging
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -73,6 +74,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.fleet", description=__doc__)
     parser.add_argument("--only", choices=PARTS, help="one part; all of them else")
     only = parser.parse_args(arguments).only
+    logging.basicConfig(level=logging.WARNING)
+    logging.getLogger("benchmarks").setLevel(logging.INFO)
     figures: dict[str, float] = {}
     for name, measure in PARTS.items():
         if only in (None, name):

@@ -8,6 +8,7 @@ its own; the bare client posts one group per request and keeps nothing.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import statistics
 import tempfile
@@ -34,12 +35,14 @@ from rollout_fleet.engines.sglang_server import GUARD, SGLangServer
 from rollout_fleet.loop import RolloutLoop
 from rollout_fleet.rewards import WeightedRewards
 
+logger = logging.getLogger(__name__)
+
 NUM_ENGINES = 2
 PLACES = 8  # per engine
 SAMPLES = 2
 NEW_TOKENS = 256
-GROUPS_PER_ROUND = 64
-NUM_ROUNDS = 4
+GROUPS_PER_ROUND = 32
+NUM_ROUNDS = 3
 USUAL_S = 8.0
 _VOCABULARY = 1000
 
@@ -150,6 +153,7 @@ async def _measure(scratch: Path) -> dict[str, float]:
                 rate = await (fleet.roll_out(GROUPS_PER_ROUND) if side == "fleet" else _bare(fleet, GROUPS_PER_ROUND))
                 if turn:  # the first is a warm-up
                     rates[side].append(rate)
+                    logger.info("%s: %.0f tokens/s", side, rate)
         figures = {
             "fleet_vs_bare_client": statistics.median(rates["fleet"]) / statistics.median(rates["bare"]),
             "fleet_tokens_per_s": statistics.median(rates["fleet"]),
@@ -261,7 +265,7 @@ async def _recovery(fleet: _Fleet) -> dict[str, float]:
     struck, survivor = fleet.supervisors[0], fleet.supervisors[1].engine
     assert isinstance(survivor, _PinnedEngine)
     epoch = struck.member.epoch
-    await fleet.enqueue(20 * GROUPS_PER_ROUND)
+    await fleet.enqueue(40 * GROUPS_PER_ROUND)
     await asyncio.sleep(USUAL_S / 2)
     usual = await _rate(survivor, lambda: False, at_most_s=USUAL_S)
     engine = struck.engine
