@@ -74,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.fleet", description=__doc__)
     parser.add_argument("--only", choices=PARTS, help="one part; all of them else")
     only = parser.parse_args(arguments).only
-    logging.basicConfig(level=logging.WARNING)
+    logging.basicConfig(level=logging.ERROR)  # engines are killed on purpose
     logging.getLogger("benchmarks").setLevel(logging.INFO)
     figures: dict[str, float] = {}
     for name, measure in PARTS.items():
