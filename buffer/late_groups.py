@@ -40,6 +40,8 @@ _LONGEST_S = 10.0
 _STEP_MEMORY = 0.7
 _ESTIMATE_S = 2.5e-4
 """Seconds, per worker, for which the estimates of the whole fleet are good; computing them takes a fiftieth of it."""
+_ESTIMATE_GROUPS = 5e-6
+"""The same as a part of the time that the fastest worker takes for a group: of many workers one changes little."""
 
 Key = tuple[int, int]
 """A group and its attempt."""
@@ -272,10 +274,11 @@ class LateGroups:
                 for name, worker in there.items()
             )
             groups_per_s = tokens_per_s / self._lengths.mean
+            group_s = self._lengths.mean / fastest if fastest else 0.0
             self._fleet = _FleetEstimate(
                 fastest=max(fastest, 1e-6),
                 groups_per_s=max(groups_per_s, 1e-9),
-                until=now + _ESTIMATE_S * len(there),
+                until=now + max(_ESTIMATE_S, _ESTIMATE_GROUPS * group_s) * len(there),
             )
         return self._fleet
 

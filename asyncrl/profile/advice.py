@@ -20,7 +20,7 @@ MIN_GAIN = 0.03
 """A predicted gain below this share of the step time is not worth a change."""
 MAX_REPLAY_ERROR = 0.2
 """A replay that misses the measured step time by more than this share says nothing about changes either."""
-_REPLICATES = 5
+_REPLICATES = 3
 _FILE = "advice.json"
 
 
