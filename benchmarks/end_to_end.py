@@ -216,7 +216,9 @@ def _run(command: list[str]) -> tuple[list[str], float]:
             cpu_s = _cpu_s_until_end(process, RUN_TIMEOUT_S)
         finally:
             process.kill()
-        printed, said = (file.seek(0) or file.read() for file in (output, errors))
+        output.seek(0)
+        errors.seek(0)
+        printed, said = output.read(), errors.read()
     if process.returncode:
         raise RuntimeError(f"{' '.join(command[1:4])} ended with {process.returncode}:\n{printed}\n{said}"[-4000:])
     return printed.splitlines(), cpu_s
