@@ -8,7 +8,7 @@ import asyncio
 import logging
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from typing import Any
@@ -68,6 +68,11 @@ class PendingRequests:
     def all(self) -> list[PendingRequest]:
         """Those pending now, first come first."""
         return list(self._requests.values())
+
+    @property
+    def clients(self) -> Container[bytes]:
+        """Who has any pending."""
+        return self._by_client.keys()
 
     def of_client(self, client: bytes) -> list[PendingRequest]:
         """Those of one client."""
@@ -320,10 +325,14 @@ class Admission:
             if request.fields["version"] == version:
                 request.fields["incarnation"] = self._ledger.incarnation
 
-    def answer_outdated(self) -> None:
-        """After a commit: let workers ask again whose engine is now too far behind for any group to begin."""
+    def answer_outdated(self, *, except_for: Container[bytes]) -> None:
+        """After a commit: let workers ask again whose engine is now too far behind for any group to begin.
+
+        Not those ``except_for`` that are woken otherwise.
+        """
         for request in self._pending.all():
-            if self._ledger.rule.deadline(request.fields["version"]) < self._ledger.learner_version:
+            is_outdated = self._ledger.rule.deadline(request.fields["version"]) < self._ledger.learner_version
+            if is_outdated and request.client not in except_for:
                 self._pending.remove(request.client, request.request_id)
                 self._answer_nothing(request)
 

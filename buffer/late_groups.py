@@ -35,8 +35,10 @@ _HAND_OVER_S = 0.05
 _TRY_EVERY = 10.0
 """A worker that is refused for being too slow is tried after so many times the seconds that it takes per group."""
 ASK_AGAIN_S = 10.0
+_LONGEST_S = 10.0
+"""Every group is looked at after so long at the latest: whoever was not known to be faster may be by then."""
 _STEP_MEMORY = 0.7
-_ESTIMATE_S = 5e-5
+_ESTIMATE_S = 2.5e-4
 """Seconds, per worker, for which the estimates of the whole fleet are good; computing them takes a fiftieth of it."""
 _ESTIMATE_GROUPS = 5e-6
 """The same as a part of the time that the fastest worker takes for a group: of many workers one changes little."""
@@ -318,7 +320,7 @@ class LateGroups:
         due_s = min(running.due_at - now, self._due_s(running.deadline, now))
         slack_s = self._slack_s(running.worker, num_left, due_s, now, rate=rate)
         if slack_s == math.inf:
-            return now + max(num_left / rate, took_s / 4, _HAND_OVER_S)
+            return now + min(max(num_left / rate, took_s / 4, _HAND_OVER_S), _LONGEST_S)
         return now if slack_s < _HAND_OVER_S / 2 else now + slack_s / 2
 
 

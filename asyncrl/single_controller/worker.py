@@ -30,9 +30,6 @@ class WorkerHelper:
         return self._get_node_ip().strip("[]"), str(free_port())
 
 
-SWITCH_INTERVAL_S = 0.001
-"""How long a thread may hold the interpreter while another wants it, 5 ms by default: a worker's messages and weights
-travel in threads beside the one that computes, and each message takes several turns."""
 ALL_DEVICES = "not set"
 """What an unrestricted process reports as its visible devices."""
 
@@ -62,7 +59,6 @@ class Worker(WorkerHelper):
         return super().__new__(cls)
 
     def __init__(self, cuda_visible_devices: str | None = None) -> None:
-        sys.setswitchinterval(SWITCH_INTERVAL_S)
         self._setup_env_cuda_visible_devices()
         if cuda_visible_devices not in (None, ALL_DEVICES):
             os.environ[visible_devices_name()] = cuda_visible_devices
