@@ -87,10 +87,10 @@ class _PinnedEngine(SGLangEngine):
             os.sched_setaffinity(0, everywhere)
         await starting
 
-    def _take(self, event: Any, *arguments: Any) -> Any:
+    def _take(self, event: Any, requests: Any, samples: Any) -> Any:
         """Count tokens as they come: samples end too seldom for a rate over seconds."""
         self.num_heard += len(event.get("output_ids", ()))
-        return super()._take(event, *arguments)
+        return super()._take(event, requests, samples)
 
 
 @dataclass(kw_only=True)

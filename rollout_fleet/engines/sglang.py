@@ -179,7 +179,7 @@ class SGLangEngine:
         await self._failure.unless_failed(send())
 
     async def read_load(self) -> EngineLoad:
-        """See `Engine.read_load`. The server keeps the numbers beside the scheduler, which is not asked."""
+        """See `Engine.read_load`. The scheduler leaves the numbers beside it every 15 steps, and is not asked."""
         answer = await self._failure.unless_failed(self._client.call("GET", "/v1/loads?include=core"))
         try:
             ranks = answer["loads"]
