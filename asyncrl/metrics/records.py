@@ -152,17 +152,20 @@ def summary_document(
         "train_wall_s": result.train_wall_s,
         "eval": {"before": before and asdict(before), "after": after and asdict(after)}
         | {"all": [asdict(evaluation) for evaluation in evaluations]},
-        "max_lag": {
-            "bound": max_lag,
-            "realised": result.max_lag_realised,
-            "before_resume": result.max_lag_before,
-            "histogram": {str(lag): count for lag, count in sorted(result.lag_histogram.items())},
-        },
+        "max_lag": {"bound": max_lag, **_lags(result)},
         "tokens": asdict(result.tokens) | {"dropped_by_reason": dict(result.tokens_dropped)},
         "groups_failed": dict(result.groups_failed),
         "restarts": dict(restarts or {}),
         "overlap": overlap,
         "advice": advice,
+    }
+
+
+def _lags(result: TrainingResult) -> dict[str, Any]:
+    return {
+        "realised": result.max_lag_realised,
+        "before_resume": result.max_lag_before,
+        "histogram": {str(lag): count for lag, count in sorted(result.lag_histogram.items())},
     }
 
 
