@@ -21,6 +21,8 @@ from learner.config import GROUP_ADVANTAGES, AlgorithmConfig, LearnerConfig
 from rollout_fleet.config import EngineKind, RolloutFleetConfig
 
 LOOPBACK = "lo"
+_OWN_CLIENTS = 4
+"""Of the buffer, beside workers and ranks: the controller's, the inspector's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -347,6 +349,11 @@ def stop_deadlines(config: RunConfig) -> StopDeadlines:
     """The deadlines between an engine's ``rollout_fleet.stop_timeout_s``, from which they follow, and the run's own."""
     fleet = config.rollout_fleet
     return StopDeadlines(fleet_s=fleet.worker_stop_timeout_s, learner_s=fleet.stop_timeout_s)
+
+
+def num_buffer_clients(config: RunConfig) -> int:
+    """Most clients that one server of the buffer has: the workers, the ranks, and a few of the run's own."""
+    return config.rollout_fleet.most_engines + sum(learner_pools(config).values()) + _OWN_CLIENTS
 
 
 def keeps_stores_on_hosts(config: RunConfig) -> bool:

@@ -13,14 +13,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import resource
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -33,6 +35,7 @@ from benchmarks.report import Target, print_report
 
 TARGET_ACCURACY = 0.90
 RUN_TIMEOUT_S = 900
+_LOOK_EVERY_S = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,9 +80,7 @@ class Contest:
         """Train with asyncrl; evaluate its published weights afterwards."""
         overrides = [*self._overrides, "rollout_fleet.engine=transformers", "learner.keep_snapshots=-1"]
         overrides += ["evaluation.enabled=false", *([] if max_lag is None else [f"buffer.max_lag={max_lag}"])]
-        before_s = _children_cpu_s()
-        output = _run([sys.executable, "-m", "asyncrl.train", *overrides])
-        cpu_s = _children_cpu_s() - before_s
+        output, cpu_s = _run([sys.executable, "-m", "asyncrl.train", *overrides])
         run_dir = Path(next(line.split("writing to ", 1)[1] for line in output if "writing to " in line))
         records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
         start_s = json.loads((run_dir / "summary.json").read_text())["start_wall_s"]
@@ -98,7 +99,7 @@ class Contest:
 
     def trl(self) -> Outcome:
         """Train with TRL."""
-        output = _run([sys.executable, "-m", "benchmarks.trl_baseline", *self._trl_options(self._config)])
+        output, _ = _run([sys.executable, "-m", "benchmarks.trl_baseline", *self._trl_options(self._config)])
         result = json.loads(output[-1])
         hit = result["time_to_target_s"] is not None
         return Outcome(
@@ -207,19 +208,38 @@ def _curve(warm: Path, snapshots: Path, held_out: HeldOut, eval_every: int) -> l
     return curve
 
 
-def _children_cpu_s() -> float:
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
+def _run(command: list[str]) -> tuple[list[str], float]:
+    """Run one competitor to its end; returns the lines it printed, and the CPU seconds of all its processes."""
+    with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(command, stdout=output, stderr=errors)
+        try:
+            cpu_s = _cpu_s_until_end(process, RUN_TIMEOUT_S)
+        finally:
+            process.kill()
+        output.seek(0)
+        errors.seek(0)
+        printed, said = output.read(), errors.read()
+    if process.returncode:
+        raise RuntimeError(f"{' '.join(command[1:4])} ended with {process.returncode}:\n{printed}\n{said}"[-4000:])
+    return printed.splitlines(), cpu_s
 
 
-def _run(command: list[str]) -> list[str]:
-    """Run one competitor to its end; returns the lines it printed."""
-    done = subprocess.run(command, capture_output=True, text=True, timeout=RUN_TIMEOUT_S, check=False)
-    if done.returncode:
-        raise RuntimeError(
-            f"{' '.join(command[1:4])} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}"[-4000:]
-        )
-    return done.stdout.splitlines()
+def _cpu_s_until_end(process: subprocess.Popen[bytes], timeout_s: float) -> float:
+    """CPU seconds of a process and all below it, whoever waits for them; what one uses after the last look is missed.
+
+    Raises `TimeoutError` if it takes longer.
+    """
+    used, run = dict[int, float](), psutil.Process(process.pid)
+    end_s = time.monotonic() + timeout_s
+    while time.monotonic() < end_s:
+        with suppress(psutil.NoSuchProcess):
+            for part in (run, *run.children(recursive=True)):
+                with suppress(psutil.NoSuchProcess):
+                    used[part.pid] = sum(part.cpu_times()[:2])
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_LOOK_EVERY_S)
+            return sum(used.values())
+    raise TimeoutError(f"a competitor took longer than {timeout_s:g} s")
 
 
 if __name__ == "__main__":

@@ -1,196 +1,88 @@
-"""What the fleet makes of engines of different speeds, and of one that dies: ``python -m benchmarks.fleet``.
+"""What the fleet makes of its engines: ``python -m benchmarks.fleet [--only PART]``; the last line is JSON.
 
-Four rollout loops with scripted engines on a real buffer server, in one process. A scripted engine writes each sample
-at a fixed pace, so what the fleet reaches against the sum of its engines is a matter of who gets which work, and when.
+The parts: `scripted` (engines of different speeds, samples of two lengths, an engine that dies; two minutes of little
+work), `leases` (a thousand simulated workers on the real buffer server; half a minute) and `engines` (two real SGLang
+servers against a bare client, one of them killed; three minutes, on a quiet machine with two cores or more).
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
-import json
-import time
-from collections.abc import Sequence
-from contextlib import AsyncExitStack
-from dataclasses import dataclass
-from unittest.mock import patch
+import logging
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from asyncrl.protocol.errors import AsyncRLError
-from asyncrl.protocol.manifest import WeightOffer
-from asyncrl.protocol.types import Prompt
-from buffer import BufferClient, BufferConfig
-from buffer.balance import WorkBalance
-from buffer.server import BufferServer
-from rollout_fleet.config import EngineKind, RolloutFleetConfig
-from rollout_fleet.engine_supervisor import EngineSupervisor
-from rollout_fleet.engines.engine import SampleRequest
-from rollout_fleet.engines.scripted import ScriptedAnswer, ScriptedEngine
-from rollout_fleet.loop import RolloutLoop
-from rollout_fleet.rewards import WeightedRewards
+from benchmarks.report import Target, print_report
 
-GROUPS_PER_STEP = 16
-MAX_LAG = 3
-PLACES = 8  # per engine; admission leaves twice as many as all four have
-SAMPLES = 2
-TOKENS = 40
-TOKEN_DELAY_S = 0.02
-START_S = 1.0
-RUN_S = 10.0
-WARM_UP_S = 5.0
+TARGETS = {
+    "fleet_vs_bare_client": Target(at_least=0.95),
+    "engine_occupancy": Target(at_least=0.95),
+    "slow_engine_share": Target(at_least=0.9),
+    "survivors_during_recovery": Target(at_least=0.95),
+    "recovery_vs_engine_start": Target(at_most=1.2),
+    "tokens_lost_per_kill": Target(at_most=1.0),
+    "commit_to_lease_p99_ms": Target(at_most=100.0),
+}
+LEASES_PER_COMMIT = (64, 256, 1000)
+"""Of the thousand workers that wait. The target is for the first of these."""
 
 
-@dataclass(kw_only=True)
-class _FleetRun:
-    """Engines on one server, and a learner that takes each batch as soon as it is there."""
+def scripted() -> dict[str, float]:
+    """Figures of four scripted engines."""
+    from benchmarks import fleet_scripted
 
-    server: BufferServer
-    control: BufferClient
-    supervisors: list[EngineSupervisor]
-    loops: list[RolloutLoop]
-
-    async def learn(self) -> None:
-        """Feed, train, publish, until cancelled."""
-        version, num_prompts = 0, 0
-        while True:
-            prompts = [_prompt(number) for number in range(num_prompts, num_prompts + 2 * GROUPS_PER_STEP)]
-            num_prompts += len(prompts)
-            await self.control.enqueue(prompts)
-            for _ in range(2):
-                await self.control.plan(version)
-                version += 1
-                await self.control.offer(_offer(version))
-                await self.control.commit(version - 1)
-
-    async def tokens_trained(self) -> int:
-        """Up to now."""
-        return (await self.control.stats()).tokens_trained
-
-
-def _prompt(number: int) -> Prompt:
-    return Prompt(group_id=number, prompt_ids=np.asarray([5, 6], dtype=np.int32), ground_truth="x")
-
-
-def _offer(version: int) -> WeightOffer:
-    return WeightOffer(version=version, manifest=f"/v{version}", digest="", num_bytes=0)
-
-
-class _SlowToStart(ScriptedEngine):
-    """Takes ``START_S`` to come up."""
-
-    async def start(self) -> None:
-        await asyncio.sleep(START_S)
-        await super().start()
-
-
-async def _start(stack: AsyncExitStack, delays_s: Sequence[float]) -> _FleetRun:
-    """Bring up one engine per delay between tokens, on a server of their own."""
-    config = RolloutFleetConfig(
-        engine=EngineKind.scripted, groups_in_flight=PLACES, reward="exact_match", renew_every_s=5.0
-    )
-    options = BufferConfig(max_lag=MAX_LAG, lease_s=60.0)
-    server = BufferServer(options, groups_per_step=GROUPS_PER_STEP)
-    stack.callback(server.close)
-    control = BufferClient(server.address)
-    stack.push_async_callback(control.close)
-    await control.offer(_offer(0))
-    run = _FleetRun(server=server, control=control, supervisors=[], loops=[])
-    for rank, delay_s in enumerate(delays_s):
-
-        def answer(request: SampleRequest, version: int, delay_s: float = delay_s) -> ScriptedAnswer:
-            written = len(request.prompt_ids) - 2
-            return ScriptedAnswer(response=[7] * (TOKENS - written), token_delay_s=delay_s)
-
-        supervisor = EngineSupervisor(f"engine-{rank}", config, make=lambda answer=answer: _SlowToStart(answer))
-        client = BufferClient(server.address)
-        stack.push_async_callback(client.close)
-        await supervisor.start()
-        loop = RolloutLoop(
-            config,
-            engine=supervisor.engine,
-            member=supervisor.member,
-            buffer=client,
-            rewards=WeightedRewards(config),
-            decode=str,
-            samples_per_prompt=SAMPLES,
-        )
-        await supervisor.load_first(loop, client)
-        stack.push_async_callback(supervisor.stop)
-        stack.push_async_callback(loop.stop)
-        running = asyncio.create_task(_keep_running(supervisor, loop))
-        stack.callback(running.cancel)
-        run.supervisors.append(supervisor)
-        run.loops.append(loop)
-    learning = asyncio.create_task(run.learn())
-    stack.callback(learning.cancel)
-    return run
-
-
-async def _keep_running(supervisor: EngineSupervisor, loop: RolloutLoop) -> None:
-    """As `RolloutWorker.run`."""
-    while not loop.has_ended:
-        engine = await supervisor.ready(unless=lambda: loop.is_stopping)
-        try:
-            await loop.run()
-        except AsyncRLError:
-            if not engine.has_failed:
-                raise
-
-
-EQUAL = [TOKEN_DELAY_S] * 4
-ONE_SLOW = [*EQUAL[:3], 10 * TOKEN_DELAY_S]
-
-
-async def share_of_speeds(delays_s: Sequence[float]) -> float:
-    """Tokens trained on per second, as a share of the sum of the engines' speeds, each by its delay between tokens."""
-    async with AsyncExitStack() as stack:
-        run = await _start(stack, delays_s)
-        await asyncio.sleep(WARM_UP_S)
-        began_s, before = time.perf_counter(), await run.tokens_trained()
-        await asyncio.sleep(RUN_S)
-        rate = (await run.tokens_trained() - before) / (time.perf_counter() - began_s)
-    return rate / sum(PLACES * SAMPLES / delay_s for delay_s in delays_s)
-
-
-async def recovery() -> dict[str, float]:
-    """One of four engines dies: how long until it serves again, what is lost, and how the others do meanwhile."""
-    async with AsyncExitStack() as stack:
-        run = await _start(stack, EQUAL)
-        await asyncio.sleep(WARM_UP_S)
-        struck = run.supervisors[0]
-        epoch = struck.member.epoch
-        others = run.loops[1:]
-        before = sum(loop.counters().tokens_generated for loop in others)
-        died_s = time.perf_counter()
-        struck.engine.die("killed by the benchmark")  # type: ignore[attr-defined]
-        while struck.member.epoch == epoch or not struck.member.may_lease:  # noqa: ASYNC110 - measured from outside
-            await asyncio.sleep(0.005)
-        took_s = time.perf_counter() - died_s
-        rate = (sum(loop.counters().tokens_generated for loop in others) - before) / took_s
-        await asyncio.sleep(1.0)
-        began_s, before = time.perf_counter(), sum(loop.counters().tokens_generated for loop in others)
-        await asyncio.sleep(RUN_S / 2)
-        usual = (sum(loop.counters().tokens_generated for loop in others) - before) / (time.perf_counter() - began_s)
-        dropped = (await run.control.stats()).tokens_dropped
-    return {
-        "recovery_vs_engine_start": took_s / START_S,
-        "survivors_during_recovery": rate / usual,
-        "tokens_lost_per_kill": float(dropped.get("engine_failed", 0) + dropped.get("lost", 0)),
-    }
-
-
-def main() -> None:
-    """Print a table, then the figures as JSON."""
+    share, busy = asyncio.run(fleet_scripted.share_of_speeds(fleet_scripted.ONE_SLOW))
     figures = {
-        "slow_engine_share": asyncio.run(share_of_speeds(ONE_SLOW)),
-        "equal_engines_share": asyncio.run(share_of_speeds(EQUAL)),
+        "slow_engine_share": share,
+        "slow_engine_share_by_turns": asyncio.run(fleet_scripted.share_by_turns(fleet_scripted.ONE_SLOW)),
+        "equal_engines_share": asyncio.run(fleet_scripted.share_of_speeds(fleet_scripted.EQUAL))[0],
+        "slow_engine_process_busy": busy,
+        "engine_occupancy": asyncio.run(fleet_scripted.occupancy()),
     }
-    with patch.object(WorkBalance, "delay_s", lambda *_: 0.0), patch.object(WorkBalance, "hand_on", lambda *_: None):
-        baseline = {"slow_engine_share": asyncio.run(share_of_speeds(ONE_SLOW))}
-    figures |= asyncio.run(recovery())
-    for name, value in figures.items():
-        print(f"{name:28} {value:8.3f}" + (f"   by turns {baseline[name]:.3f}" if name in baseline else ""))
-    print(json.dumps({"figures": figures, "baseline": baseline}))
+    return figures | {f"scripted_{name}": value for name, value in asyncio.run(fleet_scripted.recovery()).items()}
+
+
+def leases() -> dict[str, float]:
+    """Figures of a thousand simulated workers, of which a commit admits some, or all."""
+    from benchmarks.fleet_leases import measure_leases
+
+    figures = {}
+    for number in LEASES_PER_COMMIT:
+        suffix = "" if number == LEASES_PER_COMMIT[0] else f"_of_{number}"
+        waits = measure_leases(number)
+        figures |= {
+            f"commit_to_lease_p{percent}_ms{suffix}": 1e3 * float(np.percentile(waits, percent)) for percent in (50, 99)
+        }
+    return figures
+
+
+def engines() -> dict[str, float]:
+    """Figures of two real servers."""
+    from benchmarks.fleet_engines import measure_engines
+
+    return measure_engines()
+
+
+PARTS: dict[str, Callable[[], dict[str, float]]] = {"scripted": scripted, "leases": leases, "engines": engines}
+"""Each imports what it needs: simulated workers need no torch."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure, and print."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.fleet", description=__doc__)
+    parser.add_argument("--only", choices=PARTS, help="one part; all of them else")
+    only = parser.parse_args(arguments).only
+    logging.basicConfig(level=logging.ERROR)  # engines are killed on purpose
+    logging.getLogger("benchmarks").setLevel(logging.INFO)
+    figures: dict[str, float] = {}
+    for name, measure in PARTS.items():
+        if only in (None, name):
+            figures |= measure()
+    title = "four scripted engines, a thousand simulated workers, two SGLang servers" if only is None else only
+    baseline = "the sum of the engines' speeds; a bare client of the same servers; an engine's start"
+    print_report(title, {}, figures, TARGETS, baseline=baseline)
 
 
 if __name__ == "__main__":

@@ -149,7 +149,13 @@ def _measured(folder: Path, lag: int, engine: str, args: argparse.Namespace) -> 
 def train_pinned(folder: Path, *overrides: str, engine: str) -> Path:
     """Train in a process of its own, with engine and rank pinned once they are there; returns the run's folder."""
     command = [sys.executable, "-m", "asyncrl.train", f"output_dir={folder}", f"rollout_fleet.engine={engine}"]
-    command += ["sft.enabled=false", "evaluation.enabled=false", "rollout_fleet.samples.every_steps=0", *overrides]
+    command += [
+        "sft.enabled=false",
+        "evaluation.enabled=false",
+        "profile.advice=false",
+        "rollout_fleet.samples.every_steps=0",
+        *overrides,
+    ]
     log_path = folder / "output.log"
     folder.mkdir(parents=True)
     with log_path.open("w") as log:

@@ -82,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "us_per_request": 1e6 * simulation.buffer.service_s / simulation.buffer.num_requests,
         **{f"{resource.name.replace(' ', '_')}_share": resource.seconds / outcome.step_s for resource in resources},
     }
-    targets = {"simulation_cpu_s": Target(at_most=1800), "ledger_share": Target(at_most=1.0)}
+    targets = {"simulation_cpu_s": Target(at_most=600), "ledger_share": Target(at_most=1.0)}
     title = f"{options.engines} engines, {options.ranks} ranks, {options.batch} groups of 16 per step"
     print_report(title, rows, figures, targets, baseline="the simulated step")
     return 0

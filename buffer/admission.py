@@ -8,7 +8,7 @@ import asyncio
 import logging
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from typing import Any
@@ -30,7 +30,9 @@ _MAX_PER_CLIENT = 256
 _MAX_IN_ALL = 16_384
 _MAX_REMEMBERED = 4096
 _LOOK_S = 5e-5
-"""Seconds, per lease, until all leases are looked at again; a look takes a fiftieth of it."""
+"""Seconds, per lease, until all leases are looked at again at the earliest; a look takes a fiftieth of it."""
+_LOOKS_PER_GROUP = 20.0
+"""Looks in the time in which an idle worker would do a group, at most: more often, there is little new to see."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -66,6 +68,11 @@ class PendingRequests:
     def all(self) -> list[PendingRequest]:
         """Those pending now, first come first."""
         return list(self._requests.values())
+
+    @property
+    def clients(self) -> Container[bytes]:
+        """Who has any pending."""
+        return self._by_client.keys()
 
     def of_client(self, client: bytes) -> list[PendingRequest]:
         """Those of one client."""
@@ -263,7 +270,8 @@ class Admission:
         self._balance = WorkBalance()
         self._late = LateGroups(self._ledger, is_waiting=lambda worker: bool(self._pending.of_client(worker)))
         self._relief = Deadline(self._look_again, clock)
-        self._relieved_at = -math.inf
+        self._relieve_from = -math.inf
+        self._relieve_at: float | None = None
         self._asked: dict[bytes, tuple[Sequence[tuple[int, int]], float]] = {}
         self.heartbeats = Heartbeats(silent_s)
         self.operations = {
@@ -317,10 +325,14 @@ class Admission:
             if request.fields["version"] == version:
                 request.fields["incarnation"] = self._ledger.incarnation
 
-    def answer_outdated(self) -> None:
-        """After a commit: let workers ask again whose engine is now too far behind for any group to begin."""
+    def answer_outdated(self, *, except_for: Container[bytes]) -> None:
+        """After a commit: let workers ask again whose engine is now too far behind for any group to begin.
+
+        Not those ``except_for`` that are woken otherwise.
+        """
         for request in self._pending.all():
-            if self._ledger.rule.deadline(request.fields["version"]) < self._ledger.learner_version:
+            is_outdated = self._ledger.rule.deadline(request.fields["version"]) < self._ledger.learner_version
+            if is_outdated and request.client not in except_for:
                 self._pending.remove(request.client, request.request_id)
                 self._answer_nothing(request)
 
@@ -343,9 +355,14 @@ class Admission:
         if self._pending:
             if versions := self._admitted(self._pending.versions):
                 self._grant_to_waiting(versions)
-            elif now >= self._relieved_at + _LOOK_S * self._ledger.num_leased:
+            elif now >= self._relieve_from:
                 self._relieve(now)
-        self._relief.at(self._late.next_look())
+        self._relief.at(self._next_look())
+
+    def _next_look(self) -> float | None:
+        """When a group may be late, or a worker may be known to be slow."""
+        moments = (self._late.next_look(), self._relieve_at)
+        return min((when for when in moments if when is not None), default=None)
 
     def _grant_to_waiting(self, versions: set[int]) -> None:
         waiting = [entry for version in versions for entry in self._pending.at_version(version)]
@@ -378,7 +395,7 @@ class Admission:
 
         Its engine must be as new as theirs began, or they could not begin on it.
         """
-        self._relieved_at = now
+        self._relieve_from, self._relieve_at = now + _LOOK_S * self._ledger.num_leased, None
         idle = next((r for r in self._pending.all() if not self._ledger.num_leases_of(r.client)), None)
         if idle is None:
             return
@@ -392,7 +409,9 @@ class Admission:
             begun_last = [(lease.group_id, lease.attempt) for lease in leases if lease.owner == worker][-number:]
             self._ask_to_hand_on(worker, begun_last)  # they have most left
         elif (when := self._balance.next_hand_on(idle.client, candidates, now)) is not None:
-            self._relief.at(max(when, now + _LOOK_S * len(leases)))
+            rest_s = self._balance.pace_s(idle.client, 0, now) / _LOOKS_PER_GROUP
+            self._relieve_from = max(self._relieve_from, now + rest_s)
+            self._relieve_at = max(when, self._relieve_from)
 
     def _look_again(self) -> None:
         """A moment has come at which a group may be late, or a worker is known to be slow. Grants nothing.
@@ -402,9 +421,11 @@ class Admission:
         now = self._clock.time()
         for worker, keys in self._late.take_late(now).items():
             self._ask_to_hand_on(worker, keys)
-        if self._pending and not self._admitted(self._pending.versions):
+        if self._pending and now >= self._relieve_from and not self._admitted(self._pending.versions):
             self._relieve(now)
-        self._relief.at(self._late.next_look())
+        elif self._relieve_at is not None and now >= self._relieve_at:
+            self._relieve_at = None
+        self._relief.at(self._next_look())
 
     def _still_asked(self, now: float) -> set[bytes]:
         """The workers that still have a group which they were asked to hand on a short while ago."""

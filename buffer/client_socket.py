@@ -27,6 +27,10 @@ _RECONNECT_MS = 50
 _RECONNECT_MAX_MS = 2000
 _HEARTBEAT_MS = 5000
 _BATCH = 16
+_HELD = frozenset({"lease", "enqueue", "plan", "reserve", "next_offer", "served", "pin", "store_wanted"})
+_HELD_FACTOR = 1.5
+"""A server may hold these for half of the deadline, which comes on top of it: one that stops at the end of that, and is
+started again, has as long to answer as for any other request."""
 _LARGE_REPLIES = frozenset({"fetch", "lease"})
 _MAX_REPLY_BYTES = 1 << 40
 _REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
@@ -221,7 +225,7 @@ class ClientSocket:
             is_large=is_large,
             needs_bulk=is_large or request.name in _LARGE_REPLIES,
             reply=self.loop.create_future(),
-            due=self._clock.time() + self._timeout_s,
+            due=self._clock.time() + self._seconds_for(request.name),
         )
         self._unanswered[request.request_id] = unanswered
         self._deadline.at(unanswered.due)
@@ -269,10 +273,14 @@ class ClientSocket:
             if unanswered.reply.done():
                 continue
             if unanswered.due <= now:
-                unanswered.reply.set_exception(self._deadline_error(unanswered.caller))
+                unanswered.reply.set_exception(self._deadline_error(unanswered))
             elif earliest is None or unanswered.due < earliest:
                 earliest = unanswered.due
         self._deadline.at(earliest)
+
+    def _seconds_for(self, name: str) -> float:
+        """The deadline of a request."""
+        return self._timeout_s * (_HELD_FACTOR if name in _HELD else 1.0)
 
     def _note_progress(self, request_id: int | None = None) -> None:
         """A chunk came for a request, or one of any request was acknowledged: what is in line behind it has moved."""
@@ -284,10 +292,11 @@ class ClientSocket:
         elif (unanswered := self._unanswered.get(request_id)) is not None:
             unanswered.due = due
 
-    def _deadline_error(self, name: str) -> DeadlineError:
+    def _deadline_error(self, unanswered: _UnansweredRequest) -> DeadlineError:
         return DeadlineError(
-            f"buffer.{name}: no answer from {self.address} within {self._timeout_s:.1f} s; the server is gone or "
-            "overloaded, or this client has the keys of another run; its log says more"
+            f"buffer.{unanswered.caller}: no answer from {self.address} within "
+            f"{self._seconds_for(unanswered.request.name):.1f} s; the server is gone or overloaded, or this client has "
+            "the keys of another run; its log says more"
         )
 
     def fail_all(self, error: Exception) -> None:
@@ -382,10 +391,10 @@ class ClientSocket:
 
         It is due as if it were new: a server that was started again may hold it as long as the one before.
         """
-        due = self._clock.time() + self._timeout_s
+        now = self._clock.time()
         for unanswered in list(self._unanswered.values()):
             if unanswered.needs_bulk == needs_bulk and not unanswered.reply.done():
-                unanswered.due = due
+                unanswered.due = now + self._seconds_for(unanswered.request.name)
                 self._send(unanswered)
 
     # What comes

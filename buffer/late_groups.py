@@ -35,9 +35,13 @@ _HAND_OVER_S = 0.05
 _TRY_EVERY = 10.0
 """A worker that is refused for being too slow is tried after so many times the seconds that it takes per group."""
 ASK_AGAIN_S = 10.0
+_LONGEST_S = 10.0
+"""Every group is looked at after so long at the latest: whoever was not known to be faster may be by then."""
 _STEP_MEMORY = 0.7
-_ESTIMATE_S = 5e-5
+_ESTIMATE_S = 2.5e-4
 """Seconds, per worker, for which the estimates of the whole fleet are good; computing them takes a fiftieth of it."""
+_ESTIMATE_GROUPS = 5e-6
+"""The same as a part of the time that the fastest worker takes for a group: of many workers one changes little."""
 
 Key = tuple[int, int]
 """A group and its attempt."""
@@ -270,10 +274,11 @@ class LateGroups:
                 for name, worker in there.items()
             )
             groups_per_s = tokens_per_s / self._lengths.mean
+            group_s = self._lengths.mean / fastest if fastest else 0.0
             self._fleet = _FleetEstimate(
                 fastest=max(fastest, 1e-6),
                 groups_per_s=max(groups_per_s, 1e-9),
-                until=now + _ESTIMATE_S * len(there),
+                until=now + max(_ESTIMATE_S, _ESTIMATE_GROUPS * group_s) * len(there),
             )
         return self._fleet
 
@@ -315,7 +320,7 @@ class LateGroups:
         due_s = min(running.due_at - now, self._due_s(running.deadline, now))
         slack_s = self._slack_s(running.worker, num_left, due_s, now, rate=rate)
         if slack_s == math.inf:
-            return now + max(num_left / rate, took_s / 4, _HAND_OVER_S)
+            return now + min(max(num_left / rate, took_s / 4, _HAND_OVER_S), _LONGEST_S)
         return now if slack_s < _HAND_OVER_S / 2 else now + slack_s / 2
 
 

@@ -65,6 +65,7 @@ class Ledger(LedgerState):
             "groups_per_step": rule.groups_per_step,
             "order": order,
             "filters": list(filters),
+            "num_stores": num_stores,
         }
         super().__init__(first_version=first_version, num_stores=num_stores)
         self._room = Room(self._groups, max_bytes=max_bytes, groups_per_step=rule.groups_per_step)

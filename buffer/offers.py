@@ -14,7 +14,7 @@ again with their next heartbeat, which a client sends as soon as it reaches a se
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Any
 
 from asyncrl.protocol.errors import WeightsError, WeightsGone, WireError, WrongEpoch
@@ -208,6 +208,11 @@ class OfferRequests:
             self._shown = newest
             self._answer_all(self._receivers, self._answer_receiver)
             self._answer_all(self._evaluators, self._answer_evaluator)
+
+    @property
+    def receivers(self) -> Container[bytes]:
+        """The clients that wait for weights."""
+        return self._receivers.clients
 
     def note_beat(self, client: bytes, fields: Mapping[str, Any]) -> None:
         """A sign of life, with the version that the client's engine serves: makes one known again that was silent."""

@@ -224,11 +224,6 @@ class BufferSupervisor:
             self._config = replace(self._config, port=int(self._server.address.rpartition(":")[2]))
         return self._server.address
 
-    @property
-    def pid(self) -> int:
-        """Of the server's process."""
-        return self._server.process.pid
-
     def _launch(self) -> BufferProcess:
         return BufferProcess(
             self._config,

@@ -247,7 +247,7 @@ class ServerSocket:
         for request in requests:
             self._handle(client, role, request, message.epoch)
         if len(requests) > 1:
-            self._on_burst_end()  # so that a producer makes its next batch while the one behind this is read
+            self._flush()  # so that a producer makes its next batch while the one behind this is read
 
     def _handle(self, client: bytes, role: str | None, request: Message, epoch: str) -> None:
         """Check what every request must satisfy, then have the service answer it."""

@@ -421,7 +421,7 @@ class BufferService:
         committed = self.ledger.apply(Commit(version=integer(request.fields, "version")))
         self._forget_finished()
         if committed.group_ids:
-            self._admission.answer_outdated()
+            self._admission.answer_outdated(except_for=self._offers.receivers)  # who wait for newer weights
             self._compact(is_urgent=False)  # little is held now
         self._stats(client, request)
         self._offers.show()  # the controller's answer first, however many engines wait

@@ -194,12 +194,12 @@ class ModelFiles:
     def _digested(self, parts: Sequence[tuple[int, int]], data: np.ndarray) -> list[list[Piece]]:
         """The pieces of each part, first byte and bytes, while the file system takes them."""
         if sum(num_bytes for _, num_bytes in parts) <= PIECE_BYTES:  # threads would take longer to wake
-            digested = [pieces_of(0, *part, data) for part in parts]
+            digested = [pieces_of(0, start, num_bytes, data) for start, num_bytes in parts]
             self._data.sync()
             return digested
         with ThreadPoolExecutor(DIGEST_THREADS + 1) as threads:
             synced = threads.submit(self._data.sync)
-            digested = list(threads.map(lambda part: pieces_of(0, *part, data), parts))
+            digested = list(threads.map(lambda part: pieces_of(0, part[0], part[1], data), parts))
             synced.result()
         return digested
 

@@ -188,8 +188,11 @@ class WeightPublisher:
             if self._count == 1:
                 files.insert(0, ModelFiles(self._frozen.layout, self._directory / f".{FROZEN_FOLDER}"))
         if self._is_first:
-            for part in files:
-                self._describe(part)
+            try:
+                for part in files:
+                    self._describe(part)
+            except OSError as error:
+                raise WeightsError(f"the model's configuration cannot be written to {next_one}: {error}") from error
         return files
 
     def _describe(self, files: ModelFiles) -> None:

@@ -10,8 +10,8 @@ or the loop's state notifies it.
 - `_keep_leasing`: a free place, then the buffer's grant. Woken by a group that leaves the engine, then by the buffer. A
   new version, a released device or a member that leaves withdraws the request.
 - `_generate`, one per batch of leases: the next finished sample. Woken by the engine.
-- `_settle`, one per finished group: its turn, the reward, then the buffer's acknowledgement. Woken by the group before
-  it, the scoring process and the buffer.
+- `_settle`, one per finished group: its turn, the reward, then the buffer's acknowledgement. Woken by the groups
+  before it, the scoring process and the buffer.
 - `_keep_loading`: the next weights. Woken by the buffer, when a version that is committed is offered.
 - `_keep_fitting`, where the engine's load sets how many groups it holds, and `_keep_renewing`: their timers.
 - `_obey_revocations`: the next revoked lease; woken by the buffer.
@@ -57,6 +57,7 @@ logger = logging.getLogger(__name__)
 
 MAX_RENEWAL_FAILURES = 3
 READ_LOAD_EVERY_S = 1.0
+SETTLED_AT_ONCE = 8
 GATHER_S = 0.02
 """How long a free place waits for others while the engine has work, so that what ends at about the same time is leased
 and sampled together."""
@@ -114,7 +115,7 @@ class RolloutLoop:
         self._groups: dict[tuple[int, int], InflightGroup] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Condition()
-        self._settling_turn = asyncio.Lock()
+        self._settling_turns = asyncio.Semaphore(SETTLED_AT_ONCE)
         self._state = LoopState.idle
         self._failure: Exception | None = None
         self._has_device = True
@@ -496,7 +497,7 @@ class RolloutLoop:
         await self._notify()
 
     async def _settle(self, group: InflightGroup) -> None:
-        async with self._settling_turn:  # one per turn of the event loop: the engine's next work goes first
+        async with self._settling_turns:  # a few per turn of the event loop: the engine's next work goes first
             await asyncio.sleep(0)
         await self._settlement.settle(group, engine_failure=self._failure)
         await self._forget(group)

@@ -15,6 +15,7 @@ import argparse
 import asyncio
 import json
 import logging
+import os
 import socket
 import sys
 from collections.abc import Iterator
@@ -31,6 +32,8 @@ NAMESPACE = "asyncrl"
 ADDRESS_FILE = "fleet.json"
 """In the run's folder: how to reach the run's Ray cluster from its node."""
 _CONNECT_S = 5.0
+_AUTH_MODE = "RAY_AUTH_MODE"
+"""Ray sets it in a process that starts a cluster; one that connects by an address must have it from elsewhere."""
 
 
 class Action(Enum):
@@ -97,7 +100,8 @@ class FleetDesk:
 def write_address(run_dir: Path, *, address: str, node_address: str) -> None:
     """Write down how commands on this node reach the run's Ray cluster."""
     path = run_dir / ADDRESS_FILE
-    path.write_text(json.dumps({"address": address, "node_address": node_address}) + "\n")
+    found = {"address": address, "node_address": node_address, "auth_mode": os.environ.get(_AUTH_MODE, "")}
+    path.write_text(json.dumps(found) + "\n")
 
 
 def ask(run: str, request: FleetRequest, *, timeout_s: float) -> FleetAnswer:
@@ -107,11 +111,14 @@ def ask(run: str, request: FleetRequest, *, timeout_s: float) -> FleetAnswer:
         ValueError: there is no such run, it has ended, or it has a fleet of a fixed size.
         DeadlineError: it does not answer in time.
     """
+    folder = Path(run)
+    found = _read_address(folder) if folder.is_dir() else {"address": run, "node_address": "", "auth_mode": ""}
+    if found["auth_mode"]:
+        os.environ.setdefault(_AUTH_MODE, found["auth_mode"])  # Ray reads it when it is imported
     import ray
     from ray.exceptions import GetTimeoutError, RayError
 
-    folder = Path(run)
-    with _connected(*(_addresses_of(folder) if folder.is_dir() else (run, ""))):
+    with _connected(found["address"], found["node_address"]):
         desk = _desk_of(str(folder.resolve()) if folder.is_dir() else "", run)
         try:
             return ray.get(desk.ask.remote(request), timeout=timeout_s)
@@ -124,7 +131,7 @@ def ask(run: str, request: FleetRequest, *, timeout_s: float) -> FleetAnswer:
             raise ValueError(f"run {run} ended before it answered: {str(error).splitlines()[0]}") from None
 
 
-def _addresses_of(folder: Path) -> tuple[str, str]:
+def _read_address(folder: Path) -> dict[str, str]:
     path = folder / ADDRESS_FILE
     if not path.is_file():
         what = "has a fleet of a fixed size" if (folder / "config.yaml").is_file() else "is no folder of a run"
@@ -135,7 +142,7 @@ def _addresses_of(folder: Path) -> tuple[str, str]:
     found = json.loads(path.read_text())
     if (folder / "summary.json").is_file() or not _is_listening(found["address"]):
         raise ValueError(f"--run {folder}: this run has ended; start another, with checkpoint.resume=auto to go on")
-    return found["address"], found["node_address"]
+    return found
 
 
 def _is_listening(address: str) -> bool:

@@ -31,6 +31,8 @@ EXIT_USAGE = 2
 _NUM_SHOWN = 12
 _MAX_RECORD_BYTES = 64 << 20
 """A record that is larger is read on request only, not beside the run: it takes ten times as much memory."""
+_STEPS_BESIDE = 30
+"""Learner steps of each simulation beside a run."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -123,7 +125,7 @@ def _advise_beside(run_dir: Path, options: argparse.Namespace) -> int:
         sys.stderr.write(f"error: the record has {num_bytes >> 20} MiB, more than is read beside a run\n")
         return EXIT_USAGE
     try:
-        advice = _advised(run_dir, _read_run(run_dir, options.steps), options.seed)
+        advice = _advised(run_dir, _read_run(run_dir, options.steps or _STEPS_BESIDE), options.seed)
     except (ValueError, AsyncRLError) as error:
         sys.stderr.write(f"error: {error}\n")
         return EXIT_USAGE

@@ -15,7 +15,7 @@ from dataclasses import replace
 from operator import itemgetter
 from pathlib import Path
 
-from asyncrl.config import RunConfig, Transport, check_files, check_placement, learner_pools, model_settings
+from asyncrl.config import RunConfig, Transport, check_files, check_placement, model_settings, num_buffer_clients
 from asyncrl.controller.run_folder import SHARED_MEMORY, check_memory
 from asyncrl.data.prompts import PromptStream, load_eval_prompts
 from asyncrl.data.tokenization import Tokenizer, load_tokenizer
@@ -32,7 +32,6 @@ from rollout_fleet.engines.model_files import load_decoder
 from rollout_fleet.rewards import REWARDS, WeightedRewards
 
 _SHOWN_CHARACTERS = 160
-_OWN_CLIENTS = 4  # of the buffer: the controller, and those who look into it
 
 
 async def preflight(config: RunConfig, say: Callable[[str], None]) -> tuple[PromptStream, list[Prompt]]:
@@ -55,7 +54,7 @@ async def preflight(config: RunConfig, say: Callable[[str], None]) -> tuple[Prom
     check_watchers(config)
     check_heads(config)
     check_memory(config)
-    allow_clients(config.rollout_fleet.most_engines + sum(learner_pools(config).values()) + _OWN_CLIENTS)
+    allow_clients(num_buffer_clients(config))
     if config.sft.enabled:
         finished_warm_start(config)  # refuses an output path that holds something else
     prompts, held_out = await asyncio.to_thread(read_prompts, config)

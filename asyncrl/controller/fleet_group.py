@@ -200,10 +200,9 @@ class FleetGroup:
             node: Id of the node to be on; empty for any.
 
         Raises:
-            MembershipRefused: the fleet may not have so many, or not all of them came up.
+            MembershipRefused: the fleet may not have so many, not all of them came up, or the run starts or ends.
         """
-        if self._is_closing:
-            raise MembershipRefused("the run is ending; start another")
+        self._check_open()
         ranks = self._roster.join(num_engines, in_kept_places=not node)
         coming = self._bring_up(ranks, waits=self._config.placement.autoscale, node=node)
         ended = await asyncio.gather(*coming, return_exceptions=True)
@@ -256,8 +255,9 @@ class FleetGroup:
         """Let a member hand on what it has under way, and end; returns when nothing is left of it.
 
         Raises:
-            MembershipRefused: there is no such member, or too few would be left.
+            MembershipRefused: there is no such member, too few would be left, or the run starts or ends.
         """
+        self._check_open()
         self._roster.leave(rank)
         member = self._members[rank]
         if rank in self._coming:
@@ -270,6 +270,12 @@ class FleetGroup:
         self._forget(member)
         self._say(f"{member.member.name} has left; {len(self._left)} engines are there")
         return f"{member.member.name} has left"
+
+    def _check_open(self) -> None:
+        if not self._has_started:
+            raise MembershipRefused("the run is starting; ask again when its first engines are ready")
+        if self._is_closing:
+            raise MembershipRefused("the run is ending; start another")
 
     def describe(self) -> str:
         """The members, one a line, for people."""

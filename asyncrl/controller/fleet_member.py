@@ -20,9 +20,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
-from ray.exceptions import RayTaskError
+from ray.exceptions import RayError, RayTaskError
 
 from asyncrl.config import RunConfig
+from asyncrl.controller.cluster import finished_in_thread
 from asyncrl.protocol.errors import AsyncRLError, ClusterDiedError, DeadlineError, EngineLost, WorkerDiedError
 from asyncrl.protocol.remote import within
 from asyncrl.protocol.types import AnsweredPrompt, Prompt
@@ -176,8 +177,8 @@ class FleetMember:
 
     async def answer(self, prompts: Sequence[Prompt], *, version: int, num_samples: int) -> list[AnsweredPrompt]:
         """See `RolloutWorker.answer`. Raises `AsyncRLError` if the worker is lost over it."""
-        if await self._ready() is None:
-            raise EngineLost(f"{self.member.name} has left")
+        if not await self._is_up():
+            raise EngineLost(f"{self.member.name} is {self.member.state}: {self._failure or 'it cannot answer'}")
         call = self._call("answer", list(prompts), version, num_samples)
         return await self._while_answering(call, f"rollout worker {self.rank}, which answers held-out prompts")
 
@@ -228,7 +229,8 @@ class FleetMember:
                         member.drained(epoch)
                     else:
                         await self._ready()
-            except TimeoutError:
+            except (TimeoutError, AsyncRLError, RayError) as error:
+                logger.warning("%s is killed, since it did not leave by itself: %r", member.name, error)
                 member.due(member.deadline)
         if self._watching is not None:
             self._watching.cancel()
@@ -391,7 +393,8 @@ class FleetMember:
         """Take a place, start a worker there, and let it catch up; the id of its node."""
         found = await self._place(node, place_timeout_s)
         model_path = await self._supply(found)
-        await asyncio.to_thread(partial(self._places.replace_worker, self.rank, model_path=model_path))
+        make = partial(self._places.replace_worker, self.rank, model_path=model_path)
+        await finished_in_thread(make, self._start_s)
         self._has_process = True
         await self.start()
         await self._catch_up()

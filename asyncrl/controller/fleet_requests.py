@@ -53,6 +53,9 @@ async def answered(fleet: ElasticFleet, request: FleetRequest, config: RunConfig
         return FleetAnswer(words=await fleet.join(request.num_engines, node=node))
     except AsyncRLError as error:
         return FleetAnswer(words=str(error), is_refused=True)
+    except Exception as error:
+        logger.exception("the request could not be served: %s", request)
+        return FleetAnswer(words=f"{error!r}; the run's logs/controller.log says more", is_refused=True)
 
 
 def _node_id(config: RunConfig, address: str) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from ipaddress import ip_address
@@ -26,6 +27,7 @@ from asyncrl.protocol.record import ProfileConfig
 from asyncrl.protocol.remote import fetch_async, within
 from buffer import BufferClient, BufferConfig, BufferConnection, BufferRole, BufferSupervisor
 from buffer.config import is_loopback
+from buffer.sockets import allow_clients
 from buffer.store_servers import store_config
 
 logger = logging.getLogger(__name__)
@@ -37,9 +39,17 @@ class NodeStore:
     """Keeps the store server of one node up; an actor there."""
 
     def __init__(
-        self, number: int, config: BufferConfig, *, start_timeout_s: float, log_dir: str, profile: ProfileConfig
+        self,
+        number: int,
+        config: BufferConfig,
+        *,
+        num_clients: int,
+        start_timeout_s: float,
+        log_dir: str,
+        profile: ProfileConfig,
     ) -> None:
         self._number = number
+        self._num_clients = num_clients
         self._config = config_of_node(config, ray.util.get_node_ip_address().strip("[]"))
         self._start_timeout_s = start_timeout_s
         self._log_path = Path(log_dir) / f"store-{number}.log"
@@ -49,7 +59,8 @@ class NodeStore:
         self._watching: asyncio.Task[NoReturn] | None = None
 
     async def start(self) -> str:
-        """Start it; returns its address."""
+        """Start it; returns its address. Raises `ValueError` if this node allows too few open files."""
+        allow_clients(self._num_clients)
         self._log_path.parent.mkdir(parents=True, exist_ok=True)
         self._server = BufferSupervisor(
             self._config,
@@ -111,6 +122,7 @@ class HostStores:
         buffer: How to reach the buffer.
         make: Makes the actor of a node.
         start_timeout_s: How long one may take to come up.
+        restarts: How often another is placed on a host whose actor has died.
         say: Tells people what becomes of stores.
 
     Attributes:
@@ -118,14 +130,21 @@ class HostStores:
     """
 
     def __init__(
-        self, buffer: BufferConnection, *, make: NodeActors, start_timeout_s: float, say: Callable[[str], None]
+        self,
+        buffer: BufferConnection,
+        *,
+        make: NodeActors,
+        start_timeout_s: float,
+        restarts: int,
+        say: Callable[[str], None],
     ) -> None:
         self._control: BufferClient = buffer.client()
         self._make = make
         self._start_timeout_s = start_timeout_s
+        self._restarts = restarts
         self._say = say
         self._actors: dict[int, Any] = {}
-        self._num_placed = 0
+        self._num_placed: Counter[str] = Counter()
         self.num_restarts = 0
 
     async def watch(self) -> NoReturn:
@@ -137,22 +156,24 @@ class HostStores:
             while True:
                 done, _ = await asyncio.wait({asking, *keeping}, return_when=asyncio.FIRST_COMPLETED)
                 keeping -= done
-                for kept in done - {asking}:
-                    kept.result()
+                again = {kept.result() for kept in done - {asking}} - {""}
                 if asking in done:
                     host = asking.result()
                     known.add(host)
                     keeping.add(asyncio.ensure_future(self._keep(host)))
+                known -= again
+                if again or asking in done:
+                    asking.cancel()
                     asking = asyncio.ensure_future(self._control.store_wanted(known))
         finally:
             for task in (asking, *keeping):
                 task.cancel()
             await asyncio.gather(asking, *keeping, return_exceptions=True)
 
-    async def _keep(self, host: str) -> None:
-        """A store on a host, until it is gone."""
-        number = self._num_placed
-        self._num_placed += 1
+    async def _keep(self, host: str) -> str:
+        """A store on a host, until it is gone; returns the host if another may be placed there, else nothing."""
+        number = self._num_placed.total()
+        self._num_placed[host] += 1
         joined: int | None = None
         try:
             actor = self._actors[number] = self._make(host, number)
@@ -169,15 +190,17 @@ class HostStores:
             if (lost := self._actors.pop(number, None)) is not None:
                 ray.kill(lost)
             await self._drop(number, joined, error)
+            has_died = isinstance(error, RayActorError) and self._num_placed[host] <= self._restarts
+            return host if has_died else ""
 
     async def _drop(self, number: int, joined: int | None, error: Exception) -> None:
         """A store is gone: its groups are generated again, and its host's go to the other stores."""
         logger.warning("store server %d is gone: %s", number, error)
         num_groups = 0 if joined is None else await self._control.drop_store(joined)
-        has_failed = not isinstance(error, RayActorError)  # else its node has died, with its workers
+        has_failed = not isinstance(error, RayActorError)  # else its actor has died, most likely with the node
         if has_failed and not self._actors:
             raise WorkerDiedError(f"no store server is left: {error}") from error
-        reason = str(error).splitlines()[0] if has_failed else "its node has died"
+        reason = str(error).splitlines()[0] if has_failed else "its actor or its node has died"
         self._say(f"store server {number} is gone, {num_groups} groups are generated again: {reason}")
 
     async def stop(self) -> None:
@@ -194,7 +217,9 @@ class HostStores:
             await self._control.close()
 
 
-def ray_actors(config: BufferConfig, *, start_timeout_s: float, log_dir: Path, profile: ProfileConfig) -> NodeActors:
+def ray_actors(
+    config: BufferConfig, *, num_clients: int, start_timeout_s: float, log_dir: Path, profile: ProfileConfig
+) -> NodeActors:
     """Makes `NodeStore` actors of the cluster that this process is connected to; ``config`` is the buffer's own."""
     actor_class: Any = ray.remote(NodeStore)
     options = {"num_cpus": 0, "max_concurrency": 4, "runtime_env": {"env_vars": WORKER_ENV}}
@@ -202,7 +227,12 @@ def ray_actors(config: BufferConfig, *, start_timeout_s: float, log_dir: Path, p
     def make(node_id: str, number: int) -> Any:
         place = NodeAffinitySchedulingStrategy(node_id=node_id, soft=False)
         return actor_class.options(scheduling_strategy=place, **options).remote(
-            number, config, start_timeout_s=start_timeout_s, log_dir=str(log_dir), profile=profile
+            number,
+            config,
+            num_clients=num_clients,
+            start_timeout_s=start_timeout_s,
+            log_dir=str(log_dir),
+            profile=profile,
         )
 
     return make

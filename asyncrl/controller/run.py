@@ -19,7 +19,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
-from asyncrl.config import RunConfig, keeps_stores_on_hosts, stop_deadlines
+from asyncrl.config import RunConfig, keeps_stores_on_hosts, num_buffer_clients, stop_deadlines
 from asyncrl.controller.cluster import finished_in_thread, ray_cluster
 from asyncrl.controller.controller import ColocatedController, Controller
 from asyncrl.controller.evaluator import HeldOutEvaluator, PinnedEngines
@@ -174,10 +174,18 @@ class Run:
             options = replace(options, directory=str(Path(options.directory).absolute()))
         timeout_s = options.request_timeout_s
         make = ray_actors(
-            options, start_timeout_s=timeout_s, log_dir=self._run_dir / "logs", profile=self._config.profile
+            options,
+            num_clients=num_buffer_clients(self._config),
+            start_timeout_s=timeout_s,
+            log_dir=self._run_dir / "logs",
+            profile=self._config.profile,
         )
         self._stores = HostStores(
-            buffer, make=make, start_timeout_s=timeout_s + self._config.ray.start_timeout_s, say=self._view.say
+            buffer,
+            make=make,
+            start_timeout_s=timeout_s + self._config.ray.start_timeout_s,
+            restarts=options.restarts,
+            say=self._view.say,
         )
         stack.push_async_callback(self._stores.stop)
         return self._stores

@@ -34,7 +34,7 @@ MIN_ADVICE_STEPS = 30
 """Learner steps before the first look for advice."""
 ADVICE_SHARE = 0.01
 """CPU time that looks for advice may take, as a share of the time since training began."""
-_FIRST_ADVICE_S = 2.0
+_FIRST_ADVICE_S = 3.0
 _LAST_ADVICE_S = 20.0
 
 

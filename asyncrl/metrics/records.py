@@ -162,6 +162,7 @@ def summary_document(
 
 
 def _lags(result: TrainingResult) -> dict[str, Any]:
+    """The largest lags, and how many groups had each."""
     return {
         "realised": result.max_lag_realised,
         "before_resume": result.max_lag_before,

@@ -20,7 +20,7 @@ MIN_GAIN = 0.03
 """A predicted gain below this share of the step time is not worth a change."""
 MAX_REPLAY_ERROR = 0.2
 """A replay that misses the measured step time by more than this share says nothing about changes either."""
-_REPLICATES = 5
+_REPLICATES = 3
 _FILE = "advice.json"
 
 
@@ -106,9 +106,9 @@ def advise(scenario: Scenario, *, measured_step_s: float, health: Health, seed: 
     if abs(now.outcome.step_s / measured_step_s - 1) > MAX_REPLAY_ERROR:
         return None
     paying = [found for changed in _changes(scenario) if (found := _paying(changed, now, seed)) is not None]
-    if not paying:
+    best = min(paying, key=lambda found: found.outcome.step_s, default=None)
+    if best is None or best.outcome.step_s > measured_step_s * (1 - MIN_GAIN):  # it gains less than the replay misses
         return None
-    best = min(paying, key=lambda found: found.outcome.step_s)
     return Advice(
         change=" ".join(overrides(best.scenario, scenario)),
         why=_reason(now),

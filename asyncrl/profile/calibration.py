@@ -200,8 +200,8 @@ class _Reading:
         What ran on the engines' core at the same time is taken to have shared it equally, as it does in the simulation.
         """
         num_steps, num_groups = len(self._updates), len(self.trained)
-        ranks_s = self._cpu_s(Pool.learner)
-        if not ranks_s:
+        rank_s = self._cpu_s(Pool.learner) / max(1, len(self._trace.lanes(Pool.learner)))
+        if not rank_s:
             self.notes.append("no processor time was recorded: engines and ranks share no cores in the simulation")
             return scenario
         loads = [(s.start, s.end) for s in self._during(SpanKind.pause)]
@@ -215,7 +215,7 @@ class _Reading:
             host=HostModel(
                 is_shared=True,
                 settle_s=settle_s / num_groups,
-                publish_s=max(0.0, ranks_s - self._step_s) * scenario.publish_every,
+                publish_s=max(0.0, rank_s - self._step_s) * scenario.publish_every,
                 group_s=self._cpu_s(Pool.buffer) * num_steps / num_groups,
                 step_s=self._cpu_s(Pool.controller),
             ),

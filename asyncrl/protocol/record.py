@@ -89,7 +89,7 @@ class SpanKind(StrEnum):
     down = "down"  # failed, fenced or restarting
     stage = "stage"  # weights are brought near while generation goes on
     pause = "pause"  # generation stands still for new weights
-    load_stage = "load_stage"  # a part of `pause`, on lane ``engine-0/load``; ``cause`` names it
+    load_stage = "load_stage"  # a part of a load, on lane ``engine-0/load``; ``cause`` names it
     re_prefill = "re_prefill"  # from the end of a pause to the next token of what runs
     released = "released"  # the device is the learner's (colocated)
     # Members: lane ``engine-0/member``, and of its worker, by the controller, ``engine-0/worker``

@@ -324,16 +324,23 @@ class SilenceWatch:
             self._change(-num_requests, is_paused=self._is_paused)
 
     @contextmanager
-    def paused(self, *, recomputes: bool = False) -> Iterator[None]:
-        """Generation stands still on purpose inside the block, under another deadline.
+    def paused(self, *, recomputes: bool = False) -> Iterator[Callable[[], None]]:
+        """Generation is brought to a stand on purpose inside the block, under another deadline.
 
-        After one that ``recomputes``, running requests have lost their cache, which is made anew before the next token.
+        Yields what to call once it stands still: the step that runs is finished first, and no part of the pause. After
+        one that ``recomputes``, running requests have lost their cache, which is made anew before the next token.
         """
+        pause = record.NO_SPAN
+
+        def stands_still() -> None:
+            nonlocal pause
+            pause = record.span(SpanKind.pause)
+
         self._change(0, is_paused=True)
         try:
-            with record.span(SpanKind.pause):
-                yield
+            yield stands_still
         finally:
+            pause.close()
             self._change(0, is_paused=False)
         if recomputes and self._num_running:
             self._re_prefill = record.span(SpanKind.re_prefill)

@@ -182,11 +182,14 @@ class ScriptedEngine:
             self._aborted.discard(request.id)
 
     async def _write(self, request: SampleRequest, answer: ScriptedAnswer) -> SampleOutput:
-        """Write the sample, token by token."""
+        """Write the sample, token by token; a token that is late delays none after it."""
         versions: list[int] = []
         self._written[request.id] = answer, versions
+        loop = asyncio.get_running_loop()
+        due = loop.time()
         for _ in answer.response:
-            await asyncio.sleep(answer.token_delay_s)
+            due += answer.token_delay_s
+            await asyncio.sleep(max(0.0, due - loop.time()))
             self._failure.check()
             if request.id in self._aborted or len(versions) == answer.cut_off:
                 break

@@ -15,7 +15,7 @@ import logging
 import pickle
 import secrets
 import time
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -158,9 +158,10 @@ class SGLangEngine:
         """See `Engine.load_weights`."""
         async with self._loading:
             self._failure.check()
-            with self._silence.paused(recomputes=self._config.sglang.on_update is OnUpdate.recompute):
+            recomputes = self._config.sglang.on_update is OnUpdate.recompute
+            with self._silence.paused(recomputes=recomputes) as stands_still:
                 async with self._failure.if_load_fails(offer, self._config.load_timeout_s):
-                    return await self._transact(offer)
+                    return await self._transact(offer, stands_still)
 
     async def abort(self, request_ids: Collection[str]) -> None:
         """See `Engine.abort`. All at once, in one call where everything that runs is aborted.
@@ -178,7 +179,7 @@ class SGLangEngine:
         await self._failure.unless_failed(send())
 
     async def read_load(self) -> EngineLoad:
-        """See `Engine.read_load`. The server keeps the numbers beside the scheduler, which is not asked."""
+        """See `Engine.read_load`. The scheduler leaves the numbers beside it every 15 steps, and is not asked."""
         answer = await self._failure.unless_failed(self._client.call("GET", "/v1/loads?include=core"))
         try:
             ranks = answer["loads"]
@@ -321,23 +322,27 @@ class SGLangEngine:
         if not isinstance(answer, dict) or any(answer.get(key) != value for key, value in confirmed.items()):
             raise EngineError(f"{self._name} answered POST {path} with {str(answer)[:500]}, expected {confirmed}")
 
-    async def _transact(self, offer: WeightOffer) -> float:
+    async def _transact(self, offer: WeightOffer, stands_still: Callable[[], None]) -> float:
         """Pause, load, verify, name the version, continue. What ends it early leaves the server standing still.
 
+        The server confirms the pause before its scheduler hears of it, and the begin of an update once the step that
+        runs is done: ``stands_still`` is called then.
+
         Returns:
-            Seconds from the server's word that it stands still to its word that it goes on.
+            Seconds from there to the server's word that it goes on.
         """
         order, number = self._server.weight_order, secrets.token_hex(8)
         order.write_text(json.dumps({"order": number, "offer": asdict(offer)}))
         keeps = self._config.sglang.on_update is OnUpdate.keep
         with _stage("pause", offer):
             await self._order("/pause_generation", {"mode": "in_place" if keeps else "retract"}, status="ok")
-        paused_s = time.perf_counter()
         takes_memory_back = self._is_released and self._server.saves_memory
-        with _stage("begin", offer):
+        with _stage("running step", offer):
             if takes_memory_back:
                 await self._post("/resume_memory_occupation", {"tags": ["weights"]})
             await self._order("/begin_weight_update", {}, success=True)
+        stands_still()
+        paused_s = time.perf_counter()
         no_tensors = base64.b64encode(pickle.dumps([])).decode()
         body = {
             "serialized_named_tensors": [no_tensors] * self._server.tp_size,

@@ -130,7 +130,8 @@ class TransformersEngine:
     async def _load_when_idle(self, offer: WeightOffer) -> float:
         async with self._idle_model:
             started = time.perf_counter()
-            with self._silence.paused():
+            with self._silence.paused() as stands_still:
+                stands_still()
                 async with self._failure.if_load_fails(offer, self._config.load_timeout_s):
                     loop = asyncio.get_running_loop()
                     await loop.run_in_executor(self._thread, self._model.load_weights, offer)

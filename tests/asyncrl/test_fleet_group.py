@@ -5,14 +5,17 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from ray.exceptions import RayError
 
 from asyncrl.cli.compose import compose_run
 from asyncrl.controller import fleet_group
 from asyncrl.controller.cluster import AllOf
 from asyncrl.controller.fleet_group import FleetGroup
+from asyncrl.controller.fleet_requests import answered
 from asyncrl.controller.run_folder import RunPaths
 from asyncrl.protocol import remote
 from asyncrl.protocol.errors import DeadlineError, EngineLost, MembershipRefused, RewardError, WorkerDiedError
+from rollout_fleet.membership import Action, FleetAnswer, FleetRequest
 from rollout_fleet.metrics import FleetMeter
 
 pytestmark = [pytest.mark.timeout(30), pytest.mark.usefixtures("virtual_time")]
@@ -395,6 +398,22 @@ async def test_a_worker_that_dies_while_it_leaves_has_left_and_is_buried(fleet_o
     run.cancel()
 
 
+async def test_a_worker_that_cannot_leave_by_itself_is_killed_and_buried(fleet_of):
+    workers = Workers()
+    fleet = fleet_of(workers, ELASTIC)
+    run = await started(fleet, workers)
+
+    async def leave(rank):
+        raise DeadlineError("the loop did not end") if rank == 1 else RayError("the worker has a bug")
+
+    workers.leave = leave
+    for rank in (1, 2):
+        assert await fleet.leave(rank) == f"rollout worker {rank} has left"
+    assert (workers.closed, workers.graves.buried) == ([1, 2], ["worker-1-1", "worker-2-1"])
+    assert (fleet.engines(), run.done()) == (["0"], False)
+    run.cancel()
+
+
 async def test_one_that_waits_for_a_place_is_withdrawn_by_leave_and_at_the_end(fleet_of):
     workers = Workers()
     workers.fill()
@@ -450,9 +469,44 @@ async def test_training_without_engines_goes_on_when_one_joins_and_ends_at_its_d
         await asyncio.wait_for(run, 51)
 
 
+async def test_nobody_joins_or_leaves_before_the_first_engines_are_ready(fleet_of):
+    fleet = fleet_of(Workers(), ELASTIC)
+    for asked in (fleet.join(1), fleet.leave(0)):
+        with pytest.raises(MembershipRefused, match="the run is starting; ask again"):
+            await asked
+
+
 async def test_a_fleet_of_a_fixed_size_lets_nobody_join_or_leave(fleet_of):
     fleet = fleet_of(Workers(), TWO)
     await fleet.start()
     for asked in (fleet.join(1), fleet.leave(0)):
         with pytest.raises(MembershipRefused, match=r"an elastic fleet only, .*num_engines=\{min: 2, max: 4\}"):
             await asked
+
+
+class Broken:
+    """A fleet whose members cannot be described, and that nobody may leave."""
+
+    def describe(self):
+        raise KeyError("rank")
+
+    async def leave(self, rank):
+        raise MembershipRefused(f"rollout worker {rank} must stay")
+
+    async def join(self, num_engines, *, node=""):
+        return f"joined: {num_engines}"
+
+
+@pytest.mark.parametrize(
+    ("request_", "answer"),
+    [
+        (FleetRequest(action=Action.join, num_engines=2), FleetAnswer(words="joined: 2")),
+        (FleetRequest(action=Action.leave, member=4), FleetAnswer(words="rollout worker 4 must stay", is_refused=True)),
+        (
+            FleetRequest(action=Action.describe),
+            FleetAnswer(words="KeyError('rank'); the run's logs/controller.log says more", is_refused=True),
+        ),
+    ],
+)
+async def test_whatever_becomes_of_a_request_is_its_answer(request_, answer):
+    assert await answered(Broken(), request_, compose_run([])) == answer

@@ -71,7 +71,7 @@ class Placed:
         self.control, self.actors, self.said, self.killed = Control(), {}, [], []
         monkeypatch.setattr(host_stores.ray, "kill", self.killed.append)
         connection = SimpleNamespace(client=lambda: self.control)
-        self.stores = HostStores(connection, make=self._make, start_timeout_s=10.0, say=self.said.append)
+        self.stores = HostStores(connection, make=self._make, start_timeout_s=10.0, restarts=1, say=self.said.append)
 
     def _make(self, node_id: str, number: int) -> Actor:
         self.actors[node_id] = Actor(node_id, number)
@@ -113,8 +113,18 @@ async def test_a_store_whose_node_dies_is_dropped_and_the_run_goes_on_also_witho
         placed.actors[host].events.put_nowait(ActorDiedError())
         assert await placed.control.dropped.get() == number
     await asyncio.sleep(0.1)
-    assert placed.said[-1] == "store server 1 is gone, 3 groups are generated again: its node has died"
+    assert placed.said[-1] == "store server 1 is gone, 3 groups are generated again: its actor or its node has died"
     assert not placed.watching.done()
+
+
+async def test_a_store_whose_actor_alone_has_died_is_placed_again_as_often_as_it_may_be(placed):
+    for number in range(2):
+        await placed.enter("a")
+        placed.actors["a"].events.put_nowait(ActorDiedError())
+        assert await placed.control.dropped.get() == number
+        await asyncio.sleep(0.1)
+    await placed.enter("a", "b")
+    assert [host for _, host in placed.control.stores] == ["a", "a", "b"]
 
 
 async def test_a_store_that_may_not_be_started_again_is_dropped_and_the_last_one_ends_the_run(placed):

@@ -98,6 +98,13 @@ def test_advice_is_silent_where_the_replay_is_not_the_run():
     assert advise(BASE, measured_step_s=9.0, health=Health()) is None
 
 
+def test_advice_is_silent_where_a_change_gains_less_than_the_replay_misses():
+    nearly = replace(BASE, learner=LearnerModel(step_s=0.5))
+    in_turns_s, overlapped_s = (simulate(replace(nearly, max_lag=max_lag)).step_s for max_lag in (0, 1))
+    assert advise(nearly, measured_step_s=in_turns_s, health=Health()) is not None
+    assert advise(nearly, measured_step_s=1.01 * overlapped_s, health=Health()) is None
+
+
 def test_advice_is_silent_where_nothing_pays():
     learner_bound = replace(BASE, max_lag=2, engine=EngineModel(step_s=0.001))
     assert advise(learner_bound, measured_step_s=2.0, health=Health()) is None

@@ -83,7 +83,7 @@ async def test_looks_for_advice_take_a_hundredth_of_the_time(advised):
     for _ in range(1300):
         process.step()
         await asyncio.sleep(0)
-    assert looks == [201, 601, 901, 1201]  # 2 s are expected of the first; then 3 + 3, 6 + 3, ...
+    assert looks == [301, 601, 901, 1201]  # 3 s are expected of the first; then 3 + 3, 6 + 3, ...
 
 
 async def test_after_the_last_step_there_is_one_look_more_unless_there_were_few_steps(advised):
@@ -100,4 +100,4 @@ async def test_a_look_for_advice_that_fails_is_counted_and_costs_the_run_nothing
     monkeypatch.setattr(watching.sys, "executable", "/bin/false")
     process = AdviceProcess(tmp_path)
     await process._look()
-    assert (process._spent_s, process._next_s) == (8.0, 8.0)
+    assert (process._spent_s, process._next_s) == (12.0, 12.0)

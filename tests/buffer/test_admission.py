@@ -77,3 +77,20 @@ async def test_workers_of_both_versions_are_served_by_turn_as_far_as_each_is_adm
     # Four groups may be open: two of them due by version 1, which engines at version 0 may begin.
     assert requests.granted() == {b"old": 2, b"new": 2}
     requests.service.close()
+
+
+async def test_a_commit_answers_who_is_too_old_for_any_group_unless_newer_weights_wake_it_anyway():
+    requests = CountedRequests(max_lag=0)
+    requests.ask(b"controller", "enqueue", groups=list(range(16)), counts=[0] * 16)
+    requests.ask(b"worker", "lease", engine_version=0, max_groups=2)
+    requests.ask(b"alone", "lease", engine_version=0, max_groups=1)
+    requests.ask(b"follows", "lease", engine_version=0, max_groups=1)
+    requests.ask(b"follows", "next_offer", at_least=1)
+    for group_id in (0, 1):
+        requests.ask(b"worker", "put", **put_fields(group_id))
+    requests.ask(b"controller", "plan", version=0)
+    requests.replies.clear()
+    requests.ask(b"controller", "commit", version=0)
+    assert requests.granted() == {b"alone": 0}
+    requests.ask(b"follows", "lease", engine_version=1, max_groups=1)
+    assert requests.granted() == {b"alone": 0, b"follows": 1}

@@ -128,3 +128,10 @@ async def test_a_call_cancelled_at_any_moment_loses_no_group(call: str):
         stats = await control.stats()
         assert (stats.groups["consumed"], stats.groups["queued"], stats.groups["leased"]) == (2, 1, 0)
         assert (stats.tokens_trained, stats.tokens_buffered) == (10, 0)
+
+
+async def test_a_request_that_the_server_may_hold_has_its_deadline_from_when_it_must_be_answered():
+    """A server that stops just before it would answer, and is started again within two thirds of the deadline."""
+    async with running(request_timeout_s=2.4) as run:
+        client = run.client(request_timeout_s=1.0)
+        assert await client.lease(0, 1) == [], "held for 1.2 s"

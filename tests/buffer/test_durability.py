@@ -14,7 +14,7 @@ import pytest
 
 from asyncrl.protocol.errors import ReplayBufferError
 from asyncrl.protocol.types import Lease
-from buffer import BufferClient, BufferConfig, BufferProcess, Durability, journal, service
+from buffer import BufferClient, BufferConfig, BufferProcess, Durability, StoresOn, journal, service
 from buffer.commands import Command, Commit, Committed, LeaseGroups, Put, PutOutcome, PutResult
 from buffer.journal import AppendOnlyFile, Journal
 from tests.support.buffer_groups import prompt, rollout, running
@@ -229,6 +229,7 @@ def test_a_journal_that_cannot_be_opened_is_an_error_with_its_path(tmp_path: Pat
         ({"order": "fifo"}, "written with order='earliest_deadline', this server has 'fifo'"),
         ({"filters": ["no_tokens"]}, r"written with filters=\[\], this server has \['no_tokens'\]"),
         ({"groups_per_step": 3}, "written with groups_per_step=2, this server has 3"),
+        ({"stores_on": StoresOn.hosts}, "written with num_stores=1, this server has 0"),
         ({"epoch": "another run"}, "written with epoch='a run', this server has 'another run'"),
     ],
 )

@@ -125,6 +125,14 @@ def test_a_group_is_handed_on_at_the_last_moment_from_which_a_faster_engine_is_i
     assert 20.5 < asked_at < 21.0
 
 
+def test_a_group_is_looked_at_again_soon_though_nobody_is_known_who_could_finish_it():
+    watched = Watched(slow_took_s=20.0)
+    watched.late.forget(b"fast")
+    watched.late.forget(b"slow")
+    watched.lease(b"slow", 20.0)
+    assert watched.late.next_look() <= 30.0
+
+
 @pytest.mark.parametrize(("slow_took_s", "handed_on"), [(20.0, {b"slow"}), (1.5, set())])
 def test_nothing_is_handed_on_where_nobody_is_much_faster(slow_took_s, handed_on):
     watched = Watched(slow_took_s=slow_took_s)

@@ -233,3 +233,23 @@ async def test_store_servers_have_keys_of_their_own_and_the_ledgers_secret_stays
         [group] = await control.fetch([0])
         assert group.group_id == 0
         store.close()
+
+
+async def test_a_ledger_that_is_started_again_after_the_learner_went_back_knows_its_stores(tmp_path: Path):
+    options = {"durability": Durability.disk, "directory": str(tmp_path), "epoch": "run", "max_lag": 2}
+    async with hosts("a", **options) as of:
+        a = of.worker("a")
+        await of.control.enqueue([prompt(i) for i in range(8)])
+        for lease in await a.lease(0, 5):
+            if lease.prompt.group_id != 4:
+                await a.put(rollout(lease))
+        for version in range(2):
+            await of.control.plan(version)
+        await of.control.commit(0)
+        await of.control.rewind(0, incarnation=1, finished=[], tokens_trained=0, lag_histogram={})
+        stats, store = await of.control.stats(), of.stores.pop("a")
+    try:
+        async with running(**ON_HOSTS, **options) as run:
+            assert (await run.client().stats()).groups == stats.groups
+    finally:
+        store.close()

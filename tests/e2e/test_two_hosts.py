@@ -37,10 +37,11 @@ def test_a_learner_on_one_host_and_engines_on_both_train_and_nothing_is_left(out
     assert {path.name for path in (run / "logs").iterdir()} >= {
         *(f"rollout-{rank}.log" for rank in range(2)),
         *(f"sglang-{rank}.log" for rank in range(2)),
+        *(f"store-{number}.log" for number in range(2)),
         "learner-0.log",
         "buffer.log",
     }
-    kept = {path.name.rpartition("-")[2] for path in (run / "samples").glob("*.parquet")}
+    kept = {path.name.rpartition("-")[2] for path in (run / "samples").glob("train-*.parquet")}
     assert kept == {"rollout0.parquet", "rollout1.parquet"}
     assert (run / "policy" / "model.safetensors").is_file()
     assert left_of(mark) == []

@@ -394,7 +394,7 @@ def test_a_manifest_that_cannot_be_written_is_reported_to_the_log(tmp_path, monk
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("learner.weights.write_description", full)
+    monkeypatch.setattr("learner.weights.Manifest.offer", full)
     publisher.publish(3)
     with pytest.raises(OSError, match="No space left"):
         publisher.wait()

@@ -17,8 +17,8 @@ async def probe():
 async def test_a_pause_that_loses_the_cache_is_followed_by_its_computation_until_the_next_token(recorded):
     watch = SilenceWatch("engine", timeout_s=10, probe=probe)
     with watch.running(2):
-        with watch.paused(recomputes=True):
-            pass
+        with watch.paused(recomputes=True) as stands_still:
+            stands_still()
         watch.token()
     trace = recorded()
     (pause,), (again,) = trace.spans_of("pause"), trace.spans_of("re_prefill")
@@ -27,12 +27,19 @@ async def test_a_pause_that_loses_the_cache_is_followed_by_its_computation_until
     assert not again.is_open
 
 
-async def test_nothing_is_computed_again_where_nothing_runs_or_the_cache_is_kept(recorded):
+async def test_an_engine_that_finishes_its_step_before_it_loads_does_not_stand_still_yet(recorded):
     watch = SilenceWatch("engine", timeout_s=10, probe=probe)
-    with watch.paused(recomputes=True):
-        pass
     with watch.running(1), watch.paused():
         pass
+    assert recorded().spans_of("pause") == ()
+
+
+async def test_nothing_is_computed_again_where_nothing_runs_or_the_cache_is_kept(recorded):
+    watch = SilenceWatch("engine", timeout_s=10, probe=probe)
+    with watch.paused(recomputes=True) as stands_still:
+        stands_still()
+    with watch.running(1), watch.paused() as stands_still:
+        stands_still()
     assert recorded().spans_of("re_prefill") == ()
 
 

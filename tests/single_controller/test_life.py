@@ -218,3 +218,28 @@ def test_a_dead_node_surfaces_in_the_call(cluster):
     assert told.wait(60)
     assert "'lost', rank 0, on node 127.0.0.11" in str(deaths[0])
     group.shutdown()
+
+
+async def test_a_place_that_no_node_has_is_waited_for_and_a_wait_that_is_given_up_leaves_nothing_reserved(cluster):
+    pool = RayResourcePool([1], use_gpu=False, max_colocate_count=1, labels={"ray.io/node-id": "none-such"})
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(pool.reserve(), 0.3)
+    assert pool.pgs is None
+    groups = [group for group in placement_group_table().values() if group["name"].startswith(pool.name_prefix)]
+    assert {group["state"] for group in groups} <= {"REMOVED"}
+
+
+async def test_a_worker_that_joins_has_its_own_rank_and_its_successor_may_differ(cluster):
+    nodes = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+    (second,) = [node for node, address in nodes.items() if address == SECOND_ADDRESS]
+    pool = RayResourcePool([1], use_gpu=False, max_colocate_count=1, labels={"ray.io/node-id": second})
+    assert await pool.reserve() == [second]
+    nowhere = {"master_addr": "none", "master_port": "0"}
+    group = RayWorkerGroup(pool, RayClassWithInitArgs(Probe), name_prefix="late", first_rank=3, **nowhere)
+    try:
+        assert group.place() == [(3, 1, SECOND_ADDRESS)]
+        assert (group.node_ids, await group.node_of(0)) == ([second], second)
+        group.replace_worker(0, noise="again")
+        assert group.place() == [(3, 1, SECOND_ADDRESS)]
+    finally:
+        group.shutdown()

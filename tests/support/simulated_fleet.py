@@ -148,7 +148,7 @@ class SimulatedEngineWorker:
         self._buffer.request(
             self._client,
             "release",
-            named | {"reason": "handed_on"},
+            named | {"reason": "handed_on", "max_failures": 0},
             on_reply=lambda _: self._leave(group_id, attempt),
         )
 

@@ -1,0 +1,210 @@
+"""How soon the leases that a commit admits are with their workers, where a thousand workers wait.
+
+The buffer is the real server in a process of its own, and the controller's calls are the real client's. The workers are
+sockets in two other processes; each speaks the protocol of a rollout worker (offers, loaded, leases, puts), and
+generates nothing. With ``max_lag`` 0 no group begins at a version before its commit: each lease is one that the commit
+admitted, and its time includes the worker's hearing of the version.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import zmq
+
+from asyncrl.protocol.manifest import WeightOffer
+from asyncrl.protocol.types import Lease, Prompt
+from benchmarks.buffer import group_of
+from buffer import BufferClient, BufferConfig, BufferProcess
+from buffer.encoding import group_frames
+from buffer.messages import ACKS, OK, PUSHES, Message, batch, error_of, parse_reply, summary_fields
+from buffer.sockets import Channel
+
+NUM_WORKERS = 1000
+NUM_PROCESSES = 2
+NUM_STEPS = 20
+WARM_UP_STEPS = 3
+EPOCH = "benchmark"
+START_TIMEOUT_S = 60.0
+SETTLE_S = 0.2
+"""Before each commit, for whatever the step before still has to say."""
+
+
+def measure_leases(groups_per_step: int, *, num_workers: int = NUM_WORKERS, num_steps: int = NUM_STEPS) -> list[float]:
+    """Seconds from a commit until each lease of the next version is with its worker, over all steps."""
+    return asyncio.run(_measure(groups_per_step, num_workers, num_steps))
+
+
+async def _measure(groups_per_step: int, num_workers: int, num_steps: int) -> list[float]:
+    config = BufferConfig(epoch=EPOCH, max_lag=0, heartbeat_s=120.0, request_timeout_s=120.0, queue_size=100_000)
+    with BufferProcess(config, groups_per_step=groups_per_step, log_path=Path(os.devnull)) as server:
+        client = BufferClient(server.address, request_timeout_s=120.0)
+        try:
+            with _workers(server.address, num_workers) as processes:
+                async with asyncio.timeout(START_TIMEOUT_S):
+                    await client.offer(_offer(0))
+                    await client.served(-1, num_workers)
+                committed = await _train(client, groups_per_step, num_steps)
+                outputs = [await asyncio.to_thread(_end, process) for process in processes]
+        finally:
+            await client.close()
+    waits = []
+    for line in "".join(outputs).splitlines():
+        version, heard_ns = map(int, line.split())
+        if version - 1 in committed:
+            waits.append((heard_ns - committed[version - 1]) / 1e9)
+    expected = len(committed) * groups_per_step
+    if len(waits) != expected:
+        raise RuntimeError(f"{len(waits)} leases were heard of, {expected} were admitted; the measurement is void")
+    return waits
+
+
+async def _train(client: BufferClient, groups_per_step: int, num_steps: int) -> dict[int, int]:
+    """Take the steps; returns when each was committed, without the first ones."""
+    prompt_ids = np.arange(16, dtype=np.int32)
+    committed = {}
+    for version in range(num_steps + 1):
+        first = version * groups_per_step
+        prompts = [Prompt(group_id=first + number, prompt_ids=prompt_ids) for number in range(groups_per_step)]
+        await client.enqueue(prompts)
+        await asyncio.sleep(SETTLE_S)
+        if version:
+            committed[version - 1] = time.monotonic_ns()
+            await client.commit(version - 1)
+        await client.plan(version)
+        await client.offer(_offer(version + 1))
+    return {version: at for version, at in committed.items() if version >= WARM_UP_STEPS}
+
+
+def _offer(version: int) -> WeightOffer:
+    return WeightOffer(version=version, manifest=f"/dev/shm/v{version:08d}/manifest.json", digest="0" * 32, num_bytes=1)
+
+
+@contextmanager
+def _workers(address: str, num_workers: int) -> Iterator[list[subprocess.Popen[str]]]:
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.fleet_leases", address, str(first), str(num_workers // NUM_PROCESSES)],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for first in range(0, num_workers, num_workers // NUM_PROCESSES)
+    ]
+    try:
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def _end(process: subprocess.Popen[str]) -> str:
+    process.send_signal(signal.SIGTERM)
+    return process.communicate(timeout=30)[0]
+
+
+class SimulatedWorker:
+    """A rollout worker's side of the protocol: one lease at a time, stored as soon as it comes."""
+
+    def __init__(self, address: str, number: int, heard: list[tuple[int, int]]) -> None:
+        socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
+        socket.setsockopt(zmq.IDENTITY, f"worker-{number:05d}".encode())
+        socket.connect(address)
+        self._name = f"engine-{number}"
+        self._heard = heard
+        self._ids = itertools.count(1)
+        self._version = -1
+        self._lease_id = 0
+        self._channel = Channel(socket, self._on_message)
+        self._send(self._request("hello", produces=True), self._next_offer())
+
+    def _next_offer(self) -> Message:
+        return self._request("next_offer", at_least=self._version + 1)
+
+    def _request(self, name: str, payload: Any = (), **fields: Any) -> Message:
+        return Message(name=name, request_id=next(self._ids), fields=fields, payload=payload)
+
+    def _send(self, *requests: Message) -> None:
+        message = requests[0] if len(requests) == 1 else batch(requests)
+        self._channel.send(message.frames(EPOCH))
+
+    def _ask(self) -> Message:
+        request = self._request("lease", engine_version=self._version, max_groups=1)
+        self._lease_id = request.request_id
+        return request
+
+    def _on_message(self, frames: list[zmq.Frame]) -> None:
+        reply = parse_reply(frames)
+        if "offer" in reply.fields:
+            self._load(reply.fields["offer"]["version"])
+        elif "leases" in reply.fields:
+            self._on_leases(reply.request_id, reply.fields["leases"])
+        elif reply.name not in {OK, ACKS, *PUSHES}:
+            raise error_of(reply)
+
+    def _load(self, version: int) -> None:
+        """Serve the version; a request for leases at the one before is taken back."""
+        before, self._version = self._lease_id, version
+        taken_back = [self._request("cancel", request=before)] if before else []
+        loaded = self._request("loaded", version=version, seconds=0.0, engine=self._name)
+        self._send(*taken_back, loaded, self._ask(), self._next_offer())
+
+    def _on_leases(self, request_id: int, leases: list[list[int]]) -> None:
+        if request_id != self._lease_id:
+            return
+        self._lease_id = 0
+        puts = []
+        for group_id, attempt, version, *_ in leases:
+            self._heard.append((version, time.monotonic_ns()))
+            puts.append(self._put(group_id, attempt, version))
+        self._send(*puts, self._ask())
+
+    def _put(self, group_id: int, attempt: int, version: int) -> Message:
+        fields: Mapping[str, Any] = _SUMMARY | {"group_id": group_id, "attempt": attempt}
+        fields = {**fields, "oldest_version": version, "newest_version": version}
+        return self._request("put", _FRAMES, **fields)
+
+
+_LEASE = Lease(
+    prompt=Prompt(group_id=0, prompt_ids=np.arange(16, dtype=np.int32)), attempt=0, engine_version=0, deadline_version=0
+)
+_GROUP = group_of(_LEASE, 1000, num_samples=2)
+_SUMMARY, _FRAMES = summary_fields(_GROUP.summary), group_frames(_GROUP)
+
+
+async def _work(address: str, first: int, number: int) -> None:
+    zmq.Context.instance().set(zmq.MAX_SOCKETS, 2 * number)
+    heard: list[tuple[int, int]] = []
+    workers = [SimulatedWorker(address, index, heard) for index in range(first, first + number)]
+    stop = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+    await stop.wait()
+    sys.stdout.writelines(f"{version} {heard_ns}\n" for version, heard_ns in heard)
+    sys.stdout.flush()
+    del workers
+
+
+def main() -> None:
+    """Be some of the workers; `measure_leases` starts this."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("address")
+    parser.add_argument("first", type=int)
+    parser.add_argument("number", type=int)
+    arguments = parser.parse_args()
+    asyncio.run(_work(arguments.address, arguments.first, arguments.number))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,273 @@
+"""What the fleet makes of engines of different speeds, of samples of two lengths, and of an engine that dies.
+
+Four rollout loops with scripted engines on a real buffer server, in one process. A scripted engine writes each sample
+at a fixed pace, so what the fleet reaches against the sum of its engines is a matter of who gets which work, and when.
+The engines write few tokens per second, so that this process has little to do: `busy_share` says how much.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from unittest.mock import patch
+
+import numpy as np
+
+from asyncrl.protocol.errors import AsyncRLError
+from asyncrl.protocol.manifest import WeightOffer
+from asyncrl.protocol.types import Prompt
+from buffer import BufferClient, BufferConfig
+from buffer.balance import WorkBalance
+from buffer.commands import Granted
+from buffer.late_groups import LateGroups
+from buffer.server import BufferServer
+from rollout_fleet.config import EngineKind, RolloutFleetConfig
+from rollout_fleet.engine_supervisor import EngineSupervisor
+from rollout_fleet.engines.engine import SampleOutput, SampleRequest
+from rollout_fleet.engines.scripted import Script, ScriptedAnswer, ScriptedEngine
+from rollout_fleet.loop import RolloutLoop
+from rollout_fleet.rewards import WeightedRewards
+
+GROUPS_PER_STEP = 16
+MAX_LAG = 3
+PLACES = 8  # per engine; admission leaves twice as many as all four have
+SAMPLES = 2
+TOKENS = 80
+TOKEN_DELAY_S = 0.01
+START_S = 1.0
+RUN_S = 15.0
+WARM_UP_S = 5.0
+SHORT, LONG = 40, 400
+OCCUPANCY_GROUPS = 160
+
+
+@dataclass(kw_only=True)
+class _FleetRun:
+    """Engines on one server, and a learner that takes each batch as soon as it is there."""
+
+    server: BufferServer
+    control: BufferClient
+    supervisors: list[EngineSupervisor]
+
+    async def learn(self) -> None:
+        """Feed, train, publish, until cancelled; more prompts are queued than admission ever leaves."""
+        num_prompts = 2 * (MAX_LAG + 1) * GROUPS_PER_STEP
+        await self.control.enqueue([_prompt(number) for number in range(num_prompts)])
+        for version in itertools.count():
+            await self.control.plan(version)
+            await self.control.enqueue([_prompt(num_prompts + number) for number in range(GROUPS_PER_STEP)])
+            num_prompts += GROUPS_PER_STEP
+            await self.control.offer(_offer(version + 1))
+            await self.control.commit(version)
+
+    async def tokens_trained(self) -> int:
+        """Up to now."""
+        return (await self.control.stats()).tokens_trained
+
+
+def _prompt(number: int) -> Prompt:
+    return Prompt(group_id=number, prompt_ids=np.asarray([number, 6], dtype=np.int32), ground_truth="x")
+
+
+def _offer(version: int) -> WeightOffer:
+    return WeightOffer(version=version, manifest=f"/v{version}", digest="", num_bytes=0)
+
+
+class _SlowToStart(ScriptedEngine):
+    """Takes ``START_S`` to come up."""
+
+    async def start(self) -> None:
+        await asyncio.sleep(START_S)
+        await super().start()
+
+
+class _Meter:
+    """Samples that run on an engine, times seconds, from the first on until the moment that was marked last."""
+
+    def __init__(self) -> None:
+        self._began: float | None = None
+        self._since = self._passed_s = 0.0
+        self._num_running = 0
+        self.occupied_s = self.lasted_s = 0.0
+
+    def change(self, by: int) -> None:
+        """So many samples more run."""
+        now = time.perf_counter()
+        if self._began is None:
+            self._began = self._since = now
+        self._pass_time(now)
+        self._num_running += by
+
+    def mark(self, now: float) -> None:
+        """Count until now."""
+        if self._began is not None:
+            self._pass_time(now)
+            self.occupied_s, self.lasted_s = self._passed_s, now - self._began
+
+    def _pass_time(self, now: float) -> None:
+        self._passed_s += self._num_running * (now - self._since)
+        self._since = now
+
+
+def _metered(script: Script, meter: _Meter) -> _SlowToStart:
+    """An engine that tells a meter of each sample."""
+
+    class Metered(_SlowToStart):
+        async def _write(self, request: SampleRequest, answer: ScriptedAnswer) -> SampleOutput:
+            meter.change(1)
+            try:
+                return await super()._write(request, answer)
+            finally:
+                meter.change(-1)
+
+    return Metered(script)
+
+
+async def _start(
+    stack: AsyncExitStack,
+    delays_s: Sequence[float],
+    *,
+    groups_per_step: int = GROUPS_PER_STEP,
+    length: Callable[[int], int] = lambda _: TOKENS,
+    meters: list[_Meter] | None = None,
+) -> _FleetRun:
+    """Bring up one engine per delay between tokens, on a server of their own."""
+    config = RolloutFleetConfig(
+        engine=EngineKind.scripted, groups_in_flight=PLACES, reward="exact_match", renew_every_s=5.0
+    )
+    options = BufferConfig(max_lag=MAX_LAG, lease_s=60.0)
+    server = BufferServer(options, groups_per_step=groups_per_step)
+    stack.callback(server.close)
+    control = BufferClient(server.address)
+    stack.push_async_callback(control.close)
+    await control.offer(_offer(0))
+    run = _FleetRun(server=server, control=control, supervisors=[])
+    for rank, delay_s in enumerate(delays_s):
+
+        def answer(request: SampleRequest, version: int, delay_s: float = delay_s) -> ScriptedAnswer:
+            written = len(request.prompt_ids) - 2
+            return ScriptedAnswer(response=[7] * (length(int(request.prompt_ids[0])) - written), token_delay_s=delay_s)
+
+        if meters is not None:
+            meters.append(_Meter())
+
+        def make(answer: Script = answer, rank: int = rank) -> ScriptedEngine:
+            return _SlowToStart(answer) if meters is None else _metered(answer, meters[rank])
+
+        supervisor = EngineSupervisor(f"engine-{rank}", config, make=make)
+        client = BufferClient(server.address)
+        stack.push_async_callback(client.close)
+        await supervisor.start()
+        loop = RolloutLoop(
+            config,
+            engine=supervisor.engine,
+            member=supervisor.member,
+            buffer=client,
+            rewards=WeightedRewards(config),
+            decode=str,
+            samples_per_prompt=SAMPLES,
+        )
+        await supervisor.load_first(loop, client)
+        stack.push_async_callback(supervisor.stop)
+        stack.push_async_callback(loop.stop)
+        running = asyncio.create_task(keep_running(supervisor, loop))
+        stack.callback(running.cancel)
+        run.supervisors.append(supervisor)
+    return run
+
+
+async def keep_running(supervisor: EngineSupervisor, loop: RolloutLoop) -> None:
+    """As `RolloutWorker.run`."""
+    while not loop.has_ended:
+        engine = await supervisor.ready(unless=lambda: loop.is_stopping)
+        try:
+            await loop.run()
+        except AsyncRLError:
+            if not engine.has_failed:
+                raise
+
+
+EQUAL = [TOKEN_DELAY_S] * 4
+ONE_SLOW = [*EQUAL[:3], 10 * TOKEN_DELAY_S]
+
+
+async def share_of_speeds(delays_s: Sequence[float]) -> tuple[float, float]:
+    """Tokens trained on per second, as a share of the sum of the engines' speeds, each by its delay between tokens.
+
+    And the share of the time for which this process was busy.
+    """
+    async with AsyncExitStack() as stack:
+        run = await _start(stack, delays_s)
+        learning = asyncio.create_task(run.learn())
+        stack.callback(learning.cancel)
+        await asyncio.sleep(WARM_UP_S)
+        began_s, worked_s, before = time.perf_counter(), time.process_time(), await run.tokens_trained()
+        await asyncio.sleep(RUN_S)
+        took_s = time.perf_counter() - began_s
+        rate = (await run.tokens_trained() - before) / took_s
+        busy = (time.process_time() - worked_s) / took_s
+    return rate / sum(PLACES * SAMPLES / delay_s for delay_s in delays_s), busy
+
+
+async def share_by_turns(delays_s: Sequence[float]) -> float:
+    """The same where workers take turns, and keep what they have."""
+    with (
+        patch.object(WorkBalance, "delay_s", lambda *_: 0.0),
+        patch.object(WorkBalance, "hand_on", lambda *_: None),
+        patch.object(WorkBalance, "next_hand_on", lambda *_: None),
+        patch.object(LateGroups, "take_late", lambda *_: {}),
+        patch.object(LateGroups, "is_worth", lambda *_: True),
+    ):
+        return (await share_of_speeds(delays_s))[0]
+
+
+async def occupancy() -> float:
+    """The share of the engines' places that is taken until the last lease, where one group in four is ten times longer.
+
+    All samples of a group are as long, so that a place is empty only while a group is scored, stored and leased. What
+    is handed on while the last groups end is leased once more, which does not count.
+    """
+
+    def length(prompt_id: int) -> int:
+        return LONG if prompt_id % 4 == 0 else SHORT
+
+    meters: list[_Meter] = []
+    async with AsyncExitStack() as stack:
+        run = await _start(stack, EQUAL, groups_per_step=OCCUPANCY_GROUPS, length=length, meters=meters)
+        ledger = run.server._service.ledger
+
+        def note(command: object, outcome: object) -> None:
+            if isinstance(outcome, Granted) and any(lease.attempt == 0 for lease in outcome.leases):
+                for meter in meters:
+                    meter.mark(time.perf_counter())
+
+        ledger.on_applied = note
+        await run.control.enqueue([_prompt(number) for number in range(OCCUPANCY_GROUPS)])
+        while ledger.num_queued or ledger.num_leased:  # noqa: ASYNC110 - measured from outside
+            await asyncio.sleep(0.1)
+    return sum(meter.occupied_s for meter in meters) / sum(meter.lasted_s * PLACES * SAMPLES for meter in meters)
+
+
+async def recovery() -> dict[str, float]:
+    """One of four engines dies: how long until it serves again, by its start, and the tokens that are dropped."""
+    async with AsyncExitStack() as stack:
+        run = await _start(stack, EQUAL)
+        learning = asyncio.create_task(run.learn())
+        stack.callback(learning.cancel)
+        await asyncio.sleep(WARM_UP_S)
+        struck = run.supervisors[0]
+        epoch = struck.member.epoch
+        died_s = time.perf_counter()
+        struck.engine.die("killed by the benchmark")  # type: ignore[attr-defined]
+        while struck.member.epoch == epoch or not struck.member.may_lease:  # noqa: ASYNC110 - measured from outside
+            await asyncio.sleep(0.005)
+        took_s = time.perf_counter() - died_s
+        dropped = (await run.control.stats()).tokens_dropped
+    return {
+        "recovery_vs_engine_start": took_s / START_S,
+        "tokens_dropped_per_kill": float(dropped.get("engine_failed", 0) + dropped.get("lost", 0)),
+    }
