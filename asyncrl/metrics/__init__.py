@@ -2,7 +2,10 @@
 
 from .estimates import Estimate, Evaluation, evaluation_of
 from .records import (
+    BUSY,
     MetricsWriter,
+    PoolUse,
+    RunUse,
     StepRecord,
     TrainingResult,
     plot_reward,
@@ -11,7 +14,6 @@ from .records import (
 )
 from .terminal import TerminalView
 from .trackers import TrackedRun, Trackers, check_trackers
-from .use import BUSY, PoolUse, RunUse
 
 __all__ = [
     "BUSY",

@@ -8,8 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from .estimates import Evaluation
-from .records import StepRecord
-from .use import RunUse
+from .records import RunUse, StepRecord
 
 _LAGS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
 _PUBLISH_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)

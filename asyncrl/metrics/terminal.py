@@ -21,8 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .estimates import Evaluation
-from .records import StepRecord
-from .use import BUSY, PoolUse, RunUse
+from .records import BUSY, PoolUse, RunUse, StepRecord
 
 LINE_EVERY_S = 5.0
 RATE_STEPS = 10

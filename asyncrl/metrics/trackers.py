@@ -18,8 +18,7 @@ from typing import Any, Protocol
 
 from .estimates import Evaluation
 from .prometheus import PrometheusTracker
-from .records import StepRecord
-from .use import RunUse
+from .records import RunUse, StepRecord
 
 logger = logging.getLogger(__name__)
 
