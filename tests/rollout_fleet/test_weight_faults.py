@@ -48,6 +48,8 @@ STEPS = [
     "/update_weight_version",
     "/continue_generation",
 ]
+TOGETHER = {"/end_weight_update": {"/update_weight_version"}}
+"""Calls that are made with another, before that is answered."""
 DEADLINE_S = 3.0
 GRACE_S = 5.0
 DEADLINE = rf"did not load policy version \d+ from .* within rollout_fleet.load_timeout_s = {DEADLINE_S:g} s"
@@ -182,6 +184,9 @@ async def load_under_load(engine, offer):
 
 def check(accepted, model_of, seed):
     for request, sample in accepted:
+        if not len(sample.token_ids):  # cut off before its first token
+            assert sample.finish_reason is None
+            continue
         expected = forward_by_versions(model_of, request, sample)
         np.testing.assert_allclose(sample.logprobs, expected, atol=1e-3, err_msg=f"seed {seed}: {sample.versions}")
 
@@ -216,7 +221,8 @@ async def test_nothing_is_accepted_under_weights_that_were_not_verified(servers,
     before, made = STEPS[: STEPS.index(step) + 1], [path for path in proxy.paths if path in STEPS]
     assert list(dict.fromkeys(made))[: len(before)] == before
     # A signal may come when the server has answered, and the update has gone on.
-    assert set(made) <= set(before) or (moment == "during" and fault.startswith("SIG")), f"it went on: {made}"
+    may_be_made = {*before, *TOGETHER.get(step, ())}
+    assert set(made) <= may_be_made or (moment == "during" and fault.startswith("SIG")), f"it went on: {made}"
     assert servers.other.version == offer.version
     assert offer.version in {version for _, sample in goes_on for version in sample.versions.tolist()}
     check([*accepted, *goes_on], servers.model_of, seed)
