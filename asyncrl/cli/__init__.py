@@ -21,7 +21,7 @@ _COMMANDS = {
     "samples": ("asyncrl.samples", "read the decoded samples that a run has kept"),
     "dashboard": ("asyncrl.profile.dashboard", "serve the report of a run, live"),
     "join": ("rollout_fleet.join", "add engines to a run while it goes"),
-    "leave": ("rollout_fleet.leave", "let an engine leave a run while it goes, or list the engines"),
+    "leave": ("rollout_fleet.join:leave", "let an engine leave a run while it goes, or list the engines"),
     "inspect": ("buffer.inspect", "look into the replay buffer of a running training"),
     "export": ("learner.checkpoint", "turn a checkpoint into a model in Hugging Face layout"),
 }
@@ -40,7 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _ignore_missing_codecs()
     sys.argv = [f"asyncrl {name}", *rest]  # a command's own argument parser shows it in messages
     before = {number: signal.signal(number, stop_early) for number in (signal.SIGINT, signal.SIGTERM)}
-    command: Callable[[], int | None] = import_module(_COMMANDS[name][0]).main
+    module, _, function = _COMMANDS[name][0].partition(":")
+    command: Callable[[], int | None] = getattr(import_module(module), function or "main")
     if name != "train":  # a training's supervisor takes them over, once there is something to stop
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from rollout_fleet import join, leave
+from rollout_fleet import join
 from rollout_fleet.membership import ADDRESS_FILE, Action, FleetAnswer, FleetDesk, FleetRequest, write_address
 
 
@@ -29,14 +29,14 @@ async def test_an_answer_for_somebody_who_waits_no_more_is_dropped():
     await desk.answer(number, FleetAnswer(words="0: serves"))
 
 
-@pytest.mark.parametrize("command", [join, leave])
+@pytest.mark.parametrize("command", [join.main, join.leave])
 def test_a_run_that_does_not_answer_is_refused_by_name_with_a_remedy(tmp_path, capsys, command):
-    assert command.main(["--run", str(tmp_path)]) == 2
+    assert command(["--run", str(tmp_path)]) == 2
     assert f"--run {tmp_path} is no folder of a run: there is no fleet.json; name a run" in capsys.readouterr().err
     (tmp_path / "config.yaml").touch()
-    assert command.main(["--run", str(tmp_path)]) == 2
+    assert command(["--run", str(tmp_path)]) == 2
     assert "has a fleet of a fixed size" in capsys.readouterr().err
     write_address(tmp_path, address="127.0.0.1:1", node_address="127.0.0.1")
     assert json.loads((tmp_path / ADDRESS_FILE).read_text())["address"] == "127.0.0.1:1"
-    assert command.main(["--run", str(tmp_path)]) == 2
+    assert command(["--run", str(tmp_path)]) == 2
     assert "this run has ended; start another, with checkpoint.resume=auto to go on" in capsys.readouterr().err
