@@ -607,6 +607,19 @@ def test_a_lost_prefix_is_dropped_and_its_group_begins_afresh():
     assert (again.attempt, again.progress) == (1, None)
 
 
+def test_the_budget_is_how_many_are_admitted_one_after_another():
+    rule = StalenessRule(max_lag=2, groups_per_step=2)
+    for due in ((0, 0, 0), (1, 0, 0), (2, 1, 0), (0, 3, 2), (2, 2, 2), (0, 0, 5)):
+        for engine_version in (0, 1, 2, 3):
+            open_by_deadline = {3 + k: number for k, number in enumerate(due)}
+            budget = rule.budget(open_by_deadline, version=3, engine_version=engine_version)
+            deadline, admitted = rule.deadline(engine_version), 0
+            while rule.admits(open_by_deadline, version=3, engine_version=engine_version):
+                open_by_deadline[deadline] = open_by_deadline.get(deadline, 0) + 1
+                admitted += 1
+            assert budget == admitted, (due, engine_version)
+
+
 def test_a_reservation_that_is_made_again_stays_in_its_store():
     ledger = DrivenLedger(StalenessRule(max_lag=1, groups_per_step=4), max_bytes=1000, num_stores=2)
     ledger.enqueue(range(4))
@@ -614,6 +627,13 @@ def test_a_reservation_that_is_made_again_stays_in_its_store():
     sizes = (400, 100, 300, 500)
     assert [ledger.reserve(lease, size).store for lease, size in zip(leases, sizes, strict=True)] == [0, 1, 1, 0]
     assert [ledger.reserve(lease, size).store for lease, size in zip(leases, sizes, strict=True)] == [0, 1, 1, 0]
+
+
+def test_a_group_without_bytes_goes_to_the_emptiest_store_too():
+    ledger = DrivenLedger(StalenessRule(max_lag=1, groups_per_step=2), max_bytes=1000, num_stores=2)
+    ledger.enqueue(range(2))
+    first, second = ledger.lease(0, 2)
+    assert [ledger.reserve(first, 400).store, ledger.reserve(second, 0).store] == [0, 1]
 
 
 def test_a_group_and_a_prefix_of_just_the_bound_fit():

@@ -15,19 +15,6 @@ from tests.support.buffer_groups import prompt, running
 from tests.support.ledgers import DrivenLedger, summary_of
 
 
-def test_the_budget_is_how_many_are_admitted_one_after_another():
-    rule = StalenessRule(max_lag=2, groups_per_step=2)
-    for due in ((0, 0, 0), (1, 0, 0), (2, 1, 0), (0, 3, 2), (2, 2, 2), (0, 0, 5)):
-        for engine_version in (0, 1, 2, 3):
-            open_by_deadline = {3 + k: number for k, number in enumerate(due)}
-            budget = rule.budget(open_by_deadline, version=3, engine_version=engine_version)
-            deadline, admitted = rule.deadline(engine_version), 0
-            while rule.admits(open_by_deadline, version=3, engine_version=engine_version):
-                open_by_deadline[deadline] = open_by_deadline.get(deadline, 0) + 1
-                admitted += 1
-            assert budget == admitted, (due, engine_version)
-
-
 def noted(tmp_path, **options):
     ledger = DrivenLedger(StalenessRule(max_lag=1, groups_per_step=2), **options)
     recorder = Recorder(tmp_path / FOLDER, process="buffer", pool=Pool.buffer)

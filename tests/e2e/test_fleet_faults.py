@@ -20,7 +20,7 @@ from tests.support.training_run import RunningTraining
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(2400)]
 
-STEPS = 150
+STEPS = 300
 START_S = 600  # of an engine, on a machine that has other work
 CHECKED_EVERY = 97  # samples; each is recomputed under every version that it names
 
