@@ -31,7 +31,7 @@ EQUIVALENT = {
 
 RUN = """
 import importlib.abc, importlib.util, pathlib, sys
-name, path, unit_tests, machine = sys.argv[1:]
+name, path, machine, *unit_tests = sys.argv[1:]
 
 class Mutant(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
     def find_spec(self, fullname, paths, target=None):
@@ -45,7 +45,7 @@ from hypothesis import HealthCheck, Phase, settings
 settings.register_profile("any machine", deadline=None)  # a late example is no mutant noticed
 settings.load_profile("any machine")
 without_long_ones = ["-k", "not does_not_grow and not ones_own"]
-if pytest.main(["-x", "-q", "--noconftest", "-p", "no:cacheprovider", *without_long_ones, unit_tests]):
+if pytest.main(["-x", "-q", "--noconftest", "-p", "no:cacheprovider", *without_long_ones, *unit_tests]):
     sys.exit(1)
 
 from hypothesis.stateful import run_state_machine_as_test
@@ -110,7 +110,8 @@ def nodes_of(node: parso.tree.NodeOrLeaf) -> Iterator[parso.tree.NodeOrLeaf]:
 def test_a_changed_comparison_is_noticed(mutant: Comparison, tmp_path: Path):
     path = tmp_path / f"{mutant.module}.py"
     path.write_text(mutant.source())
-    tests = [str(ROOT / "tests" / "buffer" / name) for name in ("test_ledger.py", "test_ledger_machine.py")]
+    names = ("test_ledger_machine.py", "test_ledger.py", "test_rewind.py")
+    tests = [str(ROOT / "tests" / "buffer" / name) for name in names]
     done = subprocess.run(
         [sys.executable, "-c", RUN, f"buffer.{mutant.module}", str(path), *tests],
         cwd=ROOT,
