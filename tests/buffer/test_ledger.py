@@ -636,6 +636,16 @@ def test_a_group_without_bytes_goes_to_the_emptiest_store_too():
     assert [ledger.reserve(first, 400).store, ledger.reserve(second, 0).store] == [0, 1]
 
 
+def test_what_is_reserved_is_known_by_its_store():
+    ledger = DrivenLedger(StalenessRule(max_lag=1, groups_per_step=2), max_bytes=1000, num_stores=2)
+    ledger.enqueue(range(3))
+    leases = ledger.lease(0, 3)
+    for lease, size in zip(leases, (400, 100, 0), strict=True):
+        ledger.reserve(lease, size)
+    assert [ledger.is_reserved(group_id, 0) for group_id in range(3)] == [True, True, False]
+    assert [ledger.reserved_groups(store) for store in (0, 1)] == [[(0, 0)], [(1, 0)]]
+
+
 def test_a_group_and_a_prefix_of_just_the_bound_fit():
     ledger = DrivenLedger(StalenessRule(max_lag=1, groups_per_step=1), max_bytes=1000)
     ledger.enqueue([0])
