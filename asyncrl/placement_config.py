@@ -6,6 +6,16 @@ from enum import StrEnum
 LEARNER_POOL = "learner"
 """The pool of the actor, and of every role that is placed nowhere else."""
 
+# One thread per process: on a machine with few cores, threads that compete for them stop every process. The children of
+# a worker that exits end by themselves, after they have removed what it left; Ray would kill them first.
+WORKER_ENV = {
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "RAY_kill_child_processes_on_worker_exit": "0",
+}
+"""Environment of the workers of every run."""
+
 
 class Strategy(StrEnum):
     """How workers are shared out over nodes: as few nodes as will do, or as many as there are."""
@@ -110,12 +120,16 @@ class RayConfig:
             Empty: as Ray finds out.
         object_store_bytes: Shared memory of a cluster of our own; weights and batches do not pass through it.
         start_timeout_s: Deadline for the cluster to come up, and for it to grant the run's places.
+        fork_workers: In a cluster of our own on CPUs, fork the workers from one process that has imported torch.
+        python: What runs Python in the workers, as a shell would; the run sets it. Empty: the Python of this process.
     """
 
     address: str = ""
     node_address: str = ""
     object_store_bytes: int = 128 * 1024**2
     start_timeout_s: float = 60.0
+    fork_workers: bool = True
+    python: str = ""
 
     def __post_init__(self) -> None:
         if self.node_address and not self.address:

@@ -8,14 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import shlex
 import shutil
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from asyncrl.cli.compose import CONFIG_DIR, compose_run, dump_yaml, help_text
+from asyncrl.cli.fork_server import ForkServer
 from asyncrl.cli.preflight import check_folders, preflight
 from asyncrl.cli.quickstart import with_quickstart_assets
 from asyncrl.cli.supervisor import (
@@ -31,9 +37,12 @@ from asyncrl.config import RunConfig, check_options
 from asyncrl.controller.resume import check_beginning
 from asyncrl.controller.run_folder import has_trained, make_run_dir, shared_folder
 from asyncrl.metrics import TerminalView
+from asyncrl.placement_config import WORKER_ENV
 from asyncrl.protocol.errors import AsyncRLError, ClusterDiedError, DeadlineError
 from asyncrl.protocol.remote import last_lines
 from asyncrl.supervised.warm_start import warm_start
+from learner.config import Device
+from rollout_fleet.config import EngineKind
 
 EXIT_USAGE = 2
 
@@ -193,21 +202,44 @@ async def _run(
     on_fault: Callable[[BaseException], None],
 ) -> None:
     """Warm-start the policy while torch and Ray are imported and the parts start that do not need it."""
-    try:
-        config = await asyncio.to_thread(with_quickstart_assets, config)
-        with view.waiting_for("preflight"):
-            prompts = await preflight(config, view.say)
-    except (ValueError, asyncio.CancelledError):
-        shutil.rmtree(run_dir, ignore_errors=True)  # nothing was started: there is nothing to look into
-        raise
-    warming = asyncio.create_task(warm_start(config, overrides, run_dir / "logs" / "sft.log", view.say))
-    try:
-        with view.waiting_for("torch and Ray to be imported"):
+    async with AsyncExitStack() as stack:
+        python: tuple[str, ...] = (sys.executable,)
+        if modules := _imported_once(config):
+            server = ForkServer(
+                modules, environment=os.environ | WORKER_ENV, log_path=run_dir / "logs" / "fork-server.log"
+            )
+            stack.callback(server.stop)
+            python = server.command
+            config = replace(config, ray=replace(config.ray, python=shlex.join(python)))
+        try:
+            config = await asyncio.to_thread(with_quickstart_assets, config)
+            with view.waiting_for("preflight"):
+                prompts = await preflight(config, view.say)
+        except (ValueError, asyncio.CancelledError):
+            shutil.rmtree(run_dir, ignore_errors=True)  # nothing was started: there is nothing to look into
+            raise
+        warming = asyncio.create_task(
+            warm_start(config, overrides, run_dir / "logs" / "sft.log", view.say, python=python)
+        )
+        stack.push_async_callback(_cancelled, warming)
+        with view.waiting_for("Ray to be imported"):
             module = await asyncio.to_thread(import_module, "asyncrl.controller.run")
         await module.Run(config, run_dir, prompts, warming, view, on_fault).run()
-    finally:
-        warming.cancel()
-        await asyncio.gather(warming, return_exceptions=True)
+
+
+async def _cancelled(task: asyncio.Task[Any]) -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+def _imported_once(config: RunConfig) -> list[str]:
+    """What the run's workers are to be forked from; nothing where they start by themselves."""
+    if not config.ray.fork_workers or config.ray.address or config.learner.device is not Device.cpu:
+        return []
+    modules = ["learner.verl_api", "rollout_fleet.worker"]
+    if config.rollout_fleet.engine is EngineKind.transformers:
+        modules.append("rollout_fleet.engines.transformers_model")
+    return modules
 
 
 def root_cause(error: BaseException) -> BaseException:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import ray
 
 from asyncrl.config import RunConfig, check_placement, learner_pools, requested_cpus
-from asyncrl.placement_config import Strategy
+from asyncrl.placement_config import WORKER_ENV, Strategy
 from asyncrl.protocol.errors import ClusterDiedError, DeadlineError
 from asyncrl.single_controller import RayResourcePool, ResourcePoolManager, Role
 from asyncrl.single_controller.resource_pool import NODE_ID_LABEL, can_place
@@ -28,15 +28,6 @@ _OWN_CLUSTER_ENV = {
     "RAY_prestart_worker_first_driver": "0",
     "RAY_gcs_rpc_server_reconnect_timeout_s": "5",
     "RAY_process_group_cleanup_enabled": "0",
-}
-
-# One thread per process: on a machine with few cores, threads that compete for them stop every process. The children of
-# a worker that exits end by themselves, as above; Ray would kill them first.
-WORKER_ENV = {
-    "OMP_NUM_THREADS": "1",
-    "HF_HUB_OFFLINE": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-    "RAY_kill_child_processes_on_worker_exit": "0",
 }
 
 T = TypeVar("T")

@@ -36,7 +36,12 @@ class EnginePlaces:
         """Start the first workers, in their own pool unless one is given. Raises as `RayWorkerGroup` does."""
         self._config = config
         self._worker = worker
-        self._options: dict[str, Any] = {"name_prefix": "rollout", "log_dir": logs, "worker_env": worker_env(config)}
+        self._options: dict[str, Any] = {
+            "name_prefix": "rollout",
+            "log_dir": logs,
+            "worker_env": worker_env(config),
+            "python": config.ray.python,
+        }
         # Typed Any, because the group's methods are bound from the worker class when it is made.
         self.first: Any = RayWorkerGroup(pool or engine_pool(config), worker, **self._options)
         self._num_first: int = self.first.world_size

@@ -17,8 +17,8 @@ import ray
 from ray.exceptions import RayActorError
 
 from asyncrl.config import RunConfig
-from asyncrl.controller.cluster import WORKER_ENV
 from asyncrl.controller.engine_places import node_id_at
+from asyncrl.placement_config import WORKER_ENV
 from asyncrl.protocol.errors import AsyncRLError, MembershipRefused
 from asyncrl.single_controller.resource_pool import current_node
 from rollout_fleet.membership import NAMESPACE, Action, FleetAnswer, FleetDesk, FleetRequest, write_address

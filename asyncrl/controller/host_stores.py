@@ -21,7 +21,7 @@ import ray
 from ray.exceptions import RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from asyncrl.controller.cluster import WORKER_ENV
+from asyncrl.placement_config import WORKER_ENV
 from asyncrl.protocol.errors import AsyncRLError, WorkerDiedError
 from asyncrl.protocol.record import ProfileConfig
 from asyncrl.protocol.remote import fetch_async, within

@@ -324,6 +324,7 @@ class RoleGroups:
                 name_prefix=pool,
                 log_dir=log_dir,
                 worker_env=worker_env(config),
+                python=config.ray.python,
             )
             self._hosts.append(host)
             self._groups |= {roles[0]: host} if len(roles) == 1 else host.spawn(roles)

@@ -26,8 +26,8 @@ from ray.exceptions import RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from asyncrl.config import RunConfig
-from asyncrl.controller.cluster import WORKER_ENV
 from asyncrl.controller.run_folder import RunPaths, shared_folder
+from asyncrl.placement_config import WORKER_ENV
 from asyncrl.protocol.errors import AsyncRLError
 from asyncrl.protocol.manifest import digest_of
 from asyncrl.protocol.remote import fetch_async, within

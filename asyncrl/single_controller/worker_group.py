@@ -161,6 +161,7 @@ class RayWorkerGroup(WorkerGroup):
         log_dir: Directory for the workers' output, one file per rank; None leaves it to Ray.
         timeout_s: Seconds that a blocking call may take; None is unlimited.
         first_rank: RANK of the first worker, where several groups number their workers as one.
+        python: What runs Python in the workers, as a shell would; empty leaves it to Ray.
 
     Raises `UsageError` if options contradict each other or the pool, `DeadlineError` as `slots_of` does.
     """
@@ -187,6 +188,7 @@ class RayWorkerGroup(WorkerGroup):
         log_dir: str | Path | None = None,
         timeout_s: float | None = None,
         first_rank: int = 0,
+        python: str = "",
     ) -> None:
         super().__init__(resource_pool)
         self.resource_pool = resource_pool
@@ -202,6 +204,7 @@ class RayWorkerGroup(WorkerGroup):
         self.log_dir = log_dir
         self.timeout_s = timeout_s
         self.first_rank = first_rank
+        self.python = python
         self.sub_cls_name = ""
         self.fused_worker_used = ray_cls_with_init is not None and ray_cls_with_init.fused_worker_used
         self.wg_dict: dict[str, RayWorkerGroup] | None = None
@@ -331,6 +334,8 @@ class RayWorkerGroup(WorkerGroup):
         if self.log_dir is not None:
             log_file = str(Path(self.log_dir).resolve() / f"{self.name_prefix}-{slot.rank}.log")
         runtime_env: dict[str, Any] = {"env_vars": self._environment(slot, world_size, log_file)}
+        if self.python:
+            runtime_env["py_executable"] = self.python
         if self.profile_steps and self.device_name == "cuda" and self.worker_nsight_options is not None:
             runtime_env["nsight"] = self.worker_nsight_options
         options = {"name": name, "runtime_env": runtime_env} | ({"lifetime": "detached"} if detached else {})

@@ -122,7 +122,14 @@ def _digest(files: Sequence[Path]) -> str:
     return digest.hexdigest()
 
 
-async def warm_start(config: RunConfig, overrides: Sequence[str], log_path: Path, say: Callable[[str], None]) -> Path:
+async def warm_start(
+    config: RunConfig,
+    overrides: Sequence[str],
+    log_path: Path,
+    say: Callable[[str], None],
+    *,
+    python: Sequence[str] = (sys.executable,),
+) -> Path:
     """Return the directory of the policy that training starts from: fine-tuned where ``sft.enabled``.
 
     Args:
@@ -130,6 +137,7 @@ async def warm_start(config: RunConfig, overrides: Sequence[str], log_path: Path
         overrides: The command line it was composed from; the warm start composes the same.
         log_path: The warm start's log.
         say: Shows the user a line.
+        python: What runs Python.
 
     Raises:
         WorkerDiedError: the warm start failed; the message ends with its last lines.
@@ -138,7 +146,8 @@ async def warm_start(config: RunConfig, overrides: Sequence[str], log_path: Path
     if not config.sft.enabled:
         return policy
     if (known := finished_warm_start(config)) is None:
-        await _fine_tune(overrides, log_path, config.sft.progress_timeout_s, say, policy)
+        command = [*python, *_COMMAND, *overrides]
+        await _fine_tune(command, log_path, config.sft.progress_timeout_s, say, policy)
         return policy
     measured = [f"{name} {known[name]:.3f}" for name in ("accuracy", "val_loss") if known[name] is not None]
     say(f"warm start: reusing {policy} ({', '.join(measured)})")
@@ -146,15 +155,13 @@ async def warm_start(config: RunConfig, overrides: Sequence[str], log_path: Path
 
 
 async def _fine_tune(
-    overrides: Sequence[str], log_path: Path, progress_timeout_s: float, say: Callable[[str], None], policy: Path
+    command: Sequence[str], log_path: Path, progress_timeout_s: float, say: Callable[[str], None], policy: Path
 ) -> None:
     """Run the warm start until it names the ``policy`` that it has written; its own end takes a second more."""
     scratch = log_path.with_name("sft-scratch")  # removed here: what is killed removes nothing itself
     scratch.mkdir(exist_ok=True)
     process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        *_COMMAND,
-        *overrides,
+        *command,
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
