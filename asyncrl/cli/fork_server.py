@@ -45,6 +45,8 @@ PROXY = Path(__file__).with_name("fork_proxy.py")
 _PR_SET_PDEATHSIG = 1
 _CREDENTIALS = struct.Struct("3i")
 """Process, user and group of who has connected."""
+_ONE_THREAD = {"OMP_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
+"""Environment under which numpy, torch and pyarrow start no threads when they are imported."""
 
 
 class ForkServer:
@@ -68,7 +70,7 @@ class ForkServer:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
                 pass_fds=[listener.fileno()],
-                env=dict(environment),
+                env={**environment, **_ONE_THREAD},
             )
 
     def stop(self) -> None:
@@ -224,6 +226,8 @@ def main() -> None:
     listener = socket.socket(fileno=int(descriptor))
     for module in modules:
         importlib.import_module(module)
+    if "ray" in sys.modules:
+        sys.exit(f"{modules} import Ray, which has read its environment for good: no worker can be forked from here")
     if (num_threads := len(os.listdir("/proc/self/task"))) > 1:
         sys.exit(f"{num_threads} threads run after importing {modules}, expected 1: nothing can be forked from here")
     gc.freeze()  # what is there is never looked at again, and so stays shared
