@@ -110,14 +110,6 @@ def is_token_level(estimator: AdvantageEstimator) -> TypeIs[TokenEstimator]:
     return estimator in _TOKEN_LEVEL
 
 
-def needs_whole_groups(estimator: AdvantageEstimator) -> bool:
-    """Whether each rank must hold whole prompt groups: a token estimator may compare the samples of a group.
-
-    Ours do not; outcome estimators are given the whole batch on every rank.
-    """
-    return is_token_level(estimator) and estimator not in (gae, reinforce_plus_plus)
-
-
 _TOKEN_LEVEL: set[TokenEstimator] = set()
 
 

@@ -63,7 +63,7 @@ def rank_batches(
     """Share a planned batch out: its samples over mini-batches, then each mini-batch over data-parallel ranks.
 
     Both are balanced by cost; a prompt group is split only where whole groups are not balanced, and never under
-    ``whole_groups`` (see `learner.advantages.needs_whole_groups`). Advantages do not depend on who holds a sample,
+    ``whole_groups`` (see `needs_whole_groups`). Advantages do not depend on who holds a sample,
     since the ranks compute them together. Which samples an optimizer update trains on follows from the plan alone, so
     the weights after the step do not depend on the number of ranks. Each of the ``num_shards`` batches has the bound
     ``max_lag`` in learner steps; some are empty when there are fewer samples than ranks.
@@ -128,6 +128,18 @@ def _balanced(
         if lowest * num_parts <= BALANCED * sum(sizes):
             break
     return best
+
+
+def needs_whole_groups(advantage: str) -> bool:
+    """Whether each rank must hold whole prompt groups: a token estimator of one's own may compare their samples.
+
+    Ours do not; outcome estimators are given the whole batch on every rank. Loads torch for one's own alone.
+    """
+    if ":" not in advantage:
+        return False
+    from .advantages import ADVANTAGES, is_token_level
+
+    return is_token_level(ADVANTAGES.get(advantage))
 
 
 def _joined(pieces: Sequence[_Item]) -> list[_Item]:

@@ -1,24 +1,27 @@
 """The learner's roles as data: which model each loads, what it computes, what it learns, and what it reads of others.
 
-A further role, such as a distillation teacher, is one more entry.
+A further role, such as a distillation teacher, is one more entry. Loads no torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from transformers import PreTrainedModel
 
 from asyncrl.protocol.future import DataProtoFuture
 
 from .config import AlgorithmConfig, LearnerConfig, OptimizerConfig
-from .heads import LogProbHead, PackedHead, RewardHead, ValueHead
-from .losses import Objective, policy_objective, value_objective
-from .pretrained import load_causal_lm, load_critic, load_reward_model
 from .types import RankBatch, SampleKey
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from .heads import PackedHead
+    from .losses import Objective
 
 Scores = Mapping[SampleKey, np.ndarray]
 """[tokens in the loss] float32 per trajectory, branch after branch."""
@@ -51,16 +54,33 @@ class Role:
     adapters: bool = False
 
 
-def _log_prob_head(model: PreTrainedModel, config: LearnerConfig, temperature: float) -> LogProbHead:
-    return LogProbHead(model, temperature=temperature, chunk_tokens=config.logprob_chunk_tokens)
+def _function(module: str, name: str) -> Callable[..., Any]:
+    """A function of this package whose module needs torch: the controller, which knows the roles, does without."""
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        return getattr(import_module(f".{module}", __package__), name)(*arguments, **options)
+
+    return call
+
+
+_load_causal_lm = _function("pretrained", "load_causal_lm")
+_new_log_prob_head = _function("heads", "LogProbHead")
+_new_value_head = _function("heads", "ValueHead")
+_new_reward_head = _function("heads", "RewardHead")
+_policy_objective = _function("losses", "policy_objective")
+_value_objective = _function("losses", "value_objective")
+
+
+def _log_prob_head(model: PreTrainedModel, config: LearnerConfig, temperature: float) -> PackedHead:
+    return _new_log_prob_head(model, temperature=temperature, chunk_tokens=config.logprob_chunk_tokens)
 
 
 ACTOR = Role(
     name="actor",
-    load=load_causal_lm,
+    load=_load_causal_lm,
     head=_log_prob_head,
     column="reference_logprobs",  # with its adapters off
-    objective=lambda _config, algorithm: policy_objective(algorithm),
+    objective=lambda _config, algorithm: _policy_objective(algorithm),
     optimizer=lambda config: config.optimizer,
     reads=lambda algorithm: ("values",) * algorithm.needs_critic + ("reference_logprobs",) * algorithm.needs_reference,
     measured_steps=lambda config, algorithm: config.critic.warmup_steps if algorithm.needs_critic else 0,
@@ -68,18 +88,18 @@ ACTOR = Role(
 )
 CRITIC = Role(
     name="critic",
-    load=load_critic,
-    head=lambda model, _config, _temperature: ValueHead(model),
+    load=_function("pretrained", "load_critic"),
+    head=lambda model, _config, _temperature: _new_value_head(model),
     column="values",
-    objective=lambda config, _algorithm: value_objective(config.critic.value_clip),
+    objective=lambda config, _algorithm: _value_objective(config.critic.value_clip),
     optimizer=lambda config: config.critic.optimizer,
     reads=lambda algorithm: ("values",) + ("reference_logprobs",) * (algorithm.kl_reward_coef > 0),
 )
-REFERENCE = Role(name="ref", load=load_causal_lm, head=_log_prob_head, column="reference_logprobs")
+REFERENCE = Role(name="ref", load=_load_causal_lm, head=_log_prob_head, column="reference_logprobs")
 REWARD_MODEL = Role(
     name="rm",
-    load=load_reward_model,
-    head=lambda model, _config, _temperature: RewardHead(model),
+    load=_function("pretrained", "load_reward_model"),
+    head=lambda model, _config, _temperature: _new_reward_head(model),
     column="rewards",
 )
 

@@ -11,20 +11,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from asyncrl.protocol.data_proto import DataProto
+from asyncrl import protocol
 from asyncrl.single_controller import register
 
 from .config import AlgorithmConfig, Correction, LearnerConfig
-from .packed_model import PackedModel
 from .roles import ACTOR, CRITIC, REFERENCE, REWARD_MODEL
 from .types import TokenSequence
 from .worker import BY_ROWS, ModelWorker
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from asyncrl.protocol import DataProto
+
+    from .packed_model import PackedModel
 
 _VERL_METRICS = {"value_loss": "vf_loss", "value_clip_fraction": "vf_clipfrac", "value_mean": "vpred_mean"}
 
@@ -41,7 +45,7 @@ class ActorWorker(ModelWorker):
         temperature = float(data.meta_info.get("temperature", self._temperature))
         with self._offload.reading(), self._model.at_temperature(temperature):
             log_probs, entropies = self._model.log_probs_and_entropies(scored_sequences(data))
-        return DataProto.from_dict(
+        return protocol.DataProto.from_dict(
             {"old_log_probs": response_rows(data, log_probs), "entropys": response_rows(data, entropies)},
             meta_info={"temperature": temperature},
         )
@@ -65,7 +69,7 @@ class ActorWorker(ModelWorker):
         temperature = float(data.meta_info.get("temperature", self._temperature))
         with self._offload.updating(), self._model.at_temperature(temperature):
             metrics = self._step.update(sequences)
-        return DataProto(meta_info={"metrics": {f"actor/{name}": value for name, value in metrics.items()}})
+        return protocol.DataProto(meta_info={"metrics": {f"actor/{name}": value for name, value in metrics.items()}})
 
     @property
     def _actor_model_offloaded(self) -> bool:
@@ -87,7 +91,7 @@ class CriticWorker(ModelWorker):
         """``values`` [B, R] float32 of the states before the tokens of responses."""
         with self._offload.reading():
             values = self._model.scores(scored_sequences(data))
-        return DataProto.from_dict({"values": response_rows(data, values)})
+        return protocol.DataProto.from_dict({"values": response_rows(data, values)})
 
     @register(dispatch_mode=BY_ROWS)
     def update_critic(self, data: DataProto) -> DataProto:
@@ -101,7 +105,7 @@ class CriticWorker(ModelWorker):
         with self._offload.updating():
             metrics = self._step.update(sequences)
         named = {f"critic/{_VERL_METRICS.get(name, name)}": value for name, value in metrics.items()}
-        return DataProto(meta_info={"metrics": named})
+        return protocol.DataProto(meta_info={"metrics": named})
 
 
 class ReferenceWorker(ModelWorker):
@@ -128,14 +132,14 @@ class RewardModelWorker(ModelWorker):
         """``rm_scores`` [B, R] float32 of whole rows in the reward model's own tokens, at the last attended token."""
         with self._offload.reading():
             scores = self._model.scores(scored_sequences(data))
-        return DataProto.from_dict({"rm_scores": response_rows(data, scores)})
+        return protocol.DataProto.from_dict({"rm_scores": response_rows(data, scores)})
 
 
 def _reference_rows(model: PackedModel, data: DataProto, temperature: float) -> DataProto:
     """``ref_log_prob`` of the rows under the weights that the run started from."""
     with model.frozen(), model.at_temperature(float(data.meta_info.get("temperature", temperature))):
         log_probs = model.scores(scored_sequences(data))
-    return DataProto.from_dict({"ref_log_prob": response_rows(data, log_probs)})
+    return protocol.DataProto.from_dict({"ref_log_prob": response_rows(data, log_probs)})
 
 
 def _columns_of(data: DataProto, algorithm: AlgorithmConfig) -> dict[str, str]:
@@ -176,6 +180,8 @@ def trained_sequences(data: DataProto, columns: Mapping[str, str], *, num_mini_b
 
 def response_rows(data: DataProto, values: Sequence[np.ndarray]) -> Tensor:
     """[B, R] float32 of [T] values per sequence, at the places of the responses' attended tokens; 0 elsewhere."""
+    import torch
+
     attended = _attended_responses(data)
     rows = np.zeros(attended.shape, dtype=np.float32)
     for row, mask, value in zip(rows, attended, values, strict=True):

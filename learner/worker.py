@@ -4,6 +4,9 @@ The methods here are a run's own: they take a list of `RankBatch`, one per data-
 prompt groups from the buffer, the caller does not wait, and what one role scored goes to another from worker to worker,
 or stays in the process that both share. `learner.verl_api` adds verl's methods over the same trainer.
 
+The controller imports this module for the names of the methods alone; so what needs torch, which takes seconds, is
+imported where it is used.
+
 A worker waits for nothing on its own: the controller's calls wake it. Fetching waits for the buffer under the client's
 deadline, collectives wait for the other ranks under the process group's.
 """
@@ -15,32 +18,29 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import wraps
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
-import torch
-import torch.distributed as dist
 
 from asyncrl.protocol import record
-from asyncrl.protocol.collective import CollectiveOptions
 from asyncrl.protocol.errors import StalenessError
 from asyncrl.protocol.ports import LearnerBuffer
 from asyncrl.protocol.record import ProfileConfig, SpanKind
 from asyncrl.protocol.trajectory import TrajectoryGroup
 from asyncrl.single_controller import Dispatch, Worker, make_nd_compute_dataproto_dispatch_fn, register
 
-from .advantages import ADVANTAGES, BatchAdvantages, is_token_level
-from .checkpoint import ShardedCheckpointer
 from .checkpoint_folder import read_progress
 from .config import AlgorithmConfig, LearnerConfig
-from .model_folder import save_policy
-from .offload import OffloadPolicy
-from .packed_model import PackedModel
 from .roles import CRITIC, Role, Scores, scored_by
-from .trainer import LearnerStep, Trainer
 from .trajectory_log import LEARNER_LOGPROBS, TokenLogOptions, TrajectoryLog
 from .types import RankBatch, SampleKey, TokenSequence, group_sequences
-from .weights import WeightPublisher
+
+if TYPE_CHECKING:
+    from asyncrl.protocol.collective import CollectiveOptions
+
+    from .checkpoint import ShardedCheckpointer
+    from .packed_model import PackedModel
+    from .weights import WeightPublisher
 
 T = TypeVar("T")
 
@@ -181,6 +181,11 @@ class ModelWorker(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def init_model(self) -> None:
         """Join the group, load the model, connect to the buffer. Raises `ValueError` for options that do not fit."""
+        from .advantages import BatchAdvantages
+        from .offload import OffloadPolicy
+        from .trainer import Trainer
+        from .weights import WeightPublisher
+
         self._model, optimizer = self._load(), None
         if isinstance(self._model, Trainer):
             optimizer = self._model.optimizer
@@ -241,6 +246,8 @@ class ModelWorker(Worker):
         Raises `StalenessError` if a group is older than the staleness bound allows, `ValueError` if a column was
         neither sent nor scored in this process.
         """
+        import torch
+
         started_at = time.time()
         groups = self._fetch(batch)
         lag = _largest_lag(batch, groups)
@@ -296,6 +303,8 @@ class ModelWorker(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def save_policy(self, directory: str) -> None:
         """Write model and tokenizer so that ``from_pretrained`` loads both from ``directory``."""
+        from .model_folder import save_policy
+
         with self._offload.reading():
             save_policy(self._model, directory)
 
@@ -333,6 +342,8 @@ class ModelWorker(Worker):
             self._buffer.close()
         self.cache.open_roles.discard(self.role.name)
         if not self.cache.open_roles:
+            import torch.distributed as dist
+
             record.stop()
             if dist.is_initialized():
                 dist.destroy_process_group()
@@ -345,6 +356,10 @@ class ModelWorker(Worker):
 
     def _load(self) -> PackedModel:
         """The role's model, with an optimizer where it is trained."""
+        from .advantages import ADVANTAGES, is_token_level
+        from .packed_model import PackedModel
+        from .trainer import LearnerStep, Trainer
+
         algorithm, options = self._algorithm, {"model_path": self._model_path, "temperature": self._temperature}
         if self.role.objective is None:
             return PackedModel(self._config, self.role, **options)
@@ -405,6 +420,9 @@ class ModelWorker(Worker):
 
     def _checkpoints_in(self, directory: str) -> ShardedCheckpointer:
         if directory not in self._checkpoints:
+            from .checkpoint import ShardedCheckpointer
+            from .trainer import Trainer
+
             if not isinstance(self._model, Trainer):
                 name = self.role.name
                 raise ValueError(f"role {name!r} is frozen: it has no checkpoints; its model stays where it was")
@@ -425,6 +443,8 @@ class ModelWorker(Worker):
         groups = self._buffer.fetch(group_ids) if self._buffer is not None else []
         mesh = self._model.mesh
         if mesh.sp_size > 1:
+            import torch.distributed as dist
+
             shared: list[Any] = [groups]
             dist.broadcast_object_list(shared, group_src=0, group=mesh.sp_group)
             groups = shared[0]
@@ -436,7 +456,9 @@ class ModelWorker(Worker):
         if version not in self._profile.torch_steps or record.current() is None:
             yield
             return
-        with torch.profiler.profile(record_shapes=False) as trace:
+        from torch.profiler import profile
+
+        with profile(record_shapes=False) as trace:
             yield
         name = record.torch_trace_name(version, self.role.name, self.rank)
         trace.export_chrome_trace(str(Path(self._profile.directory, name)))

@@ -10,12 +10,11 @@ from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from asyncrl.config import RunConfig, Transport, learner_pools, learner_roles
 from asyncrl.controller.cluster import AllOf, finished_in_thread, learner_layout, stop_groups, worker_env
 from asyncrl.controller.run_folder import RunPaths, remove_published
-from asyncrl.protocol.collective import CollectiveOptions
 from asyncrl.protocol.errors import ClusterDiedError, DeadlineError, LearnerDiedError, UnknownGroup, WorkerDiedError
 from asyncrl.protocol.remote import StepDeadline, death_among, refs_of, within
 from asyncrl.protocol.types import Plan
@@ -28,13 +27,15 @@ from asyncrl.single_controller import (
     create_colocated_worker_cls_fused,
 )
 from buffer import BufferConnection, BufferRole
-from learner.advantages import ADVANTAGES, needs_whole_groups
-from learner.batching import rank_batches
+from learner.batching import needs_whole_groups, rank_batches
 from learner.config import LearnerConfig
 from learner.roles import ROLES, RemoteScores, scored_by
 from learner.trajectory_log import TokenLogOptions
 from learner.types import RankBatch
 from learner.verl_api import ActorWorker, CriticWorker, ReferenceWorker, RewardModelWorker
+
+if TYPE_CHECKING:
+    from asyncrl.protocol.collective import CollectiveOptions
 
 T = TypeVar("T")
 
@@ -201,7 +202,7 @@ class LearnerGroup:
                 self._config.algorithm,
                 num_shards=self._roles.pool_sizes[pool] // self._config.learner.sp_size,
                 max_lag=self._config.buffer.max_lag,
-                whole_groups=needs_whole_groups(ADVANTAGES.get(self._config.algorithm.advantage)),
+                whole_groups=needs_whole_groups(self._config.algorithm.advantage),
             )
         return shares[pool]
 
@@ -362,6 +363,8 @@ def _collective_options(config: RunConfig) -> CollectiveOptions | None:
     """How the ranks send weights over the network; None with another transport."""
     if config.weights.transport is not Transport.collective:
         return None
+    from asyncrl.protocol.collective import CollectiveOptions  # needs torch, as little else in the controller
+
     return CollectiveOptions(
         interface=config.weights.interface,
         num_receivers=config.rollout_fleet.most_engines,

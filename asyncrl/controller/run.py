@@ -15,9 +15,8 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from asyncrl.config import RunConfig, keeps_stores_on_hosts, num_buffer_clients, stop_deadlines
 from asyncrl.controller.cluster import finished_in_thread, ray_cluster
@@ -26,6 +25,7 @@ from asyncrl.controller.evaluator import HeldOutEvaluator, PinnedEngines
 from asyncrl.controller.fleet_group import FleetGroup
 from asyncrl.controller.fleet_requests import served_requests
 from asyncrl.controller.host_stores import HostStores, ray_actors
+from asyncrl.controller.learner_group import LearnerGroup
 from asyncrl.controller.learner_restarts import AnyController, LearnerRestarts
 from asyncrl.controller.node_folders import NodeFolders, node_folders
 from asyncrl.controller.resume import (
@@ -59,9 +59,6 @@ from asyncrl.samples import NewSamples, sample_line
 from asyncrl.single_controller import ray_death
 from asyncrl.supervised.warm_start import policy_path
 from buffer import BufferClient, BufferConfig, BufferConnection, BufferSupervisor, StoresOn
-
-if TYPE_CHECKING:
-    from asyncrl.controller.learner_group import LearnerGroup
 
 logger = logging.getLogger(__name__)
 
@@ -256,8 +253,7 @@ class Run:
         if self._config.placement.num_nodes > 1:  # ranks elsewhere may need a copy of what is finished
             policy = await self._nodes.bring(await self._warmed(), "start")
         config = replace(self._config, model=replace(self._config.model, path=str(policy)))
-        module = await asyncio.to_thread(import_module, "asyncrl.controller.learner_group")  # torch: takes seconds
-        learner = await make(module.LearnerGroup, config)
+        learner = await make(LearnerGroup, config)
         stack.push_async_callback(learner.stop, stop_deadlines(self._config).learner_s)
         await self._warmed()
         await self._ready(f"learner ({config.learner.num_ranks} ranks)", learner.init())

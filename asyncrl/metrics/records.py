@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
@@ -226,12 +227,9 @@ class MetricsWriter:
     """
 
     def __init__(self, run_dir: Path) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # takes a second: only where a run begins
-
         self._path = run_dir / "metrics.jsonl"
         self._file = self._path.open("w", buffering=1)
-        self._open_events = partial(SummaryWriter, log_dir=str(run_dir / "tensorboard"), flush_secs=10)
-        self._events = self._open_events()
+        self._events = ScalarEvents(run_dir / "tensorboard")
         self._next_step = 0
 
     def write(self, record: StepRecord) -> None:
@@ -246,8 +244,7 @@ class MetricsWriter:
                 self._go_back(record.step)
             self._next_step = record.step + 1
             self._file.write(json.dumps(numbers) + "\n")
-        for name, value in numbers.items():
-            self._events.add_scalar(name.replace(".", "/"), value, record.step)
+        self._events.add({name.replace(".", "/"): value for name, value in numbers.items()}, record.step)
 
     def _go_back(self, step: int) -> None:
         """The learner is at version ``step`` again."""
@@ -255,8 +252,7 @@ class MetricsWriter:
         _move_lost(self._path, lambda line: line["step"] >= step)
         _move_lost(self._path.with_name("evaluations.jsonl"), lambda line: line["policy_version"] > step)
         self._file = self._path.open("a", buffering=1)
-        self._events.close()
-        self._events = self._open_events(purge_step=step)
+        self._events.go_back(step)
 
     def evaluation(self, evaluation: Evaluation) -> None:
         """Write an evaluation as a line of ``evaluations.jsonl``, and as scalars at its version; raises as `write`."""
@@ -264,19 +260,47 @@ class MetricsWriter:
         path = self._path.with_name("evaluations.jsonl")
         with writing(path), path.open("a") as file:
             file.write(json.dumps(numbers) + "\n")
-        for name, value in evaluation.scalars().items():
-            self._events.add_scalar(f"evaluation/{name}", value, evaluation.policy_version)
+        scalars = {f"evaluation/{name}": value for name, value in evaluation.scalars().items()}
+        self._events.add(scalars, evaluation.policy_version)
 
     def profile(self, step: int, figures: Mapping[str, float]) -> None:
         """Write what a step did with its time as scalars under ``profile/``."""
-        for name, value in figures.items():
-            self._events.add_scalar(f"profile/{name.replace('.', '/')}", value, step)
+        self._events.add({f"profile/{name.replace('.', '/')}": value for name, value in figures.items()}, step)
 
     def close(self) -> None:
         """Flush and close both files."""
         with suppress(OSError):  # `write` has said so before
             self._file.close()
         self._events.close()
+
+
+class ScalarEvents:
+    """Scalars for TensorBoard, by its own writer: torch's would load torch, which the controller does without."""
+
+    def __init__(self, folder: Path) -> None:
+        from tensorboard.compat.proto import event_pb2, summary_pb2
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self._open = partial(EventFileWriter, str(folder), flush_secs=10)
+        self._event, self._summary, self._log = event_pb2.Event, summary_pb2.Summary, event_pb2.SessionLog
+        self._file = self._open()
+
+    def add(self, scalars: Mapping[str, float], step: int) -> None:
+        """Add scalars of a step."""
+        values = [self._summary.Value(tag=name, simple_value=value) for name, value in scalars.items()]
+        self._file.add_event(self._event(wall_time=time.time(), step=step, summary=self._summary(value=values)))
+
+    def go_back(self, step: int) -> None:
+        """Go on in a new file, for which TensorBoard forgets what older ones have from this step on."""
+        self._file.close()
+        self._file = self._open()
+        start = self._log(status=self._log.START)
+        self._file.add_event(self._event(wall_time=time.time(), step=step, file_version="brain.Event:2"))
+        self._file.add_event(self._event(wall_time=time.time(), step=step, session_log=start))
+
+    def close(self) -> None:
+        """Flush and close."""
+        self._file.close()
 
 
 def _move_lost(path: Path, is_lost: Callable[[dict[str, Any]], bool]) -> None:

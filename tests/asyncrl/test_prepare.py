@@ -89,10 +89,9 @@ def test_a_directory_with_something_else_is_never_replaced(config, tmp_path):
 
 def test_a_warm_start_that_says_nothing_is_ended_by_its_deadline(config, tmp_path, monkeypatch):
     config = dataclasses.replace(config, sft=dataclasses.replace(config.sft, progress_timeout_s=0.3))
-    monkeypatch.setattr("sys.executable", "sleep")
     monkeypatch.setattr("asyncrl.supervised.warm_start._COMMAND", ("60",))
     with pytest.raises(DeadlineError, match=r"said nothing for 0\.3 s.*sft\.progress_timeout_s"):
-        asyncio.run(warm_start(config, [], tmp_path / "sft.log", lambda line: None))
+        asyncio.run(warm_start(config, [], tmp_path / "sft.log", lambda line: None, python=["sleep"]))
 
 
 def test_training_goes_on_as_soon_as_the_policy_is_written(config, tmp_path, monkeypatch):
