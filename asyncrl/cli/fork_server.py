@@ -54,6 +54,7 @@ class ForkServer:
 
     Attributes:
         command: In place of ``python`` in front of arguments.
+        process: The server's own.
     """
 
     def __init__(self, modules: Sequence[str], *, environment: Mapping[str, str], log_path: Path) -> None:
@@ -63,7 +64,7 @@ class ForkServer:
         with log_path.open("ab") as log, socket.socket(socket.AF_UNIX) as listener:
             listener.bind(address_of(name))
             listener.listen()  # who comes during the imports waits for their end
-            self._process = subprocess.Popen(
+            self.process = subprocess.Popen(
                 [sys.executable, "-m", "asyncrl.cli.fork_server", str(listener.fileno()), *modules],
                 stdin=subprocess.PIPE,
                 stdout=log,
@@ -74,11 +75,9 @@ class ForkServer:
             )
 
     def stop(self) -> None:
-        """End it; what it has forked and still runs is killed with it."""
-        assert self._process.stdin is not None
-        self._process.kill()
-        self._process.wait()
-        self._process.stdin.close()
+        """Have it serve nobody any more. It ends with the last process that it has forked, for which this waits not."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,6 +29,7 @@ def server(tmp_path):
     )
     yield server
     server.stop()
+    server.process.wait(30)
     assert log_path.read_text() == ""
 
 
@@ -68,7 +69,7 @@ def test_a_process_whose_proxy_is_killed_is_killed_too_and_no_other(server, tmp_
 
 def test_what_a_dead_server_forked_dies_with_it_and_later_ones_run_by_themselves(server, tmp_path):
     proxy, process = sleeping(server, tmp_path)
-    server.stop()
+    server.process.kill()
     wait_for_first_end([process.pid])
     assert proxy.wait(30) == 1
     done = run(server, tmp_path, str(tmp_path / "child.py"), "0", env={"COLOUR": "red", "PYTHONPATH": str(tmp_path)})
@@ -83,6 +84,7 @@ def test_nothing_is_forked_from_a_server_with_a_second_thread(tmp_path):
     environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{os.getcwd()}"}
     server = ForkServer(["threaded"], environment=environment, log_path=log_path)
     assert run(server, tmp_path, str(tmp_path / "child.py")).stdout == "ran\n"
+    server.process.wait(30)
     server.stop()
     assert "2 threads run after importing ['threaded'], expected 1" in log_path.read_text()
 
@@ -93,7 +95,7 @@ def test_a_server_whose_owner_is_gone_ends_with_its_last_process(tmp_path):
         "import os, pathlib, sys\n"
         "from asyncrl.cli.fork_server import ForkServer\n"
         f"server = ForkServer([], environment=os.environ, log_path=pathlib.Path({str(tmp_path / 'log')!r}))\n"
-        "print(server._process.pid, *server.command, flush=True)\n"
+        "print(server.process.pid, *server.command, flush=True)\n"
         "sys.stdin.read()\n"
     )
     owning = subprocess.Popen([sys.executable, "-c", owner], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -122,4 +124,5 @@ def test_another_user_has_nothing_run(tmp_path):
             os.seteuid(0)
         assert stranger.recv(1) == b""
     server.stop()
+    server.process.wait(30)
     assert "user 65534 asked, expected 0" in log_path.read_text()

@@ -2,6 +2,8 @@
 
 import asyncio
 import io
+import subprocess
+import sys
 
 import pytest
 from rich.console import Console
@@ -65,3 +67,8 @@ async def test_a_profile_that_cannot_be_written_costs_a_line_whatever_was_wrong(
     view = TerminalView(title="run", total_steps=3, console=Console(file=output, width=200))
     assert await Run(compose_run([]), tmp_path, (None, []), None, view, print)._explain(None) is None
     assert "the profile could not be written: KeyError('lag')" in output.getvalue()
+
+
+def test_the_controller_loads_no_torch():
+    code = "import sys, asyncrl.controller.run; sys.exit('torch' in sys.modules or 'tensorflow' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
