@@ -235,8 +235,10 @@ def _imported_once(config: RunConfig) -> list[str]:
     """What the run's workers are to be forked from; nothing where they start by themselves."""
     if not config.ray.fork_workers or config.ray.address or config.learner.device is not Device.cpu:
         return []
-    parts = ("checkpoint", "roles", "trainer", "trajectory_log", "weights")
-    return [*(f"learner.{part}" for part in parts), "rollout_fleet.engines.transformers_model"]
+    modules = [f"learner.{part}" for part in ("checkpoint", "roles", "trainer", "trajectory_log", "weights")]
+    if config.rollout_fleet.engine is EngineKind.transformers:
+        modules.append("rollout_fleet.engines.transformers_model")
+    return modules
 
 
 def root_cause(error: BaseException) -> BaseException:

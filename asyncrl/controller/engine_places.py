@@ -21,6 +21,7 @@ from asyncrl.config import RunConfig
 from asyncrl.controller.cluster import engine_pool, pool_of_one, worker_env
 from asyncrl.protocol.errors import MembershipRefused
 from asyncrl.single_controller import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+from rollout_fleet.config import EngineKind
 
 
 class EnginePlaces:
@@ -36,11 +37,14 @@ class EnginePlaces:
         """Start the first workers, in their own pool unless one is given. Raises as `RayWorkerGroup` does."""
         self._config = config
         self._worker = worker
+        in_process = config.rollout_fleet.engine is EngineKind.transformers
         self._options: dict[str, Any] = {
             "name_prefix": "rollout",
             "log_dir": logs,
             "worker_env": worker_env(config),
-            "python": config.ray.python,
+            "python": config.ray.python
+            if in_process
+            else "",  # workers of servers need no torch, and do not wait for it
         }
         # Typed Any, because the group's methods are bound from the worker class when it is made.
         self.first: Any = RayWorkerGroup(pool or engine_pool(config), worker, **self._options)
