@@ -42,6 +42,7 @@ from asyncrl.protocol.errors import AsyncRLError, ClusterDiedError, DeadlineErro
 from asyncrl.protocol.remote import last_lines
 from asyncrl.supervised.warm_start import warm_start
 from learner.config import Device
+from rollout_fleet.config import EngineKind
 
 EXIT_USAGE = 2
 

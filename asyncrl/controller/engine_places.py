@@ -42,9 +42,7 @@ class EnginePlaces:
             "name_prefix": "rollout",
             "log_dir": logs,
             "worker_env": worker_env(config),
-            "python": config.ray.python
-            if in_process
-            else "",  # workers of servers need no torch, and do not wait for it
+            "python": config.ray.python if in_process else "",  # the worker of a server needs no torch
         }
         # Typed Any, because the group's methods are bound from the worker class when it is made.
         self.first: Any = RayWorkerGroup(pool or engine_pool(config), worker, **self._options)
