@@ -77,6 +77,7 @@ class ForkServer:
     def stop(self) -> None:
         """Have it serve nobody any more. It ends with the last process that it has forked, for which this waits not."""
         assert self.process.stdin is not None
+        self.process.terminate()  # during its imports; it ignores this later
         self.process.stdin.close()
 
 
@@ -118,7 +119,7 @@ class ForkedCommand:
         for target, file in enumerate(self.files):
             os.dup2(file, target)
             os.close(file)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if numpy := sys.modules.get("numpy"):  # its state would be the same in all that are forked
             numpy.random.seed()
 
@@ -229,6 +230,7 @@ def main() -> None:
         sys.exit(f"{modules} import Ray, which has read its environment for good: no worker can be forked from here")
     if (num_threads := len(os.listdir("/proc/self/task"))) > 1:
         sys.exit(f"{num_threads} threads run after importing {modules}, expected 1: nothing can be forked from here")
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     gc.freeze()  # what is there is never looked at again, and so stays shared
     command = _Server(listener, sys.stdin.buffer).next_command()
     if command is not None:

@@ -201,16 +201,8 @@ async def _run(
     view: TerminalView,
     on_fault: Callable[[BaseException], None],
 ) -> None:
-    """Warm-start the policy while torch and Ray are imported and the parts start that do not need it."""
+    """Warm-start the policy while torch is imported for its workers, and the parts start that do not need it."""
     async with AsyncExitStack() as stack:
-        python: tuple[str, ...] = (sys.executable,)
-        if modules := _imported_once(config):
-            server = ForkServer(
-                modules, environment=os.environ | WORKER_ENV, log_path=run_dir / "logs" / "fork-server.log"
-            )
-            stack.callback(server.stop)
-            python = server.command
-            config = replace(config, ray=replace(config.ray, python=shlex.join(python)))
         try:
             config = await asyncio.to_thread(with_quickstart_assets, config)
             with view.waiting_for("preflight"):
@@ -218,6 +210,13 @@ async def _run(
         except (ValueError, asyncio.CancelledError):
             shutil.rmtree(run_dir, ignore_errors=True)  # nothing was started: there is nothing to look into
             raise
+        python: tuple[str, ...] = (sys.executable,)
+        if modules := _imported_once(config):
+            log_path = run_dir / "logs" / "fork-server.log"
+            server = ForkServer(modules, environment=os.environ | WORKER_ENV, log_path=log_path)
+            stack.callback(server.stop)
+            python = server.command
+            config = replace(config, ray=replace(config.ray, python=shlex.join(python)))
         warming = asyncio.create_task(
             warm_start(config, overrides, run_dir / "logs" / "sft.log", view.say, python=python)
         )
