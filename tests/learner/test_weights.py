@@ -14,9 +14,10 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from asyncrl.protocol.collective import CollectiveOptions, receive_weights
+from asyncrl.protocol.collective import CollectiveOptions
 from asyncrl.protocol.errors import WeightsError
 from asyncrl.protocol.manifest import PublishedWeights, read_manifest
+from asyncrl.protocol.weight_receiver import receive_weights
 from learner import weights
 from learner.config import AlgorithmConfig, Device, LearnerConfig, LoraConfig, OptimizerConfig
 from learner.fsdp import local_tensor
@@ -28,7 +29,7 @@ from learner.weight_files import ModelFiles, WritableFile
 from learner.weight_layout import ModelLayout, Region
 from learner.weights import WeightPublisher
 from rollout_fleet.engines.staging import WeightStager
-from rollout_fleet.engines.weight_loader import PublishedAdapter, torch_tensors
+from rollout_fleet.engines.weight_loader import FileWeights, PublishedAdapter
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny_models import TRAINED_FAMILIES, random_sequences, save_tiny_model
 from tests.support.whole_weights import gather_weights, save_whole
@@ -199,9 +200,9 @@ async def merged_by_an_engine(stager, offer):
 def merged_from(offer):
     """Which file the frozen weights are, and what the adapters make of them."""
     adapter = PublishedAdapter(offer)
-    frozen = PublishedWeights(adapter.base)
+    frozen = FileWeights(adapter.base)
     frozen.verify()
-    merged = {name: t.numpy() for name, t in adapter.merged(torch_tensors(frozen), torch.device("cpu"))}
+    merged = {name: t.numpy() for name, t in adapter.merged(frozen.tensors(), torch.device("cpu"))}
     return Path(adapter.base.manifest).stat().st_ino, merged
 
 
@@ -259,7 +260,7 @@ def deltas_of_a_rank(config, path, folder):
         offer = publisher.publish(version).result()
         whole = gather_weights(trainer)
         if offer is not None:
-            staged = dict(torch_tensors(PublishedWeights(stager.stage(offer))))
+            staged = dict(FileWeights(stager.stage(offer)).tensors())
             is_equal = staged.keys() == whole.keys() and all(torch.equal(staged[n], t) for n, t in whole.items())
             own = Path(read_manifest(offer).directory)
             size = sum(f.stat().st_size for f in own.iterdir() if f.name.startswith(("delta", "model")))

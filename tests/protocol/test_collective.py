@@ -15,13 +15,7 @@ from safetensors.torch import load_file
 from torch.distributed import DistError, TCPStore
 
 from asyncrl.protocol import collective
-from asyncrl.protocol.collective import (
-    CollectiveOptions,
-    WeightReceiver,
-    WeightSender,
-    interface_address,
-    receive_weights,
-)
+from asyncrl.protocol.collective import CollectiveOptions, RoundGroup, WeightSender, interface_address
 from asyncrl.protocol.errors import DeadlineError, WeightsError, WeightsGone
 from asyncrl.protocol.manifest import (
     Manifest,
@@ -32,6 +26,7 @@ from asyncrl.protocol.manifest import (
     read_manifest,
     safetensors_header,
 )
+from asyncrl.protocol.weight_receiver import WeightReceiver, receive_weights
 from tests.support.peers import peers
 
 PIECE_BYTES = 20_000
@@ -99,7 +94,7 @@ def receive(state, offered, folder, timeout_s=30.0):
 
 def fall_at_the_third_broadcast(state, number):
     """Signal this process in the middle of a round, once."""
-    broadcast, calls = collective._broadcast, []
+    broadcast, calls = RoundGroup.broadcast, []
 
     def falling(*args):
         calls.append(1)
@@ -107,7 +102,7 @@ def fall_at_the_third_broadcast(state, number):
             os.kill(os.getpid(), number)
         return broadcast(*args)
 
-    collective._broadcast = falling
+    RoundGroup.broadcast = falling
 
 
 def change_what_is_sent(state, version):
@@ -260,7 +255,7 @@ async def test_who_asked_and_fell_silent_holds_nobody_up(ranks, tmp_path):
 async def test_who_is_not_heard_in_time_asks_again_and_then_says_so(ranks, tmp_path, monkeypatch):
     offered = offered_by(ranks, 1, tmp_path)
     monkeypatch.setattr(WeightSender, "_gather", lambda self, queue, messages, count, wait_s: messages)
-    with pytest.raises(WeightsError, match=r"in 3 rounds: \['rank 0 did not hear of this host within 1\.0 s', .*"):
+    with pytest.raises(WeightsError, match=r"in 3 rounds: \['rank 0 did not hear of this receiver within 1\.0 s', .*"):
         await receive_weights(offered, tmp_path / "r", timeout_s=30.0)
 
 
