@@ -47,6 +47,9 @@ WINDOW_S = 0.5
 """How long a round waits for further hosts after the first one, which generate meanwhile."""
 ENGINE_WINDOW_S = 0.1
 """How long it waits for further ranks of engines, which stand still."""
+ENGINE_SHARE = 0.4
+"""Of the deadline of its load, that a round may take of an engine: there is time for a second one without a member that
+stopped in the first."""
 CALL_S = 3.0
 """How long rank 0 waits for those who asked to say that they are still there."""
 SPAN_BYTES = 64 << 20
@@ -64,8 +67,7 @@ class CollectiveOptions:
     Attributes:
         interface: Network interface whose IPv4 address engines know rank 0 by; ``lo`` reaches this host only.
         num_receivers: A round begins as soon as so many ask.
-        timeout_s: Of a round; a second per 100 MB comes on top. Of both, rounds into engines have half: an engine that
-            stands still has time for a second round when a member of the first one stops.
+        timeout_s: Of a round; a second per 100 MB comes on top. Rounds into engines have `ENGINE_SHARE` of both.
         keep: Newest versions that each rank holds in memory for those who ask, unless it is told that fewer will do.
         into_engines: The receivers are the ranks of the engines, in the middle of a load, and not their hosts.
         backend: ``gloo`` broadcasts in host memory, ``nccl`` between GPUs, each of which has one member at most.
@@ -81,7 +83,7 @@ class CollectiveOptions:
     def round_timeout_s(self, num_bytes: int) -> float:
         """Of a round that sends so many bytes."""
         whole_s = self.timeout_s + num_bytes / SLOWEST_ROUND
-        return whole_s / 2 if self.into_engines else whole_s
+        return whole_s * ENGINE_SHARE if self.into_engines else whole_s
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -141,7 +141,7 @@ class GenerationModel:
             self._frozen = ""
             self._adapted.remove()
             base = offer if adapter is None else adapter.base
-            load_from(base, torch.device(self._device), partial(self._load_full, offer.version), timeout_s=timeout_s)
+            load_from(base, torch.device(self._device), partial(self._load_full, base.version), timeout_s=timeout_s)
         if adapter is not None:
             self._frozen = adapter.base.digest
             self._adapted.load(adapter, offer.version, self._linear_layers())
