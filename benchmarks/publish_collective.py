@@ -16,6 +16,7 @@ import statistics
 import subprocess
 import sys
 import time
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 
@@ -122,11 +123,10 @@ async def _receive(offer: WeightOffer, folder: Path) -> None:
 
 
 def _read_whole(offer: WeightOffer) -> None:
-    weights = open_weights(offer, torch.device("cpu"), timeout_s=TIMEOUT_S)
-    for _ in weights.tensors():
-        pass
-    weights.verify()
-    weights.close()
+    with closing(open_weights(offer, torch.device("cpu"), timeout_s=TIMEOUT_S)) as weights:
+        for _ in weights.tensors():
+            pass
+        weights.verify()
 
 
 if __name__ == "__main__":

@@ -209,8 +209,9 @@ class ArrivingWeights:
     """A version that arrives in this process, a rank of an engine, while it is loaded: one round.
 
     A thread takes part in the round, and hands whole tensors over; whoever loads them waits for it until the deadline,
-    and leaves it behind then. In memory are, at most, `NUM_AHEAD` tensors and the one that is loaded, those whose parts
-    are still on their way, and a bucket of `collective.SPAN_BYTES` per learner rank.
+    and leaves it behind then. In memory are, at most, the tensor that is loaded and `NUM_AHEAD` others, each with the
+    bucket that it came in, those whose parts are still on their way, and a bucket of `collective.SPAN_BYTES` per
+    learner rank.
 
     Attributes:
         manifest: Of the version.

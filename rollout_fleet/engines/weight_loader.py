@@ -16,6 +16,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -94,15 +95,13 @@ def load_from(
     ends_s = time.monotonic() + timeout_s + offer.num_bytes / SLOWEST_LOAD
     errors: list[str] = []
     while True:
-        weights = open_weights(offer, device, timeout_s=ends_s - time.monotonic())
         try:
-            return load_all(weights)
+            with closing(open_weights(offer, device, timeout_s=ends_s - time.monotonic())) as weights:
+                return load_all(weights)
         except RoundFailed as error:
             errors.append(str(error))
             if len(errors) == MAX_ROUNDS:
                 raise WeightsError(f"{offer.name} was not received in {MAX_ROUNDS} rounds: {errors}") from None
-        finally:
-            weights.close()
 
 
 def open_weights(offer: WeightOffer, device: torch.device, *, timeout_s: float) -> WeightSource:

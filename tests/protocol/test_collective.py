@@ -326,6 +326,15 @@ def test_into_engines_bytes_that_change_on_the_way_are_never_given_to_a_model(ra
         arrive({}, offered)
 
 
+def test_an_engines_rank_that_is_not_heard_in_time_asks_again_and_then_says_so(
+    ranks_into_engines, tmp_path, monkeypatch
+):
+    offered = offered_by(ranks_into_engines, 1, tmp_path)
+    monkeypatch.setattr(WeightSender, "_gather", lambda self, queue, messages, count, wait_s: messages)
+    with pytest.raises(WeightsError, match=r"in 3 rounds: \['rank 0 did not hear of this receiver within 1\.0 s', .*"):
+        arrive({}, offered)
+
+
 def test_a_load_that_ends_early_leaves_the_round_and_the_next_one_goes_well(ranks_into_engines, tmp_path):
     offered = offered_by(ranks_into_engines, 1, tmp_path)
     weights = ArrivingWeights(offered, torch.device("cpu"), timeout_s=10.0)
