@@ -114,8 +114,9 @@ class Servers:
     async def _end_session(self):
         """End the update that the failed load left open; a stopped server may begin it only now that it goes on."""
         for _ in range(MAX_ENDS):
-            with contextlib.suppress(AsyncRLError):
+            with contextlib.suppress(AsyncRLError):  # there is none
                 await self.owner._post("/end_weight_update", {})
+            with contextlib.suppress(AsyncRLError):  # there is one again
                 await self.owner._order("/begin_weight_update", {}, success=True)
                 await self.owner._order("/end_weight_update", {}, success=True)
                 return
