@@ -92,7 +92,9 @@ def test_a_run_goes_on_when_parts_of_the_other_host_die_and_its_link_is_cut(on_t
     run.set_link("up")
     goes_on(run, "the link was cut for 10 s")
     run.set_link("down")
+    began_s = time.monotonic()
     run.wait_for_line("rollout worker 1 waits for a place", timeout_s=300)
+    print(f"the other host is given up {time.monotonic() - began_s:.1f} s after its link was cut")  # noqa: T201
     goes_on(run, "the link is cut")
     assert run.finish(timeout_s=600) == 0, run.output
     summary = json.loads((out / transport / "summary.json").read_text())
