@@ -172,7 +172,8 @@ class RolloutFleetConfig:
         load_timeout_s: Deadline of one weight update on one engine, from the moment when it stands still; weights may
             take a second per 100 MB on top.
         silence_timeout_s: How long an engine with running requests may produce no token at all. One that does not
-            answer a probe by then has failed. A single slow sample is no failure.
+            answer a probe by then has failed. A single slow sample is no failure. One stream of which nothing comes
+            for as long, while others go on, is cut off, and its groups are leased again.
         restarts: How often an engine that failed, or a worker that died, is replaced within ``restart_window_s``; the
             next failure is final. Its prompt groups go on elsewhere with what is written of them, unless
             ``save_progress=never``. 0 replaces nothing.

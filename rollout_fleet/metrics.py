@@ -26,7 +26,7 @@ class FleetCounters:
         groups_finished: Prompt groups stored in the buffer.
         groups_released: Prompt groups given back unfinished.
         groups_refused: Finished groups that the buffer refused because their lease had run out.
-        groups_failed: Attempts that failed, by reason: ``aborted`` by the engine, or ``reward``.
+        groups_failed: Attempts that failed, by reason: ``aborted`` by the engine, ``stalled``, ``reward``, …
         busy_s: Time with at least one training request on the engine, without weight loads.
         wait_s: Time in which the engine had no training request because none was admitted.
         load_s: Per weight load, the seconds for which generation stood still.

@@ -4,7 +4,7 @@
        │           │
        │           └─ the reward fails ─┐
     cut off ──▶ save ──▶ release        ├──▶ tried again, dropped after ``max_attempts`` failures
-       └─ aborted, or its engine fails ─┘
+       └─ aborted, or its engine fails ─┘    stalled: given back, and not counted as the group's failure
 
 The rollout loop decides when a group leaves the engine, and forgets it once it is settled.
 """
@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 ENGINE_FAILED = "engine_failed"
 """Why a group is given back whose engine has failed."""
+STALLED = "stalled"
+"""Why a group is given back of which a sample's stream has stalled, which says nothing about the group."""
 
 
 class Settlement:
@@ -102,6 +104,8 @@ class Settlement:
             self._meter.failed(ENGINE_FAILED)
             await self._try_again(group, ENGINE_FAILED, engine_failure)
         elif group.end_reason:
+            if group.end_reason == STALLED:
+                self._meter.failed(STALLED)
             await self.release(group, group.end_reason)
         else:
             await self._fail_attempt(group, "aborted", EngineError(f"the engine aborted prompt group {group.key}"))

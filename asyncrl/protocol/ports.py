@@ -248,7 +248,7 @@ class FleetCounts:
     Attributes:
         tokens_generated: Policy tokens that the engines produced for training, including those of aborted requests.
         tokens_in_flight: Those of them that are not yet stored or given back.
-        groups_failed: Attempts that failed, by reason: ``aborted`` by the engine, or ``reward``.
+        groups_failed: Attempts that failed, by reason: ``aborted`` by the engine, ``stalled``, ``reward``, …
     """
 
     tokens_generated: int

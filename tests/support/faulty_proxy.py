@@ -58,7 +58,8 @@ class FaultyProxy(RunningServer):
 
         Args:
             path: Of the call. Example: ``"/pause_generation"``.
-            moment: ``before`` the server receives it, ``during`` its work on it, or ``after`` it has answered.
+            moment: ``before`` the server receives it, ``during`` its work on it, ``midway`` through its answer, or
+                ``after`` it has answered.
             answer: What the engine is answered in the place of the server's answer.
             act: Called at the moment; the server's own answer is passed on.
         """
@@ -98,6 +99,8 @@ class FaultyProxy(RunningServer):
             while data := await from_server.read(1 << 16):
                 writer.write(data)
                 await writer.drain()
+                if await self._fails(path, "midway", writer):
+                    return
         finally:
             to_server.close()
 
