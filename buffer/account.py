@@ -21,6 +21,7 @@ STORE_LOST = "store_lost"
 REWOUND = "rewound"
 VERSION_TOO_OLD = "version_too_old"
 LOST = "lost"
+WORKER_DIED = "worker_died"
 
 MAX_REMEMBERED = 4096
 """Ended attempts, and finished groups with more than one, that are remembered; the oldest are forgotten first."""

@@ -351,6 +351,10 @@ class BufferClient:
         """See `ControlBuffer.unpin`."""
         await self._connect().request("unpin", {})
 
+    async def lose(self, group_ids: Sequence[int]) -> None:
+        """See `ControlBuffer.lose`."""
+        await self._connect().request("lose", {"groups": list(group_ids)})
+
     async def rewind(
         self,
         version: int,
@@ -384,8 +388,13 @@ class BufferClient:
             if record.current() is not None and self._is_elsewhere is not False:
                 await self._hello({}, "fetch")
             some = (group_ids[start : start + _GROUPS_AT_ONCE] for start in range(0, len(group_ids), _GROUPS_AT_ONCE))
-            parts = await asyncio.gather(*map(self._fetch, some))
-            return [group for part in parts for group in part]
+            parts = await asyncio.gather(*map(self._fetch, some), return_exceptions=True)
+            groups: list[TrajectoryGroup] = []
+            for part in parts:  # where one fails, none is left on its way to the next fetch
+                if isinstance(part, BaseException):
+                    raise part
+                groups += part
+            return groups
 
     async def _fetch(self, group_ids: Sequence[int]) -> list[TrajectoryGroup]:
         reply = await self._fetch_from(self._connect(), {"groups": list(group_ids)})

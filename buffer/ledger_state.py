@@ -13,6 +13,7 @@ from .account import (
     STALE_PREFIX,
     STORE_LOST,
     VERSION_TOO_OLD,
+    WORKER_DIED,
     Account,
     AttemptHistory,
     EndedAttempt,
@@ -20,7 +21,7 @@ from .account import (
 )
 from .groups import Group, GroupState, GroupTable
 
-SNAPSHOT_FORMAT = 7
+SNAPSHOT_FORMAT = 8
 
 
 class LedgerState:
@@ -81,6 +82,11 @@ class LedgerState:
     def _take_back(self, command: commands.Expire | commands.TakeBack, outcome: commands.TakenBack) -> None:
         for group_id in outcome.group_ids:
             group = self._get(group_id)
+            if isinstance(command, commands.TakeBack):
+                self._groups.count_death(group)
+            if group_id in outcome.dropped:
+                self._give_up(group, is_dropped=True, reason=WORKER_DIED)
+                continue
             self._revoke(group, reason="expired")
             with self.account.settling(group.owner):
                 self._hand_on(group)

@@ -20,7 +20,7 @@ or the loop's state notifies it.
 - `run`: a stop, or the first failure of any task. Woken by `stop` or the failed task.
 - `load_weights`, `release_device`, `stop`: groups that leave the engine or the loop. Woken by `_generate`, `_settle`.
 
-A group that is cut off, by a stop, a weight update, a stream that stalls or its engine's failure, is saved with its lease
+A group that is cut off, by a stop, an update, a stream that stalls or its engine's failure, is saved with its lease
 as far as it is written. Whoever leases it next, or this worker after the update, continues it. The loop knows neither
 Ray nor sockets nor any engine.
 """

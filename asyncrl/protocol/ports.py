@@ -175,6 +175,13 @@ class ControlBuffer(Protocol):
         """Offer all engines the newest version again."""
         ...
 
+    async def lose(self, group_ids: Sequence[int]) -> None:
+        """The learner's ranks did not find these groups of planned batches: they are generated again (``store_lost``).
+
+        The batches that held them, and those after them, are planned anew. Groups that no batch holds are left out.
+        """
+        ...
+
     async def rewind(
         self,
         version: int,
@@ -226,6 +233,13 @@ class LearnerPort(Protocol):
 
     def save(self, version: int, run: Mapping[str, Any], *, wait: bool) -> Awaitable[str]:
         """Save a checkpoint of ``version`` with the run's own state; with ``wait``, until it is complete."""
+        ...
+
+    async def withdraw(self) -> Sequence[int]:
+        """After a `BatchLost`: wait until the ranks have passed over what was queued, and let go of the batch.
+
+        Returns the groups that they did not find. Raises `LearnerDiedError` if the ranks cannot go on from there.
+        """
         ...
 
 

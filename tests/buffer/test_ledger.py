@@ -396,7 +396,7 @@ def test_what_a_given_up_straggler_had_saved_counts_as_dropped_though_its_worker
 
 def test_a_snapshot_of_another_format_is_refused_by_name():
     of = ledger(1, 1)
-    with pytest.raises(ValueError, match="snapshot has format=1, expected 7"):
+    with pytest.raises(ValueError, match="snapshot has format=1, expected 8"):
         ledger(1, 1).restore({**of.snapshot(), "format": 1})
 
 
