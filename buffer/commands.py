@@ -131,7 +131,8 @@ class Released:
 class TakenBack:
     """The groups whose leases were revoked; their prompts are queued again.
 
-    Those that are ``dropped`` are not: they were present at too many deaths. ``num_lost`` tokens of an owner that died are counted as lost, None if it may still report.
+    Those that are ``dropped`` are not: they were present at too many deaths. ``num_lost`` tokens of an owner that died
+    are counted as lost, None if it may still report.
     """
 
     group_ids: tuple[int, ...]

@@ -72,8 +72,8 @@ class BufferConfig:
         restarts: How often a run starts a server of ``disk`` again that died, or that answers nothing for half of
             ``request_timeout_s``. Each store server is started again as often, with ``memory`` too: then it is empty,
             and its groups are generated again. 0 ends the run.
-        max_worker_deaths: A prompt group is dropped (``worker_died``) when so many rollout workers died, or fell silent,
-            while they held a lease on it. One that was present at a death runs beside no other such group, so that a
+        max_worker_deaths: A prompt group is dropped (``worker_died``) when so many rollout workers have died, or fallen
+            silent, with a lease on it. One that was present at a death runs beside no other such group, so that a
             prompt that kills its workers is told from those that were only there. 0 drops none.
         max_message_bytes: Largest frame a client may send; longer ones close its connection.
         max_requests_per_s: Requests of one client that are answered in a second; more are refused.

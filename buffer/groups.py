@@ -244,7 +244,7 @@ class GroupTable:
         return len(self._by_owner.get(owner, ()))
 
     def head(self, number: int, *, owner: bytes, skip_saved: bool = False) -> list[Group]:
-        """The first groups of the queue that an owner may have; with ``skip_saved`` the first of which nothing is saved.
+        """The first groups of the queue that an owner may have; with ``skip_saved`` only those of which nothing is.
 
         At most one of all that it holds then is a suspect: of two, nobody could say which one killed the worker.
         """

@@ -111,5 +111,5 @@ async def test_a_prompt_that_buries_its_workers_is_dropped_and_the_others_are_tr
 
 
 def test_the_limit_must_not_be_negative():
-    with pytest.raises(ValueError, match="buffer.max_worker_deaths must be >= 0, got -1; 0 drops no group"):
+    with pytest.raises(ValueError, match=r"buffer.max_worker_deaths must be >= 0, got -1; 0 drops no group"):
         BufferConfig(max_worker_deaths=-1)
