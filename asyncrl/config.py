@@ -356,6 +356,13 @@ def num_buffer_clients(config: RunConfig) -> int:
     return config.rollout_fleet.most_engines + sum(learner_pools(config).values()) + _OWN_CLIENTS
 
 
+def num_store_servers(config: RunConfig) -> int:
+    """Most store servers that a run reaches: those beside the ledger, or one on each host of its engines."""
+    if not keeps_stores_on_hosts(config):
+        return config.buffer.num_store_servers
+    return config.rollout_fleet.most_engines if config.rollout_fleet.is_elastic else config.placement.num_nodes
+
+
 def keeps_stores_on_hosts(config: RunConfig) -> bool:
     """Whether trajectories are kept on the hosts of the rollout workers; see ``buffer.stores_on``."""
     buffer = config.buffer

@@ -47,6 +47,7 @@ from .messages import (
     summary_fields,
     summary_of,
 )
+from .sockets import allow_clients
 from .stores import Receipt
 
 logger = logging.getLogger(__name__)
@@ -201,6 +202,7 @@ class BufferClient:
     def _link_to_store(self, address: str) -> ClientSocket:
         if address not in self._store_links:
             keys = self._keys.for_stores() if self._keys is not None else None
+            allow_clients(0, num_links=len(self._store_links) + 2)
             self._store_links[address] = self._link_to(address, keys=keys)
         return self._store_links[address]
 

@@ -16,13 +16,11 @@ from asyncrl.protocol.errors import (
     WeightsGone,
     WorkerDiedError,
 )
-from rollout_fleet.config import RolloutFleetConfig
 from rollout_fleet.engines.scripted import ScriptedAnswer, ScriptedEngine
-from rollout_fleet.loop import RolloutLoop
 from rollout_fleet.metrics import FleetMeter
 from rollout_fleet.rewards import REWARDS, WeightedRewards
 from tests.support.offers import bare_offer
-from tests.support.rollout import WRITTEN, digits, ready_member, running_loop, update, writes
+from tests.support.rollout import WRITTEN, make_loop, running_loop, update, writes
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("virtual_time")]
 
@@ -392,15 +390,7 @@ async def test_nobody_waits_for_admission_after_a_stop_that_came_while_a_request
             await asyncio.sleep(0)
 
     buffer.lease = be_slow_to_withdraw
-    loop = RolloutLoop(
-        RolloutFleetConfig(groups_in_flight=2),
-        engine=engine,
-        member=ready_member(),
-        buffer=buffer,
-        rewards=WeightedRewards(RolloutFleetConfig()),
-        decode=digits,
-        samples_per_prompt=2,
-    )
+    loop = make_loop(buffer, engine, groups_in_flight=2)
     await engine.start()
     await loop.load_weights(bare_offer(0))
     asking = asyncio.create_task(loop._keep_leasing())
@@ -421,15 +411,7 @@ async def test_leases_granted_at_the_very_moment_of_a_stop_are_given_back(make_b
 
     buffer.lease = lease_while_being_stopped
     engine = ScriptedEngine()
-    loop = RolloutLoop(
-        RolloutFleetConfig(groups_in_flight=2),
-        engine=engine,
-        member=ready_member(),
-        buffer=buffer,
-        rewards=WeightedRewards(RolloutFleetConfig()),
-        decode=digits,
-        samples_per_prompt=2,
-    )
+    loop = make_loop(buffer, engine, groups_in_flight=2)
     asking = asyncio.create_task(loop._keep_leasing())
     with pytest.raises(asyncio.CancelledError):
         await asking

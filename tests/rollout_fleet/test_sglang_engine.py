@@ -124,17 +124,21 @@ async def test_a_response_ends_with_the_end_of_sequence_exactly_when_it_stopped(
 
 async def test_a_stream_that_stalls_beside_a_live_one_is_cut_off_with_the_tokens_that_had_come(engine, model_path):
     proxy = FaultyProxy(engine._server)
-    await proxy.start()
     config = replace(engine._config, silence_timeout_s=2.0)
     options = {"model_path": model_path, "device": EngineDevice.cpu, "log_dir": "", "seed": 0, "server": proxy}
     other = SGLangEngine(config, rank=1, **options)
     await other.start()
     other._version, other._verified = engine.version, engine._verified
     try:
-        proxy.fail("/generate", "midway", answer=b"")
+        stalls = asyncio.Event()
+
+        async def note() -> None:
+            stalls.set()
+
+        proxy.fail("/generate", "midway", answer=b"", act=note)
         requests = requests_of(1, name="stalls", max_new_tokens=250, top_k=3)
         running = asyncio.create_task(answer(other, requests))
-        await until_writing(other)
+        await asyncio.wait_for(stalls.wait(), 60)
         proxy.fail("", "")
         while not running.done():
             await answer(other, requests_of(1, name="live", max_new_tokens=100, top_k=3))

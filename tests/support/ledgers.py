@@ -1,6 +1,7 @@
 """A ledger driven by calls instead of commands, and summaries of groups, for the tests of the ledger and its bound."""
 
 from collections.abc import Iterable
+from typing import Any
 
 from asyncrl.protocol.types import GroupSummary, Plan
 from buffer.commands import (
@@ -25,6 +26,7 @@ from buffer.commands import (
     TakeBack,
 )
 from buffer.ledger import Ledger
+from buffer.rule import StalenessRule
 
 
 def summary_of(
@@ -128,3 +130,10 @@ class DrivenLedger(Ledger):
         assert plan is not None
         assert self.commit(version) == [group.group_id for group in plan.groups]
         return [group.group_id for group in plan.groups]
+
+
+def ledger(max_lag: int, groups_per_step: int, **options: Any) -> DrivenLedger:
+    """A ledger with a hundred prompts queued."""
+    new = DrivenLedger(StalenessRule(max_lag=max_lag, groups_per_step=groups_per_step), **options)
+    new.enqueue(range(100))
+    return new
