@@ -18,7 +18,7 @@ from asyncrl.placement_config import LEARNER_POOL, PlacementConfig, RayConfig
 from asyncrl.protocol.record import ProfileConfig
 from buffer.config import BufferConfig, StoresOn, is_loopback
 from learner.config import GROUP_ADVANTAGES, AlgorithmConfig, LearnerConfig
-from rollout_fleet.config import EngineKind, RolloutFleetConfig
+from rollout_fleet.config import EngineKind, OnRewardFailure, RolloutFleetConfig
 
 LOOPBACK = "lo"
 _OWN_CLIENTS = 4
@@ -378,6 +378,12 @@ def check_options(config: RunConfig) -> None:
         raise ValueError(
             "algorithm.samples_per_prompt must be >= 2 for a group advantage, "
             f"got {algorithm.samples_per_prompt} with algorithm.advantage={algorithm.advantage}"
+        )
+    drops = config.rollout_fleet.on_reward_failure is OnRewardFailure.drop_trajectory
+    if drops and algorithm.greedy_baseline:
+        raise ValueError(
+            "rollout_fleet.on_reward_failure must be retry_group with algorithm.advantage=remax, got drop_trajectory: "
+            "without the reward of its greedy response a group has nothing to be compared with"
         )
     _check_roles(config)
     _check_budget(config)

@@ -163,11 +163,12 @@ class BufferClient:
         groups = [lease.prompt.group_id for lease in leases]
         await self._connect().request("renew", {"groups": groups, "attempts": [lease.attempt for lease in leases]})
 
-    async def put(self, group: TrajectoryGroup) -> None:
+    async def put(self, group: TrajectoryGroup, *, num_left_out: int = 0) -> None:
         """See `RolloutBuffer.put`. While the store is full it waits for a batch to leave, and sends again."""
         async with self._window:
             payload: Sequence[Any] = group_frames(group)
             key, fields = (group.group_id, group.attempt), summary_fields(group.summary)
+            fields |= {"num_left_out": num_left_out} if num_left_out else {}
             if self._puts_elsewhere is None:
                 self._puts_elsewhere = bool((await self._hello({}, "put")).fields["is_elsewhere"])
             if not self._puts_elsewhere:

@@ -293,7 +293,8 @@ class Reserve(Command[Reserved]):
 class Put(Command[PutOutcome]):
     """Store a finished group, once however often it is sent; ``continued`` and ``num_bytes`` as in `SavePrefix`.
 
-    ``digest`` is that of its trajectories, where a store server holds them.
+    ``digest`` is that of its trajectories, where a store server holds them. ``num_left_out`` tokens were written for
+    trajectories that are not part of it, because their reward failed.
     """
 
     summary: GroupSummary
@@ -301,6 +302,7 @@ class Put(Command[PutOutcome]):
     owner: bytes | None = None
     num_bytes: int = 0
     digest: bytes = b""
+    num_left_out: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

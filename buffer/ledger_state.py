@@ -162,7 +162,8 @@ class LedgerState:
     def _settle(self, group: Group, command: commands.Put, outcome: commands.PutOutcome) -> None:
         """A running group is stored, dropped by a filter, or refused."""
         summary, result = command.summary, outcome.result
-        self._settle_prefix(group, summary.num_tokens, command.continued)
+        self._settle_prefix(group, summary.num_tokens + command.num_left_out, command.continued)
+        self.account.leave_out(command.num_left_out)
         num_inherited = group.num_inherited
         if result is commands.PutResult.stored:
             self._groups.set_bytes(group, command.num_bytes)
@@ -185,7 +186,7 @@ class LedgerState:
         if owed is not None:
             with self.account.settling(owed.owner):
                 num_counted = owed.num_counted if command.continued else 0
-                self.account.refuse(command.summary, owed.reason, num_counted=num_counted)
+                self.account.refuse(command.summary, owed.reason, num_counted=num_counted - command.num_left_out)
 
     def _release(self, command: commands.Release, outcome: commands.Released) -> None:
         group = self._groups.running(command.group_id, command.attempt)

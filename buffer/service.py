@@ -359,7 +359,15 @@ class BufferService:
         summary = summary_of(request.fields)
         size, digest = self._store.receipt_of(request.payload)
         continued = flag(request.fields, "continued", default=True)
-        command = Put(summary=summary, continued=continued, owner=client, num_bytes=size, digest=digest)
+        num_left_out = count(request.fields, "num_left_out") if "num_left_out" in request.fields else 0
+        command = Put(
+            summary=summary,
+            continued=continued,
+            owner=client,
+            num_bytes=size,
+            digest=digest,
+            num_left_out=num_left_out,
+        )
         key = summary.group_id, summary.attempt
         is_held = self.ledger.holds(*key)
         if is_held and self._store.is_elsewhere and not self.ledger.is_reserved(*key):

@@ -35,9 +35,10 @@ class RolloutBuffer(Protocol):
         """Extend the leases that are still held; the others arrive through `revocation`."""
         ...
 
-    async def put(self, group: TrajectoryGroup) -> None:
+    async def put(self, group: TrajectoryGroup, *, num_left_out: int = 0) -> None:
         """Store a finished group; returns once it is stored. Sent again until acknowledged; stored once.
 
+        ``num_left_out`` tokens of trajectories that are not part of it are dropped (``reward``).
         Raises `LeaseExpired` if the attempt is no longer the current one, which counts its tokens as dropped, and
         `VersionTooOld` if the group holds a token older than its lease.
         """

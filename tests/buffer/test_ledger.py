@@ -99,6 +99,21 @@ def test_a_saved_prefix_is_continued_at_its_own_version_and_its_tokens_count_onc
     assert dead.engine_version == 0
 
 
+def test_what_is_left_out_of_a_group_is_dropped_once_also_where_it_was_saved_before():
+    of = ledger(1, 1)
+    [lease] = of.lease(0, 1, now=0.0)
+    of.save(lease, Progress(num_tokens=8, oldest_version=0, newest_version=0))
+    of.expire(100.0)
+    [again] = of.lease(0, 1, now=100.0)
+    assert again.num_inherited == 8
+    for _ in range(2):
+        of.put(summary_of(again, lengths=(6,)), num_left_out=4)
+    assert (of.stats().tokens_buffered, of.stats().tokens_dropped) == (6, {"reward": 4})
+    with pytest.raises(LeaseExpired):
+        of.put(summary_of(lease, lengths=(7,)), num_left_out=5)
+    assert of.stats().tokens_dropped == {"reward": 4, "expired": 12 - 8}
+
+
 def test_a_group_that_is_released_to_be_dropped_is_finished_with_all_of_its_tokens():
     of = ledger(2, 1, lease_s=10.0)
     [lease] = of.lease(0, 1, now=0.0)

@@ -218,20 +218,24 @@ class LedgerMachine(RuleBasedStateMachine):
     def _put(self, lease: GrantedLease, expires_at: float, oldest: int, num_tokens: int) -> None:
         num_tokens += self._least_tokens(lease)
         filtered = bool(self.filters) and num_tokens % 5 == 0
-        summary = summary_of(lease, oldest=oldest, num_tokens=num_tokens, rewards=(0.0, 0.0 if filtered else 1.0))
+        left_out = num_tokens // 4  # of trajectories that are not part of it, also of what was saved of them
+        summary = summary_of(
+            lease, oldest=oldest, num_tokens=num_tokens - left_out, rewards=(0.0, 0.0 if filtered else 1.0)
+        )
         continued = self._continued(lease)
         if not self._reserve(lease):
             self.running[lease.group_id] = (lease, expires_at)
             return
         self._report(lease, num_tokens)
         if filtered:
-            assert self.ledger.put(summary, continued=continued) is PutResult.filtered
+            assert self.ledger.put(summary, continued=continued, num_left_out=left_out) is PutResult.filtered
             assert self.ledger.put(summary) is PutResult.duplicate
             self.num_dropped += 1
             self.deaths.pop(lease.group_id, None)
         else:
             self.deaths.pop(lease.group_id, None)
-            put = self.ledger.put(summary, continued=continued, num_bytes=self._size(lease.group_id))
+            size = self._size(lease.group_id)
+            put = self.ledger.put(summary, continued=continued, num_bytes=size, num_left_out=left_out)
             assert put is PutResult.stored
             self.stored[lease.group_id] = (summary, lease.deadline)
 
@@ -351,9 +355,10 @@ class LedgerMachine(RuleBasedStateMachine):
     def put_late(self, data: st.DataObject, num_tokens: int) -> None:
         lease = data.draw(st.sampled_from(self.ended))
         num_tokens += self._least_tokens(lease)
-        summary = summary_of(lease, oldest=lease.engine_version, num_tokens=num_tokens)
+        left_out = num_tokens // 4
+        summary = summary_of(lease, oldest=lease.engine_version, num_tokens=num_tokens - left_out)
         try:
-            self.ledger.put(summary, continued=self._continued(lease))
+            self.ledger.put(summary, continued=self._continued(lease), num_left_out=left_out)
         except (LeaseExpired, VersionTooOld):
             self._report(lease, num_tokens)
             return

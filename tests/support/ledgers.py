@@ -85,8 +85,11 @@ class DrivenLedger(Ledger):
             )
         )
 
-    def put(self, summary: GroupSummary, *, continued: bool = True, num_bytes: int = 0) -> PutResult:
-        return self.apply(Put(summary=summary, continued=continued, num_bytes=num_bytes)).result
+    def put(
+        self, summary: GroupSummary, *, continued: bool = True, num_bytes: int = 0, num_left_out: int = 0
+    ) -> PutResult:
+        command = Put(summary=summary, continued=continued, num_bytes=num_bytes, num_left_out=num_left_out)
+        return self.apply(command).result
 
     def release(
         self,
