@@ -155,8 +155,10 @@ class RewardProcesses:
                     what = f"could not be scored: {error}; mend it while the run goes on"
                     raise self._failure(prompt, what) from None
                 if isinstance(error, TimeoutError):
-                    limit = f"rollout_fleet.reward_timeout_s = {self._timeout_s:g} s"
-                    answers.append(f"did not score it within {limit}; make it faster or raise the option")
+                    answers.append(
+                        f"did not score it within rollout_fleet.reward_timeout_s = {self._timeout_s:g} s; make it "
+                        "faster or raise the option"
+                    )
                 elif isinstance(error, (asyncio.IncompleteReadError, ConnectionError)):
                     answers.append("ended its process; it must not exit or crash")
                 else:
