@@ -34,6 +34,7 @@ from .advantages import ADVANTAGES, BatchAdvantages, is_token_level
 from .checkpoint import ShardedCheckpointer
 from .checkpoint_folder import read_progress
 from .config import AlgorithmConfig, LearnerConfig
+from .lent_weights import LendOptions
 from .model_folder import save_policy
 from .offload import OffloadPolicy
 from .packed_model import PackedModel
@@ -136,7 +137,8 @@ class ModelWorker(Worker):
         adapters: See `WeightPublisher`.
         trajectory_dir: Where consumed samples are logged, one file per step and rank; None logs nothing.
         token_log: What is kept for people to read; None keeps nothing.
-        collective: Sends published weights to the hosts of the engines; None leaves them in ``snapshot_dir``.
+        collective: See `WeightPublisher`.
+        lend: See `WeightPublisher`.
         profile: What this process records of its time, as ``pool`` and its rank.
         pool: Name of the pool that the role runs in.
 
@@ -161,6 +163,7 @@ class ModelWorker(Worker):
         trajectory_dir: str | None = None,
         token_log: TokenLogOptions | None = None,
         collective: CollectiveOptions | None = None,
+        lend: LendOptions | None = None,
         profile: ProfileConfig | None = None,
         pool: str = "learner",
     ) -> None:
@@ -182,7 +185,7 @@ class ModelWorker(Worker):
         self._snapshot_dir = snapshot_dir
         self._full_every = full_every
         self._adapters = adapters
-        self._collective = collective
+        self._collective, self._lend = collective, lend
         self._publisher: WeightPublisher | None = None
         self._log = TrajectoryLog(trajectory_dir) if trajectory_dir else None
         self._token_log_options = token_log
@@ -207,6 +210,7 @@ class ModelWorker(Worker):
                 full_every=self._full_every,
                 adapters=self._adapters,
                 collective=self._collective,
+                lend=self._lend,
                 log=self._buffer,
             )
         self._offload = OffloadPolicy(self._config, self._model.head, optimizer)

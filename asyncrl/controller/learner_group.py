@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from asyncrl.config import RunConfig, Transport, learner_pools, learner_roles
+from asyncrl.config import CollectiveInto, RunConfig, Transport, learner_pools, learner_roles
 from asyncrl.controller.cluster import AllOf, finished_in_thread, learner_layout, stop_groups, worker_env
 from asyncrl.controller.run_folder import RunPaths, remove_published
 from asyncrl.protocol.collective import CollectiveOptions
@@ -31,6 +31,7 @@ from buffer import BufferConnection, BufferRole
 from learner.advantages import ADVANTAGES, needs_whole_groups
 from learner.batching import rank_batches
 from learner.config import LearnerConfig
+from learner.lent_weights import LendOptions
 from learner.roles import ROLES, RemoteScores, scored_by
 from learner.trajectory_log import TokenLogOptions
 from learner.types import RankBatch
@@ -376,13 +377,25 @@ def _collective_options(config: RunConfig) -> CollectiveOptions | None:
     """How the ranks send weights over the network; None with another transport."""
     if config.weights.transport is not Transport.collective:
         return None
+    fleet, into_engines = config.rollout_fleet, config.weights.collective_into is CollectiveInto.engine
+    own_gpus = config.learner.device == fleet.device == "cuda" and not config.placement.colocated
     return CollectiveOptions(
         interface=config.weights.interface,
-        num_receivers=config.rollout_fleet.most_engines,
-        timeout_s=config.rollout_fleet.load_timeout_s,
+        num_receivers=fleet.most_engines * (fleet.sglang.tp_size if into_engines else 1),
+        timeout_s=fleet.load_timeout_s,
+        into_engines=into_engines,
+        backend="nccl" if into_engines and own_gpus else "gloo",
         # While engines receive version u + 1, admission at u lets the learner reach u + max_lag + 1, and no further.
         keep=config.buffer.max_lag + 2,
     )
+
+
+def _lend_options(config: RunConfig) -> LendOptions | None:
+    """How the ranks lend the memory that holds their weights; None with another transport."""
+    if config.weights.transport is not Transport.tensor:
+        return None
+    num_buffers = 3 if config.evaluation.every_steps else 2  # engines that evaluate may still load the oldest
+    return LendOptions(num_buffers=num_buffers, timeout_s=config.rollout_fleet.load_timeout_s)
 
 
 def _token_log_options(config: RunConfig, tokens: Path | None) -> TokenLogOptions | None:
@@ -409,6 +422,7 @@ def _worker_class(
         "trajectory_dir": str(trajectories) if trajectories else None,
         "token_log": _token_log_options(config, tokens),
         "collective": _collective_options(config),
+        "lend": _lend_options(config),
     }
     return RayClassWithInitArgs(
         WORKER_CLASSES[role],

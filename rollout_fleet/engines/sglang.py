@@ -39,6 +39,7 @@ logger = logging.getLogger(__name__)
 STREAM_INTERVAL = 32  # tokens between two chunks of a sample, after the chunk of the first token
 STREAM_END_S = 1.0  # longest wait for the end of a stream whose samples are all answered
 MAX_STALLED_STREAMS = 3  # within restart_window_s; then the engine has failed
+LOADERS_SHARE = 0.9  # of the deadline of a load, after which the loader itself says what did not come
 _Answers = asyncio.Queue[list[tuple[SampleRequest, SampleOutput]] | Exception]
 
 
@@ -365,7 +366,8 @@ class SGLangEngine:
             Seconds from there to the server's word that it goes on.
         """
         order, number = self._server.weight_order, secrets.token_hex(8)
-        order.write_text(json.dumps({"order": number, "offer": asdict(offer)}))
+        timeout_s = self._config.load_timeout_s * LOADERS_SHARE
+        order.write_text(json.dumps({"order": number, "offer": asdict(offer), "timeout_s": timeout_s}))
         keeps = self._config.sglang.on_update is OnUpdate.keep
         with _stage("pause", offer):
             await self._order("/pause_generation", {"mode": "in_place" if keeps else "retract"}, status="ok")

@@ -89,6 +89,27 @@ def test_a_wrong_override_fails_with_the_option_and_the_value(override, words):
             ["weights.full_every must be 1 where adapters are published alone", "got 3", "weights.adapters=false"],
         ),
         (["weights.interface=eth0"], ["weights.interface=eth0 is used by weights.transport=collective", "got auto"]),
+        (
+            ["weights.collective_into=engine"],
+            ["weights.collective_into=engine is used by weights.transport=collective", "got auto"],
+        ),
+        (
+            ["weights.transport=collective", "weights.collective_into=engine", "weights.full_every=2"],
+            ["weights.full_every must be 1", "weights.transport=collective, collective_into=engine", "got 2"],
+        ),
+        (["weights.transport=tensor", "weights.full_every=2"], ["full_every must be 1", "weights.transport=tensor"]),
+        (
+            ["weights.transport=tensor", "learner.lora.rank=4"],
+            ["weights.adapters must be false", "weights.transport=tensor"],
+        ),
+        (
+            ["weights.transport=tensor", "learner.keep_snapshots=-1"],
+            ["weights.transport must be file to keep all versions", "got tensor"],
+        ),
+        (
+            ["weights.transport=tensor", "learner.device=cuda", "rollout_fleet.device=cpu"],
+            ["rollout_fleet.device must be cuda with weights.transport=tensor", "got cpu"],
+        ),
         (["placement.colocated=true", "weights.publish_every=2"], ["publish_every must be 1", "got 2"]),
         (["weights.publish_every=0"], ["weights.publish_every must be >= 1", "got 0"]),
         (["weights.full_every=0"], ["weights.full_every must be >= 1", "got 0"]),
