@@ -160,6 +160,7 @@ _ON_DISK = ("buffer.durability=disk", "buffer.directory={folder}/journal")
 _STORES = ("buffer.num_store_servers=2",)
 _HOST_STORES = ("buffer.stores_on=hosts",)
 _CHECKPOINTS = ("checkpoint.every_steps=2",)
+_NETWORK = ("weights.transport=collective",)
 _BUFFER, _LEARNER, _HOST_STORE = ("buffer", 1), ("learner", 1), ("stores", 1)
 
 RECOVERIES = (
@@ -232,6 +233,16 @@ RECOVERIES = (
         words="the learner goes on from version",
         options=(*_CHECKPOINTS, "learner.step_timeout_s=10"),
         restarts=(_LEARNER,),
+    ),
+    *(
+        Recovery(
+            part="ray::ActorWorker",
+            signal=signal.SIGKILL,
+            words="the learner goes on from version",
+            options=(*_CHECKPOINTS, "learner.num_ranks=2", *transport),
+            restarts=(_LEARNER,),
+        )
+        for transport in (_NETWORK, (*_NETWORK, "weights.collective_into=engine"), ("weights.transport=tensor",))
     ),
 )
 
