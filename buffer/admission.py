@@ -65,6 +65,9 @@ class PendingRequests:
     def __len__(self) -> int:
         return len(self._requests)
 
+    def __contains__(self, request: PendingRequest) -> bool:
+        return self._requests.get((request.client, request.request_id)) is request
+
     def all(self) -> list[PendingRequest]:
         """Those pending now, first come first."""
         return list(self._requests.values())

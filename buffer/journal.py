@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import msgpack
+import msgspec
 import xxhash
 
 from asyncrl.protocol.errors import ReplayBufferError
@@ -55,6 +56,10 @@ _RECORDS = {
     name: kind for name, kind in vars(commands).items() if isclass(kind) and hasattr(kind, "__dataclass_fields__")
 }
 _RECORDS["GroupSummary"] = GroupSummary
+
+
+_encode = msgspec.msgpack.Encoder().encode
+"""For plain values; it takes a quarter of the time of `msgpack.packb`."""
 
 
 def pack(value: Any) -> Any:
@@ -156,7 +161,7 @@ class AppendOnlyFile:
         parts: list[Any] = [] if self.num_bytes else [_BEGINNING.pack(_MAGIC, self._number)]
         size = sum(map(len, parts))
         for head, frames in records:
-            packed: Any = msgpack.packb(head)
+            packed = _encode(head)
             checksum, num_bytes = xxhash.xxh3_64(packed, seed=self._number), 0
             for frame in frames:
                 checksum.update(frame)
@@ -388,7 +393,7 @@ class Journal:
     def _write_log(self, records: list[tuple[Any, Frames]]) -> None:
         """Write the puts that wait as one record, and others behind it."""
         if self._later:
-            records.insert(0, (["puts", msgpack.packb(self._later), self._later_references], self._later_frames))
+            records.insert(0, (["puts", _encode(self._later), self._later_references], self._later_frames))
         try:
             self._log.append(records)
         except OSError as error:
@@ -400,9 +405,9 @@ class Journal:
         references: list[Any] = []
         inline: list[Any] = []
         for (name, key), parts in frames.items():
-            place, views = (parts, []) if isinstance(parts, int) else (self._place(), [*map(memoryview, parts)])
-            references.append((name, key, place, [*map(len, views)]))
-            inline += views
+            place, written = (parts, ()) if isinstance(parts, int) else (self._place(), parts)
+            references.append((name, key, place, [*map(len, written)]))
+            inline += written
         return references, inline
 
     def _refer(self, references: Iterable[Any]) -> list[int]:
