@@ -5,7 +5,8 @@ Each attempt is settled once, however often its messages are sent. What is remem
 
 from bisect import bisect_right
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -197,12 +198,15 @@ class Account:
         """Every token that is accounted for."""
         return self.tokens_trained + self.tokens_buffered + self.tokens_dropped.total()
 
-    def settling(self, owner: bytes) -> "_Settling":
-        """What is accounted for inside the ``with`` block is the work of ``owner``."""
-        return _Settling(self, owner)
+    @contextmanager
+    def settling(self, owner: bytes) -> Iterator[None]:
+        """What is accounted for inside the block is the work of ``owner``."""
+        before = self.num_tokens
+        yield
+        self.credit(owner, self.num_tokens - before)
 
     def credit(self, owner: bytes, num_tokens: int) -> None:
-        """So many of the tokens that are accounted for are the work of ``owner``."""
+        """Of what is accounted for, so many tokens are the work of ``owner``."""
         if num_tokens:
             self._settled[owner] += num_tokens
 
@@ -317,19 +321,3 @@ class Account:
             filtered_in_a_row=self.filtered_in_a_row,
             **held,
         )
-
-
-class _Settling:
-    """See `Account.settling`. A generator would take three times as long, and every put settles."""
-
-    __slots__ = ("_account", "_before", "_owner")
-
-    def __init__(self, account: Account, owner: bytes) -> None:
-        self._account, self._owner = account, owner
-
-    def __enter__(self) -> None:
-        self._before = self._account.num_tokens
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            self._account.credit(self._owner, self._account.num_tokens - self._before)

@@ -150,14 +150,14 @@ class LedgerState:
         if group is None:
             self._count_late(command)
             return
-        with self.account.settling(group.owner):
-            self._settle(group, command, outcome)
+        self._settle(group, command, outcome)
 
     def _settle(self, group: Group, command: commands.Put, outcome: commands.PutOutcome) -> None:
         """A running group is stored, dropped by a filter, or refused."""
         summary, result = command.summary, outcome.result
         self._settle_prefix(group, summary.num_tokens, command.continued)
         num_inherited = group.num_inherited
+        self.account.credit(group.owner, summary.num_tokens - num_inherited)
         if result is commands.PutResult.stored:
             self._groups.set_bytes(group, command.num_bytes)
             group.digest = command.digest
