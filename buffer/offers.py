@@ -221,7 +221,7 @@ class OfferRequests:
             self._answer_all(self._evaluators, self._answer_evaluator)
 
     def _tell_receivers(self) -> None:
-        """Tell some workers, and the others in later turns of the loop: the first ones lease before the last are told."""
+        """Tell some workers, the others in later turns of the loop: the first ones lease before the last are told."""
         try:
             for _ in range(min(_TOLD_AT_ONCE, len(self._untold))):
                 request = self._untold.popleft()
