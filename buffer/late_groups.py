@@ -272,27 +272,35 @@ class LateGroups:
     def _estimate(self, now: float) -> _FleetEstimate:
         """The fleet's speed now; only while a length is known."""
         if self._fleet is None or now >= self._fleet.until:
-            there = {name: worker for name, worker in self._workers.items() if self._is_there(name, worker, now)}
-            rates = {name: min(_measured(w), self._limit(name, now)) for name, w in there.items() if w.took_s}
-            fastest = max(rates.values(), default=0.0)
-            tokens_per_s = sum(
-                worker.most_held * rates.get(name, min(fastest, self._limit(name, now)))
-                for name, worker in there.items()
-            )
-            groups_per_s = tokens_per_s / self._lengths.mean
-            group_s = self._lengths.mean / fastest if fastest else 0.0
-            self._fleet = _FleetEstimate(
-                fastest=max(fastest, 1e-6),
-                groups_per_s=max(groups_per_s, 1e-9),
-                until=now + max(_ESTIMATE_S, _ESTIMATE_GROUPS * group_s) * len(there),
-            )
+            self._fleet = self._measured_fleet(now)
         return self._fleet
 
-    def _is_there(self, name: bytes, worker: _Worker, now: float) -> bool:
-        """Whether a worker holds or wants work, or had some less than the time of one group ago."""
-        if self._ledger.num_leases_of(name) or self._is_waiting(name):
-            return True
-        return bool(worker.took_s) and now - worker.since < self._lengths.mean / _measured(worker)
+    def _measured_fleet(self, now: float) -> _FleetEstimate:
+        """All workers that are there: each is looked at once, since there may be thousands."""
+        mean, longest = self._lengths.mean, self._lengths.longest
+        fastest, tokens_per_s, num_there = 0.0, 0.0, 0
+        unmeasured: list[tuple[float, float]] = []
+        for name, worker in self._workers.items():
+            num_held, since_s = self._ledger.num_leases_of(name), now - worker.since
+            measured = _measured(worker) if worker.took_s else 0.0
+            ended_lately = measured > 0 and since_s < mean / measured
+            if not (num_held or self._is_waiting(name) or ended_lately):
+                continue
+            num_there += 1
+            limit = longest / max(since_s, 1e-6) if num_held else math.inf
+            if measured:
+                rate = min(measured, limit)
+                fastest = max(fastest, rate)
+                tokens_per_s += worker.most_held * rate
+            else:
+                unmeasured.append((worker.most_held, limit))
+        tokens_per_s += sum(most_held * min(fastest, limit) for most_held, limit in unmeasured)
+        group_s = mean / fastest if fastest else 0.0
+        return _FleetEstimate(
+            fastest=max(fastest, 1e-6),
+            groups_per_s=max(tokens_per_s / mean, 1e-9),
+            until=now + max(_ESTIMATE_S, _ESTIMATE_GROUPS * group_s) * num_there,
+        )
 
     def _due_s(self, deadline: int, now: float) -> float:
         """Seconds until the plan of version ``deadline`` could be made, were it not for one group."""

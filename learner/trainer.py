@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import cast
 
 import torch
+import torch._dynamo  # the first step of any optimizer loads it, for a second: now, while engines start
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh

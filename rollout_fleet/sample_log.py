@@ -54,6 +54,10 @@ class SampleLog:
         self._num_groups = 0
         self._num_parts = 0
 
+    async def prepare(self) -> None:
+        """Load what writes the files: between two batches of samples it would hold them up for a second."""
+        await asyncio.to_thread(_load_writer)
+
     async def add(self, prompt: Prompt, samples: Sequence[SampleOutput], texts: Sequence[str], scores: Scores) -> None:
         """Keep a finished group of training where one is due; the last of a set writes the file."""
         version = max(int(sample.versions.max(initial=0)) for sample in samples)
@@ -110,8 +114,12 @@ class SampleLog:
             logger.warning("samples are not kept: %s", error)
 
 
+def _load_writer() -> None:
+    import pyarrow.parquet  # noqa: F401 - takes a moment, and is needed only where something is written
+
+
 def _write(path: Path, rows: list[dict[str, Any]]) -> None:
-    import pyarrow as pa  # takes a moment to load: only where something is written
+    import pyarrow as pa
     import pyarrow.parquet as pq
 
     path.parent.mkdir(parents=True, exist_ok=True)

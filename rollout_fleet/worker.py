@@ -96,12 +96,16 @@ class RolloutWorker(Worker):
 
         Returns the name that the buffer knows this worker by.
         """
-        await self._supervisor.start()
+        await asyncio.gather(self._supervisor.start(), self._prepare_samples())
         await self._rewards.start()
         self._buffer = self._connect_buffer(str(self.rank))
         engine, stage = self._supervisor.engine, self._stager.staged
         self._loop = self._make_loop(engine=engine, buffer=self._buffer, stage=stage)
         return await self._buffer.enter()
+
+    async def _prepare_samples(self) -> None:
+        if self._samples is not None:
+            await self._samples.prepare()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     async def load_first(self) -> None:

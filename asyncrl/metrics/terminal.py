@@ -234,7 +234,7 @@ def _shares(use: RunUse) -> list[tuple[str, str]]:
 
 
 def _words(cause: str) -> str:
-    return cause.replace("_", " ")
+    return cause.replace("re_prefill", "re-prefill").replace("_", " ")
 
 
 def _duration(seconds: float) -> str:

@@ -7,7 +7,7 @@ out here: the simulation finds its own.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -205,13 +205,21 @@ class _Reading:
             self.notes.append("no processor time was recorded: engines and ranks share no cores in the simulation")
             return scenario
         loads = [(s.start, s.end) for s in self._during(SpanKind.pause)]
-        settles = [(life.time(GroupEvent.last_token), life.time(GroupEvent.stored)) for life in self.trained]
-        settled = [(first or 0, max(first or 0, last or 0)) for first, last in settles]
-        load_s, settle_s, _ = fair_shares(loads, settled, [(batch.start, batch.end) for batch in self._batches])
+        batches = [(batch.start, batch.end) for batch in self._batches]
+        load_s, settle_s, batch_s = fair_shares(loads, self._settles(), batches)
+        waited_s = sum(batch.duration_s for batch in self._batches) - batch_s
+        engine, learner = scenario.engine, scenario.learner
+        used = min(1.0, rank_s / self._step_s)  # of its core; the other processes had the rest
         return replace(
             scenario,
             settle_s=0.0,
-            learner=replace(scenario.learner, load_s=load_s / max(1, len(loads))),
+            engine=replace(engine, batch_s=max(0.0, engine.batch_s - waited_s / max(1, len(batches)))),
+            learner=replace(
+                learner,
+                step_s=learner.step_s * used,
+                rank_s_per_token=learner.rank_s_per_token * used,
+                load_s=load_s / max(1, len(loads)),
+            ),
             host=HostModel(
                 is_shared=True,
                 settle_s=settle_s / num_groups,
@@ -220,6 +228,15 @@ class _Reading:
                 step_s=self._cpu_s(Pool.controller),
             ),
         )
+
+    def _settles(self) -> list[tuple[int, int]]:
+        """When the event loop of each engine's worker had groups to settle: one after another, so one thing to do."""
+        spans: dict[str, list[tuple[int, int]]] = defaultdict(list)
+        for life in self.trained:
+            first, stored = life.last(GroupEvent.last_token), life.time(GroupEvent.stored)
+            if first is not None and stored is not None and stored > first.time:
+                spans[first.lane].append((first.time, stored))
+        return [span for lane in spans.values() for span in united(lane)]
 
     def _cpu_s(self, pool: str) -> float:
         """Processor seconds per step of the processes of a pool; 0 where none were noted."""
@@ -255,8 +272,7 @@ class _Reading:
         num_ranks = len(self._trace.lanes(Pool.learner)) or 1
         computed = [span for kind in _COMPUTED for span in self._during(kind)]
         computed_s = sum(map(_seconds, computed)) / num_ranks / len(self._updates)
-        tokens = sum(stamp.details["tokens"] + self._prompts_of(stamp) for stamp in self._consumed)
-        tokens_per_step = tokens / len(self._updates)
+        tokens_per_step = sum(self._tokens.values()) / len(self._updates)
         if not computed:
             self.notes.append("no forward or backward pass was recorded: a step takes the same time on any ranks")
         return replace(
@@ -266,16 +282,23 @@ class _Reading:
             copy_s=self._mean_s(SpanKind.publish_copy),
             publish_s=self._mean_s(SpanKind.publish) + self._mean_s(SpanKind.stage),
             load_s=self._mean_s(SpanKind.pause),
-            spread=spread_of([_wall_s(spans) for _, spans in sorted(self._updates.items())]),
+            variation=self._step_variation(max(1e-6, step_s - computed_s), computed_s / max(1.0, tokens_per_step)),
         )
 
-    @cached_property
-    def _consumed(self) -> list[Stamp]:
-        stamps = (life.last(GroupEvent.stored) for life in self.trained)
-        return [stamp for stamp in stamps if stamp is not None]
+    def _step_variation(self, step_s: float, s_per_token: float) -> list[float]:
+        """The updates' times over what their tokens say."""
+        took_s = {step: _wall_s(spans) for step, spans in sorted(self._updates.items())}
+        return _ratios([(took, step_s + s_per_token * self._tokens[step]) for step, took in took_s.items()])
 
-    def _prompts_of(self, stamp: Stamp) -> int:
-        return stamp.details["prompt_tokens"] * len(stamp.details["lengths"])
+    @cached_property
+    def _tokens(self) -> Counter[int]:
+        """Tokens of each step, prompts included."""
+        tokens: Counter[int] = Counter()
+        for life in self.trained:
+            if (stamp := life.last(GroupEvent.stored)) is not None:
+                details = stamp.details
+                tokens[life.step] += details["tokens"] + details["prompt_tokens"] * len(details["lengths"])
+        return tokens
 
     def plan_s(self) -> float:
         """From a batch that is there, with the ranks free, to the begin of its update."""
@@ -293,11 +316,10 @@ class _Reading:
 
     def engine(self, base: EngineModel) -> EngineModel:
         """Speed against concurrency, from how long groups took; and the price of a weight update."""
-        batch_s = spread = 0.0
+        batch_s, variation = 0.0, list[float]()
         if base.takes_batches:
             batches = self._batches
             batch_s = fmean(batch.fixed_s for batch in batches) if batches else 0.0
-            spread = spread_of([batch.fixed_s + batch.longest * batch.token_s for batch in batches])
             times, loads = [batch.token_s for batch in batches], [float(batch.num_samples) for batch in batches]
         else:
             times, loads = self._decodings()
@@ -305,9 +327,8 @@ class _Reading:
             raise ValueError("the record holds no group from its first token to its last: no engine's speed is known")
         step_s, per_sample = _line(loads, times)
         if base.takes_batches:
-            usual_s = [batch_s + b.longest * (step_s + per_sample * b.num_samples) for b in self._batches]
-            spread = spread_of(
-                [(b.end - b.start) / _NS / usual for b, usual in zip(self._batches, usual_s, strict=True)]
+            variation = _ratios(
+                [(b.duration_s, batch_s + b.longest * (step_s + per_sample * b.num_samples)) for b in self._batches]
             )
         if per_sample == 0:
             self.notes.append(
@@ -320,7 +341,7 @@ class _Reading:
             step_s_per_sample=per_sample,
             prefill_s_per_token=self._prefill_s_per_token(),
             batch_s=batch_s,
-            spread=spread,
+            variation=variation,
         )
 
     def _decodings(self) -> tuple[list[float], list[float]]:
@@ -388,10 +409,11 @@ class _Reading:
         return fmean(map(_seconds, spans)) / max(1.0, running * (written + prompt))
 
 
-def spread_of(times: Sequence[float]) -> float:
-    """Standard deviation of the logarithm of times, by how each differs from the next: a slow drift does not count."""
-    steps = np.diff(np.log([max(time, 1e-9) for time in times]))
-    return float(np.sqrt(np.mean(steps**2) / 2)) if len(steps) else 0.0
+def _ratios(times: Sequence[tuple[float, float]]) -> list[float]:
+    """What things took over what was expected of them, by pairs of both; their mean is 1."""
+    ratios = [took_s / max(expected_s, 1e-9) for took_s, expected_s in times]
+    mean = fmean(ratios) if ratios else 1.0
+    return [ratio / mean for ratio in ratios]
 
 
 def fair_shares(*kinds: Sequence[tuple[int, int]]) -> list[float]:
@@ -414,6 +436,17 @@ def fair_shares(*kinds: Sequence[tuple[int, int]]) -> list[float]:
         running[kind] += change
         before = time
     return shares
+
+
+def united(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The spans without their overlaps. Example: 0 to 2 and 1 to 3 are 0 to 3."""
+    united: list[tuple[int, int]] = []
+    for start, end in sorted(spans):
+        if united and start <= united[-1][1]:
+            united[-1] = united[-1][0], max(end, united[-1][1])
+        else:
+            united.append((start, end))
+    return united
 
 
 def _shares_host(config: RunConfig) -> bool:

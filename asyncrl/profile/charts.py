@@ -61,7 +61,7 @@ def _pool_use(attribution: Attribution, pool: Pool, edges: np.ndarray) -> Chart:
 
 def label(cause: str) -> str:
     """A cause as it is shown. Example: ``publish_pause`` gives ``publish pause``."""
-    return cause.replace("_", " ")
+    return cause.replace("re_prefill", "re-prefill").replace("_", " ")
 
 
 def steps(attribution: Attribution, windows: Sequence[StepWindow]) -> Chart:
@@ -209,8 +209,9 @@ def _version_of(trace: Trace, span: Span) -> int:
     """The version that a stage is about. Of a pause that names none, the one that its engine serves next."""
     if span.version != NONE:
         return span.version
-    if span.kind == SpanKind.re_prefill:  # under the new version already
-        return trace.level_at(LevelName.version, span.lane, span.start)
+    if span.kind == SpanKind.re_prefill:  # it follows a pause, before or after the version is noted
+        pauses = [pause for pause in trace.spans_of(SpanKind.pause, span.lane) if pause.start <= span.start]
+        return _version_of(trace, pauses[-1]) if pauses else NONE
     later = (level.value for level in trace.levels_of(LevelName.version, span.lane) if level.time >= span.start)
     return next(later, NONE)
 

@@ -177,14 +177,19 @@ def _figures(
     return [{"name": name, "value": value, "note": note} for name, value, note in figures]
 
 
+def _count(number: int, name: str) -> str:
+    return f"{number} {name}{'' if number == 1 else 's'}"
+
+
 def _facts(trace: Trace, bound: int, options: Mapping[str, Any], *, name: str, state: str) -> dict[str, Any]:
     experiment = options.get("experiment", "run")
     began = time.strftime("%Y-%m-%d %H:%M", time.localtime(min(p.wall_ns for p in trace.processes) / _SECOND))
     hosts = {process.host for process in trace.processes}
+    ranks, engines = len(trace.lanes(Pool.learner)), len(trace.lanes(Pool.fleet))
     facts = [
         f"began {began}",
-        f"{len(trace.lanes(Pool.learner))} learner ranks and {len(trace.lanes(Pool.fleet))} engines",
-        f"{len(hosts)} hosts" if len(hosts) > 1 else "",
+        f"{_count(ranks, 'learner rank')} and {_count(engines, 'engine')}",
+        _count(len(hosts), "host") if len(hosts) > 1 else "",
         f"buffer.max_lag={bound}",
         f"{trace.num_dropped:,} records lost" if trace.num_dropped else "",
     ]

@@ -16,7 +16,7 @@ import numpy as np
 
 from asyncrl.config import RunConfig
 from buffer.config import OnStale
-from rollout_fleet.config import EngineKind, OnUpdate
+from rollout_fleet.config import EngineKind, OnUpdate, SaveProgress
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +78,8 @@ class EngineModel:
         takes_batches: The engine writes one batch to its end before the next (the in-process engine); else a sample
             begins as soon as there is room.
         batch_s: Time of a batch beside its decoding steps.
-        spread: Standard deviation of the logarithm of a batch's time, beyond what its lengths say. Example: 0.1.
+        variation: Recorded batches' times over what their lengths say, in their order; batches vary as they did. Empty:
+            they do not.
     """
 
     step_s: float = 0.02
@@ -87,11 +88,12 @@ class EngineModel:
     max_running: int = 256
     takes_batches: bool = False
     batch_s: float = 0.0
-    spread: float = 0.0
+    variation: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        for name in ("step_s", "step_s_per_sample", "prefill_s_per_token", "batch_s", "spread"):
+        for name in ("step_s", "step_s_per_sample", "prefill_s_per_token", "batch_s"):
             _check(f"engine.{name}", getattr(self, name), 0.0)
+        _check("engine.variation", min(self.variation, default=0.0), 0.0)
         if self.step_s + self.step_s_per_sample <= 0:
             raise ValueError("engine.step_s + engine.step_s_per_sample must be > 0, got 0; a token takes some time")
         if self.max_running < 1:
@@ -111,7 +113,7 @@ class LearnerModel:
         on_update: What an engine does with the KV cache of running samples then.
         shares_learner: The ranks stand still for all of ``publish_s`` and ``load_s`` too, as where one collective moves
             the weights.
-        spread: Standard deviation of the logarithm of a step's time, beyond what its tokens say.
+        variation: Recorded steps' times over what their tokens say, in their order; steps vary as they did.
     """
 
     step_s: float = 1.0
@@ -121,11 +123,12 @@ class LearnerModel:
     load_s: float = 0.0
     on_update: OnUpdate = OnUpdate.recompute
     shares_learner: bool = False
-    spread: float = 0.0
+    variation: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        for name in ("step_s", "rank_s_per_token", "copy_s", "publish_s", "load_s", "spread"):
+        for name in ("step_s", "rank_s_per_token", "copy_s", "publish_s", "load_s"):
             _check(f"learner.{name}", getattr(self, name), 0.0)
+        _check("learner.variation", min(self.variation, default=0.0), 0.0)
         if self.step_s + self.rank_s_per_token <= 0:
             raise ValueError("learner.step_s + learner.rank_s_per_token must be > 0, got 0; a step takes some time")
 
@@ -182,6 +185,8 @@ class Scenario:
             such bound: asyncrl drops none, other systems do.
         num_steps: Learner steps to simulate.
         warm_up_steps: First steps that no figure counts.
+        hands_on: Running groups are handed on where the buffer asks for it: ``rollout_fleet.save_progress`` is not
+            ``never``.
         whole_groups: Simulate a group by its longest sample, which takes the room of its mean: for very large fleets.
         lengths: Response lengths.
         engine: One engine.
@@ -209,6 +214,7 @@ class Scenario:
     queue_groups: int = 0
     num_steps: int = 60
     warm_up_steps: int = 10
+    hands_on: bool = True
     whole_groups: bool = False
     lengths: LengthModel = field(default_factory=LengthModel)
     engine: EngineModel = field(default_factory=EngineModel)
@@ -246,9 +252,10 @@ class Scenario:
             )
 
     def to_dict(self) -> dict[str, Any]:
-        """All numbers as plain values; recorded lengths by their number alone."""
+        """All numbers as plain values; what was recorded of lengths and variation by its number alone."""
         values = asdict(self)
-        values["lengths"]["recorded"] = len(self.lengths.recorded)
+        for part, name in (("lengths", "recorded"), ("engine", "variation"), ("learner", "variation")):
+            values[part][name] = len(values[part][name])
         return values
 
 
@@ -297,6 +304,7 @@ def configured(scenario: Scenario, config: RunConfig) -> Scenario:
         order=buffer.order,
         publish_every=config.weights.publish_every,
         max_stored_bytes=buffer.max_stored_bytes,
+        hands_on=fleet.save_progress is not SaveProgress.never,
         engine=engine,
         learner=replace(scenario.learner, on_update=fleet.sglang.on_update),
         lengths=replace(scenario.lengths, max_tokens=fleet.sampling.max_new_tokens),

@@ -27,23 +27,35 @@ class SimulatedGroup:
         group_id: Its prompt.
         attempt: Its fence.
         lengths: Tokens that its samples will have.
+        to_write: Tokens that the samples which are not whole yet need; fewer than ``lengths`` where an earlier attempt
+            was saved.
         num_left: Samples that are not written yet.
         oldest_version: Of its first token; -1 before that.
         newest_version: Of its last.
-        leased_at: When it came, in simulated seconds.
+        has_begun: One of its samples has.
         is_revoked: Nobody wants it any more.
-        written: Samples written, for a group that is revoked: their tokens.
+        written: Tokens of the samples that this attempt has written.
+        on_cut: Set where it is to be handed on; gets what is still to be written.
+        cut_at: When that was asked for, in simulated seconds.
     """
 
     group_id: int
     attempt: int
     lengths: list[int]
-    num_left: int
+    to_write: list[int]
+    num_left: int = 0
     oldest_version: int = -1
     newest_version: int = -1
-    leased_at: float = 0.0
+    has_begun: bool = False
     is_revoked: bool = False
     written: int = 0
+    on_cut: Callable[[list[int]], None] | None = None
+    cut_at: float = 0.0
+
+    @property
+    def num_saved(self) -> int:
+        """Tokens of earlier attempts."""
+        return sum(self.lengths) - sum(self.to_write)
 
 
 @dataclass(order=True, slots=True)
@@ -114,11 +126,12 @@ class SimulatedEngine:
         """Take groups; their samples begin where there is room."""
         for group in groups:
             if self._whole_groups:
-                longest = max(group.lengths)
+                longest = max(group.to_write)
                 group.num_left = 1
-                self._waiting.append((group, longest, sum(group.lengths) / longest))
+                self._waiting.append((group, longest, sum(group.to_write) / longest))
             else:
-                self._waiting.extend((group, length, 1.0) for length in group.lengths)
+                group.num_left = len(group.to_write)
+                self._waiting.extend((group, length, 1.0) for length in group.to_write)
         self._advance()
         self._begin_waiting()
         self._set_timer()
@@ -145,6 +158,24 @@ class SimulatedEngine:
         self._begin_waiting()
         self._set_timer()
         return num_tokens
+
+    def cut(self, group: SimulatedGroup, on_cut: Callable[[list[int]], None]) -> None:
+        """Take a group out, for another engine to go on with what ``on_cut`` is told that its samples still need.
+
+        What is in a batch is answered with the batch.
+        """
+        self._advance()
+        running = [sample for sample in self._running if sample.group is group]
+        if self._model.takes_batches and running:
+            group.on_cut, group.cut_at = on_cut, self._env.now
+            return
+        left = [length for waiting, length, _ in self._waiting if waiting is group]
+        left += [max(1, round(sample.ends_at - self._progress)) for sample in running]
+        if self._whole_groups:
+            longest = max(group.to_write)
+            left = [length - (longest - left[0]) for length in group.to_write if length > longest - left[0]]
+        self.revoke(group)
+        on_cut(left)
 
     def load(self, version: int, load_s: float, on_loaded: Callable[[], None]) -> None:
         """Stand still for ``load_s``, then serve ``version``; between two batches, where it takes batches."""
@@ -200,10 +231,11 @@ class SimulatedEngine:
             self._begin(*self._waiting.popleft())
 
     def _begin(self, group: SimulatedGroup, length: int, weight: float) -> None:
-        if group.oldest_version < 0:
-            group.oldest_version = self.version
+        if not group.has_begun:
+            group.has_begun = True
+            group.oldest_version = self.version if group.oldest_version < 0 else group.oldest_version
             if self._prompt_tokens and not self._model.takes_batches:
-                self._stall(self._prompt_tokens * self._model.prefill_s_per_token)
+                self._stall((self._prompt_tokens + group.num_saved) * self._model.prefill_s_per_token)
         self._place += 1
         heappush(self._running, _Running(self._progress + length, self._place, group, length, weight))
         self._load += weight
@@ -218,19 +250,38 @@ class SimulatedEngine:
             self._begin(group, length, weight)
         self._timer += 1
         timer = self._timer
-        batch_s = self._vary(self._model.batch_s + longest * self._token_s())
-        self._after(batch_s, lambda: self._end_batch(timer))
+        began_at, num_steps = self._env.now, self._model.batch_s / self._token_s() + longest
+        batch_s = self._vary(num_steps * self._token_s())
 
-    def _end_batch(self, timer: int) -> None:
+        def steps_until(moment: float) -> int:
+            """Tokens that each sample had at a moment of the batch that has ended."""
+            passed = (moment - began_at) / max(self._env.now - began_at, 1e-9) * num_steps
+            return max(0, int(passed - (num_steps - longest)))
+
+        self._after(batch_s, lambda: self._end_batch(timer, steps_until))
+
+    def _end_batch(self, timer: int, steps_until: Callable[[float], int]) -> None:
         if timer != self._timer:
             return
         self._advance()
         finished, self._running = self._running, []
         self._load = self._begun = 0.0
-        done = [sample.group for sample in finished if self._write(sample)]
+        done, cut = [], dict[int, tuple[SimulatedGroup, list[int]]]()
+        for sample in finished:
+            group = sample.group
+            left = sample.length - steps_until(group.cut_at) if group.on_cut is not None else 0
+            if left > 0:
+                cut.setdefault(id(group), (group, []))[1].append(left)
+            elif self._write(sample):
+                done.append(group)
         if self._pending_load is not None:
             pending, self._pending_load = self._pending_load, None
             self.load(*pending)
+        for group, left in cut.values():
+            left += [length for waiting, length, _ in self._waiting if waiting is group]
+            self._waiting = deque(entry for entry in self._waiting if entry[0] is not group)
+            if group.on_cut is not None and not group.is_revoked:
+                group.on_cut(left)
         self._begin_waiting()
         for group in done:
             self._on_finished(group)

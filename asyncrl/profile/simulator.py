@@ -12,8 +12,8 @@ and a seed give the same outcome each time.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections import Counter, defaultdict, deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -99,6 +99,24 @@ class PromptLengths:
         return self._scenario.equal_rewards > 0 and self._rng.random() < self._scenario.equal_rewards
 
 
+class Variation:
+    """Times as they come out: recorded ratios to what was to be expected, in their order, from a random one on.
+
+    So long ones are as frequent as in the record, and follow on each other as there.
+    """
+
+    def __init__(self, recorded: Sequence[float], rng: np.random.Generator) -> None:
+        self._recorded = recorded
+        self._next = int(rng.integers(len(recorded))) if recorded else 0
+
+    def __call__(self, seconds: float) -> float:
+        """How long it takes now, where ``seconds`` are to be expected."""
+        if not self._recorded:
+            return seconds
+        self._next = (self._next + 1) % len(self._recorded)
+        return seconds * self._recorded[self._next]
+
+
 class SimulatedWorker:
     """A rollout worker: asks for leases, hands groups to its engine, stores them, and loads what is offered."""
 
@@ -115,10 +133,12 @@ class SimulatedWorker:
             whole_groups=scenario.whole_groups,
             on_finished=self._settle,
             after=None if simulation.host is None else simulation.host.engines.run,
-            vary=partial(simulation.varied, spread=scenario.engine.spread),
+            vary=Variation(scenario.engine.variation, simulation.rng),
         )
         self._groups: dict[tuple[int, int], SimulatedGroup] = {}
         self._num_settling = 0
+        self._to_settle: deque[SimulatedGroup] = deque()
+        self._is_settling = False
         self._asked: int | None = None
         self._is_gathering = False
         self._seen_at = self._stood_s = 0.0
@@ -126,7 +146,7 @@ class SimulatedWorker:
 
     def start(self) -> None:
         """Ask for work and for weights."""
-        self._buffer.join(self._client, self._on_revoked)
+        self._buffer.join(self._client, self._on_revoked, self._on_hand_on if self._scenario.hands_on else None)
         self._report_loaded(0, 0.0)
         self._follow_weights()
         self._ask()
@@ -155,8 +175,15 @@ class SimulatedWorker:
         """Ask for leases a moment after places became free, once at a time."""
         if self._asked is None and not self._is_gathering and self._num_free > 0:
             self._is_gathering = True
-            is_idle = len(self._groups) == self._num_settling
-            call_after(self._env, 0.0 if is_idle else self._scenario.ask_s, self._request_leases)
+            if self._scenario.engine.takes_batches:  # all groups of a batch end in one moment: see to that first
+                call_after(self._env, 0.0, self._gather)
+            else:
+                self._gather()
+
+    def _gather(self) -> None:
+        """Wait for other places to become free; not where all are."""
+        is_idle = len(self._groups) == self._num_settling
+        call_after(self._env, 0.0 if is_idle else self._scenario.ask_s, self._request_leases)
 
     def _request_leases(self) -> None:
         self.account()
@@ -175,11 +202,16 @@ class SimulatedWorker:
         self.account()
         self._asked = None
         new = []
-        for group_id, attempt, *_ in fields["leases"]:
-            lengths = self._simulation.lengths.next()
-            group = SimulatedGroup(
-                group_id=group_id, attempt=attempt, lengths=lengths, num_left=len(lengths), leased_at=self._env.now
-            )
+        for group_id, attempt, version, _, _, num_prefix_frames in fields["leases"]:
+            saved = self._simulation.saved.pop(group_id, None)
+            if saved is None or not num_prefix_frames:
+                lengths = self._simulation.lengths.next()
+                group = SimulatedGroup(group_id=group_id, attempt=attempt, lengths=lengths, to_write=lengths)
+            else:
+                lengths, left = saved
+                group = SimulatedGroup(
+                    group_id=group_id, attempt=attempt, lengths=lengths, to_write=left, oldest_version=version
+                )
             self._groups[group_id, attempt] = group
             new.append(group)
         self.engine.add(new)
@@ -196,18 +228,64 @@ class SimulatedWorker:
         self._buffer.request(self._client, "release", {**fields, "reason": "revoked", "max_failures": 0})
         self._ask()
 
+    def _on_hand_on(self, keys: Sequence[tuple[int, int]]) -> None:
+        """Cut groups off, save them and give them back; one that the engine is done with is stored as it is."""
+        for key in keys:
+            group = self._groups.get(key)
+            if group is not None and group.num_left and group.on_cut is None:
+                self.engine.cut(group, partial(self._give_back, group))
+
+    def _give_back(self, group: SimulatedGroup, left: list[int]) -> None:
+        """Save a group that was cut off, as far as it is written, then release it; its place is free then."""
+        self.account()
+        named = {"group_id": group.group_id, "attempt": group.attempt, "num_tokens": sum(group.lengths) - sum(left)}
+
+        def released(_: object) -> None:
+            self.account()
+            del self._groups[group.group_id, group.attempt]
+            self._ask()
+
+        def release(_: object = None) -> None:
+            fields = {**named, "reason": "handed_on", "max_failures": 0}
+            self._buffer.request(self._client, "release", fields, on_reply=released)
+
+        if not named["num_tokens"]:
+            release()
+            return
+        self._simulation.saved[group.group_id] = (group.lengths, left)
+        oldest = group.oldest_version if group.oldest_version >= 0 else self.engine.version
+        versions = {"oldest_version": oldest, "newest_version": self.engine.version}
+        num_bytes = max(1, round(named["num_tokens"] * self._scenario.bytes_per_token))
+        self._buffer.request(
+            self._client, "save", named | versions, num_bytes=num_bytes, on_reply=release, on_refusal=release
+        )
+
     # Results
 
     def _settle(self, group: SimulatedGroup) -> None:
         self.account()
         self._num_settling += 1
-        host = self._simulation.host
-        if host is None:
+        if self._simulation.host is None:
             call_after(self._env, self._scenario.settle_s, lambda: self._put(group))
         else:
-            host.engines.run(self._scenario.host.settle_s, lambda: self._put(group))
-            host.other(self._scenario.host.group_s)
+            self._to_settle.append(group)
+            self._settle_next()
         self._ask()
+
+    def _settle_next(self) -> None:
+        """On a shared core: the worker's event loop settles one group after another, beside the generating thread."""
+        host = self._simulation.host
+        if self._is_settling or not self._to_settle or host is None:
+            return
+        group, self._is_settling = self._to_settle.popleft(), True
+
+        def settled() -> None:
+            self._is_settling = False
+            host.other(self._scenario.host.group_s)
+            self._put(group)
+            self._settle_next()
+
+        host.engines.run(self._scenario.host.settle_s, settled)
 
     def _put(self, group: SimulatedGroup) -> None:
         num_bytes = round(sum(group.lengths) * self._scenario.bytes_per_token)
@@ -290,6 +368,7 @@ class SimulatedLearner:
         self._buffer = simulation.buffer
         self._places = simpy.Container(self._env, init=self._scenario.pipeline_steps)
         self._planned = simpy.Store(self._env)
+        self._vary = Variation(self._scenario.learner.variation, simulation.rng)
         self._published_at = self.stood_s = 0.0
         self._is_waiting = False
         self._cause, self._seen_at = "slow_generation", 0.0
@@ -358,7 +437,7 @@ class SimulatedLearner:
             tokens_s = scenario.learner.rank_s_per_token * (num_response + num_prompt) / scenario.num_ranks
             yield self._env.timeout(scenario.plan_s)
             update_s = scenario.learner.step_s + tokens_s
-            yield self._computed(self._simulation.varied(update_s, spread=scenario.learner.spread))
+            yield self._computed(self._vary(update_s))
             self._buffer.request(_CONTROLLER, "commit", {"version": version})
             yield self._places.put(1)
             self.steps.append((self._env.now, waited_s, num_response, [version - g["oldest_version"] for g in groups]))
@@ -425,13 +504,15 @@ class Simulation:
         learner: Ranks and controller.
         capacity: Groups that all workers hold at most.
         host: The cores that they share; None where each has a device.
+        rng: Draws where recorded variations begin.
+        saved: Of groups that were handed on, the tokens of their samples, and those that are still to be written.
     """
 
     def __init__(self, scenario: Scenario, *, seed: int = 0) -> None:
         self.scenario = scenario
         self.env = simpy.Environment()
         self.lengths = PromptLengths(scenario, seed)
-        self._rng = np.random.default_rng([seed, 1])
+        self.rng = np.random.default_rng([seed, 1])
         self.host = SimulatedHost(self.env) if scenario.host.is_shared else None
         self.num_prompts = 0
         self.capacity = scenario.num_engines * scenario.groups_in_flight
@@ -446,6 +527,7 @@ class Simulation:
         self._loop = SimulatedLoop(self.env)
         with self._loop.running():
             self.buffer = SimulatedBuffer(self.env, options, groups_per_step=scenario.groups_per_step)
+        self.saved: dict[int, tuple[list[int], list[int]]] = {}
         self._queue: dict[int, int] = {}
         self._most_bytes = 0
         self.learner = SimulatedLearner(self)
@@ -461,10 +543,6 @@ class Simulation:
             for worker in self.workers:
                 worker.account()
             return self._outcome()
-
-    def varied(self, seconds: float, *, spread: float) -> float:
-        """A time as it comes out now: its mean is ``seconds``, its logarithm is normally distributed."""
-        return seconds * self._rng.lognormal(-(spread**2) / 2, spread) if spread else seconds
 
     def stored(self, group: SimulatedGroup) -> None:
         """A group was stored; where a queue is bounded, the one stored first gives way to it."""

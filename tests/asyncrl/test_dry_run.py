@@ -42,7 +42,7 @@ def test_every_experiment_says_what_it_would_take(name, qwen, tmp_path):
         config = replace(config, model=replace(config.model, path=qwen))
     found = dry_run(config)
     page = found.page()
-    assert f"no token is trained on more than {config.buffer.max_lag} learner steps" in page
+    assert f"no token is trained on more than {config.buffer.max_lag} learner step" in page
     assert f"{config.rollout_fleet.num_engines} sglang engines" in page
     assert f"then {config.total_steps} steps" in page
     assert all(sum(parts.values()) > 0 for parts in found.memory.values())

@@ -8,7 +8,7 @@ import pytest
 from asyncrl.cli import plan_command
 from asyncrl.cli.compose import compose_run, dump_yaml, read_config
 from asyncrl.profile.advice import Advice, Health, advice_file, advise, read_advice
-from asyncrl.profile.calibration import calibrate, fair_shares
+from asyncrl.profile.calibration import calibrate, fair_shares, united
 from asyncrl.profile.planner import Choices, Prediction, make_plan, recommend, splits_of
 from asyncrl.profile.scenario import EngineModel, LearnerModel, LengthModel, Scenario
 from asyncrl.profile.simulator import Outcome, simulate
@@ -150,6 +150,10 @@ def test_what_runs_at_once_on_a_core_had_equal_shares_of_it():
     second = 10**9
     assert fair_shares([(0, 2 * second)], [(second, 2 * second)]) == [1.5, 0.5]
     assert fair_shares([(0, 4), (0, 4)], [(8, 9)]) == pytest.approx([4e-9, 1e-9])
+
+
+def test_what_one_thread_does_is_one_activity_however_many_groups_wait_for_it():
+    assert united([(4, 6), (0, 2), (1, 3), (3, 3)]) == [(0, 3), (4, 6)]
 
 
 def test_a_record_of_too_few_steps_is_refused(tmp_path):

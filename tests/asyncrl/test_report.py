@@ -222,3 +222,17 @@ def test_a_pause_that_names_no_version_belongs_to_the_one_that_is_served_next(ru
     named, found = charts.publishes(trace), charts.publishes(replace(trace, spans=tuple(nameless)))
     assert found["stages"] == named["stages"]
     assert found["pause_s"] == named["pause_s"] == [0.015] * NUM_STEPS
+
+
+def test_a_re_prefill_belongs_to_the_pause_before_it_though_the_version_is_noted_a_moment_later(run_dir):
+    trace = charts.Trace.load(run_dir)
+    nameless = tuple(replace(span, version=-1) if span.kind == "re_prefill" else span for span in trace.spans)
+    late = tuple(replace(level, time=level.time + 1_000) for level in trace.levels)
+    found = charts.publishes(replace(trace, spans=nameless, levels=late))
+    assert found["stages"] == charts.publishes(trace)["stages"]
+
+
+def test_one_rank_and_one_engine_are_not_called_several(run_dir, document):
+    ranks, engines = (len(charts.Trace.load(run_dir).lanes(pool)) for pool in (Pool.learner, Pool.fleet))
+    expected = f"{ranks} learner rank{'s' * (ranks > 1)} and {engines} engine{'s' * (engines > 1)}"
+    assert expected in document["run"]["facts"].split(" · ")

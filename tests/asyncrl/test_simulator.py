@@ -1,6 +1,7 @@
 """The simulator, against steps that can be worked out by hand; every lag is the real ledger's."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import simpy
@@ -30,6 +31,7 @@ def scenario(**options):
         "groups_per_step": 4,
         "samples_per_prompt": 2,
         "ask_s": 0.0,
+        "hands_on": False,
         "num_steps": 30,
         "warm_up_steps": 10,
         "engine": EngineModel(step_s=0.03),
@@ -233,19 +235,92 @@ def test_overrides_name_what_changed_in_a_runs_own_words():
     ]
 
 
-def test_a_revoked_group_leaves_the_engine_and_says_what_it_had_written():
-    simulation = Simulation(scenario())
-    engine = SimulatedEngine(
+def engine_of(simulation, model, finished=None):
+    return SimulatedEngine(
         simulation.env,
-        EngineModel(step_s=0.01),
+        model,
         on_update=OnUpdate.keep,
         prompt_tokens=0,
         whole_groups=False,
-        on_finished=lambda group: None,
+        on_finished=lambda group: None if finished is None else finished.append(group),
     )
-    group = SimulatedGroup(group_id=0, attempt=0, lengths=[100, 40], num_left=2)
+
+
+def test_a_revoked_group_leaves_the_engine_and_says_what_it_had_written():
+    simulation = Simulation(scenario())
+    engine = engine_of(simulation, EngineModel(step_s=0.01))
+    group = SimulatedGroup(group_id=0, attempt=0, lengths=[100, 40], to_write=[100, 40])
     engine.add([group])
     simulation.env.run(until=0.5)
     assert engine.revoke(group) == 50 + 40
     simulation.env.run(until=5)
     assert engine.num_tokens == 50 + 40
+
+
+def test_a_group_that_is_cut_off_needs_what_its_samples_had_not_written():
+    simulation, left = Simulation(scenario()), []
+    engine = engine_of(simulation, EngineModel(step_s=0.01))
+    group = SimulatedGroup(group_id=0, attempt=0, lengths=[100, 40, 70], to_write=[100, 40, 70])
+    engine.add([group])
+    simulation.env.run(until=0.5)
+    engine.cut(group, left.extend)
+    assert sorted(left) == [20, 50]
+    again = SimulatedGroup(group_id=0, attempt=1, lengths=[100, 40, 70], to_write=left)
+    assert again.num_saved == 140
+    engine.add([again])
+    simulation.env.run(until=5)
+    assert engine.num_tokens == 210
+
+
+def test_a_batch_answers_what_is_cut_off_when_it_ends():
+    """0.5 s, then 0.01 s per token: at 0.8 s each sample has 30, and the one of 20 is whole."""
+    simulation, left, finished = Simulation(scenario()), [], []
+    engine = engine_of(simulation, EngineModel(step_s=0.01, batch_s=0.5, takes_batches=True), finished)
+    long, short = (
+        SimulatedGroup(group_id=number, attempt=0, lengths=[length], to_write=[length])
+        for number, length in enumerate((100, 20))
+    )
+    engine.add([long, short])
+    simulation.env.run(until=0.8)
+    for group in (long, short):
+        engine.cut(group, left.append)
+    assert left == finished == []
+    simulation.env.run(until=5)
+    assert left == [[70]]
+    assert finished == [short]
+
+
+def test_an_idle_engine_goes_on_with_what_another_hands_on_and_no_token_is_lost():
+    """Each engine has two groups, and 8 samples make it slower than 4: one that is idle takes half of the rest."""
+    model = EngineModel(step_s=0.001, step_s_per_sample=0.01)
+    lengths = LengthModel(recorded=[[10, 10], [300, 300]])
+    keeps = scenario(max_lag=0, num_engines=2, groups_in_flight=8, engine=model, lengths=lengths, groups_per_step=8)
+    kept, handed_on = simulate(keeps), simulate(replace(keeps, hands_on=True))
+    assert handed_on.step_s < 0.95 * kept.step_s
+    assert handed_on.dropped == 0
+
+
+def test_steps_and_batches_vary_as_the_recorded_ones_did():
+    """Every fourth step takes 2.2 times as long as the others; with no lag the step takes the sum."""
+    variation = [0.75, 0.75, 0.75, 1.75]
+    varied = scenario(max_lag=0, num_steps=30, warm_up_steps=10, learner=LearnerModel(step_s=2.0, variation=variation))
+    outcome = simulate(varied)
+    assert outcome.step_s == pytest.approx(3 + 2)
+    ends = outcome.step_ends
+    assert sorted({round(end - before, 6) for before, end in pairwise(ends[10:])}) == [3 + 1.5, 3 + 3.5]
+
+
+def test_groups_of_a_batch_are_settled_one_after_another_beside_the_next_batch():
+    """Four groups of 0.5 s beside the next batch of 3 s, which begins at once: the last is stored after 4 s."""
+    host = HostModel(is_shared=True, settle_s=0.5)
+    simulation = Simulation(
+        scenario(max_lag=2, groups_per_step=8, engine=BATCHES, learner=LearnerModel(step_s=0.01), host=host)
+    )
+    stored_at = []
+    simulation.stored = lambda group: stored_at.append(simulation.env.now)
+    with simulation._loop.running():
+        simulation.learner.start()
+        for worker in simulation.workers:
+            worker.start()
+        simulation.env.run(until=7.5)
+    assert stored_at == pytest.approx([4.0, 5.0, 6.0, 7.0])

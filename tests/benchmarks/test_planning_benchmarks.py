@@ -34,7 +34,7 @@ def test_a_fit_takes_the_candidate_whose_worst_row_is_best():
 
 def test_a_case_changes_the_recorded_scenario_in_its_own_options_alone():
     recorded = Scenario(engine=EngineModel(step_s=0.03))
-    assert CASES[-1].scenario(recorded) == replace(recorded, max_lag=2, num_engines=2, num_steps=300)
+    assert CASES[-1].scenario(recorded) == replace(recorded, max_lag=2, num_engines=2, num_steps=150)
 
 
 def test_a_small_system_is_simulated_and_its_first_limit_named(capsys):

@@ -191,9 +191,9 @@ function lengths(document, palette) {
   const part = document.lengths;
   const kind = (name, color, width, type) => ({ name, type: "line", step: "end", data: [...part[name], part[name].at(-1)].map((value, index) => [part.edges[index], value]), symbol: "none", lineStyle: { color, width, type }, itemStyle: { color }, areaStyle: name === "generated" ? { color, opacity: 0.18 } : undefined, emphasis: { disabled: true } });
   return base(palette, {
-    grid: { ...exact, left: 64, right: 18, top: 30, bottom: 42 }, dataZoom: inside([0]),
+    grid: { ...exact, left: 74, right: 18, top: 30, bottom: 42 }, dataZoom: inside([0]),
     series: [kind("generated", palette.causes[4], 1, "solid"), kind("trained", palette.learner, 2, "solid"), kind("dropped", palette.here, 2, "dashed")].filter((series) => part[series.name].some((value) => value > 0)),
-    xAxis: below(palette, "response length (tokens)", { type: "value", min: part.edges[0], max: part.edges.at(-1) }), yAxis: beside(palette, "samples", { type: "value", minInterval: 1 }),
+    xAxis: below(palette, "response length (tokens)", { type: "value", min: part.edges[0], max: part.edges.at(-1) }), yAxis: beside(palette, "samples", { type: "value", minInterval: 1, nameGap: 54 }),
   });
 }
 
