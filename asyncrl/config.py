@@ -18,7 +18,7 @@ from asyncrl.placement_config import LEARNER_POOL, PlacementConfig, RayConfig
 from asyncrl.protocol.record import ProfileConfig
 from buffer.config import BufferConfig, StoresOn, is_loopback
 from learner.config import GROUP_ADVANTAGES, AlgorithmConfig, LearnerConfig
-from rollout_fleet.config import EngineKind, RolloutFleetConfig
+from rollout_fleet.config import EngineKind, OnRewardFailure, RolloutFleetConfig
 
 LOOPBACK = "lo"
 _OWN_CLIENTS = 4
@@ -207,6 +207,14 @@ class Transport(StrEnum):
     shared_memory = "shared_memory"
     file = "file"
     collective = "collective"
+    tensor = "tensor"
+
+
+class CollectiveInto(StrEnum):
+    """Who receives what the learner ranks broadcast."""
+
+    host = "host"
+    engine = "engine"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,10 +224,13 @@ class WeightsConfig:
     Attributes:
         transport: ``shared_memory``: the ranks write into memory that the engines map. ``file``: into a folder.
             ``auto`` takes memory where there is room for the versions kept; a folder elsewhere, or where all are kept.
-            ``collective``: the ranks broadcast over the network (gloo) into memory of the engines' hosts, while the
-            engines generate; no folder is shared.
+            ``collective``: the ranks broadcast over the network; no folder is shared. ``tensor``: each rank keeps its
+            part in memory of its own device, and engines of its host map that memory.
         directory: Folder of ``file``, on a file system that ranks and engines share. Empty: in the run's folder.
         publish_every: Learner steps between two published versions; the last one is always published.
+        collective_into: With ``collective``, ``host``: into memory of the engines' hosts, while the engines generate
+            (gloo). ``engine``: into the engines themselves, tensor by tensor, while they stand still; no host holds a
+            copy. Between learner and engines on GPUs of their own that is NCCL, else gloo.
         interface: Network interface over which ``collective`` reaches learner rank 0. ``lo`` reaches this host only. On
             any other, whoever reaches the host's ports may receive the weights, or disturb the transfer.
         full_every: One of so many published versions is full, and the others hold exactly what changed since the one
@@ -233,6 +244,7 @@ class WeightsConfig:
     transport: Transport = Transport.auto
     directory: str = ""
     publish_every: int = 1
+    collective_into: CollectiveInto = CollectiveInto.host
     interface: str = LOOPBACK
     full_every: int = 1
     adapters: bool = True
@@ -246,7 +258,18 @@ class WeightsConfig:
     @property
     def keeps_images(self) -> bool:
         """Whether each engine has one there, if only until it is loaded."""
-        return self.copies or self.transport is Transport.collective
+        return self.copies or (self.transport is Transport.collective and not self.is_into_engines)
+
+    @property
+    def way(self) -> str:
+        """The options that say how weights travel, for messages. Example: ``"weights.transport=tensor"``."""
+        into = f", collective_into={self.collective_into}" if self.transport is Transport.collective else ""
+        return f"weights.transport={self.transport}{into}"
+
+    @property
+    def is_into_engines(self) -> bool:
+        """Whether engines take weights out of the learner's memory, and nothing stands between the two."""
+        return self.transport is Transport.tensor or self.collective_into is CollectiveInto.engine
 
     def __post_init__(self) -> None:
         if self.publish_every < 1:
@@ -261,6 +284,16 @@ class WeightsConfig:
         if self.directory and self.transport is not Transport.file:
             raise ValueError(
                 f"weights.directory={self.directory} is used by weights.transport=file, got {self.transport}; set it"
+            )
+        if self.collective_into is not CollectiveInto.host and self.transport is not Transport.collective:
+            raise ValueError(
+                f"weights.collective_into={self.collective_into} is used by weights.transport=collective, got "
+                f"{self.transport}; set it"
+            )
+        if self.full_every > 1 and self.is_into_engines:
+            raise ValueError(
+                f"weights.full_every must be 1 where no host holds the weights ({self.way}), got {self.full_every}: a "
+                "delta applies to a copy beside the engine; set it, or another transport"
             )
         if self.interface != LOOPBACK and self.transport is not Transport.collective:
             raise ValueError(
@@ -356,6 +389,13 @@ def num_buffer_clients(config: RunConfig) -> int:
     return config.rollout_fleet.most_engines + sum(learner_pools(config).values()) + _OWN_CLIENTS
 
 
+def num_store_servers(config: RunConfig) -> int:
+    """Most store servers that a run reaches: those beside the ledger, or one on each host of its engines."""
+    if not keeps_stores_on_hosts(config):
+        return config.buffer.num_store_servers
+    return config.rollout_fleet.most_engines if config.rollout_fleet.is_elastic else config.placement.num_nodes
+
+
 def keeps_stores_on_hosts(config: RunConfig) -> bool:
     """Whether trajectories are kept on the hosts of the rollout workers; see ``buffer.stores_on``."""
     buffer = config.buffer
@@ -371,6 +411,12 @@ def check_options(config: RunConfig) -> None:
         raise ValueError(
             "algorithm.samples_per_prompt must be >= 2 for a group advantage, "
             f"got {algorithm.samples_per_prompt} with algorithm.advantage={algorithm.advantage}"
+        )
+    drops = config.rollout_fleet.on_reward_failure is OnRewardFailure.drop_trajectory
+    if drops and algorithm.greedy_baseline:
+        raise ValueError(
+            "rollout_fleet.on_reward_failure must be retry_group with algorithm.advantage=remax, got drop_trajectory: "
+            "without the reward of its greedy response a group has nothing to be compared with"
         )
     _check_roles(config)
     _check_budget(config)
@@ -537,8 +583,17 @@ def _check_weights(config: RunConfig) -> None:
             f"weights.full_every must be 1 where adapters are published alone, got {config.weights.full_every}: they "
             "are smaller than what they change; set it, or weights.adapters=false to publish merged weights"
         )
-    in_memory = config.weights.transport in (Transport.shared_memory, Transport.collective)
-    if in_memory and config.learner.keep_snapshots == -1:
+    if config.weights.is_into_engines and config.publishes_adapters:
+        raise ValueError(
+            f"weights.adapters must be false where no host holds the weights ({config.weights.way}): what adapters "
+            "apply to would have to be sent with each of them; set it to publish merged weights, or another transport"
+        )
+    if config.weights.transport is Transport.tensor and config.learner.device == "cuda" != config.rollout_fleet.device:
+        raise ValueError(
+            "rollout_fleet.device must be cuda with weights.transport=tensor and learner.device=cuda, got "
+            f"{config.rollout_fleet.device}: only a GPU maps another one's memory"
+        )
+    if config.weights.transport not in (Transport.auto, Transport.file) and config.learner.keep_snapshots == -1:
         raise ValueError(
             "weights.transport must be file to keep all versions (learner.keep_snapshots=-1), got "
             f"{config.weights.transport}"

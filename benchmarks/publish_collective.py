@@ -1,4 +1,8 @@
-"""A publish over the network: two gloo ranks send a version to two receivers of this host, over loopback."""
+"""A publish out of the memory of two gloo ranks, to two receivers of this host.
+
+``collective``: over loopback into memory of the host. ``collective_engine``: over loopback, tensor by tensor, as the
+ranks of engines receive. ``tensor``: mapped where it is. The last two are read whole and verified, into no model.
+"""
 
 from __future__ import annotations
 
@@ -12,33 +16,43 @@ import statistics
 import subprocess
 import sys
 import time
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from asyncrl.protocol.collective import CollectiveOptions, receive_weights
+from asyncrl.protocol.collective import CollectiveOptions
 from asyncrl.protocol.manifest import WeightOffer
+from asyncrl.protocol.weight_receiver import receive_weights
 from benchmarks.report import Target
 from learner.config import Device, LearnerConfig
 from learner.fsdp import local_tensor
+from learner.lent_weights import LendOptions
 from learner.packed_model import PackedModel
 from learner.roles import ACTOR
 from learner.weights import WeightPublisher
+from rollout_fleet.engines.weight_loader import open_weights
 
 NUM_RANKS = 2
 NUM_RECEIVERS = 2
 TIMEOUT_S = 60.0
-TARGETS = {"publish_memcpys_collective": Target()}
+WAYS = ("collective", "collective_engine", "tensor")
+TARGETS = {f"publish_memcpys_{way}": Target() for way in WAYS}
 
 
-def rank_main(model_path: str, folder: str) -> None:
+def rank_main(way: str, model_path: str, folder: str) -> None:
     """One learner rank: publishes a version per line that it reads; rank 0 prints the offers, each its memcpy."""
     torch.set_num_threads(1)
     model = PackedModel(LearnerConfig(device=Device.cpu, num_ranks=NUM_RANKS), ACTOR, model_path=model_path)
-    options = CollectiveOptions(interface="lo", num_receivers=NUM_RECEIVERS, timeout_s=TIMEOUT_S, keep=1)
-    publisher = WeightPublisher(model, folder, keep=1, collective=options)
+    collective, lend = None, LendOptions(num_buffers=2, timeout_s=TIMEOUT_S)
+    if way != "tensor":
+        into_engines, lend = way == "collective_engine", None
+        collective = CollectiveOptions(
+            interface="lo", num_receivers=NUM_RECEIVERS, timeout_s=TIMEOUT_S, keep=1, into_engines=into_engines
+        )
+    publisher = WeightPublisher(model, folder, keep=1, collective=collective, lend=lend)
     shards = [local_tensor(parameter.detach()) for parameter in model.head.parameters()]
     copies = [torch.zeros_like(shard) for shard in shards]
     for version, _ in enumerate(sys.stdin):
@@ -59,12 +73,16 @@ def rank_main(model_path: str, folder: str) -> None:
 
 
 def measure(model_path: str, scratch: Path, num_runs: int) -> dict[str, float]:
-    """From the call until two receivers hold the version, in memcpys of the larger shard; ``scratch`` is in memory."""
+    """From the call until two receivers have the version, in memcpys of the larger shard; ``scratch`` is in memory."""
+    return {f"publish_memcpys_{way}": _measure(way, model_path, scratch / way, num_runs) for way in WAYS}
+
+
+def _measure(way: str, model_path: str, scratch: Path, num_runs: int) -> float:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     common = {"WORLD_SIZE": str(NUM_RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    command = [sys.executable, "-m", "benchmarks.publish_collective", model_path, str(scratch / "sent")]
+    command = [sys.executable, "-m", "benchmarks.publish_collective", way, model_path, str(scratch / "sent")]
     ranks = [
         subprocess.Popen(
             command,
@@ -80,7 +98,7 @@ def measure(model_path: str, scratch: Path, num_runs: int) -> dict[str, float]:
     finally:
         for rank in ranks:
             rank.communicate()
-    return {"publish_memcpys_collective": statistics.median(ratios[1:])}
+    return statistics.median(ratios[1:])
 
 
 def _publish_and_receive(ranks: list[subprocess.Popen[str]], folder: Path) -> float:
@@ -93,17 +111,28 @@ def _publish_and_receive(ranks: list[subprocess.Popen[str]], folder: Path) -> fl
     offered_s = time.perf_counter()
     asyncio.run(_receive(WeightOffer(**lines[0][2]), folder))
     received_s = time.perf_counter() - offered_s
-    shutil.rmtree(folder)
+    shutil.rmtree(folder, ignore_errors=True)
     return (lines[0][1] + received_s) / max(line[0] for line in lines)
 
 
 async def _receive(offer: WeightOffer, folder: Path) -> None:
-    await asyncio.gather(*(receive_weights(offer, folder, timeout_s=TIMEOUT_S) for _ in range(NUM_RECEIVERS)))
+    if offer.is_collective:
+        await asyncio.gather(*(receive_weights(offer, folder, timeout_s=TIMEOUT_S) for _ in range(NUM_RECEIVERS)))
+    else:
+        await asyncio.gather(*(asyncio.to_thread(_read_whole, offer) for _ in range(NUM_RECEIVERS)))
+
+
+def _read_whole(offer: WeightOffer) -> None:
+    with closing(open_weights(offer, torch.device("cpu"), timeout_s=TIMEOUT_S)) as weights:
+        for _ in weights.tensors():
+            pass
+        weights.verify()
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
+    parser.add_argument("way", choices=WAYS)
     parser.add_argument("model_path")
     parser.add_argument("folder")
     arguments = parser.parse_args()
-    rank_main(arguments.model_path, arguments.folder)
+    rank_main(arguments.way, arguments.model_path, arguments.folder)

@@ -21,6 +21,8 @@ STORE_LOST = "store_lost"
 REWOUND = "rewound"
 VERSION_TOO_OLD = "version_too_old"
 LOST = "lost"
+WORKER_DIED = "worker_died"
+REWARD = "reward"
 
 MAX_REMEMBERED = 4096
 """Ended attempts, and finished groups with more than one, that are remembered; the oldest are forgotten first."""
@@ -203,12 +205,8 @@ class Account:
         """What is accounted for inside the block is the work of ``owner``."""
         before = self.num_tokens
         yield
-        self.credit(owner, self.num_tokens - before)
-
-    def credit(self, owner: bytes, num_tokens: int) -> None:
-        """Of what is accounted for, so many tokens are the work of ``owner``."""
-        if num_tokens:
-            self._settled[owner] += num_tokens
+        if settled := self.num_tokens - before:
+            self._settled[owner] += settled
 
     def settled_by(self, owner: bytes) -> int:
         """Tokens that an owner has accounted for."""
@@ -224,6 +222,10 @@ class Account:
         self.tokens_buffered += summary.num_tokens - num_inherited
         self.filtered_in_a_row = 0
         self._samples_per_group = max(1, len(summary.response_lengths))
+
+    def leave_out(self, num_tokens: int) -> None:
+        """Trajectories were left out of a finished group, because their reward failed."""
+        self._drop_tokens(num_tokens, REWARD)
 
     def consume(self, summary: GroupSummary, version: int) -> None:
         """A stored group was trained on at ``version``."""

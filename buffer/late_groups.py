@@ -146,7 +146,7 @@ class LateGroups:
         self._workers: dict[bytes, _Worker] = {}
         self._running: dict[Key, _RunningGroup] = {}
         self._looks: list[tuple[float, Key]] = []
-        self._unmeasured: list[Key] = []
+        self._unmeasured: dict[Key, None] = {}
         self._lengths = GroupLengths()
         self._fleet: _FleetEstimate | None = None
         self._step_s: float | None = None
@@ -173,11 +173,13 @@ class LateGroups:
         if self._lengths:
             heappush(self._looks, (self._next_look_at(key, now), key))
         else:
-            self._unmeasured.append(key)
+            self._unmeasured[key] = None
+            self._forget_ended()
 
     def ended(self, group_id: int, attempt: int, num_tokens: int, now: float, *, is_whole: bool) -> None:
         """A worker stored a group of so many tokens, or gave it back."""
         running = self._running.pop((group_id, attempt), None)
+        self._unmeasured.pop((group_id, attempt), None)
         if running is None:
             return
         if (worker := self._workers.get(running.worker)) is not None:
@@ -189,6 +191,13 @@ class LateGroups:
             for key in self._unmeasured:
                 heappush(self._looks, (now, key))
             self._unmeasured.clear()
+
+    def _forget_ended(self) -> None:
+        """Leases that ran out or were taken back are not heard of: let them be at most half of what is kept."""
+        if len(self._unmeasured) > 2 * self._ledger.num_leased + 64:
+            for key in [key for key in self._unmeasured if not self._ledger.holds(*key)]:
+                del self._unmeasured[key]
+                self._running.pop(key, None)
 
     def forget(self, worker: bytes) -> None:
         """A worker is gone."""

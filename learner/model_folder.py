@@ -23,7 +23,7 @@ from asyncrl.protocol.errors import WeightsError
 
 from .packed_model import PackedModel
 from .weight_files import BUCKET_BYTES, DATA_FILE, WritableFile
-from .weight_layout import ModelLayout, reshard
+from .weight_layout import ModelLayout, in_file, reshard
 
 Span = tuple[int, int]
 """First byte in the file, and bytes."""
@@ -84,7 +84,7 @@ def _write_shards(layout: ModelLayout, path: Path | None, group: dist.ProcessGro
             rank, num_ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
             if group is not None:
                 layout.exchange(files[1].data, group)
-            done = layout.compute(files[1].data, data, rank, num_ranks)
+            done = layout.compute(files[1].data, in_file(data), rank, num_ranks)
             spans += [(stored.start, stored.num_bytes) for stored in done]
         if group is not None:
             _send_to_first(data, spans, group)

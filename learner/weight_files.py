@@ -18,9 +18,10 @@ from torch import Tensor
 
 from asyncrl.protocol.delta import write_delta
 from asyncrl.protocol.errors import WeightsError
+from asyncrl.protocol.handles import LentPart
 from asyncrl.protocol.manifest import DIGEST_THREADS, PIECE_BYTES, Change, Piece, map_file, pieces_of
 
-from .weight_layout import ModelLayout, Part, Region, item_bytes
+from .weight_layout import ModelLayout, Part, Region, in_file, item_bytes
 
 DATA_FILE = "model.safetensors"
 BUCKET_BYTES = 64 << 20
@@ -114,10 +115,11 @@ class WritableFile:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankShare:
-    """What one rank wrote of a version."""
+    """What one rank wrote of a version; ``lent`` is where it lies, if in no file."""
 
     pieces: list[Piece]
     changes: list[Change]
+    lent: LentPart | None = None
 
 
 def delta_file(rank: int) -> str:
@@ -172,7 +174,7 @@ class ModelFiles:
         """
         parts = [(region.start, region.num_bytes, region.dtype.itemsize) for region in self.layout.regions]
         if self._raw is not None:
-            done = self.layout.compute(self._raw.data, self._data.data, rank, num_ranks)
+            done = self.layout.compute(self._raw.data, in_file(self._data.data), rank, num_ranks)
             parts += [(stored.start, stored.num_bytes, item_bytes(stored)) for stored in done]
         if rank == 0:
             self._data.data[: len(self.layout.head)].copy_(

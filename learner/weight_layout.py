@@ -171,16 +171,21 @@ class ModelLayout:
         for transfer in transfers:
             transfer.wait()
 
-    def compute(self, raw: Tensor, data: Tensor, rank: int, num_ranks: int) -> list[StoredTensor]:
+    def computed_by(self, rank: int, num_ranks: int) -> list[StoredTensor]:
+        """The tensors that `compute` makes on a rank."""
+        return [stored for _, outputs in self._groups[rank::num_ranks] for stored in outputs]
+
+    def compute(
+        self, raw: Tensor, place: Callable[[StoredTensor], Tensor], rank: int, num_ranks: int
+    ) -> list[StoredTensor]:
         """Compute this rank's part of the tensors that are no parts of parameters, and write them.
 
         Args:
             raw: [bytes] uint8, this rank's raw copy, after `exchange`.
-            data: [bytes] uint8, the file.
+            place: Returns [bytes] uint8 in which a tensor is to stand; `in_file` for those of a whole file.
             rank: Computes every ``num_ranks``-th layer.
             num_ranks: See ``rank``.
         """
-        done = []
         for names, outputs in self._groups[rank::num_ranks]:
             whole = {}
             for name in names:
@@ -188,9 +193,9 @@ class ModelLayout:
                 whole[name] = raw[start : start + meta.nbytes].view(meta.dtype).view(meta.shape)
             made = self._converted(whole)
             for stored in outputs:
-                _place(data, stored).copy_(made[stored.name].reshape(-1))
-            done += outputs
-        return done
+                value = made[stored.name].reshape(-1)
+                place(stored).view(value.dtype).copy_(value)
+        return self.computed_by(rank, num_ranks)
 
     def fill(self, data: Tensor, read: Callable[[Sequence[str]], dict[str, Tensor]]) -> None:
         """Write the whole file without ranks, layer by layer.
@@ -210,7 +215,7 @@ class ModelLayout:
         for names in layers.values():
             for name, tensor in self._converted(read(names)).items():
                 if stored := left.pop(name, None):
-                    _place(data, stored).copy_(tensor.reshape(-1))
+                    in_file(data)(stored).view(tensor.dtype).copy_(tensor.reshape(-1))
         if left:
             raise WeightsError(f"{min(left)} cannot be computed from the parameters of one layer")
 
@@ -249,8 +254,9 @@ def item_bytes(stored: StoredTensor) -> int:
     return getattr(torch, DTYPES[stored.dtype]).itemsize
 
 
-def _place(data: Tensor, stored: StoredTensor) -> Tensor:
-    return data[stored.start : stored.start + stored.num_bytes].view(getattr(torch, DTYPES[stored.dtype]))
+def in_file(data: Tensor) -> Callable[[StoredTensor], Tensor]:
+    """Where each tensor stands in a whole file, [bytes] uint8."""
+    return lambda stored: data[stored.start : stored.start + stored.num_bytes]
 
 
 def _as_published(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -7,6 +7,8 @@ fails says so to the others, so that none waits for it, and rank 0 reports it.
 Between two full versions, only what changed may be published: each rank then copies its shards into memory of its own,
 and writes the difference to the version before, which it has kept. Of a policy with adapters, the frozen weights are
 published once, and each version holds the adapters alone.
+
+With `LendOptions` no file holds the weights: each rank keeps its part on its own device, and engines map it.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import socket
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import torch.distributed as dist
 
@@ -29,6 +31,8 @@ from asyncrl.protocol.manifest import FROZEN, AdaptedLayer, Adapter, Delta, Mani
 from asyncrl.protocol.ports import WeightLog
 from asyncrl.protocol.record import SpanKind
 
+from .fsdp import local_tensor
+from .lent_weights import LendOptions, LentBuffers, LentModel, buffer_bytes, segments_of
 from .lora import adapted_layers, has_adapters, write_adapter_config
 from .model_folder import write_description
 from .packed_model import PackedModel
@@ -39,6 +43,8 @@ logger = logging.getLogger(__name__)
 
 ADAPTER_FILE = "adapter_model.safetensors"
 FROZEN_FOLDER = "frozen"
+VersionPart: TypeAlias = ModelFiles | LentModel
+"""This rank's part of a version: in files, or in memory that it lends."""
 _SNAPSHOT = re.compile(r"v(\d{8})")
 
 
@@ -53,7 +59,9 @@ class WeightPublisher:
         full_every: Of so many versions one is full, and the others hold what changed since the one before.
         adapters: Publish the adapters alone where the model has any, and the frozen weights once, with the first
             version. Merged weights are published where an adapted weight is not a tensor of the checkpoint as it is.
-        collective: Sends the weights to the hosts of the engines, which read no folder of this host then.
+        collective: Sends the weights to the hosts of the engines, or to the engines, which read no folder of this host
+            then.
+        lend: Keeps the weights in memory of the ranks, which engines of the host map; the folder describes them.
         log: Hears of each version, and of a failure, on rank 0; None tells only who waits for the result.
     """
 
@@ -66,6 +74,7 @@ class WeightPublisher:
         full_every: int = 1,
         adapters: bool = False,
         collective: CollectiveOptions | None = None,
+        lend: LendOptions | None = None,
         log: WeightLog | None = None,
     ) -> None:
         self._model = model
@@ -74,6 +83,7 @@ class WeightPublisher:
         self._full_every = full_every
         self._log = log if model.mesh.rank == 0 else None
         self._needed: str | None = None
+        self._oldest = 0
         self._base: ModelFiles | None = None
         self._newest: WeightOffer | None = None
         self._descriptions: dict[str, dict[str, bytes]] = {}
@@ -90,9 +100,10 @@ class WeightPublisher:
         self._check_alike()
         self._is_elsewhere = False
         self._sender = None if collective is None else self._make_sender(collective)
+        self._lent = None if lend is None else self._lent_buffers(lend)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="publish")
         self._count = 0
-        self._ready: Future[list[ModelFiles]] = self._thread.submit(self._prepare)
+        self._ready: Future[list[VersionPart]] = self._thread.submit(self._prepare)
         self._pending: Future[WeightOffer | None] | None = None
 
     def publish(self, version: int) -> Future[WeightOffer | None]:
@@ -132,8 +143,16 @@ class WeightPublisher:
                 self._base.close()
         if self._sender is not None:
             self._sender.close()
+        if self._lent is not None:
+            self._lent.close()
         if self._is_elsewhere:
             shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _lent_buffers(self, options: LendOptions) -> LentBuffers:
+        """This rank's buffers, on the device of its parameters."""
+        device = next(local_tensor(parameter) for parameter in self._model.pretrained.parameters()).device
+        segments = segments_of(self._layout, self._model.mesh.rank, self._num_ranks)
+        return LentBuffers(options, buffer_bytes(segments), device, whole_bytes=self._layout.num_bytes)
 
     def _check_alike(self) -> None:
         """All ranks must mean the same bytes: those that hold no whole weights convert by the model's class alone."""
@@ -165,12 +184,12 @@ class WeightPublisher:
             sender = WeightSender(options, rank=rank, num_ranks=self._num_ranks, address=places[0][1])
         return sender
 
-    def _prepare(self) -> list[ModelFiles]:
+    def _prepare(self) -> list[VersionPart]:
         """Remove versions that are no longer kept, and make the files of the next one ready to be written."""
         with self._stage("prepare"):
             return self._made_ready()
 
-    def _made_ready(self) -> list[ModelFiles]:
+    def _made_ready(self) -> list[VersionPart]:
         if self._is_first and self._keep > 0 and self._directory.is_dir():
             versions = sorted(path for path in self._directory.iterdir() if _SNAPSHOT.fullmatch(path.name))
             first_kept = max(0, len(versions) - self._keep)
@@ -181,7 +200,12 @@ class WeightPublisher:
         is_full = self._count % self._full_every == 0
         self._count += 1
         next_one = self._directory / f".next-{self._count}"
-        if self._frozen is None:
+        files: list[VersionPart]
+        if self._lent is not None:
+            buffer = self._lent.take(shown=self._oldest)
+            rank = self._model.mesh.rank
+            files = [LentModel(self._layout, next_one, buffer, rank=rank, num_ranks=self._num_ranks)]
+        elif self._frozen is None:
             files = [ModelFiles(self._layout, next_one, is_full=is_full)]
         else:
             files = [ModelFiles(self._layout, next_one, name=ADAPTER_FILE)]
@@ -195,7 +219,7 @@ class WeightPublisher:
                 raise WeightsError(f"the model's configuration cannot be written to {next_one}: {error}") from error
         return files
 
-    def _describe(self, files: ModelFiles) -> None:
+    def _describe(self, files: VersionPart) -> None:
         """Write the JSON files beside the weights, which are the same for every version."""
         if not files.is_full:
             return
@@ -216,9 +240,10 @@ class WeightPublisher:
 
     def _can_be_first(self, version: Path) -> bool:
         """Whether no older version is needed: by the engines, or as the base of this one."""
-        return (self._needed is None or version.name <= self._needed) and (version / self._data_file).exists()
+        is_full = self._full_every == 1 or (version / self._data_file).exists()
+        return (self._needed is None or version.name <= self._needed) and is_full
 
-    def _finish(self, version: int, files: Sequence[ModelFiles] | Exception) -> WeightOffer | None:
+    def _finish(self, version: int, files: Sequence[VersionPart] | Exception) -> WeightOffer | None:
         """Publish what was copied, or that it was not; rank 0 tells the log.
 
         It does not tell of a collective that fails: its cause, such as a dead rank, shows at the calls on the ranks.
@@ -226,7 +251,7 @@ class WeightPublisher:
         with record.span(SpanKind.publish, lane="/publish", version=version):
             return self._publish_copied(version, files)
 
-    def _publish_copied(self, version: int, files: Sequence[ModelFiles] | Exception) -> WeightOffer | None:
+    def _publish_copied(self, version: int, files: Sequence[VersionPart] | Exception) -> WeightOffer | None:
         with self._stage("digest", version):
             shares = self._gathered(version, files)
         try:
@@ -243,16 +268,16 @@ class WeightPublisher:
             raise
         if self._log is not None:
             with self._stage("offer", version):
-                oldest = self._log.offer(offer)
-            self._needed = _folder_name(oldest)
+                self._oldest = self._log.offer(offer)
+            self._needed = _folder_name(self._oldest)
             if self._sender is not None:
-                self._sender.retire(oldest)
+                self._sender.retire(self._oldest)
         return offer
 
     def _stage(self, name: str, version: int = record.NONE) -> record.OpenSpan:
         return record.span(SpanKind.publish_stage, lane="/publish", version=version, cause=name)
 
-    def _gathered(self, version: int, files: Sequence[ModelFiles] | Exception) -> list[Any]:
+    def _gathered(self, version: int, files: Sequence[VersionPart] | Exception) -> list[Any]:
         """Compute what is left and digest this rank's part; returns each rank's shares, or why it has none."""
         is_whole = self._exchanged(files)
         try:
@@ -264,14 +289,15 @@ class WeightPublisher:
             own = f"{type(error).__name__}: {error}"
         shares: list[Any] = [own]
         if self._group is not None:
-            shares = [None] * self._num_ranks
-            dist.all_gather_object(shares, own, group=self._group)
+            gathered: list[Any] = [None] * self._num_ranks
+            dist.all_gather_object(gathered, (own, self._oldest), group=self._group)
+            shares, self._oldest = [share for share, _ in gathered], gathered[0][1]  # rank 0 hears of it
         if self._is_elsewhere and not isinstance(files, Exception):  # what is held there needs no name
             for part in files:
                 shutil.rmtree(part.folder, ignore_errors=True)
         return shares
 
-    def _exchanged(self, files: Sequence[ModelFiles] | Exception) -> bool:
+    def _exchanged(self, files: Sequence[VersionPart] | Exception) -> bool:
         """Bring what tensors are computed from to the ranks that compute them; False where a rank has nothing."""
         layouts = [self._layout] if self._frozen is None else [self._frozen.layout]
         if self._group is None or not any(layout.num_raw_bytes for layout in layouts):
@@ -284,8 +310,12 @@ class WeightPublisher:
             part.exchange(self._group)
         return True
 
-    def _share(self, version: int, files: ModelFiles) -> RankShare:
+    def _share(self, version: int, files: VersionPart) -> RankShare:
         """Finish this rank's part of one file, and hold it for those who will ask for it."""
+        if isinstance(files, LentModel):
+            own = files.finish(version)
+            files.close()
+            return own
         own = files.finish(self._model.mesh.rank, self._num_ranks, self._base)
         if self._sender is not None:
             delta = None if files.is_full else files.delta(self._model.mesh.rank)
@@ -298,7 +328,7 @@ class WeightPublisher:
             self._base = files
         return own
 
-    def _offers(self, version: int, files: Sequence[ModelFiles], shares: Sequence[Sequence[RankShare]]) -> WeightOffer:
+    def _offers(self, version: int, files: Sequence[VersionPart], shares: Sequence[Sequence[RankShare]]) -> WeightOffer:
         """Put the files in place on rank 0, the frozen weights first; returns the offer of the version."""
         offer: WeightOffer | None = None
         for index, part in enumerate(files):
@@ -313,7 +343,7 @@ class WeightPublisher:
         assert offer is not None, "a version has files"
         return offer
 
-    def _offer(self, version: int, files: ModelFiles, shares: Sequence[RankShare]) -> WeightOffer:
+    def _offer(self, version: int, files: VersionPart, shares: Sequence[RankShare]) -> WeightOffer:
         """Put the files of one rank after the other in place, and write the manifest."""
         target, delta, adapter = self._directory / _folder_name(version), None, None
         if not files.is_full:
@@ -334,6 +364,7 @@ class WeightPublisher:
             pieces=tuple(piece for share in shares for piece in share.pieces),
             delta=delta,
             adapter=adapter,
+            lent=tuple(share.lent for share in shares if share.lent is not None),
         )
         return manifest.offer(target / "manifest.json", version)
 

@@ -205,6 +205,7 @@ class FleetGroup:
         self._check_open()
         ranks = self._roster.join(num_engines, in_kept_places=not node)
         coming = self._bring_up(ranks, waits=self._config.placement.autoscale, node=node)
+        await asyncio.wait(coming)  # engines come though who asked for them goes away
         ended = await asyncio.gather(*coming, return_exceptions=True)
         failures = [str(end) for end in ended if isinstance(end, BaseException)]
         joined = ", ".join(str(rank) for rank, end in zip(ranks, ended, strict=True) if isinstance(end, str))
@@ -265,11 +266,14 @@ class FleetGroup:
             await asyncio.wait([self._coming[rank]])
             return f"{member.member.name} does not come"
         self._say(f"{member.member.name} leaves")
-        self._leaving[rank] = asyncio.create_task(member.leave())
-        await asyncio.shield(self._leaving[rank])
+        self._leaving[rank] = asyncio.create_task(self._let_go(member))
+        await asyncio.shield(self._leaving[rank])  # it goes though who asked for it goes away
+        return f"{member.member.name} has left"
+
+    async def _let_go(self, member: FleetMember) -> None:
+        await member.leave()
         self._forget(member)
         self._say(f"{member.member.name} has left; {len(self._left)} engines are there")
-        return f"{member.member.name} has left"
 
     def _check_open(self) -> None:
         if not self._has_started:

@@ -258,12 +258,14 @@ class FleetMember:
 
     async def _while_answering(self, pending: Awaitable[T], what: str) -> T:
         """Await a call in which the worker keeps the deadlines. Raises `DeadlineError` if it answers no other calls."""
-        call = asyncio.ensure_future(pending)
+        call, worker = asyncio.ensure_future(pending), self._worker
         try:
             while not call.done():
                 await asyncio.wait({call}, timeout=self._answer_s)
                 if not call.done():
-                    self._last = await self._answer("counters", what)
+                    counters = await self._answer("counters", what)
+                    if self._worker == worker:  # else its last counters are known
+                        self._last = counters
             return call.result()
         finally:
             call.cancel()

@@ -12,11 +12,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from asyncrl.config import RunConfig, Transport, learner_pools, learner_roles
+from asyncrl.config import CollectiveInto, RunConfig, Transport, learner_pools, learner_roles
 from asyncrl.controller.cluster import AllOf, finished_in_thread, learner_layout, stop_groups, worker_env
 from asyncrl.controller.run_folder import RunPaths, remove_published
 from asyncrl.protocol.collective import CollectiveOptions
-from asyncrl.protocol.errors import ClusterDiedError, DeadlineError, LearnerDiedError, UnknownGroup, WorkerDiedError
+from asyncrl.protocol.errors import BatchLost, ClusterDiedError, DeadlineError, LearnerDiedError, WorkerDiedError
 from asyncrl.protocol.remote import StepDeadline, death_among, refs_of, within
 from asyncrl.protocol.types import Plan
 from asyncrl.single_controller import (
@@ -31,6 +31,7 @@ from buffer import BufferConnection, BufferRole
 from learner.advantages import ADVANTAGES, needs_whole_groups
 from learner.batching import rank_batches
 from learner.config import LearnerConfig
+from learner.lent_weights import LendOptions
 from learner.roles import ROLES, RemoteScores, scored_by
 from learner.trajectory_log import TokenLogOptions
 from learner.types import RankBatch
@@ -149,6 +150,19 @@ class LearnerGroup:
         """See `ColocatedLearnerPort.trainer_mode`."""
         await self._in_time(AllOf([group.trainer_mode() for _, group in self._on_shared_devices()]), "training's turn")
 
+    async def withdraw(self) -> list[int]:
+        """See `LearnerPort.withdraw`. Where the critic has places of its own, it may have made the step already."""
+        if "critic" in self._roles and not self._roles.share_a_pool("critic", "actor"):
+            raise LearnerDiedError(
+                "the critic, in a pool of its own, may have learned from a batch that the actor lost"
+            )
+        found: set[int] = set()
+        for group in self._roles:  # behind all that is queued there, which does nothing
+            lost = await self._in_time(group.forget_batch(), "what the ranks did not find of a batch")
+            found.update(group_id for part in lost for group_id in part)
+        self._batches, self._scores = (None, {}), {}
+        return sorted(found)
+
     @property
     def pool(self) -> RayResourcePool:
         """The places of the actor's processes."""
@@ -260,14 +274,16 @@ class LearnerGroup:
 async def _or_death(result: Awaitable[T], pending: Any) -> T:
     """Await a call that is ``pending`` on the ranks.
 
-    Raises `LearnerDiedError` if a rank died, is late or was refused its batch, or else what a rank raised. A death
-    makes the other ranks fail in their own ways, some of them sooner than Ray notices it.
+    Raises `LearnerDiedError` if a rank died or is late, `BatchLost` as the ranks do, or else what a rank raised. A
+    death makes the other ranks fail in their own ways, some of them sooner than Ray notices it.
     """
     try:
         return await result
     except ClusterDiedError:
         raise
-    except (WorkerDiedError, DeadlineError, UnknownGroup) as fault:
+    except BatchLost as lost:
+        raise BatchLost(_last_line(lost)) from lost
+    except (WorkerDiedError, DeadlineError) as fault:
         raise LearnerDiedError(str(fault)) from fault
     except Exception:
         death = await asyncio.to_thread(death_among, refs_of(pending), _DEATH_NOTICED_S)
@@ -361,13 +377,25 @@ def _collective_options(config: RunConfig) -> CollectiveOptions | None:
     """How the ranks send weights over the network; None with another transport."""
     if config.weights.transport is not Transport.collective:
         return None
+    fleet, into_engines = config.rollout_fleet, config.weights.collective_into is CollectiveInto.engine
+    own_gpus = config.learner.device == fleet.device == "cuda" and not config.placement.colocated
     return CollectiveOptions(
         interface=config.weights.interface,
-        num_receivers=config.rollout_fleet.most_engines,
-        timeout_s=config.rollout_fleet.load_timeout_s,
+        num_receivers=fleet.most_engines * (fleet.sglang.tp_size if into_engines else 1),
+        timeout_s=fleet.load_timeout_s,
+        into_engines=into_engines,
+        backend="nccl" if into_engines and own_gpus else "gloo",
         # While engines receive version u + 1, admission at u lets the learner reach u + max_lag + 1, and no further.
         keep=config.buffer.max_lag + 2,
     )
+
+
+def _lend_options(config: RunConfig) -> LendOptions | None:
+    """How the ranks lend the memory that holds their weights; None with another transport."""
+    if config.weights.transport is not Transport.tensor:
+        return None
+    num_buffers = 3 if config.evaluation.every_steps else 2  # engines that evaluate may still load the oldest
+    return LendOptions(num_buffers=num_buffers, timeout_s=config.rollout_fleet.load_timeout_s)
 
 
 def _token_log_options(config: RunConfig, tokens: Path | None) -> TokenLogOptions | None:
@@ -394,6 +422,7 @@ def _worker_class(
         "trajectory_dir": str(trajectories) if trajectories else None,
         "token_log": _token_log_options(config, tokens),
         "collective": _collective_options(config),
+        "lend": _lend_options(config),
     }
     return RayClassWithInitArgs(
         WORKER_CLASSES[role],
@@ -408,6 +437,11 @@ def _worker_class(
         pool=pool,
         **(publishes if role == "actor" else {}),
     )
+
+
+def _last_line(fault: Exception) -> str:
+    """What a rank said: Ray puts its traceback before it."""
+    return str(fault).strip().rpartition("\n")[2].rpartition("BatchLost: ")[2]
 
 
 async def _nothing() -> Mapping[str, float]:

@@ -421,6 +421,7 @@ class Run:
                 "buffer": self._server.num_restarts if self._server else 0,
                 "stores": self._stores.num_restarts if self._stores else 0,
                 "learner": self._restarts.num_restarts if self._restarts else 0,
+                "batches": self._restarts.num_replans if self._restarts else 0,
             },
             wall_s={"total": self._view.elapsed_s, "start": self._start_s},
             overlap=overlap,

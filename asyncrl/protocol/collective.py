@@ -1,13 +1,13 @@
-"""Weights over the network: gloo broadcasts from the learner ranks to the hosts of the engines, no shared folder.
+"""Weights over the network, the learner's side: rounds in which the ranks broadcast a version, no shared folder.
 
     receivers ──ask──▶ rank 0 (a store)           A round: one version, those who asked, one deadline.
     rank 0 ──call──▶ receivers ──present──▶       Who does not answer is not in it.
     rank 0 ──round──▶ receivers, other ranks      Each rank and the receivers form a process group of their own,
     each rank ══ its own bytes ══▶ receivers      in which that rank broadcasts the bytes that it holds.
 
-No rank holds or receives the bytes of another one. A receiver compares every digest as the bytes arrive, and ends with
-a data file and a manifest on its own host. A member that dies or stops ends the round for all by the deadline, which
-grows with the bytes. Those who are left ask again, up to `MAX_ROUNDS` times.
+No rank holds or receives the bytes of another one. Receivers (`weight_receiver.py`) are the hosts of the engines, or
+the engines' own ranks. A member that dies or stops ends the round for all by the deadline, which grows with the bytes.
+Those who are left ask again, up to `MAX_ROUNDS` times.
 
 Who waits, and for whom: rank 0's thread for requests, woken by a receiver; the other ranks' threads for the next round,
 woken by rank 0; a receiver, on a thread that can be abandoned, for rank 0 and then for all ranks. Training waits for
@@ -16,13 +16,9 @@ none of them. Neither the store nor the groups authenticate anyone, and digests 
 
 from __future__ import annotations
 
-import asyncio
 import fcntl
 import json
 import logging
-import mmap
-import os
-import shutil
 import socket
 import struct
 import threading
@@ -30,36 +26,30 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
-from itertools import zip_longest
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal
 
-import torch
 from torch import Tensor
 from torch.distributed import BroadcastOptions, DistStoreError, PrefixStore, ProcessGroupGloo, TCPStore  # type: ignore
 
-from .errors import DeadlineError, WeightsError, WeightsGone
-from .manifest import (
-    COLLECTIVE_SCHEME,
-    FROZEN,
-    Manifest,
-    Piece,
-    WeightOffer,
-    digest_of,
-    read_manifest,
-    safetensors_header,
-)
+from .errors import WeightsError, WeightsGone
+from .future import on_own_thread
+from .manifest import COLLECTIVE_SCHEME, ENGINE_SCHEME, FROZEN, Piece, WeightOffer, read_manifest
 
-T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 MAX_ROUNDS = 3
 WINDOW_S = 0.5
-"""How long a round waits for further receivers after the first one."""
+"""How long a round waits for further hosts after the first one, which generate meanwhile."""
+ENGINE_WINDOW_S = 0.1
+"""How long it waits for further ranks of engines, which stand still."""
+ENGINE_SHARE = 0.4
+"""Of the deadline of its load, that a round may take of an engine: there is time for a second one without a member that
+stopped in the first."""
 CALL_S = 3.0
 """How long rank 0 waits for those who asked to say that they are still there."""
 SPAN_BYTES = 64 << 20
@@ -67,6 +57,7 @@ SPAN_BYTES = 64 << 20
 SLOWEST_ROUND = 1e8  # bytes per second, on top of which the deadline stands
 _END = "end"
 _FOREVER = timedelta(days=20)  # the longest that fits what the store takes
+Backend = Literal["gloo", "nccl"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,14 +67,23 @@ class CollectiveOptions:
     Attributes:
         interface: Network interface whose IPv4 address engines know rank 0 by; ``lo`` reaches this host only.
         num_receivers: A round begins as soon as so many ask.
-        timeout_s: Of a round; a second per 100 MB comes on top.
+        timeout_s: Of a round; a second per 100 MB comes on top. Rounds into engines have `ENGINE_SHARE` of both.
         keep: Newest versions that each rank holds in memory for those who ask, unless it is told that fewer will do.
+        into_engines: The receivers are the ranks of the engines, in the middle of a load, and not their hosts.
+        backend: ``gloo`` broadcasts in host memory, ``nccl`` between GPUs, each of which has one member at most.
     """
 
     interface: str
     num_receivers: int
     timeout_s: float
     keep: int
+    into_engines: bool = False
+    backend: Backend = "gloo"
+
+    def round_timeout_s(self, num_bytes: int) -> float:
+        """Of a round that sends so many bytes."""
+        whole_s = self.timeout_s + num_bytes / SLOWEST_ROUND
+        return whole_s * ENGINE_SHARE if self.into_engines else whole_s
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +99,7 @@ class Round:
         is_delta: Each rank sends its delta file instead, to those who hold the version before.
         timeout_s: Of the round, the bytes included.
         oldest: Older versions need not be held any more.
+        backend: See `CollectiveOptions`.
     """
 
     number: int
@@ -109,6 +110,12 @@ class Round:
     is_delta: bool
     timeout_s: float
     oldest: int
+    backend: Backend
+
+    @classmethod
+    def read(cls, fields: dict[str, Any]) -> Round:
+        """From what JSON made of one."""
+        return cls(**{**fields, "shares": tuple(fields["shares"])})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,7 +172,7 @@ class WeightSender:
             self._control = _serve(interface_address(options.interface))
             address = f"{self._control.host}:{self._control.port}"
         self.address = address
-        self._store = _connect(address, _FOREVER)
+        self._store = connect(address, _FOREVER)
         work = self._lead if rank == 0 else self._follow
         self._thread = threading.Thread(target=self._guarded, args=(work,), name="weight-rounds", daemon=True)
         self._thread.start()
@@ -193,7 +200,8 @@ class WeightSender:
             base="" if delta is None else delta.base.digest,
         )
         _keep_newest(self._offers, self._options.keep)
-        return replace(offer, manifest=f"{COLLECTIVE_SCHEME}{self.address}")
+        scheme = ENGINE_SCHEME if self._options.into_engines else COLLECTIVE_SCHEME
+        return replace(offer, manifest=f"{scheme}{self.address}")
 
     def retire(self, oldest: int) -> None:
         """On rank 0: nobody will ask for a version before ``oldest``. The other ranks hear of it in the next round."""
@@ -213,12 +221,15 @@ class WeightSender:
             work()
         except Exception as error:  # noqa: BLE001 - nobody waits for this thread; the receivers' deadlines tell
             if not self._is_closed:
-                logger.error("rank %d takes part in no further round of weights: %s", self._rank, _line(error))
+                logger.error("rank %d takes part in no further round of weights: %s", self._rank, one_line(error))
 
     # Rank 0
 
     def _lead(self) -> None:
-        """Make a round for those who ask, for the newest of their versions, and for frozen weights."""
+        """Make a round for those who ask, for the newest of their versions, and for frozen weights.
+
+        An engine that stands still for a version cannot take another one, and is sent it as long as it is held.
+        """
         number = 0
         while not self._is_closed:
             present = self._present(self._next_requests())
@@ -227,7 +238,8 @@ class WeightSender:
             newest = max(request["version"] for request in present)
             for version in sorted({request["version"] for request in present}):
                 asked = [request for request in present if request["version"] == version]
-                offered = self._offers.get(version) if version in (newest, FROZEN) else None
+                is_sent = self._options.into_engines or version in (newest, FROZEN)
+                offered = self._offers.get(version) if is_sent else None
                 if offered is None:
                     self._answer(asked, {"gone": True})
                     continue
@@ -241,7 +253,8 @@ class WeightSender:
     def _next_requests(self) -> list[dict[str, Any]]:
         """Wait for a request, and a moment for others."""
         first = self._pop("requests")
-        return self._gather("requests", [first], self._options.num_receivers, WINDOW_S) if "id" in first else []
+        window_s = ENGINE_WINDOW_S if self._options.into_engines else WINDOW_S
+        return self._gather("requests", [first], self._options.num_receivers, window_s) if "id" in first else []
 
     def _present(self, requests: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Those of the receivers who answer a call; one that was stopped or killed since it asked holds nobody up."""
@@ -280,8 +293,9 @@ class WeightSender:
             num_receivers=len(requests),
             shares=offered.shares,
             is_delta=is_delta,
-            timeout_s=self._options.timeout_s + offered.offer.num_bytes / SLOWEST_ROUND,
+            timeout_s=self._options.round_timeout_s(offered.offer.num_bytes),
             oldest=self._oldest,
+            backend=self._options.backend,
         )
         deadline = RoundDeadline(this.timeout_s)
         self._store.set(f"round/{number}", json.dumps(asdict(this)))
@@ -304,7 +318,7 @@ class WeightSender:
             fields = json.loads(content)
             number += 1
             if not self._store.check([f"round/{number}"]):  # else this rank was away, and this round is over
-                self._send(Round(**{**fields, "shares": tuple(fields["shares"])}))
+                self._send(Round.read(fields))
                 self._store.set(f"done/{fields['number']}/{self._rank}", "")
 
     # All ranks
@@ -317,191 +331,30 @@ class WeightSender:
             _forget_before(self._parts, this.oldest)
             if (part := self._parts.get(this.version)) is None:
                 raise WeightsGone(f"rank {self._rank} no longer holds policy version {this.version}")
-            data, spans = part.data, map(_range_of, spans_of(part.pieces))
-            if this.is_delta:
-                assert part.delta is not None, "rank 0 offers deltas that all ranks hold"
-                data, spans = part.delta, spans_of_file(part.delta.nbytes)
-            with _groups(this, [self._rank], index=0, deadline=deadline) as groups:
-                under_way: deque[Any] = deque()
-                for span in spans:
-                    under_way.append(_broadcast(groups[0], data, span, deadline))
-                    if len(under_way) > 1:
-                        under_way.popleft().wait(deadline.left)
-                while under_way:
-                    under_way.popleft().wait(deadline.left)
-        except Exception as error:  # noqa: BLE001 - a member that is gone, in whatever way gloo says it
-            logger.warning("round %d of policy version %d failed: %s", this.number, this.version, _line(error))
+            sending = on_own_thread(partial(self._transfer, this, part, deadline))
+            sending.result(this.timeout_s + WINDOW_S)  # a group that cannot be left by itself is abandoned
+        except Exception as error:  # noqa: BLE001 - a member that is gone, in whatever way the group says it
+            logger.warning("round %d of policy version %d failed: %s", this.number, this.version, one_line(error))
         else:
             logger.debug("round %d: sent in %.3f s", this.number, time.monotonic() - began_s)
+
+    def _transfer(self, this: Round, part: RankPart, deadline: RoundDeadline) -> None:
+        data, spans = part.data, map(range_of, spans_of(part.pieces))
+        if this.is_delta:
+            assert part.delta is not None, "rank 0 offers deltas that all ranks hold"
+            data, spans = part.delta, spans_of_file(part.delta.nbytes)
+        with round_groups(this, [self._rank], index=0, deadline=deadline) as (group,):
+            under_way: deque[Callable[[], None]] = deque()
+            for span in spans:
+                under_way.append(group.broadcast(data[slice(*span)]))
+                if len(under_way) > 1:
+                    under_way.popleft()()
+            while under_way:
+                under_way.popleft()()
 
     def _pop(self, queue: str) -> dict[str, Any]:
         """The next message of a queue."""
         return json.loads(self._store.queue_pop(queue))
-
-
-async def receive_weights(offer: WeightOffer, folder: Path, *, timeout_s: float, holds: str = "") -> WeightOffer:
-    """Receive what is offered into ``folder``, made for it, on this host; generation goes on meanwhile.
-
-    Args:
-        offer: For which `WeightOffer.is_collective` holds.
-        folder: Gets ``manifest.json`` and the data file; in shared memory, where there is room.
-        timeout_s: As in `CollectiveOptions`.
-        holds: Digest of the manifest of the version that this host holds. If the one that is offered is a delta to it,
-            the delta alone is sent.
-
-    Returns:
-        The same version, in ``folder``: a delta, which is still to be applied and verified, or one that is whole.
-
-    Raises:
-        WeightsGone: the ranks hold newer versions only.
-        WeightsError: no round of `MAX_ROUNDS` brought the version whole, or there is no room.
-        DeadlineError: rank 0 did not answer in time.
-    """
-    errors: list[str] = []
-    for _ in range(MAX_ROUNDS):
-        target = folder / f"r{uuid.uuid4().hex[:8]}"
-        target.mkdir(parents=True)
-        try:
-            receiver = WeightReceiver(offer, target, timeout_s=timeout_s, holds=holds)
-            return await _received(receiver, offer, timeout_s)
-        except BaseException as error:
-            shutil.rmtree(target, ignore_errors=True)
-            if not isinstance(error, WeightsError) or isinstance(error, WeightsGone):
-                raise
-            errors.append(str(error))
-            logger.warning("policy version %d was not received, asking again: %s", offer.version, error)
-    raise WeightsError(
-        f"policy version {offer.version} was not received from {offer.manifest} in {MAX_ROUNDS} rounds: {errors}; "
-        "with learner and engines on several hosts, set weights.interface to the network that they share"
-    )
-
-
-async def _received(receiver: WeightReceiver, offer: WeightOffer, timeout_s: float) -> WeightOffer:
-    limit_s = _longest_wait_s(timeout_s, offer.num_bytes)
-    try:
-        async with asyncio.timeout(limit_s):
-            return await asyncio.wrap_future(_on_own_thread(receiver.receive))
-    except TimeoutError:
-        raise DeadlineError(
-            f"policy version {offer.version} was not received from {offer.manifest} within {limit_s:.1f} s: twice "
-            f"rollout_fleet.load_timeout_s = {timeout_s:g} s and a second per 100 MB"
-        ) from None
-
-
-def _longest_wait_s(timeout_s: float, num_bytes: int) -> float:
-    """Of a receiver: for the round that runs when it asks, and for its own."""
-    return 2 * (timeout_s + num_bytes / SLOWEST_ROUND + WINDOW_S + CALL_S)
-
-
-class WeightReceiver:
-    """One attempt to receive a version."""
-
-    def __init__(self, offer: WeightOffer, folder: Path, *, timeout_s: float, holds: str = "") -> None:
-        self._offer, self._folder, self._timeout_s, self._holds = offer, folder, timeout_s, holds
-
-    def receive(self) -> WeightOffer:
-        """Ask, take part in a round, compare. Blocks; raises as `receive_weights` does."""
-        try:
-            this, index = self._admission()
-            return self._transfer(this, index, RoundDeadline(this.timeout_s))
-        except WeightsGone:
-            raise
-        except (RuntimeError, WeightsError) as error:
-            failure = _line(error)
-        # Not from the error, whose frames would keep the connections open.
-        raise WeightsError(failure)
-
-    def _transfer(self, this: Round, index: int, deadline: RoundDeadline) -> WeightOffer:
-        path = self._folder / "manifest.json"
-        path.write_bytes(_connect(this.store, deadline.left).get("manifest"))
-        offer = replace(self._offer, manifest=str(path))
-        manifest = read_manifest(offer)
-        if this.is_delta:
-            self._receive_delta(this, manifest, index, deadline)
-            return offer
-        if offer.kind == "delta":  # the whole version that it results in
-            offer = replace(offer, kind="full", base_version=None)
-        data = self._make_file(manifest)
-        senders = range(len(this.shares))
-        with _groups(this, senders, index=1 + index, deadline=deadline) as groups:
-            parts, first = [], 0
-            for share in this.shares:
-                parts.append(spans_of(manifest.pieces[first : first + share]))
-                first += share
-            arrived: list[list[Piece]] = []
-            for row in zip_longest(*parts):
-                spans = [(group, span) for group, span in zip(groups, row, strict=True) if span]
-                works = [_broadcast(group, data, _range_of(span), deadline) for group, span in spans]
-                self._check(manifest, data, arrived)  # of the row before, while this one is on its way
-                for work in works:
-                    work.wait(deadline.left)
-                arrived = [span for _, span in spans]
-            self._check(manifest, data, arrived)
-        return offer
-
-    def _receive_delta(self, this: Round, manifest: Manifest, index: int, deadline: RoundDeadline) -> None:
-        """Receive the delta file of each rank; what is in them is verified when they are applied."""
-        assert manifest.delta is not None, "a round of a delta"
-        ends: dict[int, int] = {}
-        for change in manifest.delta.changes:
-            ends[change.file] = max(change.at + change.num_bytes, ends.get(change.file, 0))
-        files = [self._map_file(name, ends.get(file, 0)) for file, name in enumerate(manifest.delta.files)]
-        with _groups(this, range(len(files)), index=1 + index, deadline=deadline) as groups:
-            for row in zip_longest(*(spans_of_file(file.nbytes) for file in files)):
-                works = [
-                    _broadcast(group, file, span, deadline)
-                    for group, file, span in zip(groups, files, row, strict=True)
-                    if span
-                ]
-                for work in works:
-                    work.wait(deadline.left)
-
-    def _admission(self) -> tuple[Round, int]:
-        """Ask rank 0, and answer its call; returns the round and this receiver's place in it."""
-        deadline = RoundDeadline(_longest_wait_s(self._timeout_s, self._offer.num_bytes))
-        place = self._offer.manifest.removeprefix(COLLECTIVE_SCHEME)
-        store, own_id = _connect(place, deadline.left), uuid.uuid4().hex
-        store.queue_push("requests", json.dumps({"id": own_id, "version": self._offer.version, "holds": self._holds}))
-        call = store.get(f"call/{own_id}").decode()
-        store.queue_push(call, json.dumps({"id": own_id}))
-        answer = json.loads(store.get(f"answer/{own_id}"))
-        for kind in ("call", "answer"):
-            store.delete_key(f"{kind}/{own_id}")
-        if answer.get("gone"):
-            raise WeightsGone(f"policy version {self._offer.version} is no longer sent by {self._offer.manifest}")
-        if answer.get("late"):
-            raise WeightsError(f"rank 0 did not hear of this host within {CALL_S} s")
-        index = answer.pop("index")
-        return Round(**{**answer, "shares": tuple(answer["shares"])}), index
-
-    def _make_file(self, manifest: Manifest) -> Tensor:
-        """The data file, with its header and room for its data: [bytes] uint8."""
-        head, _ = safetensors_header([(t.name, t.dtype, t.shape, t.num_bytes) for t in manifest.tensors])
-        data = self._map_file(manifest.files[0], len(head) + manifest.num_bytes)
-        data[: len(head)].copy_(torch.frombuffer(bytearray(head), dtype=torch.uint8))
-        return data
-
-    def _map_file(self, name: str, size: int) -> Tensor:
-        """A new file with room for so many bytes: [bytes] uint8."""
-        if size == 0:
-            (self._folder / name).touch()
-            return torch.empty(0, dtype=torch.uint8)
-        with (self._folder / name).open("w+b") as file:
-            try:
-                os.posix_fallocate(file.fileno(), 0, size)
-            except OSError as error:
-                raise WeightsError(
-                    f"no room for {size} bytes of weights in {self._folder}: {error}; free some there"
-                ) from error
-            mapping = mmap.mmap(file.fileno(), size)
-        return torch.frombuffer(mapping, dtype=torch.uint8)
-
-    def _check(self, manifest: Manifest, data: Tensor, spans: Sequence[Sequence[Piece]]) -> None:
-        view = data.numpy()
-        for piece in (piece for span in spans for piece in span):
-            if digest_of(view[piece.start : piece.start + piece.num_bytes]) != piece.digest:
-                names = [t.name for t in manifest.tensors if t.start <= piece.start < t.start + t.num_bytes]
-                raise WeightsError(f"policy version {self._offer.version}: other bytes of {names[0]} arrived")
 
 
 def spans_of(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
@@ -524,7 +377,8 @@ def spans_of_file(num_bytes: int) -> Iterator[tuple[int, int]]:
         yield start, min(start + SPAN_BYTES, num_bytes)
 
 
-def _range_of(span: Sequence[Piece]) -> tuple[int, int]:
+def range_of(span: Sequence[Piece]) -> tuple[int, int]:
+    """First byte of pieces that follow one another, and the one behind the last."""
     return span[0].start, span[-1].start + span[-1].num_bytes
 
 
@@ -541,31 +395,74 @@ def interface_address(interface: str) -> str:
     return socket.inet_ntoa(answer[20:24])
 
 
+class RoundGroup:
+    """A learner rank and the receivers of a round, of which the learner rank is the first; it ends with the round."""
+
+    def __init__(self, this: Round, sender: int, store: TCPStore, *, index: int, deadline: RoundDeadline) -> None:
+        """Meet the others.
+
+        Args:
+            this: The round.
+            sender: The learner rank.
+            store: Of the round.
+            index: This process's place in the group.
+            deadline: Of all waits.
+        """
+        self._deadline, self._is_nccl = deadline, this.backend == "nccl"
+        own, size = PrefixStore(f"{sender}", store), 1 + this.num_receivers
+        if self._is_nccl:
+            from torch.distributed import ProcessGroupNCCL  # not in every build of torch
+
+            options: Any = ProcessGroupNCCL.Options()
+            options._timeout = _FOREVER  # torch's watchdog would end the process; `abort` ends the waits
+            self._group: Any = ProcessGroupNCCL(own, index, size, options)
+        else:
+            options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+            options._devices = [ProcessGroupGloo.create_device(hostname=_own_address(this.store))]
+            options._threads = 1
+            options._timeout = deadline.left
+            self._group = ProcessGroupGloo(own, index, size, options)
+
+    def broadcast(self, data: Tensor) -> Callable[[], None]:
+        """Begin to send [bytes] uint8 as the group's first member, or to receive them as another.
+
+        Returns:
+            Waits for the end. It raises `RuntimeError` where a member is gone, or the deadline has passed.
+        """
+        if self._is_nccl:
+            data = data.to("cuda")
+        options = BroadcastOptions()
+        options.rootRank, options.rootTensor, options.timeout = 0, 0, self._deadline.left
+        return partial(self._wait, self._group.broadcast([data], options), data)
+
+    def _wait(self, work: Any, _data: Tensor) -> None:
+        """Wait for a broadcast, whose data stay until then."""
+        work.wait(self._deadline.left)
+
+    def abort(self) -> None:
+        """End what is under way, also for a thread that waits for it."""
+        if self._is_nccl:
+            self._group.abort()
+
+
 @contextmanager
-def _groups(this: Round, senders: Sequence[int], *, index: int, deadline: RoundDeadline) -> Iterator[list[Any]]:
+def round_groups(
+    this: Round, senders: Sequence[int], *, index: int, deadline: RoundDeadline
+) -> Iterator[list[RoundGroup]]:
     """The groups of learner ranks with the receivers, in which this process is ``index``.
 
     They end with the block; a connection that ends early ends the others' waits at once.
     """
-    groups: list[Any] = []
+    groups: list[RoundGroup] = []
     try:
-        store = _connect(this.store, deadline.left)
-        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._devices = [ProcessGroupGloo.create_device(hostname=_own_address(this.store))]
-        options._threads = 1
+        store = connect(this.store, deadline.left)
         for sender in senders:
-            options._timeout = deadline.left
-            groups.append(ProcessGroupGloo(PrefixStore(f"{sender}", store), index, 1 + this.num_receivers, options))
+            groups.append(RoundGroup(this, sender, store, index=index, deadline=deadline))
         yield groups
     finally:
+        for group in groups:
+            group.abort()
         groups.clear()
-
-
-def _broadcast(group: Any, data: Tensor, span: tuple[int, int], deadline: RoundDeadline) -> Any:
-    """Begin to send a range of bytes, on the rank of the group that holds it, or to receive it."""
-    options = BroadcastOptions()
-    options.rootRank, options.rootTensor, options.timeout = 0, 0, deadline.left
-    return group.broadcast([data[slice(*span)]], options)
 
 
 def _serve(host: str) -> TCPStore:
@@ -575,7 +472,8 @@ def _serve(host: str) -> TCPStore:
     return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
-def _connect(address: str, timeout: timedelta) -> TCPStore:
+def connect(address: str, timeout: timedelta) -> TCPStore:
+    """A client of the store at ``address``, host and port, whose calls take ``timeout`` at most."""
     host, _, port = address.rpartition(":")
     return TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timeout)
 
@@ -586,22 +484,6 @@ def _own_address(peer: str) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, int(port)))  # sends nothing
         return probe.getsockname()[0]
-
-
-def _on_own_thread(work: Callable[[], T]) -> Future[T]:
-    """Run on a thread that nobody has to wait for, not even the end of the process."""
-    future: Future[T] = Future()
-
-    def run() -> None:
-        if not future.set_running_or_notify_cancel():
-            return
-        try:
-            future.set_result(work())
-        except Exception as error:  # noqa: BLE001 - raised by whoever awaits it
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="receive-weights", daemon=True).start()
-    return future
 
 
 def _keep_newest(held: dict[int, Any], count: int) -> None:
@@ -615,7 +497,7 @@ def _forget_before(held: dict[int, Any], oldest: int) -> None:
             held.pop(version, None)
 
 
-def _line(error: Exception) -> str:
+def one_line(error: Exception) -> str:
     """What an error says, without torch's own stack."""
     text = str(error).partition("\n")[0][:300]
     return text if isinstance(error, WeightsError) else f"{type(error).__name__}: {text}"

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import threading
 from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from .errors import UsageError
 from .remote import fetch, fetch_async
+
+T = TypeVar("T")
 
 # Dispatch functions put the number of rows they added under this keyword argument; the call takes them off again.
 _padding_size_key = "_padding_size_key_x123d"
@@ -136,3 +140,19 @@ def _is_tensordict(data: Any) -> bool:
 def _is_reference(data: Any) -> bool:
     ray = sys.modules.get("ray")
     return ray is not None and isinstance(data, ray.ObjectRef)
+
+
+def on_own_thread(work: Callable[[], T]) -> Future[T]:
+    """Run on a thread that nobody has to wait for, not even the end of the process."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        if not future.set_running_or_notify_cancel():
+            return
+        try:
+            future.set_result(work())
+        except Exception as error:  # noqa: BLE001 - raised by whoever awaits it
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="abandonable", daemon=True).start()
+    return future

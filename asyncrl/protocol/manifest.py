@@ -24,6 +24,7 @@ import xxhash
 from typing_extensions import Buffer
 
 from .errors import WeightsError
+from .handles import LentPart
 
 DTYPES = {
     "F64": "float64",
@@ -45,6 +46,9 @@ PIECE_BYTES = 4 << 20
 CACHED_BYTES = 256 << 10
 DIGEST_THREADS = min(4, os.cpu_count() or 1)
 COLLECTIVE_SCHEME = "gloo://"
+"""Of what engines' hosts receive."""
+ENGINE_SCHEME = "engine://"
+"""Of what engines receive themselves, as they load."""
 _HEADER_LIMIT = 1 << 28
 OfferKind = Literal["full", "delta", "adapter"]
 """What a version's data hold: every byte, what changed since another version, or what adapts frozen weights."""
@@ -59,7 +63,7 @@ class WeightOffer:
     Attributes:
         version: Learner steps contained in the weights.
         manifest: Path of the manifest, readable where the engine runs; where it is received first, of whom. Example:
-            ``"gloo://10.0.0.5:41234"``, see `asyncrl.protocol.collective`.
+            ``"gloo://10.0.0.5:41234"``, or ``"engine://10.0.0.5:41234"``, see `asyncrl.protocol.collective`.
         digest: Of the manifest's bytes, as `digest_of`.
         num_bytes: Bytes of all tensors, of an adapter also of the frozen weights; deadlines scale with it.
         kind: A delta becomes a full version on the engine's side before the engine loads it; an adapter is loaded, or
@@ -86,6 +90,16 @@ class WeightOffer:
     def is_collective(self) -> bool:
         """Whether the weights have to be received before they can be read."""
         return self.manifest.startswith(COLLECTIVE_SCHEME)
+
+    @property
+    def is_sent_to_engines(self) -> bool:
+        """Whether the ranks of an engine receive the weights as they load them."""
+        return self.manifest.startswith(ENGINE_SCHEME)
+
+    @property
+    def sender(self) -> str:
+        """Host and port of who sends the weights; empty where they are read."""
+        return self.manifest.partition("://")[2]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -197,6 +211,7 @@ class Manifest:
         pieces: Cover every byte of every tensor, as it is in the end.
         delta: What there is instead of the data file; None where that is there.
         adapter: Of an adapter, whose tensors are those of all A and B; None of other kinds.
+        lent: Where the bytes are instead, if there is no data file: in memory of the learner ranks.
     """
 
     directory: str
@@ -205,6 +220,7 @@ class Manifest:
     pieces: tuple[Piece, ...]
     delta: Delta | None = None
     adapter: Adapter | None = None
+    lent: tuple[LentPart, ...] = ()
 
     @property
     def kind(self) -> OfferKind:
@@ -319,6 +335,7 @@ def read_manifest(offer: WeightOffer) -> Manifest:
         pieces=tuple(Piece(**entry) for entry in fields["pieces"]),
         delta=delta,
         adapter=adapter,
+        lent=tuple(LentPart.read(entry) for entry in fields["lent"]),
     )
 
 
@@ -327,7 +344,7 @@ def _base_of(fields: dict[str, Any], folder: Path) -> WeightOffer:
 
 
 class PublishedWeights:
-    """The tensors of an offer, mapped read-only; of an adapter, its own without the frozen weights.
+    """The tensors of an offer, in files, mapped read-only; of an adapter, its own without the frozen weights.
 
     Nothing is verified before `copy` or `verify` reads it.
 

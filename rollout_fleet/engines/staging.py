@@ -3,7 +3,8 @@
 A full version is hard-linked beside the published one: the learner may then remove it at any time. For deltas, where
 the options say so, or where the file system has no links, the engine keeps an image of its version in its host's
 memory, which the next one overwrites. What learner ranks send over the network is received there. With adapters come
-the frozen weights that they apply to: once where they are copied or received.
+the frozen weights that they apply to: once where they are copied or received. What the ranks lend in their own memory
+is locked, so that it is not overwritten; what they send to the engine itself is left to it.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import numpy as np
 
 from asyncrl.protocol.delta import apply_delta
 from asyncrl.protocol.errors import DeadlineError, WeightsError, WeightsGone
+from asyncrl.protocol.handles import ReadLock
 from asyncrl.protocol.manifest import Manifest, WeightOffer, read_manifest
 from rollout_fleet.config import SLOWEST_LOAD
 
@@ -49,6 +51,7 @@ class WeightStager:
         self._copies = copies
         self._timeout_s = timeout_s
         self._links: Path | None = None
+        self._locks: list[ReadLock] = []
         self._held = ""  # digest of the manifest of the version, or of the frozen weights, in the image
 
     @asynccontextmanager
@@ -62,11 +65,16 @@ class WeightStager:
             WeightsError: it is damaged, or there is no room for it.
             DeadlineError: it was not staged in time.
         """
-        local = await (self._received(offer) if offer.is_collective else self._in_time(self.stage, offer))
+        local = offer
+        if offer.is_collective:
+            local = await self._received(offer)
+        elif not offer.is_sent_to_engines:
+            local = await self._in_time(self.stage, offer)
         try:
             yield local
         finally:
             self._remove_links()
+            self._unlock()
 
     async def _in_time(self, work: Callable[[WeightOffer], WeightOffer], offer: WeightOffer) -> WeightOffer:
         """Do some of the staging in a thread, under the deadline."""
@@ -82,7 +90,7 @@ class WeightStager:
 
     async def _received(self, offer: WeightOffer) -> WeightOffer:
         """Receive what the learner ranks send into this host's memory; where there are deltas, into the image."""
-        from asyncrl.protocol.collective import receive_weights  # torch, which other workers do without
+        from asyncrl.protocol.weight_receiver import receive_weights  # torch, which other workers do without
 
         holds = self._held if offer.kind == "delta" else ""
         local = await receive_weights(offer, self._image, timeout_s=self._timeout_s, holds=holds)
@@ -102,7 +110,7 @@ class WeightStager:
 
     async def _receive_frozen(self, offer: WeightOffer, manifest: Manifest) -> None:
         """Receive what an adapter applies to, where the image does not hold it."""
-        from asyncrl.protocol.collective import receive_weights
+        from asyncrl.protocol.weight_receiver import receive_weights
 
         base = manifest.base
         assert base is not None, "an adapter applies to something"
@@ -131,6 +139,8 @@ class WeightStager:
     def stage(self, offer: WeightOffer) -> WeightOffer:
         """See `staged`; without a deadline."""
         try:
+            if (manifest := read_manifest(offer)).lent:
+                return self._locked(offer, manifest)
             if offer.kind != "delta" and not self._copies and (local := self._linked(offer)):
                 return local
             if offer.kind == "adapter":
@@ -151,6 +161,7 @@ class WeightStager:
     def close(self) -> None:
         """Remove all files of this engine."""
         self._held = ""
+        self._unlock()
         self._remove_links()
         if self._links is not None:
             with suppress(OSError):  # not empty: another engine has not ended
@@ -160,6 +171,24 @@ class WeightStager:
     def _remove_links(self) -> None:
         if self._links is not None:
             shutil.rmtree(self._links, ignore_errors=True)
+
+    def _locked(self, offer: WeightOffer, manifest: Manifest) -> WeightOffer:
+        """Lock what the learner ranks lend, and keep the manifest, which says where it is."""
+        try:
+            for part in manifest.lent:
+                self._locks.append(ReadLock(part.handle, offer.version))
+        except WeightsError:
+            self._unlock()
+            raise
+        self._links = self._image / Path(offer.manifest).parent.name
+        self._links.mkdir(mode=0o700, parents=True, exist_ok=True)
+        local = self._links / "manifest.json"
+        shutil.copyfile(offer.manifest, local)
+        return replace(offer, manifest=str(local))
+
+    def _unlock(self) -> None:
+        while self._locks:
+            self._locks.pop().close()
 
     def _linked(self, offer: WeightOffer) -> WeightOffer | None:
         """Link a version that its publisher may remove; None where the file system cannot."""

@@ -13,6 +13,7 @@ import time
 from collections.abc import AsyncIterator, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from threading import Event
 
 from asyncrl.protocol.errors import DeadlineError, EngineError, WorkerDiedError
@@ -134,7 +135,8 @@ class TransformersEngine:
                 stands_still()
                 async with self._failure.if_load_fails(offer, self._config.load_timeout_s):
                     loop = asyncio.get_running_loop()
-                    await loop.run_in_executor(self._thread, self._model.load_weights, offer)
+                    load = partial(self._model.load_weights, offer, timeout_s=self._config.load_timeout_s)
+                    await loop.run_in_executor(self._thread, load)
             self._version = offer.version
             return time.perf_counter() - started
 

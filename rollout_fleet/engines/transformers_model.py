@@ -6,6 +6,7 @@ Synchronous, and used by one thread. Log-probs are taken step by step, so that n
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from threading import Event
 from typing import Any
 
@@ -16,13 +17,13 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.core_model_loading import revert_weight_conversion
 
 from asyncrl.protocol.errors import WeightsError
-from asyncrl.protocol.manifest import PublishedWeights, WeightOffer
+from asyncrl.protocol.manifest import WeightOffer
 from asyncrl.protocol.types import FinishReason
 from rollout_fleet.config import SamplingConfig
 
 from .engine import SampleOutput, SampleRequest
 from .model_files import ModelFacts
-from .weight_loader import AdaptedModules, ComparedWrites, PublishedAdapter, torch_tensors
+from .weight_loader import AdaptedModules, ComparedWrites, PublishedAdapter, WeightSource, load_from
 
 
 class StepRecorder:
@@ -125,19 +126,22 @@ class GenerationModel:
         if self._device == "cuda":
             torch.cuda.empty_cache()
 
-    def load_weights(self, offer: WeightOffer) -> None:
+    def load_weights(self, offer: WeightOffer, *, timeout_s: float) -> None:
         """Take offered weights over, each write compared with its source: all of them, or the adapters alone.
 
         The frozen weights below adapters are loaded once. What adapters add is computed beside them, never merged.
+        ``timeout_s`` is that of `RolloutFleetConfig.load_timeout_s`.
 
         Raises:
             WeightsError: tensors are missing, unknown, of another shape, or differ from the published digests.
+            DeadlineError: what the learner ranks send did not arrive.
         """
         adapter = PublishedAdapter(offer) if offer.kind == "adapter" else None
         if adapter is None or adapter.base.digest != self._frozen:
             self._frozen = ""
             self._adapted.remove()
-            self._load_full(offer if adapter is None else adapter.base)
+            base = offer if adapter is None else adapter.base
+            load_from(base, torch.device(self._device), partial(self._load_full, base.version), timeout_s=timeout_s)
         if adapter is not None:
             self._frozen = adapter.base.digest
             self._adapted.load(adapter, offer.version, self._linear_layers())
@@ -158,17 +162,16 @@ class GenerationModel:
             self._held = revert_weight_conversion(self._model, dict(self._model.named_parameters()))
         return self._held
 
-    def _load_full(self, offer: WeightOffer) -> None:
-        """Copy offered weights into the model's tensors.
+    def _load_full(self, version: int, weights: WeightSource) -> None:
+        """Copy weights into the model's tensors.
 
         Raises:
             WeightsError: tensors are missing, unknown, of another shape, or differ from the published digests.
         """
-        weights = PublishedWeights(offer)
         while self._released:
             parameter, shape = self._released.popitem()
             parameter.data = parameter.data.new_empty(shape)
-        stored = dict(torch_tensors(weights))
+        stored = {tensor.name: tensor.shape for tensor in weights.manifest.tensors}
         held = self._checkpoint()
         where = weights.manifest.directory
         tied = {"lm_head.weight"} if self._model.config.tie_word_embeddings else set()
@@ -176,14 +179,13 @@ class GenerationModel:
             odd = sorted((stored.keys() - tied) ^ (held.keys() - tied))
             raise WeightsError(f"{where} and the model differ in {len(odd)} tensor names, first {odd[0]}")
         for name in held.keys() & stored.keys():
-            if held[name].shape != stored[name].shape:
-                raise WeightsError(
-                    f"{where}: {name} must be {tuple(held[name].shape)}, got {tuple(stored[name].shape)}"
-                )
+            if tuple(held[name].shape) != stored[name]:
+                raise WeightsError(f"{where}: {name} must be {tuple(held[name].shape)}, got {stored[name]}")
         with ComparedWrites(dict(self._model.named_parameters()), weights) as writes:
-            for name in held.keys() & stored.keys():
-                held[name].data.copy_(stored[name])
-        writes.check(offer.version)
+            for name, tensor in weights.tensors():
+                if name in held:
+                    held[name].data.copy_(tensor)
+        writes.check(version)
 
     @torch.inference_mode()
     def generate(self, requests: Sequence[SampleRequest], flags: Sequence[Event], version: int) -> list[SampleOutput]:

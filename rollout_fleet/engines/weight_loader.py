@@ -4,16 +4,21 @@ SGLang calls `load` in the scheduler of each tensor-parallel rank (``--custom-we
 model. The bytes are verified against the offer's digests, the model's own ``load_weights`` distributes them, and each
 write into a parameter is compared with its source once it is done. A parameter that was not written whole is an error.
 What happened is reported per rank in a file, since SGLang passes on no result. The device makes no difference.
+
+An offer says where its bytes are (`open_weights`): in files, in memory that learner ranks lend, or still with them, to
+be received by this very rank. Then it waits for them, on a thread that it leaves behind at the deadline.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import time
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -21,11 +26,18 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
+from asyncrl.protocol.collective import MAX_ROUNDS
 from asyncrl.protocol.errors import WeightsError
-from asyncrl.protocol.manifest import DTYPES, PublishedWeights, WeightOffer
+from asyncrl.protocol.lent_memory import LentWeights
+from asyncrl.protocol.manifest import DTYPES, Manifest, Piece, PublishedWeights, WeightOffer, read_manifest
+from asyncrl.protocol.weight_receiver import ArrivingWeights, RoundFailed
+from rollout_fleet.config import SLOWEST_LOAD
 
 from .sglang_server import ORDER_VARIABLE, report_path
 
+T = TypeVar("T")
+LOAD_TIMEOUT_S = 120.0
+"""Of a load for which nobody says otherwise."""
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _copy, _fill, _zero = torch.ops.aten.copy_.default, torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default
 
@@ -37,7 +49,7 @@ def load(model: nn.Module, _named_tensors: Any) -> None:
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
     report: dict[str, Any] = {"order": fields["order"]}
     try:
-        report["num_values"] = load_verified(model, WeightOffer(**fields["offer"]))
+        report["num_values"] = load_verified(model, WeightOffer(**fields["offer"]), timeout_s=fields["timeout_s"])
     except Exception as error:  # noqa: BLE001 - reported: an exception here would kill the server without a word
         report["error"] = f"{type(error).__name__}: {error}"
     partial = order.with_name(f"{order.name}.{rank}.partial")
@@ -45,22 +57,65 @@ def load(model: nn.Module, _named_tensors: Any) -> None:
     partial.replace(report_path(order, rank))
 
 
-def load_verified(model: nn.Module, offer: WeightOffer) -> int:
+def load_verified(model: nn.Module, offer: WeightOffer, *, timeout_s: float = LOAD_TIMEOUT_S) -> int:
     """Load an offer through the model's ``load_weights``; returns how many values were written and compared.
+
+    Args:
+        model: SGLang's, or one like it.
+        offer: Staged.
+        timeout_s: Of what the learner ranks send, as in `RolloutFleetConfig.load_timeout_s`.
 
     Raises:
         WeightsError: the bytes are not those that were published, or a parameter holds something else afterwards.
+        DeadlineError: what the learner ranks send did not arrive.
     """
     adapter = PublishedAdapter(offer) if offer.kind == "adapter" else None
-    weights = PublishedWeights(offer if adapter is None else adapter.base)
     parameters = dict(model.named_parameters())
-    tensors = torch_tensors(weights)
-    if adapter is not None:
-        tensors = adapter.merged(tensors, next(iter(parameters.values())).device)
-    with ComparedWrites(parameters, weights) as writes:
-        model.load_weights(tensors)  # type: ignore[operator]
-    writes.check(offer.version)
-    return writes.num_values
+    device = next(iter(parameters.values())).device
+
+    def load_all(weights: WeightSource) -> int:
+        tensors = weights.tensors()
+        if adapter is not None:
+            tensors = adapter.merged(tensors, device)
+        with ComparedWrites(parameters, weights) as writes:
+            model.load_weights(tensors)  # type: ignore[operator]
+        writes.check(offer.version)
+        return writes.num_values
+
+    return load_from(offer if adapter is None else adapter.base, device, load_all, timeout_s=timeout_s)
+
+
+def load_from(
+    offer: WeightOffer, device: torch.device, load_all: Callable[[WeightSource], T], *, timeout_s: float
+) -> T:
+    """Call ``load_all`` with the tensors of an offer; again, from the beginning, where a round came to nothing.
+
+    Raises as ``load_all`` and `open_weights` do.
+    """
+    ends_s = time.monotonic() + timeout_s + offer.num_bytes / SLOWEST_LOAD
+    errors: list[str] = []
+    while True:
+        try:
+            with closing(open_weights(offer, device, timeout_s=ends_s - time.monotonic())) as weights:
+                return load_all(weights)
+        except RoundFailed as error:
+            errors.append(str(error))
+            if len(errors) == MAX_ROUNDS:
+                raise WeightsError(f"{offer.name} was not received in {MAX_ROUNDS} rounds: {errors}") from None
+
+
+def open_weights(offer: WeightOffer, device: torch.device, *, timeout_s: float) -> WeightSource:
+    """The tensors of an offer, wherever they are.
+
+    Raises:
+        WeightsGone: they were removed, or overwritten.
+        WeightsError: the manifest is not the one that was offered, or memory cannot be mapped.
+    """
+    if offer.is_sent_to_engines:
+        return ArrivingWeights(offer, device, timeout_s=timeout_s)
+    if read_manifest(offer).lent:
+        return LentWeights(offer, device)
+    return FileWeights(offer)
 
 
 class PublishedAdapter:
@@ -78,11 +133,11 @@ class PublishedAdapter:
             FileNotFoundError: the version is gone: a newer one took its place.
             WeightsError: the bytes are not those that were published.
         """
-        self.weights = PublishedWeights(offer)
+        self.weights = FileWeights(offer)
         self.weights.verify()
         fields = self.weights.manifest.adapter
         assert fields is not None, "the offer is of an adapter"
-        tensors = dict(torch_tensors(self.weights))
+        tensors = dict(self.weights.tensors())
         self.base = fields.base
         self._layers = {layer.weight: (tensors[layer.down], tensors[layer.up], layer.scale) for layer in fields.layers}
 
@@ -158,22 +213,58 @@ def _added_by(down: Tensor, up: Tensor, scale: float) -> Any:
     return add
 
 
-def torch_tensors(weights: PublishedWeights) -> Iterator[tuple[str, Tensor]]:
-    """Name and tensor, viewing the mapped file.
+class WeightSource(Protocol):
+    """The tensors of one version, from wherever they come.
 
-    Raises:
-        WeightsError: a tensor is of a type that torch does not have.
+    Attributes:
+        manifest: Of the version.
     """
-    for stored, data in weights.tensors():
-        if stored.dtype not in DTYPES:
-            raise WeightsError(f"{stored.name} is of type {stored.dtype}; known are {sorted(DTYPES)}")
-        dtype = getattr(torch, DTYPES[stored.dtype])
-        with warnings.catch_warnings():  # the file is mapped read-only, and nothing here writes to it
-            warnings.simplefilter("ignore", UserWarning)
-            flat = torch.from_numpy(data)
-        # A view needs an aligned start, which safetensors promises only for its header.
-        aligned = flat if stored.start % dtype.itemsize == 0 else flat.clone()
-        yield stored.name, aligned.view(dtype).view(stored.shape)
+
+    manifest: Manifest
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield name and tensor of each, once; a tensor stays as it is for as long as somebody refers to it."""
+        ...
+
+    def pieces_at(self, address: int, num_bytes: int) -> list[Piece]:
+        """The pieces of host memory that `copy` can verify as it copies; empty where there is no such need."""
+        ...
+
+    def copy(self, pieces: Sequence[Piece], target: Any) -> bool:
+        """See `PublishedWeights.copy`."""
+        ...
+
+    def verify(self) -> None:
+        """Raise `WeightsError` unless every byte is as it was published, and was there."""
+        ...
+
+    def close(self) -> None:
+        """Nothing is read any more."""
+        ...
+
+
+class FileWeights(PublishedWeights):
+    """A version in mapped files."""
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:  # type: ignore[override]
+        """Yield name and tensor, viewing the mapped file.
+
+        Raises:
+            WeightsError: a tensor is of a type that torch does not have.
+        """
+        for stored, data in super().tensors():
+            if stored.dtype not in DTYPES:
+                raise WeightsError(f"{stored.name} is of type {stored.dtype}; known are {sorted(DTYPES)}")
+            dtype = getattr(torch, DTYPES[stored.dtype])
+            with warnings.catch_warnings():  # the file is mapped read-only, and nothing here writes to it
+                warnings.simplefilter("ignore", UserWarning)
+                flat = torch.from_numpy(data)
+            # A view needs an aligned start, which safetensors promises only for its header.
+            aligned = flat if stored.start % dtype.itemsize == 0 else flat.clone()
+            yield stored.name, aligned.view(dtype).view(stored.shape)
+
+    def close(self) -> None:
+        """Nothing is held but the mapping, which views keep."""
 
 
 class ComparedWrites(TorchDispatchMode):
@@ -183,7 +274,7 @@ class ComparedWrites(TorchDispatchMode):
     another type, on a GPU) is compared with its source, whose own digest is compared in the end.
     """
 
-    def __init__(self, parameters: Mapping[str, Tensor], weights: PublishedWeights) -> None:
+    def __init__(self, parameters: Mapping[str, Tensor], weights: WeightSource) -> None:
         super().__init__()
         self._weights = weights
         self._names: dict[int, str] = {}

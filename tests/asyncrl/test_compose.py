@@ -89,6 +89,27 @@ def test_a_wrong_override_fails_with_the_option_and_the_value(override, words):
             ["weights.full_every must be 1 where adapters are published alone", "got 3", "weights.adapters=false"],
         ),
         (["weights.interface=eth0"], ["weights.interface=eth0 is used by weights.transport=collective", "got auto"]),
+        (
+            ["weights.collective_into=engine"],
+            ["weights.collective_into=engine is used by weights.transport=collective", "got auto"],
+        ),
+        (
+            ["weights.transport=collective", "weights.collective_into=engine", "weights.full_every=2"],
+            ["weights.full_every must be 1", "weights.transport=collective, collective_into=engine", "got 2"],
+        ),
+        (["weights.transport=tensor", "weights.full_every=2"], ["full_every must be 1", "weights.transport=tensor"]),
+        (
+            ["weights.transport=tensor", "learner.lora.rank=4"],
+            ["weights.adapters must be false", "weights.transport=tensor"],
+        ),
+        (
+            ["weights.transport=tensor", "learner.keep_snapshots=-1"],
+            ["weights.transport must be file to keep all versions", "got tensor"],
+        ),
+        (
+            ["weights.transport=tensor", "learner.device=cuda", "rollout_fleet.device=cpu"],
+            ["rollout_fleet.device must be cuda with weights.transport=tensor", "got cpu"],
+        ),
         (["placement.colocated=true", "weights.publish_every=2"], ["publish_every must be 1", "got 2"]),
         (["weights.publish_every=0"], ["weights.publish_every must be >= 1", "got 0"]),
         (["weights.full_every=0"], ["weights.full_every must be >= 1", "got 0"]),
@@ -96,6 +117,10 @@ def test_a_wrong_override_fails_with_the_option_and_the_value(override, words):
         (["learner.keep_snapshots=0"], ["learner.keep_snapshots must be -1 or >= 1", "got 0"]),
         (["weights.directory=/mnt/w"], ["weights.directory=/mnt/w is used by weights.transport=file", "got auto"]),
         (["stop_timeout_s=11"], ["stop_timeout_s must be at least", "rollout_fleet.stop_timeout_s=2", "got 11"]),
+        (
+            ["rollout_fleet.on_reward_failure=drop_trajectory", "algorithm.advantage=remax"],
+            ["rollout_fleet.on_reward_failure must be retry_group", "got drop_trajectory"],
+        ),
         (["algorithm.critic=true"], ["algorithm.critic=true", "algorithm.advantage=grpo does not read"]),
         (["algorithm.critic=true", "algorithm.advantage=reinforce_plus_plus"], ["reinforce_plus_plus does not read"]),
     ],

@@ -383,6 +383,60 @@ async def test_who_leaves_hands_on_what_it_has_and_counts_with_what_it_has_done(
     run.cancel()
 
 
+async def test_two_who_ask_at_the_same_time_get_engines_of_their_own(fleet_of):
+    workers = Workers()
+    fleet = fleet_of(workers, "rollout_fleet.num_engines={min: 1, max: 4}")
+    run = await started(fleet, workers)
+    assert await fleet.leave(1) == "rollout worker 1 has left"
+    assert await fleet.leave(2) == "rollout worker 2 has left"
+    workers.takes_s = 1.0
+    answers = await asyncio.gather(fleet.join(1), fleet.join(1), fleet.join(2), return_exceptions=True)
+    assert answers[:2] == ["joined: rollout worker 4", "joined: rollout worker 5"]
+    assert "allows 4 engines, and 4 are there or on their way, got 2 more" in str(answers[2])
+    assert fleet.engines() == ["0", "3", "4", "5"]
+    run.cancel()
+
+
+async def test_who_asks_and_goes_away_leaves_the_engines_as_they_were_asked_to_be(fleet_of):
+    workers = Workers()
+    fleet = fleet_of(workers, ELASTIC)
+    run = await started(fleet, workers)
+    leaving = asyncio.create_task(fleet.leave(1))
+    await asyncio.sleep(0.5)
+    leaving.cancel()
+    await asyncio.sleep(5)
+    assert (workers.closed, fleet.engines()) == ([1], ["0", "2"])
+    assert fleet.describe().endswith("1 more may join")
+    workers.takes_s = 1.0
+    joining = asyncio.create_task(fleet.join(1))
+    await asyncio.sleep(0.5)
+    joining.cancel()
+    await asyncio.sleep(5)
+    assert fleet.engines() == ["0", "2", "3"]
+    assert (await fleet.counters()).tokens_generated == 400
+    run.cancel()
+
+
+async def test_an_engine_that_leaves_amid_an_evaluation_counts_once_and_its_prompts_are_given_back(
+    fleet_of, monkeypatch
+):
+    workers = Workers()
+    fleet = fleet_of(workers, ELASTIC)
+    run = await started(fleet, workers)
+    answering = asyncio.create_task(fleet.answer("1", ["a"], version=0, num_samples=1))
+
+    async def call(work, *arguments):  # the worker answers until it is killed, which takes a moment
+        await asyncio.sleep(1.0)
+        return work(*arguments)
+
+    monkeypatch.setattr(asyncio, "to_thread", call)
+    assert await fleet.leave(1) == "rollout worker 1 has left"
+    with pytest.raises(WorkerDiedError):
+        await answering
+    assert (await fleet.counters()).tokens_generated == 300
+    run.cancel()
+
+
 async def test_a_worker_that_dies_while_it_leaves_has_left_and_is_buried(fleet_of):
     workers = Workers()
     fleet = fleet_of(workers, ELASTIC)

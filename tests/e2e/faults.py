@@ -32,6 +32,7 @@ class Fault:
         engines: Engines that the row is about.
         end_timeout_s: How soon the run must have ended.
         goes_on: The run outlives the fault, makes further steps, and is then stopped by SIGTERM.
+        within_s: The signal comes so long after the moment at most.
     """
 
     part: str
@@ -43,6 +44,7 @@ class Fault:
     engines: tuple[str, ...] = ("transformers", "sglang")
     end_timeout_s: float = 20.0
     goes_on: bool = False
+    within_s: float = 0.5
 
     def __str__(self) -> str:
         """For the test's name."""
@@ -58,7 +60,8 @@ class Recovery:
         part: Words of the command line of the process that gets the signal.
         signal: The signal.
         words: Stand in the line that says that the part is up again; where nothing says so, three steps count.
-        after_steps: When the signal comes.
+        moment: When the signal comes: the run prints a line with these words. Empty: ``after_steps`` says it.
+        after_steps: When the signal comes otherwise.
         options: Further options of the run.
         restarts: What the summary counts as started again, by part.
     """
@@ -67,16 +70,24 @@ class Recovery:
     signal: signal.Signals
     options: tuple[str, ...]
     words: str = ""
+    moment: str = ""
     after_steps: int = 5
     restarts: tuple[tuple[str, int], ...] = ()
 
     def __str__(self) -> str:
         """For the test's name."""
         options = "-".join(option.partition("=")[0].rpartition(".")[2] for option in self.options)
-        return f"{self.part.replace(' ', '_')}-{self.signal.name}-{options}"
+        when = f"-{self.moment.replace(' ', '_')}" if self.moment else "-last" * (self.after_steps == LAST)
+        return f"{self.part.replace(' ', '_')}-{self.signal.name}{when}-{options}"
 
 
+STEPS = 30
+"""Of a run that outlives a fault."""
+LAST = STEPS - 1
+"""Steps that are made when the last one is under way."""
 STARTED, TRAINING = "writing to", "step 1/"
+LEARNER_STARTS, FLEET_STARTS, STOPS = "waiting for learner", "waiting for rollout fleet", "stopping"
+EVALUATES = "engines): ready"  # the fleet comes up after the learner
 _OWN_REWARD = f"{ROOT / 'scripts/examples/sorting/sorting_reward.py'}:leading_numbers"
 _NO_RESTARTS = ("rollout_fleet.restarts=0",)
 _SHORT_SILENCE = ("rollout_fleet.silence_timeout_s=4",)
@@ -123,6 +134,13 @@ FAULTS = (
     _killed("buffer.server", "error: the buffer server (pid"),
     _killed("ray::ActorWorker", "error: ", "learner"),
     _killed("ray::RolloutWorker", "error: ", "rollout", options=_NO_RESTARTS),
+    _killed("buffer.server", "error: the buffer server (pid", moment=LEARNER_STARTS, engines=("transformers",)),
+    _killed("ray::ActorWorker", "error: ", "learner", moment=LEARNER_STARTS, engines=("transformers",)),
+    _killed("ray::RolloutWorker", "error: ", "rollout", moment=FLEET_STARTS, engines=("transformers",)),
+    *(
+        _killed(part, status=0, moment=STOPS, options=("total_steps=3",), engines=("transformers",), within_s=0.0)
+        for part in ("buffer.server", "ray::ActorWorker", "ray::RolloutWorker")
+    ),
     _killed("sglang.launch_server", "sglang-0 died", "sglang-0.log", engines=("sglang",), options=_NO_RESTARTS),
     _replaced("ray::RolloutWorker"),
     _replaced("sglang.launch_server", engines=("sglang",)),
@@ -143,6 +161,7 @@ _ON_DISK = ("buffer.durability=disk", "buffer.directory={folder}/journal")
 _STORES = ("buffer.num_store_servers=2",)
 _HOST_STORES = ("buffer.stores_on=hosts",)
 _CHECKPOINTS = ("checkpoint.every_steps=2",)
+_NETWORK = ("weights.transport=collective",)
 _BUFFER, _LEARNER, _HOST_STORE = ("buffer", 1), ("learner", 1), ("stores", 1)
 
 RECOVERIES = (
@@ -216,7 +235,74 @@ RECOVERIES = (
         options=(*_CHECKPOINTS, "learner.step_timeout_s=10"),
         restarts=(_LEARNER,),
     ),
+    *(
+        Recovery(
+            part="ray::ActorWorker",
+            signal=signal.SIGKILL,
+            words="the learner goes on from version",
+            options=(*_CHECKPOINTS, "learner.num_ranks=2", *transport),
+            restarts=(_LEARNER,),
+        )
+        for transport in (_NETWORK, (*_NETWORK, "weights.collective_into=engine"), ("weights.transport=tensor",))
+    ),
 )
+
+_EVALUATED = ("evaluation.enabled=true",)
+_EACH_STEP = ("checkpoint.every_steps=1", "learner.restarts=2")
+
+SELDOM = (
+    Recovery(
+        part="buffer.server --groups",
+        signal=signal.SIGKILL,
+        moment=LEARNER_STARTS,
+        words="it was started again at",
+        options=_ON_DISK,
+        restarts=(_BUFFER,),
+    ),
+    *(
+        Recovery(part="ray::RolloutWorker", signal=signal.SIGKILL, options=options, **when)
+        for when, options in (
+            ({"moment": EVALUATES, "words": "rollout worker 0 is back"}, _EVALUATED),
+            ({"after_steps": LAST}, _EVALUATED),
+        )
+    ),
+    Recovery(
+        part="buffer.server --groups",
+        signal=signal.SIGKILL,
+        moment=EVALUATES,
+        words="it was started again at",
+        options=(*_ON_DISK, *_EVALUATED),
+        restarts=(_BUFFER,),
+    ),
+    Recovery(
+        part="ray::ActorWorker",
+        signal=signal.SIGKILL,
+        words="the learner goes on from version",
+        options=_EACH_STEP,
+        restarts=(_LEARNER,),
+    ),
+    Recovery(
+        part="buffer.server --groups",
+        signal=signal.SIGKILL,
+        words="it was started again at",
+        options=(*_ON_DISK, *_EACH_STEP),
+        restarts=(_BUFFER,),
+    ),
+    Recovery(part="ray::ActorWorker", signal=signal.SIGKILL, after_steps=LAST, options=_EACH_STEP),
+    Recovery(part="buffer.server --groups", signal=signal.SIGKILL, after_steps=LAST, options=_ON_DISK),
+)
+"""Moments that are seldom hit: the start, an evaluation, a checkpoint, the last step."""
+
+
+def parts_of(engine: str, groups_per_step: int) -> dict[str, str]:
+    """Words of the command lines of a run's processes, by part; stores stand on hosts."""
+    parts = {
+        "worker": "ray::RolloutWorker",
+        "store": "--store ",
+        "buffer": f"buffer.server --groups-per-step {groups_per_step}",
+        "learner": "ray::ActorWorker",
+    }
+    return parts | ({"engine": "sglang::scheduler"} if engine == "sglang" else {})
 
 
 def assert_nothing_is_left(run: RunningTraining, shared_memory: set[int]) -> None:

@@ -1,12 +1,15 @@
-"""Engines join and leave a run while it trains, and a node of the cluster dies under it; engines in process.
+"""Engines join and leave a run while it trains, and a node of the cluster dies under it.
 
-Every step is made, every token is accounted for, and has the log-prob of the version that it names.
+Every step is made, and every token is accounted for; with engines in process, the log-prob of each token is compared
+with that of the version that it names. ``ASYNCRL_FAULT_ENGINE=transformers`` takes such engines everywhere.
 """
 
 import os
 import signal
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import psutil
@@ -70,6 +73,69 @@ def test_one_engine_leaves_and_another_joins_while_the_run_trains(start):
     assert run.survivors() == []
     status, words = command("join", run.run_dir)
     assert (status, "this run has ended" in words) == (2, True), words
+
+
+WEIGHTS = {
+    "deltas": ["weights.transport=file", "weights.full_every=3"],
+    "collective": ["weights.transport=collective", "weights.full_every=3"],
+    "adapters": ["weights.full_every=3", "learner.lora.rank=4"],
+}
+
+
+@pytest.mark.parametrize("weights", WEIGHTS.values(), ids=WEIGHTS.keys())
+def test_engines_come_and_go_whatever_the_run_is_busy_with(start, weights):
+    engine = os.environ.get("ASYNCRL_FAULT_ENGINE", "sglang")
+    run = start(
+        "total_steps=100000",
+        f"rollout_fleet.engine={engine}",
+        "rollout_fleet.num_engines={min: 1, max: 3}",
+        "rollout_fleet.restarts=0",
+        "algorithm.groups_per_step=8",
+        "record_trajectories=true",
+        "evaluation.every_steps=2",
+        "checkpoint.every_steps=3",
+        "sft.enabled=false",
+        *weights,
+    )
+    run.wait_for_line("; 3 engines are there", timeout_s=JOINED_S)
+    run.wait_for_step(4)
+    for rank in (0, 2):  # weights are loaded and held-out prompts answered all the time
+        timed(run, "leave", str(rank))
+    with ThreadPoolExecutor(2) as both:
+        joining = [both.submit(timed, run, "join") for _ in range(2)]
+        assert sorted(words.result() for words in joining) == [f"joined: rollout worker {rank}\n" for rank in (0, 3)]
+    steps_after(run)
+    timed(run, "leave", "0")
+    os.kill(run.pid_at("ray::ActorWorker"), signal.SIGKILL)
+    run.wait_for_line("the learner starts again from the newest checkpoint")
+    assert timed(run, "join") == "joined: rollout worker 0\n"
+    steps_after(run)
+    for pid in run.pids_at("ray::RolloutWorker"):
+        os.kill(pid, signal.SIGKILL)
+    run.wait_for_line("no rollout engine is up; training waits")
+    assert timed(run, "join").startswith("joined: rollout worker ")
+    steps_after(run)
+    run.remember_family()
+    run.process.terminate()
+    assert run.finish(60) == 128 + signal.SIGTERM, run.output
+    assert_every_step_is_made_and_no_version_goes_back(run, run.num_steps)
+    assert_every_token_is_accounted_for(run)
+    assert run.summary["restarts"]["learner"] == 1
+    assert run.survivors() == []
+
+
+def timed(run, name, *arguments):
+    """Do what the command is for; returns what it said, and prints how long it took."""
+    began_s = time.monotonic()
+    status, words = command(name, run.run_dir, *arguments)
+    assert status == 0, f"{words}\n{run.output}"
+    print(f"{name} {' '.join(arguments)} took {time.monotonic() - began_s:.1f} s: {words}", end="")  # noqa: T201
+    return words
+
+
+def steps_after(run):
+    """Wait for three steps more."""
+    run.wait_for_step(run.num_steps + 3, timeout_s=120)
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from tests.e2e.faults import STARTED, assert_nothing_is_left
+from tests.e2e.faults import STARTED, assert_nothing_is_left, parts_of
 from tests.e2e.run_checks import (
     assert_every_step_is_made_and_no_version_goes_back,
     assert_every_token_is_accounted_for,
@@ -26,12 +26,7 @@ FIRST_STEP = 5
 STEPS = FIRST_STEP + FAULTS * STEPS_BETWEEN + 100  # what makes up for a pause may run ahead of the faults
 GROUPS_PER_STEP = 8
 ENGINE = os.environ.get("ASYNCRL_FAULT_ENGINE", "transformers")
-PARTS = {
-    "worker": "ray::RolloutWorker",
-    "store": "--store ",
-    "buffer": f"buffer.server --groups-per-step {GROUPS_PER_STEP}",
-    "learner": "ray::ActorWorker",
-} | ({"engine": "sglang::scheduler"} if ENGINE == "sglang" else {})
+PARTS = parts_of(ENGINE, GROUPS_PER_STEP)
 RECOVERY_TIMEOUT_S = 240
 
 

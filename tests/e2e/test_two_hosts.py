@@ -1,10 +1,13 @@
 """scripts/two_hosts.sh: a run across two hosts that are made of namespaces; how it is stopped: `test_scripts.py`."""
 
 import json
+import os
+import signal
+import time
 
 import pytest
 
-from tests.support.two_hosts import left_of, seen_by_hosts, skip_unless_permitted, start_hosts
+from tests.support.two_hosts import RunOnTwoHosts, left_of, seen_by_hosts, skip_unless_permitted, start_hosts
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -46,3 +49,63 @@ def test_a_learner_on_one_host_and_engines_on_both_train_and_nothing_is_left(out
     assert (run / "policy" / "model.safetensors").is_file()
     assert left_of(mark) == []
     assert sorted(path.name for path in out.iterdir()) == [transport]
+
+
+@pytest.fixture
+def on_two_hosts(out):
+    """Start a run on two hosts; what is left of it is ended."""
+    runs = []
+
+    def start(*arguments):
+        runs.append(RunOnTwoHosts(out, *arguments))
+        return runs[-1]
+
+    yield start
+    for run in runs:
+        run.end()
+
+
+FAULTY_STEPS = 400
+OUTLIVES = [
+    f"total_steps={FAULTY_STEPS}",
+    "evaluation.enabled=false",
+    "sft.enabled=false",
+    "algorithm.groups_per_step=8",
+    "checkpoint.every_steps=2",
+    "learner.restarts=5",
+]
+
+
+@pytest.mark.parametrize("transport", ["file", "collective"])
+def test_a_run_goes_on_when_parts_of_the_other_host_die_and_its_link_is_cut(on_two_hosts, out, transport):
+    run = on_two_hosts("--transport", transport, *OUTLIVES, f"checkpoint.directory={out / 'checkpoints'}")
+    run.wait_for_line(" step 1/", timeout_s=400)
+    for part, back in (("sglang::scheduler", "serves version"), ("ray::RolloutWorker", "is back"), ("--store ", "")):
+        os.kill(run.pids_on_second(part)[0], signal.SIGKILL)
+        began_s = time.monotonic()
+        goes_on(run, f"{part} of the other host died")
+        if back:
+            run.wait_for_line(back, timeout_s=300)
+            print(f"{part} of the other host is back after {time.monotonic() - began_s:.1f} s")  # noqa: T201
+    run.set_link("down")
+    time.sleep(10.0)
+    run.set_link("up")
+    goes_on(run, "the link was cut for 10 s")
+    run.set_link("down")
+    began_s = time.monotonic()
+    run.wait_for_line("rollout worker 1 waits for a place", timeout_s=300)
+    print(f"the other host is given up {time.monotonic() - began_s:.1f} s after its link was cut")  # noqa: T201
+    goes_on(run, "the link is cut")
+    assert run.finish(timeout_s=600) == 0, run.output
+    summary = json.loads((out / transport / "summary.json").read_text())
+    tokens = summary["tokens"]
+    assert tokens["generated"] == sum(tokens[name] for name in ("trained", "dropped", "buffered", "in_flight"))
+    assert summary["policy_version"] == FAULTY_STEPS
+    assert left_of(run.mark) == []
+
+
+def goes_on(run, what):
+    """Wait for two steps more, since the first may have been on its way; prints how long they took."""
+    began_s = time.monotonic()
+    run.wait_for_step(run.num_steps + 2, timeout_s=300)
+    print(f"{what}: two steps in {time.monotonic() - began_s:.1f} s")  # noqa: T201

@@ -14,12 +14,15 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from asyncrl.protocol.collective import CollectiveOptions, receive_weights
-from asyncrl.protocol.errors import WeightsError
+from asyncrl.protocol.collective import CollectiveOptions
+from asyncrl.protocol.errors import WeightsError, WeightsGone
+from asyncrl.protocol.lent_memory import LentWeights
 from asyncrl.protocol.manifest import PublishedWeights, read_manifest
+from asyncrl.protocol.weight_receiver import receive_weights
 from learner import weights
 from learner.config import AlgorithmConfig, Device, LearnerConfig, LoraConfig, OptimizerConfig
 from learner.fsdp import local_tensor
+from learner.lent_weights import LendOptions, LentBuffers
 from learner.lora import adapted_layers
 from learner.losses import policy_objective
 from learner.model_folder import save_policy
@@ -28,7 +31,7 @@ from learner.weight_files import ModelFiles, WritableFile
 from learner.weight_layout import ModelLayout, Region
 from learner.weights import WeightPublisher
 from rollout_fleet.engines.staging import WeightStager
-from rollout_fleet.engines.weight_loader import PublishedAdapter, torch_tensors
+from rollout_fleet.engines.weight_loader import FileWeights, PublishedAdapter
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny_models import TRAINED_FAMILIES, random_sequences, save_tiny_model
 from tests.support.whole_weights import gather_weights, save_whole
@@ -167,6 +170,68 @@ def test_what_two_ranks_send_over_the_network_is_what_one_would_gather(family, o
     assert not Path(tmp_path, "host-b", "published").exists()
 
 
+def lent_by_a_rank(config, path, folder):
+    """Publish in memory; each rank reads what both lend, as an engine beside it would."""
+    trainer = Trainer(config, model_path=path, total_updates=1)
+    lend = LendOptions(num_buffers=2, timeout_s=60.0)
+    publisher = WeightPublisher(trainer, folder, keep=3, lend=lend, log=NewestOnly())
+    offers = [publisher.publish(version).result() for version in (3, 4)]
+    trainer.update(random_sequences(3), policy_objective(AlgorithmConfig()))
+    offers.append(publisher.publish(5).result())
+    dist.broadcast_object_list(offers, src=0)
+    weights = LentWeights(offers[-1], torch.device("cpu"))
+    taken = {name: tensor.numpy().copy() for name, tensor in weights.tensors()}
+    weights.verify()
+    weights.close()
+    gone = ""
+    try:
+        LentWeights(offers[0], torch.device("cpu"))
+    except WeightsGone as error:
+        gone = str(error)
+    dist.barrier()
+    publisher.close()
+    whole = gather_weights(trainer)
+    return taken, gone, None if whole is None else {name: value.numpy() for name, value in whole.items()}
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("qwen3", {}),
+        ("qwen3_moe", {"lora": LoraConfig(rank=2, target_modules=["q_proj"])}),
+        ("qwen3", {"fsdp_size": 1}),
+    ],
+    ids=["dense", "experts-with-adapters", "copies"],
+)
+def test_what_two_ranks_lend_is_what_one_would_gather_and_of_older_versions_nothing_is_left(family, options, tmp_path):
+    path = save_tiny_model(tmp_path / "model", family)
+    config = replace(CONFIG, num_ranks=2, **options)
+    ranks = run_on_ranks(2, lent_by_a_rank, config, path, str(tmp_path / "p"))
+    whole = ranks[0][2]
+    for taken, gone, _ in ranks:
+        assert taken.keys() == whole.keys()
+        for name, value in whole.items():
+            assert np.array_equal(taken[name], value), name
+        assert "policy version 3 is no longer lent" in gone
+    assert sorted(path.name for path in (tmp_path / "p").iterdir()) == ["v00000003", "v00000004", "v00000005"]
+
+
+@pytest.mark.parametrize(
+    ("num_buffers", "shown", "overwritten"),
+    [(2, 5, {6: 4, 7: 5, 8: 6}), (3, 4, {6: None, 7: 5, 8: 6}), (3, 0, {6: None, 7: 4, 8: 5})],
+)
+def test_the_oldest_version_in_memory_makes_way_unless_it_is_still_shown(num_buffers, shown, overwritten):
+    buffers = LentBuffers(LendOptions(num_buffers=num_buffers, timeout_s=1.0), 8, torch.device("cpu"), whole_bytes=8)
+    for version in (4, 5):
+        buffers.take(shown=shown).complete(version)
+    for version, expected in overwritten.items():
+        before = {id(buffer): buffer.version for buffer in buffers._buffers}
+        chosen = buffers.take(shown=shown)
+        assert before.get(id(chosen)) == expected
+        chosen.complete(version)
+    buffers.close()
+
+
 def adapters_of_a_rank(config, path, folder, hosts):
     """What an engine of this rank's host makes of the second version of adapters alone, with what one would gather."""
     trainer = Trainer(config, model_path=path, total_updates=2)
@@ -199,9 +264,9 @@ async def merged_by_an_engine(stager, offer):
 def merged_from(offer):
     """Which file the frozen weights are, and what the adapters make of them."""
     adapter = PublishedAdapter(offer)
-    frozen = PublishedWeights(adapter.base)
+    frozen = FileWeights(adapter.base)
     frozen.verify()
-    merged = {name: t.numpy() for name, t in adapter.merged(torch_tensors(frozen), torch.device("cpu"))}
+    merged = {name: t.numpy() for name, t in adapter.merged(frozen.tensors(), torch.device("cpu"))}
     return Path(adapter.base.manifest).stat().st_ino, merged
 
 
@@ -259,7 +324,7 @@ def deltas_of_a_rank(config, path, folder):
         offer = publisher.publish(version).result()
         whole = gather_weights(trainer)
         if offer is not None:
-            staged = dict(torch_tensors(PublishedWeights(stager.stage(offer))))
+            staged = dict(FileWeights(stager.stage(offer)).tensors())
             is_equal = staged.keys() == whole.keys() and all(torch.equal(staged[n], t) for n, t in whole.items())
             own = Path(read_manifest(offer).directory)
             size = sum(f.stat().st_size for f in own.iterdir() if f.name.startswith(("delta", "model")))

@@ -15,13 +15,7 @@ from safetensors.torch import load_file
 from torch.distributed import DistError, TCPStore
 
 from asyncrl.protocol import collective
-from asyncrl.protocol.collective import (
-    CollectiveOptions,
-    WeightReceiver,
-    WeightSender,
-    interface_address,
-    receive_weights,
-)
+from asyncrl.protocol.collective import CollectiveOptions, RoundGroup, WeightSender, interface_address
 from asyncrl.protocol.errors import DeadlineError, WeightsError, WeightsGone
 from asyncrl.protocol.manifest import (
     Manifest,
@@ -32,6 +26,8 @@ from asyncrl.protocol.manifest import (
     read_manifest,
     safetensors_header,
 )
+from asyncrl.protocol.weight_receiver import ArrivingWeights, WeightReceiver, receive_weights
+from rollout_fleet.engines.weight_loader import load_from
 from tests.support.peers import peers
 
 PIECE_BYTES = 20_000
@@ -99,7 +95,7 @@ def receive(state, offered, folder, timeout_s=30.0):
 
 def fall_at_the_third_broadcast(state, number):
     """Signal this process in the middle of a round, once."""
-    broadcast, calls = collective._broadcast, []
+    broadcast, calls = RoundGroup.broadcast, []
 
     def falling(*args):
         calls.append(1)
@@ -107,7 +103,21 @@ def fall_at_the_third_broadcast(state, number):
             os.kill(os.getpid(), number)
         return broadcast(*args)
 
-    collective._broadcast = falling
+    RoundGroup.broadcast = falling
+
+
+def arrive(state, offered, timeout_s=30.0):
+    """Take part in rounds as an engine's rank does; returns what its model was given, by name, and for how long."""
+    collective.SPAN_BYTES, collective.CALL_S = SPAN_BYTES, CALL_S
+    began = time.monotonic()
+
+    def take_all(weights):
+        taken = {name: tensor.view(torch.uint8).numpy().copy() for name, tensor in weights.tensors()}
+        weights.verify()
+        return taken
+
+    taken = load_from(offered, torch.device("cpu"), take_all, timeout_s=timeout_s)
+    return taken, time.monotonic() - began
 
 
 def change_what_is_sent(state, version):
@@ -134,17 +144,39 @@ def assert_holds(received, version):
     assert read_manifest(received).pieces == manifest.pieces
 
 
-@pytest.fixture
-def ranks(monkeypatch):
-    """Two senders in this process; those of receivers beside them are threads."""
-    monkeypatch.setattr(collective, "SPAN_BYTES", SPAN_BYTES)
-    monkeypatch.setattr(collective, "CALL_S", CALL_S)
+def assert_all_arrived(taken, version):
+    data, _, manifest = version_of(version)
+    assert taken.keys() == {name for name, *_ in TENSORS}
+    for stored in manifest.tensors:
+        published = data[stored.start : stored.start + stored.num_bytes]
+        assert np.array_equal(taken[stored.name].reshape(-1), published), stored.name
+
+
+def both_ranks(options):
     states = [{}, {}]
-    address = begin(states[0], 0, "")
-    begin(states[1], 1, address)
+    address = begin(states[0], 0, "", options)
+    begin(states[1], 1, address, options)
     yield states
     for state in states:
         state["sender"].close()
+
+
+@pytest.fixture
+def short_rounds(monkeypatch):
+    monkeypatch.setattr(collective, "SPAN_BYTES", SPAN_BYTES)
+    monkeypatch.setattr(collective, "CALL_S", CALL_S)
+
+
+@pytest.fixture
+def ranks(short_rounds):
+    """Two senders in this process; those of receivers beside them are threads."""
+    yield from both_ranks(OPTIONS)
+
+
+@pytest.fixture
+def ranks_into_engines(short_rounds):
+    """The same; they send to the ranks of engines."""
+    yield from both_ranks(replace(OPTIONS, into_engines=True))
 
 
 def offered_by(ranks, version, folder):
@@ -260,7 +292,7 @@ async def test_who_asked_and_fell_silent_holds_nobody_up(ranks, tmp_path):
 async def test_who_is_not_heard_in_time_asks_again_and_then_says_so(ranks, tmp_path, monkeypatch):
     offered = offered_by(ranks, 1, tmp_path)
     monkeypatch.setattr(WeightSender, "_gather", lambda self, queue, messages, count, wait_s: messages)
-    with pytest.raises(WeightsError, match=r"in 3 rounds: \['rank 0 did not hear of this host within 1\.0 s', .*"):
+    with pytest.raises(WeightsError, match=r"in 3 rounds: \['rank 0 did not hear of this receiver within 1\.0 s', .*"):
         await receive_weights(offered, tmp_path / "r", timeout_s=30.0)
 
 
@@ -272,13 +304,83 @@ async def test_bytes_that_change_on_the_way_are_never_received(ranks, tmp_path):
     assert not list((tmp_path / "r").iterdir())
 
 
+async def test_into_engines_every_tensor_arrives_whole_on_each_of_its_ranks(ranks_into_engines, tmp_path):
+    offered = offered_by(ranks_into_engines, 1, tmp_path)
+    assert offered.is_sent_to_engines
+    assert not offered.is_collective
+    for taken, _ in await asyncio.gather(*(asyncio.to_thread(arrive, {}, offered) for _ in range(2))):
+        assert_all_arrived(taken, 1)
+
+
+async def test_an_engine_that_stands_still_is_sent_its_version_also_beside_a_newer_one(ranks_into_engines, tmp_path):
+    offers = [offered_by(ranks_into_engines, version, tmp_path) for version in (1, 2)]
+    older, newer = await asyncio.gather(*(asyncio.to_thread(arrive, {}, offered) for offered in offers))
+    assert_all_arrived(older[0], 1)
+    assert_all_arrived(newer[0], 2)
+
+
+def test_into_engines_bytes_that_change_on_the_way_are_never_given_to_a_model(ranks_into_engines, tmp_path):
+    offered = offered_by(ranks_into_engines, 1, tmp_path)
+    change_what_is_sent(ranks_into_engines[1], 1)
+    with pytest.raises(WeightsError, match=r"in 3 rounds: \['policy version 1: other bytes of half arrived"):
+        arrive({}, offered)
+
+
+def test_an_engines_rank_that_is_not_heard_in_time_asks_again_and_then_says_so(
+    ranks_into_engines, tmp_path, monkeypatch
+):
+    offered = offered_by(ranks_into_engines, 1, tmp_path)
+    monkeypatch.setattr(WeightSender, "_gather", lambda self, queue, messages, count, wait_s: messages)
+    with pytest.raises(WeightsError, match=r"in 3 rounds: \['rank 0 did not hear of this receiver within 1\.0 s', .*"):
+        arrive({}, offered)
+
+
+def test_a_load_that_ends_early_leaves_the_round_and_the_next_one_goes_well(ranks_into_engines, tmp_path):
+    offered = offered_by(ranks_into_engines, 1, tmp_path)
+    weights = ArrivingWeights(offered, torch.device("cpu"), timeout_s=10.0)
+    next(weights.tensors())
+    with pytest.raises(WeightsError, match="policy version 1: not every tensor was taken from engine://"):
+        weights.verify()
+    weights.close()
+    assert_all_arrived(arrive({}, offered)[0], 1)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_an_engines_rank_that_falls_in_a_round_leaves_the_other_time_for_a_second_one(number, tmp_path):
+    with peers(4) as everyone:
+        senders, (falling, other) = everyone[:2], everyone[2:]
+        start_senders(senders, replace(OPTIONS, timeout_s=5.0, into_engines=True))
+        offered = publish(senders, 1, tmp_path)
+        falling.ask(fall_at_the_third_broadcast, number).answer()
+        falling.ask(arrive, offered, 5.0)
+        taken, seconds = other.ask(arrive, offered, 5.0).answer()
+        assert_all_arrived(taken, 1)
+        assert seconds < 5.0
+
+
+def test_into_engines_a_rank_that_stops_is_a_deadline_by_name(tmp_path):
+    with peers(3) as everyone:
+        senders, receiver = everyone[:2], everyone[2]
+        start_senders(senders, replace(OPTIONS, timeout_s=30.0, num_receivers=1, into_engines=True))
+        offered = publish(senders, 1, tmp_path)
+        senders[1].ask(fall_at_the_third_broadcast, signal.SIGSTOP).answer()
+        with pytest.raises(DeadlineError, match=r"policy version 1 did not arrive from engine://127.0.0.1:\d+ within"):
+            receiver.ask(arrive, offered, 1.5).answer(20.0)
+
+
+async def test_versions_of_a_learner_that_has_ended_are_gone_at_once(ranks, tmp_path):
+    offered = offered_by(ranks, 1, tmp_path)
+    with pytest.raises(WeightsGone, match=r"policy version 1 is no longer sent: nobody listens at gloo://127.0.0.1:1"):
+        await receive_weights(replace(offered, manifest="gloo://127.0.0.1:1"), tmp_path / "r", timeout_s=30.0)
+
+
 def test_no_room_on_the_receivers_host_is_an_error_by_name(tmp_path, monkeypatch):
     _, _, manifest = version_of(1)
 
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("asyncrl.protocol.collective.os.posix_fallocate", full)
+    monkeypatch.setattr("asyncrl.protocol.weight_receiver.os.posix_fallocate", full)
     receiver = WeightReceiver(manifest.offer(tmp_path / "manifest.json", 1), tmp_path, timeout_s=1.0)
     with pytest.raises(WeightsError, match=r"no room for \d+ bytes of weights in .*No space left"):
         receiver._make_file(manifest)

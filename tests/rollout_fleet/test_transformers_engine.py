@@ -109,7 +109,7 @@ async def test_a_load_waits_for_a_batch_that_outlasts_its_deadline(start, publis
     outputs = await answer(engine, requests_of(1))
     begun = threading.Event()
     monkeypatch.setattr(engine._model, "generate", lambda *_: begun.set() or time.sleep(0.8) or outputs)
-    monkeypatch.setattr(engine._model, "load_weights", lambda _: None)
+    monkeypatch.setattr(engine._model, "load_weights", lambda *_, **__: None)
     running = asyncio.create_task(answer(engine, requests_of(1)))
     await asyncio.to_thread(begun.wait, 30)
     assert await engine.load_weights(publish(1)) < 0.5, "the wait for the batch is not part of the load"
@@ -132,7 +132,7 @@ async def test_a_load_that_waits_for_a_silent_batch_ends_with_the_silence(start,
 async def test_a_load_that_hangs_names_its_option_and_fails_the_engine(start, publish, monkeypatch):
     engine = await start(load_timeout_s=0.1)
     stuck = threading.Event()
-    monkeypatch.setattr(engine._model, "load_weights", lambda _: stuck.wait(60))
+    monkeypatch.setattr(engine._model, "load_weights", lambda *_, **__: stuck.wait(60))
     want = r"transformers-0 did not load policy version 1 from .* within rollout_fleet.load_timeout_s = 0.1 s"
     for failed in (engine.load_weights(publish(1)), engine.wait_failed(), answer(engine, requests_of(1))):
         with pytest.raises(DeadlineError, match=want):
@@ -378,7 +378,8 @@ async def test_adapters_alone_are_computed_beside_frozen_weights_that_are_loaded
     learner = PackedModel(config, ACTOR, model_path=model_path)
     publisher = WeightPublisher(learner, str(tmp_path / "published"), keep=2, adapters=True)
     engine, requests, loads = await start(), requests_of(3, temperature=0.7), []
-    engine._model._load_full = lambda offer, load=engine._model._load_full: (loads.append(offer.version), load(offer))
+    load = engine._model._load_full
+    engine._model._load_full = lambda version, weights: (loads.append(version), load(version, weights))
     try:
         for version in (1, 2):
             for name, parameter in learner.pretrained.named_parameters():

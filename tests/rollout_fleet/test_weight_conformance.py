@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 from asyncrl.protocol.collective import CollectiveOptions
 from learner.config import Device, LearnerConfig, LoraConfig
 from learner.fsdp import local_tensor
+from learner.lent_weights import LendOptions
 from learner.lora import is_adapter
 from learner.packed_model import PackedModel
 from learner.roles import ACTOR
@@ -37,6 +38,8 @@ pytestmark = [
 ]
 NUM_UPDATES = 30
 NETWORK = CollectiveOptions(interface="lo", num_receivers=1, timeout_s=30.0, keep=1)
+INTO_ENGINES = {"collective": replace(NETWORK, num_receivers=2, into_engines=True)}
+LENT = {"lend": LendOptions(num_buffers=2, timeout_s=30.0)}
 SHARED_PREFIX = np.asarray([3 + position * 7 % 10 for position in range(60)], dtype=np.int32)
 
 
@@ -51,6 +54,14 @@ SHARED_PREFIX = np.asarray([3 + position * 7 % 10 for position in range(60)], dt
         pytest.param("qwen3", 1, "float32", 1e-4, OnUpdate.recompute, {"full_every": 5}, id="deltas"),
         pytest.param("llama", 2, "float32", 1e-4, OnUpdate.recompute, {"collective": NETWORK}, id="over-the-network"),
         pytest.param("llama", 2, "float32", 1e-4, OnUpdate.recompute, {"adapters": True}, id="adapters-alone"),
+        pytest.param("llama", 2, "float32", 1e-4, OnUpdate.recompute, INTO_ENGINES, id="into-two-ranks-of-an-engine"),
+        pytest.param("qwen3", 1, "float32", 1e-4, OnUpdate.recompute, INTO_ENGINES, id="into-an-engine-tied"),
+        pytest.param("qwen3_moe", 1, "float32", 1e-4, OnUpdate.recompute, INTO_ENGINES, id="into-an-engine-experts"),
+        pytest.param("qwen2", 1, "bfloat16", 0.1, OnUpdate.recompute, INTO_ENGINES, id="into-an-engine-bfloat16"),
+        pytest.param("llama", 2, "float32", 1e-4, OnUpdate.recompute, LENT, id="lent-to-two-ranks"),
+        pytest.param("qwen3", 1, "float32", 1e-4, OnUpdate.recompute, LENT, id="lent-tied"),
+        pytest.param("qwen3_moe", 1, "float32", 1e-4, OnUpdate.recompute, LENT, id="lent-experts"),
+        pytest.param("qwen2", 1, "bfloat16", 0.1, OnUpdate.recompute, LENT, id="lent-bfloat16"),
     ],
 )
 async def test_every_token_is_of_the_version_that_it_names(family, tp_size, dtype, atol, on_update, offers, tmp_path):

@@ -32,6 +32,7 @@ from tests.support.engine_probes import (
     until_writing,
 )
 from tests.support.faulty_proxy import ANSWERS, FaultyProxy
+from tests.support.learner_ranks import learner_ranks
 
 pytestmark = [
     pytest.mark.e2e,
@@ -52,6 +53,7 @@ TOGETHER = {"/end_weight_update": {"/update_weight_version"}}
 """Calls that are made with another, before that is answered."""
 DEADLINE_S = 3.0
 GRACE_S = 5.0
+MAX_ENDS = 5
 DEADLINE = rf"did not load policy version \d+ from .* within rollout_fleet.load_timeout_s = {DEADLINE_S:g} s"
 SILENCE = r"produced no token of its \d+ running requests"
 FAILURES = {
@@ -63,12 +65,16 @@ FAILURES = {
     "SIGSTOP": f"{DEADLINE}|{SILENCE}",
     "SIGKILL": f"died with exit status {128 + signal.SIGKILL}",
 }
+SIGNALS = ["SIGSTOP", "SIGKILL"]
 # The moment after a call is the one before the next, for a signal. SIGKILL comes last: it costs a server.
 ROWS = [
     *itertools.product(STEPS, ["before", "during", "after"], ANSWERS),
-    *itertools.product(STEPS, ["before", "during"], ["SIGSTOP"]),
-    *itertools.product(STEPS, ["during"], ["SIGKILL"]),
+    *itertools.product(STEPS, ["before", "during"], SIGNALS[:1]),
+    *itertools.product(STEPS, ["during"], SIGNALS[1:]),
 ]
+LOAD = "/update_weights_from_tensor"
+HELD_ROWS = [*itertools.product(["engine", "tensor"], ["engine", "rank 0", "rank 1"], ["before", "during"], SIGNALS)]
+"""How an engine comes by weights that learner ranks hold, and who is signalled when, as the server loads them."""
 _VERSIONS = itertools.count(1)
 
 
@@ -102,8 +108,19 @@ class Servers:
         finally:
             await engine.stop()
             await proxy.stop()
-            with contextlib.suppress(AsyncRLError):  # the session that the failed load left open
+            if self.owner._server._guard.returncode is None:
+                await self._end_session()
+
+    async def _end_session(self):
+        """End the update that the failed load left open; a stopped server may begin it only now that it goes on."""
+        for _ in range(MAX_ENDS):
+            with contextlib.suppress(AsyncRLError):  # there is none
                 await self.owner._post("/end_weight_update", {})
+            with contextlib.suppress(AsyncRLError):  # there is one again
+                await self.owner._order("/begin_weight_update", {}, success=True)
+                await self.owner._order("/end_weight_update", {}, success=True)
+                return
+        raise AssertionError(f"the server still has a session open after {MAX_ENDS} times its end")
 
     def publish(self, scale):
         """Offer changed weights as the next version."""
@@ -226,3 +243,71 @@ async def test_nothing_is_accepted_under_weights_that_were_not_verified(servers,
     assert servers.other.version == offer.version
     assert offer.version in {version for _, sample in goes_on for version in sample.versions.tolist()}
     check([*accepted, *goes_on], servers.model_of, seed)
+
+
+@pytest.mark.parametrize(("way", "who", "moment", "fault"), HELD_ROWS)
+async def test_an_engine_that_takes_weights_out_of_the_learners_memory_never_continues_under_others(
+    servers, way, who, moment, fault
+):
+    seed, accepted, number = random.randrange(1 << 16), [], signal.Signals[fault]
+    with learner_ranks(way, num_receivers=2, timeout_s=DEADLINE_S) as learner:
+        async with servers.failing_engine() as (engine, proxy):
+            await engine.load_weights(learner.offer(servers.publish(1.1)))
+            engine._config = RolloutFleetConfig(load_timeout_s=DEADLINE_S)
+            engine._silence._timeout_s = DEADLINE_S
+            running = asyncio.create_task(collect(engine, requests_of(2, 2, max_new_tokens=400, top_k=3), accepted))
+            await until_writing(engine)
+            act = fault_of(servers, fault, seed)["act"]
+            if who != "engine":
+                rank = learner.ranks[int(who[-1])]
+
+                async def act():
+                    rank.signal(number)
+
+            proxy.fail(LOAD, moment, act=act)
+            offer, began_s, goes_on = learner.offer(servers.publish(0.7)), time.monotonic(), []
+            try:
+                if who == "engine":
+                    message, goes_on = await asyncio.gather(
+                        failure_of(engine, offer, running), load_under_load(servers.other, offer)
+                    )
+                elif message := await failure_or_nothing(engine, offer):
+                    with contextlib.suppress(AsyncRLError):
+                        await asyncio.wait_for(running, 10)
+                else:
+                    accepted += [*zip(after := requests_of(1, 2), await answer(engine, after), strict=True)]
+            finally:
+                running.cancel()
+                if fault == "SIGSTOP":
+                    for process in server_processes(servers.owner) if who == "engine" else ():
+                        process.send_signal(signal.SIGCONT)
+                    if who != "engine":
+                        rank.signal(signal.SIGCONT)
+    took_s = time.monotonic() - began_s
+    assert took_s < 3 * DEADLINE_S + GRACE_S
+    assert re.search(held_failure(way, who, moment, fault), message), f"seed {seed}: {message}"
+    if who == "engine":
+        assert servers.other.version == offer.version
+    check([*accepted, *goes_on], servers.model_of, seed)
+
+
+async def failure_or_nothing(engine, offer):
+    """What an engine says that does not load; empty where it does, for a stopped process still holds its memory."""
+    try:
+        await engine.load_weights(offer)
+    except AsyncRLError as error:
+        with pytest.raises(AsyncRLError, match=re.escape(str(error)[:60])):
+            await engine.load_weights(offer)
+        return str(error)
+    return ""
+
+
+def held_failure(way, who, moment, fault):
+    """What the failure says; nothing is right where the memory was read before the fault, or in spite of it."""
+    if who == "engine":
+        return FAILURES[fault]
+    if way == "tensor":
+        gone = "policy version .* is no longer lent: learner process .* has ended"
+        return gone if (moment, fault) == ("before", "SIGKILL") else f"^$|{gone}" if fault == "SIGKILL" else "^$"
+    lost = r"did not arrive from engine://|was not received in 3 rounds|is no longer sent: nobody listens at engine://"
+    return lost + f"|{DEADLINE}" if moment == "before" else lost + f"|{DEADLINE}|^$"

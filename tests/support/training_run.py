@@ -122,9 +122,10 @@ class RunningTraining:
 
     @property
     def records(self) -> list[dict]:
-        """``metrics.jsonl``."""
+        """The whole lines of ``metrics.jsonl``; the last one may just be being written."""
         path = self.run_dir / "metrics.jsonl"
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        whole, _, _ = (path.read_text() if path.exists() else "").rpartition("\n")
+        return [json.loads(line) for line in whole.splitlines()]
 
     def remember_family(self) -> None:
         """Note every process of the run, to look for survivors later."""
@@ -140,6 +141,18 @@ class RunningTraining:
         raise AssertionError(
             f"no process of the run is called {words!r}: {[c.cmdline() for c in self.family.values()]}"
         )
+
+    def wait_for_process(self, words: str, timeout_s: float = 30.0) -> int:
+        """Pid of such a process, once there is one; see `pid_of`."""
+        found: list[int] = []
+
+        def is_there() -> bool:
+            with suppress(AssertionError, psutil.Error):
+                found.append(self.pid_of(words))
+            return bool(found)
+
+        self._wait_until(is_there, f"process that is called {words!r}", timeout_s)
+        return found[0]
 
     def pid_at(self, words: str) -> int:
         """Pid of the first process of the run whose name or whole command line holds ``words``."""

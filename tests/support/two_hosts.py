@@ -1,9 +1,13 @@
 """scripts/two_hosts.sh as tests start it."""
 
+import json
 import os
+import queue
 import shutil
 import subprocess
 import tempfile
+import threading
+import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -15,6 +19,7 @@ import pytest
 from tests.support.training_run import ROOT
 
 SCRIPT = ROOT / "scripts" / "two_hosts.sh"
+SECOND_ADDRESS = "10.77.0.2"
 
 
 @contextmanager
@@ -56,3 +61,98 @@ def left_of(mark: str, grace_s: float = 0.0) -> list[psutil.Process]:
             if process.environ().get("MARK") == mark and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
     return psutil.wait_procs(found, timeout=grace_s)[1] if grace_s else found
+
+
+class RunOnTwoHosts:
+    """The script, its output read line by line, and what runs on its second host."""
+
+    def __init__(self, out: Path, *arguments: str) -> None:
+        self.process, self.mark = start_hosts(out, *arguments)
+        self.lines: list[str] = []
+        self._fresh: queue.Queue[str | None] = queue.Queue()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        for line in self.process.stdout:
+            self._fresh.put(line.rstrip())
+        self._fresh.put(None)
+
+    @property
+    def output(self) -> str:
+        """Everything read so far."""
+        return "\n".join(self.lines)
+
+    def wait_for_line(self, words: str, timeout_s: float) -> str:
+        """Wait until a line holds ``words``."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                line = self._fresh.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                raise AssertionError(f"no line with {words!r} within {timeout_s} s:\n{self.output}") from None
+            if line is None:
+                self.process.wait(10)
+                skip_unless_permitted(self.process, self.output)
+                raise AssertionError(f"the run ended before a line with {words!r}:\n{self.output}")
+            self.lines.append(line)
+            if words in line:
+                return line
+
+    @property
+    def num_steps(self) -> int:
+        """How many steps are made, and not lost; the run's folder lies in /tmp of the first host."""
+        first = next(one.pid for one in left_of(self.mark) if "gcs_server" in one.name())
+        paths = list(Path(f"/proc/{first}/root/tmp/asyncrl/quickstart").glob("*/metrics.jsonl"))
+        whole, _, _ = (paths[0].read_text() if paths else "").rpartition("\n")
+        return json.loads(whole.splitlines()[-1])["step"] + 1 if whole else 0
+
+    def wait_for_step(self, number: int, timeout_s: float = 240.0) -> None:
+        """Wait until so many steps are made."""
+        deadline = time.monotonic() + timeout_s
+        while self.num_steps < number:
+            assert self.process.poll() is None, f"the run ended before step {number}:\n{self.output}"
+            assert time.monotonic() < deadline, f"no step {number} within {timeout_s} s"
+            time.sleep(0.1)
+
+    def finish(self, timeout_s: float) -> int:
+        """Wait for the end; returns the exit status."""
+        self.process.wait(timeout_s)
+        while (line := self._fresh.get(timeout=10)) is not None:
+            self.lines.append(line)
+        return self.process.returncode
+
+    def pids_on_second(self, words: str) -> list[int]:
+        """Pids, here, of processes of the second host with these words in their name or command line."""
+        ours = left_of(self.mark)
+        (raylet,) = [one for one in ours if one.name() == "raylet" and SECOND_ADDRESS in _words_of(one)]
+        host = _host_of(raylet)
+        return [one.pid for one in ours if words in _words_of(one) and _host_of(one) == host]
+
+    def set_link(self, state: str) -> None:
+        """Set the second host's end of the link ``up`` or ``down``."""
+        inside = self.pids_on_second("raylet")[0]
+        command = ["nsenter", "--target", str(inside), "--net", "ip", "link", "set", "eth0", state]
+        subprocess.run(command, check=True, timeout=10)
+
+    def end(self) -> None:
+        """End what is left of it."""
+        if self.process.poll() is None:
+            self.process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(60)
+        for process in left_of(self.mark):
+            with suppress(psutil.Error):
+                process.kill()
+
+
+def _words_of(process: psutil.Process) -> str:
+    with suppress(psutil.Error):
+        return process.name() + " " + " ".join(process.cmdline())
+    return ""
+
+
+def _host_of(process: psutil.Process) -> str:
+    """The name space of its host name."""
+    with suppress(OSError):
+        return os.readlink(f"/proc/{process.pid}/ns/uts")
+    return ""

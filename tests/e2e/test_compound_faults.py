@@ -1,0 +1,111 @@
+"""Faults that cost nothing but time, and faults that come together; each kind in one run.
+
+``ASYNCRL_FAULT_ENGINE=sglang`` takes real servers.
+"""
+
+import os
+import signal
+import time
+
+import pytest
+
+from tests.e2e.faults import CONTROLLER, STARTED, assert_nothing_is_left, parts_of
+from tests.e2e.run_checks import (
+    assert_every_step_is_made_and_no_version_goes_back,
+    assert_every_token_is_accounted_for,
+    assert_trained_tokens_have_the_log_prob_of_their_version,
+)
+from tests.support.leftovers import shared_memory_of
+from tests.support.training_run import RunningTraining
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1200)]
+
+ENGINE = os.environ.get("ASYNCRL_FAULT_ENGINE", "transformers")
+STEPS = 150
+GROUPS_PER_STEP = 8
+PAUSE_S = 5.0
+RECOVERY_TIMEOUT_S = 240
+OPTIONS = [
+    f"total_steps={STEPS}",
+    f"rollout_fleet.engine={ENGINE}",
+    f"algorithm.groups_per_step={GROUPS_PER_STEP}",
+    "buffer.durability=disk",
+    "learner.keep_snapshots=-1",
+    "record_trajectories=true",
+    "evaluation.enabled=false",
+    "sft.enabled=false",
+]
+RAY = {"node manager": "raylet/raylet", "control service": "gcs/gcs_server"}
+
+
+def test_a_process_that_stands_still_for_five_seconds_costs_nothing_but_time(start, tmp_path):
+    run = start(*OPTIONS, f"buffer.directory={tmp_path / 'journal'}", "buffer.stores_on=hosts")
+    run.wait_for_line(STARTED)
+    run.wait_for_step(3)
+    pids = {part: run.pid_at(words) for part, words in parts_of(ENGINE, GROUPS_PER_STEP).items()}
+    pids |= {part: run.pid_of(words) for part, words in RAY.items()}
+    for part, pid in (pids | {CONTROLLER: run.pid_of("asyncrl.train")}).items():
+        before = run.num_steps
+        os.kill(pid, signal.SIGSTOP)
+        time.sleep(PAUSE_S)
+        os.kill(pid, signal.SIGCONT)
+        goes_on(run, before, f"{PAUSE_S:g} s without the {part}")
+    check_end(run)
+    assert set(run.summary["restarts"].values()) == {0}
+    assert "lost" not in run.summary["tokens"]["dropped_by_reason"]
+    assert " is back after " not in run.output
+
+
+def test_parts_that_die_together_cost_what_each_of_them_would(start, tmp_path):
+    run = start(
+        *OPTIONS,
+        f"buffer.directory={tmp_path / 'journal'}",
+        "buffer.num_store_servers=2",
+        "checkpoint.every_steps=2",
+        "learner.restarts=5",
+        "rollout_fleet.num_engines=2",
+        "rollout_fleet.restart_backoff_s=0.2",
+    )
+    run.wait_for_line(STARTED)
+    run.wait_for_step(5)
+    strike_together(run, "--store 0", "--store 1")
+    strike_together(run, "ray::RolloutWorker", "ray::ActorWorker")
+    strike_together(run, "ray::ActorWorker", "--store 0")
+    before = run.num_steps
+    os.kill(run.pid_at("ray::ActorWorker"), signal.SIGKILL)
+    run.wait_for_line("the learner starts again from the newest checkpoint")
+    os.kill(run.pid_at(f"buffer.server --groups-per-step {GROUPS_PER_STEP}"), signal.SIGKILL)
+    run.wait_for_line("the learner goes on from version")
+    goes_on(run, before, "the buffer died while the learner was started again")
+    for pid in run.pids_at("ray::RolloutWorker"):
+        os.kill(pid, signal.SIGKILL)
+    goes_on(run, run.num_steps, "all workers died")
+    check_end(run)
+    assert run.summary["restarts"]["learner"] == 3
+
+
+def strike_together(run: RunningTraining, *parts: str) -> None:
+    """SIGKILL the first process of each part at once, and wait for further steps."""
+    before, pids = run.num_steps, [run.pid_at(part) for part in parts]
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    goes_on(run, before, f"{' and '.join(parts)} died")
+
+
+def goes_on(run: RunningTraining, before: int, what: str) -> None:
+    """Wait for two steps beyond ``before``, since the first may have been on its way; prints how long they took."""
+    began_s = time.monotonic()
+    run.wait_for_step(before + 2, timeout_s=RECOVERY_TIMEOUT_S)
+    print(f"{what} at step {before}: two steps in {time.monotonic() - began_s:.1f} s")  # noqa: T201
+
+
+def check_end(run: RunningTraining) -> None:
+    """The run is right although all this happened."""
+    run.remember_family()
+    shared_memory = shared_memory_of(run.family.values())
+    assert run.finish(RECOVERY_TIMEOUT_S) == 0, run.output
+    assert_every_step_is_made_and_no_version_goes_back(run, STEPS)
+    assert sum(run.summary["max_lag"]["histogram"].values()) == GROUPS_PER_STEP * STEPS
+    assert_every_token_is_accounted_for(run)
+    assert_trained_tokens_have_the_log_prob_of_their_version(run, every=23)
+    assert_nothing_is_left(run, shared_memory)

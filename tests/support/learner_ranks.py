@@ -1,0 +1,90 @@
+"""Two processes that hold the weights of a saved model, as learner ranks do, and hand them to engines themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from asyncrl.protocol.collective import CollectiveOptions, WeightSender
+from asyncrl.protocol.handles import LentPart
+from asyncrl.protocol.lent_memory import LentBuffer
+from asyncrl.protocol.manifest import Piece, WeightOffer, read_manifest
+from tests.support.peers import Peer, peers
+
+Way = Literal["engine", "tensor"]
+
+
+class LearnerRanks:
+    """Rank 0 holds every second tensor, rank 1 the others; ``way`` is how engines come by them.
+
+    Attributes:
+        ranks: The processes.
+    """
+
+    def __init__(self, way: Way, ranks: list[Peer], *, num_receivers: int, timeout_s: float) -> None:
+        self.ranks = ranks
+        self._way = way
+        if way == "engine":
+            options = CollectiveOptions(
+                interface="lo", num_receivers=num_receivers, timeout_s=timeout_s, keep=2, into_engines=True
+            )
+            address = ranks[0].ask(_begin, 0, "", options).answer()
+            ranks[1].ask(_begin, 1, address, options).answer()
+
+    def offer(self, published: WeightOffer) -> WeightOffer:
+        """Offer what a folder holds; the folder itself is needed no more."""
+        manifest = read_manifest(published)
+        parts = [list(manifest.pieces[rank::2]) for rank in range(2)]
+        file = str(Path(manifest.directory, manifest.files[0]))
+        work = _hold if self._way == "engine" else _lend
+        for rank, part in zip(self.ranks, parts, strict=True):
+            rank.ask(work, published.version, file, part)
+        held = [rank.answer() for rank in self.ranks]
+        folder = Path(manifest.directory).with_name(f"held-{published.version}")
+        folder.mkdir()
+        lent = () if self._way == "engine" else tuple(held)
+        manifest = replace(manifest, directory=str(folder), pieces=tuple(parts[0] + parts[1]), lent=lent)
+        offer = manifest.offer(folder / "manifest.json", published.version)
+        if self._way == "tensor":
+            return offer
+        return self.ranks[0].ask(_offer, offer, [len(part) for part in parts]).answer()
+
+
+@contextmanager
+def learner_ranks(way: Way, *, num_receivers: int, timeout_s: float) -> Iterator[LearnerRanks]:
+    """For the block."""
+    with peers(2) as ranks:
+        yield LearnerRanks(way, ranks, num_receivers=num_receivers, timeout_s=timeout_s)
+
+
+# What a process does
+
+
+def _begin(state: dict[str, Any], rank: int, address: str, options: CollectiveOptions) -> str:
+    state["sender"] = WeightSender(options, rank=rank, num_ranks=2, address=address)
+    return state["sender"].address
+
+
+def _hold(state: dict[str, Any], version: int, file: str, pieces: list[Piece]) -> None:
+    data = torch.from_numpy(np.fromfile(file, dtype=np.uint8))
+    state["sender"].hold(version, data, pieces)
+
+
+def _offer(state: dict[str, Any], offer: WeightOffer, shares: list[int]) -> WeightOffer:
+    return state["sender"].offer(offer, shares)
+
+
+def _lend(state: dict[str, Any], version: int, file: str, pieces: list[Piece]) -> LentPart:
+    data = np.fromfile(file, dtype=np.uint8)
+    buffers = state.setdefault("buffers", [])
+    buffers.append(LentBuffer(len(data), torch.device("cpu")))
+    buffers[-1].data.copy_(torch.from_numpy(data))
+    buffers[-1].complete(version)
+    segments = tuple((piece.start, piece.num_bytes, piece.start) for piece in pieces)
+    return LentPart(handle=buffers[-1].handle, segments=segments)
