@@ -131,7 +131,7 @@ class ModelWorker(Worker):
         total_steps: Learner steps of the run, for the schedule.
         temperature: Softmax temperature at sampling; log-probs are taken under it.
         connect_buffer: Opens this rank's connection to the replay buffer; None where only verl's methods are called.
-        seed: Seeds dropout, where the model has any, and adapters.
+        seed: Seeds the adapters and their dropout.
         snapshot_dir: Where published weights go, readable by the engines of this host; None publishes none.
         full_every: See `WeightPublisher`.
         adapters: See `WeightPublisher`.

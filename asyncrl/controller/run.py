@@ -8,6 +8,7 @@ reverse order, whatever happened. The buffer server and the learner's ranks are 
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import shutil
 import uuid
@@ -322,6 +323,7 @@ class Run:
 
     async def _train_and_save(self, controller: AnyController, learner: LearnerGroup) -> None:
         """Save the policy as soon as it is trained: whatever goes wrong later, it is there."""
+        gc.freeze()  # what was imported stays: each look at all of it would stop training for a second
         await controller.train()
         await self._save_policy(learner)
 
