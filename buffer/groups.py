@@ -235,6 +235,11 @@ class GroupTable:
         groups = [group for group in self._groups.values() if group.state is state]
         return sorted(groups, key=lambda group: group.place)
 
+    def leased(self) -> list[Group]:
+        """The leased groups, in the order they began."""
+        groups = (self._groups[group_id] for group_ids in self._leased.values() for group_id in group_ids)
+        return sorted(groups, key=attrgetter("place"))
+
     def of_owner(self, owner: bytes) -> list[Group]:
         """The groups that an owner holds leases on."""
         return [self._groups[group_id] for group_id in self._by_owner.get(owner, ())]

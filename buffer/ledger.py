@@ -193,7 +193,7 @@ class Ledger(LedgerState):
 
     def leases(self) -> list[Group]:
         """The groups that are leased, in the order they began."""
-        return self._groups.of_state(GroupState.leased)
+        return self._groups.leased()
 
     def leases_of(self, owner: bytes) -> list[Group]:
         """The groups that an owner holds leases on."""
@@ -224,7 +224,7 @@ class Ledger(LedgerState):
 
     def reserved_groups(self, store: int) -> list[tuple[int, int]]:
         """The running groups that have bytes reserved in a store, and their attempts."""
-        leased = (group for group in self._groups.of_state(GroupState.leased) if group.num_bytes)
+        leased = (group for group in self._groups.leased() if group.num_bytes)
         return [(group.group_id, group.attempt) for group in leased if group.store == store]
 
     def is_reserved(self, group_id: int, attempt: int) -> bool:

@@ -295,7 +295,7 @@ class LedgerState:
 
     def describe(self, now: float) -> list[dict[str, Any]]:
         """What is known of every group that is leased, stored or planned, for people."""
-        leased = [self._describe_leased(group, now) for group in self._groups.of_state(GroupState.leased)]
+        leased = [self._describe_leased(group, now) for group in self._groups.leased()]
         stored = [group for group in self._groups if group.summary is not None]
         return leased + [self._describe_stored(group) for group in stored]
 
