@@ -18,7 +18,7 @@ from asyncrl.placement_config import LEARNER_POOL, PlacementConfig, RayConfig
 from asyncrl.protocol.record import ProfileConfig
 from buffer.config import BufferConfig, StoresOn, is_loopback
 from learner.config import GROUP_ADVANTAGES, AlgorithmConfig, LearnerConfig
-from rollout_fleet.config import EngineKind, RolloutFleetConfig
+from rollout_fleet.config import EngineKind, OnRewardFailure, RolloutFleetConfig
 
 LOOPBACK = "lo"
 _OWN_CLIENTS = 4
@@ -389,6 +389,13 @@ def num_buffer_clients(config: RunConfig) -> int:
     return config.rollout_fleet.most_engines + sum(learner_pools(config).values()) + _OWN_CLIENTS
 
 
+def num_store_servers(config: RunConfig) -> int:
+    """Most store servers that a run reaches: those beside the ledger, or one on each host of its engines."""
+    if not keeps_stores_on_hosts(config):
+        return config.buffer.num_store_servers
+    return config.rollout_fleet.most_engines if config.rollout_fleet.is_elastic else config.placement.num_nodes
+
+
 def keeps_stores_on_hosts(config: RunConfig) -> bool:
     """Whether trajectories are kept on the hosts of the rollout workers; see ``buffer.stores_on``."""
     buffer = config.buffer
@@ -404,6 +411,12 @@ def check_options(config: RunConfig) -> None:
         raise ValueError(
             "algorithm.samples_per_prompt must be >= 2 for a group advantage, "
             f"got {algorithm.samples_per_prompt} with algorithm.advantage={algorithm.advantage}"
+        )
+    drops = config.rollout_fleet.on_reward_failure is OnRewardFailure.drop_trajectory
+    if drops and algorithm.greedy_baseline:
+        raise ValueError(
+            "rollout_fleet.on_reward_failure must be retry_group with algorithm.advantage=remax, got drop_trajectory: "
+            "without the reward of its greedy response a group has nothing to be compared with"
         )
     _check_roles(config)
     _check_budget(config)

@@ -6,13 +6,14 @@ at ``buffer.max_lag=0``, and TRL, on the same task, model, hyper-parameters and 
 TRL's stands still, and asyncrl's published weights are kept and evaluated afterwards by the same function. The target
 is reached where the mean of three evaluations of 2,048 samples each crosses it, interpolated (`first_crossing`). A seed
 that misses it counts with all its training time, and is reported. Wall time depends on what else the machine does; the
-CPU time of each side, its start included, stands beside it.
+CPU time of each side, its start included, stands beside it. ``time_standard_error`` is what other seeds would change.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import random
 import statistics
 import subprocess
 import sys
@@ -36,6 +37,7 @@ from benchmarks.report import Target, print_report
 TARGET_ACCURACY = 0.90
 RUN_TIMEOUT_S = 900
 _LOOK_EVERY_S = 1.0
+_NUM_DRAWS = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,6 +182,8 @@ def _report(outcomes: dict[str, list[Outcome]], seeds: list[int]) -> int:
         "time_to_090_vs_sync": _median_ratio(mine, sync, "time_s"),
         "steps_to_090_vs_trl": _median_ratio(mine, trl, "steps"),
         "step_time_vs_trl": _median_ratio(mine, trl, "step_s"),
+        "time_standard_error": _standard_error(mine, trl, "time_s"),
+        "steps_standard_error": _standard_error(mine, trl, "steps"),
         "asyncrl_cpu_s": statistics.median(result.cpu_s for result in mine),
         "trl_cpu_s": statistics.median(result.cpu_s for result in trl),
         "asyncrl_start_s": statistics.median(result.start_s for result in outcomes["asyncrl"]),
@@ -193,7 +197,17 @@ def _report(outcomes: dict[str, list[Outcome]], seeds: list[int]) -> int:
 
 
 def _median_ratio(mine: list[Outcome], others: list[Outcome], name: str) -> float:
-    return statistics.median(getattr(a, name) / getattr(b, name) for a, b in zip(mine, others, strict=True))
+    return statistics.median(_ratios(mine, others, name))
+
+
+def _standard_error(mine: list[Outcome], others: list[Outcome], name: str) -> float:
+    """Of the median ratio: how far it would be off with other seeds, by seeds drawn with replacement."""
+    ratios, draw = _ratios(mine, others, name), random.Random(0)
+    return statistics.pstdev(statistics.median(draw.choices(ratios, k=len(ratios))) for _ in range(_NUM_DRAWS))
+
+
+def _ratios(mine: list[Outcome], others: list[Outcome], name: str) -> list[float]:
+    return [getattr(a, name) / getattr(b, name) for a, b in zip(mine, others, strict=True)]
 
 
 def _curve(warm: Path, snapshots: Path, held_out: HeldOut, eval_every: int) -> list[tuple[float, float]]:

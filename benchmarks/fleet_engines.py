@@ -26,14 +26,13 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from asyncrl.protocol.manifest import describe_model
 from asyncrl.protocol.types import Prompt
-from benchmarks.fleet_scripted import keep_running
+from benchmarks.fleet_scripted import running_loop
 from buffer import BufferClient, BufferConfig, BufferProcess
 from rollout_fleet.config import EngineDevice, RolloutFleetConfig, SamplingConfig, SGLangConfig
 from rollout_fleet.engine_supervisor import EngineSupervisor
 from rollout_fleet.engines.sglang import STREAM_INTERVAL, SGLangEngine
 from rollout_fleet.engines.sglang_server import GUARD, SGLangServer
 from rollout_fleet.loop import RolloutLoop
-from rollout_fleet.rewards import WeightedRewards
 
 logger = logging.getLogger(__name__)
 
@@ -207,29 +206,11 @@ async def _start(stack: AsyncExitStack, scratch: Path) -> _Fleet:
     began_s = time.perf_counter()
     await asyncio.gather(*(supervisor.start() for supervisor in supervisors))
     start_s = time.perf_counter() - began_s
-    loops = [await _loop(stack, config, supervisor, process.address) for supervisor in supervisors]
+    loops = [
+        await running_loop(stack, config, supervisor, process.address, num_samples=SAMPLES)
+        for supervisor in supervisors
+    ]
     return _Fleet(client=client, supervisors=supervisors, loops=loops, start_s=start_s)
-
-
-async def _loop(
-    stack: AsyncExitStack, config: RolloutFleetConfig, supervisor: EngineSupervisor, address: str
-) -> RolloutLoop:
-    client = BufferClient(address)
-    stack.push_async_callback(client.close)
-    loop = RolloutLoop(
-        config,
-        engine=supervisor.engine,
-        member=supervisor.member,
-        buffer=client,
-        rewards=WeightedRewards(config),
-        decode=str,
-        samples_per_prompt=SAMPLES,
-    )
-    await supervisor.load_first(loop, client)
-    stack.push_async_callback(loop.stop)
-    running = asyncio.create_task(keep_running(supervisor, loop))
-    stack.callback(running.cancel)
-    return loop
 
 
 async def _bare(fleet: _Fleet, number: int) -> float:

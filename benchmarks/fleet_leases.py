@@ -30,7 +30,7 @@ from benchmarks.buffer import group_of
 from buffer import BufferClient, BufferConfig, BufferProcess
 from buffer.encoding import group_frames
 from buffer.messages import ACKS, OK, PUSHES, Message, batch, error_of, parse_reply, summary_fields
-from buffer.sockets import Channel
+from buffer.sockets import Channel, client_context
 
 NUM_WORKERS = 1000
 NUM_PROCESSES = 2
@@ -119,7 +119,7 @@ class SimulatedWorker:
     """A rollout worker's side of the protocol: one lease at a time, stored as soon as it comes."""
 
     def __init__(self, address: str, number: int, heard: list[tuple[int, int]]) -> None:
-        socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
+        socket: zmq.Socket[bytes] = client_context().socket(zmq.DEALER)
         socket.setsockopt(zmq.IDENTITY, f"worker-{number:05d}".encode())
         socket.connect(address)
         self._name = f"engine-{number}"
@@ -185,7 +185,6 @@ _SUMMARY, _FRAMES = summary_fields(_GROUP.summary), group_frames(_GROUP)
 
 
 async def _work(address: str, first: int, number: int) -> None:
-    zmq.Context.instance().set(zmq.MAX_SOCKETS, 2 * number)
     heard: list[tuple[int, int]] = []
     workers = [SimulatedWorker(address, index, heard) for index in range(first, first + number)]
     stop = asyncio.Event()

@@ -159,28 +159,36 @@ async def _start(
             return _SlowToStart(answer) if meters is None else _metered(answer, meters[rank])
 
         supervisor = EngineSupervisor(f"engine-{rank}", config, make=make)
-        client = BufferClient(server.address)
-        stack.push_async_callback(client.close)
         await supervisor.start()
-        loop = RolloutLoop(
-            config,
-            engine=supervisor.engine,
-            member=supervisor.member,
-            buffer=client,
-            rewards=WeightedRewards(config),
-            decode=str,
-            samples_per_prompt=SAMPLES,
-        )
-        await supervisor.load_first(loop, client)
         stack.push_async_callback(supervisor.stop)
-        stack.push_async_callback(loop.stop)
-        running = asyncio.create_task(keep_running(supervisor, loop))
-        stack.callback(running.cancel)
+        await running_loop(stack, config, supervisor, server.address, num_samples=SAMPLES)
         run.supervisors.append(supervisor)
     return run
 
 
-async def keep_running(supervisor: EngineSupervisor, loop: RolloutLoop) -> None:
+async def running_loop(
+    stack: AsyncExitStack, config: RolloutFleetConfig, supervisor: EngineSupervisor, address: str, *, num_samples: int
+) -> RolloutLoop:
+    """A rollout loop on a supervised engine that is up, running until ``stack`` is closed."""
+    client = BufferClient(address)
+    stack.push_async_callback(client.close)
+    loop = RolloutLoop(
+        config,
+        engine=supervisor.engine,
+        member=supervisor.member,
+        buffer=client,
+        rewards=WeightedRewards(config),
+        decode=str,
+        samples_per_prompt=num_samples,
+    )
+    await supervisor.load_first(loop, client)
+    stack.push_async_callback(loop.stop)
+    running = asyncio.create_task(_keep_running(supervisor, loop))
+    stack.callback(running.cancel)
+    return loop
+
+
+async def _keep_running(supervisor: EngineSupervisor, loop: RolloutLoop) -> None:
     """As `RolloutWorker.run`."""
     while not loop.has_ended:
         engine = await supervisor.ready(unless=lambda: loop.is_stopping)

@@ -26,7 +26,7 @@ from asyncrl.protocol.types import Prompt
 from benchmarks.buffer import group_of
 from buffer import BufferClient, BufferConfig, BufferProcess
 from buffer.messages import ACKS, OK, PUSHES, Message, error_of, parse_reply
-from buffer.sockets import Channel
+from buffer.sockets import Channel, client_context
 
 NUM_ENGINES = 1000
 NUM_PUBLISHES = 20
@@ -92,7 +92,7 @@ class SimulatedReceiver:
     """A rollout worker's side of the log, without an engine: it serves each version as soon as it hears of it."""
 
     def __init__(self, address: str, number: int) -> None:
-        socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
+        socket: zmq.Socket[bytes] = client_context().socket(zmq.DEALER)
         socket.setsockopt(zmq.IDENTITY, f"engine-{number}".encode())
         socket.connect(address)
         self._name = f"engine-{number}"
@@ -118,7 +118,6 @@ class SimulatedReceiver:
 
 
 async def _receive(address: str, num_engines: int) -> None:
-    zmq.Context.instance().set(zmq.MAX_SOCKETS, 2 * num_engines)
     receivers = [SimulatedReceiver(address, number) for number in range(num_engines)]
     await asyncio.Event().wait()
     del receivers

@@ -21,6 +21,8 @@ STORE_LOST = "store_lost"
 REWOUND = "rewound"
 VERSION_TOO_OLD = "version_too_old"
 LOST = "lost"
+WORKER_DIED = "worker_died"
+REWARD = "reward"
 
 MAX_REMEMBERED = 4096
 """Ended attempts, and finished groups with more than one, that are remembered; the oldest are forgotten first."""
@@ -220,6 +222,10 @@ class Account:
         self.tokens_buffered += summary.num_tokens - num_inherited
         self.filtered_in_a_row = 0
         self._samples_per_group = max(1, len(summary.response_lengths))
+
+    def leave_out(self, num_tokens: int) -> None:
+        """Trajectories were left out of a finished group, because their reward failed."""
+        self._drop_tokens(num_tokens, REWARD)
 
     def consume(self, summary: GroupSummary, version: int) -> None:
         """A stored group was trained on at ``version``."""

@@ -65,6 +65,9 @@ class PendingRequests:
     def __len__(self) -> int:
         return len(self._requests)
 
+    def __contains__(self, request: PendingRequest) -> bool:
+        return self._requests.get((request.client, request.request_id)) is request
+
     def all(self) -> list[PendingRequest]:
         """Those pending now, first come first."""
         return list(self._requests.values())
@@ -268,7 +271,7 @@ class Admission:
         self._granted: OrderedDict[tuple[bytes, int], list[GrantedLease | Group]] = OrderedDict()
         self._turns = FairQueue()
         self._balance = WorkBalance()
-        self._late = LateGroups(self._ledger, is_waiting=lambda worker: bool(self._pending.of_client(worker)))
+        self._late = LateGroups(self._ledger, is_waiting=lambda worker: worker in self._pending.clients)
         self._relief = Deadline(self._look_again, clock)
         self._relieve_from = -math.inf
         self._relieve_at: float | None = None
@@ -354,7 +357,7 @@ class Admission:
             self._ask_to_hand_on(worker, keys)
         if self._pending:
             if versions := self._admitted(self._pending.versions):
-                self._grant_to_waiting(versions)
+                self._grant_to_waiting(versions, now)
             elif now >= self._relieve_from:
                 self._relieve(now)
         self._relief.at(self._next_look())
@@ -364,10 +367,10 @@ class Admission:
         moments = (self._late.next_look(), self._relieve_at)
         return min((when for when in moments if when is not None), default=None)
 
-    def _grant_to_waiting(self, versions: set[int]) -> None:
+    def _grant_to_waiting(self, versions: set[int], now: float) -> None:
         waiting = [entry for version in versions for entry in self._pending.at_version(version)]
         line = [
-            (self._delay_s(request), self._turns.turn_of(request.client), place, request)
+            (self._delay_s(request, now), self._turns.turn_of(request.client), place, request)
             for place, request in waiting
             # An engine with weights of a learner that was replaced waits until it has loaded others.
             if request.fields["wanted"] > 0 and request.fields["incarnation"] == self._ledger.incarnation
@@ -378,7 +381,7 @@ class Admission:
             while line and versions:
                 _, turn, place, request = heappop(line)
                 if request.fields["version"] in versions and self._grant_one(request, served):
-                    heappush(line, (self._delay_s(request), turn + 1, place, request))
+                    heappush(line, (self._delay_s(request, now), turn + 1, place, request))
                 versions = self._admitted(versions)
         finally:  # also where the journal could not be written for one more
             for request in served:
@@ -386,9 +389,8 @@ class Admission:
                 self._remember(request)
                 self._answer(request.client, request.request_id, request.fields["granted"])
 
-    def _delay_s(self, request: PendingRequest) -> float:
-        num_held = self._ledger.num_leases_of(request.client)
-        return self._balance.delay_s(request.client, num_held, self._clock.time())
+    def _delay_s(self, request: PendingRequest, now: float) -> float:
+        return self._balance.delay_s(request.client, self._ledger.num_leases_of(request.client), now)
 
     def _relieve(self, now: float) -> None:
         """Nothing is admitted: ask the most loaded worker to hand groups on to one that waits and has none.

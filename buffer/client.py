@@ -47,6 +47,7 @@ from .messages import (
     summary_fields,
     summary_of,
 )
+from .sockets import allow_clients
 from .stores import Receipt
 
 logger = logging.getLogger(__name__)
@@ -162,11 +163,12 @@ class BufferClient:
         groups = [lease.prompt.group_id for lease in leases]
         await self._connect().request("renew", {"groups": groups, "attempts": [lease.attempt for lease in leases]})
 
-    async def put(self, group: TrajectoryGroup) -> None:
+    async def put(self, group: TrajectoryGroup, *, num_left_out: int = 0) -> None:
         """See `RolloutBuffer.put`. While the store is full it waits for a batch to leave, and sends again."""
         async with self._window:
             payload: Sequence[Any] = group_frames(group)
             key, fields = (group.group_id, group.attempt), summary_fields(group.summary)
+            fields |= {"num_left_out": num_left_out} if num_left_out else {}
             if self._puts_elsewhere is None:
                 self._puts_elsewhere = bool((await self._hello({}, "put")).fields["is_elsewhere"])
             if not self._puts_elsewhere:
@@ -201,6 +203,7 @@ class BufferClient:
     def _link_to_store(self, address: str) -> ClientSocket:
         if address not in self._store_links:
             keys = self._keys.for_stores() if self._keys is not None else None
+            allow_clients(0, num_links=len(self._store_links) + 2)
             self._store_links[address] = self._link_to(address, keys=keys)
         return self._store_links[address]
 
@@ -351,6 +354,10 @@ class BufferClient:
         """See `ControlBuffer.unpin`."""
         await self._connect().request("unpin", {})
 
+    async def lose(self, group_ids: Sequence[int]) -> None:
+        """See `ControlBuffer.lose`."""
+        await self._connect().request("lose", {"groups": list(group_ids)})
+
     async def rewind(
         self,
         version: int,
@@ -384,8 +391,13 @@ class BufferClient:
             if record.current() is not None and self._is_elsewhere is not False:
                 await self._hello({}, "fetch")
             some = (group_ids[start : start + _GROUPS_AT_ONCE] for start in range(0, len(group_ids), _GROUPS_AT_ONCE))
-            parts = await asyncio.gather(*map(self._fetch, some))
-            return [group for part in parts for group in part]
+            parts = await asyncio.gather(*map(self._fetch, some), return_exceptions=True)
+            groups: list[TrajectoryGroup] = []
+            for part in parts:  # where one fails, none is left on its way to the next fetch
+                if isinstance(part, BaseException):
+                    raise part
+                groups += part
+            return groups
 
     async def _fetch(self, group_ids: Sequence[int]) -> list[TrajectoryGroup]:
         reply = await self._fetch_from(self._connect(), {"groups": list(group_ids)})

@@ -21,7 +21,7 @@ from .encoding import JOIN_BELOW_BYTES
 from .heartbeats import Deadline, LoopClock
 from .keys import ClientKeys, secure_client
 from .messages import ACKS, CONNECT, OK, PUSH_ID, PUSHES, Message
-from .sockets import Channel, Chunk, ChunkReceiver, ChunkSender
+from .sockets import Channel, Chunk, ChunkReceiver, ChunkSender, client_context
 
 _RECONNECT_MS = 50
 _RECONNECT_MAX_MS = 2000
@@ -58,7 +58,7 @@ class Connection:
     ) -> None:
         self._on_change = on_change
         self._on_refused = on_refused
-        socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
+        socket: zmq.Socket[bytes] = client_context().socket(zmq.DEALER)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.IDENTITY, identity)
         socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)

@@ -131,11 +131,13 @@ class Released:
 class TakenBack:
     """The groups whose leases were revoked; their prompts are queued again.
 
-    ``num_lost`` tokens of an owner that died are counted as lost, None if it may still report.
+    Those that are ``dropped`` are not: they were present at too many deaths. ``num_lost`` tokens of an owner that died
+    are counted as lost, None if it may still report.
     """
 
     group_ids: tuple[int, ...]
     num_lost: int | None = None
+    dropped: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -291,7 +293,8 @@ class Reserve(Command[Reserved]):
 class Put(Command[PutOutcome]):
     """Store a finished group, once however often it is sent; ``continued`` and ``num_bytes`` as in `SavePrefix`.
 
-    ``digest`` is that of its trajectories, where a store server holds them.
+    ``digest`` is that of its trajectories, where a store server holds them. ``num_left_out`` tokens were written for
+    trajectories that are not part of it, because their reward failed.
     """
 
     summary: GroupSummary
@@ -299,6 +302,7 @@ class Put(Command[PutOutcome]):
     owner: bytes | None = None
     num_bytes: int = 0
     digest: bytes = b""
+    num_left_out: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -38,6 +38,7 @@ _MAY_BE_ZERO = {
     "first_version": "a new run begins at 0",
     "num_store_servers": "0 needs no others",
     "restarts": "0 ends the run where a server dies",
+    "max_worker_deaths": "0 drops no group",
 }
 
 
@@ -71,6 +72,9 @@ class BufferConfig:
         restarts: How often a run starts a server of ``disk`` again that died, or that answers nothing for half of
             ``request_timeout_s``. Each store server is started again as often, with ``memory`` too: then it is empty,
             and its groups are generated again. 0 ends the run.
+        max_worker_deaths: A prompt group is dropped (``worker_died``) when so many rollout workers have died, or fallen
+            silent, with a lease on it. One that was present at a death runs beside no other such group, so that a
+            prompt that kills its workers is told from those that were only there. 0 drops none.
         max_message_bytes: Largest frame a client may send; longer ones close its connection.
         max_requests_per_s: Requests of one client that are answered in a second; more are refused.
         stores_on: ``ledger``: in the ledger's own server, or in ``num_store_servers`` processes beside it. ``hosts``:
@@ -103,6 +107,7 @@ class BufferConfig:
     durability: Durability = Durability.memory
     directory: str = ""
     restarts: int = 3
+    max_worker_deaths: int = 3
     max_message_bytes: int = 256 * 1024**2
     max_requests_per_s: int = 50_000
     stores_on: StoresOn = StoresOn.auto

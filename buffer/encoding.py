@@ -80,7 +80,7 @@ def group_frames(group: TrajectoryGroup) -> list[Any]:
 
 def group_of(frames: Sequence[Any]) -> TrajectoryGroup:
     """The trajectory group in a payload; arrays are read-only views of it. Raises `WireError` if there is none."""
-    head, *buffers = unpack(frames)
+    head, *buffers = unpack([memoryview(frame).toreadonly() for frame in frames])
     if head[: len(_GROUP)] != _GROUP:
         raise WireError(f"payload is not a TrajectoryGroup of this release: it begins with {bytes(head[:4])!r}")
     try:
@@ -127,16 +127,13 @@ def _schema_of(data: bytes) -> list[list[tuple[str, np.dtype, tuple[int, ...], i
 
 
 def _array(dtype: np.dtype, shape: tuple[int, ...], row_bytes: int, buffer: memoryview) -> np.ndarray:
-    """[rows, …] view of a buffer, read-only; as many rows as its bytes make."""
+    """[rows, …] view of a buffer; as many rows as its bytes make."""
     num_rows, rest = divmod(len(buffer), row_bytes)
     if rest:
         raise WireError(f"a column of {dtype}{list(shape)} does not fit {len(buffer)} bytes")
     if not num_rows:
         return np.empty((0, *shape), dtype=dtype)
-    array = np.ndarray((num_rows, *shape), dtype, buffer)
-    if not buffer.readonly:
-        array.flags.writeable = False
-    return array
+    return np.ndarray((num_rows, *shape), dtype, buffer)
 
 
 def pack(frames: Sequence[Any]) -> list[Any]:

@@ -49,6 +49,7 @@ class Group:
             batch.
         num_attempts: Attempts leased so far; the current or last one is ``num_attempts - 1``.
         num_failures: How many of them failed.
+        num_deaths: Workers that died, or fell silent, while they held a lease on it.
         engine_version: u of the current attempt.
         deadline: u + max_lag of the current attempt.
         owner: Who holds the lease; opaque.
@@ -71,6 +72,7 @@ class Group:
     place: int = 0
     num_attempts: int = 0
     num_failures: int = 0
+    num_deaths: int = 0
     engine_version: int = 0
     deadline: int = 0
     owner: bytes = b""
@@ -122,6 +124,14 @@ class Group:
 
 
 _FORGETTING = 16
+
+
+def _at_most_one_suspect(groups: Iterable[Group], *, has_one: bool) -> Iterator[Group]:
+    """The groups without those that were present at a worker's death, but for the first unless the owner has one."""
+    for group in groups:
+        if group.num_deaths == 0 or not has_one:
+            has_one = has_one or group.num_deaths > 0
+            yield group
 
 
 @cache
@@ -181,6 +191,7 @@ class GroupTable:
         self._next_place = 0
         self._head_place = -1
         self.num_leased = self.num_stored = self.num_planned = 0
+        self._suspects: set[int] = set()
 
     def __len__(self) -> int:
         """Records held: groups and expiries."""
@@ -224,6 +235,11 @@ class GroupTable:
         groups = [group for group in self._groups.values() if group.state is state]
         return sorted(groups, key=lambda group: group.place)
 
+    def leased(self) -> list[Group]:
+        """The leased groups, in the order they began."""
+        groups = (self._groups[group_id] for group_ids in self._leased.values() for group_id in group_ids)
+        return sorted(groups, key=attrgetter("place"))
+
     def of_owner(self, owner: bytes) -> list[Group]:
         """The groups that an owner holds leases on."""
         return [self._groups[group_id] for group_id in self._by_owner.get(owner, ())]
@@ -232,10 +248,18 @@ class GroupTable:
         """How many groups an owner holds leases on."""
         return len(self._by_owner.get(owner, ()))
 
-    def head(self, number: int, *, skip_saved: bool = False) -> list[Group]:
-        """The first groups of the queue; with ``skip_saved`` the first of which nothing is saved."""
+    def head(self, number: int, *, owner: bytes, skip_saved: bool = False) -> list[Group]:
+        """The first groups of the queue that an owner may have; with ``skip_saved`` only those of which nothing is.
+
+        At most one of all that it holds then is a suspect: of two, nobody could say which one killed the worker.
+        """
         queued = map(self._groups.__getitem__, self._queue)
-        return list(islice((g for g in queued if g.progress is None) if skip_saved else queued, number))
+        if skip_saved:
+            queued = filter(lambda group: group.progress is None, queued)
+        if self._suspects:
+            has_one = not self._suspects.isdisjoint(self._by_owner.get(owner, ()))
+            queued = _at_most_one_suspect(queued, has_one=has_one)
+        return list(islice(queued, number))
 
     def ready(self) -> Mapping[int, Sequence[Entry]]:
         """Deadline to stored groups that no batch holds, sorted by rank."""
@@ -377,7 +401,8 @@ class GroupTable:
         """A leased group is finished and waits for a plan."""
         self._leave_lease(group)
         group.state, group.place = GroupState.stored, self._place()
-        group.summary, group.rank, group.num_failures = summary, rank, 0
+        group.summary, group.rank, group.num_failures, group.num_deaths = summary, rank, 0, 0
+        self._suspects.discard(group.group_id)
         group.num_inherited, group.owner = 0, b""
         if group.progress is not None:
             self.set_progress(group, None, 0)
@@ -418,6 +443,11 @@ class GroupTable:
                 self._count_open(group.deadline, 1)
                 self._index_ready(group)
 
+    def count_death(self, group: Group) -> None:
+        """The worker that had a lease on it is dead."""
+        group.num_deaths += 1
+        self._suspects.add(group.group_id)
+
     def finish_batch(self, version: int) -> None:
         """Remove the groups of a batch."""
         for group_id in self.plans.pop(version):
@@ -430,6 +460,7 @@ class GroupTable:
         self._leave(group)
         self.set_bytes(group, 0)
         self.set_progress(group, None, 0)
+        self._suspects.discard(group.group_id)
         del self._groups[group.group_id]
 
     def _leave(self, group: Group) -> None:
@@ -474,6 +505,8 @@ class GroupTable:
         self.stored_bytes = [0] * len(self.stores)
         for group in map(Group.from_row, values["rows"]):
             self._groups[group.group_id] = group
+            if group.num_deaths:
+                self._suspects.add(group.group_id)
             if group.num_bytes:
                 self.stored_bytes[group.store] += group.num_bytes
             self.prefix_bytes += group.prefix_bytes

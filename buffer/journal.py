@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import msgpack
+import msgspec
 import xxhash
 
 from asyncrl.protocol.errors import ReplayBufferError
@@ -57,6 +58,10 @@ _RECORDS = {
 _RECORDS["GroupSummary"] = GroupSummary
 
 
+_encode = msgspec.msgpack.Encoder().encode
+"""For plain values; it takes a quarter of the time of `msgpack.packb`."""
+
+
 def pack(value: Any) -> Any:
     """Plain values, but for maps, and the records of `buffer.commands` as bytes."""
     return msgpack.packb(value, default=_to_map)
@@ -81,6 +86,7 @@ _SUMMARY_FIELDS = [field.name for field in fields(GroupSummary)]
 _OTHER_FIELDS = [field.name for field in fields(commands.Put) if field.name != "summary"]
 _put_values = attrgetter(*(f"summary.{name}" for name in _SUMMARY_FIELDS), *_OTHER_FIELDS)
 """The plain values of a put: the summary's, then the command's others."""
+_outcome_values = attrgetter(*(field.name for field in fields(commands.PutOutcome)))
 
 
 def _put_from(row: Sequence[Any]) -> tuple[commands.Put, commands.PutOutcome]:
@@ -156,7 +162,7 @@ class AppendOnlyFile:
         parts: list[Any] = [] if self.num_bytes else [_BEGINNING.pack(_MAGIC, self._number)]
         size = sum(map(len, parts))
         for head, frames in records:
-            packed: Any = msgpack.packb(head)
+            packed = _encode(head)
             checksum, num_bytes = xxhash.xxh3_64(packed, seed=self._number), 0
             for frame in frames:
                 checksum.update(frame)
@@ -248,9 +254,7 @@ class Journal:
         self._retiring: threading.Thread | None = None
         self._base_bytes = self._retry_above = 0
         self._is_compacting = self._closed = False
-        self._later: list[Any] = []
-        self._later_references: list[Any] = []
-        self._later_frames: list[Any] = []
+        self._later: list[tuple[commands.Put, Outcome, LoggedFrames]] = []
         self._num_later_bytes = 0
         if (former := path.with_suffix(".sqlite")).exists():
             raise ValueError(f"{former} is a journal of format 3; use the release that wrote it")
@@ -359,17 +363,14 @@ class Journal:
         if type(command) is not commands.Put:
             self._append("command", pack((command, outcome)), frames)
             return
-        references, inline = self._references(frames)
-        num_bytes = self._num_later_bytes + sum(map(len, inline)) + _MAX_PUT_BYTES
+        inline = (sum(map(len, parts)) for parts in frames.values() if not isinstance(parts, int))
+        num_bytes = self._num_later_bytes + sum(inline) + _MAX_PUT_BYTES
         try:
             self._log.reserve(num_bytes)
         except OSError as error:
             raise self._error("written", error) from error
         self._num_later_bytes = num_bytes
-        self._later.append(_put_values(command) + values_of(outcome))
-        self._later_references += references
-        self._later_frames += inline
-        self._refer(references)
+        self._later.append((command, outcome, frames))
 
     def flush(self) -> None:
         """Write what is recorded; to be called before anybody is told. Raises `ReplayBufferError` if that fails."""
@@ -381,28 +382,32 @@ class Journal:
         self._append("note", None, frames)
 
     def _append(self, kind: str, value: Any, frames: LoggedFrames) -> None:
-        references, inline = self._references(frames)
+        references, inline = self._references(frames.items())
         self._write_log([([kind, value, references], inline)])
         self._refer(references)
 
     def _write_log(self, records: list[tuple[Any, Frames]]) -> None:
         """Write the puts that wait as one record, and others behind it."""
+        references: list[Any] = []
         if self._later:
-            records.insert(0, (["puts", msgpack.packb(self._later), self._later_references], self._later_frames))
+            rows = [_put_values(command) + _outcome_values(outcome) for command, outcome, _ in self._later]
+            references, inline = self._references(item for *_, frames in self._later for item in frames.items())
+            records.insert(0, (["puts", _encode(rows), references], inline))
         try:
             self._log.append(records)
         except OSError as error:
             raise self._error("written", error) from error
-        self._later, self._later_references, self._later_frames, self._num_later_bytes = [], [], [], 0
+        self._refer(references)
+        self._later, self._num_later_bytes = [], 0
 
-    def _references(self, frames: LoggedFrames) -> tuple[list[Any], list[Any]]:
+    def _references(self, frames: Iterable[tuple[tuple[str, int], Frames | int]]) -> tuple[list[Any], list[Any]]:
         """Where each of the frames is, and those of them that are written in the log."""
         references: list[Any] = []
         inline: list[Any] = []
-        for (name, key), parts in frames.items():
-            place, views = (parts, []) if isinstance(parts, int) else (self._place(), [*map(memoryview, parts)])
-            references.append((name, key, place, [*map(len, views)]))
-            inline += views
+        for (name, key), parts in frames:
+            place, written = (parts, ()) if isinstance(parts, int) else (self._place(), parts)
+            references.append((name, key, place, [*map(len, written)]))
+            inline += written
         return references, inline
 
     def _refer(self, references: Iterable[Any]) -> list[int]:

@@ -45,7 +45,7 @@ _ALLOWED = {
     | {"next_offer", "loaded", "fenced"},
     BufferRole.learner: _COMMON | {"fetch", "offer"},
     BufferRole.controller: _COMMON
-    | {"enqueue", "plan", "commit", "rewind", "fetch", "inspect", "served", "pin", "unpin", "bury"}
+    | {"enqueue", "plan", "commit", "lose", "rewind", "fetch", "inspect", "served", "pin", "unpin", "bury"}
     | {"store_wanted", "add_store", "drop_store"},
     BufferRole.inspector: _COMMON | {"inspect"},
     BufferRole.ledger: _COMMON | {"remove", "reconcile"},

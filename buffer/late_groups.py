@@ -51,7 +51,8 @@ class GroupLengths:
     """The tokens of the last groups that ended, and what is still to come of one of which some are written."""
 
     def __init__(self) -> None:
-        self._last: deque[int] = deque(maxlen=_LENGTHS_KEPT)
+        self._last: deque[int] = deque()
+        self._total = 0
         self._sorted: list[int] = []
         self._sums: list[int] = []
 
@@ -61,6 +62,9 @@ class GroupLengths:
     def add(self, num_tokens: int) -> None:
         """A group ended with so many tokens."""
         self._last.append(num_tokens)
+        self._total += num_tokens
+        if len(self._last) > _LENGTHS_KEPT:
+            self._total -= self._last.popleft()
         self._sorted = []
 
     @property
@@ -72,7 +76,7 @@ class GroupLengths:
     @property
     def mean(self) -> float:
         """The mean of all, at least one token."""
-        return max(1.0, sum(self._last) / len(self._last))
+        return max(1.0, self._total / len(self._last))
 
     def left(self, num_written: float) -> float:
         """Tokens still to come after ``num_written``: the mean over the longer groups; a tenth of the longest else.
@@ -142,7 +146,7 @@ class LateGroups:
         self._workers: dict[bytes, _Worker] = {}
         self._running: dict[Key, _RunningGroup] = {}
         self._looks: list[tuple[float, Key]] = []
-        self._unmeasured: list[Key] = []
+        self._unmeasured: dict[Key, None] = {}
         self._lengths = GroupLengths()
         self._fleet: _FleetEstimate | None = None
         self._step_s: float | None = None
@@ -169,11 +173,13 @@ class LateGroups:
         if self._lengths:
             heappush(self._looks, (self._next_look_at(key, now), key))
         else:
-            self._unmeasured.append(key)
+            self._unmeasured[key] = None
+            self._forget_ended()
 
     def ended(self, group_id: int, attempt: int, num_tokens: int, now: float, *, is_whole: bool) -> None:
         """A worker stored a group of so many tokens, or gave it back."""
         running = self._running.pop((group_id, attempt), None)
+        self._unmeasured.pop((group_id, attempt), None)
         if running is None:
             return
         if (worker := self._workers.get(running.worker)) is not None:
@@ -185,6 +191,13 @@ class LateGroups:
             for key in self._unmeasured:
                 heappush(self._looks, (now, key))
             self._unmeasured.clear()
+
+    def _forget_ended(self) -> None:
+        """Leases that ran out or were taken back are not heard of: let them be at most half of what is kept."""
+        if len(self._unmeasured) > 2 * self._ledger.num_leased + 64:
+            for key in [key for key in self._unmeasured if not self._ledger.holds(*key)]:
+                del self._unmeasured[key]
+                self._running.pop(key, None)
 
     def forget(self, worker: bytes) -> None:
         """A worker is gone."""
@@ -240,10 +253,12 @@ class LateGroups:
         """
         if not self._lengths:
             return True
+        fastest, rate = self._estimate(now).fastest, self._rate(worker, now)
+        if fastest < _FASTER * rate:  # as for most workers of most fleets: nobody could finish it much sooner
+            return True
         deadline, mean = self._ledger.rule.deadline(engine_version), self._lengths.mean
-        slack_s = self._slack_s(worker, mean, self._due_s(deadline, now), now)
-        rate = self._rate(worker, now)
-        if slack_s == math.inf or slack_s * rate >= _HAND_OVER_S * self._estimate(now).fastest:
+        slack_s = self._slack_s(worker, mean, self._due_s(deadline, now), now, rate=rate)
+        if slack_s == math.inf or slack_s * rate >= _HAND_OVER_S * fastest:
             return True
         since = self._workers[worker].since
         return not self._ledger.num_leases_of(worker) and now - since >= _TRY_EVERY * mean / rate

@@ -38,6 +38,7 @@ class Ledger(LedgerState):
         first_version: Learner version to begin at.
         max_bytes: Bytes that each store may hold; 0 is no bound. Saved prefixes are held by the ledger's own server.
         num_stores: Stores that trajectories are spread over from the beginning; 0 where all of them join.
+        max_deaths: A group is dropped when so many workers have died with it; 0 drops none.
 
     Attributes:
         options: What a journal must have been written under to be taken up.
@@ -56,6 +57,7 @@ class Ledger(LedgerState):
         first_version: int = 0,
         max_bytes: int = 0,
         num_stores: int = 1,
+        max_deaths: int = 0,
     ) -> None:
         self.rule = rule
         self.log: commands.CommandLog | None = None
@@ -71,6 +73,7 @@ class Ledger(LedgerState):
         self._room = Room(self._groups, max_bytes=max_bytes, groups_per_step=rule.groups_per_step)
         self._prefer = find_order(order)
         self._on_stale = on_stale
+        self._max_deaths = max_deaths
         self._lease_s = lease_s
         self._filters = find_filters(filters)
 
@@ -147,7 +150,7 @@ class Ledger(LedgerState):
     @property
     def first_queued(self) -> Group | None:
         """The group at the head of the queue."""
-        return next(iter(self._groups.head(1)), None)
+        return next(iter(self._groups.head(1, owner=b"")), None)
 
     @property
     def stored_bytes(self) -> int:
@@ -190,7 +193,7 @@ class Ledger(LedgerState):
 
     def leases(self) -> list[Group]:
         """The groups that are leased, in the order they began."""
-        return self._groups.of_state(GroupState.leased)
+        return self._groups.leased()
 
     def leases_of(self, owner: bytes) -> list[Group]:
         """The groups that an owner holds leases on."""
@@ -221,7 +224,7 @@ class Ledger(LedgerState):
 
     def reserved_groups(self, store: int) -> list[tuple[int, int]]:
         """The running groups that have bytes reserved in a store, and their attempts."""
-        leased = (group for group in self._groups.of_state(GroupState.leased) if group.num_bytes)
+        leased = (group for group in self._groups.leased() if group.num_bytes)
         return [(group.group_id, group.attempt) for group in leased if group.store == store]
 
     def is_reserved(self, group_id: int, attempt: int) -> bool:
@@ -290,7 +293,7 @@ class Ledger(LedgerState):
         due = dict(self._groups.open_by_deadline)
         leases: list[commands.GrantedLease] = []
         num_freed_bytes = 0
-        for group in self._groups.head(command.max_groups, skip_saved=command.skip_saved):
+        for group in self._groups.head(command.max_groups, owner=command.owner, skip_saved=command.skip_saved):
             if not self._room.has_room(len(leases), num_freed_bytes):
                 break
             oldest, progress = command.engine_version, group.progress
@@ -417,7 +420,8 @@ class Ledger(LedgerState):
         if command.num_generated is not None:
             num_saved = sum(group.num_saved - group.num_inherited for group in groups)
             num_lost = max(0, command.num_generated - self.account.settled_by(command.owner) - num_saved)
-        return commands.TakenBack(group_ids=group_ids, num_lost=num_lost)
+        dropped = tuple(g.group_id for g in groups if 0 < self._max_deaths <= g.num_deaths + 1)
+        return commands.TakenBack(group_ids=group_ids, num_lost=num_lost, dropped=dropped)
 
     # Results
 

@@ -10,6 +10,7 @@ from typing import Any
 from asyncrl.protocol.record import NONE, GroupEvent, LevelName, Recorder
 
 from . import commands
+from .account import WORKER_DIED
 from .ledger import Ledger
 
 LANE = "buffer"
@@ -96,7 +97,11 @@ class LedgerNotes:
     def _stamp_requeued(self, command: Any, outcome: Any) -> None:
         match outcome:
             case commands.TakenBack():
+                self._stamp_all(GroupEvent.dropped, outcome.dropped, reason=WORKER_DIED)
                 reason = "silent" if isinstance(command, commands.TakeBack) else "expired"
+                queued = [group_id for group_id in outcome.group_ids if group_id not in outcome.dropped]
+                self._stamp_all(GroupEvent.requeued, queued, reason=reason)
+                return
             case commands.Lost() | commands.DroppedStore():
                 reason = "store_lost"
             case commands.Rewound():

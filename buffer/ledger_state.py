@@ -13,6 +13,7 @@ from .account import (
     STALE_PREFIX,
     STORE_LOST,
     VERSION_TOO_OLD,
+    WORKER_DIED,
     Account,
     AttemptHistory,
     EndedAttempt,
@@ -20,7 +21,7 @@ from .account import (
 )
 from .groups import Group, GroupState, GroupTable
 
-SNAPSHOT_FORMAT = 7
+SNAPSHOT_FORMAT = 8
 
 
 class LedgerState:
@@ -81,6 +82,11 @@ class LedgerState:
     def _take_back(self, command: commands.Expire | commands.TakeBack, outcome: commands.TakenBack) -> None:
         for group_id in outcome.group_ids:
             group = self._get(group_id)
+            if isinstance(command, commands.TakeBack):
+                self._groups.count_death(group)
+            if group_id in outcome.dropped:
+                self._give_up(group, is_dropped=True, reason=WORKER_DIED)
+                continue
             self._revoke(group, reason="expired")
             with self.account.settling(group.owner):
                 self._hand_on(group)
@@ -156,7 +162,8 @@ class LedgerState:
     def _settle(self, group: Group, command: commands.Put, outcome: commands.PutOutcome) -> None:
         """A running group is stored, dropped by a filter, or refused."""
         summary, result = command.summary, outcome.result
-        self._settle_prefix(group, summary.num_tokens, command.continued)
+        self._settle_prefix(group, summary.num_tokens + command.num_left_out, command.continued)
+        self.account.leave_out(command.num_left_out)
         num_inherited = group.num_inherited
         if result is commands.PutResult.stored:
             self._groups.set_bytes(group, command.num_bytes)
@@ -179,7 +186,7 @@ class LedgerState:
         if owed is not None:
             with self.account.settling(owed.owner):
                 num_counted = owed.num_counted if command.continued else 0
-                self.account.refuse(command.summary, owed.reason, num_counted=num_counted)
+                self.account.refuse(command.summary, owed.reason, num_counted=num_counted - command.num_left_out)
 
     def _release(self, command: commands.Release, outcome: commands.Released) -> None:
         group = self._groups.running(command.group_id, command.attempt)
@@ -288,7 +295,7 @@ class LedgerState:
 
     def describe(self, now: float) -> list[dict[str, Any]]:
         """What is known of every group that is leased, stored or planned, for people."""
-        leased = [self._describe_leased(group, now) for group in self._groups.of_state(GroupState.leased)]
+        leased = [self._describe_leased(group, now) for group in self._groups.leased()]
         stored = [group for group in self._groups if group.summary is not None]
         return leased + [self._describe_stored(group) for group in stored]
 

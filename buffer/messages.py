@@ -12,6 +12,7 @@ from operator import attrgetter
 from typing import Any
 
 import msgpack
+import msgspec
 
 from asyncrl.protocol import errors
 from asyncrl.protocol.errors import AsyncRLError, WireError
@@ -35,19 +36,13 @@ PUSH_ID = 0
 CONNECT = "connect"
 MAX_COUNT = 1 << 40
 MAX_REASON = 20_000
-_INTEGERS = (
-    "group_id",
-    "attempt",
-    "num_prompt_tokens",
-    "num_tokens",
-    "oldest_version",
-    "newest_version",
-    "num_truncated",
-)
-_LISTS = ("response_lengths", "branch_tokens", "num_branches")
-_NAMES = (*_INTEGERS, *_LISTS, "rewards", "metrics")
+_NAMES = tuple(GroupSummary.__dataclass_fields__)
 _values_of = attrgetter(*_NAMES)
+_counts_of = attrgetter(
+    "group_id", "attempt", "num_prompt_tokens", "num_tokens", "oldest_version", "newest_version", "num_truncated"
+)
 _NUMBERS = frozenset({int, float})
+_encode = msgspec.msgpack.Encoder().encode
 _ERRORS = {
     kind.__name__: kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, AsyncRLError)
 }
@@ -78,7 +73,7 @@ class Message:
 
     def frames(self, epoch: str = "") -> list[Any]:
         """The message as it is sent by a member of the run ``epoch``."""
-        header = msgpack.packb((PROTOCOL_VERSION, epoch, self.name, self.request_id, self.fields))
+        header = _encode((PROTOCOL_VERSION, epoch, self.name, self.request_id, self.fields))
         return [header, *self.payload]
 
 
@@ -254,26 +249,17 @@ def summary_fields(summary: GroupSummary) -> dict[str, Any]:
 
 def summary_of(fields: Any) -> GroupSummary:
     """The summary in header fields. Raises `WireError` if a field is missing or of the wrong type."""
-    if not isinstance(fields, dict):
-        raise WireError(f"a group summary is a map, got {type(fields).__name__}")
-    rewards = fields.get("rewards")
-    if not isinstance(rewards, list) or not _NUMBERS.issuperset(map(type, rewards)):
-        raise WireError("field 'rewards' must be a list of numbers")
-    metrics = fields.get("metrics")
-    if not isinstance(metrics, list) or not all(map(_is_metric, metrics)):
-        raise WireError("field 'metrics' must be a list of pairs of a name and a number")
-    numbers: list[Any] = [*map(fields.get, _INTEGERS)]
-    if not _are_int64(numbers):
-        numbers = [integer(fields, name) for name in _INTEGERS]  # which says which is wrong
-    lists: list[Any] = [tuple(integers(fields, name)) for name in _LISTS]
-    if (most := max(fields["num_tokens"], *map(sum, lists))) > MAX_COUNT:
+    try:
+        summary = msgspec.convert(fields, GroupSummary)
+    except msgspec.ValidationError as error:
+        raise WireError(f"not the summary of a group: {error}") from error
+    lists = summary.response_lengths, summary.branch_tokens, summary.num_branches
+    numbers = (*_counts_of(summary), *lists[0], *lists[1], *lists[2])
+    if min(numbers) < 0 or max(numbers) >= 1 << 63:
+        raise WireError(f"the counts of a group are integers in [0, 2**63), got {min(numbers)} to {max(numbers)}")
+    if (most := max(summary.num_tokens, *map(sum, lists))) > MAX_COUNT:
         raise WireError(f"a group has at most 2**40 tokens, got {most}")
-    counted: dict[str, Any] = dict(zip(_INTEGERS + _LISTS, numbers + lists, strict=True))
-    return GroupSummary(rewards=tuple(rewards), metrics=tuple(map(tuple, metrics)), **counted)
-
-
-def _is_metric(pair: Any) -> bool:
-    return isinstance(pair, list) and list(map(type, pair)) == [str, float]
+    return summary
 
 
 def offer_of(fields: Any) -> WeightOffer:

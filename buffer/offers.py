@@ -13,17 +13,22 @@ With a journal the log survives its server. Which version each engine serves is 
 again with their next heartbeat, which a client sends as soon as it reaches a server again.
 """
 
-from collections import Counter
+import asyncio
+import logging
+from collections import Counter, deque
 from collections.abc import Callable, Container, Mapping
 from typing import Any
 
-from asyncrl.protocol.errors import WeightsError, WeightsGone, WireError, WrongEpoch
+from asyncrl.protocol.errors import AsyncRLError, WeightsError, WeightsGone, WireError, WrongEpoch
 
 from .admission import Collaborators, PendingRequest, PendingRequests
 from .journal import Journal
 from .messages import MAX_REASON, Message, incarnation_of, integer, seconds, text
 
+logger = logging.getLogger(__name__)
+
 _MAX_OFFERS = 64
+_TOLD_AT_ONCE = 64
 _JOURNALED_AS = "offers"
 
 
@@ -178,6 +183,8 @@ class OfferRequests:
         self._journal = journal
         self._log = OfferLog()
         self._shown: int | None = None
+        self._untold: deque[PendingRequest] = deque()
+        self._next_turn: asyncio.TimerHandle | None = None
         self._receivers = PendingRequests()
         self._followers = PendingRequests()
         self._evaluators = PendingRequests()
@@ -198,6 +205,9 @@ class OfferRequests:
 
     def close(self) -> None:
         """Stop whatever waits."""
+        self._untold.clear()
+        if self._next_turn is not None:
+            self._next_turn.cancel()
         for pending in (self._receivers, self._followers, self._evaluators):
             pending.close()
 
@@ -206,8 +216,27 @@ class OfferRequests:
         newest = None if self._log.failure else self._log.newest(self._ledger.learner_version)
         if newest != self._shown:
             self._shown = newest
-            self._answer_all(self._receivers, self._answer_receiver)
+            self._untold = deque(self._receivers.all())
+            self._tell_receivers()
             self._answer_all(self._evaluators, self._answer_evaluator)
+
+    def _tell_receivers(self) -> None:
+        """Tell some workers, the others in later turns of the loop: the first ones lease before the last are told."""
+        try:
+            for _ in range(min(_TOLD_AT_ONCE, len(self._untold))):
+                request = self._untold.popleft()
+                if request in self._receivers and self._answer_receiver(request):
+                    self._receivers.remove(request.client, request.request_id)
+        finally:
+            if self._untold and self._next_turn is None:
+                self._next_turn = asyncio.get_running_loop().call_later(0.0, self._tell_others)
+
+    def _tell_others(self) -> None:
+        self._next_turn = None
+        try:
+            self._tell_receivers()
+        except AsyncRLError as error:
+            logger.error("a worker is told of newer weights when it asks again: %s", error)
 
     @property
     def receivers(self) -> Container[bytes]:

@@ -507,7 +507,8 @@ async def serve(server: "BufferServer | StoreServer", *, announce_fd: int) -> No
 
 def calm_collector() -> None:
     """Keep Python's full garbage collections away: their cost grows with the ledger, which holds no cycles."""
-    gc.set_threshold(10_000, 20, 1_000_000)
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 1_000_000)
 
 
 def end_with_parent() -> None:

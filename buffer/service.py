@@ -44,6 +44,7 @@ from .messages import (
     count,
     flag,
     integer,
+    integers,
     pairs,
     stats_fields,
     summary_of,
@@ -95,6 +96,7 @@ class BufferService:
             filters=config.filters,
             first_version=config.first_version,
             max_bytes=config.max_stored_bytes,
+            max_deaths=config.max_worker_deaths,
             num_stores=1 if links is None else len(links.addresses),
         )
         self._config = config
@@ -150,6 +152,7 @@ class BufferService:
             "release": self._release,
             "save": self._save_progress,
             "commit": self._commit,
+            "lose": self._lose_planned,
             "rewind": self._rewind,
             "stats": self._stats,
             "inspect": self._inspect,
@@ -356,7 +359,15 @@ class BufferService:
         summary = summary_of(request.fields)
         size, digest = self._store.receipt_of(request.payload)
         continued = flag(request.fields, "continued", default=True)
-        command = Put(summary=summary, continued=continued, owner=client, num_bytes=size, digest=digest)
+        num_left_out = count(request.fields, "num_left_out") if "num_left_out" in request.fields else 0
+        command = Put(
+            summary=summary,
+            continued=continued,
+            owner=client,
+            num_bytes=size,
+            digest=digest,
+            num_left_out=num_left_out,
+        )
         key = summary.group_id, summary.attempt
         is_held = self.ledger.holds(*key)
         if is_held and self._store.is_elsewhere and not self.ledger.is_reserved(*key):
@@ -425,6 +436,11 @@ class BufferService:
             self._compact(is_urgent=False)  # little is held now
         self._stats(client, request)
         self._offers.show()  # the controller's answer first, however many engines wait
+
+    def _lose_planned(self, client: bytes, request: Message) -> None:
+        """The learner's ranks did not find groups of a batch, and no rank has made its step: it is planned anew."""
+        self._lose(group_id for group_id in integers(request.fields, "groups") if self.ledger.is_planned(group_id))
+        self._replies.reply(client, request.request_id)
 
     def _rewind(self, client: bytes, request: Message) -> None:
         fields = request.fields

@@ -217,20 +217,35 @@ class ChunkReceiver:
 
 
 _FILES_PER_CLIENT = 2  # its control and its bulk connection
+_FILES_PER_LINK = 8
+_SOCKETS_PER_LINK = 6
+"""A link to a server has two connections; of each, ZMQ counts the socket and both ends of its monitor as sockets."""
 _OTHER_FILES = 256
 
 
-def allow_clients(num_clients: int) -> None:
-    """Raise this process's limit of open files to what a server of so many clients takes; its children inherit it.
+def client_context() -> zmq.Context[Any]:
+    """The context of all connections that this process makes; ZMQ's bound of 1023 sockets would do for 170 links."""
+    context = zmq.Context.instance()
+    if context.get(zmq.MAX_SOCKETS) != (most := context.get(zmq.SOCKET_LIMIT)):
+        context.set(zmq.MAX_SOCKETS, most)  # counts from the first socket on
+    return context
 
-    Raises `ValueError` if the limit cannot be raised so far.
+
+def allow_clients(num_clients: int, *, num_links: int = 0) -> None:
+    """Raise this process's limit of open files to what a server takes that has so many clients, and links to stores.
+
+    Its children inherit it. Raises `ValueError` if the limit cannot be raised so far, or ZMQ has too few sockets.
     """
-    needed = _FILES_PER_CLIENT * num_clients + _OTHER_FILES
+    most = zmq.Context.instance().get(zmq.SOCKET_LIMIT) // _SOCKETS_PER_LINK
+    if num_links > most:
+        raise ValueError(f"a process can reach at most {most} servers of the buffer, got {num_links}; run fewer stores")
+    needed = _FILES_PER_CLIENT * num_clients + _FILES_PER_LINK * num_links + _OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and needed > hard:
+        links = f" and links to {num_links} store servers" if num_links else ""
         raise ValueError(
-            f"the limit of open files must be at least {needed} for {num_clients} clients of the buffer, got {hard}; "
-            f"raise it where the run is started: ulimit -Hn {needed}, or LimitNOFILE of the service that starts it"
+            f"the limit of open files must be at least {needed} for {num_clients} clients of the buffer{links}, got "
+            f"{hard}; raise it where this is started: ulimit -Hn {needed}, or LimitNOFILE of the service that starts it"
         )
     if soft != resource.RLIM_INFINITY and needed > soft:
         resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))

@@ -247,7 +247,7 @@ class LoraConfig:
         alpha: Their scale is alpha ÷ rank.
         target_modules: Names, or ends of names, of the linear layers that get one; ``all-linear``: all but the output
             embedding.
-        dropout: Of the adapters' inputs, while training.
+        dropout: Of the adapters' inputs, while training. The model's own dropout is always off.
     """
 
     rank: int = 0

@@ -164,7 +164,7 @@ class PackedModel:
         return results
 
     def _set_training(self, training: bool) -> None:
-        """Switch dropout on or off, where that changes anything: visiting every module takes a millisecond."""
+        """Switch training mode on or off, where that changes anything: visiting every module takes a millisecond."""
         if self.head.training != training:
             self.head.train(training)
 

@@ -7,6 +7,7 @@ backbone, the same for every family, and in the layout of the family's own class
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification
 
@@ -26,6 +28,9 @@ SCORE_HEAD = "score"
 
 _CHANGES_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 """Options of model families whose logits are more than a linear map of the last hidden state."""
+
+_RANDOM_WHILE_TRAINING = re.compile(r"drop|pdrop|jitter", re.IGNORECASE)
+"""Names of numbers in modules of transformers that say how much is left out, or added as noise, while training."""
 
 
 def load_causal_lm(model_path: str, dtype: torch.dtype, *, on_meta: bool = False) -> PreTrainedModel:
@@ -42,7 +47,7 @@ def load_causal_lm(model_path: str, dtype: torch.dtype, *, on_meta: bool = False
     if on_meta:
         with torch.device("meta"), _refused_by_name(model_path):
             empty = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=ATTENTION_NAME)
-        return cast("PreTrainedModel", empty).train()
+        return _deterministic(cast("PreTrainedModel", empty))
     if getattr(config, "output_router_logits", False):
         log.warning(
             "%s sets output_router_logits=true: the learner does not add router_aux_loss_coef=%s times the routers' "
@@ -54,7 +59,7 @@ def load_causal_lm(model_path: str, dtype: torch.dtype, *, on_meta: bool = False
         model = AutoModelForCausalLM.from_pretrained(
             model_path, config=config, dtype=dtype, attn_implementation=ATTENTION_NAME
         )
-    return _own_storage(cast("PreTrainedModel", model)).train()
+    return _deterministic(_own_storage(cast("PreTrainedModel", model)))
 
 
 def load_critic(model_path: str, dtype: torch.dtype, *, on_meta: bool = False) -> PreTrainedModel:
@@ -92,7 +97,7 @@ def _load_classifier(
     with _refused_by_name(model_path):
         if on_meta:
             with torch.device("meta"):
-                return classifier._from_config(config, dtype=dtype, **options).train(), set()
+                return _deterministic(classifier._from_config(config, dtype=dtype, **options)), set()
         try:
             model, found = classifier.from_pretrained(
                 model_path, config=config, dtype=dtype, output_loading_info=True, **options
@@ -104,7 +109,7 @@ def _load_classifier(
         raise ValueError(
             f"{model_path!r} lacks {sorted(strange)}, which a {classifier.__name__} has; use another model"
         )
-    return _own_storage(model).train(), missing
+    return _deterministic(_own_storage(model)), missing
 
 
 def _classifier_class(head: type, config: PreTrainedConfig, model_path: str) -> Any:
@@ -153,4 +158,26 @@ def _own_storage(model: PreTrainedModel) -> PreTrainedModel:
     """Copy the parameters: loaded weights are views of the file and cannot be resized."""
     for parameter in model.parameters():
         parameter.data = parameter.data.clone()
+    return model
+
+
+def _deterministic(model: PreTrainedModel) -> PreTrainedModel:
+    """The model in training mode, with its dropout and noise off; what was on is logged.
+
+    The ratio of policy-gradient losses is of the policy that sampled, and critic and reward model are asked in the same
+    way: what is left out at random would make each micro-batch another model. Configuration and files stay as they are.
+    """
+    found: dict[str, float] = {}
+    for module in model.train().modules():
+        for name, value in list(vars(module).items()):
+            named = f"{type(module).__name__}.{name}"
+            if isinstance(module, _DropoutNd) and name == "p":
+                named = type(module).__name__
+            elif not _RANDOM_WHILE_TRAINING.search(name) or isinstance(value, bool) or not isinstance(value, float):
+                continue
+            if value > 0:
+                found[named] = value
+                setattr(module, name, 0.0)
+    if found and model.device.type != "meta":  # the first rank says it
+        log.info("off while training, so that the policy stays the one that sampled: %s", found)
     return model

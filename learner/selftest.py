@@ -108,10 +108,12 @@ class SelfTest:
                     log.info(
                         "%s: %d x %s runs on %s", self._name, len(recurrent.layers), "/".join(recurrent.types), how
                     )
+                self._check_training(self._together)
                 return True, difference
         alone = self._difference(self._attempted("the packed forward", self._one_by_one), expected)
-        culprit = self._culprit()
+        culprit = self._culprit(self._plain, self._together)
         if alone <= self._tolerance:
+            self._check_training(self._one_by_one)
             log.warning(
                 "%s: %s lets packed sequences see one another; every sequence gets its own micro-batch",
                 self._name,
@@ -130,6 +132,33 @@ class SelfTest:
                     "with a soft cap or a scale, which the learner does not compute"
                 )
             )
+
+    def _check_training(self, forward: Callable[[], Tensor]) -> None:
+        """Check that training computes what scoring does: nothing is left out at random, and no noise is added."""
+        scoring = self._attempted("the packed forward", forward)
+        relative = _relative(self._attempted("the packed forward while training", self._training(forward)), scoring)
+        difference = self._largest([relative.mean()])
+        if difference > self._leak_tolerance:
+            culprit = self._culprit(forward, self._training(forward))
+            raise ValueError(
+                self._message(
+                    f"{culprit} computes other values while training than while scoring: hidden states differ by "
+                    f"{difference:.3g} (relative), as with dropout or noise, so that the policy which is trained is "
+                    "not the one that sampled"
+                )
+            )
+
+    def _training(self, forward: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        """The forward in training mode."""
+
+        def run() -> Tensor:
+            self._head.train(True)
+            try:
+                return forward()
+            finally:
+                self._head.train(False)
+
+        return run
 
     # The forwards. Each returns hidden states [N, h] float32, sequence after sequence.
 
@@ -196,6 +225,13 @@ class SelfTest:
 
     def _difference(self, found: Tensor, expected: Tensor) -> float:
         """Largest of the mean relative differences at the first tokens of the sequences and at all tokens."""
+        if found.shape != expected.shape:
+            raise ValueError(
+                self._message(
+                    f"its output layer takes {expected.shape[-1]} values per token and its last hidden states have "
+                    f"{found.shape[-1]}: something lies between them, which the learner does not compute"
+                )
+            )
         relative = _relative(found, expected)
         return self._largest([relative[_places() < FIRST_TOKENS].mean(), relative.mean()])
 
@@ -211,10 +247,10 @@ class SelfTest:
         worst = torch.stack(differences).max().nan_to_num(nan=torch.inf)
         return float(self._mesh.largest(worst))
 
-    def _culprit(self) -> str:
-        """Name and type of the first layer whose output differs between the packed and the plain forward."""
-        expected = self._outputs(self._plain, gathered=False)
-        found = self._outputs(self._together, gathered=True)
+    def _culprit(self, right: Callable[[], Tensor], wrong: Callable[[], Tensor]) -> str:
+        """Name and type of the first layer whose output differs between two forwards."""
+        expected = self._outputs(right, gathered=right != self._plain)
+        found = self._outputs(wrong, gathered=True)
         for name, (kind, output) in found.items():
             other = expected.get(name)
             if other is None or other[1].shape != output.shape:

@@ -132,7 +132,7 @@ class Trainer(PackedModel):
         config, model_path, temperature: See `PackedModel`.
         role: What is trained: the policy, unless another role is named.
         total_updates: Optimizer updates of the whole run, for the schedule.
-        seed: Seeds dropout, where the model has any, and adapters.
+        seed: Seeds the adapters and their dropout.
 
     Raises `ValueError` if the role is frozen.
     """

@@ -13,9 +13,10 @@ deadline, collectives wait for the other ranks under the process group's.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -23,7 +24,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from asyncrl.protocol import record
-from asyncrl.protocol.errors import StalenessError
+from asyncrl.protocol.errors import BatchLost, DeadlineError, StalenessError, UnknownGroup
 from asyncrl.protocol.ports import LearnerBuffer
 from asyncrl.protocol.record import ProfileConfig, SpanKind
 from asyncrl.protocol.trajectory import TrajectoryGroup
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from .weights import WeightPublisher
 
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
 
 _MESH = "dp"
 
@@ -87,10 +89,12 @@ class BatchCache:
 
     Attributes:
         open_roles: Roles that have not stopped; the last one leaves the process group.
+        lost: Groups that the buffer no longer had when they were to be fetched.
     """
 
     def __init__(self) -> None:
         self.open_roles: set[str] = set()
+        self.lost: set[int] = set()
         self._groups: tuple[int, dict[int, TrajectoryGroup]] = (-1, {})
         self._scores: dict[str, tuple[int, Scores]] = {}
 
@@ -99,6 +103,12 @@ class BatchCache:
         if self._groups[0] != version:
             self._groups = (version, {})
         return self._groups[1]
+
+    def clear(self) -> None:
+        """Forget everything: the step is made on another batch."""
+        self.lost = set()
+        self._groups = (-1, {})
+        self._scores = {}
 
     def keep_scores(self, version: int, column: str, scores: Scores) -> None:
         """Keep a column of a step; it replaces that of another step."""
@@ -121,7 +131,7 @@ class ModelWorker(Worker):
         total_steps: Learner steps of the run, for the schedule.
         temperature: Softmax temperature at sampling; log-probs are taken under it.
         connect_buffer: Opens this rank's connection to the replay buffer; None where only verl's methods are called.
-        seed: Seeds dropout, where the model has any, and adapters.
+        seed: Seeds the adapters and their dropout.
         snapshot_dir: Where published weights go, readable by the engines of this host; None publishes none.
         full_every: See `WeightPublisher`.
         adapters: See `WeightPublisher`.
@@ -162,6 +172,7 @@ class ModelWorker(Worker):
         record.start(self._profile, process=f"{pool}-{self.rank}", pool=record.Pool.learner)
         self.role = role
         self.own_cache = BatchCache()
+        self._version: int | None = None
         self._config = config
         self._algorithm = algorithm
         self._model_path = model_path
@@ -216,8 +227,9 @@ class ModelWorker(Worker):
         """Score the role's column for planned samples, under the weights that the run starts from where it is frozen.
 
         Under ``send`` the first sp rank returns the scores; otherwise they stay in this process, for its other roles.
-        Raises `ValueError` if the role is the actor, and has no adapters to switch off.
+        Raises `ValueError` if the role is the actor, and has no adapters to switch off; `BatchLost` as `step` does.
         """
+        self._fetch_on_all(batch)
         scores = self._scored(batch)
         self.cache.keep_scores(batch.version, self.role.column, scores)
         return scores if send and self._model.mesh.sp_rank == 0 else None
@@ -225,8 +237,12 @@ class ModelWorker(Worker):
     @register(dispatch_mode=PER_DP_RANK, blocking=False)
     @_recorded
     def rewards(self, batch: RankBatch) -> dict[SampleKey, float]:
-        """What each planned trajectory earned: the reward model's score of its last branch, and its turns' rewards."""
-        sequences, groups = self._sequences(batch), self._fetch(batch)
+        """What each planned trajectory earned: the reward model's score of its last branch, and its turns' rewards.
+
+        Raises `BatchLost` as `step` does.
+        """
+        groups = self._fetch_on_all(batch)
+        sequences = self._sequences(batch)
         with self._offload.reading():
             scores = self._model.scores(sequences)
         earned = {s.trajectory: float(score[-1]) for s, score in zip(sequences, scores, strict=True)}
@@ -248,12 +264,15 @@ class ModelWorker(Worker):
             (learner steps).
 
         Raises `StalenessError` if a group is older than the staleness bound allows, `ValueError` if a column was
-        neither sent nor scored in this process.
+        neither sent nor scored in this process, and on all ranks `BatchLost` if the buffer no longer has a group that
+        one of them needs. Nothing has changed then, and what is queued behind the step raises it too.
         """
         import torch
 
         started_at = time.time()
-        groups = self._fetch(batch)
+        self._check_turn(batch.version)
+        self._version = batch.version
+        groups = self._fetch_on_all(batch)
         lag = _largest_lag(batch, groups)
         fetched_at = time.time()
         sequences = self._with_columns(batch, self._sequences(batch), sent)
@@ -262,6 +281,7 @@ class ModelWorker(Worker):
             readable = self._for_people(batch.version, sequences)
             learn = self._step.measure if batch.version < self._measured_steps else self._step.run
             metrics |= learn(sequences)
+        self._version = batch.version + 1
         ended_at = time.time()
         if self._log is not None and self._model.mesh.sp_rank == 0:
             self._log.write(batch, groups, sequences, rank=self._model.mesh.dp_rank)
@@ -278,10 +298,13 @@ class ModelWorker(Worker):
     def publish_weights(self, version: int) -> None:
         """Copy the weights, and publish them in the background; rank 0 offers them to the engines.
 
-        Raises `ValueError` if the role publishes nothing, `WeightsError` if the version before failed.
+        Raises `ValueError` if the role publishes nothing, `WeightsError` if the version before failed, `BatchLost` if
+        the step that was to make the version has raised it.
         """
         if self._publisher is None:
             raise ValueError(f"role {self.role.name!r} publishes no weights: it was given no snapshot_dir")
+        self._check_turn(version)
+        self._version = version if self._version is None else self._version
         with record.span(SpanKind.publish_copy, version=version), self._offload.reading():
             self._publisher.publish(version)
 
@@ -290,6 +313,13 @@ class ModelWorker(Worker):
         """Wait until the version that is on its way is offered. Raises `WeightsError` if it could not be published."""
         if self._publisher is not None:
             self._publisher.wait()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def forget_batch(self) -> list[int]:
+        """Let go of a batch that was lost, which is planned anew; the groups of it that this process did not find."""
+        lost = sorted(self.cache.lost)
+        self.cache.clear()
+        return lost
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def rollout_mode(self, version: int) -> None:
@@ -316,7 +346,8 @@ class ModelWorker(Worker):
     def save_checkpoint(
         self, directory: str, version: int = 0, wait: bool = True, run: Mapping[str, Any] | None = None
     ) -> str:
-        """See `ShardedCheckpointer.save`. Raises `ValueError` if the role is frozen."""
+        """See `ShardedCheckpointer.save`; raises `ValueError` for a frozen role, `BatchLost` as `publish_weights`."""
+        self._check_turn(version)
         checkpoints = self._checkpoints_in(directory)
         state = {"kl_reward_coef": self._advantages.kl_coefficient.value}
         with record.span(SpanKind.checkpoint, version=version), self._offload.persisting():
@@ -330,7 +361,7 @@ class ModelWorker(Worker):
         if newest is None:
             return None
         with self._offload.persisting():
-            version = checkpoints.load(newest)
+            version = self._version = checkpoints.load(newest)
         if self._algorithm.kl_target:  # a fixed coefficient is the option's, also where that was changed
             self._advantages.kl_coefficient.value = read_progress(newest).role["kl_reward_coef"]
         return version
@@ -434,17 +465,43 @@ class ModelWorker(Worker):
             self._checkpoints[directory] = ShardedCheckpointer(self._model, directory, keep=keep)
         return self._checkpoints[directory]
 
+    def _check_turn(self, version: int) -> None:
+        """Raise `BatchLost` for what follows a step that was not made."""
+        if self._version is not None and version > self._version:
+            raise BatchLost(
+                f"role {self.role.name!r} is at version {self._version}: what was queued for version {version} is not "
+                "done, because the batch before it was lost"
+            )
+
+    def _fetch_on_all(self, batch: RankBatch) -> dict[int, TrajectoryGroup]:
+        """As `_fetch`, or `BatchLost` on all ranks of the role if one of them did not find a group; a collective."""
+        import torch
+
+        groups = self._fetch(batch)
+        lost = set(batch.group_ids).difference(groups)
+        self.cache.lost |= lost
+        most_lost = int(self._model.mesh.largest(torch.tensor([len(lost)], dtype=torch.float64)).item())
+        if most_lost:
+            raise BatchLost(
+                f"the batch of step {batch.version} is lost: rank {self.rank} of {self.role.name!r} did not find "
+                f"{len(lost)} of its {len(batch.group_ids)} groups in the buffer, one rank {most_lost}"
+            )
+        return groups
+
     def _fetch(self, batch: RankBatch) -> dict[int, TrajectoryGroup]:
-        """The groups of a batch by id; what no role of this process fetched comes over one connection per sp group."""
+        """The groups of a batch by id, as far as the buffer has them.
+
+        What no role of this process fetched comes over one connection per sp group.
+        """
         known = self.cache.groups(batch.version)
         missing = [group_id for group_id in batch.group_ids if group_id not in known]
         if missing:
             with record.span(SpanKind.fetch, step=batch.version):
-                known.update(zip(missing, self._fetch_missing(missing), strict=True))
-        return {group_id: known[group_id] for group_id in batch.group_ids}
+                known.update((group.group_id, group) for group in self._fetch_missing(missing))
+        return {group_id: known[group_id] for group_id in batch.group_ids if group_id in known}
 
     def _fetch_missing(self, group_ids: Sequence[int]) -> list[TrajectoryGroup]:
-        groups = self._buffer.fetch(group_ids) if self._buffer is not None else []
+        groups = _found(self._buffer, group_ids) if self._buffer is not None else []
         mesh = self._model.mesh
         if mesh.sp_size > 1:
             import torch.distributed as dist
@@ -480,6 +537,21 @@ class ModelWorker(Worker):
                 mask_truncated=self._algorithm.mask_truncated,
             )
         ]
+
+
+def _found(buffer: LearnerBuffer, group_ids: Sequence[int]) -> list[TrajectoryGroup]:
+    """The groups that the buffer has. One that a store did not answer for is asked for again: it may be gone by now."""
+    with suppress(UnknownGroup):
+        try:
+            return buffer.fetch(group_ids)
+        except DeadlineError as late:
+            logger.warning("fetched again: %s", late)
+            return buffer.fetch(group_ids)
+    found: list[TrajectoryGroup] = []
+    for group_id in group_ids:
+        with suppress(UnknownGroup):
+            found += buffer.fetch([group_id])
+    return found
 
 
 def _with_scores(sequences: Sequence[TokenSequence], name: str, scores: Scores) -> list[TokenSequence]:

@@ -43,6 +43,13 @@ class OnUpdate(StrEnum):
     keep = "keep"
 
 
+class OnRewardFailure(StrEnum):
+    """What a reward costs that fails on one response of a prompt group: the attempt at the group, or the response."""
+
+    retry_group = "retry_group"
+    drop_trajectory = "drop_trajectory"
+
+
 @dataclass(frozen=True, kw_only=True)
 class SamplingConfig:
     """How training rollouts are sampled.
@@ -165,6 +172,9 @@ class RolloutFleetConfig:
             weighted sum, and each is reported as ``reward.NAME``. Example: ``[exact_match,0.2*mine.py:format]``.
         reward_processes: Scoring processes per worker and reward; built-in rewards need none.
         reward_timeout_s: Deadline of scoring one prompt group.
+        on_reward_failure: ``retry_group``: a response on which the reward fails costs the attempt at its group.
+            ``drop_trajectory``: it costs the response, and the group is trained on with those that are left, two at
+            least. Which ones are left then depends on what they say: see `rollout_fleet.settlement`.
         max_attempts: A prompt group whose reward fails, or which the engine aborts by itself, is tried again until that
             has happened this often, on whichever workers; then it is dropped and counted. Evictions do not count.
         max_failures_in_a_row: So many such failures on one worker, without a stored group between them, end the run.
@@ -172,7 +182,8 @@ class RolloutFleetConfig:
         load_timeout_s: Deadline of one weight update on one engine, from the moment when it stands still; weights may
             take a second per 100 MB on top.
         silence_timeout_s: How long an engine with running requests may produce no token at all. One that does not
-            answer a probe by then has failed. A single slow sample is no failure.
+            answer a probe by then has failed. A single slow sample is no failure. One stream of which nothing comes
+            for as long, while others go on, is cut off, and its groups are leased again.
         restarts: How often an engine that failed, or a worker that died, is replaced within ``restart_window_s``; the
             next failure is final. Its prompt groups go on elsewhere with what is written of them, unless
             ``save_progress=never``. 0 replaces nothing.
@@ -203,6 +214,7 @@ class RolloutFleetConfig:
     rewards: list[str] = field(default_factory=list)
     reward_processes: int = 1
     reward_timeout_s: float = 30.0
+    on_reward_failure: OnRewardFailure = OnRewardFailure.retry_group
     max_attempts: int = 4
     max_failures_in_a_row: int = 64
     start_timeout_s: float = 300.0

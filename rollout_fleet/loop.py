@@ -20,9 +20,9 @@ or the loop's state notifies it.
 - `run`: a stop, or the first failure of any task. Woken by `stop` or the failed task.
 - `load_weights`, `release_device`, `stop`: groups that leave the engine or the loop. Woken by `_generate`, `_settle`.
 
-A group that is cut off, by a stop, by a weight update or by its engine's failure, is saved with its lease as far as it
-is written. Whoever leases it next, or this worker after the update, continues it. The loop knows neither Ray nor
-sockets nor any engine.
+A group that is cut off, by a stop, an update, a stream that stalls or its engine's failure, is saved with its lease
+as far as it is written. Whoever leases it next, or this worker after the update, continues it. The loop knows neither
+Ray nor sockets nor any engine.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ from asyncrl.protocol.types import Lease
 
 from .concurrency import GroupLimit
 from .config import RolloutFleetConfig, SaveProgress
-from .engines.engine import Engine, SampleRequest
+from .engines.engine import Engine, SampleOutput, SampleRequest
 from .engines.model_files import Decode
 from .inflight import ON_ENGINE, GroupPhase, InflightGroup, to_prefixes
 from .member import Member
 from .metrics import FleetCounters, FleetMeter, note_places
 from .rewards import WeightedRewards
 from .sample_log import SampleLog
-from .settlement import ENGINE_FAILED, Settlement
+from .settlement import ENGINE_FAILED, STALLED, Settlement
 
 logger = logging.getLogger(__name__)
 
@@ -467,21 +467,27 @@ class RolloutLoop:
         self._count_running()
         try:
             async for request, output in self._engine.generate(requests):
-                group = asked[request.id]
-                if self._engine.has_failed and not output.finish_reason:
-                    group.end_reason = group.end_reason or ENGINE_FAILED
-                num_tokens = group.take(request.id, output)
-                self._meter.generated(num_tokens)
-                self._buffer.num_generated += num_tokens
-                self._places_changed()
-                if not group.outstanding:
-                    await self._leave_engine(group)
+                await self._take(asked[request.id], request, output)
         except AsyncRLError:
             for group in groups:  # what the engine was never asked for
                 if self._engine.has_failed and group.phase in ON_ENGINE:
                     group.end_reason = group.end_reason or ENGINE_FAILED
                     await self._leave_engine(group)
             raise
+
+    async def _take(self, group: InflightGroup, request: SampleRequest, output: SampleOutput) -> None:
+        """Add a sample that has ended to its group, which leaves the engine with its last one."""
+        if self._engine.has_failed and not output.finish_reason:
+            group.end_reason = group.end_reason or ENGINE_FAILED
+        num_tokens = group.take(request.id, output)
+        self._meter.generated(num_tokens)
+        self._buffer.num_generated += num_tokens
+        self._places_changed()
+        if output.is_stalled and not group.end_reason:
+            await self._end(group, STALLED)
+            self._spawn(self._engine.abort, group.outstanding)
+        if not group.outstanding:
+            await self._leave_engine(group)
 
     async def _leave_engine(self, group: InflightGroup) -> None:
         """See to what becomes of a group that the engine is done with."""

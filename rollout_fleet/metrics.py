@@ -26,7 +26,8 @@ class FleetCounters:
         groups_finished: Prompt groups stored in the buffer.
         groups_released: Prompt groups given back unfinished.
         groups_refused: Finished groups that the buffer refused because their lease had run out.
-        groups_failed: Attempts that failed, by reason: ``aborted`` by the engine, or ``reward``.
+        groups_failed: Attempts that failed, by reason: ``aborted`` by the engine, ``stalled``, ``reward``, …; and
+            ``reward_trajectory``, responses that were left out of theirs.
         busy_s: Time with at least one training request on the engine, without weight loads.
         wait_s: Time in which the engine had no training request because none was admitted.
         load_s: Per weight load, the seconds for which generation stood still.
@@ -121,9 +122,9 @@ class FleetMeter:
         """A group was given back unfinished."""
         self._add(tokens_in_flight=-num_tokens, groups_released=1)
 
-    def failed(self, reason: str) -> None:
-        """An attempt failed."""
-        self._add(groups_failed=Counter({reason: 1}))
+    def failed(self, reason: str, number: int = 1) -> None:
+        """An attempt failed, or so many responses of one."""
+        self._add(groups_failed=Counter({reason: number}))
 
     def counters(self) -> FleetCounters:
         """Everything up to now."""

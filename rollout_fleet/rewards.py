@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import math
 import os
 import pickle
@@ -30,6 +31,8 @@ from asyncrl.protocol.types import Prompt
 
 from .config import RolloutFleetConfig, reward_label
 from .engines.process_guard import signal_at_parent_death
+
+logger = logging.getLogger(__name__)
 
 _LENGTH = struct.Struct("<Q")
 
@@ -111,50 +114,60 @@ class RewardProcesses:
             for process in await asyncio.gather(*(self._start_process() for _ in range(self._num_processes))):
                 self._free.put_nowait(process)
 
-    async def score(self, prompt: Prompt, texts: Sequence[str]) -> np.ndarray:
+    async def score(self, prompt: Prompt, texts: Sequence[str], *, may_fail: bool = False) -> np.ndarray:
         """Score a prompt group; returns [G] float32, one reward per text.
 
         Raises `RewardError` if the function raises, hangs, ends its process, or returns anything but one finite number
-        per text. Its process is replaced for the next group; where that fails, that group's call raises it too.
+        per text; where texts ``may_fail``, those that do have no number (NaN). Its process is replaced for what is
+        left; where that fails, the call that needs it raises too.
         """
         if self._name in REWARDS.names():
-            rewards = _answer_to(self._reward, prompt, texts)
+            answers = _answers_to(self._reward, prompt, texts, may_fail=may_fail)
         else:
-            rewards = await self._score_in_process(prompt, texts)
-        if isinstance(rewards, str):
-            raise self._failure(prompt, f"raised {rewards}", "fix it, or filter such prompts")
-        wrong = [reward for reward in rewards if not isinstance(reward, float) or not math.isfinite(reward)]
-        if wrong:
-            raise self._failure(prompt, f"returned {wrong[0]}", "it must return one finite number per response")
-        return np.asarray(rewards, dtype=np.float32)
+            answers = await self._score_in_process(prompt, texts, may_fail=may_fail)
+        failures = [self._failure(prompt, answer) for answer in answers if isinstance(answer, str)]
+        if failures and not may_fail:
+            raise failures[0]
+        for failure in failures:
+            logger.warning("one response is left out: %s", failure)
+        return np.asarray([math.nan if isinstance(answer, str) else answer for answer in answers], dtype=np.float32)
 
     async def close(self) -> None:
         """Kill the scoring processes."""
         for process in list(self._processes):
             await self._kill(process)
 
-    async def _score_in_process(self, prompt: Prompt, texts: Sequence[str]) -> list[Any] | str:
-        process = await self._free.get()
-        back: Process | None = None
-        try:
-            process = process or await self._start_process()
-            async with asyncio.timeout(self._timeout_s):
-                answer = await _ask(process, (prompt, list(texts)))
-            back = process
-        except BaseException as error:
-            if process is not None:
-                await self._kill(process)
-            if isinstance(error, TimeoutError):
-                what = f"did not score it within rollout_fleet.reward_timeout_s = {self._timeout_s:g} s"
-                raise self._failure(prompt, what, "make it faster or raise the option") from None
-            if isinstance(error, (asyncio.IncompleteReadError, ConnectionError)):
-                raise self._failure(prompt, "ended its process", "it must not exit or crash") from None
-            if isinstance(error, (WorkerDiedError, DeadlineError)):
-                raise self._failure(prompt, f"could not be scored: {error}", "mend it while the run goes on") from None
-            raise
-        finally:
-            self._free.put_nowait(back)
-        return answer
+    async def _score_in_process(self, prompt: Prompt, texts: Sequence[str], *, may_fail: bool) -> list[float | str]:
+        """As `_answers_to`. A text at which the process hangs or ends is passed over in another."""
+        answers: list[float | str] = []
+        while len(answers) < len(texts) and (may_fail or not answers):
+            process = await self._free.get()
+            back: Process | None = None
+            try:
+                process = process or await self._start_process()
+                async with asyncio.timeout(self._timeout_s):
+                    await _ask(process, (prompt, list(texts[len(answers) :]), may_fail), answers)
+                back = process
+            except BaseException as error:
+                if process is not None:
+                    await self._kill(process)
+                if isinstance(error, (WorkerDiedError, DeadlineError)):
+                    what = f"could not be scored: {error}; mend it while the run goes on"
+                    raise self._failure(prompt, what) from None
+                if isinstance(error, TimeoutError):
+                    answers.append(
+                        f"did not score it within rollout_fleet.reward_timeout_s = {self._timeout_s:g} s; make it "
+                        "faster or raise the option"
+                    )
+                elif isinstance(error, (asyncio.IncompleteReadError, ConnectionError)):
+                    answers.append("ended its process; it must not exit or crash")
+                else:
+                    raise
+                if not may_fail:
+                    return answers[-1:]
+            finally:
+                self._free.put_nowait(back)
+        return answers
 
     async def _start_process(self) -> Process:
         process = await asyncio.create_subprocess_exec(
@@ -192,8 +205,8 @@ class RewardProcesses:
             process.kill()
         await process.wait()
 
-    def _failure(self, prompt: Prompt, what: str, remedy: str) -> RewardError:
-        return RewardError(f"reward {self._name!r} on prompt group {prompt.group_id} {what}; {remedy}")
+    def _failure(self, prompt: Prompt, what: str) -> RewardError:
+        return RewardError(f"reward {self._name!r} on prompt group {prompt.group_id} {what}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,6 +220,10 @@ class Scores:
 
     total: np.ndarray
     parts: Mapping[str, np.ndarray] = field(default_factory=dict)
+
+    def of(self, chosen: np.ndarray) -> Scores:
+        """Those of some samples, by a [G] mask."""
+        return Scores(total=self.total[chosen], parts={name: part[chosen] for name, part in self.parts.items()})
 
 
 class WeightedRewards:
@@ -227,9 +244,12 @@ class WeightedRewards:
         """Start the scoring processes; raises as `RewardProcesses.start` does."""
         await asyncio.gather(*(reward.start() for reward in self._rewards))
 
-    async def score(self, prompt: Prompt, texts: Sequence[str]) -> Scores:
-        """Score a prompt group by every reward; raises as `RewardProcesses.score` does."""
-        parts = await asyncio.gather(*(reward.score(prompt, texts) for reward in self._rewards))
+    async def score(self, prompt: Prompt, texts: Sequence[str], *, may_fail: bool = False) -> Scores:
+        """Score a prompt group by every reward; raises as `RewardProcesses.score` does.
+
+        A text for which one of them has no number has none in all.
+        """
+        parts = await asyncio.gather(*(reward.score(prompt, texts, may_fail=may_fail) for reward in self._rewards))
         total = sum(weight * part for weight, part in zip(self._weights, parts, strict=True))
         named = dict(zip(self._labels, parts, strict=True)) if len(parts) > 1 else {}
         return Scores(total=np.asarray(total, dtype=np.float32), parts=named)
@@ -239,13 +259,17 @@ class WeightedRewards:
         await asyncio.gather(*(reward.close() for reward in self._rewards))
 
 
-async def _ask(process: Process, question: Any) -> Any:
-    """Send a question to a scoring process; returns its rewards, or how the function failed."""
+async def _ask(process: Process, question: tuple[Prompt, list[str], bool], answers: list[float | str]) -> None:
+    """Have a process score texts; adds each answer as it comes, so that one is known at which the process ends."""
     assert process.stdin is not None
     frame = pickle.dumps(question)
     process.stdin.write(_LENGTH.pack(len(frame)) + frame)
     await process.stdin.drain()
-    return await _read(process)
+    _, texts, may_fail = question
+    for _ in texts:
+        answers.append(await _read(process))
+        if isinstance(answers[-1], str) and not may_fail:
+            return
 
 
 async def _read(process: Process) -> Any:
@@ -254,17 +278,24 @@ async def _read(process: Process) -> Any:
     return json.loads(await process.stdout.readexactly(length))
 
 
-def _score_group(reward: Reward, prompt: Prompt, texts: Sequence[str]) -> list[Any]:
-    """Return one float per text, or a description of what is not a number."""
-    return [_to_number(reward(prompt, text)) for text in texts]
+def _answers_to(reward: Reward, prompt: Prompt, texts: Sequence[str], *, may_fail: bool) -> list[float | str]:
+    """One finite number per text, or what went wrong and what to do; up to the first of these unless others may."""
+    answers: list[float | str] = []
+    for text in texts:
+        answers.append(_answer_to(reward, prompt, text))
+        if isinstance(answers[-1], str) and not may_fail:
+            break
+    return answers
 
 
-def _answer_to(reward: Reward, prompt: Prompt, texts: Sequence[str]) -> list[Any] | str:
-    """As `_score_group`, or what the function raised, in words."""
+def _answer_to(reward: Reward, prompt: Prompt, text: str) -> float | str:
     try:
-        return _score_group(reward, prompt, texts)
+        number = _to_number(reward(prompt, text))
     except Exception as error:  # noqa: BLE001 - whatever a reward raises costs this group only
-        return repr(error)
+        return f"raised {error!r}; fix it, or filter such prompts"
+    if isinstance(number, str) or not math.isfinite(number):
+        return f"returned {number}; it must return one finite number per response"
+    return number
 
 
 def _to_number(value: Any) -> float | str:
@@ -289,8 +320,12 @@ def main() -> None:
     reward = REWARDS.get(name)
     _write(answers, "ready")
     while header := questions.read(_LENGTH.size):
-        prompt, texts = pickle.loads(questions.read(*_LENGTH.unpack(header)))
-        _write(answers, _answer_to(reward, prompt, texts))
+        prompt, texts, may_fail = pickle.loads(questions.read(*_LENGTH.unpack(header)))
+        for text in texts:
+            answer = _answer_to(reward, prompt, text)
+            _write(answers, answer)
+            if isinstance(answer, str) and not may_fail:
+                break
 
 
 def _write(stream: BinaryIO, answer: Any) -> None:

@@ -4,7 +4,11 @@
        │           │
        │           └─ the reward fails ─┐
     cut off ──▶ save ──▶ release        ├──▶ tried again, dropped after ``max_attempts`` failures
-       └─ aborted, or its engine fails ─┘
+       └─ aborted, or its engine fails ─┘    stalled: given back, and not counted as the group's failure
+
+With ``on_reward_failure=drop_trajectory`` a response on which the reward fails is left out of its group, and counted
+(``reward_trajectory``); its tokens are dropped (``reward``). An advantage is the distance to the mean of the group:
+where the reward fails for what a response says, that mean is of the others, and nothing is learned of this one.
 
 The rollout loop decides when a group leaves the engine, and forgets it once it is settled.
 """
@@ -13,14 +17,17 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+
+import numpy as np
 
 from asyncrl.protocol import record
 from asyncrl.protocol.errors import AsyncRLError, EngineError, LeaseExpired, RewardError, StoreFull, VersionTooOld
 from asyncrl.protocol.ports import RolloutBuffer
 from asyncrl.protocol.record import GroupEvent, SpanKind
 
-from .config import RolloutFleetConfig, SaveProgress
+from .config import OnRewardFailure, RolloutFleetConfig, SaveProgress
+from .engines.engine import SampleOutput
 from .engines.model_files import Decode
 from .inflight import InflightGroup, to_progress, to_trajectory_group
 from .metrics import FleetMeter
@@ -31,6 +38,10 @@ logger = logging.getLogger(__name__)
 
 ENGINE_FAILED = "engine_failed"
 """Why a group is given back whose engine has failed."""
+FEWEST_SAMPLES = 2
+"""What a group must have left where the reward failed on some of its responses: an advantage compares."""
+STALLED = "stalled"
+"""Why a group is given back of which a sample's stream has stalled, which says nothing about the group."""
 
 
 class Settlement:
@@ -72,11 +83,11 @@ class Settlement:
             await self._settle_unfinished(group, engine_failure)
         else:
             try:
-                scores = await self._score(group)
+                samples, scores = await self._score(group)
             except RewardError as error:
                 await self._fail_attempt(group, "reward", error)
             else:
-                await self._store(group, scores)
+                await self._store(group, samples, scores)
 
     async def save(self, group: InflightGroup) -> None:
         """Save a group that was cut off, as far as it is written. Without room for it, it goes on unsaved."""
@@ -102,28 +113,45 @@ class Settlement:
             self._meter.failed(ENGINE_FAILED)
             await self._try_again(group, ENGINE_FAILED, engine_failure)
         elif group.end_reason:
+            if group.end_reason == STALLED:
+                self._meter.failed(STALLED)
             await self.release(group, group.end_reason)
         else:
             await self._fail_attempt(group, "aborted", EngineError(f"the engine aborted prompt group {group.key}"))
 
-    async def _score(self, group: InflightGroup) -> Scores:
+    async def _score(self, group: InflightGroup) -> tuple[Sequence[SampleOutput], Scores]:
+        """The samples that have a reward, and what they earned. Raises `RewardError` if these are too few."""
         started = time.perf_counter()
-        texts = [self._decode(sample.token_ids.tolist()) for sample in group.samples]
-        with record.span(SpanKind.reward, lane="/reward", group=group.lease.prompt.group_id):
-            scores = await self._rewards.score(group.lease.prompt, texts)
+        prompt, samples = group.lease.prompt, group.samples
+        texts = [self._decode(sample.token_ids.tolist()) for sample in samples]
+        may_fail = self._config.on_reward_failure is OnRewardFailure.drop_trajectory
+        with record.span(SpanKind.reward, lane="/reward", group=prompt.group_id):
+            scores = await self._rewards.score(prompt, texts, may_fail=may_fail)
         self._stamp(GroupEvent.reward, group)
         self._meter.scored(time.perf_counter() - started)
+        has_reward = np.isfinite(scores.total)
+        num_failed = len(samples) - int(has_reward.sum())
+        if num_failed:
+            if len(samples) - num_failed < FEWEST_SAMPLES:
+                raise RewardError(
+                    f"the reward failed on {num_failed} of {len(samples)} responses to prompt group {prompt.group_id}, "
+                    f"and a group needs {FEWEST_SAMPLES}; the warnings before this say how"
+                )
+            self._meter.failed("reward_trajectory", num_failed)
+            samples = [sample for sample, has in zip(samples, has_reward, strict=True) if has]
+            texts = [text for text, has in zip(texts, has_reward, strict=True) if has]
+            scores = scores.of(has_reward)
         if self._samples is not None:
-            await self._samples.add(group.lease.prompt, group.samples, texts, scores)
-        return scores
+            await self._samples.add(prompt, samples, texts, scores)
+        return samples, scores
 
-    async def _store(self, group: InflightGroup, scores: Scores) -> None:
+    async def _store(self, group: InflightGroup, samples: Sequence[SampleOutput], scores: Scores) -> None:
         self._num_failures_in_a_row = 0
         stored = to_trajectory_group(
-            group.lease, group.samples, scores.total, parts=scores.parts, num_baselines=group.num_baselines
+            group.lease, samples, scores.total, parts=scores.parts, num_baselines=group.num_baselines
         )
         try:
-            await self._buffer.put(stored)
+            await self._buffer.put(stored, num_left_out=group.num_tokens - stored.summary.num_tokens)
         except (LeaseExpired, VersionTooOld) as error:
             logger.warning("prompt group %d was refused: %s", group.lease.prompt.group_id, error)
             self._meter.refused(group.num_own_tokens)

@@ -15,7 +15,15 @@ from dataclasses import replace
 from operator import itemgetter
 from pathlib import Path
 
-from asyncrl.config import RunConfig, Transport, check_files, check_placement, model_settings, num_buffer_clients
+from asyncrl.config import (
+    RunConfig,
+    Transport,
+    check_files,
+    check_placement,
+    model_settings,
+    num_buffer_clients,
+    num_store_servers,
+)
 from asyncrl.controller.run_folder import SHARED_MEMORY, check_memory
 from asyncrl.data.prompts import PromptStream, load_eval_prompts
 from asyncrl.data.tokenization import Tokenizer, load_tokenizer
@@ -54,7 +62,7 @@ async def preflight(config: RunConfig, say: Callable[[str], None]) -> tuple[Prom
     check_watchers(config)
     check_heads(config)
     check_memory(config)
-    allow_clients(num_buffer_clients(config))
+    allow_clients(num_buffer_clients(config), num_links=num_store_servers(config))
     if config.sft.enabled:
         finished_warm_start(config)  # refuses an output path that holds something else
     prompts, held_out = await asyncio.to_thread(read_prompts, config)

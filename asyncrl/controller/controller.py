@@ -26,7 +26,8 @@ version is admitted without any further commit (docs/staleness.md).
 
 The plan loop queues a checkpoint on the ranks between two updates, with what the run needs to go on
 (asyncrl/controller/resume.py); the ranks write it while they train on. Where a rank dies, the loops end, and
-begin again at the newest checkpoint (asyncrl/controller/learner_restarts.py).
+begin again at the newest checkpoint (asyncrl/controller/learner_restarts.py). Where a store died with a batch that the
+ranks had not fetched, no rank makes the step, and the loops begin again at that step, on a batch that is planned anew.
 
 `ColocatedController` has devices that both pools share. Beside feed it has one loop, in which each step waits for the
 one before::
@@ -57,6 +58,7 @@ from asyncrl.controller.reporting import Reporter
 from asyncrl.controller.resume import Checkpointer, Resumed, RunState
 from asyncrl.metrics import StepRecord, TrainingResult
 from asyncrl.protocol import record
+from asyncrl.protocol.errors import BatchLost
 from asyncrl.protocol.ports import (
     ColocatedFleetPort,
     ColocatedLearnerPort,
@@ -135,7 +137,8 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
     async def train(self) -> None:
         """Train to the last step and publish its weights. Raises `AsyncRLError` if a part died or was late.
 
-        After it has raised `LearnerDiedError`, and `rewind`, it may be called again.
+        After it has raised `LearnerDiedError`, and `rewind`, it may be called again; likewise after `BatchLost`, and
+        `replan`.
         """
         self._reporter.begin()
         async with asyncio.TaskGroup() as tasks:
@@ -162,10 +165,26 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
             tokens_trained=added.tokens_trained,
             lag_histogram=added.lag_histogram,
         )
-        self._versions = range(state.version, self._versions.stop)
-        self._queued_version = state.version
-        self._checkpointer.rewind(state.version)
+        self._go_on_from(state.version)
         self._reporter.rewind(state.version)
+
+    async def replan(self) -> tuple[int, Sequence[int]]:
+        """After a `BatchLost`: have the lost groups generated again, and their batch planned anew; `train` comes next.
+
+        Returns the step and its lost groups. Raises `LearnerDiedError` if the ranks cannot go on.
+        """
+        group_ids = await self._learner.withdraw()
+        await self._buffer.lose(group_ids)
+        version = (await self._buffer.stats()).learner_version
+        self._go_on_from(version)
+        self._reporter.rewind(self._reporter.engine_version)
+        return version, group_ids
+
+    def _go_on_from(self, version: int) -> None:
+        """Nothing beyond ``version`` is planned or queued any more."""
+        self._versions = range(version, self._versions.stop)
+        self._queued_version = version
+        self._checkpointer.rewind(version)
 
     async def settle(self) -> None:
         """Commit the steps that a cancelled `train` left queued on the ranks; call it when they are done with them."""
@@ -215,13 +234,13 @@ class Controller(_Training[LearnerPort, FleetPort]):
     def __init__(self, config: RunConfig, **parts: Any) -> None:
         """Take the parts of every controller."""
         super().__init__(config, **parts)
-        self._steps: asyncio.Queue[_QueuedStep] = asyncio.Queue()
+        self._steps: asyncio.Queue[_QueuedStep | BatchLost] = asyncio.Queue()
         self._places = asyncio.Semaphore(_PIPELINE_STEPS)
 
-    async def rewind(self, state: RunState, *, incarnation: int) -> None:
-        """As of every controller; what was queued on the ranks is gone with them."""
+    def _go_on_from(self, version: int) -> None:
+        """As of every controller; what was queued on the ranks is gone."""
         self._steps, self._places = asyncio.Queue(), asyncio.Semaphore(_PIPELINE_STEPS)
-        await super().rewind(state, incarnation=incarnation)
+        super()._go_on_from(version)
 
     def _loops(self) -> Sequence[Loop]:
         return self._plan, self._complete, self._follow, self._examine
@@ -231,7 +250,11 @@ class Controller(_Training[LearnerPort, FleetPort]):
             await self._places.acquire()
             plan, waited_s = await self._planned(version)
             dispatched = record.span(record.SpanKind.dispatched, lane="/complete", step=version)
-            plan = await self._learner.scored(plan)
+            try:
+                plan = await self._learner.scored(plan)
+            except BatchLost as lost:  # when the steps before it are committed
+                await self._steps.put(lost)
+                return
             self._queued_version = version + 1
             step = _QueuedStep(
                 plan=plan,
@@ -247,6 +270,8 @@ class Controller(_Training[LearnerPort, FleetPort]):
     async def _complete(self) -> None:
         for _ in self._versions:
             step = await self._steps.get()
+            if isinstance(step, BatchLost):
+                raise step
             metrics = await step.update
             step.dispatched.close()
             stats = await self._buffer.commit(step.plan.version)

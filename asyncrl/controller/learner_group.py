@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from asyncrl.config import CollectiveInto, RunConfig, Transport, learner_pools, learner_roles
 from asyncrl.controller.cluster import AllOf, finished_in_thread, learner_layout, stop_groups, worker_env
 from asyncrl.controller.run_folder import RunPaths, remove_published
-from asyncrl.protocol.errors import ClusterDiedError, DeadlineError, LearnerDiedError, UnknownGroup, WorkerDiedError
+from asyncrl.protocol.errors import BatchLost, ClusterDiedError, DeadlineError, LearnerDiedError, WorkerDiedError
 from asyncrl.protocol.remote import StepDeadline, death_among, refs_of, within
 from asyncrl.protocol.types import Plan
 from asyncrl.single_controller import (
@@ -151,6 +151,19 @@ class LearnerGroup:
         """See `ColocatedLearnerPort.trainer_mode`."""
         await self._in_time(AllOf([group.trainer_mode() for _, group in self._on_shared_devices()]), "training's turn")
 
+    async def withdraw(self) -> list[int]:
+        """See `LearnerPort.withdraw`. Where the critic has places of its own, it may have made the step already."""
+        if "critic" in self._roles and not self._roles.share_a_pool("critic", "actor"):
+            raise LearnerDiedError(
+                "the critic, in a pool of its own, may have learned from a batch that the actor lost"
+            )
+        found: set[int] = set()
+        for group in self._roles:  # behind all that is queued there, which does nothing
+            lost = await self._in_time(group.forget_batch(), "what the ranks did not find of a batch")
+            found.update(group_id for part in lost for group_id in part)
+        self._batches, self._scores = (None, {}), {}
+        return sorted(found)
+
     @property
     def pool(self) -> RayResourcePool:
         """The places of the actor's processes."""
@@ -262,14 +275,16 @@ class LearnerGroup:
 async def _or_death(result: Awaitable[T], pending: Any) -> T:
     """Await a call that is ``pending`` on the ranks.
 
-    Raises `LearnerDiedError` if a rank died, is late or was refused its batch, or else what a rank raised. A death
-    makes the other ranks fail in their own ways, some of them sooner than Ray notices it.
+    Raises `LearnerDiedError` if a rank died or is late, `BatchLost` as the ranks do, or else what a rank raised. A
+    death makes the other ranks fail in their own ways, some of them sooner than Ray notices it.
     """
     try:
         return await result
     except ClusterDiedError:
         raise
-    except (WorkerDiedError, DeadlineError, UnknownGroup) as fault:
+    except BatchLost as lost:
+        raise BatchLost(_last_line(lost)) from lost
+    except (WorkerDiedError, DeadlineError) as fault:
         raise LearnerDiedError(str(fault)) from fault
     except Exception:
         death = await asyncio.to_thread(death_among, refs_of(pending), _DEATH_NOTICED_S)
@@ -428,6 +443,11 @@ def _worker_class(
         pool=pool,
         **(publishes if role == "actor" else {}),
     )
+
+
+def _last_line(fault: Exception) -> str:
+    """What a rank said: Ray puts its traceback before it."""
+    return str(fault).strip().rpartition("\n")[2].rpartition("BatchLost: ")[2]
 
 
 async def _nothing() -> Mapping[str, float]:

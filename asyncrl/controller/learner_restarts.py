@@ -1,5 +1,8 @@
 """What a run does when a learner rank dies: the ranks start again from the newest checkpoint, and training goes on.
 
+Where only a batch is lost, because the store died that held it, no rank has made its step: the ranks live, the batch is
+planned anew, and nothing goes back. A batch that is lost again and again counts as a death.
+
 Engines and buffer stay up. The ledger goes back to the checkpoint's version under a new *incarnation* of the learner:
 running attempts are revoked, stored groups dropped (``rewound``), offers withdrawn. Engines lease again once they have
 loaded what the new ranks publish, so no token of a version that was lost with the old ranks is ever trained on.
@@ -9,17 +12,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
 from asyncrl.config import RunConfig
 from asyncrl.controller.controller import ColocatedController, Controller
 from asyncrl.controller.resume import PromptsAgain, Resumed
-from asyncrl.protocol.errors import LearnerDiedError
+from asyncrl.protocol.errors import BatchLost, LearnerDiedError
 
 if TYPE_CHECKING:
     from asyncrl.controller.learner_group import LearnerGroup  # loads torch and Ray
 
 AnyController: TypeAlias = Controller | ColocatedController
+Recovery: TypeAlias = Callable[[], Awaitable[None]]
+MAX_REPLANS = 3
+"""How often the batch of one step is planned anew; after that the ranks start again."""
 
 
 class LearnerRestarts:
@@ -35,6 +42,7 @@ class LearnerRestarts:
 
     Attributes:
         num_restarts: How often the learner was started again: its incarnation.
+        num_replans: How often a batch was planned anew because it was lost.
     """
 
     def __init__(
@@ -54,24 +62,45 @@ class LearnerRestarts:
         self._prompts = prompts
         self._resumed = resumed
         self._say = say
-        self.num_restarts = 0
+        self.num_restarts = self.num_replans = 0
+        self._replans_of = (-1, 0)
 
     async def through(self, work: Callable[[], Awaitable[None]]) -> None:
-        """Do ``work``, and from the newest checkpoint again each time a rank died in it.
+        """Do ``work``, again from where it stood where a batch was lost, or from the newest checkpoint after a death.
 
         Raises `LearnerDiedError` where the learner may not be started again, and whatever else ``work`` raises.
         """
-        death: LearnerDiedError | None = None
+        recover: Recovery | None = None
         while True:
             try:
-                if death is not None:
-                    await self._start_again(death)
+                if recover is not None:
+                    await recover()
                 return await work()
             except Exception as fault:
-                death = death_in(fault)
-                if death is None:
+                recover = self._recovery(fault)
+                if recover is None:
                     raise
-                self._check(death)
+
+    def _recovery(self, fault: Exception) -> Recovery | None:
+        """What to do about a fault; None where it is none of the learner's. Raises as `_check`."""
+        found = death_in(fault)
+        if isinstance(found, BatchLost):
+            if not self._is_colocated:  # whose engines wait for the devices
+                return partial(self._replan, found)
+            found = LearnerDiedError(str(found))
+        if found is None:
+            return None
+        self._check(found)
+        return partial(self._start_again, found)
+
+    async def _replan(self, lost: BatchLost) -> None:
+        version, group_ids = await self._controller.replan()
+        last, number = self._replans_of
+        self._replans_of = version, number + 1 if version == last else 1
+        if not group_ids or self._replans_of[1] > MAX_REPLANS:
+            raise LearnerDiedError(f"{lost}; it was planned anew {self._replans_of[1] - 1} times")
+        self.num_replans += 1
+        self._say(f"{len(group_ids)} groups of step {version} were lost with their store; its batch is planned anew")
 
     def _check(self, death: LearnerDiedError) -> None:
         """Raise ``death``, with what stands in the way, where the learner may not be started again."""
@@ -103,13 +132,15 @@ class LearnerRestarts:
         self._say(f"the learner goes on from version {found.state.version} ({found.checkpoint}) after {took_s:.1f} s")
 
 
-def death_in(fault: Exception) -> LearnerDiedError | None:
-    """The learner's death, if nothing else went wrong."""
-    deaths, others = ExceptionGroup("", [fault]).split(LearnerDiedError)
-    first: BaseException | None = None if others is not None else deaths
+def death_in(fault: Exception) -> LearnerDiedError | BatchLost | None:
+    """The learner's death, or else a batch that it lost, if nothing else went wrong."""
+    group = ExceptionGroup("", [fault])
+    if group.split((LearnerDiedError, BatchLost))[1] is not None:
+        return None
+    first: BaseException | None = group.split(LearnerDiedError)[0] or group
     while isinstance(first, BaseExceptionGroup):
         first = first.exceptions[0]
-    return first if isinstance(first, LearnerDiedError) else None
+    return first if isinstance(first, (LearnerDiedError, BatchLost)) else None
 
 
 def _headline(death: LearnerDiedError) -> str:

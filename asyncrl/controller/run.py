@@ -8,6 +8,7 @@ reverse order, whatever happened. The buffer server and the learner's ranks are 
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import shutil
 import uuid
@@ -318,6 +319,7 @@ class Run:
 
     async def _train_and_save(self, controller: AnyController, learner: LearnerGroup) -> None:
         """Save the policy as soon as it is trained: whatever goes wrong later, it is there."""
+        gc.freeze()  # what was imported stays: each look at all of it would stop training for a second
         await controller.train()
         await self._save_policy(learner)
 
@@ -417,6 +419,7 @@ class Run:
                 "buffer": self._server.num_restarts if self._server else 0,
                 "stores": self._stores.num_restarts if self._stores else 0,
                 "learner": self._restarts.num_restarts if self._restarts else 0,
+                "batches": self._restarts.num_replans if self._restarts else 0,
             },
             wall_s={"total": self._view.elapsed_s, "start": self._start_s},
             overlap=overlap,

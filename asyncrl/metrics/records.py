@@ -182,7 +182,7 @@ def summary_document(
         before: Evaluation at version 0; None where evaluation is off.
         after: Evaluation at the final version.
         evaluations: All, in their order.
-        restarts: How often a part was started again, by name.
+        restarts: How often a part was started again, by name; ``batches`` that were planned anew.
         wall_s: Seconds by part of the run: ``total``, ``start`` (until the first step could begin), …
         overlap: How well generation and training overlapped; None where the run was not recorded.
         advice: The change of one option that would have made it faster; None where none is known.

@@ -162,20 +162,22 @@ class SimulatedEngine:
     def cut(self, group: SimulatedGroup, on_cut: Callable[[list[int]], None]) -> None:
         """Take a group out, for another engine to go on with what ``on_cut`` is told that its samples still need.
 
-        What is in a batch is answered with the batch.
+        That is known with the next decoding step; of an engine that takes batches with the end of the batch, where what
+        had not begun gets a token.
         """
         self._advance()
-        running = [sample for sample in self._running if sample.group is group]
-        if self._model.takes_batches and running:
-            group.on_cut, group.cut_at = on_cut, self._env.now
+        group.on_cut, group.cut_at = on_cut, self._env.now
+        if self._model.takes_batches:
             return
+        running = [sample for sample in self._running if sample.group is group]
         left = [length for waiting, length, _ in self._waiting if waiting is group]
         left += [max(1, round(sample.ends_at - self._progress)) for sample in running]
         if self._whole_groups:
             longest = max(group.to_write)
             left = [length - (longest - left[0]) for length in group.to_write if length > longest - left[0]]
+        step_s = self._token_s()
         self.revoke(group)
-        on_cut(left)
+        call_after(self._env, step_s, lambda: on_cut(left))
 
     def load(self, version: int, load_s: float, on_loaded: Callable[[], None]) -> None:
         """Stand still for ``load_s``, then serve ``version``; between two batches, where it takes batches."""
@@ -246,7 +248,7 @@ class SimulatedEngine:
         longest = 0
         while self._waiting and self._load < self._model.max_running:
             group, length, weight = self._waiting.popleft()
-            longest = max(longest, length)
+            longest = max(longest, length if group.on_cut is None else 1)
             self._begin(group, length, weight)
         self._timer += 1
         timer = self._timer
@@ -269,7 +271,7 @@ class SimulatedEngine:
         done, cut = [], dict[int, tuple[SimulatedGroup, list[int]]]()
         for sample in finished:
             group = sample.group
-            left = sample.length - steps_until(group.cut_at) if group.on_cut is not None else 0
+            left = sample.length - max(1, steps_until(group.cut_at)) if group.on_cut is not None else 0
             if left > 0:
                 cut.setdefault(id(group), (group, []))[1].append(left)
             elif self._write(sample):

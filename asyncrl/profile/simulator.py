@@ -237,12 +237,14 @@ class SimulatedWorker:
 
     def _give_back(self, group: SimulatedGroup, left: list[int]) -> None:
         """Save a group that was cut off, as far as it is written, then release it; its place is free then."""
+        if self._groups.get((group.group_id, group.attempt)) is not group:  # it was revoked meanwhile
+            return
         self.account()
         named = {"group_id": group.group_id, "attempt": group.attempt, "num_tokens": sum(group.lengths) - sum(left)}
 
         def released(_: object) -> None:
             self.account()
-            del self._groups[group.group_id, group.attempt]
+            self._groups.pop((group.group_id, group.attempt), None)
             self._ask()
 
         def release(_: object = None) -> None:

@@ -59,7 +59,7 @@ def _as_bytes(tensor: torch.Tensor) -> np.ndarray:
     try:
         dense = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
         return dense.reshape(-1).view(torch.uint8).numpy() if dense.numel() else np.empty(0, dtype=np.uint8)
-    except (RuntimeError, TypeError) as error:  # the meta device; NotImplementedError for dtypes below one byte
+    except (RuntimeError, TypeError) as error:  # the meta device, or a dtype that has no view as bytes
         reason = f"a tensor of dtype {tensor.dtype} on {tensor.device} has no memory to send: {error}"
         raise Unsupported(tensor, reason) from error
 

@@ -33,6 +33,10 @@ class LearnerDiedError(WorkerDiedError):
     """A learner rank died, hangs, or lost its batch: the group can go on from a checkpoint, and not otherwise."""
 
 
+class BatchLost(AsyncRLError):
+    """Trajectories of a planned batch are gone, and no rank has made its step: the batch can be planned anew."""
+
+
 class ClusterDiedError(WorkerDiedError):
     """One of Ray's own processes died, or did not come up; nothing can be stopped through Ray any more."""
 

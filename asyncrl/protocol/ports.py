@@ -35,9 +35,10 @@ class RolloutBuffer(Protocol):
         """Extend the leases that are still held; the others arrive through `revocation`."""
         ...
 
-    async def put(self, group: TrajectoryGroup) -> None:
+    async def put(self, group: TrajectoryGroup, *, num_left_out: int = 0) -> None:
         """Store a finished group; returns once it is stored. Sent again until acknowledged; stored once.
 
+        ``num_left_out`` tokens of trajectories that are not part of it are dropped (``reward``).
         Raises `LeaseExpired` if the attempt is no longer the current one, which counts its tokens as dropped, and
         `VersionTooOld` if the group holds a token older than its lease.
         """
@@ -175,6 +176,13 @@ class ControlBuffer(Protocol):
         """Offer all engines the newest version again."""
         ...
 
+    async def lose(self, group_ids: Sequence[int]) -> None:
+        """The learner's ranks did not find these groups of planned batches: they are generated again (``store_lost``).
+
+        The batches that held them, and those after them, are planned anew. Groups that no batch holds are left out.
+        """
+        ...
+
     async def rewind(
         self,
         version: int,
@@ -228,6 +236,13 @@ class LearnerPort(Protocol):
         """Save a checkpoint of ``version`` with the run's own state; with ``wait``, until it is complete."""
         ...
 
+    async def withdraw(self) -> Sequence[int]:
+        """After a `BatchLost`: wait until the ranks have passed over what was queued, and let go of the batch.
+
+        Returns the groups that they did not find. Raises `LearnerDiedError` if the ranks cannot go on from there.
+        """
+        ...
+
 
 class ColocatedLearnerPort(LearnerPort, Protocol):
     """A learner group that can leave its devices."""
@@ -248,7 +263,7 @@ class FleetCounts:
     Attributes:
         tokens_generated: Policy tokens that the engines produced for training, including those of aborted requests.
         tokens_in_flight: Those of them that are not yet stored or given back.
-        groups_failed: Attempts that failed, by reason: ``aborted`` by the engine, or ``reward``.
+        groups_failed: Attempts that failed, by reason: ``aborted`` by the engine, ``stalled``, ``reward``, …
     """
 
     tokens_generated: int

@@ -10,9 +10,11 @@ column needs no new code in between.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import repeat
 
 import numpy as np
 
@@ -25,6 +27,7 @@ UNVERSIONED = -1  # the policy version of a token that was not sampled
 TURN_DTYPE = np.dtype([(name, "<i4") for name in ("trajectory", "parent", "num_tokens", "sampled", "finish_reason")])
 """A turn's place in its group: its trajectory (or `SHARED`), the index of its parent (or `ROOT`), its length in tokens,
 whether the policy sampled it, and the index of its finish reason in `FinishReason` (-1 without one)."""
+_TURN = struct.Struct("<5i")
 
 
 FINISH_REASONS = tuple(FinishReason)
@@ -174,7 +177,24 @@ class TrajectoryGroup:
             for name, values in columns.items():
                 if values.ndim == 0 or len(values) != length:
                     raise ValueError(f"{where}: {scope} column {name!r} must have {length} rows, got {values.shape}")
-        self._check_tree(where)
+        if not self._is_flat():
+            self._check_tree(where)
+
+    def _is_flat(self) -> bool:
+        """Whether it is a whole tree of a prompt and one sampled turn per trajectory, as most are: seen at a glance."""
+        number = self.num_trajectories
+        if len(self._rows) != number + 1:
+            return False
+        trajectories, parents, lengths, sampled, reasons = zip(*self._rows, strict=True)
+        return (
+            trajectories == (SHARED, *range(number))
+            and parents == (ROOT, *repeat(0, number))
+            and sampled == (0, *repeat(1, number))
+            and min(lengths) >= 0
+            and lengths[0] < sum(lengths) == len(self.token_ids)
+            and min(reasons) >= -1
+            and max(reasons) < len(FINISH_REASONS)
+        )
 
     def _check_tree(self, where: str) -> None:
         rows, num_trajectories, total, last = self._rows, self.num_trajectories, 0, SHARED
@@ -327,7 +347,7 @@ class TrajectoryGroup:
     @cached_property
     def _rows(self) -> list[tuple[int, int, int, int, int]]:
         """The turns as plain numbers, which are read one by one in a tenth of the time."""
-        return self.turns.tolist()
+        return [*_TURN.iter_unpack(self.turns.tobytes())]
 
     @cached_property
     def _lengths(self) -> list[int]:

@@ -29,6 +29,7 @@ class ScriptedAnswer:
         token_delay_s: Pause before each token.
         logprob: Log-prob of every token.
         cut_off: The engine aborts the sample by itself after this many tokens; -1 to finish it.
+        stalls: The sample's stream stalls after this many tokens, and is cut off; -1 if it does not.
         error: Refuse the request with this message.
         die: The engine dies of this instead of answering.
     """
@@ -37,6 +38,7 @@ class ScriptedAnswer:
     token_delay_s: float = 0.0
     logprob: float = -1.0
     cut_off: int = -1
+    stalls: int = -1
     error: str = ""
     die: str = ""
 
@@ -191,7 +193,7 @@ class ScriptedEngine:
             due += answer.token_delay_s
             await asyncio.sleep(max(0.0, due - loop.time()))
             self._failure.check()
-            if request.id in self._aborted or len(versions) == answer.cut_off:
+            if request.id in self._aborted or len(versions) in (answer.cut_off, answer.stalls):
                 break
             versions.append(self._version)
             if len(versions) == 1 and request.on_first_token is not None:
@@ -209,4 +211,5 @@ def _output(answer: ScriptedAnswer, versions: Sequence[int], *, is_whole: bool) 
         logprobs=np.full(len(versions), answer.logprob, dtype=np.float32),
         versions=np.asarray(versions, dtype=np.int32),
         finish_reason=FinishReason.stop if is_whole else None,
+        is_stalled=not is_whole and len(versions) == answer.stalls,
     )

@@ -117,6 +117,10 @@ def test_a_wrong_override_fails_with_the_option_and_the_value(override, words):
         (["learner.keep_snapshots=0"], ["learner.keep_snapshots must be -1 or >= 1", "got 0"]),
         (["weights.directory=/mnt/w"], ["weights.directory=/mnt/w is used by weights.transport=file", "got auto"]),
         (["stop_timeout_s=11"], ["stop_timeout_s must be at least", "rollout_fleet.stop_timeout_s=2", "got 11"]),
+        (
+            ["rollout_fleet.on_reward_failure=drop_trajectory", "algorithm.advantage=remax"],
+            ["rollout_fleet.on_reward_failure must be retry_group", "got drop_trajectory"],
+        ),
         (["algorithm.critic=true"], ["algorithm.critic=true", "algorithm.advantage=grpo does not read"]),
         (["algorithm.critic=true", "algorithm.advantage=reinforce_plus_plus"], ["reinforce_plus_plus does not read"]),
     ],

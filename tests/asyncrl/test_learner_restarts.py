@@ -10,7 +10,7 @@ from asyncrl.cli.compose import compose_run
 from asyncrl.controller.learner_restarts import LearnerRestarts, death_in
 from asyncrl.controller.resume import PromptsAgain, Resumed, RunState
 from asyncrl.controller.run_folder import remove_published
-from asyncrl.protocol.errors import LearnerDiedError, ReplayBufferError, WorkerDiedError
+from asyncrl.protocol.errors import BatchLost, LearnerDiedError, ReplayBufferError, WorkerDiedError
 from asyncrl.protocol.types import Prompt
 from learner.checkpoint_folder import SavedProgress, write_progress
 from tests.asyncrl.test_controller import (
@@ -32,6 +32,10 @@ class RewindingBuffer(ScriptedBuffer):
     def __init__(self) -> None:
         super().__init__()
         self.rewinds: list[tuple[int, int, int]] = []
+        self.lost: list[list[int]] = []
+
+    async def lose(self, group_ids):
+        self.lost.append(list(group_ids))
 
     async def rewind(self, version, *, incarnation, finished, tokens_trained, lag_histogram):
         assert version <= self.version
@@ -167,6 +171,93 @@ async def test_a_step_that_a_checkpoint_holds_and_the_ledger_has_not_heard_of_is
     assert run.buffer.rewinds == [(4, 1, 4)]
 
 
+class LosingLearner(MortalLearner):
+    """Its ranks do not find the batches of ``losses``, one after another; what is queued behind one is passed over."""
+
+    def __init__(self, buffer, folder: Path, losses: list[int], *, names=(7,)) -> None:
+        super().__init__(buffer, folder, [])
+        self.losses, self.names = losses, names
+        self.version = 0
+        self.made: list[int] = []
+
+    async def _live(self, version=None):
+        async with self.turn:
+            if self.losses and version == self.losses[0]:
+                self.losses.pop(0)
+                raise BatchLost(f"the batch of step {version} is lost")
+            if version is not None and version > self.version:
+                raise BatchLost(f"what was queued for version {version} is not done")
+            if version is not None:
+                self.version = version + 1
+                self.made.append(version)
+
+    async def _publish(self, version):
+        async with self.turn:
+            if version > self.version:
+                raise BatchLost(f"version {version} was not made")
+        await super()._publish(version)
+
+    def publish(self, version):
+        return _unwatched(super().publish(version))
+
+    async def withdraw(self):
+        async with self.turn:
+            return list(self.names)
+
+
+def losing(folder: Path, losses: list[int], *overrides: str, **options) -> Run:
+    run = Run(folder, [], *overrides)
+    learner = LosingLearner(run.buffer, folder, losses, **options)
+    run.learner = run.controller._learner = run.restarts._learner = learner
+    run.controller._checkpointer._learner = learner
+    return run
+
+
+@pytest.mark.parametrize("losses", [[0], [3], [2, 2, 2, 5]])
+async def test_a_batch_that_was_lost_is_planned_anew_and_no_step_is_made_twice_or_left_out(tmp_path: Path, losses):
+    run = losing(tmp_path, list(losses))
+    await run.train()
+    assert run.learner.made == [record.step for record in run.records] == list(range(6))
+    assert run.buffer.lost == [[7]] * len(losses)
+    assert (run.buffer.rewinds, run.learner.lives) == ([], []), "nothing goes back"
+    assert (run.restarts.num_restarts, run.restarts.num_replans) == (0, len(losses))
+    assert run.said[-1] == f"1 groups of step {losses[-1]} were lost with their store; its batch is planned anew"
+    assert run.fleet.loaded[-1] == 6
+    assert (await run.controller.account()).tokens.balance == 0
+
+
+@pytest.mark.parametrize(("num_losses", "names"), [(4, (7,)), (1, ())])
+async def test_a_batch_that_is_lost_again_and_again_or_of_which_nobody_knows_what_is_lost_counts_as_a_death(
+    tmp_path: Path, num_losses, names
+):
+    run = losing(tmp_path, [4] * num_losses, names=names)
+    await run.train()
+    assert run.learner.lives == [("v00000004", 1)]
+    assert run.restarts.num_replans == num_losses - 1
+
+
+async def test_a_reward_models_loss_of_the_next_batch_waits_for_the_steps_before_it(tmp_path: Path):
+    run = losing(tmp_path, [])
+    scored, losses = run.learner.scored, [4]
+
+    async def lose_once(plan):
+        if plan.version in losses:
+            losses.remove(plan.version)
+            raise BatchLost("the batch of step 4 is lost")
+        return await scored(plan)
+
+    run.learner.scored = lose_once
+    await run.train()
+    assert run.learner.made == [record.step for record in run.records] == list(range(6))
+    assert run.restarts.num_replans == 1
+
+
+async def test_with_shared_devices_a_lost_batch_ends_the_run_as_a_death_does(tmp_path: Path):
+    run = losing(tmp_path, [3], "placement.colocated=true")
+    with pytest.raises(LearnerDiedError, match=r"the batch of step 3 is lost; with placement.colocated=true no"):
+        await run.train()
+
+
 async def test_a_learner_dies_again_in_another_restart(tmp_path: Path):
     run = Run(tmp_path, [3, 5], "learner.restarts=3")
     await run.train()
@@ -214,6 +305,10 @@ def test_the_death_of_a_rank_is_told_from_other_faults():
     assert death_in(death) is death
     assert death_in(ExceptionGroup("", [ExceptionGroup("", [death])])) is death
     assert death_in(ExceptionGroup("", [death, other])) is None
+    lost = BatchLost("the batch of step 4")
+    assert death_in(ExceptionGroup("", [ExceptionGroup("", [lost])])) is lost
+    assert death_in(ExceptionGroup("", [lost, death])) is death, "a death comes with a batch that nobody can fetch"
+    assert death_in(ExceptionGroup("", [lost, other])) is None
     assert death_in(WorkerDiedError("rollout rank 0")) is None
 
 

@@ -20,7 +20,7 @@ from asyncrl.cli.compose import compose_run
 from asyncrl.config import RunConfig, check_options, learner_pools, learner_roles, requested_cpus
 from asyncrl.controller.learner_group import LearnerGroup, _or_death
 from asyncrl.controller.run_folder import RunPaths
-from asyncrl.protocol.errors import ClusterDiedError, DeadlineError, LearnerDiedError, UnknownGroup, WorkerDiedError
+from asyncrl.protocol.errors import BatchLost, ClusterDiedError, DeadlineError, LearnerDiedError, WorkerDiedError
 from asyncrl.protocol.manifest import WeightOffer
 from asyncrl.protocol.trajectory import TrajectoryGroup
 from asyncrl.protocol.types import FinishReason, Plan
@@ -364,7 +364,7 @@ def test_roles_follow_from_the_algorithm() -> None:
     [
         (WorkerDiedError("rank 0 died"), LearnerDiedError),
         (DeadlineError("waited 20 s for the update of step 3"), LearnerDiedError),
-        (UnknownGroup("no trajectories of group 4 attempt 0 are stored here"), LearnerDiedError),
+        (BatchLost("the batch of step 4 is lost"), BatchLost),
         (ClusterDiedError("Ray's control service died"), ClusterDiedError),
         (ValueError("the loss is not a number"), ValueError),
     ],

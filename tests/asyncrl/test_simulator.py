@@ -264,6 +264,7 @@ def test_a_group_that_is_cut_off_needs_what_its_samples_had_not_written():
     engine.add([group])
     simulation.env.run(until=0.5)
     engine.cut(group, left.extend)
+    simulation.env.run(until=0.52)
     assert sorted(left) == [20, 50]
     again = SimulatedGroup(group_id=0, attempt=1, lengths=[100, 40, 70], to_write=left)
     assert again.num_saved == 140
@@ -288,6 +289,21 @@ def test_a_batch_answers_what_is_cut_off_when_it_ends():
     simulation.env.run(until=5)
     assert left == [[70]]
     assert finished == [short]
+
+
+def test_what_waits_for_a_batch_is_cut_off_with_that_batch_after_a_token():
+    """One row per batch: the second group is cut off before its batch of one token, from 1.5 s to 2.01 s, begins."""
+    simulation, left = Simulation(scenario()), []
+    model = EngineModel(step_s=0.01, batch_s=0.5, takes_batches=True, max_running=1)
+    engine = engine_of(simulation, model)
+    groups = [SimulatedGroup(group_id=number, attempt=0, lengths=[100], to_write=[100]) for number in range(2)]
+    engine.add(groups)
+    simulation.env.run(until=0.8)
+    engine.cut(groups[1], left.extend)
+    simulation.env.run(until=2.005)
+    assert left == []
+    simulation.env.run(until=2.015)
+    assert left == [99]
 
 
 def test_an_idle_engine_goes_on_with_what_another_hands_on_and_no_token_is_lost():

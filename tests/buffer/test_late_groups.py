@@ -6,7 +6,7 @@ import pytest
 
 from asyncrl.protocol.types import GroupSummary
 from buffer import Ledger, StalenessRule
-from buffer.commands import Enqueue, LeaseGroups, Put
+from buffer.commands import Enqueue, Expire, LeaseGroups, Put
 from buffer.late_groups import GroupLengths, LateGroups
 from tests.support.simulated_fleet import SimulatedFleet
 
@@ -145,3 +145,15 @@ def test_nothing_is_handed_on_where_nobody_is_much_faster(slow_took_s, handed_on
             watched.put(2, now)
             watched.lease(b"fast", now)
     assert asked == handed_on
+
+
+def test_leases_that_end_before_any_group_was_finished_are_forgotten():
+    ledger = Ledger(StalenessRule(max_lag=4, groups_per_step=1000), lease_s=1.0)
+    ledger.apply(Enqueue(group_ids=tuple(range(10))))
+    late = LateGroups(ledger, is_waiting=lambda worker: False)
+    for now in range(0, 1000, 2):
+        for lease in ledger.apply(LeaseGroups(engine_version=0, max_groups=10, owner=b"a"), now).leases:
+            late.granted(lease, 0, now)
+        ledger.apply(Expire(), now + 1.5)
+    assert len(late._unmeasured) <= 2 * 10 + 64
+    assert len(late._running) <= 2 * 10 + 64

@@ -1,10 +1,8 @@
-"""The ledger and its parts, with numbers worked by hand."""
+"""The ledger and its account, with numbers worked by hand."""
 
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
-from itertools import pairwise, product
-from types import SimpleNamespace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -16,7 +14,6 @@ from asyncrl.protocol.errors import (
     NotLeaseOwner,
     ReplayBufferError,
     StalenessError,
-    StoreFull,
     UnknownGroup,
     VersionTooNew,
     VersionTooOld,
@@ -37,129 +34,12 @@ from buffer.commands import (
     PutResult,
     Release,
     Renew,
-    Reserve,
-    Reserved,
     TakeBack,
 )
 from buffer.config import BufferConfig, Durability, OnStale
 from buffer.encoding import pack, unpack
 from buffer.rule import StalenessRule
-from buffer.selection import ORDERS, Window
-from tests.support.ledgers import DrivenLedger, summary_of
-
-
-def ledger(max_lag: int, groups_per_step: int, **options) -> DrivenLedger:
-    new = DrivenLedger(StalenessRule(max_lag=max_lag, groups_per_step=groups_per_step), **options)
-    new.enqueue(range(100))
-    return new
-
-
-@pytest.mark.parametrize(
-    ("open_by_deadline", "planned_next", "engine", "admitted"),
-    [
-        ({}, 5, 5, True),
-        ({6: 7}, 5, 5, True),
-        ({6: 8}, 5, 5, False),
-        ({6: 4}, 5, 4, True),  # those due later leave a seat in the step that the old version needs
-        ({5: 3, 6: 4}, 5, 4, True),
-        ({5: 4}, 5, 4, False),
-        ({5: 4, 6: 3}, 5, 5, True),
-        ({5: 4, 6: 4}, 5, 5, False),
-        ({}, 5, 3, False),
-        ({}, 6, 4, False),
-        ({6: 3}, 6, 5, True),
-        ({6: 4}, 6, 5, False),
-    ],
-)
-def test_a_group_is_admitted_where_every_step_up_to_the_bound_has_a_seat_for_what_is_due(
-    open_by_deadline, planned_next, engine, admitted
-):
-    rule = StalenessRule(max_lag=1, groups_per_step=4)
-    assert rule.admits(open_by_deadline, version=planned_next, engine_version=engine) is admitted
-
-
-def is_feasible(open_by_deadline: Mapping[int, int], *, version: int, groups_per_step: int) -> bool:
-    """Whether steps from ``version`` on, each of which takes the groups that are due first, miss no deadline."""
-    due_first = sorted(deadline for deadline, number in open_by_deadline.items() for _ in range(number))
-    return all(deadline >= version + place // groups_per_step for place, deadline in enumerate(due_first))
-
-
-@pytest.mark.parametrize(("max_lag", "groups_per_step"), [(0, 1), (0, 3), (1, 1), (1, 2), (2, 1), (2, 2), (3, 1)])
-def test_admission_refuses_exactly_what_would_miss_a_deadline(max_lag: int, groups_per_step: int):
-    rule = StalenessRule(max_lag=max_lag, groups_per_step=groups_per_step)
-    num_compared = 0
-    for counts in product(range((max_lag + 1) * groups_per_step + 1), repeat=max_lag + 1):
-        open_by_deadline = {10 + k: number for k, number in enumerate(counts)}
-        if not is_feasible(open_by_deadline, version=10, groups_per_step=groups_per_step):
-            continue
-        for engine_version in range(10 - max_lag - 2, 11):
-            deadline = engine_version + max_lag
-            after = {**open_by_deadline, deadline: open_by_deadline.get(deadline, 0) + 1}
-            expected = is_feasible(after, version=10, groups_per_step=groups_per_step)
-            assert rule.admits(open_by_deadline, version=10, engine_version=engine_version) is expected
-            num_compared += 1
-    assert num_compared > 5
-
-
-def test_a_batch_must_hold_what_the_steps_after_it_cannot_take():
-    rule = StalenessRule(max_lag=2, groups_per_step=3)
-    # due: 2 at version 10, 5 by 11, 9 by 12; the steps after 10 take 3 each
-    assert rule.required({10: 2, 11: 3, 12: 4}, version=10) == [2, 2, 3]
-    # 7 due by 11 leave one step for 4 of them: more than a batch holds, which admission never lets happen
-    assert rule.required({10: 2, 11: 5}, version=10) == [2, 4, 1]
-
-
-def test_a_window_closes_when_the_seats_left_are_needed():
-    window = Window([1, 1, 0], 2)
-    assert window.last == 3
-    window.take(2)
-    assert window.last == 0
-    window.take(0)
-    assert window.last == 0
-
-
-@pytest.mark.parametrize(
-    ("order", "expected"),
-    [
-        ("fifo", [4, 0]),
-        ("earliest_deadline", [0, 1]),
-        ("freshest_first", [4, 5]),
-        ("shortest_first", [1, 4]),
-    ],
-)
-def test_each_order_takes_the_groups_it_prefers(order, expected):
-    of = ledger(3, 2, order=order)
-    old = of.lease(0, 4, now=0.0)
-    of.put(summary_of(old[2]))
-    of.put(summary_of(old[3]))
-    assert of.step() == [2, 3]
-    fresh = of.lease(1, 2, now=0.0)
-    for lease, length in ((fresh[0], 3), (old[0], 9), (fresh[1], 7), (old[1], 2)):
-        of.put(summary_of(lease, lengths=(length,)))
-    assert of.step() == expected
-
-
-def test_ready_groups_overtake_slow_ones_inside_the_window():
-    of = ledger(2, 1)
-    slow, quick = of.lease(0, 1, now=0.0), of.lease(0, 2, now=0.0)
-    for lease in quick:
-        of.put(summary_of(lease))
-    assert [of.step(), of.step()] == [[1], [2]]
-    of.put(summary_of(of.lease(2, 1, now=0.0)[0]))
-    assert of.plan(2) is None
-    of.put(summary_of(slow[0]))
-    assert of.step() == [0]
-
-
-@pytest.mark.parametrize("order", ORDERS)
-def test_a_group_due_now_is_in_the_batch_whatever_the_order(order):
-    of = ledger(1, 1, order=order)
-    [old, other] = of.lease(0, 2, now=0.0)
-    of.put(summary_of(other))
-    assert of.step() == [1]
-    of.put(summary_of(of.lease(1, 1, now=0.0)[0], lengths=(1,)))
-    of.put(summary_of(old, lengths=(50,)))
-    assert of.step() == [0]
+from tests.support.ledgers import DrivenLedger, ledger, summary_of
 
 
 def test_a_dropped_straggler_is_gone_and_its_late_tokens_count_once():
@@ -217,6 +97,21 @@ def test_a_saved_prefix_is_continued_at_its_own_version_and_its_tokens_count_onc
     stats = of.stats()
     assert (stats.tokens_buffered, stats.tokens_dropped) == (60, {"expired": 5})
     assert dead.engine_version == 0
+
+
+def test_what_is_left_out_of_a_group_is_dropped_once_also_where_it_was_saved_before():
+    of = ledger(1, 1)
+    [lease] = of.lease(0, 1, now=0.0)
+    of.save(lease, Progress(num_tokens=8, oldest_version=0, newest_version=0))
+    of.expire(100.0)
+    [again] = of.lease(0, 1, now=100.0)
+    assert again.num_inherited == 8
+    for _ in range(2):
+        of.put(summary_of(again, lengths=(6,)), num_left_out=4)
+    assert (of.stats().tokens_buffered, of.stats().tokens_dropped) == (6, {"reward": 4})
+    with pytest.raises(LeaseExpired):
+        of.put(summary_of(lease, lengths=(7,)), num_left_out=5)
+    assert of.stats().tokens_dropped == {"reward": 4, "expired": 12 - 8}
 
 
 def test_a_group_that_is_released_to_be_dropped_is_finished_with_all_of_its_tokens():
@@ -329,44 +224,6 @@ def test_a_wrong_option_is_refused_by_name(options, message):
         BufferConfig(**options)
 
 
-def test_an_order_of_ones_own_is_found_by_its_path():
-    of = ledger(1, 1, order="tests.support.orders_of_mine:longest_first")
-    short, long = of.lease(0, 2, now=0.0)
-    of.put(summary_of(short, lengths=(3,)))
-    of.put(summary_of(long, lengths=(9,)))
-    assert of.step() == [long.group_id]
-
-
-def test_a_filter_of_ones_own_drops_under_its_path():
-    name = "tests.support.orders_of_mine:only_even_groups"
-    of = ledger(0, 1, filters=[name])
-    of.put(summary_of(of.lease(0, 1, now=0.0)[0]))
-    of.step()
-    assert of.put(summary_of(of.lease(1, 1, now=0.0)[0])) is PutResult.filtered
-    stats = of.stats()
-    assert (stats.tokens_dropped, stats.groups_dropped) == ({name: 5}, {name: 1})
-    assert stats.mean_length_dropped_by_reason == {name: 5.0}
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            {"filters": ["tests.support.orders_of_mine:fails"]},
-            "buffer.filters 'tests.support.orders_of_mine:fails' raised KeyError",
-        ),
-        ({"order": "tests.support.orders_of_mine:no_number"}, "buffer.order must give a number, got nan"),
-    ],
-)
-def test_code_of_ones_own_that_fails_answers_the_put_and_changes_nothing(options, message):
-    of = ledger(0, 1, **options)
-    [lease] = of.lease(0, 1, now=0.0)
-    before = of.snapshot()
-    with pytest.raises(ReplayBufferError, match=message):
-        of.put(summary_of(lease))
-    assert of.snapshot() == before
-
-
 def test_a_prefix_that_its_worker_did_not_take_counts_as_dropped_when_it_puts():
     of = ledger(2, 1)
     [lease] = of.lease(0, 1, now=0.0)
@@ -396,7 +253,7 @@ def test_what_a_given_up_straggler_had_saved_counts_as_dropped_though_its_worker
 
 def test_a_snapshot_of_another_format_is_refused_by_name():
     of = ledger(1, 1)
-    with pytest.raises(ValueError, match="snapshot has format=1, expected 7"):
+    with pytest.raises(ValueError, match="snapshot has format=1, expected 8"):
         ledger(1, 1).restore({**of.snapshot(), "format": 1})
 
 
@@ -470,219 +327,6 @@ def test_what_the_ledger_holds_does_not_grow_with_the_length_of_a_run(monkeypatc
     assert max(number for commands, number in held if commands > 125_000) <= first
 
 
-def test_a_full_store_beside_an_empty_one_takes_nothing_and_nobody_waits():
-    of = ledger(0, 4, max_bytes=10, num_stores=2)
-    leases = of.lease(0, 4)
-    places = []
-    for lease in leases:
-        places.append(of.reserve(lease, 5).store)
-        of.put(summary_of(lease), num_bytes=5)
-    assert sorted(places) == [0, 0, 1, 1]
-    assert of.plan(0) is not None
-
-
-def test_one_huge_group_slows_admission_down_and_never_stops_it():
-    of = ledger(0, 2, max_bytes=1000)
-    running = []
-    for size in [900] + [10] * 40:
-        leases = of.lease(of.learner_version, 2)
-        running.append(len(leases))
-        for lease in leases:
-            of.reserve(lease, size if lease is leases[0] else 10)
-            of.put(summary_of(lease), num_bytes=size if lease is leases[0] else 10)
-        if of.plan(of.learner_version) is not None:
-            of.commit(of.learner_version)
-    assert running[1:4] == [1, 1, 1]
-    assert running[-10:] == [2] * 10
-
-
-def test_a_stored_group_that_is_due_later_gives_way_and_its_tokens_are_counted():
-    of = ledger(1, 1, max_bytes=10)
-    [slow, quick] = of.lease(0, 2)
-    of.reserve(quick, 4)
-    of.put(summary_of(quick), num_bytes=4)
-    of.step()
-    [later] = of.lease(1, 1)
-    of.reserve(later, 8)
-    of.put(summary_of(later, lengths=(8,)), num_bytes=8)
-    assert of.plan(1) is None, "group 0 is due now"
-    assert of.reserve(slow, 9).evicted == (later.group_id,)
-    of.put(summary_of(slow), num_bytes=9)
-    assert of.step() == [slow.group_id]
-    assert of.stats().tokens_dropped == {"no_room": 8}
-    [again] = of.lease(2, 1)
-    assert (again.group_id, again.attempt) == (later.group_id, 1)
-
-
-def test_a_group_comes_without_a_reservation_up_to_the_last_byte_of_a_single_store():
-    of = ledger(0, 2, max_bytes=10)
-    assert (of.fits(10), of.fits(11)) == (True, False)
-    assert not ledger(0, 2, max_bytes=10, num_stores=2).fits(1)
-
-
-def test_a_batch_that_the_stores_cannot_hold_is_known_when_its_last_group_asks_for_room():
-    of = ledger(0, 3, max_bytes=10)
-    first, second = of.lease(0, 3)[:2]  # the third is due as early, and has reserved nothing
-    of.reserve(first, 6)
-    of.put(summary_of(first), num_bytes=6)
-    with pytest.raises(StoreFull, match=r"6 bytes do not fit: 4 of buffer\.max_stored_bytes=10 are free"):
-        of.reserve(second, 6)
-    assert of.cannot_hold_batch(second.group_id)
-    with pytest.raises(ReplayBufferError, match=r"larger than buffer\.max_stored_bytes=10"):
-        of.reserve(second, 11)
-
-
-def test_trajectories_that_are_lost_dissolve_their_batch_and_are_generated_again():
-    of = ledger(2, 1)
-    for lease in of.lease(0, 3):
-        of.put(summary_of(lease))
-    before = of.plan(0)
-    of.plan(1)
-    assert before is not None
-    assert of.lose([before.groups[0].group_id]) == (0, 1)
-    stats = of.stats()
-    assert (stats.groups["queued"], stats.groups["stored"], stats.groups["planned"]) == (98, 2, 0)
-    assert stats.tokens_dropped == {"store_lost": 5}
-    assert len(of.step()) == 1
-
-
-@pytest.mark.parametrize(("length", "kept"), [(0, PutResult.filtered), (1, PutResult.stored)])
-def test_a_group_in_which_the_policy_wrote_nothing_is_filtered(length: int, kept: PutResult):
-    of = ledger(0, 1, filters=["no_tokens"])
-    assert of.put(summary_of(of.lease(0, 1)[0], lengths=(length,))) is kept
-
-
-def test_a_group_that_just_fits_may_begin():
-    ledger = DrivenLedger(StalenessRule(max_lag=1, groups_per_step=1), max_bytes=1000)
-    ledger.enqueue(range(2))
-    [lease] = ledger.lease(0, 1)
-    ledger.reserve(lease, 500)
-    ledger.put(summary_of(lease), num_bytes=500)
-    assert len(ledger.lease(0, 1)) == 1
-    assert not ledger.has_room()
-
-
-def test_a_full_store_with_a_batch_that_nobody_has_planned_yet_lets_no_group_begin():
-    ledger = DrivenLedger(StalenessRule(max_lag=1, groups_per_step=2), max_bytes=1000)
-    ledger.enqueue(range(4))
-    for lease in ledger.lease(0, 2):
-        ledger.reserve(lease, 500)
-        ledger.put(summary_of(lease), num_bytes=500)
-    assert (ledger.num_stored, ledger.num_leased, ledger.num_planned) == (2, 0, 0)
-    assert not ledger.has_room()
-    assert ledger.lease(0, 1) == []
-
-
-@pytest.mark.parametrize(("num_stores", "recorded"), [(1, []), (2, [Reserve])])
-def test_a_reservation_is_recorded_only_where_it_says_which_store_holds_the_group(num_stores: int, recorded: list):
-    ledger = DrivenLedger(StalenessRule(max_lag=1, groups_per_step=2), max_bytes=1000, num_stores=num_stores)
-    ledger.enqueue([0])
-    [lease] = ledger.lease(0, 1)
-    log: list[type] = []
-    ledger.log = SimpleNamespace(record=lambda command, outcome, frames: log.append(type(command)))
-    ledger.reserve(lease, 500)
-    assert log == recorded
-
-
-def test_the_stored_groups_of_one_store_are_those_that_were_reserved_there():
-    ledger = DrivenLedger(StalenessRule(max_lag=1, groups_per_step=2), max_bytes=1000, num_stores=2)
-    ledger.enqueue(range(2))
-    for lease in ledger.lease(0, 2):
-        ledger.reserve(lease, 900)
-        ledger.put(summary_of(lease), num_bytes=900)
-    assert ledger.stored_groups() == [(0, 0), (1, 0)]
-    assert [ledger.stored_groups(store) for store in range(2)] == [[(0, 0)], [(1, 0)]]
-
-
-def test_a_lost_prefix_is_dropped_and_its_group_begins_afresh():
-    ledger = DrivenLedger(StalenessRule(max_lag=1, groups_per_step=1))
-    ledger.enqueue([0])
-    [lease] = ledger.lease(0, 1)
-    ledger.save(lease, Progress(num_tokens=4, oldest_version=0, newest_version=0), num_bytes=10)
-    assert ledger.groups_with_prefix() == [0]
-    ledger.release(0, 0, num_tokens=4)
-    assert ledger.lose([0]) == ()
-    assert (ledger.account.tokens_buffered, ledger.account.tokens_dropped) == (0, {"store_lost": 4})
-    [again] = ledger.lease(0, 1)
-    assert (again.attempt, again.progress) == (1, None)
-
-
-def test_the_budget_is_how_many_are_admitted_one_after_another():
-    rule = StalenessRule(max_lag=2, groups_per_step=2)
-    for due in ((0, 0, 0), (1, 0, 0), (2, 1, 0), (0, 3, 2), (2, 2, 2), (0, 0, 5)):
-        for engine_version in (0, 1, 2, 3):
-            open_by_deadline = {3 + k: number for k, number in enumerate(due)}
-            budget = rule.budget(open_by_deadline, version=3, engine_version=engine_version)
-            deadline, admitted = rule.deadline(engine_version), 0
-            while rule.admits(open_by_deadline, version=3, engine_version=engine_version):
-                open_by_deadline[deadline] = open_by_deadline.get(deadline, 0) + 1
-                admitted += 1
-            assert budget == admitted, (due, engine_version)
-
-
-def test_a_reservation_that_is_made_again_stays_in_its_store():
-    ledger = DrivenLedger(StalenessRule(max_lag=1, groups_per_step=4), max_bytes=1000, num_stores=2)
-    ledger.enqueue(range(4))
-    leases = ledger.lease(0, 4)
-    sizes = (400, 100, 300, 500)
-    assert [ledger.reserve(lease, size).store for lease, size in zip(leases, sizes, strict=True)] == [0, 1, 1, 0]
-    assert [ledger.reserve(lease, size).store for lease, size in zip(leases, sizes, strict=True)] == [0, 1, 1, 0]
-
-
-def test_a_group_without_bytes_goes_to_the_emptiest_store_too():
-    ledger = DrivenLedger(StalenessRule(max_lag=1, groups_per_step=2), max_bytes=1000, num_stores=2)
-    ledger.enqueue(range(2))
-    first, second = ledger.lease(0, 2)
-    assert [ledger.reserve(first, 400).store, ledger.reserve(second, 0).store] == [0, 1]
-
-
-def test_what_is_reserved_is_known_by_its_store():
-    ledger = DrivenLedger(StalenessRule(max_lag=1, groups_per_step=2), max_bytes=1000, num_stores=2)
-    ledger.enqueue(range(3))
-    leases = ledger.lease(0, 3)
-    for lease, size in zip(leases, (400, 100, 0), strict=True):
-        ledger.reserve(lease, size)
-    assert [ledger.is_reserved(group_id, 0) for group_id in range(3)] == [True, True, False]
-    assert [ledger.reserved_groups(store) for store in (0, 1)] == [[(0, 0)], [(1, 0)]]
-
-
-def test_a_group_and_a_prefix_of_just_the_bound_fit():
-    ledger = DrivenLedger(StalenessRule(max_lag=1, groups_per_step=1), max_bytes=1000)
-    ledger.enqueue([0])
-    [lease] = ledger.lease(0, 1)
-    ledger.save(lease, Progress(num_tokens=4, oldest_version=0, newest_version=0), num_bytes=1000)
-    assert ledger.reserve(lease, 1000) == Reserved(store=0)
-    ledger.put(summary_of(lease), num_bytes=1000)
-    assert ledger.num_stored == 1
-
-
-def test_no_more_gives_way_than_a_group_needs():
-    ledger = DrivenLedger(StalenessRule(max_lag=1, groups_per_step=2), max_bytes=1000)
-    ledger.enqueue(range(3))
-    first, second, third = ledger.lease(0, 3)
-    for lease in (first, second):
-        ledger.save(lease, Progress(num_tokens=4, oldest_version=0, newest_version=0), num_bytes=500)
-    assert ledger.reserve(third, 500) == Reserved(store=0, evicted=(1,))
-    assert ledger.groups_with_prefix() == [0]
-
-
-def test_a_stored_group_that_is_due_as_soon_as_another_does_not_give_way_to_it():
-    ledger = DrivenLedger(StalenessRule(max_lag=1, groups_per_step=2), max_bytes=1000)
-    ledger.enqueue(range(2))
-    first, second = ledger.lease(0, 2)
-    ledger.reserve(first, 600)
-    ledger.put(summary_of(first), num_bytes=600)
-    with pytest.raises(StoreFull):
-        ledger.reserve(second, 600)
-
-
-def test_a_group_that_has_grown_may_reserve_more_in_the_place_of_what_it_reserved():
-    ledger = DrivenLedger(StalenessRule(max_lag=1, groups_per_step=2), max_bytes=1000)
-    ledger.enqueue([0])
-    [lease] = ledger.lease(0, 1)
-    assert [ledger.reserve(lease, size) for size in (600, 900)] == [Reserved(store=0)] * 2
-
-
 def test_a_commit_that_is_sent_again_changes_nothing_also_the_first():
     ledger = DrivenLedger(StalenessRule(max_lag=1, groups_per_step=1))
     ledger.enqueue([0])
@@ -692,21 +336,6 @@ def test_a_commit_that_is_sent_again_changes_nothing_also_the_first():
     before = ledger.snapshot()
     assert ledger.commit(0) == []
     assert ledger.snapshot() == before
-
-
-def test_only_the_groups_that_are_due_first_can_be_the_ones_that_the_stores_cannot_hold():
-    ledger = DrivenLedger(StalenessRule(max_lag=1, groups_per_step=1), max_bytes=1000)
-    ledger.enqueue(range(4))
-    first, second = ledger.lease(0, 2)
-    ledger.put(summary_of(first))
-    assert ledger.step() == [0]
-    [third] = ledger.lease(1, 1)
-    assert (second.deadline, third.deadline) == (1, 2)
-    assert [ledger.cannot_hold_batch(lease.group_id) for lease in (second, third)] == [True, False]
-    ledger.release(second.group_id, 0, num_tokens=0)
-    [again] = ledger.lease(1, 1)
-    assert again.deadline == third.deadline
-    assert [ledger.cannot_hold_batch(lease.group_id) for lease in (again, third)] == [True, True]
 
 
 def test_of_a_stored_group_only_the_attempt_that_is_stored_is_acknowledged_again():

@@ -66,6 +66,7 @@ class LedgerMachine(RuleBasedStateMachine):
         max_bytes=st.sampled_from([0, 10, 20, 40]),
         num_stores=st.integers(1, 2),
         joining=st.booleans(),
+        max_deaths=st.integers(0, 2),
     )
     def start(
         self,
@@ -77,13 +78,22 @@ class LedgerMachine(RuleBasedStateMachine):
         max_bytes: int,
         num_stores: int,
         joining: bool,
+        max_deaths: int,
     ) -> None:
+        self.max_deaths = max_deaths
+        self.deaths: dict[int, int] = {}
         self.max_bytes, self.joining = max_bytes, joining
         self.max_lag, self.size, self.on_stale, self.filters = max_lag, groups_per_step, on_stale, filters
         rule = StalenessRule(max_lag=max_lag, groups_per_step=groups_per_step)
         self.memory = {"max_bytes": max_bytes, "num_stores": 0 if joining else num_stores}
         self.new_ledger = lambda: DrivenLedger(
-            rule, on_stale=on_stale, order=order, lease_s=LEASE_S, filters=filters, **self.memory
+            rule,
+            on_stale=on_stale,
+            order=order,
+            lease_s=LEASE_S,
+            filters=filters,
+            max_deaths=max_deaths,
+            **self.memory,
         )
         self.places: dict[int, int] = {}
         self.hosts: dict[int, str] = {} if joining else dict.fromkeys(range(num_stores), "")
@@ -159,7 +169,14 @@ class LedgerMachine(RuleBasedStateMachine):
             self.running[lease.group_id] = (lease, self.now + LEASE_S)
         assert len(granted) <= number
         if len(granted) < number:
-            assert self._num_queued() == 0 or not self._admits(version, deadlines) or not self.ledger.has_room()
+            no_more = not self._admits(version, deadlines) or not self.ledger.has_room()
+            assert no_more or not self._may_have(bytes([worker]))
+
+    def _may_have(self, worker: bytes) -> int:
+        """How many queued groups a worker may have: no second one that was present at a worker's death."""
+        suspects = [group_id for group_id in self.deaths if group_id not in self.running]
+        holds_one = any(lease.owner == worker for g, (lease, _) in self.running.items() if g in self.deaths)
+        return self._num_queued() - len(suspects) + bool(suspects and not holds_one)
 
     def _num_queued(self) -> int:
         ended = len(self.consumed) + self.num_dropped
@@ -201,18 +218,24 @@ class LedgerMachine(RuleBasedStateMachine):
     def _put(self, lease: GrantedLease, expires_at: float, oldest: int, num_tokens: int) -> None:
         num_tokens += self._least_tokens(lease)
         filtered = bool(self.filters) and num_tokens % 5 == 0
-        summary = summary_of(lease, oldest=oldest, num_tokens=num_tokens, rewards=(0.0, 0.0 if filtered else 1.0))
+        left_out = num_tokens // 4  # of trajectories that are not part of it, also of what was saved of them
+        summary = summary_of(
+            lease, oldest=oldest, num_tokens=num_tokens - left_out, rewards=(0.0, 0.0 if filtered else 1.0)
+        )
         continued = self._continued(lease)
         if not self._reserve(lease):
             self.running[lease.group_id] = (lease, expires_at)
             return
         self._report(lease, num_tokens)
         if filtered:
-            assert self.ledger.put(summary, continued=continued) is PutResult.filtered
+            assert self.ledger.put(summary, continued=continued, num_left_out=left_out) is PutResult.filtered
             assert self.ledger.put(summary) is PutResult.duplicate
             self.num_dropped += 1
+            self.deaths.pop(lease.group_id, None)
         else:
-            put = self.ledger.put(summary, continued=continued, num_bytes=self._size(lease.group_id))
+            self.deaths.pop(lease.group_id, None)
+            size = self._size(lease.group_id)
+            put = self.ledger.put(summary, continued=continued, num_bytes=size, num_left_out=left_out)
             assert put is PutResult.stored
             self.stored[lease.group_id] = (summary, lease.deadline)
 
@@ -332,9 +355,10 @@ class LedgerMachine(RuleBasedStateMachine):
     def put_late(self, data: st.DataObject, num_tokens: int) -> None:
         lease = data.draw(st.sampled_from(self.ended))
         num_tokens += self._least_tokens(lease)
-        summary = summary_of(lease, oldest=lease.engine_version, num_tokens=num_tokens)
+        left_out = num_tokens // 4
+        summary = summary_of(lease, oldest=lease.engine_version, num_tokens=num_tokens - left_out)
         try:
-            self.ledger.put(summary, continued=self._continued(lease))
+            self.ledger.put(summary, continued=self._continued(lease), num_left_out=left_out)
         except (LeaseExpired, VersionTooOld):
             self._report(lease, num_tokens)
             return
@@ -402,9 +426,15 @@ class LedgerMachine(RuleBasedStateMachine):
     def a_worker_is_gone(self, worker: int) -> None:
         """The server hears nothing of it any more, and takes its leases back before they run out."""
         lost = [lease for lease, _ in self.running.values() if lease.owner == bytes([worker])]
+        assert sum(lease.group_id in self.deaths for lease in lost) <= 1, "of two suspects nobody knows which it was"
         assert self.ledger.take_back(bytes([worker])) == len(lost)
         for lease in lost:
-            self._hand_on(lease)
+            self.deaths[lease.group_id] = self.deaths.get(lease.group_id, 0) + 1
+            if self.deaths[lease.group_id] == self.max_deaths:
+                del self.deaths[lease.group_id]
+                self.num_dropped += 1
+            else:
+                self._hand_on(lease)
         self._end(lost)
 
     @rule(seconds=st.floats(-15.0, 15.0) | st.sampled_from([-1e9, 1e9]))
@@ -436,6 +466,8 @@ class LedgerMachine(RuleBasedStateMachine):
         self._end(given_up)
         if self.on_stale is OnStale.drop:
             self.num_dropped += len(given_up)
+            for lease in given_up:
+                self.deaths.pop(lease.group_id, None)
         if plan is None:
             assert given_up == []
             return

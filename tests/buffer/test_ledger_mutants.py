@@ -110,7 +110,14 @@ def nodes_of(node: parso.tree.NodeOrLeaf) -> Iterator[parso.tree.NodeOrLeaf]:
 def test_a_changed_comparison_is_noticed(mutant: Comparison, tmp_path: Path):
     path = tmp_path / f"{mutant.module}.py"
     path.write_text(mutant.source())
-    names = ("test_ledger_machine.py", "test_ledger.py", "test_rewind.py")
+    names = (
+        "test_ledger_machine.py",
+        "test_ledger.py",
+        "test_selection.py",
+        "test_room.py",
+        "test_worker_deaths.py",
+        "test_rewind.py",
+    )
     tests = [str(ROOT / "tests" / "buffer" / name) for name in names]
     done = subprocess.run(
         [sys.executable, "-c", RUN, f"buffer.{mutant.module}", str(path), *tests],

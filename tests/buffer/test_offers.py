@@ -5,8 +5,10 @@ import asyncio
 import pytest
 
 from asyncrl.protocol.errors import VersionTooNew, WeightsError, WeightsGone, WireError
-from buffer import BufferClient, SyncBufferClient
+from buffer import BufferClient, BufferConfig, SyncBufferClient
+from buffer.messages import Message
 from buffer.offers import OfferLog
+from buffer.service import BufferService
 from tests.support.buffer_groups import prompt, rollout, running
 from tests.support.offers import bare_offer
 
@@ -242,3 +244,31 @@ async def test_what_is_no_offer_no_version_and_no_time_is_refused():
         await client._connect().request("offer", {"offer": {"version": 0, "colour": 1}})
         with pytest.raises(WireError, match=r"not an offer of weights: got .*'colour': 1"):
             await client.next_offer(-1)
+
+
+async def test_the_first_workers_lease_before_the_last_of_many_are_told_of_new_weights():
+    told: list[bytes] = []
+    leased: list[bytes] = []
+    all_told = asyncio.Event()
+
+    def send(client: bytes, message: Message) -> None:
+        if message.fields.get("leases"):
+            leased.append(client)
+        if "offer" in message.fields:
+            told.append(client)
+            if len(told) == len(workers):
+                all_told.set()
+
+    workers = [b"worker-%d" % number for number in range(200)]
+    service = BufferService(BufferConfig(), groups_per_step=1, send=send)
+    service.handle(b"control", Message(name="enqueue", request_id=1, fields={"groups": [1], "counts": [0]}))
+    for worker in workers:
+        service.handle(worker, Message(name="next_offer", request_id=1, fields={"at_least": 0}))
+    service.handle(b"learner", Message(name="offer", request_id=1, fields={"offer": {"version": 0}}))
+    assert 0 < len(told) < len(workers)
+    service.handle(told[0], Message(name="lease", request_id=2, fields={"engine_version": 0, "max_groups": 1}))
+    service.settle()
+    assert leased == [workers[0]]
+    await all_told.wait()
+    assert told == workers
+    service.close()

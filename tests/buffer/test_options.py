@@ -7,11 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import zmq
 
 from asyncrl.cli.compose import compose_run
 from buffer import BufferClient, BufferConfig, BufferProcess
 from buffer.server import config_from_json
-from buffer.sockets import allow_clients
+from buffer.sockets import allow_clients, client_context
 from tests.support.buffer_groups import prompt, rollout
 
 
@@ -65,3 +66,15 @@ def test_the_limit_of_open_files_is_raised_to_what_the_clients_take_or_refused_b
         ValueError, match=r"open files must be at least 8448 for 4096 clients .*, got 4096; .*ulimit -Hn 8448"
     ):
         allow_clients(4096)
+    with pytest.raises(ValueError, match=r"at least 4256 for 0 clients of the buffer and links to 500 store servers"):
+        allow_clients(0, num_links=500)
+    with pytest.raises(ValueError, match="a process can reach at most 10922 servers of the buffer, got 20000"):
+        allow_clients(0, num_links=20_000)
+
+
+def test_a_process_has_as_many_sockets_as_links_to_hundreds_of_stores_take():
+    allow_clients(0, num_links=200)
+    context = client_context()
+    sockets = [context.socket(zmq.PAIR) for _ in range(6 * 200)]
+    for socket in sockets:
+        socket.close(linger=0)

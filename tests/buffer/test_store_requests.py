@@ -124,6 +124,36 @@ async def test_the_groups_of_a_store_that_is_gone_are_generated_again_and_counte
         assert (await of.control.commit(0)).tokens_trained == 10, "a batch that its ranks have already counts"
 
 
+async def test_a_batch_whose_store_died_before_it_was_fetched_is_planned_anew_from_what_is_generated_again():
+    async with hosts("a", "b", max_lag=2) as of:
+        a, b = of.worker("a"), of.worker("b")
+        await of.control.enqueue([prompt(i) for i in range(6)])
+        for lease in await a.lease(0, 1):
+            await a.put(rollout(lease))
+        for lease in await b.lease(0, 4):
+            await b.put(rollout(lease))
+        assert [group.group_id for group in (await of.control.plan(0)).groups] == [0, 1]
+        assert [group.group_id for group in (await of.control.plan(1)).groups] == [2, 3]
+        of.stores["a"].close()
+        assert await of.control.drop_store(0) == 0, "a batch holds its group"
+        with pytest.raises(UnknownGroup, match="group 0 were on the store of host a"):
+            await of.control.fetch([0, 1])
+        await of.control.lose([0, 4, 99])
+        assert (await of.control.stats()).tokens_dropped == {"store_lost": 5}, "only what a batch holds is lost by that"
+        first = [group.group_id for group in (await of.control.plan(0)).groups]
+        assert set(first) < {1, 2, 3, 4}
+        assert [group.group_id for group in await of.control.fetch(first)] == first
+        [again] = await a.lease(0, 1)
+        assert (again.prompt.group_id, again.attempt) == (0, 1)
+        await a.put(rollout(again))
+        assert (await of.control.commit(0)).tokens_trained == 10
+        await of.control.lose(first)  # sent again, late: they are consumed
+        second = [group.group_id for group in (await of.control.plan(1)).groups]
+        assert set(second) < {0, 1, 2, 3, 4} - set(first)
+        stats = await of.control.commit(1)
+        assert (stats.tokens_trained, stats.tokens_dropped) == (20, {"store_lost": 5})
+
+
 async def test_a_put_whose_store_is_gone_on_the_way_goes_to_another():
     async with hosts("a", "b") as of:
         a = of.worker("a", request_timeout_s=0.5)

@@ -34,12 +34,13 @@ OPTIONS = [
     "sft.enabled=false",
 ]
 JOINED_S = 300
+_ASYNCRL = "import sys; from asyncrl.cli import main; sys.exit(main())"
 
 
 def command(name, run_dir, *arguments):
     """``asyncrl join`` or ``leave``; its status and all that it said."""
     ended = subprocess.run(
-        [sys.executable, "-m", f"rollout_fleet.{name}", "--run", str(run_dir), *arguments],
+        [sys.executable, "-c", _ASYNCRL, name, "--run", str(run_dir), *arguments],
         cwd=ROOT,
         capture_output=True,
         text=True,

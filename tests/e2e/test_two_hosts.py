@@ -73,6 +73,8 @@ OUTLIVES = [
     "algorithm.groups_per_step=8",
     "checkpoint.every_steps=2",
     "learner.restarts=5",
+    "buffer.durability=disk",
+    "buffer.directory=/tmp/journal",
 ]
 
 
@@ -87,6 +89,11 @@ def test_a_run_goes_on_when_parts_of_the_other_host_die_and_its_link_is_cut(on_t
         if back:
             run.wait_for_line(back, timeout_s=300)
             print(f"{part} of the other host is back after {time.monotonic() - began_s:.1f} s")  # noqa: T201
+    stores = run.pids("--store ")
+    assert len(stores) == 2
+    for pid in (*run.pids("buffer.server --groups-per-step 8"), *stores):
+        os.kill(pid, signal.SIGKILL)
+    goes_on(run, "the buffer and both stores died at once")
     run.set_link("down")
     time.sleep(10.0)
     run.set_link("up")

@@ -61,6 +61,19 @@ def test_each_estimator_gives_its_golden_numbers(name: str, want: list[float]) -
     assert ADVANTAGES.get(name)(REWARDS, TWO_GROUPS).tolist() == pytest.approx(want, abs=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("name", "want"),
+    [
+        ("grpo", [1.1547005, -0.5773503, -0.5773503, 0.7071068, -0.7071068]),
+        ("grpo_no_std", [2.0, -1.0, -1.0, 1.0, -1.0]),
+        ("rloo", [3.0, -1.5, -1.5, 2.0, -2.0]),
+    ],
+)
+def test_groups_of_different_sizes_are_compared_each_within_itself(name: str, want: list[float]) -> None:
+    rewards, groups = torch.tensor([3.0, 0.0, 0.0, 2.0, 0.0]), torch.tensor([4, 4, 4, 9, 9])
+    assert ADVANTAGES.get(name)(rewards, groups).tolist() == pytest.approx(want, abs=1e-6)
+
+
 OUTCOME_NAMES = [name for name in ADVANTAGES.names() if not is_token_level(ADVANTAGES.get(name))]
 
 

@@ -1,8 +1,8 @@
-import json
 import os
 import shutil
 import signal
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ import learner.checkpoint
 from asyncrl.protocol.errors import CheckpointError
 from learner.checkpoint import ShardedCheckpointer, main
 from learner.checkpoint_folder import newest_checkpoint, read_progress
-from learner.config import AlgorithmConfig, Device, LearnerConfig, OptimizerConfig, Schedule
+from learner.config import AlgorithmConfig, Device, LearnerConfig, LoraConfig, OptimizerConfig, Schedule
 from learner.model_folder import save_policy
 from learner.trainer import Trainer
 from tests.support.policy_step import policy_step
@@ -23,11 +23,9 @@ from tests.support.tiny_models import random_sequences, save_tiny_model
 from tests.support.whole_weights import gather_weights
 
 
-def trainer_of(model_path: str, num_ranks: int = 1, sp_size: int = 1, fsdp_size: int = -1) -> Trainer:
+def trainer_of(model_path: str, num_ranks: int = 1, **options: Any) -> Trainer:
     optimizer = OptimizerConfig(lr=1e-3, schedule=Schedule.linear, warmup_steps=1, eps=1e-4)
-    config = LearnerConfig(
-        num_ranks=num_ranks, sp_size=sp_size, fsdp_size=fsdp_size, device=Device.cpu, optimizer=optimizer
-    )
+    config = LearnerConfig(num_ranks=num_ranks, device=Device.cpu, optimizer=optimizer, **options)
     return Trainer(config, model_path=model_path, total_updates=8)
 
 
@@ -47,16 +45,16 @@ def assert_equal(left: dict[str, np.ndarray], right: dict[str, np.ndarray]) -> N
         np.testing.assert_array_equal(value, right[name], err_msg=name)
 
 
-def resumed_run(model_path: str, directory: str, num_ranks: int) -> tuple[dict, dict, int]:
+def resumed_run(model_path: str, directory: str, num_ranks: int, **options: Any) -> tuple[dict, dict, int]:
     """Weights of a run of four steps, and of one that stops after two and is resumed by another trainer."""
-    trainer = trainer_of(model_path, num_ranks)
+    trainer = trainer_of(model_path, num_ranks, **options)
     for seed in (0, 1):
         step(trainer, seed)
     path = ShardedCheckpointer(trainer, directory).save(2)
     drawn = torch.rand(1).item()
     for seed in (2, 3):
         step(trainer, seed)
-    resumed = trainer_of(model_path, num_ranks)
+    resumed = trainer_of(model_path, num_ranks, **options)
     version = ShardedCheckpointer(resumed, directory).load(path)
     assert torch.rand(1).item() == drawn
     for seed in (2, 3):
@@ -146,13 +144,11 @@ def test_only_the_last_checkpoints_are_kept(model_path: str, tmp_path: Path) -> 
     assert sorted(path.name for path in (tmp_path / "c").iterdir()) == ["v00000010", "v00000011"]
 
 
-def test_dropout_goes_on_with_the_random_numbers_of_the_saved_run(tmp_path: Path) -> None:
-    path = Path(save_tiny_model(tmp_path / "model"))
-    config = json.loads((path / "config.json").read_text()) | {"attention_dropout": 0.5}
-    (path / "config.json").write_text(json.dumps(config))
-    straight, resumed, _ = resumed_run(str(path), str(tmp_path / "c"), 1)
+def test_dropout_goes_on_with_the_random_numbers_of_the_saved_run(model_path: str, tmp_path: Path) -> None:
+    adapters = LoraConfig(rank=4, dropout=0.5)
+    straight, resumed, _ = resumed_run(model_path, str(tmp_path / "c"), 1, lora=adapters)
     assert_equal(straight, resumed)
-    other = trainer_of(str(path))
+    other = trainer_of(model_path, lora=adapters)
     ShardedCheckpointer(other, str(tmp_path / "c")).load(tmp_path / "c" / "v00000002")
     torch.manual_seed(7)
     for seed in (2, 3):

@@ -1,6 +1,7 @@
 """The self-test of loaded models: what it refuses, what it finds a way for, and what it leaves behind."""
 
 import logging
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -110,6 +111,41 @@ def test_logits_that_are_not_linear_are_refused_whatever_the_option_is_called(
     monkeypatch.setattr(pretrained, "_CHANGES_LOGITS", ())
     with pytest.raises(ValueError, match="linear map of the last hidden states"):
         load(saved(tmp_path, "granite"))
+
+
+def test_an_output_layer_that_takes_other_than_the_last_hidden_states_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"learner cannot train ElectraForCausalLM .* takes 16 values per token.* 32"):
+        load(saved(tmp_path, "electra"))
+
+
+@pytest.mark.parametrize("family", ["gpt2", "opt", "mixtral"])
+def test_what_a_family_leaves_out_at_random_while_training_is_off_and_named(
+    family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The probability ratio is of the model that sampled: dropout would make it another model in every micro-batch."""
+    path = saved(tmp_path, family)
+    with caplog.at_level(logging.INFO):
+        model = load(path)
+    assert "off while training" in caplog.text
+    sequences = random_sequences(5)
+    scores = model.scores(sequences)
+    model._set_training(True)
+    with torch.no_grad(), model.sharding:
+        for micro_batch in model._pack(sequences).micro_batches:
+            trained = model.head(micro_batch)[0].float().numpy()
+            expected = np.concatenate([scores[i][sequences[i].loss_mask] for i in micro_batch.source])
+            np.testing.assert_allclose(trained, expected, atol=1e-6)
+
+
+def test_a_model_that_trains_on_other_values_than_it_scores_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pretrained, "_RANDOM_WHILE_TRAINING", re.compile("(?!)"))
+    with pytest.raises(
+        ValueError, match=r"OPTDecoderLayer.* other values while training than while scoring"
+    ) as refused:
+        load(saved(tmp_path, "opt"))
+    assert "skip_selftest" in str(refused.value)
 
 
 @pytest.mark.parametrize("leaks", [False, True])

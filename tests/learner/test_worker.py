@@ -2,6 +2,8 @@
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -13,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from asyncrl.protocol.errors import StalenessError
+from asyncrl.protocol.errors import BatchLost, DeadlineError, StalenessError, UnknownGroup
 from asyncrl.protocol.manifest import WeightOffer, read_manifest
 from asyncrl.protocol.trajectory import TrajectoryGroup
 from asyncrl.protocol.types import FinishReason
@@ -71,7 +73,7 @@ def batch(group_ids: Sequence[int], max_lag: int = 2) -> RankBatch:
     return RankBatch(version=7, shares=tuple(shares), max_lag=max_lag)
 
 
-def start(directory: str, num_ranks: int, **options: bool) -> ActorWorker:
+def start(directory: str, num_ranks: int, *, connect_buffer: Any = ScriptedBuffer, **options: bool) -> ActorWorker:
     if num_ranks == 1:
         os.environ |= {"RANK": "0", "WORLD_SIZE": "1"}
     worker = ActorWorker(
@@ -80,7 +82,7 @@ def start(directory: str, num_ranks: int, **options: bool) -> ActorWorker:
         model_path=f"{directory}/model",
         total_steps=10,
         temperature=TEMPERATURE,
-        connect_buffer=ScriptedBuffer,
+        connect_buffer=connect_buffer,
         snapshot_dir=f"{directory}/snapshots{num_ranks}",
         seed=0,
         trajectory_dir=f"{directory}/trajectories{num_ranks}",
@@ -164,6 +166,53 @@ def test_a_batch_that_breaks_the_bound_is_refused(directory: str, max_lag: int) 
     worker = start(directory, 1)
     with pytest.raises(StalenessError, match=rf"group 3 has lag 2 at learner version 7, outside 0\.\.{max_lag}"):
         worker.step(batch([3], max_lag=max_lag))
+
+
+class ForgetfulBuffer(ScriptedBuffer):
+    """Does not have the groups ``lost``; once, it does not answer."""
+
+    lost: ClassVar[set[int]] = set()
+    is_late: ClassVar[list[bool]] = []
+
+    def fetch(self, group_ids: Sequence[int]) -> list[TrajectoryGroup]:
+        if self.is_late:
+            self.is_late.pop()
+            raise DeadlineError("the store did not answer")
+        if gone := self.lost.intersection(group_ids):
+            raise UnknownGroup(f"{gone} are not stored")
+        return super().fetch(group_ids)
+
+
+def a_lost_batch(directory: str) -> tuple[list[int], float, float]:
+    """A step whose batch one rank does not find; then one that is planned anew. What it did not find; both norms."""
+    rank = int(os.environ["RANK"])
+    ForgetfulBuffer.lost, ForgetfulBuffer.is_late[:] = {1, 2}, [True]
+    worker = start(directory, 2, connect_buffer=ForgetfulBuffer)
+    published(worker, 7)
+    before = weights_norm(worker)
+    with pytest.raises(BatchLost, match=r"batch of step 7 is lost: rank \d of 'actor' did not find \d of its"):
+        worker.step([batch([1, 2, 3]), batch([4])][rank])
+    assert weights_norm(worker) == before
+    for queued in (partial(worker.publish_weights, 8), partial(worker.step, replace(batch([3]), version=8))):
+        with pytest.raises(BatchLost, match="'actor' is at version 7: what was queued for version 8"):
+            queued()
+    with pytest.raises(BatchLost):
+        worker.save_checkpoint(f"{directory}/never", 8)
+    lost = worker.forget_batch()
+    assert worker.forget_batch() == []
+    worker.step([batch([3]), batch([4])][rank])
+    published(worker, 8)
+    return lost, before, weights_norm(worker)
+
+
+def weights_norm(worker: ActorWorker) -> float:
+    return sum(float(parameter.full_tensor().norm()) for parameter in worker._model.head.parameters())
+
+
+def test_a_batch_that_one_rank_does_not_find_changes_no_rank_and_can_be_planned_anew(directory: str) -> None:
+    (lost, before, after), (other, _, _) = run_on_ranks(2, a_lost_batch, directory)
+    assert (lost, other) == ([1, 2], [])
+    assert after != before
 
 
 def test_a_saved_policy_is_the_published_one(directory: str, tmp_path: Path) -> None:

@@ -157,7 +157,7 @@ def test_the_memory_of_a_rank_that_has_died_is_refused_by_name(tmp_path):
         offer = offer_of(shares, 1, tmp_path)
         assert_read(read({}, offer), 1)
         ranks[1].signal(signal.SIGKILL)
-        ranks[1]._process.join(10.0)
+        ranks[1].wait_end()
         with pytest.raises(WeightsGone, match=rf"learner process {shares[1][0].handle.pid} has ended"):
             read({}, offer)
 

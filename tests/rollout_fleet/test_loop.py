@@ -16,13 +16,12 @@ from asyncrl.protocol.errors import (
     WeightsGone,
     WorkerDiedError,
 )
-from rollout_fleet.config import RolloutFleetConfig
+from rollout_fleet.config import OnRewardFailure
 from rollout_fleet.engines.scripted import ScriptedAnswer, ScriptedEngine
-from rollout_fleet.loop import RolloutLoop
 from rollout_fleet.metrics import FleetMeter
 from rollout_fleet.rewards import REWARDS, WeightedRewards
 from tests.support.offers import bare_offer
-from tests.support.rollout import WRITTEN, digits, ready_member, running_loop, update, writes
+from tests.support.rollout import WRITTEN, make_loop, running_loop, update, writes
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("virtual_time")]
 
@@ -227,6 +226,36 @@ async def test_a_reward_that_fails_costs_its_group_after_some_attempts_and_the_r
     assert counters.tokens_generated == buffer.num_accounted == 14
 
 
+async def test_a_response_on_which_the_reward_fails_may_cost_only_itself_and_its_tokens_are_dropped(
+    make_buffer, monkeypatch
+):
+    failing = {0: 1, 1: 3}  # of four responses to a prompt
+    scored: list[int] = []
+
+    def reward(prompt, response_text):
+        scored.append(prompt.group_id)
+        place = (scored.count(prompt.group_id) - 1) % 4
+        return float("nan") if place < failing.get(prompt.group_id, 0) else 1.0
+
+    def script(request, version):
+        return ScriptedAnswer(response=[WRITTEN] * (2 + int(request.id.split("-")[2])))
+
+    monkeypatch.setitem(REWARDS._entries, "fails on some", reward)
+    buffer = make_buffer(3)
+    options = {"on_reward_failure": OnRewardFailure.drop_trajectory, "max_attempts": 2, "samples_per_prompt": 4}
+    async with running_loop(buffer, script, reward="fails on some", **options) as (loop, _, run):
+        await buffer.stored(2)
+        await buffer.dropped(1)
+        await loop.stop()
+        counters = await run
+    assert {group.group_id: group.num_trajectories for group in buffer.groups} == {0: 3, 2: 4}
+    assert counters.groups_failed == {"reward_trajectory": 1, "reward": 2}, "with one response left the group fails"
+    assert dict(buffer.ledger.account.groups_dropped) == {"reward": 1}
+    assert buffer.ledger.account.tokens_dropped == {"reward": 2 + 2 * (2 + 3 + 4 + 5)}
+    assert counters.tokens_generated == buffer.num_accounted
+    assert counters.tokens_in_flight == 0
+
+
 async def test_evictions_do_not_count_as_failures(make_buffer, monkeypatch):
     scores = iter([float("nan"), *[1.0] * 3])
     monkeypatch.setitem(REWARDS._entries, "bad once", lambda prompt, response_text: next(scores))
@@ -265,9 +294,9 @@ async def test_a_group_that_is_scored_holds_no_place_on_the_engine_up_to_as_many
     scored = asyncio.Event()
     score = WeightedRewards.score
 
-    async def wait(self, prompt, texts):
+    async def wait(self, prompt, texts, **options):
         await scored.wait()
-        return await score(self, prompt, texts)
+        return await score(self, prompt, texts, **options)
 
     monkeypatch.setattr(WeightedRewards, "score", wait)
     buffer = make_buffer(12)
@@ -392,15 +421,7 @@ async def test_nobody_waits_for_admission_after_a_stop_that_came_while_a_request
             await asyncio.sleep(0)
 
     buffer.lease = be_slow_to_withdraw
-    loop = RolloutLoop(
-        RolloutFleetConfig(groups_in_flight=2),
-        engine=engine,
-        member=ready_member(),
-        buffer=buffer,
-        rewards=WeightedRewards(RolloutFleetConfig()),
-        decode=digits,
-        samples_per_prompt=2,
-    )
+    loop = make_loop(buffer, engine, groups_in_flight=2)
     await engine.start()
     await loop.load_weights(bare_offer(0))
     asking = asyncio.create_task(loop._keep_leasing())
@@ -421,15 +442,7 @@ async def test_leases_granted_at_the_very_moment_of_a_stop_are_given_back(make_b
 
     buffer.lease = lease_while_being_stopped
     engine = ScriptedEngine()
-    loop = RolloutLoop(
-        RolloutFleetConfig(groups_in_flight=2),
-        engine=engine,
-        member=ready_member(),
-        buffer=buffer,
-        rewards=WeightedRewards(RolloutFleetConfig()),
-        decode=digits,
-        samples_per_prompt=2,
-    )
+    loop = make_loop(buffer, engine, groups_in_flight=2)
     asking = asyncio.create_task(loop._keep_leasing())
     with pytest.raises(asyncio.CancelledError):
         await asking

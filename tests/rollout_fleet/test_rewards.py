@@ -125,6 +125,26 @@ async def test_a_reward_that_hangs_is_an_error_by_its_deadline_and_its_process_i
     assert (await scorer.score(PROMPT, ["fine"])).tolist() == [1.0], "by another process"
 
 
+async def test_where_responses_may_fail_the_others_are_scored_whatever_one_does_to_its_process(user_rewards):
+    scorer = await user_rewards("by_kind", timeout_s=1.0)
+    texts = ["raise", "fine", "exit", "text", "hang", "fine"]
+    rewards = await scorer.score(PROMPT, texts, may_fail=True)
+    assert rewards.tolist() == pytest.approx([np.nan, 1.0, np.nan, np.nan, np.nan, 1.0], nan_ok=True)
+    with pytest.raises(RewardError, match="raised KeyError"):
+        await scorer.score(PROMPT, ["raise", "hang"])
+    assert (await scorer.score(PROMPT, ["fine", "fine"])).tolist() == [1.0, 1.0]
+
+
+async def test_a_response_for_which_one_of_several_rewards_has_no_number_has_none(monkeypatch):
+    monkeypatch.setitem(REWARDS._entries, "no_a", lambda prompt, text: float("nan") if text == "a" else 1.0)
+    rewards = WeightedRewards(RolloutFleetConfig(rewards=["exact_match", "no_a"]))
+    scores = await rewards.score(PROMPT, ["a", "42"], may_fail=True)
+    assert scores.total.tolist() == pytest.approx([np.nan, 2.0], nan_ok=True)
+    assert scores.of(np.isfinite(scores.total)).parts["exact_match"].tolist() == [1.0]
+    with pytest.raises(RewardError, match="returned nan"):
+        await rewards.score(PROMPT, ["a", "42"])
+
+
 async def test_a_reward_that_ends_its_process_is_an_error(user_rewards):
     scorer = await user_rewards("by_kind")
     for _ in range(2):

@@ -322,9 +322,12 @@ def chunk(token_ids, num_so_far, *, triples=None, reason=None, spans=(), version
     }
 
 
+def span(start, end):
+    return {"version": "0", "start": start, "end": end}
+
+
 def finished(index, token_ids):
-    spans = [{"version": "0", "start": 0, "end": len(token_ids)}]
-    return chunk(token_ids, len(token_ids), reason="stop", spans=spans) | {"index": index}
+    return chunk(token_ids, len(token_ids), reason="stop", spans=[span(0, len(token_ids))]) | {"index": index}
 
 
 async def test_samples_that_end_in_one_read_are_answered_in_it(engine, server):
@@ -421,6 +424,32 @@ async def test_what_had_come_of_each_sample_is_answered_as_aborted_when_the_serv
     partial = answers["7-0-0"]
     assert (partial.finish_reason, partial.token_ids.tolist(), partial.versions.tolist()) == (None, [5, 6, 7], [0] * 3)
     assert engine.has_failed
+
+
+async def test_a_stream_that_stalls_is_cut_off_with_what_had_come_of_its_samples_and_the_engine_lives(engine, server):
+    async def stream(path, body):
+        if body["rid"] != ["7-0-0/", "7-0-1/"]:  # the live one
+            for num_tokens in range(1, 40):
+                await asyncio.sleep(5.0)
+                yield [chunk([6], num_tokens, version="0") | {"index": 0}]
+            yield [finished(1, [1]), chunk([], 39, reason="length", spans=[span(0, 39)]) | {"index": 0}]
+            return
+        yield [chunk([5], 1, version="0") | {"index": 0}, finished(1, [4, 1])]
+        await asyncio.Event().wait()
+
+    server.stream = stream
+    server.loads = [{"num_running_reqs": 4, "num_waiting_reqs": 0, "token_usage": 0.1}]
+    answers = {request.id: output for request, output in await answers_of(engine, 4)}
+    stalled = answers["7-0-0"]
+    assert (stalled.token_ids.tolist(), stalled.versions.tolist()) == ([5], [0])
+    assert (stalled.finish_reason, stalled.is_stalled) == (None, True)
+    assert [(request_id, output.finish_reason) for request_id, output in answers.items() if request_id != "7-0-0"] == [
+        ("7-0-1", FinishReason.stop),
+        ("7-0-3", FinishReason.stop),
+        ("7-0-2", FinishReason.length),
+    ]
+    assert [body for path, body in server.calls if path == "/abort_request"] == [{"rid": "7-0-0/"}]
+    assert not engine.has_failed
 
 
 @pytest.mark.parametrize(

@@ -263,6 +263,8 @@ async def test_an_engine_that_takes_weights_out_of_the_learners_memory_never_con
 
                 async def act():
                     rank.signal(number)
+                    if number is signal.SIGKILL:
+                        await asyncio.to_thread(rank.wait_end)
 
             proxy.fail(LOAD, moment, act=act)
             offer, began_s, goes_on = learner.offer(servers.publish(0.7)), time.monotonic(), []

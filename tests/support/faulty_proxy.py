@@ -58,7 +58,8 @@ class FaultyProxy(RunningServer):
 
         Args:
             path: Of the call. Example: ``"/pause_generation"``.
-            moment: ``before`` the server receives it, ``during`` its work on it, or ``after`` it has answered.
+            moment: ``before`` the server receives it, ``during`` its work on it, ``midway``, after the first
+                event that it answers, or ``after`` it has answered.
             answer: What the engine is answered in the place of the server's answer.
             act: Called at the moment; the server's own answer is passed on.
         """
@@ -94,6 +95,11 @@ class FaultyProxy(RunningServer):
                 answer = await from_server.read()
                 if not await self._fails(path, "after", writer):
                     writer.write(answer)
+                return
+            if self._fault == (path, "midway"):
+                writer.write(await from_server.readuntil(b"\n\n"))  # the first of a stream of events
+                await writer.drain()
+                await self._fails(path, "midway", writer)
                 return
             while data := await from_server.read(1 << 16):
                 writer.write(data)

@@ -1,6 +1,7 @@
 """A ledger driven by calls instead of commands, and summaries of groups, for the tests of the ledger and its bound."""
 
 from collections.abc import Iterable
+from typing import Any
 
 from asyncrl.protocol.types import GroupSummary, Plan
 from buffer.commands import (
@@ -25,6 +26,7 @@ from buffer.commands import (
     TakeBack,
 )
 from buffer.ledger import Ledger
+from buffer.rule import StalenessRule
 
 
 def summary_of(
@@ -83,8 +85,11 @@ class DrivenLedger(Ledger):
             )
         )
 
-    def put(self, summary: GroupSummary, *, continued: bool = True, num_bytes: int = 0) -> PutResult:
-        return self.apply(Put(summary=summary, continued=continued, num_bytes=num_bytes)).result
+    def put(
+        self, summary: GroupSummary, *, continued: bool = True, num_bytes: int = 0, num_left_out: int = 0
+    ) -> PutResult:
+        command = Put(summary=summary, continued=continued, num_bytes=num_bytes, num_left_out=num_left_out)
+        return self.apply(command).result
 
     def release(
         self,
@@ -128,3 +133,10 @@ class DrivenLedger(Ledger):
         assert plan is not None
         assert self.commit(version) == [group.group_id for group in plan.groups]
         return [group.group_id for group in plan.groups]
+
+
+def ledger(max_lag: int, groups_per_step: int, **options: Any) -> DrivenLedger:
+    """A ledger with a hundred prompts queued."""
+    new = DrivenLedger(StalenessRule(max_lag=max_lag, groups_per_step=groups_per_step), **options)
+    new.enqueue(range(100))
+    return new

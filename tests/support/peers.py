@@ -43,6 +43,11 @@ class Peer:
         assert self._process.pid is not None
         os.kill(self._process.pid, number)
 
+    def wait_end(self, timeout_s: float = 10.0) -> None:
+        """Until it has ended, after a signal that kills it."""
+        self._process.join(timeout_s)
+        assert not self._process.is_alive(), f"it lives after {timeout_s} s"
+
     def end(self) -> None:
         """Kill it."""
         self._pipe.close()

@@ -152,9 +152,9 @@ class InMemoryBuffer(OffersInMemory):
     async def renew(self, leases: Sequence[Lease]) -> None:
         self.renewals += len(leases)
 
-    async def put(self, group: TrajectoryGroup) -> None:
+    async def put(self, group: TrajectoryGroup, *, num_left_out: int = 0) -> None:
         await asyncio.sleep(0)
-        self.ledger.apply(Put(summary=group.summary), self._now)
+        self.ledger.apply(Put(summary=group.summary, num_left_out=num_left_out), self._now)
         self.groups.append(group)
         await self._notify()
 
@@ -231,23 +231,19 @@ def digits(token_ids: Sequence[int]) -> str:
     return "".join(str(token - 3) for token in token_ids if 3 <= token <= 12)
 
 
-@asynccontextmanager
-async def running_loop(
+def make_loop(
     buffer: Any,
-    script: Script = repeat_last_token,
+    engine: ScriptedEngine,
     *,
+    version: int = 0,
     samples_per_prompt: int = 2,
     reward: str = "exact_match",
     greedy_baseline: bool = False,
-    version: int = 0,
     stage: Any = nullcontext,
     **options: Any,
-) -> AsyncIterator[tuple[RolloutLoop, ScriptedEngine, asyncio.Task[FleetCounters]]]:
-    """A loop on a scripted engine, running; stopped at the end."""
-    engine = ScriptedEngine(script)
-    await engine.start()
-    await engine.load_weights(bare_offer(version))
-    loop = RolloutLoop(
+) -> RolloutLoop:
+    """A loop on an engine that serves a version; it does not run yet."""
+    return RolloutLoop(
         RolloutFleetConfig(**options),
         engine=engine,
         member=ready_member(version),
@@ -258,6 +254,21 @@ async def running_loop(
         greedy_baseline=greedy_baseline,
         stage=stage,
     )
+
+
+@asynccontextmanager
+async def running_loop(
+    buffer: Any,
+    script: Script = repeat_last_token,
+    *,
+    version: int = 0,
+    **options: Any,
+) -> AsyncIterator[tuple[RolloutLoop, ScriptedEngine, asyncio.Task[FleetCounters]]]:
+    """A loop on a scripted engine, running; stopped at the end. ``options`` are those of `make_loop`."""
+    engine = ScriptedEngine(script)
+    await engine.start()
+    await engine.load_weights(bare_offer(version))
+    loop = make_loop(buffer, engine, version=version, **options)
     run = asyncio.create_task(loop.run())
     try:
         yield loop, engine, run

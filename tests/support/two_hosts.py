@@ -121,6 +121,10 @@ class RunOnTwoHosts:
             self.lines.append(line)
         return self.process.returncode
 
+    def pids(self, words: str) -> list[int]:
+        """Pids, here, of processes of both hosts with these words in their name or command line."""
+        return [one.pid for one in left_of(self.mark) if words in _words_of(one)]
+
     def pids_on_second(self, words: str) -> list[int]:
         """Pids, here, of processes of the second host with these words in their name or command line."""
         ours = left_of(self.mark)

@@ -1,0 +1,226 @@
+"""Bytes: which group may begin, where it is stored, what gives way to it, and what a store loses."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from asyncrl.protocol.errors import (
+    ReplayBufferError,
+    StoreFull,
+)
+from buffer.commands import (
+    Progress,
+    Reserve,
+    Reserved,
+)
+from buffer.rule import StalenessRule
+from tests.support.ledgers import DrivenLedger, ledger, summary_of
+
+
+def test_a_full_store_beside_an_empty_one_takes_nothing_and_nobody_waits():
+    of = ledger(0, 4, max_bytes=10, num_stores=2)
+    leases = of.lease(0, 4)
+    places = []
+    for lease in leases:
+        places.append(of.reserve(lease, 5).store)
+        of.put(summary_of(lease), num_bytes=5)
+    assert sorted(places) == [0, 0, 1, 1]
+    assert of.plan(0) is not None
+
+
+def test_one_huge_group_slows_admission_down_and_never_stops_it():
+    of = ledger(0, 2, max_bytes=1000)
+    running = []
+    for size in [900] + [10] * 40:
+        leases = of.lease(of.learner_version, 2)
+        running.append(len(leases))
+        for lease in leases:
+            of.reserve(lease, size if lease is leases[0] else 10)
+            of.put(summary_of(lease), num_bytes=size if lease is leases[0] else 10)
+        if of.plan(of.learner_version) is not None:
+            of.commit(of.learner_version)
+    assert running[1:4] == [1, 1, 1]
+    assert running[-10:] == [2] * 10
+
+
+def test_a_stored_group_that_is_due_later_gives_way_and_its_tokens_are_counted():
+    of = ledger(1, 1, max_bytes=10)
+    [slow, quick] = of.lease(0, 2)
+    of.reserve(quick, 4)
+    of.put(summary_of(quick), num_bytes=4)
+    of.step()
+    [later] = of.lease(1, 1)
+    of.reserve(later, 8)
+    of.put(summary_of(later, lengths=(8,)), num_bytes=8)
+    assert of.plan(1) is None, "group 0 is due now"
+    assert of.reserve(slow, 9).evicted == (later.group_id,)
+    of.put(summary_of(slow), num_bytes=9)
+    assert of.step() == [slow.group_id]
+    assert of.stats().tokens_dropped == {"no_room": 8}
+    [again] = of.lease(2, 1)
+    assert (again.group_id, again.attempt) == (later.group_id, 1)
+
+
+def test_a_group_comes_without_a_reservation_up_to_the_last_byte_of_a_single_store():
+    of = ledger(0, 2, max_bytes=10)
+    assert (of.fits(10), of.fits(11)) == (True, False)
+    assert not ledger(0, 2, max_bytes=10, num_stores=2).fits(1)
+
+
+def test_a_batch_that_the_stores_cannot_hold_is_known_when_its_last_group_asks_for_room():
+    of = ledger(0, 3, max_bytes=10)
+    first, second = of.lease(0, 3)[:2]  # the third is due as early, and has reserved nothing
+    of.reserve(first, 6)
+    of.put(summary_of(first), num_bytes=6)
+    with pytest.raises(StoreFull, match=r"6 bytes do not fit: 4 of buffer\.max_stored_bytes=10 are free"):
+        of.reserve(second, 6)
+    assert of.cannot_hold_batch(second.group_id)
+    with pytest.raises(ReplayBufferError, match=r"larger than buffer\.max_stored_bytes=10"):
+        of.reserve(second, 11)
+
+
+def test_trajectories_that_are_lost_dissolve_their_batch_and_are_generated_again():
+    of = ledger(2, 1)
+    for lease in of.lease(0, 3):
+        of.put(summary_of(lease))
+    before = of.plan(0)
+    of.plan(1)
+    assert before is not None
+    assert of.lose([before.groups[0].group_id]) == (0, 1)
+    stats = of.stats()
+    assert (stats.groups["queued"], stats.groups["stored"], stats.groups["planned"]) == (98, 2, 0)
+    assert stats.tokens_dropped == {"store_lost": 5}
+    assert len(of.step()) == 1
+
+
+def test_a_group_that_just_fits_may_begin():
+    ledger = DrivenLedger(StalenessRule(max_lag=1, groups_per_step=1), max_bytes=1000)
+    ledger.enqueue(range(2))
+    [lease] = ledger.lease(0, 1)
+    ledger.reserve(lease, 500)
+    ledger.put(summary_of(lease), num_bytes=500)
+    assert len(ledger.lease(0, 1)) == 1
+    assert not ledger.has_room()
+
+
+def test_a_full_store_with_a_batch_that_nobody_has_planned_yet_lets_no_group_begin():
+    ledger = DrivenLedger(StalenessRule(max_lag=1, groups_per_step=2), max_bytes=1000)
+    ledger.enqueue(range(4))
+    for lease in ledger.lease(0, 2):
+        ledger.reserve(lease, 500)
+        ledger.put(summary_of(lease), num_bytes=500)
+    assert (ledger.num_stored, ledger.num_leased, ledger.num_planned) == (2, 0, 0)
+    assert not ledger.has_room()
+    assert ledger.lease(0, 1) == []
+
+
+@pytest.mark.parametrize(("num_stores", "recorded"), [(1, []), (2, [Reserve])])
+def test_a_reservation_is_recorded_only_where_it_says_which_store_holds_the_group(num_stores: int, recorded: list):
+    ledger = DrivenLedger(StalenessRule(max_lag=1, groups_per_step=2), max_bytes=1000, num_stores=num_stores)
+    ledger.enqueue([0])
+    [lease] = ledger.lease(0, 1)
+    log: list[type] = []
+    ledger.log = SimpleNamespace(record=lambda command, outcome, frames: log.append(type(command)))
+    ledger.reserve(lease, 500)
+    assert log == recorded
+
+
+def test_the_stored_groups_of_one_store_are_those_that_were_reserved_there():
+    ledger = DrivenLedger(StalenessRule(max_lag=1, groups_per_step=2), max_bytes=1000, num_stores=2)
+    ledger.enqueue(range(2))
+    for lease in ledger.lease(0, 2):
+        ledger.reserve(lease, 900)
+        ledger.put(summary_of(lease), num_bytes=900)
+    assert ledger.stored_groups() == [(0, 0), (1, 0)]
+    assert [ledger.stored_groups(store) for store in range(2)] == [[(0, 0)], [(1, 0)]]
+
+
+def test_a_lost_prefix_is_dropped_and_its_group_begins_afresh():
+    ledger = DrivenLedger(StalenessRule(max_lag=1, groups_per_step=1))
+    ledger.enqueue([0])
+    [lease] = ledger.lease(0, 1)
+    ledger.save(lease, Progress(num_tokens=4, oldest_version=0, newest_version=0), num_bytes=10)
+    assert ledger.groups_with_prefix() == [0]
+    ledger.release(0, 0, num_tokens=4)
+    assert ledger.lose([0]) == ()
+    assert (ledger.account.tokens_buffered, ledger.account.tokens_dropped) == (0, {"store_lost": 4})
+    [again] = ledger.lease(0, 1)
+    assert (again.attempt, again.progress) == (1, None)
+
+
+def test_a_reservation_that_is_made_again_stays_in_its_store():
+    ledger = DrivenLedger(StalenessRule(max_lag=1, groups_per_step=4), max_bytes=1000, num_stores=2)
+    ledger.enqueue(range(4))
+    leases = ledger.lease(0, 4)
+    sizes = (400, 100, 300, 500)
+    assert [ledger.reserve(lease, size).store for lease, size in zip(leases, sizes, strict=True)] == [0, 1, 1, 0]
+    assert [ledger.reserve(lease, size).store for lease, size in zip(leases, sizes, strict=True)] == [0, 1, 1, 0]
+
+
+def test_a_group_without_bytes_goes_to_the_emptiest_store_too():
+    ledger = DrivenLedger(StalenessRule(max_lag=1, groups_per_step=2), max_bytes=1000, num_stores=2)
+    ledger.enqueue(range(2))
+    first, second = ledger.lease(0, 2)
+    assert [ledger.reserve(first, 400).store, ledger.reserve(second, 0).store] == [0, 1]
+
+
+def test_what_is_reserved_is_known_by_its_store():
+    ledger = DrivenLedger(StalenessRule(max_lag=1, groups_per_step=2), max_bytes=1000, num_stores=2)
+    ledger.enqueue(range(3))
+    leases = ledger.lease(0, 3)
+    for lease, size in zip(leases, (400, 100, 0), strict=True):
+        ledger.reserve(lease, size)
+    assert [ledger.is_reserved(group_id, 0) for group_id in range(3)] == [True, True, False]
+    assert [ledger.reserved_groups(store) for store in (0, 1)] == [[(0, 0)], [(1, 0)]]
+
+
+def test_a_group_and_a_prefix_of_just_the_bound_fit():
+    ledger = DrivenLedger(StalenessRule(max_lag=1, groups_per_step=1), max_bytes=1000)
+    ledger.enqueue([0])
+    [lease] = ledger.lease(0, 1)
+    ledger.save(lease, Progress(num_tokens=4, oldest_version=0, newest_version=0), num_bytes=1000)
+    assert ledger.reserve(lease, 1000) == Reserved(store=0)
+    ledger.put(summary_of(lease), num_bytes=1000)
+    assert ledger.num_stored == 1
+
+
+def test_no_more_gives_way_than_a_group_needs():
+    ledger = DrivenLedger(StalenessRule(max_lag=1, groups_per_step=2), max_bytes=1000)
+    ledger.enqueue(range(3))
+    first, second, third = ledger.lease(0, 3)
+    for lease in (first, second):
+        ledger.save(lease, Progress(num_tokens=4, oldest_version=0, newest_version=0), num_bytes=500)
+    assert ledger.reserve(third, 500) == Reserved(store=0, evicted=(1,))
+    assert ledger.groups_with_prefix() == [0]
+
+
+def test_a_stored_group_that_is_due_as_soon_as_another_does_not_give_way_to_it():
+    ledger = DrivenLedger(StalenessRule(max_lag=1, groups_per_step=2), max_bytes=1000)
+    ledger.enqueue(range(2))
+    first, second = ledger.lease(0, 2)
+    ledger.reserve(first, 600)
+    ledger.put(summary_of(first), num_bytes=600)
+    with pytest.raises(StoreFull):
+        ledger.reserve(second, 600)
+
+
+def test_a_group_that_has_grown_may_reserve_more_in_the_place_of_what_it_reserved():
+    ledger = DrivenLedger(StalenessRule(max_lag=1, groups_per_step=2), max_bytes=1000)
+    ledger.enqueue([0])
+    [lease] = ledger.lease(0, 1)
+    assert [ledger.reserve(lease, size) for size in (600, 900)] == [Reserved(store=0)] * 2
+
+
+def test_only_the_groups_that_are_due_first_can_be_the_ones_that_the_stores_cannot_hold():
+    ledger = DrivenLedger(StalenessRule(max_lag=1, groups_per_step=1), max_bytes=1000)
+    ledger.enqueue(range(4))
+    first, second = ledger.lease(0, 2)
+    ledger.put(summary_of(first))
+    assert ledger.step() == [0]
+    [third] = ledger.lease(1, 1)
+    assert (second.deadline, third.deadline) == (1, 2)
+    assert [ledger.cannot_hold_batch(lease.group_id) for lease in (second, third)] == [True, False]
+    ledger.release(second.group_id, 0, num_tokens=0)
+    [again] = ledger.lease(1, 1)
+    assert again.deadline == third.deadline
+    assert [ledger.cannot_hold_batch(lease.group_id) for lease in (again, third)] == [True, True]

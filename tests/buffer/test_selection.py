@@ -1,0 +1,181 @@
+"""The staleness rule, the window, and which groups a batch takes, with numbers worked by hand."""
+
+from collections.abc import Mapping
+from itertools import product
+
+import pytest
+
+from asyncrl.protocol.errors import (
+    ReplayBufferError,
+)
+from buffer.commands import (
+    PutResult,
+)
+from buffer.rule import StalenessRule
+from buffer.selection import ORDERS, Window
+from tests.support.ledgers import ledger, summary_of
+
+
+@pytest.mark.parametrize(
+    ("open_by_deadline", "planned_next", "engine", "admitted"),
+    [
+        ({}, 5, 5, True),
+        ({6: 7}, 5, 5, True),
+        ({6: 8}, 5, 5, False),
+        ({6: 4}, 5, 4, True),  # those due later leave a seat in the step that the old version needs
+        ({5: 3, 6: 4}, 5, 4, True),
+        ({5: 4}, 5, 4, False),
+        ({5: 4, 6: 3}, 5, 5, True),
+        ({5: 4, 6: 4}, 5, 5, False),
+        ({}, 5, 3, False),
+        ({}, 6, 4, False),
+        ({6: 3}, 6, 5, True),
+        ({6: 4}, 6, 5, False),
+    ],
+)
+def test_a_group_is_admitted_where_every_step_up_to_the_bound_has_a_seat_for_what_is_due(
+    open_by_deadline, planned_next, engine, admitted
+):
+    rule = StalenessRule(max_lag=1, groups_per_step=4)
+    assert rule.admits(open_by_deadline, version=planned_next, engine_version=engine) is admitted
+
+
+def is_feasible(open_by_deadline: Mapping[int, int], *, version: int, groups_per_step: int) -> bool:
+    """Whether steps from ``version`` on, each of which takes the groups that are due first, miss no deadline."""
+    due_first = sorted(deadline for deadline, number in open_by_deadline.items() for _ in range(number))
+    return all(deadline >= version + place // groups_per_step for place, deadline in enumerate(due_first))
+
+
+@pytest.mark.parametrize(("max_lag", "groups_per_step"), [(0, 1), (0, 3), (1, 1), (1, 2), (2, 1), (2, 2), (3, 1)])
+def test_admission_refuses_exactly_what_would_miss_a_deadline(max_lag: int, groups_per_step: int):
+    rule = StalenessRule(max_lag=max_lag, groups_per_step=groups_per_step)
+    num_compared = 0
+    for counts in product(range((max_lag + 1) * groups_per_step + 1), repeat=max_lag + 1):
+        open_by_deadline = {10 + k: number for k, number in enumerate(counts)}
+        if not is_feasible(open_by_deadline, version=10, groups_per_step=groups_per_step):
+            continue
+        for engine_version in range(10 - max_lag - 2, 11):
+            deadline = engine_version + max_lag
+            after = {**open_by_deadline, deadline: open_by_deadline.get(deadline, 0) + 1}
+            expected = is_feasible(after, version=10, groups_per_step=groups_per_step)
+            assert rule.admits(open_by_deadline, version=10, engine_version=engine_version) is expected
+            num_compared += 1
+    assert num_compared > 5
+
+
+def test_a_batch_must_hold_what_the_steps_after_it_cannot_take():
+    rule = StalenessRule(max_lag=2, groups_per_step=3)
+    # due: 2 at version 10, 5 by 11, 9 by 12; the steps after 10 take 3 each
+    assert rule.required({10: 2, 11: 3, 12: 4}, version=10) == [2, 2, 3]
+    # 7 due by 11 leave one step for 4 of them: more than a batch holds, which admission never lets happen
+    assert rule.required({10: 2, 11: 5}, version=10) == [2, 4, 1]
+
+
+def test_a_window_closes_when_the_seats_left_are_needed():
+    window = Window([1, 1, 0], 2)
+    assert window.last == 3
+    window.take(2)
+    assert window.last == 0
+    window.take(0)
+    assert window.last == 0
+
+
+@pytest.mark.parametrize(
+    ("order", "expected"),
+    [
+        ("fifo", [4, 0]),
+        ("earliest_deadline", [0, 1]),
+        ("freshest_first", [4, 5]),
+        ("shortest_first", [1, 4]),
+    ],
+)
+def test_each_order_takes_the_groups_it_prefers(order, expected):
+    of = ledger(3, 2, order=order)
+    old = of.lease(0, 4, now=0.0)
+    of.put(summary_of(old[2]))
+    of.put(summary_of(old[3]))
+    assert of.step() == [2, 3]
+    fresh = of.lease(1, 2, now=0.0)
+    for lease, length in ((fresh[0], 3), (old[0], 9), (fresh[1], 7), (old[1], 2)):
+        of.put(summary_of(lease, lengths=(length,)))
+    assert of.step() == expected
+
+
+def test_ready_groups_overtake_slow_ones_inside_the_window():
+    of = ledger(2, 1)
+    slow, quick = of.lease(0, 1, now=0.0), of.lease(0, 2, now=0.0)
+    for lease in quick:
+        of.put(summary_of(lease))
+    assert [of.step(), of.step()] == [[1], [2]]
+    of.put(summary_of(of.lease(2, 1, now=0.0)[0]))
+    assert of.plan(2) is None
+    of.put(summary_of(slow[0]))
+    assert of.step() == [0]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_group_due_now_is_in_the_batch_whatever_the_order(order):
+    of = ledger(1, 1, order=order)
+    [old, other] = of.lease(0, 2, now=0.0)
+    of.put(summary_of(other))
+    assert of.step() == [1]
+    of.put(summary_of(of.lease(1, 1, now=0.0)[0], lengths=(1,)))
+    of.put(summary_of(old, lengths=(50,)))
+    assert of.step() == [0]
+
+
+def test_an_order_of_ones_own_is_found_by_its_path():
+    of = ledger(1, 1, order="tests.support.orders_of_mine:longest_first")
+    short, long = of.lease(0, 2, now=0.0)
+    of.put(summary_of(short, lengths=(3,)))
+    of.put(summary_of(long, lengths=(9,)))
+    assert of.step() == [long.group_id]
+
+
+def test_a_filter_of_ones_own_drops_under_its_path():
+    name = "tests.support.orders_of_mine:only_even_groups"
+    of = ledger(0, 1, filters=[name])
+    of.put(summary_of(of.lease(0, 1, now=0.0)[0]))
+    of.step()
+    assert of.put(summary_of(of.lease(1, 1, now=0.0)[0])) is PutResult.filtered
+    stats = of.stats()
+    assert (stats.tokens_dropped, stats.groups_dropped) == ({name: 5}, {name: 1})
+    assert stats.mean_length_dropped_by_reason == {name: 5.0}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"filters": ["tests.support.orders_of_mine:fails"]},
+            "buffer.filters 'tests.support.orders_of_mine:fails' raised KeyError",
+        ),
+        ({"order": "tests.support.orders_of_mine:no_number"}, "buffer.order must give a number, got nan"),
+    ],
+)
+def test_code_of_ones_own_that_fails_answers_the_put_and_changes_nothing(options, message):
+    of = ledger(0, 1, **options)
+    [lease] = of.lease(0, 1, now=0.0)
+    before = of.snapshot()
+    with pytest.raises(ReplayBufferError, match=message):
+        of.put(summary_of(lease))
+    assert of.snapshot() == before
+
+
+@pytest.mark.parametrize(("length", "kept"), [(0, PutResult.filtered), (1, PutResult.stored)])
+def test_a_group_in_which_the_policy_wrote_nothing_is_filtered(length: int, kept: PutResult):
+    of = ledger(0, 1, filters=["no_tokens"])
+    assert of.put(summary_of(of.lease(0, 1)[0], lengths=(length,))) is kept
+
+
+def test_the_budget_is_how_many_are_admitted_one_after_another():
+    rule = StalenessRule(max_lag=2, groups_per_step=2)
+    for due in ((0, 0, 0), (1, 0, 0), (2, 1, 0), (0, 3, 2), (2, 2, 2), (0, 0, 5)):
+        for engine_version in (0, 1, 2, 3):
+            open_by_deadline = {3 + k: number for k, number in enumerate(due)}
+            budget = rule.budget(open_by_deadline, version=3, engine_version=engine_version)
+            deadline, admitted = rule.deadline(engine_version), 0
+            while rule.admits(open_by_deadline, version=3, engine_version=engine_version):
+                open_by_deadline[deadline] = open_by_deadline.get(deadline, 0) + 1
+                admitted += 1
+            assert budget == admitted, (due, engine_version)

@@ -1,0 +1,115 @@
+"""A prompt that kills its workers is dropped in the end, and those that were only there are not."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncrl.protocol.errors import LeaseExpired
+from buffer import BufferConfig
+from buffer.commands import GrantedLease, Progress, TakeBack
+from buffer.groups import Group
+from buffer.rule import StalenessRule
+from tests.support.buffer_groups import prompt, rollout, running
+from tests.support.ledgers import DrivenLedger, summary_of
+
+
+def ledger(num_prompts: int, *, max_deaths: int) -> DrivenLedger:
+    of = DrivenLedger(StalenessRule(max_lag=4, groups_per_step=1000), max_deaths=max_deaths)
+    of.enqueue(range(num_prompts))
+    return of
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    num_prompts=st.integers(1, 40),
+    max_deaths=st.integers(2, 4),
+    num_workers=st.integers(1, 3),
+    num_places=st.integers(1, 9),
+    data=st.data(),
+)
+def test_a_prompt_that_kills_its_workers_is_dropped_and_no_other(
+    num_prompts: int, max_deaths: int, num_workers: int, num_places: int, data: st.DataObject
+) -> None:
+    """Whichever prompt it is, and whichever worker comes when: with one such prompt nobody else is present twice."""
+    of, poison = ledger(num_prompts, max_deaths=max_deaths), data.draw(st.integers(0, num_prompts - 1))
+    num_deaths, stored = 0, 0
+    while stored + num_deaths // max_deaths < num_prompts:
+        owner = bytes([data.draw(st.integers(0, num_workers - 1))])
+        of.lease(0, num_places - of.num_leases_of(owner), owner=owner)
+        held = of.leases_of(owner)
+        assert sum(group.num_deaths > 0 for group in held) <= 1
+        if poison in [group.group_id for group in held]:
+            num_deaths += 1
+            of.take_back(owner)
+        elif held:
+            done = data.draw(st.sampled_from(held))
+            of.put(summary_of(lease_of(done)))
+            stored += 1
+    assert num_deaths == max_deaths
+    assert dict(of.account.groups_dropped) == {"worker_died": 1}
+    assert not of.is_unfinished(poison)
+
+
+def lease_of(group: Group) -> GrantedLease:
+    return GrantedLease(group_id=group.group_id, attempt=group.attempt, engine_version=0, deadline=group.deadline)
+
+
+def test_a_group_that_was_finished_after_a_death_is_no_suspect_any_more():
+    of = ledger(2, max_deaths=2)
+    of.lease(0, 2, owner=b"a")
+    of.take_back(b"a")
+    [first] = of.lease(0, 2, owner=b"a")
+    assert of.lease(0, 1, owner=b"a") == [], "the other was present at the death too"
+    [other] = of.lease(0, 1, owner=b"b")
+    of.put(summary_of(first))
+    of.lose([first.group_id])
+    [again] = of.lease(0, 2, owner=b"b")
+    assert (again.group_id, again.attempt) == (first.group_id, 2)
+    of.take_back(b"b")
+    assert of.stats().groups_dropped == {"worker_died": 1}
+    assert not of.is_unfinished(other.group_id)
+    assert of.is_unfinished(first.group_id)
+
+
+def test_what_was_written_of_a_dropped_group_is_counted_whoever_reports_it_late():
+    of = ledger(1, max_deaths=1)
+    [lease] = of.lease(0, 1, owner=b"a")
+    of.save(lease, Progress(num_tokens=3, oldest_version=0, newest_version=0))
+    taken = of.apply(TakeBack(owner=b"a", num_generated=9))
+    assert (taken.group_ids, taken.dropped, taken.num_lost) == ((0,), (0,), 6)
+    assert of.stats().tokens_dropped == {"worker_died": 3, "lost": 6}
+    with pytest.raises(LeaseExpired):
+        of.put(summary_of(lease))
+    assert of.stats().groups["dropped"] == 1
+
+
+def test_without_a_limit_no_death_drops_anything():
+    of = ledger(1, max_deaths=0)
+    for _ in range(20):
+        assert len(of.lease(0, 1, owner=b"a")) == 1
+        of.take_back(b"a")
+    assert of.num_queued == 1
+
+
+async def test_a_prompt_that_buries_its_workers_is_dropped_and_the_others_are_trained_on():
+    async with running(groups_per_step=3, max_worker_deaths=2) as run:
+        control = run.client()
+        await control.enqueue([prompt(i) for i in range(4)])
+        for number in range(2):
+            worker = run.client(name=f"worker {number}")
+            name = await worker.enter()
+            leases = await worker.lease(0, 4)
+            assert 3 in [lease.prompt.group_id for lease in leases], "the one that kills"
+            assert len(leases) == (4, 1)[number], "of the four that were there at the first death, one at a time"
+            await control.bury(name)
+        survivor = run.client(name="worker 2")
+        for _ in range(3):
+            [lease] = await survivor.lease(0, 4)
+            await survivor.put(rollout(lease))
+        assert sorted(group.group_id for group in (await control.plan(0)).groups) == [0, 1, 2]
+        assert (await control.stats()).groups_dropped == {"worker_died": 1}
+
+
+def test_the_limit_must_not_be_negative():
+    with pytest.raises(ValueError, match=r"buffer.max_worker_deaths must be >= 0, got -1; 0 drops no group"):
+        BufferConfig(max_worker_deaths=-1)
