@@ -282,7 +282,9 @@ class ScalarEvents:
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         self._open = partial(EventFileWriter, str(folder), flush_secs=10)
-        self._event, self._summary, self._log = event_pb2.Event, summary_pb2.Summary, event_pb2.SessionLog
+        events: Any = event_pb2  # made when it is imported, so that its classes are known to no type checker
+        summaries: Any = summary_pb2
+        self._event, self._summary, self._log = events.Event, summaries.Summary, events.SessionLog
         self._file = self._open()
 
     def add(self, scalars: Mapping[str, float], step: int) -> None:
