@@ -7,7 +7,15 @@ import pytest
 from ray._private.authentication.authentication_token_setup import AUTH_MODE_ENV_VAR
 
 from rollout_fleet import join
-from rollout_fleet.membership import ADDRESS_FILE, AUTH_MODE, Action, FleetAnswer, FleetDesk, FleetRequest, write_address
+from rollout_fleet.membership import (
+    ADDRESS_FILE,
+    AUTH_MODE,
+    Action,
+    FleetAnswer,
+    FleetDesk,
+    FleetRequest,
+    write_address,
+)
 
 
 async def test_each_request_gets_its_own_answer_in_whatever_order_they_come():
