@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from torch import Tensor
-from torch.distributed import BroadcastOptions, DistStoreError, PrefixStore, ProcessGroupGloo, TCPStore  # type: ignore
+from torch.distributed import BroadcastOptions, DistStoreError, PrefixStore, ProcessGroupGloo, QueueEmptyError, TCPStore  # type: ignore
 
 from .errors import WeightsError, WeightsGone
 from .future import on_own_thread
@@ -353,8 +353,19 @@ class WeightSender:
                 under_way.popleft()()
 
     def _pop(self, queue: str) -> dict[str, Any]:
-        """The next message of a queue."""
-        return json.loads(self._store.queue_pop(queue))
+        return json.loads(next_message(self._store, queue))
+
+
+def next_message(store: Any, queue: str) -> bytes:
+    """Wait for the next message of a store's queue.
+
+    Torch's store now and then ends the wait for an empty queue, as it did when a process that had asked ended.
+    """
+    while True:
+        try:
+            return store.queue_pop(queue)
+        except QueueEmptyError:
+            logger.info("the wait for a message of %r ended without one, and goes on", queue)
 
 
 def spans_of(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:

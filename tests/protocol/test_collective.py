@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch.distributed import DistError, TCPStore
+from torch.distributed import DistError, QueueEmptyError, TCPStore
 
 from asyncrl.protocol import collective
 from asyncrl.protocol.collective import CollectiveOptions, RoundGroup, WeightSender, interface_address
@@ -406,6 +406,21 @@ def test_an_interface_that_is_not_there_is_refused_with_those_that_are():
     assert interface_address("lo") == "127.0.0.1"
     with pytest.raises(ValueError, match=r"weights.interface must be .* got 'eth77' .* there are \['lo'"):
         interface_address("eth77")
+
+
+def test_a_wait_that_the_store_ends_without_a_message_goes_on():
+    """Seen when a rollout worker left in a round: the thread of rank 0 ended, and nobody was sent weights any more."""
+
+    class EndsEarly:
+        left = 2
+
+        def queue_pop(self, queue):
+            if self.left:
+                self.left -= 1
+                raise QueueEmptyError("queue is empty")
+            return f"of {queue}".encode()
+
+    assert collective.next_message(EndsEarly(), "requests") == b"of requests"
 
 
 def test_closed_senders_leave_no_thread(ranks):
