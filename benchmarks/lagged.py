@@ -114,7 +114,7 @@ class LaggedTraining:
 
     def _one_step(self, version: int, behavior: WeightOffer) -> dict[str, float]:
         algorithm = self._config.algorithm
-        self._engine.load_weights(behavior)
+        self._engine.load_weights(behavior, timeout_s=self._config.rollout_fleet.load_timeout_s)
         groups = self._roll_out(self._prompts.take(algorithm.groups_per_step), behavior.version)
         plan = Plan(version=version, groups=[group.summary for group in groups])
         (batch,) = rank_batches(plan, algorithm, num_shards=1, max_lag=self._lag)
@@ -140,7 +140,7 @@ class LaggedTraining:
 
     def _accuracy(self, snapshot: WeightOffer) -> float:
         """Mean reward of held-out prompts, sampled as in training; leaves torch's random state as it was."""
-        self._engine.load_weights(snapshot)
+        self._engine.load_weights(snapshot, timeout_s=self._config.rollout_fleet.load_timeout_s)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self._config.seed)
             outputs = self._generate(self._held_out, self._eval_samples, snapshot.version)

@@ -213,7 +213,7 @@ class WeightSender:
         """Take part in no further round; one that is running is abandoned."""
         self._is_closed = True
         if self._control is not None:
-            self._control.queue_push("requests", json.dumps({"end": _END}))
+            send_message(self._control, "requests", {"end": _END})
         self._thread.join(WINDOW_S)
 
     def _guarded(self, work: Callable[[], None]) -> None:
@@ -252,7 +252,7 @@ class WeightSender:
 
     def _next_requests(self) -> list[dict[str, Any]]:
         """Wait for a request, and a moment for others."""
-        first = self._pop("requests")
+        first = next_message(self._store, "requests")
         window_s = ENGINE_WINDOW_S if self._options.into_engines else WINDOW_S
         return self._gather("requests", [first], self._options.num_receivers, window_s) if "id" in first else []
 
@@ -269,10 +269,10 @@ class WeightSender:
         """Add what comes within ``wait_s``, until there are ``count``. A timer's message ends the wait."""
         assert self._control is not None
         end = {"timer": uuid.uuid4().hex}
-        timer = threading.Timer(wait_s, self._control.queue_push, (queue, json.dumps(end)))
+        timer = threading.Timer(wait_s, send_message, (self._control, queue, end))
         timer.daemon = True
         timer.start()
-        while len(messages) < count and (message := self._pop(queue)) != end:
+        while len(messages) < count and (message := next_message(self._store, queue)) != end:
             if "id" in message:
                 messages.append(message)
         timer.cancel()
@@ -352,20 +352,25 @@ class WeightSender:
             while under_way:
                 under_way.popleft()()
 
-    def _pop(self, queue: str) -> dict[str, Any]:
-        return json.loads(next_message(self._store, queue))
+
+def send_message(store: Any, queue: str, message: dict[str, Any]) -> None:
+    """Put a message into a store's queue, for `next_message`."""
+    store.queue_push(queue, json.dumps(message))
+    store.set(f"{queue}/bell", "")
 
 
-def next_message(store: Any, queue: str) -> bytes:
-    """Wait for the next message of a store's queue.
+def next_message(store: Any, queue: str) -> dict[str, Any]:
+    """Wait for the next message that `send_message` put into a store's queue.
 
-    Torch's store now and then ends the wait for an empty queue, as it did when a process that had asked ended.
+    A bell is waited for, a plain key, and taken down before the queue is looked at again: nothing that comes in between
+    is missed. Torch's own wait for a queue was seen to end without a message, when a process that had asked ended.
     """
     while True:
         try:
-            return store.queue_pop(queue)
+            return json.loads(store.queue_pop(queue, False))
         except QueueEmptyError:
-            logger.info("the wait for a message of %r ended without one, and goes on", queue)
+            store.wait([f"{queue}/bell"])
+            store.delete_key(f"{queue}/bell")
 
 
 def spans_of(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:

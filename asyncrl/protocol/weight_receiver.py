@@ -39,6 +39,7 @@ from .collective import (
     one_line,
     range_of,
     round_groups,
+    send_message,
     spans_of,
     spans_of_file,
 )
@@ -359,9 +360,9 @@ def admission(offer: WeightOffer, deadline: RoundDeadline, *, holds: str = "") -
     except ConnectionRefusedError:
         raise WeightsGone(f"{offer.name} is no longer sent: nobody listens at {offer.manifest}") from None
     store, own_id = connect(offer.sender, deadline.left), uuid.uuid4().hex
-    store.queue_push("requests", json.dumps({"id": own_id, "version": offer.version, "holds": holds}))
+    send_message(store, "requests", {"id": own_id, "version": offer.version, "holds": holds})
     call = store.get(f"call/{own_id}").decode()
-    store.queue_push(call, json.dumps({"id": own_id}))
+    send_message(store, call, {"id": own_id})
     answer = json.loads(store.get(f"answer/{own_id}"))
     for kind in ("call", "answer"):
         store.delete_key(f"{kind}/{own_id}")

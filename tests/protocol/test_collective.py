@@ -408,19 +408,24 @@ def test_an_interface_that_is_not_there_is_refused_with_those_that_are():
         interface_address("eth77")
 
 
-def test_a_wait_that_the_store_ends_without_a_message_goes_on():
-    """Seen when a rollout worker left in a round: the thread of rank 0 ended, and nobody was sent weights any more."""
+def test_a_bell_without_a_message_does_not_end_the_wait_for_one():
+    """Torch's own wait did, when a rollout worker left in a round: nobody was sent weights any more."""
 
-    class EndsEarly:
-        left = 2
+    class RungTwice:
+        bells = 2
 
-        def queue_pop(self, queue):
-            if self.left:
-                self.left -= 1
+        def queue_pop(self, queue, block):
+            if self.bells:
                 raise QueueEmptyError("queue is empty")
-            return f"of {queue}".encode()
+            return b'{"of": "' + queue.encode() + b'"}'
 
-    assert collective.next_message(EndsEarly(), "requests") == b"of requests"
+        def wait(self, keys):
+            assert keys == ["requests/bell"]
+
+        def delete_key(self, key):
+            self.bells -= 1
+
+    assert collective.next_message(RungTwice(), "requests") == {"of": "requests"}
 
 
 def test_closed_senders_leave_no_thread(ranks):
