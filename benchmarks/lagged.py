@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
+from contextlib import closing
 from dataclasses import dataclass
 from threading import Event
 
@@ -101,8 +102,10 @@ class LaggedTraining:
         """Train for ``total_steps`` steps."""
         began_s, metrics = time.monotonic(), {}
         self._engine.load()
-        with tempfile.TemporaryDirectory(prefix="asyncrl-lagged-") as folder:
-            publisher = WeightPublisher(self._trainer, folder, keep=self._lag + 2)
+        with (
+            tempfile.TemporaryDirectory(prefix="asyncrl-lagged-") as folder,
+            closing(WeightPublisher(self._trainer, folder, keep=self._lag + 2)) as publisher,
+        ):
             snapshots = [_alone(publisher.publish(0))]
             curve = {0: self._accuracy(snapshots[0])}
             for version in range(self._config.total_steps):
