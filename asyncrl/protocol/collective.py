@@ -38,7 +38,7 @@ from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, S
 from .errors import WeightsError, WeightsGone
 from .future import on_own_thread
 from .manifest import COLLECTIVE_SCHEME, ENGINE_SCHEME, Piece, WeightOffer, read_manifest
-from .weight_channel import Channel, ChannelAddress, ChannelServer, RankChannel
+from .weight_channel import ChannelAddress, ChannelServer, RankChannel, WeightChannel
 from .weight_rounds import (
     WINDOW_S,
     CollectiveOptions,
@@ -209,7 +209,7 @@ class WeightSender:
             assert part.delta is not None, "rank 0 offers deltas that all ranks hold"
             data, spans = part.delta, spans_of_file(part.delta.nbytes)
         with (
-            Channel(address) as channel,
+            WeightChannel(address) as channel,
             round_groups(RoundStore(channel, this, deadline), [self._rank], index=0) as (group,),
         ):
             under_way: deque[Callable[[], None]] = deque()
@@ -232,7 +232,7 @@ class RoundStore(Store):
         own_host: IPv4 address by which the other members reach this one.
     """
 
-    def __init__(self, channel: Channel, this: Round, deadline: RoundDeadline) -> None:
+    def __init__(self, channel: WeightChannel, this: Round, deadline: RoundDeadline) -> None:
         """Meet over ``channel``, on which nothing else is received from here on."""
         super().__init__()
         self.this, self.deadline, self.own_host = this, deadline, channel.address.own_host()
@@ -256,8 +256,8 @@ class RoundStore(Store):
         self.wait([key])
         return self._known[key]
 
-    def wait(self, keys: Sequence[str], _timeout: timedelta | None = None) -> None:
-        """Wait for several keys, until the round's deadline; raises as `get` does."""
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Wait for several keys, until the round's deadline, whatever ``timeout`` is; raises as `get` does."""
         with self._lock:
             for key in keys:
                 if key not in self._known:

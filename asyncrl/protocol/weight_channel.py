@@ -1,6 +1,6 @@
 """The control channel of weights that are sent over the network: one ZMQ socket on learner rank 0.
 
-`ChannelServer` is that socket, `Channel` the connection of a receiver, which blocks, and `RankChannel` that of a
+`ChannelServer` is that socket, `WeightChannel` the connection of a receiver, which blocks, and `RankChannel` that of a
 learner rank, on an event loop. A message is a JSON object and any number of byte strings. The keys (CURVE) are made
 with the server and travel with its address, in offers. Who has no offer of this very server is refused: a stranger, and
 who asks for what an earlier learner offered. Addresses are numbers, so no name service is asked for anything.
@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 HEARTBEAT_S = 5.0
 SILENCE_S = 15.0
 """A connection whose other end sends nothing, not even heartbeats, for so long is given up."""
+_NEVER_MS = 10**9  # -1 would say so, but libzmq 4.3.5 then may hang on a connection that was refused
 _DOMAIN = "weights"
 _KEY_CHARS = 40  # of a CURVE key in Z85
 _FAILURES = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
@@ -87,7 +88,7 @@ class ChannelServer:
     """Listens on one address, with keys of its own. Make it on a running event loop.
 
     Attributes:
-        address: For `Channel` and `RankChannel`, of any process that is to reach it.
+        address: For `WeightChannel` and `RankChannel`, of any process that is to reach it.
     """
 
     def __init__(self, host: str) -> None:
@@ -154,7 +155,7 @@ class RankChannel:
         self._context.destroy(linger=0)
 
 
-class Channel:
+class WeightChannel:
     """One connection to rank 0, which is not made again; blocking, for one thread at a time. A context manager.
 
     Attributes:
@@ -167,7 +168,7 @@ class Channel:
         self._is_reached = False
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.RECONNECT_IVL, -1)
+        self._socket.setsockopt(zmq.RECONNECT_IVL, _NEVER_MS)
         self._socket.setsockopt(zmq.HANDSHAKE_IVL, 0)  # a server that stands still is waited for
         _unlock(self._socket, address)
         self._events = self._socket.get_monitor_socket(zmq.EVENT_CONNECTED | _FAILURES | _ENDS)
@@ -203,7 +204,7 @@ class Channel:
         """End the connection at once."""
         self._context.destroy(linger=0)
 
-    def __enter__(self) -> Channel:
+    def __enter__(self) -> WeightChannel:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:

@@ -49,7 +49,7 @@ from .manifest import (
     safetensors_header,
 )
 from .verified_tensors import TensorAssembly
-from .weight_channel import Channel, ChannelAddress, ChannelRefused
+from .weight_channel import ChannelAddress, ChannelRefused, WeightChannel
 from .weight_rounds import MAX_ROUNDS, Round
 
 logger = logging.getLogger(__name__)
@@ -122,7 +122,7 @@ class WeightReceiver:
         """Ask, take part in a round, compare. Blocks; raises as `receive_weights` does."""
         try:
             limit_s = _longest_wait_s(self._timeout_s, self._offer.num_bytes)
-            with Channel(channel_of(self._offer)) as channel:
+            with WeightChannel(channel_of(self._offer)) as channel:
                 this, index = admission(channel, self._offer, RoundDeadline(limit_s), holds=self._holds)
                 return self._transfer(RoundStore(channel, this, RoundDeadline(this.timeout_s)), index)
         except WeightsGone:
@@ -288,7 +288,7 @@ class ArrivingWeights:
         self._hand_over(failure)
 
     def _take_part(self) -> None:
-        with Channel(channel_of(self._offer)) as channel:
+        with WeightChannel(channel_of(self._offer)) as channel:
             this, index = admission(channel, self._offer, self._deadline)
             deadline = RoundDeadline(min(this.timeout_s, self._deadline.left.total_seconds()))
             self._receive_round(RoundStore(channel, this, deadline), index)
@@ -350,7 +350,9 @@ def channel_of(offer: WeightOffer) -> ChannelAddress:
     return ChannelAddress(endpoint=offer.sender, access=offer.access)
 
 
-def admission(channel: Channel, offer: WeightOffer, deadline: RoundDeadline, *, holds: str = "") -> tuple[Round, int]:
+def admission(
+    channel: WeightChannel, offer: WeightOffer, deadline: RoundDeadline, *, holds: str = ""
+) -> tuple[Round, int]:
     """Ask rank 0 for a version, and answer its call; returns the round and this receiver's place in it.
 
     Raises:

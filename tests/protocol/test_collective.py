@@ -24,7 +24,7 @@ from asyncrl.protocol.manifest import (
     read_manifest,
     safetensors_header,
 )
-from asyncrl.protocol.weight_channel import Channel
+from asyncrl.protocol.weight_channel import WeightChannel
 from asyncrl.protocol.weight_receiver import ArrivingWeights, WeightReceiver, channel_of, receive_weights
 from asyncrl.protocol.weight_rounds import CollectiveOptions, RoundCoordinator
 from rollout_fleet.engines.weight_loader import load_from
@@ -161,6 +161,13 @@ def both_ranks(options):
         state["sender"].close()
 
 
+def receive_in_one_process(folder):
+    """Have two ranks send a version to a receiver beside them; for a process that a test has prepared."""
+    ranks = both_ranks(replace(OPTIONS, num_receivers=1))
+    offered = offered_by(next(ranks), 1, Path(folder))
+    assert_holds(asyncio.run(receive_weights(offered, Path(folder, "r"), timeout_s=30.0)), 1)
+
+
 @pytest.fixture
 def short_rounds(monkeypatch):
     monkeypatch.setattr(collective, "SPAN_BYTES", SPAN_BYTES)
@@ -295,7 +302,7 @@ async def test_of_two_versions_that_are_asked_for_at_once_the_newer_is_sent(rank
 
 async def test_who_asked_and_fell_silent_holds_nobody_up(ranks, tmp_path):
     offered = offered_by(ranks, 1, tmp_path)
-    with Channel(channel_of(offered)) as silent:
+    with WeightChannel(channel_of(offered)) as silent:
         silent.send({"kind": "ask", "version": 1, "holds": ""})
         assert_holds(await receive_weights(offered, tmp_path / "r", timeout_s=30.0), 1)
 
