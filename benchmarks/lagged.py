@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
+from contextlib import closing
 from dataclasses import dataclass
 from threading import Event
 
@@ -101,8 +102,10 @@ class LaggedTraining:
         """Train for ``total_steps`` steps."""
         began_s, metrics = time.monotonic(), {}
         self._engine.load()
-        with tempfile.TemporaryDirectory(prefix="asyncrl-lagged-") as folder:
-            publisher = WeightPublisher(self._trainer, folder, keep=self._lag + 2)
+        with (
+            tempfile.TemporaryDirectory(prefix="asyncrl-lagged-") as folder,
+            closing(WeightPublisher(self._trainer, folder, keep=self._lag + 2)) as publisher,
+        ):
             snapshots = [_alone(publisher.publish(0))]
             curve = {0: self._accuracy(snapshots[0])}
             for version in range(self._config.total_steps):
@@ -114,7 +117,7 @@ class LaggedTraining:
 
     def _one_step(self, version: int, behavior: WeightOffer) -> dict[str, float]:
         algorithm = self._config.algorithm
-        self._engine.load_weights(behavior)
+        self._engine.load_weights(behavior, timeout_s=self._config.rollout_fleet.load_timeout_s)
         groups = self._roll_out(self._prompts.take(algorithm.groups_per_step), behavior.version)
         plan = Plan(version=version, groups=[group.summary for group in groups])
         (batch,) = rank_batches(plan, algorithm, num_shards=1, max_lag=self._lag)
@@ -140,7 +143,7 @@ class LaggedTraining:
 
     def _accuracy(self, snapshot: WeightOffer) -> float:
         """Mean reward of held-out prompts, sampled as in training; leaves torch's random state as it was."""
-        self._engine.load_weights(snapshot)
+        self._engine.load_weights(snapshot, timeout_s=self._config.rollout_fleet.load_timeout_s)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self._config.seed)
             outputs = self._generate(self._held_out, self._eval_samples, snapshot.version)

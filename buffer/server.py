@@ -442,11 +442,12 @@ class BufferServer:
                 self._check_store(number)
 
     async def _requeue_missing(self, number: int) -> None:
-        ledger = self._service.ledger
-        asked = ledger.stored_groups(number) + ledger.reserved_groups(number)
+        ledger, is_unsure = self._service.ledger, True
         try:
-            missing = await self._links.reconcile(number, asked, ledger.finished())
-            self._service.lose_from_store(number, missing, asked)
+            while is_unsure:
+                stored, reserved = ledger.stored_groups(number), ledger.reserved_groups(number)
+                missing = await self._links.reconcile(number, stored + reserved, ledger.finished())
+                is_unsure = self._service.lose_from_store(number, missing, stored=stored, reserved=reserved)
         except AsyncRLError as error:
             logger.warning("store server %d does not say what it holds: %s", number, error)
 

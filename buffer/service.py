@@ -6,7 +6,7 @@ more timers stand at the next lease's expiry and the next producer's silence. No
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -263,18 +263,28 @@ class BufferService:
             logger.warning("the trajectories or saved prefixes of %d groups are lost", len(lost))
             self._store.evict(group_id for group_id in lost if group_id in self._store.payloads)
 
-    def lose_from_store(self, store: int, group_ids: Iterable[int], asked: Sequence[tuple[int, int]]) -> None:
-        """A store server does not hold these of the groups and attempts ``asked``: generate them again.
+    def lose_from_store(
+        self,
+        store: int,
+        group_ids: Iterable[int],
+        *,
+        stored: Iterable[tuple[int, int]],
+        reserved: Iterable[tuple[int, int]] = (),
+    ) -> bool:
+        """A store server does not hold these groups: generate again what was ``stored`` as it was asked for them.
 
-        What happened to a group since it was asked for is not the store's fault. A batch stays as it was planned: its
-        ranks may have its groups; one that has not is refused them, and says so. A group that runs is sent again.
+        Groups and attempts. A batch stays as it was planned: its ranks may have its groups; one that has not is refused
+        them, and says so. What was ``reserved`` is sent again. Returns whether such a group was stored meanwhile: its
+        payload may have come to the store behind the question, which has to be asked again.
         """
-        ledger, missing, unchanged = self.ledger, set(group_ids), set(asked)
-        stored = unchanged.intersection(ledger.stored_groups(store))
-        lost = [group_id for group_id, _ in stored if group_id in missing and not ledger.is_planned(group_id)]
-        reserved = unchanged.intersection(ledger.reserved_groups(store))
-        self._lose(lost, unsent=[key for key in reserved if key[0] in missing])
+        ledger, missing = self.ledger, set(group_ids)
+        was_reserved = {key for key in reserved if key[0] in missing}
+        now_stored = set(ledger.stored_groups(store))
+        found_lost = (group_id for group_id, _ in now_stored.intersection(stored) if group_id in missing)
+        lost = [group_id for group_id in found_lost if not ledger.is_planned(group_id)]
+        self._lose(lost, unsent=was_reserved.intersection(ledger.reserved_groups(store)))
         self.settle()
+        return not was_reserved.isdisjoint(now_stored)
 
     def _forget_finished(self) -> None:
         """Drop the frames of finished groups, and tell those whose put or prompts did not fit."""

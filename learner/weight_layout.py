@@ -194,7 +194,7 @@ class ModelLayout:
             made = self._converted(whole)
             for stored in outputs:
                 value = made[stored.name].reshape(-1)
-                place(stored).view(value.dtype).copy_(value)
+                place(stored).view(_dtype_of(stored)).copy_(value)
         return self.computed_by(rank, num_ranks)
 
     def fill(self, data: Tensor, read: Callable[[Sequence[str]], dict[str, Tensor]]) -> None:
@@ -215,7 +215,7 @@ class ModelLayout:
         for names in layers.values():
             for name, tensor in self._converted(read(names)).items():
                 if stored := left.pop(name, None):
-                    in_file(data)(stored).view(tensor.dtype).copy_(tensor.reshape(-1))
+                    in_file(data)(stored).view(_dtype_of(stored)).copy_(tensor.reshape(-1))
         if left:
             raise WeightsError(f"{min(left)} cannot be computed from the parameters of one layer")
 
@@ -251,12 +251,16 @@ def reshard(model: nn.Module) -> None:
 
 def item_bytes(stored: StoredTensor) -> int:
     """Bytes per value."""
-    return getattr(torch, DTYPES[stored.dtype]).itemsize
+    return _dtype_of(stored).itemsize
 
 
 def in_file(data: Tensor) -> Callable[[StoredTensor], Tensor]:
     """Where each tensor stands in a whole file, [bytes] uint8."""
     return lambda stored: data[stored.start : stored.start + stored.num_bytes]
+
+
+def _dtype_of(stored: StoredTensor) -> torch.dtype:
+    return getattr(torch, DTYPES[stored.dtype])
 
 
 def _as_published(tensor: Tensor, dtype: torch.dtype) -> Tensor:

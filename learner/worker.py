@@ -28,6 +28,7 @@ from asyncrl.protocol.errors import BatchLost, DeadlineError, StalenessError, Un
 from asyncrl.protocol.ports import LearnerBuffer
 from asyncrl.protocol.record import ProfileConfig, SpanKind
 from asyncrl.protocol.trajectory import TrajectoryGroup
+from asyncrl.protocol.weight_rounds import CollectiveOptions
 from asyncrl.single_controller import Dispatch, Worker, make_nd_compute_dataproto_dispatch_fn, register
 
 from .checkpoint_folder import read_progress

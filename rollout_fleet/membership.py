@@ -5,7 +5,7 @@
     asyncrl join, asyncrl leave ──ask──▶ FleetDesk (a named Ray actor of the run) ──next_request──▶ the controller
                                 ◀─words─                                          ◀──answer──
 
-Whoever may connect to the run's Ray cluster may ask: Ray's own authentication is the desk's (``RAYAUTH_MODE=token``).
+Whoever may connect to the run's Ray cluster may ask: Ray's own authentication is the desk's (``RAY_AUTH_MODE=token``).
 `ask` waits for the desk, which waits for the controller; `FleetDesk.next_request` is woken by `FleetDesk.ask`.
 """
 
@@ -22,7 +22,7 @@ NAMESPACE = "asyncrl"
 """Ray namespace of the desks; each is named by its run's folder."""
 ADDRESS_FILE = "fleet.json"
 """In the run's folder: how to reach the run's Ray cluster from its node."""
-AUTH_MODE = "RAYAUTH_MODE"
+AUTH_MODE = "RAY_AUTH_MODE"
 """Ray sets it in a process that starts a cluster; one that connects by an address must have it from elsewhere."""
 
 

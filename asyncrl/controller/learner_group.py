@@ -18,6 +18,7 @@ from asyncrl.controller.run_folder import RunPaths, remove_published
 from asyncrl.protocol.errors import BatchLost, ClusterDiedError, DeadlineError, LearnerDiedError, WorkerDiedError
 from asyncrl.protocol.remote import StepDeadline, death_among, refs_of, within
 from asyncrl.protocol.types import Plan
+from asyncrl.protocol.weight_rounds import CollectiveOptions
 from asyncrl.single_controller import (
     RayClassWithInitArgs,
     RayResourcePool,

@@ -102,7 +102,7 @@ class SimulatedBuffer:
 
     def lose(self, group_id: int, attempt: int) -> None:
         """Take a stored group's trajectories; its prompt is queued again."""
-        self._service.lose_from_store(0, [group_id], [(group_id, attempt)])
+        self._service.lose_from_store(0, [group_id], stored=[(group_id, attempt)])
         self._wake()
 
     def _wake(self) -> None:

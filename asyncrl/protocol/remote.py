@@ -42,7 +42,7 @@ class WorkerIdentity:
 
 
 identities: dict[str, WorkerIdentity] = {}
-"""The workers that this process started or attached to and has not shut down, by actor id."""
+"""The workers that this process ever started or attached to, by actor id: calls may still be under way at their end."""
 
 
 def fetch(refs: Sequence[Any], timeout_s: float | None = None, what: str = "results") -> list[Any]:

@@ -449,14 +449,13 @@ class RayWorkerGroup(WorkerGroup):
         """Kill the workers; the last group of a pool to do so gives the pool's reservation back.
 
         Groups that were spawned from this one, or that attached to its workers, end with it. After a shutdown of Ray
-        the workers have ended already, except detached ones: attach to those again by ``worker_names``.
+        the workers have ended already, except detached ones: attach to those again by ``worker_names``. A call that is
+        under way raises `WorkerDiedError`.
         """
         self.stop_worker_aliveness_check()
         has_ended = any(worker._ray_cluster_and_job != current_cluster() for worker in self._workers)
-        for worker in self._workers:
-            identities.pop(worker._actor_id.hex(), None)
-            if not has_ended:
-                ray.kill(worker)
+        for worker in self._workers if not has_ended else []:
+            ray.kill(worker)
         self._workers = []
         if self.resource_pool is not None and not has_ended:
             self.resource_pool.leave()

@@ -132,7 +132,7 @@ async def test_a_worker_is_killed_in_the_middle_and_another_finishes_its_group_t
     written = group.versions[len(group.prompt_ids) :]
     for versions in np.split(written, 2):
         assert versions.tolist() == sorted(versions)
-        assert set(versions.tolist()) == {0, 1, 2}
+        assert {0, 2} <= set(versions.tolist()) <= {0, 1, 2}  # a fast engine writes nothing under 1
     assert 0 < saved < 2 * NUM_TOKENS
     assert np.count_nonzero(written < 2) == saved, "what was saved was written under versions 0 and 1"
     assert counters.tokens_generated == 2 * NUM_TOKENS - saved

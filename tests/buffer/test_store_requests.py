@@ -198,6 +198,75 @@ async def test_a_payload_that_its_store_lost_before_the_ledger_heard_of_it_is_se
         assert (await of.control.stats()).tokens_dropped == {}
 
 
+async def test_a_payload_that_comes_while_its_store_says_what_it_holds_is_not_taken_for_lost(monkeypatch):
+    """A ledger that was started again asks stores while workers, who do not know of it, go on with their puts."""
+    async with hosts("a") as of:
+        a = of.worker("a")
+        await of.control.enqueue([prompt(0)])
+        [lease] = await a.lease(0, 1)
+        server = of.run.server
+        reconcile, put_reserved = server._links.reconcile, a._put_reserved
+        asked, reported = asyncio.Event(), asyncio.Event()
+
+        async def answer_late(*arguments) -> list[int]:
+            missing = await reconcile(*arguments)
+            asked.set()
+            await reported.wait()
+            return missing
+
+        async def send_when_asked(link, name, *arguments):
+            if name == "put_payload":
+                await asked.wait()
+            return await put_reserved(link, name, *arguments)
+
+        monkeypatch.setattr(server._links, "reconcile", answer_late)
+        monkeypatch.setattr(a, "_put_reserved", send_when_asked)
+        putting = asyncio.ensure_future(a.put(rollout(lease)))
+        while not server._service.ledger.is_reserved(0, 0):
+            await of.control.stats()
+        checking = asyncio.ensure_future(server._requeue_missing(0))
+        await putting
+        reported.set()
+        await checking
+        assert (await of.control.stats()).tokens_dropped == {}
+        [group] = await of.control.fetch([0])
+        assert (group.group_id, group.attempt) == (0, 0)
+
+
+async def test_a_payload_that_was_lost_while_its_put_was_told_is_found_missing(monkeypatch):
+    async with hosts("a") as of:
+        a = of.worker("a")
+        await of.control.enqueue([prompt(0)])
+        [lease] = await a.lease(0, 1)
+        server = of.run.server
+        reconcile, report = server._links.reconcile, a._report
+        asked, reported = asyncio.Event(), asyncio.Event()
+
+        async def answer_late(*arguments) -> list[int]:
+            missing = await reconcile(*arguments)
+            asked.set()
+            await reported.wait()
+            return missing
+
+        async def report_when_the_store_was_asked(*arguments) -> None:
+            of.held_by("a").clear()
+            await asked.wait()
+            await report(*arguments)
+
+        monkeypatch.setattr(server._links, "reconcile", answer_late)
+        monkeypatch.setattr(a, "_report", report_when_the_store_was_asked)
+        putting = asyncio.ensure_future(a.put(rollout(lease)))
+        while of.held_by("a") or not server._service.ledger.is_reserved(0, 0):
+            await of.control.stats()
+        checking = asyncio.ensure_future(server._requeue_missing(0))
+        await putting
+        reported.set()
+        await checking
+        assert (await of.control.stats()).tokens_dropped == {"store_lost": 5}
+        [again] = await a.lease(0, 1)
+        assert (again.prompt.group_id, again.attempt) == (0, 1)
+
+
 async def test_other_bytes_than_were_put_are_refused_by_whoever_fetches_them():
     async with hosts("a") as of:
         a = of.worker("a")

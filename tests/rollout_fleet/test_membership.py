@@ -4,9 +4,18 @@ import asyncio
 import json
 
 import pytest
+from ray._private.authentication.authentication_token_setup import AUTH_MODE_ENV_VAR
 
 from rollout_fleet import join
-from rollout_fleet.membership import ADDRESS_FILE, Action, FleetAnswer, FleetDesk, FleetRequest, write_address
+from rollout_fleet.membership import (
+    ADDRESS_FILE,
+    AUTH_MODE,
+    Action,
+    FleetAnswer,
+    FleetDesk,
+    FleetRequest,
+    write_address,
+)
 
 
 async def test_each_request_gets_its_own_answer_in_whatever_order_they_come():
@@ -27,6 +36,10 @@ async def test_an_answer_for_somebody_who_waits_no_more_is_dropped():
     waiting.cancel()
     await asyncio.gather(waiting, return_exceptions=True)
     await desk.answer(number, FleetAnswer(words="0: serves"))
+
+
+def test_the_commands_read_how_to_authenticate_where_ray_does():
+    assert AUTH_MODE == AUTH_MODE_ENV_VAR
 
 
 @pytest.mark.parametrize("command", [join.main, join.leave])

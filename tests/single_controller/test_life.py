@@ -149,6 +149,19 @@ def test_a_death_names_group_rank_node_and_last_log_lines(cluster, tmp_path):
     other.shutdown()
 
 
+def test_a_call_that_is_under_way_when_its_group_ends_names_the_worker(cluster):
+    group = group_on(pool_of(1), name_prefix="ended")
+    assert group.place()
+    pending = group.execute_rank_async(0, "hang")
+    group.shutdown()
+
+    async def awaited():
+        await pending
+
+    with pytest.raises(WorkerDiedError, match="group 'ended', rank 0"):
+        asyncio.run(awaited())
+
+
 def test_a_death_shows_what_the_worker_wrote_though_nobody_asked_for_logs(cluster):
     group = group_on(pool_of(2), name_prefix="unlogged")
     with pytest.raises(WorkerDiedError) as caught:
