@@ -120,8 +120,10 @@ class RayConfig:
             Empty: as Ray finds out.
         object_store_bytes: Shared memory of a cluster of our own; weights and batches do not pass through it.
         start_timeout_s: Deadline for the cluster to come up, and for it to grant the run's places.
-        fork_workers: In a cluster of our own on CPUs, fork the workers from one process that has imported torch.
-        python: What runs Python in the workers, as a shell would; the run sets it. Empty: the Python of this process.
+        fork_workers: In a cluster of our own on CPUs, fork what needs torch (learner ranks, engines in process, the
+            warm start) from one process that has imported it.
+        python: What runs Python in learner ranks and engines in process, as in a shell (``nsys profile python``); they
+            are not forked then. Empty: the Python of this process, or its fork server.
     """
 
     address: str = ""

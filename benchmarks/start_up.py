@@ -1,8 +1,9 @@
 """From the command to the first learner step: how long, and what each part takes.
 
 ``python -m benchmarks.start_up`` starts the quickstart for one step, in a folder of its own: with a warm start, and
-again with the one that is there by then. ``--engine sglang`` or ``transformers``. Wall times hold for an idle machine;
-``cpu_s`` is the CPU time of all processes of the run until then, which others on the machine change less.
+again with the one that is there by then. ``--engine sglang`` or ``transformers``; further options of the run may
+follow. Wall times hold for an idle machine; ``cpu_s`` is the CPU time of all processes of the run until then, which
+others on the machine change less.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,12 +44,12 @@ class StartUp:
     parts: dict[str, tuple[float, float]]
 
 
-def start(engine: str, output_dir: Path) -> StartUp:
-    """Start the quickstart for one step."""
+def start(engine: str, output_dir: Path, overrides: Sequence[str]) -> StartUp:
+    """Start the quickstart for one step, with further options."""
     command = [sys.executable, "-m", "asyncrl.train", "total_steps=1", f"rollout_fleet.engine={engine}"]
     began_s = time.monotonic()
     run = subprocess.Popen(
-        [*command, f"output_dir={output_dir}", "evaluation.enabled=false"],
+        [*command, f"output_dir={output_dir}", "evaluation.enabled=false", *overrides],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -79,9 +81,11 @@ def main() -> int:
     """Measure, and report; returns 0 when the target is met."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.start_up", description="Command to first step.")
     parser.add_argument("--engine", choices=sorted(_WALL_S), default="transformers")
-    engine = parser.parse_args().engine
+    parser.add_argument("overrides", nargs="*", help="further options of the run, such as ray.fork_workers=false")
+    options = parser.parse_args()
+    engine, overrides = options.engine, options.overrides
     with tempfile.TemporaryDirectory(prefix="asyncrl-start-") as folder:
-        starts = {"with a warm start": start(engine, Path(folder)), "reusing it": start(engine, Path(folder))}
+        starts = {name: start(engine, Path(folder), overrides) for name in ("with a warm start", "reusing it")}
     rows = {}
     for name, one in starts.items():
         rows[name] = f"first step after {one.first_step_s:.1f} s, {one.cpu_s:.1f} CPU seconds"
@@ -95,7 +99,7 @@ def main() -> int:
         "cpu_reusing_s": again.cpu_s,
     }
     targets = {"first_step_reusing_s": Target(at_most=_WALL_S[engine])}
-    title = f"start-up of the quickstart with {engine}"
+    title = " ".join([f"start-up of the quickstart with {engine}", *overrides])
     return 0 if print_report(title, rows, figures, targets, baseline="none") else 1
 
 

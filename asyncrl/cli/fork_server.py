@@ -8,11 +8,14 @@ Python, which takes a few milliseconds::
                                        ▲                                            │
                                        └────────────── how it ended ────────────────┘
 
-A proxy lives as long as its process. When it is killed, so is the process; the death of the server ends both.
+A proxy lives as long as its process. When it is killed, so is the process; the death of the server ends both. The
+process has the proxy's CPUs, limits, niceness and place in the order of the kernel's out-of-memory killer, which
+whoever starts a process sets for the one that it knows. It is in a session of its own: a terminal's Ctrl-C reaches the
+run alone, which stops it.
 
 The server has one thread: a lock that another one holds would stay locked in what is forked. With more than one after
-its imports it ends, and says so in its log; proxies then run Python themselves. CUDA does not survive a fork either,
-so a run on GPUs has no fork server.
+its imports it ends, and says so in its log; proxies then run Python themselves. CUDA does not survive a fork once it is
+in use, so a run on GPUs has no fork server; nor has one in a cluster that it joined, whose nodes may be other hosts.
 
 The server waits for a proxy, for the end of a process, and for its owner, whose end closes its standard input; then it
 serves nobody any more, and ends with its last process.
@@ -25,6 +28,7 @@ import gc
 import importlib
 import json
 import os
+import resource
 import runpy
 import secrets
 import selectors
@@ -33,6 +37,7 @@ import socket
 import struct
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -45,6 +50,7 @@ PROXY = Path(__file__).with_name("fork_proxy.py")
 _PR_SET_PDEATHSIG = 1
 _CREDENTIALS = struct.Struct("3i")
 """Process, user and group of who has connected."""
+_LIMITS = (resource.RLIMIT_NOFILE, resource.RLIMIT_CORE, resource.RLIMIT_AS, resource.RLIMIT_NPROC)
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
 """Environment under which numpy, torch and pyarrow start no threads when they are imported."""
 
@@ -120,6 +126,7 @@ class ForkedCommand:
             os.dup2(file, target)
             os.close(file)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        tempfile.tempdir = None  # the server's; this one's environment may name another
         if numpy := sys.modules.get("numpy"):  # its state would be the same in all that are forked
             numpy.random.seed()
 
@@ -169,16 +176,19 @@ class _Server:
         """Fork a process for a proxy; its command, in that process."""
         proxy, _ = self._listener.accept()
         try:
-            _check_user(proxy)
+            proxy_pid = _checked_pid(proxy)
             command = ForkedCommand.receive(proxy)
         except (OSError, EOFError) as error:
             sys.stderr.write(f"no process for a proxy: {error!r}\n")
             proxy.close()
             return None
+        server_pid = os.getpid()
         pid = os.fork()
         if pid == 0:
-            self._leave()
+            self._leave(server_pid)
             proxy.close()
+            with suppress(OSError, ValueError):  # it may have ended, of which the server knows
+                _take_after(proxy_pid)
             return command
         for file in command.files:
             os.close(file)
@@ -188,9 +198,11 @@ class _Server:
         _tell(proxy, BEGUN)
         return None
 
-    def _leave(self) -> None:
+    def _leave(self, server_pid: int) -> None:
         """Close, in a forked process, what is the server's, and end with the server."""
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != server_pid:  # it has ended before it could be said
+            os._exit(1)
         for key in list(self._selector.get_map().values()):
             if isinstance(key.fileobj, int):
                 os.close(key.fileobj)
@@ -208,11 +220,21 @@ class _Server:
             self._selector.unregister(proxy)  # unless it has ended before its process
 
 
-def _check_user(proxy: socket.socket) -> None:
-    """Only this user may run anything here. Raises `PermissionError`."""
-    _, user, _ = _CREDENTIALS.unpack(proxy.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+def _checked_pid(proxy: socket.socket) -> int:
+    """The process that has connected. Raises `PermissionError` for another user's, who may run nothing here."""
+    pid, user, _ = _CREDENTIALS.unpack(proxy.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     if user != os.geteuid():
         raise PermissionError(f"user {user} asked, expected {os.geteuid()}")
+    return pid
+
+
+def _take_after(pid: int) -> None:
+    """Give this process what the kernel holds of another one's, which the environment does not say."""
+    os.sched_setaffinity(0, os.sched_getaffinity(pid))
+    for kind in _LIMITS:
+        resource.setrlimit(kind, resource.prlimit(pid, kind))
+    Path("/proc/self/oom_score_adj").write_text(Path(f"/proc/{pid}/oom_score_adj").read_text())
+    os.setpriority(os.PRIO_PROCESS, 0, os.getpriority(os.PRIO_PROCESS, pid))
 
 
 def _tell(proxy: socket.socket, word: bytes) -> None:

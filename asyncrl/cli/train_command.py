@@ -42,8 +42,8 @@ from asyncrl.placement_config import WORKER_ENV
 from asyncrl.protocol.errors import AsyncRLError, ClusterDiedError, DeadlineError
 from asyncrl.protocol.remote import last_lines
 from asyncrl.supervised.warm_start import warm_start
-from learner.config import Device
-from rollout_fleet.config import EngineKind
+from rollout_fleet.config import EngineDevice, EngineKind
+from rollout_fleet.engines import resolve_device
 
 EXIT_USAGE = 2
 
@@ -211,7 +211,7 @@ async def _run(
         except (ValueError, asyncio.CancelledError):
             shutil.rmtree(run_dir, ignore_errors=True)  # nothing was started: there is nothing to look into
             raise
-        python: tuple[str, ...] = (sys.executable,)
+        python: Sequence[str] = (sys.executable,)
         if modules := _imported_once(config):
             log_path = run_dir / "logs" / "fork-server.log"
             server = ForkServer(modules, environment=os.environ | WORKER_ENV, log_path=log_path)
@@ -234,7 +234,8 @@ async def _cancelled(task: asyncio.Task[Any]) -> None:
 
 def _imported_once(config: RunConfig) -> list[str]:
     """What the run's workers are to be forked from; nothing where they start by themselves."""
-    if not config.ray.fork_workers or config.ray.address or config.learner.device is not Device.cpu:
+    devices = {resolve_device(EngineDevice(device)) for device in (config.learner.device, config.rollout_fleet.device)}
+    if not config.ray.fork_workers or config.ray.python or config.ray.address or devices != {EngineDevice.cpu}:
         return []
     modules = [f"learner.{part}" for part in ("checkpoint", "roles", "trainer", "trajectory_log", "weights")]
     if config.rollout_fleet.engine is EngineKind.transformers:

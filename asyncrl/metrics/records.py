@@ -286,7 +286,7 @@ class MetricsWriter:
 
 
 class ScalarEvents:
-    """Scalars for TensorBoard, by its own writer: torch's would load torch, which the controller does without."""
+    """Scalars for TensorBoard, through the writer that torch's ``SummaryWriter`` uses, which would load torch."""
 
     def __init__(self, folder: Path) -> None:
         from tensorboard.compat.proto import event_pb2, summary_pb2

@@ -208,10 +208,7 @@ class RayWorkerGroup(WorkerGroup):
         self.sub_cls_name = ""
         self.fused_worker_used = ray_cls_with_init is not None and ray_cls_with_init.fused_worker_used
         self.wg_dict: dict[str, RayWorkerGroup] | None = None
-        if (master_addr is None) != (master_port is None):
-            given = f"master_addr is {master_addr!r} and master_port {master_port!r}"
-            raise UsageError(f"{given}; give both, or neither, and they are chosen")
-        self.master_address, self.master_port = master_addr, None if master_port is None else str(master_port)
+        self.master_address, self.master_port = _both_or_neither(master_addr, master_port)
         if resource_pool is None:
             self._attach(worker_names, worker_handles)
         else:
@@ -469,3 +466,11 @@ class RayWorkerGroup(WorkerGroup):
 
     def _fetch(self, pending: PendingResult | PendingResults) -> Any:
         return pending.get(deadline_s.get() or self.timeout_s)
+
+
+def _both_or_neither(master_addr: str | None, master_port: str | None) -> tuple[str | None, str | None]:
+    """A rendezvous as it was given. Raises `UsageError` for half of one."""
+    if (master_addr is None) != (master_port is None):
+        given = f"master_addr is {master_addr!r} and master_port {master_port!r}"
+        raise UsageError(f"{given}; give both, or neither, and they are chosen")
+    return master_addr, None if master_port is None else str(master_port)
