@@ -47,7 +47,7 @@ from typing import IO
 from asyncrl.cli.fork_proxy import BEGUN, LENGTH, STATUS, address_of
 
 PROXY = Path(__file__).with_name("fork_proxy.py")
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 _CREDENTIALS = struct.Struct("3i")
 """Process, user and group of who has connected."""
 _LIMITS = (resource.RLIMIT_NOFILE, resource.RLIMIT_CORE, resource.RLIMIT_AS, resource.RLIMIT_NPROC)
@@ -133,6 +133,8 @@ class ForkedCommand:
     def run(self) -> None:
         """Run the arguments, to their end."""
         first, *rest = self.arguments
+        name = rest[0] if first == "-m" else Path(first).name
+        ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode())  # its command line remains the server's
         if first == "-m":
             sys.argv, sys.path[0] = rest, self.directory
             runpy.run_module(rest[0], run_name="__main__", alter_sys=True)

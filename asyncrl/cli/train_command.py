@@ -33,7 +33,7 @@ from asyncrl.cli.supervisor import (
     report_fault,
     supervise,
 )
-from asyncrl.config import RunConfig
+from asyncrl.config import RunConfig, learner_pools
 from asyncrl.controller.resume import check_beginning
 from asyncrl.controller.run_folder import has_trained, make_run_dir, shared_folder
 from asyncrl.metrics import TerminalView
@@ -41,7 +41,7 @@ from asyncrl.option_checks import check_options
 from asyncrl.placement_config import WORKER_ENV
 from asyncrl.protocol.errors import AsyncRLError, ClusterDiedError, DeadlineError
 from asyncrl.protocol.remote import last_lines
-from asyncrl.supervised.warm_start import warm_start
+from asyncrl.supervised.warm_start import finished_warm_start, warm_start
 from rollout_fleet.config import EngineDevice, EngineKind
 from rollout_fleet.engines import resolve_device
 
@@ -233,12 +233,17 @@ async def _cancelled(task: asyncio.Task[Any]) -> None:
 
 
 def _imported_once(config: RunConfig) -> list[str]:
-    """What the run's workers are to be forked from; nothing where they start by themselves."""
+    """What the run's workers are to be forked from; nothing where they start by themselves, as one alone does."""
     devices = {resolve_device(EngineDevice(device)) for device in (config.learner.device, config.rollout_fleet.device)}
     if not config.ray.fork_workers or config.ray.python or config.ray.address or devices != {EngineDevice.cpu}:
         return []
+    in_process = config.rollout_fleet.engine is EngineKind.transformers
+    num_forked = sum(learner_pools(config).values()) + in_process * config.rollout_fleet.fewest_engines
+    num_forked += config.sft.enabled and finished_warm_start(config) is None
+    if num_forked < 2:
+        return []
     modules = [f"learner.{part}" for part in ("checkpoint", "roles", "trainer", "trajectory_log", "weights")]
-    if config.rollout_fleet.engine is EngineKind.transformers:
+    if in_process:
         modules.append("rollout_fleet.engines.transformers_model")
     return modules
 

@@ -1,8 +1,10 @@
 import os
+import resource
 import signal
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import psutil
 import pytest
@@ -15,7 +17,9 @@ from asyncrl.protocol.remote import wait_for_first_end
 @pytest.fixture
 def server(tmp_path):
     """A server that has imported a module, which says in which process."""
-    (tmp_path / "imported_once.py").write_text("import os\nPID = os.getpid()\n")
+    (tmp_path / "imported_once.py").write_text(
+        "import os, tempfile\nPID, FOLDER = os.getpid(), tempfile.gettempdir()\n"
+    )
     (tmp_path / "child.py").write_text(
         "import imported_once, os, sys\n"
         "print(imported_once.PID == os.getppid(), sys.argv[1:], os.getcwd(), os.environ['COLOUR'], sys.stdin.read())\n"
@@ -56,6 +60,25 @@ def test_a_module_is_run_too(server, tmp_path):
 
 def test_a_proxy_ends_of_the_signal_of_which_its_process_died(server, tmp_path):
     assert run(server, tmp_path, str(tmp_path / "child.py"), "die").returncode == -signal.SIGKILL
+
+
+def test_a_process_has_the_limits_of_its_proxy_its_temporary_folder_and_a_name_of_its_own(server, tmp_path):
+    (tmp_path / "shown.py").write_text(
+        "import os, resource, tempfile\n"
+        "score = open('/proc/self/oom_score_adj').read().strip()\n"
+        "print(os.sched_getaffinity(0), resource.getrlimit(resource.RLIMIT_NOFILE), score, os.nice(0))\n"
+        "print(tempfile.gettempdir(), open('/proc/self/comm').read())\n"
+    )
+    cpu = min(os.sched_getaffinity(0))
+
+    def lower():
+        os.sched_setaffinity(0, {cpu})
+        resource.setrlimit(resource.RLIMIT_NOFILE, (200, 300))
+        Path("/proc/self/oom_score_adj").write_text("900")
+        os.setpriority(os.PRIO_PROCESS, 0, 7)
+
+    done = run(server, tmp_path, "-m", "shown", env={"TMPDIR": str(tmp_path)}, preexec_fn=lower)
+    assert done.stdout == f"{{{cpu}}} (200, 300) 900 7\n{tmp_path} shown\n\n"
 
 
 def test_a_process_whose_proxy_is_killed_is_killed_too_and_no_other(server, tmp_path):
